@@ -1,0 +1,248 @@
+"""Trains a small residual network on handwritten digits, in the precision that flags ask for.
+
+    python examples/haiku/train.py --mp_policy=params=float32,compute=bfloat16,output=float32
+
+The 1,797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import jmpx
+import jmpx.flags
+import numpy as np
+import optax
+from absl import app, flags
+from tqdm import tqdm
+
+PLOT_FORMATS = (".pdf", ".png", ".svg")
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+TEST_SHARE = 0.2
+PEAK_LEARNING_RATE = 3e-3
+
+MP = jmpx.flags.define_mp_flags()
+BN_POLICY = jmpx.flags.DEFINE_policy(
+    "mp_bn_policy",
+    "full",
+    "The policy of BatchNorm; its output dtype is replaced by the compute dtype of --mp_policy, "
+    "because what follows it computes in that.",
+)
+SEED = flags.DEFINE_integer("seed", 0, "Seeds initialization and batches.", lower_bound=0)
+EPOCHS = flags.DEFINE_integer("epochs", 15, "How many times to go over the data.", lower_bound=1)
+BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a batch.", 1, 1437)
+PLOT = flags.DEFINE_string("plot", None, "Where to draw how the training went: a .png file.")
+
+for name in ("mp_policy", "mp_bn_policy"):
+    flags.register_validator(
+        name,
+        lambda p: {p.param_dtype, p.compute_dtype, p.output_dtype} <= set(DTYPES),
+        "this example runs in float32, bfloat16 and float16 only",
+    )
+flags.register_validator(
+    "plot",
+    lambda path: (
+        path is None
+        or Path(path).suffix in PLOT_FORMATS
+        and os.access(Path(path).parent, os.W_OK)
+    ),
+    f"must be a file ending in {', '.join(PLOT_FORMATS)} in a directory that can be written to",
+)
+
+
+class Block(hk.Module):
+    """Two 3 x 3 convolutions beside a shortcut."""
+
+    def __init__(self, channels: int, stride: int):
+        super().__init__()
+        self.channels, self.stride = channels, stride
+
+    def __call__(self, x: jax.Array, is_training: bool) -> jax.Array:
+        shortcut = hk.Conv2D(self.channels, 1, self.stride, with_bias=False)(x)
+        x = hk.Conv2D(self.channels, 3, self.stride, with_bias=False)(x)
+        x = jax.nn.relu(batch_norm()(x, is_training))
+        x = hk.Conv2D(self.channels, 3, with_bias=False)(x)
+        return jax.nn.relu(batch_norm()(x, is_training) + shortcut)
+
+
+class ResNet(hk.Module):
+    """A residual network for images of shape [batch, 8, 8, 1]."""
+
+    def __call__(self, x: jax.Array, is_training: bool) -> jax.Array:
+        x = hk.Conv2D(16, 3, with_bias=False)(x)
+        x = jax.nn.relu(batch_norm()(x, is_training))
+        for channels, stride in ((16, 1), (32, 2), (64, 2)):
+            x = Block(channels, stride)(x, is_training)
+        return hk.Linear(10)(x.mean(axis=(1, 2)))
+
+
+def batch_norm() -> hk.BatchNorm:
+    return hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9)
+
+
+class Data(NamedTuple):
+    """Images of shape [n, 8, 8, 1] in float32, from 0 to 1, and their labels."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+
+class TrainState(NamedTuple):
+    params: hk.Params
+    model_state: hk.State
+    opt_state: optax.OptState
+    loss_scale: jmpx.LossScale
+
+
+class History:
+    """What each step and each epoch reported."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.scales: list[float] = []
+        self.skipped: list[int] = []
+        self.seconds: list[float] = []
+        self.accuracies: list[float] = []
+
+
+def load_digits() -> tuple[Data, Data]:
+    """Returns the training and the test images: a fixed, shuffled, stratified split."""
+    from sklearn import datasets, model_selection
+
+    digits = datasets.load_digits()
+    images = (digits.images[..., None] / 16).astype(np.float32)
+    train_x, test_x, train_y, test_y = model_selection.train_test_split(
+        images, digits.target, test_size=TEST_SHARE, stratify=digits.target, random_state=0
+    )
+    return Data(train_x, train_y), Data(test_x, test_y)
+
+
+def batches(data: Data, size: int, rng: np.random.Generator) -> Iterator[Data]:
+    """Yields the full batches of one epoch, shuffled."""
+    order = rng.permutation(len(data.labels))
+    for start in range(0, len(order) - size + 1, size):
+        chosen = order[start : start + size]
+        yield Data(data.images[chosen], data.labels[chosen])
+
+
+def make_optimizer(steps: int, skip_nonfinite: bool) -> optax.GradientTransformation:
+    optimizer = optax.adam(optax.cosine_decay_schedule(PEAK_LEARNING_RATE, steps))
+    return jmpx.skip_nonfinite(optimizer) if skip_nonfinite else optimizer
+
+
+def make_step(network: hk.TransformedWithState, optimizer: Any) -> Any:
+    """Returns the jitted train step: `(state, batch) -> (state, loss, grads_finite)`."""
+
+    def loss_fn(params: Any, model_state: Any, batch: Data) -> tuple[jax.Array, Any]:
+        logits, model_state = network.apply(params, model_state, None, batch.images, True)
+        logits = jmpx.cast_to_float32(logits)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
+        return loss, model_state
+
+    @jax.jit
+    def step(state: TrainState, batch: Data) -> tuple[TrainState, jax.Array, jax.Array]:
+        # The class policies do the casts, inside the network: "full" adds none to them.
+        (loss, model_state), loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
+            loss_fn, state.loss_scale, has_aux=True, policy="full"
+        )(state.params, state.model_state, batch)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        if isinstance(opt_state, jmpx.SkipNonfiniteState):  # moving averages skip the step, too
+            model_state = jmpx.select_tree(grads_finite, model_state, state.model_state)
+        return TrainState(params, model_state, opt_state, loss_scale), loss, grads_finite
+
+    return step
+
+
+def make_accuracy(network: hk.TransformedWithState) -> Any:
+    @jax.jit
+    def accuracy(state: TrainState, data: Data) -> jax.Array:
+        logits, _ = network.apply(state.params, state.model_state, None, data.images, False)
+        return (logits.argmax(axis=-1) == data.labels).mean()
+
+    return accuracy
+
+
+def train(history: History) -> None:
+    """Trains as the flags say, and prints a line an epoch."""
+    train_data, test_data = load_digits()
+    rng = np.random.default_rng(SEED.value)
+    steps_per_epoch = len(train_data.labels) // BATCH_SIZE.value
+    steps = EPOCHS.value * steps_per_epoch
+
+    network = hk.transform_with_state(lambda x, is_training: ResNet()(x, is_training))
+    params, model_state = network.init(jax.random.key(SEED.value), train_data.images[:1], True)
+    optimizer = make_optimizer(steps, MP.skip_nonfinite)
+    state = TrainState(params, model_state, optimizer.init(params), MP.loss_scale())
+    step, accuracy = make_step(network, optimizer), make_accuracy(network)
+
+    with tqdm(total=steps, unit="step", dynamic_ncols=True, leave=False) as progress:
+        for epoch in range(1, EPOCHS.value + 1):
+            for batch in batches(train_data, BATCH_SIZE.value, rng):
+                start = time.perf_counter()
+                history.scales.append(float(state.loss_scale.loss_scale))
+                state, loss, grads_finite = step(state, batch)
+                if not grads_finite and MP.skip_nonfinite:
+                    history.skipped.append(len(history.losses))
+                history.losses.append(float(loss))
+                history.seconds.append(time.perf_counter() - start)
+                progress.update()
+            history.accuracies.append(float(accuracy(state, test_data)))
+            progress.write(
+                f"epoch {epoch:2d}  loss {np.mean(history.losses[-steps_per_epoch:]):.4f}  "
+                f"test accuracy {history.accuracies[-1]:.2%}  "
+                f"loss scale {float(state.loss_scale.loss_scale):g}  "
+                f"skipped steps {len(history.skipped)}"
+            )
+
+
+def draw(history: History, path: str) -> None:
+    """Draws loss, test accuracy and the loss scale's path, with the skipped steps marked."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 7), layout="constrained")
+    loss, accuracy, scale = figure.subplots(3, sharex=True)
+    figure.suptitle(f"digits, {MP.policy}")
+    steps = np.arange(len(history.losses))
+    epoch_ends = np.arange(1, len(history.accuracies) + 1) * len(steps) / len(history.accuracies)
+
+    loss.plot(steps, history.losses, linewidth=1)
+    loss.set(ylabel="training loss", yscale="log")
+    accuracy.plot(epoch_ends, 100 * np.array(history.accuracies), marker="o", markersize=3)
+    accuracy.set(ylabel="test accuracy (%)")
+    scale.step(steps, history.scales, where="post", linewidth=1)
+    scale.set(ylabel="loss scale", xlabel="step")
+    scale.set_yscale("log", base=2)
+    if history.skipped:
+        skipped_at = [history.scales[step] for step in history.skipped]
+        label = f"skipped steps ({len(history.skipped)})"
+        scale.plot(history.skipped, skipped_at, "x", color="tab:red", label=label)
+        scale.legend()
+    for axis in (loss, accuracy, scale):
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) > 1:
+        raise app.UsageError(f"unexpected argument {arguments[1]!r}")
+    jmpx.set_policy(ResNet, MP.policy)
+    jmpx.set_policy(hk.BatchNorm, BN_POLICY.value.with_output_dtype(MP.policy.compute_dtype))
+    history = History()
+    train(history)
+    # The first step includes compilation.
+    milliseconds = 1000 * statistics.median(history.seconds[1:] or history.seconds)
+    print(f"test accuracy {history.accuracies[-1]:.2%}, {milliseconds:.1f} ms a step ({MP.policy})")
+    if PLOT.value is not None:
+        draw(history, PLOT.value)
+        print(f"wrote {PLOT.value}")
+
+
+if __name__ == "__main__":
+    app.run(main)

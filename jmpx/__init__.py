@@ -1,0 +1,74 @@
+"""jmpx: mixed precision for JAX, from a policy string."""
+
+from jmpx._dtypes import half_dtype as half_dtype
+from jmpx._gradient import (
+    filter_grad as filter_grad,
+    filter_value_and_grad as filter_value_and_grad,
+)
+from jmpx._loss_scale import (
+    DynamicLossScale as DynamicLossScale,
+    LossScale as LossScale,
+    NoOpLossScale as NoOpLossScale,
+    StaticLossScale as StaticLossScale,
+)
+from jmpx._optimizer import (
+    SkipNonfiniteState as SkipNonfiniteState,
+    optimizer_update as optimizer_update,
+    skip_nonfinite as skip_nonfinite,
+)
+from jmpx._policy import Policy as Policy, get_policy as get_policy
+from jmpx._registry import (
+    clear_policy as clear_policy,
+    current_policy as current_policy,
+    policy_of as policy_of,
+    push_policy as push_policy,
+    set_policy as set_policy,
+)
+from jmpx._tree import (
+    all_finite as all_finite,
+    cast_function as cast_function,
+    cast_to_bfloat16 as cast_to_bfloat16,
+    cast_to_float16 as cast_to_float16,
+    cast_to_float32 as cast_to_float32,
+    cast_to_full as cast_to_full,
+    cast_to_full_precision as cast_to_full_precision,
+    cast_to_half as cast_to_half,
+    cast_to_half_precision as cast_to_half_precision,
+    cast_tree as cast_tree,
+    force_full_precision as force_full_precision,
+    select_tree as select_tree,
+)
+
+__version__ = "0.1.0"
+
+__all__ = (
+    "DynamicLossScale",
+    "LossScale",
+    "NoOpLossScale",
+    "Policy",
+    "SkipNonfiniteState",
+    "StaticLossScale",
+    "all_finite",
+    "cast_function",
+    "cast_to_bfloat16",
+    "cast_to_float16",
+    "cast_to_float32",
+    "cast_to_full",
+    "cast_to_full_precision",
+    "cast_to_half",
+    "cast_to_half_precision",
+    "cast_tree",
+    "clear_policy",
+    "current_policy",
+    "filter_grad",
+    "filter_value_and_grad",
+    "force_full_precision",
+    "get_policy",
+    "half_dtype",
+    "optimizer_update",
+    "policy_of",
+    "push_policy",
+    "select_tree",
+    "set_policy",
+    "skip_nonfinite",
+)

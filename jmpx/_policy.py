@@ -1,0 +1,226 @@
+"""Policies: which dtype parameters are stored, computation runs and results leave in."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+
+from jmpx._dtypes import (
+    DTypeLike,
+    as_dtype,
+    describe_dtypes,
+    dtype_name,
+    dtype_names,
+    parse_dtype,
+)
+from jmpx._tree import cast_tree
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Policy:
+    """The dtypes that a piece of a program stores, computes and returns in.
+
+    A frozen, hashable, picklable value (not a pytree), so it serves as a static argument of
+    `jax.jit` and as a static field of a module. Follows JMP's `Policy`. Subclasses may add fields
+    and override the casts: jmpx casts through nothing else.
+
+    Args:
+        param_dtype: the dtype in which parameters are stored.
+        compute_dtype: the dtype in which computation runs.
+        output_dtype: the dtype in which results are returned.
+
+    A dtype is given as a name, a `np.dtype` or a scalar type, and kept as JAX's scalar type.
+
+    Raises:
+        TypeError: if a dtype is not one.
+        ValueError: if a dtype is not a floating one.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> policy = jmpx.Policy("float32", jnp.bfloat16, jnp.float32)
+        >>> policy.compute_dtype is jnp.bfloat16
+        True
+        >>> str(policy)
+        'params=float32,compute=bfloat16,output=float32'
+        >>> policy.cast_to_compute({"w": jnp.ones(2)})
+        {'w': Array([1, 1], dtype=bfloat16)}
+    """
+
+    param_dtype: DTypeLike
+    compute_dtype: DTypeLike
+    output_dtype: DTypeLike
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "compute_dtype", "output_dtype"):
+            object.__setattr__(self, name, as_dtype(getattr(self, name)))
+
+    def cast_to_param(self, tree: T) -> T:
+        """Casts the floating leaves of a pytree to `param_dtype`; see `jmpx.cast_tree`."""
+        return cast_tree(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Casts the floating leaves of a pytree to `compute_dtype`; see `jmpx.cast_tree`."""
+        return cast_tree(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: T) -> T:
+        """Casts the floating leaves of a pytree to `output_dtype`; see `jmpx.cast_tree`."""
+        return cast_tree(tree, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
+        """Returns this policy with another `output_dtype`."""
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+    def __str__(self) -> str:
+        """Returns the policy string, which `get_policy` parses back to an equal policy."""
+        return (
+            f"params={dtype_name(self.param_dtype)},compute={dtype_name(self.compute_dtype)},"
+            f"output={dtype_name(self.output_dtype)}"
+        )
+
+    def __repr__(self) -> str:
+        """Returns the constructor call, the dtypes by name."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        dtypes = {name: dtype_name(values.pop(name)) for name in list(values)[:3]}
+        fields = {**dtypes, **values}
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in fields.items())})"
+
+
+_KEYS = {
+    "p": "params", "param": "params", "params": "params",
+    "c": "compute", "compute": "compute",
+    "o": "output", "output": "output",
+}  # fmt: skip
+
+# Lightning's precision strings output float32 where they are mixed; Keras's output what was computed.
+_PRESETS = {
+    "bf16-mixed": "params=float32,compute=bfloat16,output=float32",
+    "16-mixed": "params=float32,compute=float16,output=float32",
+    "bf16-true": "bfloat16",
+    "16-true": "float16",
+    "32-true": "float32",
+    "64-true": "float64",
+    "mixed_bfloat16": "params=float32,compute=bfloat16,output=bfloat16",
+    "mixed_float16": "params=float32,compute=float16,output=float16",
+}
+
+
+def get_policy(policy: str | Policy) -> Policy:
+    """Parses a policy string.
+
+    The grammar is JMP's: `key=dtype` parts with commas between them, the keys being `p`, `param`
+    or `params`, `c` or `compute`, `o` or `output`; or one bare dtype for all three. Params left out
+    are float32, compute follows params, output follows compute. White space and case do not count.
+    Beyond JMP it knows Lightning's precision strings (`bf16-mixed`, `16-mixed`, `bf16-true`,
+    `16-true`, `32-true`, `64-true`) and Keras's (`mixed_bfloat16`, `mixed_float16`).
+
+    The dtype `half` is float16, on TPU bfloat16: it alone asks JAX for its backend when it is
+    parsed, so in a multi-host program parse it after `jax.distributed.initialize`.
+
+    Args:
+        policy: a policy string, or a policy, which is returned as it is.
+
+    Returns:
+        The policy.
+
+    Raises:
+        TypeError: if `policy` is neither a string nor a policy.
+        ValueError: if the string is not of the grammar; the message says where.
+
+    Example:
+        >>> import jmpx
+        >>> str(jmpx.get_policy("c=bf16, o=f32"))
+        'params=float32,compute=bfloat16,output=float32'
+        >>> jmpx.get_policy("bf16-mixed") == jmpx.get_policy("c=bf16,o=f32")
+        True
+        >>> jmpx.get_policy("compute=bflaot16")
+        Traceback (most recent call last):
+        ...
+        ValueError: Unknown dtype 'bflaot16' at position 8 of policy 'compute=bflaot16': expected \
+one of float16 (f16, fp16), bfloat16 (bf16), float32 (f32, fp32, full), float64 (f64, fp64), half, \
+float8_*; did you mean 'bfloat16'?
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(
+            f"Expected a policy string or a jmpx.Policy, got {policy!r}: write for example "
+            "'params=float32,compute=bfloat16,output=float32'."
+        )
+    preset = _PRESETS.get(policy.strip().lower())
+    return _parse(policy if preset is None else preset)
+
+
+def _parse(text: str) -> Policy:
+    if "=" not in text:
+        dtype = _parse_value(text, text, 0)
+        return Policy(dtype, dtype, dtype)
+    found: dict[str, Any] = {}
+    start = 0
+    for part in text.split(","):
+        key, value = _parse_part(part, text, start)
+        if key in found:
+            raise ValueError(
+                f"Duplicate key {key!r} {_place(part, start)} of policy {text!r}: give each of "
+                "'params', 'compute' and 'output' at most once."
+            )
+        found[key] = value
+        start += len(part) + 1
+    params = found.get("params", jnp.float32)
+    compute = found.get("compute", params)
+    return Policy(params, compute, found.get("output", compute))
+
+
+def _parse_part(part: str, text: str, start: int) -> tuple[str, Any]:
+    """Parses one `key=dtype` of `text`, which begins at offset `start`."""
+    if not part.strip():
+        raise ValueError(
+            f"Empty part {_place(part, start)} of policy {text!r}: write 'key=dtype' on both sides "
+            "of each comma."
+        )
+    key, equals, value = part.partition("=")
+    if not equals:
+        raise ValueError(
+            f"Missing key for {part.strip()!r} {_place(part, start)} of policy {text!r}: write "
+            "'params=', 'compute=' or 'output=' before it."
+        )
+    name = _KEYS.get(key.strip().lower())
+    if name is None:
+        raise ValueError(
+            f"Unknown key {key.strip()!r} {_place(key, start)} of policy {text!r}: expected one of "
+            f"'params' (p, param), 'compute' (c) or 'output' (o){_did_you_mean(key, _KEYS)}"
+        )
+    return name, _parse_value(value, text, start + len(key) + 1)
+
+
+def _parse_value(value: str, text: str, start: int) -> Any:
+    try:
+        return parse_dtype(value)
+    except KeyError:
+        pass
+    if not value.strip():
+        raise ValueError(
+            f"Missing dtype {_place(value, start)} of policy {text!r}: expected one of "
+            f"{describe_dtypes()}."
+        )
+    presets = _PRESETS if value == text else ()
+    accepted = ", ".join([describe_dtypes(), *presets])
+    raise ValueError(
+        f"Unknown dtype {value.strip()!r} {_place(value, start)} of policy {text!r}: expected one "
+        f"of {accepted}{_did_you_mean(value, [*dtype_names(), *presets])}"
+    )
+
+
+def _place(part: str, start: int) -> str:
+    """Says where `part` begins, white space skipped, counted from 0 as Python does."""
+    return f"at position {start + len(part) - len(part.lstrip())}"
+
+
+def _did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Returns the end of an error message: a near choice where there is one."""
+    near = difflib.get_close_matches(word.strip().lower(), choices, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "."

@@ -1,0 +1,354 @@
+"""Whole pytrees at once: cast, check, select.
+
+Everything here acts on *floating leaves* and hands every other leaf on untouched;
+`is_floating` is the one place that says which leaves those are.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._dtypes import DTypeLike, as_dtype, check_enabled, half_dtype
+
+T = TypeVar("T")
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+_NUMBERS = (bool, int, float, complex)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether `leaf` is a JAX array, a tracer, a NumPy array or a NumPy scalar."""
+    return isinstance(leaf, _ARRAYS)
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether `leaf` is an array (or a `jax.ShapeDtypeStruct`) of real floating dtype.
+
+    Python scalars are not: they have no dtype, and JAX lets them follow that of their
+    surroundings. NumPy scalars such as `np.float32(1)` do have one, and are.
+    """
+    return (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and jnp.issubdtype(
+        leaf.dtype, jnp.floating
+    )
+
+
+def is_inexact_array(leaf: Any) -> bool:
+    """Whether `leaf` is an array that can be differentiated: floating or complex."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def widen(leaf: Any) -> Any:
+    """Returns a floating leaf in at least float32: 8 and 16-bit ones become float32."""
+    return _cast_leaf(leaf, np.dtype(np.float32)) if leaf.dtype.itemsize < 4 else leaf
+
+
+def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
+    if not is_floating(leaf) or leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=dtype, weak_type=False)
+    if isinstance(leaf, jax.Array):
+        return leaf.astype(dtype)
+    with np.errstate(all="ignore"):  # float16 turns 1e6 into inf, in NumPy as in JAX.
+        return leaf.astype(dtype)
+
+
+def cast_tree(tree: T, dtype: DTypeLike) -> T:
+    """Casts the floating leaves of a pytree.
+
+    Follows JMP and MPX (arXiv 2507.03312, section 3.1). JAX arrays, NumPy arrays and scalars,
+    tracers and `jax.ShapeDtypeStruct` of floating dtype are cast. Integers, bools, complex
+    numbers, PRNG keys, Python scalars, strings, functions and None pass untouched.
+
+    Args:
+        tree: any pytree.
+        dtype: the dtype to cast to: a name, a `np.dtype` or a scalar type.
+
+    Returns:
+        The same tree, its floating leaves of the same shapes in `dtype`. A leaf that is in
+        `dtype` already is returned as the same object.
+
+    Raises:
+        TypeError: if `dtype` is not a dtype.
+        ValueError: if `dtype` is not a floating dtype, or is float64 while JAX's 64-bit types are
+            disabled.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> tree = jmpx.cast_tree({"w": jnp.ones(2), "step": jnp.arange(2)}, jnp.bfloat16)
+        >>> tree["w"].dtype.name, tree["step"].dtype.name
+        ('bfloat16', 'int32')
+    """
+    dtype = as_dtype(dtype)
+    check_enabled(dtype)
+    dtype = np.dtype(dtype)
+    return jax.tree.map(lambda leaf: _cast_leaf(leaf, dtype), tree)
+
+
+def cast_to_float32(tree: T) -> T:
+    """Casts the floating leaves of a pytree to float32; see `cast_tree`.
+
+    Args:
+        tree: any pytree.
+
+    Returns:
+        The same tree, its floating leaves in float32.
+
+    Example:
+        >>> import numpy as np
+        >>> import jmpx
+        >>> jmpx.cast_to_float32(np.ones(2, np.float16)).dtype.name
+        'float32'
+    """
+    return cast_tree(tree, jnp.float32)
+
+
+def cast_to_float16(tree: T) -> T:
+    """Casts the floating leaves of a pytree to float16; see `cast_tree`.
+
+    Args:
+        tree: any pytree.
+
+    Returns:
+        The same tree, its floating leaves in float16 (values above 65504 become inf).
+
+    Example:
+        >>> import numpy as np
+        >>> import jmpx
+        >>> jmpx.cast_to_float16(np.ones(2, np.float32)).dtype.name
+        'float16'
+    """
+    return cast_tree(tree, jnp.float16)
+
+
+def cast_to_bfloat16(tree: T) -> T:
+    """Casts the floating leaves of a pytree to bfloat16; see `cast_tree`.
+
+    Args:
+        tree: any pytree.
+
+    Returns:
+        The same tree, its floating leaves in bfloat16.
+
+    Example:
+        >>> import numpy as np
+        >>> import jmpx
+        >>> jmpx.cast_to_bfloat16(np.ones(2, np.float32)).dtype.name
+        'bfloat16'
+    """
+    return cast_tree(tree, jnp.bfloat16)
+
+
+def cast_to_half(tree: T) -> T:
+    """Casts the floating leaves of a pytree to `half_dtype()`; see `cast_tree`.
+
+    JMP's name; MPX calls it `cast_to_half_precision`. Both are here.
+
+    Args:
+        tree: any pytree.
+
+    Returns:
+        The same tree, its floating leaves in bfloat16 on TPU, in float16 elsewhere.
+
+    Example:
+        >>> import numpy as np
+        >>> import jmpx
+        >>> jmpx.cast_to_half(np.ones(2, np.float32)).dtype == jmpx.half_dtype()
+        True
+    """
+    return cast_tree(tree, half_dtype())
+
+
+cast_to_full = cast_to_float32  # JMP's name.
+cast_to_full_precision = cast_to_float32  # MPX's name.
+cast_to_half_precision = cast_to_half  # MPX's name.
+
+
+def _widest_floating(tree: Any) -> Any:
+    """Returns the dtype that JAX promotes the floating leaves to; None without any."""
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(tree) if is_floating(leaf)}
+    return functools.reduce(jnp.promote_types, dtypes) if dtypes else None
+
+
+def cast_function(
+    func: Callable[..., Any], dtype: DTypeLike, return_dtype: DTypeLike | None = None
+) -> Callable[..., Any]:
+    """Makes a function run on arguments of one dtype and return another.
+
+    Follows MPX's `cast_function` (arXiv 2507.03312, section 3.2), for results of any pytree.
+    A callable that is itself a pytree, such as an Equinox module, is cast too, so that its
+    parameters agree with its inputs.
+
+    Args:
+        func: any callable of pytrees.
+        dtype: what the floating leaves of all arguments are cast to.
+        return_dtype: what the floating leaves of the result are cast to; None means `dtype`.
+
+    Returns:
+        A function with the signature of `func`.
+
+    Raises:
+        TypeError: if `func` is not callable or a dtype is not one.
+        ValueError: if a dtype is not a floating one.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> f = jmpx.cast_function(lambda x: {"y": 2 * x}, jnp.bfloat16, jnp.float32)
+        >>> f(jnp.ones(3))["y"].dtype.name
+        'float32'
+    """
+    inside = as_dtype(dtype)
+    outside = inside if return_dtype is None else as_dtype(return_dtype)
+    return _recast(func, inside, lambda inputs: outside)
+
+
+def force_full_precision(
+    func: Callable[..., Any], return_dtype: DTypeLike | None = None
+) -> Callable[..., Any]:
+    """Makes a function run in float32, whatever dtype it is called with.
+
+    Follows MPX's `force_full_precision` (arXiv 2507.03312, section 3.2): for sums, means, norms,
+    softmax and whatever else overflows or loses digits in 16 bits. Works as a decorator. As in
+    `cast_function`, a callable that is a pytree is cast too.
+
+    Args:
+        func: any callable of pytrees.
+        return_dtype: what the floating leaves of the result are cast to. None gives back the
+            dtype that came in: that of the floating arguments, the wider one where they differ;
+            without any floating argument the result stays as it is.
+
+    Returns:
+        A function with the signature of `func`.
+
+    Raises:
+        TypeError: if `func` is not callable or `return_dtype` is not a dtype.
+        ValueError: if `return_dtype` is not a floating dtype.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmpx
+        >>> x = jnp.full(4096, 100, jnp.float16)  # sums to 409600, beyond float16
+        >>> mean = jmpx.force_full_precision(lambda x: x.sum() / x.size)
+        >>> mean(x)
+        Array(100., dtype=float16)
+    """
+    if return_dtype is None:
+        return _recast(func, jnp.float32, _widest_floating)
+    outside = as_dtype(return_dtype)
+    return _recast(func, jnp.float32, lambda inputs: outside)
+
+
+def _recast(
+    func: Callable[..., Any], inside: Any, outside: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    """Wraps `func`: arguments to dtype `inside`, results to dtype `outside(arguments)`."""
+    if not callable(func):
+        raise TypeError(f"Expected a function to wrap, got {func!r}: pass the callable itself.")
+
+    @functools.wraps(func, updated=())  # not the __dict__: a module's would be its parameters
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return_dtype = outside((args, kwargs))
+        run, args, kwargs = cast_tree((func, args, kwargs), inside)
+        result = run(*args, **kwargs)
+        return result if return_dtype is None else cast_tree(result, return_dtype)
+
+    return wrapper
+
+
+def all_finite(tree: Any, axis_name: Any = None) -> jax.Array:
+    """Tells whether a pytree holds neither an infinity nor a NaN.
+
+    Args:
+        tree: any pytree. Floating and complex arrays and Python floats are checked; every
+            other leaf is finite by nature.
+        axis_name: the name (or names) of a mapped axis, of `jax.pmap`, `jax.vmap` or
+            `jax.shard_map`: the answer is then for all of the axis together.
+
+    Returns:
+        A bool array of shape (): True for a tree without such leaves.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> jmpx.all_finite({"a": jnp.ones(3), "n": 1, "f": print})
+        Array(True, dtype=bool)
+        >>> jmpx.all_finite([jnp.ones(3), jnp.array([0, jnp.nan])])
+        Array(False, dtype=bool)
+    """
+    flags = [
+        jnp.isfinite(widen(leaf) if is_floating(leaf) else leaf).all()
+        for leaf in jax.tree.leaves(tree)
+        if is_inexact_array(leaf) or isinstance(leaf, float | complex)
+    ]
+    # The least of the flags, by sorting: XLA clones a chain of ands into every fusion that uses
+    # the answer, which makes a train step's size grow with the square of the number of leaves.
+    finite = jnp.sort(jnp.stack(flags))[0] if flags else jnp.array(True)
+    if axis_name is None:
+        return finite
+    return jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
+
+
+def as_flag(value: Any, name: str) -> jax.Array:
+    """Returns a Python, NumPy or traced bool as a bool array of shape ().
+
+    Raises:
+        TypeError: if `value` is anything else.
+    """
+    if isinstance(value, bool):
+        return jnp.asarray(value)
+    if is_array(value) and value.dtype == jnp.bool_ and value.ndim == 0:
+        return jnp.asarray(value)
+    got = f"{value.dtype}{list(value.shape)}" if is_array(value) else repr(value)
+    raise TypeError(
+        f"Expected {name} to be a scalar bool, got {got}: reduce it first, as jmpx.all_finite does."
+    )
+
+
+def select_tree(pred: Any, a: T, b: T) -> T:
+    """Picks one of two pytrees of the same structure, leaf by leaf.
+
+    Follows JMP's `select_tree`. Arrays (PRNG keys too) are selected on the device, so that `pred`
+    may be traced; numbers that differ are selected as arrays; every other leaf, such as a
+    function or a string, is kept from `a`.
+
+    Args:
+        pred: a bool of shape (), traced or not.
+        a: the tree for True.
+        b: the tree for False: the same structure, shapes and dtypes.
+
+    Returns:
+        The picked tree.
+
+    Raises:
+        TypeError: if `pred` is not a scalar bool, or two leaves differ in shape or dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> new, old = {"w": jnp.ones(2), "act": print}, {"w": jnp.zeros(2), "act": print}
+        >>> jmpx.select_tree(jnp.array(False), new, old)["w"]
+        Array([0., 0.], dtype=float32)
+    """
+    pred = as_flag(pred, "pred")
+    return jax.tree_util.tree_map_with_path(functools.partial(_select_leaf, pred), a, b)
+
+
+def _select_leaf(pred: jax.Array, path: Any, a: Any, b: Any) -> Any:
+    if a is b or not isinstance(a, _ARRAYS + _NUMBERS):
+        return a
+    if not is_array(a) and not is_array(b) and a == b:
+        return a  # a setting, such as a dropout rate: it stays the Python number that it is
+    a = jnp.asarray(a, None if is_array(a) or not is_array(b) else b.dtype)
+    b = jnp.asarray(b, None if is_array(b) else a.dtype)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise TypeError(
+            f"Cannot select between {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)} at "
+            f"tree{jax.tree_util.keystr(path)}: make both trees of the same shapes and dtypes."
+        )
+    return jax.lax.select(pred, a, b)
