@@ -98,8 +98,10 @@ def check_enabled(dtype: DTypeLike) -> None:
     Raises:
         ValueError: if `dtype` is float64 and 64-bit types are disabled.
     """
-    if np.dtype(dtype) == np.float64 and not jax.config.jax_enable_x64:
+    x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    if np.dtype(dtype) == np.float64 and not x64:
         raise ValueError(
             "Cannot cast to float64 while JAX's 64-bit types are disabled, which would silently "
-            "give float32: call jax.config.update('jax_enable_x64', True) at startup, or use float32."
+            "give float32: call jax.config.update('jax_enable_x64', True) at startup, or use "
+            "float32."
         )

@@ -41,17 +41,18 @@ def filter_value_and_grad(
         has_aux: whether `func` returns `(loss, aux)`.
         use_mixed_precision: if False, nothing is cast, scaled or checked: the plain gradient.
         policy: a policy or a policy string, of which the compute dtype is used; None means `half`.
-            Pass "full" where something inside `func`, such as Haiku's class policies, does the casts.
+            Pass "full" where something inside `func`, such as Haiku's class policies, does the
+            casts.
         axis_name: the name (or names) of the mapped axis of `jax.pmap`, `jax.shard_map` or
             `jax.vmap` over which value and gradients are averaged, in float32. The parameters are
             to be the same on all of it, and so are then flag and loss scale.
 
     Returns:
-        A function with the arguments of `func` that returns `(value, scaling, grads_finite, grads)`,
-        with `has_aux` `((value, aux), scaling, grads_finite, grads)`: the unscaled loss in float32 of
-        shape (); `aux` as `func` made it; the loss scale of the next step; a bool array of shape ();
-        and gradients of the structure, shapes and dtypes of the first argument, with None for what
-        cannot be differentiated.
+        A function with the arguments of `func` that returns `(value, scaling, grads_finite, grads)`
+        or, with `has_aux`, `((value, aux), scaling, grads_finite, grads)`: the unscaled loss in
+        float32 of shape (); `aux` as `func` made it; the loss scale of the next step; a bool array
+        of shape (); and gradients of the structure, shapes and dtypes of the first argument, with
+        None for what cannot be differentiated.
 
     Raises:
         TypeError: if `func`, `scaling` or `policy` is not what it should be; when called, if there
@@ -164,7 +165,9 @@ def _identity(x: Any) -> Any:
 
 def _check_arguments(func: Any, scaling: Any) -> None:
     if not callable(func):
-        raise TypeError(f"Expected a function to differentiate, got {func!r}: pass the callable itself.")
+        raise TypeError(
+            f"Expected a function to differentiate, got {func!r}: pass the callable itself."
+        )
     if not all(hasattr(scaling, name) for name in ("scale", "unscale", "adjust")):
         raise TypeError(
             f"Expected a loss scale as the second argument, got {scaling!r}: pass for example "
@@ -200,9 +203,10 @@ def _make_varying(arrays: list[Any], axis_name: Any) -> list[Any]:
     """Returns the same arrays, as ones that may differ along the axis.
 
     Under `jax.shard_map`, the gradient of a parameter that is the same on all of the axis is summed
-    over it at once, in the 16 bits that it arrives in; that of a varying one is left to us. To select
-    by the axis index makes it varying on every version (the explicit cast is `lax.pvary` on JAX 0.7
-    and `lax.pcast` on 0.10), compiles to nothing, and does no harm under `jax.pmap` and `jax.vmap`.
+    over it at once, in the 16 bits that it arrives in; that of a varying one is left to us. To
+    select by the axis index makes it varying on every version (the explicit cast is `lax.pvary` on
+    JAX 0.7 and `lax.pcast` on 0.10), compiles to nothing, and does no harm under `jax.pmap` and
+    `jax.vmap`.
     """
     here = jax.lax.axis_index(axis_name) >= 0
     return [jax.lax.select(here, jnp.asarray(a), jnp.asarray(a)) for a in arrays]
@@ -215,6 +219,7 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
             f"Expected the function to return (loss, aux), as has_aux=True says, got {result!r}: "
             "return a pair, or leave has_aux out."
         )
+    loss: Any
     loss, aux = result if has_aux else (result, None)
     if isinstance(loss, float) or (is_array(loss) and is_floating(loss) and loss.ndim == 0):
         return jnp.asarray(loss), aux

@@ -12,12 +12,12 @@ All arithmetic is in float32 (or float64), never in 16 bits.
 """
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, Union
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -135,9 +135,9 @@ class DynamicLossScale:
     checkpoint restores the two numbers and the template's configuration holds.
 
     Args:
-        loss_scale: the factor to begin with: a number or an array of shape (), of any dtype; kept as
-            a strong float32 array. An integer array is taken with a warning. Anything that is not a
-            number or an array, such as a `jax.ShapeDtypeStruct` or a sharding, is kept as it is.
+        loss_scale: the factor to begin with: a number or an array of shape (), of any dtype; kept
+            as a strong float32 array. An integer array is taken with a warning. What is neither a
+            number nor an array, such as a `jax.ShapeDtypeStruct` or a sharding, is kept as it is.
         counter: finite steps since the scale last changed; kept as an int32 array of shape ().
         period: finite steps from one growth to the next.
         factor: what the scale is multiplied by when it grows.
@@ -293,8 +293,8 @@ def _flatten_with_keys(scale: DynamicLossScale) -> tuple[tuple[Any, ...], tuple[
 
 
 def _unflatten(configuration: tuple[Any, ...], leaves: Any) -> DynamicLossScale:
-    # Not the constructor: a tree of axes (0), masks (True) or shardings has this structure too, and
-    # what it holds must stay as it is. Only a floating array is a scale, and always a strong float32.
+    # Not the constructor: a tree of axes (0), masks (True) or shardings has this structure too,
+    # and what it holds must stay as it is. A floating array is a scale: always a strong float32.
     scale = object.__new__(DynamicLossScale)
     for name, value in zip(_LEAVES + _CONFIGURATION, (*leaves, *configuration), strict=True):
         scale._set(name, value)
@@ -326,15 +326,14 @@ def _multiply_by(scale: Any) -> Callable[[jax.Array], jax.Array]:
 
 
 def _divide_by(scale: Any) -> Callable[[jax.Array], jax.Array]:
-    if isinstance(scale, np.float32):  # known while tracing
-        if scale <= _LARGEST_INVERTIBLE:
-            return lambda x: x / jnp.asarray(scale, x.dtype)
-        # XLA would fold a constant into what the next lines avoid.
-        scale = jax.lax.optimization_barrier(jnp.asarray(scale))
+    if isinstance(scale, np.generic) and float(scale) <= _LARGEST_INVERTIBLE:
+        return lambda x: x / jnp.asarray(scale, x.dtype)
     # XLA computes x / s as x * (1 / s), and 1 / 2**127 is no normal float32: it becomes 0. Halving
     # both where s is that large changes no digit of the quotient.
     half = jnp.where(scale > _LARGEST_INVERTIBLE, 0.5, 1.0)
     divisor = scale * half
+    if not isinstance(scale, jax.core.Tracer):  # XLA would fold constants into 1 / 2**127 again
+        half, divisor = jax.lax.optimization_barrier((half, divisor))
     return lambda x: x * half.astype(x.dtype) / divisor.astype(x.dtype)
 
 

@@ -75,7 +75,7 @@ def skip_nonfinite(
 
     def update(
         updates: Any,
-        state: SkipNonfiniteState,
+        state: Any,
         params: Any = None,
         *,
         grads_finite: Any = None,
@@ -149,8 +149,8 @@ def optimizer_update(
     def apply(update: Any, leaf: Any) -> Any:
         if update is None:
             return leaf
-        dtype = jnp.promote_types(update.dtype, leaf.dtype)
-        stepped = (leaf.astype(dtype) + update.astype(dtype)).astype(leaf.dtype)
+        with jax.numpy_dtype_promotion("standard"):  # a float32 update of a bfloat16 leaf
+            stepped = jnp.asarray(leaf + update, leaf.dtype)
         return jnp.where(finite, stepped, leaf)
 
     return jax.tree.map(apply, updates, model, is_leaf=_is_none), new_state

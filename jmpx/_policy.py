@@ -96,7 +96,7 @@ _KEYS = {
     "o": "output", "output": "output",
 }  # fmt: skip
 
-# Lightning's precision strings output float32 where they are mixed; Keras's output what was computed.
+# Mixed ones of Lightning output float32, those of Keras what was computed.
 _PRESETS = {
     "bf16-mixed": "params=float32,compute=bfloat16,output=float32",
     "16-mixed": "params=float32,compute=float16,output=float32",

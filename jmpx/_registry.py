@@ -39,8 +39,8 @@ def _adapter(cls: type) -> ModuleType | None:
     """Returns the adapter of the framework that `cls` descends from, None without one."""
     if not isinstance(cls, type):
         raise TypeError(
-            f"Expected a class to attach a policy to, got {cls!r}: pass the class, such as hk.Linear, "
-            "not an instance or a name."
+            f"Expected a class to attach a policy to, got {cls!r}: pass the class itself, such as "
+            "hk.Linear."
         )
     roots = (base.__module__.partition(".")[0] for base in cls.__mro__)
     name = next((_ADAPTERS[root] for root in roots if root in _ADAPTERS), None)
@@ -56,10 +56,9 @@ def _to_policy(policy: Policy | str) -> Policy:
 def set_policy(cls: type, policy: Policy | str) -> None:
     """Attaches a policy to a class, for all its instances in this thread.
 
-    For a Haiku module class this is the same act as `hk.mixed_precision.set_policy`, whose words for
-    what a policy does it follows: inputs and parameters are cast to the compute dtype, results to
-    the output dtype. The policies of other classes are there for their code to ask for, by
-    `policy_of(type(self))`.
+    For a Haiku module class this is the same act as `hk.mixed_precision.set_policy`: its inputs and
+    parameters are cast to the compute dtype, its results to the output dtype. The policies of
+    other classes are there for their code to ask for, by `policy_of(type(self))`.
 
     Args:
         cls: the class; subclasses do not inherit its policy, as in Haiku.

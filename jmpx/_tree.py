@@ -170,9 +170,16 @@ cast_to_half_precision = cast_to_half  # MPX's name.
 
 
 def _widest_floating(tree: Any) -> Any:
-    """Returns the dtype that JAX promotes the floating leaves to; None without any."""
+    """Returns the widest dtype of the floating leaves; None without any.
+
+    Of two that are equally wide, such as float16 and bfloat16, neither holds the other: float32.
+    """
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(tree) if is_floating(leaf)}
-    return functools.reduce(jnp.promote_types, dtypes) if dtypes else None
+    if not dtypes:
+        return None
+    width = max(dtype.itemsize for dtype in dtypes)
+    widest = [dtype for dtype in dtypes if dtype.itemsize == width]
+    return widest[0] if len(widest) == 1 else jnp.float32
 
 
 def cast_function(

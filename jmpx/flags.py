@@ -35,7 +35,7 @@ class _PolicySerializer(flags.ArgumentSerializer):
         return str(value)
 
 
-def DEFINE_policy(  # noqa: N802 (named as absl names such functions)
+def DEFINE_policy(
     name: str,
     default: Policy | str | None,
     help: str,
@@ -163,7 +163,7 @@ def define_mp_flags(
             scale_type,
             "auto",
             _SCALE_TYPES,
-            "Which loss scale to use; auto is Dynamic where the policy computes in float16, else NoOp.",
+            "The kind of loss scale; auto is Dynamic if the policy computes in float16, else NoOp.",
             flag_values,
             case_sensitive=False,
         ),

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import jmpx
-import jmpx.flags
 import numpy as np
 import optax
 from absl import app, flags
 from tqdm import tqdm
+
+import jmpx
+import jmpx.flags
 
 PLOT_FORMATS = (".pdf", ".png", ".svg")
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -48,9 +49,7 @@ for name in ("mp_policy", "mp_bn_policy"):
 flags.register_validator(
     "plot",
     lambda path: (
-        path is None
-        or Path(path).suffix in PLOT_FORMATS
-        and os.access(Path(path).parent, os.W_OK)
+        path is None or Path(path).suffix in PLOT_FORMATS and os.access(Path(path).parent, os.W_OK)
     ),
     f"must be a file ending in {', '.join(PLOT_FORMATS)} in a directory that can be written to",
 )
@@ -197,7 +196,7 @@ def train(history: History) -> None:
             progress.write(
                 f"epoch {epoch:2d}  loss {np.mean(history.losses[-steps_per_epoch:]):.4f}  "
                 f"test accuracy {history.accuracies[-1]:.2%}  "
-                f"loss scale {float(state.loss_scale.loss_scale):g}  "
+                f"loss scale {float(state.loss_scale.loss_scale):.10g}  "
                 f"skipped steps {len(history.skipped)}"
             )
 

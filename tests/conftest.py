@@ -1,0 +1,33 @@
+"""Settings of every test: eight CPU devices, strict dtype promotion, a clean registry."""
+
+import os
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import haiku as hk
+import jax
+import numpy as np
+import pytest
+
+import jmpx
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture
+def rng(request) -> np.random.Generator:
+    """Random inputs: other ones for each test, the same ones each time it runs."""
+    return np.random.default_rng(list(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True)
+def no_policies():
+    """Fails a test that leaves a policy behind."""
+    yield
+    for cls in (hk.Linear, hk.BatchNorm, hk.Conv2D):
+        left = jmpx.policy_of(cls)
+        jmpx.clear_policy(cls)
+        assert left is None, f"{cls.__name__} still has the policy {left}"
