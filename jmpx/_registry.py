@@ -197,7 +197,7 @@ def current_policy() -> Policy | None:
         True
     """
     for root, adapter in _ADAPTERS.items():
-        if root in sys.modules:  # a framework that was never imported runs no module
+        if sys.modules.get(root) is not None:  # one that was never imported runs no module
             policy = importlib.import_module(adapter).current_policy()
             if policy is not None:
                 return policy

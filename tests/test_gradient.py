@@ -188,9 +188,9 @@ def test_keyword_arguments_aux_and_what_is_cast(rng):
     assert seen == {"x": jnp.bfloat16, "scale": jnp.bfloat16, "labels": jnp.int32, "name": "train"}
     assert value.dtype == jnp.float32
     assert aux["hidden"].dtype == jnp.bfloat16 and aux["name"] == "train"
-    result = jmpx.filter_grad(
-        with_aux, jmpx.DynamicLossScale(2.0), has_aux=True, policy="c=bf16"
-    )(params, x, **arguments)
+    result = jmpx.filter_grad(with_aux, jmpx.DynamicLossScale(2.0), has_aux=True, policy="c=bf16")(
+        params, x, **arguments
+    )
     assert len(result) == 4 and result[0] == scaling and result[1] == finite
     np.testing.assert_array_equal(result[2]["w"], grads["w"])
     np.testing.assert_array_equal(result[3]["hidden"], aux["hidden"])
@@ -302,9 +302,9 @@ def test_value_and_gradients_are_the_mean_over_an_axis(how, kind, rng):
     batch = jnp.asarray(rng.normal(size=(8, 6)), jnp.float32)
 
     def run(params, shard):
-        return jmpx.filter_value_and_grad(
-            loss_fn, KINDS[kind](), policy="c=f16", axis_name="data"
-        )(params, shard)
+        return jmpx.filter_value_and_grad(loss_fn, KINDS[kind](), policy="c=f16", axis_name="data")(
+            params, shard
+        )
 
     value, scaling, finite, grads = replicate(run, how, params, batch)
     per_shard = [run_alone(kind, params, shard) for shard in batch.reshape(4, 2, 6)]
@@ -361,7 +361,9 @@ def test_all_replicas_take_the_decision_of_the_one_that_overflowed(how, rng):
         return finite, jmpx.all_finite(grads), scaling.loss_scale, scaling.counter
 
     finite, _, scale, counter = replicate(run, how, params, batch)
-    assert not np.any(finite) and (np.asarray(scale) == 2).all() and (np.asarray(counter) == 0).all()
+    assert (
+        not np.any(finite) and (np.asarray(scale) == 2).all() and (np.asarray(counter) == 0).all()
+    )
 
 
 @pytest.mark.parametrize("vma", [True, False])

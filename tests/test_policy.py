@@ -180,7 +180,7 @@ def test_static_argument_of_jit(rng):
 def test_dataclass_default():
     @dataclasses.dataclass
     class Config:
-        policy: jmpx.Policy = jmpx.get_policy("c=bf16")  # noqa: RUF009
+        policy: jmpx.Policy = jmpx.get_policy("c=bf16")
 
     assert Config().policy.compute_dtype is BF16
 

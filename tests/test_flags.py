@@ -1,0 +1,134 @@
+import numpy as np
+import pytest
+from absl import flags
+
+import jmpx
+import jmpx.flags
+
+
+def define(*arguments, **options):
+    values = flags.FlagValues()
+    mp = jmpx.flags.define_mp_flags(flag_values=values, **options)
+    values(["program", *arguments])
+    return mp, values
+
+
+def test_defaults():
+    mp, _ = define()
+    assert mp.policy == jmpx.get_policy("float32")
+    assert mp.loss_scale() == jmpx.NoOpLossScale()
+    assert mp.skip_nonfinite is True
+
+
+@pytest.mark.parametrize(
+    ("policy", "scale_type", "expected"),
+    [
+        ("f32", "auto", jmpx.NoOpLossScale()),
+        ("bf16-mixed", "auto", jmpx.NoOpLossScale()),
+        ("16-mixed", "auto", jmpx.DynamicLossScale(2.0**15)),
+        ("p=f16,c=f32", "auto", jmpx.NoOpLossScale()),
+        ("16-mixed", "NoOp", jmpx.NoOpLossScale()),
+        ("bf16-mixed", "Static", jmpx.StaticLossScale(2.0**15)),
+        ("bf16-mixed", "dynamic", jmpx.DynamicLossScale(2.0**15)),
+    ],
+)
+def test_loss_scale(policy, scale_type, expected):
+    mp, _ = define(f"--mp_policy={policy}", f"--mp_scale_type={scale_type}")
+    assert mp.policy == jmpx.get_policy(policy)
+    assert mp.loss_scale() == expected
+
+
+def test_every_flag_arrives():
+    mp, _ = define(
+        "--mp_policy=c=f16,o=f32",
+        "--mp_scale_value=256",
+        "--mp_scale_period=7",
+        "--mp_min_scale=0.125",
+        "--nomp_skip_nonfinite",
+    )
+    assert mp.loss_scale() == jmpx.DynamicLossScale(256.0, period=7, min_loss_scale=0.125)
+    assert mp.skip_nonfinite is False
+    mp, _ = define("--mp_scale_type=Static", "--mp_scale_value=0.5")
+    assert mp.loss_scale() == jmpx.StaticLossScale(0.5)
+
+
+def test_prefix_and_default_policy():
+    values = flags.FlagValues()
+    student = jmpx.flags.define_mp_flags("student", flag_values=values)
+    teacher = jmpx.flags.define_mp_flags("teacher", default_policy="bf16", flag_values=values)
+    values(["program", "--student_policy=f16"])
+    assert student.policy == jmpx.get_policy("f16")
+    assert teacher.policy == jmpx.get_policy("bf16")
+    with pytest.raises(flags.DuplicateFlagError):
+        jmpx.flags.define_mp_flags("student", flag_values=values)
+
+
+def test_flags_survive_strings_and_flag_files(tmp_path):
+    arguments = ["--mp_policy=c=f16,o=bf16", "--mp_scale_value=0.1", "--mp_min_scale=0.01"]
+    before, values = define(*arguments)
+    path = tmp_path / "flags.txt"
+    path.write_text(values.flags_into_string())
+    after, _ = define(f"--flagfile={path}")
+    assert after.policy == before.policy
+    assert after.loss_scale() == before.loss_scale()
+    # None is written in no way that reads back, so it is left out.
+    values = flags.FlagValues()
+    jmpx.flags.DEFINE_policy("p", None, "A policy.", flag_values=values)
+    values(["program"])
+    assert "--p" not in values.flags_into_string()
+
+
+BAD = [
+    ("--mp_policy=c=bf61", "Unknown dtype 'bf61' at position 2 .*did you mean 'bf16'"),
+    ("--mp_policy=", "Missing dtype"),
+    ("--mp_scale_type=Sometimes", "one of <auto|NoOp|Static|Dynamic>"),
+    ("--mp_scale_value=0", "positive number"),
+    ("--mp_scale_value=-1", "positive number"),
+    ("--mp_scale_value=nan", "positive number"),
+    ("--mp_scale_value=1e39", "positive number"),
+    ("--mp_scale_value=many", "mp_scale_value"),
+    ("--mp_scale_period=0", "positive integer"),
+    ("--mp_min_scale=inf", "positive number"),
+    ("--mp_min_scale=65536", "must not exceed"),
+]
+
+
+@pytest.mark.parametrize(("argument", "message"), BAD)
+def test_a_bad_value_is_absls_one_line_error(argument, message):
+    with pytest.raises(flags.IllegalFlagValueError, match=message) as error:
+        define(argument)
+    assert "\n" not in str(error.value)
+    assert argument.split("=")[0].removeprefix("--") in str(error.value)
+
+
+def test_define_policy():
+    values = flags.FlagValues()
+    given = jmpx.get_policy("c=bf16,o=f32")
+    holder = jmpx.flags.DEFINE_policy("p", given, "A policy.", flag_values=values)
+    jmpx.flags.DEFINE_policy("q", None, "Another.", flag_values=values, required=True)
+    with pytest.raises(flags.IllegalFlagValueError, match="q"):
+        values(["program"])
+    values(["program", "--q=half"])
+    assert holder.value is given and holder.default is given
+    assert values.q == jmpx.get_policy("half")
+    text = values.get_help()
+    assert "A policy." in text and "bf16-mixed" in text
+    assert "default: 'params=float32,compute=bfloat16,output=float32'" in " ".join(text.split())
+    with pytest.raises(flags.IllegalFlagValueError, match="f17"):
+        jmpx.flags.DEFINE_policy("r", "f17", "Bad.", flag_values=values)
+
+
+def test_flags_belong_to_the_module_that_defines_them():
+    values = flags.FlagValues()
+    jmpx.flags.define_mp_flags(flag_values=values)
+    owners = {name: values.find_module_defining_flag(name) for name in values}
+    assert len(owners) == 6 and "jmpx.flags" not in owners.values()
+
+
+def test_importing_registers_nothing():
+    assert not [name for name in flags.FLAGS if name.startswith("mp_")]
+
+
+def test_the_scale_of_the_flags_is_float32():
+    mp, _ = define("--mp_policy=f16", "--mp_scale_value=1e10")
+    assert mp.loss_scale().loss_scale.dtype == np.float32

@@ -1,0 +1,75 @@
+"""What `import jmpx` brings with it, and what happens without the optional packages."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+HEAVY = "haiku equinox flax optax absl matplotlib sklearn tqdm jax.extend.core jmp".split()
+
+
+def run_python(code):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_import_is_light():
+    result = run_python(
+        f"""
+        import sys, jax, numpy
+        before = set(sys.modules)
+        import jmpx
+        new = set(sys.modules) - before
+        print(sorted(name for name in {HEAVY} if name in new))
+        print(sorted(name for name in new if name.split(".")[0] not in sys.stdlib_module_names))
+        """
+    )
+    heavy, new = result.stdout.splitlines()
+    assert heavy == "[]"
+    assert all(name.startswith("'jmpx") for name in new.strip("[]").split(", ")), new
+
+
+@pytest.mark.parametrize("name", HEAVY[:5])
+def test_the_core_works_without(name):
+    result = run_python(
+        f"""
+        import sys
+        sys.modules[{name!r}] = None  # an import of it fails
+        import jax.numpy as jnp, jmpx
+        class Model: ...
+        jmpx.set_policy(Model, "c=bf16")
+        scaling = jmpx.DynamicLossScale(2.0)
+        _, _, grads = jmpx.filter_grad(lambda w: w.sum(), scaling, policy="c=f16")(jnp.ones(2))
+        print(jmpx.policy_of(Model), jmpx.current_policy(), grads)
+        """
+    )
+    expected = "params=float32,compute=bfloat16,output=bfloat16 None [1. 1.]\n"
+    assert result.stdout == expected, result.stderr
+
+
+def test_a_missing_haiku_says_how_to_install_it():
+    result = run_python(
+        """
+        import sys
+        sys.modules["haiku"] = None
+        import jmpx.haiku
+        """
+    )
+    assert result.returncode == 1
+    message = result.stderr.splitlines()[-1]
+    assert "jmpx.haiku needs Haiku" in message and "pip install 'jmpx[haiku]'" in message
+
+
+def test_the_backend_is_not_started_by_the_import_or_by_parsing():
+    result = run_python(
+        """
+        import jax
+        def refuse(*args): raise AssertionError("asked for devices")
+        jax.local_devices = jax.devices = refuse
+        import jmpx, jmpx.flags
+        print(jmpx.get_policy("c=bf16,o=f32"), jmpx.StaticLossScale(8).loss_scale)
+        """
+    )
+    assert result.stdout == "params=float32,compute=bfloat16,output=float32 8.0\n", result.stderr

@@ -1,0 +1,125 @@
+"""`import jmpx as jmp`: what JMP's users hold on to, and what was broken there."""
+
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmpx as jmp
+
+JMP_NAMES = (
+    "all_finite DynamicLossScale LossScale NoOpLossScale select_tree StaticLossScale "
+    "cast_to_full cast_to_half get_policy half_dtype Policy"
+).split()
+
+
+def run_python(code):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", JMP_NAMES)
+def test_every_public_name_of_jmp_is_there(name):
+    assert name in jmp.__all__ and hasattr(jmp, name)
+
+
+def test_all_names_exactly_what_is_public():
+    public = {name for name in vars(jmp) if not name.startswith("_")}
+    modules = {"flags", "haiku"}  # once somebody imported them
+    assert public - modules == set(jmp.__all__)
+    assert list(jmp.__all__) == sorted(jmp.__all__)
+
+
+def test_haiku_runs_with_jmpx_in_jmps_place():
+    result = run_python(
+        """
+        import sys
+        import jmpx
+        sys.modules["jmp"] = jmpx
+        import haiku as hk, jax, jax.numpy as jnp
+        hk.mixed_precision.set_policy(hk.nets.MLP, jmpx.get_policy("c=bf16,o=f32"))
+        network = hk.transform(lambda x: hk.nets.MLP([8, 2])(x))
+        params = network.init(jax.random.key(0), jnp.ones((4, 3)))
+        y = network.apply(params, None, jnp.ones((4, 3)))
+        dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
+        print(y.dtype, dtypes, jmpx.policy_of(hk.nets.MLP), sys.modules["jmp"] is jmpx)
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    policy = "params=float32,compute=bfloat16,output=float32"
+    assert result.stdout == f"float32 {{'float32'}} {policy} True\n"
+
+
+def test_the_readme_example_of_jmp_runs(rng):
+    # jmp#47: a float16 scale raised a TypeError in its own README's loop.
+    policy = jmp.get_policy("params=float32,compute=float16,output=float32")
+    half = jmp.half_dtype()
+    loss_scale = jmp.DynamicLossScale(half(2**15))
+    params = {"w": jnp.asarray(rng.normal(size=(3, 1)), policy.param_dtype)}
+
+    def loss_fn(params, loss_scale, x, y):
+        params, x = policy.cast_to_compute((params, x))
+        prediction = policy.cast_to_output(x @ params["w"])
+        return loss_scale.scale(jnp.mean((prediction - y) ** 2))
+
+    @jax.jit
+    def step(params, loss_scale, x, y):
+        grads = jax.grad(loss_fn)(params, loss_scale, x, y)
+        grads = policy.cast_to_param(grads)
+        grads = loss_scale.unscale(grads)
+        finite = jmp.all_finite(grads)
+        loss_scale = loss_scale.adjust(finite)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return jmp.select_tree(finite, new, params), loss_scale
+
+    x = rng.normal(size=(32, 3)).astype(np.float32)
+    true = rng.normal(size=(3, 1)).astype(np.float32)
+    for _ in range(60):
+        params, loss_scale = step(params, loss_scale, x, x @ true)
+    np.testing.assert_allclose(params["w"], true, atol=1e-2)
+    assert loss_scale.loss_scale.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("np_", [np, jnp])
+@pytest.mark.parametrize("dtype", [np.float16, jnp.float16, jnp.bfloat16, np.float32, jnp.float32])
+def test_casts_of_numpy_and_jax_arrays(dtype, np_):
+    policy = jmp.Policy(dtype, dtype, dtype)
+    assert policy.param_dtype == dtype
+    for cast in (policy.cast_to_param, policy.cast_to_compute, policy.cast_to_output):
+        assert cast({"a": np_.ones([])})["a"].dtype == dtype
+
+
+def test_scales_of_3_and_selection_of_none():
+    for loss_scale in (jmp.StaticLossScale(3), jmp.DynamicLossScale(3.0)):
+        assert loss_scale.scale({"a": jnp.array(1.0)}) == {"a": 3}
+        assert loss_scale.unscale({"a": jnp.array(3.0)}) == {"a": 1}
+    assert jax.tree.leaves(jmp.StaticLossScale(0)) == []
+    assert jmp.select_tree(jnp.bool_(True), None, None) is None
+
+
+def test_a_hand_serialised_loss_scale():
+    loss_scale = jmp.DynamicLossScale(jnp.float32(8), jnp.int32(3), 10, 4, jnp.float32(0.5))
+    record = {"type": type(loss_scale).__name__, "loss_scale": float(loss_scale.loss_scale)}
+    for name in ("counter", "period", "factor", "min_loss_scale"):
+        record[name] = np.asarray(getattr(loss_scale, name)).item()
+    restored = getattr(jmp, record.pop("type"))(**record)
+    assert restored == loss_scale
+
+
+def test_defects_of_jmp_are_mended():
+    assert str(jmp.Policy(np.dtype("float32"), np.dtype("float16"), "f32"))  # was a KeyError
+    loss_scale = jmp.DynamicLossScale(8.0, min_loss_scale=4.0)
+    shrunk = jax.jit(lambda s: s.adjust(False))(loss_scale)  # jmp#44, and adjust(False)
+    assert shrunk.min_loss_scale == 4.0
+    integers = {"n": jnp.arange(2)}
+    assert loss_scale.scale(integers)["n"].dtype == jnp.int32  # was a float
+    functions = {"f": jnp.tanh}
+    assert jmp.select_tree(jnp.bool_(True), functions, functions) == functions  # was an error
