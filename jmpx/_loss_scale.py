@@ -114,7 +114,10 @@ class StaticLossScale:
         Returns:
             The tree, 8 and 16-bit leaves in float32, wider ones in their own dtype.
         """
-        return _map_inexact(_divide_by(self.loss_scale), tree)
+        scale = self.loss_scale
+        if scale > _LARGEST_INVERTIBLE:
+            return _map_inexact(_divide_by(jnp.asarray(scale)), tree)
+        return _map_inexact(lambda x: x / jnp.asarray(scale, x.dtype), tree)
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
         """Returns this loss scale, whatever `grads_finite` says."""
@@ -325,15 +328,12 @@ def _multiply_by(scale: Any) -> Callable[[jax.Array], jax.Array]:
     return lambda x: x * jnp.asarray(scale, x.dtype)
 
 
-def _divide_by(scale: Any) -> Callable[[jax.Array], jax.Array]:
-    if isinstance(scale, np.generic) and float(scale) <= _LARGEST_INVERTIBLE:
-        return lambda x: x / jnp.asarray(scale, x.dtype)
+def _divide_by(scale: jax.Array) -> Callable[[jax.Array], jax.Array]:
     # XLA computes x / s as x * (1 / s), and 1 / 2**127 is no normal float32: it becomes 0. Halving
     # both where s is that large changes no digit of the quotient.
     half = jnp.where(scale > _LARGEST_INVERTIBLE, 0.5, 1.0)
-    divisor = scale * half
-    if not isinstance(scale, jax.core.Tracer):  # XLA would fold constants into 1 / 2**127 again
-        half, divisor = jax.lax.optimization_barrier((half, divisor))
+    # The barrier keeps it from folding a constant scale into 1 / s all the same.
+    half, divisor = jax.lax.optimization_barrier((half, scale * half))
     return lambda x: x * half.astype(x.dtype) / divisor.astype(x.dtype)
 
 

@@ -1,7 +1,6 @@
 """Policies: which dtype parameters are stored, computation runs and results leave in."""
 
 import dataclasses
-import difflib
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -222,5 +221,7 @@ def _place(part: str, start: int) -> str:
 
 def _did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Returns the end of an error message: a near choice where there is one."""
+    import difflib  # here, because only errors need it
+
     near = difflib.get_close_matches(word.strip().lower(), choices, n=1)
     return f"; did you mean {near[0]!r}?" if near else "."

@@ -1,0 +1,93 @@
+"""`examples/haiku/train.py`, run as a user runs it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "haiku" / "train.py"
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+RUNS = {
+    "float32": ["--mp_policy=float32"],
+    "bfloat16": ["--mp_policy=params=float32,compute=bfloat16,output=float32"],
+    "float16 dynamic": ["--mp_policy=16-mixed", "--mp_scale_type=Dynamic"],
+    "float16 static": ["--mp_policy=16-mixed", "--mp_scale_type=Static", "--mp_scale_value=1024"],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_reaches_97_percent_with_the_default_seed(name):
+    result = run(*RUNS[name])
+    assert result.returncode == 0, result.stderr
+    *epochs, last = result.stdout.splitlines()
+    assert len(epochs) == 15
+    for number, line in enumerate(epochs, 1):
+        assert re.fullmatch(
+            rf"epoch +{number}  loss [\d.]+  test accuracy [\d.]+%  loss scale [\d.]+  "
+            r"skipped steps 0",
+            line,
+        )
+    accuracy, milliseconds = re.match(r"test accuracy ([\d.]+)%, ([\d.]+) ms a step", last).groups()
+    assert float(accuracy) >= 97 and float(milliseconds) > 0
+    assert "step/s" in result.stderr  # the progress bar
+
+
+def test_a_scale_of_2_to_the_24_skips_steps_settles_and_is_drawn(tmp_path):
+    plot = tmp_path / "training.png"
+    result = run(
+        "--mp_policy=16-mixed", "--mp_scale_value=16777216", "--epochs=3", f"--plot={plot}"
+    )
+    assert result.returncode == 0, result.stderr
+    scales = [float(s) for s in re.findall(r"loss scale (\S+)", result.stdout)]
+    skipped = [int(n) for n in re.findall(r"skipped steps (\d+)", result.stdout)]
+    assert 0 < skipped[0] <= skipped[-1] < 15
+    assert scales[-1] == 2.0 ** (24 - skipped[-1])
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
+
+
+def test_without_skipping_an_overflow_is_seen():
+    result = run(
+        "--mp_policy=16-mixed", "--mp_scale_value=1e30", "--epochs=1", "--nomp_skip_nonfinite"
+    )
+    assert "loss nan" in result.stdout and "skipped steps 0" in result.stdout
+
+
+def test_float16_batch_norm_trains_too():
+    result = run("--mp_policy=bf16-mixed", "--mp_bn_policy=c=bf16", "--epochs=1")
+    assert result.returncode == 0, result.stderr
+
+
+BAD = [
+    ("--mp_policy=bf61", "Unknown dtype 'bf61'"),
+    ("--mp_policy=float64", "float32, bfloat16 and float16 only"),
+    ("--mp_bn_policy=c=flaot32", "did you mean 'float32'"),
+    ("--mp_scale_type=static16", "one of <auto|NoOp|Static|Dynamic>"),
+    ("--mp_scale_value=-1", "positive number"),
+    ("--epochs=0", "epochs"),
+    ("--batch_size=2000", "batch_size"),
+    ("--plot=/no/such/directory/x.png", "directory that can be written to"),
+    ("--plot=training.gif", "must be a file ending in"),
+    ("--mp_polcy=bf16", "Unknown command line flag 'mp_polcy'"),
+    ("bf16", "unexpected argument 'bf16'"),
+]
+
+
+@pytest.mark.parametrize(("argument", "message"), BAD)
+def test_a_wrong_flag_ends_with_one_clear_line(argument, message):
+    result = run(argument)
+    assert result.returncode == 1
+    assert message in result.stderr and "Traceback" not in result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if message in line]
+    assert line
