@@ -196,7 +196,8 @@ def _partition(args: tuple[Any, ...]) -> tuple[list[Any], Callable[..., Any]]:
             merged[place] = array
         return treedef.unflatten(merged)
 
-    return [leaves[place] for place in places], merge
+    # As JAX arrays, whose dtype is the gradient's: NumPy's float64 is float32 without x64.
+    return [jnp.asarray(leaves[place]) for place in places], merge
 
 
 def _make_varying(arrays: list[Any], axis_name: Any) -> list[Any]:
@@ -209,7 +210,7 @@ def _make_varying(arrays: list[Any], axis_name: Any) -> list[Any]:
     `jax.vmap`.
     """
     here = jax.lax.axis_index(axis_name) >= 0
-    return [jax.lax.select(here, jnp.asarray(a), jnp.asarray(a)) for a in arrays]
+    return [jax.lax.select(here, array, array) for array in arrays]
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:

@@ -20,6 +20,14 @@ class SkipNonfiniteState(NamedTuple):
             that the step made, such as moving averages, by it.
         total_skipped: how many steps were skipped so far: an int32 array of shape ().
         consecutive_skipped: how many in a row, up to the last step: an int32 array of shape ().
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import jmpx
+        >>> state = jmpx.skip_nonfinite(optax.sgd(0.1)).init({"w": jnp.ones(2)})
+        >>> isinstance(state, jmpx.SkipNonfiniteState), int(state.total_skipped)
+        (True, 0)
     """
 
     inner_state: Any
@@ -149,6 +157,7 @@ def optimizer_update(
     def apply(update: Any, leaf: Any) -> Any:
         if update is None:
             return leaf
+        leaf = jnp.asarray(leaf)
         with jax.numpy_dtype_promotion("standard"):  # a float32 update of a bfloat16 leaf
             stepped = jnp.asarray(leaf + update, leaf.dtype)
         return jnp.where(finite, stepped, leaf)

@@ -3,6 +3,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
@@ -419,6 +420,15 @@ def test_bad_arguments_are_refused_in_one_sentence(make, error, message):
     with pytest.raises(error, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+def test_numpy_parameters_of_float64_without_x64(rng):
+    w = rng.normal(size=3)
+    scaling, finite, grads = jmpx.filter_grad(lambda p: p["w"].sum(), GOOD, policy="bf16")({"w": w})
+    assert grads["w"].dtype == jnp.float32
+    optimizer = optax.sgd(1.0)
+    new, _ = jmpx.optimizer_update({"w": w}, optimizer, optimizer.init({"w": w}), grads, finite)
+    np.testing.assert_array_equal(new["w"], w.astype(np.float32) - 1)
 
 
 def test_a_function_without_differentiable_leaves_still_has_a_value():
