@@ -17,6 +17,11 @@ from jmpx._optimizer import (
     skip_nonfinite as skip_nonfinite,
 )
 from jmpx._policy import Policy as Policy, get_policy as get_policy
+from jmpx._policy_map import (
+    PolicyMap as PolicyMap,
+    Rule as Rule,
+    get_policy_map as get_policy_map,
+)
 from jmpx._registry import (
     clear_policy as clear_policy,
     current_policy as current_policy,
@@ -46,6 +51,8 @@ __all__ = (
     "LossScale",
     "NoOpLossScale",
     "Policy",
+    "PolicyMap",
+    "Rule",
     "SkipNonfiniteState",
     "StaticLossScale",
     "all_finite",
@@ -64,6 +71,7 @@ __all__ = (
     "filter_value_and_grad",
     "force_full_precision",
     "get_policy",
+    "get_policy_map",
     "half_dtype",
     "optimizer_update",
     "policy_of",

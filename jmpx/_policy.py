@@ -150,78 +150,88 @@ float8_*; did you mean 'bfloat16'?
             f"Expected a policy string or a jmpx.Policy, got {policy!r}: write for example "
             "'params=float32,compute=bfloat16,output=float32'."
         )
-    preset = _PRESETS.get(policy.strip().lower())
-    return _parse(policy if preset is None else preset)
+    fields = parse_fields(policy, policy, 0, bare=("params", "compute", "output"))
+    params = fields.get("params", jnp.float32)
+    compute = fields.get("compute", params)
+    return Policy(params, compute, fields.get("output", compute))
 
 
-def _parse(text: str) -> Policy:
-    if "=" not in text:
-        dtype = _parse_value(text, text, 0)
-        return Policy(dtype, dtype, dtype)
-    found: dict[str, Any] = {}
-    start = 0
-    for part in text.split(","):
-        key, value = _parse_part(part, text, start)
-        if key in found:
+def parse_fields(part: str, text: str, start: int, bare: tuple[str, ...]) -> dict[str, Any]:
+    """Parses a policy that stands in `text` from offset `start`.
+
+    Args:
+        part: the policy's own text.
+        text: all of what the user wrote, for error messages.
+        start: where in it `part` begins.
+        bare: the keys that a bare dtype stands for.
+
+    Returns:
+        The dtypes of those of "params", "compute" and "output" that it names.
+    """
+    preset = _PRESETS.get(part.strip().lower())
+    if preset is not None:
+        return parse_fields(preset, preset, 0, bare=("params", "compute", "output"))
+    if "=" not in part:
+        dtype = _parse_dtype(part, text, start, presets=_PRESETS)
+        return dict.fromkeys(bare, dtype)
+    fields: dict[str, Any] = {}
+    for field in part.split(","):
+        key, dtype = _parse_field(field, text, start)
+        if key in fields:
             raise ValueError(
-                f"Duplicate key {key!r} {_place(part, start)} of policy {text!r}: give each of "
+                f"Duplicate key {key!r} {place(field, start)} of policy {text!r}: give each of "
                 "'params', 'compute' and 'output' at most once."
             )
-        found[key] = value
-        start += len(part) + 1
-    params = found.get("params", jnp.float32)
-    compute = found.get("compute", params)
-    return Policy(params, compute, found.get("output", compute))
+        fields[key] = dtype
+        start += len(field) + 1
+    return fields
 
 
-def _parse_part(part: str, text: str, start: int) -> tuple[str, Any]:
+def _parse_field(field: str, text: str, start: int) -> tuple[str, Any]:
     """Parses one `key=dtype` of `text`, which begins at offset `start`."""
-    if not part.strip():
+    if not field.strip():
         raise ValueError(
-            f"Empty part {_place(part, start)} of policy {text!r}: write 'key=dtype' on both sides "
+            f"Empty part {place(field, start)} of policy {text!r}: write 'key=dtype' on both sides "
             "of each comma."
         )
-    key, equals, value = part.partition("=")
+    key, equals, value = field.partition("=")
     if not equals:
         raise ValueError(
-            f"Missing key for {part.strip()!r} {_place(part, start)} of policy {text!r}: write "
+            f"Missing key for {field.strip()!r} {place(field, start)} of policy {text!r}: write "
             "'params=', 'compute=' or 'output=' before it."
         )
     name = _KEYS.get(key.strip().lower())
     if name is None:
         raise ValueError(
-            f"Unknown key {key.strip()!r} {_place(key, start)} of policy {text!r}: expected one of "
-            f"'params' (p, param), 'compute' (c) or 'output' (o){_did_you_mean(key, _KEYS)}"
+            f"Unknown key {key.strip()!r} {place(key, start)} of policy {text!r}: expected one of "
+            f"'params' (p, param), 'compute' (c) or 'output' (o){did_you_mean(key, _KEYS)}"
         )
-    return name, _parse_value(value, text, start + len(key) + 1)
+    return name, _parse_dtype(value, text, start + len(key) + 1)
 
 
-def _parse_value(value: str, text: str, start: int) -> Any:
+def _parse_dtype(value: str, text: str, start: int, presets: Iterable[str] = ()) -> Any:
     try:
         return parse_dtype(value)
     except KeyError:
         pass
-    if not value.strip():
-        raise ValueError(
-            f"Missing dtype {_place(value, start)} of policy {text!r}: expected one of "
-            f"{describe_dtypes()}."
-        )
-    presets = _PRESETS if value == text else ()
     accepted = ", ".join([describe_dtypes(), *presets])
+    what = f"Unknown dtype {value.strip()!r}" if value.strip() else "Missing dtype"
+    near = did_you_mean(value, [*dtype_names(), *presets])
     raise ValueError(
-        f"Unknown dtype {value.strip()!r} {_place(value, start)} of policy {text!r}: expected one "
-        f"of {accepted}{_did_you_mean(value, [*dtype_names(), *presets])}"
+        f"{what} {place(value, start)} of policy {text!r}: expected one of {accepted}{near}"
     )
 
 
-def _place(part: str, start: int) -> str:
+def place(part: str, start: int) -> str:
     """Says where `part` begins, white space skipped, counted from 0 as Python does."""
     return f"at position {start + len(part) - len(part.lstrip())}"
 
 
-def _did_you_mean(word: str, choices: Iterable[str]) -> str:
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Returns the end of an error message: a near choice where there is one."""
     import difflib  # here, because only errors need it
 
-    near = difflib.get_close_matches(word.strip().lower(), choices, n=1)
+    near = difflib.get_close_matches(word.strip(), choices, n=1) or difflib.get_close_matches(
+        word.strip().lower(), choices, n=1
+    )
     return f"; did you mean {near[0]!r}?" if near else "."

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from jmpx._policy import Policy, get_policy
+from jmpx._policy_map import PolicyMap
 
 # Root package of a framework -> its adapter, imported when a class of the framework is met.
 _ADAPTERS = {"haiku": "jmpx.haiku"}
@@ -131,6 +132,32 @@ def policy_of(cls: type) -> Policy | None:
     """
     adapter = _adapter(cls)
     return _registry.policies.get(_key(cls)) if adapter is None else adapter.policy_of(cls)
+
+
+def policy_for(
+    policy_map: PolicyMap | None, cls: type, path: str, surrounding: Policy | None
+) -> Policy | None:
+    """Returns the policy at whose boundary a call casts; for adapters.
+
+    A rule of the map goes before the policy of the class, and that before the map's default, which
+    is the outermost call's alone.
+
+    Args:
+        policy_map: the policy map, None for one without rules or default.
+        cls: the class of the called module.
+        path: the path of the called module.
+        surrounding: the policy of the call around this one; None for the outermost call.
+
+    Returns:
+        The policy, None for a call that runs as part of what surrounds it.
+    """
+    rule = None if policy_map is None else policy_map.rule_for(cls, path)
+    if policy_map is not None and rule is not None:
+        return rule.resolve(policy_map.default, surrounding)
+    policy = policy_of(cls)
+    if policy is None and policy_map is not None and surrounding is None:
+        return policy_map.default
+    return policy
 
 
 @contextlib.contextmanager

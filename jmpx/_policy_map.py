@@ -1,0 +1,249 @@
+"""Policy maps: one string that says which policy each part of a model has."""
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from jmpx._dtypes import dtype_name
+from jmpx._policy import Policy, did_you_mean, get_policy, parse_fields, place
+
+_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_KEYS = ("params", "compute", "output")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One rule of a policy map: a selector, and the dtypes that it names.
+
+    Args:
+        selector: a class name (`BatchNorm`, `haiku.BatchNorm`), a glob of paths (`*/head/*`) or an
+            operation (`op.exp`).
+        params: the dtype in which parameters are stored, None for that of the default.
+        compute: the dtype in which computation runs, None for that of what surrounds the call.
+        output: the dtype in which results leave, None for what surrounds the call computes in.
+    """
+
+    selector: str
+    params: Any = None
+    compute: Any = None
+    output: Any = None
+
+    @property
+    def is_operation(self) -> bool:
+        """Whether the selector is an operation, which only autocast knows."""
+        return self.selector.startswith("op.")
+
+    @property
+    def is_path(self) -> bool:
+        """Whether the selector is a glob of paths."""
+        return "/" in self.selector or "*" in self.selector
+
+    def matches(self, cls: type, path: str) -> bool:
+        """Tells whether the rule is about a module of class `cls` at `path`.
+
+        A class name matches a class and its subclasses. A glob matches a path as a whole, as if
+        it began and ended with a slash where the glob does; `*` stands for any text, slashes too.
+        """
+        if self.is_operation:
+            return False
+        if self.is_path:
+            return _matches_path(self.selector, path)
+        return any(_matches_class(self.selector, base) for base in cls.__mro__)
+
+    def resolve(self, default: Policy, surrounding: Policy | None) -> Policy:
+        """Returns the complete policy of a call that the rule is about.
+
+        Args:
+            default: the default of the policy map.
+            surrounding: the policy of the call around this one; None for the outermost call, whose
+                result is the result of the whole.
+        """
+        around = default.compute_dtype if surrounding is None else surrounding.compute_dtype
+        output = default.output_dtype if surrounding is None else around
+        return Policy(
+            default.param_dtype if self.params is None else self.params,
+            around if self.compute is None else self.compute,
+            output if self.output is None else self.output,
+        )
+
+    def __str__(self) -> str:
+        """Returns the rule as it stands in a policy map string."""
+        fields = [(key, getattr(self, key)) for key in _KEYS]
+        said = ",".join(f"{key}={dtype_name(dtype)}" for key, dtype in fields if dtype is not None)
+        return f"{self.selector}: {said}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyMap:
+    """A default policy, and rules for the parts of a model that differ from it.
+
+    A frozen, hashable, picklable value. `str()` gives a string that parses back to an equal map.
+    Make one with `get_policy_map`, which explains the rules.
+
+    Args:
+        default: the policy of the outermost call as a whole.
+        rules: the rules, of which the last one that matches a call wins.
+
+    Example:
+        >>> import jmpx
+        >>> policy_map = jmpx.get_policy_map("c=bf16,o=f32; BatchNorm: full")
+        >>> str(policy_map)
+        'params=float32,compute=bfloat16,output=float32; BatchNorm: compute=float32'
+        >>> [rule.selector for rule in policy_map.unused()]
+        ['BatchNorm']
+    """
+
+    default: Policy
+    rules: tuple[Rule, ...] = ()
+    _matched: set[Rule] = dataclasses.field(
+        default_factory=set, init=False, repr=False, compare=False
+    )
+
+    def rule_for(self, cls: type, path: str) -> Rule | None:
+        """Returns the last rule that matches a module, and notes all that match as used.
+
+        Args:
+            cls: the module's class.
+            path: the module's path, its names joined by slashes; empty for the root.
+        """
+        matching = [rule for rule in self.rules if rule.matches(cls, path)]
+        self._matched.update(matching)
+        return matching[-1] if matching else None
+
+    def unused(self) -> tuple[Rule, ...]:
+        """Returns the rules that have not matched anything yet, in their order."""
+        return tuple(rule for rule in self.rules if rule not in self._matched)
+
+    def __str__(self) -> str:
+        """Returns the policy map string."""
+        return "; ".join(map(str, (self.default, *self.rules)))
+
+
+def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
+    """Parses a policy map string, such as `"c=bf16,o=f32; BatchNorm: full; */head/*: c=f32"`.
+
+    The parts are separated by semicolons. The one without a selector is the default, the policy of
+    the outermost call as a whole: inputs and parameters are cast to its compute dtype, the result
+    to its output dtype, once. Without such a part the default is float32.
+
+    The others are rules, `selector: policy`. A selector is a class name (`BatchNorm`, or
+    `haiku.BatchNorm` to tell which), which subclasses match too; a glob of paths, which holds `/`
+    or `*`; or, for autocast, an operation (`op.exp`). The last rule that matches wins.
+
+    A rule makes an island. What it does not say is inherited: params from the default, compute
+    and output from the compute dtype of the policy that surrounds the call. A bare dtype in a rule
+    says compute only.
+
+    Args:
+        policy_map: a policy map string, a policy, which becomes a map without rules, or a policy
+            map, which is returned as it is.
+
+    Returns:
+        The policy map.
+
+    Raises:
+        TypeError: if `policy_map` is of another type.
+        ValueError: if the string is not of the grammar; the message says where.
+
+    Example:
+        >>> import jmpx
+        >>> policy_map = jmpx.get_policy_map("c=bf16; LayerNorm: full; */logits: c=f32,o=f32")
+        >>> print(policy_map.default)
+        params=float32,compute=bfloat16,output=bfloat16
+        >>> print(*policy_map.rules, sep="; ")
+        LayerNorm: compute=float32; */logits: compute=float32,output=float32
+    """
+    if isinstance(policy_map, PolicyMap):
+        return policy_map
+    if isinstance(policy_map, Policy):
+        return PolicyMap(policy_map)
+    if not isinstance(policy_map, str):
+        raise TypeError(
+            f"Expected a policy map string, a jmpx.Policy or a jmpx.PolicyMap, got {policy_map!r}: "
+            "write for example 'c=bf16,o=f32; BatchNorm: full'."
+        )
+    default: Policy | None = None
+    rules: list[Rule] = []
+    start = 0
+    for part in policy_map.split(";"):
+        if not part.strip():
+            raise ValueError(
+                f"Empty rule {place(part, start)} of policy map {policy_map!r}: write a policy or "
+                "'selector: policy' on both sides of each semicolon."
+            )
+        if ":" in part:
+            rules.append(_parse_rule(part, policy_map, start))
+        elif default is None:
+            default = _parse_default(part, policy_map, start)
+        else:
+            raise ValueError(
+                f"Second default {part.strip()!r} {place(part, start)} of policy map "
+                f"{policy_map!r}: write 'selector: policy' for all policies but one."
+            )
+        start += len(part) + 1
+    return PolicyMap(get_policy("float32") if default is None else default, tuple(rules))
+
+
+def _parse_default(part: str, text: str, start: int) -> Policy:
+    parse_fields(part, text, start, bare=_KEYS)  # for an error that counts from the map's beginning
+    return get_policy(part)
+
+
+def _parse_rule(part: str, text: str, start: int) -> Rule:
+    selector, _, policy = part.partition(":")
+    name = selector.strip()
+    if not (_CLASS.fullmatch(name) or "/" in name or "*" in name) or re.search(r"[\s=,]", name):
+        raise ValueError(
+            f"Unknown selector {name!r} {place(selector, start)} of policy map {text!r}: expected "
+            "a class name such as 'BatchNorm' or 'haiku.BatchNorm', a glob of paths such as "
+            "'*/head/*', or an operation such as 'op.exp'."
+        )
+    if not policy.strip():
+        raise ValueError(
+            f"Missing policy for {name!r} {place(selector, start)} of policy map {text!r}: write "
+            f"for example '{name}: full'."
+        )
+    fields = parse_fields(policy, text, start + len(selector) + 1, bare=("compute",))
+    return Rule(name, **fields)
+
+
+def _matches_path(glob: str, path: str) -> bool:
+    pattern = ".*".join(re.escape(piece) for piece in glob.split("*"))
+    whole = f"/{path}/"
+    candidates = (path, whole, whole[1:], whole[:-1])
+    return any(re.fullmatch(pattern, candidate) for candidate in candidates)
+
+
+def _matches_class(selector: str, cls: type) -> bool:
+    module, _, name = selector.rpartition(".")
+    if selector in (cls.__name__, cls.__qualname__):
+        return True
+    return name == cls.__name__ and f"{cls.__module__}.".startswith(f"{module}.") and bool(module)
+
+
+def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stacklevel: int) -> None:
+    """Warns of each rule that matched nothing, and names the nearest class or path that exists.
+
+    Args:
+        policy_map: the policy map; its rules for operations are autocast's affair.
+        seen: the class and path of every module that was asked for; of none, nothing is known.
+        stacklevel: that of `warnings.warn` in the caller.
+    """
+    seen = list(seen)
+    for rule in policy_map.unused() if seen else ():
+        if rule.is_operation:
+            continue
+        if rule.is_path:
+            names = sorted({path for _, path in seen if path})
+        else:
+            bases = {base for cls, _ in seen for base in cls.__mro__ if base is not object}
+            names = sorted({base.__name__ for base in bases})
+        word = rule.selector.strip("*/") if rule.is_path else rule.selector.rpartition(".")[2]
+        near = did_you_mean(word, names)
+        kind = "path" if rule.is_path else "class"
+        warnings.warn(
+            f"The rule {str(rule)!r} of policy map {str(policy_map)!r} matched no {kind}{near}",
+            stacklevel=stacklevel + 1,
+        )
