@@ -8,6 +8,7 @@ from absl import flags
 
 from jmpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from jmpx._policy import Policy, get_policy
+from jmpx._policy_map import PolicyMap, get_policy_map
 
 # Flags that are defined here belong to the module that asked for them, in --help too.
 flags.disclaim_key_flags()
@@ -28,10 +29,22 @@ class _PolicyParser(flags.ArgumentParser):
         return "policy"
 
 
-class _PolicySerializer(flags.ArgumentSerializer):
-    """Writes a policy as the string that parses back to it."""
+class _PolicyMapParser(flags.ArgumentParser):
+    """Parses a policy map string; a policy map, as a default may be, passes."""
 
-    def serialize(self, value: Policy) -> str:
+    syntactic_help = "a policy, or a policy map such as 'c=bf16,o=f32; BatchNorm: full'"
+
+    def parse(self, argument: Any) -> PolicyMap:
+        return get_policy_map(argument)
+
+    def flag_type(self) -> str:
+        return "policy map"
+
+
+class _StrSerializer(flags.ArgumentSerializer):
+    """Writes a policy or policy map as the string that parses back to it."""
+
+    def serialize(self, value: Policy | PolicyMap) -> str:
         return str(value)
 
 
@@ -78,7 +91,53 @@ def DEFINE_policy(
         default,
         help,
         flag_values=flag_values,
-        serializer=_PolicySerializer(),
+        serializer=_StrSerializer(),
+        required=required,
+        **args,
+    )
+
+
+def DEFINE_policy_map(
+    name: str,
+    default: PolicyMap | Policy | str | None,
+    help: str,
+    flag_values: flags.FlagValues = flags.FLAGS,
+    required: bool = False,
+    **args: Any,
+) -> "flags.FlagHolder[PolicyMap]":
+    """Defines an absl flag whose value is a `jmpx.PolicyMap`.
+
+    Args:
+        name: the flag's name.
+        default: a policy map, a policy, a string of either, or None.
+        help: the help text; the accepted form of a value is added to it.
+        flag_values: the flag registry.
+        required: whether the flag must be given on the command line.
+        **args: what `flags.DEFINE` takes besides.
+
+    Returns:
+        A flag holder, whose `value` is the policy map; all else as in `DEFINE_policy`.
+
+    Raises:
+        TypeError: if `default` is of another type.
+        absl.flags.IllegalFlagValueError: if `default` is not a policy map string.
+
+    Example:
+        >>> from absl import flags
+        >>> import jmpx.flags
+        >>> values = flags.FlagValues()
+        >>> rules = jmpx.flags.DEFINE_policy_map("rules", "f32", "Rules.", flag_values=values)
+        >>> _ = values(["program", "--rules=c=bf16; BatchNorm: full"])
+        >>> str(rules.value.rules[0])
+        'BatchNorm: compute=float32'
+    """
+    return flags.DEFINE(
+        _PolicyMapParser(),
+        name,
+        default,
+        help,
+        flag_values=flag_values,
+        serializer=_StrSerializer(),
         required=required,
         **args,
     )
@@ -91,9 +150,14 @@ class MixedPrecisionFlags:
     _holders: dict[str, flags.FlagHolder]
 
     @property
-    def policy(self) -> Policy:
-        """The policy of `--mp_policy`."""
+    def policy_map(self) -> PolicyMap:
+        """The policy map of `--mp_policy`; without rules where it is a policy."""
         return self._holders["policy"].value
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of `--mp_policy`; the default of its policy map where it has rules."""
+        return self.policy_map.default
 
     @property
     def skip_nonfinite(self) -> bool:
@@ -104,8 +168,8 @@ class MixedPrecisionFlags:
         """Makes the loss scale that the `--mp_scale_*` flags and `--mp_min_scale` describe."""
         kind = self._holders["scale_type"].value
         if kind == "auto":
-            float16 = get_policy("float16").compute_dtype
-            kind = "Dynamic" if self.policy.compute_dtype is float16 else "NoOp"
+            computes_in = {self.policy.compute_dtype, *(r.compute for r in self.policy_map.rules)}
+            kind = "Dynamic" if get_policy("float16").compute_dtype in computes_in else "NoOp"
         if kind == "NoOp":
             return NoOpLossScale()
         value = self._holders["scale_value"].value
@@ -121,14 +185,15 @@ class MixedPrecisionFlags:
 def define_mp_flags(
     prefix: str = "mp",
     *,
-    default_policy: Policy | str = "float32",
+    default_policy: PolicyMap | Policy | str = "float32",
     flag_values: flags.FlagValues = flags.FLAGS,
 ) -> MixedPrecisionFlags:
     """Defines the flags that select a policy and a loss scale.
 
     With the prefix `mp` they are `--mp_policy`, `--mp_scale_type` (`auto`, `NoOp`, `Static` or
-    `Dynamic`; auto is Dynamic where the policy computes in float16, else NoOp), `--mp_scale_value`,
-    `--mp_scale_period`, `--mp_min_scale` and `--mp_skip_nonfinite`.
+    `Dynamic`; auto is Dynamic where the policy or one of its rules computes in float16, else NoOp),
+    `--mp_scale_value`, `--mp_scale_period`, `--mp_min_scale` and `--mp_skip_nonfinite`.
+    `--mp_policy` takes a policy or a policy map.
 
     Args:
         prefix: what the flags' names begin with.
@@ -136,7 +201,7 @@ def define_mp_flags(
         flag_values: the flag registry.
 
     Returns:
-        A holder whose `policy`, `skip_nonfinite` and `loss_scale()` follow the flags.
+        A holder whose `policy`, `policy_map`, `skip_nonfinite` and `loss_scale()` follow the flags.
 
     Raises:
         absl.flags.DuplicateFlagError: if one of the flags exists already.
@@ -153,10 +218,11 @@ def define_mp_flags(
     scale_type, scale_value = f"{prefix}_scale_type", f"{prefix}_scale_value"
     min_scale = f"{prefix}_min_scale"
     holders = {
-        "policy": DEFINE_policy(
+        "policy": DEFINE_policy_map(
             f"{prefix}_policy",
             default_policy,
-            "In which dtypes parameters are stored, computation runs and results leave.",
+            "In which dtypes parameters are stored, computation runs and results leave, with rules "
+            "for parts of the model.",
             flag_values,
         ),
         "scale_type": flags.DEFINE_enum(

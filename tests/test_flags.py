@@ -27,6 +27,8 @@ def test_defaults():
         ("bf16-mixed", "auto", jmpx.NoOpLossScale()),
         ("16-mixed", "auto", jmpx.DynamicLossScale(2.0**15)),
         ("p=f16,c=f32", "auto", jmpx.NoOpLossScale()),
+        ("c=bf16; BatchNorm: full", "auto", jmpx.NoOpLossScale()),
+        ("c=bf16; BatchNorm: f16", "auto", jmpx.DynamicLossScale(2.0**15)),
         ("16-mixed", "NoOp", jmpx.NoOpLossScale()),
         ("bf16-mixed", "Static", jmpx.StaticLossScale(2.0**15)),
         ("bf16-mixed", "dynamic", jmpx.DynamicLossScale(2.0**15)),
@@ -34,7 +36,8 @@ def test_defaults():
 )
 def test_loss_scale(policy, scale_type, expected):
     mp, _ = define(f"--mp_policy={policy}", f"--mp_scale_type={scale_type}")
-    assert mp.policy == jmpx.get_policy(policy)
+    assert mp.policy_map == jmpx.get_policy_map(policy)
+    assert mp.policy == mp.policy_map.default
     assert mp.loss_scale() == expected
 
 
@@ -64,12 +67,13 @@ def test_prefix_and_default_policy():
 
 
 def test_flags_survive_strings_and_flag_files(tmp_path):
-    arguments = ["--mp_policy=c=f16,o=bf16", "--mp_scale_value=0.1", "--mp_min_scale=0.01"]
+    policy = "--mp_policy=c=f16,o=bf16; BatchNorm: full; */head/*: c=f32,o=f32"
+    arguments = [policy, "--mp_scale_value=0.1", "--mp_min_scale=0.01"]
     before, values = define(*arguments)
     path = tmp_path / "flags.txt"
     path.write_text(values.flags_into_string())
     after, _ = define(f"--flagfile={path}")
-    assert after.policy == before.policy
+    assert after.policy_map == before.policy_map and len(after.policy_map.rules) == 2
     assert after.loss_scale() == before.loss_scale()
     # None is written in no way that reads back, so it is left out.
     values = flags.FlagValues()
@@ -80,7 +84,8 @@ def test_flags_survive_strings_and_flag_files(tmp_path):
 
 BAD = [
     ("--mp_policy=c=bf61", "Unknown dtype 'bf61' at position 2 .*did you mean 'bf16'"),
-    ("--mp_policy=", "Missing dtype"),
+    ("--mp_policy=", "Empty rule at position 0"),
+    ("--mp_policy=c=bf16; BatchNorm: bf61", "Unknown dtype 'bf61' at position 19"),
     ("--mp_scale_type=Sometimes", "one of <auto|NoOp|Static|Dynamic>"),
     ("--mp_scale_value=0", "positive number"),
     ("--mp_scale_value=-1", "positive number"),
@@ -116,6 +121,17 @@ def test_define_policy():
     assert "default: 'params=float32,compute=bfloat16,output=float32'" in " ".join(text.split())
     with pytest.raises(flags.IllegalFlagValueError, match="f17"):
         jmpx.flags.DEFINE_policy("r", "f17", "Bad.", flag_values=values)
+
+
+def test_define_policy_map():
+    values = flags.FlagValues()
+    given = jmpx.get_policy_map("c=bf16; BatchNorm: full")
+    holder = jmpx.flags.DEFINE_policy_map("m", given, "A map.", flag_values=values)
+    values(["program"])
+    assert holder.value is given
+    values(["program", "--m=bf16-mixed"])
+    assert holder.value == jmpx.get_policy_map("bf16-mixed")
+    assert "a policy map such as" in values.get_help()
 
 
 def test_flags_belong_to_the_module_that_defines_them():
