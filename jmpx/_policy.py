@@ -1,7 +1,7 @@
 """Policies: which dtype parameters are stored, computation runs and results leave in."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -227,11 +227,11 @@ def place(part: str, start: int) -> str:
     return f"at position {start + len(part) - len(part.lstrip())}"
 
 
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Returns the end of an error message: a near choice where there is one."""
+def did_you_mean(word: str, choices: Iterable[str] | Mapping[str, str]) -> str:
+    """Returns the end of an error message: a near choice, or what it stands for, if there is one."""
     import difflib  # here, because only errors need it
 
-    near = difflib.get_close_matches(word.strip(), choices, n=1) or difflib.get_close_matches(
-        word.strip().lower(), choices, n=1
-    )
-    return f"; did you mean {near[0]!r}?" if near else "."
+    known = choices if isinstance(choices, Mapping) else {choice: choice for choice in choices}
+    word = word.strip()
+    near = [n for w in (word, word.lower()) for n in difflib.get_close_matches(w, known, n=1)]
+    return f"; did you mean {known[near[0]]!r}?" if near else "."

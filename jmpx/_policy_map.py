@@ -236,14 +236,18 @@ def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stackle
         if rule.is_operation:
             continue
         if rule.is_path:
-            names = sorted({path for _, path in seen if path})
+            paths = sorted({path for _, path in seen})
+            near = did_you_mean(rule.selector.strip("*/"), _by_last_name(paths))
         else:
-            bases = {base for cls, _ in seen for base in cls.__mro__ if base is not object}
-            names = sorted({base.__name__ for base in bases})
-        word = rule.selector.strip("*/") if rule.is_path else rule.selector.rpartition(".")[2]
-        near = did_you_mean(word, names)
+            classes = {base.__name__ for cls, _ in seen for base in cls.__mro__[:-1]}
+            near = did_you_mean(rule.selector.rpartition(".")[2], sorted(classes))
         kind = "path" if rule.is_path else "class"
         warnings.warn(
             f"The rule {str(rule)!r} of policy map {str(policy_map)!r} matched no {kind}{near}",
             stacklevel=stacklevel + 1,
         )
+
+
+def _by_last_name(paths: Iterable[str]) -> dict[str, str]:
+    """Returns paths by themselves and by their last name, which is what one remembers."""
+    return {name: path for path in paths for name in (path, path.rpartition("/")[2]) if name}
