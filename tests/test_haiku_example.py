@@ -69,7 +69,21 @@ def test_float16_batch_norm_trains_too():
     assert result.returncode == 0, result.stderr
 
 
+def test_rules_of_a_policy_map():
+    policy = "c=bf16,o=f32; BatchNorm: full; */linear: full"
+    result = run(f"--mp_policy={policy}", "--epochs=1")
+    assert result.returncode == 0, result.stderr
+    assert "BatchNorm: compute=float32" in result.stdout
+
+
+def test_a_rule_that_matches_nothing_is_warned_of_at_once():
+    result = run("--mp_policy=c=bf16; BatchNrm: full", "--epochs=1")  # -W error: it ends there
+    assert result.returncode == 1 and "epoch" not in result.stdout
+    assert "did you mean 'BatchNorm'?" in result.stderr
+
+
 BAD = [
+    ("--mp_policy=c=bf16; BatchNorm: f64", "float32, bfloat16 and float16 only"),
     ("--mp_policy=bf61", "Unknown dtype 'bf61'"),
     ("--mp_policy=float64", "float32, bfloat16 and float16 only"),
     ("--mp_bn_policy=c=flaot32", "did you mean 'float32'"),

@@ -22,18 +22,29 @@ from tqdm import tqdm
 
 import jmpx
 import jmpx.flags
+import jmpx.haiku
 
 PLOT_FORMATS = (".pdf", ".png", ".svg")
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+DTYPES = {jnp.float32, jnp.bfloat16, jnp.float16}
 TEST_SHARE = 0.2
 PEAK_LEARNING_RATE = 3e-3
+
+
+def dtypes_of(policy: jmpx.Policy | jmpx.PolicyMap) -> set[Any]:
+    policy_map = jmpx.get_policy_map(policy)
+    p = policy_map.default
+    named = {
+        dtype for rule in policy_map.rules for dtype in (rule.params, rule.compute, rule.output)
+    }
+    return (named - {None}) | {p.param_dtype, p.compute_dtype, p.output_dtype}
+
 
 MP = jmpx.flags.define_mp_flags()
 BN_POLICY = jmpx.flags.DEFINE_policy(
     "mp_bn_policy",
     "full",
-    "The policy of BatchNorm; its output dtype is replaced by the compute dtype of --mp_policy, "
-    "because what follows it computes in that.",
+    "The policy of BatchNorm, where no rule of --mp_policy is about it; its output dtype is "
+    "replaced by the compute dtype of --mp_policy, because what follows it computes in that.",
 )
 SEED = flags.DEFINE_integer("seed", 0, "Seeds initialization and batches.", lower_bound=0)
 EPOCHS = flags.DEFINE_integer("epochs", 15, "How many times to go over the data.", lower_bound=1)
@@ -43,7 +54,7 @@ PLOT = flags.DEFINE_string("plot", None, "Where to draw how the training went: a
 for name in ("mp_policy", "mp_bn_policy"):
     flags.register_validator(
         name,
-        lambda p: {p.param_dtype, p.compute_dtype, p.output_dtype} <= set(DTYPES),
+        lambda policy: dtypes_of(policy) <= DTYPES,
         "this example runs in float32, bfloat16 and float16 only",
     )
 flags.register_validator(
@@ -83,6 +94,11 @@ class ResNet(hk.Module):
 
 def batch_norm() -> hk.BatchNorm:
     return hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9)
+
+
+def run_network(x: jax.Array, is_training: bool) -> jax.Array:
+    with jmpx.haiku.policies(MP.policy_map):
+        return ResNet()(x, is_training)
 
 
 class Data(NamedTuple):
@@ -146,7 +162,7 @@ def make_step(network: hk.TransformedWithState, optimizer: Any) -> Any:
 
     @jax.jit
     def step(state: TrainState, batch: Data) -> tuple[TrainState, jax.Array, jax.Array]:
-        # The class policies do the casts, inside the network: "full" adds none to them.
+        # The policies do the casts, inside the network: "full" adds none to them.
         (loss, model_state), loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
             loss_fn, state.loss_scale, has_aux=True, policy="full"
         )(state.params, state.model_state, batch)
@@ -175,7 +191,7 @@ def train(history: History) -> None:
     steps_per_epoch = len(train_data.labels) // BATCH_SIZE.value
     steps = EPOCHS.value * steps_per_epoch
 
-    network = hk.transform_with_state(lambda x, is_training: ResNet()(x, is_training))
+    network = hk.transform_with_state(run_network)
     params, model_state = network.init(jax.random.key(SEED.value), train_data.images[:1], True)
     optimizer = make_optimizer(steps, MP.skip_nonfinite)
     state = TrainState(params, model_state, optimizer.init(params), MP.loss_scale())
@@ -207,7 +223,7 @@ def draw(history: History, path: str) -> None:
 
     figure = Figure(figsize=(7, 7), layout="constrained")
     loss, accuracy, scale = figure.subplots(3, sharex=True)
-    figure.suptitle(f"digits, {MP.policy}")
+    figure.suptitle(f"digits, {MP.policy_map}")
     steps = np.arange(len(history.losses))
     epoch_ends = np.arange(1, len(history.accuracies) + 1) * len(steps) / len(history.accuracies)
 
@@ -231,13 +247,13 @@ def draw(history: History, path: str) -> None:
 def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
-    jmpx.set_policy(ResNet, MP.policy)
     jmpx.set_policy(hk.BatchNorm, BN_POLICY.value.with_output_dtype(MP.policy.compute_dtype))
     history = History()
     train(history)
     # The first step includes compilation.
     milliseconds = 1000 * statistics.median(history.seconds[1:] or history.seconds)
-    print(f"test accuracy {history.accuracies[-1]:.2%}, {milliseconds:.1f} ms a step ({MP.policy})")
+    accuracy = history.accuracies[-1]
+    print(f"test accuracy {accuracy:.2%}, {milliseconds:.1f} ms a step ({MP.policy_map})")
     if PLOT.value is not None:
         draw(history, PLOT.value)
         print(f"wrote {PLOT.value}")
