@@ -7,6 +7,7 @@ from jmpx._gradient import (
 )
 from jmpx._loss_scale import (
     DynamicLossScale as DynamicLossScale,
+    DynamicLossScaling as DynamicLossScaling,
     LossScale as LossScale,
     NoOpLossScale as NoOpLossScale,
     StaticLossScale as StaticLossScale,
@@ -48,6 +49,7 @@ __version__ = "0.1.0"
 
 __all__ = (
     "DynamicLossScale",
+    "DynamicLossScaling",
     "LossScale",
     "NoOpLossScale",
     "Policy",

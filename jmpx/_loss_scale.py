@@ -276,6 +276,40 @@ class DynamicLossScale:
         )
 
 
+def DynamicLossScaling(  # a class of MPX's, and called as one
+    loss_scaling: Any = 2**15,
+    min_loss_scaling: Any = 1.0,
+    factor: float = 2,
+    period: int = 2000,
+    counter: Any = None,
+) -> DynamicLossScale:
+    """Makes a `DynamicLossScale` by MPX's name and arguments (arXiv 2507.03312, section 3.3).
+
+    Args:
+        loss_scaling: the factor to begin with.
+        min_loss_scaling: what the scale never falls below.
+        factor: what the scale is multiplied by when it grows, and divided by when it shrinks.
+        period: finite steps from one growth to the next.
+        counter: finite steps since the scale last changed; None means 0.
+
+    Returns:
+        The loss scale.
+
+    Raises:
+        TypeError: as `DynamicLossScale`.
+        ValueError: as `DynamicLossScale`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx as mpx
+        >>> scaling = mpx.DynamicLossScaling(jnp.float32(2**15), jnp.float32(1), period=100)
+        >>> float(scaling.scale(jnp.float16(2)))
+        65536.0
+    """
+    counter = 0 if counter is None else counter
+    return DynamicLossScale(loss_scaling, counter, period, factor, min_loss_scaling)
+
+
 LossScale = Union[NoOpLossScale, StaticLossScale, DynamicLossScale]  # noqa: UP007 (as in JMP)
 
 _LEAVES = ("loss_scale", "counter")
