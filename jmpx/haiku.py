@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
+from jmpx._policy_map import PolicyMap, get_policy_map, traced_under, warn_unused
 from jmpx._registry import policy_for
 
 try:
@@ -160,7 +160,7 @@ def policies(policy_map: str | Policy | PolicyMap) -> Iterator[None]:
     run = _Run(get_policy_map(policy_map))
     _thread.runs.append(run)
     try:
-        with hk.intercept_methods(run.intercept):
+        with traced_under(run.policy_map), hk.intercept_methods(run.intercept):
             yield
     finally:
         _thread.runs.remove(run)

@@ -222,6 +222,15 @@ def test_jit(where, x):
     np.testing.assert_allclose(y, expected, rtol=2e-2, atol=2e-2)
 
 
+def test_a_jitted_function_is_traced_anew_under_another_map(x):
+    params, _ = run("c=bf16", x)
+    apply = jax.jit(NET.apply)
+    for dtype in (BF16, F16, BF16):
+        with jmpx.haiku.policies(f"c={dtype.name}"):
+            assert apply(params, None, x).dtype == dtype
+    assert apply(params, None, x).dtype == F32
+
+
 def test_gradients_come_in_the_masters_dtype(x):
     params, _ = run("c=bf16,o=f32; */body: full", x)
 
