@@ -225,8 +225,8 @@ def _matches_class(selector: str, cls: type) -> bool:
     return name == cls.__name__ and f"{cls.__module__}.".startswith(f"{module}.") and bool(module)
 
 
-# A context, `traced_under(policy_map)`, that tells JAX's caches which map is in force: else a jitted
-# function that is called under another map would run what was traced under the first one.
+# A context, `traced_under(policy_map)`, that tells JAX's caches which map is in force: else a
+# jitted function that is called under another map would run what was traced under the first.
 traced_under = jax.make_user_context(None)
 
 
