@@ -228,7 +228,7 @@ def place(part: str, start: int) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str] | Mapping[str, str]) -> str:
-    """Returns the end of an error message: a near choice, or what it stands for, if there is one."""
+    """Returns the end of an error message: a near choice, or what that stands for, if any."""
     import difflib  # here, because only errors need it
 
     known = choices if isinstance(choices, Mapping) else {choice: choice for choice in choices}
