@@ -1,0 +1,653 @@
+"""Policy maps of Linen modules, against the same layers with everything cast by hand."""
+
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_bits
+
+import jmpx
+import jmpx.flax
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+MIXED = "c=bf16,o=f32"
+LOG = []
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Flax's own layers promote inside; `test_it_promotes_nothing_itself` is strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def log():
+    """What `Watched` modules note: name, dtypes of input and parameter."""
+    LOG.clear()
+    return LOG
+
+
+def normal(rng, *shape):
+    return jnp.asarray(rng.standard_normal(shape), F32)
+
+
+def init(rng, model, *args):
+    """Variables with random parameters, biases and scales too, that bfloat16 would round."""
+    variables = model.init(jax.random.key(0), *args)
+    params = jax.tree.map(lambda leaf: normal(rng, *leaf.shape), variables["params"])
+    LOG.clear()
+    return {**variables, "params": params}
+
+
+def cast(tree, dtype):
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+
+def dtypes(tree):
+    return {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
+
+
+class Watched(nn.Module):
+    """A matrix product that notes the dtypes that it meets."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(), (x.shape[-1], x.shape[-1]))
+        LOG.append((self.name, x.dtype.name, w.dtype.name))
+        return x @ w
+
+
+class Compact(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(8, name="inner")(x))
+        x = nn.LayerNorm(name="norm")(x)
+        return nn.Dense(3, name="head")(x)
+
+
+class Setup(nn.Module):
+    def setup(self):
+        self.inner = nn.Dense(8)
+        self.norm = nn.LayerNorm()
+        self.head = nn.Dense(3)
+
+    def encode(self, x):
+        return self.norm(nn.relu(self.inner(x)))
+
+    def decode(self, h):
+        return self.head(h)
+
+    def __call__(self, x):
+        return self.decode(self.encode(x))
+
+
+def by_hand(params, x, norm=F32, head=BF16):
+    """`Compact` and `Setup` in bfloat16, but for the norm and the head."""
+    run = nn.Dense(8).apply
+    x = nn.relu(run({"params": cast(params["inner"], BF16)}, x.astype(BF16)))
+    x = nn.LayerNorm().apply({"params": cast(params["norm"], norm)}, x.astype(norm)).astype(BF16)
+    y = nn.Dense(3).apply({"params": cast(params["head"], head)}, x.astype(head))
+    return y.astype(BF16).astype(F32)
+
+
+RULES = [
+    ("", BF16, BF16),
+    ("; LayerNorm: full", F32, BF16),
+    ("; */norm: full", F32, BF16),
+    ("; flax.linen.LayerNorm: full", F32, BF16),
+    ("; */head: full; norm/*: full", F32, F32),
+    ("; Dense: f16; LayerNorm: full; Dense: bf16", F32, BF16),  # of two the last one wins
+    ("; */inner: f32; */norm: f16; Dense: bf16; LayerNorm: bf16", BF16, BF16),
+]
+
+
+@pytest.mark.parametrize("model", [Compact(), Setup()], ids=["compact", "setup"])
+@pytest.mark.parametrize(("rules", "norm", "head"), RULES)
+def test_it_is_the_hand_cast_computation_to_the_bit(rng, model, rules, norm, head):
+    x = normal(rng, 5, 4)
+    variables = init(rng, model, x)
+    plain = model.apply(variables, x)
+    with jmpx.flax.policies(MIXED + rules):
+        y = model.apply(variables, x)
+    assert_same_bits(y, by_hand(variables["params"], x, norm, head))
+    assert_same_bits(model.apply(variables, x), plain)  # and nothing is left behind
+
+
+@pytest.mark.parametrize("model", [Compact(), Setup()], ids=["compact", "setup"])
+def test_gradients_are_those_of_the_hand_cast_computation(rng, model):
+    x = normal(rng, 5, 4)
+    params = init(rng, model, x)["params"]
+
+    def loss(params):
+        with jmpx.flax.policies(f"{MIXED}; LayerNorm: full"):
+            return (model.apply({"params": params}, x) ** 2).mean()
+
+    grads = jax.grad(loss)(params)
+    assert dtypes(grads) == {"float32"}
+    assert_same_bits(grads, jax.grad(lambda params: (by_hand(params, x) ** 2).mean())(params))
+    full = jax.grad(lambda params: (model.apply({"params": params}, x) ** 2).mean())(params)
+    for grad, reference in zip(jax.tree.leaves(grads), jax.tree.leaves(full), strict=True):
+        assert np.linalg.norm(grad - reference) < 0.05 * np.linalg.norm(reference)
+
+
+def test_with_the_gradient_functions(rng):
+    x = normal(rng, 5, 4)
+    params = init(rng, Compact(), x)["params"]
+
+    def loss(params):
+        with jmpx.flax.policies(f"{MIXED}; LayerNorm: full"):
+            return Compact().apply({"params": params}, x).mean()
+
+    scaling = jmpx.DynamicLossScale(2.0**10)
+    _, finite, grads = jmpx.filter_grad(loss, scaling, policy="full")(params)
+    assert finite
+    assert_same_bits(grads, jax.grad(loss)(params))
+
+
+def test_what_each_layer_sees(rng, log):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = Watched(name="first")(x)
+            x = Watched(name="island")(x)
+            LOG.append(("between", x.dtype.name))
+            return Watched(name="last")(x)
+
+    variables = init(rng, Net(), normal(rng, 2, 4))
+    with jmpx.flax.policies(f"{MIXED}; */island: full"):
+        y = Net().apply(variables, normal(rng, 2, 4))
+    assert y.dtype == F32
+    assert log == [
+        ("first", "bfloat16", "bfloat16"),
+        ("island", "float32", "float32"),
+        ("between", "bfloat16"),
+        ("last", "bfloat16", "bfloat16"),
+    ]
+
+
+def test_an_island_within_an_island(rng, log):
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Watched(name="deep")(Watched(name="flat")(x))
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = Inner(name="inner")(x)
+            LOG.append(("outside", y.dtype.name))
+            return y
+
+    variables = init(rng, Net(), normal(rng, 2, 4))
+    with jmpx.flax.policies("c=bf16; Inner: c=f16; inner/deep: full"):
+        y = Net().apply(variables, normal(rng, 2, 4))
+    assert log == [
+        ("flat", "float16", "float16"),
+        ("deep", "float32", "float32"),
+        ("outside", "bfloat16"),
+    ]
+    assert y.dtype == BF16
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_jit_inside_and_around(rng, around):
+    x = normal(rng, 5, 4)
+    variables = init(rng, Compact(), x)
+    policy_map = f"{MIXED}; LayerNorm: full"
+
+    def inside(variables, x):
+        with jmpx.flax.policies(policy_map):
+            return Compact().apply(variables, x)
+
+    reference = jax.jit(lambda v, x: by_hand(v["params"], x))(variables, x)
+    if around:
+        with jmpx.flax.policies(policy_map):
+            y = jax.jit(Compact().apply)(variables, x)
+    else:
+        y = jax.jit(inside)(variables, x)
+    assert_same_bits(y, reference)
+
+
+def test_a_trace_belongs_to_its_policy_map(rng):
+    x = normal(rng, 5, 4)
+    variables = init(rng, Compact(), x)
+    step = jax.jit(Compact().apply)
+    plain = step(variables, x)
+    for policy_map in ("c=bf16", "c=f16", "f32"):
+        with jmpx.flax.policies(policy_map):
+            assert step(variables, x).dtype == jmpx.get_policy(policy_map).output_dtype
+    assert_same_bits(step(variables, x), plain)
+
+
+def test_any_public_method(rng):
+    x = normal(rng, 5, 4)
+    variables = init(rng, Setup(), x)
+    with jmpx.flax.policies(f"{MIXED}; LayerNorm: full"):
+        whole = Setup().apply(variables, x)
+        encoded = Setup().apply(variables, x, method="encode")
+        y = Setup().apply(variables, encoded, method=Setup.decode)
+        one = Setup().apply(variables, x, method=lambda model, x: model.inner(x))
+    assert encoded.dtype == one.dtype == F32
+    # Outermost both, so what passes between them is of the output dtype: the same numbers here.
+    assert_same_bits(y, whole)
+
+
+def test_own_methods_are_part_of_the_call(rng):
+    class Net(nn.Module):
+        def part(self, x):
+            return x
+
+        @nn.compact
+        def __call__(self, x):
+            LOG.append(self.part(x).dtype.name)
+            return Watched()(self.part(x))
+
+    class Derived(Net):
+        def __call__(self, x):
+            y = super().__call__(x)
+            LOG.append(y.dtype.name)
+            return y
+
+    variables = init(rng, Net(), normal(rng, 2, 4))
+    with jmpx.flax.policies("c=bf16,o=f16"):
+        Derived().apply(variables, normal(rng, 2, 4))
+    assert LOG == ["bfloat16", ("Watched_0", "bfloat16", "bfloat16"), "bfloat16"]
+
+
+def test_private_methods_and_setup_are_not_cast_but_read_by_the_policy(rng):
+    class Net(nn.Module):
+        def setup(self):
+            self.w = self.param("w", nn.initializers.ones, (4,))
+
+        def _help(self, x):
+            LOG.append(("help", x.dtype.name, self.w.dtype.name))
+            return x
+
+        def __call__(self, x):
+            return self._help(x.astype(F32)) * self.w
+
+    variables = init(rng, Net(), normal(rng, 2, 4))
+    with jmpx.flax.policies("c=bf16"):
+        Net().apply(variables, normal(rng, 2, 4))
+    assert LOG == [("help", "float32", "bfloat16")]
+
+
+def test_init_creates_in_the_param_dtype(rng):
+    x = normal(rng, 5, 4)
+    plain = Compact().init(jax.random.key(3), x)
+    with jmpx.flax.policies(f"{MIXED}; LayerNorm: full"):
+        assert_same_bits(Compact().init(jax.random.key(3), x), plain)
+    with jmpx.flax.policies("p=bf16,c=bf16; norm/*: p=f32"):
+        params = Compact().init(jax.random.key(3), x)["params"]
+    assert dtypes(params["norm"]) == {"float32"} and dtypes(params["head"]) == {"bfloat16"}
+    assert_same_bits(params["head"], cast(plain["params"]["head"], BF16))
+
+
+def test_partitioned_parameters_keep_their_boxes(rng):
+    dense = nn.Dense(3, kernel_init=nn.with_partitioning(nn.initializers.normal(), (None, "x")))
+    x = normal(rng, 5, 4)
+    with jmpx.flax.policies(MIXED):
+        variables = dense.init(jax.random.key(0), x)
+        y = dense.apply(variables, x)
+    kernel = variables["params"]["kernel"]
+    assert isinstance(kernel, nn.Partitioned) and kernel.value.dtype == F32
+    expected = dense.apply(cast(variables, BF16), x.astype(BF16)).astype(F32)
+    assert_same_bits(y, expected)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("rules", ["", "; BatchNorm: full"])
+def test_batch_norm(rng, log, train, rules):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = Watched(name="before")(x)
+            x = nn.BatchNorm(use_running_average=not train, name="norm")(x)
+            return Watched(name="after")(x)
+
+    x = normal(rng, 16, 4)
+    variables = init(rng, Net(), x)
+    stats = jax.tree.map(lambda a: jnp.abs(normal(rng, *a.shape)) + 1, variables["batch_stats"])
+    variables["batch_stats"] = stats
+    with jmpx.flax.policies(MIXED + rules):
+        y, updates = Net().apply(variables, x, mutable=["batch_stats"])
+    assert log == [(name, "bfloat16", "bfloat16") for name in ("before", "after")]
+    assert y.dtype == F32 and dtypes(updates) == {"float32"}
+
+    params = variables["params"]
+    dtype = F32 if rules else BF16
+    h = (x.astype(BF16) @ cast(params["before"]["w"], BF16)).astype(dtype)
+    norm = nn.BatchNorm(use_running_average=not train)
+    norm_variables = {"params": cast(params["norm"], dtype), "batch_stats": stats["norm"]}
+    h, expected = norm.apply(norm_variables, h, mutable=["batch_stats"])
+    assert_same_bits(updates["batch_stats"]["norm"], expected["batch_stats"])
+    expected = h.astype(BF16) @ cast(params["after"]["w"], BF16)
+    assert_same_bits(y, expected.astype(F32))
+
+
+class Step(nn.Module):
+    """A step of a loop: the carry, and something to stack."""
+
+    @nn.compact
+    def __call__(self, carry, x):
+        carry = carry + Watched(name="w")(x).astype(carry.dtype)
+        return carry, nn.LayerNorm(name="norm")(carry)
+
+
+class Loop(nn.Module):
+    carry: jnp.dtype = None  # of the first carry; None for that of the input
+
+    @nn.compact
+    def __call__(self, xs):
+        step = nn.scan(
+            Step, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=1, out_axes=1
+        )
+        first = jnp.zeros_like(xs[:, 0], self.carry)
+        last, ys = step(name="step")(first, xs)
+        LOG.append(("carry", last.dtype.name))
+        return last, ys
+
+
+@pytest.mark.parametrize(
+    "rules", ["", "; LayerNorm: full", "; Step: full", "; */step: c=f32,o=f16"]
+)
+@pytest.mark.parametrize("carry", [None, F32, BF16])
+def test_scan_keeps_its_carry(rng, rules, carry):
+    xs = normal(rng, 2, 5, 4)
+    variables = init(rng, Loop(), xs)
+    with jmpx.flax.policies(MIXED + rules):
+        last, ys = jax.jit(Loop(carry).apply)(variables, xs)
+    inside = "float32" if "step" in rules.lower() else "bfloat16"
+    assert set(LOG[:-1]) == {("w", inside, inside)}
+    assert LOG[-1] == ("carry", "float32" if carry == F32 else "bfloat16")
+    assert last.dtype == ys.dtype == F32
+    reference = Loop(carry).apply(variables, xs)
+    for got, expected in zip((last, ys), reference, strict=True):
+        np.testing.assert_allclose(got, expected, atol=0.15, rtol=0.05)
+
+
+def test_the_outermost_module_may_be_lifted(rng):
+    step = nn.scan(Step, variable_broadcast="params", split_rngs={"params": False})
+    carry, xs = normal(rng, 2, 4), normal(rng, 5, 2, 4)
+    variables = init(rng, step(), carry, xs)
+    for dtype in (F32, BF16):
+        with jmpx.flax.policies("c=bf16,o=f16"):
+            last, ys = step().apply(variables, carry.astype(dtype), xs)
+        assert (last.dtype, ys.dtype) == (dtype, jnp.float16)
+
+
+def test_recurrent_cells(rng):
+    xs = normal(rng, 2, 5, 4)
+    model = nn.RNN(nn.LSTMCell(4), return_carry=True)
+    variables = init(rng, model, xs)
+    full = model.apply(variables, xs)
+    for rules in ("", "; LSTMCell: full", "; RNNCellBase: bf16"):
+        with jmpx.flax.policies(MIXED + rules):
+            result = model.apply(variables, xs)
+        assert dtypes(result) == {"float32"}
+        for got, expected in zip(jax.tree.leaves(result), jax.tree.leaves(full), strict=True):
+            np.testing.assert_allclose(got, expected, atol=0.05)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + Watched(name="w")(nn.LayerNorm(name="norm")(x))
+
+    def half(self, x):
+        LOG.append(("half", x.dtype.name))
+        return x / 2
+
+
+def lifted(lift):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Watched(name="last")(lift(Block)(name="block")(x))
+
+    return Net()
+
+
+LIFTS = {
+    "remat": nn.remat,
+    "jit": nn.jit,
+    "remat of jit": lambda cls: nn.remat(nn.jit(cls)),
+    "remat_scan": lambda cls: nn.remat_scan(cls, lengths=(2, 2)),
+    "vmap": lambda cls: nn.vmap(cls, variable_axes={"params": 0}, split_rngs={"params": True}),
+}
+
+
+@pytest.mark.parametrize("name", LIFTS)
+def test_lifted_modules(rng, name):
+    model, x = lifted(LIFTS[name]), normal(rng, 3, 4)
+    variables = init(rng, model, x)
+
+    def loss(params):
+        with jmpx.flax.policies(f"{MIXED}; Block: full"):
+            return model.apply({"params": params}, x).mean()
+
+    grads = jax.grad(loss)(variables["params"])
+    assert dtypes(grads) == {"float32"}
+    assert set(LOG) == {("w", "float32", "float32"), ("last", "bfloat16", "bfloat16")}
+    full = jax.grad(lambda params: model.apply({"params": params}, x).mean())(variables["params"])
+    for grad, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(full), strict=True):
+        assert np.linalg.norm(grad - expected) < 0.05 * np.linalg.norm(expected)
+
+
+def test_remat_is_the_same_to_the_bit(rng):
+    plain, remat, x = lifted(lambda cls: cls), lifted(nn.remat), normal(rng, 3, 4)
+    variables = init(rng, plain, x)
+    with jmpx.flax.policies(f"{MIXED}; LayerNorm: full"):
+        assert_same_bits(remat.apply(variables, x), plain.apply(variables, x))
+
+
+def test_functions_that_are_lifted_read_cast_parameters(rng):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            def body(mdl, carry, x):
+                w = mdl.param("w", nn.initializers.ones, (4,))
+                LOG.append((carry.dtype.name, w.dtype.name))
+                return carry + w * x, None
+
+            scan = nn.scan(body, variable_broadcast="params", split_rngs={"params": False})
+            return scan(self, jnp.zeros(4, x.dtype), x)[0]
+
+    variables = init(rng, Net(), normal(rng, 5, 4))
+    with jmpx.flax.policies(MIXED):
+        assert Net().apply(variables, normal(rng, 5, 4)).dtype == F32
+    assert set(LOG) == {("bfloat16", "bfloat16")}
+
+
+def test_conditionals_and_variables_that_are_mapped(rng):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, flag):
+            one, other = Watched(name="one"), nn.WeightNorm(nn.Dense(4, name="other"))
+            if self.is_initializing():
+                one(x), other(x)
+            return nn.cond(flag, lambda _, x: one(x), lambda _, x: other(x), self, x)
+
+    x = normal(rng, 3, 4)
+    variables = init(rng, Net(), x, True)
+    with jmpx.flax.policies(f"{MIXED}; Watched: full"):
+        y, z = (Net().apply(variables, x, flag) for flag in (True, False))
+    assert set(LOG) == {("one", "float32", "float32")}
+    assert_same_bits(
+        y, (x.astype(BF16).astype(F32) @ variables["params"]["one"]["w"]).astype(BF16).astype(F32)
+    )
+    np.testing.assert_allclose(z, Net().apply(variables, x, False), atol=0.1)
+
+
+def test_policies_of_classes(rng, log):
+    x = normal(rng, 3, 4)
+    model = lifted(nn.remat)
+    variables = init(rng, model, x)
+    with jmpx.push_policy(Block, "c=f16,o=bf16"), jmpx.flax.policies():
+        y = model.apply(variables, x)
+    assert log == [("w", "float16", "float16"), ("last", "bfloat16", "float32")] and y.dtype == F32
+    log.clear()
+    with jmpx.push_policy(Watched, "c=f16"), jmpx.flax.policies("c=bf16; */last: c=f32"):
+        model.apply(variables, x)  # rules go before the policies of classes
+    assert log == [("w", "float16", "float16"), ("last", "float32", "float32")]
+
+
+def test_methods_that_are_not_lifted_are_of_the_lifted_class(log):
+    with jmpx.push_policy(Block, "c=bf16"), jmpx.flax.policies():
+        nn.remat(Block)().apply({}, jnp.ones(3), method="half")
+    assert log == [("half", "bfloat16")]
+
+
+def test_shared_modules_and_modules_as_attributes(rng):
+    class Twice(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            x = self.inner(x)
+            return Other(self.inner, name="other")(x)
+
+    class Other(nn.Module):
+        shared: nn.Module
+
+        def __call__(self, x):
+            return self.shared(x)
+
+    model = Twice(Watched())
+    variables = init(rng, model, normal(rng, 3, 4))
+    with jmpx.flax.policies(f"{MIXED}; Other: full"):
+        model.apply(variables, normal(rng, 3, 4))
+    # One module in two surroundings reads its stored parameter in each of them.
+    assert LOG == [("inner", *2 * ("bfloat16",)), ("inner", *2 * ("float32",))]
+
+
+def test_embedding_is_looked_up_and_attended(rng):
+    model, tokens = nn.Embed(7, 4), jnp.arange(7)
+    variables = init(rng, model, tokens)
+    table = variables["params"]["embedding"].astype(BF16)
+    with jmpx.flax.policies(MIXED):
+        y = model.apply(variables, tokens)
+        logits = model.apply(variables, y, method="attend")
+    assert_same_bits(y, table.astype(F32))
+    assert_same_bits(logits, (table @ table.T).astype(F32))
+
+
+def test_what_is_not_a_parameter_is_as_stored(rng):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, flag, index):
+            state = self.variable("state", "sum", jnp.zeros, (4,))
+            w = self.param("w", nn.initializers.ones, (4,))
+            stored = self.variables["params"]["w"].dtype.name
+            LOG.append((state.value.dtype.name, w.dtype.name, stored, flag, index.dtype.name))
+            state.value = state.value + x.sum(0).astype(F32)
+            return {"y": x * w, "n": index, "name": "net"}
+
+    x, index = normal(rng, 3, 4), jnp.arange(3)
+    variables = init(rng, Net(), x, True, index)
+    with jmpx.flax.policies("c=bf16"):
+        result, state = Net().apply(variables, x, True, index=index, mutable=["state"])
+    assert LOG == [("float32", "bfloat16", "float32", True, "int32")]
+    assert result["y"].dtype == BF16 and result["n"].dtype == jnp.int32 and result["name"] == "net"
+    assert dtypes(state) == {"float32"}
+
+
+def test_a_layer_with_a_dtype_of_its_own_computes_in_it(rng):
+    model, x = nn.Dense(3, dtype=F32), normal(rng, 3, 4)
+    variables = init(rng, model, x)
+    with jmpx.flax.policies("c=bf16"):
+        y = model.apply(variables, x)
+    expected = model.apply(cast(variables, BF16), x.astype(BF16))
+    assert expected.dtype == F32
+    assert_same_bits(y, expected.astype(BF16))
+
+
+def test_custom_policies_cast_by_their_own_casts(rng, log):
+    class Clipped(jmpx.Policy):
+        def cast_to_compute(self, tree):
+            return jax.tree.map(lambda x: jnp.clip(x, -0.5, 0.5), super().cast_to_compute(tree))
+
+    x = normal(rng, 3, 4)
+    variables = init(rng, Watched(), x)
+    with jmpx.flax.policies(Clipped(F32, BF16, F32)):
+        y = Watched().apply(variables, x)
+    x, w = jnp.clip(x.astype(BF16), -0.5, 0.5), variables["params"]["w"].astype(BF16)
+    assert_same_bits(y, (x @ jnp.clip(w, -0.5, 0.5)).astype(F32))
+
+
+def test_of_nested_contexts_the_inner_one_holds(rng, log):
+    x = normal(rng, 3, 4)
+    variables = init(rng, Watched(), x)
+    with jmpx.flax.policies("c=bf16"):
+        with jmpx.flax.policies("c=f16"):
+            inner = Watched().apply(variables, x)
+        outer = Watched().apply(variables, x)
+    plain = Watched().apply(variables, x)
+    assert [y.dtype for y in (inner, outer, plain)] == [jnp.float16, BF16, F32]
+
+
+def test_a_bound_module_outlives_the_context(rng, log):
+    x = normal(rng, 3, 4)
+    bound = Watched().bind(init(rng, Watched(), x))
+    plain = bound(x)
+    with jmpx.flax.policies("c=bf16"):
+        assert bound(x).dtype == BF16
+    assert_same_bits(bound(x), plain)
+
+
+def test_it_promotes_nothing_itself(rng):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3, name="head")(nn.relu(nn.Dense(8)(x)))
+
+    x = normal(rng, 5, 4)
+    with jax.numpy_dtype_promotion("strict"), jmpx.flax.policies(f"{MIXED}; */head: full"):
+        variables = Net().init(jax.random.key(0), x)
+        jax.grad(lambda params: Net().apply(params, x).mean())(variables)
+
+
+def test_rules_that_matched_nothing():
+    x = jnp.ones((2, 4))
+    with pytest.warns(UserWarning, match="'LayerNom: .*did you mean 'LayerNorm'") as caught:
+        with jmpx.flax.policies("c=bf16; LayerNom: full"):
+            Compact().init(jax.random.key(0), x)
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="'norn/.*did you mean 'norm'"):
+        with jmpx.flax.policies("c=bf16; norn/*: full"):
+            Compact().init(jax.random.key(0), x)
+
+
+def test_no_warning_without_modules_or_after_an_exception():
+    with jmpx.flax.policies("c=bf16; LayerNom: full"):
+        pass
+    with pytest.raises(ZeroDivisionError), jmpx.flax.policies("c=bf16; LayerNom: full"):
+        Compact().init(jax.random.key(0), jnp.ones((2, 4)))
+        raise ZeroDivisionError
+    y = Compact().apply(Compact().init(jax.random.key(0), jnp.ones((2, 4))), jnp.ones((2, 4)))
+    assert y.dtype == F32
+
+
+def test_bad_policy_maps():
+    with pytest.raises(ValueError, match="Unknown dtype 'bf61'"):
+        with jmpx.flax.policies("c=bf61"):
+            pass
+    with pytest.raises(TypeError, match="Expected a policy map string"):
+        with jmpx.flax.policies(3):
+            pass
+
+
+def test_a_missing_flax_says_how_to_install_it():
+    code = "import sys; sys.modules['flax'] = None; import jmpx.flax"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    message = result.stderr.splitlines()[-1]
+    assert message.endswith(
+        "jmpx.flax needs Flax, which is not installed: pip install 'jmpx[flax]'."
+    )
