@@ -89,6 +89,9 @@ def make_step(axis_name=None):
     return step
 
 
+STEP = jax.jit(make_step())  # one for all tests: the policies around it are always the same
+
+
 def jmp_step(state, batch):
     """The same step written out with JMP's names."""
 
@@ -109,9 +112,9 @@ def jmp_step(state, batch):
 def test_one_step_function_for_all_loss_scales(kind, rng):
     batches = make_batches(rng)
     state = by_names = make_state(SCALES[kind], batches[0][0])
-    step, jitted_jmp_step = jax.jit(make_step()), jax.jit(jmp_step)
+    jitted_jmp_step = jax.jit(jmp_step)
     for batch in zip(*batches, strict=True):
-        state, loss = step(state, batch)
+        state, loss = STEP(state, batch)
         by_names, _ = jitted_jmp_step(by_names, batch)
         assert bool(jnp.isfinite(loss))
     assert_same_bits(state, by_names)
@@ -128,7 +131,7 @@ def test_powers_of_two_do_not_change_the_training(rng):
     for kind in ("Static", "Dynamic"):
         state = make_state(SCALES[kind], batches[0][0])
         for batch in zip(*batches, strict=True):
-            state, _ = jax.jit(make_step())(state, batch)
+            state, _ = STEP(state, batch)
         finals.append((state.params, state.model))
     for a, b in zip(*map(jax.tree.leaves, finals), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
@@ -138,10 +141,9 @@ def test_powers_of_two_do_not_change_the_training(rng):
 def test_a_skipped_step_leaves_everything_and_the_next_one_works(kind, rng):
     batches = make_batches(rng, bad=(2,))
     state = make_state(SCALES[kind], batches[0][0])
-    step = jax.jit(make_step())
     for i, batch in enumerate(zip(*batches, strict=True)):
         before = state
-        state, _ = step(state, batch)
+        state, _ = STEP(state, batch)
         kept = (before.params, before.model, before.optimizer.inner_state)
         if i == 2:
             assert_same_bits((state.params, state.model, state.optimizer.inner_state), kept)
@@ -169,9 +171,8 @@ def test_a_scale_that_starts_too_high_settles(rng):
 
 def run_by_loop(state, batches):
     losses = []
-    step = jax.jit(make_step())
     for batch in zip(*batches, strict=True):
-        state, loss = step(state, batch)
+        state, loss = STEP(state, batch)
         losses.append(loss)
     return state, jnp.stack(losses)
 
@@ -203,7 +204,7 @@ def test_vmap_over_seeds(kind, rng):
     final, _ = step(stacked, (x, y))
     np.testing.assert_array_equal(final.optimizer.total_skipped, [0, 1, 0])
     for seed, state in enumerate(states):
-        expected, _ = jax.jit(make_step())(state, (x[seed], y[seed]))
+        expected, _ = STEP(state, (x[seed], y[seed]))
         assert_close(jax.tree.map(lambda leaf, seed=seed: leaf[seed], final), expected)
 
 
@@ -249,7 +250,7 @@ def test_donation_and_lowering(kind, rng):
     batches = make_batches(rng, steps=2)
     state = make_state(SCALES[kind], batches[0][0])
     batch = (batches[0][0], batches[1][0])
-    expected, _ = jax.jit(make_step())(state, batch)
+    expected, _ = STEP(state, batch)
     step = jax.jit(make_step(), donate_argnums=0)
     compiled = step.lower(state, batch).compile()
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)

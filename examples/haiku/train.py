@@ -192,7 +192,8 @@ def train(history: History) -> None:
     steps = EPOCHS.value * steps_per_epoch
 
     network = hk.transform_with_state(run_network)
-    params, model_state = network.init(jax.random.key(SEED.value), train_data.images[:1], True)
+    init = jax.jit(network.init, static_argnums=2)
+    params, model_state = init(jax.random.key(SEED.value), train_data.images[:1], True)
     optimizer = make_optimizer(steps, MP.skip_nonfinite)
     state = TrainState(params, model_state, optimizer.init(params), MP.loss_scale())
     step, accuracy = make_step(network, optimizer), make_accuracy(network)
