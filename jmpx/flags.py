@@ -215,16 +215,28 @@ def define_mp_flags(
         >>> float(mp.loss_scale().loss_scale)
         1024.0
     """
+    policy = DEFINE_policy_map(
+        f"{prefix}_policy",
+        default_policy,
+        "In which dtypes parameters are stored, computation runs and results leave, with rules "
+        "for parts of the model.",
+        flag_values,
+    )
+    skip_nonfinite = flags.DEFINE_bool(
+        f"{prefix}_skip_nonfinite",
+        True,
+        "Whether to skip the optimizer step where gradients are not finite.",
+        flag_values=flag_values,
+    )
+    scale = _define_scale_flags(prefix, flag_values)
+    return MixedPrecisionFlags({"policy": policy, "skip_nonfinite": skip_nonfinite, **scale})
+
+
+def _define_scale_flags(prefix: str, flag_values: flags.FlagValues) -> dict[str, flags.FlagHolder]:
+    """Defines the flags that describe a loss scale, and what holds between them."""
     scale_type, scale_value = f"{prefix}_scale_type", f"{prefix}_scale_value"
     min_scale = f"{prefix}_min_scale"
     holders = {
-        "policy": DEFINE_policy_map(
-            f"{prefix}_policy",
-            default_policy,
-            "In which dtypes parameters are stored, computation runs and results leave, with rules "
-            "for parts of the model.",
-            flag_values,
-        ),
         "scale_type": flags.DEFINE_enum(
             scale_type,
             "auto",
@@ -252,12 +264,6 @@ def define_mp_flags(
             "What the dynamic loss scale never falls below; may be less than 1.",
             flag_values=flag_values,
         ),
-        "skip_nonfinite": flags.DEFINE_bool(
-            f"{prefix}_skip_nonfinite",
-            True,
-            "Whether to skip the optimizer step where gradients are not finite.",
-            flag_values=flag_values,
-        ),
     }
     for name in (scale_value, min_scale):
         flags.register_validator(
@@ -274,4 +280,4 @@ def define_mp_flags(
         f"--{min_scale} must not exceed --{scale_value}, which the dynamic scale begins with",
         flag_values=flag_values,
     )
-    return MixedPrecisionFlags(holders)
+    return holders
