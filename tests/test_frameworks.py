@@ -236,8 +236,6 @@ ALL = ("norm", "query", "softmax", "out", "head")
 # The policy map; what `ALL` compute in; what the stream between them is in; the result.
 TABLE = [
     ("c=bf16,o=f32", [BF16] * 5, BF16, F32),
-    ("c=f16", [F16] * 5, F16, F16),
-    ("c=bf16,o=f32; LayerNorm: full", [F32, BF16, BF16, BF16, BF16], BF16, F32),
     (
         "c=bf16,o=f32; LayerNorm: full; Softmax: full; */head: full",
         [F32, BF16, F32, BF16, F32],
