@@ -1,5 +1,6 @@
 """What several test files share."""
 
+import doctest
 import functools
 
 import jax
@@ -34,3 +35,25 @@ def assert_same_bits(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def python_only(text):
+    """Blanks every line outside of Python blocks, so that line numbers hold."""
+    inside, lines = False, []
+    for line in text.splitlines():
+        fence = line.startswith("```")
+        lines.append("" if fence or not inside else line)
+        inside = line == "```python" if fence else inside
+    return "\n".join(lines) + "\n"
+
+
+def run_python_blocks(page):
+    """Runs all Python blocks of a Markdown page, from top to bottom, as one doctest."""
+    text = page.read_text()
+    test = doctest.DocTestParser().get_doctest(python_only(text), {}, page.name, str(page), 0)
+    assert len(test.examples) == text.count(">>> ") > 0
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    report = []
+    with jax.numpy_dtype_promotion("standard"):  # as in a reader's program
+        runner.run(test, out=report.append)
+    assert not runner.failures, "".join(report)

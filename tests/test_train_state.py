@@ -1,7 +1,5 @@
 """A step of Flax's TrainState in bfloat16: with jmpx the same as by hand, to the last bit."""
 
-import doctest
-import re
 from pathlib import Path
 
 import flax.linen as nn
@@ -10,7 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from helpers import assert_same_bits, leniently
+from helpers import assert_same_bits, leniently, run_python_blocks
 
 import jmpx
 import jmpx.flax
@@ -117,13 +115,5 @@ def test_a_skipped_step_keeps_the_whole_state(rng):
 
 
 def test_the_page_runs():
-    text = PAGE.read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == text.count("```python") == 2
-    test = doctest.DocTestParser().get_doctest("".join(blocks), {}, PAGE.name, str(PAGE), 0)
-    assert len(test.examples) == text.count(">>> ")
-    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
-    report = []
-    with jax.numpy_dtype_promotion("standard"):  # as in a reader's program
-        runner.run(test, out=report.append)
-    assert not runner.failures, "".join(report)
+    assert PAGE.read_text().count("```python") == 2
+    run_python_blocks(PAGE)
