@@ -1,5 +1,10 @@
 """jmpx: mixed precision for JAX, from a policy string."""
 
+from jmpx._autocast import (
+    Autocast as Autocast,
+    autocast as autocast,
+    save_low_precision as save_low_precision,
+)
 from jmpx._dtypes import half_dtype as half_dtype
 from jmpx._gradient import (
     filter_grad as filter_grad,
@@ -42,12 +47,14 @@ from jmpx._tree import (
     cast_to_half_precision as cast_to_half_precision,
     cast_tree as cast_tree,
     force_full_precision as force_full_precision,
+    full_precision as full_precision,
     select_tree as select_tree,
 )
 
 __version__ = "0.1.0"
 
 __all__ = (
+    "Autocast",
     "DynamicLossScale",
     "DynamicLossScaling",
     "LossScale",
@@ -58,6 +65,7 @@ __all__ = (
     "SkipNonfiniteState",
     "StaticLossScale",
     "all_finite",
+    "autocast",
     "cast_function",
     "cast_to_bfloat16",
     "cast_to_float16",
@@ -72,12 +80,14 @@ __all__ = (
     "filter_grad",
     "filter_value_and_grad",
     "force_full_precision",
+    "full_precision",
     "get_policy",
     "get_policy_map",
     "half_dtype",
     "optimizer_update",
     "policy_of",
     "push_policy",
+    "save_low_precision",
     "select_tree",
     "set_policy",
     "skip_nonfinite",

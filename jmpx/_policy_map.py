@@ -54,6 +54,18 @@ class Rule:
             return _matches_path(self.selector, path)
         return any(_matches_class(self.selector, base) for base in cls.__mro__)
 
+    def matches_scope(self, scope: str) -> bool:
+        """Tells whether the rule is about a scope of autocast, such as `lm/eqx.nn.Linear`.
+
+        A glob matches the scope as a path; a class name matches its last name, as a whole or
+        after a dot, which is how Equinox names the scopes of its classes.
+        """
+        if self.is_operation:
+            return False
+        if self.is_path:
+            return _matches_path(self.selector, scope)
+        return f".{scope.rpartition('/')[2]}".endswith(f".{self.selector}")
+
     def resolve(self, default: Policy, surrounding: Policy | None) -> Policy:
         """Returns the complete policy of a call that the rule is about.
 
@@ -111,8 +123,12 @@ class PolicyMap:
             path: the module's path, its names joined by slashes; empty for the root.
         """
         matching = [rule for rule in self.rules if rule.matches(cls, path)]
-        self._matched.update(matching)
+        self.mark_used(matching)
         return matching[-1] if matching else None
+
+    def mark_used(self, rules: Iterable[Rule]) -> None:
+        """Notes that rules matched something."""
+        self._matched.update(rules)
 
     def unused(self) -> tuple[Rule, ...]:
         """Returns the rules that have not matched anything yet, in their order."""
@@ -248,11 +264,15 @@ def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stackle
         else:
             classes = {base.__name__ for cls, _ in seen for base in cls.__mro__[:-1]}
             near = did_you_mean(rule.selector.rpartition(".")[2], sorted(classes))
-        kind = "path" if rule.is_path else "class"
-        warnings.warn(
-            f"The rule {str(rule)!r} of policy map {str(policy_map)!r} matched no {kind}{near}",
-            stacklevel=stacklevel + 1,
-        )
+        warn_of(rule, policy_map, "path" if rule.is_path else "class", near, stacklevel + 1)
+
+
+def warn_of(rule: Rule, policy_map: PolicyMap, kind: str, near: str, stacklevel: int) -> None:
+    """Warns of a rule that matched nothing of its kind, with what is near to its selector."""
+    warnings.warn(
+        f"The rule {str(rule)!r} of policy map {str(policy_map)!r} matched no {kind}{near}",
+        stacklevel=stacklevel + 1,
+    )
 
 
 def _by_last_name(paths: Iterable[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 from jmpx._policy import Policy, get_policy
 from jmpx._policy_map import PolicyMap
@@ -223,9 +224,20 @@ def current_policy() -> Policy | None:
         >>> jmpx.current_policy() is None
         True
     """
+    policies = (adapter.current_policy() for adapter in _imported_adapters())
+    return next((policy for policy in policies if policy is not None), None)
+
+
+@contextlib.contextmanager
+def refuse_creation() -> Iterator[None]:
+    """Refuses to create parameters while the context lasts: see `jmpx.haiku.refuse_creation`."""
+    with contextlib.ExitStack() as stack:
+        for adapter in _imported_adapters():
+            stack.enter_context(adapter.refuse_creation())
+        yield
+
+
+def _imported_adapters() -> Iterator[Any]:
     for root, adapter in _ADAPTERS.items():
         if sys.modules.get(root) is not None:  # one that was never imported runs no module
-            policy = importlib.import_module(adapter).current_policy()
-            if policy is not None:
-                return policy
-    return None
+            yield importlib.import_module(adapter)

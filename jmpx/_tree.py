@@ -4,11 +4,13 @@ Everything here acts on *floating leaves* and hands every other leaf on untouche
 `is_floating` is the one place that says which leaves those are.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,6 +20,12 @@ T = TypeVar("T")
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 _NUMBERS = (bool, int, float, complex)
+
+# Outside of a trace, this many leaves of one shape and up to this size are cast 16 in a call. The
+# larger ones take longer to cast than to call, and the fewer ones than to compile for 16.
+_MANY, _SMALL, _CHUNK = 64, 2**18, 16
+
+FULL_PRECISION = "jmpx.full_precision"  # the name of the scopes that autocast leaves in float32
 
 
 def is_array(leaf: Any) -> bool:
@@ -31,9 +39,12 @@ def is_floating(leaf: Any) -> bool:
     Python scalars are not: they have no dtype, and JAX lets them follow that of their
     surroundings. NumPy scalars such as `np.float32(1)` do have one, and are.
     """
-    return (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and jnp.issubdtype(
-        leaf.dtype, jnp.floating
-    )
+    return isinstance(leaf, (*_ARRAYS, jax.ShapeDtypeStruct)) and _is_floating_dtype(leaf.dtype)
+
+
+@functools.cache
+def _is_floating_dtype(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def is_inexact_array(leaf: Any) -> bool:
@@ -55,6 +66,40 @@ def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
         return leaf.astype(dtype)
     with np.errstate(all="ignore"):  # float16 turns 1e6 into inf, in NumPy as in JAX.
         return leaf.astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)  # under tracing, casts and no calls
+def _cast_together(leaves: list[jax.Array], dtype: np.dtype) -> list[jax.Array]:
+    return [leaf.astype(dtype) for leaf in leaves]
+
+
+def _cast_leaves(leaves: list[Any], dtype: np.dtype) -> list[Any]:
+    """Casts the floating leaves; JAX arrays that are no tracers in few calls, if they are many."""
+    casts, groups = list(leaves), {}
+    for place, leaf in enumerate(leaves):
+        if getattr(leaf, "dtype", None) == dtype:
+            continue
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            casts[place] = _cast_leaf(leaf, dtype)
+        elif _is_floating_dtype(leaf.dtype):
+            # Of one shape, so that few functions are compiled. Of one sharding and commitment, so
+            # that these stay: one committed argument commits all results to its devices.
+            alike = leaf.shape, leaf.dtype, leaf.sharding, leaf.committed
+            groups.setdefault(alike, []).append(place)
+    for places in groups.values():
+        for chunk in _chunks(places, leaves[places[0]].size):
+            results = _cast_together([leaves[place] for place in chunk], dtype)
+            for place, result in zip(chunk, results, strict=True):
+                casts[place] = result
+    return casts
+
+
+def _chunks(places: list[int], size: int) -> Iterator[list[int]]:
+    """Parts of one length, the last of which overlaps: each length is compiled by itself."""
+    length = _CHUNK if len(places) >= _MANY and size <= _SMALL else 1
+    for start in range(0, len(places), length):
+        start = min(start, len(places) - length)
+        yield places[start : start + length]
 
 
 def cast_tree(tree: T, dtype: DTypeLike) -> T:
@@ -87,7 +132,8 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
     dtype = as_dtype(dtype)
     check_enabled(dtype)
     dtype = np.dtype(dtype)
-    return jax.tree.map(lambda leaf: _cast_leaf(leaf, dtype), tree)
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(_cast_leaves(leaves, dtype))
 
 
 def cast_to_float32(tree: T) -> T:
@@ -262,8 +308,52 @@ def _recast(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return_dtype = outside((args, kwargs))
         run, args, kwargs = cast_tree((func, args, kwargs), inside)
-        result = run(*args, **kwargs)
+        with full_precision() if inside is jnp.float32 else contextlib.nullcontext():
+            result = run(*args, **kwargs)
         return result if return_dtype is None else cast_tree(result, return_dtype)
+
+    return wrapper
+
+
+def full_precision(func: Callable[..., Any] | None = None) -> Any:
+    """Marks code that `jmpx.autocast` leaves as it was traced: in float32.
+
+    A context manager, `with jmpx.full_precision():`, and a decorator, `@jmpx.full_precision`. It
+    casts nothing by itself; outside of autocast it only names a scope. It holds through `jit`,
+    loops and gradients, and no rule overrides it; what it calls under an autocast of its own runs
+    as that one says. See `force_full_precision` for a function that
+    casts its arguments.
+
+    Args:
+        func: any callable; None for a context manager.
+
+    Returns:
+        A function with the signature of `func`, or a context manager.
+
+    Raises:
+        TypeError: if `func` is not callable.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmpx
+        >>> @jmpx.autocast
+        ... def f(x):
+        ...     with jmpx.full_precision():
+        ...         return x @ x
+        >>> x = jnp.full((1, 1), 1 + 2**-12)  # bfloat16 would make 1 of it
+        >>> bool(f(x) > 1)
+        True
+    """
+    scope = jax.named_scope(FULL_PRECISION)
+    if func is None:
+        return scope
+    if not callable(func):
+        raise TypeError(f"Expected a function to wrap, got {func!r}: pass the callable itself.")
+
+    @functools.wraps(func, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(FULL_PRECISION):
+            return func(*args, **kwargs)
 
     return wrapper
 
@@ -293,9 +383,10 @@ def all_finite(tree: Any, axis_name: Any = None) -> jax.Array:
         for leaf in jax.tree.leaves(tree)
         if is_inexact_array(leaf) or isinstance(leaf, float | complex)
     ]
-    # The least of the flags, by sorting: XLA clones a chain of ands into every fusion that uses
-    # the answer, which makes a train step's size grow with the square of the number of leaves.
-    finite = jnp.sort(jnp.stack(flags))[0] if flags else jnp.array(True)
+    # Of stacked flags alone, XLA makes a chain of ands and clones it into every fusion that uses
+    # the answer: a train step would grow with the square of the number of leaves. As numbers that
+    # are compared it leaves them together.
+    finite = (jnp.stack(flags).astype(jnp.int32) > 0).all() if flags else jnp.array(True)
     if axis_name is None:
         return finite
     return jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1

@@ -190,3 +190,37 @@ def clear_policy(cls: type) -> None:
     _store.clear_policy(cls)
     for run in _thread.runs:
         run.class_policies.pop(cls, None)
+
+
+@contextlib.contextmanager
+def refuse_creation() -> Iterator[None]:
+    """Refuses to create parameters or set state while the context lasts, for `jmpx.autocast`.
+
+    Yields:
+        None.
+
+    Raises:
+        ValueError: at the first parameter that is created, or state that is set.
+    """
+
+    def refuse(next_setter: Any, *values: Any) -> Any:
+        name = values[-1].full_name
+        raise ValueError(
+            f"Cannot create the Haiku parameter or set the state {name!r} inside jmpx.autocast, as "
+            "it could not leave it: autocast the apply, jmpx.autocast(transformed.apply), not the "
+            "function that is transformed."
+        )
+
+    if not _in_transform():
+        yield
+        return
+    with hk.custom_creator(refuse, state=True), hk.custom_setter(refuse):
+        yield
+
+
+def _in_transform() -> bool:
+    try:
+        hk.running_init()
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,105 @@
+"""Trains a small convolutional network on digits under autocast: not a cast in the model.
+
+    python examples/equinox/autocast.py
+    python examples/equinox/autocast.py "--mp_policy=c=f16; op.tanh: full"
+    python examples/equinox/autocast.py --mp_policy=full
+
+The policy says what matrix products and convolutions compute in; the rest follows from the rules of
+`jmpx.autocast`, which scopes (`*/eqx.nn.MLP: full`) and operations (`op.tanh: full`) override.
+"""
+
+import datasets
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+from tqdm import tqdm
+
+import jmpx
+import jmpx.flags
+
+MP = jmpx.flags.define_mp_flags(default_policy="c=bf16")
+SEED = flags.DEFINE_integer("seed", 0, "Seeds initialization and batches.", lower_bound=0)
+EPOCHS = flags.DEFINE_integer("epochs", 15, "How many times to go over the data.", lower_bound=1)
+BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a step.", 1, 1024)
+
+
+class Network(eqx.Module):
+    """Logits of shape [10] for one image of shape [8, 8, 1]."""
+
+    first: eqx.nn.Conv2d
+    second: eqx.nn.Conv2d
+    norm: eqx.nn.LayerNorm
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key: jax.Array):
+        first_key, second_key, mlp_key = jax.random.split(key, 3)
+        self.first = eqx.nn.Conv2d(1, 16, 3, padding=1, key=first_key)
+        self.second = eqx.nn.Conv2d(16, 32, 3, stride=2, padding=1, key=second_key)
+        self.norm = eqx.nn.LayerNorm((32, 4, 4))
+        self.mlp = eqx.nn.MLP(32 * 4 * 4, 10, 64, 1, activation=jnp.tanh, key=mlp_key)
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        x = jax.nn.gelu(self.first(image.transpose(2, 0, 1)))
+        x = self.norm(self.second(x))
+        return self.mlp(jax.nn.gelu(x).ravel())
+
+
+def logits_of(model: Network, images: jax.Array) -> jax.Array:
+    """Returns float32 logits [batch, 10] of uint8 images [batch, 8, 8, 1]."""
+    model = jmpx.autocast(jax.vmap(model), MP.policy_map)
+    return model(images.astype(jnp.float32) / 127.5 - 1)
+
+
+def loss_fn(model: Network, batch: datasets.Data) -> jax.Array:
+    logits = logits_of(model, batch.images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
+
+
+@eqx.filter_jit
+def train_step(model, opt_state, loss_scale, batch, optimizer):
+    """One step; autocast does the casts, so that "full" adds none."""
+    loss, loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
+        loss_fn, loss_scale, policy="full"
+    )(model, batch)
+    model, opt_state = jmpx.optimizer_update(
+        model, optimizer, opt_state, grads, grads_finite | (not MP.skip_nonfinite)
+    )
+    return model, opt_state, loss_scale, loss
+
+
+@eqx.filter_jit
+def accuracy_of(model: Network, data: datasets.Data) -> jax.Array:
+    return (logits_of(model, data.images).argmax(axis=-1) == data.labels).mean()
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    train_data, test_data = datasets.load("digits", None)
+    rng = np.random.default_rng(SEED.value)
+    model = Network(jax.random.key(SEED.value))
+    optimizer = optax.adam(2e-3)
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
+    loss_scale = MP.loss_scale()
+    steps = len(train_data.labels) // BATCH_SIZE.value
+    with tqdm(total=EPOCHS.value * steps, unit="step", leave=False) as progress:
+        for epoch in range(1, EPOCHS.value + 1):
+            losses = []
+            for chosen in np.array_split(rng.permutation(len(train_data.labels)), steps):
+                chosen = chosen[: len(train_data.labels) // steps]  # one shape, one compilation
+                batch = datasets.Data(train_data.images[chosen], train_data.labels[chosen])
+                model, opt_state, loss_scale, loss = train_step(
+                    model, opt_state, loss_scale, batch, optimizer
+                )
+                losses.append(float(loss))
+                progress.update()
+            progress.write(
+                f"epoch {epoch:2d}  loss {np.mean(losses):.4f}  "
+                f"test accuracy {float(accuracy_of(model, test_data)):.2%}"
+            )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,207 @@
+"""Jaxprs: trace a function, read its equations, run them again with other operands.
+
+The only file that touches `jax.extend`, which it imports on first use.
+"""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._operations import KINDS, Kind, operation_name
+from jmpx._tree import is_array
+
+
+class Traced(NamedTuple):
+    """A function as a jaxpr: what it takes, computes and returns.
+
+    Args:
+        jaxpr: the closed jaxpr.
+        arrays: the arrays among the arguments, in the order of the jaxpr's inputs.
+        rebuild: makes the function's result of the jaxpr's outputs.
+    """
+
+    jaxpr: Any
+    arrays: list[Any]
+    rebuild: Callable[[Sequence[Any]], Any]
+
+
+def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+    """Traces `fn(*args, **kwargs)`; leaves that are no arrays stay as they are, in and out."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if _is_traceable(leaf)]
+    results: list[Any] = []
+
+    def on_arrays(*arrays: Any) -> list[Any]:  # made anew each time: JAX caches by identity
+        inputs = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            inputs[place] = array
+        args, kwargs = jax.tree.unflatten(treedef, inputs)
+        outputs, out_treedef = jax.tree.flatten(fn(*args, **kwargs))
+        traced = [_is_traceable(output) for output in outputs]
+        kept = [None if t else output for t, output in zip(traced, outputs, strict=True)]
+        results[:] = traced, kept, out_treedef
+        return [output for t, output in zip(traced, outputs, strict=True) if t]
+
+    arrays = [leaves[place] for place in places]
+    jaxpr = jax.make_jaxpr(on_arrays)(*arrays)
+    traced, kept, out_treedef = results
+
+    def rebuild(outputs: Sequence[Any]) -> Any:
+        remaining = iter(outputs)
+        merged = [next(remaining) if t else k for t, k in zip(traced, kept, strict=True)]
+        return jax.tree.unflatten(out_treedef, merged)
+
+    return Traced(jaxpr, arrays, rebuild)
+
+
+def _is_traceable(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array):
+        return True
+    # Not NumPy's text, objects and float0, which is the cotangent of an integer.
+    return is_array(leaf) and any(
+        jnp.issubdtype(leaf.dtype, kind) for kind in (jnp.number, jnp.bool_)
+    )
+
+
+@functools.cache
+def _source_info() -> Any:
+    from jax.extend import source_info_util
+
+    return source_info_util
+
+
+@functools.cache
+def _literal() -> type:
+    from jax.extend.core import Literal
+
+    return Literal
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand is a constant written into the jaxpr, which has a `val`."""
+    return isinstance(atom, _literal())
+
+
+def consts_of(jaxpr: Any) -> Sequence[Any]:
+    """Returns the constants of a jaxpr; an open one, as of `jax.checkpoint`, has none."""
+    return getattr(jaxpr, "consts", ())
+
+
+def holds_jaxpr(params: dict[str, Any]) -> bool:
+    """Whether a parameter of an equation is a jaxpr, or several."""
+    values = (v if isinstance(v, tuple) else (v,) for v in params.values())
+    return any(hasattr(jaxpr, "eqns") for value in values for jaxpr in value)
+
+
+def last_uses(jaxpr: Any) -> list[list[Any]]:
+    """Returns for each equation the variables that nothing reads after it."""
+    seen = {atom for atom in jaxpr.outvars if not is_literal(atom)}
+    uses = []
+    for eqn in reversed(jaxpr.eqns):
+        atoms = {atom for atom in (*eqn.invars, *eqn.outvars) if not is_literal(atom)} - seen
+        seen |= atoms
+        uses.append(list(atoms))
+    return uses[::-1]
+
+
+_WRAPPED = re.compile(r"[\w.]+\(|\)")
+
+
+def scope_of(eqn: Any) -> str:
+    """Returns the names of the scopes that an equation was traced in, joined by slashes.
+
+    What transformations write around them is left out: `transpose(jvp(enc))/mlp` is `enc/mlp`.
+    """
+    return _plain_scope(str(eqn.source_info.name_stack))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain_scope(stack: str) -> str:
+    return "/".join(filter(None, _WRAPPED.sub("", stack).split("/")))
+
+
+@contextlib.contextmanager
+def in_place_of(eqn: Any, *scopes: str) -> Iterator[None]:
+    """Runs as if at the equation's place in the user's code: its lines, scopes and JAX context.
+
+    Args:
+        eqn: the equation.
+        scopes: names of further scopes inside of its own.
+    """
+    info = _source_info()
+    stack = info.current_name_stack() + eqn.source_info.name_stack
+    for scope in scopes:
+        stack = stack.extend(scope)
+    with info.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def bind(eqn: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
+    """Runs an equation on other operands, and returns its results as a list.
+
+    Args:
+        eqn: the equation.
+        operands: its operands: arrays or tracers.
+        **params: the parameters of the equation that differ.
+    """
+    params = {**eqn.params, **params}
+    run = functools.partial(_bind, eqn.primitive, params)
+    kind = KINDS.get(operation_name(eqn.primitive.name), Kind.KEEP)
+    # What is kept as it was, such as a callback, may hold the user's arrays: the cache must not.
+    if kind is not Kind.KEEP and not eqn.effects and not holds_jaxpr(params):
+        with contextlib.suppress(TypeError):  # where a parameter cannot be hashed
+            run = _jitted(eqn.primitive, tuple(params.items()))
+    results = run(*operands)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _bind(primitive: Any, params: dict[str, Any], *operands: Any) -> Any:
+    bound = primitive.get_bind_params(params)
+    # JAX 0.7 returns (functions, parameters), later lines one dictionary that holds both.
+    functions, bound = bound if isinstance(bound, tuple) else ((), bound)
+    return primitive.bind(*functions, *operands, **bound)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(primitive: Any, params: Any) -> Callable[..., Any]:
+    """Returns a primitive as jax.numpy would call it: jitted, to be inlined.
+
+    JAX then derives each operation once for all places where it meets the same shapes, instead of
+    once for each, which halves the time to trace the gradients of a deep model.
+    """
+    # Since JAX 0.12, True inlines when lowering, JAX_EARLY when tracing, as True did before.
+    inline = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+    return jax.jit(functools.partial(_bind, primitive, dict(params)), inline=inline)
+
+
+def retype(aval: Any, dtype: Any) -> Any:
+    """Returns the abstract value in another dtype, its sharding and varying axes kept."""
+    return aval if aval.dtype == dtype else aval.update(dtype=np.dtype(dtype), weak_type=False)
+
+
+def weakly_typed(array: Any) -> Any:
+    """Returns the array as JAX types a Python number: its dtype follows that of others."""
+    return jax.lax.convert_element_type_p.bind(
+        array, new_dtype=np.dtype(array.dtype), weak_type=True, sharding=None
+    )
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """Returns how many of a scan's operands are constants, and how many are carried."""
+    if "num_carry" in eqn.params:  # until JAX 0.11
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def manual_axes(eqn: Any) -> Any:
+    """Returns the names of the axes that a shard_map makes manual."""
+    params = eqn.params  # JAX 0.7 calls them manual_axes
+    return params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
