@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmpx._loss_scale import LossScale, NoOpLossScale
+from jmpx._loss_scale import LossScale, NoOpLossScale, for_one_step, never_enlarges
 from jmpx._policy import Policy, get_policy
 from jmpx._tree import all_finite, is_array, is_floating, is_inexact_array, widen
 
@@ -74,14 +74,14 @@ def filter_value_and_grad(
     _check_arguments(func, scaling)
     if use_mixed_precision:
         cast = get_policy("half" if policy is None else policy).cast_to_compute
-        scale, wide = scaling, widen
+        wide = widen
     else:
         cast = wide = _identity
-        scale = NoOpLossScale()
 
     @functools.wraps(func, updated=())  # not the __dict__: a module's would be its parameters
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         params, merge = _partition(args)
+        scale = for_one_step(scaling) if use_mixed_precision else NoOpLossScale()
         if axis_name is not None:
             params = _make_varying(params, axis_name)
 
@@ -91,14 +91,18 @@ def filter_value_and_grad(
             value = wide(value)
             return scale.scale(value), (value, aux)
 
-        (_, (value, aux)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(params)
-        grads = scale.unscale([wide(grad) for grad in grads])
+        (_, (value, aux)), scaled = jax.value_and_grad(scaled_loss, has_aux=True)(params)
+        grads = scale.unscale([wide(grad) for grad in scaled])
         if axis_name is not None:
             value, grads = jax.lax.pmean((value, grads), axis_name)
         grads = [grad.astype(param.dtype) for grad, param in zip(grads, params, strict=True)]
 
-        grads_finite = all_finite(grads) if use_mixed_precision else jnp.array(True)
-        new_scaling = scaling.adjust(grads_finite) if use_mixed_precision else scaling
+        grads_finite, new_scaling = jnp.array(True), scaling
+        if use_mixed_precision:
+            # As they arrived, without the product, where unscaling cannot change the answer.
+            as_arrived = axis_name is None and never_enlarges(scaling)
+            grads_finite = all_finite(scaled if as_arrived else grads)
+            new_scaling = scaling.adjust(grads_finite)
         result = (value, aux) if has_aux else value
         return result, new_scaling, grads_finite, merge(grads, others=None)
 

@@ -145,7 +145,9 @@ class DynamicLossScale:
         period: finite steps from one growth to the next.
         factor: what the scale is multiplied by when it grows.
         min_loss_scale: the scale never falls below this number, which may be less than 1.
-        max_loss_scale: the scale never grows beyond this number; None means float32's largest.
+        max_loss_scale: the scale never grows beyond this number, and what it starts with counts as
+            this number where it is more; None means float32's largest. With a maximum of up to
+            2**126, `unscale` takes one product an entry instead of two operations.
         backoff_factor: what the scale is multiplied by when it shrinks; None means 1 / `factor`.
 
     Raises:
@@ -219,6 +221,12 @@ class DynamicLossScale:
             )
         return jnp.asarray(self.loss_scale, jnp.float32)
 
+    @property
+    def _factor(self) -> jax.Array:
+        """What is multiplied by: the scale, if it is no more than the maximum."""
+        scale = self._scalar
+        return scale if self.max_loss_scale is None else jnp.minimum(scale, self.max_loss_scale)
+
     def scale(self, tree: T) -> T:
         """Returns `tree` with its floating and complex arrays multiplied by the scale.
 
@@ -231,7 +239,7 @@ class DynamicLossScale:
         Raises:
             ValueError: if the scale is a stack of scales outside `jax.vmap`.
         """
-        return _map_inexact(_multiply_by(self._scalar), tree)
+        return _map_inexact(_multiply_by(self._factor), tree)
 
     def unscale(self, tree: T) -> T:
         """Returns `tree` with its floating and complex arrays divided by the scale.
@@ -245,7 +253,9 @@ class DynamicLossScale:
         Raises:
             ValueError: if the scale is a stack of scales outside `jax.vmap`.
         """
-        return _map_inexact(_divide_by(self._scalar), tree)
+        if self.max_loss_scale is not None and self.max_loss_scale <= _LARGEST_INVERTIBLE:
+            return _map_inexact(_multiply_by(1 / self._factor), tree)
+        return _map_inexact(_divide_by(self._factor), tree)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScale":
         """Returns the loss scale of the next step.
@@ -360,6 +370,31 @@ def _map_inexact(operation: Callable[[jax.Array], jax.Array], tree: T) -> T:
 
 def _multiply_by(scale: Any) -> Callable[[jax.Array], jax.Array]:
     return lambda x: x * jnp.asarray(scale, x.dtype)
+
+
+def for_one_step(scaling: LossScale) -> LossScale:
+    """Returns what one step is to scale and to unscale by.
+
+    A dynamic scale is taken as at least its minimum and at most 2**126, which a single product
+    undoes: the gradients are the same.
+    """
+    if not isinstance(scaling, DynamicLossScale):
+        return scaling
+    low, high = scaling.min_loss_scale, scaling.max_loss_scale
+    if low <= _LARGEST_INVERTIBLE:
+        high = min(_LARGEST_INVERTIBLE, _LARGEST if high is None else high)
+    return dataclasses.replace(
+        scaling, loss_scale=jnp.maximum(scaling._scalar, low), max_loss_scale=high
+    )
+
+
+def never_enlarges(scaling: LossScale) -> bool:
+    """Whether unscaling by `for_one_step(scaling)` divides by 1 or more, whatever comes."""
+    if type(scaling) is DynamicLossScale:
+        return scaling.min_loss_scale >= 1
+    return type(scaling) is NoOpLossScale or (
+        type(scaling) is StaticLossScale and scaling.loss_scale >= 1
+    )
 
 
 def _divide_by(scale: jax.Array) -> Callable[[jax.Array], jax.Array]:

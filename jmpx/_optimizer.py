@@ -1,14 +1,18 @@
 """Optimizer steps that are left out when gradients overflowed."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
-from jmpx._tree import all_finite, as_flag, select_tree
+from jmpx._tree import all_finite, as_flag, is_array, select_tree
 
 if TYPE_CHECKING:
     import optax
+
+Skip = Literal["cond", "where"]
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -37,7 +41,7 @@ class SkipNonfiniteState(NamedTuple):
 
 
 def skip_nonfinite(
-    optimizer: "optax.GradientTransformation",
+    optimizer: "optax.GradientTransformation", *, skip: Skip = "where"
 ) -> "optax.GradientTransformationExtraArgs":
     """Wraps an optax optimizer so that it skips steps with non-finite gradients, and counts them.
 
@@ -48,6 +52,9 @@ def skip_nonfinite(
 
     Args:
         optimizer: an optax gradient transformation.
+        skip: "where" or "cond", as in `optimizer_update`, which decides for itself. Here "where" is
+            the default: updates that leave a `lax.cond` are written out and read again by whoever
+            applies them, 8 bytes a parameter.
 
     Returns:
         An optax gradient transformation whose `update` takes an optional `grads_finite=`, a scalar
@@ -56,6 +63,7 @@ def skip_nonfinite(
 
     Raises:
         TypeError: if `optimizer` is not an optax gradient transformation.
+        ValueError: if `skip` is neither of the two.
 
     Example:
         >>> import jax.numpy as jnp
@@ -70,6 +78,7 @@ def skip_nonfinite(
     """
     import optax
 
+    _check_skip(skip)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(
             f"Expected an optax gradient transformation, got {optimizer!r}: pass for example "
@@ -89,20 +98,18 @@ def skip_nonfinite(
         grads_finite: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, SkipNonfiniteState]:
-        finite = (
-            all_finite(updates) if grads_finite is None else as_flag(grads_finite, "grads_finite")
-        )
-        new_updates, new_inner = inner.update(updates, state.inner_state, params, **extra_args)
-        skipped = (~finite).astype(jnp.int32)
-        return (
-            jax.tree.map(lambda u: jnp.where(finite, u, jnp.full_like(u, -0.0)), new_updates),
-            SkipNonfiniteState(
-                inner_state=select_tree(finite, new_inner, state.inner_state),
-                grads_finite=finite,
-                total_skipped=state.total_skipped + skipped,
-                consecutive_skipped=(state.consecutive_skipped + 1) * skipped,
-            ),
-        )
+        if grads_finite is None:
+            grads_finite = all_finite(updates)
+
+        def take() -> Any:
+            return inner.update(updates, state.inner_state, params, **extra_args)
+
+        def keep(new: Any) -> Any:
+            nothing = jax.tree.map(lambda u: jnp.full_like(u, -0.0), new[0])
+            return nothing, state.inner_state
+
+        new_updates, new_inner = _take_or_keep(grads_finite, take, keep, skip)
+        return new_updates, _counted(state, new_inner, grads_finite)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -113,6 +120,8 @@ def optimizer_update(
     optimizer_state: Any,
     grads: Any,
     grads_finite: Any,
+    *,
+    skip: Skip = "cond",
     **extra_args: Any,
 ) -> tuple[Any, Any]:
     """Takes an optimizer step, unless the gradients were not finite.
@@ -127,6 +136,13 @@ def optimizer_update(
         optimizer_state: its state.
         grads: gradients of the structure of `model`, as `filter_grad` returns them.
         grads_finite: whether to take the step: a scalar bool, traced or not.
+        skip: "cond" runs the update in a `lax.cond`, which a skipped step does not enter; "where"
+            computes it always and then selects. "cond" is the default because it compiles to less
+            on a CPU (a vision transformer of 152 arrays with Adam: 14 % fewer instructions, 59 %
+            fewer copies, 9 % less temporary memory). A GPU may prefer "where", which fuses with the
+            optimizer, while a `lax.cond` may wait for the host to read the flag: measure there. A
+            flag that is not traced, or that varies over the devices of a `jax.shard_map`, always
+            means "where".
         **extra_args: what `optimizer.update` takes besides, such as `value=`.
 
     Returns:
@@ -134,6 +150,7 @@ def optimizer_update(
 
     Raises:
         TypeError: if `grads_finite` is not a scalar bool.
+        ValueError: if `skip` is neither of the two.
 
     Example:
         >>> import jax.numpy as jnp
@@ -146,23 +163,100 @@ def optimizer_update(
         >>> model["w"]
         Array([0.5, 0.5], dtype=float32)
     """
-    finite = as_flag(grads_finite, "grads_finite")
+    _check_skip(skip)
     params = jax.tree.map(lambda g, p: None if g is None else p, grads, model, is_leaf=_is_none)
-    if isinstance(optimizer_state, SkipNonfiniteState):
-        extra_args = {**extra_args, "grads_finite": finite}
-    updates, new_state = optimizer.update(grads, optimizer_state, params, **extra_args)
-    if not isinstance(optimizer_state, SkipNonfiniteState):
-        new_state = select_tree(finite, new_state, optimizer_state)
+    counts = isinstance(optimizer_state, SkipNonfiniteState)
+    old_state: Any = optimizer_state.inner_state if counts else optimizer_state
+    if counts:
+        extra_args = {**extra_args, "grads_finite": True}  # it runs for a step that is taken
 
-    def apply(update: Any, leaf: Any) -> Any:
-        if update is None:
-            return leaf
-        leaf = jnp.asarray(leaf)
-        with jax.numpy_dtype_promotion("standard"):  # a float32 update of a bfloat16 leaf
-            stepped = jnp.asarray(leaf + update, leaf.dtype)
-        return jnp.where(finite, stepped, leaf)
+    def take() -> Any:
+        state: Any
+        updates, state = optimizer.update(grads, optimizer_state, params, **extra_args)
+        stepped = jax.tree.map(_apply_update, updates, params, is_leaf=_is_none)
+        return stepped, state.inner_state if counts else state
 
-    return jax.tree.map(apply, updates, model, is_leaf=_is_none), new_state
+    def keep(new: Any) -> Any:
+        return params, old_state
+
+    stepped, state = _take_or_keep(grads_finite, take, keep, skip)
+    if counts:
+        state = _counted(optimizer_state, state, grads_finite)
+    merge = lambda new, old: old if new is None else new  # noqa: E731
+    return jax.tree.map(merge, stepped, model, is_leaf=_is_none), state
+
+
+def _check_skip(skip: Any) -> None:
+    if skip not in ("cond", "where"):
+        raise ValueError(
+            f'Expected skip to be "cond" or "where", got {skip!r}: leave it out for the default.'
+        )
+
+
+def _counted(state: SkipNonfiniteState, inner_state: Any, grads_finite: Any) -> SkipNonfiniteState:
+    """Returns the state after a step."""
+    finite = as_flag(grads_finite, "grads_finite")
+    skipped = (~finite).astype(jnp.int32)
+    return SkipNonfiniteState(
+        inner_state=inner_state,
+        grads_finite=finite,
+        total_skipped=state.total_skipped + skipped,
+        consecutive_skipped=(state.consecutive_skipped + 1) * skipped,
+    )
+
+
+def _apply_update(update: Any, leaf: Any) -> Any:
+    if update is None:
+        return leaf
+    leaf = jnp.asarray(leaf)
+    with jax.numpy_dtype_promotion("standard"):  # a float32 update of a bfloat16 leaf
+        return jnp.asarray(leaf + update, leaf.dtype)
+
+
+def _take_or_keep(
+    grads_finite: Any, take: Callable[[], Any], keep: Callable[[Any], Any], skip: Skip
+) -> Any:
+    """Returns `take()` or, where the step is skipped, `keep(take())`, which needs its shapes only.
+
+    A `lax.cond` needs branches of one type. Where they are not, as for a state that holds a Python
+    number or a flag that varies over the devices of a `jax.shard_map`, the step is selected.
+    """
+    if grads_finite is True:
+        return take()
+    finite = as_flag(grads_finite, "grads_finite")
+    if skip == "cond" and isinstance(finite, jax.core.Tracer):
+        shapes = _common_shapes(finite, take, keep)
+        if shapes is not None:
+            return jax.lax.cond(finite, take, lambda: keep(shapes))
+    new = take()
+    return select_tree(finite, new, keep(new))
+
+
+def _common_shapes(finite: jax.Array, take: Callable[[], Any], keep: Callable[[Any], Any]) -> Any:
+    """Returns the shapes of `take()` if it and `keep` return arrays of the same types, or None."""
+    found = []
+
+    def compare() -> None:
+        new = take()
+        if not all(map(is_array, jax.tree.leaves(new))):
+            return
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), new)
+        old = keep(shapes)
+        trees = new, old, select_tree(finite, new, old)
+        types = [[_type_of(leaf) for leaf in jax.tree.leaves(tree)] for tree in trees]
+        if types[0] == types[1] == types[2]:
+            found.append(shapes)
+
+    jax.eval_shape(compare)
+    return found[0] if found else None
+
+
+def _type_of(leaf: Any) -> Any:
+    """Returns all that JAX knows of an array, such as over which axes it varies; not its weakness.
+
+    As a strong one: `lax.cond` makes strong what is weak in one branch only.
+    """
+    return jax.typeof(jnp.asarray(leaf, leaf.dtype)) if is_array(leaf) else None
 
 
 def _is_none(x: Any) -> bool:
