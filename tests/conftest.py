@@ -2,8 +2,11 @@
 
 import os
 
+# LLVM's optimizations contract products and sums as the code around them falls, so that programs
+# that are equal on paper differ in the last bit; without them, code is compiled sooner besides.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

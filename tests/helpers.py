@@ -2,6 +2,9 @@
 
 import doctest
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -27,6 +30,35 @@ def lenient(optimizer):
 
 # It adds float32 updates to bfloat16 parameters.
 apply_updates = leniently(optax.apply_updates)
+
+
+def enable_x64():
+    """64-bit types while a context lasts."""
+    # jax.enable_x64 since JAX 0.8; before, it was in jax.experimental.
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    return jax.experimental.enable_x64()
+
+
+def start_python(*arguments, xla_flags="", **environment):
+    """Starts a Python process that has not the XLA flags of these tests."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": xla_flags, **environment},
+    )
+
+
+def finish(process):
+    """Waits for a process; returns its `returncode`, `stdout` and `stderr`."""
+    stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def run_python(*arguments, **options):
+    return finish(start_python(*arguments, **options))
 
 
 def assert_same_bits(a, b):

@@ -4,8 +4,6 @@ import abc
 import copy
 import dataclasses
 import functools
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import ClassVar, Generic, TypeVar
@@ -15,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, leniently
+from helpers import assert_same_bits, leniently, run_python
 
 import jmpx
 from jmpx.equinox import with_policies
@@ -864,9 +862,7 @@ def test_bad_input(net):
 
 def test_a_missing_equinox_says_how_to_install_it():
     code = "import sys; sys.modules['equinox'] = None; import jmpx.equinox"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    result = run_python("-c", code)
     assert result.returncode == 1
     message = "jmpx.equinox needs Equinox, which is not installed: pip install 'jmpx[equinox]'."
     assert result.stderr.splitlines()[-1] == f"ModuleNotFoundError: {message}"

@@ -1,14 +1,11 @@
 """Policy maps of Linen modules, against the same layers with everything cast by hand."""
 
-import subprocess
-import sys
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits
+from helpers import assert_same_bits, run_python
 
 import jmpx
 import jmpx.flax
@@ -644,9 +641,7 @@ def test_bad_policy_maps():
 
 def test_a_missing_flax_says_how_to_install_it():
     code = "import sys; sys.modules['flax'] = None; import jmpx.flax"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    result = run_python("-c", code)
     message = result.stderr.splitlines()[-1]
     assert message.endswith(
         "jmpx.flax needs Flax, which is not installed: pip install 'jmpx[flax]'."

@@ -1,22 +1,16 @@
 """`examples/haiku/train.py`, run as a user runs it."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import run_python
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "haiku" / "train.py"
 
 
 def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_python("-W", "error", str(SCRIPT), *arguments)
 
 
 RUNS = {

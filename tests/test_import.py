@@ -1,22 +1,19 @@
 """What `import jmpx` brings with it, and what happens without the optional packages."""
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from helpers import run_python
 
 HEAVY = "haiku equinox flax optax absl matplotlib sklearn tqdm jax.extend.core jmp".split()
 
 
-def run_python(code):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
-    )
+def run(code):
+    return run_python("-c", textwrap.dedent(code))
 
 
 def test_the_import_is_light():
-    result = run_python(
+    result = run(
         f"""
         import sys, jax, numpy
         before = set(sys.modules)
@@ -33,7 +30,7 @@ def test_the_import_is_light():
 
 @pytest.mark.parametrize("name", HEAVY[:5])
 def test_the_core_works_without(name):
-    result = run_python(
+    result = run(
         f"""
         import sys
         sys.modules[{name!r}] = None  # an import of it fails
@@ -50,7 +47,7 @@ def test_the_core_works_without(name):
 
 
 def test_a_missing_haiku_says_how_to_install_it():
-    result = run_python(
+    result = run(
         """
         import sys
         sys.modules["haiku"] = None
@@ -63,7 +60,7 @@ def test_a_missing_haiku_says_how_to_install_it():
 
 
 def test_the_backend_is_not_started_by_the_import_or_by_parsing():
-    result = run_python(
+    result = run(
         """
         import jax
         def refuse(*args): raise AssertionError("asked for devices")

@@ -1,13 +1,12 @@
 """`import jmpx as jmp`: what JMP's users hold on to, and what was broken there."""
 
-import subprocess
-import sys
 import textwrap
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import run_python
 
 import jmpx as jmp
 
@@ -17,13 +16,8 @@ JMP_NAMES = (
 ).split()
 
 
-def run_python(code):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run(code):
+    return run_python("-W", "error", "-c", textwrap.dedent(code))
 
 
 @pytest.mark.parametrize("name", JMP_NAMES)
@@ -39,7 +33,7 @@ def test_all_names_exactly_what_is_public():
 
 
 def test_haiku_runs_with_jmpx_in_jmps_place():
-    result = run_python(
+    result = run(
         """
         import sys
         import jmpx

@@ -94,6 +94,30 @@ def test_powers_of_two_are_exact_to_the_extremes(kind, power, rng):
     np.testing.assert_array_equal(loss_scale.scale(x), product)
 
 
+@pytest.mark.parametrize("power", [-126, -3, 0, 15, 126])
+def test_with_a_maximum_a_single_product_unscales_exactly(power, rng):
+    x = np.ldexp(rng.normal(size=(2, 8)), np.clip(power, -100, 100)).astype(np.float32)
+    loss_scale = jmpx.DynamicLossScale(2.0**power, max_loss_scale=2.0**126)
+
+    def unscale(loss_scale, x):
+        return loss_scale.unscale({"a": x[0], "b": x[1]})
+
+    jaxpr = jax.make_jaxpr(unscale)(loss_scale, x)
+    of_arrays = [eqn.primitive.name for eqn in jaxpr.eqns if eqn.outvars[0].aval.shape == (8,)]
+    assert of_arrays.count("mul") == 2 and "div" not in of_arrays
+    expected = np.ldexp(x.astype(np.float64), -power).astype(np.float32)
+    for run in (unscale, jax.jit(unscale)):
+        unscaled = run(loss_scale, x)
+        np.testing.assert_array_equal(np.stack([unscaled["a"], unscaled["b"]]), expected)
+
+
+def test_a_scale_beyond_its_maximum_counts_as_the_maximum(rng):
+    x = rng.normal(size=3).astype(np.float32)
+    loss_scale = jmpx.DynamicLossScale(2.0**20, max_loss_scale=2.0**10)
+    np.testing.assert_array_equal(loss_scale.scale(x), x * 2**10)
+    np.testing.assert_array_equal(loss_scale.unscale(x), x / 2**10)
+
+
 @settings(deadline=None)
 @given(
     st.floats(2.0**-126, 2.0**127, width=32),

@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import apply_updates, assert_same_bits, lenient
+from jax.sharding import Mesh, PartitionSpec
 
 import jmpx
 
@@ -37,25 +38,25 @@ def grads_like(params, rng, bad=None):
     return grads
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize(("bad", "skip"), [(np.inf, "cond"), (-np.inf, "where"), (np.nan, "cond")])
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_update_skips_to_the_bit_and_then_goes_on(name, jit, bad, rng):
+def test_optimizer_update_skips_to_the_bit_and_then_goes_on(name, jit, bad, skip, rng):
     optimizer, params = make_optimizer(name), make_params(rng)
     state = optimizer.init(params)
 
     def step(params, state, grads):
         finite = jmpx.all_finite(grads)
-        return jmpx.optimizer_update(params, optimizer, state, grads, finite)
+        return jmpx.optimizer_update(params, optimizer, state, grads, finite, skip=skip)
 
     run = jax.jit if jit else lambda f: f
     step = run(step)
     for i in range(6):
-        skip = i in (0, 3)
-        grads = grads_like(params, rng, bad if skip else None)
+        skipped = i in (0, 3)
+        grads = grads_like(params, rng, bad if skipped else None)
         before = params, state
         params, state = step(params, state, grads)
-        if skip:
+        if skipped:
             assert_same_bits((params, state), before)
             continue
         updates, expected_state = run(optimizer.update)(grads, before[1], before[0])
@@ -77,13 +78,13 @@ def test_optimizer_update_skips_to_the_bit_and_then_goes_on(name, jit, bad, rng)
             )
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(("given", "skip"), [(False, "cond"), (True, "cond"), (True, "where")])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_skip_nonfinite_skips_to_the_bit_and_counts(name, given, rng):
+def test_skip_nonfinite_skips_to_the_bit_and_counts(name, given, skip, rng):
     params = make_params(rng)
     plain = make_optimizer(name)
     plain_state = plain.init(params)
-    optimizer = jmpx.skip_nonfinite(plain)
+    optimizer = jmpx.skip_nonfinite(plain, skip=skip)
     state = optimizer.init(params)
 
     @jax.jit
@@ -93,14 +94,14 @@ def test_skip_nonfinite_skips_to_the_bit_and_counts(name, given, rng):
         return updates, apply_updates(params, updates), state
 
     total = consecutive = 0
-    for skip in (True, False, True, True, False):
-        grads = grads_like(params, rng, np.inf if skip else None)
+    for skipped in (True, False, True, True, False):
+        grads = grads_like(params, rng, np.inf if skipped else None)
         before = params, state.inner_state
         updates, params, state = step(params, state, grads)
-        total, consecutive = total + skip, (consecutive + 1) * skip
+        total, consecutive = total + skipped, (consecutive + 1) * skipped
         assert (state.total_skipped, state.consecutive_skipped) == (total, consecutive)
-        assert bool(state.grads_finite) != skip
-        if skip:
+        assert bool(state.grads_finite) != skipped
+        if skipped:
             assert_same_bits((params, state.inner_state), before)
             for update in jax.tree.leaves(updates):
                 assert (update == 0).all() and np.signbit(np.asarray(update, np.float32)).all()
@@ -179,6 +180,162 @@ def test_updates_work_on_numpy_parameters(wrap, rng):
         params, optimizer, optimizer.init(params), params, np.bool_(True)
     )
     np.testing.assert_allclose(new["w"], params["w"] / 2)
+
+
+# cond and where
+
+
+def wrapped_update(params, optimizer, state, grads, finite, skip):
+    """A step of one's own with `skip_nonfinite`."""
+    updates, state = optimizer.update(grads, state, params, grads_finite=finite)
+    return optax.apply_updates(params, updates), state
+
+
+STEPS = {
+    "plain": (lambda o, skip: o, jmpx.optimizer_update),
+    "counting": (lambda o, skip: jmpx.skip_nonfinite(o), jmpx.optimizer_update),
+    "wrapped": (lambda o, skip: jmpx.skip_nonfinite(o, skip=skip), wrapped_update),
+}
+
+
+def make_step(name, skip):
+    wrap, update = STEPS[name]
+    optimizer = wrap(make_optimizer("adam"), skip)
+
+    def step(params, state, grads, finite):
+        return update(params, optimizer, state, grads, finite, skip=skip)
+
+    return optimizer, step
+
+
+@pytest.mark.parametrize("skip", ["cond", "where"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_cond_holds_all_of_the_optimizer(name, skip, rng):
+    optimizer, step = make_step(name, skip)
+    params = make_params(rng)
+    jaxpr = jax.make_jaxpr(step)(params, optimizer.init(params), params, jnp.array(True))
+    # The square roots of Adam are in the branch that a skipped step does not enter.
+    outside = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "cond"]
+    assert (len(outside) < len(jaxpr.eqns)) == (skip == "cond")
+    assert any("sqrt" in str(eqn) for eqn in outside) == (skip == "where")
+    assert "sqrt" in str(jaxpr)
+
+
+@pytest.mark.parametrize("skip", ["cond", "where"])
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_in_a_scan_and_under_vmap(name, skip, rng):
+    optimizer, step = make_step(name, skip)
+    params = {"w": jnp.asarray(rng.normal(size=(2, 3)), jnp.float32)}
+    grads = {"w": jnp.asarray(rng.normal(size=(2, 3)), jnp.float32)}
+    flags = jnp.array([[True, False, False, True], [False, True, True, False]])
+
+    def run(params, grads, flags):
+        carry = params, optimizer.init(params)
+        return jax.lax.scan(lambda c, flag: (step(*c, grads, flag), c), carry, flags)
+
+    (params_out, state), carries = jax.jit(jax.vmap(run))(params, grads, flags)
+    before, after = (
+        carries[0]["w"],
+        jnp.concatenate([carries[0]["w"][:, 1:], params_out["w"][:, None]], axis=1),
+    )
+    np.testing.assert_array_equal((before == after).all(-1), ~flags)
+    counts = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32]
+    np.testing.assert_array_equal(counts[:2], [[2, 2], [2, 2]])
+    if name != "plain":
+        np.testing.assert_array_equal(state.total_skipped, [2, 2])
+        np.testing.assert_array_equal(state.consecutive_skipped, [0, 1])
+
+
+@pytest.mark.parametrize("vma", [True, False])
+@pytest.mark.parametrize("skip", ["cond", "where"])
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_under_shard_map(name, skip, vma, rng):
+    # Gradients that are the same everywhere, a flag that is and one that is not, and parameters
+    # of which each device has its part.
+    optimizer, step = make_step(name, skip)
+    mesh, everywhere, parts = Mesh(jax.devices()[:4], "d"), PartitionSpec(), PartitionSpec("d")
+    params = jnp.asarray(rng.normal(size=4), jnp.float32)
+    flags = jnp.array([True, False, True, True])
+
+    def run(params, part, flags):
+        together = jax.lax.pmin(flags[0].astype(jnp.int32), "d") == 1
+        results = []
+        for p, flag in ((params, together), (part, together), (part, flags[0])):
+            results.append(step(p, optimizer.init(p), p, flag)[0])
+        return results
+
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(everywhere, parts, parts),
+        out_specs=[everywhere, parts, parts],
+        check_vma=vma,
+    )
+    same, part, own = jax.jit(mapped)(params, params, flags)
+    assert_same_bits(same, params)
+    assert_same_bits(part, params)
+    np.testing.assert_array_equal(own == params, ~flags)
+
+
+def test_a_flag_of_each_device_on_parameters_of_all_is_no_cond(rng):
+    # A lax.cond would call its result the same on all devices, which it is not.
+    optimizer, step = make_step("plain", "cond")
+    params = jnp.asarray(rng.normal(size=3), jnp.float32)
+    spec = PartitionSpec("d")
+
+    def run(params, flags):
+        return step(params, optimizer.init(params), params, flags[0])[0][None]
+
+    mapped = jax.shard_map(
+        run, mesh=Mesh(jax.devices()[:2], "d"), in_specs=(PartitionSpec(), spec), out_specs=spec
+    )
+    flags = jnp.array([True, False])
+    assert "cond[" not in str(jax.make_jaxpr(mapped)(params, flags))
+    np.testing.assert_array_equal((jax.jit(mapped)(params, flags) == params).all(1), ~flags)
+
+
+@pytest.mark.parametrize("skip", ["cond", "where"])
+def test_a_skipped_step_keeps_subnormal_numbers(skip):
+    params = {"w": jnp.array([2.0**-140, -(2.0**-149), -0.0], jnp.float32)}
+    optimizer, step = make_step("counting", skip)
+    new, _ = jax.jit(step)(params, optimizer.init(params), params, jnp.array(False))
+    assert_same_bits(new, params)
+
+
+def test_a_state_with_python_numbers_is_selected(rng):
+    rate = optax.GradientTransformation(
+        lambda params: {"rate": 0.5, "steps": jnp.int32(0)},
+        lambda g, s, p=None: (
+            jax.tree.map(lambda x: -s["rate"] * x, g),
+            s | {"steps": s["steps"] + 1},
+        ),
+    )
+    params = {"w": jnp.asarray(rng.normal(size=3), jnp.float32)}
+
+    @jax.jit
+    def step(params, steps, finite):
+        state = {"rate": 0.5, "steps": steps}
+        params, state = jmpx.optimizer_update(params, rate, state, params, finite)
+        assert state["rate"] == 0.5 and isinstance(state["rate"], float)
+        return params, state["steps"]
+
+    for finite in (True, False):
+        new, steps = step(params, jnp.int32(3), finite)
+        assert steps == 3 + finite
+        np.testing.assert_array_equal(new["w"], params["w"] / (2 if finite else 1))
+
+
+@pytest.mark.parametrize("skip", ["Cond", None, True, "select"])
+def test_other_ways_to_skip_are_refused(skip):
+    params = {"w": jnp.ones(2)}
+    optimizer = optax.sgd(1.0)
+    for call in (
+        lambda: jmpx.skip_nonfinite(optimizer, skip=skip),
+        lambda: jmpx.optimizer_update(params, optimizer, (), params, True, skip=skip),
+    ):
+        with pytest.raises(ValueError, match='Expected skip to be "cond" or "where", got') as error:
+            call()
+        assert "\n" not in str(error.value)
 
 
 def test_bad_arguments():

@@ -1,12 +1,11 @@
 import copy
 import pickle
-import subprocess
-import sys
 import warnings
 
 import haiku as hk
 import jax.numpy as jnp
 import pytest
+from helpers import run_python
 from hypothesis import given, strategies as st
 
 import jmpx
@@ -88,7 +87,7 @@ def test_bad_maps_say_what_and_where_in_one_sentence(text, message):
     with pytest.raises(ValueError, match=message) as error:
         jmpx.get_policy_map(text)
     assert repr(text) in str(error.value) and "\n" not in str(error.value)
-    result = subprocess_main(text) if text.startswith("c=bf16; Batch") else None
+    result = run_main(text) if text.startswith("c=bf16; Batch") else None
     if result is not None:
         assert result.returncode == 2 and result.stderr == f"{error.value}\n"
 
@@ -210,14 +209,12 @@ def test_no_warning_when_nothing_was_met():
 # python -m jmpx
 
 
-def subprocess_main(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "jmpx", *arguments], capture_output=True, text=True, check=False
-    )
+def run_main(*arguments):
+    return run_python("-m", "jmpx", *arguments)
 
 
 def test_the_table_shows_what_each_rule_means():
-    result = subprocess_main("c=bf16,o=f32; BatchNorm: full; */head/*: o=f16")
+    result = run_main("c=bf16,o=f32; BatchNorm: full; */head/*: o=f16")
     assert result.returncode == 0
     lines = [line.split() for line in result.stdout.splitlines()]
     assert lines[0] == ["params", "compute", "output"]
@@ -228,6 +225,6 @@ def test_the_table_shows_what_each_rule_means():
 
 
 def test_main_without_an_argument_prints_its_usage():
-    assert subprocess_main().returncode == 2 and "usage" in subprocess_main().stderr
-    assert subprocess_main("--help").returncode == 0
-    assert len(subprocess_main("bf61").stderr.splitlines()) == 1
+    assert run_main().returncode == 2 and "usage" in run_main().stderr
+    assert run_main("--help").returncode == 0
+    assert len(run_main("bf61").stderr.splitlines()) == 1

@@ -1,11 +1,9 @@
 """The README: its Python runs, its commands are the ones that CI runs."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from helpers import run_python_blocks
+from helpers import run_python, run_python_blocks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -28,10 +26,5 @@ def test_the_commands_are_single_lines_that_name_what_exists():
 
 
 def test_ci_takes_the_test_command_from_the_readme():
-    shown = subprocess.run(
-        [sys.executable, str(ROOT / ".ci" / "readme_command.py"), "pytest"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
+    shown = run_python(str(ROOT / ".ci" / "readme_command.py"), "pytest").stdout.strip()
     assert shown in README and "pip install" in shown and "pytest" in shown

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import enable_x64
 
 import jmpx
 
@@ -85,6 +86,62 @@ def test_numpy_overflow_is_inf_without_a_warning():
     assert np.isinf(jmpx.cast_to_float16(np.array([1e6], np.float32))).all()
 
 
+MESH = jax.sharding.Mesh(jax.devices(), "d")
+PLACES = {
+    "uncommitted": lambda x: x,
+    "committed": lambda x: jax.device_put(x, jax.devices()[0]),
+    "another device": lambda x: jax.device_put(x, jax.devices()[1]),
+    "replicated": lambda x: jax.device_put(x, named_sharding()),
+    "sharded": lambda x: jax.device_put(x, named_sharding("d")),
+    "sharded columns": lambda x: jax.device_put(x, named_sharding(None, "d")),
+}
+
+
+def named_sharding(*axes):
+    return jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec(*axes))
+
+
+@pytest.mark.parametrize("copies", [1, 70])
+def test_leaves_stay_where_they_are(copies, rng):
+    # 70 of one kind are cast in chunks of 16, the last of which overlaps the one before.
+    x = rng.normal(size=(copies, 8, 8)).astype(np.float32)
+    tree = [[put(jnp.asarray(x[i])) for put in PLACES.values()] for i in range(copies)]
+    cast = jmpx.cast_tree((tree, {"numpy": x}), jnp.float16)
+    assert type(cast[1]["numpy"]) is np.ndarray
+    for i, row in enumerate(cast[0]):
+        for before, after in zip(tree[i], row, strict=True):
+            assert after.dtype == jnp.float16
+            assert (after.sharding, after.committed) == (before.sharding, before.committed)
+            np.testing.assert_array_equal(after, x[i].astype(np.float16))
+
+
+def test_many_leaves_are_cast_together(rng):
+    x = jnp.asarray(rng.normal(size=3), jnp.float32)
+    tree = [x + i for i in range(100)] + [jnp.arange(3), x.astype(jnp.bfloat16)]
+    together, calls = jmpx._tree._cast_together, []
+
+    def counted(leaves, dtype):
+        calls.append(len(leaves))
+        return together(leaves, dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jmpx._tree, "_cast_together", counted)
+        cast = jmpx.cast_tree(tree, jnp.bfloat16)
+        assert calls == [16] * 7 and cast[-2:] == tree[-2:]
+        jmpx.cast_tree([*tree[:63], jnp.float32(1)], jnp.bfloat16)
+        assert calls[7:] == [1] * 64  # too few of a shape to compile for
+    np.testing.assert_array_equal(jnp.stack(cast[:100]), jnp.stack(tree[:100]).astype("bfloat16"))
+
+
+def test_under_tracing_each_leaf_is_cast_by_itself(rng):
+    leaves = [jnp.asarray(rng.normal(size=3), jnp.float32) for _ in range(70)]
+    cast = functools.partial(jmpx.cast_tree, dtype="f16")
+    jaxpr = jax.make_jaxpr(cast)(leaves)
+    assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["convert_element_type"] * 70
+    constants = jax.jit(lambda x: cast([x, *leaves]))(leaves[0])
+    np.testing.assert_array_equal(jnp.stack(constants[1:]), jnp.stack(cast(leaves)))
+
+
 NAMED = [
     (jmpx.cast_to_full, jnp.float32),
     (jmpx.cast_to_full_precision, jnp.float32),
@@ -111,13 +168,6 @@ def test_float64_needs_x64(rng):
         jmpx.get_policy("float64").cast_to_compute(x)
     with enable_x64():
         assert jmpx.cast_tree(jnp.asarray(x), "float64").dtype == np.float64
-
-
-def enable_x64():
-    # jax.enable_x64 since JAX 0.8; before, it was in jax.experimental.
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    return jax.experimental.enable_x64()
 
 
 @pytest.mark.parametrize("dtype", [None, 3, float])

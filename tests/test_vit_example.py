@@ -7,12 +7,12 @@ import os
 import pickle
 import re
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import finish, start_python
 
 FOLDER = Path(__file__).parents[1] / "examples" / "equinox"
 ISLANDS = "LayerNorm: full; Softmax: full; */head: full"
@@ -24,22 +24,11 @@ QUICK = "--xla_backend_optimization_level=0"
 
 
 def start(*arguments, devices=1, xla_flags=QUICK):
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(FOLDER),
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {xla_flags}",
-        },
+    return start_python(
+        *("-W", "error", *arguments),
+        xla_flags=f"--xla_force_host_platform_device_count={devices} {xla_flags}",
+        PYTHONPATH=str(FOLDER),
     )
-
-
-def finish(process):
-    process.stdout_text, process.stderr_text = process.communicate()
-    return process
 
 
 def run(*arguments, devices=1):
@@ -53,8 +42,9 @@ def start_probe(code, *arguments, devices=1):
 
 def answer(process):
     """Returns what a probe printed last, which is JSON."""
-    assert finish(process).returncode == 0, process.stderr_text
-    return json.loads(process.stdout_text.splitlines()[-1])
+    result = finish(process)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def probe(code):
@@ -68,12 +58,15 @@ def test_the_default_and_float16_reach_the_accuracy_of_float32():
         "float16": [f"--mp_policy=c=f16,o=f32; {ISLANDS}"],
     }
     script = str(FOLDER / "train_vit.py")
-    processes = {name: start(script, *args, xla_flags="") for name, args in runs.items()}
+    processes = {
+        name: start(script, "--epochs=10", *args, xla_flags="") for name, args in runs.items()
+    }
     reached = {}
     for name, process in processes.items():
-        assert finish(process).returncode == 0, process.stderr_text
-        *epochs, last = process.stdout_text.splitlines()
-        assert len(epochs) == 15
+        result = finish(process)
+        assert result.returncode == 0, result.stderr
+        *epochs, last = result.stdout.splitlines()
+        assert len(epochs) == 10
         for number, line in enumerate(epochs, 1):
             assert re.fullmatch(
                 rf"epoch +{number}  loss [\d.]+  test accuracy [\d.]+%  "
@@ -82,7 +75,7 @@ def test_the_default_and_float16_reach_the_accuracy_of_float32():
             )
         accuracy, time = re.match(r"test accuracy ([\d.]+)%, ([\d.]+) ms a step", last).groups()
         assert float(time) > 0
-        assert "step/s" in process.stderr_text  # the progress bar
+        assert "step/s" in result.stderr  # the progress bar
         reached[name] = float(accuracy)
     assert reached["float32"] >= 97
     assert reached["default"] >= reached["float32"] - 1
@@ -95,9 +88,9 @@ def test_skipped_steps_are_counted_and_drawn(tmp_path):
         *("--mp_policy=c=f16,o=f32", "--mp_scale_value=16777216", "--accumulate=4", "--epochs=2"),
         *(*SMALL, f"--plot={plot}"),
     )
-    assert result.returncode == 0, result.stderr_text
-    scales = [float(s) for s in re.findall(r"loss scale (\S+)", result.stdout_text)]
-    skipped = [int(n) for n in re.findall(r"skipped steps (\d+)", result.stdout_text)]
+    assert result.returncode == 0, result.stderr
+    scales = [float(s) for s in re.findall(r"loss scale (\S+)", result.stdout)]
+    skipped = [int(n) for n in re.findall(r"skipped steps (\d+)", result.stdout)]
     assert 0 < skipped[0] <= skipped[-1] < 15
     assert scales[-1] == 2.0 ** (24 - skipped[-1])  # one adjustment a step, not one a micro-batch
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
@@ -108,7 +101,7 @@ def test_without_skipping_an_overflow_is_seen():
         *("--mp_policy=c=f16,o=f32", "--mp_scale_value=1e30", "--epochs=1"),
         *("--nomp_skip_nonfinite", *SMALL),
     )
-    assert "loss nan" in result.stdout_text and "skipped steps 0" in result.stdout_text
+    assert "loss nan" in result.stdout and "skipped steps 0" in result.stdout
 
 
 SETUP = """
@@ -274,7 +267,7 @@ def test_four_devices_share_a_batch_and_give_the_losses_of_one(policy, tolerance
 def test_a_batch_that_devices_cannot_share_ends_with_one_line():
     result = run("--batch_size=90", devices=4)
     assert result.returncode == 1
-    assert result.stderr_text.splitlines()[-1] == (
+    assert result.stderr.splitlines()[-1] == (
         "--batch_size=90 must be a multiple of --accumulate times the 4 devices"
     )
 
@@ -372,8 +365,8 @@ def test_the_script_trains_on_an_archive(rng, tmp_path):
     write_archive(tmp_path, "cifar100", contents_of("cifar100", rng))
     arguments = [f"--data_dir={tmp_path}", "--patch=16", "--batch_size=4", "--epochs=1", *SMALL]
     result = run("--dataset=cifar100", *arguments)
-    assert result.returncode == 0, result.stderr_text
-    assert re.match(r"epoch  1  loss \d\.\d+  test accuracy", result.stdout_text)
+    assert result.returncode == 0, result.stderr
+    assert re.match(r"epoch  1  loss \d\.\d+  test accuracy", result.stdout)
 
 
 class Payload:
@@ -390,8 +383,8 @@ def test_a_hostile_archive_is_refused_with_one_sentence(rng, tmp_path):
     contents["cifar-10-batches-py/data_batch_2"] = {b"data": Payload(os.system, f"touch {marker}")}
     write_archive(tmp_path, "cifar10", contents)
     result = run("--dataset=cifar10", f"--data_dir={tmp_path}", "--patch=4")
-    assert result.returncode == 1 and "Traceback" not in result.stderr_text
-    (line,) = [line for line in result.stderr_text.splitlines() if "data_batch_2" in line]
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if "data_batch_2" in line]
     assert f"it asks for the object {os.system.__module__}.system" in line
     assert not marker.exists()
 
@@ -484,6 +477,6 @@ BAD = [
 def test_a_wrong_flag_ends_with_one_clear_line(arguments, message):
     result = run(*arguments)
     assert result.returncode == 1
-    assert "Traceback" not in result.stderr_text
-    (line,) = [line for line in result.stderr_text.splitlines() if message in line]
+    assert "Traceback" not in result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if message in line]
     assert line
