@@ -4,20 +4,19 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import run_python
+from helpers import LESS_OPTIMIZED, run_python
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "haiku" / "train.py"
 
 
 def run(*arguments):
-    return run_python("-W", "error", str(SCRIPT), *arguments)
+    return run_python("-W", "error", str(SCRIPT), *arguments, xla_flags=LESS_OPTIMIZED)
 
 
 RUNS = {
     "float32": ["--mp_policy=float32"],
     "bfloat16": ["--mp_policy=params=float32,compute=bfloat16,output=float32"],
     "float16 dynamic": ["--mp_policy=16-mixed", "--mp_scale_type=Dynamic"],
-    "float16 static": ["--mp_policy=16-mixed", "--mp_scale_type=Static", "--mp_scale_value=1024"],
 }
 
 
@@ -59,9 +58,12 @@ def test_without_skipping_an_overflow_is_seen():
 
 
 def test_rules_of_a_policy_map_and_a_16_bit_batch_norm():
-    policy = "c=bf16,o=f32; */linear: full"
-    result = run(f"--mp_policy={policy}", "--mp_bn_policy=c=bf16", "--epochs=1")
+    result = run(
+        *("--mp_policy=c=f16,o=f32; */linear: full", "--mp_bn_policy=c=bf16", "--epochs=1"),
+        *("--mp_scale_type=Static", "--mp_scale_value=1024"),
+    )
     assert result.returncode == 0, result.stderr
+    assert "loss scale 1024  skipped steps 0" in result.stdout
     assert "*/linear: compute=float32" in result.stdout
 
 
@@ -73,12 +75,8 @@ def test_a_rule_that_matches_nothing_is_warned_of_at_once():
 
 BAD = [
     ("--mp_policy=c=bf16; BatchNorm: f64", "float32, bfloat16 and float16 only"),
-    ("--mp_policy=bf61", "Unknown dtype 'bf61'"),
-    ("--mp_policy=float64", "float32, bfloat16 and float16 only"),
     ("--mp_bn_policy=c=flaot32", "did you mean 'float32'"),
-    ("--mp_scale_type=static16", "one of <auto|NoOp|Static|Dynamic>"),
     ("--mp_scale_value=-1", "positive number"),
-    ("--epochs=0", "epochs"),
     ("--batch_size=2000", "batch_size"),
     ("--plot=/no/such/directory/x.png", "directory that can be written to"),
     ("--plot=training.gif", "must be a file ending in"),

@@ -89,7 +89,7 @@ def first_state(rng, features, tx):
 @pytest.mark.parametrize("step", [with_gradients, with_casts, with_policies])
 @pytest.mark.parametrize(
     ("loss_scale", "jit"),
-    [*((scale, True) for scale in (1.0, 64.0, 128.0, 2.0**15, 1000.0, 0.3)), (64.0, False)],
+    [*((scale, True) for scale in (1.0, 64.0, 2.0**15, 1000.0)), (64.0, False)],
 )
 def test_the_step_is_the_hand_written_one_to_the_last_bit(rng, step, loss_scale, jit):
     n, features = rng.integers(2, 40), rng.integers(1, 9)

@@ -209,8 +209,15 @@ def test_vmap_over_seeds(kind, rng):
         assert_close(jax.tree.map(lambda leaf, seed=seed: leaf[seed], final), expected)
 
 
-@pytest.mark.parametrize("kind", ["NoOp", "Dynamic"])
-@pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map without vma"])
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("pmap", "Dynamic"),
+        ("shard_map", "NoOp"),
+        ("shard_map", "Dynamic"),
+        ("shard_map without vma", "Dynamic"),
+    ],
+)
 # JAX 0.10 announces the end of pmap with a DeprecationWarning.
 @pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
 def test_data_parallel_replicas_agree(how, kind, rng):

@@ -12,14 +12,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import finish, start_python
+from helpers import LESS_OPTIMIZED, finish, start_python
 
 FOLDER = Path(__file__).parents[1] / "examples" / "equinox"
 ISLANDS = "LayerNorm: full; Softmax: full; */head: full"
 SMALL = ["--width=16", "--depth=1", "--heads=2"]
 
 
-# Less optimized code, which computes the same, is compiled in half the time.
+SHORT = ["--patch=4", "--depth=2", "--epochs=10"]
+
+# Code that is not optimized, which computes the same, is compiled in half the time.
 QUICK = "--xla_backend_optimization_level=0"
 
 
@@ -59,7 +61,7 @@ def test_the_default_and_float16_reach_the_accuracy_of_float32():
     }
     script = str(FOLDER / "train_vit.py")
     processes = {
-        name: start(script, "--epochs=10", *args, xla_flags="") for name, args in runs.items()
+        name: start(script, *SHORT, *args, xla_flags=LESS_OPTIMIZED) for name, args in runs.items()
     }
     reached = {}
     for name, process in processes.items():
@@ -248,18 +250,15 @@ except SystemExit:
 """
 
 
-@pytest.mark.parametrize(
-    ("policy", "tolerance"), [("float32", 1e-4), (f"c=bf16,o=f32; {ISLANDS}", 2e-2)]
-)
-def test_four_devices_share_a_batch_and_give_the_losses_of_one(policy, tolerance):
-    arguments = [f"--mp_policy={policy}", "--batch_size=240", "--accumulate=2", "--epochs=1"]
+def test_four_devices_share_a_batch_and_give_the_losses_of_one():
+    arguments = ["--mp_policy=float32", "--batch_size=240", "--accumulate=2", "--epochs=1"]
     probes = [start_probe(WATCH, *SMALL, *arguments, devices=devices) for devices in (1, 4)]
     one, four = map(answer, probes)
     assert len(one) == len(four) == 5
     for (loss, _, shares, count), (loss4, replicated, shares4, count4) in zip(
         one, four, strict=True
     ):
-        assert abs(loss - loss4) < tolerance
+        assert abs(loss - loss4) < 1e-4
         assert (shares, count) == ([[2, 120, 8, 8, 1]], 1)
         assert (replicated, shares4, count4) == (True, [[2, 30, 8, 8, 1]], 4)
 
@@ -459,14 +458,11 @@ def test_a_broken_archive_is_refused(rng, tmp_path):
 
 BAD = [
     (["--mp_policy=c=bf16; LayerNorm"], "Second default"),
-    (["--mp_policy=bf16"], "float32, bfloat16 and float16 only"),
-    (["--mp_policy=c=bf16; Softmax: float64"], "float32, bfloat16 and float16 only"),
     (["--heads=3"], "--heads must divide --width"),
     (["--patch=3"], "--patch must divide the side of the images"),
     (["--accumulate=3"], "--accumulate must divide --batch_size"),
     (["--learning_rate=nan"], "must be a positive number"),
     (["--dataset=cifar10", "--patch=4"], "--data_dir must be a directory that holds the archive"),
-    (["--dataset=mnist"], "one of <digits|cifar10|cifar100>"),
     (["--batch_size=2000"], "must not exceed the 1437 training images"),
     (["--plot=training.gif"], "must be a file ending in"),
     (["bf16"], "unexpected argument 'bf16'"),
