@@ -1,8 +1,10 @@
-"""Measures what `import jmpx` costs over `import jax`, in fresh processes, as one JSON line.
+"""Measures what `import jmpx` costs over `import jax`, beside JMP and MPX, as JSON lines.
 
     python benchmarks/import_time.py --runs=21
 
-Each process imports jax, numpy included, and then jmpx; the medians of the two times are reported.
+Each fresh process imports jax, numpy included, and then one library (MPX is
+mixed-precision-for-JAX of PyPI). The libraries take turns; the medians of the two times are
+reported.
 """
 
 import argparse
@@ -14,41 +16,49 @@ import statistics
 import subprocess
 import sys
 
+LIBRARIES = ["jmpx", "jmp", "mpx"]
+
 TIMED = """
 from time import perf_counter
 start = perf_counter()
 import jax
 between = perf_counter()
-import jmpx
+import {library}
 print(between - start, perf_counter() - between)
 """
 
 
-def import_times() -> tuple[float, float]:
-    """Returns the seconds that jax and then jmpx take in a fresh process."""
+def import_times(library: str) -> tuple[float, float]:
+    """Returns the seconds that jax and then the library take in a fresh process."""
     # Installed packages have their bytecode: without it, each run would compile jmpx again.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    command = [sys.executable, "-c", TIMED]
+    command = [sys.executable, "-c", TIMED.format(library=library)]
     run = subprocess.run(command, capture_output=True, check=True, text=True, env=environment)
-    jax, jmpx = map(float, run.stdout.split())
-    return jax, jmpx
+    of_jax, of_library = map(float, run.stdout.split())
+    return of_jax, of_library
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=21, help="how many processes")
     runs = parser.parse_args().runs
-    import_times()  # writes the bytecode, warms the disk cache
-    pairs = [import_times() for _ in range(runs)]
-    record = {
-        "benchmark": "import_time",
-        "jax_ms": 1000 * statistics.median(jax for jax, _ in pairs),
-        "jmpx_over_jax_ms": 1000 * statistics.median(jmpx for _, jmpx in pairs),
-        "runs": runs,
-        "jax": importlib.metadata.version("jax"),
-        "python": platform.python_version(),
-    }
-    print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in record.items()}))
+    for library in LIBRARIES:
+        import_times(library)  # writes the bytecode, warms the disk cache
+    rounds = [[import_times(library) for library in LIBRARIES] for _ in range(runs)]
+    for library, times in zip(LIBRARIES, zip(*rounds, strict=True), strict=True):
+        of_jax, of_library = (
+            1000 * statistics.median(column) for column in zip(*times, strict=True)
+        )
+        record = {
+            "benchmark": "import_time",
+            "library": library,
+            "over_jax_ms": round(of_library, 2),
+            "jax_ms": round(of_jax, 2),
+            "runs": runs,
+            "jax": importlib.metadata.version("jax"),
+            "python": platform.python_version(),
+        }
+        print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":

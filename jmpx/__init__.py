@@ -1,10 +1,7 @@
 """jmpx: mixed precision for JAX, from a policy string."""
 
-from jmpx._autocast import (
-    Autocast as Autocast,
-    autocast as autocast,
-    save_low_precision as save_low_precision,
-)
+from typing import TYPE_CHECKING
+
 from jmpx._dtypes import half_dtype as half_dtype
 from jmpx._gradient import (
     filter_grad as filter_grad,
@@ -50,6 +47,26 @@ from jmpx._tree import (
     full_precision as full_precision,
     select_tree as select_tree,
 )
+
+if TYPE_CHECKING:
+    from jmpx._autocast import (
+        Autocast as Autocast,
+        autocast as autocast,
+        save_low_precision as save_low_precision,
+    )
+else:
+
+    def __getattr__(name):
+        """Imports autocast, which is a third of the library, when it is first asked for."""
+        if name not in __all__:
+            raise AttributeError(f"module 'jmpx' has no attribute {name!r}")
+        from jmpx import _autocast
+
+        return globals().setdefault(name, getattr(_autocast, name))
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
 
 __version__ = "0.1.0"
 

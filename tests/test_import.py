@@ -5,7 +5,9 @@ import textwrap
 import pytest
 from helpers import run_python
 
-HEAVY = "haiku equinox flax optax absl matplotlib sklearn tqdm jax.extend.core jmp".split()
+HEAVY = (
+    "jmpx._autocast jax.extend.core haiku equinox flax optax absl matplotlib sklearn tqdm jmp"
+).split()
 
 
 def run(code):

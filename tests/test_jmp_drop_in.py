@@ -26,9 +26,13 @@ def test_every_public_name_of_jmp_is_there(name):
 
 
 def test_all_names_exactly_what_is_public():
-    public = {name for name in vars(jmp) if not name.startswith("_")}
+    public = {name for name in dir(jmp) if not name.startswith("_")} - {"TYPE_CHECKING"}
     modules = {"equinox", "flags", "flax", "haiku"}  # once somebody imported them
     assert public - modules == set(jmp.__all__)
+    for name in jmp.__all__:
+        assert hasattr(jmp, name)
+    with pytest.raises(AttributeError, match="module 'jmpx' has no attribute 'autocats'"):
+        jmp.autocats  # noqa: B018
     assert list(jmp.__all__) == sorted(jmp.__all__)
 
 
