@@ -5,10 +5,12 @@
 A tree of small float32 arrays of twelve shapes is cast to bfloat16 (`to_cast`) and to float32
 (`already_right`). `first_ms` is the first call, with what it compiles; `later_ms` the median of
 later calls, the libraries taking turns. MPX is mixed-precision-for-JAX of PyPI. `identity` is
-`jax.tree.map` of a function that does nothing: no cast can be faster.
+`jax.tree.map` of a function that does nothing: no cast can be faster. Python's garbage
+collection is off, as in timeit.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -75,6 +77,7 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, nargs="+", default=[20, 152, 2000, 20000])
     parser.add_argument("--rounds", type=int, default=7, help="later calls")
     arguments = parser.parse_args()
+    gc.disable()
     for leaves in arguments.leaves:
         for case in TARGETS:
             for record in measure(leaves, case, arguments.rounds):
