@@ -89,10 +89,13 @@ KINDS = [  # a way to write the step, and the hand-written step of the same kind
     ("jmpx_where", "float16_where"),
     ("jmpx_counting_where", "float16_where"),
     ("jmpx_wrapped_where", "float16_where"),
-    ("jmpx_jmp_style", "float16_where"),
+    ("jmpx_jmp_style", "float16_where_late"),
+    ("jmpx_jmp_style_max", "float16_where_late"),
     ("jmpx_cond", "float16_cond"),
     ("jmpx_counting_cond", "float16_cond"),
+    ("jmpx_wrapped_cond", "float16_cond"),
     ("bfloat16_jmpx", "bfloat16"),
+    ("bfloat16_jmpx_jmp_style", "bfloat16"),
 ]
 
 
