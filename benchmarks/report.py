@@ -22,6 +22,17 @@ from tqdm import tqdm
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "cpu.jsonl"
 PAGE = FOLDER / "README.md"
+PEERS = ["float32", "jmp", "mpx", "bfloat16_jmp", "bfloat16_mpx"]
+OURS = [
+    *("float16_where", "float16_where_late", "float16_cond", "bfloat16"),
+    *("jmpx_where", "jmpx_counting_where", "jmpx_wrapped_where"),
+    *("jmpx_cond", "jmpx_counting_cond", "jmpx_wrapped_cond"),
+    *("jmpx_jmp_style", "jmpx_jmp_style_max", "bfloat16_jmpx", "bfloat16_jmpx_jmp_style"),
+]
+STEPS = [
+    "--implementations",
+    *("handwritten_cond", "jmpx_where", "jmpx_cond", "autocast", "autocast_saved"),
+]
 DEEP = ["float16_where", "float16_cond", "jmpx_where", "jmpx_cond", "jmpx_jmp_style", "jmp"]
 
 Record = dict[str, Any]
@@ -34,9 +45,10 @@ COMMANDS = {
     "cuda_lowering": [["cuda_lowering.py"]],
     "autocast": [["autocast.py"]],
     "eager_casts": [["eager_casts.py"]],
-    "step_time": [["step_time.py"]],
+    "step_time": [["step_time.py", "--model=desktop", "--batch=2", "--rounds=10", *STEPS]],
     "compiled_step": [
-        ["compiled_step.py", "--layers=12"],
+        ["compiled_step.py", "--layers=12", "--steps", *PEERS],
+        ["compiled_step.py", "--layers=12", "--rounds=3", "--steps", *OURS],
         ["compiled_step.py", "--layers=48", "--timeout=190", "--steps", *DEEP],
     ],
 }
@@ -184,6 +196,8 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(map(plain, value))
     if isinstance(value, dict):
         return ", ".join(f"{key}: {plain(v)}" for key, v in value.items())
     return f"{value:,}" if isinstance(value, int) else str(value)

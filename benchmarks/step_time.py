@@ -1,4 +1,4 @@
-"""Times mixed-precision steps against hand-written ones on this machine, as one JSON line.
+"""Times mixed-precision steps against hand-written ones on this machine, as JSON lines.
 
     python benchmarks/step_time.py --model=desktop --batch=8 --rounds=20
 
@@ -18,25 +18,24 @@ from gpu_vit import Point
 
 def measure(
     model: gpu_vit.ViT, batch: int, points: list[Point], rounds: int, **options: Any
-) -> dict[str, Any]:
-    """Returns for each dtype the hand-written step's time, and the others' over it."""
+) -> list[dict[str, Any]]:
+    """Returns each implementation's time over that of the hand-written step of its dtype."""
     records = gpu_vit.time_points(model, batch, points, rounds, **options)
     rounds_of = {(r["dtype"], r["implementation"]): r.get("step_ms_rounds") for r in records}
-    found: dict[str, Any] = {}
+    found = []
     for (dtype, implementation), times in rounds_of.items():
-        base = rounds_of[dtype, "handwritten"]
-        fields = found.setdefault(
-            dtype, {"handwritten_ms": round(statistics.median(base), 4), "ratios": {}}
-        )
         if implementation != "handwritten":
-            fields["ratios"][implementation] = times and ratio(times, base)
+            base = rounds_of[dtype, "handwritten"]
+            fields = {"dtype": dtype, "implementation": implementation}
+            fields["handwritten_ms"] = round(statistics.median(base), 4)
+            found.append(fields | (ratio(times, base) if times else {"failed": True}))
     return found
 
 
 def ratio(times: list[float], base: list[float]) -> dict[str, Any]:
     ratios = [a / b for a, b in zip(times, base, strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return {"median": round(median, 4), "quartiles": [round(low, 4), round(high, 4)]}
+    return {"ratio": round(median, 4), "quartiles": [round(low, 4), round(high, 4)]}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -50,9 +49,9 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     others = [name for name in args.implementations if name != "handwritten"]
     points = gpu_vit.choose(["handwritten", *others], args.dtypes)
-    found = measure(gpu_vit.MODELS[args.model], args.batch, points, args.rounds)
-    fields = {"model": args.model, "batch": args.batch, "rounds": args.rounds, "dtypes": found}
-    print(json.dumps({"benchmark": "step_time", **gpu_vit.surroundings(), **fields}))
+    fields = {"model": args.model, "batch": args.batch, "rounds": args.rounds}
+    for found in measure(gpu_vit.MODELS[args.model], args.batch, points, args.rounds):
+        print(json.dumps({"benchmark": "step_time", **gpu_vit.surroundings(), **fields, **found}))
 
 
 if __name__ == "__main__":

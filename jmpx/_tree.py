@@ -86,11 +86,13 @@ def _cast_leaves(leaves: list[Any], dtype: np.dtype) -> list[Any]:
             # that these stay: one committed argument commits all results to its devices.
             alike = leaf.shape, leaf.dtype, leaf.sharding, leaf.committed
             groups.setdefault(alike, []).append(place)
-    for places in groups.values():
-        for chunk in _chunks(places, leaves[places[0]].size):
-            results = _cast_together([leaves[place] for place in chunk], dtype)
-            for place, result in zip(chunk, results, strict=True):
-                casts[place] = result
+    # Here and now, once, also for constants of a function that is being traced.
+    with jax.ensure_compile_time_eval() if groups else contextlib.nullcontext():
+        for places in groups.values():
+            for chunk in _chunks(places, leaves[places[0]].size):
+                results = _cast_together([leaves[place] for place in chunk], dtype)
+                for place, result in zip(chunk, results, strict=True):
+                    casts[place] = result
     return casts
 
 

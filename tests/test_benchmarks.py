@@ -232,18 +232,18 @@ def test_step_time(timed, monkeypatch, capsys):
     records = list(timed[0].values())[:3]
     monkeypatch.setattr(gpu_vit, "time_points", lambda *_, **__: records)
     step_time.main(["--dtypes=float16"])
-    (record,) = lines(capsys)
-    assert record["benchmark"] == "step_time" and record["versions"]["jax"] == jax.__version__
-    found = record["dtypes"]["float16"]
-    assert found["handwritten_ms"] == pytest.approx(records[0]["step_ms"], abs=1e-4)
-    assert found["ratios"].keys() == {"jmpx", "full"} and found["ratios"]["full"] is None
+    found = {record["implementation"]: record for record in lines(capsys)}
+    for record in found.values():
+        assert record["benchmark"] == "step_time" and record["versions"]["jax"] == jax.__version__
+        assert record["handwritten_ms"] == pytest.approx(records[0]["step_ms"], abs=1e-4)
+    assert found.keys() == {"jmpx", "full"} and found["full"]["failed"]
     expected = step_time.ratio(records[1]["step_ms_rounds"], records[0]["step_ms_rounds"])
-    assert found["ratios"]["jmpx"] == expected
+    assert found["jmpx"].items() >= expected.items()
 
 
 def test_a_ratio_is_the_median_over_the_rounds():
     ratio = step_time.ratio([2.0, 3.0, 40.0], [1.0, 2.0, 10.0])
-    assert ratio == {"median": 2.0, "quartiles": [1.75, 3.0]}
+    assert ratio == {"ratio": 2.0, "quartiles": [1.75, 3.0]}
 
 
 def test_underflow(capsys):

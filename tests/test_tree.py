@@ -346,3 +346,24 @@ def test_select_tree_refuses_a_pred_that_is_no_scalar_bool(pred):
 def test_select_tree_says_where_trees_differ(other):
     with pytest.raises(TypeError, match=r"at tree\['a'\]\[1\]"):
         jmpx.select_tree(True, {"a": [1, jnp.ones(3)]}, {"a": [1, other]})
+
+
+@pytest.mark.parametrize("leaf", ["jax", "numpy"])
+def test_constants_of_a_traced_function_are_cast_once_while_it_is_traced(leaf, rng):
+    weights = rng.normal(size=(3, 3)).astype(np.float32)
+    tree = {"w": jnp.asarray(weights) if leaf == "jax" else weights}
+
+    def product(x):
+        return x @ jmpx.cast_tree(tree, jnp.bfloat16)["w"]
+
+    x = jnp.asarray(rng.normal(size=(2, 3)), jnp.bfloat16)
+    for func in (
+        product,
+        jax.jit(product),
+        jax.vmap(product),
+        jax.grad(lambda x: product(x).sum()),
+    ):
+        assert "f32[3,3]" not in str(jax.make_jaxpr(func)(x))
+    np.testing.assert_array_equal(
+        jax.jit(product)(x), jax.jit(jnp.matmul)(x, weights.astype(x.dtype))
+    )
