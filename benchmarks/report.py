@@ -23,11 +23,11 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "cpu.jsonl"
 PAGE = FOLDER / "README.md"
 PEERS = ["float32", "jmp", "mpx", "bfloat16_jmp", "bfloat16_mpx"]
-OURS = [
-    *("float16_where", "float16_where_late", "float16_cond", "bfloat16"),
-    *("jmpx_where", "jmpx_counting_where", "jmpx_wrapped_where"),
-    *("jmpx_cond", "jmpx_counting_cond", "jmpx_wrapped_cond"),
-    *("jmpx_jmp_style", "jmpx_jmp_style_max", "bfloat16_jmpx", "bfloat16_jmpx_jmp_style"),
+OURS = [  # those that are compared, one after the other
+    *("float16_where", "jmpx_where", "jmpx_counting_where", "jmpx_wrapped_where"),
+    *("float16_where_late", "jmpx_jmp_style", "jmpx_jmp_style_max"),
+    *("float16_cond", "jmpx_cond", "jmpx_counting_cond", "jmpx_wrapped_cond"),
+    *("bfloat16", "bfloat16_jmpx", "bfloat16_jmpx_jmp_style"),
 ]
 STEPS = [
     "--implementations",
