@@ -48,7 +48,7 @@ COMMANDS = {
     "step_time": [["step_time.py", "--model=desktop", "--batch=2", "--rounds=10", *STEPS]],
     "compiled_step": [
         ["compiled_step.py", "--layers=12", "--steps", *PEERS],
-        ["compiled_step.py", "--layers=12", "--rounds=3", "--steps", *OURS],
+        ["compiled_step.py", "--layers=12", "--steps", *OURS],
         ["compiled_step.py", "--layers=48", "--timeout=190", "--steps", *DEEP],
     ],
 }

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import plot_results
 import pytest
+import report
 import step_time
 import underflow
 from gpu_vit import MODELS, QUICK, Bench, Implementation, Job, Point, Program
@@ -320,3 +321,14 @@ def test_products_of_a_function_count_as_often_as_it_is_called():
   }}
 """
     assert cuda_lowering.count_dots(text) == {"bf16 x f32": 3, "f32 x f32": 2}
+
+
+def test_the_tables_of_the_page_are_made_of_the_results():
+    found = report.tables(report.read())
+    assert f"\n\n{found}\n\n<!-- end -->" in report.PAGE.read_text()
+    assert {record["benchmark"] for record in report.read()} == set(report.COMMANDS)
+    rows = list(report.bars(report.read()))
+    assert len(rows) > 50 and all(row.bar > 0 for row in rows)
+    late = report.Row("bytes", value=1.02, bar=1.01)
+    assert late.cells() == ("bytes", "1.02", "≤ 1.01", "no, by 0.01")
+    assert report.Row("compile", value=7, bar=6, least=True).cells()[-1] == "yes"
