@@ -353,7 +353,7 @@ def replicate(run, how, params, batch):
         return jax.jit(mapped)(params, batch)
     shards = batch.reshape(4, -1, *batch.shape[1:])
     if how == "vmap":
-        return jax.vmap(run, in_axes=(None, 0), axis_name="data")(params, shards)
+        return jax.jit(jax.vmap(run, in_axes=(None, 0), axis_name="data"))(params, shards)
     return jax.pmap(run, axis_name="data", in_axes=(None, 0), devices=jax.devices()[:4])(
         params, shards
     )
@@ -383,14 +383,15 @@ def test_value_and_gradients_are_the_mean_over_an_axis(how, kind, rng):
     for name, grad in grads.items():
         expected = np.mean([g[name] for _, g in per_shard], axis=0)
         assert grad.dtype == jnp.float32
-        # Each shard's gradient is of float16 precision: of sums of terms larger than they are.
-        np.testing.assert_allclose(grad, expected, rtol=0, atol=4e-3 * abs(expected).max())
+        # Each shard's gradient is of float16 precision, their mean is not rounded to it.
+        np.testing.assert_allclose(grad, expected, rtol=2e-3, atol=2e-5)
 
 
 def run_alone(kind, params, shard):
-    value, _, _, grads = jmpx.filter_value_and_grad(loss_fn, KINDS[kind](), policy="c=f16")(
-        params, shard
-    )
+    # Compiled, as `pmap` and `shard_map` are: the roundings that XLA leaves out are the same ones.
+    value, _, _, grads = jax.jit(
+        jmpx.filter_value_and_grad(loss_fn, KINDS[kind](), policy="c=f16")
+    )(params, shard)
     return value, grads
 
 
