@@ -58,7 +58,6 @@ class Autocast:
                 self._output(value, aval)
                 for value, aval in zip(values, traced.jaxpr.out_avals, strict=True)
             ]
-        policy_map.mark_used(run.used)
         _warn_unused(run, stacklevel=3)
         return traced.rebuild(outputs)
 
@@ -176,7 +175,9 @@ def _operation(key: Any) -> str:
 
 def _warn_unused(run: Run, stacklevel: int) -> None:
     """Warns of each rule that no equation met, and names what is near."""
-    for rule in run.policy_map.unused():
+    for rule in run.policy_map.rules:
+        if rule in run.used:
+            continue
         name = rule.selector.removeprefix("op.").strip("*/")
         if rule.is_operation:
             met = [{n: f"op.{n}" for n in names} for names in (sorted(run.operations), KINDS)]

@@ -105,34 +105,19 @@ class PolicyMap:
         >>> policy_map = jmpx.get_policy_map("c=bf16,o=f32; BatchNorm: full")
         >>> str(policy_map)
         'params=float32,compute=bfloat16,output=float32; BatchNorm: compute=float32'
-        >>> [rule.selector for rule in policy_map.unused()]
-        ['BatchNorm']
     """
 
     default: Policy
     rules: tuple[Rule, ...] = ()
-    _matched: set[Rule] = dataclasses.field(
-        default_factory=set, init=False, repr=False, compare=False
-    )
 
     def rule_for(self, cls: type, path: str) -> Rule | None:
-        """Returns the last rule that matches a module, and notes all that match as used.
+        """Returns the last rule that matches a module, None without one.
 
         Args:
             cls: the module's class.
             path: the module's path, its names joined by slashes; empty for the root.
         """
-        matching = [rule for rule in self.rules if rule.matches(cls, path)]
-        self.mark_used(matching)
-        return matching[-1] if matching else None
-
-    def mark_used(self, rules: Iterable[Rule]) -> None:
-        """Notes that rules matched something."""
-        self._matched.update(rules)
-
-    def unused(self) -> tuple[Rule, ...]:
-        """Returns the rules that have not matched anything yet, in their order."""
-        return tuple(rule for rule in self.rules if rule not in self._matched)
+        return next((rule for rule in reversed(self.rules) if rule.matches(cls, path)), None)
 
     def __str__(self) -> str:
         """Returns the policy map string."""
@@ -255,8 +240,8 @@ def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stackle
         stacklevel: that of `warnings.warn` in the caller.
     """
     seen = list(seen)
-    for rule in policy_map.unused() if seen else ():
-        if rule.is_operation:
+    for rule in policy_map.rules if seen else ():
+        if rule.is_operation or any(rule.matches(cls, path) for cls, path in seen):
             continue
         if rule.is_path:
             paths = sorted({path for _, path in seen})

@@ -149,7 +149,6 @@ MATCHES = [
 def test_matching(selector, cls, path, expected):
     policy_map = jmpx.get_policy_map(f"{selector}: full")
     assert (policy_map.rule_for(cls, path) is not None) == expected
-    assert (policy_map.unused() == ()) == expected
 
 
 def test_the_last_rule_that_matches_wins():
@@ -161,12 +160,23 @@ def test_the_last_rule_that_matches_wins():
     assert policy_map.rule_for(int, "x") is None
 
 
-def test_unused_rules_are_those_that_matched_nothing():
+def test_a_used_map_is_the_value_that_it_was():
     policy_map = jmpx.get_policy_map("c=bf16; Norm: full; */head/*: c=f16; BatchNorm: c=bf16")
-    policy_map.rule_for(BatchNorm, "body")  # the first one matches, though the last one wins
-    assert [rule.selector for rule in policy_map.unused()] == ["*/head/*"]
-    fresh = pickle.loads(pickle.dumps(policy_map))
-    assert fresh == policy_map
+    before = pickle.dumps(policy_map), vars(policy_map).copy()
+    policy_map.rule_for(BatchNorm, "body")
+    assert (pickle.dumps(policy_map), vars(policy_map)) == before
+    assert pickle.loads(before[0]) == policy_map
+
+
+def test_rules_that_no_module_met_are_warned_of_each_time():
+    policy_map = jmpx.get_policy_map("c=bf16; Norm: full; */head/*: c=f16; BatchNorm: c=bf16")
+    body, head = (BatchNorm, "body"), (Norm, "head/x")
+    for _ in range(2):  # of BatchNorm's two rules the first matches, though the last one wins
+        with pytest.warns(UserWarning, match=r"'\*/head/\*: compute=float16'") as caught:
+            warn_unused(policy_map, [body], stacklevel=1)
+        assert len(caught) == 1
+    warn_unused(policy_map, [body, head], stacklevel=1)  # all matched
+    warn_unused(policy_map, [], stacklevel=1)  # no module ran: nothing is known
 
 
 def test_resolve_inherits():
