@@ -17,11 +17,13 @@ def table(policy_map: PolicyMap) -> str:
         dtypes = [dtype_name(dtype) for dtype in _dtypes(rule.resolve(default, default))]
         said = (True, rule.compute is not None, rule.output is not None)
         marks = ("" if s else " *" for s in said)
-        rows.append((rule.selector, *(d + m for d, m in zip(dtypes, marks, strict=True))))
+        rows.append((rule.label, *(d + m for d, m in zip(dtypes, marks, strict=True))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     if any("*" in cell for row in rows for cell in row[1:]):
         lines.append("* the compute dtype of what surrounds the call: here, of the default")
+    if any(rule.optional for rule in policy_map.rules):
+        lines.append("? no warning where the rule matches nothing")
     return "\n".join(lines)
 
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx import _jaxpr
-from jmpx._dtypes import DTypeLike, as_dtype, check_enabled
+from jmpx._dtypes import DTypeLike, as_dtype, check_computes
 from jmpx._evaluation import RESTORE, Run
-from jmpx._operations import KINDS, operation_name
+from jmpx._operations import operation_name
 from jmpx._policy import Policy, did_you_mean
-from jmpx._policy_map import PolicyMap, Rule, get_policy_map, warn_of
+from jmpx._policy_map import PolicyMap, Rule, get_policy_map, near_operation, warn_of
 from jmpx._registry import refuse_creation
 from jmpx._tree import is_floating
 from jmpx._values import Value
@@ -48,7 +48,7 @@ class Autocast:
         policy_map = self.policy_map
         for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
             if dtype is not None:
-                check_enabled(dtype)
+                check_computes(dtype)
         with refuse_creation():
             traced = _jaxpr.trace(lambda fn, *a, **k: fn(*a, **k), (self.fn, *args), kwargs)
         run = Run(policy_map)
@@ -178,14 +178,11 @@ def _warn_unused(run: Run, stacklevel: int) -> None:
     for rule in run.policy_map.rules:
         if rule in run.used:
             continue
-        name = rule.selector.removeprefix("op.").strip("*/")
         if rule.is_operation:
-            met = [{n: f"op.{n}" for n in names} for names in (sorted(run.operations), KINDS)]
-            kind, near = "operation", [did_you_mean(name, choices) for choices in met]
+            kind, near = "operation", near_operation(rule.selector, run.operations)
         else:
-            kind, near = "scope", [did_you_mean(name, _by_name(run.scopes))]
-        found = [end for end in near if end != "."]
-        warn_of(rule, run.policy_map, kind, [*found, "."][0], stacklevel + 1)
+            kind, near = "scope", did_you_mean(rule.selector.strip("*/"), _by_name(run.scopes))
+        warn_of(rule, run.policy_map, kind, near, stacklevel + 1)
 
 
 def _by_name(scopes: Iterable[str]) -> dict[str, str]:

@@ -105,3 +105,19 @@ def check_enabled(dtype: DTypeLike) -> None:
             "give float32: call jax.config.update('jax_enable_x64', True) at startup, or use "
             "float32."
         )
+
+
+def check_computes(dtype: DTypeLike) -> None:
+    """Refuses a dtype that nothing can compute in: those of 8 bits, which are for storage.
+
+    Raises:
+        ValueError: if `dtype` has 8 bits, or is float64 while 64-bit types are disabled.
+    """
+    if np.dtype(dtype).itemsize < 2:
+        name = dtype_name(dtype)
+        raise ValueError(
+            f"Cannot compute in {name}, where gradients would be 0 or NaN: {name} is a dtype to "
+            f"store in, as params={name} or output={name}; compute in bfloat16, float16 or "
+            "float32, as compute=bfloat16."
+        )
+    check_enabled(dtype)

@@ -83,3 +83,68 @@ FEEDS = {
 def operation_name(primitive: str) -> str:
     """Returns a primitive's name as rules spell it: `scatter-add` is `scatter_add`."""
     return primitive.replace("-", "_")
+
+
+# Functions and layers that users take for operations, on the right: no jaxpr holds one, it holds
+# those on the left, which decide about the precision. Rules are to name those.
+_FUNCTIONS = {
+    ("dot_general",): """
+        matmul dot vdot inner einsum tensordot linear dense multi_dot batch_matmul
+    """,
+    ("conv_general_dilated",): "conv conv1d conv2d conv3d conv_transpose convolve correlate",
+    ("dot_general", "exp", "reduce_sum"): "attention dot_product_attention",
+    ("exp", "reduce_sum"): "softmax",
+    ("exp", "reduce_sum", "log"): "log_softmax logsumexp cross_entropy softmax_cross_entropy",
+    ("exp", "log1p"): "softplus log_sigmoid logaddexp",
+    ("expm1",): "elu selu celu",
+    ("tanh", "erfc"): "gelu",  # approximate, and exact
+    ("logistic",): "sigmoid silu swish glu",
+    ("max",): "relu maximum",
+    ("min",): "minimum",
+    ("max", "min"): "relu6 clip",
+    ("reduce_sum",): "sum mean average",
+    ("reduce_sum", "square"): "var",
+    ("reduce_sum", "square", "sqrt"): "std",
+    ("reduce_sum", "sqrt"): "norm",
+    ("reduce_sum", "rsqrt"): """
+        layer_norm layernorm batch_norm batchnorm group_norm groupnorm rms_norm rmsnorm instance_norm
+    """,
+    ("reduce_prod",): "prod",
+    ("reduce_max",): "amax",
+    ("reduce_min",): "amin",
+    ("reduce_window_max",): "max_pool",
+    ("reduce_window_sum",): "avg_pool",
+    ("select_n",): "where select",
+    ("gather",): "take take_along_axis embed embedding",
+    ("scatter_add",): "segment_sum",
+    ("div",): "divide true_divide reciprocal",
+    ("mul",): "multiply",
+    ("sub",): "subtract",
+    ("neg",): "negative",
+    ("abs",): "absolute",
+    ("pow",): "power",
+    ("log",): "log10",
+    ("asin",): "arcsin",
+    ("acos",): "arccos",
+    ("atan",): "arctan",
+    ("atan2",): "arctan2",
+    ("asinh",): "arcsinh",
+    ("acosh",): "arccosh",
+    ("atanh",): "arctanh",
+}
+_INSTEAD = {name: ops for ops, names in _FUNCTIONS.items() for name in names.split()}
+
+
+def instead_of(name: str) -> str | None:
+    """Returns the selectors to write for a function that is no operation of its own, in words.
+
+    Args:
+        name: what stands after `op.` in a rule, such as `softmax`.
+
+    Returns:
+        The selectors, such as `"'op.exp' and 'op.reduce_sum'"`; None for any other name.
+    """
+    if name.lower() not in _INSTEAD:
+        return None
+    *others, last = (f"'op.{operation}'" for operation in _INSTEAD[name.lower()])
+    return f"{', '.join(others)} and {last}" if others else last

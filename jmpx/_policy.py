@@ -1,6 +1,7 @@
 """Policies: which dtype parameters are stored, computation runs and results leave in."""
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jmpx._dtypes import (
     DTypeLike,
     as_dtype,
+    check_computes,
     describe_dtypes,
     dtype_name,
     dtype_names,
@@ -63,7 +65,12 @@ class Policy:
         return cast_tree(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
-        """Casts the floating leaves of a pytree to `compute_dtype`; see `jmpx.cast_tree`."""
+        """Casts the floating leaves of a pytree to `compute_dtype`; see `jmpx.cast_tree`.
+
+        Raises:
+            ValueError: if the compute dtype is one of 8 bits, which are for storage.
+        """
+        check_computes(self.compute_dtype)
         return cast_tree(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: T) -> T:
@@ -89,7 +96,7 @@ class Policy:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in fields.items())})"
 
 
-_KEYS = {
+KEYS = {
     "p": "params", "param": "params", "params": "params",
     "c": "compute", "compute": "compute",
     "o": "output", "output": "output",
@@ -108,6 +115,13 @@ _PRESETS = {
 }
 
 
+_NO_RULES = (
+    "a policy has no rules, which are for what takes a policy map: jmpx.get_policy_map, "
+    "jmpx.autocast, the policies and with_policies of the adapters, and "
+    "jmpx.flags.DEFINE_policy_map"
+)
+
+
 def get_policy(policy: str | Policy) -> Policy:
     """Parses a policy string.
 
@@ -115,7 +129,8 @@ def get_policy(policy: str | Policy) -> Policy:
     or `params`, `c` or `compute`, `o` or `output`; or one bare dtype for all three. Params left out
     are float32, compute follows params, output follows compute. White space and case do not count.
     Beyond JMP it knows Lightning's precision strings (`bf16-mixed`, `16-mixed`, `bf16-true`,
-    `16-true`, `32-true`, `64-true`) and Keras's (`mixed_bfloat16`, `mixed_float16`).
+    `16-true`, `32-true`, `64-true`) and Keras's (`mixed_bfloat16`, `mixed_float16`). One semicolon
+    at the end does not count.
 
     The dtype `half` is float16, on TPU bfloat16: it alone asks JAX for its backend when it is
     parsed, so in a multi-host program parse it after `jax.distributed.initialize`.
@@ -127,8 +142,9 @@ def get_policy(policy: str | Policy) -> Policy:
         The policy.
 
     Raises:
-        TypeError: if `policy` is neither a string nor a policy.
-        ValueError: if the string is not of the grammar; the message says where.
+        TypeError: if `policy` is neither a string nor a policy; a policy map is none.
+        ValueError: if the string is not of the grammar, or has rules, as a policy map may; the
+            message says where.
 
     Example:
         >>> import jmpx
@@ -145,15 +161,65 @@ float8_*; did you mean 'bfloat16'?
     """
     if isinstance(policy, Policy):
         return policy
+    if isinstance(getattr(policy, "default", None), Policy):  # PolicyMap imports this file
+        raise TypeError(
+            f"Expected a policy, got the policy map {str(policy)!r}: {_NO_RULES}; its .default is "
+            "a policy."
+        )
     if not isinstance(policy, str):
         raise TypeError(
             f"Expected a policy string or a jmpx.Policy, got {policy!r}: write for example "
             "'params=float32,compute=bfloat16,output=float32'."
         )
-    fields = parse_fields(policy, policy, 0, bare=("params", "compute", "output"))
+    part = without_last_semicolon(policy)
+    _refuse_rules(part, policy)
+    fields = parse_fields(part, policy, 0, bare=("params", "compute", "output"))
     params = fields.get("params", jnp.float32)
     compute = fields.get("compute", params)
     return Policy(params, compute, fields.get("output", compute))
+
+
+def without_last_semicolon(text: str) -> str:
+    """Returns a policy or policy map without the semicolon that may end it."""
+    return text.rstrip().removesuffix(";")
+
+
+def _refuse_rules(part: str, text: str) -> None:
+    """Refuses the semicolons and rules of a policy map, but for a colon that is to be `=`."""
+    start = 0
+    for piece in part.split(";"):
+        selector, colon, _ = piece.partition(":")
+        if colon and "=" not in selector and selector.strip().lower() not in KEYS:
+            raise ValueError(
+                f"Unexpected rule {piece.strip()!r} {place(piece, start)} of policy {text!r}: "
+                f"{_NO_RULES}."
+            )
+        start += len(piece) + 1
+    if ";" in part:
+        raise ValueError(
+            f"Unexpected ';' at position {part.index(';')} of policy {text!r}: write commas "
+            "between the parts of a policy."
+        )
+
+
+def refuse_colons(part: str, text: str, start: int, end: str = "") -> None:
+    """Refuses `compute:bf16`, in which a colon stands where an equals sign belongs.
+
+    Args:
+        part: the policy's own text.
+        text: all of what the user wrote, for error messages.
+        start: where in it `part` begins.
+        end: what the error message says besides.
+    """
+    for field in part.split(","):
+        key, colon, _ = field.partition(":")
+        if colon and key.strip().lower() in KEYS:
+            meant = re.sub(r"\s*:\s*=?\s*", "=", part.strip())
+            raise ValueError(
+                f"Unexpected ':' at position {start + len(key)} of policy {text!r}: write "
+                f"{meant!r}, with an equals sign{end}."
+            )
+        start += len(field) + 1
 
 
 def parse_fields(part: str, text: str, start: int, bare: tuple[str, ...]) -> dict[str, Any]:
@@ -171,6 +237,7 @@ def parse_fields(part: str, text: str, start: int, bare: tuple[str, ...]) -> dic
     preset = _PRESETS.get(part.strip().lower())
     if preset is not None:
         return parse_fields(preset, preset, 0, bare=("params", "compute", "output"))
+    refuse_colons(part, text, start)
     if "=" not in part:
         dtype = _parse_dtype(part, text, start, presets=_PRESETS)
         return dict.fromkeys(bare, dtype)
@@ -200,11 +267,11 @@ def _parse_field(field: str, text: str, start: int) -> tuple[str, Any]:
             f"Missing key for {field.strip()!r} {place(field, start)} of policy {text!r}: write "
             "'params=', 'compute=' or 'output=' before it."
         )
-    name = _KEYS.get(key.strip().lower())
+    name = KEYS.get(key.strip().lower())
     if name is None:
         raise ValueError(
             f"Unknown key {key.strip()!r} {place(key, start)} of policy {text!r}: expected one of "
-            f"'params' (p, param), 'compute' (c) or 'output' (o){did_you_mean(key, _KEYS)}"
+            f"'params' (p, param), 'compute' (c) or 'output' (o){did_you_mean(key, KEYS)}"
         )
     return name, _parse_dtype(value, text, start + len(key) + 1)
 

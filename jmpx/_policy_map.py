@@ -9,10 +9,20 @@ from typing import Any
 import jax
 
 from jmpx._dtypes import dtype_name
-from jmpx._policy import Policy, did_you_mean, get_policy, parse_fields, place
+from jmpx._operations import KINDS, instead_of
+from jmpx._policy import (
+    KEYS,
+    Policy,
+    did_you_mean,
+    get_policy,
+    parse_fields,
+    place,
+    refuse_colons,
+    without_last_semicolon,
+)
 
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_KEYS = ("params", "compute", "output")
+_FIELDS = ("params", "compute", "output")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +35,20 @@ class Rule:
         params: the dtype in which parameters are stored, None for that of the default.
         compute: the dtype in which computation runs, None for that of what surrounds the call.
         output: the dtype in which results leave, None for what surrounds the call computes in.
+        optional: whether it may match nothing without a warning; in a string, a question mark at
+            the end of the selector says so (`BatchNorm?: full`).
     """
 
     selector: str
     params: Any = None
     compute: Any = None
     output: Any = None
+    optional: bool = False
+
+    @property
+    def label(self) -> str:
+        """The selector as it stands in a string, with the mark of an optional rule."""
+        return f"{self.selector}?" if self.optional else self.selector
 
     @property
     def is_operation(self) -> bool:
@@ -84,9 +102,9 @@ class Rule:
 
     def __str__(self) -> str:
         """Returns the rule as it stands in a policy map string."""
-        fields = [(key, getattr(self, key)) for key in _KEYS]
+        fields = [(key, getattr(self, key)) for key in _FIELDS]
         said = ",".join(f"{key}={dtype_name(dtype)}" for key, dtype in fields if dtype is not None)
-        return f"{self.selector}: {said}"
+        return f"{self.label}: {said}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +151,9 @@ def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
 
     The others are rules, `selector: policy`. A selector is a class name (`BatchNorm`, or
     `haiku.BatchNorm` to tell which), which subclasses match too; a glob of paths, which holds `/`
-    or `*`; or, for autocast, an operation (`op.exp`). The last rule that matches wins.
+    or `*`; or, for autocast, an operation (`op.exp`). The last rule that matches wins. A question
+    mark at the end of a selector (`BatchNorm?: full`) makes the rule optional: where it matches
+    nothing, no warning says so. One semicolon at the end of the string does not count.
 
     A rule makes an island. What it does not say is inherited: params from the default, compute
     and output from the compute dtype of the policy that surrounds the call. A bare dtype in a rule
@@ -170,7 +190,7 @@ def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
     default: Policy | None = None
     rules: list[Rule] = []
     start = 0
-    for part in policy_map.split(";"):
+    for part in without_last_semicolon(policy_map).split(";"):
         if not part.strip():
             raise ValueError(
                 f"Empty rule {place(part, start)} of policy map {policy_map!r}: write a policy or "
@@ -190,13 +210,17 @@ def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
 
 
 def _parse_default(part: str, text: str, start: int) -> Policy:
-    parse_fields(part, text, start, bare=_KEYS)  # for an error that counts from the map's beginning
+    parse_fields(part, text, start, bare=_FIELDS)  # for an error that counts from the map's beginning
     return get_policy(part)
 
 
 def _parse_rule(part: str, text: str, start: int) -> Rule:
     selector, _, policy = part.partition(":")
     name = selector.strip()
+    if name.rpartition(",")[2].strip() in KEYS:
+        refuse_colons(part, text, start, f", or '*/{name}' for a path" if name in KEYS else "")
+    optional = name.endswith("?")
+    name = name.removesuffix("?").rstrip()
     if not (_CLASS.fullmatch(name) or "/" in name or "*" in name) or re.search(r"[\s=,]", name):
         raise ValueError(
             f"Unknown selector {name!r} {place(selector, start)} of policy map {text!r}: expected "
@@ -209,14 +233,34 @@ def _parse_rule(part: str, text: str, start: int) -> Rule:
             f"for example '{name}: full'."
         )
     fields = parse_fields(policy, text, start + len(selector) + 1, bare=("compute",))
-    return Rule(name, **fields)
+    return Rule(name, **fields, optional=optional)
 
 
 def _matches_path(glob: str, path: str) -> bool:
-    pattern = ".*".join(re.escape(piece) for piece in glob.split("*"))
+    pieces = glob.split("*")
     whole = f"/{path}/"
-    candidates = (path, whole, whole[1:], whole[:-1])
-    return any(re.fullmatch(pattern, candidate) for candidate in candidates)
+    return any(_matches(pieces, text) for text in (path, whole, whole[1:], whole[:-1]))
+
+
+def _matches(pieces: list[str], text: str) -> bool:
+    """Tells whether `text` consists of the pieces of a glob in turn, with any text between them.
+
+    It takes each piece between the first and the last where it first occurs, which leaves the most
+    text to those after it: so nothing is tried twice, as a regular expression would.
+    """
+    first, *rest = pieces
+    if not rest:
+        return text == first
+    *middle, last = rest
+    start, end = len(first), len(text) - len(last)
+    if start > end or not (text.startswith(first) and text.endswith(last)):
+        return False
+    for piece in middle:
+        found = text.find(piece, start, end)
+        if found < 0:
+            return False
+        start = found + len(piece)
+    return True
 
 
 def _matches_class(selector: str, cls: type) -> bool:
@@ -232,32 +276,70 @@ traced_under = jax.make_user_context(None)
 
 
 def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stacklevel: int) -> None:
-    """Warns of each rule that matched nothing, and names the nearest class or path that exists.
+    """Warns of each rule that an adapter had no use for, unless it is optional.
+
+    A rule for an operation is autocast's. Of any other that matched nothing, the warning names the
+    nearest class or path that exists.
 
     Args:
-        policy_map: the policy map; its rules for operations are autocast's affair.
-        seen: the class and path of every module that was asked for; of none, nothing is known.
+        policy_map: the policy map.
+        seen: the class and path of every module that was asked for; if none was, nothing is known
+            of the rules for modules.
         stacklevel: that of `warnings.warn` in the caller.
     """
     seen = list(seen)
-    for rule in policy_map.rules if seen else ():
-        if rule.is_operation or any(rule.matches(cls, path) for cls, path in seen):
-            continue
-        if rule.is_path:
-            paths = sorted({path for _, path in seen})
-            near = did_you_mean(rule.selector.strip("*/"), _by_last_name(paths))
-        else:
-            classes = {base.__name__ for cls, _ in seen for base in cls.__mro__[:-1]}
-            near = did_you_mean(rule.selector.rpartition(".")[2], sorted(classes))
-        warn_of(rule, policy_map, "path" if rule.is_path else "class", near, stacklevel + 1)
+    for rule in policy_map.rules:
+        if rule.is_operation:
+            end = ": operations are those of jmpx.autocast, no module's"
+            warn_of(rule, policy_map, "module", f"{end}.", stacklevel + 1)
+        elif seen and not any(rule.matches(cls, path) for cls, path in seen):
+            kind = "path" if rule.is_path else "class"
+            warn_of(rule, policy_map, kind, _near(rule, seen), stacklevel + 1)
 
 
 def warn_of(rule: Rule, policy_map: PolicyMap, kind: str, near: str, stacklevel: int) -> None:
-    """Warns of a rule that matched nothing of its kind, with what is near to its selector."""
-    warnings.warn(
-        f"The rule {str(rule)!r} of policy map {str(policy_map)!r} matched no {kind}{near}",
-        stacklevel=stacklevel + 1,
-    )
+    """Warns of a rule that matched nothing of its kind, unless the rule is optional.
+
+    Args:
+        rule: the rule.
+        policy_map: the policy map that it is from.
+        kind: of what it matched none.
+        near: the end of the message: what is near to the selector.
+        stacklevel: that of `warnings.warn` in the caller.
+    """
+    if not rule.optional:
+        warnings.warn(
+            f"The rule {str(rule)!r} of policy map {str(policy_map)!r} matched no {kind}{near}",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _near(rule: Rule, seen: Iterable[tuple[type, str]]) -> str:
+    """Returns the end of a warning: the class or the path that a rule may mean."""
+    paths = sorted({path for _, path in seen})
+    if rule.is_path:
+        return did_you_mean(rule.selector.strip("*/"), _by_last_name(paths))
+    names = {path.rpartition("/")[2] for path in paths} - {""}
+    classes = {base.__name__ for cls, _ in seen for base in cls.__mro__[:-1]}
+    choices = {name: f"*/{name}" for name in sorted(names)} | {name: name for name in classes}
+    return did_you_mean(rule.selector.rpartition(".")[2], choices)
+
+
+def near_operation(selector: str, met: Iterable[str]) -> str:
+    """Returns the end of a warning: the operations that a rule for an operation may mean.
+
+    Args:
+        selector: the selector of a rule that met no operation.
+        met: the operations that ran.
+    """
+    name = selector.removeprefix("op.")
+    instead = instead_of(name)
+    if instead is not None:
+        return f", as {name!r} is none of JAX's primitives: write {instead}."
+    near = did_you_mean(name, {n: f"op.{n}" for n in sorted(met) if n != name})
+    if near != "." or name in KINDS:  # one of JAX's that did not run is spelled as it should be
+        return near
+    return did_you_mean(name, {n: f"op.{n}" for n in KINDS})
 
 
 def _by_last_name(paths: Iterable[str]) -> dict[str, str]:

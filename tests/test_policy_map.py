@@ -67,7 +67,8 @@ def test_str_round_trips(default, rules):
 
 BAD = [
     ("", "Empty rule at position 0"),
-    ("c=bf16;", "Empty rule at position 7"),
+    (";", "Empty rule at position 0"),
+    ("c=bf16;;", "Empty rule at position 7"),
     ("c=bf16;; BatchNorm: full", "Empty rule at position 7"),
     ("c=bf16; BatchNorm:", "Missing policy for 'BatchNorm' at position 8"),
     ("c=bf16; : full", "Unknown selector '' at position"),
@@ -203,11 +204,12 @@ def test_warnings_name_the_rule_and_the_nearest_class_or_path():
         warn_unused(policy_map, seen, 1)
     assert all(w.filename == __file__ for w in caught)
     texts = [str(w.message) for w in caught]
-    assert len(texts) == 4  # rules for operations are autocast's affair
+    assert len(texts) == 5
     assert "'BatchNrm: compute=float32'" in texts[0] and "did you mean 'BatchNorm'?" in texts[0]
     assert "did you mean 'Linear'?" in texts[1]
     assert "matched no path" in texts[2] and "did you mean 'net/head'?" in texts[2]
-    assert texts[3].endswith("matched no path.")
+    assert "'op.exp: compute=float32'" in texts[3] and "jmpx.autocast" in texts[3]
+    assert texts[4].endswith("matched no path.")
 
 
 def test_no_warning_when_nothing_was_met():
