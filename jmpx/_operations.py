@@ -107,7 +107,8 @@ _FUNCTIONS = {
     ("reduce_sum", "square", "sqrt"): "std",
     ("reduce_sum", "sqrt"): "norm",
     ("reduce_sum", "rsqrt"): """
-        layer_norm layernorm batch_norm batchnorm group_norm groupnorm rms_norm rmsnorm instance_norm
+        layer_norm layernorm batch_norm batchnorm group_norm groupnorm instance_norm
+        rms_norm rmsnorm
     """,
     ("reduce_prod",): "prod",
     ("reduce_max",): "amax",

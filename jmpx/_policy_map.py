@@ -210,7 +210,9 @@ def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
 
 
 def _parse_default(part: str, text: str, start: int) -> Policy:
-    parse_fields(part, text, start, bare=_FIELDS)  # for an error that counts from the map's beginning
+    parse_fields(
+        part, text, start, bare=_FIELDS
+    )  # for an error that counts from the map's beginning
     return get_policy(part)
 
 

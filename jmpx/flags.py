@@ -42,10 +42,50 @@ class _PolicyMapParser(flags.ArgumentParser):
 
 
 class _StrSerializer(flags.ArgumentSerializer):
-    """Writes a policy or policy map as the string that parses back to it."""
+    """Writes a value as the string that parses back to it."""
 
-    def serialize(self, value: Policy | PolicyMap) -> str:
+    def serialize(self, value: Any) -> str:
         return str(value)
+
+
+class _Flag(flags.Flag):
+    """A flag that parses what a program sets, too.
+
+    absl keeps `FLAGS.mp_policy = "c=f16"` and `flagsaver(mp_policy="c=f16")` as the string that
+    they are, to be met only where it is used.
+    """
+
+    @property
+    def value(self) -> Any:
+        """The value, parsed; None where there is none."""
+        return self._value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._value = None if value is None else self._parse(value)
+
+
+class _BooleanFlag(_Flag, flags.BooleanFlag):
+    """A boolean flag that parses what a program sets, too: "false" is not true."""
+
+
+class _EnumFlag(_Flag, flags.EnumFlag):
+    """An enum flag that parses what a program sets, too: "static" is Static."""
+
+
+def _define(
+    parser: flags.ArgumentParser,
+    name: str,
+    default: Any,
+    help: str,
+    flag_values: flags.FlagValues,
+    required: bool = False,
+    module_name: str | None = None,
+    **args: Any,
+) -> flags.FlagHolder:
+    """Does what `flags.DEFINE` does, with a flag that parses what a program sets, too."""
+    flag = _Flag(parser, _StrSerializer(), name, default, help, **args)
+    return flags.DEFINE_flag(flag, flag_values, module_name, required=required)
 
 
 def DEFINE_policy(
@@ -85,16 +125,7 @@ def DEFINE_policy(
         >>> str(policy.value)
         'params=float32,compute=bfloat16,output=float32'
     """
-    return flags.DEFINE(
-        _PolicyParser(),
-        name,
-        default,
-        help,
-        flag_values=flag_values,
-        serializer=_StrSerializer(),
-        required=required,
-        **args,
-    )
+    return _define(_PolicyParser(), name, default, help, flag_values, required, **args)
 
 
 def DEFINE_policy_map(
@@ -131,16 +162,7 @@ def DEFINE_policy_map(
         >>> str(rules.value.rules[0])
         'BatchNorm: compute=float32'
     """
-    return flags.DEFINE(
-        _PolicyMapParser(),
-        name,
-        default,
-        help,
-        flag_values=flag_values,
-        serializer=_StrSerializer(),
-        required=required,
-        **args,
-    )
+    return _define(_PolicyMapParser(), name, default, help, flag_values, required, **args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +178,19 @@ class MixedPrecisionFlags:
 
     @property
     def policy(self) -> Policy:
-        """The policy of `--mp_policy`; the default of its policy map where it has rules."""
-        return self.policy_map.default
+        """The policy of `--mp_policy`.
+
+        Raises:
+            ValueError: if the flag has rules, which a policy would drop.
+        """
+        policy_map = self.policy_map
+        if policy_map.rules:
+            raise ValueError(
+                f"Cannot read one policy from --{self._holders['policy'].name}='{policy_map}', "
+                "whose rules it would drop: give the flag a policy without rules, or let the "
+                "program read policy_map, whose .default is the policy without them."
+            )
+        return policy_map.default
 
     @property
     def skip_nonfinite(self) -> bool:
@@ -168,7 +201,9 @@ class MixedPrecisionFlags:
         """Makes the loss scale that the `--mp_scale_*` flags and `--mp_min_scale` describe."""
         kind = self._holders["scale_type"].value
         if kind == "auto":
-            computes_in = {self.policy.compute_dtype, *(r.compute for r in self.policy_map.rules)}
+            policy_map = self.policy_map
+            default = policy_map.default.compute_dtype
+            computes_in = {default, *(rule.compute for rule in policy_map.rules)}
             kind = "Dynamic" if get_policy("float16").compute_dtype in computes_in else "NoOp"
         if kind == "NoOp":
             return NoOpLossScale()
@@ -222,14 +257,21 @@ def define_mp_flags(
         "for parts of the model.",
         flag_values,
     )
-    skip_nonfinite = flags.DEFINE_bool(
-        f"{prefix}_skip_nonfinite",
-        True,
-        "Whether to skip the optimizer step where gradients are not finite.",
-        flag_values=flag_values,
+    skip_nonfinite = flags.DEFINE_flag(
+        _BooleanFlag(
+            f"{prefix}_skip_nonfinite",
+            True,
+            "Whether to skip the optimizer step where gradients are not finite.",
+        ),
+        flag_values,
     )
     scale = _define_scale_flags(prefix, flag_values)
-    return MixedPrecisionFlags({"policy": policy, "skip_nonfinite": skip_nonfinite, **scale})
+    holders = {"policy": policy, "skip_nonfinite": skip_nonfinite, **scale}
+    for holder in holders.values():  # a program may set None, which would pass for a value
+        flags.register_validator(
+            holder.name, lambda value: value is not None, "must have a value", flag_values
+        )
+    return MixedPrecisionFlags(holders)
 
 
 def _define_scale_flags(prefix: str, flag_values: flags.FlagValues) -> dict[str, flags.FlagHolder]:
@@ -237,38 +279,43 @@ def _define_scale_flags(prefix: str, flag_values: flags.FlagValues) -> dict[str,
     scale_type, scale_value = f"{prefix}_scale_type", f"{prefix}_scale_value"
     min_scale = f"{prefix}_min_scale"
     holders = {
-        "scale_type": flags.DEFINE_enum(
-            scale_type,
-            "auto",
-            _SCALE_TYPES,
-            "The kind of loss scale; auto is Dynamic if the policy computes in float16, else NoOp.",
+        "scale_type": flags.DEFINE_flag(
+            _EnumFlag(
+                scale_type,
+                "auto",
+                "The kind of loss scale; auto is Dynamic if the policy computes in float16, else "
+                "NoOp.",
+                _SCALE_TYPES,
+                case_sensitive=False,
+            ),
             flag_values,
-            case_sensitive=False,
         ),
-        "scale_value": flags.DEFINE_float(
+        "scale_value": _define(
+            flags.FloatParser(),
             scale_value,
             2.0**15,
             "The loss scale of Static; the one that Dynamic begins with.",
-            flag_values=flag_values,
+            flag_values,
         ),
-        "scale_period": flags.DEFINE_integer(
+        "scale_period": _define(
+            flags.IntegerParser(lower_bound=1),
             f"{prefix}_scale_period",
             2000,
             "After how many finite steps the dynamic loss scale doubles.",
-            lower_bound=1,
-            flag_values=flag_values,
+            flag_values,
         ),
-        "min_scale": flags.DEFINE_float(
+        "min_scale": _define(
+            flags.FloatParser(),
             min_scale,
             1.0,
             "What the dynamic loss scale never falls below; may be less than 1.",
-            flag_values=flag_values,
+            flag_values,
         ),
     }
     for name in (scale_value, min_scale):
         flags.register_validator(
             name,
-            lambda value: 0 < value <= _LARGEST,
+            lambda value: value is not None and 0 < value <= _LARGEST,
             "must be a positive number that float32 can hold",
             flag_values=flag_values,
         )

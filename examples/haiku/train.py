@@ -248,7 +248,8 @@ def draw(history: History, path: str) -> None:
 def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
-    jmpx.set_policy(hk.BatchNorm, BN_POLICY.value.with_output_dtype(MP.policy.compute_dtype))
+    compute_dtype = MP.policy_map.default.compute_dtype
+    jmpx.set_policy(hk.BatchNorm, BN_POLICY.value.with_output_dtype(compute_dtype))
     history = History()
     train(history)
     # The first step includes compilation.
