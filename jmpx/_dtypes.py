@@ -107,13 +107,23 @@ def check_enabled(dtype: DTypeLike) -> None:
         )
 
 
+def _is_for_storage(dtype: DTypeLike) -> bool:
+    """Whether nothing can compute in a dtype: without scales, 8 bits hold no gradient."""
+    return np.dtype(dtype).itemsize < 2
+
+
+def computable(dtype: DTypeLike) -> Any:
+    """Returns the dtype in which statistics of what is stored in `dtype` are computed."""
+    return jnp.float32 if _is_for_storage(dtype) else dtype
+
+
 def check_computes(dtype: DTypeLike) -> None:
-    """Refuses a dtype that nothing can compute in: those of 8 bits, which are for storage.
+    """Refuses to compute in a dtype that is for storage alone, and in a disabled float64.
 
     Raises:
         ValueError: if `dtype` has 8 bits, or is float64 while 64-bit types are disabled.
     """
-    if np.dtype(dtype).itemsize < 2:
+    if _is_for_storage(dtype):
         name = dtype_name(dtype)
         raise ValueError(
             f"Cannot compute in {name}, where gradients would be 0 or NaN: {name} is a dtype to "

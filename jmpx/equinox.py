@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jmpx._dtypes import computable
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_for
@@ -160,7 +161,8 @@ class _Builder:
         if own is None and around is not None and isinstance(module, _CELLS + _WITH_STATISTICS):
             own = around.with_output_dtype(around.compute_dtype)
         if own is not None and isinstance(module, _WITH_STATISTICS):
-            own = dataclasses.replace(own, compute_dtype=_floating_dtype(module, jnp.float32))
+            stored = _floating_dtype(module, jnp.float32)
+            own = dataclasses.replace(own, compute_dtype=computable(stored))
         return own
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jmpx._dtypes import computable
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, traced_under, warn_unused
 from jmpx._registry import policy_for
@@ -67,7 +68,7 @@ class _Run:
         policy = policy_for(self.policy_map, type(module), module.module_name, surrounding)
         if policy is None and isinstance(module, hk.ExponentialMovingAverage):
             # A running statistic keeps its dtype: in bfloat16, a decay of 0.999 would be 1.
-            stored = self.policy_map.default.param_dtype
+            stored = computable(self.policy_map.default.param_dtype)
             return Policy(stored, stored, self.calls[-1].policy.compute_dtype)
         return policy
 

@@ -156,6 +156,26 @@ def test_8_bits_remain_a_dtype_to_parse_and_to_store_in(name):
     assert str(jmpx.get_policy_map(f"Linear: {name}")).endswith(f"Linear: compute={name}")
 
 
+def test_statistics_of_a_model_that_is_stored_in_8_bits_are_float32():
+    network = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(x, True))
+    with jmpx.haiku.policies("p=float8_e4m3fn,c=bf16"):
+        params, state = network.init(jax.random.key(0), X)
+        y, state = network.apply(params, state, None, X)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float8_e4m3fn"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"float32", "int32"}
+    assert y.dtype == jnp.bfloat16
+
+    model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
+    model = jmpx.cast_tree(model, "float8_e4m3fn")
+    view = jmpx.equinox.with_policies(model, "p=float8_e4m3fn,c=bf16")
+    y, state = jax.vmap(view, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(X, state)
+    assert y.dtype == jnp.bfloat16
+    statistics = [
+        leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    assert statistics and {leaf.dtype.name for leaf in statistics} == {"float32"}
+
+
 def test_a_policy_that_casts_in_its_own_way_may_compute_in_8_bits():
     class Scaled(jmpx.Policy):
         def cast_to_compute(self, tree):
