@@ -1,0 +1,107 @@
+"""What ships: the wheel, the source distribution, an editable install, the description."""
+
+import configparser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from helpers import run_python_blocks
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = (".ci", "benchmarks", "docs", "examples", "jmpx", "tests")
+FILES = """
+    CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in README.md pyproject.toml setup.cfg
+""".split()
+KINDS = ("sdist", "wheel", "editable")
+BUILD = """
+import sys
+from setuptools import build_meta
+for folder in sys.argv[1:]:
+    getattr(build_meta, "build_" + folder.rpartition("/")[2])(folder)
+"""
+
+
+def description():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    return ROOT / setup["metadata"]["long_description"].removeprefix("file: ")
+
+
+def test_the_description_stands_without_the_repository():
+    text = description().read_text()
+    targets = re.findall(r"\]\(([^)]*)\)|(?:href|src)=\"([^\"]*)\"|^\[.*\]: (\S+)", text, re.M)
+    assert targets
+    for target in targets:
+        assert "".join(target).startswith("https://"), target
+    run_python_blocks(description())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The repository's files in a folder that git does not know, and all that is built there."""
+    pytest.importorskip("setuptools", minversion="77")  # as pyproject.toml asks of a build
+    source = tmp_path_factory.mktemp("source")
+    for name in FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".*_cache")
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in FILES:
+        shutil.copy(ROOT / name, source / name)
+    files = {str(p.relative_to(source)) for p in source.rglob("*") if p.is_file()}
+    folders = {kind: tmp_path_factory.mktemp("out") / kind for kind in KINDS}
+    for folder in folders.values():
+        folder.mkdir()
+    command = [sys.executable, "-c", BUILD, *map(str, folders.values())]
+    result = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert result.returncode == 0 and "Deprecat" not in result.stderr, result.stderr
+    return source, files, {kind: next(folder.iterdir()) for kind, folder in folders.items()}
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built):
+    _, files, archives = built
+    wheel = zipfile.ZipFile(archives["wheel"])
+    names = set(wheel.namelist())
+    package = {name for name in names if ".dist-info/" not in name}
+    assert package == {name for name in files if name.startswith("jmpx/")}
+    assert {"jmpx/py.typed", "jmpx/__init__.py"} <= package
+    (metadata,) = (name for name in names if name.endswith("/METADATA"))
+    assert description().read_text() in wheel.read(metadata).decode()
+
+
+def test_type_checkers_find_an_editable_install(built):
+    source, _, archives = built
+    wheel = zipfile.ZipFile(archives["editable"])
+    # They read the paths in .pth files, and run no import hook.
+    (name,) = (name for name in wheel.namelist() if ".dist-info/" not in name)
+    assert name.endswith(".pth")
+    assert wheel.read(name).decode().strip() == str(source.resolve())
+
+
+def test_the_source_distribution_runs_its_tests(built, tmp_path):
+    _, files, archives = built
+    with tarfile.open(archives["sdist"]) as tar:
+        tar.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    there = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
+    assert files <= there
+    assert {name.partition("/")[0] for name in there - files} <= {"PKG-INFO", "jmpx.egg-info"}
+    # Some that read the other folders: the benchmarks are imported, CI's script runs.
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/test_flags.py",
+    ]
+    command += ["tests/test_readme.py", "tests/test_benchmarks.py", "-k", "flags or command"]
+    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
+    result = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert re.search(r"^\d\d+ passed, \d\d+ deselected", result.stdout, re.M), result.stdout
