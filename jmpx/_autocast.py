@@ -119,10 +119,10 @@ def autocast(
     Raises:
         TypeError: if `fn` is not callable, or a dtype is not one.
         ValueError: if a string is not a policy map, a dtype not a floating one, or, when called,
-            if `fn` creates Haiku parameters.
+            if `fn` creates Haiku parameters or a compute dtype has 8 bits.
 
     Warns:
-        UserWarning: when called, of each rule that matched nothing.
+        UserWarning: when called, of each rule that matched nothing and is not optional.
 
     Example:
         >>> import jax.numpy as jnp
@@ -210,7 +210,8 @@ def save_low_precision(primitive: Any, *avals: Any, **params: Any) -> bool:
 
     Results in 16 bits are saved, and so are masks and indices. What is computed in float32, such
     as a softmax or the statistics of a norm, is computed again, as is what multiplications, casts
-    and changes of shape make of what is saved.
+    and changes of shape make of what is saved. That is what JAX asks for: peak memory is the
+    compiler's, and may even grow, so measure it.
 
     Args:
         primitive: the operation.
