@@ -31,8 +31,8 @@ class Policy:
 
     Args:
         param_dtype: the dtype in which parameters are stored.
-        compute_dtype: the dtype in which computation runs; one of 8 bits is refused when it is first
-            used, as it is for storage alone.
+        compute_dtype: the dtype in which computation runs; one of 8 bits, which is for storage
+            alone, is refused when it is first used.
         output_dtype: the dtype in which results are returned.
 
     A dtype is given as a name, a `np.dtype` or a scalar type, and kept as JAX's scalar type.
