@@ -136,11 +136,14 @@ def opened(name: str) -> list[Any]:
 
 
 @contextlib.contextmanager
-def arguments_cast() -> Iterator[dict[str, None]]:
+def arguments_cast(are_rounded: bool) -> Iterator[dict[str, None]]:
     """Marks that a gradient function has cast its arguments to 16 bits, while its function runs.
 
     Parameters arrive rounded then, so that every other cast inside is one too many. The mark is
     part of JAX's cache key: what was jitted and traced outside is traced anew, and seen.
+
+    Args:
+        are_rounded: whether it has; if not, nothing is marked.
 
     Yields:
         The names of what has cast inside, in order. Of nested marks the outermost one is told,
@@ -148,7 +151,7 @@ def arguments_cast() -> Iterator[dict[str, None]]:
     """
     state = _thread.state
     casts: dict[str, None] = {}
-    if state.casts is not None:
+    if not are_rounded or state.casts is not None:
         yield casts
         return
     state.casts = casts

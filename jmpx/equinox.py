@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jmpx._contexts import note_cast
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_for, running
@@ -161,6 +162,8 @@ class _Builder:
             own = innermost
         if own is None and around is not None and isinstance(module, _CELLS + _WITH_STATISTICS):
             own = around.with_output_dtype(around.compute_dtype)
+        if own is not None:
+            note_cast(_NAME)
         if own is not None and isinstance(module, _WITH_STATISTICS):
             own = dataclasses.replace(own, compute_dtype=_floating_dtype(module, jnp.float32))
         return own

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jmpx._contexts import Context, entered, opened, refuse_other_tasks
+from jmpx._contexts import Context, entered, note_cast, opened, refuse_other_tasks
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_for, running
@@ -317,6 +317,7 @@ class _Viewer:
             if boundary is None and policy is not None and _holds_statistics(value):
                 boundary = policy.with_output_dtype(policy.compute_dtype)
             if boundary is not None:
+                note_cast(_NNX)
                 cls, policy = _view_class(cls, boundary), boundary
         view = self._note(value, object.__new__(cls))
         for name, attribute in vars(value).items():

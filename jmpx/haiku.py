@@ -129,7 +129,6 @@ class _Run:
         del context
         return next_getter(self.calls[-1].policy.cast_to_compute(value))
 
-
     def keep_state(self, value: Any, name: str) -> Any:
         """Returns what a state is set to in the dtypes in which it is stored.
 
