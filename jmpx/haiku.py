@@ -60,6 +60,7 @@ class _Run:
         self.calls: list[_Call] = []
         self.class_policies: dict[type, Policy] = {}
         self.seen: dict[tuple[type, str], None] = {}
+        self.is_reading = False  # whether state is to be read as it is stored
 
     def take_over(self, cls: type) -> None:
         policy = _store.get_policy(cls)
@@ -86,7 +87,7 @@ class _Run:
     def policy_of_statistics(self, state: str, surrounding: Policy | None) -> Policy:
         """Returns the policy of a running module that keeps statistics, by a state of its own."""
         default = self.policy_map.default
-        stored = [leaf.dtype for leaf in jax.tree.leaves(_stored(state)) if is_floating(leaf)]
+        stored = [leaf.dtype for leaf in jax.tree.leaves(self.stored(state)) if is_floating(leaf)]
         dtype = stored[0] if stored else _state_dtype(default)
         output = default.output_dtype if surrounding is None else surrounding.compute_dtype
         return Policy(default.param_dtype, dtype, output)
@@ -129,13 +130,23 @@ class _Run:
         del context
         return next_getter(self.calls[-1].policy.cast_to_compute(value))
 
+    def stored(self, name: str) -> Any:
+        """Returns a state of the running module as it is stored; None without one."""
+        self.is_reading = True
+        try:
+            return hk.get_state(name)
+        except ValueError:
+            return None
+        finally:
+            self.is_reading = False
+
     def keep_state(self, value: Any, name: str) -> Any:
         """Returns what a state is set to in the dtypes in which it is stored.
 
         The first value defines the state: in what float32 without policies would have given, if it
         comes in the 16 bits of the policy around.
         """
-        stored = _stored(name)
+        stored = self.stored(name)
         if stored is None:
             policy = self.calls[-1].policy if self.calls else self.policy_map.default
             return jax.tree.map(lambda leaf: _as_stored(leaf, policy), value)
@@ -160,16 +171,6 @@ def _cast_like(new: Any, old: Any) -> Any:
     return cast_tree(new, old.dtype) if is_floating(new) and is_floating(old) else new
 
 
-def _stored(name: str) -> Any:
-    """Returns a state of the running module as it is stored; None without one."""
-    # The innermost getter is asked first: those of the user, which it does not ask, may cast.
-    with hk.custom_getter(lambda getter, value, context: value, params=False, state=True):
-        try:
-            return hk.get_state(name)
-        except ValueError:
-            return None
-
-
 def _intercept(next_f: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
     """Intercepts each method call while a context of this thread is open."""
     refuse_other_tasks(f"run the Haiku module {type(context.module).__name__}")
@@ -178,21 +179,34 @@ def _intercept(next_f: Any, args: Any, kwargs: Any, context: hk.MethodContext) -
 
 
 def _set_state(next_setter: Any, value: Any, context: Any) -> Any:
+    """Has the last word on what a state is set to; the user's setters go before."""
+    value, runs = next_setter(value), opened(_NAME)
+    if not runs:
+        return value
+    return runs[-1].keep_state(value, context.full_name.removeprefix(f"{hk.current_name()}/"))
+
+
+def _get_state(next_getter: Any, value: Any, context: Any) -> Any:
+    """Is asked before the user's getters, which may cast."""
+    del context
     runs = opened(_NAME)
-    if runs:
-        name = context.full_name.removeprefix(f"{hk.current_name()}/")
-        value = runs[-1].keep_state(value, name)
-    return next_setter(value)
+    return value if runs and runs[-1].is_reading else next_getter(value)
 
 
 @contextlib.contextmanager
 def interception() -> Iterator[None]:
-    """Intercepts the calls of modules, and what sets state, of this thread."""
-    setters = []
-    # Haiku makes a setter inside of a transformed function only, but keeps it in force after it.
-    transformed = hk.transform(lambda: setters.append(hk.custom_setter(_set_state)))
-    transformed.apply({}, None)
-    with hk.intercept_methods(_intercept), setters[0]:
+    """Intercepts what modules call, and what reads and sets state, in this thread."""
+
+    # Haiku makes getters only inside of a transformed function, but holds to them after it.
+    def make() -> None:
+        hooks.append(hk.custom_getter(_get_state, params=False, state=True))
+        hooks.append(hk.custom_setter(_set_state))
+
+    hooks: list[Any] = [hk.intercept_methods(_intercept)]
+    hk.transform(make).apply({}, None)
+    with contextlib.ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook)
         yield
 
 
