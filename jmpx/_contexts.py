@@ -135,6 +135,21 @@ def opened(name: str) -> list[Any]:
     return [context.value for context in _thread.state.open if context.name == name]
 
 
+def opened_here(name: str, value: Any) -> list[Any]:
+    """Returns `opened(name)`, in which `value` must be.
+
+    Raises:
+        ValueError: if it is not, because its context was entered in another thread.
+    """
+    values = opened(name)
+    if value not in values:
+        raise ValueError(
+            f"Cannot give back the policies that {name} replaced in the thread that entered it: "
+            "end a context, or close the generator that holds it, in its own thread."
+        )
+    return values
+
+
 @contextlib.contextmanager
 def arguments_cast(are_rounded: bool) -> Iterator[dict[str, None]]:
     """Marks that a gradient function has cast its arguments to 16 bits, while its function runs.

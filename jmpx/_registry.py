@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from jmpx._contexts import Context, entered, note_cast, opened, refuse_other_tasks, set_fact
+from jmpx._contexts import Context, entered, note_cast, opened_here, refuse_other_tasks, set_fact
 from jmpx._policy import Policy, get_policy
 from jmpx._policy_map import PolicyMap
 
@@ -195,7 +195,7 @@ class _Push:
 
     def undo(self) -> None:
         """Gives back what was before: to the class or, out of order, to the next push of it."""
-        pushes = opened(_PUSH)
+        pushes = opened_here(_PUSH, self)
         later = [push for push in pushes[pushes.index(self) + 1 :] if push.is_of(self.cls)]
         if later:
             later[0].before, later[0].noted = self.before, self.noted

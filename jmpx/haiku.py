@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmpx._contexts import Context, entered, opened, refuse_other_tasks
+from jmpx._contexts import Context, entered, opened, opened_here, refuse_other_tasks
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_for, running
@@ -69,6 +69,8 @@ class _Run:
             _store.clear_policy(cls)
 
     def give_back(self) -> None:
+        if self.class_policies:
+            opened_here(_NAME, self)
         for cls, policy in self.class_policies.items():
             if _store.get_policy(cls) is None:
                 _store.set_policy(cls, policy)

@@ -49,7 +49,9 @@ def equinox_inside(model, x):
 
 
 def autocast_inside(w, x):
-    return jmpx.autocast(lambda w, x: x.astype(w.dtype) @ w, "c=bf16; op.dot_general: f32")(w, x).sum()
+    return jmpx.autocast(lambda w, x: x.astype(w.dtype) @ w, "c=bf16; op.dot_general: f32")(
+        w, x
+    ).sum()
 
 
 WEIGHT = np.full((1, 1), ROUNDED, np.float32)
@@ -122,7 +124,10 @@ def test_parameters_that_are_left_uncast_are_right(name, numbers):
 
 @pytest.mark.parametrize("name", ["jmpx.haiku.policies", "jmpx.flax.policies"])
 def test_a_context_outside_of_the_gradient_function_warns_too(name):
-    policies = {"jmpx.haiku.policies": jmpx.haiku.policies, "jmpx.flax.policies": jmpx.flax.policies}
+    policies = {
+        "jmpx.haiku.policies": jmpx.haiku.policies,
+        "jmpx.flax.policies": jmpx.flax.policies,
+    }
     loss = haiku_loss if "haiku" in name else lambda params, x: DENSE.apply(params, x).sum()
     with policies[name](RULES.partition(";")[0]):
         with one_warning(name):
