@@ -151,10 +151,10 @@ def opened_here(name: str, value: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def arguments_cast(are_rounded: bool) -> Iterator[dict[str, None]]:
-    """Marks that a gradient function has cast its arguments to 16 bits, while its function runs.
+def parameters_cast(are_rounded: bool) -> Iterator[dict[str, None]]:
+    """Marks that a gradient function has cast its parameters to 16 bits, while its function runs.
 
-    Parameters arrive rounded then, so that every other cast inside is one too many. The mark is
+    They arrive rounded then, so that every other cast inside is one too many. The mark is
     part of JAX's cache key: what was jitted and traced outside is traced anew, and seen.
 
     Args:
@@ -170,12 +170,12 @@ def arguments_cast(are_rounded: bool) -> Iterator[dict[str, None]]:
         yield casts
         return
     state.casts = casts
-    set_fact("arguments are cast", True)
+    set_fact("parameters are cast", True)
     try:
         yield casts
     finally:
         state.casts = None
-        set_fact("arguments are cast", None)
+        set_fact("parameters are cast", None)
 
 
 def note_cast(by: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmpx._contexts import arguments_cast
+from jmpx._contexts import parameters_cast
 from jmpx._loss_scale import LossScale, NoOpLossScale, for_one_step, never_enlarges
 from jmpx._policy import Policy, get_policy
 from jmpx._tree import all_finite, is_array, is_floating, is_inexact_array, widen
@@ -102,9 +102,9 @@ def filter_value_and_grad(
             params = _make_varying(params, axis_name)
 
         def scaled_loss(params: list[Any]) -> tuple[Any, tuple[Any, Any]]:
-            given = (merge(params), *args[1:]), kwargs
-            inputs, options = cast(*given)
-            with arguments_cast(_are_rounded(given, (inputs, options))) as casts_inside:
+            model = merge(params)
+            inputs, options = cast((model, *args[1:]), kwargs)
+            with parameters_cast(_are_rounded(model, inputs[0])) as casts_inside:
                 result = func(*inputs, **options)
             _warn_of_casts(casts_inside)
             value, aux = _loss_and_aux(result, has_aux)
@@ -305,7 +305,7 @@ def _as_tuple(value: Any, kind: type, expected: str) -> tuple[Any, ...]:
 
 
 def _are_rounded(before: Any, after: Any) -> bool:
-    """Whether a cast has taken any floating leaf to 16 bits or fewer."""
+    """Whether a cast has taken any floating leaf to fewer bits, 16 at most."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=False)
     return any(
         is_floating(new) and new.dtype.itemsize < min(4, old.dtype.itemsize)
@@ -325,7 +325,8 @@ def _warn_of_casts(casts: Iterable[str]) -> None:
     warnings.warn(
         f"The gradient function has cast its arguments to 16 bits before {names} inside of it "
         "casts them again, so that parts which are to run in float32 get rounded parameters: pass "
-        'policy="full" to the gradient function, or leave arguments as they are by uncast_argnums.',
+        'policy="full" to the gradient function, or leave its first argument uncast by '
+        "uncast_argnums=0.",
         stacklevel=level,
     )
 

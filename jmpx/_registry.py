@@ -217,7 +217,8 @@ def push_policy(cls: type, policy: Policy | str) -> Iterator[None]:
     also after an exception, and when contexts end in another order than that of their nesting, as
     those of generators may. Of the tasks of an event loop, one at a time can be in a context: leave
     it before each `await`. Code that is compiled already cannot be told apart: it runs in another
-    task as in the one that holds the context.
+    task as in the one that holds the context. Of this, `hk.mixed_precision.push_policy` does
+    nothing by itself.
 
     Args:
         cls: the class.

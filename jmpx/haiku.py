@@ -31,12 +31,14 @@ _store: Any = hk.mixed_precision  # Any, because it is annotated with JMP's poli
 
 _NAME = "jmpx.haiku.policies"
 
-# Modules that compute in the dtype in which they are stored, by default: a state of theirs. In
-# bfloat16, a decay of 0.999 would be 1.
+# Modules that compute in the dtype of their state by default, and the name of such a state. In
+# bfloat16, a decay of 0.999 would be 1. The state of a tree is that of the modules in it.
 _STATISTICS = {
     hk.ExponentialMovingAverage: "hidden",
     hk.SpectralNorm: "u0",
     hk.nets.VectorQuantizerEMA: "embeddings",
+    hk.EMAParamsTree: "",
+    hk.SNParamsTree: "",
 }
 
 
@@ -226,8 +228,8 @@ def policies(policy_map: str | Policy | PolicyMap) -> Iterator[None]:
 
     What `hk.set_state` sets keeps the dtype in which it is stored; a state that is first set in the
     16 bits of the policy is stored in the param dtype, or in float32 where that is narrower.
-    `ExponentialMovingAverage`, `SpectralNorm` and `VectorQuantizerEMA` compute in the dtype of
-    their state, if neither a rule nor a class policy is about them.
+    `ExponentialMovingAverage`, `SpectralNorm`, their trees and `VectorQuantizerEMA` compute in the
+    dtype of their state, if neither a rule nor a class policy is about them.
 
     Contexts may be nested: the innermost one alone holds; they may end in any order. Of the tasks
     of an event loop, one at a time can be in a context: leave it before each `await`. Code that is

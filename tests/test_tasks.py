@@ -1,4 +1,4 @@
-"""Contexts of interleaved coroutines, generators and threads, and contexts that end out of order."""
+"""Contexts of interleaved coroutines, generators and threads; contexts that end out of order."""
 
 import asyncio
 import contextlib
