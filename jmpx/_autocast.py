@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx import _jaxpr
+from jmpx._contexts import note_cast
 from jmpx._dtypes import DTypeLike, as_dtype, check_computes
 from jmpx._evaluation import RESTORE, Run
 from jmpx._operations import operation_name
@@ -49,6 +50,7 @@ class Autocast:
         for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
             if dtype is not None:
                 check_computes(dtype)
+        note_cast("jmpx.autocast")
         with refuse_creation():
             traced = _jaxpr.trace(lambda fn, *a, **k: fn(*a, **k), (self.fn, *args), kwargs)
         run = Run(policy_map)

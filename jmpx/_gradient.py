@@ -1,12 +1,19 @@
 """Gradients in mixed precision, with loss scaling, of a function of any pytree."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import inspect
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jmpx._contexts import parameters_cast
 from jmpx._loss_scale import LossScale, NoOpLossScale, for_one_step, never_enlarges
 from jmpx._policy import Policy, get_policy
 from jmpx._tree import all_finite, is_array, is_floating, is_inexact_array, widen
@@ -20,13 +27,15 @@ def filter_value_and_grad(
     *,
     policy: Policy | str | None = None,
     axis_name: Any = None,
+    uncast_argnums: int | Sequence[int] = (),
+    uncast_argnames: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
     """Makes a function that computes a loss and its gradients in mixed precision.
 
     Follows MPX's `filter_value_and_grad` (arXiv 2507.03312, section 3.4) in names, order and
     meaning, for any pytree and any of the three loss scales. The returned function
 
-    1. casts the floating leaves of all arguments to the policy's compute dtype,
+    1. casts the floating leaves of its arguments to the policy's compute dtype,
     2. runs `func` and scales the loss, which it takes to float32 first,
     3. differentiates with respect to the first argument, backwards in the compute dtype,
     4. takes the gradients to float32, divides them by the scale of step 2, and averages them over
@@ -40,12 +49,17 @@ def filter_value_and_grad(
         scaling: a `NoOpLossScale`, `StaticLossScale` or `DynamicLossScale`.
         has_aux: whether `func` returns `(loss, aux)`.
         use_mixed_precision: if False, nothing is cast, scaled or checked: the plain gradient.
-        policy: a policy or a policy string, of which the compute dtype is used; None means `half`.
-            Pass "full" where something inside `func`, such as Haiku's class policies, does the
-            casts.
+        policy: a policy or a policy string, of which the compute dtype is used; None means `half`,
+            which is found out when the returned function is called. Pass "full" where something
+            inside `func`, such as a policy map, Haiku's class policies or `jmpx.autocast`, does the
+            casts: it would cast parameters that are rounded already.
         axis_name: the name (or names) of the mapped axis of `jax.pmap`, `jax.shard_map` or
             `jax.vmap` over which value and gradients are averaged, in float32. The parameters are
             to be the same on all of it, and so are then flag and loss scale.
+        uncast_argnums: the positions of arguments that are left as they are, such as targets that
+            float16 cannot hold, or positions in a sequence; negative ones count from the end. With
+            the first argument left uncast, `func` casts the parameters itself.
+        uncast_argnames: the names of such arguments.
 
     Returns:
         A function with the arguments of `func` that returns `(value, scaling, grads_finite, grads)`
@@ -57,7 +71,11 @@ def filter_value_and_grad(
     Raises:
         TypeError: if `func`, `scaling` or `policy` is not what it should be; when called, if there
             is no argument to differentiate or `func` does not return a floating scalar.
-        ValueError: if `policy` is not a policy string.
+        ValueError: if `policy` is not a policy string; when called, if an argument to leave uncast
+            is none of `func`.
+
+    Warns:
+        UserWarning: when called, if something inside `func` casts what has been cast to 16 bits.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -72,22 +90,24 @@ def filter_value_and_grad(
         (Array(9., dtype=float32), Array(True, dtype=bool), Array([6., 6., 6.], dtype=float32))
     """
     _check_arguments(func, scaling)
-    if use_mixed_precision:
-        cast = get_policy("half" if policy is None else policy).cast_to_compute
-        wide = widen
-    else:
-        cast = wide = _identity
+    find_policy, uncast = _policy_finder(policy), _Uncast.of(func, uncast_argnums, uncast_argnames)
+    wide = widen if use_mixed_precision else _identity
 
     @functools.wraps(func, updated=())  # not the __dict__: a module's would be its parameters
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         params, merge = _partition(args)
+        cast = uncast.exempt(find_policy().cast_to_compute) if use_mixed_precision else _unchanged
         scale = for_one_step(scaling) if use_mixed_precision else NoOpLossScale()
         if axis_name is not None:
             params = _make_varying(params, axis_name)
 
         def scaled_loss(params: list[Any]) -> tuple[Any, tuple[Any, Any]]:
-            inputs, options = cast(((merge(params), *args[1:]), kwargs))
-            value, aux = _loss_and_aux(func(*inputs, **options), has_aux)
+            model = merge(params)
+            inputs, options = cast((model, *args[1:]), kwargs)
+            with parameters_cast(_are_rounded(model, inputs[0])) as casts_inside:
+                result = func(*inputs, **options)
+            _warn_of_casts(casts_inside)
+            value, aux = _loss_and_aux(result, has_aux)
             value = wide(value)
             return scale.scale(value), (value, aux)
 
@@ -117,6 +137,8 @@ def filter_grad(
     *,
     policy: Policy | str | None = None,
     axis_name: Any = None,
+    uncast_argnums: int | Sequence[int] = (),
+    uncast_argnames: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
     """Makes a function that computes gradients in mixed precision.
 
@@ -131,6 +153,8 @@ def filter_grad(
         use_mixed_precision: if False, nothing is cast, scaled or checked: the plain gradient.
         policy: a policy or a policy string, of which the compute dtype is used; None means `half`.
         axis_name: the name (or names) of the mapped axis over which gradients are averaged.
+        uncast_argnums: the positions of arguments that are left as they are.
+        uncast_argnames: the names of such arguments.
 
     Returns:
         A function with the arguments of `func` that returns `(scaling, grads_finite, grads)`, with
@@ -139,6 +163,9 @@ def filter_grad(
     Raises:
         TypeError: as `filter_value_and_grad`.
         ValueError: as `filter_value_and_grad`.
+
+    Warns:
+        UserWarning: as `filter_value_and_grad`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -151,7 +178,14 @@ def filter_grad(
         True
     """
     value_and_grad = filter_value_and_grad(
-        func, scaling, has_aux, use_mixed_precision, policy=policy, axis_name=axis_name
+        func,
+        scaling,
+        has_aux,
+        use_mixed_precision,
+        policy=policy,
+        axis_name=axis_name,
+        uncast_argnums=uncast_argnums,
+        uncast_argnames=uncast_argnames,
     )
 
     @functools.wraps(func, updated=())
@@ -165,6 +199,140 @@ def filter_grad(
 
 def _identity(x: Any) -> Any:
     return x
+
+
+def _unchanged(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return args, kwargs
+
+
+def _policy_finder(policy: Policy | str | None) -> Callable[[], Policy]:
+    """Returns what gives the policy when the gradient function is called.
+
+    Only `half` waits until then, because it starts JAX's backend; mistakes are found at once.
+    """
+    if policy is None:
+        policy = "half"
+    if not isinstance(policy, str) or not _HALF.search(policy):
+        policy = get_policy(policy)
+    else:
+        try:
+            get_policy(_HALF.sub("float16", policy))
+        except ValueError:
+            get_policy(policy)  # raises the same, of the string as it was written
+    return lambda: get_policy(policy)
+
+
+_HALF = re.compile(r"\bhalf\b", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Uncast:
+    """The arguments that a gradient function leaves as they are.
+
+    Args:
+        numbers: their positions.
+        names: their names.
+        positional: the names of the arguments that the function takes by position, in order.
+        known: the names of all arguments of the function.
+    """
+
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+    positional: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, func: Callable[..., Any], argnums: Any, argnames: Any) -> "_Uncast":
+        numbers = _as_tuple(argnums, Integral, "Expected uncast_argnums to be an int or several")
+        names = _as_tuple(argnames, str, "Expected uncast_argnames to be a string or several")
+        try:
+            parameters = inspect.signature(func).parameters.values() if numbers or names else ()
+        except (TypeError, ValueError):  # of a function that is not written in Python
+            parameters = ()
+        by_position = [
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        known = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        return cls(
+            numbers, names, *(tuple(p.name for p in group) for group in (by_position, known))
+        )
+
+    def exempt(self, cast: Callable[[Any], Any]) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """Returns what casts the arguments of a call but for these."""
+
+        def cast_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            numbers, names = self._places(args, kwargs)
+            left = {number: args[number] for number in numbers}
+            left_by_name = {name: kwargs[name] for name in names}
+            args = tuple(None if i in left else arg for i, arg in enumerate(args))
+            args, kwargs = cast((args, {k: v for k, v in kwargs.items() if k not in names}))
+            return tuple(left.get(i, arg) for i, arg in enumerate(args)), {**kwargs, **left_by_name}
+
+        return cast_others
+
+    def _places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[set[int], set[str]]:
+        """Returns where they stand in a call: which by position, which by name."""
+        numbers, names = set(), set(self.names)
+        for number in self.numbers:
+            if -len(args) <= number < len(args):
+                numbers.add(number % len(args))
+            elif 0 <= number < len(self.positional):
+                names.add(self.positional[number])
+            else:
+                raise ValueError(
+                    f"Cannot leave argument {number} uncast, as uncast_argnums says, in a call "
+                    f"with {len(args)} positional arguments: count from 0, or name it in "
+                    "uncast_argnames."
+                )
+        for name in names - kwargs.keys():
+            if name in self.positional[: len(args)]:
+                numbers.add(self.positional.index(name))
+            elif name not in self.known:
+                raise ValueError(
+                    f"Cannot leave argument {name!r} uncast, as uncast_argnames says, which is "
+                    "neither passed nor an argument of the function: expected one of "
+                    f"{sorted({*self.known, *kwargs})}."
+                )
+        return numbers, names & kwargs.keys()
+
+
+def _as_tuple(value: Any, kind: type, expected: str) -> tuple[Any, ...]:
+    several = isinstance(value, Iterable) and not isinstance(value, str)
+    values = tuple(value) if several else (value,)
+    if any(not isinstance(value, kind) or isinstance(value, bool) for value in values):
+        raise TypeError(f"{expected}, got {value!r}: say which arguments are not to be cast.")
+    return values
+
+
+def _are_rounded(before: Any, after: Any) -> bool:
+    """Whether a cast has taken any floating leaf to fewer bits, 16 at most."""
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=False)
+    return any(
+        is_floating(new) and new.dtype.itemsize < min(4, old.dtype.itemsize)
+        for old, new in pairs
+        if is_floating(old)
+    )
+
+
+def _warn_of_casts(casts: Iterable[str]) -> None:
+    """Warns of what has cast inside of a function whose arguments had been cast to 16 bits."""
+    names = " and ".join(casts)
+    if not names:
+        return
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        f"The gradient function has cast its arguments to 16 bits before {names} inside of it "
+        "casts them again, so that parts which are to run in float32 get rounded parameters: pass "
+        'policy="full" to the gradient function, or leave its first argument uncast by '
+        "uncast_argnums=0.",
+        stacklevel=level,
+    )
+
+
+# The files of jmpx and JAX, which are on the stack between the warning and the user's call.
+_INTERNAL = (os.path.dirname(__file__) + os.sep, os.path.dirname(jax.__file__) + os.sep)
 
 
 def _check_arguments(func: Any, scaling: Any) -> None:

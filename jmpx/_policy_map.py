@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import jax
-
 from jmpx._dtypes import dtype_name
 from jmpx._operations import KINDS, instead_of
 from jmpx._policy import (
@@ -270,11 +268,6 @@ def _matches_class(selector: str, cls: type) -> bool:
     if selector in (cls.__name__, cls.__qualname__):
         return True
     return name == cls.__name__ and f"{cls.__module__}.".startswith(f"{module}.") and bool(module)
-
-
-# A context, `traced_under(policy_map)`, that tells JAX's caches which map is in force: else a
-# jitted function that is called under another map would run what was traced under the first.
-traced_under = jax.make_user_context(None)
 
 
 def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stacklevel: int) -> None:

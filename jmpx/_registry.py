@@ -1,10 +1,12 @@
 """The registry: which policy belongs to which class.
 
 A class of a framework that has an adapter is kept by that adapter, which for Haiku means in
-Haiku's own registry; all other classes are kept here. Both are per thread.
+Haiku's own registry; all other classes are kept here. Both are per thread. JAX's caches know what
+is set from here, so that a jitted function is traced anew under other policies.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import sys
 import threading
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from jmpx._contexts import Context, entered, note_cast, opened_here, refuse_other_tasks, set_fact
 from jmpx._policy import Policy, get_policy
 from jmpx._policy_map import PolicyMap
 
@@ -20,10 +23,17 @@ _ADAPTERS = {"haiku": "jmpx.haiku"}
 
 
 class _Registry(threading.local):
-    """The policies of classes that no adapter keeps, one registry per thread."""
+    """What is set in one thread.
+
+    Attributes:
+        policies: the policies that were attached here; of a class that an adapter keeps, a note of
+            it, for JAX's caches. A local class lives on as long as its policy, and in JAX's caches.
+        running: the policies of the methods that run, the innermost last.
+    """
 
     def __init__(self) -> None:
         self.policies: dict[type | tuple[str, str], Policy] = {}
+        self.running: list[Policy | None] = []
 
 
 _registry = _Registry()
@@ -55,12 +65,28 @@ def _to_policy(policy: Policy | str) -> Policy:
     return get_policy(policy)
 
 
+def _attach(cls: type, policy: Policy | None, noted: Policy | None) -> None:
+    """Gives a class a policy or, with None, takes it away, and tells JAX's caches what is noted."""
+    adapter = _adapter(cls)
+    if adapter is not None and policy is None:
+        adapter.clear_policy(cls)
+    elif adapter is not None:
+        adapter.set_policy(cls, policy)
+    _registry.policies.pop(_key(cls), None)
+    if noted is not None:
+        _registry.policies[_key(cls)] = noted
+    set_fact("policies of classes", frozenset(_registry.policies.items()) or None)
+
+
 def set_policy(cls: type, policy: Policy | str) -> None:
     """Attaches a policy to a class, for all its instances in this thread.
 
     For a Haiku module class this is the same act as `hk.mixed_precision.set_policy`: its inputs and
     parameters are cast to the compute dtype, its results to the output dtype. The policies of
     other classes are there for their code to ask for, by `policy_of(type(self))`.
+
+    A jitted function is traced anew when it is called under other policies than before. That holds
+    for policies set by jmpx alone: JAX does not see what `hk.mixed_precision` sets by itself.
 
     Args:
         cls: the class; subclasses do not inherit its policy, as in Haiku.
@@ -79,11 +105,9 @@ def set_policy(cls: type, policy: Policy | str) -> None:
         True
         >>> jmpx.clear_policy(hk.Linear)
     """
-    adapter, policy = _adapter(cls), _to_policy(policy)
-    if adapter is not None:
-        adapter.set_policy(cls, policy)
-    else:
-        _registry.policies[_key(cls)] = policy
+    _adapter(cls)  # refuses what is no class, first
+    policy = _to_policy(policy)
+    _attach(cls, policy, policy)
 
 
 def clear_policy(cls: type) -> None:
@@ -103,11 +127,7 @@ def clear_policy(cls: type) -> None:
         >>> jmpx.policy_of(hk.Linear) is None
         True
     """
-    adapter = _adapter(cls)
-    if adapter is not None:
-        adapter.clear_policy(cls)
-    else:
-        _registry.policies.pop(_key(cls), None)
+    _attach(cls, None, None)
 
 
 def policy_of(cls: type) -> Policy | None:
@@ -151,7 +171,11 @@ def policy_for(
 
     Returns:
         The policy, None for a call that runs as part of what surrounds it.
+
+    Raises:
+        ValueError: if another task of this thread is in a context of jmpx.
     """
+    refuse_other_tasks(f"cast a {cls.__name__}")
     rule = None if policy_map is None else policy_map.rule_for(cls, path)
     if policy_map is not None and rule is not None:
         return rule.resolve(policy_map.default, surrounding)
@@ -161,12 +185,40 @@ def policy_for(
     return policy
 
 
+@dataclasses.dataclass(eq=False)
+class _Push:
+    """A context of `push_policy`, and what its class had when it was entered."""
+
+    cls: type
+    before: Policy | None
+    noted: Policy | None
+
+    def undo(self) -> None:
+        """Gives back what was before: to the class or, out of order, to the next push of it."""
+        pushes = opened_here(_PUSH, self)
+        later = [push for push in pushes[pushes.index(self) + 1 :] if push.is_of(self.cls)]
+        if later:
+            later[0].before, later[0].noted = self.before, self.noted
+        else:
+            _attach(self.cls, self.before, self.noted)
+
+    def is_of(self, cls: type) -> bool:
+        return _key(self.cls) == _key(cls)
+
+
+_PUSH = "jmpx.push_policy"
+
+
 @contextlib.contextmanager
 def push_policy(cls: type, policy: Policy | str) -> Iterator[None]:
     """Attaches a policy to a class while the context lasts; also a decorator.
 
     Contexts may be nested. At the end of each the class has again the policy that it had before,
-    also after an exception.
+    also after an exception, and when contexts end in another order than that of their nesting, as
+    those of generators may. Of the tasks of an event loop, one at a time can be in a context: leave
+    it before each `await`. Code that is compiled already cannot be told apart: it runs in another
+    task as in the one that holds the context. Of this, `hk.mixed_precision.push_policy` does
+    nothing by itself.
 
     Args:
         cls: the class.
@@ -178,7 +230,8 @@ def push_policy(cls: type, policy: Policy | str) -> Iterator[None]:
     Raises:
         TypeError: if `cls` is not a class, or `policy` is neither a policy nor a string.
         ValueError: if `policy` is not a policy string; for Haiku, if the call stands inside a
-            method of the same class.
+            method of the same class; if another task of the thread is in a context of jmpx, at
+            entry or, while this one lasts, when that task runs a module.
 
     Example:
         >>> import haiku as hk
@@ -191,25 +244,41 @@ def push_policy(cls: type, policy: Policy | str) -> Iterator[None]:
     """
     adapter, policy = _adapter(cls), _to_policy(policy)
     if adapter is not None:
-        with adapter.push_policy(cls, policy):
+        adapter.refuse_push(cls, policy)
+    install = None if adapter is None else adapter.interception
+    push = _Push(cls, policy_of(cls), _registry.policies.get(_key(cls)))
+    with entered(Context(_PUSH, push, install=install)):
+        _attach(cls, policy, policy)
+        try:
             yield
-        return
-    before = policy_of(cls)
-    set_policy(cls, policy)
+        finally:
+            push.undo()
+
+
+@contextlib.contextmanager
+def running(policy: Policy | None, by: str) -> Iterator[None]:
+    """Runs a method under a policy, which `current_policy` answers; for adapters.
+
+    Args:
+        policy: the policy, None for a method that runs without one.
+        by: the function of the adapter that casts, as the user calls it.
+    """
+    if policy is not None:
+        note_cast(by)
+    _registry.running.append(policy)
     try:
         yield
     finally:
-        if before is None:
-            clear_policy(cls)
-        else:
-            set_policy(cls, before)
+        _registry.running.pop()
 
 
 def current_policy() -> Policy | None:
     """Returns the policy that the running module's method is called under.
 
     Returns:
-        The policy of the innermost running Haiku module that has one; None outside of such modules.
+        The policy of the innermost running method of a Haiku, Linen, NNX or Equinox module that has
+        one; None outside of such methods. A function that is jitted of its own and called by
+        several modules has the answer of the call that it was traced for.
 
     Example:
         >>> import haiku as hk, jax, jax.numpy as jnp
@@ -224,7 +293,8 @@ def current_policy() -> Policy | None:
         >>> jmpx.current_policy() is None
         True
     """
-    policies = (adapter.current_policy() for adapter in _imported_adapters())
+    adapters = (adapter.current_policy() for adapter in _imported_adapters())
+    policies = (*_registry.running[-1:], *adapters)
     return next((policy for policy in policies if policy is not None), None)
 
 

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jmpx._contexts import note_cast
 from jmpx._dtypes import computable
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
-from jmpx._registry import policy_for
+from jmpx._registry import policy_for, running
 from jmpx._tree import is_floating
 
 try:
@@ -30,6 +31,8 @@ except ModuleNotFoundError as error:
     ) from None
 
 T = TypeVar("T")
+
+_NAME = "jmpx.equinox.with_policies"
 
 
 def with_policies(model: T, policy_map: str | Policy | PolicyMap | None = None) -> T:
@@ -160,6 +163,8 @@ class _Builder:
             own = innermost
         if own is None and around is not None and isinstance(module, _CELLS + _WITH_STATISTICS):
             own = around.with_output_dtype(around.compute_dtype)
+        if own is not None:
+            note_cast(_NAME)
         if own is not None and isinstance(module, _WITH_STATISTICS):
             stored = _floating_dtype(module, jnp.float32)
             own = dataclasses.replace(own, compute_dtype=computable(stored))
@@ -211,7 +216,9 @@ def _boundary(cls: type, name: str, policy: Policy) -> Callable[..., Any]:
         module = _cast(policy.cast_to_compute, _retype(self, cls), _has_a_policy)
         outside = _with_carry(policy, args, kwargs) if issubclass(cls, _CELLS) else policy
         args, kwargs = _cast(policy.cast_to_compute, (args, kwargs), _passes)
-        return _cast(outside.cast_to_output, getattr(module, name)(*args, **kwargs), _passes)
+        with running(policy, _NAME):
+            result = getattr(module, name)(*args, **kwargs)
+        return _cast(outside.cast_to_output, result, _passes)
 
     return method
 

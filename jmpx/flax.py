@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 import jax
 
+from jmpx._contexts import Context, entered, note_cast, opened, refuse_other_tasks
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap, get_policy_map, traced_under, warn_unused
-from jmpx._registry import policy_for
+from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
+from jmpx._registry import policy_for, running
 from jmpx._tree import cast_tree, is_floating
 
 try:
@@ -31,15 +32,17 @@ except ModuleNotFoundError as error:
 M = TypeVar("M", bound=nnx.Module)
 
 
-class _Threads(threading.local):
-    """What runs in this thread, innermost last: contexts of `policies`, calls of NNX views."""
+_LINEN, _NNX = "jmpx.flax.policies", "jmpx.flax.with_policies"
+
+
+class _Thread(threading.local):
+    """The calls of NNX views that run in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.contexts: list[_Interceptor] = []
         self.views: list[nnx.Module] = []
 
 
-_threads = _Threads()
+_thread = _Thread()
 
 
 # Linen
@@ -60,6 +63,11 @@ def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[Non
     that policy. Other collections, such as `batch_stats`, are left alone. What `nn.scan` loops
     over, and a recurrent cell, hands back its carry in the dtype in which the carry came.
 
+    Contexts may be nested: the innermost one alone holds; they may end in any order. Of the tasks
+    of an event loop, one at a time can be in a context: leave it before each `await`. Code that is
+    compiled already cannot be told apart: it runs in another task as in the one that holds the
+    context.
+
     Args:
         policy_map: a policy map, a policy, or a string of either; None for the policies of classes
             alone (`jmpx.set_policy`). Paths are those of the parameters, joined by slashes.
@@ -69,7 +77,8 @@ def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[Non
 
     Raises:
         TypeError: if `policy_map` is of another type.
-        ValueError: if the string is not of the grammar.
+        ValueError: if the string is not of the grammar; if another task of the thread is in a
+            context of jmpx, at entry or, while this one lasts, when that task runs a module.
 
     Warns:
         UserWarning: at the end, of each rule that matched none of the modules that ran.
@@ -86,14 +95,23 @@ def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[Non
     """
     parsed = None if policy_map is None else get_policy_map(policy_map)
     interceptor = _Interceptor(parsed)
-    _threads.contexts.append(interceptor)
-    try:
-        with traced_under(parsed), nn.intercept_methods(interceptor):
-            yield
-    finally:
-        _threads.contexts.remove(interceptor)
+    with entered(Context(_LINEN, interceptor, key=(parsed,), install=_interception)):
+        yield
     if parsed is not None:
         warn_unused(parsed, interceptor.seen, stacklevel=3)
+
+
+def _interception() -> contextlib.AbstractContextManager[None]:
+    """Intercepts the method calls of this thread."""
+    return nn.intercept_methods(_intercept)
+
+
+def _intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+    interceptors = opened(_LINEN)
+    if context.module.scope is None or not interceptors:
+        return method(*args, **kwargs)  # it reads nothing; or a context ended out of order
+    refuse_other_tasks(f"run the Linen module {type(context.module).__name__}")
+    return interceptors[-1](method, args, kwargs, context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,17 +152,16 @@ class _Interceptor:
         context: Any,
     ) -> Any:
         module = context.module
-        if module.scope is None or _threads.contexts[-1] is not self:
-            return method(*args, **kwargs)  # it reads nothing; or a context within this one casts
         # Methods of `nn.Module` itself cannot be intercepted, an attribute goes before them.
         object.__setattr__(module, "param", functools.partial(self._param, module))
         call = self._find_call(module)
         casts = not call.is_cast and _is_public(type(module), context.method_name)
         self.calls.append(dataclasses.replace(call, is_cast=call.is_cast or casts))
         try:
-            if not casts or call.boundary is None:
-                return method(*args, **kwargs)
-            return _run_at_boundary(call.boundary, module, method, args, kwargs)
+            with running(call.policy, _LINEN):
+                if not casts or call.boundary is None:
+                    return method(*args, **kwargs)
+                return _run_at_boundary(call.boundary, module, method, args, kwargs)
         finally:
             self.calls.pop()
 
@@ -300,6 +317,7 @@ class _Viewer:
             if boundary is None and policy is not None and _holds_statistics(value):
                 boundary = policy.with_output_dtype(policy.compute_dtype)
             if boundary is not None:
+                note_cast(_NNX)
                 cls, policy = _view_class(cls, boundary), boundary
         view = self._note(value, object.__new__(cls))
         for name, attribute in vars(value).items():
@@ -362,17 +380,18 @@ def _is_step(module: nnx.Module, name: str) -> bool:
 def _at_boundary(method: Callable[..., Any], name: str, policy: Policy) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapper(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        running = _threads.views
-        if running and running[-1] is self:
+        views = _thread.views
+        if views and views[-1] is self:
             return method(self, *args, **kwargs)  # part of the call that is cast already
-        running.append(self)
+        views.append(self)
         try:
             cast_args, cast_kwargs = _cast_arrays(policy.cast_to_compute, (args, kwargs))
-            result = method(self, *cast_args, **cast_kwargs)
+            with running(policy, _NNX):
+                result = method(self, *cast_args, **cast_kwargs)
             output = _cast_arrays(policy.cast_to_output, result)
             return _keep_carry(args[0], result, output) if args and _is_step(self, name) else output
         finally:
-            running.pop()
+            views.pop()
 
     return wrapper
 

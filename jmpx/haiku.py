@@ -6,16 +6,18 @@ over `init` and `apply`.
 """
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
+from jmpx._contexts import Context, entered, opened, opened_here, refuse_other_tasks
 from jmpx._dtypes import computable
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap, get_policy_map, traced_under, warn_unused
-from jmpx._registry import policy_for
+from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
+from jmpx._registry import policy_for, running
+from jmpx._tree import cast_tree, is_floating
 
 try:
     import haiku as hk
@@ -27,6 +29,18 @@ except ModuleNotFoundError as error:
     ) from None
 
 _store: Any = hk.mixed_precision  # Any, because it is annotated with JMP's policies
+
+_NAME = "jmpx.haiku.policies"
+
+# Modules that compute in the dtype of their state by default, and the name of such a state. In
+# bfloat16, a decay of 0.999 would be 1. The state of a tree is that of the modules in it.
+_STATISTICS = {
+    hk.ExponentialMovingAverage: "hidden",
+    hk.SpectralNorm: "u0",
+    hk.nets.VectorQuantizerEMA: "embeddings",
+    hk.EMAParamsTree: "",
+    hk.SNParamsTree: "",
+}
 
 
 class _Call(NamedTuple):
@@ -49,6 +63,7 @@ class _Run:
         self.calls: list[_Call] = []
         self.class_policies: dict[type, Policy] = {}
         self.seen: dict[tuple[type, str], None] = {}
+        self.is_reading = False  # whether state is to be read as it is stored
 
     def take_over(self, cls: type) -> None:
         policy = _store.get_policy(cls)
@@ -57,20 +72,30 @@ class _Run:
             _store.clear_policy(cls)
 
     def give_back(self) -> None:
+        if self.class_policies:
+            opened_here(_NAME, self)
         for cls, policy in self.class_policies.items():
             if _store.get_policy(cls) is None:
                 _store.set_policy(cls, policy)
 
     def policy_of_call(self, module: hk.Module) -> Policy | None:
         """Returns the policy at whose boundary a call of `module` casts."""
+        cls, path = type(module), module.module_name
         surrounding = self.calls[-1].policy if self.calls else None
-        self.seen[type(module), module.module_name] = None
-        policy = policy_for(self.policy_map, type(module), module.module_name, surrounding)
-        if policy is None and isinstance(module, hk.ExponentialMovingAverage):
-            # A running statistic keeps its dtype: in bfloat16, a decay of 0.999 would be 1.
-            stored = computable(self.policy_map.default.param_dtype)
-            return Policy(stored, stored, self.calls[-1].policy.compute_dtype)
-        return policy
+        self.seen[cls, path] = None
+        if self.policy_map.rule_for(cls, path) is None and policy_of(cls) is None:
+            for base, state in _STATISTICS.items():
+                if isinstance(module, base):
+                    return self.policy_of_statistics(state, surrounding)
+        return policy_for(self.policy_map, cls, path, surrounding)
+
+    def policy_of_statistics(self, state: str, surrounding: Policy | None) -> Policy:
+        """Returns the policy of a running module that keeps statistics, by a state of its own."""
+        default = self.policy_map.default
+        stored = [leaf.dtype for leaf in jax.tree.leaves(self.stored(state)) if is_floating(leaf)]
+        dtype = computable(stored[0] if stored else _state_dtype(default))
+        output = default.output_dtype if surrounding is None else surrounding.compute_dtype
+        return Policy(default.param_dtype, dtype, output)
 
     def intercept(self, next_f: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
         """Casts at the boundary of a call that has a policy."""
@@ -78,12 +103,12 @@ class _Run:
         self.take_over(type(module))
         public = method == "__call__" or not method.startswith("_")
         inside = any(call.module is module for call in self.calls)
-        if self is not _thread.runs[-1] or inside or not public:
+        if inside or not public:
             return next_f(*args, **kwargs)
         policy = self.policy_of_call(module)
         if policy is None:
             return next_f(*args, **kwargs)
-        with self.call(_Call(module, policy)):
+        with self.call(_Call(module, policy)), running(policy, _NAME):
             args, kwargs = policy.cast_to_compute((args, kwargs))
             return policy.cast_to_output(next_f(*args, **kwargs))
 
@@ -110,15 +135,84 @@ class _Run:
         del context
         return next_getter(self.calls[-1].policy.cast_to_compute(value))
 
+    def stored(self, name: str) -> Any:
+        """Returns a state of the running module as it is stored; None without one."""
+        self.is_reading = True
+        try:
+            return hk.get_state(name)
+        except ValueError:
+            return None
+        finally:
+            self.is_reading = False
 
-class _Thread(threading.local):
-    """The contexts that this thread is in, the innermost last."""
+    def keep_state(self, value: Any, name: str) -> Any:
+        """Returns what a state is set to in the dtypes in which it is stored.
 
-    def __init__(self) -> None:
-        self.runs: list[_Run] = []
+        The first value defines the state: in what float32 without policies would have given, if it
+        comes in the 16 bits of the policy around.
+        """
+        stored = self.stored(name)
+        if stored is None:
+            policy = self.calls[-1].policy if self.calls else self.policy_map.default
+            return jax.tree.map(lambda leaf: _as_stored(leaf, policy), value)
+        if jax.tree.structure(value) != jax.tree.structure(stored):
+            return value
+        return jax.tree.map(_cast_like, value, stored)
 
 
-_thread = _Thread()
+def _state_dtype(policy: Policy) -> Any:
+    """Returns the dtype of new state: that of new parameters, but at least float32."""
+    stored = jnp.dtype(policy.param_dtype)
+    return jnp.dtype(jnp.float32) if stored.itemsize < 4 else stored
+
+
+def _as_stored(leaf: Any, policy: Policy) -> Any:
+    narrow = [d for d in (policy.compute_dtype, policy.output_dtype) if jnp.dtype(d).itemsize < 4]
+    is_narrow = is_floating(leaf) and leaf.dtype in [jnp.dtype(dtype) for dtype in narrow]
+    return cast_tree(leaf, _state_dtype(policy)) if is_narrow else leaf
+
+
+def _cast_like(new: Any, old: Any) -> Any:
+    return cast_tree(new, old.dtype) if is_floating(new) and is_floating(old) else new
+
+
+def _intercept(next_f: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
+    """Intercepts each method call while a context of this thread is open."""
+    refuse_other_tasks(f"run the Haiku module {type(context.module).__name__}")
+    runs = opened(_NAME)
+    return runs[-1].intercept(next_f, args, kwargs, context) if runs else next_f(*args, **kwargs)
+
+
+def _set_state(next_setter: Any, value: Any, context: Any) -> Any:
+    """Has the last word on what a state is set to; the user's setters go before."""
+    value, runs = next_setter(value), opened(_NAME)
+    if not runs:
+        return value
+    return runs[-1].keep_state(value, context.full_name.removeprefix(f"{hk.current_name()}/"))
+
+
+def _get_state(next_getter: Any, value: Any, context: Any) -> Any:
+    """Is asked before the user's getters, which may cast."""
+    del context
+    runs = opened(_NAME)
+    return value if runs and runs[-1].is_reading else next_getter(value)
+
+
+@contextlib.contextmanager
+def interception() -> Iterator[None]:
+    """Intercepts what modules call, and what reads and sets state, in this thread."""
+
+    # Haiku makes getters only inside of a transformed function, but holds to them after it.
+    def make() -> None:
+        hooks.append(hk.custom_getter(_get_state, params=False, state=True))
+        hooks.append(hk.custom_setter(_set_state))
+
+    hooks: list[Any] = [hk.intercept_methods(_intercept)]
+    hk.transform(make).apply({}, None)
+    with contextlib.ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook)
+        yield
 
 
 @contextlib.contextmanager
@@ -131,9 +225,18 @@ def policies(policy_map: str | Policy | PolicyMap) -> Iterator[None]:
     that it matches, by class (`BatchNorm`) or by Haiku's path (`*/logits`, `mlp/~/linear_0`), also
     of one instance among many. Parameters are created in the param dtype and cast from what is
     stored by the innermost policy. Policies of classes hold where no rule of the map matches; they
-    go before the default. State keeps its dtype, and moving averages are taken in the param dtype.
+    go before the default.
 
-    Contexts may be nested: the innermost one alone holds.
+    What `hk.set_state` sets keeps the dtype in which it is stored; a state that is first set in the
+    16 bits of the policy is stored in the param dtype, or in float32 where that is narrower.
+    `ExponentialMovingAverage`, `SpectralNorm`, their trees and `VectorQuantizerEMA` compute in the
+    dtype of their state, if neither a rule nor a class policy is about them.
+
+    Contexts may be nested: the innermost one alone holds; they may end in any order. Of the tasks
+    of an event loop, one at a time can be in a context: leave it before each `await`. Code that is
+    compiled already cannot be told apart: it runs in another task as in the one that holds the
+    context. A jitted function is traced anew under another map, and under other policies set by
+    jmpx, but not under others set by `hk.mixed_precision` itself.
 
     Args:
         policy_map: a policy map, a policy, or a string of either.
@@ -143,7 +246,8 @@ def policies(policy_map: str | Policy | PolicyMap) -> Iterator[None]:
 
     Raises:
         TypeError: if `policy_map` is of another type.
-        ValueError: if it is not a policy map string.
+        ValueError: if it is not a policy map string; if another task of the thread is in a context
+            of jmpx, at entry or, while this one lasts, when that task runs a module.
 
     Warns:
         UserWarning: at the end, of each rule that matched no module.
@@ -159,37 +263,34 @@ def policies(policy_map: str | Policy | PolicyMap) -> Iterator[None]:
         'float32'
     """
     run = _Run(get_policy_map(policy_map))
-    _thread.runs.append(run)
-    try:
-        with traced_under(run.policy_map), hk.intercept_methods(run.intercept):
+    with entered(Context(_NAME, run, key=run.policy_map, install=interception)):
+        try:
             yield
-    finally:
-        _thread.runs.remove(run)
-        run.give_back()
+        finally:
+            run.give_back()
     warn_unused(run.policy_map, run.seen, stacklevel=3)  # past contextlib, to the with statement
 
 
 def policy_of(cls: type) -> Policy | None:
     """Returns the policy of a Haiku module class; see `jmpx.policy_of`."""
-    taken = (run.class_policies[cls] for run in _thread.runs if cls in run.class_policies)
+    taken = (run.class_policies[cls] for run in opened(_NAME) if cls in run.class_policies)
     return _store.get_policy(cls) or next(taken, None)
 
 
-def current_policy() -> Policy | None:
-    """Returns the policy of the running module; see `jmpx.current_policy`."""
-    if _thread.runs and _thread.runs[-1].calls:
-        return _thread.runs[-1].calls[-1].policy
-    return _store.current_policy()
-
-
+current_policy = _store.current_policy
 set_policy = _store.set_policy
-push_policy = _store.push_policy
+
+
+def refuse_push(cls: type, policy: Policy) -> None:
+    """Raises what Haiku raises where it cannot push a policy: inside a method of the class."""
+    with _store.push_policy(cls, policy):
+        pass
 
 
 def clear_policy(cls: type) -> None:
     """Detaches the policy of a Haiku module class; see `jmpx.clear_policy`."""
     _store.clear_policy(cls)
-    for run in _thread.runs:
+    for run in opened(_NAME):
         run.class_policies.pop(cls, None)
 
 
