@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmpx._loss_scale import LossScale, NoOpLossScale, for_one_step, never_enlarges
+from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._policy import Policy, get_policy
 from jmpx._tree import all_finite, is_array, is_floating, is_inexact_array, widen
 
@@ -81,7 +81,7 @@ def filter_value_and_grad(
     @functools.wraps(func, updated=())  # not the __dict__: a module's would be its parameters
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         params, merge = _partition(args)
-        scale = for_one_step(scaling) if use_mixed_precision else NoOpLossScale()
+        scale = scaling if use_mixed_precision else NoOpLossScale()
         if axis_name is not None:
             params = _make_varying(params, axis_name)
 
@@ -100,7 +100,7 @@ def filter_value_and_grad(
         grads_finite, new_scaling = jnp.array(True), scaling
         if use_mixed_precision:
             # As they arrived, without the product, where unscaling cannot change the answer.
-            as_arrived = axis_name is None and never_enlarges(scaling)
+            as_arrived = axis_name is None and is_at_least_1(scaling)
             grads_finite = all_finite(scaled if as_arrived else grads)
             new_scaling = scaling.adjust(grads_finite)
         result = (value, aux) if has_aux else value

@@ -344,6 +344,7 @@ def _view_class(cls: type, policy: Policy) -> type:
     names = [name for name in dir(cls) if _has_public_name(name) and _is_own_method(cls, name)]
     namespace = {name: _at_boundary(getattr(cls, name), name, policy) for name in names}
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    named["__jmpx_view__"] = True
     return type(cls)(cls.__name__, (cls,), {**named, **namespace})
 
 
