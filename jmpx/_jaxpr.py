@@ -85,10 +85,22 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
     return getattr(jaxpr, "consts", ())
 
 
+def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
+    """Returns the jaxprs among the parameters of an equation."""
+    values = (v if isinstance(v, tuple) else (v,) for v in params.values())
+    return [jaxpr for value in values for jaxpr in value if hasattr(jaxpr, "eqns")]
+
+
 def holds_jaxpr(params: dict[str, Any]) -> bool:
     """Whether a parameter of an equation is a jaxpr, or several."""
-    values = (v if isinstance(v, tuple) else (v,) for v in params.values())
-    return any(hasattr(jaxpr, "eqns") for value in values for jaxpr in value)
+    return bool(inner_jaxprs(params))
+
+
+def evaluate(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Runs a closed jaxpr, with the custom derivatives in it."""
+    from jax.extend.core import jaxpr_as_fun
+
+    return jaxpr_as_fun(jaxpr)(*arrays)
 
 
 def last_uses(jaxpr: Any) -> list[list[Any]]:

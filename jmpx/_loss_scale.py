@@ -12,8 +12,10 @@ All arithmetic is in float32 (or float64), never in 16 bits. Every scale is betw
 2**126, whose reciprocals are normal float32 numbers, too, so that one product undoes it.
 """
 
+import contextlib
 import dataclasses
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, Union
@@ -46,6 +48,9 @@ class NoOpLossScale:
         >>> jmpx.NoOpLossScale().scale({"loss": 3.0})
         {'loss': 3.0}
     """
+
+    def __post_init__(self) -> None:
+        register_with_flax()
 
     @property
     def loss_scale(self) -> float:
@@ -102,6 +107,7 @@ class StaticLossScale:
                 f"product in float32 undoes, got {number}: give for example 2.0**15."
             )
         object.__setattr__(self, "loss_scale", np.float32(number))
+        register_with_flax()
 
     @property
     def _effective(self) -> np.float32:
@@ -214,6 +220,7 @@ class DynamicLossScale:
         scale = _leaf(self.loss_scale, np.float32, "loss_scale")
         self._set("loss_scale", self._clip(scale) if is_array(scale) else scale)
         self._set("counter", _leaf(self.counter, np.int32, "counter"))
+        register_with_flax()
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -397,6 +404,38 @@ def _unflatten(configuration: tuple[Any, ...], leaves: Any) -> DynamicLossScale:
 jax.tree_util.register_pytree_with_keys(
     DynamicLossScale, _flatten_with_keys, _unflatten, flatten_func=_flatten
 )
+
+
+def register_with_flax() -> None:
+    """Lets `flax.serialization` save and restore loss scales, if Flax has been imported."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is not None:
+        _register_with(serialization)
+
+
+@functools.cache
+def _register_with(serialization: Any) -> None:
+    for cls in (NoOpLossScale, StaticLossScale, DynamicLossScale):
+        with contextlib.suppress(ValueError):  # where the user has registered it already
+            serialization.register_serialization_state(cls, _to_state_dict, _from_state_dict)
+
+
+def _to_state_dict(scaling: LossScale) -> dict[str, Any]:
+    """Returns what a checkpoint holds: the leaves, by their names."""
+    names = _LEAVES if isinstance(scaling, DynamicLossScale) else ()
+    return {name: getattr(scaling, name) for name in names}
+
+
+def _from_state_dict(scaling: LossScale, state: Any) -> LossScale:
+    """Returns a loss scale of the same configuration with the leaves of a checkpoint."""
+    expected = list(_to_state_dict(scaling))
+    got = sorted(state) if isinstance(state, dict) else type(state).__name__
+    if got != sorted(expected):
+        raise ValueError(
+            f"Expected the state of a {type(scaling).__name__} to hold {expected}, got {got}: "
+            "restore it into a loss scale of the class that was saved."
+        )
+    return dataclasses.replace(scaling, **state)
 
 
 def _multiply(tree: T, factor: Callable[[Any], Any]) -> T:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from jmpx._loss_scale import register_with_flax
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, traced_under, warn_unused
 from jmpx._registry import policy_for
@@ -29,6 +30,8 @@ except ModuleNotFoundError as error:
     ) from None
 
 M = TypeVar("M", bound=nnx.Module)
+
+register_with_flax()
 
 
 class _Threads(threading.local):
