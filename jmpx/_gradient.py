@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._contexts import parameters_cast
-from jmpx._loss_scale import LossScale, NoOpLossScale, for_one_step, never_enlarges
+from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._policy import Policy, get_policy
+from jmpx._sharding import without_shards
 from jmpx._tree import all_finite, is_array, is_floating, is_inexact_array, widen
 
 
@@ -55,7 +56,8 @@ def filter_value_and_grad(
             casts: it would cast parameters that are rounded already.
         axis_name: the name (or names) of the mapped axis of `jax.pmap`, `jax.shard_map` or
             `jax.vmap` over which value and gradients are averaged, in float32. The parameters are
-            to be the same on all of it, and so are then flag and loss scale.
+            to be replicas, each of which may differ, and no shards that `func` gathers; the flag
+            and the loss scale are then the same on all of it.
         uncast_argnums: the positions of arguments that are left as they are, such as targets that
             float16 cannot hold, or positions in a sequence; negative ones count from the end. With
             the first argument left uncast, `func` casts the parameters itself.
@@ -70,7 +72,8 @@ def filter_value_and_grad(
 
     Raises:
         TypeError: if `func`, `scaling` or `policy` is not what it should be; when called, if there
-            is no argument to differentiate or `func` does not return a floating scalar.
+            is no argument to differentiate, if `func` does not return a floating scalar, or if it
+            gathers an array of its first argument over `axis_name`.
         ValueError: if `policy` is not a policy string; when called, if an argument to leave uncast
             is none of `func`.
 
@@ -97,9 +100,7 @@ def filter_value_and_grad(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         params, merge = _partition(args)
         cast = uncast.exempt(find_policy().cast_to_compute) if use_mixed_precision else _unchanged
-        scale = for_one_step(scaling) if use_mixed_precision else NoOpLossScale()
-        if axis_name is not None:
-            params = _make_varying(params, axis_name)
+        scale = scaling if use_mixed_precision else NoOpLossScale()
 
         def scaled_loss(params: list[Any]) -> tuple[Any, tuple[Any, Any]]:
             model = merge(params)
@@ -111,7 +112,11 @@ def filter_value_and_grad(
             value = wide(value)
             return scale.scale(value), (value, aux)
 
-        (_, (value, aux)), scaled = jax.value_and_grad(scaled_loss, has_aux=True)(params)
+        run: Callable[[list[Any]], Any] = scaled_loss
+        if axis_name is not None:
+            params = _make_varying(params, axis_name)
+            run = without_shards(scaled_loss, params, _paths(args[0]), axis_name)
+        (_, (value, aux)), scaled = jax.value_and_grad(run, has_aux=True)(params)
         grads = scale.unscale([wide(grad) for grad in scaled])
         if axis_name is not None:
             value, grads = jax.lax.pmean((value, grads), axis_name)
@@ -120,7 +125,7 @@ def filter_value_and_grad(
         grads_finite, new_scaling = jnp.array(True), scaling
         if use_mixed_precision:
             # As they arrived, without the product, where unscaling cannot change the answer.
-            as_arrived = axis_name is None and never_enlarges(scaling)
+            as_arrived = axis_name is None and is_at_least_1(scaling)
             grads_finite = all_finite(scaled if as_arrived else grads)
             new_scaling = scaling.adjust(grads_finite)
         result = (value, aux) if has_aux else value
@@ -370,6 +375,12 @@ def _partition(args: tuple[Any, ...]) -> tuple[list[Any], Callable[..., Any]]:
 
     # As JAX arrays, whose dtype is the gradient's: NumPy's float64 is float32 without x64.
     return [jnp.asarray(leaves[place]) for place in places], merge
+
+
+def _paths(tree: Any) -> list[str]:
+    """Returns what to call the differentiable arrays of a pytree in an error message."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path) or "array" for path, leaf in leaves if is_inexact_array(leaf)]
 
 
 def _make_varying(arrays: list[Any], axis_name: Any) -> list[Any]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._operations import KINDS, Kind, operation_name
-from jmpx._tree import is_array
+from jmpx._tree import is_traceable
 
 
 class Traced(NamedTuple):
@@ -35,7 +35,7 @@ class Traced(NamedTuple):
 def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     """Traces `fn(*args, **kwargs)`; leaves that are no arrays stay as they are, in and out."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if _is_traceable(leaf)]
+    places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
     results: list[Any] = []
 
     def on_arrays(*arrays: Any) -> list[Any]:  # made anew each time: JAX caches by identity
@@ -44,7 +44,7 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
             inputs[place] = array
         args, kwargs = jax.tree.unflatten(treedef, inputs)
         outputs, out_treedef = jax.tree.flatten(fn(*args, **kwargs))
-        traced = [_is_traceable(output) for output in outputs]
+        traced = [is_traceable(output) for output in outputs]
         kept = [None if t else output for t, output in zip(traced, outputs, strict=True)]
         results[:] = traced, kept, out_treedef
         return [output for t, output in zip(traced, outputs, strict=True) if t]
@@ -59,15 +59,6 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         return jax.tree.unflatten(out_treedef, merged)
 
     return Traced(jaxpr, arrays, rebuild)
-
-
-def _is_traceable(leaf: Any) -> bool:
-    if isinstance(leaf, jax.Array):
-        return True
-    # Not NumPy's text, objects and float0, which is the cotangent of an integer.
-    return is_array(leaf) and any(
-        jnp.issubdtype(leaf.dtype, kind) for kind in (jnp.number, jnp.bool_)
-    )
 
 
 @functools.cache
@@ -94,10 +85,22 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
     return getattr(jaxpr, "consts", ())
 
 
+def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
+    """Returns the jaxprs among the parameters of an equation."""
+    values = (v if isinstance(v, tuple) else (v,) for v in params.values())
+    return [jaxpr for value in values for jaxpr in value if hasattr(jaxpr, "eqns")]
+
+
 def holds_jaxpr(params: dict[str, Any]) -> bool:
     """Whether a parameter of an equation is a jaxpr, or several."""
-    values = (v if isinstance(v, tuple) else (v,) for v in params.values())
-    return any(hasattr(jaxpr, "eqns") for value in values for jaxpr in value)
+    return bool(inner_jaxprs(params))
+
+
+def evaluate(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Runs a closed jaxpr, with the custom derivatives in it."""
+    from jax.extend.core import jaxpr_as_fun
+
+    return jaxpr_as_fun(jaxpr)(*arrays)
 
 
 def last_uses(jaxpr: Any) -> list[list[Any]]:

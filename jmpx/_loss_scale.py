@@ -8,10 +8,14 @@ same methods, so that a train step works with any of them:
     grads_finite = jmpx.all_finite(grads)
     loss_scale = loss_scale.adjust(grads_finite)
 
-All arithmetic is in float32 (or float64), never in 16 bits.
+All arithmetic is in float32 (or float64), never in 16 bits. Every scale is between 2**-126 and
+2**126, whose reciprocals are normal float32 numbers, too, so that one product undoes it.
 """
 
+import contextlib
 import dataclasses
+import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, Union
@@ -26,8 +30,10 @@ from jmpx._tree import as_flag, is_array, is_floating, is_inexact_array, widen
 T = TypeVar("T")
 
 _LARGEST = float(np.finfo(np.float32).max)
-_SMALLEST_NORMAL = 2.0**-126  # of float32: below it, hardware may flush to 0
-_LARGEST_INVERTIBLE = 2.0**126  # 1 / s is a normal float32 up to here
+# Below the first, hardware may flush a float32 to 0; above the second, it may flush its reciprocal.
+_LOWEST_SCALE, _HIGHEST_SCALE = 2.0**-126, 2.0**126
+_LARGEST_FLOAT16 = (2 - 2.0**-10) * 2**15
+_LONGEST_PERIOD = 2**31 - 1  # that of an int32 counter
 
 
 @jax.tree_util.register_static
@@ -42,6 +48,9 @@ class NoOpLossScale:
         >>> jmpx.NoOpLossScale().scale({"loss": 3.0})
         {'loss': 3.0}
     """
+
+    def __post_init__(self) -> None:
+        register_with_flax()
 
     @property
     def loss_scale(self) -> float:
@@ -71,12 +80,12 @@ class StaticLossScale:
     compiled program.
 
     Args:
-        loss_scale: the factor, a number or a concrete scalar array of any dtype; kept as a
-            `np.float32`.
+        loss_scale: the factor, a number or a concrete scalar array of any dtype, between 2**-126
+            and 2**126; kept as a `np.float32`. A scale of 0 holds a place: it cannot scale.
 
     Raises:
         TypeError: if `loss_scale` is traced or not a scalar number.
-        ValueError: if it is negative, or not finite in float32.
+        ValueError: if it is out of its range, or 0 when `scale` or `unscale` is called.
 
     Example:
         >>> import jax.numpy as jnp
@@ -92,7 +101,23 @@ class StaticLossScale:
 
     def __post_init__(self) -> None:
         number = _number(self.loss_scale, "StaticLossScale.loss_scale")
+        if number != 0 and not _LOWEST_SCALE <= number <= _HIGHEST_SCALE:
+            raise ValueError(
+                "Expected StaticLossScale.loss_scale to be between 2**-126 and 2**126, which a "
+                f"product in float32 undoes, got {number}: give for example 2.0**15."
+            )
         object.__setattr__(self, "loss_scale", np.float32(number))
+        register_with_flax()
+
+    @property
+    def _effective(self) -> np.float32:
+        """The scale, which must not be 0."""
+        if self.loss_scale == 0:
+            raise ValueError(
+                "Cannot scale a loss or unscale gradients by StaticLossScale(0): give a scale such "
+                "as 2.0**15, or use NoOpLossScale()."
+            )
+        return self.loss_scale
 
     def scale(self, tree: T) -> T:
         """Returns `tree` with its floating and complex arrays multiplied by the scale.
@@ -102,8 +127,11 @@ class StaticLossScale:
 
         Returns:
             The tree, 8 and 16-bit leaves in float32, wider ones in their own dtype.
+
+        Raises:
+            ValueError: if the scale is 0.
         """
-        return _map_inexact(_multiply_by(self.loss_scale), tree)
+        return _multiply(tree, self._effective.astype)
 
     def unscale(self, tree: T) -> T:
         """Returns `tree` with its floating and complex arrays divided by the scale.
@@ -113,11 +141,12 @@ class StaticLossScale:
 
         Returns:
             The tree, 8 and 16-bit leaves in float32, wider ones in their own dtype.
+
+        Raises:
+            ValueError: if the scale is 0.
         """
-        scale = self.loss_scale
-        if scale > _LARGEST_INVERTIBLE:
-            return _map_inexact(_divide_by(jnp.asarray(scale)), tree)
-        return _map_inexact(lambda x: x / jnp.asarray(scale, x.dtype), tree)
+        scale = self._effective
+        return _multiply(tree, lambda dtype: 1 / scale.astype(dtype))
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
         """Returns this loss scale, whatever `grads_finite` says."""
@@ -135,20 +164,24 @@ class DynamicLossScale:
     its kin. Micikevicius et al., arXiv 1710.03740.
 
     As a pytree its leaves are `loss_scale` and `counter`; all else is configuration, so that a
-    checkpoint restores the two numbers and the template's configuration holds.
+    checkpoint restores the two numbers and the template's configuration holds: a restored scale
+    beyond its bounds counts as the nearer of them.
 
     Args:
         loss_scale: the factor to begin with: a number or an array of shape (), of any dtype; kept
-            as a strong float32 array. An integer array is taken with a warning. What is neither a
-            number nor an array, such as a `jax.ShapeDtypeStruct` or a sharding, is kept as it is.
-        counter: finite steps since the scale last changed; kept as an int32 array of shape ().
+            as a strong float32, within the two bounds below: a number as NumPy's, so that no
+            backend starts, a JAX array as one. An integer array is taken with a warning. What is
+            neither a number nor an array, such as a `jax.ShapeDtypeStruct` or a sharding, is kept
+            as it is.
+        counter: finite steps since the scale last changed; kept as an int32 in the same way.
         period: finite steps from one growth to the next.
-        factor: what the scale is multiplied by when it grows.
-        min_loss_scale: the scale never falls below this number, which may be less than 1.
-        max_loss_scale: the scale never grows beyond this number, and what it starts with counts as
-            this number where it is more; None means float32's largest. With a maximum of up to
-            2**126, `unscale` takes one product an entry instead of two operations.
-        backoff_factor: what the scale is multiplied by when it shrinks; None means 1 / `factor`.
+        factor: what the scale is multiplied by when it grows, up to 2**126.
+        min_loss_scale: the scale never falls below this number, which may be less than 1, nor below
+            2**-126.
+        max_loss_scale: the scale never grows beyond this number, nor beyond 2**126, which None
+            means.
+        backoff_factor: what the scale is multiplied by when it shrinks, from 2**-126 on; None means
+            1 / `factor`.
 
     Raises:
         TypeError: if a configuration value is traced or not a number.
@@ -179,53 +212,67 @@ class DynamicLossScale:
                     f"Expected floating type for {name}, got {value.dtype}: it is converted.",
                     stacklevel=3,
                 )
-        self._set("loss_scale", _leaf(self.loss_scale, jnp.float32, "loss_scale"))
-        self._set("counter", _leaf(self.counter, jnp.int32, "counter"))
         for name in _CONFIGURATION:
             value = getattr(self, name)
             if value is not None or name in ("period", "factor", "min_loss_scale"):
                 self._set(name, _number(value, f"DynamicLossScale.{name}"))
         self._check()
+        scale = _leaf(self.loss_scale, np.float32, "loss_scale")
+        self._set("loss_scale", self._clip(scale) if is_array(scale) else scale)
+        self._set("counter", _leaf(self.counter, np.int32, "counter"))
+        register_with_flax()
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     def _check(self) -> None:
         """Refuses a configuration that cannot work."""
-        if self.period < 1 or self.period != int(self.period):
-            raise ValueError(f"Expected a period of 1, 2, 3 ... steps, got {self.period}.")
-        if self.factor < 1:
-            raise ValueError(f"Expected a factor of at least 1, such as 2, got {self.factor}.")
-        if not 0 < self._backoff < 1:
+        if not 1 <= self.period <= _LONGEST_PERIOD or self.period != int(self.period):
             raise ValueError(
-                f"Expected a backoff_factor between 0 and 1, which lets the scale shrink, got "
-                f"{self._backoff}: leave it out for 1 / factor, with a factor above 1."
+                f"Expected a period of 1, 2, 3 ... steps, up to 2**31 - 1, got {self.period}."
             )
-        if self.max_loss_scale is not None and self.max_loss_scale < self.min_loss_scale:
+        if not 1 <= self.factor <= _HIGHEST_SCALE:
             raise ValueError(
-                f"Expected max_loss_scale to be at least min_loss_scale, got {self.max_loss_scale} "
-                f"and {self.min_loss_scale}: swap them."
+                f"Expected a factor between 1 and 2**126, such as 2, got {self.factor}."
+            )
+        backoff = 1 / self.factor if self.backoff_factor is None else self.backoff_factor
+        if not _LOWEST_SCALE <= backoff < 1:
+            raise ValueError(
+                "Expected a backoff_factor of at least 2**-126 and below 1, which lets the scale "
+                f"shrink, got {backoff}: leave it out for 1 / factor, with a factor above 1."
+            )
+        if self.min_loss_scale > _HIGHEST_SCALE:
+            raise ValueError(
+                "Expected a min_loss_scale of at most 2**126, which a product in float32 undoes, "
+                f"got {self.min_loss_scale}: give for example 1.0."
+            )
+        low, high = self._bounds
+        if low > high:
+            raise ValueError(
+                f"Expected max_loss_scale to be at least min_loss_scale and at least 2**-126, got "
+                f"{self.max_loss_scale} and {self.min_loss_scale}: swap them, or leave one out."
             )
 
     @property
-    def _backoff(self) -> float:
-        return 1 / self.factor if self.backoff_factor is None else self.backoff_factor
+    def _bounds(self) -> tuple[float, float]:
+        """What the scale is never below and never above."""
+        high = _HIGHEST_SCALE if self.max_loss_scale is None else self.max_loss_scale
+        return max(self.min_loss_scale, _LOWEST_SCALE), min(high, _HIGHEST_SCALE)
+
+    def _clip(self, scale: Any) -> Any:
+        low, high = self._bounds
+        numpy = jnp if isinstance(scale, jax.Array) else np
+        return numpy.minimum(numpy.maximum(scale, np.float32(low)), np.float32(high))
 
     @property
-    def _scalar(self) -> jax.Array:
-        """The scale as a float32 array of shape (), which a mapped stack of scales is not."""
+    def _effective(self) -> Any:
+        """The scale as a float32 of shape (), also where no constructor clipped it."""
         if jnp.ndim(self.loss_scale) != 0:
             raise ValueError(
                 f"Expected a loss scale of shape (), got {jnp.shape(self.loss_scale)}: map over a "
                 "stack of loss scales with jax.vmap."
             )
-        return jnp.asarray(self.loss_scale, jnp.float32)
-
-    @property
-    def _factor(self) -> jax.Array:
-        """What is multiplied by: the scale, if it is no more than the maximum."""
-        scale = self._scalar
-        return scale if self.max_loss_scale is None else jnp.minimum(scale, self.max_loss_scale)
+        return self._clip(_leaf(self.loss_scale, np.float32, "loss_scale"))
 
     def scale(self, tree: T) -> T:
         """Returns `tree` with its floating and complex arrays multiplied by the scale.
@@ -239,7 +286,7 @@ class DynamicLossScale:
         Raises:
             ValueError: if the scale is a stack of scales outside `jax.vmap`.
         """
-        return _map_inexact(_multiply_by(self._factor), tree)
+        return _multiply(tree, self._effective.astype)
 
     def unscale(self, tree: T) -> T:
         """Returns `tree` with its floating and complex arrays divided by the scale.
@@ -253,9 +300,8 @@ class DynamicLossScale:
         Raises:
             ValueError: if the scale is a stack of scales outside `jax.vmap`.
         """
-        if self.max_loss_scale is not None and self.max_loss_scale <= _LARGEST_INVERTIBLE:
-            return _map_inexact(_multiply_by(1 / self._factor), tree)
-        return _map_inexact(_divide_by(self._factor), tree)
+        scale = self._effective
+        return _multiply(tree, lambda dtype: 1 / scale.astype(dtype))
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScale":
         """Returns the loss scale of the next step.
@@ -272,14 +318,14 @@ class DynamicLossScale:
             ValueError: if the scale is a stack of scales outside `jax.vmap`.
         """
         finite = as_flag(grads_finite, "grads_finite")
-        scale = self._scalar
-        grown = scale * self.factor
-        grown = jnp.where(jnp.isfinite(grown), grown, scale)
-        if self.max_loss_scale is not None:
-            grown = jnp.minimum(grown, self.max_loss_scale)
-        shrunk = jnp.maximum(scale * self._backoff, max(self.min_loss_scale, _SMALLEST_NORMAL))
-        due = self.counter >= self.period - 1
-        return dataclasses.replace(
+        scale = jnp.asarray(self._effective)
+        grown = scale * float(self.factor)
+        if self.backoff_factor is None:
+            shrunk = scale / float(self.factor)
+        else:
+            shrunk = scale * self.backoff_factor
+        due = jnp.asarray(self.counter) >= int(self.period) - 1
+        return dataclasses.replace(  # whose constructor clips
             self,
             loss_scale=jnp.where(finite, jnp.where(due, grown, scale), shrunk),
             counter=jnp.where(finite & ~due, self.counter + 1, 0),
@@ -294,6 +340,9 @@ def DynamicLossScaling(  # a class of MPX's, and called as one
     counter: Any = None,
 ) -> DynamicLossScale:
     """Makes a `DynamicLossScale` by MPX's name and arguments (arXiv 2507.03312, section 3.3).
+
+    It never grows beyond 65504, float16's largest number, as MPX's never does, so that a run takes
+    the same steps as with MPX; a `DynamicLossScale` grows beyond it.
 
     Args:
         loss_scaling: the factor to begin with.
@@ -317,7 +366,9 @@ def DynamicLossScaling(  # a class of MPX's, and called as one
         65536.0
     """
     counter = 0 if counter is None else counter
-    return DynamicLossScale(loss_scaling, counter, period, factor, min_loss_scaling)
+    return DynamicLossScale(
+        loss_scaling, counter, period, factor, min_loss_scaling, max_loss_scale=_LARGEST_FLOAT16
+    )
 
 
 LossScale = Union[NoOpLossScale, StaticLossScale, DynamicLossScale]  # noqa: UP007 (as in JMP)
@@ -346,7 +397,7 @@ def _unflatten(configuration: tuple[Any, ...], leaves: Any) -> DynamicLossScale:
     for name, value in zip(_LEAVES + _CONFIGURATION, (*leaves, *configuration), strict=True):
         scale._set(name, value)
     if is_array(scale.loss_scale) and is_floating(scale.loss_scale):
-        scale._set("loss_scale", _leaf(scale.loss_scale, jnp.float32, "loss_scale"))
+        scale._set("loss_scale", _leaf(scale.loss_scale, np.float32, "loss_scale"))
     return scale
 
 
@@ -355,55 +406,60 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def _map_inexact(operation: Callable[[jax.Array], jax.Array], tree: T) -> T:
-    """Applies a real operation to every floating array and to both parts of every complex one."""
+def register_with_flax() -> None:
+    """Lets `flax.serialization` save and restore loss scales, if Flax has been imported."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is not None:
+        _register_with(serialization)
 
-    def apply(leaf: Any) -> Any:
+
+@functools.cache
+def _register_with(serialization: Any) -> None:
+    for cls in (NoOpLossScale, StaticLossScale, DynamicLossScale):
+        with contextlib.suppress(ValueError):  # where the user has registered it already
+            serialization.register_serialization_state(cls, _to_state_dict, _from_state_dict)
+
+
+def _to_state_dict(scaling: LossScale) -> dict[str, Any]:
+    """Returns what a checkpoint holds: the leaves, by their names."""
+    names = _LEAVES if isinstance(scaling, DynamicLossScale) else ()
+    return {name: getattr(scaling, name) for name in names}
+
+
+def _from_state_dict(scaling: LossScale, state: Any) -> LossScale:
+    """Returns a loss scale of the same configuration with the leaves of a checkpoint."""
+    expected = list(_to_state_dict(scaling))
+    got = sorted(state) if isinstance(state, dict) else type(state).__name__
+    if got != sorted(expected):
+        raise ValueError(
+            f"Expected the state of a {type(scaling).__name__} to hold {expected}, got {got}: "
+            "restore it into a loss scale of the class that was saved."
+        )
+    return dataclasses.replace(scaling, **state)
+
+
+def _multiply(tree: T, factor: Callable[[Any], Any]) -> T:
+    """Multiplies floating and complex arrays, in at least float32, by a number of their dtype."""
+    factor = functools.cache(factor)  # computed once for each dtype, not for each leaf
+
+    def multiply(leaf: Any) -> Any:
         if not is_inexact_array(leaf):
             return leaf
-        if is_floating(leaf):
-            return operation(jnp.asarray(widen(leaf)))
-        return jax.lax.complex(operation(jnp.real(leaf)), operation(jnp.imag(leaf)))
+        if not is_floating(leaf):
+            return jax.lax.complex(multiply(jnp.real(leaf)), multiply(jnp.imag(leaf)))
+        wide = jnp.asarray(widen(leaf))
+        return wide * factor(wide.dtype)
 
-    return jax.tree.map(apply, tree)
-
-
-def _multiply_by(scale: Any) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: x * jnp.asarray(scale, x.dtype)
+    return jax.tree.map(multiply, tree)
 
 
-def for_one_step(scaling: LossScale) -> LossScale:
-    """Returns what one step is to scale and to unscale by.
-
-    A dynamic scale is taken as at least its minimum and at most 2**126, which a single product
-    undoes: the gradients are the same.
-    """
-    if not isinstance(scaling, DynamicLossScale):
-        return scaling
-    low, high = scaling.min_loss_scale, scaling.max_loss_scale
-    if low <= _LARGEST_INVERTIBLE:
-        high = min(_LARGEST_INVERTIBLE, _LARGEST if high is None else high)
-    return dataclasses.replace(
-        scaling, loss_scale=jnp.maximum(scaling._scalar, low), max_loss_scale=high
-    )
-
-
-def never_enlarges(scaling: LossScale) -> bool:
-    """Whether unscaling by `for_one_step(scaling)` divides by 1 or more, whatever comes."""
-    if type(scaling) is DynamicLossScale:
+def is_at_least_1(scaling: LossScale) -> bool:
+    """Whether the scale is always at least 1, so that unscaling cannot overflow."""
+    if type(scaling) is DynamicLossScale:  # no subclass: it may scale in a way of its own
         return scaling.min_loss_scale >= 1
     return type(scaling) is NoOpLossScale or (
         type(scaling) is StaticLossScale and scaling.loss_scale >= 1
     )
-
-
-def _divide_by(scale: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    # XLA computes x / s as x * (1 / s), and 1 / 2**127 is no normal float32: it becomes 0. Halving
-    # both where s is that large changes no digit of the quotient.
-    half = jnp.where(scale > _LARGEST_INVERTIBLE, 0.5, 1.0)
-    # The barrier keeps it from folding a constant scale into 1 / s all the same.
-    half, divisor = jax.lax.optimization_barrier((half, scale * half))
-    return lambda x: x * half.astype(x.dtype) / divisor.astype(x.dtype)
 
 
 def _number(value: Any, name: str) -> int | float:
@@ -425,11 +481,24 @@ def _number(value: Any, name: str) -> int | float:
 
 
 def _leaf(value: Any, dtype: Any, name: str) -> Any:
-    """Returns a number or an array as a strong array of `dtype`, and anything else as it is."""
-    if isinstance(value, int | float | str) and not is_array(value):
-        value = _number(value, f"DynamicLossScale.{name}")
+    """Returns a number or an array as a strong one of `dtype`, and anything else as it is.
+
+    What is not JAX's yet becomes NumPy's, which starts no backend.
+    """
+    if isinstance(value, jax.Array):
         return jnp.asarray(value, dtype)
-    return jnp.asarray(value, dtype) if is_array(value) else value
+    if is_array(value):
+        with np.errstate(all="ignore"):  # a float64 beyond float32 becomes inf, as in JAX
+            return value.astype(dtype)[()]
+    if not isinstance(value, int | float | str):
+        return value
+    number = _number(value, f"DynamicLossScale.{name}")
+    if dtype is np.int32 and number > _LONGEST_PERIOD:
+        raise ValueError(
+            f"Expected DynamicLossScale.{name} to be at most 2**31 - 1, got {number}: leave it out "
+            "to begin with 0."
+        )
+    return dtype(number)
 
 
 def _is_integer_array(value: Any) -> bool:

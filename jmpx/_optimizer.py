@@ -1,5 +1,8 @@
 """Optimizer steps that are left out when gradients overflowed."""
 
+import contextlib
+import inspect
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -7,7 +10,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from jmpx._tree import all_finite, as_flag, is_array, select_tree
+from jmpx._tree import all_finite, as_flag, is_array, is_floating, is_view, select_tree
 
 if TYPE_CHECKING:
     import optax
@@ -65,6 +68,10 @@ def skip_nonfinite(
         TypeError: if `optimizer` is not an optax gradient transformation.
         ValueError: if `skip` is neither of the two.
 
+    Warns:
+        UserWarning: when its `init` is called by that of `optax.MultiSteps`; when `init` or
+            `update` get what `optimizer_update` warns of.
+
     Example:
         >>> import jax.numpy as jnp
         >>> import optax
@@ -79,14 +86,18 @@ def skip_nonfinite(
     import optax
 
     _check_skip(skip)
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+    if not _is_optimizer(optimizer):
         raise TypeError(
             f"Expected an optax gradient transformation, got {optimizer!r}: pass for example "
             "optax.adam(1e-3)."
         )
+    if isinstance(optimizer, optax.MultiSteps):  # it takes extra arguments, and does not say so
+        optimizer = optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> SkipNonfiniteState:
+        _warn_of_multi_steps(inspect.unwrap(optax.MultiSteps.init))
+        _warn_of_views(params)
         none = jnp.zeros((), jnp.int32)
         return SkipNonfiniteState(inner.init(params), jnp.array(True), none, none)
 
@@ -98,6 +109,8 @@ def skip_nonfinite(
         grads_finite: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, SkipNonfiniteState]:
+        _warn_of_views((updates, params))
+        _warn_of_cast_masters(params, inner, state.inner_state, updates)
         if grads_finite is None:
             grads_finite = all_finite(updates)
 
@@ -146,11 +159,16 @@ def optimizer_update(
         **extra_args: what `optimizer.update` takes besides, such as `value=`.
 
     Returns:
-        The new `(model, optimizer_state)`, leaves of the dtypes that they had.
+        The new `(model, optimizer_state)`: the model's leaves of the dtypes that they had, those of
+        the state of the dtypes that optax gives them.
 
     Raises:
-        TypeError: if `grads_finite` is not a scalar bool.
+        TypeError: if `grads_finite` is not a scalar bool, or the arguments are not in this order.
         ValueError: if `skip` is neither of the two.
+
+    Warns:
+        UserWarning: if `model` is a view, which holds rounded parameters; if all parameters and
+            gradients are of 16 bits and the state was made of wider parameters.
 
     Example:
         >>> import jax.numpy as jnp
@@ -164,7 +182,9 @@ def optimizer_update(
         Array([0.5, 0.5], dtype=float32)
     """
     _check_skip(skip)
-    params = jax.tree.map(lambda g, p: None if g is None else p, grads, model, is_leaf=_is_none)
+    params = _trained(model, optimizer, grads)
+    _warn_of_views(model)
+    _warn_of_cast_masters(params, optimizer, optimizer_state, grads)
     counts = isinstance(optimizer_state, SkipNonfiniteState)
     old_state: Any = optimizer_state.inner_state if counts else optimizer_state
     if counts:
@@ -190,6 +210,87 @@ def _check_skip(skip: Any) -> None:
     if skip not in ("cond", "where"):
         raise ValueError(
             f'Expected skip to be "cond" or "where", got {skip!r}: leave it out for the default.'
+        )
+
+
+_ORDER = "the arguments are (model, optimizer, optimizer_state, grads, grads_finite)"
+
+
+def _is_optimizer(optimizer: Any) -> bool:
+    return hasattr(optimizer, "init") and hasattr(optimizer, "update")
+
+
+def _trained(model: Any, optimizer: Any, grads: Any) -> Any:
+    """Returns the model with None for what has no gradient, once the arguments have been checked."""
+    if not _is_optimizer(optimizer):
+        raise TypeError(
+            f"Expected an optax gradient transformation as the second argument, got a "
+            f"{type(optimizer).__name__}: {_ORDER}."
+        )
+    for leaf in jax.tree.leaves(grads):
+        if not (is_array(leaf) or isinstance(leaf, int | float | complex)):
+            raise TypeError(
+                f"Expected gradients as the fourth argument, arrays or None, got a "
+                f"{type(leaf).__name__} among them: {_ORDER}."
+            )
+    try:
+        return jax.tree.map(lambda g, p: None if g is None else p, grads, model, is_leaf=_is_none)
+    except ValueError:
+        raise TypeError(
+            "Expected gradients of the structure of the model as the fourth argument, got a "
+            f"{type(grads).__name__} for a {type(model).__name__} that differ: {_ORDER}."
+        ) from None
+
+
+def _warn_of_views(tree: Any) -> None:
+    view = next(filter(is_view, jax.tree.leaves(tree, is_leaf=is_view)), None)
+    if view is not None:
+        warnings.warn(
+            f"Expected the model, got a view of its {type(view).__name__}, whose parameters may "
+            "be rounded to 16 bits, and would stay so: make the view inside of the loss function, "
+            "and hand the model itself to the optimizer.",
+            stacklevel=3,
+        )
+
+
+def _warn_of_cast_masters(params: Any, optimizer: Any, state: Any, grads: Any) -> None:
+    """Warns if all parameters are of 16 bits, but the state was made of wider ones.
+
+    The optimizer itself says what it would have made of these parameters: wide accumulators of its
+    own are no sign. Wide gradients are none either, they widen the state of 16-bit parameters.
+    """
+    given = [leaf for leaf in jax.tree.leaves((params, grads)) if is_floating(leaf)]
+    if not given or params is None or any(leaf.dtype.itemsize != 2 for leaf in given):
+        return
+    wide = [is_floating(x) and x.ndim > 0 and x.dtype.itemsize > 2 for x in jax.tree.leaves(state)]
+    if not any(wide):
+        return
+    with contextlib.suppress(jax.errors.JAXTypeError):  # an init that cannot be traced
+        made = jax.eval_shape(optimizer.init, params)
+        if jax.tree.structure(made) == jax.tree.structure(state) and any(
+            is_wide and is_floating(leaf) and leaf.dtype.itemsize == 2
+            for is_wide, leaf in zip(wide, jax.tree.leaves(made), strict=True)
+        ):
+            warnings.warn(
+                "Got parameters of 16 bits, and an optimizer state that was made of wider ones: "
+                "cast parameters inside of the loss function, and update those that are stored; or "
+                "make the state of the 16-bit ones, by the optimizer's init.",
+                stacklevel=3,
+            )
+
+
+def _warn_of_multi_steps(init: Any) -> None:
+    """Warns if `optax.MultiSteps.init` is what calls, which the stack of calls alone can tell."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code is not init.__code__:
+        frame, level = frame.f_back, level + 1
+    # With a should_skip_update_fn, whose state is not empty, nothing non-finite is accumulated.
+    if frame is not None and frame.f_locals.get("skip_state", ()) == ():
+        warnings.warn(
+            "optax.MultiSteps around jmpx.skip_nonfinite never recovers from an overflow, because "
+            "the sum of its gradients stays non-finite: write skip_nonfinite(optax.MultiSteps("
+            "optimizer, n)), which leaves out the one micro-step that overflowed.",
+            stacklevel=level + 1,
         )
 
 
@@ -219,17 +320,25 @@ def _take_or_keep(
     """Returns `take()` or, where the step is skipped, `keep(take())`, which needs its shapes only.
 
     A `lax.cond` needs branches of one type. Where they are not, as for a state that holds a Python
-    number or a flag that varies over the devices of a `jax.shard_map`, the step is selected.
+    number or a flag that varies over the devices of a `jax.shard_map`, the step is selected. What
+    the step widens, as some optimizers do with their state at the first step, is kept in the new
+    dtype.
     """
     if grads_finite is True:
         return take()
     finite = as_flag(grads_finite, "grads_finite")
+    kept = lambda new: jax.tree.map(_in_dtype_of, keep(new), new)  # noqa: E731
     if skip == "cond" and isinstance(finite, jax.core.Tracer):
-        shapes = _common_shapes(finite, take, keep)
+        shapes = _common_shapes(finite, take, kept)
         if shapes is not None:
-            return jax.lax.cond(finite, take, lambda: keep(shapes))
+            return jax.lax.cond(finite, take, lambda: kept(shapes))
     new = take()
-    return select_tree(finite, new, keep(new))
+    return select_tree(finite, new, kept(new))
+
+
+def _in_dtype_of(old: Any, new: Any) -> Any:
+    differ = is_array(old) and hasattr(new, "dtype") and old.dtype != new.dtype
+    return jnp.asarray(old, new.dtype) if differ else old
 
 
 def _common_shapes(finite: jax.Array, take: Callable[[], Any], keep: Callable[[Any], Any]) -> Any:

@@ -52,6 +52,23 @@ def is_inexact_array(leaf: Any) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def is_traceable(leaf: Any) -> bool:
+    """Whether `leaf` is an array that JAX can hold.
+
+    It cannot hold NumPy's text, dates, objects, long doubles and float0, the cotangent of integers.
+    """
+    return isinstance(leaf, jax.Array) or (
+        is_array(leaf)
+        and leaf.dtype.type not in (np.longdouble, np.clongdouble)
+        and any(jnp.issubdtype(leaf.dtype, kind) for kind in (jnp.number, jnp.bool_))
+    )
+
+
+def is_view(node: Any) -> bool:
+    """Whether an adapter made this node as a view of a module; adapters mark the classes."""
+    return hasattr(type(node), "__jmpx_view__")
+
+
 def widen(leaf: Any) -> Any:
     """Returns a floating leaf in at least float32: 8 and 16-bit ones become float32."""
     return _cast_leaf(leaf, np.dtype(np.float32)) if leaf.dtype.itemsize < 4 else leaf
@@ -381,7 +398,7 @@ def all_finite(tree: Any, axis_name: Any = None) -> jax.Array:
         Array(False, dtype=bool)
     """
     flags = [
-        jnp.isfinite(widen(leaf) if is_floating(leaf) else leaf).all()
+        _is_finite(leaf)
         for leaf in jax.tree.leaves(tree)
         if is_inexact_array(leaf) or isinstance(leaf, float | complex)
     ]
@@ -392,6 +409,12 @@ def all_finite(tree: Any, axis_name: Any = None) -> jax.Array:
     if axis_name is None:
         return finite
     return jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
+
+
+def _is_finite(leaf: Any) -> Any:
+    if is_array(leaf) and not is_traceable(leaf):
+        return np.isfinite(leaf).all()
+    return jnp.isfinite(widen(leaf) if is_floating(leaf) else leaf).all()
 
 
 def as_flag(value: Any, name: str) -> jax.Array:
@@ -414,7 +437,8 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     """Picks one of two pytrees of the same structure, leaf by leaf.
 
     Follows JMP's `select_tree`. Arrays (PRNG keys too) are selected on the device, so that `pred`
-    may be traced; numbers that differ are selected as arrays; every other leaf, such as a
+    may be traced; numbers that differ are selected as arrays; NumPy arrays that JAX cannot hold,
+    such as text and dates, are selected by a `pred` that is not traced; every other leaf, such as a
     function or a string, is kept from `a`.
 
     Args:
@@ -426,7 +450,8 @@ def select_tree(pred: Any, a: T, b: T) -> T:
         The picked tree.
 
     Raises:
-        TypeError: if `pred` is not a scalar bool, or two leaves differ in shape or dtype.
+        TypeError: if `pred` is not a scalar bool, if two leaves differ in shape or dtype, or if
+            `pred` is traced and two arrays differ that JAX cannot hold.
 
     Example:
         >>> import jax.numpy as jnp
@@ -435,15 +460,17 @@ def select_tree(pred: Any, a: T, b: T) -> T:
         >>> jmpx.select_tree(jnp.array(False), new, old)["w"]
         Array([0., 0.], dtype=float32)
     """
-    pred = as_flag(pred, "pred")
-    return jax.tree_util.tree_map_with_path(functools.partial(_select_leaf, pred), a, b)
+    select = functools.partial(_select_leaf, pred, as_flag(pred, "pred"))
+    return jax.tree_util.tree_map_with_path(select, a, b)
 
 
-def _select_leaf(pred: jax.Array, path: Any, a: Any, b: Any) -> Any:
+def _select_leaf(pred: Any, flag: jax.Array, path: Any, a: Any, b: Any) -> Any:
     if a is b or not isinstance(a, _ARRAYS + _NUMBERS):
         return a
     if not is_array(a) and not is_array(b) and a == b:
         return a  # a setting, such as a dropout rate: it stays the Python number that it is
+    if any(is_array(leaf) and not is_traceable(leaf) for leaf in (a, b)):
+        return _select_outside_jax(pred, path, a, b)
     a = jnp.asarray(a, None if is_array(a) or not is_array(b) else b.dtype)
     b = jnp.asarray(b, None if is_array(b) else a.dtype)
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -451,4 +478,18 @@ def _select_leaf(pred: jax.Array, path: Any, a: Any, b: Any) -> Any:
             f"Cannot select between {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)} at "
             f"tree{jax.tree_util.keystr(path)}: make both trees of the same shapes and dtypes."
         )
-    return jax.lax.select(pred, a, b)
+    return jax.lax.select(flag, a, b)
+
+
+def _select_outside_jax(pred: Any, path: Any, a: Any, b: Any) -> Any:
+    """Selects between leaves of which one is text, a date or another thing that JAX cannot hold."""
+    if not isinstance(pred, jax.core.Tracer):
+        return a if pred else b
+    got = [f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else repr(leaf) for leaf in (a, b)]
+    if got[0] == got[1] and a.tobytes() == b.tobytes():
+        return a
+    raise TypeError(
+        f"Cannot select by a traced flag between {got[0]} and {got[1]} at "
+        f"tree{jax.tree_util.keystr(path)}, which differ and which JAX cannot hold: select them "
+        "outside of jax.jit, or leave them out of the trees."
+    )

@@ -103,6 +103,8 @@ def with_policies(model: T, policy_map: str | Policy | PolicyMap | None = None) 
 class _View:
     """Marks the classes of a view, and hides them from the user's `__init_subclass__`."""
 
+    __jmpx_view__ = True
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 
 from jmpx._contexts import Context, entered, note_cast, opened, refuse_other_tasks
+from jmpx._loss_scale import register_with_flax
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_for, running
@@ -30,6 +31,8 @@ except ModuleNotFoundError as error:
     ) from None
 
 M = TypeVar("M", bound=nnx.Module)
+
+register_with_flax()
 
 
 _LINEN, _NNX = "jmpx.flax.policies", "jmpx.flax.with_policies"
@@ -362,6 +365,7 @@ def _view_class(cls: type, policy: Policy) -> type:
     names = [name for name in dir(cls) if _has_public_name(name) and _is_own_method(cls, name)]
     namespace = {name: _at_boundary(getattr(cls, name), name, policy) for name in names}
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    named["__jmpx_view__"] = True
     return type(cls)(cls.__name__, (cls,), {**named, **namespace})
 
 

@@ -26,7 +26,7 @@ SAME = [
     ("jmpx_where", "float16_where"),
     ("jmpx_cond", "float16_cond"),
     ("jmpx_counting_cond", "float16_cond"),
-    ("jmpx_jmp_style_max", "float16_where_late"),
+    ("jmpx_jmp_style", "float16_where_late"),
 ]
 
 
