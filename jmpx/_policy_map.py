@@ -292,8 +292,11 @@ def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stackle
     seen = list(seen)
     for rule in policy_map.rules:
         if rule.is_operation:
-            end = ": operations are those of jmpx.autocast, no module's"
-            warn_of(rule, policy_map, "module", f"{end}.", stacklevel + 1)
+            end = (
+                ", as rules for operations are those of jmpx.autocast: give it the string, and "
+                f"write '{rule.selector}?' where one string serves both."
+            )
+            warn_of(rule, policy_map, "module", end, stacklevel + 1)
         elif seen and not any(rule.matches(cls, path) for cls, path in seen):
             kind = "path" if rule.is_path else "class"
             warn_of(rule, policy_map, kind, _near(rule, seen), stacklevel + 1)
