@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jmpx._dtypes import dtype_name
-from jmpx._operations import KINDS, instead_of
+from jmpx._operations import HIGHER_ORDER, KINDS, instead_of
 from jmpx._policy import (
     KEYS,
     Policy,
@@ -210,9 +210,8 @@ def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
 
 
 def _parse_default(part: str, text: str, start: int) -> Policy:
-    parse_fields(
-        part, text, start, bare=_FIELDS
-    )  # for an error that counts from the map's beginning
+    # For an error that counts from the map's beginning.
+    parse_fields(part, text, start, bare=_FIELDS)
     return get_policy(part)
 
 
@@ -326,7 +325,9 @@ def _near(rule: Rule, seen: Iterable[tuple[type, str]]) -> str:
         return did_you_mean(rule.selector.strip("*/"), _by_last_name(paths))
     names = {path.rpartition("/")[2] for path in paths} - {""}
     classes = {base.__name__ for cls, _ in seen for base in cls.__mro__[:-1]}
-    choices = {name: f"*/{name}" for name in sorted(names)} | {name: name for name in classes}
+    choices = {name: f"*/{name}" for name in sorted(names)} | {
+        name: name for name in sorted(classes)
+    }
     return did_you_mean(rule.selector.rpartition(".")[2], choices)
 
 
@@ -342,8 +343,8 @@ def near_operation(selector: str, met: Iterable[str]) -> str:
     if instead is not None:
         return f", as {name!r} is none of JAX's primitives: write {instead}."
     near = did_you_mean(name, {n: f"op.{n}" for n in sorted(met) if n != name})
-    if near != "." or name in KINDS:  # one of JAX's that did not run is spelled as it should be
-        return near
+    if near != "." or name in KINDS or name in HIGHER_ORDER:
+        return near  # one of JAX's operations that did not run is spelled as it should be
     return did_you_mean(name, {n: f"op.{n}" for n in KINDS})
 
 
