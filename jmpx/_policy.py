@@ -162,7 +162,7 @@ float8_*; did you mean 'bfloat16'?
     """
     if isinstance(policy, Policy):
         return policy
-    if isinstance(getattr(policy, "default", None), Policy):  # PolicyMap imports this file
+    if hasattr(policy, "rules"):  # a PolicyMap, whose file imports this one
         raise TypeError(
             f"Expected a policy, got the policy map {str(policy)!r}: {_NO_RULES}; its .default is "
             "a policy."

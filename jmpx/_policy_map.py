@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jmpx._dtypes import dtype_name
-from jmpx._operations import KINDS, instead_of
+from jmpx._operations import HIGHER_ORDER, KINDS, instead_of
 from jmpx._policy import (
     KEYS,
     Policy,
@@ -208,9 +208,8 @@ def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
 
 
 def _parse_default(part: str, text: str, start: int) -> Policy:
-    parse_fields(
-        part, text, start, bare=_FIELDS
-    )  # for an error that counts from the map's beginning
+    # For an error that counts from the map's beginning.
+    parse_fields(part, text, start, bare=_FIELDS)
     return get_policy(part)
 
 
@@ -285,8 +284,11 @@ def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stackle
     seen = list(seen)
     for rule in policy_map.rules:
         if rule.is_operation:
-            end = ": operations are those of jmpx.autocast, no module's"
-            warn_of(rule, policy_map, "module", f"{end}.", stacklevel + 1)
+            end = (
+                ", as rules for operations are those of jmpx.autocast: give it the string, and "
+                f"write '{rule.selector}?' where one string serves both."
+            )
+            warn_of(rule, policy_map, "module", end, stacklevel + 1)
         elif seen and not any(rule.matches(cls, path) for cls, path in seen):
             kind = "path" if rule.is_path else "class"
             warn_of(rule, policy_map, kind, _near(rule, seen), stacklevel + 1)
@@ -316,7 +318,9 @@ def _near(rule: Rule, seen: Iterable[tuple[type, str]]) -> str:
         return did_you_mean(rule.selector.strip("*/"), _by_last_name(paths))
     names = {path.rpartition("/")[2] for path in paths} - {""}
     classes = {base.__name__ for cls, _ in seen for base in cls.__mro__[:-1]}
-    choices = {name: f"*/{name}" for name in sorted(names)} | {name: name for name in classes}
+    choices = {name: f"*/{name}" for name in sorted(names)} | {
+        name: name for name in sorted(classes)
+    }
     return did_you_mean(rule.selector.rpartition(".")[2], choices)
 
 
@@ -332,8 +336,8 @@ def near_operation(selector: str, met: Iterable[str]) -> str:
     if instead is not None:
         return f", as {name!r} is none of JAX's primitives: write {instead}."
     near = did_you_mean(name, {n: f"op.{n}" for n in sorted(met) if n != name})
-    if near != "." or name in KINDS:  # one of JAX's that did not run is spelled as it should be
-        return near
+    if near != "." or name in KINDS or name in HIGHER_ORDER:
+        return near  # one of JAX's operations that did not run is spelled as it should be
     return did_you_mean(name, {n: f"op.{n}" for n in KINDS})
 
 
