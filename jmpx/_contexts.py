@@ -125,9 +125,9 @@ def entered(context: Context) -> Iterator[None]:
         _entered.set(tuple(other for other in _entered.get() if other is not context))
         # A generator that was forgotten may end in another thread, whose stacks are not these.
         if state is _thread.state:
+            _tell_jax()
             if install is not None and install not in [other.install for other in state.open]:
                 state.installed.pop(install).close()
-            _tell_jax()
 
 
 def opened(name: str) -> list[Any]:

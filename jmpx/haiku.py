@@ -198,20 +198,17 @@ def _get_state(next_getter: Any, value: Any, context: Any) -> Any:
     return value if runs and runs[-1].is_reading else next_getter(value)
 
 
+# Haiku makes getters and setters only inside of a transformed function, but holds to them after it.
+_state_hooks: Any = hk.transform(
+    lambda: (hk.custom_getter(_get_state, params=False, state=True), hk.custom_setter(_set_state))
+)
+
+
 @contextlib.contextmanager
 def interception() -> Iterator[None]:
     """Intercepts what modules call, and what reads and sets state, in this thread."""
-
-    # Haiku makes getters only inside of a transformed function, but holds to them after it.
-    def make() -> None:
-        hooks.append(hk.custom_getter(_get_state, params=False, state=True))
-        hooks.append(hk.custom_setter(_set_state))
-
-    hooks: list[Any] = [hk.intercept_methods(_intercept)]
-    hk.transform(make).apply({}, None)
-    with contextlib.ExitStack() as stack:
-        for hook in hooks:
-            stack.enter_context(hook)
+    getter, setter = _state_hooks.apply({}, None)
+    with hk.intercept_methods(_intercept), getter, setter:
         yield
 
 

@@ -163,7 +163,7 @@ def set_kernel(w):
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_many_modules_warn_once_per_traced_call(wrap):
-    model = eqx.nn.MLP(1, 1, 4, 4, key=jax.random.key(0))
+    model = eqx.nn.MLP(1, 1, 1, 2, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_array)
 
     @wrap

@@ -12,7 +12,7 @@ from helpers import enable_x64, leniently
 import jmpx
 import jmpx.haiku
 
-MAPS = ["c=bf16", "c=f16,o=f32", "bf16", "f16", "c=bf16; */inner: full", "full"]
+MAPS = ["c=bf16", "c=f16,o=f32; */inner: full", "bf16", "f16"]
 
 
 class Counts(hk.Module):
@@ -152,10 +152,10 @@ def test_state_is_of_the_dtypes_that_it_has_without_policies(name, policy_map, x
     assert jax.tree.structure(shapes) == jax.tree.structure(created)
 
 
-@pytest.mark.parametrize("policy_map", ["c=bf16", "c=f16", "bf16"])
+@pytest.mark.parametrize("policy_map", ["c=bf16", "f16"])
 def test_the_codebook_learns_as_in_float32(policy_map, rng):
     network = hk.transform_with_state(quantize)
-    init, apply = leniently(network.init), jax.jit(leniently(network.apply))
+    init, apply = jax.jit(leniently(network.init)), jax.jit(leniently(network.apply))
     data = rng.normal(size=(64, 3)).astype(np.float32)
     _, plain = init(jax.random.key(0), data)
     mixed = plain
@@ -194,8 +194,8 @@ def test_a_rule_or_a_class_policy_about_a_module_with_statistics_goes_before():
 
     def run(policy_map):
         with jmpx.haiku.policies(policy_map):
-            _, state = network.init(None, jnp.ones(2))
-            y, after = network.apply({}, state, None, jnp.ones(2))
+            _, state = jax.eval_shape(leniently(network.init), None, jnp.ones(2))
+            y, after = jax.eval_shape(leniently(network.apply), {}, state, None, jnp.ones(2))
         assert dtypes(after) == dtypes(state)
         return y.dtype
 
@@ -208,9 +208,9 @@ def test_a_rule_or_a_class_policy_about_a_module_with_statistics_goes_before():
 
 def test_state_in_16_bits_is_computed_in_and_stays():
     network = hk.transform_with_state(lambda x: hk.ExponentialMovingAverage(0.9)(x))
-    _, state = network.init(None, jnp.ones(2, jnp.bfloat16))
+    _, state = jax.eval_shape(leniently(network.init), None, jnp.ones(2, jnp.bfloat16))
     with jmpx.haiku.policies("c=f16,o=f32"):
-        y, after = network.apply({}, state, None, jnp.ones(2))
+        y, after = jax.eval_shape(leniently(network.apply), {}, state, None, jnp.ones(2))
     assert y.dtype == np.float32 and dtypes(after) == dtypes(state)
 
 
