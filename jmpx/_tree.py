@@ -59,7 +59,7 @@ def is_traceable(leaf: Any) -> bool:
     """
     return isinstance(leaf, jax.Array) or (
         is_array(leaf)
-        and leaf.dtype.type not in (np.longdouble, np.clongdouble)
+        and leaf.dtype.type not in (np.longdouble, np.clongdouble, np.timedelta64)
         and any(jnp.issubdtype(leaf.dtype, kind) for kind in (jnp.number, jnp.bool_))
     )
 
