@@ -221,14 +221,15 @@ def _is_optimizer(optimizer: Any) -> bool:
 
 
 def _trained(model: Any, optimizer: Any, grads: Any) -> Any:
-    """Returns the model with None for what has no gradient, once the arguments have been checked."""
+    """Checks the arguments, and returns the model with None for what has no gradient."""
     if not _is_optimizer(optimizer):
         raise TypeError(
             f"Expected an optax gradient transformation as the second argument, got a "
             f"{type(optimizer).__name__}: {_ORDER}."
         )
     for leaf in jax.tree.leaves(grads):
-        if not (is_array(leaf) or isinstance(leaf, int | float | complex)):
+        is_flag = isinstance(leaf, bool) or getattr(leaf, "dtype", None) == jnp.bool_
+        if is_flag or not (is_array(leaf) or isinstance(leaf, int | float | complex)):
             raise TypeError(
                 f"Expected gradients as the fourth argument, arrays or None, got a "
                 f"{type(leaf).__name__} among them: {_ORDER}."
