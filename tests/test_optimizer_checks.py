@@ -43,12 +43,15 @@ def dtypes(tree):
 
 
 def test_these_optimizers_widen_their_state_at_the_first_step(rng):
-    params = make_params(rng)
+    params, widened = make_params(rng), set()
     for name, make in WIDENING.items():
         optimizer = lenient(make())
         before = optimizer.init(params)
         _, after = jax.eval_shape(optimizer.update, params, before, params)
-        assert dtypes(before) != dtypes(after), name
+        if dtypes(before) != dtypes(after):
+            widened.add(name)
+    # Not inject_hyperparams in optax 0.2.4.
+    assert widened >= WIDENING.keys() - {"inject_hyperparams"}
 
 
 WAYS = [("plain", "cond"), ("plain", "where"), ("counting", "cond"), ("wrapped", "where")]
