@@ -380,7 +380,9 @@ def _partition(args: tuple[Any, ...]) -> tuple[list[Any], Callable[..., Any]]:
 def _paths(tree: Any) -> list[str]:
     """Returns what to call the differentiable arrays of a pytree in an error message."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [jax.tree_util.keystr(path) or "array" for path, leaf in leaves if is_inexact_array(leaf)]
+    return [
+        jax.tree_util.keystr(path) or "array" for path, leaf in leaves if is_inexact_array(leaf)
+    ]
 
 
 def _make_varying(arrays: list[Any], axis_name: Any) -> list[Any]:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 
 from jmpx._operations import KINDS, Kind, operation_name

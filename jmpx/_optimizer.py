@@ -50,11 +50,13 @@ def skip_nonfinite(
 
     A skipped step leaves the wrapped optimizer's state, its step counts and schedules included, as
     it was, and returns updates of -0.0, which leave parameters as they were to the bit. It is to
-    be the outermost transformation: what stands outside of it sees the skipped step. Unlike
-    `optax.apply_if_finite` it never gives in and applies a non-finite update.
+    be the outermost transformation: what stands outside of it sees the skipped step, so that an
+    `optax.MultiSteps` around it keeps an overflow in its sum for ever. Write
+    `skip_nonfinite(optax.MultiSteps(optimizer, n))`, which leaves out one micro-step. Unlike
+    `optax.apply_if_finite` it never applies a non-finite update, however many it has skipped.
 
     Args:
-        optimizer: an optax gradient transformation.
+        optimizer: an optax gradient transformation, or an `optax.MultiSteps`.
         skip: "where" or "cond", as in `optimizer_update`, which decides for itself. Here "where" is
             the default: updates that leave a `lax.cond` are written out and read again by whoever
             applies them, 8 bytes a parameter.
@@ -221,14 +223,15 @@ def _is_optimizer(optimizer: Any) -> bool:
 
 
 def _trained(model: Any, optimizer: Any, grads: Any) -> Any:
-    """Returns the model with None for what has no gradient, once the arguments have been checked."""
+    """Checks the arguments, and returns the model with None for what has no gradient."""
     if not _is_optimizer(optimizer):
         raise TypeError(
             f"Expected an optax gradient transformation as the second argument, got a "
             f"{type(optimizer).__name__}: {_ORDER}."
         )
     for leaf in jax.tree.leaves(grads):
-        if not (is_array(leaf) or isinstance(leaf, int | float | complex)):
+        is_flag = isinstance(leaf, bool) or getattr(leaf, "dtype", None) == jnp.bool_
+        if is_flag or not (is_array(leaf) or isinstance(leaf, int | float | complex)):
             raise TypeError(
                 f"Expected gradients as the fourth argument, arrays or None, got a "
                 f"{type(leaf).__name__} among them: {_ORDER}."

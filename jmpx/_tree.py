@@ -59,7 +59,7 @@ def is_traceable(leaf: Any) -> bool:
     """
     return isinstance(leaf, jax.Array) or (
         is_array(leaf)
-        and leaf.dtype.type not in (np.longdouble, np.clongdouble)
+        and leaf.dtype.type not in (np.longdouble, np.clongdouble, np.timedelta64)
         and any(jnp.issubdtype(leaf.dtype, kind) for kind in (jnp.number, jnp.bool_))
     )
 
@@ -427,7 +427,10 @@ def as_flag(value: Any, name: str) -> jax.Array:
         return jnp.asarray(value)
     if is_array(value) and value.dtype == jnp.bool_ and value.ndim == 0:
         return jnp.asarray(value)
-    got = f"{value.dtype}{list(value.shape)}" if is_array(value) else repr(value)
+    if is_array(value):
+        got = f"{value.dtype}{list(value.shape)}"
+    else:  # of a whole tree, the type alone
+        got = repr(value) if isinstance(value, _NUMBERS) else f"a {type(value).__name__}"
     raise TypeError(
         f"Expected {name} to be a scalar bool, got {got}: reduce it first, as jmpx.all_finite does."
     )

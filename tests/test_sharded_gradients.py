@@ -22,9 +22,10 @@ def over_devices(run, how, params, batch, split=True):
     Returns:
         The results, stacked along a first axis.
     """
-    parts = lambda tree: jax.tree.map(  # noqa: E731
-        lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), tree
-    )
+
+    def parts(tree):
+        return jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), tree)
+
     if how.startswith("shard_map"):
         stacked = lambda *args: jax.tree.map(lambda x: x[None], run(*args))  # noqa: E731
         mapped = jax.shard_map(
@@ -250,9 +251,9 @@ FINE = {
     "without gradient": lambda w, x: (x @ w).mean() + gather(jax.lax.stop_gradient(w)).sum(),
     "of the inputs": lambda w, x: (gather(x) @ w).mean(),
     "of rows": lambda w, x: gather(w[(x[:, 0] > 0).astype(jnp.int32)]).mean(),
-    "of what a scan computes": lambda w, x: (
-        gather(jax.lax.scan(lambda h, row: (h * jnp.tanh(row.sum()), h), x, w)[1]).mean()
-    ),
+    "of what a scan computes": lambda w, x: gather(
+        jax.lax.scan(lambda h, row: (h * jnp.tanh(row.sum()), h), x, w)[1]
+    ).mean(),
 }
 
 
