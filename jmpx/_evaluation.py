@@ -17,7 +17,16 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jmpx import _jaxpr
-from jmpx._operations import COPIES, FEEDS, HIGHER_ORDER, KINDS, Kind, operation_name
+from jmpx._operations import (
+    CHOICES,
+    COPIES,
+    ELEMENTWISE,
+    FEEDS,
+    HIGHER_ORDER,
+    KINDS,
+    Kind,
+    operation_name,
+)
 from jmpx._policy_map import PolicyMap, Rule
 from jmpx._tree import FULL_PRECISION
 from jmpx._values import FLOAT32, Traits, Value, join, saturated
@@ -125,9 +134,9 @@ class Run:
                 return Value(np.asarray(atom.val, atom.aval.dtype), weak=True)
             return env[atom]
 
-        feeds = _readers(jaxpr)
+        surroundings = _surroundings(jaxpr)
         for eqn, last in zip(jaxpr.eqns, _jaxpr.last_uses(jaxpr), strict=True):
-            equation = _Equation(self, eqn, list(map(read, eqn.invars)), scope, feeds)
+            equation = _Equation(self, eqn, list(map(read, eqn.invars)), scope, surroundings)
             try:
                 results = equation.run()
             except Exception as error:
@@ -238,16 +247,47 @@ def _has_tangent(tangent: Any) -> bool:
     return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0
 
 
-def _readers(jaxpr: Any) -> dict[Any, set[str]]:
-    """Returns for each variable that FEEDS is about the names of the operations that read it."""
-    readers: dict[Any, set[str]] = {}
+class _Surroundings(NamedTuple):
+    """Results of a jaxpr whose dtype depends on the equations around their own.
+
+    Args:
+        statistics: part of a statistic in float32, as FEEDS says.
+        slopes: `n * x` next to `x**n`, its derivative, which may overflow where the power does.
+        choices: comparisons of a number with the maximum of it and others, as the derivative of a
+            maximum makes them. The maximum was rounded, and so has the number to be.
+    """
+
+    statistics: set[Any]
+    slopes: set[Any]
+    choices: set[Any]
+
+
+def _surroundings(jaxpr: Any) -> _Surroundings:
+    found = _Surroundings(set(), set(), set())
+    feeding: dict[Any, str] = {}
+    powers: set[tuple[Any, Any]] = set()
+    origins: dict[Any, Any] = {}  # of copies and parts
+    chosen: dict[Any, set[Any]] = {}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in FEEDS:
-            readers[eqn.outvars[0]] = set()
-        for atom in eqn.invars:
-            if not _jaxpr.is_literal(atom) and atom in readers:
-                readers[atom].add(eqn.primitive.name)
-    return readers
+        name, result = operation_name(eqn.primitive.name), next(iter(eqn.outvars), None)
+        atoms = [atom for atom in eqn.invars if not _jaxpr.is_literal(atom)]
+        numbers = [atom.val for atom in eqn.invars if _jaxpr.is_literal(atom)]
+        sources = [origins.get(atom, atom) for atom in atoms]
+        found.statistics.update(a for a in atoms if name in FEEDS.get(feeding.get(a, ""), ()))
+        if name in FEEDS and (name != "mul" or eqn.invars[0] is eqn.invars[1]):
+            feeding[result] = name
+        if name in ("square", "integer_pow"):
+            powers.update((atom, eqn.params.get("y", 2)) for atom in atoms)
+        elif name == "mul" and len(numbers) == 1:
+            if (atoms[0], np.asarray(numbers[0]).item()) in powers:
+                found.slopes.add(result)
+        elif name in CHOICES:
+            chosen[result] = set(sources)
+        elif (name in COPIES or name == "gather") and atoms:
+            origins[result] = sources[0]
+        elif name == "eq" and any(a in chosen.get(b, ()) for a in sources for b in sources):
+            found.choices.add(result)
+    return found
 
 
 _PLACING = frozenset({Kind.PLACE, Kind.UPDATE})
@@ -261,11 +301,16 @@ class _Equation:
         eqn: the equation as it was traced.
         values: its operands.
         scope: the scope around the jaxpr that it is part of.
-        readers: which operations read its results, as far as that matters.
+        surroundings: what the equations around it make of it.
     """
 
     def __init__(
-        self, context: Run, eqn: Any, values: list[Value], scope: str, readers: dict[Any, set[str]]
+        self,
+        context: Run,
+        eqn: Any,
+        values: list[Value],
+        scope: str,
+        surroundings: _Surroundings,
     ) -> None:
         self.context = context
         self.eqn = eqn
@@ -275,7 +320,7 @@ class _Equation:
         self.scope = f"{scope}/{inner}" if scope and inner else scope or inner
         self.region = context.region(self.scope)
         self.override = context.override(self.name, self.region)
-        self.readers = readers
+        self.surroundings = surroundings
 
     @property
     def float32_values(self) -> list[Value]:
@@ -319,9 +364,12 @@ class _Equation:
 
     def bind(self, operands: Sequence[Any], weak: bool, **params: Any) -> list[Value]:
         """Runs the equation on `operands`; nothing comes out wider than it was traced."""
-        source = self.values[0] if self.name in COPIES else None
         arrays = _jaxpr.bind(self.eqn, operands, **params)
-        results = [Value(array, weak, self.tangent, source) for array in arrays]
+        results = [Value(array, weak, self.tangent) for array in arrays]
+        if self.name in COPIES:
+            results[0].constant = self.values[0].constant
+        if self.name in COPIES or self.name in ELEMENTWISE:
+            results[0].uniform |= all(value.uniform for value in self.values)
         for result, var in zip(results, self.eqn.outvars, strict=True):
             if _is_float32(var) and result.dtype.itemsize > 4:
                 result.array = result.to(FLOAT32)
@@ -362,14 +410,19 @@ class _Equation:
         return self.bind(self._operands(dtype), weak=False, **self._preferred(dtype))
 
     def promote(self) -> list[Value]:
-        if not self.float32_values or self._feeds_full():
+        if not self.float32_values or self._is_in(self.surroundings.statistics):
             return self.full()
         dtype = self._promoted()
         return self.bind(self._operands(dtype), self.weak, **self._filled(dtype))
 
+    def compare(self) -> list[Value]:
+        return self.promote() if self._is_in(self.surroundings.choices) else self.full()
+
     def scale(self) -> list[Value]:
-        if not self.float32_values or self._feeds_full():
+        if not self.float32_values or self._is_in(self.surroundings.statistics):
             return self.full()
+        if self._is_in(self.surroundings.slopes):
+            return self.power()
         dtype = self._promoted()
         unfit = [value for value in self.float32_values if not value.fits(dtype)]
         if self.name == "mul":  # parameters are factors: in float32 they would cost memory
@@ -382,13 +435,12 @@ class _Equation:
 
     def _recomputed(self, dtype: Any) -> list[Value]:
         """Runs the equation in float32, and keeps nothing of that for the backward pass."""
-        are_float32 = [_is_float32(atom) for atom in self.eqn.invars]
+        eqn = self.eqn  # JAX caches what it traced: it must not hold the values themselves
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def run(*arrays: Any) -> list[Any]:
-            pairs = zip(arrays, are_float32, strict=True)
-            operands = [lax.convert_element_type(a, FLOAT32) if is_ else a for a, is_ in pairs]
-            results = _jaxpr.bind(self.eqn, operands)
+            operands = [lax.convert_element_type(array, FLOAT32) for array in arrays]
+            results = _jaxpr.bind(eqn, operands)
             return [lax.convert_element_type(result, dtype) for result in results]
 
         arrays = run(*(value.array for value in self.values))
@@ -431,13 +483,12 @@ class _Equation:
     def _filled(self, dtype: np.dtype) -> dict[str, Any]:
         """Returns the parameter of gathers that holds the number for what is out of bounds."""
         fill = self.eqn.params.get("fill_value")
-        return {} if fill is None else {"fill_value": saturated(fill, dtype)[()]}
+        if fill is None or not self.float32_values:
+            return {}
+        return {"fill_value": saturated(fill, dtype)[()]}
 
-    def _feeds_full(self) -> bool:
-        name = self.name
-        if name not in FEEDS or FEEDS[name].isdisjoint(self.readers[self.eqn.outvars[0]]):
-            return False
-        return name != "mul" or self.eqn.invars[0] is self.eqn.invars[1]
+    def _is_in(self, results: set[Any]) -> bool:
+        return self.eqn.outvars[0] in results
 
     def convert(self) -> list[Value]:
         """Runs a cast: those that the user wrote are obeyed, as far as they left a trace."""
@@ -553,7 +604,7 @@ class _Equation:
             results = [value.placed(result.dtype) for value, result in pairs]
             given = dict(zip(_varying(eqn.outvars), values[len(results) :], strict=True))
             if symbolic_zeros:  # what depends linearly on no tangent is zero
-                read = _jaxpr.depends(rule, rule.jaxpr.invars[len(traits) :])[len(results) :]
+                read = _jaxpr.depends(rule.jaxpr, rule.jaxpr.invars[len(traits) :])[len(results) :]
                 given = {i: given[i] for i, is_read in zip(given, read, strict=True) if is_read}
             return results, [
                 given[i].to(result.dtype)
@@ -596,6 +647,7 @@ class _Equation:
 _KINDS = {
     Kind.LOW: _Equation.low,
     Kind.FULL: _Equation.full,
+    Kind.COMPARE: _Equation.compare,
     Kind.PROMOTE: _Equation.promote,
     Kind.PLACE: _Equation.promote,
     Kind.SCALE: _Equation.scale,

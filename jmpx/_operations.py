@@ -13,6 +13,7 @@ class Kind(enum.Enum):
 
     LOW = "operands and results in the compute dtype"
     FULL = "operands and results in float32"
+    COMPARE = "operands in float32, because the answer is yes or no"
     PROMOTE = "operands in the widest dtype that one of them has"
     PLACE = "as PROMOTE, and what is finite in float32, such as a mask of -1e9, stays finite"
     SCALE = "as PROMOTE, but run in float32 and rounded next to a number that 16 bits cannot hold"
@@ -29,7 +30,6 @@ _TABLE = {
     """,
     Kind.FULL: """
         exp exp2 expm1 log log1p log2 pow rsqrt
-        eq eq_to ne lt lt_to le le_to gt ge
         acos acosh asin asinh atanh cosh sinh tan erf_inv
         reduce_sum reduce_prod reduce reduce_window reduce_window_sum
         cumsum cumprod cumlogsumexp scatter_add scatter_sub scatter_mul select_and_scatter_add
@@ -38,6 +38,9 @@ _TABLE = {
         cholesky eig eigh geqrf hessenberg householder_product lu ormqr qr schur svd
         triangular_solve tridiagonal tridiagonal_solve custom_linear_solve fft
         complex real imag conj
+    """,
+    Kind.COMPARE: """
+        eq eq_to ne lt lt_to le le_to gt ge
     """,
     Kind.PROMOTE: """
         add_any max min clamp neg abs sign floor ceil round is_finite
@@ -94,6 +97,16 @@ FEEDS = {
     "mul": frozenset({"reduce_sum"}),
 }
 
+
+# What chooses among numbers, so that its gradient compares them with the one that it chose.
+CHOICES = frozenset({"max", "min", "scatter_max", "scatter_min"})
+
+# Arithmetic: of operands that hold one number each it makes one number.
+ELEMENTWISE = frozenset(
+    """
+    add sub mul div rem max min clamp neg abs sqrt rsqrt square integer_pow pow exp exp2 log
+    """.split()
+)
 
 # Operations whose results hold no other numbers than their first operand.
 COPIES = frozenset(

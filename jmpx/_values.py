@@ -38,27 +38,24 @@ class Value:
         array: the array.
         weak: see `Traits`.
         tangent: see `Traits`.
-        source: a value that holds the same numbers, in another shape.
     """
 
     __slots__ = ("_casts", "array", "constant", "tangent", "uniform", "weak")
 
-    def __init__(
-        self, array: Any, weak: bool, tangent: bool = False, source: "Value | None" = None
-    ) -> None:
+    def __init__(self, array: Any, weak: bool, tangent: bool = False) -> None:
         self.array = array
         self.weak = weak
         self.tangent = tangent
-        self.uniform = array.size == 1 or (source is not None and source.uniform)
+        self.uniform = array.size == 1
         # The numbers themselves in any shape, where they are known without asking a device.
-        self.constant = array if isinstance(array, np.ndarray) else source and source.constant
+        self.constant = array if isinstance(array, np.ndarray) else None
         self._casts: dict[Any, Any] = {}
 
     @classmethod
     def of(cls, array: Any, traits: Traits) -> "Value":
         """Returns the value of an array of which the traits are known."""
         value = cls(array, traits.weak, traits.tangent)
-        value.uniform = traits.uniform
+        value.uniform |= traits.uniform
         return value
 
     @property
