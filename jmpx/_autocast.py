@@ -94,13 +94,13 @@ def autocast(
     composes with `jit`, `grad`, `vmap`, `scan`, `jax.checkpoint`, `shard_map`, custom derivatives
     and itself.
 
-    Constants that the compute dtype cannot hold: where one is added or put in place, such as a mask
-    of -1e9, it saturates, so that what is finite in float32 stays finite. Next to a factor or a
-    divisor that float16 cannot hold, or that is one number known only when the program runs (a
-    count, a learned scale), multiplication and division run in float32 and round the result. An
-    epsilon that is lost in float16, as in `h + 1e-8`, is lost here too, as it is in torch: add it to
-    a sum or a mean, which is float32. Integer powers (`h**2`, `h**3`) stay in bfloat16, but give
-    float32 where they would be float16, because they and their derivatives overflow there.
+    Constants that the compute dtype cannot hold saturate where they are added or put in place, such
+    as a mask of -1e9: what is finite in float32 stays finite. Next to a factor or a divisor that
+    float16 cannot hold, or that is one number known only when the program runs (a count, a learned
+    scale), multiplication and division run in float32 and round the result. An epsilon that float16
+    cannot hold is lost in a sum, `h + 1e-8`, as it is in torch: add it to a mean or a total, which
+    is float32. Integer powers (`h**2`, `h**3`) stay in bfloat16; where they would be float16 they
+    run in float32 and stay there, because they and their derivatives overflow.
 
     A loop's carry keeps its float32, so that sums over many steps are right; `op.scan: bf16` and
     `op.while: bf16` carry activations in 16 bits. A product with `precision="highest"` stays in

@@ -416,7 +416,8 @@ class _Equation:
         return self.bind(self._operands(dtype), self.weak, **self._filled(dtype))
 
     def compare(self) -> list[Value]:
-        return self.promote() if self._is_in(self.surroundings.choices) else self.full()
+        same = len({value.dtype for value in self.float32_values}) == 1
+        return self.promote() if same or self._is_in(self.surroundings.choices) else self.full()
 
     def scale(self) -> list[Value]:
         if not self.float32_values or self._is_in(self.surroundings.statistics):

@@ -77,8 +77,7 @@ def _as_traced(array: Any, aval: Any) -> Any:
     """Returns an array of NumPy in the dtype that JAX traces: without x64, int64 is int32."""
     if isinstance(array, jax.Array) or array.dtype == aval.dtype:
         return array
-    with np.errstate(over="ignore"):
-        return np.asarray(array, aval.dtype)
+    return np.asarray(array, aval.dtype)
 
 
 @functools.cache

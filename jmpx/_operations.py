@@ -13,7 +13,7 @@ class Kind(enum.Enum):
 
     LOW = "operands and results in the compute dtype"
     FULL = "operands and results in float32"
-    COMPARE = "operands in float32, because the answer is yes or no"
+    COMPARE = "operands in float32 if their dtypes differ, because the answer is yes or no"
     PROMOTE = "operands in the widest dtype that one of them has"
     PLACE = "as PROMOTE, and what is finite in float32, such as a mask of -1e9, stays finite"
     SCALE = "as PROMOTE, but run in float32 and rounded next to a number that 16 bits cannot hold"

@@ -87,16 +87,15 @@ class Value:
         return self._casts[key]
 
     def fits(self, dtype: Any) -> bool:
-        """Whether `dtype` holds a factor or divisor, as far as it can be known.
+        """Whether `dtype` holds the numbers, with their digits.
 
-        A number that becomes known when the program runs, such as a count or a rate, may be of
-        any size.
+        Those that become known when the program runs, such as a count, may be of any size.
         """
         if not self.weak or self.dtype == dtype:
             return True
         if self.constant is not None:
             return _holds(dtype, self.constant)
-        return not self.uniform or jnp.finfo(dtype).maxexp >= jnp.finfo(FLOAT32).maxexp
+        return jnp.finfo(dtype).maxexp >= jnp.finfo(FLOAT32).maxexp
 
 
 def join(values: Sequence[Traits]) -> Traits:
