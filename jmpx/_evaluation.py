@@ -520,6 +520,8 @@ class _Equation:
     def call(self) -> list[Value]:
         key = "jaxpr" if "jaxpr" in self.eqn.params else "call_jaxpr"
         jaxpr = self.eqn.params[key]
+        if key == "jaxpr" and _jaxpr.looks_for_nans([value.array for value in self.values]):
+            return self.context.evaluate(jaxpr, self.values, self.scope)  # to find the operation
         retraced = self.context.retrace(jaxpr, self.values, self.scope)
         if isinstance(retraced.jaxpr, type(jaxpr)):
             return self._rebind(retraced.results, **{key: retraced.jaxpr})

@@ -162,6 +162,12 @@ def in_place_of(eqn: Any, *scopes: str) -> Iterator[None]:
         yield
 
 
+def looks_for_nans(operands: Sequence[Any]) -> bool:
+    """Whether JAX checks what each operation returns, and operations run now, untraced."""
+    is_asked = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+    return is_asked and not any(isinstance(array, jax.core.Tracer) for array in operands)
+
+
 _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+):\d+ \((?P<function>.*)\)")
 _LIBRARIES = ("jax", "jmpx", "flax", "haiku", "equinox", "jaxtyping")
 _NOTE = "jmpx.autocast was running"
@@ -177,7 +183,7 @@ def note_place(error: Exception, eqn: Any) -> None:
     modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
     libraries = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in modules)
     frames = _source_info().summarize(eqn.source_info, num_frames=64).splitlines()
-    for frame in filter(None, map(_FRAME.fullmatch, frames)):
+    for frame in filter(None, map(_FRAME.fullmatch, reversed(frames))):
         if not frame["file"].startswith(libraries):
             place = f"{frame['file']}:{frame['line']} ({frame['function']})"
             error.add_note(f"{_NOTE} `{eqn.primitive.name}` of {place}.")

@@ -30,7 +30,7 @@ def by_hand(h):
 
 @by_hand.defjvp
 def rule_by_hand(primals, tangents):
-    return by_hand(*primals), jnp.log(primals[0]) * tangents[0]  # the culprit
+    return by_hand(*primals), jnp.log(primals[0]) * tangents[0]
 
 
 def in_jit(h):
@@ -94,13 +94,18 @@ def test_a_nan_within_nested_functions(nested):
         jmpx.autocast(of_negative(nested))(jnp.ones((2, 2), jnp.float32))
     (note,) = notes_of(caught.value)
     assert str(HERE) in note
+    if nested is in_jit:
+        assert_names(caught.value, "log_of")
 
 
-def test_a_nan_of_a_rule_set_by_hand():
-    f = jax.grad(jmpx.autocast(of_negative(by_hand)))
+def test_a_nan_of_a_rule_set_by_hand_names_the_line_that_calls_its_function():
+    def loss(x):
+        return by_hand(-(x @ x)).sum()  # the culprit
+
+    f = jax.grad(jmpx.autocast(loss))
     with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
         f(jnp.ones((2, 2), jnp.float32))
-    assert_names(caught.value, "rule_by_hand")
+    assert_names(caught.value, "loss")
 
 
 def fail(_):
@@ -112,7 +117,7 @@ def call_back(h):
 
 
 def test_errors_of_other_kinds():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="the user's own") as caught:
+    with pytest.raises(Exception, match="the user's own") as caught:
         jmpx.autocast(call_back)(jnp.ones((2, 2), jnp.float32))
     assert_names(caught.value, "call_back", "pure_callback")
 
@@ -164,4 +169,5 @@ def test_an_error_of_a_function_that_autocast_only_traces_has_no_note():
     with pytest.raises(TypeError) as caught:
         jmpx.autocast(lambda x: x @ jnp.ones(7, jnp.float32))(jnp.ones((2, 2), jnp.float32))
     assert notes_of(caught.value) == []
-    assert traceback.extract_tb(caught.value.__traceback__)[-1].filename != ""
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert any(frame.filename == str(HERE) and frame.name == "<lambda>" for frame in frames)

@@ -681,7 +681,7 @@ def test_symbolic_zeros_reach_the_rules(name):
     def results(wrap_f=lambda f: f, wrap_g=lambda f: f):
         SEEN.clear()
         f = SYMBOLIC[name](wrap_f(lambda x, y: of_rules(x, y)))
-        out = wrap_g(lambda x, y: f(x, y))(x, y)
+        out = jax.jit(wrap_g(lambda x, y: f(x, y)))(x, y)
         return out, list(SEEN)
 
     expected, seen = results()
