@@ -127,11 +127,11 @@ class Run:
         """Runs a jaxpr on values, and returns its results."""
         env = dict(zip(jaxpr.invars, values, strict=True))
         for var, const in zip(jaxpr.constvars, _jaxpr.consts_of(jaxpr), strict=False):
-            env[var] = Value(const, weak=True)
+            env[var] = Value.of_constant(const)
 
         def read(atom: Any) -> Value:
             if _jaxpr.is_literal(atom):
-                return Value(np.asarray(atom.val, atom.aval.dtype), weak=True)
+                return Value.of_constant(np.asarray(atom.val, atom.aval.dtype))
             return env[atom]
 
         surroundings = _surroundings(jaxpr)

@@ -47,8 +47,7 @@ class Value:
         self.weak = weak
         self.tangent = tangent
         self.uniform = array.size == 1
-        # The numbers themselves in any shape, where they are known without asking a device.
-        self.constant = array if isinstance(array, np.ndarray) else None
+        self.constant: Any = None  # an array of the same numbers in any shape, where it is known
         self._casts: dict[Any, Any] = {}
 
     @classmethod
@@ -56,6 +55,15 @@ class Value:
         """Returns the value of an array of which the traits are known."""
         value = cls(array, traits.weak, traits.tangent)
         value.uniform |= traits.uniform
+        return value
+
+    @classmethod
+    def of_constant(cls, array: Any) -> "Value":
+        """Returns the value of a constant of a jaxpr, which holds the same numbers in each run."""
+        value = cls(array, weak=True)
+        is_here = not isinstance(array, jax.core.Tracer)
+        if is_here and getattr(array, "is_fully_addressable", True):
+            value.constant = array
         return value
 
     @property
@@ -111,8 +119,9 @@ def saturated(number: Any, dtype: Any) -> Any:
     return _cast(np.asarray(number), np.dtype(dtype), saturate=True)
 
 
-def _holds(dtype: Any, numbers: np.ndarray) -> bool:
+def _holds(dtype: Any, array: Any) -> bool:
     """Whether no number overflows in `dtype`, or is so small there that it loses digits."""
+    numbers = np.asarray(array)
     with np.errstate(over="ignore", under="ignore"):
         rounded = np.asarray(np.asarray(numbers, dtype), FLOAT32)
     normal = np.abs(rounded) >= float(jnp.finfo(dtype).smallest_normal)

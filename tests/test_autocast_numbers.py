@@ -364,6 +364,14 @@ def test_factors_and_divisors(name, policy):
         np.testing.assert_allclose(slope, expected_slope, rtol=4 * eps, atol=2 * smallest)
 
 
+def test_factors_of_an_array_that_was_closed_over():
+    x, h = activation([1e-3, 6e-2, 3e4])
+    table = jax.device_put(TABLE)
+    got = jmpx.autocast(lambda x: h(x) * table, "c=f16", output=None)(x)
+    assert got.dtype == F16
+    np.testing.assert_allclose(got.astype(F32), x * TABLE, rtol=2e-3)
+
+
 def test_the_result_of_a_factor_is_rounded_and_its_range_kept(rng):
     """Fresh constants of all sizes against NumPy's float16."""
     x, h = activation(np.float16(rng.normal(size=16)))
