@@ -84,8 +84,9 @@ def autocast(
     In the tradition of `torch.autocast` and Grampax, for JAX: what was traced in float32 runs
 
     - in the compute dtype, if it is a matrix product or a convolution;
-    - in float32, if it needs range or digits: exponentials, logarithms, powers, sums and other
-      statistics, special functions, linear algebra;
+    - in float32, if it needs range or digits: exponentials, logarithms, powers to fractions, sums
+      and other statistics, special functions, linear algebra; so do comparisons, which answer yes
+      or no;
     - else in the widest dtype of its operands, where inputs, parameters and constants yield to
       what a matrix product made: a float32 bias leaves a bfloat16 activation bfloat16.
 
@@ -93,6 +94,14 @@ def autocast(
     keeps it. All work happens when JAX traces; put `jax.jit` around the train step as ever. It
     composes with `jit`, `grad`, `vmap`, `scan`, `jax.checkpoint`, `shard_map`, custom derivatives
     and itself.
+
+    Constants that the compute dtype cannot hold saturate where they are added or put in place, such
+    as a mask of -1e9: what is finite in float32 stays finite. Next to a factor or a divisor that
+    float16 cannot hold, or that is one number known only when the program runs (a count, a learned
+    scale), multiplication and division run in float32 and round the result. An epsilon that float16
+    cannot hold is lost in a sum, `h + 1e-8`, as it is in torch: add it to a mean or a total, which
+    is float32. Integer powers (`h**2`, `h**3`) stay in bfloat16; where they would be float16 they
+    run in float32 and stay there, because they and their derivatives overflow.
 
     A loop's carry keeps its float32, so that sums over many steps are right; `op.scan: bf16` and
     `op.while: bf16` carry activations in 16 bits. A product with `precision="highest"` stays in

@@ -6,7 +6,7 @@
 import functools
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +14,22 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jmpx import _jaxpr
-from jmpx._operations import FEEDS, HIGHER_ORDER, KINDS, Kind, operation_name
+from jmpx._operations import (
+    CHOICES,
+    COPIES,
+    ELEMENTWISE,
+    FEEDS,
+    HIGHER_ORDER,
+    KINDS,
+    Kind,
+    operation_name,
+)
 from jmpx._policy_map import PolicyMap, Rule
 from jmpx._tree import FULL_PRECISION
-from jmpx._values import FLOAT32, Value, join
+from jmpx._values import FLOAT32, Traits, Value, join, saturated
 
 RESTORE = "jmpx.restore"  # the scope of the casts that give results their traced dtypes back
 _MARKED = sys.maxsize  # the rank of a `full_precision` region: no rule overrides it
@@ -54,10 +64,10 @@ class _Region(NamedTuple):
 
 
 class _Retraced(NamedTuple):
-    """A jaxpr in other dtypes: itself, the dtypes and weakness of its results, the rules used."""
+    """A jaxpr in other dtypes: itself, the traits of its results, the rules used."""
 
     jaxpr: Any
-    results: list[tuple[Any, bool]]
+    results: list[Traits]
     used: frozenset[Rule]
 
 
@@ -117,17 +127,22 @@ class Run:
         """Runs a jaxpr on values, and returns its results."""
         env = dict(zip(jaxpr.invars, values, strict=True))
         for var, const in zip(jaxpr.constvars, _jaxpr.consts_of(jaxpr), strict=False):
-            env[var] = Value(const, weak=True)
+            env[var] = Value.of_constant(const)
 
         def read(atom: Any) -> Value:
             if _jaxpr.is_literal(atom):
-                return Value(np.asarray(atom.val, atom.aval.dtype), weak=True)
+                return Value.of_constant(np.asarray(atom.val, atom.aval.dtype))
             return env[atom]
 
-        feeds = _readers(jaxpr)
+        surroundings = _surroundings(jaxpr)
         for eqn, last in zip(jaxpr.eqns, _jaxpr.last_uses(jaxpr), strict=True):
-            equation = _Equation(self, eqn, list(map(read, eqn.invars)), scope, feeds)
-            env.update(zip(eqn.outvars, equation.run(), strict=True))
+            equation = _Equation(self, eqn, list(map(read, eqn.invars)), scope, surroundings)
+            try:
+                results = equation.run()
+            except Exception as error:
+                _jaxpr.note_place(error, eqn)
+                raise
+            env.update(zip(eqn.outvars, results, strict=True))
             for var in last:
                 del env[var]
         return list(map(read, jaxpr.outvars))
@@ -144,12 +159,12 @@ class Run:
 
         Args:
             jaxpr: the jaxpr, closed or open.
-            values: what stands for its operands; only dtypes and weakness count.
+            values: what stands for its operands; only their traits count.
             scope: the scope around it.
             result_dtypes: the dtypes of its first results; of the others, what comes.
             wide: how many of the first operands come in the traced dtypes, to be cast inside.
         """
-        kinds = tuple((value.dtype, value.weak) for value in values)
+        kinds = tuple(value.traits for value in values)
         key = (kinds, scope, tuple(result_dtypes), wide, self.policy_map)
         known = _retraced.setdefault(jaxpr, {})
         if key not in known:
@@ -161,21 +176,21 @@ class Run:
         self, jaxpr: Any, kinds: Any, scope: str, result_dtypes: Any, wide: int
     ) -> _Retraced:
         run = Run(self.policy_map)
-        results: list[tuple[Any, bool]] = []
+        results: list[Traits] = []
 
         def on_arrays(*arrays: Any) -> list[Any]:
-            inputs = [Value(a, weak) for a, (_, weak) in zip(arrays, kinds, strict=True)]
+            inputs = [Value.of(a, traits) for a, traits in zip(arrays, kinds, strict=True)]
             for i in range(wide):
-                inputs[i] = Value(inputs[i].to(kinds[i][0]), inputs[i].weak)
+                inputs[i] = Value.of(inputs[i].to(kinds[i].dtype), kinds[i])
             outputs = run.evaluate(jaxpr, inputs, scope)
             for i, dtype in enumerate(result_dtypes):
-                outputs[i] = Value(outputs[i].to(dtype), outputs[i].weak)
-            results[:] = [(output.dtype, output.weak) for output in outputs]
+                outputs[i] = Value.of(outputs[i].placed(dtype), outputs[i].traits)
+            results[:] = [output.traits for output in outputs]
             return [output.array for output in outputs]
 
         avals = [
-            var.aval if i < wide else _jaxpr.retype(var.aval, dtype)
-            for i, (var, (dtype, _)) in enumerate(zip(jaxpr.invars, kinds, strict=True))
+            var.aval if i < wide else _jaxpr.retype(var.aval, traits.dtype)
+            for i, (var, traits) in enumerate(zip(jaxpr.invars, kinds, strict=True))
         ]
         retraced = jax.make_jaxpr(on_arrays)(*avals)
         self.operations |= run.operations
@@ -197,45 +212,85 @@ def _is_product(eqn: Any) -> bool:
     return any(eqn.invars[0].aval.shape[axis] != 1 for axis in contracted)
 
 
-def _traced_rule(eqn: Any) -> Any:
+def _traced_rule(eqn: Any, places: Sequence[int]) -> Any:
     """Returns the derivative rule of a custom_jvp equation, as a jaxpr in the traced dtypes.
 
-    It takes the primals, and the tangents of those that have one, and returns the same.
+    It takes the operands and the tangents of some, and returns the results and the tangents of
+    those that are no integers.
+
+    Args:
+        eqn: the equation.
+        places: which operands have tangents; the others have symbolic zeros.
     """
     avals = [atom.aval for atom in eqn.invars]
 
-    def rule(primals: Any, given: Any) -> Any:
-        tangents = tuple(_with_float0(given, avals))
-        results, tangents = jax.jvp(lambda *a: _jaxpr.bind(eqn, a), primals, tangents)
-        return results, [
-            t for t, var in zip(tangents, eqn.outvars, strict=True) if _varies(var.aval)
-        ]
+    def rule(primals: Any, tangents: Any) -> Any:
+        def call(*varied: Any) -> list[Any]:
+            operands = list(primals)
+            for place, operand in zip(places, varied, strict=True):
+                operands[place] = operand
+            return _jaxpr.bind(eqn, operands)
 
-    return jax.make_jaxpr(rule)(tuple(avals), [aval for aval in avals if _varies(aval)])
+        results, tangents = jax.jvp(call, tuple(primals[i] for i in places), tuple(tangents))
+        return results, [tangents[i] for i in _varying(eqn.outvars)]
 
-
-def _varies(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-def _with_float0(tangents: Iterable[Any], avals: Iterable[Any]) -> list[Any]:
-    """Returns a tangent for each aval; integers have one without values."""
-    given = iter(tangents)
-    return [
-        next(given) if _varies(aval) else np.zeros(aval.shape, jax.dtypes.float0) for aval in avals
-    ]
+    return jax.make_jaxpr(rule)(avals, [avals[i] for i in places])
 
 
-def _readers(jaxpr: Any) -> dict[Any, set[str]]:
-    """Returns for each variable that FEEDS is about the names of the operations that read it."""
-    readers: dict[Any, set[str]] = {}
+def _varying(atoms: Sequence[Any]) -> list[int]:
+    """Returns which operands or results have tangents: those that are no integers."""
+    return [i for i, atom in enumerate(atoms) if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
+
+
+def _has_tangent(tangent: Any) -> bool:
+    """Whether a tangent has values: those of integers and symbolic zeros have none."""
+    return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0
+
+
+class _Surroundings(NamedTuple):
+    """Results of a jaxpr whose dtype depends on the equations around their own.
+
+    Args:
+        statistics: part of a statistic in float32, as FEEDS says.
+        slopes: `n * x` next to `x**n`, its derivative, which may overflow where the power does.
+        choices: comparisons of a number with the maximum of it and others, as the derivative of a
+            maximum makes them. The maximum was rounded, and so has the number to be.
+    """
+
+    statistics: set[Any]
+    slopes: set[Any]
+    choices: set[Any]
+
+
+def _surroundings(jaxpr: Any) -> _Surroundings:
+    found = _Surroundings(set(), set(), set())
+    feeding: dict[Any, str] = {}
+    powers: set[tuple[Any, Any]] = set()
+    origins: dict[Any, Any] = {}  # of copies and parts
+    chosen: dict[Any, set[Any]] = {}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in FEEDS:
-            readers[eqn.outvars[0]] = set()
-        for atom in eqn.invars:
-            if not _jaxpr.is_literal(atom) and atom in readers:
-                readers[atom].add(eqn.primitive.name)
-    return readers
+        name, result = operation_name(eqn.primitive.name), next(iter(eqn.outvars), None)
+        atoms = [atom for atom in eqn.invars if not _jaxpr.is_literal(atom)]
+        numbers = [atom.val for atom in eqn.invars if _jaxpr.is_literal(atom)]
+        sources = [origins.get(atom, atom) for atom in atoms]
+        found.statistics.update(a for a in atoms if name in FEEDS.get(feeding.get(a, ""), ()))
+        if name in FEEDS and (name != "mul" or eqn.invars[0] is eqn.invars[1]):
+            feeding[result] = name
+        if name in ("square", "integer_pow"):
+            powers.update((atom, eqn.params.get("y", 2)) for atom in atoms)
+        elif name == "mul" and len(numbers) == 1:
+            if (atoms[0], np.asarray(numbers[0]).item()) in powers:
+                found.slopes.add(result)
+        elif name in CHOICES:
+            chosen[result] = set(sources)
+        elif (name in COPIES or name == "gather") and atoms:
+            origins[result] = sources[0]
+        elif name == "eq" and any(a in chosen.get(b, ()) for a in sources for b in sources):
+            found.choices.add(result)
+    return found
+
+
+_PLACING = frozenset({Kind.PLACE, Kind.UPDATE})
 
 
 class _Equation:
@@ -246,11 +301,16 @@ class _Equation:
         eqn: the equation as it was traced.
         values: its operands.
         scope: the scope around the jaxpr that it is part of.
-        readers: which operations read its results, as far as that matters.
+        surroundings: what the equations around it make of it.
     """
 
     def __init__(
-        self, context: Run, eqn: Any, values: list[Value], scope: str, readers: dict[Any, set[str]]
+        self,
+        context: Run,
+        eqn: Any,
+        values: list[Value],
+        scope: str,
+        surroundings: _Surroundings,
     ) -> None:
         self.context = context
         self.eqn = eqn
@@ -260,7 +320,7 @@ class _Equation:
         self.scope = f"{scope}/{inner}" if scope and inner else scope or inner
         self.region = context.region(self.scope)
         self.override = context.override(self.name, self.region)
-        self.readers = readers
+        self.surroundings = surroundings
 
     @property
     def float32_values(self) -> list[Value]:
@@ -273,6 +333,11 @@ class _Equation:
         """Whether nothing of low precision is upstream of the results."""
         pairs = zip(self.eqn.invars, self.values, strict=True)
         return all(value.weak and _is_float32(a) for a, value in pairs if _is_floating(a))
+
+    @property
+    def tangent(self) -> bool:
+        """Whether the results are made of a tangent."""
+        return any(value.tangent for value in self.values)
 
     def run(self) -> list[Value]:
         """Runs the equation."""
@@ -299,7 +364,12 @@ class _Equation:
 
     def bind(self, operands: Sequence[Any], weak: bool, **params: Any) -> list[Value]:
         """Runs the equation on `operands`; nothing comes out wider than it was traced."""
-        results = [Value(r, weak) for r in _jaxpr.bind(self.eqn, operands, **params)]
+        arrays = _jaxpr.bind(self.eqn, operands, **params)
+        results = [Value(array, weak, self.tangent) for array in arrays]
+        if self.name in COPIES:
+            results[0].constant = self.values[0].constant
+        if self.name in COPIES or self.name in ELEMENTWISE:
+            results[0].uniform |= all(value.uniform for value in self.values)
         for result, var in zip(results, self.eqn.outvars, strict=True):
             if _is_float32(var) and result.dtype.itemsize > 4:
                 result.array = result.to(FLOAT32)
@@ -313,12 +383,11 @@ class _Equation:
         pairs = zip(self.eqn.invars, self.values, strict=True)
         return [v.to(FLOAT32) if _is_float32(atom) else v.array for atom, v in pairs]
 
-    def _operands(self, dtype: Any, saturate: bool = False) -> list[Any]:
+    def _operands(self, dtype: Any) -> list[Any]:
         """Returns the operands, those that were float32 in `dtype`."""
+        cast = Value.placed if KINDS.get(self.name) in _PLACING else Value.to
         pairs = zip(self.eqn.invars, self.values, strict=True)
-        return [
-            v.to(dtype, saturate and v.weak) if _is_float32(atom) else v.array for atom, v in pairs
-        ]
+        return [cast(v, dtype) if _is_float32(atom) else v.array for atom, v in pairs]
 
     # The kinds of operations.
 
@@ -341,33 +410,86 @@ class _Equation:
         return self.bind(self._operands(dtype), weak=False, **self._preferred(dtype))
 
     def promote(self) -> list[Value]:
-        if not self.float32_values or self._feeds_full():
+        if not self.float32_values or self._is_in(self.surroundings.statistics):
             return self.full()
-        return self.bind(self._operands(self._promoted(), saturate=True), self.weak)
+        dtype = self._promoted()
+        return self.bind(self._operands(dtype), self.weak, **self._filled(dtype))
+
+    def compare(self) -> list[Value]:
+        same = len({value.dtype for value in self.float32_values}) == 1
+        return self.promote() if same or self._is_in(self.surroundings.choices) else self.full()
+
+    def scale(self) -> list[Value]:
+        if not self.float32_values or self._is_in(self.surroundings.statistics):
+            return self.full()
+        if self._is_in(self.surroundings.slopes):
+            return self.power()
+        dtype = self._promoted()
+        unfit = [value for value in self.float32_values if not value.fits(dtype)]
+        if self.name == "mul":  # parameters are factors: in float32 they would cost memory
+            unfit = [value for value in unfit if value.uniform or value.constant is not None]
+        if not unfit:
+            return self.promote()
+        if all(value.constant is not None for value in unfit):
+            return self._rounded(self.full(), dtype)
+        return self._recomputed(dtype)
+
+    def _recomputed(self, dtype: Any) -> list[Value]:
+        """Runs the equation in float32, and keeps nothing of that for the backward pass."""
+        eqn = self.eqn  # JAX caches what it traced: it must not hold the values themselves
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def run(*arrays: Any) -> list[Any]:
+            operands = [lax.convert_element_type(array, FLOAT32) for array in arrays]
+            results = _jaxpr.bind(eqn, operands)
+            return [lax.convert_element_type(result, dtype) for result in results]
+
+        arrays = run(*(value.array for value in self.values))
+        return [Value(array, self.weak, self.tangent) for array in arrays]
+
+    def power(self) -> list[Value]:
+        if self.float32_values and self._promoted() == np.float16:
+            return self.full()
+        return self.promote()
 
     def internal(self) -> list[Value]:
         results = self.full()
         if len(results) == len(self.values):  # a sum over devices of several at once
             pairs = zip(results, self.values, strict=True)
-            return [Value(r.to(v.dtype), v.weak) for r, v in pairs]
+            return [Value(r.to(v.dtype), v.weak, v.tangent) for r, v in pairs]
         return self._rounded(results, self._promoted()) if self.float32_values else results
+
+    def update(self) -> list[Value]:
+        if not self.float32_values:
+            return self.full()
+        dtype = self._promoted()
+        placed = [Value(operand, True) for operand in self._operands(dtype)]
+        pairs = zip(self.eqn.invars, placed, strict=True)
+        operands = [v.to(FLOAT32) if _is_float32(atom) else v.array for atom, v in pairs]
+        return self._rounded(self.bind(operands, self.weak), dtype)
 
     def _rounded(self, results: list[Value], dtype: Any) -> list[Value]:
         pairs = zip(results, self.eqn.outvars, strict=True)
-        return [Value(r.to(dtype), r.weak) if _is_float32(var) else r for r, var in pairs]
+        return [
+            Value(r.to(dtype), r.weak, r.tangent) if _is_float32(var) else r for r, var in pairs
+        ]
 
     def each(self) -> list[Value]:
         results = _jaxpr.bind(self.eqn, [value.array for value in self.values])
-        return [Value(r, v.weak) for r, v in zip(results, self.values, strict=True)]
+        return [Value.of(r, v.traits) for r, v in zip(results, self.values, strict=True)]
 
     def _promoted(self) -> np.dtype:
-        return join([(value.dtype, value.weak) for value in self.float32_values])[0]
+        return join([value.traits for value in self.float32_values]).dtype
 
-    def _feeds_full(self) -> bool:
-        name = self.name
-        if name not in FEEDS or FEEDS[name].isdisjoint(self.readers[self.eqn.outvars[0]]):
-            return False
-        return name != "mul" or self.eqn.invars[0] is self.eqn.invars[1]
+    def _filled(self, dtype: np.dtype) -> dict[str, Any]:
+        """Returns the parameter of gathers that holds the number for what is out of bounds."""
+        fill = self.eqn.params.get("fill_value")
+        if fill is None or not self.float32_values:
+            return {}
+        return {"fill_value": saturated(fill, dtype)[()]}
+
+    def _is_in(self, results: set[Any]) -> bool:
+        return self.eqn.outvars[0] in results
 
     def convert(self) -> list[Value]:
         """Runs a cast: those that the user wrote are obeyed, as far as they left a trace."""
@@ -385,7 +507,8 @@ class _Equation:
         """Runs an operation in the dtype that a rule gives it."""
         if _jaxpr.holds_jaxpr(self.eqn.params):  # a function of float32 scalars
             return self._rounded(self.as_traced(weak=False), dtype)
-        return self.bind(self._operands(dtype), weak=False, **self._preferred(dtype))
+        params = self._preferred(dtype) | self._filled(dtype)
+        return self.bind(self._operands(dtype), weak=False, **params)
 
     def _preferred(self, dtype: np.dtype) -> dict[str, Any]:
         """Returns the parameter of products that holds the dtype of the result, if it is there."""
@@ -397,6 +520,8 @@ class _Equation:
     def call(self) -> list[Value]:
         key = "jaxpr" if "jaxpr" in self.eqn.params else "call_jaxpr"
         jaxpr = self.eqn.params[key]
+        if key == "jaxpr" and _jaxpr.looks_for_nans([value.array for value in self.values]):
+            return self.context.evaluate(jaxpr, self.values, self.scope)  # to find the operation
         retraced = self.context.retrace(jaxpr, self.values, self.scope)
         if isinstance(retraced.jaxpr, type(jaxpr)):
             return self._rebind(retraced.results, **{key: retraced.jaxpr})
@@ -407,7 +532,7 @@ class _Equation:
     def _rebind(self, results: Any, values: Any = None, **params: Any) -> list[Value]:
         arrays = [value.array for value in (self.values if values is None else values)]
         bound = _jaxpr.bind(self.eqn, arrays, **params)
-        return [Value(r, weak) for r, (_, weak) in zip(bound, results, strict=True)]
+        return [Value.of(r, traits) for r, traits in zip(bound, results, strict=True)]
 
     def _carried(self, operands: slice) -> list[Value]:
         """Returns a loop's carry: in the traced dtypes, unless a rule says otherwise.
@@ -416,7 +541,10 @@ class _Equation:
         """
         dtype = FLOAT32 if self.override is None else self.override
         pairs = zip(self.values[operands], self.eqn.invars[operands], strict=True)
-        return [Value(v.to(dtype), False) if _is_float32(a) else v for v, a in pairs]
+        return [
+            Value(v.placed(dtype), False, v.tangent) if _is_float32(a) else Value(v.array, v.weak)
+            for v, a in pairs
+        ]
 
     def scan(self) -> list[Value]:
         consts, carry = _jaxpr.scan_counts(self.eqn)
@@ -429,9 +557,9 @@ class _Equation:
         )
         # Constants go in in float32: the backward pass sums their cotangents over all steps.
         wide = zip(self._traced_operands()[:consts], values, strict=False)
-        values[:consts] = [Value(array, value.weak) for array, value in wide]
+        values[:consts] = [Value.of(array, value.traits) for array, value in wide]
         results = self._rebind(retraced.results, values, jaxpr=retraced.jaxpr)
-        return [Value(r.array, r.weak and i >= carry) for i, r in enumerate(results)]
+        return [Value(r.array, r.weak and i >= carry, r.tangent) for i, r in enumerate(results)]
 
     def while_loop(self) -> list[Value]:
         params = self.eqn.params
@@ -443,7 +571,7 @@ class _Equation:
         retrace = functools.partial(self.context.retrace, scope=self.scope)
         cond = retrace(params["cond_jaxpr"], [*cond_consts, *carry])
         body = retrace(params["body_jaxpr"], [*body_consts, *carry], result_dtypes=dtypes)
-        results = [(dtype, False) for dtype in dtypes]
+        results = [Traits(dtype, False) for dtype in dtypes]
         values = [*cond_consts, *body_consts, *carry]
         return self._rebind(results, values, cond_jaxpr=cond.jaxpr, body_jaxpr=body.jaxpr)
 
@@ -453,7 +581,7 @@ class _Equation:
         jaxprs = self.eqn.params["branches"]
         branches = [retrace(jaxpr).results for jaxpr in jaxprs]
         results = [join(column) for column in zip(*branches, strict=True)]
-        dtypes = [dtype for dtype, _ in results]
+        dtypes = [traits.dtype for traits in results]
         branches = [retrace(jaxpr, result_dtypes=dtypes) for jaxpr in jaxprs]
         return self._rebind(results, branches=tuple(branch.jaxpr for branch in branches))
 
@@ -461,26 +589,36 @@ class _Equation:
         """Rebuilds a custom rule: the user's, traced as it was written, then run as all is."""
         eqn, scope, policy_map = self.eqn, self.scope, self.context.policy_map
         retraced = self.context.retrace(eqn.params["call_jaxpr"], self.values, scope)
-        weak = [value.weak for value in self.values]  # the rule outlives the values themselves
+        # The rule outlives the values themselves.
+        traits = [value.traits for value in self.values]
+        symbolic_zeros = bool(eqn.params.get("symbolic_zeros"))
 
         @jax.custom_jvp
         def call(*arrays: Any) -> list[Any]:
             return jax.core.eval_jaxpr(retraced.jaxpr.jaxpr, retraced.jaxpr.consts, *arrays)
 
-        @call.defjvp
         def jvp(primals: Any, tangents: Any) -> Any:
-            inputs = [Value(p, w) for p, w in zip(primals, weak, strict=True)]
-            pairs = zip(tangents, weak, strict=True)
-            inputs += [Value(t, w) for t, w in pairs if t.dtype != jax.dtypes.float0]
-            results = Run(policy_map).evaluate(_traced_rule(eqn), inputs, scope)
-            dtypes = [dtype for dtype, _ in retraced.results]
-            avals = [var.aval for var in eqn.outvars]
-            dtypes += [d for d, aval in zip(dtypes, avals, strict=True) if _varies(aval)]
-            arrays = [result.to(d) for result, d in zip(results, dtypes, strict=True)]
-            return arrays[: len(avals)], _with_float0(arrays[len(avals) :], avals)
+            places = [i for i, tangent in enumerate(tangents) if _has_tangent(tangent)]
+            rule = _traced_rule(eqn, places)
+            inputs = [Value.of(p, t) for p, t in zip(primals, traits, strict=True)]
+            inputs += [Value(tangents[i], traits[i].weak, tangent=True) for i in places]
+            values = Run(policy_map).evaluate(rule, inputs, scope)
+            pairs = zip(values, retraced.results, strict=False)
+            results = [value.placed(result.dtype) for value, result in pairs]
+            given = dict(zip(_varying(eqn.outvars), values[len(results) :], strict=True))
+            if symbolic_zeros:  # what depends linearly on no tangent is zero
+                read = _jaxpr.depends(rule.jaxpr, rule.jaxpr.invars[len(traits) :])[len(results) :]
+                given = {i: given[i] for i, is_read in zip(given, read, strict=True) if is_read}
+            return results, [
+                given[i].to(result.dtype)
+                if i in given
+                else zero_from_primal(result, symbolic_zeros)
+                for i, result in enumerate(results)
+            ]
 
+        call.defjvp(jvp, symbolic_zeros=symbolic_zeros)
         arrays = call(*(value.array for value in self.values))
-        return [Value(a, w) for a, (_, w) in zip(arrays, retraced.results, strict=True)]
+        return [Value.of(a, traits) for a, traits in zip(arrays, retraced.results, strict=True)]
 
     def custom_vjp(self) -> list[Value]:
         """Runs a function with a backward pass of its own in float32, as it was written."""
@@ -488,12 +626,13 @@ class _Equation:
 
     def shard_map(self) -> list[Value]:
         params, run, scope = self.eqn.params, self.context, self.scope
-        weak: list[bool] = []
+        results: list[Traits] = []
 
         def body(*arrays: Any) -> list[Any]:
-            inputs = [Value(a, v.weak) for a, v in zip(arrays, self.values, strict=True)]
+            inputs = [Value.of(a, v.traits) for a, v in zip(arrays, self.values, strict=True)]
             outputs = run.evaluate(params["jaxpr"], inputs, scope)
-            weak[:] = [output.weak for output in outputs]
+            # What is the same number on each device need not be so on all.
+            results[:] = [output.traits._replace(uniform=False) for output in outputs]
             return [output.array for output in outputs]
 
         mapped = jax.shard_map(
@@ -505,13 +644,18 @@ class _Equation:
             check_vma=params["check_vma"],
         )
         arrays = mapped(*(value.array for value in self.values))
-        return [Value(a, w) for a, w in zip(arrays, weak, strict=True)]
+        return [Value.of(a, traits) for a, traits in zip(arrays, results, strict=True)]
 
 
 _KINDS = {
     Kind.LOW: _Equation.low,
     Kind.FULL: _Equation.full,
+    Kind.COMPARE: _Equation.compare,
     Kind.PROMOTE: _Equation.promote,
+    Kind.PLACE: _Equation.promote,
+    Kind.SCALE: _Equation.scale,
+    Kind.POWER: _Equation.power,
+    Kind.UPDATE: _Equation.update,
     Kind.INTERNAL: _Equation.internal,
     Kind.EACH: _Equation.each,
     Kind.KEEP: _Equation.keep,

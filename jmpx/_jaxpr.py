@@ -5,7 +5,9 @@ The only file that touches `jax.extend`, which it imports on first use.
 
 import contextlib
 import functools
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -50,6 +52,7 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
 
     arrays = [leaves[place] for place in places]
     jaxpr = jax.make_jaxpr(on_arrays)(*arrays)
+    arrays = [_as_traced(array, aval) for array, aval in zip(arrays, jaxpr.in_avals, strict=True)]
     traced, kept, out_treedef = results
 
     def rebuild(outputs: Sequence[Any]) -> Any:
@@ -58,6 +61,13 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         return jax.tree.unflatten(out_treedef, merged)
 
     return Traced(jaxpr, arrays, rebuild)
+
+
+def _as_traced(array: Any, aval: Any) -> Any:
+    """Returns an array of NumPy in the dtype that JAX traces: without x64, int64 is int32."""
+    if isinstance(array, jax.Array) or array.dtype == aval.dtype:
+        return array
+    return np.asarray(array, aval.dtype)
 
 
 @functools.cache
@@ -113,6 +123,15 @@ def last_uses(jaxpr: Any) -> list[list[Any]]:
     return uses[::-1]
 
 
+def depends(jaxpr: Any, operands: Sequence[Any]) -> list[bool]:
+    """Returns for each result of a jaxpr whether it is computed of some of its operands."""
+    found = set(operands)
+    for eqn in jaxpr.eqns:
+        if any(atom in found for atom in eqn.invars if not is_literal(atom)):
+            found.update(eqn.outvars)
+    return [not is_literal(atom) and atom in found for atom in jaxpr.outvars]
+
+
 _WRAPPED = re.compile(r"[\w.]+\(|\)")
 
 
@@ -143,6 +162,34 @@ def in_place_of(eqn: Any, *scopes: str) -> Iterator[None]:
         stack = stack.extend(scope)
     with info.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
+
+
+def looks_for_nans(operands: Sequence[Any]) -> bool:
+    """Whether JAX checks what each operation returns, and operations run now, untraced."""
+    is_asked = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+    return is_asked and not any(isinstance(array, jax.core.Tracer) for array in operands)
+
+
+_FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+):\d+ \((?P<function>.*)\)")
+_LIBRARIES = ("jax", "jmpx", "flax", "haiku", "equinox", "jaxtyping")
+_NOTE = "jmpx.autocast was running"
+
+
+def note_place(error: Exception, eqn: Any) -> None:
+    """Adds a note to an error that came from an equation: the user's line that wrote it.
+
+    Where jaxprs hold each other, the innermost equation that has such a line adds the one note.
+    """
+    if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+        return
+    modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
+    libraries = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in modules)
+    frames = _source_info().summarize(eqn.source_info, num_frames=64).splitlines()
+    for frame in filter(None, map(_FRAME.fullmatch, reversed(frames))):
+        if not frame["file"].startswith(libraries):
+            place = f"{frame['file']}:{frame['line']} ({frame['function']})"
+            error.add_note(f"{_NOTE} `{eqn.primitive.name}` of {place}.")
+            return
 
 
 def bind(eqn: Any, operands: Sequence[Any], **params: Any) -> list[Any]:

@@ -1,8 +1,8 @@
 """Which operation runs in which precision under autocast: one table.
 
-The three classes are those of `torch.autocast`: matrix products in 16 bits, whatever needs range or
-digits in float32, the rest in what its operands have. Three more keep JAX's particular operations
-right.
+Three classes are those of `torch.autocast`: matrix products in 16 bits, whatever needs range or
+digits in float32, the rest in what its operands have. The others keep constants that 16 bits cannot
+hold, powers in float16 and JAX's particular operations right.
 """
 
 import enum
@@ -13,8 +13,13 @@ class Kind(enum.Enum):
 
     LOW = "operands and results in the compute dtype"
     FULL = "operands and results in float32"
+    COMPARE = "operands in float32 if their dtypes differ, because the answer is yes or no"
     PROMOTE = "operands in the widest dtype that one of them has"
+    PLACE = "as PROMOTE, and what is finite in float32, such as a mask of -1e9, stays finite"
+    SCALE = "as PROMOTE, but run in float32 and rounded next to a number that 16 bits cannot hold"
+    POWER = "as PROMOTE, but as FULL instead of float16, where large powers overflow"
     INTERNAL = "as PROMOTE, but run in float32 and rounded"
+    UPDATE = "as PLACE, but run in float32 and rounded"
     EACH = "each operand in the dtype that it has"
     KEEP = "operands and results in exactly the dtypes that were traced"
 
@@ -34,21 +39,34 @@ _TABLE = {
         triangular_solve tridiagonal tridiagonal_solve custom_linear_solve fft
         complex real imag conj
     """,
+    Kind.COMPARE: """
+        eq eq_to ne lt lt_to le le_to gt ge
+    """,
     Kind.PROMOTE: """
-        add add_any sub mul div rem max min clamp neg abs sign floor ceil round is_finite
-        eq eq_to ne lt lt_to le le_to gt ge select_n
-        sqrt cbrt square integer_pow one_minus_square polynomial atan atan2 sin cos
-        tanh logistic erf erfc
+        add_any max min clamp neg abs sign floor ceil round is_finite
+        sqrt cbrt one_minus_square atan sin cos tanh logistic erf erfc
         reduce_max reduce_min argmax argmin cummax cummin top_k approx_top_k
         reduce_window_max reduce_window_min select_and_gather_add
-        broadcast_in_dim reshape transpose squeeze rev slice pad concatenate split tile stack
-        unstack gather dynamic_slice dynamic_update_slice iota copy copy_p name stop_gradient
+        broadcast_in_dim reshape transpose squeeze rev slice split tile
+        unstack dynamic_slice iota copy copy_p name stop_gradient
         sharding_constraint mesh_cast reshard pvary pcast pbroadcast
         all_gather all_gather_invariant all_gather_reduced all_to_all ppermute
         empty empty2
     """,
+    Kind.PLACE: """
+        add sub select_n concatenate stack pad gather dynamic_update_slice
+    """,
+    Kind.SCALE: """
+        mul div rem atan2
+    """,
+    Kind.POWER: """
+        square integer_pow polynomial
+    """,
+    Kind.UPDATE: """
+        scatter scatter_max scatter_min
+    """,
     Kind.INTERNAL: """
-        scatter scatter_max scatter_min select_and_scatter mulhi
+        select_and_scatter mulhi
         psum psum_invariant psum2 reduce_scatter
     """,
     Kind.EACH: """
@@ -78,6 +96,25 @@ FEEDS = {
     "integer_pow": frozenset({"reduce_sum"}),
     "mul": frozenset({"reduce_sum"}),
 }
+
+
+# What chooses among numbers, so that its gradient compares them with the one that it chose.
+CHOICES = frozenset({"max", "min", "scatter_max", "scatter_min"})
+
+# Arithmetic: of operands that hold one number each it makes one number.
+ELEMENTWISE = frozenset(
+    """
+    add sub mul div rem max min clamp neg abs sqrt rsqrt square integer_pow pow exp exp2 log
+    """.split()
+)
+
+# Operations whose results hold no other numbers than their first operand.
+COPIES = frozenset(
+    """
+    broadcast_in_dim reshape transpose squeeze rev slice tile copy copy_p name stop_gradient
+    convert_element_type sharding_constraint mesh_cast reshard pvary pcast
+    """.split()
+)
 
 
 def operation_name(primitive: str) -> str:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,29 +12,81 @@ from jax import lax
 FLOAT32 = np.dtype(np.float32)
 
 
+class Traits(NamedTuple):
+    """What is known of an array before it is there, and so part of the keys of caches.
+
+    Args:
+        dtype: its dtype.
+        weak: True until an operation of low precision contributes: inputs, constants and what was
+            computed of them alone. A weak array yields to the dtype of a strong one, so that a
+            float32 bias leaves a bfloat16 activation bfloat16.
+        tangent: whether it is a tangent or made of one. It is cast linearly, so that it can be
+            transposed and an overflow shows.
+        uniform: whether all its elements are the same number.
+    """
+
+    dtype: Any
+    weak: bool
+    tangent: bool = False
+    uniform: bool = False
+
+
 class Value:
     """An array during the second run, in the dtype that was traced or a narrower one.
 
     Args:
         array: the array.
-        weak: whether no operation of low precision is upstream: inputs, constants and what was
-            computed of them alone. A weak value yields to the dtype of a strong one, so that a
-            float32 bias leaves a bfloat16 activation bfloat16.
+        weak: see `Traits`.
+        tangent: see `Traits`.
     """
 
-    __slots__ = ("_casts", "array", "weak")
+    __slots__ = ("_casts", "array", "constant", "tangent", "uniform", "weak")
 
-    def __init__(self, array: Any, weak: bool) -> None:
+    def __init__(self, array: Any, weak: bool, tangent: bool = False) -> None:
         self.array = array
         self.weak = weak
+        self.tangent = tangent
+        self.uniform = array.size == 1
+        self.constant: Any = None  # an array of the same numbers in any shape, where it is known
         self._casts: dict[Any, Any] = {}
+
+    @classmethod
+    def of(cls, array: Any, traits: Traits) -> "Value":
+        """Returns the value of an array of which the traits are known."""
+        value = cls(array, traits.weak, traits.tangent)
+        value.uniform |= traits.uniform
+        return value
+
+    @classmethod
+    def of_constant(cls, array: Any) -> "Value":
+        """Returns the value of a constant of a jaxpr, which holds the same numbers in each run."""
+        value = cls(array, weak=True)
+        is_here = not isinstance(array, jax.core.Tracer)
+        if is_here and getattr(array, "is_fully_addressable", True):
+            value.constant = array
+        return value
 
     @property
     def dtype(self) -> Any:
         return self.array.dtype
 
-    def to(self, dtype: Any, saturate: bool = False) -> Any:
+    @property
+    def traits(self) -> Traits:
+        return Traits(self.dtype, self.weak, self.tangent, self.uniform)
+
+    def to(self, dtype: Any) -> Any:
         """Returns the array in `dtype`, cast once for all who ask."""
+        return self._cast(dtype, saturate=False)
+
+    def placed(self, dtype: Any) -> Any:
+        """Returns the array in `dtype`, to be added to others or put among them.
+
+        What is finite in a weak array stays finite. Strong ones were computed, so that an overflow
+        is theirs to show.
+        """
+        return self._cast(dtype, saturate=self.weak and not self.tangent)
+
+    def _cast(self, dtype: Any, saturate: bool) -> Any:
         if self.dtype == dtype:
             return self.array
         key = dtype, saturate
@@ -42,12 +94,39 @@ class Value:
             self._casts[key] = _cast(self.array, dtype, saturate)
         return self._casts[key]
 
+    def fits(self, dtype: Any) -> bool:
+        """Whether `dtype` holds the numbers, with their digits.
 
-def join(values: Sequence[tuple[Any, bool]]) -> tuple[Any, bool]:
-    """Returns the dtype and weakness of several that meet; the weak ones yield."""
-    strong = {dtype for dtype, weak in values if not weak}
-    dtypes = strong or {dtype for dtype, _ in values}
-    return dtypes.pop() if len(dtypes) == 1 else FLOAT32, not strong
+        Those that become known when the program runs, such as a count, may be of any size.
+        """
+        if not self.weak or self.dtype == dtype:
+            return True
+        if self.constant is not None:
+            return _holds(dtype, self.constant)
+        return jnp.finfo(dtype).maxexp >= jnp.finfo(FLOAT32).maxexp
+
+
+def join(values: Sequence[Traits]) -> Traits:
+    """Returns the traits of several that meet; the weak ones yield."""
+    strong = {value.dtype for value in values if not value.weak}
+    dtypes = strong or {value.dtype for value in values}
+    dtype = dtypes.pop() if len(dtypes) == 1 else FLOAT32
+    return Traits(dtype, not strong, any(value.tangent for value in values))
+
+
+def saturated(number: Any, dtype: Any) -> Any:
+    """Returns a constant in `dtype`: what is finite in it stays finite."""
+    return _cast(np.asarray(number), np.dtype(dtype), saturate=True)
+
+
+def _holds(dtype: Any, array: Any) -> bool:
+    """Whether no number overflows in `dtype`, or is so small there that it loses digits."""
+    numbers = np.asarray(array)
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = np.asarray(np.asarray(numbers, dtype), FLOAT32)
+    normal = np.abs(rounded) >= float(jnp.finfo(dtype).smallest_normal)
+    kept = (np.isfinite(rounded) & normal) | (rounded == numbers) | ~np.isfinite(numbers)
+    return bool(kept.all())
 
 
 def _cast(array: Any, dtype: np.dtype, saturate: bool) -> Any:
