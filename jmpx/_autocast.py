@@ -16,7 +16,7 @@ from jmpx._operations import KINDS, operation_name
 from jmpx._policy import Policy, did_you_mean
 from jmpx._policy_map import PolicyMap, Rule, get_policy_map, warn_of
 from jmpx._registry import refuse_creation
-from jmpx._stateful import Pure, call, is_object, module_base
+from jmpx._stateful import Pure, apply, call, is_object, module_base
 from jmpx._tree import is_floating
 from jmpx._values import Value
 
@@ -81,13 +81,9 @@ class Autocast:
                 check_enabled(dtype)
         run = Run(policy_map)
         transform = functools.partial(_evaluate, run, self._jmpx_output)
-        result = call(transform, _apply, (self._jmpx_fn, *args), kwargs)
+        result = call(transform, apply, (self._jmpx_fn, *args), kwargs)
         _warn_unused(run, stacklevel=3)
         return result
-
-
-def _apply(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return fn(*args, **kwargs)
 
 
 def _evaluate(
@@ -121,7 +117,6 @@ def _restored(value: Value, traced: Any, output: Any) -> Any:
 @functools.cache
 def _module_class(base: Any) -> type:
     """Returns the `Autocast` that is an `nnx.Module`, given that class: core imports no Flax."""
-
     names = [field.name for field in dataclasses.fields(Autocast)]
 
     class AutocastModule(Autocast, base):
@@ -219,9 +214,7 @@ def autocast(
     if fn is None:
         return _Decorator(policy, rules, output)
     if not callable(fn):
-        raise TypeError(
-            f"Expected a function to run under autocast, got {fn!r}: {_WRITE}."
-        )
+        raise TypeError(f"Expected a function to run under autocast, got {fn!r}: {_WRITE}.")
     policy_map = _with_operations(get_policy_map(policy), rules or {})
     if output is not None and output != "traced":
         output = as_dtype(output)
