@@ -465,7 +465,7 @@ def test_an_axis(rng):
         _, _, finite, grads = gradient(squares, axis_name="d")(model, x)
         return finite, grads, model.norm.mean[...]
 
-    finite, grads, means = jax.vmap(step, axis_name="d")(x)
+    finite, grads, means = jax.jit(jax.vmap(step, axis_name="d"))(x)
     assert finite.all()
     for part in range(4):
         model = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))
@@ -530,19 +530,26 @@ def test_optimizer_update_updates_in_place(rng, finite):
 
 # The recipe.
 
+VIEW = "c=f16,o=f32; BatchNorm: full"
+
 
 def test_the_page_runs():
     assert PAGE.read_text().count("```python") == 5
     run_python_blocks(PAGE)
 
 
-def train_step(model, optimizer, loss_scale, x, y):
-    """The page's step."""
+def train_step(model, optimizer, loss_scale, x, y, viewed=True):
+    """The page's step, with and without a view."""
+
+    def loss_fn(model, x, y):
+        run = jmpx.flax.with_policies(model, VIEW) if viewed else model
+        return jnp.mean((run(x) - y).astype(F32) ** 2)
+
     keep = nnx.Not(nnx.RngState)
     before = jax.tree.map(lambda leaf: leaf, nnx.state((model, optimizer), keep))
-    loss, loss_scale, finite, grads = jmpx.filter_value_and_grad(
-        lambda model, x, y: jnp.mean((model(x) - y).astype(F32) ** 2), loss_scale, policy="c=f16"
-    )(model, x, y)
+    policy = "full" if viewed else "c=f16"
+    grad_fn = jmpx.filter_value_and_grad(loss_fn, loss_scale, policy=policy)
+    loss, loss_scale, finite, grads = grad_fn(model, x, y)
     optimizer.update(model, grads)
     after = jax.tree.map(lambda leaf: leaf, nnx.state((model, optimizer), keep))
     nnx.update((model, optimizer), jmpx.select_tree(finite, after, before))
@@ -562,11 +569,12 @@ class Plain(nnx.Module):
         return self.head(self.dropout(nnx.relu(self.norm(self.inner(x)))))
 
 
-def test_a_skipped_step_leaves_random_streams_alone_advanced(rng):
+@pytest.mark.parametrize("viewed", [True, False])
+def test_a_skipped_step_leaves_random_streams_alone_advanced(rng, viewed):
     model = Plain(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     loss_scale = jmpx.DynamicLossScale(2.0**10)
-    step = nnx.jit(train_step)
+    step = nnx.jit(functools.partial(train_step, viewed=viewed))
     for _ in range(3):
         x = normal(rng, 32, 3)
         loss_scale, _, finite = step(model, optimizer, loss_scale, x, x[:, :1])
