@@ -101,6 +101,7 @@ def call(
         The result of `fn`, as `transform` returned it.
 
     Raises:
+        TypeError: if a variable holds a mutable reference.
         ValueError: if a module that changes is not among the arguments, or is there but belongs to
             an outer trace.
     """
@@ -138,6 +139,7 @@ class _Split(Pure):
         self.places: dict[Any, int] = {}  # of each original, by its path in the split objects
         for parts in ([part.params for part in self.splits], [part.rest for part in self.splits]):
             for path, leaf in jax.tree_util.tree_leaves_with_path(parts):
+                _refuse_ref(leaf)
                 self.places[path] = len(self.originals)
                 self.originals.append(leaf)
 
@@ -199,12 +201,13 @@ class _Split(Pure):
             else:
                 self.sources.append(_Constant(leaf))
         self.size = len(updates)
+        kept = {id(self.originals[source]) for source in self.sources if isinstance(source, int)}
+        self.replaced = {id(leaf) for leaf in self.originals} - kept
         self.is_changed = self.is_rebuilt or self.sources != own or len(own) != len(known)
         return result_def.unflatten(results), updates
 
     def is_replaced(self, array: Any) -> bool:
-        places = [place for place, leaf in enumerate(self.originals) if leaf is array]
-        return bool(places) and not any(source in places for source in self.sources)
+        return id(array) in self.replaced
 
     def restore(self, result: Any, updates: Sequence[Any]) -> Any:
         """Updates the objects by what became of their copies; returns the function's result."""
@@ -274,6 +277,14 @@ def _split(context: Any, value: Any, is_exposed: bool = False) -> _Parts:
     return _Parts(value, graphdef, params, rest, is_exposed)
 
 
+def _refuse_ref(leaf: Any) -> None:
+    if type(getattr(leaf, "aval", None)).__name__ == "AbstractRef":
+        raise TypeError(
+            "Expected variables of NNX that hold arrays, got one that holds a mutable reference, "
+            "of which a copy would change: make the nnx.Variable without ref=True."
+        )
+
+
 def _objects_of(leaf: Any) -> Iterator[Any]:
     """Yields the objects in a leaf: itself, or what it is a bound method or a partial of."""
     if is_object(leaf):
@@ -284,7 +295,7 @@ def _objects_of(leaf: Any) -> Iterator[Any]:
         inner = jax.tree.leaves((leaf.func, leaf.args, leaf.keywords), is_leaf=_is_whole)
         for part in inner:
             yield from _objects_of(part)
-    elif not jax.tree_util.all_leaves([leaf], is_leaf=_is_whole):  # a callable that is a pytree
+    elif callable(leaf) and not jax.tree_util.all_leaves([leaf], is_leaf=_is_whole):
         for part in jax.tree.leaves(leaf, is_leaf=_is_whole):
             yield from _objects_of(part)
 

@@ -66,14 +66,14 @@ def state_of(model):
     return {path: jax.random.key_data(v) if is_key(v) else v for path, v in flat.items()}
 
 
-def assert_same_state(a, b, exactly=True):
+def assert_same_state(a, b, exactly=True, atol=1e-6):
     a, b = state_of(a), state_of(b)
     assert a.keys() == b.keys()
     if exactly:
         assert_same_bits(a, b)
     for path in a:
         assert a[path].dtype == b[path].dtype, path
-        np.testing.assert_allclose(a[path], b[path], rtol=1e-5, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(a[path], b[path], rtol=1e-5, atol=atol, err_msg=path)
 
 
 def squares(model, x):
@@ -215,7 +215,8 @@ def test_other_objects_among_the_arguments(rng):
         step(*references, x)
     for ours, theirs in zip(objects, references, strict=True):
         if not isinstance(ours, nnx.Variable):
-            assert_same_state(ours, theirs, exactly=False)
+            # The gradient of a bias before BatchNorm is 0 but for rounding.
+            assert_same_state(ours, theirs, exactly=False, atol=1e-4)
     assert int(count[...]) == int(references[-1][...]) == 2 and int(optimizer.step[...]) == 2
 
 
@@ -266,6 +267,17 @@ def test_arrays_that_do_not_change_stay_the_same_arrays(rng):
     jmpx.autocast(lambda m, x: m.head(m.norm(m.inner(x))))(model, x)
     after = {path: variable[...] for path, variable in nnx.to_flat_state(nnx.state(model))}
     assert all(after[path] is before[path] for path in before)
+
+
+@pytest.mark.skipif(not hasattr(nnx.Param(0), "ref"), reason="Flax has such variables since 0.12.1")
+def test_a_variable_that_is_a_reference_is_refused(rng):
+    variable = nnx.Variable(jnp.zeros(()), ref=True)
+    for run in (
+        jmpx.autocast(lambda v: v[...]),
+        jmpx.filter_grad(lambda v: v[...], jmpx.NoOpLossScale(), policy="full"),
+    ):
+        with pytest.raises(TypeError, match="without ref=True"):
+            run(variable)
 
 
 # Closed over.
