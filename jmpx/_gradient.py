@@ -34,9 +34,10 @@ def filter_value_and_grad(
        `axis_name`,
     5. checks once whether all of them are finite, and adjusts the loss scale by that.
 
-    Objects of Flax's NNX among the arguments get their new state back, as from `nnx.value_and_grad`.
-    Of their variables `nnx.Param`s are cast and, in the first argument, differentiated; all others,
-    such as running statistics, arrive and come back in the dtype in which they are stored.
+    Objects of Flax's NNX among the arguments get their new state back, as from
+    `nnx.value_and_grad`. Of their variables `nnx.Param`s are cast and, in the first argument,
+    differentiated; all others, such as running statistics, arrive and come back in the dtype in
+    which they are stored.
 
     Args:
         func: a function of pytrees that returns a loss, a floating scalar; with `has_aux` a pair of
@@ -57,7 +58,7 @@ def filter_value_and_grad(
         or, with `has_aux`, `((value, aux), scaling, grads_finite, grads)`: the unscaled loss in
         float32 of shape (); `aux` as `func` made it; the loss scale of the next step; a bool array
         of shape (); and gradients of the structure, shapes and dtypes of the first argument, with
-        None for what cannot be differentiated; for an NNX module, the `nnx.State` of its parameters.
+        None for what cannot be differentiated; for an NNX module, an `nnx.State` of its parameters.
 
     Raises:
         TypeError: if `func`, `scaling` or `policy` is not what it should be; when called, if there
