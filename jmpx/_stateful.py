@@ -186,15 +186,12 @@ class _Split(Pure):
                     results[place] = _Returned(len(self.new))
                     self.new.append(_split(context, leaf))
         leaves, self.new_def = jax.tree_util.tree_flatten_with_path([new.rest for new in self.new])
-        moved = {id(leaf): place for place, leaf in enumerate(known)}
         own = [self.places.get(path) for path, _ in leaves]
         self.sources: list[int | _Constant | None] = []  # None for the next of the new arrays
         updates: list[Any] = []
         for place, (_, leaf) in zip(own, leaves, strict=True):
             if place is not None and known[place] is leaf:
                 self.sources.append(place)
-            elif id(leaf) in moved:
-                self.sources.append(moved[id(leaf)])
             elif isinstance(leaf, jax.Array):
                 self.sources.append(None)
                 updates.append(leaf if place is None else _as_stored(leaf, self.originals[place]))
