@@ -152,7 +152,8 @@ def optimizer_update(
         The new `(model, optimizer_state)`, leaves of the dtypes that they had.
 
     Raises:
-        TypeError: if `grads_finite` is not a scalar bool.
+        TypeError: if `grads_finite` is not a scalar bool, or the state of an NNX module's optimizer
+            was made of the module itself.
         ValueError: if `skip` is neither of the two.
 
     Example:
@@ -167,7 +168,7 @@ def optimizer_update(
         Array([0.5, 0.5], dtype=float32)
     """
     _check_skip(skip)
-    model, put_back = (model, lambda new: new) if holds_objects(grads) else parameters_of(model)
+    model, put_back = _parameters_of(model, optimizer_state, grads)
     params = jax.tree.map(lambda g, p: None if g is None else p, grads, model, is_leaf=_is_none)
     counts = isinstance(optimizer_state, SkipNonfiniteState)
     old_state: Any = optimizer_state.inner_state if counts else optimizer_state
@@ -188,6 +189,22 @@ def optimizer_update(
         state = _counted(optimizer_state, state, grads_finite)
     merge = lambda new, old: old if new is None else new  # noqa: E731
     return put_back(jax.tree.map(merge, stepped, model, is_leaf=_is_none)), state
+
+
+def _parameters_of(model: Any, optimizer_state: Any, grads: Any) -> tuple[Any, Callable[..., Any]]:
+    """Returns what the optimizer updates, and a function that makes the new model of its result.
+
+    An NNX module with the gradients of `filter_grad` is updated in place. With gradients that are
+    themselves a module, as `jax.grad` returns them, it is a pytree like any other.
+    """
+    if not holds_objects(model) or holds_objects(grads):
+        return model, lambda new: new
+    if holds_objects(optimizer_state):
+        raise TypeError(
+            "Expected the optimizer state of an NNX module to be one of its parameters, got one of "
+            "the module itself: make it by optimizer.init(nnx.state(model, nnx.Param))."
+        )
+    return parameters_of(model)
 
 
 def _check_skip(skip: Any) -> None:

@@ -362,8 +362,6 @@ def parameters_of(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_whole)
     objects = [leaf for leaf in leaves if is_object(leaf)]
-    if not objects:
-        return tree, lambda new: new
     nnx = _nnx()
     with nnx.split_context() as context:
         parts = [_split(context, x, True).params if is_object(x) else x for x in leaves]

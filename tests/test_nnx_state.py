@@ -539,6 +539,16 @@ def test_optimizer_update_updates_in_place(rng, finite):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
+def test_an_optimizer_state_of_the_module_itself_is_refused(rng):
+    model, x, optimizer = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), normal(rng, 6, 3), optax.adam(0.1)
+    _, _, _, grads = gradient(squares)(model, x)
+    with pytest.raises(TypeError, match=r"optimizer.init\(nnx.state\(model, nnx.Param\)\)"):
+        jmpx.optimizer_update(model, optimizer, optimizer.init(model), grads, True)
+    as_tree = jax.grad(squares)(model, x)  # gradients that are a module: a pytree like any other
+    new, _ = jmpx.optimizer_update(model, optax.sgd(1.0), optax.sgd(1.0).init(model), as_tree, True)
+    np.testing.assert_allclose(new.kernel[...], model.kernel[...] - grads.kernel[...], rtol=1e-5)
+
+
 # The recipe.
 
 VIEW = "c=f16,o=f32; BatchNorm: full"
