@@ -17,6 +17,7 @@ from jmpx._contexts import parameters_cast
 from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._policy import Policy, get_policy
 from jmpx._sharding import without_shards
+from jmpx._stateful import Pure, call, sparing
 from jmpx._tree import all_finite, is_array, is_floating, is_inexact_array, widen
 
 
@@ -43,6 +44,11 @@ def filter_value_and_grad(
        `axis_name`,
     5. checks once whether all of them are finite, and adjusts the loss scale by that.
 
+    Objects of Flax's NNX among the arguments get their new state back, as from
+    `nnx.value_and_grad`. Of their variables `nnx.Param`s are cast and, in the first argument,
+    differentiated; all others, such as running statistics, arrive and come back in the dtype in
+    which they are stored.
+
     Args:
         func: a function of pytrees that returns a loss, a floating scalar; with `has_aux` a pair of
             a loss and any pytree. Its first argument is differentiated: the floating and complex
@@ -68,14 +74,14 @@ def filter_value_and_grad(
         or, with `has_aux`, `((value, aux), scaling, grads_finite, grads)`: the unscaled loss in
         float32 of shape (); `aux` as `func` made it; the loss scale of the next step; a bool array
         of shape (); and gradients of the structure, shapes and dtypes of the first argument, with
-        None for what cannot be differentiated.
+        None for what cannot be differentiated; for an NNX module, an `nnx.State` of its parameters.
 
     Raises:
         TypeError: if `func`, `scaling` or `policy` is not what it should be; when called, if there
             is no argument to differentiate, if `func` does not return a floating scalar, or if it
             gathers an array of its first argument over `axis_name`.
         ValueError: if `policy` is not a policy string; when called, if an argument to leave uncast
-            is none of `func`.
+            is none of `func`, or if `func` changes an NNX module that it closes over.
 
     Warns:
         UserWarning: when called, if something inside `func` casts what has been cast to 16 bits.
@@ -96,27 +102,27 @@ def filter_value_and_grad(
     find_policy, uncast = _policy_finder(policy), _Uncast.of(func, uncast_argnums, uncast_argnames)
     wide = widen if use_mixed_precision else _identity
 
-    @functools.wraps(func, updated=())  # not the __dict__: a module's would be its parameters
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def differentiate(pure: Pure, state: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
         params, merge = _partition(args)
-        cast = uncast.exempt(find_policy().cast_to_compute) if use_mixed_precision else _unchanged
+        to_compute = find_policy().cast_to_compute if use_mixed_precision else _identity
+        cast = uncast.exempt(sparing(to_compute))
         scale = scaling if use_mixed_precision else NoOpLossScale()
 
-        def scaled_loss(params: list[Any]) -> tuple[Any, tuple[Any, Any]]:
+        def scaled_loss(params: list[Any]) -> tuple[Any, tuple[Any, Any, Any]]:
             model = merge(params)
             inputs, options = cast((model, *args[1:]), kwargs)
             with parameters_cast(_are_rounded(model, inputs[0])) as casts_inside:
-                result = func(*inputs, **options)
+                result, updates = pure(state, *inputs, **options)
             _warn_of_casts(casts_inside)
             value, aux = _loss_and_aux(result, has_aux)
             value = wide(value)
-            return scale.scale(value), (value, aux)
+            return scale.scale(value), (value, aux, updates)
 
         run: Callable[[list[Any]], Any] = scaled_loss
         if axis_name is not None:
             params = _make_varying(params, axis_name)
             run = without_shards(scaled_loss, params, _paths(args[0]), axis_name)
-        (_, (value, aux)), scaled = jax.value_and_grad(run, has_aux=True)(params)
+        (_, (value, aux, updates)), scaled = jax.value_and_grad(run, has_aux=True)(params)
         grads = scale.unscale([wide(grad) for grad in scaled])
         if axis_name is not None:
             value, grads = jax.lax.pmean((value, grads), axis_name)
@@ -129,7 +135,11 @@ def filter_value_and_grad(
             grads_finite = all_finite(scaled if as_arrived else grads)
             new_scaling = scaling.adjust(grads_finite)
         result = (value, aux) if has_aux else value
-        return result, new_scaling, grads_finite, merge(grads, others=None)
+        return (result, new_scaling, grads_finite, merge(grads, others=None)), updates
+
+    @functools.wraps(func, updated=())  # not the __dict__: a module's would be its parameters
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return call(differentiate, func, args, kwargs)
 
     return wrapper
 
@@ -204,10 +214,6 @@ def filter_grad(
 
 def _identity(x: Any) -> Any:
     return x
-
-
-def _unchanged(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    return args, kwargs
 
 
 def _policy_finder(policy: Policy | str | None) -> Callable[[], Policy]:

@@ -10,6 +10,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from jmpx._stateful import holds_objects, parameters_of
 from jmpx._tree import all_finite, as_flag, is_array, is_floating, is_view, select_tree
 
 if TYPE_CHECKING:
@@ -146,7 +147,9 @@ def optimizer_update(
     An optimizer made by `skip_nonfinite` is told, and counts.
 
     Args:
-        model: any pytree; the leaves for which `grads` holds None are handed on untouched.
+        model: any pytree; the leaves for which `grads` holds None are handed on untouched. An NNX
+            module is updated in place and returned; make its optimizer state by
+            `optimizer.init(nnx.state(model, nnx.Param))`.
         optimizer: an optax gradient transformation.
         optimizer_state: its state.
         grads: gradients of the structure of `model`, as `filter_grad` returns them.
@@ -165,7 +168,8 @@ def optimizer_update(
         the state of the dtypes that optax gives them.
 
     Raises:
-        TypeError: if `grads_finite` is not a scalar bool, or the arguments are not in this order.
+        TypeError: if `grads_finite` is not a scalar bool, the arguments are not in this order, or
+            the state of an NNX module's optimizer was made of the module itself.
         ValueError: if `skip` is neither of the two.
 
     Warns:
@@ -184,8 +188,9 @@ def optimizer_update(
         Array([0.5, 0.5], dtype=float32)
     """
     _check_skip(skip)
-    params = _trained(model, optimizer, grads)
     _warn_of_views(model)
+    model, put_back = _parameters_of(model, optimizer_state, grads)
+    params = _trained(model, optimizer, grads)
     _warn_of_cast_masters(params, optimizer, optimizer_state, grads)
     counts = isinstance(optimizer_state, SkipNonfiniteState)
     old_state: Any = optimizer_state.inner_state if counts else optimizer_state
@@ -205,7 +210,23 @@ def optimizer_update(
     if counts:
         state = _counted(optimizer_state, state, grads_finite)
     merge = lambda new, old: old if new is None else new  # noqa: E731
-    return jax.tree.map(merge, stepped, model, is_leaf=_is_none), state
+    return put_back(jax.tree.map(merge, stepped, model, is_leaf=_is_none)), state
+
+
+def _parameters_of(model: Any, optimizer_state: Any, grads: Any) -> tuple[Any, Callable[..., Any]]:
+    """Returns what the optimizer updates, and a function that makes the new model of its result.
+
+    An NNX module with the gradients of `filter_grad` is updated in place. With gradients that are
+    themselves a module, as `jax.grad` returns them, it is a pytree like any other.
+    """
+    if not holds_objects(model) or holds_objects(grads):
+        return model, lambda new: new
+    if holds_objects(optimizer_state):
+        raise TypeError(
+            "Expected the optimizer state of an NNX module to be one of its parameters, got one of "
+            "the module itself: make it by optimizer.init(nnx.state(model, nnx.Param))."
+        )
+    return parameters_of(model)
 
 
 def _check_skip(skip: Any) -> None:
