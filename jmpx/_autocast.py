@@ -12,10 +12,12 @@ import numpy as np
 from jmpx import _jaxpr
 from jmpx._dtypes import DTypeLike, as_dtype, check_enabled
 from jmpx._evaluation import RESTORE, Run
+from jmpx._marks import Marks
 from jmpx._operations import KINDS, operation_name
 from jmpx._policy import Policy, did_you_mean
 from jmpx._policy_map import PolicyMap, Rule, get_policy_map, warn_of
 from jmpx._registry import refuse_creation
+from jmpx._scopes import Module, module_of, without_marks
 from jmpx._tree import is_floating
 from jmpx._values import Value
 
@@ -49,8 +51,9 @@ class Autocast:
         for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
             if dtype is not None:
                 check_enabled(dtype)
+        marks = Marks(policy_map)
         with refuse_creation():
-            traced = _jaxpr.trace(lambda fn, *a, **k: fn(*a, **k), (self.fn, *args), kwargs)
+            traced = _jaxpr.trace(marks.call, (self.fn, *args), kwargs)
         run = Run(policy_map)
         values = run.evaluate(traced.jaxpr, [Value(a, weak=True) for a in traced.arrays], "")
         with jax.named_scope(RESTORE):
@@ -58,7 +61,7 @@ class Autocast:
                 self._output(value, aval)
                 for value, aval in zip(values, traced.jaxpr.out_avals, strict=True)
             ]
-        _warn_unused(run, stacklevel=3)
+        _warn_unused(run, marks, stacklevel=3)
         return traced.rebuild(outputs)
 
     def _output(self, value: Value, traced: Any) -> Any:
@@ -173,25 +176,37 @@ def _operation(key: Any) -> str:
     return operation_name(name.removeprefix("op."))
 
 
-def _warn_unused(run: Run, stacklevel: int) -> None:
-    """Warns of each rule that no equation met, and names what is near."""
+def _warn_unused(run: Run, marks: Marks, stacklevel: int) -> None:
+    """Warns of each rule that no equation and no module met, and names what is near."""
+    modules = marks.seen | {module for scope in run.scopes if (module := module_of(scope))}
     for rule in run.policy_map.rules:
-        if rule in run.used:
+        if rule in run.used or any(rule.matches(*module) for module in modules):
             continue
         name = rule.selector.removeprefix("op.").strip("*/")
         if rule.is_operation:
             met = [{n: f"op.{n}" for n in names} for names in (sorted(run.operations), KINDS)]
             kind, near = "operation", [did_you_mean(name, choices) for choices in met]
         else:
-            kind, near = "scope", [did_you_mean(name, _by_name(run.scopes))]
+            kind = "module or scope" if modules else "scope"
+            near = [did_you_mean(name, _by_name(run.scopes, modules, rule.is_path))]
         found = [end for end in near if end != "."]
         warn_of(rule, run.policy_map, kind, [*found, "."][0], stacklevel + 1)
 
 
-def _by_name(scopes: Iterable[str]) -> dict[str, str]:
-    """Returns scopes by their last name, and by what follows the last dot of it."""
-    names = {scope: scope.rpartition("/")[2] for scope in scopes if scope}
-    return {
+def _by_name(scopes: Iterable[str], modules: Iterable[Module], paths: bool) -> dict[str, str]:
+    """Returns what a selector could have meant by its names.
+
+    Of scopes, and of the modules' paths if the selector is a glob, these are the last name, what
+    follows the last dot of it, and the whole; of classes, the class and its bases.
+    """
+    known = {without_marks(scope) for scope in scopes}
+    classes = set()
+    if paths:
+        known |= {module.path for module in modules}
+    else:
+        classes = {base.__name__ for module in modules for base in module.cls.__mro__[:-1]}
+    names = {scope: scope.rpartition("/")[2] for scope in sorted(known) if scope}
+    return {name: name for name in sorted(classes)} | {
         key: scope
         for scope, name in names.items()
         for key in (name.rpartition(".")[2], name, scope)

@@ -6,6 +6,7 @@ The only file that touches `jax.extend`, which it imports on first use.
 import contextlib
 import functools
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._operations import KINDS, Kind, operation_name
+from jmpx._scopes import any_marks, is_mark
 from jmpx._tree import is_array
 
 
@@ -117,7 +119,8 @@ _WRAPPED = re.compile(r"[\w.]+\(|\)")
 def scope_of(eqn: Any) -> str:
     """Returns the names of the scopes that an equation was traced in, joined by slashes.
 
-    What transformations write around them is left out: `transpose(jvp(enc))/mlp` is `enc/mlp`.
+    Marks of modules are among them. What transformations write around them is left out:
+    `transpose(jvp(enc))/mlp` is `enc/mlp`.
     """
     return _plain_scope(str(eqn.source_info.name_stack))
 
@@ -131,16 +134,63 @@ def _plain_scope(stack: str) -> str:
 def in_place_of(eqn: Any, *scopes: str) -> Iterator[None]:
     """Runs as if at the equation's place in the user's code: its lines, scopes and JAX context.
 
+    Marks of modules are left out of the scopes.
+
     Args:
         eqn: the equation.
         scopes: names of further scopes inside of its own.
     """
     info = _source_info()
-    stack = info.current_name_stack() + eqn.source_info.name_stack
+    stack = info.current_name_stack() + _unmarked_stack(eqn.source_info.name_stack)
     for scope in scopes:
         stack = stack.extend(scope)
     with info.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
+
+
+def _unmarked_stack(stack: Any) -> Any:
+    """Returns a name stack without marks; the same object where there are none."""
+    if not any_marks() or not any(is_mark(scope.name) for scope in stack.stack):
+        return stack
+    return type(stack)(tuple(scope for scope in stack.stack if not is_mark(scope.name)))
+
+
+# A jaxpr -> the same one without marks, None for itself: a value must not keep its key alive.
+_unmarked: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _unmarked_jaxpr(jaxpr: Any) -> Any:
+    """Returns a jaxpr without marks, in inner ones too; the same object where there are none."""
+    if jaxpr not in _unmarked:
+        inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr  # of a closed one, until JAX 0.11
+        eqns = [_unmarked_equation(eqn) for eqn in inner.eqns]
+        changed = any(new is not old for new, old in zip(eqns, inner.eqns, strict=True))
+        new = inner.replace(eqns=eqns) if changed else None
+        _unmarked[jaxpr] = jaxpr.replace(jaxpr=new) if changed and inner is not jaxpr else new
+    new = _unmarked[jaxpr]
+    return jaxpr if new is None else new
+
+
+def _unmarked_equation(eqn: Any) -> Any:
+    stack, params = _unmarked_stack(eqn.source_info.name_stack), _unmarked_params(eqn.params)
+    if stack is eqn.source_info.name_stack and params is eqn.params:
+        return eqn
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack), params=params)
+
+
+def _unmarked_params(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of an equation, the jaxprs among them without marks."""
+
+    def unmark(value: Any) -> Any:
+        if isinstance(value, tuple):
+            new = tuple(map(unmark, value)) if type(value) is tuple else value
+            return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
+        return _unmarked_jaxpr(value) if hasattr(value, "eqns") else value
+
+    if not any_marks() or not holds_jaxpr(params):
+        return params
+    new = {key: unmark(value) for key, value in params.items()}
+    return new if any(new[key] is not params[key] for key in params) else params
 
 
 def bind(eqn: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
@@ -151,7 +201,7 @@ def bind(eqn: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
         operands: its operands: arrays or tracers.
         **params: the parameters of the equation that differ.
     """
-    params = {**eqn.params, **params}
+    params = _unmarked_params({**eqn.params, **params})
     run = functools.partial(_bind, eqn.primitive, params)
     kind = KINDS.get(operation_name(eqn.primitive.name), Kind.KEEP)
     # What is kept as it was, such as a callback, may hold the user's arrays: the cache must not.

@@ -3,6 +3,7 @@
 `jmpx.set_policy` and its kin keep the policies of Equinox classes in jmpx's own registry.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_for
+from jmpx._scopes import Module, in_module
 from jmpx._tree import is_floating
 
 try:
@@ -133,21 +135,14 @@ class _Builder:
         is_boundary = own is not None and _is_called(type(node))
         innermost = innermost if own is None else own
         around = own if is_boundary else around
-        children, treedef = jax.tree_util.tree_flatten_with_path(
-            node, is_leaf=lambda child: child is not node
-        )
-        names = [jax.tree_util.keystr(key, simple=True) for key, _ in children]
-        built = treedef.unflatten(
-            self.build(child, f"{path}/{name}" if path else name, around, innermost)
-            for name, (_, child) in zip(names, children, strict=True)
-        )
+        built = _rebuild(node, path, lambda *child: self.build(*child, around, innermost))
         return _retype(built, _view_class(type(node), own)) if is_boundary else built
 
     def find(
         self, module: eqx.Module, path: str, around: Policy | None, innermost: Policy | None
     ) -> Policy | None:
         """Returns the policy that a module has of its own."""
-        cls = type(module)
+        cls = _unmarked_class(type(module))
         if isinstance(module, _View):
             raise TypeError(
                 f"Expected a model with its stored parameters, got a view at {path!r}: call "
@@ -162,6 +157,18 @@ class _Builder:
         if own is not None and isinstance(module, _WITH_STATISTICS):
             own = dataclasses.replace(own, compute_dtype=_floating_dtype(module, jnp.float32))
         return own
+
+
+def _rebuild(node: Any, path: str, build: Callable[[Any, str], Any]) -> Any:
+    """Returns a node of the model with what `build` makes of each child and its path."""
+    children, treedef = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda child: child is not node
+    )
+    names = [jax.tree_util.keystr(key, simple=True) for key, _ in children]
+    return treedef.unflatten(
+        build(child, f"{path}/{name}" if path else name)
+        for name, (_, child) in zip(names, children, strict=True)
+    )
 
 
 def _floating_dtype(tree: Any, default: Any) -> Any:
@@ -195,11 +202,16 @@ def _methods(cls: type) -> Iterator[str]:
 @functools.cache  # so that views of one model have one tree definition, and jit's cache is hit
 def _view_class(cls: Any, policy: Policy) -> Any:
     """Returns the subclass of a module class whose methods cast at the boundary."""
-    namespace = {name: _boundary(cls, name, policy) for name in _methods(cls)}
+    return _subclass(_View, cls, {name: _boundary(cls, name, policy) for name in _methods(cls)})
+
+
+def _subclass(mark: type, cls: Any, namespace: dict[str, Any]) -> Any:
+    """Returns a subclass that looks like the class."""
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    bases = (cls,) if issubclass(cls, mark) else (mark, cls)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Equinox says of `cls`, it has said already
-        return type(cls)(cls.__name__, (_View, cls), {**namespace, **names})
+        return type(cls)(cls.__name__, bases, {**namespace, **names})
 
 
 def _boundary(cls: type, name: str, policy: Policy) -> Callable[..., Any]:
@@ -239,3 +251,101 @@ def _retype(module: Any, cls: type) -> Any:
     other = object.__new__(cls)
     vars(other).update(vars(module))
     return other
+
+
+# Under autocast
+
+
+class _Marked:
+    """Marks the classes of modules whose calls are marked, as `_View` does those of a view."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Marker:
+    """Has the modules of a pytree mark the calls of their methods, for `jmpx.autocast`.
+
+    The types of those modules become subclasses. Paths begin at the outermost modules.
+
+    Attributes:
+        matches: whether the calls of a module of that class and path are to be marked.
+        made: the classes that it gave to modules.
+    """
+
+    matches: Callable[[type, str], bool]
+    made: set[type] = dataclasses.field(default_factory=set)
+
+    def mark(self, tree: Any) -> Any:
+        """Returns a pytree with its modules marked."""
+        return jax.tree.map(self._mark_root, tree, is_leaf=_is_root)
+
+    def unmark(self, tree: Any) -> Any:
+        """Returns a pytree whose modules are again of the classes that they came in."""
+        return jax.tree.map(self._unmark, tree, is_leaf=self._is_marked)
+
+    def _mark_root(self, node: Any) -> Any:
+        if not _is_root(node):
+            return node
+        if hasattr(node, "__self__"):  # it holds the function of the class, not the subclass's
+            return getattr(self._mark(node.__self__, "", ()), node.__func__.__name__)
+        return self._mark(node, "", ())
+
+    def _mark(self, node: Any, path: str, around: tuple[Module, ...]) -> Any:
+        """Marks a node; `around` are containers with a rule of their own, which are not called."""
+        if _keeps_dtype(node) or jax.tree_util.all_leaves([node]):
+            return node
+        cls, is_module = _unmarked_class(type(node)), isinstance(node, eqx.Module)
+        marks = (*around, Module(cls, path)) if is_module and self.matches(cls, path) else around
+        is_marked = is_module and bool(marks) and _is_called(cls)
+        inside = () if is_marked else marks
+        built = _rebuild(node, path, lambda *child: self._mark(*child, inside))
+        if not is_marked:
+            return built
+        subclass = _marked_class(type(node), marks)
+        self.made.add(subclass)
+        return _retype(built, subclass)
+
+    def _is_marked(self, node: Any) -> bool:
+        return type(node) in self.made
+
+    def _unmark(self, node: Any) -> Any:
+        if not self._is_marked(node):
+            return node
+        plain = _retype(node, type(node).__bases__[-1])
+        return _rebuild(plain, "", lambda child, _: self.unmark(child))
+
+
+def _is_root(node: Any) -> bool:
+    """Whether it is a model, or a method of one, and no wrapper as of `equinox.filter_vmap`."""
+    if not isinstance(node, eqx.Module):
+        return False
+    package, _, file = type(node).__module__.partition(".")
+    return package != "equinox" or file.startswith("nn") or hasattr(node, "__self__")
+
+
+def _unmarked_class(cls: type) -> type:
+    """Returns the class that the user knows."""
+    while issubclass(cls, _Marked):
+        cls = cls.__bases__[-1]
+    return cls
+
+
+@functools.cache
+def _marked_class(cls: Any, marks: tuple[Module, ...]) -> Any:
+    """Returns the subclass of a module class whose methods mark their calls."""
+
+    def marked(name: str) -> Callable[..., Any]:
+        plain = inspect.getattr_static(cls, name)
+
+        @functools.wraps(plain, updated=())
+        def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                for module in marks:
+                    stack.enter_context(in_module(*module))
+                return plain.__get__(self, type(self))(*args, **kwargs)
+
+        return method
+
+    return _subclass(_Marked, cls, {name: marked(name) for name in _methods(cls)})

@@ -17,6 +17,7 @@ import jax
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, traced_under, warn_unused
 from jmpx._registry import policy_for
+from jmpx._scopes import in_module
 from jmpx._tree import cast_tree, is_floating
 
 try:
@@ -94,6 +95,25 @@ def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[Non
         _threads.contexts.remove(interceptor)
     if parsed is not None:
         warn_unused(parsed, interceptor.seen, stacklevel=3)
+
+
+@contextlib.contextmanager
+def marked_calls() -> Iterator[None]:
+    """Marks the calls of Linen's public methods while the context lasts, for `jmpx.autocast`.
+
+    Yields:
+        None.
+    """
+
+    def intercept(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module = context.module
+        if module.scope is None or not _is_public(type(module), context.method_name):
+            return method(*args, **kwargs)
+        with in_module(_lifted_class(type(module)), "/".join(module.path)):
+            return method(*args, **kwargs)
+
+    with nn.intercept_methods(intercept):
+        yield
 
 
 @dataclasses.dataclass(frozen=True)

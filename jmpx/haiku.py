@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, traced_under, warn_unused
 from jmpx._registry import policy_for
+from jmpx._scopes import in_module
 
 try:
     import haiku as hk
@@ -75,9 +76,8 @@ class _Run:
         """Casts at the boundary of a call that has a policy."""
         module, method = context.module, context.method_name
         self.take_over(type(module))
-        public = method == "__call__" or not method.startswith("_")
         inside = any(call.module is module for call in self.calls)
-        if self is not _thread.runs[-1] or inside or not public:
+        if self is not _thread.runs[-1] or inside or not _is_public(method):
             return next_f(*args, **kwargs)
         policy = self.policy_of_call(module)
         if policy is None:
@@ -108,6 +108,10 @@ class _Run:
         """Casts a stored parameter to the compute dtype of the innermost call."""
         del context
         return next_getter(self.calls[-1].policy.cast_to_compute(value))
+
+
+def _is_public(method: str) -> bool:
+    return method == "__call__" or not method.startswith("_")
 
 
 class _Thread(threading.local):
@@ -190,6 +194,24 @@ def clear_policy(cls: type) -> None:
     _store.clear_policy(cls)
     for run in _thread.runs:
         run.class_policies.pop(cls, None)
+
+
+@contextlib.contextmanager
+def marked_calls() -> Iterator[None]:
+    """Marks the calls of public methods while the context lasts, for `jmpx.autocast`.
+
+    Yields:
+        None.
+    """
+
+    def intercept(next_f: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
+        if not _is_public(context.method_name):
+            return next_f(*args, **kwargs)
+        with in_module(type(context.module), context.module.module_name):
+            return next_f(*args, **kwargs)
+
+    with hk.intercept_methods(intercept):
+        yield
 
 
 @contextlib.contextmanager
