@@ -13,7 +13,7 @@ from jmpx._scopes import Module, marking
 # `marked_calls()` marks the calls of modules that the framework itself reports.
 _CALLS = {"haiku": "jmpx.haiku", "flax": "jmpx.flax"}
 # `Marker(matches)` has those modules of a pytree mark their calls that a rule matches.
-_TREES = {"equinox": "jmpx.equinox"}
+_TREES = {"equinox": "jmpx.equinox", "flax": "jmpx.flax"}
 
 
 class Marks:
@@ -41,6 +41,8 @@ class Marks:
             for marker in markers:
                 fn, args, kwargs = marker.mark((fn, args, kwargs))
             with contextlib.ExitStack() as stack:
+                for marker in markers:
+                    stack.callback(marker.unmark, (fn, args, kwargs))
                 for adapter in _imported(_CALLS):
                     stack.enter_context(adapter.marked_calls())
                 result = fn(*args, **kwargs)

@@ -17,7 +17,7 @@ import jax
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, traced_under, warn_unused
 from jmpx._registry import policy_for
-from jmpx._scopes import in_module
+from jmpx._scopes import Module, in_module
 from jmpx._tree import cast_tree, is_floating
 
 try:
@@ -315,8 +315,8 @@ class _Viewer:
             return value
         cls = type(value)
         if isinstance(value, nnx.Module) and not _is_container(value):
-            self.seen.append((cls, path))
-            boundary = policy_for(self.policy_map, cls, path, policy)
+            self.seen.append((_unmarked_class(cls), path))
+            boundary = policy_for(self.policy_map, *self.seen[-1], policy)
             if boundary is None and policy is not None and _holds_statistics(value):
                 boundary = policy.with_output_dtype(policy.compute_dtype)
             if boundary is not None:
@@ -324,7 +324,9 @@ class _Viewer:
         view = self._note(value, object.__new__(cls))
         for name, attribute in vars(value).items():
             # Not by setattr: Flax 0.11 keeps the items of a list under integers.
-            vars(view)[name] = self._convert_tree(attribute, (path, str(name)), policy)
+            vars(view)[name] = _map_graph_nodes(
+                attribute, (path, str(name)), lambda *node: self.convert(*node, policy)
+            )
         if isinstance(value, nnx.Embed) and value.dtype == value.embedding[...].dtype:
             view.dtype = None  # told none, it noted that of its table, and would promote to it
         return view
@@ -333,14 +335,15 @@ class _Viewer:
         self._done[id(value)] = view
         return view
 
-    def _convert_tree(self, tree: Any, parts: tuple[str, ...], policy: Policy | None) -> Any:
-        """Converts what an attribute holds: a module or a variable, or a container of them."""
 
-        def convert(key_path: Any, leaf: Any) -> Any:
-            keys = jax.tree_util.keystr(key_path, simple=True, separator="/")
-            return self.convert(leaf, "/".join(filter(None, (*parts, keys))), policy)
+def _map_graph_nodes(tree: Any, parts: tuple[str, ...], func: Callable[[Any, str], Any]) -> Any:
+    """Maps what an attribute holds, a module, a variable or a container of them, with its path."""
 
-        return jax.tree_util.tree_map_with_path(convert, tree, is_leaf=_is_graph_node)
+    def at_path(key_path: Any, leaf: Any) -> Any:
+        keys = jax.tree_util.keystr(key_path, simple=True, separator="/")
+        return func(leaf, "/".join(filter(None, (*parts, keys))))
+
+    return jax.tree_util.tree_map_with_path(at_path, tree, is_leaf=_is_graph_node)
 
 
 def _is_container(module: nnx.Module) -> bool:
@@ -361,8 +364,13 @@ def _is_graph_node(value: Any) -> bool:
 @functools.cache
 def _view_class(cls: type, policy: Policy) -> type:
     """Returns the subclass whose public methods cast; one for each class and policy."""
+    return _subclass(cls, lambda method, name: _at_boundary(method, name, policy))
+
+
+def _subclass(cls: type, wrap: Callable[[Callable[..., Any], str], Any], **namespace: Any) -> type:
+    """Returns a subclass that looks like the class, its public methods wrapped."""
     names = [name for name in dir(cls) if _has_public_name(name) and _is_own_method(cls, name)]
-    namespace = {name: _at_boundary(getattr(cls, name), name, policy) for name in names}
+    namespace |= {name: wrap(getattr(cls, name), name) for name in names}
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls)(cls.__name__, (cls,), {**named, **namespace})
 
@@ -402,3 +410,80 @@ def _cast_arrays(cast: Callable[[Any], Any], tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_graph_node)
     leaves = [leaf if _is_graph_node(leaf) else cast(leaf) for leaf in leaves]
     return jax.tree.unflatten(structure, leaves)
+
+
+# NNX under autocast
+
+
+class Marker:
+    """Has the modules of a pytree mark the calls of their methods, for `jmpx.autocast`.
+
+    The classes of those modules become subclasses until `unmark`. Paths begin at the outermost
+    modules.
+
+    Args:
+        matches: whether the calls of a module of that class and path are to be marked.
+    """
+
+    def __init__(self, matches: Callable[[type, str], bool]) -> None:
+        self.matches = matches
+        self.made: dict[type, type] = {}  # the subclasses, and the classes that they stand for
+
+    def mark(self, tree: Any) -> Any:
+        """Marks the modules in a pytree, and returns it."""
+        for module, path in _modules(tree):
+            cls = type(module)
+            if self.matches(_unmarked_class(cls), path):
+                subclass = _marked_class(cls, Module(_unmarked_class(cls), path))
+                self.made[subclass] = cls
+                object.__setattr__(module, "__class__", subclass)
+        return tree
+
+    def unmark(self, tree: Any) -> Any:
+        """Gives the modules in a pytree the classes back that they came in, and returns it."""
+        for module, _ in _modules(tree):
+            cls = self.made.get(type(module), type(module))
+            object.__setattr__(module, "__class__", cls)
+        return tree
+
+
+def _modules(tree: Any) -> list[tuple[nnx.Module, str]]:
+    """Returns the modules in a pytree that can be called, each once, with their paths."""
+    found: dict[int, tuple[Any, str]] = {}
+
+    def visit(value: Any, path: str) -> None:
+        if id(value) in found or not isinstance(value, nnx.Pytree):
+            return
+        found[id(value)] = value, path
+        for name, attribute in vars(value).items():
+            _map_graph_nodes(attribute, (path, str(name)), visit)
+
+    for node in jax.tree.leaves(tree, is_leaf=_is_graph_node):
+        visit(node, "")
+    return [
+        (value, path)
+        for value, path in found.values()
+        if isinstance(value, nnx.Module) and not _is_container(value)
+    ]
+
+
+def _unmarked_class(cls: type) -> type:
+    """Returns the class that the user knows."""
+    while "_jmpx_unmarked" in vars(cls):
+        cls = cls._jmpx_unmarked
+    return cls
+
+
+@functools.cache
+def _marked_class(cls: type, module: Module) -> type:
+    """Returns the subclass of a module class whose public methods mark their calls."""
+
+    def marked(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapper(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+            with in_module(*module):
+                return method(self, *args, **kwargs)
+
+        return wrapper
+
+    return _subclass(cls, marked, _jmpx_unmarked=cls)
