@@ -182,9 +182,10 @@ def _unmarked_params(params: dict[str, Any]) -> dict[str, Any]:
     """Returns the parameters of an equation, the jaxprs among them without marks."""
 
     def unmark(value: Any) -> Any:
-        if isinstance(value, tuple):
-            new = tuple(map(unmark, value)) if type(value) is tuple else value
-            return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
+        if isinstance(value, tuple):  # or a named one, as of custom_linear_solve
+            new = list(map(unmark, value))
+            changed = any(a is not b for a, b in zip(new, value, strict=True))
+            return getattr(value, "_make", tuple)(new) if changed else value
         return _unmarked_jaxpr(value) if hasattr(value, "eqns") else value
 
     if not any_marks() or not holds_jaxpr(params):
