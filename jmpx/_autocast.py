@@ -18,59 +18,135 @@ from jmpx._policy import Policy, did_you_mean
 from jmpx._policy_map import PolicyMap, Rule, get_policy_map, warn_of
 from jmpx._registry import refuse_creation
 from jmpx._scopes import Module, module_of, without_marks
+from jmpx._stateful import Pure, call, is_object, module_base
 from jmpx._tree import is_floating
 from jmpx._values import Value
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["fn"], meta_fields=["policy_map", "output"]
+    jax.tree_util.register_dataclass,
+    data_fields=["_jmpx_fn"],
+    meta_fields=["_jmpx_policy_map", "_jmpx_output"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Autocast:
     """A callable under autocast; `jmpx.autocast` makes it.
 
     A pytree whose one child is the callable: of a module, parameters are trained, saved and
-    sharded as before.
+    sharded as before. It has the attributes of the callable, such as a layer's `weight`; public
+    methods of the callable that are called through it run under autocast, too. The callable itself
+    is its `__wrapped__`. Of an NNX object it is an `nnx.Module`, so that it can be an attribute of
+    other modules; attributes that are set on it are set on the object.
 
     Args:
-        fn: the callable.
-        policy_map: the policies of scopes and operations.
-        output: "traced", None or a dtype; see `jmpx.autocast`.
+        _jmpx_fn: the callable.
+        _jmpx_policy_map: the policies of scopes and operations.
+        _jmpx_output: "traced", None or a dtype; see `jmpx.autocast`.
+
+    Example:
+        >>> import equinox as eqx, jax
+        >>> import jmpx
+        >>> layer = jmpx.autocast(eqx.nn.Linear(3, 2, key=jax.random.key(0)))
+        >>> isinstance(layer, jmpx.Autocast), layer.weight.shape, type(layer.__wrapped__).__name__
+        (True, (2, 3), 'Linear')
     """
 
-    fn: Callable[..., Any]
-    policy_map: PolicyMap
-    output: Any = "traced"
+    _jmpx_fn: Callable[..., Any]
+    _jmpx_policy_map: PolicyMap
+    _jmpx_output: Any = "traced"
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._jmpx_fn
+
+    def __getattr__(self, name: str) -> Any:
+        # Python, copy and pickle ask for special methods, also before there are any fields.
+        if "_jmpx_fn" not in vars(self) or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(self._jmpx_fn, name)
+        is_method = callable(value) and getattr(value, "__self__", None) is self._jmpx_fn
+        if is_method and not name.startswith("_"):
+            return autocast(value, self._jmpx_policy_map, output=self._jmpx_output)
+        return value
+
+    def __dir__(self) -> Iterable[str]:
+        return {*super().__dir__(), *dir(self._jmpx_fn)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls `fn` under autocast."""
-        return self._call(*args, **kwargs)
+        """Calls the callable under autocast."""
+        return self._jmpx_call(*args, **kwargs)
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        policy_map = self.policy_map
+    def _jmpx_call(self, *args: Any, **kwargs: Any) -> Any:
+        policy_map = self._jmpx_policy_map
         for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
             if dtype is not None:
                 check_enabled(dtype)
-        marks = Marks(policy_map)
-        with refuse_creation():
-            traced = _jaxpr.trace(marks.call, (self.fn, *args), kwargs)
-        run = Run(policy_map)
-        values = run.evaluate(traced.jaxpr, [Value(a, weak=True) for a in traced.arrays], "")
-        with jax.named_scope(RESTORE):
-            outputs = [
-                self._output(value, aval)
-                for value, aval in zip(values, traced.jaxpr.out_avals, strict=True)
-            ]
+        run, marks = Run(policy_map), Marks(policy_map)
+        transform = functools.partial(_evaluate, run, self._jmpx_output)
+        result = call(transform, marks.call, (self._jmpx_fn, *args), kwargs)
         _warn_unused(run, marks, stacklevel=3)
-        return traced.rebuild(outputs)
+        return result
 
-    def _output(self, value: Value, traced: Any) -> Any:
-        if self.output is None or not is_floating(value.array):
-            return value.array
-        if self.output != "traced":
-            return value.to(np.dtype(self.output))
-        array = value.to(traced.dtype)
-        return _jaxpr.weakly_typed(array) if traced.weak_type else array
+
+def _evaluate(
+    run: Run, output: Any, pure: Pure, state: Any, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Runs a pure function under autocast; new state comes in the dtypes that were traced."""
+    with refuse_creation():
+        traced = _jaxpr.trace(pure, (state, *args), kwargs)
+    # State that is replaced is as a loop's carry: it does not yield, or an average would stall.
+    values = [Value(array, weak=not pure.is_replaced(array)) for array in traced.arrays]
+    values = run.evaluate(traced.jaxpr, values, "")
+    avals = traced.jaxpr.out_avals
+    with jax.named_scope(RESTORE):
+        outputs = [
+            _restored(value, aval, output if place < len(avals) - pure.size else "traced")
+            for place, (value, aval) in enumerate(zip(values, avals, strict=True))
+        ]
+    return traced.rebuild(outputs)
+
+
+def _restored(value: Value, traced: Any, output: Any) -> Any:
+    """Returns a result of the second run in the dtype that `output` says."""
+    if output is None or not is_floating(value.array):
+        return value.array
+    if output != "traced":
+        return value.to(np.dtype(output))
+    array = value.to(traced.dtype)
+    return _jaxpr.weakly_typed(array) if traced.weak_type else array
+
+
+@functools.cache
+def _module_class(base: Any) -> type:
+    """Returns the `Autocast` that is an `nnx.Module`, given that class: core imports no Flax."""
+
+    names = [field.name for field in dataclasses.fields(Autocast)]
+
+    class AutocastModule(Autocast, base):
+        def __init__(self, *values: Any) -> None:
+            for name, value in zip(names, values, strict=True):
+                base.__setattr__(self, name, value)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in names:
+                base.__setattr__(self, name, value)
+            else:
+                setattr(self._jmpx_fn, name, value)
+
+        def __delattr__(self, name: str) -> None:
+            delattr(self._jmpx_fn, name)
+
+        def __reduce__(self) -> Any:  # pickle does not find the class by its name
+            return _wrap, tuple(getattr(self, name) for name in names)
+
+    return AutocastModule
+
+
+def _wrap(fn: Callable[..., Any], policy_map: PolicyMap, output: Any) -> Autocast:
+    """Makes the `Autocast` of a callable that is a pytree or an object of NNX."""
+    if is_object(fn):
+        return _module_class(module_base())(fn, policy_map, output)
+    return Autocast(fn, policy_map, output)
 
 
 def autocast(
@@ -139,24 +215,47 @@ def autocast(
         ['bfloat16', 'float32', 'float32']
     """
     if fn is None:
-        return functools.partial(autocast, policy=policy, rules=rules, output=output)
+        return _Decorator(policy, rules, output)
     if not callable(fn):
         raise TypeError(
-            f"Expected a function to run under autocast, got {fn!r}: write jmpx.autocast(f, policy)"
-            " or @jmpx.autocast(policy=...)."
+            f"Expected a function to run under autocast, got {fn!r}: {_WRITE}."
         )
     policy_map = _with_operations(get_policy_map(policy), rules or {})
     if output is not None and output != "traced":
         output = as_dtype(output)
-    wrapped = Autocast(fn, policy_map, output)
-    if not jax.tree_util.all_leaves([fn]):
+    wrapped = _wrap(fn, policy_map, output)
+    if is_object(fn) or not jax.tree_util.all_leaves([fn]):
         return wrapped
 
     @functools.wraps(fn, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return wrapped._call(*args, **kwargs)
+        return wrapped._jmpx_call(*args, **kwargs)
 
     return wrapper
+
+
+_WRITE = "write jmpx.autocast(f, policy) or decorate the function with @jmpx.autocast(policy=...)"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decorator:
+    """What `autocast` without a function is: it waits for one."""
+
+    policy: str | Policy | PolicyMap
+    rules: Mapping[Any, DTypeLike] | None
+    output: DTypeLike | None
+
+    def __call__(self, fn: Callable[..., Any]) -> Any:
+        return autocast(fn, self.policy, rules=self.rules, output=self.output)
+
+    def __enter__(self) -> None:
+        raise TypeError(
+            f"Expected a function to run under autocast, got a with block: {_WRITE}, as JAX traces "
+            "functions and sees no blocks."
+        )
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
 
 
 def _with_operations(policy_map: PolicyMap, rules: Mapping[Any, DTypeLike]) -> PolicyMap:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jmpx._loss_scale import LossScale, NoOpLossScale, for_one_step, never_enlarges
 from jmpx._policy import Policy, get_policy
+from jmpx._stateful import Pure, call, sparing
 from jmpx._tree import all_finite, is_array, is_floating, is_inexact_array, widen
 
 
@@ -73,25 +74,25 @@ def filter_value_and_grad(
     """
     _check_arguments(func, scaling)
     if use_mixed_precision:
-        cast = get_policy("half" if policy is None else policy).cast_to_compute
+        cast = sparing(get_policy("half" if policy is None else policy).cast_to_compute)
         wide = widen
     else:
         cast = wide = _identity
 
-    @functools.wraps(func, updated=())  # not the __dict__: a module's would be its parameters
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def differentiate(pure: Pure, state: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
         params, merge = _partition(args)
         scale = for_one_step(scaling) if use_mixed_precision else NoOpLossScale()
         if axis_name is not None:
             params = _make_varying(params, axis_name)
 
-        def scaled_loss(params: list[Any]) -> tuple[Any, tuple[Any, Any]]:
+        def scaled_loss(params: list[Any]) -> tuple[Any, tuple[Any, Any, Any]]:
             inputs, options = cast(((merge(params), *args[1:]), kwargs))
-            value, aux = _loss_and_aux(func(*inputs, **options), has_aux)
+            result, updates = pure(state, *inputs, **options)
+            value, aux = _loss_and_aux(result, has_aux)
             value = wide(value)
-            return scale.scale(value), (value, aux)
+            return scale.scale(value), (value, aux, updates)
 
-        (_, (value, aux)), scaled = jax.value_and_grad(scaled_loss, has_aux=True)(params)
+        (_, (value, aux, updates)), scaled = jax.value_and_grad(scaled_loss, has_aux=True)(params)
         grads = scale.unscale([wide(grad) for grad in scaled])
         if axis_name is not None:
             value, grads = jax.lax.pmean((value, grads), axis_name)
@@ -104,7 +105,11 @@ def filter_value_and_grad(
             grads_finite = all_finite(scaled if as_arrived else grads)
             new_scaling = scaling.adjust(grads_finite)
         result = (value, aux) if has_aux else value
-        return result, new_scaling, grads_finite, merge(grads, others=None)
+        return (result, new_scaling, grads_finite, merge(grads, others=None)), updates
+
+    @functools.wraps(func, updated=())  # not the __dict__: a module's would be its parameters
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return call(differentiate, func, args, kwargs)
 
     return wrapper
 

@@ -1,8 +1,10 @@
 """The modules of a function under autocast: where they are, and what marks their calls."""
 
 import contextlib
+import functools
 import importlib
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,16 +41,27 @@ class Marks:
                 return fn(*args, **kwargs)
             markers = [adapter.Marker(self.matches) for adapter in _imported(_TREES)]
             for marker in markers:
-                fn, args, kwargs = marker.mark((fn, args, kwargs))
+                fn, args, kwargs = _on_owner(marker.mark, fn, args, kwargs)
             with contextlib.ExitStack() as stack:
                 for marker in markers:
-                    stack.callback(marker.unmark, (fn, args, kwargs))
+                    stack.callback(marker.unmark, None)
                 for adapter in _imported(_CALLS):
                     stack.enter_context(adapter.marked_calls())
                 result = fn(*args, **kwargs)
             for marker in markers:
                 result = marker.unmark(result)
             return result
+
+
+def _on_owner(mark: Callable[[Any], Any], fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """Marks a function and its arguments; of a method, the object that it is bound to."""
+    if isinstance(fn, functools.partial):
+        return _on_owner(mark, fn.func, (*fn.args, *args), {**fn.keywords, **kwargs})
+    owner, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
+    if not isinstance(fn, types.MethodType) or getattr(owner, name, None) != fn:
+        return mark((fn, args, kwargs))
+    owner, args, kwargs = mark((owner, args, kwargs))
+    return getattr(owner, name), args, kwargs
 
 
 def _imported(adapters: dict[str, str]) -> Iterator[Any]:

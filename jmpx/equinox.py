@@ -286,12 +286,11 @@ class Marker:
         return jax.tree.map(self._unmark, tree, is_leaf=self._is_marked)
 
     def _mark_root(self, node: Any) -> Any:
-        model = getattr(node, "__self__", node)
-        if not _is_root(model):
+        if not _is_root(node):
             return node
-        marked = self._mark(model, "", ())
-        # A bound method holds the function of the class, not that of the subclass.
-        return marked if model is node else getattr(marked, node.__func__.__name__)
+        if hasattr(node, "__self__"):  # it holds the function of the class, not the subclass's
+            return getattr(self._mark(node.__self__, "", ()), node.__func__.__name__)
+        return self._mark(node, "", ())
 
     def _mark(self, node: Any, path: str, around: tuple[Module, ...]) -> Any:
         """Marks a node; `around` are containers with a rule of their own, which are not called."""

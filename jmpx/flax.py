@@ -428,9 +428,11 @@ class Marker:
     def __init__(self, matches: Callable[[type, str], bool]) -> None:
         self.matches = matches
         self.made: dict[type, type] = {}  # the subclasses, and the classes that they stand for
+        self.tree: Any = None
 
     def mark(self, tree: Any) -> Any:
         """Marks the modules in a pytree, and returns it."""
+        self.tree = tree
         for module, path in _modules(tree):
             cls = type(module)
             if self.matches(_unmarked_class(cls), path):
@@ -440,10 +442,10 @@ class Marker:
         return tree
 
     def unmark(self, tree: Any) -> Any:
-        """Gives the modules in a pytree the classes back that they came in, and returns it."""
-        for module, _ in _modules(tree):
-            cls = self.made.get(type(module), type(module))
-            object.__setattr__(module, "__class__", cls)
+        """Gives modules their classes back, those in a pytree too, which it returns."""
+        for module, _ in _modules((self.tree, tree)):
+            if type(module) in self.made:
+                object.__setattr__(module, "__class__", self.made[type(module)])
         return tree
 
 
