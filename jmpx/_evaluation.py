@@ -18,7 +18,7 @@ from jax import lax
 from jmpx import _jaxpr
 from jmpx._operations import FEEDS, HIGHER_ORDER, KINDS, Kind, operation_name
 from jmpx._policy_map import PolicyMap, Rule
-from jmpx._scopes import is_own_name, module_of, without_marks
+from jmpx._scopes import is_marking, is_own_name, module_of, without_marks
 from jmpx._tree import FULL_PRECISION
 from jmpx._values import FLOAT32, Value, join
 
@@ -155,7 +155,7 @@ class Run:
             wide: how many of the first operands come in the traced dtypes, to be cast inside.
         """
         kinds = tuple((value.dtype, value.weak) for value in values)
-        key = (kinds, scope, tuple(result_dtypes), wide, self.policy_map)
+        key = (kinds, scope, tuple(result_dtypes), wide, self.policy_map, is_marking())
         known = _retraced.setdefault(jaxpr, {})
         if key not in known:
             known[key] = self._retrace(jaxpr, kinds, scope, result_dtypes, wide)

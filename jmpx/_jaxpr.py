@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._operations import KINDS, Kind, operation_name
-from jmpx._scopes import any_marks, is_mark
+from jmpx._scopes import is_mark, is_unmarking
 from jmpx._tree import is_array
 
 
@@ -134,7 +134,8 @@ def _plain_scope(stack: str) -> str:
 def in_place_of(eqn: Any, *scopes: str) -> Iterator[None]:
     """Runs as if at the equation's place in the user's code: its lines, scopes and JAX context.
 
-    Marks of modules are left out of the scopes.
+    Marks of modules are left out of the scopes, unless it is an autocast around this one that
+    traces, and wants them.
 
     Args:
         eqn: the equation.
@@ -149,8 +150,8 @@ def in_place_of(eqn: Any, *scopes: str) -> Iterator[None]:
 
 
 def _unmarked_stack(stack: Any) -> Any:
-    """Returns a name stack without marks; the same object where there are none."""
-    if not any_marks() or not any(is_mark(scope.name) for scope in stack.stack):
+    """Returns a name stack without marks; the same object where there are none to leave out."""
+    if not is_unmarking() or not any(is_mark(scope.name) for scope in stack.stack):
         return stack
     return type(stack)(tuple(scope for scope in stack.stack if not is_mark(scope.name)))
 
@@ -188,7 +189,7 @@ def _unmarked_params(params: dict[str, Any]) -> dict[str, Any]:
             return getattr(value, "_make", tuple)(new) if changed else value
         return _unmarked_jaxpr(value) if hasattr(value, "eqns") else value
 
-    if not any_marks() or not holds_jaxpr(params):
+    if not is_unmarking() or not holds_jaxpr(params):
         return params
     new = {key: unmark(value) for key, value in params.items()}
     return new if any(new[key] is not params[key] for key in params) else params

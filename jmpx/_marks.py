@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jmpx._policy_map import PolicyMap
-from jmpx._scopes import Module, marking
+from jmpx._scopes import Module, is_marking, marking
 
 # Root package of a framework -> its adapter, imported when the framework has been.
 # `marked_calls()` marks the calls of modules that the framework itself reports.
@@ -36,21 +36,21 @@ class Marks:
 
     def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a function, for autocast to trace; the calls of modules are marked."""
-        with marking(bool(self.rules)):
-            if not self.rules:
-                return fn(*args, **kwargs)
-            markers = [adapter.Marker(self.matches) for adapter in _imported(_TREES)]
+        if not self.rules:
+            return fn(*args, **kwargs)
+        markers = [adapter.Marker(self.matches) for adapter in _imported(_TREES)]
+        for marker in markers:
+            fn, args, kwargs = _on_owner(marker.mark, fn, args, kwargs)
+        with contextlib.ExitStack() as stack:
             for marker in markers:
-                fn, args, kwargs = _on_owner(marker.mark, fn, args, kwargs)
-            with contextlib.ExitStack() as stack:
-                for marker in markers:
-                    stack.callback(marker.unmark, None)
-                for adapter in _imported(_CALLS):
-                    stack.enter_context(adapter.marked_calls())
-                result = fn(*args, **kwargs)
-            for marker in markers:
-                result = marker.unmark(result)
-            return result
+                stack.callback(marker.unmark, None)
+            for adapter in () if is_marking() else _imported(_CALLS):
+                stack.enter_context(adapter.marked_calls())
+            stack.enter_context(marking())
+            result = fn(*args, **kwargs)
+        for marker in markers:
+            result = marker.unmark(result)
+        return result
 
 
 def _on_owner(mark: Callable[[Any], Any], fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:

@@ -43,18 +43,25 @@ _traced_with_marks = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
-def marking(wanted: bool) -> Iterator[None]:
-    """Wants marks, or wants none, while the context lasts; the innermost one holds."""
+def marking() -> Iterator[None]:
+    """Wants marks while the context lasts."""
     before = _thread.marks
-    if wanted == before:
-        yield
-        return
-    _thread.marks = wanted
+    _thread.marks = True
     try:
-        with _traced_with_marks(wanted):
+        with _traced_with_marks(True):
             yield
     finally:
         _thread.marks = before
+
+
+def is_marking() -> bool:
+    """Whether this thread traces a function in which calls of modules are to be marked."""
+    return _thread.marks
+
+
+def is_unmarking() -> bool:
+    """Whether marks are to be left out of what runs: not for an autocast around this one."""
+    return bool(_modules) and not _thread.marks
 
 
 def in_module(cls: type, path: str) -> Any:
@@ -67,11 +74,6 @@ def _mark(module: Module) -> str:
         mark = f"{_MARK}{next(_count)}"
         _modules[_numbers.setdefault(module, mark)] = module
     return _numbers[module]
-
-
-def any_marks() -> bool:
-    """Whether there were marks at all in this process."""
-    return bool(_modules)
 
 
 def is_mark(name: str) -> bool:

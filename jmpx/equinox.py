@@ -279,15 +279,13 @@ class Marker:
 
     def mark(self, tree: Any) -> Any:
         """Returns a pytree with its modules marked."""
-        return jax.tree.map(self._mark_root, tree, is_leaf=_is_root)
+        return _map_nodes(self._mark_root, tree, _is_root)
 
     def unmark(self, tree: Any) -> Any:
         """Returns a pytree whose modules are again of the classes that they came in."""
-        return jax.tree.map(self._unmark, tree, is_leaf=self._is_marked)
+        return _map_nodes(self._unmark, tree, lambda node: type(node) in self.made)
 
     def _mark_root(self, node: Any) -> Any:
-        if not _is_root(node):
-            return node
         if hasattr(node, "__self__"):  # it holds the function of the class, not the subclass's
             return getattr(self._mark(node.__self__, "", ()), node.__func__.__name__)
         return self._mark(node, "", ())
@@ -307,14 +305,21 @@ class Marker:
         self.made.add(subclass)
         return _retype(built, subclass)
 
-    def _is_marked(self, node: Any) -> bool:
-        return type(node) in self.made
-
     def _unmark(self, node: Any) -> Any:
-        if not self._is_marked(node):
-            return node
         plain = _retype(node, type(node).__bases__[-1])
         return _rebuild(plain, "", lambda child, _: self.unmark(child))
+
+
+def _map_nodes(func: Callable[[Any], Any], tree: Any, is_node: Callable[[Any], bool]) -> Any:
+    """Maps nodes of a tree. What holds none stays the same object: it may be one of NNX."""
+    if is_node(tree):
+        return func(tree)
+    if jax.tree_util.all_leaves([tree]):
+        return tree
+    children, treedef = jax.tree.flatten(tree, is_leaf=lambda child: child is not tree)
+    mapped = [_map_nodes(func, child, is_node) for child in children]
+    changed = any(new is not old for new, old in zip(mapped, children, strict=True))
+    return treedef.unflatten(mapped) if changed else tree
 
 
 def _is_root(node: Any) -> bool:

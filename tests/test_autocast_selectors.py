@@ -271,7 +271,8 @@ def scanned(f):
 def differentiated(f):
     def value_and_grads(model, x):
         arrays, rest = eqx.partition(model, eqx.is_array)
-        return jax.value_and_grad(lambda a: f(eqx.combine(a, rest), x).sum())(arrays)
+        loss, grads = jax.value_and_grad(lambda a: f(eqx.combine(a, rest), x).sum())(arrays)
+        return loss, jax.tree.leaves(grads)
 
     return value_and_grads
 
@@ -353,4 +354,256 @@ def test_no_mark_leaves_autocast(framework):
     text = lowered.as_text(debug_info=True)
     assert "mine" in text
     assert "jmpx.module" not in text
-    assert "jmpx.module" not in lowered.compile().as_text()
+    compiled = jax.jit(jmpx.autocast(apply, policy)).lower(model, X).compile()
+    assert "jmpx.module" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_caches_keep_marks_apart(framework):
+    apply, model, _, _ = FRAMEWORKS[framework]
+    jitted = jax.jit(lambda model, x: lax.scan(lambda c, _: (c, apply(model, x)), 0.0, None, 2)[1])
+    policy = in_words_of(framework, "c=bf16; <Own>Block: full")
+    plain, cast = {name: {"float32"} for name in WIDTHS}, {"bfloat16"}
+    for _ in range(2):  # traced before, under two maps, and after
+        assert products(jitted, model, X) == plain
+        assert not [s for s in stacks(jax.make_jaxpr(jitted)(model, X)) if "jmpx" in s]
+        assert_selected(products(jmpx.autocast(jitted, policy), model, X), "inner outer")
+        assert set().union(*products(jmpx.autocast(jitted), model, X).values()) == cast
+
+
+@pytest.mark.parametrize("outer, inner", [("full", "bf16"), ("bf16", "full"), ("bf16", None)])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_autocast_within_autocast(framework, outer, inner):
+    apply, model, _, _ = FRAMEWORKS[framework]
+    inner_policy = in_words_of(framework, f"c=bf16; <Own>Block: {inner}" if inner else "c=full")
+    outer_policy = in_words_of(framework, f"c=bf16; <Own>Block: {outer}")
+
+    def f(model, x):
+        return jmpx.autocast(apply, inner_policy)(model, x) + 0 * apply(model, x)
+
+    g = jmpx.autocast(f, outer_policy)
+    found = stacks(jax.make_jaxpr(g)(model, X))
+    assert not [stack for stack in found if "jmpx.module" in stack]
+    within = jmpx.autocast(lambda m, x: jmpx.autocast(apply, inner_policy)(m, x), outer_policy)
+    full = {"bf16": "", "full": "inner outer", None: ALL}[inner]  # the inner one has decided
+    assert_selected(products(within, model, X), full)
+
+
+# What the user's function sees, and gives back.
+
+
+def test_equinox_modules_come_back_as_they_were():
+    model = equinox_net()
+    seen = []
+
+    def step(model, other, x):
+        seen.append(model.block)
+        loss, grads = eqx.filter_value_and_grad(lambda m: m(x).sum())(model)
+        new = jax.tree.map(lambda p, g, o: p - 0.1 * g + 0 * o, model, grads, other)
+        return loss, new, {"grads": grads, "part": model.block.inner}, model.block
+
+    policy = "c=bf16; EquinoxLinear: full; EquinoxBlock: bf16"
+    for f in (jmpx.autocast(step, policy), jax.jit(jmpx.autocast(step, policy))):
+        _, new, parts, block = f(model, model, X)
+        assert jax.tree.structure(new) == jax.tree.structure(model)
+        assert jax.tree.structure(parts["grads"]) == jax.tree.structure(model)
+        assert type(parts["part"]) is EquinoxLinear
+        assert type(block) is type(block.inner).__mro__[0] or type(block) is EquinoxBlock
+        assert type(block.inner) is EquinoxLinear
+    assert isinstance(seen[0], EquinoxBlock)
+    assert type(seen[0]).__name__ == "EquinoxBlock"
+
+
+def test_nnx_modules_come_back_as_they_were():
+    model = NNXNet(nnx.Rngs(0))
+    model.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    classes = {type(node) for _, node in nnx.iter_graph(model)}
+
+    def f(model, x):
+        assert isinstance(model.block, NNXBlock)
+        model.copy = nnx.clone(model.head)
+        return model(model.norm(x)), nnx.clone(model)
+
+    policy = "c=bf16; NNXBlock: full; Linear: full; BatchNorm: full"
+    y, clone = jmpx.autocast(f, policy)(model, X)
+    assert y.shape == (BATCH, 7)
+    assert float(jnp.abs(model.norm.mean[...]).max()) > 0  # its state has moved
+    for module in (model, clone, model.copy):
+        assert {type(node) for _, node in nnx.iter_graph(module)} <= classes
+    with pytest.raises(ZeroDivisionError):
+        jmpx.autocast(lambda model, x: 1 / 0, policy)(model, X)
+    assert {type(node) for _, node in nnx.iter_graph(model)} <= classes
+
+
+def test_no_rule_of_modules_no_marks():
+    model = equinox_net()
+    for policy in ("c=bf16", "c=bf16; op.tanh: full"):
+        assert jmpx.autocast(lambda m, x: type(m) is EquinoxNet, policy)(model, X)
+        names = []
+
+        def f(model, x, names=names):
+            names.append(stacks(jax.make_jaxpr(HAIKU.apply)(FRAMEWORKS["haiku"][1], x)))
+            return model(x)
+
+        jmpx.autocast(f, policy)(model, X)
+        assert not [name for name in names[0] if "jmpx" in name]
+
+
+class Methods(eqx.Module):
+    linear: EquinoxLinear
+
+    def encode(self, x):
+        return self.linear(x)
+
+    @eqx.filter_jit
+    def jitted(self, x):
+        return self.encode(x)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda m: m.encode,
+        lambda m: m.jitted,
+        lambda m: functools.partial(m.encode),
+        lambda m: jax.tree_util.Partial(m.encode),
+        lambda m: eqx.filter_vmap(m.encode),
+    ],
+)
+@pytest.mark.parametrize("policy", ["c=bf16; Methods: full", "c=bf16; linear*: full"])
+def test_methods_and_wrappers_of_equinox(of, policy):
+    method = of(Methods(EquinoxLinear(jnp.ones((3, 4)))))
+    jaxpr = jax.make_jaxpr(lambda x: jmpx.autocast(method, policy)(x))(X)
+    (dot,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]
+    assert dot.invars[0].aval.dtype == jnp.float32
+
+
+class Store(eqx.Module):  # a container: its modules are called, it is not
+    a: EquinoxLinear
+    b: EquinoxLinear
+
+
+class Holder(eqx.Module):
+    store: Store
+    last: EquinoxLinear
+
+    def __call__(self, x):
+        return self.last(self.store.b(self.store.a(x)))
+
+
+@pytest.mark.parametrize("policy", ["c=bf16; Store: full", "c=bf16; store*: full; last*: bf16"])
+def test_the_policy_of_a_container_is_that_of_its_modules(policy):
+    w = jnp.ones((3, 3))
+    model = Holder(Store(EquinoxLinear(w), EquinoxLinear(w)), EquinoxLinear(w))
+    jaxpr = jax.make_jaxpr(lambda x: jmpx.autocast(model, policy)(x))(X)
+    dots = [e.invars[0].aval.dtype for e in equations(jaxpr) if e.primitive.name == "dot_general"]
+    assert dots == [jnp.float32, jnp.float32, jnp.bfloat16]
+    view = jax.make_jaxpr(lambda x: jmpx.equinox.with_policies(model, policy)(x))(X)
+    assert dots == [
+        e.invars[0].aval.dtype for e in equations(view) if e.primitive.name == "dot_general"
+    ]
+
+
+def test_a_view_within_autocast():
+    class Local(eqx.Module):  # whose policy is kept by the class itself
+        linear: EquinoxLinear
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    model = Local(EquinoxLinear(jnp.ones((3, 4))))
+    with jmpx.push_policy(Local, "full"):
+        f = jmpx.autocast(lambda m, x: jmpx.equinox.with_policies(m)(x), "c=bf16; Local: bf16")
+        jaxpr = jax.make_jaxpr(lambda x: f(model, x))(X)
+    assert "f32[2,4] = dot_general" not in str(jaxpr)  # autocast decides about products
+    assert not [stack for stack in stacks(jaxpr) if "jmpx.module" in stack]
+
+
+def test_full_precision_goes_before_classes():
+    apply, params, _, _ = FRAMEWORKS["haiku"]
+    f = jmpx.autocast(jmpx.full_precision(apply), "c=bf16; Linear: bf16; *: bf16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the rules match nothing
+        assert_selected(products(f, params, X), ALL)
+
+
+def test_modules_that_are_closed_over_match_by_their_scopes_alone():
+    linear = eqx.nn.Linear(3, 4, key=jax.random.key(0))
+    own = EquinoxLinear(jnp.ones((3, 4)))
+    for f, policy in ((linear, "c=bf16; Linear: full"), (own, "c=bf16; EquinoxLinear: full")):
+        called = jmpx.autocast(lambda x, f=f: f(x), policy)
+        if f is linear:
+            assert "bf16" not in str(jax.make_jaxpr(called)(X[0]))
+        else:
+            with pytest.warns(UserWarning, match="'EquinoxLinear: .* matched no scope"):
+                called(X)
+
+
+# Rules that matched nothing.
+
+
+def deep(transform):
+    def f(x):
+        with jax.named_scope("encoder"):
+            return transform(inner)(x)
+
+    def inner(x):
+        with jax.named_scope("attention"):
+            return jnp.tanh(x @ x)
+
+    return f
+
+
+def custom(f):
+    g = jax.custom_jvp(f)
+    g.defjvp(lambda primals, tangents: jax.jvp(f, primals, tangents))
+    return g
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        jax.jit,
+        jax.checkpoint,
+        custom,
+        lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, None, 2)[0],
+        lambda f: lambda x: lax.cond(x[0, 0] > 0, f, f, x),
+        lambda f: jax.jit(jax.jit(f)),
+    ],
+)
+def test_what_is_near_is_found_inside_of_inner_functions(transform):
+    f = jmpx.autocast(deep(transform), "c=bf16; */atention: full; op.tanhh: full")
+    for _ in range(2):  # the second one finds the inner function retraced
+        with pytest.warns(UserWarning) as record:
+            f(jnp.ones((2, 2)))
+        scope, operation = [str(warning.message) for warning in record]
+        assert "matched no scope; did you mean 'encoder/attention'?" in scope
+        assert "matched no operation; did you mean 'op.tanh'?" in operation
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    "selector, near",
+    [
+        ("<Own>Blok", "<Own>Block"),
+        ("<Own>Bas", "<Own>Base"),
+        ("*/iner", "<net/>block/inner"),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_what_is_near_to_a_class_or_path(framework, selector, near, wrap):
+    apply, model, _, _ = FRAMEWORKS[framework]
+    f = jmpx.autocast(wrap(apply), in_words_of(framework, f"c=bf16; {selector}: full"))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="matched no module or scope") as record:
+            f(model, X)
+        assert f"; did you mean {in_words_of(framework, near)!r}?" in str(record[0].message)
+        assert record[0].filename == __file__
+
+
+def test_a_class_that_ran_inside_a_cached_function_is_no_unused_rule():
+    for framework in FRAMEWORKS:
+        apply, model, _, _ = FRAMEWORKS[framework]
+        f = jmpx.autocast(jax.jit(apply), in_words_of(framework, "c=bf16; <Own>Base: full"))
+        for _ in range(2):
+            f(model, X)
