@@ -184,9 +184,13 @@ def autocast(
         fn: any callable of pytrees; None to decorate with arguments. A callable that is itself a
             pytree, such as an Equinox module, gives a pytree that holds it.
         policy: a policy, a policy map or a string of either, of which the compute dtypes count.
-            Selectors are globs of scopes (`*/head/*`), which are module paths in Haiku and Linen
-            and `jax.named_scope` everywhere, names of Equinox's own layers (`LayerNorm`), and
-            operations (`op.exp`).
+            Selectors are, as in the adapters, class names (`Linear`, `haiku.Linear`, bases too) and
+            globs of paths (`*/head`) of the modules of Haiku, Linen, NNX and Equinox; names and
+            globs of scopes, which are `jax.named_scope`, the paths of Haiku and Linen and the names
+            of Equinox's own layers; and operations (`op.exp`). Modules of NNX and Equinox match if
+            they are `fn` or among its arguments; of those that `fn` closes over, or that
+            `equinox.filter_jit` has wrapped, only scopes are known. Where a rule matches one, the
+            function sees a subclass of its class, and gives it back as it was.
         rules: dtypes of single operations, by primitive or name: `{lax.exp_p: jnp.bfloat16}`. They
             go after the rules of `policy`. A result never gets wider than it was traced.
         output: "traced" gives results in the dtypes that they have without autocast; None leaves
@@ -217,9 +221,7 @@ def autocast(
     if fn is None:
         return _Decorator(policy, rules, output)
     if not callable(fn):
-        raise TypeError(
-            f"Expected a function to run under autocast, got {fn!r}: {_WRITE}."
-        )
+        raise TypeError(f"Expected a function to run under autocast, got {fn!r}: {_WRITE}.")
     policy_map = _with_operations(get_policy_map(policy), rules or {})
     if output is not None and output != "traced":
         output = as_dtype(output)

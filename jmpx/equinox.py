@@ -135,7 +135,7 @@ class _Builder:
         is_boundary = own is not None and _is_called(type(node))
         innermost = innermost if own is None else own
         around = own if is_boundary else around
-        built = _rebuild(node, path, lambda *child: self.build(*child, around, innermost))
+        built = _rebuild(node, path, lambda child, at: self.build(child, at, around, innermost))
         return _retype(built, _view_class(type(node), own)) if is_boundary else built
 
     def find(
@@ -298,7 +298,7 @@ class Marker:
         marks = (*around, Module(cls, path)) if is_module and self.matches(cls, path) else around
         is_marked = is_module and bool(marks) and _is_called(cls)
         inside = () if is_marked else marks
-        built = _rebuild(node, path, lambda *child: self._mark(*child, inside))
+        built = _rebuild(node, path, lambda child, at: self._mark(child, at, inside))
         if not is_marked:
             return built
         subclass = _marked_class(type(node), marks)

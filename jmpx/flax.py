@@ -325,7 +325,7 @@ class _Viewer:
         for name, attribute in vars(value).items():
             # Not by setattr: Flax 0.11 keeps the items of a list under integers.
             vars(view)[name] = _map_graph_nodes(
-                attribute, (path, str(name)), lambda *node: self.convert(*node, policy)
+                attribute, (path, str(name)), lambda node, at: self.convert(node, at, policy)
             )
         if isinstance(value, nnx.Embed) and value.dtype == value.embedding[...].dtype:
             view.dtype = None  # told none, it noted that of its table, and would promote to it

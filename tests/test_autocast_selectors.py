@@ -8,7 +8,6 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
@@ -328,7 +327,9 @@ def hidden(net, differentiable=True):
             y = net(params, x) + by_hand(params, x) + rule(params, x)
             y += jax.checkpoint(net)(params, x) + jax.jit(net)(params, x)
             y += lax.scan(lambda c, _: (c + net(params, x), None), y, None, 2)[0]
-            y += lax.while_loop(lambda c: c[0, 0] > 1e9, lambda c: c + net(fixed, x), jnp.zeros((BATCH, 7)))
+            y += lax.while_loop(
+                lambda c: c[0, 0] > 1e9, lambda c: c + net(fixed, x), jnp.zeros((BATCH, 7))
+            )
             y += lax.cond(x[0, 0] > 0, net, lambda p, x: -net(p, x), params, x)
         with jmpx.full_precision():  # bound as it was traced, with all that is inside
             y += jax.jit(lambda p, x: lax.map(lambda x: net(p, x[None])[0], x))(params, x)
@@ -408,7 +409,7 @@ def test_equinox_modules_come_back_as_they_were():
         assert jax.tree.structure(new) == jax.tree.structure(model)
         assert jax.tree.structure(parts["grads"]) == jax.tree.structure(model)
         assert type(parts["part"]) is EquinoxLinear
-        assert type(block) is type(block.inner).__mro__[0] or type(block) is EquinoxBlock
+        assert type(block) is EquinoxBlock
         assert type(block.inner) is EquinoxLinear
     assert isinstance(seen[0], EquinoxBlock)
     assert type(seen[0]).__name__ == "EquinoxBlock"
@@ -438,15 +439,16 @@ def test_nnx_modules_come_back_as_they_were():
 def test_no_rule_of_modules_no_marks():
     model = equinox_net()
     for policy in ("c=bf16", "c=bf16; op.tanh: full"):
-        assert jmpx.autocast(lambda m, x: type(m) is EquinoxNet, policy)(model, X)
         names = []
 
         def f(model, x, names=names):
-            names.append(stacks(jax.make_jaxpr(HAIKU.apply)(FRAMEWORKS["haiku"][1], x)))
+            assert type(model) is EquinoxNet
+            names += stacks(jax.make_jaxpr(HAIKU.apply)(FRAMEWORKS["haiku"][1], x))
             return model(x)
 
         jmpx.autocast(f, policy)(model, X)
-        assert not [name for name in names[0] if "jmpx" in name]
+        assert any("block" in name for name in names)
+        assert not any("jmpx" in name for name in names)
 
 
 class Methods(eqx.Module):
