@@ -119,7 +119,6 @@ def _restored(value: Value, traced: Any, output: Any) -> Any:
 @functools.cache
 def _module_class(base: Any) -> type:
     """Returns the `Autocast` that is an `nnx.Module`, given that class: core imports no Flax."""
-
     names = [field.name for field in dataclasses.fields(Autocast)]
 
     class AutocastModule(Autocast, base):

@@ -77,7 +77,7 @@ def filter_value_and_grad(
         cast = sparing(get_policy("half" if policy is None else policy).cast_to_compute)
         wide = widen
     else:
-        cast = wide = _identity
+        cast, wide = sparing(_identity), _identity
 
     def differentiate(pure: Pure, state: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
         params, merge = _partition(args)

@@ -7,6 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from jmpx._stateful import holds_objects, parameters_of
 from jmpx._tree import all_finite, as_flag, is_array, select_tree
 
 if TYPE_CHECKING:
@@ -131,7 +132,9 @@ def optimizer_update(
     An optimizer made by `skip_nonfinite` is told, and counts.
 
     Args:
-        model: any pytree; the leaves for which `grads` holds None are handed on untouched.
+        model: any pytree; the leaves for which `grads` holds None are handed on untouched. An NNX
+            module is updated in place and returned; make its optimizer state by
+            `optimizer.init(nnx.state(model, nnx.Param))`.
         optimizer: an optax gradient transformation.
         optimizer_state: its state.
         grads: gradients of the structure of `model`, as `filter_grad` returns them.
@@ -164,6 +167,7 @@ def optimizer_update(
         Array([0.5, 0.5], dtype=float32)
     """
     _check_skip(skip)
+    model, put_back = (model, lambda new: new) if holds_objects(grads) else parameters_of(model)
     params = jax.tree.map(lambda g, p: None if g is None else p, grads, model, is_leaf=_is_none)
     counts = isinstance(optimizer_state, SkipNonfiniteState)
     old_state: Any = optimizer_state.inner_state if counts else optimizer_state
@@ -183,7 +187,7 @@ def optimizer_update(
     if counts:
         state = _counted(optimizer_state, state, grads_finite)
     merge = lambda new, old: old if new is None else new  # noqa: E731
-    return jax.tree.map(merge, stepped, model, is_leaf=_is_none), state
+    return put_back(jax.tree.map(merge, stepped, model, is_leaf=_is_none)), state
 
 
 def _check_skip(skip: Any) -> None:

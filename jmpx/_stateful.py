@@ -306,10 +306,11 @@ def _replace_objects(leaf: Any, copies: Iterator[Any]) -> Any:
 
 def _as_stored(array: Any, original: Any) -> Any:
     """Returns new state in the dtype in which the old one was stored, if both are floating."""
-    dtypes = [getattr(leaf, "dtype", None) for leaf in (array, original)]
-    if None in dtypes or not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+    dtype = getattr(original, "dtype", array.dtype)
+    both = (array.dtype, dtype)
+    if array.dtype == dtype or not all(jnp.issubdtype(d, jnp.floating) for d in both):
         return array
-    return array if array.dtype == original.dtype else array.astype(original.dtype)
+    return array.astype(dtype)
 
 
 _CLOSED_OVER = (
@@ -340,6 +341,37 @@ def _check_level(objects: list[Any]) -> None:
                 value.set_metadata(value.get_metadata())  # changes nothing, and checks
 
 
+def parameters_of(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Returns a pytree with the `nnx.State` of its parameters for each object of NNX in it.
+
+    And a function that takes such a pytree, updates the objects by it, and returns the objects in
+    their places.
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_whole)
+    objects = [leaf for leaf in leaves if is_object(leaf)]
+    if not objects:
+        return tree, lambda new: new
+    nnx = _nnx()
+    with nnx.split_context() as context:
+        parts = [_split(context, x, True).params if is_object(x) else x for x in leaves]
+
+    def put_back(new: Any) -> Any:
+        _check_level(objects)
+        updated = treedef.flatten_up_to(new)
+        for place, leaf in enumerate(leaves):
+            if is_object(leaf):
+                nnx.update(leaf, updated[place])
+                updated[place] = leaf
+        return treedef.unflatten(updated)
+
+    return treedef.unflatten(parts), put_back
+
+
+def holds_objects(tree: Any) -> bool:
+    """Whether a pytree holds an object of NNX, other than in an `nnx.State`."""
+    return any(map(is_object, jax.tree.leaves(tree, is_leaf=_is_whole)))
+
+
 def sparing(cast: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Makes a cast leave the variables of NNX that are no `nnx.Param` as they are.
 
@@ -353,9 +385,14 @@ def sparing(cast: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return cast(tree)
         hollow = treedef.unflatten([None if _is_kept(leaf) else leaf for leaf in leaves])
         pairs = zip(leaves, treedef.flatten_up_to(cast(hollow)), strict=True)
-        return treedef.unflatten([leaf if _is_kept(leaf) else new for leaf, new in pairs])
+        # As other variables of the same values, which may change where the caller's may not.
+        return treedef.unflatten([_copy(leaf) if _is_kept(leaf) else new for leaf, new in pairs])
 
     return spared
+
+
+def _copy(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf, tree)
 
 
 def _is_kept(value: Any) -> bool:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._dtypes import DTypeLike, as_dtype, check_enabled, half_dtype
+from jmpx._stateful import Pure, apply, call, sparing
 
 T = TypeVar("T")
 
@@ -306,13 +307,16 @@ def _recast(
     if not callable(func):
         raise TypeError(f"Expected a function to wrap, got {func!r}: pass the callable itself.")
 
+    def recast(pure: Pure, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return_dtype = outside((args[1:], kwargs))
+        args, kwargs = sparing(lambda tree: cast_tree(tree, inside))((args, kwargs))
+        with full_precision() if inside is jnp.float32 else contextlib.nullcontext():
+            result, updates = pure(state, *args, **kwargs)
+        return result if return_dtype is None else cast_tree(result, return_dtype), updates
+
     @functools.wraps(func, updated=())  # not the __dict__: a module's would be its parameters
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return_dtype = outside((args, kwargs))
-        run, args, kwargs = cast_tree((func, args, kwargs), inside)
-        with full_precision() if inside is jnp.float32 else contextlib.nullcontext():
-            result = run(*args, **kwargs)
-        return result if return_dtype is None else cast_tree(result, return_dtype)
+        return call(recast, apply, (func, *args), kwargs)
 
     return wrapper
 

@@ -7,8 +7,10 @@ a model that is made inside the loss function.
 import contextlib
 import dataclasses
 import functools
+import gc
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -73,7 +75,10 @@ def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[Non
         ValueError: if the string is not of the grammar.
 
     Warns:
-        UserWarning: at the end, of each rule that matched none of the modules that ran.
+        UserWarning: at the end, of each rule that matched none of the modules that ran. Once for a
+            map, if no Linen module ever ran under it while there is an NNX module, which needs
+            `with_policies`. A Linen module that was compiled ahead of time does not run here: in a
+            program that has both, ignore it.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -95,6 +100,31 @@ def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[Non
         _threads.contexts.remove(interceptor)
     if parsed is not None:
         warn_unused(parsed, interceptor.seen, stacklevel=3)
+        _warn_without_linen(parsed, interceptor.has_run, stacklevel=3)
+
+
+# Of these maps it is settled: a Linen module ran under it, or it was said that none did. A module
+# that runs compiled cannot be seen, but it was traced under an equal map before.
+_settled: set[PolicyMap] = set()
+
+
+def _warn_without_linen(policy_map: PolicyMap, has_run: bool, stacklevel: int) -> None:
+    """Warns once of a map under which no Linen module ran, where NNX modules are about."""
+    if policy_map in _settled or not (has_run or _has_nnx_modules()):
+        return
+    _settled.add(policy_map)
+    if not has_run:
+        warnings.warn(
+            f"No Linen module ran under jmpx.flax.policies({str(policy_map)!r}), which casts those "
+            "alone: for an NNX model make a view inside of the loss function, "
+            "jmpx.flax.with_policies(model, policy_map).",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _has_nnx_modules() -> bool:
+    """Whether an NNX module exists. That NNX is imported says nothing: this file imports it."""
+    return any(nnx.Module in type(thing).__mro__ for thing in gc.get_objects())
 
 
 @contextlib.contextmanager
@@ -143,6 +173,7 @@ class _Interceptor:
 
     def __init__(self, policy_map: PolicyMap | None) -> None:
         self.policy_map = policy_map
+        self.has_run = False
         self.seen: list[tuple[type, str]] = []
         self.calls: list[_Call] = []
 
@@ -153,6 +184,7 @@ class _Interceptor:
         kwargs: dict[str, Any],
         context: Any,
     ) -> Any:
+        self.has_run = True
         module = context.module
         if module.scope is None or _threads.contexts[-1] is not self:
             return method(*args, **kwargs)  # it reads nothing; or a context within this one casts

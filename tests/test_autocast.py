@@ -376,20 +376,20 @@ def test_a_module_under_autocast_is_a_pytree_that_holds_it(tmp_path):
     model = mlp()
     wrapped = jmpx.autocast(model, "c=bf16; op.tanh: full", output="bf16")
     assert isinstance(wrapped, jmpx.Autocast)
-    assert wrapped.fn is model
-    assert_same_bits(*(eqx.filter(tree, eqx.is_array) for tree in (wrapped.fn, model)))
+    assert wrapped.__wrapped__ is model
+    assert_same_bits(*(eqx.filter(tree, eqx.is_array) for tree in (wrapped.__wrapped__, model)))
     assert jax.tree.structure(wrapped) == jax.tree.structure(
         jmpx.autocast(model, "c=bf16; op.tanh: full", output="bf16")
     )
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", wrapped)
     restored = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", jmpx.autocast(mlp(key=1)))
-    assert_same_bits(*(eqx.filter(tree, eqx.is_array) for tree in (restored.fn, model)))
+    assert_same_bits(*(eqx.filter(tree, eqx.is_array) for tree in (restored.__wrapped__, model)))
     linear = jmpx.autocast(eqx.nn.Linear(2, 2, key=jax.random.key(0)))
     assert_same_bits(pickle.loads(pickle.dumps(linear)), linear)
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.device_put(linear, sharding)
-    assert placed.fn.weight.sharding == sharding
+    assert placed.weight.sharding == sharding
 
 
 def test_a_model_that_holds_one_trains(rng):
@@ -426,9 +426,9 @@ def test_constant_loss_scaling_through_vjp(rng):
     (grads,) = loss_vjp(jnp.float32(2**12))
     grads = jax.tree.map(lambda g: g / 2**12, grads)
     expected = jax.grad(loss_fn)(linear, x)
-    assert grads.fn.weight.dtype == jnp.float32
+    assert grads.weight.dtype == jnp.float32
     np.testing.assert_allclose(loss, loss_fn(linear, x), rtol=2e-3)
-    np.testing.assert_allclose(grads.fn.weight, expected.weight, rtol=4e-3, atol=1e-3)
+    np.testing.assert_allclose(grads.weight, expected.weight, rtol=4e-3, atol=1e-3)
 
 
 def test_methods_and_bound_methods(rng):
