@@ -46,6 +46,11 @@ def _is_whole(value: Any) -> bool:
     return is_object(value) or is_state(value)
 
 
+def apply(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function: as the function of `call`, it makes another one an argument."""
+    return fn(*args, **kwargs)
+
+
 class Pure:
     """A function as a pure one: takes the state of its objects, and returns what is new of it.
 
