@@ -286,7 +286,7 @@ class Marker:
         return _map_nodes(self._unmark, tree, lambda node: type(node) in self.made)
 
     def _mark_root(self, node: Any) -> Any:
-        if hasattr(node, "__self__"):  # it holds the function of the class, not the subclass's
+        if _is_bound_method(node):  # it holds the function of the class, not the subclass's
             return getattr(self._mark(node.__self__, "", ()), node.__func__.__name__)
         return self._mark(node, "", ())
 
@@ -314,7 +314,7 @@ def _map_nodes(func: Callable[[Any], Any], tree: Any, is_node: Callable[[Any], b
     """Maps nodes of a tree. What holds none stays the same object: it may be one of NNX."""
     if is_node(tree):
         return func(tree)
-    if jax.tree_util.all_leaves([tree]):
+    if _keeps_dtype(tree) or jax.tree_util.all_leaves([tree]):
         return tree
     children, treedef = jax.tree.flatten(tree, is_leaf=lambda child: child is not tree)
     mapped = [_map_nodes(func, child, is_node) for child in children]
@@ -324,10 +324,18 @@ def _map_nodes(func: Callable[[Any], Any], tree: Any, is_node: Callable[[Any], b
 
 def _is_root(node: Any) -> bool:
     """Whether it is a model, or a method of one, and no wrapper as of `equinox.filter_vmap`."""
-    if not isinstance(node, eqx.Module):
-        return False
+    is_wrapper = _is_internal(node) and not _is_bound_method(node)
+    return isinstance(node, eqx.Module) and not is_wrapper
+
+
+def _is_bound_method(node: Any) -> bool:
+    return _is_internal(node) and hasattr(node, "__self__")
+
+
+def _is_internal(node: Any) -> bool:
+    """Whether it is of a class of Equinox itself, other than its layers."""
     package, _, file = type(node).__module__.partition(".")
-    return package != "equinox" or file.startswith("nn") or hasattr(node, "__self__")
+    return package == "equinox" and not file.startswith("nn")
 
 
 def _unmarked_class(cls: type) -> type:

@@ -460,12 +460,12 @@ class Marker:
     def __init__(self, matches: Callable[[type, str], bool]) -> None:
         self.matches = matches
         self.made: dict[type, type] = {}  # the subclasses, and the classes that they stand for
-        self.tree: Any = None
+        self.given: list[Any] = []
 
     def mark(self, tree: Any) -> Any:
         """Marks the modules in a pytree, and returns it."""
-        self.tree = tree
-        for module, path in _modules(tree):
+        self.given = _graph_nodes(tree)
+        for module, path in _modules(self.given):
             cls = type(module)
             if self.matches(_unmarked_class(cls), path):
                 subclass = _marked_class(cls, Module(_unmarked_class(cls), path))
@@ -475,14 +475,18 @@ class Marker:
 
     def unmark(self, tree: Any) -> Any:
         """Gives modules their classes back, those in a pytree too, which it returns."""
-        for module, _ in _modules((self.tree, tree)):
+        for module, _ in _modules([*self.given, *_graph_nodes(tree)]):
             if type(module) in self.made:
                 object.__setattr__(module, "__class__", self.made[type(module)])
         return tree
 
 
-def _modules(tree: Any) -> list[tuple[nnx.Module, str]]:
-    """Returns the modules in a pytree that can be called, each once, with their paths."""
+def _graph_nodes(tree: Any) -> list[Any]:
+    return list(filter(_is_graph_node, jax.tree.leaves(tree, is_leaf=_is_graph_node)))
+
+
+def _modules(roots: list[Any]) -> list[tuple[nnx.Module, str]]:
+    """Returns the modules in objects that can be called, each once, with their paths."""
     found: dict[int, tuple[Any, str]] = {}
 
     def visit(value: Any, path: str) -> None:
@@ -492,8 +496,8 @@ def _modules(tree: Any) -> list[tuple[nnx.Module, str]]:
         for name, attribute in vars(value).items():
             _map_graph_nodes(attribute, (path, str(name)), visit)
 
-    for node in jax.tree.leaves(tree, is_leaf=_is_graph_node):
-        visit(node, "")
+    for root in roots:
+        visit(root, "")
     return [
         (value, path)
         for value, path in found.values()

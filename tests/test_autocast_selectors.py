@@ -415,6 +415,24 @@ def test_equinox_modules_come_back_as_they_were():
     assert type(seen[0]).__name__ == "EquinoxBlock"
 
 
+def test_equinox_state_passes():
+    class Normalized(eqx.Module):
+        linear: EquinoxLinear
+        norm: eqx.nn.BatchNorm
+
+        def __call__(self, x, state):
+            return self.norm(self.linear(x), state)
+
+    norm = functools.partial(eqx.nn.BatchNorm, 4, "batch", mode="batch")
+    model, state = eqx.nn.make_with_state(
+        lambda: Normalized(EquinoxLinear(jnp.ones((3, 4))), norm())
+    )()
+    f = jmpx.autocast(lambda *args: args[0](*args[1:]), "c=bf16; EquinoxLinear: full")
+    call = jax.vmap(f, axis_name="batch", in_axes=(None, 0, None), out_axes=(0, None))
+    _, new = call(model, X, state)
+    assert float(new.get(model.norm.batch_state_index)[0][0]) == pytest.approx(0.03)
+
+
 def test_nnx_modules_come_back_as_they_were():
     model = NNXNet(nnx.Rngs(0))
     model.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
