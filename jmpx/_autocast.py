@@ -177,11 +177,13 @@ def autocast(
     float32.
 
     Apply it to the model, `transformed.apply` or `module.apply`, and let the loss be computed from
-    the float32 output. A function that creates Haiku parameters cannot be wrapped.
+    the float32 output. A function that creates Haiku parameters cannot be wrapped. Objects of
+    Flax's NNX that are wrapped, or passed to what is, get their new state back, as from `nnx.jit`;
+    state that changes is computed in float32 and keeps its dtype.
 
     Args:
         fn: any callable of pytrees; None to decorate with arguments. A callable that is itself a
-            pytree, such as an Equinox module, gives a pytree that holds it.
+            pytree, such as an Equinox or an NNX module, gives one that holds it.
         policy: a policy, a policy map or a string of either, of which the compute dtypes count.
             Selectors are, as in the adapters, class names (`Linear`, `haiku.Linear`, bases too) and
             globs of paths (`*/head`) of the modules of Haiku, Linen, NNX and Equinox; names and
@@ -201,7 +203,7 @@ def autocast(
     Raises:
         TypeError: if `fn` is not callable, or a dtype is not one.
         ValueError: if a string is not a policy map, a dtype not a floating one, or, when called,
-            if `fn` creates Haiku parameters.
+            if `fn` creates Haiku parameters or changes an NNX module that it closes over.
 
     Warns:
         UserWarning: when called, of each rule that matched nothing.

@@ -34,6 +34,11 @@ def filter_value_and_grad(
        `axis_name`,
     5. checks once whether all of them are finite, and adjusts the loss scale by that.
 
+    Objects of Flax's NNX among the arguments get their new state back, as from
+    `nnx.value_and_grad`. Of their variables `nnx.Param`s are cast and, in the first argument,
+    differentiated; all others, such as running statistics, arrive and come back in the dtype in
+    which they are stored.
+
     Args:
         func: a function of pytrees that returns a loss, a floating scalar; with `has_aux` a pair of
             a loss and any pytree. Its first argument is differentiated: the floating and complex
@@ -53,12 +58,13 @@ def filter_value_and_grad(
         or, with `has_aux`, `((value, aux), scaling, grads_finite, grads)`: the unscaled loss in
         float32 of shape (); `aux` as `func` made it; the loss scale of the next step; a bool array
         of shape (); and gradients of the structure, shapes and dtypes of the first argument, with
-        None for what cannot be differentiated.
+        None for what cannot be differentiated; for an NNX module, an `nnx.State` of its parameters.
 
     Raises:
         TypeError: if `func`, `scaling` or `policy` is not what it should be; when called, if there
             is no argument to differentiate or `func` does not return a floating scalar.
-        ValueError: if `policy` is not a policy string.
+        ValueError: if `policy` is not a policy string; when called, if `func` changes an NNX module
+            that it closes over.
 
     Example:
         >>> import jax, jax.numpy as jnp

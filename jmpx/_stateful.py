@@ -101,6 +101,7 @@ def call(
         The result of `fn`, as `transform` returned it.
 
     Raises:
+        TypeError: if a variable holds a mutable reference.
         ValueError: if a module that changes is not among the arguments, or is there but belongs to
             an outer trace.
     """
@@ -138,6 +139,7 @@ class _Split(Pure):
         self.places: dict[Any, int] = {}  # of each original, by its path in the split objects
         for parts in ([part.params for part in self.splits], [part.rest for part in self.splits]):
             for path, leaf in jax.tree_util.tree_leaves_with_path(parts):
+                _refuse_ref(leaf)
                 self.places[path] = len(self.originals)
                 self.originals.append(leaf)
 
@@ -184,27 +186,25 @@ class _Split(Pure):
                     results[place] = _Returned(len(self.new))
                     self.new.append(_split(context, leaf))
         leaves, self.new_def = jax.tree_util.tree_flatten_with_path([new.rest for new in self.new])
-        moved = {id(leaf): place for place, leaf in enumerate(known)}
         own = [self.places.get(path) for path, _ in leaves]
         self.sources: list[int | _Constant | None] = []  # None for the next of the new arrays
         updates: list[Any] = []
         for place, (_, leaf) in zip(own, leaves, strict=True):
             if place is not None and known[place] is leaf:
                 self.sources.append(place)
-            elif id(leaf) in moved:
-                self.sources.append(moved[id(leaf)])
             elif isinstance(leaf, jax.Array):
                 self.sources.append(None)
                 updates.append(leaf if place is None else _as_stored(leaf, self.originals[place]))
             else:
                 self.sources.append(_Constant(leaf))
         self.size = len(updates)
+        kept = {id(self.originals[source]) for source in self.sources if isinstance(source, int)}
+        self.replaced = {id(leaf) for leaf in self.originals} - kept
         self.is_changed = self.is_rebuilt or self.sources != own or len(own) != len(known)
         return result_def.unflatten(results), updates
 
     def is_replaced(self, array: Any) -> bool:
-        places = [place for place, leaf in enumerate(self.originals) if leaf is array]
-        return bool(places) and not any(source in places for source in self.sources)
+        return id(array) in self.replaced
 
     def restore(self, result: Any, updates: Sequence[Any]) -> Any:
         """Updates the objects by what became of their copies; returns the function's result."""
@@ -274,6 +274,14 @@ def _split(context: Any, value: Any, is_exposed: bool = False) -> _Parts:
     return _Parts(value, graphdef, params, rest, is_exposed)
 
 
+def _refuse_ref(leaf: Any) -> None:
+    if type(getattr(leaf, "aval", None)).__name__ == "AbstractRef":
+        raise TypeError(
+            "Expected variables of NNX that hold arrays, got one that holds a mutable reference, "
+            "of which a copy would change: make the nnx.Variable without ref=True."
+        )
+
+
 def _objects_of(leaf: Any) -> Iterator[Any]:
     """Yields the objects in a leaf: itself, or what it is a bound method or a partial of."""
     if is_object(leaf):
@@ -284,7 +292,7 @@ def _objects_of(leaf: Any) -> Iterator[Any]:
         inner = jax.tree.leaves((leaf.func, leaf.args, leaf.keywords), is_leaf=_is_whole)
         for part in inner:
             yield from _objects_of(part)
-    elif not jax.tree_util.all_leaves([leaf], is_leaf=_is_whole):  # a callable that is a pytree
+    elif callable(leaf) and not jax.tree_util.all_leaves([leaf], is_leaf=_is_whole):
         for part in jax.tree.leaves(leaf, is_leaf=_is_whole):
             yield from _objects_of(part)
 

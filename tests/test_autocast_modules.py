@@ -83,7 +83,9 @@ def test_a_weight_is_tied_through_it(rng):
         return eqx.nn.Shared((embedding, head), where, lambda pair: pair[0].weight)
 
     token = jnp.array(2)
-    grads, expected = (eqx.filter_grad(loss)(tie(h), token) for h in (jmpx.autocast(linear), linear))
+    grads, expected = (
+        eqx.filter_grad(loss)(tie(h), token) for h in (jmpx.autocast(linear), linear)
+    )
     assert len(jax.tree.leaves(grads)) == len(jax.tree.leaves(expected)) == 2
     for ours, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0.05, atol=0.05)
@@ -130,7 +132,9 @@ def test_empty_shells_know_no_attributes():
     shell = object.__new__(jmpx.Autocast)
     for name in ("_jmpx_fn", "weight", "__deepcopy__", "__array__"):
         assert not hasattr(shell, name)
-    hollow = jax.tree.map(lambda leaf: None, jmpx.autocast(eqx.nn.Linear(3, 2, key=jax.random.key(0))))
+    hollow = jax.tree.map(
+        lambda leaf: None, jmpx.autocast(eqx.nn.Linear(3, 2, key=jax.random.key(0)))
+    )
     assert hollow.weight is None
     assert not hasattr(hollow, "__array__")  # of JAX and NumPy the module is asked nothing
 
@@ -233,7 +237,9 @@ def test_an_nnx_object_that_is_no_pytree(rng):
 
     model, x = Model(), normal(rng, 2, 3)
     assert jmpx.autocast(model, output=None)(x).dtype == BF16 and model.calls == 1
-    grads = jmpx.filter_grad(lambda m, x: m(x).sum(), jmpx.NoOpLossScale(), policy="c=f16")(model, x)
+    grads = jmpx.filter_grad(lambda m, x: m(x).sum(), jmpx.NoOpLossScale(), policy="c=f16")(
+        model, x
+    )
     assert grads[2]["w"][...].dtype == F32 and model.calls == 2
 
 

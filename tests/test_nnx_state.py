@@ -66,14 +66,14 @@ def state_of(model):
     return {path: jax.random.key_data(v) if is_key(v) else v for path, v in flat.items()}
 
 
-def assert_same_state(a, b, exactly=True):
+def assert_same_state(a, b, exactly=True, atol=1e-6):
     a, b = state_of(a), state_of(b)
     assert a.keys() == b.keys()
     if exactly:
         assert_same_bits(a, b)
     for path in a:
         assert a[path].dtype == b[path].dtype, path
-        np.testing.assert_allclose(a[path], b[path], rtol=1e-5, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(a[path], b[path], rtol=1e-5, atol=atol, err_msg=path)
 
 
 def squares(model, x):
@@ -123,23 +123,26 @@ def with_jax_jit(f):
     return run
 
 
-@pytest.mark.parametrize("around", [lambda f: f, nnx.jit, with_jax_jit], ids=["", "nnx", "jax"])
-@pytest.mark.parametrize("position", POSITIONS)
+AROUND = {"": lambda f: f, "nnx.jit": nnx.jit, "jax.jit": with_jax_jit}
+COMPILED = ["callable", "part and whole", "partial of a method", "inside a gradient"]
+
+
+@pytest.mark.parametrize(
+    ("position", "around"),
+    [*((p, "") for p in POSITIONS), *((p, a) for p in COMPILED for a in ("nnx.jit", "jax.jit"))],
+)
 def test_autocast_gives_the_state_back(rng, position, around):
     model, x = make(rng), normal(rng, 6, 3)
     reference = nnx.clone(model)
-    run = around(POSITIONS[position])
-    y = run(model, x)
+    y = AROUND[around](POSITIONS[position])(model, x)
     reference(x)
-    assert (model.norm.mean[...] != nnx.clone(reference).norm.mean[...] + 1).all()
-    if around is not with_jax_jit:
+    if around != "jax.jit":
         assert model.calls == reference.calls == 1
     else:
         del reference.between
     assert_same_state(model, reference, exactly=False)
     assert int(model.dropout.rngs.count[...]) == 1
-    leaves = jax.tree.leaves(y)
-    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(y))
 
 
 def test_dropout_draws_anew(rng):
@@ -150,8 +153,9 @@ def test_dropout_draws_anew(rng):
         assert_same_bits(wrapped(x), reference(x))
 
 
-@pytest.mark.parametrize("output", ["traced", None, "bf16"])
-@pytest.mark.parametrize("policy", ["c=bf16", "c=f16"])
+@pytest.mark.parametrize(
+    ("policy", "output"), [("c=bf16", "traced"), ("c=f16", None), ("c=f16", "bf16")]
+)
 def test_autocast_keeps_the_dtype_of_state(rng, policy, output):
     """A momentum of 1 keeps the averages as they are, to the bit, unless they are rounded."""
     model, x = make(rng, momentum=1.0), normal(rng, 6, 3)
@@ -215,7 +219,8 @@ def test_other_objects_among_the_arguments(rng):
         step(*references, x)
     for ours, theirs in zip(objects, references, strict=True):
         if not isinstance(ours, nnx.Variable):
-            assert_same_state(ours, theirs, exactly=False)
+            # The gradient of a bias before BatchNorm is 0 but for rounding.
+            assert_same_state(ours, theirs, exactly=False, atol=1e-4)
     assert int(count[...]) == int(references[-1][...]) == 2 and int(optimizer.step[...]) == 2
 
 
@@ -268,6 +273,17 @@ def test_arrays_that_do_not_change_stay_the_same_arrays(rng):
     assert all(after[path] is before[path] for path in before)
 
 
+@pytest.mark.skipif(not hasattr(nnx.Param(0), "ref"), reason="Flax has such variables since 0.12.1")
+def test_a_variable_that_is_a_reference_is_refused(rng):
+    variable = nnx.Variable(jnp.zeros(()), ref=True)
+    for run in (
+        jmpx.autocast(lambda v: v[...]),
+        jmpx.filter_grad(lambda v: v[...], jmpx.NoOpLossScale(), policy="full"),
+    ):
+        with pytest.raises(TypeError, match="without ref=True"):
+            run(variable)
+
+
 # Closed over.
 
 SENTENCE = "made outside of the function .* pass the module as an argument"
@@ -293,10 +309,7 @@ def test_a_model_that_is_closed_over(rng, way):
     before = nnx.clone(model)
     with pytest.raises(ValueError, match=SENTENCE):
         CLOSURES[way](model, x)
-    del before.calls, model.calls
-    for name in ("between",):
-        if hasattr(model, name):
-            delattr(model, name)
+    assert model.calls == 0 and not hasattr(model, "between")
     assert_same_state(model, before)  # nothing half-changed
 
 
@@ -317,8 +330,7 @@ def gradient(f, policy="full", scaling=None, **options):
     return jmpx.filter_value_and_grad(f, scaling, policy=policy, **options)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("jit", "mixed"), [(False, True), (True, True), (True, False)])
 def test_value_gradients_and_state_are_those_of_nnx(rng, jit, mixed):
     model, x = make(rng), normal(rng, 6, 3)
     reference = nnx.clone(model)
@@ -340,8 +352,7 @@ def test_value_gradients_and_state_are_those_of_nnx(rng, jit, mixed):
     np.testing.assert_allclose(model.head.kernel[...], before - 0.5 * grads.head.kernel[...])
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("policy", ["c=bf16", "c=f16"])
+@pytest.mark.parametrize(("policy", "jit"), [("c=bf16", False), ("c=f16", True)])
 def test_only_parameters_are_cast(rng, policy, jit):
     seen = {}
     low = jmpx.get_policy(policy).compute_dtype
