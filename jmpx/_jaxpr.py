@@ -6,7 +6,6 @@ The only file that touches `jax.extend`, which it imports on first use.
 import contextlib
 import functools
 import re
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._operations import KINDS, Kind, operation_name
-from jmpx._scopes import is_mark, is_unmarking
+from jmpx._scopes import unmarked_params, unmarked_stack
 from jmpx._tree import is_array
 
 
@@ -142,57 +141,11 @@ def in_place_of(eqn: Any, *scopes: str) -> Iterator[None]:
         scopes: names of further scopes inside of its own.
     """
     info = _source_info()
-    stack = info.current_name_stack() + _unmarked_stack(eqn.source_info.name_stack)
+    stack = info.current_name_stack() + unmarked_stack(eqn.source_info.name_stack)
     for scope in scopes:
         stack = stack.extend(scope)
     with info.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
-
-
-def _unmarked_stack(stack: Any) -> Any:
-    """Returns a name stack without marks; the same object where there are none to leave out."""
-    if not is_unmarking() or not any(is_mark(scope.name) for scope in stack.stack):
-        return stack
-    return type(stack)(tuple(scope for scope in stack.stack if not is_mark(scope.name)))
-
-
-# A jaxpr -> the same one without marks, None for itself: a value must not keep its key alive.
-_unmarked: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def _unmarked_jaxpr(jaxpr: Any) -> Any:
-    """Returns a jaxpr without marks, in inner ones too; the same object where there are none."""
-    if jaxpr not in _unmarked:
-        inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr  # of a closed one, until JAX 0.11
-        eqns = [_unmarked_equation(eqn) for eqn in inner.eqns]
-        changed = any(new is not old for new, old in zip(eqns, inner.eqns, strict=True))
-        new = inner.replace(eqns=eqns) if changed else None
-        _unmarked[jaxpr] = jaxpr.replace(jaxpr=new) if changed and inner is not jaxpr else new
-    new = _unmarked[jaxpr]
-    return jaxpr if new is None else new
-
-
-def _unmarked_equation(eqn: Any) -> Any:
-    stack, params = _unmarked_stack(eqn.source_info.name_stack), _unmarked_params(eqn.params)
-    if stack is eqn.source_info.name_stack and params is eqn.params:
-        return eqn
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack), params=params)
-
-
-def _unmarked_params(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parameters of an equation, the jaxprs among them without marks."""
-
-    def unmark(value: Any) -> Any:
-        if isinstance(value, tuple):  # or a named one, as of custom_linear_solve
-            new = list(map(unmark, value))
-            changed = any(a is not b for a, b in zip(new, value, strict=True))
-            return getattr(value, "_make", tuple)(new) if changed else value
-        return _unmarked_jaxpr(value) if hasattr(value, "eqns") else value
-
-    if not is_unmarking() or not holds_jaxpr(params):
-        return params
-    new = {key: unmark(value) for key, value in params.items()}
-    return new if any(new[key] is not params[key] for key in params) else params
 
 
 def bind(eqn: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
@@ -203,7 +156,7 @@ def bind(eqn: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
         operands: its operands: arrays or tracers.
         **params: the parameters of the equation that differ.
     """
-    params = _unmarked_params({**eqn.params, **params})
+    params = unmarked_params({**eqn.params, **params})
     run = functools.partial(_bind, eqn.primitive, params)
     kind = KINDS.get(operation_name(eqn.primitive.name), Kind.KEEP)
     # What is kept as it was, such as a callback, may hold the user's arrays: the cache must not.

@@ -76,8 +76,9 @@ class _Run:
         """Casts at the boundary of a call that has a policy."""
         module, method = context.module, context.method_name
         self.take_over(type(module))
+        public = method == "__call__" or not method.startswith("_")
         inside = any(call.module is module for call in self.calls)
-        if self is not _thread.runs[-1] or inside or not _is_public(method):
+        if self is not _thread.runs[-1] or inside or not public:
             return next_f(*args, **kwargs)
         policy = self.policy_of_call(module)
         if policy is None:
@@ -108,10 +109,6 @@ class _Run:
         """Casts a stored parameter to the compute dtype of the innermost call."""
         del context
         return next_getter(self.calls[-1].policy.cast_to_compute(value))
-
-
-def _is_public(method: str) -> bool:
-    return method == "__call__" or not method.startswith("_")
 
 
 class _Thread(threading.local):
@@ -205,7 +202,8 @@ def marked_calls() -> Iterator[None]:
     """
 
     def intercept(next_f: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
-        if not _is_public(context.method_name):
+        method = context.method_name
+        if method != "__call__" and method.startswith("_"):
             return next_f(*args, **kwargs)
         with in_module(type(context.module), context.module.module_name):
             return next_f(*args, **kwargs)
