@@ -13,11 +13,13 @@ from jmpx import _jaxpr
 from jmpx._contexts import note_cast
 from jmpx._dtypes import DTypeLike, as_dtype, check_computes
 from jmpx._evaluation import RESTORE, Run
+from jmpx._marks import Marks
 from jmpx._operations import operation_name
 from jmpx._policy import Policy, did_you_mean
 from jmpx._policy_map import PolicyMap, Rule, get_policy_map, near_operation, warn_of
 from jmpx._registry import refuse_creation
-from jmpx._stateful import Pure, apply, call, is_object, module_base
+from jmpx._scopes import Module, module_of, without_marks
+from jmpx._stateful import Pure, call, is_object, module_base
 from jmpx._tree import is_floating
 from jmpx._values import Value
 
@@ -81,10 +83,10 @@ class Autocast:
             if dtype is not None:
                 check_computes(dtype)
         note_cast("jmpx.autocast")
-        run = Run(policy_map)
+        run, marks = Run(policy_map), Marks(policy_map)
         transform = functools.partial(_evaluate, run, self._jmpx_output)
-        result = call(transform, apply, (self._jmpx_fn, *args), kwargs)
-        _warn_unused(run, stacklevel=3)
+        result = call(transform, marks.call, (self._jmpx_fn, *args), kwargs)
+        _warn_unused(run, marks, stacklevel=3)
         return result
 
 
@@ -194,9 +196,13 @@ def autocast(
         fn: any callable of pytrees; None to decorate with arguments. A callable that is itself a
             pytree, such as an Equinox or an NNX module, gives one that holds it.
         policy: a policy, a policy map or a string of either, of which the compute dtypes count.
-            Selectors are globs of scopes (`*/head/*`), which are module paths in Haiku and Linen
-            and `jax.named_scope` everywhere, names of Equinox's own layers (`LayerNorm`), and
-            operations (`op.exp`).
+            Selectors are, as in the adapters, class names (`Linear`, `haiku.Linear`, bases too) and
+            globs of paths (`*/head`) of the modules of Haiku, Linen, NNX and Equinox; names and
+            globs of scopes, which are `jax.named_scope`, the paths of Haiku and Linen and the names
+            of Equinox's own layers; and operations (`op.exp`). Modules of NNX and Equinox match if
+            they are `fn` or among its arguments; of those that `fn` closes over, or that
+            `equinox.filter_jit` has wrapped, only scopes are known. Where a rule matches one, the
+            function sees a subclass of its class, and gives it back as it was.
         rules: dtypes of single operations, by primitive or name: `{lax.exp_p: jnp.bfloat16}`. They
             go after the rules of `policy`. A result never gets wider than it was traced.
         output: "traced" gives results in the dtypes that they have without autocast; None leaves
@@ -284,22 +290,35 @@ def _operation(key: Any) -> str:
     return operation_name(name.removeprefix("op."))
 
 
-def _warn_unused(run: Run, stacklevel: int) -> None:
-    """Warns of each rule that no equation met, and names what is near."""
+def _warn_unused(run: Run, marks: Marks, stacklevel: int) -> None:
+    """Warns of each rule that no equation and no module met, and names what is near."""
+    modules = marks.seen | {module for scope in run.scopes if (module := module_of(scope))}
     for rule in run.policy_map.rules:
-        if rule in run.used:
+        if rule in run.used or any(rule.matches(*module) for module in modules):
             continue
+        name = rule.selector.strip("*/")
         if rule.is_operation:
             kind, near = "operation", near_operation(rule.selector, run.operations)
         else:
-            kind, near = "scope", did_you_mean(rule.selector.strip("*/"), _by_name(run.scopes))
+            kind = "module or scope" if modules else "scope"
+            near = did_you_mean(name, _by_name(run.scopes, modules, rule.is_path))
         warn_of(rule, run.policy_map, kind, near, stacklevel + 1)
 
 
-def _by_name(scopes: Iterable[str]) -> dict[str, str]:
-    """Returns scopes by their last name, and by what follows the last dot of it."""
-    names = {scope: scope.rpartition("/")[2] for scope in scopes if scope}
-    return {
+def _by_name(scopes: Iterable[str], modules: Iterable[Module], paths: bool) -> dict[str, str]:
+    """Returns what a selector could have meant by its names.
+
+    Of scopes, and of the modules' paths if the selector is a glob, these are the last name, what
+    follows the last dot of it, and the whole; of classes, the class and its bases.
+    """
+    known = {without_marks(scope) for scope in scopes}
+    classes = set()
+    if paths:
+        known |= {module.path for module in modules}
+    else:
+        classes = {base.__name__ for module in modules for base in module.cls.__mro__[:-1]}
+    names = {scope: scope.rpartition("/")[2] for scope in sorted(known) if scope}
+    return {name: name for name in sorted(classes)} | {
         key: scope
         for scope, name in names.items()
         for key in (name.rpartition(".")[2], name, scope)

@@ -28,6 +28,7 @@ from jmpx._operations import (
     operation_name,
 )
 from jmpx._policy_map import PolicyMap, Rule
+from jmpx._scopes import is_marking, is_own_name, module_of, without_marks
 from jmpx._tree import FULL_PRECISION
 from jmpx._values import FLOAT32, Traits, Value, join, saturated
 
@@ -64,11 +65,11 @@ class _Region(NamedTuple):
 
 
 class _Retraced(NamedTuple):
-    """A jaxpr in other dtypes: itself, the traits of its results, the rules used."""
+    """A jaxpr in other dtypes: itself, the traits of its results, and its run."""
 
     jaxpr: Any
     results: list[Traits]
-    used: frozenset[Rule]
+    run: "Run"
 
 
 # What was retraced: jaxpr -> (dtypes of operands, scope, policy map ...) -> in other dtypes. JAX
@@ -108,8 +109,12 @@ class Run:
         region = self.region(outer)
         if name == FULL_PRECISION or region.rank == _MARKED:
             return _Region(FLOAT32, _MARKED, False)
+        level = [scope]
+        if _is_one_module(outer, scope):  # the last rule that matches it wins, by mark or by scope
+            level.append(outer)
+            region = self.region(outer.rpartition("/")[0])
         for rank, rule in enumerate(self.policy_map.rules):
-            if rule.matches_scope(scope):
+            if any(_matches(rule, one) for one in level):
                 self.used.add(rule)
                 dtype = region.dtype if rule.compute is None else np.dtype(rule.compute)
                 region = _Region(dtype, rank, rule.output is None)
@@ -165,12 +170,18 @@ class Run:
             wide: how many of the first operands come in the traced dtypes, to be cast inside.
         """
         kinds = tuple(value.traits for value in values)
-        key = (kinds, scope, tuple(result_dtypes), wide, self.policy_map)
+        key = (kinds, scope, tuple(result_dtypes), wide, self.policy_map, is_marking())
         known = _retraced.setdefault(jaxpr, {})
         if key not in known:
             known[key] = self._retrace(jaxpr, kinds, scope, result_dtypes, wide)
-        self.used |= known[key].used
+        self.note(known[key].run)
         return known[key]
+
+    def note(self, inner: "Run") -> None:
+        """Takes over what an inner run met: of what nothing matched, warnings name what is near."""
+        self.used |= inner.used
+        self.scopes |= inner.scopes
+        self.operations |= inner.operations
 
     def _retrace(
         self, jaxpr: Any, kinds: Any, scope: str, result_dtypes: Any, wide: int
@@ -192,9 +203,22 @@ class Run:
             var.aval if i < wide else _jaxpr.retype(var.aval, traits.dtype)
             for i, (var, traits) in enumerate(zip(jaxpr.invars, kinds, strict=True))
         ]
-        retraced = jax.make_jaxpr(on_arrays)(*avals)
-        self.operations |= run.operations
-        return _Retraced(retraced, results, frozenset(run.used))
+        return _Retraced(jax.make_jaxpr(on_arrays)(*avals), results, run)
+
+
+def _matches(rule: Rule, scope: str) -> bool:
+    """Whether a rule is about the innermost name of a scope, which may be the mark of a module."""
+    module = module_of(scope)
+    return rule.matches_scope(without_marks(scope)) if module is None else rule.matches(*module)
+
+
+def _is_one_module(outer: str, scope: str) -> bool:
+    """Whether the last two names of a scope are a module's mark and its name, in either order."""
+    for mark, name in ((outer, scope), (scope, outer)):
+        module = module_of(mark)
+        if module is not None and module_of(name) is None:
+            return is_own_name(module, name.rpartition("/")[2])
+    return False
 
 
 def _is_precise(params: Mapping[str, Any]) -> bool:

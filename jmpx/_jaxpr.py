@@ -16,6 +16,7 @@ import jax.core
 import numpy as np
 
 from jmpx._operations import KINDS, Kind, operation_name
+from jmpx._scopes import unmarked_params, unmarked_stack
 from jmpx._tree import is_traceable
 
 
@@ -138,7 +139,8 @@ _WRAPPED = re.compile(r"[\w.]+\(|\)")
 def scope_of(eqn: Any) -> str:
     """Returns the names of the scopes that an equation was traced in, joined by slashes.
 
-    What transformations write around them is left out: `transpose(jvp(enc))/mlp` is `enc/mlp`.
+    Marks of modules are among them. What transformations write around them is left out:
+    `transpose(jvp(enc))/mlp` is `enc/mlp`.
     """
     return _plain_scope(str(eqn.source_info.name_stack))
 
@@ -152,12 +154,15 @@ def _plain_scope(stack: str) -> str:
 def in_place_of(eqn: Any, *scopes: str) -> Iterator[None]:
     """Runs as if at the equation's place in the user's code: its lines, scopes and JAX context.
 
+    Marks of modules are left out of the scopes, unless it is an autocast around this one that
+    traces, and wants them.
+
     Args:
         eqn: the equation.
         scopes: names of further scopes inside of its own.
     """
     info = _source_info()
-    stack = info.current_name_stack() + eqn.source_info.name_stack
+    stack = info.current_name_stack() + unmarked_stack(eqn.source_info.name_stack)
     for scope in scopes:
         stack = stack.extend(scope)
     with info.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
@@ -200,7 +205,7 @@ def bind(eqn: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
         operands: its operands: arrays or tracers.
         **params: the parameters of the equation that differ.
     """
-    params = {**eqn.params, **params}
+    params = unmarked_params({**eqn.params, **params})
     run = functools.partial(_bind, eqn.primitive, params)
     kind = KINDS.get(operation_name(eqn.primitive.name), Kind.KEEP)
     # What is kept as it was, such as a callback, may hold the user's arrays: the cache must not.

@@ -3,6 +3,7 @@
 `jmpx.set_policy` and its kin keep the policies of Equinox classes in jmpx's own registry.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -18,6 +19,7 @@ from jmpx._dtypes import computable
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_for, running
+from jmpx._scopes import Module, in_module
 from jmpx._tree import is_floating
 
 try:
@@ -139,21 +141,14 @@ class _Builder:
         is_boundary = own is not None and _is_called(type(node))
         innermost = innermost if own is None else own
         around = own if is_boundary else around
-        children, treedef = jax.tree_util.tree_flatten_with_path(
-            node, is_leaf=lambda child: child is not node
-        )
-        names = [jax.tree_util.keystr(key, simple=True) for key, _ in children]
-        built = treedef.unflatten(
-            self.build(child, f"{path}/{name}" if path else name, around, innermost)
-            for name, (_, child) in zip(names, children, strict=True)
-        )
+        built = _rebuild(node, path, lambda child, at: self.build(child, at, around, innermost))
         return _retype(built, _view_class(type(node), own)) if is_boundary else built
 
     def find(
         self, module: eqx.Module, path: str, around: Policy | None, innermost: Policy | None
     ) -> Policy | None:
         """Returns the policy that a module has of its own."""
-        cls = type(module)
+        cls = _unmarked_class(type(module))
         if isinstance(module, _View):
             raise TypeError(
                 f"Expected a model with its stored parameters, got a view at {path!r}: call "
@@ -171,6 +166,18 @@ class _Builder:
             stored = _floating_dtype(module, jnp.float32)
             own = dataclasses.replace(own, compute_dtype=computable(stored))
         return own
+
+
+def _rebuild(node: Any, path: str, build: Callable[[Any, str], Any]) -> Any:
+    """Returns a node of the model with what `build` makes of each child and its path."""
+    children, treedef = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda child: child is not node
+    )
+    names = [jax.tree_util.keystr(key, simple=True) for key, _ in children]
+    return treedef.unflatten(
+        build(child, f"{path}/{name}" if path else name)
+        for name, (_, child) in zip(names, children, strict=True)
+    )
 
 
 def _floating_dtype(tree: Any, default: Any) -> Any:
@@ -204,11 +211,16 @@ def _methods(cls: type) -> Iterator[str]:
 @functools.cache  # so that views of one model have one tree definition, and jit's cache is hit
 def _view_class(cls: Any, policy: Policy) -> Any:
     """Returns the subclass of a module class whose methods cast at the boundary."""
-    namespace = {name: _boundary(cls, name, policy) for name in _methods(cls)}
+    return _subclass(_View, cls, {name: _boundary(cls, name, policy) for name in _methods(cls)})
+
+
+def _subclass(mark: type, cls: Any, namespace: dict[str, Any]) -> Any:
+    """Returns a subclass that looks like the class."""
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    bases = (cls,) if issubclass(cls, mark) else (mark, cls)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Equinox says of `cls`, it has said already
-        return type(cls)(cls.__name__, (_View, cls), {**namespace, **names})
+        return type(cls)(cls.__name__, bases, {**namespace, **names})
 
 
 def _boundary(cls: type, name: str, policy: Policy) -> Callable[..., Any]:
@@ -250,3 +262,114 @@ def _retype(module: Any, cls: type) -> Any:
     other = object.__new__(cls)
     vars(other).update(vars(module))
     return other
+
+
+# Under autocast
+
+
+class _Marked:
+    """Marks the classes of modules whose calls are marked, as `_View` does those of a view."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Marker:
+    """Has the modules of a pytree mark the calls of their methods, for `jmpx.autocast`.
+
+    The types of those modules become subclasses. Paths begin at the outermost modules.
+
+    Attributes:
+        matches: whether the calls of a module of that class and path are to be marked.
+        made: the classes that it gave to modules.
+    """
+
+    matches: Callable[[type, str], bool]
+    made: set[type] = dataclasses.field(default_factory=set)
+
+    def mark(self, tree: Any) -> Any:
+        """Returns a pytree with its modules marked."""
+        return _map_nodes(self._mark_root, tree, _is_root)
+
+    def unmark(self, tree: Any) -> Any:
+        """Returns a pytree whose modules are again of the classes that they came in."""
+        return _map_nodes(self._unmark, tree, lambda node: type(node) in self.made)
+
+    def _mark_root(self, node: Any) -> Any:
+        if _is_bound_method(node):  # it holds the function of the class, not the subclass's
+            return getattr(self._mark(node.__self__, "", ()), node.__func__.__name__)
+        return self._mark(node, "", ())
+
+    def _mark(self, node: Any, path: str, around: tuple[Module, ...]) -> Any:
+        """Marks a node; `around` are containers with a rule of their own, which are not called."""
+        if _keeps_dtype(node) or jax.tree_util.all_leaves([node]):
+            return node
+        cls, is_module = _unmarked_class(type(node)), isinstance(node, eqx.Module)
+        marks = (*around, Module(cls, path)) if is_module and self.matches(cls, path) else around
+        is_marked = is_module and bool(marks) and _is_called(cls)
+        inside = () if is_marked else marks
+        built = _rebuild(node, path, lambda child, at: self._mark(child, at, inside))
+        if not is_marked:
+            return built
+        subclass = _marked_class(type(node), marks)
+        self.made.add(subclass)
+        return _retype(built, subclass)
+
+    def _unmark(self, node: Any) -> Any:
+        plain = _retype(node, type(node).__bases__[-1])
+        return _rebuild(plain, "", lambda child, _: self.unmark(child))
+
+
+def _map_nodes(func: Callable[[Any], Any], tree: Any, is_node: Callable[[Any], bool]) -> Any:
+    """Maps nodes of a tree. What holds none stays the same object: it may be one of NNX."""
+    if is_node(tree):
+        return func(tree)
+    if _keeps_dtype(tree) or jax.tree_util.all_leaves([tree]):
+        return tree
+    children, treedef = jax.tree.flatten(tree, is_leaf=lambda child: child is not tree)
+    mapped = [_map_nodes(func, child, is_node) for child in children]
+    changed = any(new is not old for new, old in zip(mapped, children, strict=True))
+    return treedef.unflatten(mapped) if changed else tree
+
+
+def _is_root(node: Any) -> bool:
+    """Whether it is a model, or a method of one, and no wrapper as of `equinox.filter_vmap`."""
+    is_wrapper = _is_internal(node) and not _is_bound_method(node)
+    return isinstance(node, eqx.Module) and not is_wrapper
+
+
+def _is_bound_method(node: Any) -> bool:
+    return _is_internal(node) and hasattr(node, "__self__")
+
+
+def _is_internal(node: Any) -> bool:
+    """Whether it is of a class of Equinox itself, other than its layers."""
+    package, _, file = type(node).__module__.partition(".")
+    return package == "equinox" and not file.startswith("nn")
+
+
+def _unmarked_class(cls: type) -> type:
+    """Returns the class that the user knows."""
+    while issubclass(cls, _Marked):
+        cls = cls.__bases__[-1]
+    return cls
+
+
+@functools.cache
+def _marked_class(cls: Any, marks: tuple[Module, ...]) -> Any:
+    """Returns the subclass of a module class whose methods mark their calls."""
+
+    def marked(name: str) -> Callable[..., Any]:
+        plain = inspect.getattr_static(cls, name)
+
+        @functools.wraps(plain, updated=())
+        def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                for module in marks:
+                    stack.enter_context(in_module(*module))
+                return plain.__get__(self, type(self))(*args, **kwargs)
+
+        return method
+
+    return _subclass(_Marked, cls, {name: marked(name) for name in _methods(cls)})

@@ -21,6 +21,7 @@ from jmpx._loss_scale import register_with_flax
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_for, running
+from jmpx._scopes import Module, in_module
 from jmpx._tree import cast_tree, is_floating
 
 try:
@@ -145,6 +146,25 @@ def _intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: Any)
         return method(*args, **kwargs)  # it reads nothing; or a context ended out of order
     refuse_other_tasks(f"run the Linen module {type(context.module).__name__}")
     return interceptors[-1](method, args, kwargs, context)
+
+
+@contextlib.contextmanager
+def marked_calls() -> Iterator[None]:
+    """Marks the calls of Linen's public methods while the context lasts, for `jmpx.autocast`.
+
+    Yields:
+        None.
+    """
+
+    def intercept(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module = context.module
+        if module.scope is None or not _is_public(type(module), context.method_name):
+            return method(*args, **kwargs)
+        with in_module(_lifted_class(type(module)), "/".join(module.path)):
+            return method(*args, **kwargs)
+
+    with nn.intercept_methods(intercept):
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,8 +367,8 @@ class _Viewer:
             return value
         cls = type(value)
         if isinstance(value, nnx.Module) and not _is_container(value):
-            self.seen.append((cls, path))
-            boundary = policy_for(self.policy_map, cls, path, policy)
+            self.seen.append((_unmarked_class(cls), path))
+            boundary = policy_for(self.policy_map, *self.seen[-1], policy)
             if boundary is None and policy is not None and _holds_statistics(value):
                 boundary = policy.with_output_dtype(policy.compute_dtype)
             if boundary is not None:
@@ -357,7 +377,9 @@ class _Viewer:
         view = self._note(value, object.__new__(cls))
         for name, attribute in vars(value).items():
             # Not by setattr: Flax 0.11 keeps the items of a list under integers.
-            vars(view)[name] = self._convert_tree(attribute, (path, str(name)), policy)
+            vars(view)[name] = _map_graph_nodes(
+                attribute, (path, str(name)), lambda node, at: self.convert(node, at, policy)
+            )
         if isinstance(value, nnx.Embed) and value.dtype == value.embedding[...].dtype:
             view.dtype = None  # told none, it noted that of its table, and would promote to it
         return view
@@ -366,14 +388,15 @@ class _Viewer:
         self._done[id(value)] = view
         return view
 
-    def _convert_tree(self, tree: Any, parts: tuple[str, ...], policy: Policy | None) -> Any:
-        """Converts what an attribute holds: a module or a variable, or a container of them."""
 
-        def convert(key_path: Any, leaf: Any) -> Any:
-            keys = jax.tree_util.keystr(key_path, simple=True, separator="/")
-            return self.convert(leaf, "/".join(filter(None, (*parts, keys))), policy)
+def _map_graph_nodes(tree: Any, parts: tuple[str, ...], func: Callable[[Any, str], Any]) -> Any:
+    """Maps what an attribute holds, a module, a variable or a container of them, with its path."""
 
-        return jax.tree_util.tree_map_with_path(convert, tree, is_leaf=_is_graph_node)
+    def at_path(key_path: Any, leaf: Any) -> Any:
+        keys = jax.tree_util.keystr(key_path, simple=True, separator="/")
+        return func(leaf, "/".join(filter(None, (*parts, keys))))
+
+    return jax.tree_util.tree_map_with_path(at_path, tree, is_leaf=_is_graph_node)
 
 
 def _is_container(module: nnx.Module) -> bool:
@@ -394,10 +417,15 @@ def _is_graph_node(value: Any) -> bool:
 @functools.cache
 def _view_class(cls: type, policy: Policy) -> type:
     """Returns the subclass whose public methods cast; one for each class and policy."""
+    at_boundary = lambda method, name: _at_boundary(method, name, policy)  # noqa: E731
+    return _subclass(cls, at_boundary, __jmpx_view__=True)
+
+
+def _subclass(cls: type, wrap: Callable[[Callable[..., Any], str], Any], **namespace: Any) -> type:
+    """Returns a subclass that looks like the class, its public methods wrapped."""
     names = [name for name in dir(cls) if _has_public_name(name) and _is_own_method(cls, name)]
-    namespace = {name: _at_boundary(getattr(cls, name), name, policy) for name in names}
+    namespace |= {name: wrap(getattr(cls, name), name) for name in names}
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    named["__jmpx_view__"] = True
     return type(cls)(cls.__name__, (cls,), {**named, **namespace})
 
 
@@ -437,3 +465,86 @@ def _cast_arrays(cast: Callable[[Any], Any], tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_graph_node)
     leaves = [leaf if _is_graph_node(leaf) else cast(leaf) for leaf in leaves]
     return jax.tree.unflatten(structure, leaves)
+
+
+# NNX under autocast
+
+
+class Marker:
+    """Has the modules of a pytree mark the calls of their methods, for `jmpx.autocast`.
+
+    The classes of those modules become subclasses until `unmark`. Paths begin at the outermost
+    modules.
+
+    Args:
+        matches: whether the calls of a module of that class and path are to be marked.
+    """
+
+    def __init__(self, matches: Callable[[type, str], bool]) -> None:
+        self.matches = matches
+        self.made: dict[type, type] = {}  # the subclasses, and the classes that they stand for
+        self.given: list[Any] = []
+
+    def mark(self, tree: Any) -> Any:
+        """Marks the modules in a pytree, and returns it."""
+        self.given = _graph_nodes(tree)
+        for module, path in _modules(self.given):
+            cls = type(module)
+            if self.matches(_unmarked_class(cls), path):
+                subclass = _marked_class(cls, Module(_unmarked_class(cls), path))
+                self.made[subclass] = cls
+                object.__setattr__(module, "__class__", subclass)
+        return tree
+
+    def unmark(self, tree: Any) -> Any:
+        """Gives modules their classes back, those in a pytree too, which it returns."""
+        for module, _ in _modules([*self.given, *_graph_nodes(tree)]):
+            if type(module) in self.made:
+                object.__setattr__(module, "__class__", self.made[type(module)])
+        return tree
+
+
+def _graph_nodes(tree: Any) -> list[Any]:
+    return list(filter(_is_graph_node, jax.tree.leaves(tree, is_leaf=_is_graph_node)))
+
+
+def _modules(roots: list[Any]) -> list[tuple[nnx.Module, str]]:
+    """Returns the modules in objects that can be called, each once, with their paths."""
+    found: dict[int, tuple[Any, str]] = {}
+
+    def visit(value: Any, path: str) -> None:
+        if id(value) in found or not isinstance(value, nnx.Pytree):
+            return
+        found[id(value)] = value, path
+        for name, attribute in vars(value).items():
+            _map_graph_nodes(attribute, (path, str(name)), visit)
+
+    for root in roots:
+        visit(root, "")
+    return [
+        (value, path)
+        for value, path in found.values()
+        if isinstance(value, nnx.Module) and not _is_container(value)
+    ]
+
+
+def _unmarked_class(cls: type) -> type:
+    """Returns the class that the user knows."""
+    while "_jmpx_unmarked" in vars(cls):
+        cls = cls._jmpx_unmarked
+    return cls
+
+
+@functools.cache
+def _marked_class(cls: type, module: Module) -> type:
+    """Returns the subclass of a module class whose public methods mark their calls."""
+
+    def marked(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapper(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+            with in_module(*module):
+                return method(self, *args, **kwargs)
+
+        return wrapper
+
+    return _subclass(cls, marked, _jmpx_unmarked=cls)

@@ -17,6 +17,7 @@ from jmpx._dtypes import computable
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_for, running
+from jmpx._scopes import in_module
 from jmpx._tree import cast_tree, is_floating
 
 try:
@@ -289,6 +290,25 @@ def clear_policy(cls: type) -> None:
     _store.clear_policy(cls)
     for run in opened(_NAME):
         run.class_policies.pop(cls, None)
+
+
+@contextlib.contextmanager
+def marked_calls() -> Iterator[None]:
+    """Marks the calls of public methods while the context lasts, for `jmpx.autocast`.
+
+    Yields:
+        None.
+    """
+
+    def intercept(next_f: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
+        method = context.method_name
+        if method != "__call__" and method.startswith("_"):
+            return next_f(*args, **kwargs)
+        with in_module(type(context.module), context.module.module_name):
+            return next_f(*args, **kwargs)
+
+    with hk.intercept_methods(intercept):
+        yield
 
 
 @contextlib.contextmanager
