@@ -169,8 +169,8 @@ class DynamicLossScale:
 
     Args:
         loss_scale: the factor to begin with: a number or an array of shape (), of any dtype; kept
-            as a strong float32, within the two bounds below: a number as NumPy's, so that no
-            backend starts, a JAX array as one. An integer array is taken with a warning. What is
+            as a strong float32, within the two bounds below: a number as a NumPy array, so that
+            no backend starts, a JAX array as one. An integer array is taken with a warning. What is
             neither a number nor an array, such as a `jax.ShapeDtypeStruct` or a sharding, is kept
             as it is.
         counter: finite steps since the scale last changed; kept as an int32 in the same way.
@@ -260,9 +260,10 @@ class DynamicLossScale:
         return max(self.min_loss_scale, _LOWEST_SCALE), min(high, _HIGHEST_SCALE)
 
     def _clip(self, scale: Any) -> Any:
-        low, high = self._bounds
-        numpy = jnp if isinstance(scale, jax.Array) else np
-        return numpy.minimum(numpy.maximum(scale, np.float32(low)), np.float32(high))
+        low, high = map(np.float32, self._bounds)
+        if isinstance(scale, jax.Array):
+            return jnp.minimum(jnp.maximum(scale, low), high)
+        return np.asarray(np.minimum(np.maximum(scale, low), high))
 
     @property
     def _effective(self) -> Any:
@@ -483,13 +484,14 @@ def _number(value: Any, name: str) -> int | float:
 def _leaf(value: Any, dtype: Any, name: str) -> Any:
     """Returns a number or an array as a strong one of `dtype`, and anything else as it is.
 
-    What is not JAX's yet becomes NumPy's, which starts no backend.
+    What is not JAX's yet becomes a NumPy array, which starts no backend; no NumPy scalar, which
+    Orbax refuses to save.
     """
     if isinstance(value, jax.Array):
         return jnp.asarray(value, dtype)
     if is_array(value):
         with np.errstate(all="ignore"):  # a float64 beyond float32 becomes inf, as in JAX
-            return value.astype(dtype)[()]
+            return np.asarray(value).astype(dtype)
     if not isinstance(value, int | float | str):
         return value
     number = _number(value, f"DynamicLossScale.{name}")
@@ -498,7 +500,7 @@ def _leaf(value: Any, dtype: Any, name: str) -> Any:
             f"Expected DynamicLossScale.{name} to be at most 2**31 - 1, got {number}: leave it out "
             "to begin with 0."
         )
-    return dtype(number)
+    return np.asarray(number, dtype)
 
 
 def _is_integer_array(value: Any) -> bool:

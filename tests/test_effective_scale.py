@@ -289,10 +289,10 @@ def test_the_loop_of_jmp_costs_what_the_hand_written_one_does():
 
 
 def test_numbers_are_kept_as_numpys_and_arrays_as_jaxs():
-    scale = jmpx.DynamicLossScale(2**15, 3)
-    assert type(scale.loss_scale) is np.float32 and type(scale.counter) is np.int32
-    scale = jmpx.DynamicLossScale(np.asarray(8.0), np.int64(1))
-    assert type(scale.loss_scale) is np.float32 and type(scale.counter) is np.int32
+    for arguments in ((2**15, 3), (np.asarray(8.0), np.int64(1)), (np.float16(8), np.uint8(1))):
+        scale = jmpx.DynamicLossScale(*arguments)
+        for leaf, dtype in ((scale.loss_scale, np.float32), (scale.counter, np.int32)):
+            assert type(leaf) is np.ndarray and leaf.shape == () and leaf.dtype == dtype
     scale = jmpx.DynamicLossScale(jnp.float16(8), jnp.asarray(1))
     assert isinstance(scale.loss_scale, jax.Array) and isinstance(scale.counter, jax.Array)
     assert isinstance(scale.adjust(True).loss_scale, jax.Array)
@@ -487,6 +487,20 @@ def test_a_registration_of_the_users_own_stays():
     """
     result = run_python("-c", textwrap.dedent(code))
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.filterwarnings("ignore")  # Orbax's own
+def test_orbax_saves_numpys_numbers_and_restores_into_them(tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    fresh = jmpx.DynamicLossScale(2.0**12, 3, period=5)
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        for name, saved in {"fresh": fresh, "stepped": fresh.adjust(True)}.items():
+            checkpointer.save(tmp_path / name, {"scale": saved})
+            checkpointer.wait_until_finished()
+            template = {"scale": jmpx.DynamicLossScale(period=7)}
+            restored = checkpointer.restore(tmp_path / name, template)["scale"]
+            assert (value(restored), restored.counter, restored.period) == (4096, saved.counter, 7)
+            assert restored.adjust(False).loss_scale == 2048
 
 
 # Leaves that JAX cannot hold
