@@ -179,7 +179,8 @@ def autocast(
     scale), multiplication and division run in float32 and round the result. An epsilon that float16
     cannot hold is lost in a sum, `h + 1e-8`, as it is in torch: add it to a mean or a total, which
     is float32. Integer powers (`h**2`, `h**3`) stay in bfloat16; where they would be float16 they
-    run in float32 and stay there, because they and their derivatives overflow.
+    run in float32, because they and their derivatives overflow; what is made of them is float32 up
+    to a matrix product or a bounded function, such as the tanh of a gelu.
 
     A loop's carry keeps its float32, so that sums over many steps are right; `op.scan: bf16` and
     `op.while: bf16` carry activations in 16 bits. A product with `precision="highest"` stays in

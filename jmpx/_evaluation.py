@@ -394,6 +394,8 @@ class _Equation:
             results[0].constant = self.values[0].constant
         if self.name in COPIES or self.name in ELEMENTWISE:
             results[0].uniform |= all(value.uniform for value in self.values)
+            wide = [v for v in self.values if v.dtype == FLOAT32 and not v.weak]
+            results[0].power = bool(wide) and all(value.power for value in wide)
         for result, var in zip(results, self.eqn.outvars, strict=True):
             if _is_float32(var) and result.dtype.itemsize > 4:
                 result.array = result.to(FLOAT32)
@@ -472,8 +474,18 @@ class _Equation:
         return [Value(array, self.weak, self.tangent) for array in arrays]
 
     def power(self) -> list[Value]:
-        if self.float32_values and self._promoted() == np.float16:
-            return self.full()
+        statistic = self._is_in(self.surroundings.statistics)
+        if statistic or not self.float32_values or self._promoted() != np.float16:
+            return self.promote()
+        results = self._recomputed(FLOAT32)
+        for result in results:
+            result.power = True
+        return results
+
+    def bounded(self) -> list[Value]:
+        dtype = self.region.dtype
+        if all(value.power for value in self.values):
+            return self.bind(self._operands(dtype), self.weak)
         return self.promote()
 
     def internal(self) -> list[Value]:
@@ -679,6 +691,7 @@ _KINDS = {
     Kind.PLACE: _Equation.promote,
     Kind.SCALE: _Equation.scale,
     Kind.POWER: _Equation.power,
+    Kind.BOUNDED: _Equation.bounded,
     Kind.UPDATE: _Equation.update,
     Kind.INTERNAL: _Equation.internal,
     Kind.EACH: _Equation.each,

@@ -171,7 +171,7 @@ def in_place_of(eqn: Any, *scopes: str) -> Iterator[None]:
 
 def looks_for_nans(operands: Sequence[Any]) -> bool:
     """Whether JAX checks what each operation returns, and operations run now, untraced."""
-    is_asked = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+    is_asked = any(getattr(jax.config, f"jax_debug_{what}") for what in ("nans", "infs"))
     return is_asked and not any(isinstance(array, jax.core.Tracer) for array in operands)
 
 

@@ -18,6 +18,7 @@ class Kind(enum.Enum):
     PLACE = "as PROMOTE, and what is finite in float32, such as a mask of -1e9, stays finite"
     SCALE = "as PROMOTE, but run in float32 and rounded next to a number that 16 bits cannot hold"
     POWER = "as PROMOTE, but as FULL instead of float16, where large powers overflow"
+    BOUNDED = "as PROMOTE, but of powers in the compute dtype: the result is exact at infinity"
     INTERNAL = "as PROMOTE, but run in float32 and rounded"
     UPDATE = "as PLACE, but run in float32 and rounded"
     EACH = "each operand in the dtype that it has"
@@ -44,7 +45,7 @@ _TABLE = {
     """,
     Kind.PROMOTE: """
         add_any max min clamp neg abs sign floor ceil round is_finite
-        sqrt cbrt one_minus_square atan sin cos tanh logistic erf erfc
+        sqrt cbrt one_minus_square sin cos
         reduce_max reduce_min argmax argmin cummax cummin top_k approx_top_k
         reduce_window_max reduce_window_min select_and_gather_add
         broadcast_in_dim reshape transpose squeeze rev slice split tile
@@ -61,6 +62,9 @@ _TABLE = {
     """,
     Kind.POWER: """
         square integer_pow polynomial
+    """,
+    Kind.BOUNDED: """
+        atan tanh logistic erf erfc
     """,
     Kind.UPDATE: """
         scatter scatter_max scatter_min

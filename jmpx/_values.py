@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -23,12 +24,14 @@ class Traits(NamedTuple):
         tangent: whether it is a tangent or made of one. It is cast linearly, so that it can be
             transposed and an overflow shows.
         uniform: whether all its elements are the same number.
+        power: whether it is float32 only because a power in float16 could overflow.
     """
 
     dtype: Any
     weak: bool
     tangent: bool = False
     uniform: bool = False
+    power: bool = False
 
 
 class Value:
@@ -40,13 +43,14 @@ class Value:
         tangent: see `Traits`.
     """
 
-    __slots__ = ("_casts", "array", "constant", "tangent", "uniform", "weak")
+    __slots__ = ("_casts", "array", "constant", "power", "tangent", "uniform", "weak")
 
     def __init__(self, array: Any, weak: bool, tangent: bool = False) -> None:
         self.array = array
         self.weak = weak
         self.tangent = tangent
         self.uniform = array.size == 1
+        self.power = False
         self.constant: Any = None  # an array of the same numbers in any shape, where it is known
         self._casts: dict[Any, Any] = {}
 
@@ -55,6 +59,7 @@ class Value:
         """Returns the value of an array of which the traits are known."""
         value = cls(array, traits.weak, traits.tangent)
         value.uniform |= traits.uniform
+        value.power = traits.power
         return value
 
     @classmethod
@@ -72,7 +77,7 @@ class Value:
 
     @property
     def traits(self) -> Traits:
-        return Traits(self.dtype, self.weak, self.tangent, self.uniform)
+        return Traits(self.dtype, self.weak, self.tangent, self.uniform, self.power)
 
     def to(self, dtype: Any) -> Any:
         """Returns the array in `dtype`, cast once for all who ask."""

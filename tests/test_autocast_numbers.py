@@ -572,6 +572,20 @@ def test_powers_are_float32_in_place_of_float16_and_low_in_bfloat16(power):
         assert jmpx.autocast(f, rule, output=None)(x).dtype == F16
 
 
+def test_a_gelu_leaves_float16_and_keeps_no_more_than_in_bfloat16(rng):
+    w, x = normal(rng, 16, 16), normal(rng, 64, 16)
+
+    def loss(w):
+        return (jax.nn.gelu(x @ w) @ w).sum()
+
+    kept = [benchmark.residual_bytes(jmpx.autocast(loss, policy), w) for policy in LOW]
+    assert kept[0] <= kept[1]
+    gelu = jmpx.autocast(lambda w: jax.nn.gelu(x @ w), "c=f16", output=None)
+    assert gelu(w).dtype == F16
+    assert operand_dtypes("tanh", gelu, w) == {F16}
+    assert operand_dtypes("integer_pow", gelu, w) == {F32}
+
+
 # Arguments of NumPy.
 
 NUMPY = {
