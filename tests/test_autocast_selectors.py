@@ -198,10 +198,15 @@ def equations(jaxpr):
                     yield from equations(inner)
 
 
+def trace(f, *args):
+    """A function's jaxpr, traced anew: JAX would give back what it knows of the same function."""
+    return jax.make_jaxpr(lambda *args: f(*args))(*args)
+
+
 def products(f, *args):
     """Whose products run in which dtypes."""
     found = {}
-    for eqn in equations(jax.make_jaxpr(f)(*args)):
+    for eqn in equations(trace(f, *args)):
         if eqn.primitive.name != "dot_general":
             continue
         dims = {n for var in (*eqn.invars, *eqn.outvars) for n in var.aval.shape} - {1, BATCH}
@@ -369,7 +374,7 @@ def test_caches_keep_marks_apart(framework):
     plain, cast = {name: {"float32"} for name in WIDTHS}, {"bfloat16"}
     for _ in range(2):  # traced before, under two maps, and after
         assert products(jitted, model, X) == plain
-        assert not [s for s in stacks(jax.make_jaxpr(jitted)(model, X)) if "jmpx" in s]
+        assert not [s for s in stacks(trace(jitted, model, X)) if "jmpx" in s]
         assert_selected(products(jmpx.autocast(jitted, policy), model, X), "inner outer")
         assert set().union(*products(jmpx.autocast(jitted), model, X).values()) == cast
 
@@ -595,7 +600,7 @@ def test_what_is_near_is_found_inside_of_inner_functions(transform):
     f = jmpx.autocast(deep(transform), "c=bf16; */atention: full; op.tanhh: full")
     for _ in range(2):  # the second one finds the inner function retraced
         with pytest.warns(UserWarning) as record:
-            jax.make_jaxpr(f)(jnp.ones((2, 2)))
+            trace(f, jnp.ones((2, 2)))
         scope, operation = [str(warning.message) for warning in record]
         assert "matched no scope; did you mean 'encoder/attention'?" in scope
         assert "matched no operation; did you mean 'op.tanh'?" in operation
@@ -615,7 +620,7 @@ def test_what_is_near_to_a_class_or_path(framework, selector, near):
     f = jmpx.autocast(jax.jit(apply), in_words_of(framework, f"c=bf16; {selector}: full"))
     for _ in range(2):  # the second one finds the inner function traced
         with pytest.warns(UserWarning, match="matched no module or scope") as record:
-            jax.make_jaxpr(f)(model, X)
+            trace(f, model, X)
         assert f"; did you mean {in_words_of(framework, near)!r}?" in str(record[0].message)
 
 
@@ -630,4 +635,4 @@ def test_a_class_that_ran_inside_a_cached_function_is_no_unused_rule():
         apply, model, _, _ = FRAMEWORKS[framework]
         f = jmpx.autocast(jax.jit(apply), in_words_of(framework, "c=bf16; <Own>Base: full"))
         for _ in range(2):
-            jax.make_jaxpr(f)(model, X)
+            trace(f, model, X)
