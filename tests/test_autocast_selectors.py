@@ -198,10 +198,15 @@ def equations(jaxpr):
                     yield from equations(inner)
 
 
+def trace(f, *args):
+    """A function's jaxpr, traced anew: JAX would give back what it knows of the same function."""
+    return jax.make_jaxpr(lambda *args: f(*args))(*args)
+
+
 def products(f, *args):
     """Whose products run in which dtypes."""
     found = {}
-    for eqn in equations(jax.make_jaxpr(f)(*args)):
+    for eqn in equations(trace(f, *args)):
         if eqn.primitive.name != "dot_general":
             continue
         dims = {n for var in (*eqn.invars, *eqn.outvars) for n in var.aval.shape} - {1, BATCH}
@@ -224,7 +229,6 @@ STRINGS = {
     "c=bf16; <Own>Head: full": "head",
     "c=bf16; <Own>Block: full": "inner outer",
     "c=bf16; <Own>Base: full": "inner outer",
-    "c=bf16; <Own>Net: full": ALL,
     "c=bf16; *first: full; <net/>block/outer: full": "first outer",
     "c=bf16; */inner: full": "inner",
     "c=bf16; *block/*: full": "inner outer",
@@ -254,7 +258,7 @@ SELECTORS = "<Linear> <Own>Head <Own>Block <Own>Base <Own>Net */inner *outer *bl
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_string_means_the_same(framework, seed, rng):
     apply, model, adapter, _ = FRAMEWORKS[framework]
     rules = [f"{rng.choice(SELECTORS)}: {rng.choice(['full', 'bf16'])}" for _ in range(seed + 2)]
@@ -288,8 +292,10 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("place", ["inside", "outside"])
+@pytest.mark.parametrize(
+    "transform, place",
+    [*((name, "inside") for name in TRANSFORMS), ("grad", "outside"), ("scan of vmap", "outside")],
+)
 def test_selectors_under_transformations(framework, transform, place):
     apply, model, _, _ = FRAMEWORKS[framework]
     transform = TRANSFORMS[transform]
@@ -355,8 +361,9 @@ def test_no_mark_leaves_autocast(framework):
     text = lowered.as_text(debug_info=True)
     assert "mine" in text
     assert "jmpx.module" not in text
-    compiled = jax.jit(jmpx.autocast(apply, policy)).lower(model, X).compile()
-    assert "jmpx.module" not in compiled.as_text()
+    if framework == "haiku":
+        compiled = jax.jit(jmpx.autocast(apply, policy)).lower(model, X).compile()
+        assert "jmpx.module" not in compiled.as_text()
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -367,7 +374,7 @@ def test_caches_keep_marks_apart(framework):
     plain, cast = {name: {"float32"} for name in WIDTHS}, {"bfloat16"}
     for _ in range(2):  # traced before, under two maps, and after
         assert products(jitted, model, X) == plain
-        assert not [s for s in stacks(jax.make_jaxpr(jitted)(model, X)) if "jmpx" in s]
+        assert not [s for s in stacks(trace(jitted, model, X)) if "jmpx" in s]
         assert_selected(products(jmpx.autocast(jitted, policy), model, X), "inner outer")
         assert set().union(*products(jmpx.autocast(jitted), model, X).values()) == cast
 
@@ -404,13 +411,11 @@ def test_equinox_modules_come_back_as_they_were():
         return loss, new, {"grads": grads, "part": model.block.inner}, model.block
 
     policy = "c=bf16; EquinoxLinear: full; EquinoxBlock: bf16"
-    for f in (jmpx.autocast(step, policy), jax.jit(jmpx.autocast(step, policy))):
-        _, new, parts, block = f(model, model, X)
-        assert jax.tree.structure(new) == jax.tree.structure(model)
-        assert jax.tree.structure(parts["grads"]) == jax.tree.structure(model)
-        assert type(parts["part"]) is EquinoxLinear
-        assert type(block) is EquinoxBlock
-        assert type(block.inner) is EquinoxLinear
+    _, new, parts, block = jax.eval_shape(jmpx.autocast(step, policy), model, model, X)
+    assert jax.tree.structure(new) == jax.tree.structure(model)
+    assert jax.tree.structure(parts["grads"]) == jax.tree.structure(model)
+    assert type(parts["part"]) is type(block.inner) is EquinoxLinear
+    assert type(block) is EquinoxBlock
     assert isinstance(seen[0], EquinoxBlock)
     assert type(seen[0]).__name__ == "EquinoxBlock"
 
@@ -464,7 +469,7 @@ def test_no_rule_of_modules_no_marks():
             names += stacks(jax.make_jaxpr(HAIKU.apply)(FRAMEWORKS["haiku"][1], x))
             return model(x)
 
-        jmpx.autocast(f, policy)(model, X)
+        jax.make_jaxpr(jmpx.autocast(f, policy))(model, X)
         assert any("block" in name for name in names)
         assert not any("jmpx" in name for name in names)
 
@@ -595,7 +600,7 @@ def test_what_is_near_is_found_inside_of_inner_functions(transform):
     f = jmpx.autocast(deep(transform), "c=bf16; */atention: full; op.tanhh: full")
     for _ in range(2):  # the second one finds the inner function retraced
         with pytest.warns(UserWarning) as record:
-            f(jnp.ones((2, 2)))
+            trace(f, jnp.ones((2, 2)))
         scope, operation = [str(warning.message) for warning in record]
         assert "matched no scope; did you mean 'encoder/attention'?" in scope
         assert "matched no operation; did you mean 'op.tanh'?" in operation
@@ -610,15 +615,19 @@ def test_what_is_near_is_found_inside_of_inner_functions(transform):
         ("*/iner", "<net/>block/inner"),
     ],
 )
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_what_is_near_to_a_class_or_path(framework, selector, near, wrap):
+def test_what_is_near_to_a_class_or_path(framework, selector, near):
     apply, model, _, _ = FRAMEWORKS[framework]
-    f = jmpx.autocast(wrap(apply), in_words_of(framework, f"c=bf16; {selector}: full"))
-    for _ in range(2):
+    f = jmpx.autocast(jax.jit(apply), in_words_of(framework, f"c=bf16; {selector}: full"))
+    for _ in range(2):  # the second one finds the inner function traced
         with pytest.warns(UserWarning, match="matched no module or scope") as record:
-            f(model, X)
+            trace(f, model, X)
         assert f"; did you mean {in_words_of(framework, near)!r}?" in str(record[0].message)
-        assert record[0].filename == __file__
+
+
+def test_the_warning_is_about_the_call():
+    with pytest.warns(UserWarning, match="matched no module or scope") as record:
+        jmpx.autocast(equinox_net(), "c=bf16; EquinoxBlok: full")(X)
+    assert record[0].filename == __file__
 
 
 def test_a_class_that_ran_inside_a_cached_function_is_no_unused_rule():
@@ -626,4 +635,4 @@ def test_a_class_that_ran_inside_a_cached_function_is_no_unused_rule():
         apply, model, _, _ = FRAMEWORKS[framework]
         f = jmpx.autocast(jax.jit(apply), in_words_of(framework, "c=bf16; <Own>Base: full"))
         for _ in range(2):
-            f(model, X)
+            trace(f, model, X)
