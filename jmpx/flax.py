@@ -111,17 +111,17 @@ def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[Non
         _warn_without_linen(parsed, interceptor.has_run, stacklevel=3)
 
 
-# Of these maps it is settled: a Linen module ran under it, or it was said that none did. A module
-# that runs compiled cannot be seen, but it was traced under an equal map before.
+# The maps of contexts that have ended once: a Linen module ran under them, or it was said that none
+# did. Later a module may run compiled, which cannot be seen.
 _settled: set[PolicyMap] = set()
 
 
 def _warn_without_linen(policy_map: PolicyMap, has_run: bool, stacklevel: int) -> None:
     """Warns once of a map under which no Linen module ran, where NNX modules are about."""
-    if policy_map in _settled or not (has_run or _has_nnx_modules()):
+    if policy_map in _settled:
         return
     _settled.add(policy_map)
-    if not has_run:
+    if not has_run and _has_nnx_modules():
         warnings.warn(
             f"No Linen module ran under jmpx.flax.policies({str(policy_map)!r}), which casts those "
             "alone: for an NNX model make a view inside of the loss function, "
