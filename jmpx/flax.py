@@ -145,6 +145,8 @@ def _intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: Any)
     if context.module.scope is None or not interceptors:
         return method(*args, **kwargs)  # it reads nothing; or a context ended out of order
     refuse_other_tasks(f"run the Linen module {type(context.module).__name__}")
+    for interceptor in interceptors:  # an outer one casts nothing, but was not set up in vain
+        interceptor.has_run = True
     return interceptors[-1](method, args, kwargs, context)
 
 
@@ -205,7 +207,6 @@ class _Interceptor:
         kwargs: dict[str, Any],
         context: Any,
     ) -> Any:
-        self.has_run = True
         module = context.module
         # Methods of `nn.Module` itself cannot be intercepted, an attribute goes before them.
         object.__setattr__(module, "param", functools.partial(self._param, module))

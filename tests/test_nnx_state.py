@@ -655,6 +655,7 @@ def test_policies_around_an_nnx_model_say_so_once(rng):
         model(x)
 
 
+@pytest.mark.filterwarnings("error:No Linen module ran")
 def test_policies_of_a_linen_program_say_nothing(rng):
     model, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), normal(rng, 4, 3)  # it exists, that is all
     params = nn.Dense(2).init(jax.random.key(0), x)
