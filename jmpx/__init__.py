@@ -1,23 +1,15 @@
 """jmpx: mixed precision for JAX, from a policy string."""
 
+import importlib
 from typing import TYPE_CHECKING
 
 from jmpx._dtypes import half_dtype as half_dtype
-from jmpx._gradient import (
-    filter_grad as filter_grad,
-    filter_value_and_grad as filter_value_and_grad,
-)
 from jmpx._loss_scale import (
     DynamicLossScale as DynamicLossScale,
     DynamicLossScaling as DynamicLossScaling,
     LossScale as LossScale,
     NoOpLossScale as NoOpLossScale,
     StaticLossScale as StaticLossScale,
-)
-from jmpx._optimizer import (
-    SkipNonfiniteState as SkipNonfiniteState,
-    optimizer_update as optimizer_update,
-    skip_nonfinite as skip_nonfinite,
 )
 from jmpx._policy import Policy as Policy, get_policy as get_policy
 from jmpx._policy_map import (
@@ -48,21 +40,37 @@ from jmpx._tree import (
     select_tree as select_tree,
 )
 
+# What trains and what autocasts is most of the library: it is imported when it is first asked for.
 if TYPE_CHECKING:
     from jmpx._autocast import (
         Autocast as Autocast,
         autocast as autocast,
         save_low_precision as save_low_precision,
     )
+    from jmpx._gradient import (
+        filter_grad as filter_grad,
+        filter_value_and_grad as filter_value_and_grad,
+    )
+    from jmpx._optimizer import (
+        SkipNonfiniteState as SkipNonfiniteState,
+        optimizer_update as optimizer_update,
+        skip_nonfinite as skip_nonfinite,
+    )
 else:
+    _LATER = {
+        "_autocast": ("Autocast", "autocast", "save_low_precision"),
+        "_gradient": ("filter_grad", "filter_value_and_grad"),
+        "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
+    }
 
     def __getattr__(name):
-        """Imports autocast, which is a third of the library, when it is first asked for."""
-        if name not in __all__:
+        """Imports the file of a name, and puts its names here."""
+        file = next((file for file, names in _LATER.items() if name in names), None)
+        if file is None:
             raise AttributeError(f"module 'jmpx' has no attribute {name!r}")
-        from jmpx import _autocast
-
-        return globals().setdefault(name, getattr(_autocast, name))
+        module = importlib.import_module(f"jmpx.{file}")
+        globals().update((each, getattr(module, each)) for each in _LATER[file])
+        return globals()[name]
 
     def __dir__():
         return sorted({*globals(), *__all__})

@@ -14,9 +14,9 @@ from jmpx._contexts import note_cast
 from jmpx._dtypes import DTypeLike, as_dtype, check_computes
 from jmpx._evaluation import RESTORE, Run
 from jmpx._marks import Marks
-from jmpx._operations import operation_name
+from jmpx._operations import HIGHER_ORDER, KINDS, instead_of, operation_name
 from jmpx._policy import Policy, did_you_mean
-from jmpx._policy_map import PolicyMap, Rule, get_policy_map, near_operation, warn_of
+from jmpx._policy_map import PolicyMap, Rule, get_policy_map, warn_of
 from jmpx._registry import refuse_creation
 from jmpx._scopes import Module, module_of, without_marks
 from jmpx._stateful import Pure, call, is_object, module_base
@@ -297,13 +297,30 @@ def _warn_unused(run: Run, marks: Marks, stacklevel: int) -> None:
     for rule in run.policy_map.rules:
         if rule in run.used or any(rule.matches(*module) for module in modules):
             continue
-        name = rule.selector.strip("*/")
         if rule.is_operation:
             kind, near = "operation", near_operation(rule.selector, run.operations)
         else:
             kind = "module or scope" if modules else "scope"
-            near = did_you_mean(name, _by_name(run.scopes, modules, rule.is_path))
+            known = _by_name(run.scopes, modules, rule.is_path)
+            near = did_you_mean(rule.selector.strip("*/"), known)
         warn_of(rule, run.policy_map, kind, near, stacklevel + 1)
+
+
+def near_operation(selector: str, met: Iterable[str]) -> str:
+    """Returns the end of a warning: the operations that a rule for an operation may mean.
+
+    Args:
+        selector: the selector of a rule that met no operation.
+        met: the operations that ran.
+    """
+    name = selector.removeprefix("op.")
+    instead = instead_of(name)
+    if instead is not None:
+        return f", as {name!r} is none of JAX's primitives: write {instead}."
+    near = did_you_mean(name, {n: f"op.{n}" for n in sorted(met) if n != name})
+    if near != "." or name in KINDS or name in HIGHER_ORDER:
+        return near  # one of JAX's operations that did not run is spelled as it should be
+    return did_you_mean(name, {n: f"op.{n}" for n in KINDS})
 
 
 def _by_name(scopes: Iterable[str], modules: Iterable[Module], paths: bool) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)  # not frozen, which takes twice as long to import
 class Context:
     """A context that a user enters.
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from jmpx._dtypes import dtype_name
-from jmpx._operations import HIGHER_ORDER, KINDS, instead_of
 from jmpx._policy import (
     KEYS,
     Policy,
@@ -322,23 +321,6 @@ def _near(rule: Rule, seen: Iterable[tuple[type, str]]) -> str:
         name: name for name in sorted(classes)
     }
     return did_you_mean(rule.selector.rpartition(".")[2], choices)
-
-
-def near_operation(selector: str, met: Iterable[str]) -> str:
-    """Returns the end of a warning: the operations that a rule for an operation may mean.
-
-    Args:
-        selector: the selector of a rule that met no operation.
-        met: the operations that ran.
-    """
-    name = selector.removeprefix("op.")
-    instead = instead_of(name)
-    if instead is not None:
-        return f", as {name!r} is none of JAX's primitives: write {instead}."
-    near = did_you_mean(name, {n: f"op.{n}" for n in sorted(met) if n != name})
-    if near != "." or name in KINDS or name in HIGHER_ORDER:
-        return near  # one of JAX's operations that did not run is spelled as it should be
-    return did_you_mean(name, {n: f"op.{n}" for n in KINDS})
 
 
 def _by_last_name(paths: Iterable[str]) -> dict[str, str]:

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._dtypes import DTypeLike, as_dtype, check_enabled, half_dtype
-from jmpx._stateful import Pure, apply, call, sparing
 
 T = TypeVar("T")
 
@@ -323,8 +322,9 @@ def _recast(
     """Wraps `func`: arguments to dtype `inside`, results to dtype `outside(arguments)`."""
     if not callable(func):
         raise TypeError(f"Expected a function to wrap, got {func!r}: pass the callable itself.")
+    from jmpx._stateful import apply, call, sparing  # here, so that `import jmpx` stays light
 
-    def recast(pure: Pure, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def recast(pure: Any, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return_dtype = outside((args[1:], kwargs))
         args, kwargs = sparing(lambda tree: cast_tree(tree, inside))((args, kwargs))
         with full_precision() if inside is jnp.float32 else contextlib.nullcontext():

@@ -6,7 +6,8 @@ import pytest
 from helpers import run_python
 
 HEAVY = (
-    "jmpx._autocast jax.extend.core haiku equinox flax optax absl matplotlib sklearn tqdm jmp"
+    "jmpx._autocast jax.extend.core haiku equinox flax optax absl matplotlib sklearn tqdm jmp "
+    "jmpx._gradient jmpx._optimizer jmpx._jaxpr jmpx._operations jmpx._stateful"
 ).split()
 
 

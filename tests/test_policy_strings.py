@@ -26,8 +26,9 @@ import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
 from jmpx.__main__ import main
+from jmpx._autocast import near_operation
 from jmpx._operations import _INSTEAD, HIGHER_ORDER, KINDS
-from jmpx._policy_map import _matches_path, near_operation
+from jmpx._policy_map import _matches_path
 
 X = np.ones((2, 3), np.float32)
 
