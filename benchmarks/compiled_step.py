@@ -20,7 +20,7 @@ Steps in float16, with a dynamic loss scale, that skip where gradients are not f
 - jmpx_where, jmpx_cond: `filter_value_and_grad` and `optimizer_update`.
 - jmpx_counting_where, jmpx_counting_cond: the same with an optimizer made by `skip_nonfinite`.
 - jmpx_wrapped_where, jmpx_wrapped_cond: `skip_nonfinite` alone, with `optax.apply_updates`.
-- jmpx_jmp_style: JMP's step with jmpx in its place; jmpx_jmp_style_max: with a max_loss_scale.
+- jmpx_jmp_style: JMP's step with jmpx in its place.
 
 Steps in bfloat16 that neither scale nor skip: bfloat16 (by hand), bfloat16_jmp, bfloat16_jmpx and
 bfloat16_mpx, which scales and skips nevertheless. float32 is the step with nothing added.
@@ -129,7 +129,7 @@ def by_hand(model: ViT, skip: Callable[..., Any]) -> Program:
     return Program(train_step, (jnp.float32(START), jnp.int32(0), jnp.array(True)))
 
 
-def jmp_style(model: ViT, name: str, dtype: str, **options: Any) -> Program:
+def jmp_style(model: ViT, name: str, dtype: str) -> Program:
     """The step of JMP's users, with the library of that name."""
     jmp = importlib.import_module(name)
     policy = jmp.get_policy(f"params=float32,compute={dtype},output=float32")
@@ -152,7 +152,7 @@ def jmp_style(model: ViT, name: str, dtype: str, **options: Any) -> Program:
         return (*new, loss_scale), loss
 
     if dtype == "float16":
-        return Program(train_step, jmp.DynamicLossScale(jnp.float32(START), **options))
+        return Program(train_step, jmp.DynamicLossScale(jnp.float32(START)))
     return Program(train_step, jmp.NoOpLossScale())
 
 
@@ -225,7 +225,6 @@ STEPS: dict[str, Callable[[ViT], Program]] = {
     "jmpx_wrapped_where": lambda model: jmpx_wrapped(model, "where"),
     "jmpx_wrapped_cond": lambda model: jmpx_wrapped(model, "cond"),
     "jmpx_jmp_style": lambda model: jmp_style(model, "jmpx", "float16"),
-    "jmpx_jmp_style_max": lambda model: jmp_style(model, "jmpx", "float16", max_loss_scale=2.0**24),
     "bfloat16": lambda model: plain(model, jnp.bfloat16),
     "bfloat16_jmp": lambda model: jmp_style(model, "jmp", "bfloat16"),
     "bfloat16_mpx": lambda model: mpx_style(model, jnp.bfloat16, 1.0),
