@@ -1,6 +1,5 @@
 """jmpx: mixed precision for JAX, from a policy string."""
 
-import importlib
 from typing import TYPE_CHECKING
 
 from jmpx._dtypes import half_dtype as half_dtype
@@ -68,7 +67,9 @@ else:
         file = next((file for file, names in _LATER.items() if name in names), None)
         if file is None:
             raise AttributeError(f"module 'jmpx' has no attribute {name!r}")
-        module = importlib.import_module(f"jmpx.{file}")
+        from importlib import import_module  # here, because what stands above is public
+
+        module = import_module(f"jmpx.{file}")
         globals().update((each, getattr(module, each)) for each in _LATER[file])
         return globals()[name]
 
