@@ -155,6 +155,11 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
     return structure.unflatten(_cast_leaves(leaves, dtype))
 
 
+def cast_like(new: T, old: Any) -> T:
+    """Returns a leaf in the dtype of the one that it replaces, if both are floating."""
+    return cast_tree(new, old.dtype) if is_floating(old) else new
+
+
 def cast_to_float32(tree: T) -> T:
     """Casts the floating leaves of a pytree to float32; see `cast_tree`.
 

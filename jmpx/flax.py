@@ -22,7 +22,7 @@ from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_for, running
 from jmpx._scopes import Module, in_module
-from jmpx._tree import cast_tree, is_floating
+from jmpx._tree import cast_like
 
 try:
     from flax import linen as nn, nnx
@@ -268,14 +268,10 @@ def _keep_carry(carry: Any, result: Any, output: Any) -> Any:
     """
     structure = jax.tree.structure(carry)
     if jax.tree.structure(result) == structure:
-        return jax.tree.map(_cast_like, result, carry)
+        return jax.tree.map(cast_like, result, carry)
     if isinstance(result, tuple) and result and jax.tree.structure(result[0]) == structure:
-        return (jax.tree.map(_cast_like, result[0], carry), *output[1:])
+        return (jax.tree.map(cast_like, result[0], carry), *output[1:])
     return output
-
-
-def _cast_like(new: Any, old: Any) -> Any:
-    return cast_tree(new, old.dtype) if is_floating(old) else new
 
 
 def _lifted_class(cls: type) -> type:

@@ -18,7 +18,7 @@ from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_for, running
 from jmpx._scopes import in_module
-from jmpx._tree import cast_tree, is_floating
+from jmpx._tree import cast_like, cast_tree, is_floating
 
 try:
     import haiku as hk
@@ -158,7 +158,7 @@ class _Run:
             return jax.tree.map(lambda leaf: _as_stored(leaf, policy), value)
         if jax.tree.structure(value) != jax.tree.structure(stored):
             return value
-        return jax.tree.map(_cast_like, value, stored)
+        return jax.tree.map(cast_like, value, stored)
 
 
 def _state_dtype(policy: Policy) -> Any:
@@ -171,10 +171,6 @@ def _as_stored(leaf: Any, policy: Policy) -> Any:
     narrow = [d for d in (policy.compute_dtype, policy.output_dtype) if jnp.dtype(d).itemsize < 4]
     is_narrow = is_floating(leaf) and leaf.dtype in [jnp.dtype(dtype) for dtype in narrow]
     return cast_tree(leaf, _state_dtype(policy)) if is_narrow else leaf
-
-
-def _cast_like(new: Any, old: Any) -> Any:
-    return cast_tree(new, old.dtype) if is_floating(new) and is_floating(old) else new
 
 
 def _intercept(next_f: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
