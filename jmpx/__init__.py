@@ -2,6 +2,16 @@
 
 from typing import TYPE_CHECKING
 
+from jmpx._casts import (
+    cast_to_bfloat16 as cast_to_bfloat16,
+    cast_to_float16 as cast_to_float16,
+    cast_to_float32 as cast_to_float32,
+    cast_to_full as cast_to_full,
+    cast_to_full_precision as cast_to_full_precision,
+    cast_to_half as cast_to_half,
+    cast_to_half_precision as cast_to_half_precision,
+    cast_tree as cast_tree,
+)
 from jmpx._dtypes import half_dtype as half_dtype
 from jmpx._loss_scale import (
     DynamicLossScale as DynamicLossScale,
@@ -23,21 +33,8 @@ from jmpx._registry import (
     push_policy as push_policy,
     set_policy as set_policy,
 )
-from jmpx._tree import (
-    all_finite as all_finite,
-    cast_function as cast_function,
-    cast_to_bfloat16 as cast_to_bfloat16,
-    cast_to_float16 as cast_to_float16,
-    cast_to_float32 as cast_to_float32,
-    cast_to_full as cast_to_full,
-    cast_to_full_precision as cast_to_full_precision,
-    cast_to_half as cast_to_half,
-    cast_to_half_precision as cast_to_half_precision,
-    cast_tree as cast_tree,
-    force_full_precision as force_full_precision,
-    full_precision as full_precision,
-    select_tree as select_tree,
-)
+from jmpx._scopes import full_precision as full_precision
+from jmpx._tree import all_finite as all_finite, select_tree as select_tree
 
 # What trains and what autocasts is most of the library: it is imported when it is first asked for.
 if TYPE_CHECKING:
@@ -45,6 +42,10 @@ if TYPE_CHECKING:
         Autocast as Autocast,
         autocast as autocast,
         save_low_precision as save_low_precision,
+    )
+    from jmpx._function_casts import (
+        cast_function as cast_function,
+        force_full_precision as force_full_precision,
     )
     from jmpx._gradient import (
         filter_grad as filter_grad,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 else:
     _LATER = {
         "_autocast": ("Autocast", "autocast", "save_low_precision"),
+        "_function_casts": ("cast_function", "force_full_precision"),
         "_gradient": ("filter_grad", "filter_value_and_grad"),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
     }

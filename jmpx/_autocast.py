@@ -13,14 +13,14 @@ from jmpx import _jaxpr
 from jmpx._contexts import note_cast
 from jmpx._dtypes import DTypeLike, as_dtype, check_computes
 from jmpx._evaluation import RESTORE, Run
-from jmpx._marks import Marks
+from jmpx._leaves import is_floating
+from jmpx._marks import Module, module_of, without_marks
+from jmpx._modules import Marks
 from jmpx._operations import HIGHER_ORDER, KINDS, instead_of, operation_name
 from jmpx._policy import Policy, did_you_mean
 from jmpx._policy_map import PolicyMap, Rule, get_policy_map, warn_of
 from jmpx._registry import refuse_creation
-from jmpx._scopes import Module, module_of, without_marks
 from jmpx._stateful import Pure, call, is_object, module_base
-from jmpx._tree import is_floating
 from jmpx._values import Value
 
 

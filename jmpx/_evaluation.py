@@ -17,6 +17,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jmpx import _jaxpr
+from jmpx._marks import is_marking, is_own_name, module_of, without_marks
 from jmpx._operations import (
     CHOICES,
     COPIES,
@@ -28,8 +29,7 @@ from jmpx._operations import (
     operation_name,
 )
 from jmpx._policy_map import PolicyMap, Rule
-from jmpx._scopes import is_marking, is_own_name, module_of, without_marks
-from jmpx._tree import FULL_PRECISION
+from jmpx._scopes import FULL_PRECISION
 from jmpx._values import FLOAT32, Traits, Value, join, saturated
 
 RESTORE = "jmpx.restore"  # the scope of the casts that give results their traced dtypes back

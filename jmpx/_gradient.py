@@ -13,12 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmpx._casts import widen
 from jmpx._contexts import parameters_cast
+from jmpx._leaves import is_array, is_floating, is_inexact_array
 from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._policy import Policy, get_policy
 from jmpx._sharding import without_shards
 from jmpx._stateful import Pure, call, sparing
-from jmpx._tree import all_finite, is_array, is_floating, is_inexact_array, widen
+from jmpx._tree import all_finite
 
 
 def filter_value_and_grad(

@@ -15,9 +15,9 @@ import jax
 import jax.core
 import numpy as np
 
+from jmpx._leaves import is_traceable
+from jmpx._marks import unmarked_params, unmarked_stack
 from jmpx._operations import KINDS, Kind, operation_name
-from jmpx._scopes import unmarked_params, unmarked_stack
-from jmpx._tree import is_traceable
 
 
 class Traced(NamedTuple):

@@ -25,7 +25,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._tree import as_flag, is_array, is_floating, is_inexact_array, widen
+from jmpx._casts import widen
+from jmpx._leaves import is_array, is_floating, is_inexact_array
+from jmpx._tree import as_flag
 
 T = TypeVar("T")
 

@@ -10,8 +10,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from jmpx._leaves import is_array, is_floating, is_view
 from jmpx._stateful import holds_objects, parameters_of
-from jmpx._tree import all_finite, as_flag, is_array, is_floating, is_view, select_tree
+from jmpx._tree import all_finite, as_flag, select_tree
 
 if TYPE_CHECKING:
     import optax

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
+from jmpx._casts import cast_tree
 from jmpx._dtypes import (
     DTypeLike,
     as_dtype,
@@ -16,7 +17,6 @@ from jmpx._dtypes import (
     dtype_names,
     parse_dtype,
 )
-from jmpx._tree import cast_tree
 
 T = TypeVar("T")
 

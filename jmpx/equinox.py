@@ -16,11 +16,11 @@ import jax.numpy as jnp
 
 from jmpx._contexts import note_cast
 from jmpx._dtypes import computable
+from jmpx._leaves import is_floating
+from jmpx._marks import Module, in_module
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_for, running
-from jmpx._scopes import Module, in_module
-from jmpx._tree import is_floating
 
 try:
     import equinox as eqx

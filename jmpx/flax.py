@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 
 import jax
 
+from jmpx._casts import cast_like
 from jmpx._contexts import Context, entered, note_cast, opened, refuse_other_tasks
 from jmpx._loss_scale import register_with_flax
+from jmpx._marks import Module, in_module
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_for, running
-from jmpx._scopes import Module, in_module
-from jmpx._tree import cast_like
 
 try:
     from flax import linen as nn, nnx

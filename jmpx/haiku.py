@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jmpx._casts import cast_like, cast_tree
 from jmpx._contexts import Context, entered, opened, opened_here, refuse_other_tasks
 from jmpx._dtypes import computable
+from jmpx._leaves import is_floating
+from jmpx._marks import in_module
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_for, running
-from jmpx._scopes import in_module
-from jmpx._tree import cast_like, cast_tree, is_floating
 
 try:
     import haiku as hk

@@ -13,7 +13,7 @@ from helpers import assert_same_bits, leniently, run_python_blocks
 import jmpx
 import jmpx.flax
 
-PAGE = Path(__file__).parents[1] / "docs" / "flax_train_state.md"
+PAGE = Path(__file__).parents[2] / "docs" / "flax_train_state.md"
 
 
 def to_bfloat16(tree):

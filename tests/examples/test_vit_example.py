@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from helpers import LESS_OPTIMIZED, finish, start_python
 
-FOLDER = Path(__file__).parents[1] / "examples" / "equinox"
+FOLDER = Path(__file__).parents[2] / "examples" / "equinox"
 ISLANDS = "LayerNorm: full; Softmax: full; */head: full"
 SMALL = ["--width=16", "--depth=1", "--heads=2"]
 

@@ -15,7 +15,7 @@ from helpers import assert_same_bits, run_python, run_python_blocks
 import jmpx
 import jmpx.flax
 
-PAGE = Path(__file__).parents[1] / "docs" / "flax_nnx.md"
+PAGE = Path(__file__).parents[2] / "docs" / "flax_nnx.md"
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from helpers import LESS_OPTIMIZED, run_python
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "haiku" / "train.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "haiku" / "train.py"
 
 
 def run(*arguments):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import run_python_blocks
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDERS = (".ci", "benchmarks", "docs", "examples", "jmpx", "tests")
 FILES = """
     CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in README.md pyproject.toml setup.cfg
@@ -98,9 +98,14 @@ def test_the_source_distribution_runs_its_tests(built, tmp_path):
         "-q",
         "-p",
         "no:cacheprovider",
-        "tests/test_flags.py",
+        "tests/flags/test_flags.py",
     ]
-    command += ["tests/test_readme.py", "tests/test_benchmarks.py", "-k", "flags or command"]
+    command += [
+        "tests/project/test_readme.py",
+        "tests/project/test_benchmarks.py",
+        "-k",
+        "flags or command",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
     result = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout

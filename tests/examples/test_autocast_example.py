@@ -5,7 +5,7 @@ from pathlib import Path
 
 from helpers import LESS_OPTIMIZED, finish, start_python
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "equinox" / "autocast.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "equinox" / "autocast.py"
 
 
 def start(*arguments):
