@@ -1,75 +1,49 @@
-"""Casts of whole pytrees: floating leaves change their dtype, every other leaf passes untouched."""
+"""Casts of pytrees: floating leaves change their dtype, all other leaves pass untouched."""
 
-import contextlib
-import functools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from jmpx._dtypes import DTypeLike, as_dtype, check_enabled, half_dtype
-from jmpx._leaves import is_floating, is_floating_dtype
+from jmpx._eager_casts import cast_concrete, is_concrete
+from jmpx._leaves import Array, is_floating
 
 T = TypeVar("T")
-
-# Outside of a trace, this many leaves of one shape and up to this size are cast 16 in a call. The
-# larger ones take longer to cast than to call, and the fewer ones than to compile for 16.
-_MANY, _SMALL, _CHUNK = 64, 2**18, 16
+FloatingT = TypeVar("FloatingT", bound=Array | jax.ShapeDtypeStruct)
 
 
-def widen(leaf: Any) -> Any:
-    """Returns a floating leaf in at least float32: 8 and 16-bit ones become float32."""
+def at_least_float32(leaf: FloatingT) -> FloatingT:
+    """Returns a floating leaf of 8 or 16 bits in float32, and a wider one as it is."""
     return _cast_leaf(leaf, np.dtype(np.float32)) if leaf.dtype.itemsize < 4 else leaf
 
 
 def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
-    if not is_floating(leaf) or leaf.dtype == dtype:
-        return leaf
+    """Casts one floating leaf, which may be a tracer or a `jax.ShapeDtypeStruct`."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(dtype=dtype, weak_type=False)
     if isinstance(leaf, jax.Array):
         return leaf.astype(dtype)
-    with np.errstate(all="ignore"):  # float16 turns 1e6 into inf, in NumPy as in JAX.
+    with np.errstate(all="ignore"):  # As in JAX, 1e6 silently becomes inf in float16.
         return leaf.astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=True)  # under tracing, casts and no calls
-def _cast_together(leaves: list[jax.Array], dtype: np.dtype) -> list[jax.Array]:
-    return [leaf.astype(dtype) for leaf in leaves]
-
-
-def _cast_leaves(leaves: list[Any], dtype: np.dtype) -> list[Any]:
-    """Casts the floating leaves; JAX arrays that are no tracers in few calls, if they are many."""
-    casts, groups = list(leaves), {}
-    for place, leaf in enumerate(leaves):
-        if getattr(leaf, "dtype", None) == dtype:
+def _cast_leaves(leaves: Sequence[Any], dtype: np.dtype) -> list[Any]:
+    casts, concrete = list(leaves), []
+    for index, leaf in enumerate(leaves):
+        if not is_floating(leaf) or leaf.dtype == dtype:
             continue
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-            casts[place] = _cast_leaf(leaf, dtype)
-        elif is_floating_dtype(leaf.dtype):
-            # Of one shape, so that few functions are compiled. Of one sharding and commitment, so
-            # that these stay: one committed argument commits all results to its devices.
-            alike = leaf.shape, leaf.dtype, leaf.sharding, leaf.committed
-            groups.setdefault(alike, []).append(place)
-    # Here and now, once, also for constants of a function that is being traced.
-    with jax.ensure_compile_time_eval() if groups else contextlib.nullcontext():
-        for places in groups.values():
-            for chunk in _chunks(places, leaves[places[0]].size):
-                results = _cast_together([leaves[place] for place in chunk], dtype)
-                for place, result in zip(chunk, results, strict=True):
-                    casts[place] = result
+        if is_concrete(leaf):
+            concrete.append(index)
+        else:
+            casts[index] = _cast_leaf(leaf, dtype)
+    if concrete:
+        results = cast_concrete([leaves[index] for index in concrete], dtype)
+        for index, result in zip(concrete, results, strict=True):
+            casts[index] = result
     return casts
-
-
-def _chunks(places: list[int], size: int) -> Iterator[list[int]]:
-    """Parts of one length, the last of which overlaps: each length is compiled by itself."""
-    length = _CHUNK if len(places) >= _MANY and size <= _SMALL else 1
-    for start in range(0, len(places), length):
-        start = min(start, len(places) - length)
-        yield places[start : start + length]
 
 
 def cast_tree(tree: T, dtype: DTypeLike) -> T:
@@ -84,8 +58,8 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
         dtype: the dtype to cast to: a name, a `np.dtype` or a scalar type.
 
     Returns:
-        The same tree, its floating leaves of the same shapes in `dtype`. A leaf that is in
-        `dtype` already is returned as the same object.
+        The same tree, its floating leaves of the same shapes in `dtype`. A leaf that already is in
+        `dtype` is returned as the same object.
 
     Raises:
         TypeError: if `dtype` is not a dtype.
@@ -101,13 +75,12 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
     """
     dtype = as_dtype(dtype)
     check_enabled(dtype)
-    dtype = np.dtype(dtype)
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(_cast_leaves(leaves, dtype))
+    return structure.unflatten(_cast_leaves(leaves, np.dtype(dtype)))
 
 
 def cast_like(new: T, old: Any) -> T:
-    """Returns a leaf in the dtype of the one that it replaces, if both are floating."""
+    """Returns `new` in the dtype of the leaf `old` that it replaces, if both are floating."""
     return cast_tree(new, old.dtype) if is_floating(old) else new
 
 
@@ -168,7 +141,7 @@ def cast_to_bfloat16(tree: T) -> T:
 def cast_to_half(tree: T) -> T:
     """Casts the floating leaves of a pytree to `half_dtype()`; see `cast_tree`.
 
-    JMP's name; MPX calls it `cast_to_half_precision`. Both are here.
+    JMP's name. `cast_to_half_precision` is the same function by MPX's name.
 
     Args:
         tree: any pytree.

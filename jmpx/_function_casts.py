@@ -1,24 +1,28 @@
-"""Casts around a function: its arguments on the way in, its results on the way out."""
+"""Casts around a function: of the arguments that it takes, and of the result that it returns."""
 
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jmpx._casts import cast_tree
 from jmpx._dtypes import DTypeLike, as_dtype
-from jmpx._leaves import is_floating
+from jmpx._leaves import PyTree, is_floating
 from jmpx._scopes import full_precision
-from jmpx._stateful import apply, call, sparing
+from jmpx._stateful import Pure, apply, call, sparing
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def _widest_floating(tree: Any) -> Any:
-    """Returns the widest dtype of the floating leaves; None without any.
+def _widest_floating(tree: PyTree) -> DTypeLike | None:
+    """Returns the widest dtype of the floating leaves, or None if there are none.
 
-    Of two that are equally wide, such as float16 and bfloat16, neither holds the other: float32.
+    If two dtypes are equally wide, as float16 and bfloat16 are, neither holds the other's numbers:
+    the result is float32.
     """
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(tree) if is_floating(leaf)}
     if not dtypes:
@@ -29,8 +33,8 @@ def _widest_floating(tree: Any) -> Any:
 
 
 def cast_function(
-    func: Callable[..., Any], dtype: DTypeLike, return_dtype: DTypeLike | None = None
-) -> Callable[..., Any]:
+    func: Callable[P, R], dtype: DTypeLike, return_dtype: DTypeLike | None = None
+) -> Callable[P, R]:
     """Makes a function run on arguments of one dtype and return another.
 
     Follows MPX's `cast_function` (arXiv 2507.03312, section 3.2), for results of any pytree.
@@ -62,19 +66,19 @@ def cast_function(
 
 
 def force_full_precision(
-    func: Callable[..., Any], return_dtype: DTypeLike | None = None
-) -> Callable[..., Any]:
+    func: Callable[P, R], return_dtype: DTypeLike | None = None
+) -> Callable[P, R]:
     """Makes a function run in float32, whatever dtype it is called with.
 
-    Follows MPX's `force_full_precision` (arXiv 2507.03312, section 3.2): for sums, means, norms,
-    softmax and whatever else overflows or loses digits in 16 bits. Works as a decorator. As in
-    `cast_function`, a callable that is a pytree is cast too.
+    Follows MPX's `force_full_precision` (arXiv 2507.03312, section 3.2). Use it for sums, means,
+    norms, softmax and other functions that overflow or lose digits in 16 bits. Works as a
+    decorator. As in `cast_function`, a callable that is a pytree is cast too.
 
     Args:
         func: any callable of pytrees.
-        return_dtype: what the floating leaves of the result are cast to. None gives back the
-            dtype that came in: that of the floating arguments, the wider one where they differ;
-            without any floating argument the result stays as it is.
+        return_dtype: what the floating leaves of the result are cast to. None means the dtype of
+            the floating arguments, the widest one if they differ; without a floating argument, the
+            result is not cast.
 
     Returns:
         A function with the signature of `func`.
@@ -98,21 +102,23 @@ def force_full_precision(
 
 
 def _recast(
-    func: Callable[..., Any], inside: Any, outside: Callable[[Any], Any]
-) -> Callable[..., Any]:
-    """Wraps `func`: arguments to dtype `inside`, results to dtype `outside(arguments)`."""
+    func: Callable[P, R], inside: DTypeLike, outside: Callable[[PyTree], DTypeLike | None]
+) -> Callable[P, R]:
+    """Casts the arguments of `func` to the dtype `inside`, its result to `outside(arguments)`."""
     if not callable(func):
         raise TypeError(f"Expected a function to wrap, got {func!r}: pass the callable itself.")
 
-    def recast(pure: Any, state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def recast(
+        pure: Pure, state: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[R, list[Any]]:
         return_dtype = outside((args[1:], kwargs))
         args, kwargs = sparing(lambda tree: cast_tree(tree, inside))((args, kwargs))
         with full_precision() if inside is jnp.float32 else contextlib.nullcontext():
             result, updates = pure(state, *args, **kwargs)
         return result if return_dtype is None else cast_tree(result, return_dtype), updates
 
-    @functools.wraps(func, updated=())  # not the __dict__: a module's would be its parameters
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(func, updated=())  # A module's __dict__ would be its parameters.
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         return call(recast, apply, (func, *args), kwargs)
 
     return wrapper

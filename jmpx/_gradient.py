@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmpx._casts import widen
+from jmpx._casts import at_least_float32
 from jmpx._contexts import parameters_cast
 from jmpx._leaves import is_array, is_floating, is_inexact_array
 from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
@@ -102,7 +102,7 @@ def filter_value_and_grad(
     """
     _check_arguments(func, scaling)
     find_policy, uncast = _policy_finder(policy), _Uncast.of(func, uncast_argnums, uncast_argnames)
-    wide = widen if use_mixed_precision else _identity
+    wide = at_least_float32 if use_mixed_precision else _identity
 
     def differentiate(pure: Pure, state: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
         params, merge = _partition(args)

@@ -1,44 +1,49 @@
-"""Which leaves of a pytree are what: `is_floating` is the one place that says what casts act on."""
+"""Leaves of pytrees: which of them are arrays, which are floating, which JAX can hold."""
 
 import functools
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+PyTree: TypeAlias = Any  # JAX has no public type of pytrees.
+Array: TypeAlias = jax.Array | np.ndarray | np.generic
+
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 NUMBERS = (bool, int, float, complex)
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> TypeGuard[Array]:
     """Whether `leaf` is a JAX array, a tracer, a NumPy array or a NumPy scalar."""
     return isinstance(leaf, ARRAYS)
 
 
-def is_floating(leaf: Any) -> bool:
-    """Whether `leaf` is an array (or a `jax.ShapeDtypeStruct`) of real floating dtype.
+def is_floating(leaf: object) -> bool:
+    """Whether `leaf` is an array or a `jax.ShapeDtypeStruct` of a real floating dtype.
 
-    Python scalars are not: they have no dtype, and JAX lets them follow that of their
-    surroundings. NumPy scalars such as `np.float32(1)` do have one, and are.
+    Casts change these leaves and no others. A NumPy scalar such as `np.float32(1)` is one of them.
+    A Python number is not: it has no dtype, and JAX lets it take that of the other operand.
     """
     return isinstance(leaf, (*ARRAYS, jax.ShapeDtypeStruct)) and is_floating_dtype(leaf.dtype)
 
 
 @functools.cache
-def is_floating_dtype(dtype: Any) -> bool:
+def is_floating_dtype(dtype: np.dtype) -> bool:
+    """Whether `dtype` is a real floating dtype: bfloat16 and float8 are, complex64 is not."""
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def is_inexact_array(leaf: Any) -> bool:
-    """Whether `leaf` is an array that can be differentiated: floating or complex."""
+def is_inexact_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray | np.number]:
+    """Whether `leaf` is an array that JAX can differentiate: floating or complex."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def is_traceable(leaf: Any) -> bool:
+def is_traceable(leaf: object) -> TypeGuard[jax.Array | np.ndarray | np.number | np.bool_]:
     """Whether `leaf` is an array that JAX can hold.
 
-    It cannot hold NumPy's text, dates, objects, long doubles and float0, the cotangent of integers.
+    JAX cannot hold NumPy's text, dates, objects and long doubles, nor float0, the dtype of the
+    gradients of integers.
     """
     return isinstance(leaf, jax.Array) or (
         is_array(leaf)
@@ -47,6 +52,6 @@ def is_traceable(leaf: Any) -> bool:
     )
 
 
-def is_view(node: Any) -> bool:
-    """Whether an adapter made this node as a view of a module; adapters mark the classes."""
+def is_view(node: object) -> bool:
+    """Whether `node` is a view of a module; adapters mark the classes of views."""
     return hasattr(type(node), "__jmpx_view__")

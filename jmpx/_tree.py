@@ -1,30 +1,42 @@
-"""Whole pytrees at once: whether all is finite, and which of two."""
+"""Pytrees as a whole: whether all of one is finite, and a selection between two by a flag."""
 
 import functools
-from typing import Any, TypeVar
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._casts import widen
-from jmpx._leaves import ARRAYS, NUMBERS, is_array, is_floating, is_inexact_array, is_traceable
+from jmpx._casts import at_least_float32
+from jmpx._leaves import (
+    ARRAYS,
+    NUMBERS,
+    PyTree,
+    is_array,
+    is_floating,
+    is_inexact_array,
+    is_traceable,
+)
 
 T = TypeVar("T")
+Flag: TypeAlias = bool | np.bool_ | np.ndarray | jax.Array  # a bool of shape (), traced or not
+KeyPath: TypeAlias = tuple[Any, ...]  # of keys, which have no common type in JAX
+AxisName: TypeAlias = Hashable | Sequence[Hashable]  # one mapped axis, or several
 
 
-def all_finite(tree: Any, axis_name: Any = None) -> jax.Array:
+def all_finite(tree: PyTree, axis_name: AxisName | None = None) -> jax.Array:
     """Tells whether a pytree holds neither an infinity nor a NaN.
 
     Args:
         tree: any pytree. Floating and complex arrays and Python floats are checked; every
-            other leaf is finite by nature.
+            other leaf counts as finite.
         axis_name: the name (or names) of a mapped axis, of `jax.pmap`, `jax.vmap` or
-            `jax.shard_map`: the answer is then for all of the axis together.
+            `jax.shard_map`: the result then holds for all of the axis together.
 
     Returns:
-        A bool array of shape (): True for a tree without such leaves.
+        A bool array of shape (). It is True for a tree with nothing to check.
 
     Example:
         >>> import jax.numpy as jnp
@@ -39,22 +51,22 @@ def all_finite(tree: Any, axis_name: Any = None) -> jax.Array:
         for leaf in jax.tree.leaves(tree)
         if is_inexact_array(leaf) or isinstance(leaf, float | complex)
     ]
-    # Of stacked flags alone, XLA makes a chain of ands and clones it into every fusion that uses
-    # the answer: a train step would grow with the square of the number of leaves. As numbers that
-    # are compared it leaves them together.
+    # XLA turns a reduction of bools into a chain of ands and clones the chain into every fusion
+    # that reads the result, so that a train step grows with the square of the number of leaves.
+    # XLA does not do so with integers that are compared to 0.
     finite = (jnp.stack(flags).astype(jnp.int32) > 0).all() if flags else jnp.array(True)
     if axis_name is None:
         return finite
     return jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
 
 
-def _is_finite(leaf: Any) -> Any:
+def _is_finite(leaf: Any) -> jax.Array | np.bool_:
     if is_array(leaf) and not is_traceable(leaf):
         return np.isfinite(leaf).all()
-    return jnp.isfinite(widen(leaf) if is_floating(leaf) else leaf).all()
+    return jnp.isfinite(at_least_float32(leaf) if is_floating(leaf) else leaf).all()
 
 
-def as_flag(value: Any, name: str) -> jax.Array:
+def as_flag(value: object, name: str) -> jax.Array:
     """Returns a Python, NumPy or traced bool as a bool array of shape ().
 
     Raises:
@@ -66,20 +78,20 @@ def as_flag(value: Any, name: str) -> jax.Array:
         return jnp.asarray(value)
     if is_array(value):
         got = f"{value.dtype}{list(value.shape)}"
-    else:  # of a whole tree, the type alone
+    else:  # A tree may be large, so that its type has to do.
         got = repr(value) if isinstance(value, NUMBERS) else f"a {type(value).__name__}"
     raise TypeError(
         f"Expected {name} to be a scalar bool, got {got}: reduce it first, as jmpx.all_finite does."
     )
 
 
-def select_tree(pred: Any, a: T, b: T) -> T:
+def select_tree(pred: Flag, a: T, b: T) -> T:
     """Picks one of two pytrees of the same structure, leaf by leaf.
 
     Follows JMP's `select_tree`. Arrays (PRNG keys too) are selected on the device, so that `pred`
-    may be traced; numbers that differ are selected as arrays; NumPy arrays that JAX cannot hold,
-    such as text and dates, are selected by a `pred` that is not traced; every other leaf, such as a
-    function or a string, is kept from `a`.
+    may be traced. Numbers that differ are selected as arrays. NumPy arrays that JAX cannot hold,
+    such as text and dates, need a `pred` that is not traced. Every other leaf, such as a function
+    or a string, is taken from `a`.
 
     Args:
         pred: a bool of shape (), traced or not.
@@ -104,11 +116,11 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     return jax.tree_util.tree_map_with_path(select, a, b)
 
 
-def _select_leaf(pred: Any, flag: jax.Array, path: Any, a: Any, b: Any) -> Any:
+def _select_leaf(pred: Flag, flag: jax.Array, path: KeyPath, a: Any, b: Any) -> Any:
     if a is b or not isinstance(a, ARRAYS + NUMBERS):
         return a
     if not is_array(a) and not is_array(b) and a == b:
-        return a  # a setting, such as a dropout rate: it stays the Python number that it is
+        return a  # A setting, such as a dropout rate, stays a Python number.
     if any(is_array(leaf) and not is_traceable(leaf) for leaf in (a, b)):
         return _select_outside_jax(pred, path, a, b)
     a = jnp.asarray(a, None if is_array(a) or not is_array(b) else b.dtype)
@@ -121,8 +133,8 @@ def _select_leaf(pred: Any, flag: jax.Array, path: Any, a: Any, b: Any) -> Any:
     return jax.lax.select(flag, a, b)
 
 
-def _select_outside_jax(pred: Any, path: Any, a: Any, b: Any) -> Any:
-    """Selects between leaves of which one is text, a date or another thing that JAX cannot hold."""
+def _select_outside_jax(pred: Flag, path: KeyPath, a: Any, b: Any) -> Any:
+    """Selects between two leaves if JAX cannot hold one of them, such as text or a date."""
     if not isinstance(pred, jax.core.Tracer):
         return a if pred else b
     got = [f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else repr(leaf) for leaf in (a, b)]

@@ -118,14 +118,14 @@ def test_leaves_stay_where_they_are(copies, rng):
 def test_many_leaves_are_cast_together(rng):
     x = jnp.asarray(rng.normal(size=3), jnp.float32)
     tree = [x + i for i in range(100)] + [jnp.arange(3), x.astype(jnp.bfloat16)]
-    together, calls = jmpx._casts._cast_together, []
+    together, calls = jmpx._eager_casts._cast_together, []
 
     def counted(leaves, dtype):
         calls.append(len(leaves))
         return together(leaves, dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jmpx._casts, "_cast_together", counted)
+        patch.setattr(jmpx._eager_casts, "_cast_together", counted)
         cast = jmpx.cast_tree(tree, jnp.bfloat16)
         assert calls == [16] * 7 and cast[-2:] == tree[-2:]
         jmpx.cast_tree([*tree[:63], jnp.float32(1)], jnp.bfloat16)

@@ -1,0 +1,130 @@
+"""How a loss scale scales: the product with a pytree, and the numbers that a scale may be."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jmpx._casts import at_least_float32
+from jmpx._leaves import is_array, is_floating, is_inexact_array
+
+T = TypeVar("T")
+
+# Between these two, a scale and its reciprocal are normal float32 numbers. Hardware may flush other
+# numbers to 0.
+LOWEST_SCALE, HIGHEST_SCALE = 2.0**-126, 2.0**126
+LARGEST_FLOAT16 = (2 - 2.0**-10) * 2**15
+LONGEST_PERIOD = 2**31 - 1  # The counter is an int32.
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+def as_number(value: object, name: str) -> int | float:
+    """Returns a setting, which is a number or a concrete scalar array, as a Python number.
+
+    Raises:
+        TypeError: if `value` is traced or anything else.
+        ValueError: if it is negative, NaN or beyond float32.
+    """
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"Expected {name} to be a number, got the traced {value.aval}: set it outside jax.jit, "
+            "or keep what changes in the loss_scale of a DynamicLossScale, which may be traced."
+        )
+    number = value.item() if is_array(value) and value.ndim == 0 else value
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise TypeError(f"Expected {name} to be a number, got {value!r}: give for example 2.0**15.")
+    if not 0 <= number <= _LARGEST_FLOAT32:
+        raise ValueError(
+            f"Expected {name} to be between 0 and float32's largest number, got {number}: give for "
+            "example 2.0**15."
+        )
+    return number
+
+
+def as_leaf(value: Any, dtype: type[np.generic], name: str) -> Any:
+    """Returns a number or an array as an array of `dtype`, and any other object as it is.
+
+    The array is not weakly typed. A number becomes a NumPy array: it starts no backend, and Orbax
+    saves it, which refuses NumPy scalars.
+
+    Raises:
+        TypeError: if `value` is a bool or text.
+        ValueError: if it is a number out of its range.
+    """
+    if isinstance(value, jax.Array):
+        return jnp.asarray(value, dtype)
+    if is_array(value):
+        with np.errstate(all="ignore"):  # As in JAX, a float64 beyond float32 silently becomes inf.
+            return np.asarray(value).astype(dtype)
+    if not isinstance(value, int | float | str):
+        return value
+    number = as_number(value, f"DynamicLossScale.{name}")
+    if dtype is np.int32 and number > LONGEST_PERIOD:
+        raise ValueError(
+            f"Expected DynamicLossScale.{name} to be at most 2**31 - 1, got {number}: leave it out "
+            "to begin with 0."
+        )
+    return np.asarray(number, dtype)
+
+
+def is_integer_array(value: object) -> bool:
+    """Whether `value` is an array of integers, which JMP takes for a scale with a warning."""
+    return is_array(value) and jnp.issubdtype(value.dtype, jnp.integer)
+
+
+class Scaling:
+    """A loss scale with a factor. `scale` multiplies by it, `unscale` divides by it."""
+
+    @property
+    def _effective_scale(self) -> Any:
+        """The factor within its bounds, as a float32 of shape (), of JAX or of NumPy."""
+        raise NotImplementedError
+
+    def scale(self, tree: T) -> T:
+        """Returns `tree` with its floating and complex arrays multiplied by the scale.
+
+        Args:
+            tree: any pytree; leaves of other kinds are handed on untouched.
+
+        Returns:
+            The tree, 8 and 16-bit leaves in float32, wider ones in their own dtype.
+
+        Raises:
+            ValueError: if the scale is 0, or a stack of scales outside `jax.vmap`.
+        """
+        return _multiply(tree, self._effective_scale.astype)
+
+    def unscale(self, tree: T) -> T:
+        """Returns `tree` with its floating and complex arrays divided by the scale.
+
+        Args:
+            tree: any pytree; leaves of other kinds are handed on untouched.
+
+        Returns:
+            The tree, 8 and 16-bit leaves in float32, wider ones in their own dtype.
+
+        Raises:
+            ValueError: if the scale is 0, or a stack of scales outside `jax.vmap`.
+        """
+        scale = self._effective_scale
+        return _multiply(tree, lambda dtype: 1 / scale.astype(dtype))
+
+
+def _multiply(tree: T, factor: Callable[[np.dtype], ArrayLike]) -> T:
+    """Multiplies floating and complex arrays, in float32 or wider, by the factor of their dtype."""
+    factor = functools.cache(factor)  # computed once for each dtype, not for each leaf
+
+    def multiply_leaf(leaf: Any) -> Any:
+        if not is_inexact_array(leaf):
+            return leaf
+        if not is_floating(leaf):
+            return jax.lax.complex(multiply_leaf(jnp.real(leaf)), multiply_leaf(jnp.imag(leaf)))
+        wide = jnp.asarray(at_least_float32(leaf))
+        return wide * factor(wide.dtype)
+
+    return jax.tree.map(multiply_leaf, tree)
