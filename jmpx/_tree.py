@@ -22,7 +22,6 @@ from jmpx._leaves import (
 
 T = TypeVar("T")
 Flag: TypeAlias = bool | np.bool_ | np.ndarray | jax.Array  # a bool of shape (), traced or not
-KeyPath: TypeAlias = tuple[Any, ...]  # of keys, which have no common type in JAX
 AxisName: TypeAlias = Hashable | Sequence[Hashable]  # one mapped axis, or several
 
 
@@ -116,7 +115,7 @@ def select_tree(pred: Flag, a: T, b: T) -> T:
     return jax.tree_util.tree_map_with_path(select, a, b)
 
 
-def _select_leaf(pred: Flag, flag: jax.Array, path: KeyPath, a: Any, b: Any) -> Any:
+def _select_leaf(pred: Flag, flag: jax.Array, path: jax.tree_util.KeyPath, a: Any, b: Any) -> Any:
     if a is b or not isinstance(a, ARRAYS + NUMBERS):
         return a
     if not is_array(a) and not is_array(b) and a == b:
@@ -133,7 +132,7 @@ def _select_leaf(pred: Flag, flag: jax.Array, path: KeyPath, a: Any, b: Any) -> 
     return jax.lax.select(flag, a, b)
 
 
-def _select_outside_jax(pred: Flag, path: KeyPath, a: Any, b: Any) -> Any:
+def _select_outside_jax(pred: Flag, path: jax.tree_util.KeyPath, a: Any, b: Any) -> Any:
     """Selects between two leaves if JAX cannot hold one of them, such as text or a date."""
     if not isinstance(pred, jax.core.Tracer):
         return a if pred else b

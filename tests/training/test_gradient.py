@@ -347,7 +347,7 @@ def replicate(run, how, params, batch):
             run,
             mesh=mesh,
             in_specs=(spec, PartitionSpec("data")),
-            out_specs=(spec, spec, spec, spec),
+            out_specs=spec,
             check_vma=how == "shard_map",
         )
         return jax.jit(mapped)(params, batch)
