@@ -14,6 +14,11 @@ ARRAYS = (jax.Array, np.ndarray, np.generic)
 NUMBERS = (bool, int, float, complex)
 
 
+def is_none(node: object) -> bool:
+    """Whether `node` is None; as an `is_leaf` it keeps None in the leaves of a pytree."""
+    return node is None
+
+
 def is_array(leaf: object) -> TypeGuard[Array]:
     """Whether `leaf` is a JAX array, a tracer, a NumPy array or a NumPy scalar."""
     return isinstance(leaf, ARRAYS)

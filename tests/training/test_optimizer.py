@@ -49,7 +49,7 @@ def test_optimizer_update_skips_to_the_bit_and_then_goes_on(name, jit, bad, skip
 
     def step(params, state, grads):
         finite = jmpx.all_finite(grads)
-        return jmpx.optimizer_update(params, optimizer, state, grads, finite, skip=skip)
+        return jmpx.optimizer_update(params, optimizer, state, grads, finite, skip_by=skip)
 
     run = jax.jit if jit else lambda f: f
     step = run(step)
@@ -86,7 +86,7 @@ def test_skip_nonfinite_skips_to_the_bit_and_counts(name, given, skip, rng):
     params = make_params(rng)
     plain = make_optimizer(name)
     plain_state = plain.init(params)
-    optimizer = jmpx.skip_nonfinite(plain, skip=skip)
+    optimizer = jmpx.skip_nonfinite(plain, skip_by=skip)
     state = optimizer.init(params)
 
     @jax.jit
@@ -187,7 +187,7 @@ def test_updates_work_on_numpy_parameters(wrap, rng):
 # cond and where
 
 
-def wrapped_update(params, optimizer, state, grads, finite, skip):
+def wrapped_update(params, optimizer, state, grads, finite, skip_by):
     """A step of one's own with `skip_nonfinite`."""
     updates, state = optimizer.update(grads, state, params, grads_finite=finite)
     return optax.apply_updates(params, updates), state
@@ -196,7 +196,7 @@ def wrapped_update(params, optimizer, state, grads, finite, skip):
 STEPS = {
     "plain": (lambda o, skip: o, jmpx.optimizer_update),
     "counting": (lambda o, skip: jmpx.skip_nonfinite(o), jmpx.optimizer_update),
-    "wrapped": (lambda o, skip: jmpx.skip_nonfinite(o, skip=skip), wrapped_update),
+    "wrapped": (lambda o, skip: jmpx.skip_nonfinite(o, skip_by=skip), wrapped_update),
 }
 
 
@@ -205,7 +205,7 @@ def make_step(name, skip):
     optimizer = wrap(make_optimizer("adam"), skip)
 
     def step(params, state, grads, finite):
-        return update(params, optimizer, state, grads, finite, skip=skip)
+        return update(params, optimizer, state, grads, finite, skip_by=skip)
 
     return optimizer, step
 
@@ -332,10 +332,12 @@ def test_other_ways_to_skip_are_refused(skip):
     params = {"w": jnp.ones(2)}
     optimizer = optax.sgd(1.0)
     for call in (
-        lambda: jmpx.skip_nonfinite(optimizer, skip=skip),
-        lambda: jmpx.optimizer_update(params, optimizer, (), params, True, skip=skip),
+        lambda: jmpx.skip_nonfinite(optimizer, skip_by=skip),
+        lambda: jmpx.optimizer_update(params, optimizer, (), params, True, skip_by=skip),
     ):
-        with pytest.raises(ValueError, match='Expected skip to be "cond" or "where", got') as error:
+        with pytest.raises(
+            ValueError, match='Expected skip_by to be "cond" or "where", got'
+        ) as error:
             call()
         assert "\n" not in str(error.value)
 

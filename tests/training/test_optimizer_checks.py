@@ -68,7 +68,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "way", "skip", "bfloat16"), CASES)
 def test_they_run_as_optax_runs_them(name, way, skip, bfloat16, rng):
     plain = lenient(WIDENING[name]())
-    optimizer = plain if way == "plain" else jmpx.skip_nonfinite(plain, skip=skip)
+    optimizer = plain if way == "plain" else jmpx.skip_nonfinite(plain, skip_by=skip)
     params = make_params(rng, bfloat16)
     state, plain_state = optimizer.init(params), plain.init(params)
 
@@ -77,7 +77,7 @@ def test_they_run_as_optax_runs_them(name, way, skip, bfloat16, rng):
         if way == "wrapped":
             updates, state = optimizer.update(grads, state, params, grads_finite=finite)
             return apply_updates(params, updates), state
-        return jmpx.optimizer_update(params, optimizer, state, grads, finite, skip=skip)
+        return jmpx.optimizer_update(params, optimizer, state, grads, finite, skip_by=skip)
 
     by_hand, apply = jax.jit(plain.update), jax.jit(apply_updates)
     for finite in (False, True, False, True):

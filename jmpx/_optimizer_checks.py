@@ -1,0 +1,106 @@
+"""Checks of what an optimizer step is given: errors, and warnings of what would train badly."""
+
+import contextlib
+import inspect
+import warnings
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jmpx._leaves import PyTree, is_array, is_floating, is_none, is_view
+
+SkipBy: TypeAlias = Literal["cond", "where"]
+_ORDER = "the arguments are (model, optimizer, optimizer_state, grads, grads_finite)"
+
+
+def check_skip_by(skip_by: object) -> None:
+    """Refuses other ways to skip than "cond" and "where"."""
+    if skip_by not in ("cond", "where"):
+        raise ValueError(
+            f'Expected skip_by to be "cond" or "where", got {skip_by!r}: leave it out for the '
+            "default."
+        )
+
+
+def is_optimizer(optimizer: object) -> bool:
+    """Whether `optimizer` has the two functions of an optax gradient transformation."""
+    return hasattr(optimizer, "init") and hasattr(optimizer, "update")
+
+
+def trained_part(model: PyTree, optimizer: object, grads: PyTree) -> PyTree:
+    """Checks the arguments, and returns the model with None for leaves without a gradient."""
+    if not is_optimizer(optimizer):
+        raise TypeError(
+            f"Expected an optax gradient transformation as the second argument, got a "
+            f"{type(optimizer).__name__}: {_ORDER}."
+        )
+    for leaf in jax.tree.leaves(grads):
+        is_flag = isinstance(leaf, bool) or getattr(leaf, "dtype", None) == jnp.bool_
+        if is_flag or not (is_array(leaf) or isinstance(leaf, int | float | complex)):
+            raise TypeError(
+                f"Expected gradients as the fourth argument, arrays or None, got a "
+                f"{type(leaf).__name__} among them: {_ORDER}."
+            )
+    try:
+        return jax.tree.map(lambda g, p: None if g is None else p, grads, model, is_leaf=is_none)
+    except ValueError:
+        raise TypeError(
+            "Expected gradients of the structure of the model as the fourth argument, got a "
+            f"{type(grads).__name__} for a {type(model).__name__} that differ: {_ORDER}."
+        ) from None
+
+
+def warn_of_views(tree: PyTree) -> None:
+    """Warns if a pytree is or holds a view of a module, whose parameters are rounded."""
+    view = next(filter(is_view, jax.tree.leaves(tree, is_leaf=is_view)), None)
+    if view is not None:
+        warnings.warn(
+            f"Expected the model, got a view of its {type(view).__name__}, whose parameters may "
+            "be rounded to 16 bits, and would stay so: make the view inside of the loss function, "
+            "and hand the model itself to the optimizer.",
+            stacklevel=3,
+        )
+
+
+def warn_of_cast_masters(params: PyTree, optimizer: Any, state: PyTree, grads: PyTree) -> None:
+    """Warns if all parameters are of 16 bits, but the state was made of wider ones.
+
+    The state is compared to the state that the optimizer's `init` makes of these parameters,
+    because some optimizers keep wide accumulators for 16-bit parameters. Wide gradients widen the
+    state of 16-bit parameters too, so that there is no warning with them.
+    """
+    given = [leaf for leaf in jax.tree.leaves((params, grads)) if is_floating(leaf)]
+    if not given or params is None or any(leaf.dtype.itemsize != 2 for leaf in given):
+        return
+    wide = [is_floating(x) and x.ndim > 0 and x.dtype.itemsize > 2 for x in jax.tree.leaves(state)]
+    if not any(wide):
+        return
+    with contextlib.suppress(jax.errors.JAXTypeError):  # from an init that cannot be traced
+        made = jax.eval_shape(optimizer.init, params)
+        if jax.tree.structure(made) == jax.tree.structure(state) and any(
+            is_wide and is_floating(leaf) and leaf.dtype.itemsize == 2
+            for is_wide, leaf in zip(wide, jax.tree.leaves(made), strict=True)
+        ):
+            warnings.warn(
+                "Got parameters of 16 bits, and an optimizer state that was made of wider ones: "
+                "cast parameters inside of the loss function, and update those that are stored; or "
+                "make the state of the 16-bit ones, by the optimizer's init.",
+                stacklevel=3,
+            )
+
+
+def warn_of_multi_steps(init: Any) -> None:
+    """Warns if `optax.MultiSteps.init` is among the callers, as only the stack can tell."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code is not init.__code__:
+        frame, level = frame.f_back, level + 1
+    # A MultiSteps with a should_skip_update_fn, whose state is not empty, adds up no non-finite
+    # gradients.
+    if frame is not None and frame.f_locals.get("skip_state", ()) == ():
+        warnings.warn(
+            "optax.MultiSteps around jmpx.skip_nonfinite never recovers from an overflow, because "
+            "the sum of its gradients stays non-finite: write skip_nonfinite(optax.MultiSteps("
+            "optimizer, n)), which leaves out the one micro-step that overflowed.",
+            stacklevel=level + 1,
+        )
