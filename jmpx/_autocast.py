@@ -16,11 +16,12 @@ from jmpx._evaluation import RESTORE, Run
 from jmpx._leaves import is_floating
 from jmpx._marks import Module, module_of, without_marks
 from jmpx._modules import Marks
+from jmpx._nnx_objects import is_object, module_base
 from jmpx._operations import HIGHER_ORDER, KINDS, instead_of, operation_name
 from jmpx._policy import Policy, did_you_mean
 from jmpx._policy_map import PolicyMap, Rule, get_policy_map, warn_of
 from jmpx._registry import refuse_creation
-from jmpx._stateful import Pure, call, is_object, module_base
+from jmpx._stateful import Pure, call
 from jmpx._values import Value
 
 

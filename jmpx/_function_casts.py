@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jmpx._casts import cast_tree
 from jmpx._dtypes import DTypeLike, as_dtype
 from jmpx._leaves import PyTree, is_floating
+from jmpx._nnx_objects import sparing
 from jmpx._scopes import full_precision
-from jmpx._stateful import Pure, apply, call, sparing
+from jmpx._stateful import Pure, apply, call
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -22,9 +22,10 @@ from jmpx._gradient_arguments import (
 )
 from jmpx._leaves import PyTree, is_array, is_floating
 from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
+from jmpx._nnx_objects import sparing
 from jmpx._policy import Policy
 from jmpx._sharding import without_shards
-from jmpx._stateful import Pure, call, sparing
+from jmpx._stateful import Pure, call
 from jmpx._tree import AxisName, all_finite
 
 P = ParamSpec("P")

@@ -9,6 +9,7 @@ import jax.core
 import jax.numpy as jnp
 
 from jmpx._leaves import PyTree, is_array, is_none
+from jmpx._nnx_objects import holds_objects
 from jmpx._optimizer_checks import (
     SkipBy,
     check_skip_by,
@@ -18,7 +19,7 @@ from jmpx._optimizer_checks import (
     warn_of_multi_steps,
     warn_of_views,
 )
-from jmpx._stateful import holds_objects, parameters_of
+from jmpx._stateful import parameters_of
 from jmpx._tree import Flag, all_finite, as_flag, select_tree
 
 if TYPE_CHECKING:

@@ -1,21 +1,30 @@
-"""Parameters of which each device holds a shard, found by the gathers that read them."""
+"""Finds parameters of which each device holds a shard, by the gathers that read them."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import jax
 
 from jmpx._jaxpr import evaluate, inner_jaxprs, is_literal, scan_counts, trace
+from jmpx._tree import AxisName
 
-# What an array is to this analysis: the parameters that it is made of, as their places; or None,
-# if data went into it. A number on its own is made of nothing: it scales a parameter or picks a
-# part of it.
-Origin = frozenset[int] | None
-_NUMBER: Origin = frozenset()
+R = TypeVar("R")
 
-# Each hands a device what other devices hold; of the first there are several kinds.
+# JAX has public types of these in `jax.extend` alone, which is imported on first use.
+Jaxpr: TypeAlias = Any  # open or closed
+Equation: TypeAlias = Any
+Atom: TypeAlias = Any  # a variable or a literal
+
+# The indices of the parameters that an array is computed from, or None if it depends on data. A
+# scalar counts as computed from no parameter: it scales one, or picks a part of one.
+Origin: TypeAlias = frozenset[int] | None
+_SCALAR: Origin = frozenset()
+
+# Primitives that give a device the arrays of others; `all_gather` has variants with suffixes.
 _EXCHANGES = ("all_gather", "all_to_all", "ragged_all_to_all", "ppermute", "pgather")
 
-# Of these, indices and masks are no part of what an array is made of.
+# The operands of which the result holds elements; the others are indices and masks.
 _PICKED_FROM = {
     "dynamic_slice": slice(0, 1),
     "dynamic_update_slice": slice(0, 2),
@@ -24,18 +33,21 @@ _PICKED_FROM = {
 
 
 def without_shards(
-    func: Callable[[list[Any]], Any], params: list[Any], paths: Sequence[str], axis_name: Any
-) -> Callable[[list[Any]], Any]:
+    func: Callable[[list[jax.Array]], R],
+    params: list[jax.Array],
+    paths: Sequence[str],
+    axis_name: AxisName,
+) -> Callable[[list[jax.Array]], R]:
     """Traces a function of parameters once, and refuses it if it gathers one over the axis.
 
-    The backward pass of a gather sums the gradient over the devices and hands each the part of its
-    shard, so that a mean over the devices would mix the shards. A gathered activation, as in a
-    contrastive loss, is none of a parameter's: data went into it.
+    The backward pass of a gather sums the gradient over the devices and gives each device the part
+    of its shard, so that a mean over the devices would mix the shards. An activation may be
+    gathered, as contrastive losses do: it depends on data.
 
     Args:
-        func: the function; its result may hold anything.
-        params: the arrays that it is to be called with.
-        paths: what to call each of them.
+        func: the function; its result may hold any leaves.
+        params: the arrays to trace it with.
+        paths: the name of each of them in an error message.
         axis_name: the name (or names) of the mapped axis.
 
     Returns:
@@ -47,11 +59,11 @@ def without_shards(
     traced = trace(func, (params,), {})
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
     search = _Search(frozenset(names))
-    search.run(traced.jaxpr, [frozenset([place]) for place in range(len(params))])
+    search.run(traced.jaxpr, [frozenset([index]) for index in range(len(params))])
     if search.found:
-        place, operation = search.found[0]
+        index, operation = search.found[0]
         raise TypeError(
-            f"Cannot average the gradient of the first argument's {paths[place]} over the axis "
+            f"Cannot average the gradient of the first argument's {paths[index]} over the axis "
             f"{axis_name!r}, because the function reads it by {operation} over that axis, as it "
             "does a shard, whose gradient is summed over the devices already: gather it before "
             "the call, or leave axis_name out and reduce the value and the other gradients by hand."
@@ -59,15 +71,16 @@ def without_shards(
     return lambda params: traced.rebuild(evaluate(traced.jaxpr, params))
 
 
-def _open(jaxpr: Any) -> Any:
+def _open(jaxpr: Jaxpr) -> Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
-    return getattr(atom.aval, "shape", ())  # a token has none
+def _shape(atom: Atom) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())  # A token has no shape.
 
 
 def _join(origins: Sequence[Origin]) -> Origin:
+    """Returns the origin of an array that is computed from arrays of these origins."""
     known = [origin for origin in origins if origin is not None]
     return frozenset().union(*known) if len(known) == len(origins) else None
 
@@ -78,28 +91,28 @@ class _Search:
 
     Attributes:
         axes: the names of the axes.
-        found: a parameter's place and the name of the operation, for each gather of one.
+        found: for each gather of a parameter, the parameter's index and the operation's name.
     """
 
-    axes: frozenset[Any]
+    axes: frozenset[Hashable]
     found: list[tuple[int, str]] = dataclasses.field(default_factory=list)
 
-    def run(self, jaxpr: Any, inputs: Sequence[Origin]) -> list[Origin]:
+    def run(self, jaxpr: Jaxpr, inputs: Sequence[Origin]) -> list[Origin]:
         """Returns the origins of a jaxpr's outputs, given those of its inputs."""
         jaxpr = _open(jaxpr)
-        origins: dict[Any, Origin] = dict(zip(jaxpr.invars, inputs, strict=True))
+        origins: dict[Atom, Origin] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var in jaxpr.constvars:
-            origins[var] = None if _shape(var) else _NUMBER
+            origins[var] = None if _shape(var) else _SCALAR
 
-        def read(atom: Any) -> Origin:
-            return _NUMBER if is_literal(atom) else origins[atom]
+        def read(atom: Atom) -> Origin:
+            return _SCALAR if is_literal(atom) else origins[atom]
 
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
             origins.update(zip(eqn.outvars, self.step(eqn, operands), strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def step(self, eqn: Any, operands: list[Origin]) -> list[Origin]:
+    def step(self, eqn: Equation, operands: list[Origin]) -> list[Origin]:
         """Returns the origins of an equation's results."""
         name = eqn.primitive.name
         if name == "scan":
@@ -116,17 +129,17 @@ class _Search:
                     return results
         return self.operation(eqn, operands)
 
-    def scan(self, eqn: Any, operands: list[Origin]) -> list[Origin]:
+    def scan(self, eqn: Equation, operands: list[Origin]) -> list[Origin]:
         consts, carry = scan_counts(eqn)
         return self.loop(eqn.params["jaxpr"], operands, consts, consts + carry)
 
-    def while_loop(self, eqn: Any, operands: list[Origin]) -> list[Origin]:
+    def while_loop(self, eqn: Equation, operands: list[Origin]) -> list[Origin]:
         operands = operands[eqn.params["cond_nconsts"] :]
         consts = eqn.params["body_nconsts"]
         return self.loop(eqn.params["body_jaxpr"], operands, consts, len(operands))
 
-    def loop(self, body: Any, operands: list[Origin], start: int, stop: int) -> list[Origin]:
-        """Runs a body until the origins of what it carries, at `start` to `stop`, stay."""
+    def loop(self, body: Jaxpr, operands: list[Origin], start: int, stop: int) -> list[Origin]:
+        """Runs a body until the origins of its carry, at `start` to `stop`, no longer change."""
         while True:
             results = self.run(body, operands)
             carried = list(map(_join, zip(operands[start:stop], results, strict=False)))
@@ -134,8 +147,8 @@ class _Search:
                 return results
             operands = [*operands[:start], *carried, *operands[stop:]]
 
-    def operation(self, eqn: Any, operands: list[Origin]) -> list[Origin]:
-        """Returns the origins of what an operation makes, and notes if it gathers a parameter."""
+    def operation(self, eqn: Equation, operands: list[Origin]) -> list[Origin]:
+        """Returns the origins of an operation's results, and notes if it gathers a parameter."""
         name = eqn.primitive.name
         origin = _join(operands[_PICKED_FROM.get(name, slice(None))])
         axes = eqn.params.get("axis_name", ())
@@ -144,7 +157,7 @@ class _Search:
             self.found.append((min(origin), name))
         if name == "stop_gradient":
             origin = None
-        # The norm of a parameter is a number, and gathering norms is no harm.
+        # An array that is reduced to a scalar, such as a parameter's norm, may be gathered.
         of_arrays = any(_shape(atom) for atom in eqn.invars)
-        reduced = [of_arrays and not _shape(var) for var in eqn.outvars]
-        return [_NUMBER if number and origin else origin for number in reduced]
+        are_reduced = [of_arrays and not _shape(var) for var in eqn.outvars]
+        return [_SCALAR if is_reduced and origin else origin for is_reduced in are_reduced]
