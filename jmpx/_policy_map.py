@@ -229,8 +229,8 @@ def _parse_rule(part: str, text: str, start: int) -> Rule:
     if not (_CLASS.fullmatch(name) or "/" in name or "*" in name) or re.search(r"[\s=,]", name):
         raise ValueError(
             f"Unknown selector {name!r} {position(selector, start)} of policy map {text!r}: "
-            "expected a class name such as 'BatchNorm' or 'haiku.BatchNorm', a glob of paths such as "
-            "'*/head/*', or an operation such as 'op.exp'."
+            "expected a class name such as 'BatchNorm' or 'haiku.BatchNorm', a glob of paths such "
+            "as '*/head/*', or an operation such as 'op.exp'."
         )
     if not policy.strip():
         raise ValueError(
