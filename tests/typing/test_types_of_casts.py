@@ -107,7 +107,7 @@ def test_autocast_keeps_the_signature(x: jax.Array) -> None:
     def plain(params: Params, x: jax.Array, *, scale: float = 1.0) -> dict[str, jax.Array]:
         return predict(params, x, scale=scale)
 
-    @jmpx.autocast(policy="c=bf16; op.exp: bf16", rules={"tanh": "bf16"}, output=None)
+    @jmpx.autocast(policy="c=bf16; op.mul: bf16", rules={"add": "f32"}, output=None)
     def decorated(params: Params, x: jax.Array, *, scale: float = 1.0) -> dict[str, jax.Array]:
         return predict(params, x, scale=scale)
 
@@ -115,13 +115,12 @@ def test_autocast_keeps_the_signature(x: jax.Array) -> None:
     assert_type(plain(make_params(), x, scale=2.0), dict[str, jax.Array])
     assert_type(decorated(make_params(), x, scale=2.0), dict[str, jax.Array])
     assert_type(called(make_params(), x, scale=2.0), dict[str, jax.Array])
-    for wrong in (
-        lambda: plain(make_params()),  # pyright: ignore[reportCallIssue]
-        lambda: decorated(make_params(), x, size=2.0),  # pyright: ignore[reportCallIssue]
-        lambda: called(make_params()),  # pyright: ignore[reportCallIssue]
-    ):
-        with pytest.raises(TypeError):
-            wrong()
+    with pytest.raises(TypeError):
+        plain(make_params())  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError):
+        decorated(make_params(), x, size=2.0)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError):
+        called(make_params())  # pyright: ignore[reportCallIssue]
 
 
 def test_methods_keep_their_signature(x: jax.Array) -> None:
@@ -135,13 +134,13 @@ def test_methods_keep_their_signature(x: jax.Array) -> None:
             return self.predict(x).sum()
 
         @jmpx.force_full_precision
-        def norm(self, x: jax.Array) -> jax.Array:
-            return jnp.linalg.norm(x)
+        def square(self, x: jax.Array) -> jax.Array:
+            return (x * x).sum()
 
     model = Model()
     assert_type(model.predict(x), jax.Array)
     assert_type(model.loss(x), jax.Array)
-    assert_type(model.norm(x), jax.Array)
+    assert_type(model.square(x), jax.Array)
 
 
 def test_full_precision_keeps_the_signature(x: jax.Array) -> None:
@@ -166,13 +165,12 @@ def test_casts_of_functions_keep_the_signature(x: jax.Array) -> None:
     half = jmpx.cast_function(predict, "bf16", return_dtype=jnp.float32)
     for function in (decorated, full, half):
         assert_type(function(make_params(), x, scale=2.0), dict[str, jax.Array])
-    for wrong in (
-        lambda: decorated(make_params()),  # pyright: ignore[reportCallIssue]
-        lambda: full(make_params(), x, size=2.0),  # pyright: ignore[reportCallIssue]
-        lambda: half(make_params(), x, x),  # pyright: ignore[reportCallIssue]
-    ):
-        with pytest.raises(TypeError):
-            wrong()
+    with pytest.raises(TypeError):
+        decorated(make_params())  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError):
+        full(make_params(), x, size=2.0)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError):
+        half(make_params(), x, x)  # pyright: ignore[reportCallIssue]
 
 
 def test_autocast_of_a_pytree_and_checkpoint_policy(x: jax.Array) -> None:

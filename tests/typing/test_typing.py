@@ -1,6 +1,8 @@
 """The tests of types as a whole: pyright agrees with them, and they use every public name."""
 
 import ast
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,15 +12,33 @@ import pytest
 import jmpx
 
 HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+
+def pyright(*arguments: str) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("pyright", reason="pyright is in the lint extra")
+    # It asks the first python of the path where packages are.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        [sys.executable, "-m", "pyright", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_pyright_agrees() -> None:
-    pytest.importorskip("pyright", reason="pyright is in the lint extra")
-    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, str(HERE)]
-    result = subprocess.run(
-        command, cwd=HERE.parent.parent, capture_output=True, text=True, check=False
-    )
+    result = pyright(str(HERE))
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_public_symbol_has_a_type() -> None:
+    result = pyright("--verifytypes", "jmpx", "--ignoreexternal", "--outputjson")
+    report = json.loads(result.stdout)["typeCompleteness"]
+    untyped = [symbol for symbol in report["symbols"] if not symbol["isTypeKnown"]]
+    assert report["completenessScore"] == 1, untyped
 
 
 def test_every_public_name_is_used() -> None:
