@@ -60,8 +60,8 @@ def test_gradients(x: jax.Array) -> None:
     assert_type(with_aux.scaling, jmpx.StaticLossScale)
     assert_type(with_aux.grads_finite, jax.Array)
     assert_type(with_aux.aux, int)
-    scaling, grads_finite, grads, aux = with_aux
-    assert_type(scaling, jmpx.StaticLossScale)
+    new_static, _, grads, aux = with_aux
+    assert_type(new_static, jmpx.StaticLossScale)
     assert_type(aux, int)
     assert isinstance(grads, Params) and aux == 8
 
