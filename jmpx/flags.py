@@ -39,12 +39,12 @@ class _Parser(flags.ArgumentParser[T]):
         return self._flag_type
 
 
-_POLICY = _Parser[Policy](
+_POLICY = _Parser(
     get_policy,
     "policy",
     "a policy such as params=float32,compute=bfloat16,output=float32 or bf16-mixed",
 )
-_POLICY_MAP = _Parser[PolicyMap](
+_POLICY_MAP = _Parser(
     get_policy_map,
     "policy map",
     "a policy, or a policy map such as 'c=bf16,o=f32; BatchNorm: full'",
@@ -91,7 +91,8 @@ def _define(
     return cast("flags.FlagHolder[T]", holder)  # the callers' types say whether it may hold None
 
 
-# These overloads are those of absl's own flags: the value may be None if the default is None.
+# The types follow those of absl's own flags: the value may be None if the default is None and the
+# flag is not required, and further arguments are Any.
 @overload
 def DEFINE_policy(
     name: str,
