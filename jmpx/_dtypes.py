@@ -69,7 +69,7 @@ def as_dtype(dtype: DTypeLike | None) -> ScalarType:
 
     Raises:
         TypeError: if `dtype` is not a dtype.
-        ValueError: if `dtype` is a string without a meaning, or not a floating dtype of JAX.
+        ValueError: if `dtype` is an unknown name, or not a floating dtype that JAX has.
     """
     expected = (
         "expected a floating dtype such as jnp.bfloat16, np.dtype('float32') or one of the names "
