@@ -151,7 +151,7 @@ def test_full_precision_keeps_the_signature(x: jax.Array) -> None:
     assert_type(decorated(make_params(), x, scale=2.0), dict[str, jax.Array])
     with pytest.raises(TypeError):
         decorated(make_params())  # pyright: ignore[reportCallIssue]
-    context: AbstractContextManager[None] = jmpx.full_precision()
+    context: AbstractContextManager[object] = jmpx.full_precision()
     with context:
         pass
 
