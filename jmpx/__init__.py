@@ -36,7 +36,8 @@ from jmpx._registry import (
 from jmpx._scopes import full_precision as full_precision
 from jmpx._tree import all_finite as all_finite, select_tree as select_tree
 
-# What trains and what autocasts is most of the library: it is imported when it is first asked for.
+# Training and autocast are most of the code. Their first use imports them, so that `import jmpx` is
+# fast.
 if TYPE_CHECKING:
     from jmpx._autocast import (
         Autocast as Autocast,
@@ -65,11 +66,11 @@ else:
     }
 
     def __getattr__(name):
-        """Imports the file of a name, and puts its names here."""
+        """Imports the file that defines a public name, and adds its public names to this module."""
         file = next((file for file, names in _LATER.items() if name in names), None)
         if file is None:
             raise AttributeError(f"module 'jmpx' has no attribute {name!r}")
-        from importlib import import_module  # here, because what stands above is public
+        from importlib import import_module  # here, because names of this module are public
 
         module = import_module(f"jmpx.{file}")
         globals().update((each, getattr(module, each)) for each in _LATER[file])

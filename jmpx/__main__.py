@@ -2,7 +2,8 @@
 
 import sys
 
-from jmpx._dtypes import dtype_name
+from jmpx._dtypes import DTypeLike, dtype_name
+from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map
 
 _USAGE = 'usage: python -m jmpx "c=bf16,o=f32; BatchNorm: full; */head/*: c=f32"'
@@ -10,14 +11,14 @@ _HEADER = ("", "params", "compute", "output")
 
 
 def table(policy_map: PolicyMap) -> str:
-    """Returns what each rule of a policy map means, inheritance included, as a table."""
+    """Returns a table of the dtypes that each rule of a policy map sets or inherits."""
     default = policy_map.default
     rows = [_HEADER, ("default", *map(dtype_name, _dtypes(default)))]
     for rule in policy_map.rules:
         dtypes = [dtype_name(dtype) for dtype in _dtypes(rule.resolve(default, default))]
-        said = (True, rule.compute is not None, rule.output is not None)
-        marks = ("" if s else " *" for s in said)
-        rows.append((rule.label, *(d + m for d, m in zip(dtypes, marks, strict=True))))
+        depends = (False, rule.compute is None, rule.output is None)  # on the surrounding call
+        marked = (f"{d} *" if is_open else d for d, is_open in zip(dtypes, depends, strict=True))
+        rows.append((rule.label, *marked))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     if any("*" in cell for row in rows for cell in row[1:]):
@@ -27,12 +28,12 @@ def table(policy_map: PolicyMap) -> str:
     return "\n".join(lines)
 
 
-def _dtypes(policy):
+def _dtypes(policy: Policy) -> tuple[DTypeLike, DTypeLike, DTypeLike]:
     return policy.param_dtype, policy.compute_dtype, policy.output_dtype
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the table of the one argument; returns the exit code."""
+    """Prints the table for the only argument, and returns the exit code."""
     if len(arguments) != 1 or arguments[0] in ("-h", "--help"):
         wanted = arguments in (["-h"], ["--help"])
         print(_USAGE, file=sys.stdout if wanted else sys.stderr)

@@ -1,24 +1,27 @@
-"""The names of the floating dtypes: text in, JAX scalar types out."""
+"""Names of floating dtypes: parses them to JAX's scalar types, and checks dtypes."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike as DTypeLike  # also the names below, such as "bf16"
 
-# A dtype as users give it: "bf16", np.dtype("float32"), np.float32, jnp.float32.
-DTypeLike = Any
+# JAX does not type its devices:
+# pyright: reportUnknownMemberType=false
 
-# Canonical name -> the other names it answers to. ``half`` is missing on purpose:
-# which dtype it means depends on the backend (see `half_dtype`).
-_ALIASES = {
+# `jnp.bfloat16`, `jnp.float32` and so on. JAX has no public type for them.
+ScalarType: TypeAlias = type[Any]
+
+# Canonical name -> its short names. `half` is not listed: it depends on the backend.
+_ALIASES: dict[str, tuple[str, ...]] = {
     "float16": ("f16", "fp16"),
     "bfloat16": ("bf16",),
     "float32": ("f32", "fp32", "full"),
     "float64": ("f64", "fp64"),
     **{name: () for name in sorted(vars(jnp)) if name.startswith("float8_")},
 }
-_SCALAR_TYPES = {name: getattr(jnp, name) for name in _ALIASES}
+_SCALAR_TYPES: dict[str, ScalarType] = {name: getattr(jnp, name) for name in _ALIASES}
 _CANONICAL = {alias: name for name, aliases in _ALIASES.items() for alias in (name, *aliases)}
 
 
@@ -28,16 +31,16 @@ def dtype_names() -> list[str]:
 
 
 def describe_dtypes() -> str:
-    """Returns the accepted names as they are listed in error messages."""
+    """Returns the list of accepted names for error messages."""
     short = [f"{name} ({', '.join(alias)})" for name, alias in _ALIASES.items() if alias]
     return ", ".join([*short, "half", "float8_*"])
 
 
-def half_dtype() -> Any:
+def half_dtype() -> ScalarType:
     """Returns the half precision dtype of the current backend.
 
-    Asks JAX for its local devices, which starts the backend; in a program that calls
-    `jax.distributed.initialize`, call it afterwards. Follows JMP's `half_dtype`.
+    This starts the backend, because it asks JAX for the local devices: a program that calls
+    `jax.distributed.initialize` must do so first. Follows JMP's `half_dtype`.
 
     Returns:
         `jnp.bfloat16` on TPU, `jnp.float16` everywhere else.
@@ -51,8 +54,8 @@ def half_dtype() -> Any:
     return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
 
 
-def parse_dtype(name: str) -> Any:
-    """Returns the JAX scalar type called `name`; white space and case do not count.
+def parse_dtype(name: str) -> ScalarType:
+    """Returns the JAX scalar type called `name`, ignoring case and surrounding white space.
 
     Raises:
         KeyError: if no dtype has that name.
@@ -61,12 +64,12 @@ def parse_dtype(name: str) -> Any:
     return half_dtype() if name == "half" else _SCALAR_TYPES[_CANONICAL[name]]
 
 
-def as_dtype(dtype: DTypeLike) -> Any:
+def as_dtype(dtype: DTypeLike | None) -> ScalarType:
     """Returns `dtype` as JAX's scalar type, such as `jnp.float32`.
 
     Raises:
-        TypeError: if `dtype` is not a dtype at all.
-        ValueError: if it is a dtype, but not a floating one that JAX has.
+        TypeError: if `dtype` is not a dtype.
+        ValueError: if `dtype` is an unknown name, or not a floating dtype that JAX has.
     """
     expected = (
         "expected a floating dtype such as jnp.bfloat16, np.dtype('float32') or one of the names "
@@ -74,7 +77,7 @@ def as_dtype(dtype: DTypeLike) -> Any:
     )
     if isinstance(dtype, str):
         name = dtype
-    elif dtype is None or dtype is float:  # NumPy reads both as float64.
+    elif dtype is None or dtype is float:  # NumPy would read both as float64
         raise TypeError(f"Unknown dtype {dtype!r}: {expected}")
     else:
         try:
@@ -93,13 +96,13 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def check_enabled(dtype: DTypeLike) -> None:
-    """Refuses float64 while JAX would silently turn it into float32.
+    """Refuses float64 while 64-bit types are disabled, when JAX would silently use float32.
 
     Raises:
         ValueError: if `dtype` is float64 and 64-bit types are disabled.
     """
-    x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-    if np.dtype(dtype) == np.float64 and not x64:
+    config: Any = jax.config  # whose attributes JAX adds at run time
+    if np.dtype(dtype) == np.float64 and not config.jax_enable_x64:
         raise ValueError(
             "Cannot cast to float64 while JAX's 64-bit types are disabled, which would silently "
             "give float32: call jax.config.update('jax_enable_x64', True) at startup, or use "
@@ -108,17 +111,20 @@ def check_enabled(dtype: DTypeLike) -> None:
 
 
 def _is_for_storage(dtype: DTypeLike) -> bool:
-    """Whether nothing can compute in a dtype: without scales, 8 bits hold no gradient."""
+    """Tells whether a dtype is only for storage: a gradient in 8 bits would be 0 or NaN."""
     return np.dtype(dtype).itemsize < 2
 
 
-def computable(dtype: DTypeLike) -> Any:
-    """Returns the dtype in which statistics of what is stored in `dtype` are computed."""
+def computable(dtype: DTypeLike) -> DTypeLike:
+    """Returns the dtype to compute in for values that are stored in `dtype`.
+
+    That is float32 for a dtype of 8 bits, and `dtype` itself for every other.
+    """
     return jnp.float32 if _is_for_storage(dtype) else dtype
 
 
 def check_computes(dtype: DTypeLike) -> None:
-    """Refuses to compute in a dtype that is for storage alone, and in a disabled float64.
+    """Refuses dtypes that cannot be computed in: those of 8 bits, and a disabled float64.
 
     Raises:
         ValueError: if `dtype` has 8 bits, or is float64 while 64-bit types are disabled.

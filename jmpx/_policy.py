@@ -1,15 +1,14 @@
-"""Policies: which dtype parameters are stored, computation runs and results leave in."""
+"""Policies: the dtypes of stored parameters, of computation and of results."""
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
-
-import jax.numpy as jnp
+from collections.abc import Iterable
+from typing import Self, TypeVar
 
 from jmpx._casts import cast_tree
 from jmpx._dtypes import (
     DTypeLike,
+    ScalarType,
     as_dtype,
     check_computes,
     describe_dtypes,
@@ -23,23 +22,24 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
-    """The dtypes that a piece of a program stores, computes and returns in.
+    """The dtypes of stored parameters, of computation and of results.
 
     A frozen, hashable, picklable value (not a pytree), so it serves as a static argument of
     `jax.jit` and as a static field of a module. Follows JMP's `Policy`. Subclasses may add fields
-    and override the casts: jmpx casts through nothing else.
+    and override the casts: jmpx never casts to a policy's dtypes in another way.
 
     Args:
         param_dtype: the dtype in which parameters are stored.
-        compute_dtype: the dtype in which computation runs; one of 8 bits, which is for storage
-            alone, is refused when it is first used.
+        compute_dtype: the dtype in which computation runs. Dtypes of 8 bits are for storage only:
+            the first use of one as a compute dtype is an error.
         output_dtype: the dtype in which results are returned.
 
-    A dtype is given as a name, a `np.dtype` or a scalar type, and kept as JAX's scalar type.
+    A dtype may be given as a name, a `np.dtype` or a scalar type. The policy keeps it as JAX's
+    scalar type, such as `jnp.float32`.
 
     Raises:
-        TypeError: if a dtype is not one.
-        ValueError: if a dtype is not a floating one.
+        TypeError: if an argument is not a dtype.
+        ValueError: if a dtype is unknown or not floating.
 
     Example:
         >>> import jax.numpy as jnp
@@ -69,7 +69,8 @@ class Policy:
         """Casts the floating leaves of a pytree to `compute_dtype`; see `jmpx.cast_tree`.
 
         Raises:
-            ValueError: if the compute dtype is one of 8 bits, which are for storage.
+            ValueError: if the compute dtype has 8 bits, or is float64 while JAX's 64-bit types
+                are disabled.
         """
         check_computes(self.compute_dtype)
         return cast_tree(tree, self.compute_dtype)
@@ -78,8 +79,8 @@ class Policy:
         """Casts the floating leaves of a pytree to `output_dtype`; see `jmpx.cast_tree`."""
         return cast_tree(tree, self.output_dtype)
 
-    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
-        """Returns this policy with another `output_dtype`."""
+    def with_output_dtype(self, output_dtype: DTypeLike) -> Self:
+        """Returns a copy of this policy with another `output_dtype`."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def __str__(self) -> str:
@@ -90,20 +91,24 @@ class Policy:
         )
 
     def __repr__(self) -> str:
-        """Returns the constructor call, the dtypes by name."""
+        """Returns the constructor call, with the names of the dtypes."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         dtypes = {name: dtype_name(values.pop(name)) for name in list(values)[:3]}
         fields = {**dtypes, **values}
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in fields.items())})"
 
 
+FIELDS = ("params", "compute", "output")
+
+# The keys of a policy string, and the fields that they set.
 KEYS = {
     "p": "params", "param": "params", "params": "params",
     "c": "compute", "compute": "compute",
     "o": "output", "output": "output",
 }  # fmt: skip
 
-# Mixed ones of Lightning output float32, those of Keras what was computed.
+# Lightning's precision strings, then Keras's. The mixed ones of Lightning return float32, those of
+# Keras return the compute dtype.
 _PRESETS = {
     "bf16-mixed": "params=float32,compute=bfloat16,output=float32",
     "16-mixed": "params=float32,compute=float16,output=float32",
@@ -115,7 +120,6 @@ _PRESETS = {
     "mixed_float16": "params=float32,compute=float16,output=float16",
 }
 
-
 _NO_RULES = (
     "a policy has no rules, which are for what takes a policy map: jmpx.get_policy_map, "
     "jmpx.autocast, the policies and with_policies of the adapters, and "
@@ -126,15 +130,15 @@ _NO_RULES = (
 def get_policy(policy: str | Policy) -> Policy:
     """Parses a policy string.
 
-    The grammar is JMP's: `key=dtype` parts with commas between them, the keys being `p`, `param`
-    or `params`, `c` or `compute`, `o` or `output`; or one bare dtype for all three. Params left out
-    are float32, compute follows params, output follows compute. White space and case do not count.
-    Beyond JMP it knows Lightning's precision strings (`bf16-mixed`, `16-mixed`, `bf16-true`,
-    `16-true`, `32-true`, `64-true`) and Keras's (`mixed_bfloat16`, `mixed_float16`). One semicolon
-    at the end does not count.
+    A policy string consists of `key=dtype` parts, separated by commas, or of one dtype for all
+    three fields. The keys are `p`, `param` or `params`; `c` or `compute`; `o` or `output`. Without
+    its key, params is float32, compute is the dtype of params, and output is the dtype of compute.
+    White space, case and one semicolon at the end are ignored. This is JMP's grammar; Lightning's
+    precision strings (`bf16-mixed`, `16-mixed`, `bf16-true`, `16-true`, `32-true`, `64-true`) and
+    Keras's (`mixed_bfloat16`, `mixed_float16`) are accepted, too.
 
-    The dtype `half` is float16, on TPU bfloat16: it alone asks JAX for its backend when it is
-    parsed, so in a multi-host program parse it after `jax.distributed.initialize`.
+    The dtype `half` is bfloat16 on TPU and float16 elsewhere. Parsing it starts JAX's backend, so
+    a multi-host program must call `jax.distributed.initialize` first.
 
     Args:
         policy: a policy string, or a policy, which is returned as it is.
@@ -143,9 +147,9 @@ def get_policy(policy: str | Policy) -> Policy:
         The policy.
 
     Raises:
-        TypeError: if `policy` is neither a string nor a policy; a policy map is none.
-        ValueError: if the string is not of the grammar, or has rules, as a policy map may; the
-            message says where.
+        TypeError: if `policy` is neither a string nor a policy. A policy map is not a policy.
+        ValueError: if the string does not follow the grammar, or has rules, which only policy maps
+            may have. The message gives the position.
 
     Example:
         >>> import jmpx
@@ -162,37 +166,37 @@ float8_*; did you mean 'bfloat16'?
     """
     if isinstance(policy, Policy):
         return policy
-    if hasattr(policy, "rules"):  # a PolicyMap, whose file imports this one
+    if hasattr(policy, "rules"):  # a PolicyMap, which this file cannot import
         raise TypeError(
             f"Expected a policy, got the policy map {str(policy)!r}: {_NO_RULES}; its .default is "
             "a policy."
         )
-    if not isinstance(policy, str):
+    if not isinstance(policy, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"Expected a policy string or a jmpx.Policy, got {policy!r}: write for example "
             "'params=float32,compute=bfloat16,output=float32'."
         )
     part = without_last_semicolon(policy)
     _refuse_rules(part, policy)
-    fields = parse_fields(part, policy, 0, bare=("params", "compute", "output"))
-    params = fields.get("params", jnp.float32)
+    fields = parse_fields(part, policy, 0, bare=FIELDS)
+    params = fields.get("params", parse_dtype("float32"))
     compute = fields.get("compute", params)
     return Policy(params, compute, fields.get("output", compute))
 
 
 def without_last_semicolon(text: str) -> str:
-    """Returns a policy or policy map without the semicolon that may end it."""
+    """Returns the string of a policy or policy map without the semicolon that may end it."""
     return text.rstrip().removesuffix(";")
 
 
 def _refuse_rules(part: str, text: str) -> None:
-    """Refuses the semicolons and rules of a policy map, but for a colon that is to be `=`."""
+    """Refuses rules and semicolons, but leaves mistakes such as `c:bf16` to `refuse_colons`."""
     start = 0
     for piece in part.split(";"):
         selector, colon, _ = piece.partition(":")
         if colon and "=" not in selector and selector.strip().lower() not in KEYS:
             raise ValueError(
-                f"Unexpected rule {piece.strip()!r} {place(piece, start)} of policy {text!r}: "
+                f"Unexpected rule {piece.strip()!r} {position(piece, start)} of policy {text!r}: "
                 f"{_NO_RULES}."
             )
         start += len(piece) + 1
@@ -204,13 +208,13 @@ def _refuse_rules(part: str, text: str) -> None:
 
 
 def refuse_colons(part: str, text: str, start: int, end: str = "") -> None:
-    """Refuses `compute:bf16`, in which a colon stands where an equals sign belongs.
+    """Refuses a colon in place of an equals sign, as in `compute:bf16`.
 
     Args:
-        part: the policy's own text.
-        text: all of what the user wrote, for error messages.
-        start: where in it `part` begins.
-        end: what the error message says besides.
+        part: the policy's part of `text`.
+        text: the user's whole string, which the message quotes.
+        start: the index of `part` in `text`.
+        end: words to add to the end of the message.
     """
     for field in part.split(","):
         key, colon, _ = field.partition(":")
@@ -223,31 +227,35 @@ def refuse_colons(part: str, text: str, start: int, end: str = "") -> None:
         start += len(field) + 1
 
 
-def parse_fields(part: str, text: str, start: int, bare: tuple[str, ...]) -> dict[str, Any]:
-    """Parses a policy that stands in `text` from offset `start`.
+def parse_fields(part: str, text: str, start: int, bare: tuple[str, ...]) -> dict[str, ScalarType]:
+    """Parses a policy, which may be a part of a longer string.
 
     Args:
-        part: the policy's own text.
-        text: all of what the user wrote, for error messages.
-        start: where in it `part` begins.
-        bare: the keys that a bare dtype stands for.
+        part: the policy's part of `text`.
+        text: the user's whole string, which error messages quote.
+        start: the index of `part` in `text`.
+        bare: the fields that a dtype without a key sets.
 
     Returns:
-        The dtypes of those of "params", "compute" and "output" that it names.
+        The dtype of each field that the policy sets. The fields are "params", "compute" and
+        "output".
+
+    Raises:
+        ValueError: if the policy does not follow the grammar.
     """
     preset = _PRESETS.get(part.strip().lower())
     if preset is not None:
-        return parse_fields(preset, preset, 0, bare=("params", "compute", "output"))
+        return parse_fields(preset, preset, 0, bare=FIELDS)
     refuse_colons(part, text, start)
     if "=" not in part:
         dtype = _parse_dtype(part, text, start, presets=_PRESETS)
         return dict.fromkeys(bare, dtype)
-    fields: dict[str, Any] = {}
+    fields: dict[str, ScalarType] = {}
     for field in part.split(","):
         key, dtype = _parse_field(field, text, start)
         if key in fields:
             raise ValueError(
-                f"Duplicate key {key!r} {place(field, start)} of policy {text!r}: give each of "
+                f"Duplicate key {key!r} {position(field, start)} of policy {text!r}: give each of "
                 "'params', 'compute' and 'output' at most once."
             )
         fields[key] = dtype
@@ -255,29 +263,29 @@ def parse_fields(part: str, text: str, start: int, bare: tuple[str, ...]) -> dic
     return fields
 
 
-def _parse_field(field: str, text: str, start: int) -> tuple[str, Any]:
-    """Parses one `key=dtype` of `text`, which begins at offset `start`."""
+def _parse_field(field: str, text: str, start: int) -> tuple[str, ScalarType]:
+    """Parses the `key=dtype` that begins at index `start` of `text`."""
     if not field.strip():
         raise ValueError(
-            f"Empty part {place(field, start)} of policy {text!r}: write 'key=dtype' on both sides "
-            "of each comma."
+            f"Empty part {position(field, start)} of policy {text!r}: write 'key=dtype' on both "
+            "sides of each comma."
         )
     key, equals, value = field.partition("=")
     if not equals:
         raise ValueError(
-            f"Missing key for {field.strip()!r} {place(field, start)} of policy {text!r}: write "
+            f"Missing key for {field.strip()!r} {position(field, start)} of policy {text!r}: write "
             "'params=', 'compute=' or 'output=' before it."
         )
     name = KEYS.get(key.strip().lower())
     if name is None:
         raise ValueError(
-            f"Unknown key {key.strip()!r} {place(key, start)} of policy {text!r}: expected one of "
-            f"'params' (p, param), 'compute' (c) or 'output' (o){did_you_mean(key, KEYS)}"
+            f"Unknown key {key.strip()!r} {position(key, start)} of policy {text!r}: expected one "
+            f"of 'params' (p, param), 'compute' (c) or 'output' (o){did_you_mean(key, KEYS)}"
         )
     return name, _parse_dtype(value, text, start + len(key) + 1)
 
 
-def _parse_dtype(value: str, text: str, start: int, presets: Iterable[str] = ()) -> Any:
+def _parse_dtype(value: str, text: str, start: int, presets: Iterable[str] = ()) -> ScalarType:
     try:
         return parse_dtype(value)
     except KeyError:
@@ -286,20 +294,30 @@ def _parse_dtype(value: str, text: str, start: int, presets: Iterable[str] = ())
     what = f"Unknown dtype {value.strip()!r}" if value.strip() else "Missing dtype"
     near = did_you_mean(value, [*dtype_names(), *presets])
     raise ValueError(
-        f"{what} {place(value, start)} of policy {text!r}: expected one of {accepted}{near}"
+        f"{what} {position(value, start)} of policy {text!r}: expected one of {accepted}{near}"
     )
 
 
-def place(part: str, start: int) -> str:
-    """Says where `part` begins, white space skipped, counted from 0 as Python does."""
+def position(part: str, start: int) -> str:
+    """Returns `at position n`: the index of the first character of `part` that is not a space.
+
+    Args:
+        part: a part of the user's string.
+        start: its index in that string.
+    """
     return f"at position {start + len(part) - len(part.lstrip())}"
 
 
-def did_you_mean(word: str, choices: Iterable[str] | Mapping[str, str]) -> str:
-    """Returns the end of an error message: a near choice, or what that stands for, if any."""
+def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
+    """Returns the end of an error message: `; did you mean 'x'?`, or a full stop.
+
+    Args:
+        word: the word that the user wrote.
+        choices: the words that it may mean, or a dict from such words to what to suggest for them.
+    """
     import difflib  # here, because only errors need it
 
-    known = choices if isinstance(choices, Mapping) else {choice: choice for choice in choices}
+    known = choices if isinstance(choices, dict) else {choice: choice for choice in choices}
     word = word.strip()
     near = [n for w in (word, word.lower()) for n in difflib.get_close_matches(w, known, n=1)]
     return f"; did you mean {known[near[0]]!r}?" if near else "."

@@ -1,55 +1,56 @@
-"""Policy maps: one string that says which policy each part of a model has."""
+"""Policy maps: a default policy, and rules for the parts of a model that differ from it."""
 
 import dataclasses
 import re
 import warnings
 from collections.abc import Iterable
-from typing import Any
 
-from jmpx._dtypes import dtype_name
+from jmpx._dtypes import DTypeLike, dtype_name
 from jmpx._policy import (
+    FIELDS,
     KEYS,
     Policy,
     did_you_mean,
     get_policy,
     parse_fields,
-    place,
+    position,
     refuse_colons,
     without_last_semicolon,
 )
 
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_FIELDS = ("params", "compute", "output")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One rule of a policy map: a selector, and the dtypes that it names.
+    """One rule of a policy map: a selector, and the dtypes for what it matches.
 
     Args:
         selector: a class name (`BatchNorm`, `haiku.BatchNorm`), a glob of paths (`*/head/*`) or an
             operation (`op.exp`).
-        params: the dtype in which parameters are stored, None for that of the default.
-        compute: the dtype in which computation runs, None for that of what surrounds the call.
-        output: the dtype in which results leave, None for what surrounds the call computes in.
-        optional: whether it may match nothing without a warning; in a string, a question mark at
-            the end of the selector says so (`BatchNorm?: full`).
+        params: the dtype in which parameters are stored; None inherits it from the default.
+        compute: the dtype in which computation runs; None inherits the compute dtype of the
+            surrounding call.
+        output: the dtype in which results are returned; None means the compute dtype of the
+            surrounding call.
+        optional: whether the rule may match nothing without a warning. In a string, a question
+            mark at the end of the selector makes a rule optional: `BatchNorm?: full`.
     """
 
     selector: str
-    params: Any = None
-    compute: Any = None
-    output: Any = None
+    params: DTypeLike | None = None
+    compute: DTypeLike | None = None
+    output: DTypeLike | None = None
     optional: bool = False
 
     @property
     def label(self) -> str:
-        """The selector as it stands in a string, with the mark of an optional rule."""
+        """The selector as it is written in a string, with the question mark if it is optional."""
         return f"{self.selector}?" if self.optional else self.selector
 
     @property
     def is_operation(self) -> bool:
-        """Whether the selector is an operation, which only autocast knows."""
+        """Whether the selector is an operation. Only autocast follows such rules."""
         return self.selector.startswith("op.")
 
     @property
@@ -58,10 +59,11 @@ class Rule:
         return "/" in self.selector or "*" in self.selector
 
     def matches(self, cls: type, path: str) -> bool:
-        """Tells whether the rule is about a module of class `cls` at `path`.
+        """Tells whether the rule matches a module of class `cls` at `path`.
 
-        A class name matches a class and its subclasses. A glob matches a path as a whole, as if
-        it began and ended with a slash where the glob does; `*` stands for any text, slashes too.
+        A class name matches the class and its subclasses. A glob must match the whole path, and
+        its `*` matches any text, including slashes. A slash may be added to either end of the
+        path, so that `*/head/*` also matches the path `head`.
         """
         if self.is_operation:
             return False
@@ -70,10 +72,10 @@ class Rule:
         return any(_matches_class(self.selector, base) for base in cls.__mro__)
 
     def matches_scope(self, scope: str) -> bool:
-        """Tells whether the rule is about a scope of autocast, such as `lm/eqx.nn.Linear`.
+        """Tells whether the rule matches a scope of autocast, such as `lm/eqx.nn.Linear`.
 
-        A glob matches the scope as a path; a class name matches its last name, as a whole or
-        after a dot, which is how Equinox names the scopes of its classes.
+        A glob matches a scope like a path. A class name matches the last name of the scope or,
+        because Equinox names scopes after classes, its end after a dot: `Linear` in the example.
         """
         if self.is_operation:
             return False
@@ -82,26 +84,26 @@ class Rule:
         return f".{scope.rpartition('/')[2]}".endswith(f".{self.selector}")
 
     def resolve(self, default: Policy, surrounding: Policy | None) -> Policy:
-        """Returns the complete policy of a call that the rule is about.
+        """Returns the complete policy of a call that the rule matches.
 
         Args:
             default: the default of the policy map.
-            surrounding: the policy of the call around this one; None for the outermost call, whose
-                result is the result of the whole.
+            surrounding: the policy of the surrounding call; None for the outermost call, which
+                returns the default's output dtype unless the rule sets its own.
         """
-        around = default.compute_dtype if surrounding is None else surrounding.compute_dtype
-        output = default.output_dtype if surrounding is None else around
+        compute = (default if surrounding is None else surrounding).compute_dtype
+        output = default.output_dtype if surrounding is None else compute
         return Policy(
             default.param_dtype if self.params is None else self.params,
-            around if self.compute is None else self.compute,
+            compute if self.compute is None else self.compute,
             output if self.output is None else self.output,
         )
 
     def __str__(self) -> str:
-        """Returns the rule as it stands in a policy map string."""
-        fields = [(key, getattr(self, key)) for key in _FIELDS]
-        said = ",".join(f"{key}={dtype_name(dtype)}" for key, dtype in fields if dtype is not None)
-        return f"{self.label}: {said}"
+        """Returns the rule as it is written in a policy map string."""
+        fields = [(key, getattr(self, key)) for key in FIELDS]
+        given = [f"{key}={dtype_name(dtype)}" for key, dtype in fields if dtype is not None]
+        return f"{self.label}: {','.join(given)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +111,11 @@ class PolicyMap:
     """A default policy, and rules for the parts of a model that differ from it.
 
     A frozen, hashable, picklable value. `str()` gives a string that parses back to an equal map.
-    Make one with `get_policy_map`, which explains the rules.
+    Make one with `get_policy_map`, which explains the grammar.
 
     Args:
         default: the policy of the outermost call as a whole.
-        rules: the rules, of which the last one that matches a call wins.
+        rules: the rules. If several match a call, the last one of them applies.
 
     Example:
         >>> import jmpx
@@ -126,11 +128,11 @@ class PolicyMap:
     rules: tuple[Rule, ...] = ()
 
     def rule_for(self, cls: type, path: str) -> Rule | None:
-        """Returns the last rule that matches a module, None without one.
+        """Returns the last rule that matches a module, or None.
 
         Args:
-            cls: the module's class.
-            path: the module's path, its names joined by slashes; empty for the root.
+            cls: the class of the module.
+            path: the path of the module: names joined by slashes, empty for the root.
         """
         return next((rule for rule in reversed(self.rules) if rule.matches(cls, path)), None)
 
@@ -142,22 +144,27 @@ class PolicyMap:
 def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
     """Parses a policy map string, such as `"c=bf16,o=f32; BatchNorm: full; */head/*: c=f32"`.
 
-    The parts are separated by semicolons. The one without a selector is the default, the policy of
-    the outermost call as a whole: inputs and parameters are cast to its compute dtype, the result
-    to its output dtype, once. Without such a part the default is float32.
+    The parts are separated by semicolons; one at the end of the string is ignored. The part
+    without a selector is the default, the policy of the outermost call as a whole: inputs and
+    parameters are cast to its compute dtype, and the result, once, to its output dtype. Without
+    such a part, the default is float32.
 
-    The others are rules, `selector: policy`. A selector is a class name (`BatchNorm`, or
-    `haiku.BatchNorm` to tell which), which subclasses match too; a glob of paths, which holds `/`
-    or `*`; or, for autocast, an operation (`op.exp`). The last rule that matches wins. A question
-    mark at the end of a selector (`BatchNorm?: full`) makes the rule optional: where it matches
-    nothing, no warning says so. One semicolon at the end of the string does not count.
+    Every other part is a rule, `selector: policy`. A selector is
 
-    A rule makes an island. What it does not say is inherited: params from the default, compute
-    and output from the compute dtype of the policy that surrounds the call. A bare dtype in a rule
-    says compute only.
+    - a class name, such as `BatchNorm` or, more precisely, `haiku.BatchNorm`; it also matches
+      subclasses,
+    - a glob of paths, which contains `/` or `*`,
+    - or an operation, such as `op.exp`, which only autocast follows.
+
+    If several rules match, the last one applies. A question mark at the end of a selector
+    (`BatchNorm?: full`) makes the rule optional: no warning is given if it matches nothing.
+
+    A rule sets only the fields that it names, and a dtype without a key sets compute. The other
+    fields are inherited: params from the default, compute and output from the compute dtype of the
+    surrounding call.
 
     Args:
-        policy_map: a policy map string, a policy, which becomes a map without rules, or a policy
+        policy_map: a policy map string; or a policy, which gives a map without rules; or a policy
             map, which is returned as it is.
 
     Returns:
@@ -165,7 +172,7 @@ def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
 
     Raises:
         TypeError: if `policy_map` is of another type.
-        ValueError: if the string is not of the grammar; the message says where.
+        ValueError: if the string does not follow the grammar. The message gives the position.
 
     Example:
         >>> import jmpx
@@ -179,7 +186,7 @@ def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
         return policy_map
     if isinstance(policy_map, Policy):
         return PolicyMap(policy_map)
-    if not isinstance(policy_map, str):
+    if not isinstance(policy_map, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"Expected a policy map string, a jmpx.Policy or a jmpx.PolicyMap, got {policy_map!r}: "
             "write for example 'c=bf16,o=f32; BatchNorm: full'."
@@ -190,8 +197,8 @@ def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
     for part in without_last_semicolon(policy_map).split(";"):
         if not part.strip():
             raise ValueError(
-                f"Empty rule {place(part, start)} of policy map {policy_map!r}: write a policy or "
-                "'selector: policy' on both sides of each semicolon."
+                f"Empty rule {position(part, start)} of policy map {policy_map!r}: write a policy "
+                "or 'selector: policy' on both sides of each semicolon."
             )
         if ":" in part:
             rules.append(_parse_rule(part, policy_map, start))
@@ -199,7 +206,7 @@ def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
             default = _parse_default(part, policy_map, start)
         else:
             raise ValueError(
-                f"Second default {part.strip()!r} {place(part, start)} of policy map "
+                f"Second default {part.strip()!r} {position(part, start)} of policy map "
                 f"{policy_map!r}: write 'selector: policy' for all policies but one."
             )
         start += len(part) + 1
@@ -207,8 +214,8 @@ def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
 
 
 def _parse_default(part: str, text: str, start: int) -> Policy:
-    # For an error that counts from the map's beginning.
-    parse_fields(part, text, start, bare=_FIELDS)
+    # This gives an error that quotes the whole map; get_policy knows of `part` only.
+    parse_fields(part, text, start, bare=FIELDS)
     return get_policy(part)
 
 
@@ -221,14 +228,14 @@ def _parse_rule(part: str, text: str, start: int) -> Rule:
     name = name.removesuffix("?").rstrip()
     if not (_CLASS.fullmatch(name) or "/" in name or "*" in name) or re.search(r"[\s=,]", name):
         raise ValueError(
-            f"Unknown selector {name!r} {place(selector, start)} of policy map {text!r}: expected "
-            "a class name such as 'BatchNorm' or 'haiku.BatchNorm', a glob of paths such as "
-            "'*/head/*', or an operation such as 'op.exp'."
+            f"Unknown selector {name!r} {position(selector, start)} of policy map {text!r}: "
+            "expected a class name such as 'BatchNorm' or 'haiku.BatchNorm', a glob of paths such "
+            "as '*/head/*', or an operation such as 'op.exp'."
         )
     if not policy.strip():
         raise ValueError(
-            f"Missing policy for {name!r} {place(selector, start)} of policy map {text!r}: write "
-            f"for example '{name}: full'."
+            f"Missing policy for {name!r} {position(selector, start)} of policy map {text!r}: "
+            f"write for example '{name}: full'."
         )
     fields = parse_fields(policy, text, start + len(selector) + 1, bare=("compute",))
     return Rule(name, **fields, optional=optional)
@@ -241,10 +248,10 @@ def _matches_path(glob: str, path: str) -> bool:
 
 
 def _matches(pieces: list[str], text: str) -> bool:
-    """Tells whether `text` consists of the pieces of a glob in turn, with any text between them.
+    """Tells whether `text` consists of the pieces of a glob in order, with any text between them.
 
-    It takes each piece between the first and the last where it first occurs, which leaves the most
-    text to those after it: so nothing is tried twice, as a regular expression would.
+    Each inner piece is taken at its first occurrence, which leaves the most text for the pieces
+    after it. So there is no backtracking, which makes a regular expression slow.
     """
     first, *rest = pieces
     if not rest:
@@ -269,16 +276,16 @@ def _matches_class(selector: str, cls: type) -> bool:
 
 
 def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stacklevel: int) -> None:
-    """Warns of each rule that an adapter had no use for, unless it is optional.
+    """Warns of each rule that matched no module of an adapter, unless the rule is optional.
 
-    A rule for an operation is autocast's. Of any other that matched nothing, the warning names the
-    nearest class or path that exists.
+    The warning suggests the nearest class or path that exists. Rules for operations never match a
+    module, because only autocast follows them.
 
     Args:
         policy_map: the policy map.
-        seen: the class and path of every module that was asked for; if none was, nothing is known
-            of the rules for modules.
-        stacklevel: that of `warnings.warn` in the caller.
+        seen: the class and path of every module that asked for its policy. If there is none, only
+            rules for operations are reported.
+        stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
     """
     seen = list(seen)
     for rule in policy_map.rules:
@@ -294,14 +301,14 @@ def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stackle
 
 
 def warn_of(rule: Rule, policy_map: PolicyMap, kind: str, near: str, stacklevel: int) -> None:
-    """Warns of a rule that matched nothing of its kind, unless the rule is optional.
+    """Warns that a rule matched nothing, unless the rule is optional.
 
     Args:
         rule: the rule.
-        policy_map: the policy map that it is from.
-        kind: of what it matched none.
-        near: the end of the message: what is near to the selector.
-        stacklevel: that of `warnings.warn` in the caller.
+        policy_map: the policy map of the rule.
+        kind: what the rule could have matched, such as "class" or "path".
+        near: the end of the message, which suggests another selector.
+        stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
     """
     if not rule.optional:
         warnings.warn(
@@ -311,7 +318,7 @@ def warn_of(rule: Rule, policy_map: PolicyMap, kind: str, near: str, stacklevel:
 
 
 def _near(rule: Rule, seen: Iterable[tuple[type, str]]) -> str:
-    """Returns the end of a warning: the class or the path that a rule may mean."""
+    """Returns the end of a warning, which suggests the nearest class or path to a rule."""
     paths = sorted({path for _, path in seen})
     if rule.is_path:
         return did_you_mean(rule.selector.strip("*/"), _by_last_name(paths))
@@ -324,5 +331,5 @@ def _near(rule: Rule, seen: Iterable[tuple[type, str]]) -> str:
 
 
 def _by_last_name(paths: Iterable[str]) -> dict[str, str]:
-    """Returns paths by themselves and by their last name, which is what one remembers."""
+    """Returns a dict to each path from itself and from its last name, which users may write."""
     return {name: path for path in paths for name in (path, path.rpartition("/")[2]) if name}

@@ -1,0 +1,135 @@
+"""Types of loss scales, gradients and optimizer steps. Run here, and checked by pyright."""
+
+# An ignored error must be there: it is what this file asserts.
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+
+from typing import NamedTuple, assert_type
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # pyright: ignore[reportMissingTypeStubs]
+import pytest
+from typed_models import Params, make_params, ones, predict
+
+import jmpx
+
+
+def loss_fn(params: Params, x: jax.Array, *, scale: float = 1.0) -> jax.Array:
+    return predict(params, x, scale=scale)["y"].sum()
+
+
+def loss_and_count(params: Params, x: jax.Array) -> tuple[jax.Array, int]:
+    return loss_fn(params, x), x.size
+
+
+@pytest.fixture
+def x() -> jax.Array:
+    return ones(4, 2)
+
+
+def test_loss_scales() -> None:
+    params = make_params()
+    noop, static = jmpx.NoOpLossScale(), jmpx.StaticLossScale(np.float16(8))
+    dynamic = jmpx.DynamicLossScale(jnp.float32(2**10), period=7, factor=2, max_loss_scale=2.0**20)
+    assert_type(noop.adjust(True), jmpx.NoOpLossScale)
+    assert_type(static.adjust(np.bool_(True)), jmpx.StaticLossScale)
+    assert_type(dynamic.adjust(jmpx.all_finite(params)), jmpx.DynamicLossScale)
+    assert_type(noop.loss_scale, float)
+    assert_type(static.loss_scale, np.float32)
+    assert_type(dynamic.period, int)
+    scales: list[jmpx.LossScale] = [noop, static, dynamic, jmpx.DynamicLossScaling(2.0**10)]
+    for scale in scales:
+        assert_type(scale.scale(params), Params)
+        assert_type(scale.unscale(params), Params)
+
+
+def test_gradients(x: jax.Array) -> None:
+    dynamic = jmpx.DynamicLossScale(8.0)
+    result = jmpx.filter_grad(loss_fn, dynamic, policy="bf16-mixed")(make_params(), x, scale=2.0)
+    assert_type(result.scaling, jmpx.DynamicLossScale)
+    assert_type(result.grads_finite, jax.Array)
+    assert isinstance(result.grads, Params)
+    scaling, grads_finite, grads = result
+    assert_type(scaling, jmpx.DynamicLossScale)
+    assert_type(grads_finite, jax.Array)
+    assert scaling is result.scaling and grads is result.grads
+
+    static = jmpx.StaticLossScale(8.0)
+    with_aux = jmpx.filter_grad(loss_and_count, static, has_aux=True)(make_params(), x)
+    assert_type(with_aux.scaling, jmpx.StaticLossScale)
+    assert_type(with_aux.grads_finite, jax.Array)
+    assert_type(with_aux.aux, int)
+    new_static, _, grads, aux = with_aux
+    assert_type(new_static, jmpx.StaticLossScale)
+    assert_type(aux, int)
+    assert isinstance(grads, Params) and aux == 8
+
+
+def test_values_and_gradients(x: jax.Array) -> None:
+    noop = jmpx.NoOpLossScale()
+    result = jmpx.filter_value_and_grad(loss_fn, noop, policy="f32")(make_params(), x, scale=2.0)
+    assert_type(result.value, jax.Array)
+    assert_type(result.scaling, jmpx.NoOpLossScale)
+    assert_type(result.grads_finite, jax.Array)
+    assert isinstance(result.grads, Params)
+    value, scaling, grads_finite, _ = result
+    assert_type(value, jax.Array)
+    assert_type(scaling, jmpx.NoOpLossScale)
+    assert_type(grads_finite, jax.Array)
+
+    with_aux = jmpx.filter_value_and_grad(loss_and_count, noop, has_aux=True)(make_params(), x)
+    assert_type(with_aux.value, tuple[jax.Array, int])
+    (value, aux), scaling, _, grads = with_aux
+    assert_type(value, jax.Array)
+    assert_type(aux, int)
+    assert_type(scaling, jmpx.NoOpLossScale)
+    assert isinstance(grads, Params) and aux == 8
+
+
+def test_differentiated_functions_keep_the_signature(x: jax.Array) -> None:
+    grad = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy="f32")
+    value_and_grad = jmpx.filter_value_and_grad(loss_fn, jmpx.NoOpLossScale(), policy="f32")
+    with pytest.raises(TypeError):
+        grad(make_params())  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError):
+        value_and_grad(make_params(), x, size=2.0)  # pyright: ignore[reportCallIssue]
+
+
+class State(NamedTuple):
+    params: Params
+    optimizer_state: optax.OptState
+    scaling: jmpx.LossScale
+
+
+def step(state: State, x: jax.Array, optimizer: optax.GradientTransformation) -> State:
+    """A train step, as a program writes it."""
+    grad = jmpx.filter_grad(loss_fn, state.scaling, policy="16-mixed")
+    scaling, grads_finite, grads = grad(state.params, x)
+    params, optimizer_state = jmpx.optimizer_update(
+        state.params, optimizer, state.optimizer_state, grads, grads_finite
+    )
+    assert_type(params, Params)
+    assert_type(optimizer_state, optax.OptState)
+    return State(params, optimizer_state, scaling)
+
+
+def test_a_train_step(x: jax.Array) -> None:
+    optimizer = jmpx.skip_nonfinite(optax.sgd(0.5))
+    assert_type(optimizer, optax.GradientTransformationExtraArgs)
+    params = make_params()
+    state = State(params, optimizer.init(params), jmpx.DynamicLossScale(8.0))
+    state = step(state, x, optimizer)
+    assert isinstance(state.optimizer_state, jmpx.SkipNonfiniteState)
+    assert_type(state.optimizer_state.grads_finite, jax.Array)
+    assert_type(state.optimizer_state.total_skipped, jax.Array)
+    assert_type(state.optimizer_state.consecutive_skipped, jax.Array)
+    assert state.optimizer_state.total_skipped == 0
+
+
+def test_an_update_keeps_the_types_of_model_and_state() -> None:
+    optimizer, params = optax.sgd(0.5), {"w": ones(3)}
+    state = (optax.EmptyState(), optax.EmptyState())
+    model, new_state = jmpx.optimizer_update(params, optimizer, state, params, True)
+    assert_type(model, dict[str, jax.Array])
+    assert_type(new_state, tuple[optax.EmptyState, optax.EmptyState])
