@@ -2,8 +2,8 @@
 
 - A *boundary* is a call of a module's public method that casts: its arguments to the compute dtype
   of a policy, the *boundary policy*, and its result to the output dtype.
-- The *surrounding policy* of a call is the policy of the call around it; the outermost call has
-  none.
+- The *surrounding policy* of a call is the policy under which the call around it runs; the
+  outermost call has none. Of nested calls or contexts, the *innermost* one began last.
 - A *session* is one use of a policy map: a `policies` context, or one making of a view.
 - A *view* is a model that `with_policies` made: its parameters are cast, and its modules cast at
   their boundaries.

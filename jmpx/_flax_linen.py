@@ -26,21 +26,20 @@ _NAME = "jmpx.flax.policies"
 def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[None]:
     """Runs Linen modules under a policy map while the context lasts; also a decorator.
 
-    A context around `init` and `apply`, in a jitted function or around its call. Calls of public
-    methods are cast where a rule, a class policy or the map's default says so; `setup` and private
-    methods run in what surrounds them. A module that is told a `dtype` of its own computes in that
-    inside.
+    Put it around `init` and `apply`, in a jitted function or around its call. Calls of public
+    methods cast where a rule, a class policy or the map's default gives them a policy; `setup` and
+    private methods run as part of the call around them. A layer that is given a `dtype` computes in
+    that dtype inside.
 
-    Each module gets the parameters that it asks for by `self.param` in the compute dtype of the
-    innermost policy, cast from the stored ones (what `setup` asks for, in that of the first call);
-    what `self.variables` shows is what is stored. `init` creates parameters in the param dtype of
-    that policy. Other collections, such as `batch_stats`, are left alone. What `nn.scan` loops
-    over, and a recurrent cell, hands back its carry in the dtype in which the carry came.
+    Where a module asks for a parameter by `self.param`, it gets the stored one cast to the compute
+    dtype of the innermost policy; in `setup`, that is the policy of the module's first call. `init`
+    creates parameters in the param dtype of that policy. `self.variables` holds the stored
+    parameters. Other collections, such as `batch_stats`, are left alone. The body of an `nn.scan`
+    and a recurrent cell return their carry in the dtype in which it came.
 
-    Contexts may be nested: the innermost one alone holds; they may end in any order. Of the tasks
-    of an event loop, one at a time can be in a context: leave it before each `await`. Code that is
-    compiled already cannot be told apart: it runs in another task as in the one that holds the
-    context.
+    Contexts may be nested, and may end in any order: the innermost one alone is in force. Of the
+    tasks of an event loop, only one at a time can be in a context: leave it before each `await`.
+    Code that is compiled already runs in every task as in the one that holds the context.
 
     Args:
         policy_map: a policy map, a policy, or a string of either; None for the policies of classes
@@ -52,13 +51,13 @@ def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[Non
     Raises:
         TypeError: if `policy_map` is of another type.
         ValueError: if the string is not of the grammar; if another task of the thread is in a
-            context of jmpx, at entry or, while this one lasts, when that task runs a module.
+            context of jmpx at entry, or runs a module while this context lasts.
 
     Warns:
-        UserWarning: at the end, of each rule that matched none of the modules that ran. Once for a
-            map, if no Linen module ever ran under it while there is an NNX module, which needs
-            `with_policies`. A Linen module that was compiled ahead of time does not run here: in a
-            program that has both, ignore it.
+        UserWarning: at the end, of each rule that matched none of the modules that ran. And once
+            for a map under which no Linen module ran while an NNX module exists, which needs
+            `with_policies`. A Linen module that was compiled ahead of time counts as one that did
+            not run: a program with such modules may ignore this warning.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp

@@ -43,16 +43,17 @@ _thread = _Thread()
 def with_policies(module: M, policy_map: str | Policy | PolicyMap | None = None) -> M:
     """Returns the view of an NNX model that computes under a policy map.
 
-    Made inside the loss function: gradients are those of the model outside, in the structure and
-    dtype of its parameters. In the view each `nnx.Param` is cast from the stored one to the compute
-    dtype of the innermost policy. All other variables are the model's own: running statistics,
-    caches and random streams that the view updates are updated in the model, in their dtype (make
-    a cache of keys and values in the compute dtype). Attributes that are set on the view, as `sow`
-    and `eval` do, are set on the view alone. A layer that is told a `dtype` computes in it inside.
-    A recurrent cell hands back its carry in the dtype in which the carry came.
+    Make the view inside the loss function, so that gradients are those of the model outside, in the
+    structure and the dtypes of its parameters. In the view each `nnx.Param` is the stored one, cast
+    to the compute dtype of the innermost policy. All other variables are the model's own: where the
+    view updates running statistics, caches or random streams, the model's change, and keep their
+    dtype (make a cache of keys and values in the compute dtype). Attributes that are set on the
+    view, as `sow` and `eval` do, are set on the view alone. A layer that is given a `dtype`
+    computes in that dtype inside. A recurrent cell returns its carry in the dtype in which it came.
 
-    A module of the view is an instance of its class in the model, of a subclass where its public
-    methods cast. A view serves one computation: neither keep it nor return it from a transform.
+    A module of the view is an instance of its class in the model, or of a subclass of it if its
+    public methods cast. A view serves one computation: neither keep it nor return it from a
+    transform.
 
     Args:
         module: the model; it is not changed.

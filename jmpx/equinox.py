@@ -47,29 +47,29 @@ def with_policies(model: T, policy_map: str | Policy | PolicyMap | None = None) 
     """Returns the compute view of a model, to be made and called inside the loss function.
 
     The view is the model with its floating parameters cast, each from its stored value to the
-    compute dtype of the innermost policy around it. A module that has a policy is a boundary: its
+    compute dtype of the innermost policy. A module that has a policy makes a boundary: its
     `__call__` and its other public methods cast their floating arguments to the compute dtype and
     their result to the output dtype, also under `jax.vmap`, `equinox.filter_checkpoint` and the
-    like. Within a method, `self` is the plain module, so that one method that calls another casts
-    nothing in between. The map's default is the policy of the model as a whole. The policy of
-    a mere container, a module without public methods or an `equinox.nn.Shared`, is that of each
-    module in it.
+    like. Inside a method, `self` is the plain module, so that one method that calls another casts
+    nothing in between. The map's default is the policy of the model as a whole. A mere container, a
+    module without public methods or an `equinox.nn.Shared`, gives its policy to each module in it.
 
-    `isinstance`, attributes, the order of the leaves and their paths are those of the model; the
-    types of its nodes are subclasses, so its tree definition is not: compute with a view, and
-    return or store the model. Gradients with respect to the model have its structure and dtypes.
+    `isinstance`, attributes, the order of the leaves and their paths are those of the model. The
+    types of the view's nodes are subclasses, so its tree definition differs: compute with a view,
+    and return or store the model. Gradients with respect to the model have its structure and
+    dtypes.
 
-    What passes a boundary as it is: `equinox.nn.State`, everything that can be called (functions,
-    modules), and whatever has no floating dtype. `BatchNorm` and `SpectralNorm` compute in the
-    dtype in which they are stored, that of their running statistics, under every policy;
-    `GRUCell` and `LSTMCell` hand their hidden state back in the dtype it came in. A parameter tied
-    by `equinox.nn.Shared` is cast by the policy of the module that stores it.
+    Three kinds of values pass a boundary as they are: `equinox.nn.State`, everything that can be
+    called (functions, modules), and whatever has no floating dtype. `BatchNorm` and `SpectralNorm`
+    compute under every policy in the dtype in which they are stored, which is that of their running
+    statistics. `GRUCell` and `LSTMCell` return their hidden state in the dtype in which it came. A
+    parameter tied by `equinox.nn.Shared` is cast by the policy of the module that stores it.
 
     Args:
         model: an `equinox.Module` with its parameters as they are stored.
         policy_map: a policy map string, a policy or a policy map, whose rules name classes or
-            paths (`layers/0`); None for the policies set by `jmpx.set_policy` alone, which a map's
-            rules go before.
+            paths (`layers/0`). Its rules go before the policies of classes (`jmpx.set_policy`);
+            None for those policies alone.
 
     Returns:
         The view: as `model`, its floating leaves of the same shapes in the compute dtypes.

@@ -49,21 +49,22 @@ def policies(policy_map: str | Policy | PolicyMap) -> Iterator[None]:
     Put it around `init` and `apply`, or within the function that is jitted. The map's default
     applies to each outermost module call: inputs and parameters are cast to its compute dtype, the
     result to its output dtype. A rule makes an island of every public method call of the modules
-    that it matches, by class (`BatchNorm`) or by Haiku's path (`*/logits`, `mlp/~/linear_0`), also
-    of one instance among many. Parameters are created in the param dtype and cast from what is
-    stored by the innermost policy. Policies of classes hold where no rule of the map matches; they
-    go before the default.
+    that it matches, by class (`BatchNorm`) or by Haiku's path (`*/logits`, `mlp/~/linear_0`), so
+    that it can name one instance among many. The innermost policy creates parameters in its param
+    dtype, and casts the stored ones to its compute dtype. The policy of a class applies where no
+    rule of the map matches; it goes before the default.
 
-    What `hk.set_state` sets keeps the dtype in which it is stored; a state that is first set in the
-    16 bits of the policy is stored in the param dtype, or in float32 where that is narrower.
-    `ExponentialMovingAverage`, `SpectralNorm`, their trees and `VectorQuantizerEMA` compute in the
-    dtype of their state, if neither a rule nor a class policy is about them.
+    A state keeps the dtype in which it is stored, whatever `hk.set_state` is given. A state that is
+    first set in a 16-bit dtype of the policy is stored in the param dtype, or in float32 where that
+    is narrower. `ExponentialMovingAverage`, `SpectralNorm`, their trees and `VectorQuantizerEMA`
+    compute in the dtype of their state, unless a rule or a class policy is about them.
 
-    Contexts may be nested: the innermost one alone holds; they may end in any order. Of the tasks
-    of an event loop, one at a time can be in a context: leave it before each `await`. Code that is
-    compiled already cannot be told apart: it runs in another task as in the one that holds the
-    context. A jitted function is traced anew under another map, and under other policies set by
-    jmpx, but not under others set by `hk.mixed_precision` itself.
+    Contexts may be nested, and may end in any order: the innermost one alone is in force. Of the
+    tasks of an event loop, only one at a time can be in a context: leave it before each `await`.
+    Code that is compiled already runs in every task as in the one that holds the context.
+
+    A jitted function is traced anew under another map, and under other policies set by jmpx, but
+    not under other policies set by `hk.mixed_precision` itself.
 
     Args:
         policy_map: a policy map, a policy, or a string of either.
@@ -74,7 +75,7 @@ def policies(policy_map: str | Policy | PolicyMap) -> Iterator[None]:
     Raises:
         TypeError: if `policy_map` is of another type.
         ValueError: if it is not a policy map string; if another task of the thread is in a context
-            of jmpx, at entry or, while this one lasts, when that task runs a module.
+            of jmpx at entry, or runs a module while this context lasts.
 
     Warns:
         UserWarning: at the end, of each rule that matched no module.
