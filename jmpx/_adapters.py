@@ -33,6 +33,10 @@ from jmpx._registry import policy_of, running
 T = TypeVar("T")
 
 PyTree: TypeAlias = Any  # JAX has no type for pytrees
+# A method of a user's module takes and returns values of any types.
+Method: TypeAlias = Callable[..., Any]
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
 
 _PLAIN = "_jmpx_plain_class"  # the attribute of a lookalike that holds the plain class
 
@@ -134,9 +138,9 @@ def inherited_policy(surrounding: Policy) -> Policy:
 
 def run_at_boundary(
     policy: Policy,
-    method: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    method: Method,
+    args: Args,
+    kwargs: Kwargs,
     *,
     by: str,
     carry: PyTree = None,
@@ -240,7 +244,7 @@ def marking_lookalike(
         mixin: a further base class, which goes before `cls`.
     """
 
-    def marked(name: str) -> Callable[..., Any]:
+    def marked(name: str) -> Method:
         method = inspect.getattr_static(cls, name)
 
         @functools.wraps(method, updated=_copied_attributes(method))

@@ -11,7 +11,7 @@ from typing import Any
 
 from flax import linen as nn
 
-from jmpx._adapters import Session, is_public, run_at_boundary
+from jmpx._adapters import Args, Kwargs, Method, Session, is_public, run_at_boundary
 from jmpx._contexts import opened, refuse_other_tasks
 from jmpx._frameworks import Adapter
 from jmpx._marks import Module, in_module
@@ -119,9 +119,9 @@ class _Session(Session):
 
     def intercept(
         self,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        method: Method,
+        args: Args,
+        kwargs: Kwargs,
         context: nn.module.InterceptorContext,
     ) -> Any:
         """Runs a method, at a boundary if it is public and its call has a policy."""
@@ -188,7 +188,9 @@ def _interception() -> contextlib.AbstractContextManager[None]:
     return nn.intercept_methods(_intercept)
 
 
-def _intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+def _intercept(
+    method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext
+) -> Any:
     """Intercepts each method call while a context of this thread is open."""
     sessions = opened(_Session)
     if context.module.scope is None or not sessions:
@@ -217,7 +219,7 @@ def _is_public(cls: type, name: str) -> bool:
     return name != "setup" and is_public(name) and hasattr(cls, name)
 
 
-def _mark(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+def _mark(method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext) -> Any:
     """Intercepts each method call under autocast, and marks those of public methods."""
     module = context.module
     if module.scope is None or not _is_public(type(module), context.method_name):

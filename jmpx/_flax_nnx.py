@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from jmpx._adapters import (
+    Method,
     PyTree,
     Session,
     inherited_policy,
@@ -169,7 +170,7 @@ def _view_class(cls: type, policy: Policy) -> type:
     return lookalike(cls, {**methods, "__jmpx_view__": True})
 
 
-def _casting(method: Callable[..., Any], name: str, policy: Policy) -> Callable[..., Any]:
+def _casting(method: Method, name: str, policy: Policy) -> Method:
     """Returns a public method that casts at its boundary."""
 
     @functools.wraps(method)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._adapters import (
+    Method,
     PyTree,
     Session,
     cast_except,
@@ -196,7 +197,7 @@ def _view_class(cls: type, policy: Policy) -> type:
         return lookalike(cls, {**methods, "__jmpx_view__": True}, _Lookalike)
 
 
-def _casting(cls: type, name: str, policy: Policy) -> Callable[..., Any]:
+def _casting(cls: type, name: str, policy: Policy) -> Method:
     """Returns a public method that casts at its boundary."""
 
     @functools.wraps(inspect.getattr_static(cls, name), updated=())

@@ -6,14 +6,23 @@ functions of jmpx's registry read and write it, so `hk.mixed_precision` and jmpx
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._adapters import PyTree, Session, is_public, required_package, run_at_boundary
+from jmpx._adapters import (
+    Args,
+    Kwargs,
+    Method,
+    PyTree,
+    Session,
+    is_public,
+    required_package,
+    run_at_boundary,
+)
 from jmpx._casts import cast_like, cast_tree
 from jmpx._contexts import opened, opened_here, refuse_other_tasks
 from jmpx._dtypes import computable
@@ -143,13 +152,13 @@ class _Session(Session):
                 _store.set_policy(cls, policy)
 
     def intercept(
-        self, method: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext
+        self, method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext
     ) -> Any:
         """Runs a method, at a boundary if its call has a policy."""
         module = context.module
         self.take_over(type(module))
-        is_inside = any(call.module is module for call in self.calls)
-        if is_inside or not is_public(context.method_name):
+        is_part = any(call.module is module for call in self.calls)  # of a call that casts
+        if is_part or not is_public(context.method_name):
             return method(*args, **kwargs)
         policy = self.call_policy(module)
         if policy is None:
@@ -181,7 +190,12 @@ class _Session(Session):
             yield
 
     def create(
-        self, next_creator: Callable[..., Any], shape: Any, dtype: Any, init: Any, context: Any
+        self,
+        next_creator: Callable[..., jax.Array],
+        shape: Sequence[int],
+        dtype: Any,
+        init: hk.initializers.Initializer,
+        context: hk.GetterContext,
     ) -> jax.Array:
         """Creates floating parameters in the param dtype of the innermost call."""
         del context
@@ -189,7 +203,12 @@ class _Session(Session):
             dtype = self.calls[-1].policy.param_dtype
         return next_creator(shape, dtype, init)
 
-    def get(self, next_getter: Callable[..., Any], value: Any, context: Any) -> Any:
+    def get(
+        self,
+        next_getter: Callable[[jax.Array], jax.Array],
+        value: jax.Array,
+        context: hk.GetterContext,
+    ) -> jax.Array:
         """Casts a stored parameter to the compute dtype of the innermost call."""
         del context
         return next_getter(self.calls[-1].policy.cast_to_compute(value))
@@ -226,15 +245,13 @@ def _state_dtype(policy: Policy) -> np.dtype:
 
 
 def _first_state(leaf: Any, policy: Policy) -> Any:
-    """Returns a leaf of a state's first value, out of the policy's dtypes of 16 bits or less."""
+    """Casts a leaf to the dtype of new state, if it is in a 16-bit dtype of the policy."""
     dtypes = [jnp.dtype(dtype) for dtype in (policy.compute_dtype, policy.output_dtype)]
     is_cast = is_floating(leaf) and leaf.dtype.itemsize < 4 and leaf.dtype in dtypes
     return cast_tree(leaf, _state_dtype(policy)) if is_cast else leaf
 
 
-def _intercept(
-    method: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext
-) -> Any:
+def _intercept(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext) -> Any:
     """Intercepts each method call while a context of this thread is open."""
     refuse_other_tasks(f"run the Haiku module {type(context.module).__name__}")
     sessions = opened(_Session)
@@ -296,7 +313,7 @@ class _ClassPolicies:
     interception = staticmethod(_interception)  # the hook of `policies`, so that they share it
 
 
-def _mark(method: Callable[..., Any], args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
+def _mark(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext) -> Any:
     """Intercepts each method call under autocast, and marks those of public methods."""
     if not is_public(context.method_name):
         return method(*args, **kwargs)
