@@ -1,8 +1,8 @@
-"""What is in force in this thread: the contexts that are open, and what JAX's caches know of them.
+"""The contexts that are open in a thread, and what JAX's caches know of them.
 
 Contexts are per thread, as JAX's user contexts and the frameworks' interceptors are. Coroutines and
-generators may end them in another order than that in which they were entered, so no context is
-restored from what it found at its entry: what is in force follows from the list of those open.
+generators may leave them in another order than that in which they were entered. So leaving a
+context restores nothing: the contexts that are still open say what is in force.
 """
 
 import contextlib
@@ -11,36 +11,50 @@ import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 
+T = TypeVar("T")
 
-@dataclasses.dataclass(eq=False)  # not frozen, which takes twice as long to import
+# Makes the context manager that hooks into a framework.
+Hook: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
+@dataclasses.dataclass(eq=False)  # not frozen: a frozen dataclass takes twice as long to import
 class Context:
     """A context that a user enters.
 
     Args:
-        name: the function that makes it, as the user calls it; the innermost context of each name
-            is the one in force.
-        value: what the context puts in force.
-        key: what JAX's caches are to tell it by; None for a context that they need not know.
-        install: makes the context manager that hooks into a framework. It is entered once for all
-            open contexts that have it: a framework's stack could not be left in another order.
+        name: the function that makes the context, as the user calls it.
+        value: what the context puts in force. Of the open contexts whose values are of one type,
+            the innermost one is in force.
+        key: tells the context apart from others of its name in JAX's caches; None for a context
+            that does not change what JAX traces.
+        hook: hooks into a framework. All open contexts of one hook share it: it is entered with the
+            first and left with the last of them, because a framework's stack of hooks has to be
+            left in the reverse order.
     """
 
     name: str
-    value: Any
+    value: object
     key: Hashable = None
-    install: Callable[[], AbstractContextManager[Any]] | None = None
+    hook: Hook | None = None
 
 
 class _State:
-    """What is in force in one thread."""
+    """What is in force in one thread.
+
+    Attributes:
+        open: the open contexts, the innermost last.
+        hooks: the hooks that are entered, and what leaves them.
+        facts: what else JAX's caches know, by topic.
+        casts: the names of what has cast inside a gradient function; None outside of one.
+    """
 
     def __init__(self) -> None:
         self.open: list[Context] = []
-        self.installed: dict[Any, contextlib.ExitStack] = {}
+        self.hooks: dict[Hook, contextlib.ExitStack] = {}
         self.facts: dict[str, Hashable] = {}
         self.casts: dict[str, None] | None = None
 
@@ -52,27 +66,28 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 
-# The contexts that the running task, or the one that started it, has entered.
+# The contexts that the running task, or the task that started it, has entered.
 _entered: contextvars.ContextVar[tuple[Context, ...]] = contextvars.ContextVar("jmpx", default=())
 
-# A jitted function that is called with another value than the one it was traced with is traced
-# anew. Each thread has one value, which `_tell_jax` replaces; it is never left, as a `with` would,
-# because the value before it may be that of a context which is over.
-_trace_key = jax.make_user_context(None)
+# Part of the key of JAX's caches: a jitted function that is called under another value than the one
+# under which it was traced is traced anew. `_tell_jax` enters a new value in place of the old one
+# and leaves none: leaving would restore the value before, whose contexts may be over.
+_trace_key: Any = jax.make_user_context(None)  # Any, because JAX does not annotate it
 
 
 def _tell_jax() -> None:
+    """Makes what is in force now this thread's part of the key of JAX's caches."""
     state = _thread.state
     keys = {context.name: context.key for context in state.open if context.key is not None}
     _trace_key(frozenset({**state.facts, **keys}.items()) or None).__enter__()
 
 
 def set_fact(topic: str, value: Hashable) -> None:
-    """Makes a value part of what this thread's jitted functions are cached by.
+    """Makes a value part of the key of JAX's caches in this thread.
 
     Args:
         topic: what the value is about.
-        value: a value that is equal where traces may be shared; None takes the topic out.
+        value: a value that is equal where traces may be shared; None removes the topic.
     """
     facts = _thread.state.facts
     facts.pop(topic, None)
@@ -82,15 +97,18 @@ def set_fact(topic: str, value: Hashable) -> None:
 
 
 def refuse_other_tasks(action: str) -> None:
-    """Refuses to do something while a task is in a context that the running task is not in.
+    """Refuses an action while another task of this thread is inside a context.
 
-    A thread has one cache key and one list of interceptors for all its tasks. Two tasks that hold
-    contexts at once, or one that traces a module while another holds a context, would get casts
-    that they did not ask for, and leave them in JAX's caches. Context variables tell tasks apart
-    in every event loop; a task that is started within a context is in it, too.
+    A thread has one cache key and one list of interceptors for all its tasks. If two tasks held
+    contexts at once, or one traced a module while another held a context, modules would get casts
+    that nobody asked for, and JAX's caches would keep them. Context variables tell tasks apart
+    in every event loop; a task that is started inside a context is inside it, too.
+
+    Args:
+        action: what is refused, for the message.
 
     Raises:
-        ValueError: if there is such a context.
+        ValueError: if another task is inside a context.
     """
     inside = _entered.get()
     others = [context for context in _thread.state.open if context not in inside]
@@ -104,17 +122,17 @@ def refuse_other_tasks(action: str) -> None:
 
 @contextlib.contextmanager
 def entered(context: Context) -> Iterator[None]:
-    """Keeps a context open; contexts may end in any order.
+    """Keeps a context open; contexts may be left in any order.
 
     Raises:
-        ValueError: at entry, if another task of this thread is in a context.
+        ValueError: at entry, if another task of this thread is inside a context.
     """
     refuse_other_tasks(f"enter {context.name}")
-    state, install = _thread.state, context.install
-    if install is not None and install not in state.installed:
-        with contextlib.ExitStack() as hooks:
-            hooks.enter_context(install())
-            state.installed[install] = hooks.pop_all()
+    state, hook = _thread.state, context.hook
+    if hook is not None and hook not in state.hooks:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(hook())
+            state.hooks[hook] = stack.pop_all()
     state.open.append(context)
     _entered.set((*_entered.get(), context))
     _tell_jax()
@@ -123,25 +141,30 @@ def entered(context: Context) -> Iterator[None]:
     finally:
         state.open.remove(context)
         _entered.set(tuple(other for other in _entered.get() if other is not context))
-        # A generator that was forgotten may end in another thread, whose stacks are not these.
+        # A generator that nobody closed may end in another thread, which has stacks of its own.
         if state is _thread.state:
             _tell_jax()
-            if install is not None and install not in [other.install for other in state.open]:
-                state.installed.pop(install).close()
+            if hook is not None and hook not in [other.hook for other in state.open]:
+                state.hooks.pop(hook).close()
 
 
-def opened(name: str) -> list[Any]:
-    """Returns the values of the open contexts of this name, the innermost last."""
-    return [context.value for context in _thread.state.open if context.name == name]
+def opened(kind: type[T]) -> list[T]:
+    """Returns the values of a type that open contexts of this thread hold, the innermost last."""
+    values = (context.value for context in _thread.state.open)
+    return [value for value in values if isinstance(value, kind)]
 
 
-def opened_here(name: str, value: Any) -> list[Any]:
-    """Returns `opened(name)`, in which `value` must be.
+def opened_here(value: T, name: str) -> list[T]:
+    """Returns `opened(type(value))`, in which `value` must be.
+
+    Args:
+        value: the value of a context that is being left.
+        name: the name of the context, for the message.
 
     Raises:
-        ValueError: if it is not, because its context was entered in another thread.
+        ValueError: if the context was entered in another thread.
     """
-    values = opened(name)
+    values = opened(type(value))
     if value not in values:
         raise ValueError(
             f"Cannot give back the policies that {name} replaced in the thread that entered it: "
@@ -152,17 +175,18 @@ def opened_here(name: str, value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def parameters_cast(are_rounded: bool) -> Iterator[dict[str, None]]:
-    """Marks that a gradient function has cast its parameters to 16 bits, while its function runs.
+    """Notes that a gradient function has cast its parameters to 16 bits, while its function runs.
 
-    They arrive rounded then, so that every other cast inside is one too many. The mark is
-    part of JAX's cache key: what was jitted and traced outside is traced anew, and seen.
+    The parameters arrive rounded, so every other cast inside is one too many. The note is part of
+    the key of JAX's caches: a function that was jitted and traced outside is traced anew, so that
+    its casts are noticed.
 
     Args:
-        are_rounded: whether it has; if not, nothing is marked.
+        are_rounded: whether the parameters were cast; if not, nothing is noted.
 
     Yields:
-        The names of what has cast inside, in order. Of nested marks the outermost one is told,
-        whose casts come first.
+        The names of what casts inside, in order. Of nested gradient functions the outermost one
+        gets them, because its casts come first.
     """
     state = _thread.state
     casts: dict[str, None] = {}
@@ -179,6 +203,10 @@ def parameters_cast(are_rounded: bool) -> Iterator[dict[str, None]]:
 
 
 def note_cast(by: str) -> None:
-    """Tells the gradient function around that something inside of it casts, too."""
+    """Tells the gradient function that is running, if any, that something inside of it casts.
+
+    Args:
+        by: the function that casts, as the user calls it.
+    """
     if _thread.state.casts is not None:
         _thread.state.casts[by] = None

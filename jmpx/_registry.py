@@ -1,62 +1,56 @@
-"""The registry: which policy belongs to which class.
+"""The registry: which policy is attached to which class.
 
-A class of a framework that has an adapter is kept by that adapter, which for Haiku means in
-Haiku's own registry; all other classes are kept here. Both are per thread. JAX's caches know what
-is set from here, so that a jitted function is traced anew under other policies.
+A framework with a store of its own, as Haiku has one, keeps the policies of its classes; jmpx keeps
+those of all other classes here. Both are per thread. JAX's caches know every policy that is set
+from here, so that a jitted function is traced anew under other policies.
 """
 
 import contextlib
 import dataclasses
-import importlib
-import sys
 import threading
 from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
+from typing import TypeAlias
 
-from jmpx._contexts import Context, entered, note_cast, opened_here, refuse_other_tasks, set_fact
+from jmpx._contexts import Context, entered, note_cast, opened_here, set_fact
+from jmpx._frameworks import ClassPolicies, adapters_of, imported_adapters
 from jmpx._policy import Policy, get_policy
-from jmpx._policy_map import PolicyMap
 
-# Root package of a framework -> its adapter, imported when a class of the framework is met.
-_ADAPTERS = {"haiku": "jmpx.haiku"}
+# A class is kept by its name, which survives a reload of its module. Classes that are made in
+# functions share one name, so each of them is kept by itself.
+_Key: TypeAlias = type | tuple[str, str]
 
 
 class _Registry(threading.local):
     """What is set in one thread.
 
     Attributes:
-        policies: the policies that were attached here; of a class that an adapter keeps, a note of
-            it, for JAX's caches. A local class lives on as long as its policy, and in JAX's caches.
+        policies: the policies that were attached here, also those that a framework's own store
+            keeps, for JAX's caches to compare. A local class lives as long as its policy does here
+            and in JAX's caches.
         running: the policies of the methods that run, the innermost last.
     """
 
     def __init__(self) -> None:
-        self.policies: dict[type | tuple[str, str], Policy] = {}
+        self.policies: dict[_Key, Policy] = {}
         self.running: list[Policy | None] = []
 
 
 _registry = _Registry()
 
 
-def _key(cls: type) -> type | tuple[str, str]:
-    """Returns what a class is kept by: its name, which survives a reload of its module.
-
-    Classes made in functions share one name between them, so they are kept by themselves.
-    """
+def _key(cls: type) -> _Key:
     return cls if "<locals>" in cls.__qualname__ else (cls.__module__, cls.__qualname__)
 
 
-def _adapter(cls: type) -> ModuleType | None:
-    """Returns the adapter of the framework that `cls` descends from, None without one."""
+def _store_of(cls: type) -> ClassPolicies | None:
+    """Returns the store of the framework that a class descends from, None if it is kept here."""
     if not isinstance(cls, type):
         raise TypeError(
             f"Expected a class to attach a policy to, got {cls!r}: pass the class itself, such as "
             "hk.Linear."
         )
-    roots = (base.__module__.partition(".")[0] for base in cls.__mro__)
-    name = next((_ADAPTERS[root] for root in roots if root in _ADAPTERS), None)
-    return None if name is None else importlib.import_module(name)
+    stores = (adapter.class_policies for adapter in adapters_of(cls))
+    return next((store for store in stores if store is not None), None)
 
 
 def _to_policy(policy: Policy | str) -> Policy:
@@ -65,16 +59,23 @@ def _to_policy(policy: Policy | str) -> Policy:
     return get_policy(policy)
 
 
-def _attach(cls: type, policy: Policy | None, noted: Policy | None) -> None:
-    """Gives a class a policy or, with None, takes it away, and tells JAX's caches what is noted."""
-    adapter = _adapter(cls)
-    if adapter is not None and policy is None:
-        adapter.clear_policy(cls)
-    elif adapter is not None:
-        adapter.set_policy(cls, policy)
+def _attach(cls: type, policy: Policy | None, cached: Policy | None) -> None:
+    """Attaches a policy to a class, or detaches it.
+
+    Args:
+        cls: the class.
+        policy: the policy for the framework's own store, None to detach.
+        cached: the policy for `_Registry.policies`, None to remove it. It differs from `policy`
+            where a framework's store has a policy that was not set by jmpx.
+    """
+    store = _store_of(cls)
+    if store is not None and policy is None:
+        store.clear(cls)
+    elif store is not None and policy is not None:
+        store.set(cls, policy)
     _registry.policies.pop(_key(cls), None)
-    if noted is not None:
-        _registry.policies[_key(cls)] = noted
+    if cached is not None:
+        _registry.policies[_key(cls)] = cached
     set_fact("policies of classes", frozenset(_registry.policies.items()) or None)
 
 
@@ -82,8 +83,9 @@ def set_policy(cls: type, policy: Policy | str) -> None:
     """Attaches a policy to a class, for all its instances in this thread.
 
     For a Haiku module class this is the same act as `hk.mixed_precision.set_policy`: its inputs and
-    parameters are cast to the compute dtype, its results to the output dtype. The policies of
-    other classes are there for their code to ask for, by `policy_of(type(self))`.
+    parameters are cast to the compute dtype, its results to the output dtype. The policy of a
+    Linen, NNX or Equinox module class casts under `jmpx.flax.policies`, or in a view that
+    `with_policies` makes. Any other class may ask for its policy: `policy_of(type(self))`.
 
     A jitted function is traced anew when it is called under other policies than before. That holds
     for policies set by jmpx alone: JAX does not see what `hk.mixed_precision` sets by itself.
@@ -105,7 +107,7 @@ def set_policy(cls: type, policy: Policy | str) -> None:
         True
         >>> jmpx.clear_policy(hk.Linear)
     """
-    _adapter(cls)  # refuses what is no class, first
+    _store_of(cls)  # its error comes first
     policy = _to_policy(policy)
     _attach(cls, policy, policy)
 
@@ -151,74 +153,44 @@ def policy_of(cls: type) -> Policy | None:
         'params=float32,compute=bfloat16,output=bfloat16'
         >>> jmpx.clear_policy(Block)
     """
-    adapter = _adapter(cls)
-    return _registry.policies.get(_key(cls)) if adapter is None else adapter.policy_of(cls)
-
-
-def policy_for(
-    policy_map: PolicyMap | None, cls: type, path: str, surrounding: Policy | None
-) -> Policy | None:
-    """Returns the policy at whose boundary a call casts; for adapters.
-
-    A rule of the map goes before the policy of the class, and that before the map's default, which
-    is the outermost call's alone.
-
-    Args:
-        policy_map: the policy map, None for one without rules or default.
-        cls: the class of the called module.
-        path: the path of the called module.
-        surrounding: the policy of the call around this one; None for the outermost call.
-
-    Returns:
-        The policy, None for a call that runs as part of what surrounds it.
-
-    Raises:
-        ValueError: if another task of this thread is in a context of jmpx.
-    """
-    refuse_other_tasks(f"cast a {cls.__name__}")
-    rule = None if policy_map is None else policy_map.rule_for(cls, path)
-    if policy_map is not None and rule is not None:
-        return rule.resolve(policy_map.default, surrounding)
-    policy = policy_of(cls)
-    if policy is None and policy_map is not None and surrounding is None:
-        return policy_map.default
-    return policy
+    store = _store_of(cls)
+    return _registry.policies.get(_key(cls)) if store is None else store.get(cls)
 
 
 @dataclasses.dataclass(eq=False)
 class _Push:
-    """A context of `push_policy`, and what its class had when it was entered."""
+    """A context of `push_policy`.
+
+    Attributes:
+        cls: the class.
+        policy: the policy that the class had at entry.
+        cached: what `_Registry.policies` held for the class at entry.
+    """
 
     cls: type
-    before: Policy | None
-    noted: Policy | None
+    policy: Policy | None
+    cached: Policy | None
 
     def undo(self) -> None:
-        """Gives back what was before: to the class or, out of order, to the next push of it."""
-        pushes = opened_here(_PUSH, self)
-        later = [push for push in pushes[pushes.index(self) + 1 :] if push.is_of(self.cls)]
+        """Gives the policy at entry back: to the class, or to a later push that is still open."""
+        pushes = opened_here(self, "jmpx.push_policy")
+        after = pushes[pushes.index(self) + 1 :]
+        later = [push for push in after if _key(push.cls) == _key(self.cls)]
         if later:
-            later[0].before, later[0].noted = self.before, self.noted
+            later[0].policy, later[0].cached = self.policy, self.cached
         else:
-            _attach(self.cls, self.before, self.noted)
-
-    def is_of(self, cls: type) -> bool:
-        return _key(self.cls) == _key(cls)
-
-
-_PUSH = "jmpx.push_policy"
+            _attach(self.cls, self.policy, self.cached)
 
 
 @contextlib.contextmanager
 def push_policy(cls: type, policy: Policy | str) -> Iterator[None]:
     """Attaches a policy to a class while the context lasts; also a decorator.
 
-    Contexts may be nested. At the end of each the class has again the policy that it had before,
-    also after an exception, and when contexts end in another order than that of their nesting, as
-    those of generators may. Of the tasks of an event loop, one at a time can be in a context: leave
-    it before each `await`. Code that is compiled already cannot be told apart: it runs in another
-    task as in the one that holds the context. Of this, `hk.mixed_precision.push_policy` does
-    nothing by itself.
+    Contexts may be nested. When one ends, the class has the policy again that it had before. That
+    holds after an exception, too, and when contexts end in another order than that of their
+    nesting, as contexts in generators may; `hk.mixed_precision.push_policy` alone promises neither.
+    Of the tasks of an event loop, only one at a time can be in a context: leave it before each
+    `await`. Code that is compiled already runs in every task as in the one that holds the context.
 
     Args:
         cls: the class.
@@ -230,8 +202,8 @@ def push_policy(cls: type, policy: Policy | str) -> Iterator[None]:
     Raises:
         TypeError: if `cls` is not a class, or `policy` is neither a policy nor a string.
         ValueError: if `policy` is not a policy string; for Haiku, if the call stands inside a
-            method of the same class; if another task of the thread is in a context of jmpx, at
-            entry or, while this one lasts, when that task runs a module.
+            method of the same class; if another task of the thread is in a context of jmpx at
+            entry, or runs a module while this context lasts.
 
     Example:
         >>> import haiku as hk
@@ -242,12 +214,12 @@ def push_policy(cls: type, policy: Policy | str) -> Iterator[None]:
         >>> jmpx.policy_of(hk.Linear) is None
         True
     """
-    adapter, policy = _adapter(cls), _to_policy(policy)
-    if adapter is not None:
-        adapter.refuse_push(cls, policy)
-    install = None if adapter is None else adapter.interception
+    store, policy = _store_of(cls), _to_policy(policy)
+    if store is not None:
+        store.check_push(cls, policy)
+    hook = None if store is None else store.interception
     push = _Push(cls, policy_of(cls), _registry.policies.get(_key(cls)))
-    with entered(Context(_PUSH, push, install=install)):
+    with entered(Context("jmpx.push_policy", push, hook=hook)):
         _attach(cls, policy, policy)
         try:
             yield
@@ -257,7 +229,7 @@ def push_policy(cls: type, policy: Policy | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(policy: Policy | None, by: str) -> Iterator[None]:
-    """Runs a method under a policy, which `current_policy` answers; for adapters.
+    """Makes a policy the one that `current_policy` returns while a method runs; for adapters.
 
     Args:
         policy: the policy, None for a method that runs without one.
@@ -273,12 +245,12 @@ def running(policy: Policy | None, by: str) -> Iterator[None]:
 
 
 def current_policy() -> Policy | None:
-    """Returns the policy that the running module's method is called under.
+    """Returns the policy under which the method of a module is running.
 
     Returns:
         The policy of the innermost running method of a Haiku, Linen, NNX or Equinox module that has
-        one; None outside of such methods. A function that is jitted of its own and called by
-        several modules has the answer of the call that it was traced for.
+        one; None outside of such methods. In a function that is jitted by itself and that several
+        modules call, it is the policy of the call for which the function was traced.
 
     Example:
         >>> import haiku as hk, jax, jax.numpy as jnp
@@ -293,21 +265,15 @@ def current_policy() -> Policy | None:
         >>> jmpx.current_policy() is None
         True
     """
-    adapters = (adapter.current_policy() for adapter in _imported_adapters())
-    policies = (*_registry.running[-1:], *adapters)
+    by_frameworks = (adapter.current_policy() for adapter in imported_adapters())
+    policies = (*_registry.running[-1:], *by_frameworks)
     return next((policy for policy in policies if policy is not None), None)
 
 
 @contextlib.contextmanager
 def refuse_creation() -> Iterator[None]:
-    """Refuses to create parameters while the context lasts: see `jmpx.haiku.refuse_creation`."""
+    """Refuses to create parameters while the context lasts; see `Adapter.refuse_creation`."""
     with contextlib.ExitStack() as stack:
-        for adapter in _imported_adapters():
+        for adapter in imported_adapters():
             stack.enter_context(adapter.refuse_creation())
         yield
-
-
-def _imported_adapters() -> Iterator[Any]:
-    for root, adapter in _ADAPTERS.items():
-        if sys.modules.get(root) is not None:  # one that was never imported runs no module
-            yield importlib.import_module(adapter)

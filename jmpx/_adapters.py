@@ -1,0 +1,270 @@
+"""What the adapters of all frameworks share, and the words that they use.
+
+- A *boundary* is a call of a module's public method that casts: its arguments to the compute dtype
+  of a policy, the *boundary policy*, and its result to the output dtype.
+- The *surrounding policy* of a call is the policy under which the call around it runs; the
+  outermost call has none. Of nested calls or contexts, the *innermost* one began last.
+- A *session* is one use of a policy map: a `policies` context, or one making of a view.
+- A *view* is a model that `with_policies` made: its parameters are cast, and its modules cast at
+  their boundaries.
+- The *carry* of a loop is the value that each step takes and hands to the next one. It keeps its
+  dtype, because a loop in JAX requires that.
+- A *lookalike* is a subclass that an adapter makes of a module's class, so that the methods cast or
+  mark their calls. The *plain class* is the class that the user wrote.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+
+from jmpx._casts import cast_like
+from jmpx._contexts import Context, Hook, entered, refuse_other_tasks
+from jmpx._marks import Module, in_module
+from jmpx._policy import Policy
+from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
+from jmpx._registry import policy_of, running
+
+T = TypeVar("T")
+
+PyTree: TypeAlias = Any  # JAX has no type for pytrees
+# A method of a user's module takes and returns values of any types.
+Method: TypeAlias = Callable[..., Any]
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+
+_PLAIN = "_jmpx_plain_class"  # the attribute of a lookalike that holds the plain class
+
+
+@contextlib.contextmanager
+def required_package(package: str, framework: str) -> Iterator[None]:
+    """Says how to install a framework whose import fails; put it around the import.
+
+    Args:
+        package: the package that is imported, which is also the name of the adapter and the extra.
+        framework: the framework's name.
+
+    Raises:
+        ModuleNotFoundError: if the package is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ModuleNotFoundError(
+            f"jmpx.{package} needs {framework}, which is not installed: "
+            f"pip install 'jmpx[{package}]'.",
+            name=package,
+        ) from None
+
+
+class Session:
+    """One use of a policy map: a `policies` context, or one making of a view.
+
+    Args:
+        name: the function that begins the session, as the user calls it.
+        policy_map: a policy map, a policy, or a string of either; None for the policies of classes
+            alone.
+
+    Attributes:
+        seen: the modules that were met.
+
+    Raises:
+        TypeError: if `policy_map` is of another type.
+        ValueError: if the string is not of the grammar of policy maps.
+    """
+
+    def __init__(self, name: str, policy_map: str | Policy | PolicyMap | None) -> None:
+        self.name = name
+        self.policy_map = None if policy_map is None else get_policy_map(policy_map)
+        self.seen: set[Module] = set()
+
+    def opened(self, hook: Hook) -> AbstractContextManager[None]:
+        """Returns the context that keeps the session open; JAX's caches tell policy maps apart."""
+        return entered(Context(self.name, self, key=(self.policy_map,), hook=hook))
+
+    def boundary_policy(self, cls: type, path: str, surrounding: Policy | None) -> Policy | None:
+        """Returns the policy at whose boundary a call of a module casts, and notes the module.
+
+        A rule of the map goes before the policy of the class, and that before the map's default,
+        which is the policy of the outermost call alone.
+
+        Args:
+            cls: the class of the module.
+            path: the path of the module.
+            surrounding: the surrounding policy; None for the outermost call.
+
+        Returns:
+            The boundary policy, None for a call that does not cast.
+
+        Raises:
+            ValueError: if another task of this thread is inside a context of jmpx.
+        """
+        refuse_other_tasks(f"cast a {cls.__name__}")
+        self.seen.add(Module(cls, path))
+        policy = self.explicit_policy(cls, path, surrounding)
+        if policy is None and surrounding is None and self.policy_map is not None:
+            return self.policy_map.default
+        return policy
+
+    def explicit_policy(self, cls: type, path: str, surrounding: Policy | None) -> Policy | None:
+        """Returns the policy that a rule or else the class gives to a module, None without one."""
+        if self.policy_map is not None:
+            rule = self.policy_map.rule_for(cls, path)
+            if rule is not None:
+                return rule.resolve(self.policy_map.default, surrounding)
+        return policy_of(cls)
+
+    def warn_unused(self, stacklevel: int) -> None:
+        """Warns of each rule that matched none of the modules; `stacklevel` is the caller's."""
+        if self.policy_map is not None:
+            warn_unused(self.policy_map, self.seen, stacklevel + 1)
+
+
+def inherited_policy(surrounding: Policy) -> Policy:
+    """Returns the policy of a boundary that no rule, class or default gives a policy.
+
+    A module with running statistics, in float32 even where all else is in 16 bits, needs a
+    boundary, so that its results come in the dtype of its surroundings.
+    """
+    return surrounding.with_output_dtype(surrounding.compute_dtype)
+
+
+def run_at_boundary(
+    policy: Policy,
+    method: Method,
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    by: str,
+    carry: PyTree = None,
+    passes: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Runs a method with its arguments and its result cast.
+
+    Args:
+        policy: the boundary policy.
+        method: the method.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        by: the function that makes the boundary, as the user calls it.
+        carry: the carry among the arguments, if the method is a step of a loop.
+        passes: whether a node of a pytree passes the boundary as it is; None if none does.
+
+    Returns:
+        The result in the output dtype, but a new carry in the dtypes of the old one.
+    """
+
+    def to_output(tree: PyTree) -> PyTree:
+        return cast_except(policy.cast_to_output, tree, passes)
+
+    args, kwargs = cast_except(policy.cast_to_compute, (args, kwargs), passes)
+    with running(policy, by):
+        result = method(*args, **kwargs)
+    if carry is None:
+        return to_output(result)
+    structure = jax.tree.structure(carry)
+    if jax.tree.structure(result) == structure:  # the carry alone, as in `nn.remat_scan`
+        return jax.tree.map(cast_like, result, carry)
+    # The carry and the output of a step, as in `nn.scan`.
+    if isinstance(result, tuple) and result and jax.tree.structure(result[0]) == structure:
+        return (jax.tree.map(cast_like, result[0], carry), *to_output(result[1:]))
+    return to_output(result)
+
+
+def cast_except(
+    cast: Callable[[PyTree], PyTree], tree: T, passes: Callable[[Any], bool] | None
+) -> T:
+    """Casts a pytree except for the nodes that pass as they are."""
+    if passes is None:
+        return cast(tree)
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=passes)
+    if not any(map(passes, nodes)):
+        return cast(tree)
+    others = treedef.unflatten([None if passes(node) else node for node in nodes])
+    pairs = zip(nodes, treedef.flatten_up_to(cast(others)), strict=True)
+    return treedef.unflatten([node if passes(node) else new for node, new in pairs])
+
+
+def is_public(name: str) -> bool:
+    """Whether a method of this name is public, as `__call__` is, too."""
+    return name == "__call__" or not name.startswith("_")
+
+
+def public_methods(cls: type, base: type) -> Iterator[str]:
+    """Yields the names of the public methods that a module's class adds to the framework's.
+
+    Args:
+        cls: the class of the module.
+        base: the framework's class of all modules.
+    """
+    fields = (
+        {field.name for field in dataclasses.fields(cls)}
+        if dataclasses.is_dataclass(cls)
+        else set()
+    )
+    for name in sorted(set(dir(cls)) - set(dir(base)) - fields):
+        attribute = inspect.getattr_static(cls, name)
+        # A function binds to an instance, and so do objects such as `equinox.filter_jit` makes.
+        binds = callable(attribute) and hasattr(attribute, "__get__")
+        is_method = binds and not isinstance(attribute, staticmethod | classmethod | type)
+        if is_public(name) and (is_method or isinstance(attribute, functools.partialmethod)):
+            yield name
+
+
+def lookalike(cls: type[T], namespace: dict[str, Any], mixin: type = object) -> type[T]:
+    """Returns a subclass that bears the names and the docstring of its class.
+
+    Args:
+        cls: the class.
+        namespace: the attributes of the subclass.
+        mixin: a further base class, which goes before `cls`.
+    """
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    bases = (cls,) if issubclass(cls, mixin) else (mixin, cls)
+    return type(cls)(cls.__name__, bases, {**namespace, **names})
+
+
+@functools.cache
+def marking_lookalike(
+    cls: type[T], modules: tuple[Module, ...], base: type, mixin: type = object
+) -> type[T]:
+    """Returns the lookalike whose public methods mark their calls, for `jmpx.autocast`.
+
+    Args:
+        cls: the class of a module.
+        modules: the modules that a call is of: this one, and containers around it.
+        base: the framework's class of all modules.
+        mixin: a further base class, which goes before `cls`.
+    """
+
+    def marked(name: str) -> Method:
+        method = inspect.getattr_static(cls, name)
+
+        @functools.wraps(method, updated=_copied_attributes(method))
+        def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                for module in modules:
+                    stack.enter_context(in_module(*module))
+                return method.__get__(self, type(self))(*args, **kwargs)
+
+        return wrapper
+
+    namespace = {name: marked(name) for name in public_methods(cls, base)}
+    return lookalike(cls, {**namespace, _PLAIN: plain_class(cls)}, mixin)
+
+
+def _copied_attributes(method: object) -> tuple[str, ...]:
+    """Returns what `functools.wraps` copies: the attributes of a function, not of an object."""
+    return functools.WRAPPER_UPDATES if inspect.isfunction(method) else ()
+
+
+def plain_class(cls: type) -> type:
+    """Returns the class that the user wrote, for a lookalike that marks; else `cls` itself."""
+    return getattr(cls, _PLAIN, cls)

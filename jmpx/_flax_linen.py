@@ -1,0 +1,236 @@
+"""Flax's Linen: the policy of each module, under a context around `init` and `apply`."""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flax import linen as nn
+
+from jmpx._adapters import Args, Kwargs, Method, Session, is_public, run_at_boundary
+from jmpx._contexts import opened, refuse_other_tasks
+from jmpx._frameworks import Adapter
+from jmpx._marks import Module, in_module
+from jmpx._policy import Policy
+from jmpx._policy_map import PolicyMap
+from jmpx._registry import running
+
+_NAME = "jmpx.flax.policies"
+
+
+@contextlib.contextmanager
+def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[None]:
+    """Runs Linen modules under a policy map while the context lasts; also a decorator.
+
+    Put it around `init` and `apply`, in a jitted function or around its call. Calls of public
+    methods cast where a rule, a class policy or the map's default gives them a policy; `setup` and
+    private methods run as part of the call around them. A layer that is given a `dtype` computes in
+    that dtype inside.
+
+    Where a module asks for a parameter by `self.param`, it gets the stored one cast to the compute
+    dtype of the innermost policy; in `setup`, that is the policy of the module's first call. `init`
+    creates parameters in the param dtype of that policy. `self.variables` holds the stored
+    parameters. Other collections, such as `batch_stats`, are left alone. The body of an `nn.scan`
+    and a recurrent cell return their carry in the dtype in which it came.
+
+    Contexts may be nested, and may end in any order: the innermost one alone is in force. Of the
+    tasks of an event loop, only one at a time can be in a context: leave it before each `await`.
+    Code that is compiled already runs in every task as in the one that holds the context.
+
+    Args:
+        policy_map: a policy map, a policy, or a string of either; None for the policies of classes
+            alone (`jmpx.set_policy`). Paths are those of the parameters, joined by slashes.
+
+    Yields:
+        None.
+
+    Raises:
+        TypeError: if `policy_map` is of another type.
+        ValueError: if the string is not of the grammar; if another task of the thread is in a
+            context of jmpx at entry, or runs a module while this context lasts.
+
+    Warns:
+        UserWarning: at the end, of each rule that matched none of the modules that ran. And once
+            for a map under which no Linen module ran while an NNX module exists, which needs
+            `with_policies`. A Linen module that was compiled ahead of time counts as one that did
+            not run: a program with such modules may ignore this warning.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp
+        >>> import jmpx.flax
+        >>> model, x = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)]), jnp.ones((4, 3))
+        >>> with jmpx.flax.policies("c=bf16; */layers_2: full"):
+        ...     params = model.init(jax.random.key(0), x)
+        ...     y = model.apply(params, x)
+        >>> params["params"]["layers_0"]["kernel"].dtype.name, y.dtype.name
+        ('float32', 'bfloat16')
+    """
+    session = _Session(_NAME, policy_map)
+    with session.opened(_interception):
+        yield
+    session.warn_unused(stacklevel=3)  # past contextlib, to the with statement
+    session.warn_without_linen(stacklevel=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A running method of a module.
+
+    Attributes:
+        module: the module. Methods that a module calls on itself, those of its base class and the
+            body of a lifted transform run as part of the call that casts.
+        boundary_policy: the boundary policy of the module's calls, None if they do not cast.
+        surrounding: the surrounding policy.
+        is_cast: whether a public method is running, so that its inputs are cast already.
+    """
+
+    module: Module
+    boundary_policy: Policy | None
+    surrounding: Policy | None
+    is_cast: bool = False
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy under which the method runs."""
+        return self.surrounding if self.boundary_policy is None else self.boundary_policy
+
+
+# The maps of the sessions that have ended: a Linen module ran under each, or a warning said that
+# none did. In later sessions a module may run compiled, which cannot be noticed.
+_ended: set[PolicyMap] = set()
+
+
+class _Session(Session):
+    """A `policies` context.
+
+    Attributes:
+        has_run: whether a Linen module has run in it.
+        calls: the running methods, the innermost last.
+    """
+
+    def __init__(self, name: str, policy_map: str | Policy | PolicyMap | None) -> None:
+        super().__init__(name, policy_map)
+        self.has_run = False
+        self.calls: list[_Call] = []
+
+    def intercept(
+        self,
+        method: Method,
+        args: Args,
+        kwargs: Kwargs,
+        context: nn.module.InterceptorContext,
+    ) -> Any:
+        """Runs a method, at a boundary if it is public and its call has a policy."""
+        module = context.module
+        # Interceptors do not see the methods of `nn.Module` itself; an attribute hides `param`.
+        object.__setattr__(module, "param", functools.partial(self.param, module))
+        call = self.find_call(module)
+        policy = call.boundary_policy
+        casts = not call.is_cast and _is_public(type(module), context.method_name)
+        self.calls.append(dataclasses.replace(call, is_cast=call.is_cast or casts))
+        try:
+            if casts and policy is not None:
+                carry = args[0] if args and _is_loop_body(module) else None
+                return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
+            with running(call.policy, _NAME):
+                return method(*args, **kwargs)
+        finally:
+            self.calls.pop()
+
+    def find_call(self, module: nn.Module) -> _Call:
+        """Returns the call that a method of a module begins, or the call that it is part of."""
+        called = Module(_written_class(type(module)), "/".join(module.path))
+        outer = self.calls[-1] if self.calls else None
+        if outer is not None and outer.module == called:
+            return outer
+        surrounding = None if outer is None else outer.policy
+        return _Call(called, self.boundary_policy(*called, surrounding), surrounding)
+
+    def param(
+        self, module: nn.Module, name: str, init: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Stands in for `module.param`: creates in the param dtype, reads in the compute dtype."""
+        policy = self.calls[-1].policy if self.calls else None
+        if policy is None:
+            return type(module).param(module, name, init, *args, **kwargs)
+
+        def create(*args: Any, **kwargs: Any) -> Any:
+            return policy.cast_to_param(init(*args, **kwargs))
+
+        return policy.cast_to_compute(type(module).param(module, name, create, *args, **kwargs))
+
+    def warn_without_linen(self, stacklevel: int) -> None:
+        """Warns once of a map under which no Linen module ran, while there are NNX modules."""
+        if self.policy_map is None or self.policy_map in _ended:
+            return
+        _ended.add(self.policy_map)
+        if not self.has_run and _has_nnx_modules():
+            warnings.warn(
+                f"No Linen module ran under jmpx.flax.policies({str(self.policy_map)!r}), which "
+                "casts those alone: for an NNX model make a view inside of the loss function, "
+                "jmpx.flax.with_policies(model, policy_map).",
+                stacklevel=stacklevel + 1,
+            )
+
+
+def _has_nnx_modules() -> bool:
+    """Whether an NNX module exists. `jmpx.flax` imports NNX, so that its import says nothing."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and any(nnx.Module in type(thing).__mro__ for thing in gc.get_objects())
+
+
+def _interception() -> contextlib.AbstractContextManager[None]:
+    """Intercepts the method calls of this thread."""
+    return nn.intercept_methods(_intercept)
+
+
+def _intercept(
+    method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext
+) -> Any:
+    """Intercepts each method call while a context of this thread is open."""
+    sessions = opened(_Session)
+    if context.module.scope is None or not sessions:
+        return method(*args, **kwargs)  # it has no parameters; or a context ended out of order
+    refuse_other_tasks(f"run the Linen module {type(context.module).__name__}")
+    for session in sessions:  # an outer one casts nothing, but has not missed its modules either
+        session.has_run = True
+    return sessions[-1].intercept(method, args, kwargs, context)
+
+
+def _is_loop_body(module: nn.Module) -> bool:
+    """Whether a module is a step of a loop: a recurrent cell, or lifted by `scan`."""
+    lifted_by = () if module.scope is None else module.scope.debug_path[-1:]  # such as `scan(f)`
+    return isinstance(module, nn.RNNCellBase) or "scan(" in "".join(lifted_by)
+
+
+def _written_class(cls: type) -> type:
+    """Returns the class that the user wrote, for one that `nn.scan`, `nn.remat` or alike made."""
+    while cls.__module__ == nn.remat.__module__:
+        cls = cls.__bases__[0]
+    return cls
+
+
+def _is_public(cls: type, name: str) -> bool:
+    """Whether a method is public. Bodies of lifted functions run as methods, but are none."""
+    return name != "setup" and is_public(name) and hasattr(cls, name)
+
+
+def _mark(method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext) -> Any:
+    """Intercepts each method call under autocast, and marks those of public methods."""
+    module = context.module
+    if module.scope is None or not _is_public(type(module), context.method_name):
+        return method(*args, **kwargs)
+    with in_module(_written_class(type(module)), "/".join(module.path)):
+        return method(*args, **kwargs)
+
+
+class _Adapter(Adapter):
+    def marked_calls(self) -> contextlib.AbstractContextManager[None]:
+        return nn.intercept_methods(_mark)
+
+
+adapter = _Adapter()

@@ -1,0 +1,266 @@
+"""Flax's NNX: the view of a model, in which each part has the policy that a map gives it."""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+
+from jmpx._adapters import (
+    Method,
+    PyTree,
+    Session,
+    inherited_policy,
+    lookalike,
+    marking_lookalike,
+    plain_class,
+    public_methods,
+    run_at_boundary,
+)
+from jmpx._contexts import note_cast
+from jmpx._frameworks import Adapter
+from jmpx._marks import Module
+from jmpx._policy import Policy
+from jmpx._policy_map import PolicyMap
+
+M = TypeVar("M", bound=nnx.Module)
+T = TypeVar("T")
+
+_NAME = "jmpx.flax.with_policies"
+
+
+class _Thread(threading.local):
+    """The modules of views whose methods run in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.running: list[nnx.Module] = []
+
+
+_thread = _Thread()
+
+
+def with_policies(module: M, policy_map: str | Policy | PolicyMap | None = None) -> M:
+    """Returns the view of an NNX model that computes under a policy map.
+
+    Make the view inside the loss function, so that gradients are those of the model outside, in the
+    structure and the dtypes of its parameters. In the view each `nnx.Param` is the stored one, cast
+    to the compute dtype of the innermost policy. All other variables are the model's own: where the
+    view updates running statistics, caches or random streams, the model's change, and keep their
+    dtype (make a cache of keys and values in the compute dtype). Attributes that are set on the
+    view, as `sow` and `eval` do, are set on the view alone. A layer that is given a `dtype`
+    computes in that dtype inside. A recurrent cell returns its carry in the dtype in which it came.
+
+    A module of the view is an instance of its class in the model, or of a subclass of it if its
+    public methods cast. A view serves one computation: neither keep it nor return it from a
+    transform.
+
+    Args:
+        module: the model; it is not changed.
+        policy_map: a policy map, a policy, or a string of either; None for the policies of classes
+            alone (`jmpx.set_policy`). Paths are attribute names and indices joined by slashes.
+
+    Returns:
+        The view.
+
+    Raises:
+        TypeError: if `module` is not an `nnx.Module` or `policy_map` is of another type.
+        ValueError: if the string is not of the grammar.
+
+    Warns:
+        UserWarning: of each rule that matched no module.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> import jmpx.flax
+        >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        >>> def loss_fn(model, x):
+        ...     view = jmpx.flax.with_policies(model, "c=bf16,o=f32")
+        ...     return (view(x) ** 2).mean()
+        >>> loss, grads = nnx.value_and_grad(loss_fn)(model, jnp.ones((4, 3)))
+        >>> loss.dtype.name, grads["kernel"][...].dtype.name
+        ('float32', 'float32')
+    """
+    if not isinstance(module, nnx.Module):
+        raise TypeError(
+            f"Expected an nnx.Module, got {module!r}: for Linen use jmpx.flax.policies, for "
+            "Equinox jmpx.equinox.with_policies."
+        )
+    session = _Session(_NAME, policy_map)
+    view = session.view(module, "", None)
+    session.warn_unused(stacklevel=2)
+    return view
+
+
+class _Session(Session):
+    """Makes the view of one model; an object that the model shares is shared in the view, too.
+
+    Attributes:
+        views: the objects of the view, by the identity of those of the model.
+    """
+
+    def __init__(self, name: str, policy_map: str | Policy | PolicyMap | None) -> None:
+        super().__init__(name, policy_map)
+        self.views: dict[int, Any] = {}
+
+    def view(self, value: Any, path: str, surrounding: Policy | None) -> Any:
+        """Returns a value of the model as it is in the view: a module, a variable or another."""
+        if id(value) in self.views:
+            return self.views[id(value)]
+        if isinstance(value, nnx.Param):
+            view = value if surrounding is None else surrounding.cast_to_compute(value)
+            self.views[id(value)] = view
+            return view
+        if not isinstance(value, nnx.Pytree):
+            return value
+        cls, policy = type(value), None
+        if isinstance(value, nnx.Module) and not _is_container(value):
+            policy = self.boundary_policy(plain_class(cls), path, surrounding)
+            if policy is None and surrounding is not None and _has_statistics(value):
+                policy = inherited_policy(surrounding)
+        if policy is not None:
+            note_cast(_NAME)
+            cls, surrounding = _view_class(cls, policy), policy
+        view: Any = object.__new__(cls)
+        self.views[id(value)] = view
+        for name, attribute in vars(value).items():
+            # Not by setattr: Flax 0.11 keeps the items of a list under integers.
+            vars(view)[name] = _map_objects(
+                attribute, (path, str(name)), lambda node, at: self.view(node, at, surrounding)
+            )
+        if isinstance(value, nnx.Embed) and value.dtype == value.embedding[...].dtype:
+            # Without a dtype of its own, the layer has noted the dtype of its table; it would
+            # promote to that dtype.
+            view.dtype = None
+        return view
+
+
+def _map_objects(tree: PyTree, parts: tuple[str, ...], func: Callable[[Any, str], Any]) -> PyTree:
+    """Maps the value of an attribute: an object of NNX, or a container of them, with its path."""
+
+    def at_path(key_path: Any, leaf: Any) -> Any:
+        keys = jax.tree_util.keystr(key_path, simple=True, separator="/")
+        return func(leaf, "/".join(filter(None, (*parts, keys))))
+
+    return jax.tree_util.tree_map_with_path(at_path, tree, is_leaf=_is_object)
+
+
+def _is_container(module: nnx.Module) -> bool:
+    """Whether it is a list or a dict: nobody calls it, so a policy of its own would not cast."""
+    kinds = tuple(getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name))
+    return isinstance(module, kinds) and not callable(module)
+
+
+def _has_statistics(module: nnx.Module) -> bool:
+    """Whether it keeps running statistics. They stay in float32, and would make its results so."""
+    return any(isinstance(value, nnx.BatchStat) for value in vars(module).values())
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
+@functools.cache  # so that views of one model have one graph definition, and jit's cache is hit
+def _view_class(cls: type, policy: Policy) -> type:
+    """Returns the lookalike whose public methods cast."""
+    names = public_methods(cls, nnx.Module)
+    methods = {name: _casting(getattr(cls, name), name, policy) for name in names}
+    return lookalike(cls, {**methods, "__jmpx_view__": True})
+
+
+def _casting(method: Method, name: str, policy: Policy) -> Method:
+    """Returns a public method that casts at its boundary."""
+
+    @functools.wraps(method)
+    def wrapper(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        running = _thread.running
+        if running and running[-1] is self:
+            return method(self, *args, **kwargs)  # part of the call that casts already
+        is_step = isinstance(self, nnx.RNNCellBase) and name == "__call__"
+        running.append(self)
+        try:
+            return run_at_boundary(
+                policy,
+                functools.partial(method, self),
+                args,
+                kwargs,
+                by=_NAME,
+                carry=args[0] if args and is_step else None,
+                passes=_is_object,  # a copy of an `nnx.Rngs` would not advance the original's count
+            )
+        finally:
+            running.pop()
+
+    return wrapper
+
+
+# Under autocast
+
+
+class _Marker:
+    """Has the modules in a pytree mark the calls of their methods, for `jmpx.autocast`.
+
+    The classes of those modules become lookalikes until `unmark`. Paths begin at the outermost
+    modules.
+
+    Args:
+        matches: whether the calls of a module of this class and path are to be marked.
+    """
+
+    def __init__(self, matches: Callable[[type, str], bool]) -> None:
+        self.matches = matches
+        self.made: dict[type, type] = {}  # the lookalikes, and the classes in whose place they are
+        self.given: list[Any] = []
+
+    def mark(self, tree: T) -> T:
+        """Marks the modules in a pytree, and returns it."""
+        self.given = _objects(tree)
+        for module, path in _modules(self.given):
+            cls = type(module)
+            called = Module(plain_class(cls), path)
+            if self.matches(*called):
+                marked = marking_lookalike(cls, (called,), nnx.Module)
+                self.made[marked] = cls
+                object.__setattr__(module, "__class__", marked)
+        return tree
+
+    def unmark(self, tree: T) -> T:
+        """Gives modules their classes back, those in a pytree too, which it returns."""
+        for module, _ in _modules([*self.given, *_objects(tree)]):
+            if type(module) in self.made:
+                object.__setattr__(module, "__class__", self.made[type(module)])
+        return tree
+
+
+def _objects(tree: PyTree) -> list[Any]:
+    return list(filter(_is_object, jax.tree.leaves(tree, is_leaf=_is_object)))
+
+
+def _modules(roots: list[Any]) -> list[tuple[nnx.Module, str]]:
+    """Returns the modules in objects that can be called, each once, with their paths."""
+    found: dict[int, tuple[Any, str]] = {}
+
+    def visit(value: Any, path: str) -> None:
+        if id(value) in found or not isinstance(value, nnx.Pytree):
+            return
+        found[id(value)] = value, path
+        for name, attribute in vars(value).items():
+            _map_objects(attribute, (path, str(name)), visit)
+
+    for root in roots:
+        visit(root, "")
+    return [
+        (value, path)
+        for value, path in found.values()
+        if isinstance(value, nnx.Module) and not _is_container(value)
+    ]
+
+
+class _Adapter(Adapter):
+    def marker(self, matches: Callable[[type, str], bool]) -> _Marker:
+        return _Marker(matches)
+
+
+adapter = _Adapter()

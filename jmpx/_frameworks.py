@@ -1,0 +1,108 @@
+"""The frameworks that jmpx supports, and what an adapter offers to the files below it.
+
+To support another framework, write `jmpx/<framework>.py` with `jmpx/_adapters.py` as its base, and
+add one line to `_ADAPTERS`. The new file holds the functions that users call, and `adapter`: an
+instance of a subclass of `Adapter` that overrides what the framework needs.
+"""
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+from jmpx._policy import Policy
+
+T = TypeVar("T")
+
+# The package of a framework -> the file of its adapter. An adapter is imported after its framework
+# and never before, so that jmpx imports no framework by itself.
+_ADAPTERS = {
+    "haiku": "jmpx.haiku",
+    "equinox": "jmpx.equinox",
+    "flax.linen": "jmpx._flax_linen",
+    "flax.nnx": "jmpx._flax_nnx",
+}
+
+
+class ClassPolicies(Protocol):
+    """A framework's own store of the policies of its classes, in this thread."""
+
+    def get(self, cls: type) -> Policy | None:
+        """Returns the policy of a class, None without one."""
+        ...
+
+    def set(self, cls: type, policy: Policy) -> None:
+        """Attaches a policy to a class."""
+        ...
+
+    def clear(self, cls: type) -> None:
+        """Detaches the policy of a class, if it has one."""
+        ...
+
+    def check_push(self, cls: type, policy: Policy) -> None:
+        """Raises the framework's own error where it cannot push a policy."""
+        ...
+
+    def interception(self) -> AbstractContextManager[None]:
+        """Intercepts what modules call while a policy is pushed; see `_contexts.Context.hook`."""
+        ...
+
+
+class Marker(Protocol):
+    """Has the modules in a pytree mark their calls, for `jmpx.autocast`."""
+
+    def mark(self, tree: T) -> T:
+        """Returns a pytree whose modules mark their calls."""
+        ...
+
+    def unmark(self, tree: T) -> T:
+        """Returns a pytree whose modules are as they were before `mark`."""
+        ...
+
+
+class Adapter:
+    """What an adapter offers: by default nothing, so that a subclass overrides what it needs.
+
+    Attributes:
+        class_policies: the framework's own store of class policies; None for a framework without
+            one, whose class policies jmpx keeps.
+    """
+
+    class_policies: ClassPolicies | None = None
+
+    def current_policy(self) -> Policy | None:
+        """Returns the policy under which the framework itself runs a method, None without one."""
+        return None
+
+    def marked_calls(self) -> AbstractContextManager[None]:
+        """Marks the calls of modules while the context lasts, if the framework reports calls."""
+        return contextlib.nullcontext()
+
+    def marker(self, matches: Callable[[type, str], bool]) -> Marker | None:
+        """Returns a marker, if the framework's modules can be found in pytrees.
+
+        Args:
+            matches: whether the calls of a module of this class and path are to be marked.
+        """
+        return None
+
+    def refuse_creation(self) -> AbstractContextManager[None]:
+        """Refuses, while the context lasts, to create parameters that could not leave autocast."""
+        return contextlib.nullcontext()
+
+
+def imported_adapters() -> Iterator[Adapter]:
+    """Yields the adapters of the frameworks that the program has imported."""
+    for package, name in _ADAPTERS.items():
+        if sys.modules.get(package) is not None:  # without its framework, no module can run
+            yield importlib.import_module(name).adapter
+
+
+def adapters_of(cls: type) -> Iterator[Adapter]:
+    """Yields the adapters of the frameworks that a class descends from."""
+    modules = [f"{base.__module__}." for base in cls.__mro__]
+    for package, name in _ADAPTERS.items():
+        if any(module.startswith(f"{package}.") for module in modules):
+            yield importlib.import_module(name).adapter
