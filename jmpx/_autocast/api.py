@@ -1,27 +1,29 @@
-"""Autocast: mixed precision per operation, of any function, without a cast in it."""
+"""Autocast as users call it: the function `autocast`, and the class `Autocast` of its results."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jmpx import _jaxpr
+from jmpx._autocast.interpreter import Interpreter
+from jmpx._autocast.primitives import RESTORE
+from jmpx._autocast.unused import warn_unused
+from jmpx._autocast.value import Value
 from jmpx._contexts import note_cast
 from jmpx._dtypes import DTypeLike, as_dtype, check_computes
-from jmpx._evaluation import RESTORE, Run
+from jmpx._jaxpr import operation_name
 from jmpx._leaves import is_floating
-from jmpx._marks import Module, module_of, without_marks
 from jmpx._modules import Marks
-from jmpx._operations import HIGHER_ORDER, KINDS, instead_of, operation_name
-from jmpx._policy import Policy, did_you_mean
-from jmpx._policy_map import PolicyMap, Rule, get_policy_map, warn_of
+from jmpx._policy import Policy
+from jmpx._policy_map import PolicyMap, Rule as PolicyRule, get_policy_map
 from jmpx._registry import refuse_creation
 from jmpx._stateful import Pure, call, is_object, module_base
-from jmpx._values import Value
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @functools.partial(
@@ -83,33 +85,39 @@ class Autocast:
             if dtype is not None:
                 check_computes(dtype)
         note_cast("jmpx.autocast")
-        run, marks = Run(policy_map), Marks(policy_map)
-        transform = functools.partial(_evaluate, run, self._jmpx_output)
+        interpreter, marks = Interpreter(policy_map), Marks(policy_map)
+        transform = functools.partial(_evaluate, interpreter, self._jmpx_output)
         result = call(transform, marks.call, (self._jmpx_fn, *args), kwargs)
-        _warn_unused(run, marks, stacklevel=3)
+        warn_unused(policy_map, interpreter.used, marks.seen, stacklevel=3)
         return result
 
 
 def _evaluate(
-    run: Run, output: Any, pure: Pure, state: Any, args: Any, kwargs: Any
+    interpreter: Interpreter, output: Any, pure: Pure, state: Any, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """Runs a pure function under autocast; new state comes in the dtypes that were traced."""
     with refuse_creation():
         traced = _jaxpr.trace(pure, (state, *args), kwargs)
-    # State that is replaced is as a loop's carry: it does not yield, or an average would stall.
-    values = [Value(array, weak=not pure.is_replaced(array)) for array in traced.arrays]
-    values = run.evaluate(traced.jaxpr, values, "")
+    # As a loop's carry, state that is replaced does not yield: a moving average would stall.
+    values = [Value(array, yields=not pure.is_replaced(array)) for array in traced.arrays]
+    values = interpreter.evaluate(traced.jaxpr, values, "")
     avals = traced.jaxpr.out_avals
     with jax.named_scope(RESTORE):
         outputs = [
-            _restored(value, aval, output if place < len(avals) - pure.size else "traced")
-            for place, (value, aval) in enumerate(zip(values, avals, strict=True))
+            _restored(value, aval, output if i < len(avals) - pure.size else "traced")
+            for i, (value, aval) in enumerate(zip(values, avals, strict=True))
         ]
     return traced.rebuild(outputs)
 
 
 def _restored(value: Value, traced: Any, output: Any) -> Any:
-    """Returns a result of the second run in the dtype that `output` says."""
+    """Returns a result of the evaluation in the dtype that `output` says.
+
+    Args:
+        value: the result.
+        traced: its abstract value without autocast.
+        output: see `autocast`.
+    """
     if output is None or not is_floating(value.array):
         return value.array
     if output != "traced":
@@ -148,6 +156,32 @@ def _wrap(fn: Callable[..., Any], policy_map: PolicyMap, output: Any) -> Autocas
     if is_object(fn):
         return _module_class(module_base())(fn, policy_map, output)
     return Autocast(fn, policy_map, output)
+
+
+class _Decorator(Protocol):
+    """A decorator that keeps the type of a function."""
+
+    def __call__(self, fn: _Function, /) -> _Function: ...
+
+
+@overload
+def autocast(
+    fn: _Function,
+    policy: str | Policy | PolicyMap = ...,
+    *,
+    rules: Mapping[Any, DTypeLike] | None = ...,
+    output: DTypeLike | None = ...,
+) -> _Function: ...
+
+
+@overload
+def autocast(
+    fn: None = None,
+    policy: str | Policy | PolicyMap = ...,
+    *,
+    rules: Mapping[Any, DTypeLike] | None = ...,
+    output: DTypeLike | None = ...,
+) -> _Decorator: ...
 
 
 def autocast(
@@ -233,7 +267,7 @@ def autocast(
         ['bfloat16', 'float32', 'float32']
     """
     if fn is None:
-        return _Decorator(policy, rules, output)
+        return _Unapplied(policy, rules, output)
     if not callable(fn):
         raise TypeError(f"Expected a function to run under autocast, got {fn!r}: {_WRITE}.")
     policy_map = _with_operations(get_policy_map(policy), rules or {})
@@ -253,9 +287,14 @@ def autocast(
 _WRITE = "write jmpx.autocast(f, policy) or decorate the function with @jmpx.autocast(policy=...)"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Decorator:
-    """What `autocast` without a function is: it waits for one."""
+class _Unapplied(NamedTuple):
+    """The result of `autocast` without a function: a decorator.
+
+    Args:
+        policy: see `autocast`.
+        rules: see `autocast`.
+        output: see `autocast`.
+    """
 
     policy: str | Policy | PolicyMap
     rules: Mapping[Any, DTypeLike] | None
@@ -264,23 +303,23 @@ class _Decorator:
     def __call__(self, fn: Callable[..., Any]) -> Any:
         return autocast(fn, self.policy, rules=self.rules, output=self.output)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> NoReturn:
         raise TypeError(
             f"Expected a function to run under autocast, got a with block: {_WRITE}, as JAX traces "
             "functions and sees no blocks."
         )
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         pass
 
 
 def _with_operations(policy_map: PolicyMap, rules: Mapping[Any, DTypeLike]) -> PolicyMap:
-    """Returns the policy map with rules for operations at its end."""
-    more = [Rule(f"op.{_operation(key)}", compute=as_dtype(dtype)) for key, dtype in rules.items()]
+    """Returns the policy map with policy rules for operations at its end."""
+    more = [PolicyRule(f"op.{_name(key)}", compute=as_dtype(dtype)) for key, dtype in rules.items()]
     return PolicyMap(policy_map.default, (*policy_map.rules, *more))
 
 
-def _operation(key: Any) -> str:
+def _name(key: Any) -> str:
     """Returns the name of an operation that was given as a primitive or by name."""
     name = getattr(key, "name", key)
     if not isinstance(name, str):
@@ -289,102 +328,3 @@ def _operation(key: Any) -> str:
             "lax.exp_p or 'exp'."
         )
     return operation_name(name.removeprefix("op."))
-
-
-def _warn_unused(run: Run, marks: Marks, stacklevel: int) -> None:
-    """Warns of each rule that no equation and no module met, and names what is near."""
-    modules = marks.seen | {module for scope in run.scopes if (module := module_of(scope))}
-    for rule in run.policy_map.rules:
-        if rule in run.used or any(rule.matches(*module) for module in modules):
-            continue
-        if rule.is_operation:
-            kind, near = "operation", near_operation(rule.selector, run.operations)
-        else:
-            kind = "module or scope" if modules else "scope"
-            known = _by_name(run.scopes, modules, rule.is_path)
-            near = did_you_mean(rule.selector.strip("*/"), known)
-        warn_of(rule, run.policy_map, kind, near, stacklevel + 1)
-
-
-def near_operation(selector: str, met: Iterable[str]) -> str:
-    """Returns the end of a warning: the operations that a rule for an operation may mean.
-
-    Args:
-        selector: the selector of a rule that met no operation.
-        met: the operations that ran.
-    """
-    name = selector.removeprefix("op.")
-    instead = instead_of(name)
-    if instead is not None:
-        return f", as {name!r} is none of JAX's primitives: write {instead}."
-    near = did_you_mean(name, {n: f"op.{n}" for n in sorted(met) if n != name})
-    if near != "." or name in KINDS or name in HIGHER_ORDER:
-        return near  # one of JAX's operations that did not run is spelled as it should be
-    return did_you_mean(name, {n: f"op.{n}" for n in KINDS})
-
-
-def _by_name(scopes: Iterable[str], modules: Iterable[Module], paths: bool) -> dict[str, str]:
-    """Returns what a selector could have meant by its names.
-
-    Of scopes, and of the modules' paths if the selector is a glob, these are the last name, what
-    follows the last dot of it, and the whole; of classes, the class and its bases.
-    """
-    known = {without_marks(scope) for scope in scopes}
-    classes = set()
-    if paths:
-        known |= {module.path for module in modules}
-    else:
-        classes = {base.__name__ for module in modules for base in module.cls.__mro__[:-1]}
-    names = {scope: scope.rpartition("/")[2] for scope in sorted(known) if scope}
-    return {name: name for name in sorted(classes)} | {
-        key: scope
-        for scope, name in names.items()
-        for key in (name.rpartition(".")[2], name, scope)
-    }
-
-
-_COMPARISONS = frozenset("eq ne lt le gt ge is_finite eq_to lt_to le_to".split())
-# What costs next to nothing to compute again from what is saved.
-_CHEAP = frozenset(
-    """
-    mul div sub neg abs sign max min clamp select_n integer_pow square convert_element_type
-    broadcast_in_dim reshape transpose squeeze rev slice pad concatenate split
-    """.split()
-)
-
-
-def save_low_precision(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Keeps no float32 intermediates for the backward pass: a policy of `jax.checkpoint`.
-
-    Results in 16 bits are saved, and so are masks and indices. What is computed in float32, such
-    as a softmax or the statistics of a norm, is computed again, as is what multiplications, casts
-    and changes of shape make of what is saved. That is what JAX asks for: peak memory is the
-    compiler's, and may even grow, so measure it.
-
-    Args:
-        primitive: the operation.
-        *avals: the shapes and dtypes of its operands.
-        **params: its parameters.
-
-    Returns:
-        Whether to save the results.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> import jmpx
-        >>> @functools.partial(jax.checkpoint, policy=jmpx.save_low_precision)
-        ... @jmpx.autocast
-        ... def loss_fn(w, x):
-        ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
-        >>> jax.grad(loss_fn)(jnp.ones((3, 2)), jnp.ones((4, 3))).shape
-        (3, 2)
-    """
-    if primitive.name in _COMPARISONS:
-        return True
-    if primitive.name in _CHEAP:
-        return False
-    said = [params.get(key) for key in ("new_dtype", "preferred_element_type", "dtype")]
-    dtypes = [dtype for dtype in said if dtype is not None]
-    dtypes = dtypes or [aval.dtype for aval in avals if hasattr(aval, "dtype")]
-    inexact = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
-    return all(np.dtype(dtype).itemsize <= 2 for dtype in inexact)
