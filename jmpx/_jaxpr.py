@@ -1,6 +1,6 @@
-"""Jaxprs: trace a function, read its equations, run them again with other operands.
+"""Jaxprs: trace a function, read its equations, run them again on other operands.
 
-The only file that touches `jax.extend`, which it imports on first use.
+This is the only file that touches `jax.extend`, which it imports on first use.
 """
 
 import contextlib
@@ -18,21 +18,21 @@ import numpy as np
 from jmpx._leaves import is_traceable
 from jmpx._marks import unmarked_params, unmarked_stack
 
-# JAX has no public types that all supported versions share: open and closed jaxprs are one class
-# since 0.11, and the types of operands do not know that arrays have dtypes.
+# JAX has no public types that all supported versions share: since 0.11, open and closed jaxprs are
+# one class; and the public type of an operand does not know that arrays have dtypes.
 Jaxpr = Any
 Equation = Any
 Atom = Any  # an operand or a result of an equation: a variable or a literal
-Primitive = Any  # `jax.extend.core.Primitive`, whose import is slow
+Primitive = Any  # `jax.extend.core.Primitive`, which is slow to import
 
 
 class Traced(NamedTuple):
-    """A function as a jaxpr: what it takes, computes and returns.
+    """A function as a jaxpr.
 
     Args:
         jaxpr: the closed jaxpr.
         arrays: the arrays among the arguments, in the order of the jaxpr's inputs.
-        rebuild: makes the function's result of the jaxpr's outputs.
+        rebuild: makes the function's result out of the jaxpr's outputs.
     """
 
     jaxpr: Jaxpr
@@ -41,7 +41,7 @@ class Traced(NamedTuple):
 
 
 def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
-    """Traces `fn(*args, **kwargs)`; leaves that are no arrays stay as they are, in and out."""
+    """Traces `fn(*args, **kwargs)`; leaves that are no arrays go in and out as they are."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     indices = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
     results: list[Any] = []
@@ -71,7 +71,7 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
 
 
 def _as_traced(array: Any, aval: Any) -> Any:
-    """Returns an array of NumPy in the dtype that JAX traces: without x64, int64 is int32."""
+    """Returns a NumPy array in the dtype that JAX traces it in: without x64, int64 is int32."""
     if isinstance(array, jax.Array) or array.dtype == aval.dtype:
         return array
     return np.asarray(array, aval.dtype)
@@ -92,7 +92,7 @@ def _literal() -> type:
 
 
 def is_literal(atom: Atom) -> bool:
-    """Whether an operand is a constant written into the jaxpr, which has a `val`."""
+    """Whether an operand is a constant that is written into the jaxpr, its `val`."""
     return isinstance(atom, _literal())
 
 
@@ -102,7 +102,7 @@ def operation_name(primitive: str) -> str:
 
 
 def consts_of(jaxpr: Jaxpr) -> Sequence[Any]:
-    """Returns the constants of a jaxpr; an open one, as of `jax.checkpoint`, has none."""
+    """Returns the constants of a jaxpr; an open jaxpr, as in `jax.checkpoint`, has none."""
     return getattr(jaxpr, "consts", ())
 
 
@@ -113,7 +113,7 @@ def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
 
 
 def holds_jaxpr(params: dict[str, Any]) -> bool:
-    """Whether a parameter of an equation is a jaxpr, or several."""
+    """Whether a parameter of an equation is a jaxpr, or a tuple that holds one."""
     return bool(inner_jaxprs(params))
 
 
@@ -136,7 +136,7 @@ def last_uses(jaxpr: Jaxpr) -> list[list[Atom]]:
 
 
 def depends(jaxpr: Jaxpr, operands: Sequence[Atom]) -> list[bool]:
-    """Returns for each result of a jaxpr whether it is computed of some of its operands."""
+    """Returns for each result of a jaxpr whether one of these operands contributes to it."""
     found = set(operands)
     for eqn in jaxpr.eqns:
         if any(atom in found for atom in eqn.invars if not is_literal(atom)):
@@ -150,7 +150,7 @@ _WRAPPED = re.compile(r"[\w.]+\(|\)")
 def scope_of(eqn: Equation) -> str:
     """Returns the names of the scopes that an equation was traced in, joined by slashes.
 
-    Marks of modules are among them. What transformations write around them is left out:
+    Marks of modules are among them. The names of transformations around them are left out:
     `transpose(jvp(enc))/mlp` is `enc/mlp`.
     """
     return _plain_scope(str(eqn.source_info.name_stack))
@@ -163,10 +163,10 @@ def _plain_scope(stack: str) -> str:
 
 @contextlib.contextmanager
 def at_source_of(eqn: Equation, *scopes: str) -> Iterator[None]:
-    """Runs as if the equation's line of the user's code did: in its scopes and its JAX context.
+    """Lets operations run where the equation was traced: in its scopes, line and JAX context.
 
-    Marks of modules are left out of the scopes, unless it is an autocast around this one that
-    traces, and wants them.
+    Marks of modules are left out of the scopes, unless an outer autocast is tracing, which reads
+    them.
 
     Args:
         eqn: the equation.
@@ -181,7 +181,7 @@ def at_source_of(eqn: Equation, *scopes: str) -> Iterator[None]:
 
 
 def looks_for_nans(operands: Sequence[Any]) -> bool:
-    """Whether JAX checks what each operation returns, and operations run now, untraced."""
+    """Whether JAX checks each operation for NaNs or infinities, and the operands are no tracers."""
     is_asked = any(getattr(jax.config, f"jax_debug_{what}") for what in ("nans", "infs"))
     return is_asked and not any(isinstance(array, jax.core.Tracer) for array in operands)
 
@@ -192,10 +192,9 @@ _NOTE = "jmpx.autocast was running"
 
 
 def note_source(error: Exception, eqn: Equation) -> None:
-    """Adds a note to an error that an equation raised: the line of the user's code that wrote it.
+    """Adds a note to an error of an equation: the line of the user's code that it is from.
 
-    If the jaxprs of equations hold each other, only the innermost equation that has such a line
-    adds a note.
+    Where an equation holds a jaxpr, the innermost equation with such a line adds the only note.
     """
     if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
         return
@@ -217,14 +216,14 @@ def bind(
     Args:
         eqn: the equation.
         operands: its operands: arrays or tracers.
-        cached: whether JAX may cache the primitive with its parameters, jitted. It does not where
-            the equation has effects or holds a jaxpr, or a parameter cannot be hashed.
-        **params: the parameters of the equation that differ.
+        cached: whether JAX may cache the primitive and its parameters as a jitted function. An
+            equation that has effects, a jaxpr or parameters without a hash is never cached.
+        **params: the parameters that differ from the equation's.
     """
     params = unmarked_params({**eqn.params, **params})
     run = functools.partial(_bind, eqn.primitive, params)
     if cached and not eqn.effects and not holds_jaxpr(params):
-        with contextlib.suppress(TypeError):  # a parameter cannot be hashed
+        with contextlib.suppress(TypeError):  # a parameter has no hash
             run = _jitted(eqn.primitive, tuple(params.items()))
     results = run(*operands)
     return list(results) if eqn.primitive.multiple_results else [results]
@@ -242,7 +241,7 @@ def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callab
     """Returns a primitive as jax.numpy would call it: jitted, and inlined into the jaxpr.
 
     JAX then differentiates a primitive once for all equations with the same shapes, instead of
-    once for each, which halves the time to trace the gradients of a deep model.
+    once for each, which would be much of the time to trace the gradients of a deep model.
     """
     # Since JAX 0.12, True inlines when lowering, JAX_EARLY when tracing, as True did before.
     inline = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
@@ -255,7 +254,7 @@ def with_dtype(aval: Any, dtype: np.dtype) -> Any:
 
 
 def weakly_typed(array: Any) -> Any:
-    """Returns the array as JAX types a Python number: its dtype follows that of others."""
+    """Returns the array with JAX's weak type, as a Python number has: others decide its dtype."""
     return jax.lax.convert_element_type_p.bind(
         array, new_dtype=np.dtype(array.dtype), weak_type=True, sharding=None
     )

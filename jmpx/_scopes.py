@@ -7,13 +7,14 @@ from typing import Any, TypeVar, overload
 
 import jax
 
-FULL_PRECISION = "jmpx.full_precision"  # the name of the scopes that autocast leaves in float32
+FULL_PRECISION = "jmpx.full_precision"  # autocast leaves operations in it in float32
+RESTORE = "jmpx.restore"  # in it, autocast gives results their traced dtypes back
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @overload
-def full_precision(func: None = None) -> AbstractContextManager[None]: ...
+def full_precision(func: None = None) -> AbstractContextManager[object]: ...
 
 
 @overload

@@ -10,7 +10,6 @@ import numpy as np
 
 from jmpx import _jaxpr
 from jmpx._autocast.interpreter import Interpreter
-from jmpx._autocast.primitives import RESTORE
 from jmpx._autocast.unused import warn_unused
 from jmpx._autocast.value import Value
 from jmpx._contexts import note_cast
@@ -21,6 +20,7 @@ from jmpx._modules import Marks
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, Rule as PolicyRule, get_policy_map
 from jmpx._registry import refuse_creation
+from jmpx._scopes import RESTORE
 from jmpx._stateful import Pure, call, is_object, module_base
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -35,11 +35,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Autocast:
     """A callable under autocast; `jmpx.autocast` makes it.
 
-    A pytree whose one child is the callable: of a module, parameters are trained, saved and
-    sharded as before. It has the attributes of the callable, such as a layer's `weight`; public
-    methods of the callable that are called through it run under autocast, too. The callable itself
-    is its `__wrapped__`. Of an NNX object it is an `nnx.Module`, so that it can be an attribute of
-    other modules; attributes that are set on it are set on the object.
+    It is a pytree whose one child is the callable, so that the parameters of a module are trained,
+    saved and sharded as before. It has the attributes of the callable, such as a layer's `weight`.
+    Public methods of the callable that are called through it run under autocast, too. The callable
+    itself is its `__wrapped__`.
+
+    If the callable is an object of Flax's NNX, it is an `nnx.Module`, so that it can be an
+    attribute of other modules; attributes that are set on it are set on the object.
 
     Args:
         _jmpx_fn: the callable.
@@ -95,7 +97,7 @@ class Autocast:
 def _evaluate(
     interpreter: Interpreter, output: Any, pure: Pure, state: Any, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """Runs a pure function under autocast; new state comes in the dtypes that were traced."""
+    """Runs a pure function under autocast; its new state has the dtypes that were traced."""
     with refuse_creation():
         traced = _jaxpr.trace(pure, (state, *args), kwargs)
     # As a loop's carry, state that is replaced does not yield: a moving average would stall.
@@ -128,7 +130,11 @@ def _restored(value: Value, traced: Any, output: Any) -> Any:
 
 @functools.cache
 def _module_class(base: Any) -> type:
-    """Returns the `Autocast` that is an `nnx.Module`, given that class: core imports no Flax."""
+    """Returns the class of an `Autocast` that is an `nnx.Module`.
+
+    Args:
+        base: `nnx.Module`, as this file does not import Flax.
+    """
     names = [field.name for field in dataclasses.fields(Autocast)]
 
     class AutocastModule(Autocast, base):
@@ -193,58 +199,57 @@ def autocast(
 ) -> Any:
     """Makes a function run in mixed precision, operation by operation.
 
-    In the tradition of `torch.autocast` and Grampax, for JAX: what was traced in float32 runs
+    As `torch.autocast` and Grampax do, it decides for each operation that was traced in float32:
 
-    - in the compute dtype, if it is a matrix product or a convolution;
-    - in float32, if it needs range or digits: exponentials, logarithms, powers to fractions, sums
-      and other statistics, special functions, linear algebra; so do comparisons, which answer yes
-      or no;
-    - else in the widest dtype of its operands, where inputs, parameters and constants yield to
-      what a matrix product made: a float32 bias leaves a bfloat16 activation bfloat16.
+    - matrix products and convolutions run in the compute dtype;
+    - operations that need range or digits run in float32: exponentials, logarithms, fractional
+      powers, sums and other statistics, special functions, linear algebra, and comparisons of two
+      dtypes;
+    - all others run in the widest dtype of their operands. Inputs, parameters and constants yield
+      to the results of matrix products: a float32 bias leaves a bfloat16 activation bfloat16.
 
-    Nothing else is cast: parameters stay as they are stored, and what was traced in another dtype
-    keeps it. All work happens when JAX traces; put `jax.jit` around the train step as ever. It
-    composes with `jit`, `grad`, `vmap`, `scan`, `jax.checkpoint`, `shard_map`, custom derivatives
-    and itself.
+    Nothing else is cast: parameters stay as they are stored, and an operation that was traced in
+    another dtype keeps it. All work happens while JAX traces; put `jax.jit` around the train step
+    as ever. Autocast composes with `jit`, `grad`, `vmap`, `scan`, `jax.checkpoint`, `shard_map`,
+    custom derivatives and itself.
 
-    Constants that the compute dtype cannot hold saturate where they are added or put in place, such
-    as a mask of -1e9: what is finite in float32 stays finite. Next to a factor or a divisor that
-    float16 cannot hold, or that is one number known only when the program runs (a count, a learned
-    scale), multiplication and division run in float32 and round the result. An epsilon that float16
-    cannot hold is lost in a sum, `h + 1e-8`, as it is in torch: add it to a mean or a total, which
-    is float32. Integer powers (`h**2`, `h**3`) stay in bfloat16; where they would be float16 they
-    run in float32, because they and their derivatives overflow; what is made of them is float32 up
-    to a matrix product or a bounded function, such as the tanh of a gelu.
+    Constants that the compute dtype cannot hold, such as a mask of -1e9, saturate where they are
+    added to an array or put into one: finite numbers stay finite. Multiplication and division run
+    in float32 and round the result if float16 cannot hold a factor or a divisor, or if it is one
+    number that is known only when the program runs, such as a count or a learned scale. An epsilon
+    that float16 cannot hold is lost in a sum, `h + 1e-8`, as it is in torch: add it to a mean or a
+    total, which is float32. Integer powers (`h**2`, `h**3`) run in bfloat16, but in float32 instead
+    of float16, because they and their derivatives overflow there; operations on their results are
+    float32, too, up to a matrix product or a bounded function, such as the tanh of a gelu.
 
     A loop's carry keeps its float32, so that sums over many steps are right; `op.scan: bf16` and
-    `op.while: bf16` carry activations in 16 bits. A product with `precision="highest"` stays in
-    float32, and so does what `jmpx.full_precision` marks. A cast to float32 of what is float32 to
-    begin with leaves no trace in JAX and is not seen. A function with `jax.custom_vjp` runs in
-    float32.
+    `op.while: bf16` carry activations in 16 bits. A product with `precision="highest"` runs in
+    float32, and so does code that `jmpx.full_precision` marks. A cast from float32 to float32
+    leaves no trace in JAX and is not seen. A function with `jax.custom_vjp` runs in float32.
 
-    Apply it to the model, `transformed.apply` or `module.apply`, and let the loss be computed from
-    the float32 output. A function that creates Haiku parameters cannot be wrapped. Objects of
-    Flax's NNX that are wrapped, or passed to what is, get their new state back, as from `nnx.jit`;
+    Apply it to the model, `transformed.apply` or `module.apply`, and compute the loss from the
+    float32 output. A function that creates Haiku parameters cannot be wrapped. If the function or
+    its arguments hold objects of Flax's NNX, these get their new state back, as from `nnx.jit`;
     state that changes is computed in float32 and keeps its dtype.
 
     Args:
-        fn: any callable of pytrees; None to decorate with arguments. A callable that is itself a
-            pytree, such as an Equinox or an NNX module, gives one that holds it.
-        policy: a policy, a policy map or a string of either, of which the compute dtypes count.
-            Selectors are, as in the adapters, class names (`Linear`, `haiku.Linear`, bases too) and
-            globs of paths (`*/head`) of the modules of Haiku, Linen, NNX and Equinox; names and
-            globs of scopes, which are `jax.named_scope`, the paths of Haiku and Linen and the names
-            of Equinox's own layers; and operations (`op.exp`). Modules of NNX and Equinox match if
-            they are `fn` or among its arguments; of those that `fn` closes over, or that
-            `equinox.filter_jit` has wrapped, only scopes are known. Where a rule matches one, the
-            function sees a subclass of its class, and gives it back as it was.
+        fn: any callable of pytrees; None to decorate with arguments.
+        policy: a policy, a policy map or a string of either; only its compute dtypes count.
+            Selectors are, as in the adapters, class names (`Linear`, `haiku.Linear`, also those of
+            bases) and globs of paths (`*/head`) of the modules of Haiku, Linen, NNX and Equinox;
+            names and globs of scopes, which are `jax.named_scope`, the paths of Haiku and Linen and
+            the names of Equinox's own layers; and operations (`op.exp`). Modules of NNX and Equinox
+            match if they are `fn` or among its arguments; those that `fn` closes over, or that
+            `equinox.filter_jit` has wrapped, are known by their scopes alone. If a rule matches a
+            module of an argument, the function sees an instance of a subclass instead.
         rules: dtypes of single operations, by primitive or name: `{lax.exp_p: jnp.bfloat16}`. They
             go after the rules of `policy`. A result never gets wider than it was traced.
         output: "traced" gives results in the dtypes that they have without autocast; None leaves
             them as they come; a dtype casts the floating ones.
 
     Returns:
-        A function with the signature of `fn`, or a `jmpx.Autocast`.
+        A function with the signature of `fn`; a `jmpx.Autocast` that holds `fn` if it is itself a
+        pytree, such as a module of Equinox or NNX.
 
     Raises:
         TypeError: if `fn` is not callable, or a dtype is not one.
@@ -253,7 +258,7 @@ def autocast(
             compute dtype has 8 bits.
 
     Warns:
-        UserWarning: when called, of each rule that matched nothing and is not optional.
+        UserWarning: when called, for each rule that matched nothing and is not optional.
 
     Example:
         >>> import jax.numpy as jnp

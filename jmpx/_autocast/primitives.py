@@ -25,8 +25,7 @@ from jmpx._autocast.kinds import (
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Value
 from jmpx._jaxpr import Equation
-
-RESTORE = "jmpx.restore"  # the scope of the casts that give results their traced dtypes back
+from jmpx._scopes import RESTORE
 
 
 @register("dot_general", cached=True)

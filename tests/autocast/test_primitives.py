@@ -3,7 +3,7 @@
 import gc
 
 import jax
-import jax.extend.core.primitives  # noqa: F401: makes the primitives that `jax.lax` does not
+import jax.extend.core.primitives
 import jax.extend.random
 import jax.lax.linalg
 import jax.numpy as jnp
