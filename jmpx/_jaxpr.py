@@ -1,6 +1,6 @@
-"""Jaxprs: trace a function, read its equations, run them again with other operands.
+"""Jaxprs: trace a function, read its equations, run them again on other operands.
 
-The only file that touches `jax.extend`, which it imports on first use.
+This is the only file that touches `jax.extend`, which it imports on first use.
 """
 
 import contextlib
@@ -17,33 +17,39 @@ import numpy as np
 
 from jmpx._leaves import is_traceable
 from jmpx._marks import unmarked_params, unmarked_stack
-from jmpx._operations import KINDS, Kind, operation_name
+
+# JAX has no public types that all supported versions share: since 0.11, open and closed jaxprs are
+# one class; and the public type of an operand does not know that arrays have dtypes.
+Jaxpr = Any
+Equation = Any
+Atom = Any  # an operand or a result of an equation: a variable or a literal
+Primitive = Any  # `jax.extend.core.Primitive`, which is slow to import
 
 
 class Traced(NamedTuple):
-    """A function as a jaxpr: what it takes, computes and returns.
+    """A function as a jaxpr.
 
     Args:
         jaxpr: the closed jaxpr.
         arrays: the arrays among the arguments, in the order of the jaxpr's inputs.
-        rebuild: makes the function's result of the jaxpr's outputs.
+        rebuild: makes the function's result out of the jaxpr's outputs.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     arrays: list[Any]
     rebuild: Callable[[Sequence[Any]], Any]
 
 
 def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
-    """Traces `fn(*args, **kwargs)`; leaves that are no arrays stay as they are, in and out."""
+    """Traces `fn(*args, **kwargs)`; leaves that are no arrays go in and out as they are."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
+    indices = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
     results: list[Any] = []
 
     def on_arrays(*arrays: Any) -> list[Any]:  # made anew each time: JAX caches by identity
         inputs = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            inputs[place] = array
+        for i, array in zip(indices, arrays, strict=True):
+            inputs[i] = array
         args, kwargs = jax.tree.unflatten(treedef, inputs)
         outputs, out_treedef = jax.tree.flatten(fn(*args, **kwargs))
         traced = [is_traceable(output) for output in outputs]
@@ -51,7 +57,7 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         results[:] = traced, kept, out_treedef
         return [output for t, output in zip(traced, outputs, strict=True) if t]
 
-    arrays = [leaves[place] for place in places]
+    arrays = [leaves[i] for i in indices]
     jaxpr = jax.make_jaxpr(on_arrays)(*arrays)
     arrays = [_as_traced(array, aval) for array, aval in zip(arrays, jaxpr.in_avals, strict=True)]
     traced, kept, out_treedef = results
@@ -65,7 +71,7 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
 
 
 def _as_traced(array: Any, aval: Any) -> Any:
-    """Returns an array of NumPy in the dtype that JAX traces: without x64, int64 is int32."""
+    """Returns a NumPy array in the dtype that JAX traces it in: without x64, int64 is int32."""
     if isinstance(array, jax.Array) or array.dtype == aval.dtype:
         return array
     return np.asarray(array, aval.dtype)
@@ -85,35 +91,40 @@ def _literal() -> type:
     return Literal
 
 
-def is_literal(atom: Any) -> bool:
-    """Whether an operand is a constant written into the jaxpr, which has a `val`."""
+def is_literal(atom: Atom) -> bool:
+    """Whether an operand is a constant that is written into the jaxpr, its `val`."""
     return isinstance(atom, _literal())
 
 
-def consts_of(jaxpr: Any) -> Sequence[Any]:
-    """Returns the constants of a jaxpr; an open one, as of `jax.checkpoint`, has none."""
+def operation_name(primitive: str) -> str:
+    """Returns a primitive's name as policy rules spell it: `scatter-add` is `scatter_add`."""
+    return primitive.replace("-", "_")
+
+
+def consts_of(jaxpr: Jaxpr) -> Sequence[Any]:
+    """Returns the constants of a jaxpr; an open jaxpr, as in `jax.checkpoint`, has none."""
     return getattr(jaxpr, "consts", ())
 
 
-def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
+def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
     """Returns the jaxprs among the parameters of an equation."""
     values = (v if isinstance(v, tuple) else (v,) for v in params.values())
     return [jaxpr for value in values for jaxpr in value if hasattr(jaxpr, "eqns")]
 
 
 def holds_jaxpr(params: dict[str, Any]) -> bool:
-    """Whether a parameter of an equation is a jaxpr, or several."""
+    """Whether a parameter of an equation is a jaxpr, or a tuple that holds one."""
     return bool(inner_jaxprs(params))
 
 
-def evaluate(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+def evaluate(jaxpr: Jaxpr, arrays: Sequence[Any]) -> list[Any]:
     """Runs a closed jaxpr, with the custom derivatives in it."""
     from jax.extend.core import jaxpr_as_fun
 
     return jaxpr_as_fun(jaxpr)(*arrays)
 
 
-def last_uses(jaxpr: Any) -> list[list[Any]]:
+def last_uses(jaxpr: Jaxpr) -> list[list[Atom]]:
     """Returns for each equation the variables that nothing reads after it."""
     seen = {atom for atom in jaxpr.outvars if not is_literal(atom)}
     uses = []
@@ -124,8 +135,8 @@ def last_uses(jaxpr: Any) -> list[list[Any]]:
     return uses[::-1]
 
 
-def depends(jaxpr: Any, operands: Sequence[Any]) -> list[bool]:
-    """Returns for each result of a jaxpr whether it is computed of some of its operands."""
+def depends(jaxpr: Jaxpr, operands: Sequence[Atom]) -> list[bool]:
+    """Returns for each result of a jaxpr whether one of these operands contributes to it."""
     found = set(operands)
     for eqn in jaxpr.eqns:
         if any(atom in found for atom in eqn.invars if not is_literal(atom)):
@@ -136,10 +147,10 @@ def depends(jaxpr: Any, operands: Sequence[Any]) -> list[bool]:
 _WRAPPED = re.compile(r"[\w.]+\(|\)")
 
 
-def scope_of(eqn: Any) -> str:
+def scope_of(eqn: Equation) -> str:
     """Returns the names of the scopes that an equation was traced in, joined by slashes.
 
-    Marks of modules are among them. What transformations write around them is left out:
+    Marks of modules are among them. The names of transformations around them are left out:
     `transpose(jvp(enc))/mlp` is `enc/mlp`.
     """
     return _plain_scope(str(eqn.source_info.name_stack))
@@ -151,11 +162,11 @@ def _plain_scope(stack: str) -> str:
 
 
 @contextlib.contextmanager
-def in_place_of(eqn: Any, *scopes: str) -> Iterator[None]:
-    """Runs as if at the equation's place in the user's code: its lines, scopes and JAX context.
+def at_source_of(eqn: Equation, *scopes: str) -> Iterator[None]:
+    """Lets operations run where the equation was traced: in its scopes, line and JAX context.
 
-    Marks of modules are left out of the scopes, unless it is an autocast around this one that
-    traces, and wants them.
+    Marks of modules are left out of the scopes, unless an outer autocast is tracing, which reads
+    them.
 
     Args:
         eqn: the equation.
@@ -170,7 +181,7 @@ def in_place_of(eqn: Any, *scopes: str) -> Iterator[None]:
 
 
 def looks_for_nans(operands: Sequence[Any]) -> bool:
-    """Whether JAX checks what each operation returns, and operations run now, untraced."""
+    """Whether JAX checks each operation for NaNs or infinities, and the operands are no tracers."""
     is_asked = any(getattr(jax.config, f"jax_debug_{what}") for what in ("nans", "infs"))
     return is_asked and not any(isinstance(array, jax.core.Tracer) for array in operands)
 
@@ -180,10 +191,10 @@ _LIBRARIES = ("jax", "jmpx", "flax", "haiku", "equinox", "jaxtyping")
 _NOTE = "jmpx.autocast was running"
 
 
-def note_place(error: Exception, eqn: Any) -> None:
-    """Adds a note to an error that came from an equation: the user's line that wrote it.
+def note_source(error: Exception, eqn: Equation) -> None:
+    """Adds a note to an error of an equation: the line of the user's code that it is from.
 
-    Where jaxprs hold each other, the innermost equation that has such a line adds the one note.
+    Where an equation holds a jaxpr, the innermost equation with such a line adds the only note.
     """
     if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
         return
@@ -192,31 +203,33 @@ def note_place(error: Exception, eqn: Any) -> None:
     frames = _source_info().summarize(eqn.source_info, num_frames=64).splitlines()
     for frame in filter(None, map(_FRAME.fullmatch, reversed(frames))):
         if not frame["file"].startswith(libraries):
-            place = f"{frame['file']}:{frame['line']} ({frame['function']})"
-            error.add_note(f"{_NOTE} `{eqn.primitive.name}` of {place}.")
+            source = f"{frame['file']}:{frame['line']} ({frame['function']})"
+            error.add_note(f"{_NOTE} `{eqn.primitive.name}` of {source}.")
             return
 
 
-def bind(eqn: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
+def bind(
+    eqn: Equation, operands: Sequence[Any], *, cached: bool = False, **params: Any
+) -> list[Any]:
     """Runs an equation on other operands, and returns its results as a list.
 
     Args:
         eqn: the equation.
         operands: its operands: arrays or tracers.
-        **params: the parameters of the equation that differ.
+        cached: whether JAX may cache the primitive and its parameters as a jitted function. An
+            equation that has effects, a jaxpr or parameters without a hash is never cached.
+        **params: the parameters that differ from the equation's.
     """
     params = unmarked_params({**eqn.params, **params})
     run = functools.partial(_bind, eqn.primitive, params)
-    kind = KINDS.get(operation_name(eqn.primitive.name), Kind.KEEP)
-    # What is kept as it was, such as a callback, may hold the user's arrays: the cache must not.
-    if kind is not Kind.KEEP and not eqn.effects and not holds_jaxpr(params):
-        with contextlib.suppress(TypeError):  # where a parameter cannot be hashed
+    if cached and not eqn.effects and not holds_jaxpr(params):
+        with contextlib.suppress(TypeError):  # a parameter has no hash
             run = _jitted(eqn.primitive, tuple(params.items()))
     results = run(*operands)
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def _bind(primitive: Any, params: dict[str, Any], *operands: Any) -> Any:
+def _bind(primitive: Primitive, params: dict[str, Any], *operands: Any) -> Any:
     bound = primitive.get_bind_params(params)
     # JAX 0.7 returns (functions, parameters), later lines one dictionary that holds both.
     functions, bound = bound if isinstance(bound, tuple) else ((), bound)
@@ -224,30 +237,30 @@ def _bind(primitive: Any, params: dict[str, Any], *operands: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted(primitive: Any, params: Any) -> Callable[..., Any]:
-    """Returns a primitive as jax.numpy would call it: jitted, to be inlined.
+def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """Returns a primitive as jax.numpy would call it: jitted, and inlined into the jaxpr.
 
-    JAX then derives each operation once for all places where it meets the same shapes, instead of
-    once for each, which halves the time to trace the gradients of a deep model.
+    JAX then differentiates a primitive once for all equations with the same shapes, instead of
+    once for each, which would be much of the time to trace the gradients of a deep model.
     """
     # Since JAX 0.12, True inlines when lowering, JAX_EARLY when tracing, as True did before.
     inline = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
     return jax.jit(functools.partial(_bind, primitive, dict(params)), inline=inline)
 
 
-def retype(aval: Any, dtype: Any) -> Any:
-    """Returns the abstract value in another dtype, its sharding and varying axes kept."""
+def with_dtype(aval: Any, dtype: np.dtype) -> Any:
+    """Returns an abstract value in another dtype, with its sharding and its varying axes."""
     return aval if aval.dtype == dtype else aval.update(dtype=np.dtype(dtype), weak_type=False)
 
 
 def weakly_typed(array: Any) -> Any:
-    """Returns the array as JAX types a Python number: its dtype follows that of others."""
+    """Returns the array with JAX's weak type, as a Python number has: others decide its dtype."""
     return jax.lax.convert_element_type_p.bind(
         array, new_dtype=np.dtype(array.dtype), weak_type=True, sharding=None
     )
 
 
-def scan_counts(eqn: Any) -> tuple[int, int]:
+def scan_counts(eqn: Equation) -> tuple[int, int]:
     """Returns how many of a scan's operands are constants, and how many are carried."""
     if "num_carry" in eqn.params:  # until JAX 0.11
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -255,7 +268,7 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def manual_axes(eqn: Any) -> Any:
+def manual_axes(eqn: Equation) -> Any:
     """Returns the names of the axes that a shard_map makes manual."""
     params = eqn.params  # JAX 0.7 calls them manual_axes
     return params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]

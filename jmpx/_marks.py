@@ -1,8 +1,9 @@
-"""Marks: which module an operation belongs to, as long as autocast works on a function.
+"""Marks: scopes that tell autocast which module an operation belongs to.
 
-Scopes name a module's path at most. So while autocast traces, the adapters enter a scope more for
-each method call of a module, a mark, which stands for the module's class and path. The second run
-reads the marks and leaves them out of the scopes under which it runs.
+A framework's scopes name a module's path at most. So while autocast traces a function, the adapters
+enter one more scope around each method call of a module: a mark, which stands for the module's
+class and path. When autocast evaluates the jaxpr, it reads the marks, and leaves them out of the
+scopes in which operations run.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -18,63 +20,72 @@ _MARK = "jmpx.module:"
 
 
 class Module(NamedTuple):
-    """A module that was called: its class, and its path in the model."""
+    """A module that was called.
+
+    Args:
+        cls: its class.
+        path: its path in the model.
+    """
 
     cls: type
     path: str
 
 
-# For the whole process, because JAX keeps what it traced: a number means the same for ever.
-_numbers: dict[Module, str] = {}
+# These last as long as the process: JAX caches jaxprs, so that a mark has to mean the same module
+# each time it is read.
+_marks: dict[Module, str] = {}
 _modules: dict[str, Module] = {}
 _count = itertools.count()
 
 
 class _Thread(threading.local):
-    """Whether this thread traces a function for autocast, and wants marks."""
+    """Whether this thread traces a function for autocast, so that adapters make marks."""
 
     def __init__(self) -> None:
-        self.marks = False
+        self.is_marking = False
 
 
 _thread = _Thread()
-# It tells JAX's caches whether there are marks in what is traced: a jitted function that was traced
-# without them is traced anew, and one that was traced with them never runs outside of autocast.
+# It is part of the keys of JAX's caches: autocast traces a jitted function again that was traced
+# without marks, and a function that was traced with marks never runs outside of autocast.
 _traced_with_marks = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
 def marking() -> Iterator[None]:
-    """Wants marks while the context lasts."""
-    before = _thread.marks
-    _thread.marks = True
+    """Has the adapters make marks while the context lasts."""
+    before = _thread.is_marking
+    _thread.is_marking = True
     try:
         with _traced_with_marks(True):
             yield
     finally:
-        _thread.marks = before
+        _thread.is_marking = before
 
 
 def is_marking() -> bool:
-    """Whether this thread traces a function in which calls of modules are to be marked."""
-    return _thread.marks
+    """Whether this thread traces a function in which the adapters mark the calls of modules."""
+    return _thread.is_marking
 
 
 def _is_unmarking() -> bool:
-    """Whether marks are to be left out of what runs: not for an autocast around this one."""
-    return bool(_modules) and not _thread.marks
+    """Whether operations run without marks: with them, if an outer autocast is tracing."""
+    return bool(_modules) and not _thread.is_marking
 
 
-def in_module(cls: type, path: str) -> Any:
-    """Returns the context in which a method of a module runs: its mark, if marks are wanted."""
-    return jax.named_scope(_mark(Module(cls, path))) if _thread.marks else contextlib.nullcontext()
+def in_module(cls: type, path: str) -> AbstractContextManager[object]:
+    """Returns the context of a call of a module's method: the mark, while autocast traces."""
+    if not _thread.is_marking:
+        return contextlib.nullcontext()
+    return jax.named_scope(_mark(Module(cls, path)))
 
 
 def _mark(module: Module) -> str:
-    if module not in _numbers:
+    """Returns the mark of a module, always the same one."""
+    if module not in _marks:
         mark = f"{_MARK}{next(_count)}"
-        _modules[_numbers.setdefault(module, mark)] = module
-    return _numbers[module]
+        _modules[_marks.setdefault(module, mark)] = module
+    return _marks[module]
 
 
 def _is_mark(name: str) -> bool:
@@ -83,7 +94,7 @@ def _is_mark(name: str) -> bool:
 
 
 def module_of(scope: str) -> Module | None:
-    """Returns the module that the last name of a scope marks, None if it is no mark."""
+    """Returns the module that the last name of a scope marks; None if that name is no mark."""
     return _modules.get(scope.rpartition("/")[2])
 
 
@@ -93,32 +104,34 @@ def without_marks(scope: str) -> str:
 
 
 def is_own_name(module: Module, name: str) -> bool:
-    """Whether a scope next to a module's mark bears the module's name: the two are one.
+    """Whether a scope next to a module's mark is the scope that its framework gives the module.
 
-    It is the last name of its path, in Linen with the method (`Dense_0.attend`); the name of the
-    class for Linen's outermost module; or that of a class of Equinox's own (`eqx.nn.Linear`).
+    Haiku and Linen name it as the last part of the module's path, Linen with the method at its end
+    (`Dense_0.attend`), and Linen's outermost module by its class. Equinox names its own layers by
+    their class (`eqx.nn.Linear`).
     """
     path = module.path.rpartition("/")[2]
     names = {base.__name__ for base in module.cls.__mro__}
     return path in (name, name.partition(".")[0]) or name.rpartition(".")[2] in names
 
 
-# What runs has no marks.
+# Autocast runs operations without their marks.
 
 
 def unmarked_stack(stack: Any) -> Any:
-    """Returns a name stack without marks; the same object where there are none to leave out."""
+    """Returns a name stack without marks; the same object if it has none."""
     if not _is_unmarking() or not any(_is_mark(scope.name) for scope in stack.stack):
         return stack
     return type(stack)(tuple(scope for scope in stack.stack if not _is_mark(scope.name)))
 
 
-# A jaxpr -> the same one without marks, None for itself: a value must not keep its key alive.
+# A jaxpr -> the same one without marks. None stands for the key itself, as a value that refers to
+# its key would keep it alive.
 _unmarked: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _unmarked_jaxpr(jaxpr: Any) -> Any:
-    """Returns a jaxpr without marks, in inner ones too; the same object where there are none."""
+    """Returns a jaxpr without marks, also in inner jaxprs; the same object if it has none."""
     if jaxpr not in _unmarked:
         inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr  # of a closed one, until JAX 0.11
         eqns = [_unmarked_equation(eqn) for eqn in inner.eqns]
@@ -137,7 +150,7 @@ def _unmarked_equation(eqn: Any) -> Any:
 
 
 def unmarked_params(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parameters of an equation, the jaxprs among them without marks."""
+    """Returns the parameters of an equation; the jaxprs among them have no marks."""
 
     def unmark(value: Any) -> Any:
         if isinstance(value, tuple):  # or a named one, as of custom_linear_solve

@@ -2,11 +2,23 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, overload
 
 import jax
 
-FULL_PRECISION = "jmpx.full_precision"  # the name of the scopes that autocast leaves in float32
+FULL_PRECISION = "jmpx.full_precision"  # autocast leaves operations in it in float32
+RESTORE = "jmpx.restore"  # in it, autocast gives results their traced dtypes back
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@overload
+def full_precision(func: None = None) -> AbstractContextManager[object]: ...
+
+
+@overload
+def full_precision(func: _Function) -> _Function: ...
 
 
 def full_precision(func: Callable[..., Any] | None = None) -> Any:
@@ -14,9 +26,9 @@ def full_precision(func: Callable[..., Any] | None = None) -> Any:
 
     A context manager, `with jmpx.full_precision():`, and a decorator, `@jmpx.full_precision`. It
     casts nothing by itself; outside of autocast it only names a scope. It holds through `jit`,
-    loops and gradients, and no rule overrides it; what it calls under an autocast of its own runs
-    as that one says. See `force_full_precision` for a function that
-    casts its arguments.
+    loops and gradients, and no rule of a policy map overrides it. An autocast that is called
+    inside runs as its own policy says. See `force_full_precision` for a function that casts its
+    arguments.
 
     Args:
         func: any callable; None for a context manager.
@@ -34,13 +46,12 @@ def full_precision(func: Callable[..., Any] | None = None) -> Any:
         ... def f(x):
         ...     with jmpx.full_precision():
         ...         return x @ x
-        >>> x = jnp.full((1, 1), 1 + 2**-12)  # bfloat16 would make 1 of it
+        >>> x = jnp.full((1, 1), 1 + 2**-12)  # bfloat16 would round it to 1
         >>> bool(f(x) > 1)
         True
     """
-    scope = jax.named_scope(FULL_PRECISION)
     if func is None:
-        return scope
+        return jax.named_scope(FULL_PRECISION)
     if not callable(func):
         raise TypeError(f"Expected a function to wrap, got {func!r}: pass the callable itself.")
 

@@ -26,8 +26,8 @@ import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
 from jmpx.__main__ import main
-from jmpx._autocast import near_operation
-from jmpx._operations import _INSTEAD, HIGHER_ORDER, KINDS
+from jmpx._autocast.rules import overridable, registered
+from jmpx._autocast.unused import INSTEAD, near_operation
 from jmpx._policy_map import _matches_path
 
 X = np.ones((2, 3), np.float32)
@@ -380,14 +380,14 @@ def test_a_function_that_is_no_operation_names_what_to_write(name):
 
 
 def test_what_is_named_instead_is_an_operation_and_its_name_none():
-    assert not (_INSTEAD.keys() & (KINDS.keys() | HIGHER_ORDER))
-    assert {name for names in _INSTEAD.values() for name in names} <= KINDS.keys()
+    assert not INSTEAD.keys() & set(registered())
+    assert {name for names in INSTEAD.values() for name in names} <= set(overridable())
     assert near_operation("op.SoftMax", ()).endswith("write 'op.exp' and 'op.reduce_sum'.")
 
 
-@pytest.mark.parametrize("name", sorted({*KINDS, *_INSTEAD, "matmull", "exq", "jit", "foo"}))
+@pytest.mark.parametrize("name", sorted({*registered(), *INSTEAD, "matmull", "exq", "jit", "foo"}))
 def test_no_operation_suggests_itself(name):
-    for met in ((), KINDS, _INSTEAD, ("matmul", "softmax", "foo", "jit", name)):
+    for met in ((), overridable(), INSTEAD, ("matmul", "softmax", "foo", "jit", name)):
         assert f"'op.{name}'" not in near_operation(f"op.{name}", met)
 
 

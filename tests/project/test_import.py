@@ -7,7 +7,7 @@ from helpers import run_python
 
 HEAVY = (
     "jmpx._autocast jax.extend.core haiku equinox flax optax absl matplotlib sklearn tqdm jmp "
-    "jmpx._gradient jmpx._optimizer jmpx._jaxpr jmpx._operations jmpx._stateful"
+    "jmpx._gradient jmpx._optimizer jmpx._jaxpr jmpx._stateful"
 ).split()
 
 

@@ -1,0 +1,169 @@
+"""Runs one equation on values: as it was traced, in another dtype, or in float32 and rounded.
+
+Rules are made of these functions.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmpx import _jaxpr
+from jmpx._autocast.neighbours import COPIES
+from jmpx._autocast.rules import lookup
+from jmpx._autocast.value import FLOAT32, Value, finite_constant, join
+from jmpx._jaxpr import Atom, Equation, operation_name
+
+# Arithmetic: if each operand holds one number in all places, so does the result.
+ELEMENTWISE = frozenset(
+    """
+    add sub mul div rem max min clamp neg abs sqrt rsqrt square integer_pow pow exp exp2 log
+    """.split()
+)
+
+
+def is_float32(atom: Atom) -> bool:
+    """Whether an operand or a result was float32 when traced: all others keep their dtype."""
+    return getattr(atom.aval, "dtype", None) == FLOAT32
+
+
+def is_floating(atom: Atom) -> bool:
+    """Whether an operand or a result is an array of floating dtype."""
+    return hasattr(atom.aval, "dtype") and jnp.issubdtype(atom.aval.dtype, jnp.floating)
+
+
+def float32_values(equation: Equation, values: Sequence[Value]) -> list[Value]:
+    """Returns the operands that were float32 when traced."""
+    pairs = zip(equation.invars, values, strict=True)
+    return [value for atom, value in pairs if is_float32(atom)]
+
+
+def all_yield(equation: Equation, values: Sequence[Value]) -> bool:
+    """Whether no 16-bit operation contributed to the operands, so that the results yield, too."""
+    pairs = zip(equation.invars, values, strict=True)
+    return all(value.yields and is_float32(atom) for atom, value in pairs if is_floating(atom))
+
+
+def promoted(equation: Equation, values: Sequence[Value]) -> np.dtype:
+    """Returns the widest dtype among the operands that were float32 when traced."""
+    return join([value.traits for value in float32_values(equation, values)]).dtype
+
+
+def cast_operands(
+    equation: Equation,
+    values: Sequence[Value],
+    dtype: np.dtype,
+    cast: Callable[[Value, np.dtype], Any] = Value.to,
+) -> list[Any]:
+    """Returns the operands as arrays; those that were float32 when traced in `dtype`."""
+    pairs = zip(equation.invars, values, strict=True)
+    return [cast(value, dtype) if is_float32(atom) else value.array for atom, value in pairs]
+
+
+def bind(
+    equation: Equation, values: Sequence[Value], arrays: Sequence[Any], yields: bool, **params: Any
+) -> list[Value]:
+    """Runs an equation; no result gets wider than it was traced.
+
+    Args:
+        equation: the equation.
+        values: its operands.
+        arrays: the same operands as arrays in the dtypes in which it runs.
+        yields: whether the results yield to others.
+        **params: the parameters of the equation that differ.
+    """
+    results = bind_arrays(equation, arrays, **params)
+    tangent = any(value.tangent for value in values)
+    outputs = [Value(result, yields, tangent) for result in results]
+    name = operation_name(equation.primitive.name)
+    if name in COPIES:
+        outputs[0].constant = values[0].constant
+    if name in COPIES or name in ELEMENTWISE:
+        outputs[0].uniform |= all(value.uniform for value in values)
+        wide = [value for value in values if value.dtype == FLOAT32 and not value.yields]
+        outputs[0].power = bool(wide) and all(value.power for value in wide)
+    for output, var in zip(outputs, equation.outvars, strict=True):
+        if is_float32(var) and output.dtype.itemsize > 4:
+            output.array = output.to(FLOAT32)
+    return outputs
+
+
+def bind_arrays(equation: Equation, arrays: Sequence[Any], **params: Any) -> list[Any]:
+    """Runs an equation on arrays, from JAX's cache where its rule allows that."""
+    entry = lookup(equation)
+    return _jaxpr.bind(equation, arrays, cached=entry is not None and entry.cached, **params)
+
+
+def run_in(
+    dtype: np.dtype,
+    equation: Equation,
+    values: Sequence[Value],
+    yields: bool,
+    cast: Callable[[Value, np.dtype], Any] = Value.to,
+    **params: Any,
+) -> list[Value]:
+    """Runs an equation with those operands in `dtype` that were float32 when traced."""
+    return bind(equation, values, cast_operands(equation, values, dtype, cast), yields, **params)
+
+
+def run_as_traced(equation: Equation, values: Sequence[Value], yields: bool) -> list[Value]:
+    """Runs an equation in the dtypes that were traced."""
+    return run_in(FLOAT32, equation, values, yields)
+
+
+def run_overridden(dtype: np.dtype, equation: Equation, values: Sequence[Value]) -> list[Value]:
+    """Runs an equation in the dtype that a policy rule gives to its primitive."""
+    if _jaxpr.holds_jaxpr(equation.params):  # a function of float32 scalars, as of `lax.reduce`
+        return rounded(run_as_traced(equation, values, yields=False), equation, dtype)
+    entry = lookup(equation)
+    cast = Value.to_finite if entry is not None and entry.keeps_finite else Value.to
+    params = result_dtype(equation, dtype)
+    if float32_values(equation, values):
+        params |= fill_value(equation, dtype)
+    return run_in(dtype, equation, values, False, cast, **params)
+
+
+def run_recomputed(dtype: np.dtype, equation: Equation, values: Sequence[Value]) -> list[Value]:
+    """Runs an equation in float32, keeping nothing of that for the backward pass.
+
+    Args:
+        dtype: the dtype of the results.
+        equation: the equation; its operands are all floating.
+        values: the operands, which the backward pass keeps in their dtypes and casts again.
+    """
+
+    # JAX caches what it traces: the function must not hold the values themselves.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def run(*arrays: Any) -> list[Any]:
+        operands = [lax.convert_element_type(array, FLOAT32) for array in arrays]
+        results = bind_arrays(equation, operands)
+        return [lax.convert_element_type(result, dtype) for result in results]
+
+    results = run(*(value.array for value in values))
+    yields, tangent = all_yield(equation, values), any(value.tangent for value in values)
+    return [Value(result, yields, tangent) for result in results]
+
+
+def rounded(results: Sequence[Value], equation: Equation, dtype: np.dtype) -> list[Value]:
+    """Returns results of an equation, those that were float32 when traced in `dtype`."""
+    pairs = zip(results, equation.outvars, strict=True)
+    return [
+        Value(result.to(dtype), result.yields, result.tangent) if is_float32(var) else result
+        for result, var in pairs
+    ]
+
+
+def result_dtype(equation: Equation, dtype: np.dtype) -> dict[str, Any]:
+    """Returns the parameter of products that holds the dtype of the result, if it is float32."""
+    key = "preferred_element_type"
+    return {key: dtype} if equation.params.get(key) == FLOAT32 else {}
+
+
+def fill_value(equation: Equation, dtype: np.dtype) -> dict[str, Any]:
+    """Returns the parameter of gathers that holds the number for places out of bounds, if any."""
+    fill = equation.params.get("fill_value")
+    return {} if fill is None else {"fill_value": finite_constant(fill, dtype)[()]}

@@ -1,0 +1,222 @@
+"""Rules of primitives that carry jaxprs: loops, branches, calls and custom derivatives."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+
+from jmpx import _jaxpr
+from jmpx._autocast.binding import bind_arrays, cast_operands, is_float32, run_as_traced
+from jmpx._autocast.rules import Context, register
+from jmpx._autocast.value import FLOAT32, Traits, Value, join
+from jmpx._jaxpr import Atom, Equation, Jaxpr
+
+
+@register("call", "closed_call", "jit", "remat2", everywhere=True)
+def function_call(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Retraces the function of a call, such as a jitted one or a checkpoint."""
+    key = "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"
+    jaxpr = equation.params[key]
+    if key == "jaxpr" and _jaxpr.looks_for_nans([value.array for value in values]):
+        # One equation after the other, so that JAX finds the one that makes a NaN.
+        return context.interpreter.evaluate(jaxpr, values, context.scope)
+    retraced = context.interpreter.retrace(jaxpr, values, context.scope)
+    if isinstance(retraced.jaxpr, type(jaxpr)):
+        return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr})
+    if retraced.jaxpr.consts:  # the open jaxpr that jax.checkpoint wants has no place for them
+        return run_as_traced(equation, values, yields=True)
+    return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr.jaxpr})
+
+
+def _rebind(
+    equation: Equation, values: Sequence[Value], results: Sequence[Traits], **params: Any
+) -> list[Value]:
+    """Runs an equation with retraced jaxprs, given the traits of its results."""
+    bound = bind_arrays(equation, [value.array for value in values], **params)
+    return [Value.of(r, traits) for r, traits in zip(bound, results, strict=True)]
+
+
+def _carry(context: Context, equation: Equation, values: list[Value], start: int) -> list[Value]:
+    """Returns a loop's carry: in the traced dtypes, unless a policy rule says otherwise.
+
+    It does not yield: a float32 sum of bfloat16 terms stays float32.
+
+    Args:
+        context: the context of the loop.
+        equation: the loop.
+        values: its operands up to the end of the carry.
+        start: the number of operands before the carry.
+    """
+    dtype = FLOAT32 if context.override is None else context.override
+    pairs = zip(equation.invars[start : len(values)], values[start:], strict=True)
+    return [
+        Value(v.to_finite(dtype), yields=False, tangent=v.tangent)
+        if is_float32(atom)
+        else Value(v.array, v.yields)
+        for atom, v in pairs
+    ]
+
+
+@register("scan", everywhere=True)
+def scan(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Retraces a scan, which returns its carry in the dtypes in which it came."""
+    num_consts, num_carry = _jaxpr.scan_counts(equation)
+    end = num_consts + num_carry
+    carry = _carry(context, equation, values[:end], num_consts)
+    operands = [*values[:num_consts], *carry, *values[end:]]
+    retraced = context.interpreter.retrace(
+        equation.params["jaxpr"],
+        operands,
+        context.scope,
+        result_dtypes=[value.dtype for value in carry],
+        num_uncast=num_consts,
+    )
+    # Constants go in as they were traced: the backward pass sums their cotangents over all steps.
+    uncast = cast_operands(equation, values, FLOAT32)[:num_consts]
+    operands[:num_consts] = [Value.of(a, v.traits) for a, v in zip(uncast, values, strict=False)]
+    results = _rebind(equation, operands, retraced.results, jaxpr=retraced.jaxpr)
+    return [
+        Value(result.array, result.yields and i >= num_carry, result.tangent)
+        for i, result in enumerate(results)
+    ]
+
+
+@register("while", everywhere=True)
+def while_loop(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Retraces a while loop, which returns its carry in the dtypes in which it came."""
+    params = equation.params
+    in_cond, in_body = params["cond_nconsts"], params["body_nconsts"]
+    start = in_cond + in_body
+    carry = _carry(context, equation, values, start)
+    cond_consts, body_consts = values[:in_cond], values[in_cond:start]
+    dtypes = [value.dtype for value in carry]
+    retrace = functools.partial(context.interpreter.retrace, scope=context.scope)
+    cond = retrace(params["cond_jaxpr"], [*cond_consts, *carry])
+    body = retrace(params["body_jaxpr"], [*body_consts, *carry], result_dtypes=dtypes)
+    operands = [*cond_consts, *body_consts, *carry]
+    results = [Traits(dtype, yields=False) for dtype in dtypes]
+    return _rebind(equation, operands, results, cond_jaxpr=cond.jaxpr, body_jaxpr=body.jaxpr)
+
+
+@register("cond", everywhere=True)
+def cond(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Retraces the branches: once to see what they return, once to return the same dtypes."""
+    jaxprs = equation.params["branches"]
+    retrace = functools.partial(context.interpreter.retrace, values=values[1:], scope=context.scope)
+    columns = zip(*(retrace(jaxpr).results for jaxpr in jaxprs), strict=True)
+    results = [join(column) for column in columns]
+    dtypes = [traits.dtype for traits in results]
+    branches = tuple(retrace(jaxpr, result_dtypes=dtypes).jaxpr for jaxpr in jaxprs)
+    return _rebind(equation, values, results, branches=branches)
+
+
+@register("shard_map", everywhere=True)
+def shard_map(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Maps the evaluation of the function, under the same mesh and specifications."""
+    params, interpreter, scope = equation.params, context.interpreter, context.scope
+    results: list[Traits] = []
+
+    def body(*arrays: Any) -> list[Any]:
+        inputs = [Value.of(a, v.traits) for a, v in zip(arrays, values, strict=True)]
+        outputs = interpreter.evaluate(params["jaxpr"], inputs, scope)
+        # A number that fills the part of each device may differ from device to device.
+        results[:] = [output.traits._replace(uniform=False) for output in outputs]
+        return [output.array for output in outputs]
+
+    mapped = jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        axis_names=_jaxpr.manual_axes(equation),
+        check_vma=params["check_vma"],
+    )
+    arrays = mapped(*(value.array for value in values))
+    return [Value.of(a, traits) for a, traits in zip(arrays, results, strict=True)]
+
+
+@register("custom_vjp_call", everywhere=True)
+def custom_vjp(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs a function with a backward pass of its own in float32, as it was written.
+
+    That pass is a Python function, which takes and returns what the user thought of.
+    """
+    return run_as_traced(equation, values, yields=True)
+
+
+@register("custom_jvp_call", everywhere=True)
+def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Makes a function anew that has a derivative of its own.
+
+    The user's rule of the derivative is traced in the dtypes that it was written for, and then
+    evaluated under autocast as all else is.
+    """
+    retraced = context.interpreter.retrace(equation.params["call_jaxpr"], values, context.scope)
+    # The derivative is taken later: it must keep no arrays alive.
+    traits = [value.traits for value in values]
+    interpreter, scope = context.interpreter.fresh(), context.scope
+    symbolic_zeros = bool(equation.params.get("symbolic_zeros"))
+
+    @jax.custom_jvp
+    def call(*arrays: Any) -> list[Any]:
+        return jax.core.eval_jaxpr(retraced.jaxpr.jaxpr, retraced.jaxpr.consts, *arrays)
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        varied = [i for i, tangent in enumerate(tangents) if _has_tangent(tangent)]
+        rule = _trace_rule(equation, varied)
+        inputs = [Value.of(p, t) for p, t in zip(primals, traits, strict=True)]
+        inputs += [Value(tangents[i], traits[i].yields, tangent=True) for i in varied]
+        outputs = interpreter.evaluate(rule, inputs, scope)
+        pairs = zip(outputs, retraced.results, strict=False)
+        results = [output.to_finite(result.dtype) for output, result in pairs]
+        new = dict(zip(_inexact(equation.outvars), outputs[len(results) :], strict=True))
+        if symbolic_zeros:  # a tangent that depends linearly on none of those given is zero
+            depends = _jaxpr.depends(rule.jaxpr, rule.jaxpr.invars[len(traits) :])[len(results) :]
+            new = {i: new[i] for i, is_new in zip(new, depends, strict=True) if is_new}
+        return results, [
+            new[i].to(result.dtype) if i in new else zero_from_primal(result, symbolic_zeros)
+            for i, result in enumerate(results)
+        ]
+
+    call.defjvp(jvp, symbolic_zeros=symbolic_zeros)
+    arrays = call(*(value.array for value in values))
+    return [Value.of(a, traits) for a, traits in zip(arrays, retraced.results, strict=True)]
+
+
+def _trace_rule(equation: Equation, varied: Sequence[int]) -> Jaxpr:
+    """Returns the derivative rule of a custom_jvp equation, as a jaxpr in the traced dtypes.
+
+    It takes the operands, then the tangents of those that vary, and returns the results, then the
+    tangents of the inexact ones.
+
+    Args:
+        equation: the equation.
+        varied: the indices of operands that have tangents; the others have symbolic zeros.
+    """
+    avals = [atom.aval for atom in equation.invars]
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        def call(*given: Any) -> list[Any]:
+            operands = list(primals)
+            for i, operand in zip(varied, given, strict=True):
+                operands[i] = operand
+            return bind_arrays(equation, operands)
+
+        results, tangents = jax.jvp(call, tuple(primals[i] for i in varied), tuple(tangents))
+        return results, [tangents[i] for i in _inexact(equation.outvars)]
+
+    return jax.make_jaxpr(rule)(avals, [avals[i] for i in varied])
+
+
+def _inexact(atoms: Sequence[Atom]) -> list[int]:
+    """Returns the indices of those that have tangents: not those of integers."""
+    return [i for i, atom in enumerate(atoms) if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
+
+
+def _has_tangent(tangent: Any) -> bool:
+    """Whether a tangent has values: those of integers and symbolic zeros have none."""
+    return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0

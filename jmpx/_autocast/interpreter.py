@@ -1,0 +1,164 @@
+"""Evaluates a jaxpr, one equation after the other, each by the rule of its primitive."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmpx import _jaxpr
+from jmpx._autocast.binding import run_as_traced, run_overridden
+from jmpx._autocast.neighbours import Neighbours, find_neighbours
+from jmpx._autocast.regions import Regions, Used
+from jmpx._autocast.rules import Context, Retraced, lookup
+from jmpx._autocast.value import Traits, Value
+from jmpx._jaxpr import Atom, Equation, Jaxpr, operation_name
+from jmpx._marks import is_marking
+from jmpx._policy_map import PolicyMap
+from jmpx._scopes import FULL_PRECISION
+
+# jaxpr -> (traits of operands, scope, policy map ...) -> the jaxpr in other dtypes. JAX returns the
+# same jaxpr for the same jitted function, but would compile a new one again.
+_retraced: weakref.WeakKeyDictionary[Jaxpr, dict[Any, Retraced]] = weakref.WeakKeyDictionary()
+
+
+class Interpreter:
+    """Evaluates jaxprs under a policy map.
+
+    Args:
+        policy_map: the policies of scopes and operations.
+
+    Attributes:
+        used: what the evaluation met so far.
+    """
+
+    def __init__(self, policy_map: PolicyMap) -> None:
+        self.policy_map = policy_map
+        self.used = Used(set(), set(), set())
+        self._regions = Regions(policy_map, self.used)
+
+    def fresh(self) -> "Interpreter":
+        """Returns an interpreter of the same policy map that has met nothing yet."""
+        return Interpreter(self.policy_map)
+
+    def evaluate(self, jaxpr: Jaxpr, values: Sequence[Value], scope: str) -> list[Value]:
+        """Runs a jaxpr on values, and returns its results.
+
+        Args:
+            jaxpr: the jaxpr, closed or open.
+            values: its operands.
+            scope: the scope around it.
+        """
+        env = dict(zip(jaxpr.invars, values, strict=True))
+        for var, const in zip(jaxpr.constvars, _jaxpr.consts_of(jaxpr), strict=False):
+            env[var] = Value.of_constant(const)
+
+        def read(atom: Atom) -> Value:
+            if _jaxpr.is_literal(atom):
+                return Value.of_constant(np.asarray(atom.val, atom.aval.dtype))
+            return env[atom]
+
+        neighbours = find_neighbours(jaxpr)
+        for equation, last in zip(jaxpr.eqns, _jaxpr.last_uses(jaxpr), strict=True):
+            try:
+                context = self._context(equation, scope, neighbours)
+                results = _run(context, equation, list(map(read, equation.invars)))
+            except Exception as error:
+                _jaxpr.note_source(error, equation)
+                raise
+            env.update(zip(equation.outvars, results, strict=True))
+            for var in last:
+                del env[var]
+        return list(map(read, jaxpr.outvars))
+
+    def _context(self, equation: Equation, scope: str, neighbours: Neighbours) -> Context:
+        name, inner = operation_name(equation.primitive.name), _jaxpr.scope_of(equation)
+        scope = f"{scope}/{inner}" if scope and inner else scope or inner
+        region = self._regions.region(scope)
+        override = self._regions.override(name, region)
+        self.used.operations.add(name)
+        return Context(self, scope, region, override, neighbours)
+
+    def retrace(
+        self,
+        jaxpr: Jaxpr,
+        values: Sequence[Value],
+        scope: str,
+        *,
+        result_dtypes: Sequence[np.dtype] = (),
+        num_uncast: int = 0,
+    ) -> Retraced:
+        """Traces the evaluation of a jaxpr, once for the same operands, scope and policy map.
+
+        Args:
+            jaxpr: the jaxpr, closed or open.
+            values: its operands; only their traits count.
+            scope: the scope around it.
+            result_dtypes: the dtypes of its first results; the others come in any.
+            num_uncast: how many of the first operands come in the dtypes that were traced, and
+                are cast inside.
+        """
+        traits = tuple(value.traits for value in values)
+        key = (traits, scope, tuple(result_dtypes), num_uncast, self.policy_map, is_marking())
+        known = _retraced.setdefault(jaxpr, {})
+        if key not in known:
+            known[key] = self._retrace(jaxpr, traits, scope, result_dtypes, num_uncast)
+        self.used.add(known[key].used)
+        return known[key]
+
+    def _retrace(
+        self,
+        jaxpr: Jaxpr,
+        traits: Sequence[Traits],
+        scope: str,
+        result_dtypes: Sequence[np.dtype],
+        num_uncast: int,
+    ) -> Retraced:
+        interpreter = self.fresh()
+        results: list[Traits] = []
+
+        def on_arrays(*arrays: Any) -> list[Any]:
+            inputs = [Value.of(array, each) for array, each in zip(arrays, traits, strict=True)]
+            for i in range(num_uncast):
+                inputs[i] = Value.of(inputs[i].to(traits[i].dtype), traits[i])
+            outputs = interpreter.evaluate(jaxpr, inputs, scope)
+            for i, dtype in enumerate(result_dtypes):
+                outputs[i] = Value.of(outputs[i].to_finite(dtype), outputs[i].traits)
+            results[:] = [output.traits for output in outputs]
+            return [output.array for output in outputs]
+
+        avals = [
+            var.aval if i < num_uncast else _jaxpr.with_dtype(var.aval, each.dtype)
+            for i, (var, each) in enumerate(zip(jaxpr.invars, traits, strict=True))
+        ]
+        return Retraced(jax.make_jaxpr(on_arrays)(*avals), results, interpreter.used)
+
+
+def _run(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs an equation in its scopes and at its line of the user's code."""
+    dtype = context.region.dtype if context.override is None else context.override
+    # An autocast around this one is to leave in float32 what this one runs in float32.
+    scopes = [FULL_PRECISION] if dtype.itemsize >= 4 else []
+    with _jaxpr.at_source_of(equation, *scopes):
+        return _apply_rule(context, equation, values)
+
+
+def _apply_rule(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs an equation as the first of these says that has a say.
+
+    The user's `full_precision`, a rule that runs everywhere, a policy rule for the primitive, a
+    region of float32, the rule of the primitive. A primitive without a rule runs as it was traced.
+    """
+    entry, region = lookup(equation), context.region
+    if region.is_fixed:
+        return run_as_traced(equation, values, yields=False)
+    if entry is not None and entry.everywhere:
+        return entry.rule(context, equation, values)
+    if context.override is not None:
+        return run_overridden(context.override, equation, values)
+    if region.is_full:
+        return run_as_traced(equation, values, yields=region.yields)
+    if entry is None:
+        return run_as_traced(equation, values, yields=True)
+    return entry.rule(context, equation, values)

@@ -1,0 +1,222 @@
+"""The rules of most primitives: a dozen kinds, and one table that says which primitive is which.
+
+Three kinds are those of `torch.autocast`: matrix products in 16 bits (`low`), what needs range or
+digits in float32 (`full`), all else in what its operands have (`promote`). The others keep right
+what 16 bits would break: constants that they cannot hold, powers, comparisons, sums over devices,
+state. Primitives with a rule of their own stand in `primitives.py` and `control_flow.py`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jax import lax
+
+from jmpx._autocast.binding import (
+    all_yield,
+    bind,
+    bind_arrays,
+    cast_operands,
+    float32_values,
+    is_floating,
+    promoted,
+    result_dtype,
+    rounded,
+    run_as_traced,
+    run_in,
+    run_recomputed,
+)
+from jmpx._autocast.rules import Context, register
+from jmpx._autocast.value import FLOAT32, Value
+from jmpx._jaxpr import Equation
+
+
+def low(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs in the compute dtype; in float32 if the user asked for more precision."""
+    if is_precise(equation):
+        return run_as_traced(equation, values, yields=False)
+    dtype = context.region.dtype
+    dtypes = {atom.aval.dtype for atom in equation.invars if is_floating(atom)}
+    if FLOAT32 not in dtypes or not dtypes <= {FLOAT32, dtype}:
+        return full(context, equation, values)
+    return run_in(dtype, equation, values, yields=False, **result_dtype(equation, dtype))
+
+
+def is_precise(equation: Equation) -> bool:
+    """Whether the user asked for more precision of a product than the default."""
+    precision = equation.params.get("precision")
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    return any(p not in (None, lax.Precision.DEFAULT) for p in asked)
+
+
+def full(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs in float32."""
+    return run_as_traced(equation, values, all_yield(equation, values))
+
+
+def keep(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs in exactly the dtypes that were traced, on which the result depends."""
+    return full(context, equation, values)
+
+
+def promote(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs in the widest dtype that an operand has."""
+    if not float32_values(equation, values):
+        return full(context, equation, values)
+    dtype = promoted(equation, values)
+    return run_in(dtype, equation, values, all_yield(equation, values))
+
+
+def promote_finite(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs as `promote`; finite numbers stay finite, such as a mask of -1e9 in float16."""
+    if not float32_values(equation, values):
+        return full(context, equation, values)
+    dtype = promoted(equation, values)
+    return run_in(dtype, equation, values, all_yield(equation, values), Value.to_finite)
+
+
+def compare(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs in float32 if the dtypes differ: rounding one side could turn a yes into a no."""
+    if len({value.dtype for value in float32_values(equation, values)}) == 1:
+        return promote(context, equation, values)
+    return full(context, equation, values)
+
+
+def scale(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs as `promote`; next to a number that 16 bits cannot hold in float32, and rounds."""
+    return scale_checking(float32_values(equation, values), context, equation, values)
+
+
+def scale_checking(
+    checked: Sequence[Value], context: Context, equation: Equation, values: list[Value]
+) -> list[Value]:
+    """Runs as `scale`, given the operands that 16 bits may not be able to hold."""
+    if not float32_values(equation, values):
+        return full(context, equation, values)
+    dtype = promoted(equation, values)
+    unfit = [value for value in checked if not value.fits(dtype)]
+    if not unfit:
+        return promote(context, equation, values)
+    if all(value.constant is not None for value in unfit):
+        return rounded(full(context, equation, values), equation, dtype)
+    return run_recomputed(dtype, equation, values)
+
+
+def power(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs as `promote`, but in float32 instead of float16, where powers overflow."""
+    if equation.outvars[0] in context.neighbours.statistics:
+        return full(context, equation, values)
+    if not float32_values(equation, values) or promoted(equation, values) != np.float16:
+        return promote(context, equation, values)
+    results = run_recomputed(FLOAT32, equation, values)
+    for result in results:
+        result.power = True
+    return results
+
+
+def bounded(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs as `promote`, but of powers in the compute dtype: of infinity the result is exact."""
+    if all(value.power for value in values):
+        return run_in(context.region.dtype, equation, values, all_yield(equation, values))
+    return promote(context, equation, values)
+
+
+def through_float32(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs in float32, and rounds to what `promote` would return."""
+    results = full(context, equation, values)
+    if not float32_values(equation, values):
+        return results
+    return rounded(results, equation, promoted(equation, values))
+
+
+def reduce_devices(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Sums over devices in float32, and rounds each sum to the dtype of its terms."""
+    pairs = zip(full(context, equation, values), values, strict=True)
+    return [Value(result.to(v.dtype), v.yields, v.tangent) for result, v in pairs]
+
+
+def update(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs as `promote_finite`, but in float32, and rounds.
+
+    The operands are rounded before, so that a maximum is one of them.
+    """
+    if not float32_values(equation, values):
+        return full(context, equation, values)
+    dtype = promoted(equation, values)
+    placed = cast_operands(equation, values, dtype, Value.to_finite)
+    arrays = cast_operands(equation, [Value(array, yields=True) for array in placed], FLOAT32)
+    results = bind(equation, values, arrays, all_yield(equation, values))
+    return rounded(results, equation, dtype)
+
+
+def each(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs each operand in the dtype that it has; there are as many results."""
+    results = bind_arrays(equation, [value.array for value in values])
+    return [Value.of(result, v.traits) for result, v in zip(results, values, strict=True)]
+
+
+# Names are those of JAX's primitives, with underscores for hyphens (`scatter-add`).
+KINDS = {
+    low: """
+        conv_general_dilated ragged_dot_general
+    """,
+    full: """
+        exp exp2 expm1 log log1p log2 pow rsqrt
+        acos acosh asin asinh atanh cosh sinh tan erf_inv
+        reduce_sum reduce_prod reduce reduce_window reduce_window_sum
+        cumsum cumprod cumlogsumexp scatter_add scatter_sub scatter_mul select_and_scatter_add
+        lgamma digamma polygamma zeta igamma igammac igamma_grad_a
+        bessel_i0e bessel_i1e regularized_incomplete_beta
+        cholesky eig eigh geqrf hessenberg householder_product lu ormqr qr schur svd
+        triangular_solve tridiagonal tridiagonal_solve custom_linear_solve fft
+        complex real imag conj
+    """,
+    compare: """
+        eq_to ne lt lt_to le le_to gt ge
+    """,
+    promote: """
+        add_any max min clamp neg abs sign floor ceil round is_finite
+        sqrt cbrt one_minus_square sin cos
+        reduce_max reduce_min argmax argmin cummax cummin top_k approx_top_k
+        reduce_window_max reduce_window_min select_and_gather_add
+        broadcast_in_dim reshape transpose squeeze rev slice split tile
+        unstack dynamic_slice iota copy name stop_gradient
+        sharding_constraint reshard pvary pbroadcast
+        all_gather all_gather_invariant all_gather_reduced all_to_all ppermute
+        empty empty2
+    """,
+    promote_finite: """
+        add select_n concatenate stack pad dynamic_update_slice
+    """,
+    scale: """
+        div rem atan2
+    """,
+    power: """
+        square integer_pow polynomial
+    """,
+    bounded: """
+        atan tanh logistic erf erfc
+    """,
+    update: """
+        scatter scatter_max scatter_min
+    """,
+    through_float32: """
+        select_and_scatter mulhi
+    """,
+    reduce_devices: """
+        psum psum_invariant reduce_scatter
+    """,
+    each: """
+        sort pmax pmin optimization_barrier device_put
+    """,
+    keep: """
+        bitcast_convert_type nextafter reduce_precision
+        random_bits random_fold_in random_gamma random_seed random_split random_wrap random_unwrap
+        random_clone rng_bit_generator rng_uniform threefry2x32
+        addupdate new_ref freeze
+    """,
+}
+
+for kind, names in KINDS.items():
+    register(
+        *names.split(), cached=kind is not keep, keeps_finite=kind in (promote_finite, update)
+    )(kind)

@@ -1,0 +1,133 @@
+"""Warnings of policy rules that matched nothing, and what the user may have meant."""
+
+from collections.abc import Iterable
+
+from jmpx._autocast.regions import Used
+from jmpx._autocast.rules import is_registered, overridable
+from jmpx._marks import Module, module_of, without_marks
+from jmpx._policy import did_you_mean
+from jmpx._policy_map import PolicyMap, warn_of
+
+# On the right, functions and layers that users take for operations. No jaxpr holds one: it holds
+# the primitives on the left, which decide about the precision, and which policy rules should name.
+_FUNCTIONS = {
+    ("dot_general",): """
+        matmul dot vdot inner einsum tensordot linear dense multi_dot batch_matmul
+    """,
+    ("conv_general_dilated",): "conv conv1d conv2d conv3d conv_transpose convolve correlate",
+    ("dot_general", "exp", "reduce_sum"): "attention dot_product_attention",
+    ("exp", "reduce_sum"): "softmax",
+    ("exp", "reduce_sum", "log"): "log_softmax logsumexp cross_entropy softmax_cross_entropy",
+    ("exp", "log1p"): "softplus log_sigmoid logaddexp",
+    ("expm1",): "elu selu celu",
+    ("tanh", "erfc"): "gelu",  # approximate, and exact
+    ("logistic",): "sigmoid silu swish glu",
+    ("max",): "relu maximum",
+    ("min",): "minimum",
+    ("max", "min"): "relu6 clip",
+    ("reduce_sum",): "sum mean average",
+    ("reduce_sum", "square"): "var",
+    ("reduce_sum", "square", "sqrt"): "std",
+    ("reduce_sum", "sqrt"): "norm",
+    ("reduce_sum", "rsqrt"): """
+        layer_norm layernorm batch_norm batchnorm group_norm groupnorm instance_norm
+        rms_norm rmsnorm
+    """,
+    ("reduce_prod",): "prod",
+    ("reduce_max",): "amax",
+    ("reduce_min",): "amin",
+    ("reduce_window_max",): "max_pool",
+    ("reduce_window_sum",): "avg_pool",
+    ("select_n",): "where select",
+    ("gather",): "take take_along_axis embed embedding",
+    ("scatter_add",): "segment_sum",
+    ("div",): "divide true_divide reciprocal",
+    ("mul",): "multiply",
+    ("sub",): "subtract",
+    ("neg",): "negative",
+    ("abs",): "absolute",
+    ("pow",): "power",
+    ("log",): "log10",
+    ("asin",): "arcsin",
+    ("acos",): "arccos",
+    ("atan",): "arctan",
+    ("atan2",): "arctan2",
+    ("asinh",): "arcsinh",
+    ("acosh",): "arccosh",
+    ("atanh",): "arctanh",
+}
+INSTEAD = {name: ops for ops, names in _FUNCTIONS.items() for name in names.split()}
+
+
+def instead_of(name: str) -> str | None:
+    """Returns the selectors to write for a function that is no primitive, as part of a sentence.
+
+    Args:
+        name: the name after `op.` in a policy rule, such as `softmax`.
+
+    Returns:
+        The selectors, such as `"'op.exp' and 'op.reduce_sum'"`; None for any other name.
+    """
+    if name.lower() not in INSTEAD:
+        return None
+    *others, last = (f"'op.{operation}'" for operation in INSTEAD[name.lower()])
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def warn_unused(policy_map: PolicyMap, used: Used, seen: Iterable[Module], stacklevel: int) -> None:
+    """Warns of each policy rule that no equation and no module met, and names what is near.
+
+    Args:
+        policy_map: the policy map.
+        used: what the evaluation met.
+        seen: the modules that the arguments hold.
+        stacklevel: that of `warnings.warn` in the caller.
+    """
+    modules = {*seen, *(module for scope in used.scopes if (module := module_of(scope)))}
+    for rule in policy_map.rules:
+        if rule in used.rules or any(rule.matches(*module) for module in modules):
+            continue
+        if rule.is_operation:
+            kind, near = "operation", near_operation(rule.selector, used.operations)
+        else:
+            kind = "module or scope" if modules else "scope"
+            known = _by_name(used.scopes, modules, rule.is_path)
+            near = did_you_mean(rule.selector.strip("*/"), known)
+        warn_of(rule, policy_map, kind, near, stacklevel + 1)
+
+
+def near_operation(selector: str, met: Iterable[str]) -> str:
+    """Returns the end of a warning: the operations that a policy rule may mean.
+
+    Args:
+        selector: the selector of a policy rule that met no operation, such as `op.expp`.
+        met: the names of the operations that ran.
+    """
+    name = selector.removeprefix("op.")
+    instead = instead_of(name)
+    if instead is not None:
+        return f", as {name!r} is none of JAX's primitives: write {instead}."
+    near = did_you_mean(name, {n: f"op.{n}" for n in sorted(met) if n != name})
+    if near != "." or is_registered(name):
+        return near  # a primitive that did not run is spelled as it should be
+    return did_you_mean(name, {n: f"op.{n}" for n in overridable()})
+
+
+def _by_name(scopes: Iterable[str], modules: Iterable[Module], is_glob: bool) -> dict[str, str]:
+    """Returns selectors that would match something, by the names that a user may write for them.
+
+    A scope has its last name, the part of it after its last dot, and the whole; so has the path of
+    a module, if the selector is a glob. A class has its name and those of its bases.
+    """
+    known = {without_marks(scope) for scope in scopes}
+    classes = set()
+    if is_glob:
+        known |= {module.path for module in modules}
+    else:
+        classes = {base.__name__ for module in modules for base in module.cls.__mro__[:-1]}
+    names = {scope: scope.rpartition("/")[2] for scope in sorted(known) if scope}
+    return {name: name for name in sorted(classes)} | {
+        key: scope
+        for scope, name in names.items()
+        for key in (name.rpartition(".")[2], name, scope)
+    }

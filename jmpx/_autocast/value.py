@@ -1,0 +1,180 @@
+"""An array on its way through autocast: its dtype, whether it yields to others, its casts."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+FLOAT32 = np.dtype(np.float32)
+
+
+class Traits(NamedTuple):
+    """What is known of an array before the array exists: it is part of the keys of caches.
+
+    Args:
+        dtype: its dtype.
+        yields: True until a 16-bit operation contributes: of inputs, constants and all that was
+            computed from these alone. Next to an array that does not yield, this one takes the
+            other's dtype, so that a float32 bias leaves a bfloat16 activation bfloat16. Unrelated
+            to JAX's `weak_type`.
+        tangent: whether it is a tangent, or computed from one. It is cast linearly, so that it can
+            be transposed and an overflow shows.
+        uniform: whether all its elements are the same number.
+        power: whether it is float32 only because a power in float16 could overflow.
+    """
+
+    dtype: np.dtype
+    yields: bool
+    tangent: bool = False
+    uniform: bool = False
+    power: bool = False
+
+
+class Value:
+    """An array while autocast evaluates, in the dtype that was traced or a narrower one.
+
+    Args:
+        array: the array or the tracer.
+        yields: see `Traits`.
+        tangent: see `Traits`.
+
+    Attributes:
+        uniform: see `Traits`.
+        power: see `Traits`.
+        constant: an array that holds the same numbers in any shape, where they are known while
+            tracing; None elsewhere.
+    """
+
+    __slots__ = ("_casts", "array", "constant", "power", "tangent", "uniform", "yields")
+
+    def __init__(self, array: Any, yields: bool, tangent: bool = False) -> None:
+        self.array = array
+        self.yields = yields
+        self.tangent = tangent
+        self.uniform: bool = array.size == 1
+        self.power = False
+        self.constant: Any = None
+        self._casts: dict[tuple[np.dtype, bool], Any] = {}
+
+    @classmethod
+    def of(cls, array: Any, traits: Traits) -> "Value":
+        """Returns the value of an array of which the traits are known."""
+        value = cls(array, traits.yields, traits.tangent)
+        value.uniform |= traits.uniform
+        value.power = traits.power
+        return value
+
+    @classmethod
+    def of_constant(cls, array: Any) -> "Value":
+        """Returns the value of a constant of a jaxpr, which holds the same numbers in each run."""
+        value = cls(array, yields=True)
+        if not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True):
+            value.constant = array
+        return value
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.array.dtype
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(self.dtype, self.yields, self.tangent, self.uniform, self.power)
+
+    def to(self, dtype: np.dtype) -> Any:
+        """Returns the array in `dtype`; each cast is made once, however many equations read it."""
+        return self._cast(dtype, saturate=False)
+
+    def to_finite(self, dtype: np.dtype) -> Any:
+        """Returns the array in `dtype`; in one that yields, finite numbers stay finite.
+
+        An array that does not yield was computed: if it overflows, the overflow shows.
+        """
+        return self._cast(dtype, saturate=self.yields and not self.tangent)
+
+    def _cast(self, dtype: np.dtype, saturate: bool) -> Any:
+        if self.dtype == dtype:
+            return self.array
+        key = dtype, saturate
+        if key not in self._casts:
+            self._casts[key] = _cast(self.array, dtype, saturate)
+        return self._casts[key]
+
+    def fits(self, dtype: np.dtype) -> bool:
+        """Whether `dtype` holds the numbers of an array that yields, with their digits.
+
+        Numbers that are known only when the program runs, such as a count, may have any size.
+        """
+        if not self.yields or self.dtype == dtype:
+            return True
+        if self.constant is not None:
+            return _holds(dtype, self.constant)
+        return jnp.finfo(dtype).maxexp >= jnp.finfo(FLOAT32).maxexp
+
+
+def join(several: Sequence[Traits]) -> Traits:
+    """Returns the traits of arrays that meet: those that yield take the dtype of the others."""
+    computed = {traits.dtype for traits in several if not traits.yields}
+    dtypes = computed or {traits.dtype for traits in several}
+    dtype = dtypes.pop() if len(dtypes) == 1 else FLOAT32
+    return Traits(dtype, not computed, any(traits.tangent for traits in several))
+
+
+def finite_constant(number: Any, dtype: np.dtype) -> np.ndarray:
+    """Returns a constant in `dtype`; if it is finite, it stays finite."""
+    return _cast(np.asarray(number), dtype, saturate=True)
+
+
+def _holds(dtype: np.dtype, array: Any) -> bool:
+    """Whether no number overflows in `dtype`, or is so small there that it loses digits."""
+    numbers = np.asarray(array)
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = np.asarray(np.asarray(numbers, dtype), FLOAT32)
+    normal = np.abs(rounded) >= float(jnp.finfo(dtype).smallest_normal)
+    kept = (np.isfinite(rounded) & normal) | (rounded == numbers) | ~np.isfinite(numbers)
+    return bool(kept.all())
+
+
+def _cast(array: Any, dtype: np.dtype, saturate: bool) -> Any:
+    if isinstance(array, jax.Array):
+        return (
+            _saturating_cast(dtype)(array) if saturate else lax.convert_element_type(array, dtype)
+        )
+    with np.errstate(over="ignore"):  # a constant of the jaxpr: cast now, staging no operation
+        y = np.asarray(array, dtype)
+    return _saturated(np, np.asarray(array), y) if saturate else y
+
+
+def _saturated(xp: Any, x: Any, y: Any) -> Any:
+    """Returns `y`, the cast of `x`, with a large finite number where only `y` is infinite.
+
+    A mask of -1e9 becomes half of the least number, so that a logit can be added to it. In float16
+    it would be -inf, and a row that is masked as a whole NaN.
+
+    Args:
+        xp: NumPy or `jax.numpy`, to which `x` and `y` belong.
+        x: an array.
+        y: the array in another dtype.
+    """
+    bound = np.asarray(float(jnp.finfo(y.dtype).max) / 2, y.dtype)
+    lost = xp.isfinite(x) & ~xp.isfinite(y)
+    return xp.where(lost, xp.where(x > 0, bound, -bound), y)
+
+
+@functools.cache
+def _saturating_cast(dtype: np.dtype) -> Callable[[Any], Any]:
+    """Returns a cast that saturates, and has the derivative of a plain cast."""
+
+    @jax.custom_jvp
+    def cast(x: Any) -> Any:
+        return _saturated(jnp, x, lax.convert_element_type(x, dtype))
+
+    @cast.defjvp
+    def jvp(primals: Any, tangents: Any) -> Any:
+        return cast(*primals), lax.convert_element_type(tangents[0], dtype)
+
+    return jax.jit(cast)

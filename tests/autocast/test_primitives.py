@@ -1,0 +1,113 @@
+"""The registry of rules: its names are JAX's, and it is the way to teach autocast a primitive."""
+
+import gc
+
+import jax
+import jax.extend.core.primitives
+import jax.extend.random
+import jax.lax.linalg
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+
+import jmpx
+from jmpx._autocast import binding, neighbours, rules, saving
+from jmpx._autocast.kinds import low, promote
+from jmpx._jaxpr import operation_name
+
+
+def version(text):
+    return tuple(map(int, text.split(".")[:2]))
+
+
+LINES = ("0.7", "0.10", "0.12")
+THIS_LINE = version(jax.__version__)
+
+
+def primitives_of_jax():
+    return {operation_name(each.name) for each in gc.get_objects() if isinstance(each, Primitive)}
+
+
+@pytest.mark.skipif(THIS_LINE not in map(version, LINES), reason=f"names are those of {LINES}")
+def test_rules_are_for_primitives_that_this_line_of_jax_has():
+    not_yet = [names for line, names in rules.SINCE.items() if version(line) > THIS_LINE]
+    no_more = [names for line, names in rules.BEFORE.items() if version(line) <= THIS_LINE]
+    missing = set(rules.registered()) - primitives_of_jax()
+    assert missing == set(" ".join(not_yet + no_more).split())
+
+
+def test_lines_of_jax_are_said_of_primitives_with_rules():
+    assert {*rules.SINCE, *rules.BEFORE} <= set(LINES)
+    named = " ".join([*rules.SINCE.values(), *rules.BEFORE.values()]).split()
+    assert len(named) == len(set(named))
+    assert set(named) <= set(rules.registered())
+
+
+NAMES = {
+    "producers": neighbours.CONSUMERS.keys(),
+    "consumers": set().union(*neighbours.CONSUMERS.values()),
+    "powers": neighbours.POWERS,
+    "choosers": neighbours.CHOOSERS,
+    "copies": neighbours.COPIES,
+    "elementwise": binding.ELEMENTWISE,
+    "comparisons": saving.COMPARISONS,
+    "cheap": saving.CHEAP,
+}
+
+
+@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+def test_other_names_are_those_of_primitives_with_rules(names):
+    assert names and names <= set(rules.registered())
+
+
+def test_a_primitive_has_one_rule():
+    with pytest.raises(ValueError, match="Two rules for the primitive 'exp'"):
+        rules.register("new_primitive", "exp")(promote)
+
+
+double = Primitive("double-it")
+double.def_abstract_eval(lambda x: x)
+
+
+def dtype_of_double(policy="compute=bf16"):
+    @jmpx.autocast(policy=policy)
+    def f(x):
+        return double.bind(x @ x)
+
+    jaxpr = jax.make_jaxpr(f)(jnp.ones((2, 2)))
+    (eqn,) = (eqn for eqn in jaxpr.eqns if eqn.primitive is double)
+    return eqn.invars[0].aval.dtype.name
+
+
+def test_a_rule_for_a_new_primitive(monkeypatch):
+    monkeypatch.setattr(rules, "_entries", dict(rules._entries))
+    assert dtype_of_double() == "float32"  # without a rule it runs as it was traced
+    assert dtype_of_double("compute=bf16; op.double_it: f16") == "float16"
+    rules.register("double_it")(promote)
+    assert dtype_of_double() == "bfloat16"
+    assert dtype_of_double("compute=bf16; op.double_it: full") == "float32"
+    assert dtype_of_double("compute=full") == "float32"
+
+
+def test_a_rule_reads_its_context(monkeypatch):
+    monkeypatch.setattr(rules, "_entries", dict(rules._entries))
+    seen = []
+
+    @rules.register("double_it", everywhere=True)
+    def rule(context, equation, values):
+        seen.append((context.scope, context.region.dtype.name, context.override))
+        return low(context, equation, values)
+
+    def f(x):
+        with jax.named_scope("head"):
+            y = double.bind(x)
+        with jmpx.full_precision():
+            return double.bind(y)  # of which no rule is asked
+
+    for policy in ("compute=f16", "compute=bf16; head: full", "compute=bf16; op.double_it: f16"):
+        jax.eval_shape(jmpx.autocast(f, policy), jnp.ones(2))
+    assert seen == [
+        ("head", "float16", None),
+        ("head", "float32", None),
+        ("head", "bfloat16", jnp.float16),
+    ]
