@@ -12,8 +12,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 
 import jmpx
 
@@ -24,6 +26,18 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 def rng(request) -> np.random.Generator:
     """Random inputs: other ones for each test, the same ones each time it runs."""
     return np.random.default_rng(list(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def pair(rng):
+    """An input and a weight."""
+    return normal(rng, 4, 4), normal(rng, 4, 4) / 2
+
+
+@pytest.fixture
+def positive(pair):
+    """A pair whose sums do not cancel."""
+    return tuple(jnp.abs(v) / 2 for v in pair)
 
 
 @pytest.fixture(autouse=True)

@@ -3,12 +3,25 @@
 import doctest
 import functools
 import os
+import pathlib
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+
+ROOT = pathlib.Path(__file__).parents[2]
+F32, F16, BF16 = (np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16))
+
+
+def normal(rng, *shape):
+    return jnp.asarray(rng.normal(size=shape), F32)
+
+
+def dtypes(tree):
+    return [leaf.dtype.name for leaf in jax.tree.leaves(tree)]
 
 
 def leniently(func):
