@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal
+from helpers import LOG, normal
 
 import jmpx
 
@@ -38,6 +38,25 @@ def pair(rng):
 def positive(pair):
     """A pair whose sums do not cancel."""
     return tuple(jnp.abs(v) / 2 for v in pair)
+
+
+@pytest.fixture(autouse=True)
+def log():
+    """Notes of the modules that a test defines."""
+    LOG.clear()
+    return LOG
+
+
+@pytest.fixture
+def standard_promotion():
+    """Lets the layers of a framework promote dtypes within their own code."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def key(rng):
+    return jax.random.key(int(rng.integers(2**31)))
 
 
 @pytest.fixture(autouse=True)

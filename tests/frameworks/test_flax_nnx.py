@@ -5,32 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_same_bits
+from helpers import BF16, F32, LOG, MIXED, assert_same_bits, normal
 
 import jmpx
 import jmpx.flax
 
-BF16, F32 = jnp.bfloat16, jnp.float32
-MIXED = "c=bf16,o=f32"
-LOG = []
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Flax's own layers promote inside; `test_it_promotes_nothing_itself` is strict."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def log():
-    """What `Watched` modules note: name, dtypes of input and parameter."""
-    LOG.clear()
-    return LOG
-
-
-def normal(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape), F32)
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def randomized(rng, model):

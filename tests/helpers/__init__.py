@@ -14,6 +14,8 @@ import optax
 
 ROOT = pathlib.Path(__file__).parents[2]
 F32, F16, BF16 = (np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16))
+LOG: list = []  # what modules of the tests note; it is empty when a test begins
+MIXED = "c=bf16,o=f32"
 
 
 def normal(rng, *shape):
@@ -21,7 +23,7 @@ def normal(rng, *shape):
 
 
 def dtypes(tree):
-    return [leaf.dtype.name for leaf in jax.tree.leaves(tree)]
+    return [leaf.dtype.name for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
 
 
 def leniently(func):
