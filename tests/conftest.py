@@ -22,6 +22,11 @@ import jmpx
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+def pytest_make_parametrize_id(val):
+    """Names a dtype in the id of a test, as pytest names classes."""
+    return val.name if isinstance(val, np.dtype) else None
+
+
 @pytest.fixture
 def rng(request) -> np.random.Generator:
     """Random inputs: other ones for each test, the same ones each time it runs."""

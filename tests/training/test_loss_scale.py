@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.training import value
 from hypothesis import given, settings, strategies as st
 
 import jmpx
@@ -17,10 +18,6 @@ KINDS = {
     "Dynamic": jmpx.DynamicLossScale(2.0**15),
 }
 SCALING = [KINDS["Static"], KINDS["Dynamic"]]
-
-
-def value(loss_scale):
-    return float(loss_scale.loss_scale)
 
 
 # scale and unscale

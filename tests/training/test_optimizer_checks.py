@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import apply_updates, assert_same_bits, lenient
+from helpers import apply_updates, assert_same_bits, dtypes, lenient
 
 import jmpx
 import jmpx.equinox
@@ -36,10 +36,6 @@ WIDENING = {
     "dog": optax.contrib.dog,
     "nested": lambda: optax.chain(optax.clip(1.0), optax.contrib.dog()),
 }
-
-
-def dtypes(tree):
-    return [leaf.dtype for leaf in jax.tree.leaves(tree)]
 
 
 def test_these_optimizers_widen_their_state_at_the_first_step(rng):
