@@ -1,19 +1,17 @@
 """A step of Flax's TrainState in bfloat16: with jmpx the same as by hand, to the last bit."""
 
-from pathlib import Path
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from helpers import assert_same_bits, leniently, run_python_blocks
+from helpers import ROOT, assert_same_bits, leniently, run_python_blocks
 
 import jmpx
 import jmpx.flax
 
-PAGE = Path(__file__).parents[2] / "docs" / "flax_train_state.md"
+PAGE = ROOT / "docs" / "flax_train_state.md"
 
 
 def to_bfloat16(tree):
