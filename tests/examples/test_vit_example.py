@@ -197,7 +197,6 @@ print(json.dumps([dtypes_of(train_vit.DEFAULT_POLICY), dtypes_of("c=bf16"), dtyp
 
 WATCH = """
 import json, sys
-from helpers.examples import FOLDER, answer, probe, run, start, start_probe
 import jax
 import train_vit
 make_step, kept = train_vit.make_step, []
