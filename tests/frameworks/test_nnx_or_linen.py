@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import pytest
 from flax import nnx
-from helpers import BF16, normal, run_python
+from helpers import BF16, normal, run_python, warns_once
 
 import jmpx
 import jmpx.flax
@@ -14,10 +14,9 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 def test_policies_around_an_nnx_model_say_so_once(rng):
     model, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), normal(rng, 4, 3)
-    with pytest.warns(UserWarning, match="No Linen module ran .*with_policies") as caught:
+    with warns_once(__file__, "No Linen module ran .*with_policies"):
         with jmpx.flax.policies("c=bf16; Dense: c=bf16"):
             model(x)
-    assert len(caught) == 1 and caught[0].filename == __file__
     with jmpx.flax.policies("c=bf16; Dense: c=bf16"):
         model(x)
 

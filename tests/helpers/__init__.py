@@ -1,5 +1,6 @@
 """What several test files share."""
 
+import contextlib
 import doctest
 import functools
 import os
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 F32, F16, BF16 = (np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16))
@@ -86,6 +88,15 @@ def assert_same_bits(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@contextlib.contextmanager
+def warns_once(file, match):
+    """Holds that one warning comes, which names a line of `file`: the test's own, not jmpx's."""
+    with pytest.warns(UserWarning, match=match) as caught:
+        yield
+    (warning,) = caught
+    assert warning.filename == file
 
 
 def python_only(text):

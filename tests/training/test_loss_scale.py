@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import warns_once
 from helpers.training import value
 from hypothesis import given, settings, strategies as st
 
@@ -360,9 +361,8 @@ def test_positional_arguments_are_those_of_jmp():
 
 @pytest.mark.parametrize("name", ["loss_scale", "min_loss_scale"])
 def test_an_integer_array_is_taken_with_one_warning(name):
-    with pytest.warns(UserWarning, match=f"Expected floating type for {name}") as caught:
+    with warns_once(__file__, f"Expected floating type for {name}"):
         loss_scale = jmpx.DynamicLossScale(**{name: jnp.asarray(8)})
-    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.jit(lambda s: s.adjust(False))(loss_scale)
