@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from helpers import ROOT, assert_same_bits, leniently, run_python_blocks
+from helpers import ROOT, assert_same_bits, leniently, normal, run_python_blocks
 
 import jmpx
 import jmpx.flax
@@ -91,8 +91,8 @@ def first_state(rng, features, tx):
 )
 def test_the_step_is_the_hand_written_one_to_the_last_bit(rng, step, loss_scale, jit):
     n, features = rng.integers(2, 40), rng.integers(1, 9)
-    x = jnp.asarray(rng.standard_normal((n, features)), jnp.float32)
-    y = jnp.asarray(rng.standard_normal(n), jnp.float32)
+    x = normal(rng, n, features)
+    y = normal(rng, n)
     ours = theirs = first_state(rng, features, optax.sgd(rng.uniform(0.01, 0.5)))
     run, reference = (
         leniently(jax.jit(f, static_argnums=3) if jit else f) for f in (step, by_hand)

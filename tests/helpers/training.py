@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jmpx
+from helpers import normal
 
 LOSS_SCALES = {
     "NoOp": jmpx.NoOpLossScale,
@@ -17,8 +18,8 @@ POLICIES = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
 
 def make_params(rng):
     return {
-        "w": jnp.asarray(rng.normal(size=(6, 3)), jnp.float32),
-        "b": jnp.asarray(rng.normal(size=3), jnp.float32),
+        "w": normal(rng, 6, 3),
+        "b": normal(rng, 3),
     }
 
 

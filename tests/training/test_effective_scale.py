@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import enable_x64, leniently
+from helpers import enable_x64, leniently, normal
 from helpers.training import LARGEST_SCALE, LEAST_SCALE, value
 from hypothesis import given, settings, strategies as st
 
@@ -213,7 +213,7 @@ def test_each_leaf_is_unscaled_in_its_own_dtype_by_one_product(rng):
     with enable_x64():
         tree = {
             "a": jnp.asarray(rng.normal(size=3), jnp.float16),
-            "b": jnp.asarray(rng.normal(size=3), jnp.float32),
+            "b": normal(rng, 3),
             "c": jnp.asarray(rng.normal(size=3), jnp.float64),
         }
         for method in ("scale", "unscale"):

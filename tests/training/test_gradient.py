@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import normal
 from helpers.jaxprs import equations
 from helpers.training import LOSS_SCALES, POLICIES, by_hand, loss_fn, make_params
 
@@ -18,7 +19,7 @@ import jmpx
 @pytest.mark.parametrize("kind", LOSS_SCALES)
 def test_value_and_gradients_equal_the_hand_written_ones(kind, policy, jit, rng):
     # To the bit: a power of two scales exactly, as long as nothing over- or underflows.
-    params, x = make_params(rng), jnp.asarray(rng.normal(size=(5, 6)), jnp.float32)
+    params, x = make_params(rng), normal(rng, 5, 6)
     grad_fn = jmpx.filter_value_and_grad(loss_fn, LOSS_SCALES[kind](), policy=f"c={policy}")
     value, scaling, finite, grads = (jax.jit(grad_fn) if jit else grad_fn)(params, x)
     expected_value, expected = jax.jit(functools.partial(by_hand, dtype=POLICIES[policy]))(
@@ -180,8 +181,8 @@ def test_models_with_leaves_of_every_kind(kind, rng):
         "half": jnp.asarray(rng.normal(size=3), jnp.bfloat16),
         "complex": jnp.asarray([1 + 2j], jnp.complex64),
     }
-    tied = jnp.asarray(rng.normal(size=3), jnp.float32)
-    model = Model(jnp.asarray(rng.normal(size=3), jnp.float32), tied, extras)
+    tied = normal(rng, 3)
+    model = Model(normal(rng, 3), tied, extras)
 
     def loss_fn(model, x):
         assert model.weight.dtype == model.extras["half"].dtype == jnp.float16

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 from helpers.jaxprs import equations
 from helpers.training import LOSS_SCALES, loss_fn, make_params
 from jax.sharding import Mesh, PartitionSpec
@@ -40,7 +41,7 @@ def replicate(run, how, params, batch):
 @pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
 def test_value_and_gradients_are_the_mean_over_an_axis(how, kind, rng):
     params = make_params(rng)
-    batch = jnp.asarray(rng.normal(size=(8, 6)), jnp.float32)
+    batch = normal(rng, 8, 6)
 
     def run(params, shard):
         return jmpx.filter_value_and_grad(
@@ -91,7 +92,7 @@ def test_the_mean_is_taken_in_float32_to_the_bit(how, rng):
 @pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
 def test_all_replicas_take_the_decision_of_the_one_that_overflowed(how, rng):
     params = make_params(rng)
-    batch = jnp.asarray(rng.normal(size=(8, 6)), jnp.float32).at[5, 2].set(jnp.inf)
+    batch = normal(rng, 8, 6).at[5, 2].set(jnp.inf)
 
     def run(params, shard):
         value, scaling, finite, grads = jmpx.filter_value_and_grad(

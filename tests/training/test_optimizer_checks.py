@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import apply_updates, assert_same_bits, dtypes, lenient, warns_once
+from helpers import apply_updates, assert_same_bits, dtypes, lenient, normal, warns_once
 
 import jmpx
 import jmpx.equinox
@@ -20,8 +20,8 @@ import jmpx.flax
 
 def make_params(rng, bfloat16=("b",)):
     params = {
-        "w": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32),
-        "b": jnp.asarray(rng.normal(size=2), jnp.float32),
+        "w": normal(rng, 3, 2),
+        "b": normal(rng, 2),
     }
     return {k: v.astype(jnp.bfloat16) if k in bfloat16 else v for k, v in params.items()}
 
@@ -243,7 +243,7 @@ def test_the_loop_of_the_docs_says_nothing(rng):
         _, finite, grads = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy="full")(model, x)
         return jmpx.optimizer_update(model, optimizer, state, grads, finite)
 
-    x = jnp.asarray(rng.normal(size=(4, 3)), jnp.float32)
+    x = normal(rng, 4, 3)
     for _ in range(2):
         model, state = step(model, state, x)
 
