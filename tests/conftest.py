@@ -2,12 +2,6 @@
 
 import os
 
-# LLVM's optimizations contract products and sums as the code around them falls, so that programs
-# that are equal on paper differ in the last bit; without them, code is compiled sooner besides.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import haiku as hk
@@ -15,9 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import LOG, normal
+from helpers import LOG, QUICK_XLA, normal
 
 import jmpx
+
+# XLA reads its flags when the first device is asked for.
+os.environ["XLA_FLAGS"] = " ".join(
+    (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", QUICK_XLA)
+)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -2,16 +2,13 @@
 
 import json
 
-from helpers import ROOT, finish, start_python
+from helpers import QUICK_XLA, ROOT, finish, start_python
 
 FOLDER = ROOT / "examples" / "equinox"
 SMALL = ["--width=16", "--depth=1", "--heads=2"]
 
-# Code that is not optimized, which computes the same, is compiled in half the time.
-QUICK = "--xla_backend_optimization_level=0"
 
-
-def start_vit(*arguments, devices=1, xla_flags=QUICK):
+def start_vit(*arguments, devices=1, xla_flags=QUICK_XLA):
     return start_python(
         *("-W", "error", *arguments),
         xla_flags=f"--xla_force_host_platform_device_count={devices} {xla_flags}",

@@ -1,5 +1,7 @@
 """The gradient functions over several devices: the mean over an axis, and one decision for all."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,11 +65,14 @@ def test_value_and_gradients_are_the_mean_over_an_axis(how, kind, rng):
         np.testing.assert_allclose(grad, expected, rtol=2e-3, atol=2e-5)
 
 
-def run_alone(kind, params, shard):
+@functools.cache
+def alone(kind):
     # Compiled, as `pmap` and `shard_map` are: the roundings that XLA leaves out are the same ones.
-    value, _, _, grads = jax.jit(
-        jmpx.filter_value_and_grad(loss_fn, LOSS_SCALES[kind](), policy="c=f16")
-    )(params, shard)
+    return jax.jit(jmpx.filter_value_and_grad(loss_fn, LOSS_SCALES[kind](), policy="c=f16"))
+
+
+def run_alone(kind, params, shard):
+    value, _, _, grads = alone(kind)(params, shard)
     return value, grads
 
 

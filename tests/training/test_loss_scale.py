@@ -156,7 +156,7 @@ class Model:
             self.counter += 1
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)  # each compiles a loop
 @given(
     start=st.integers(-20, 127).map(lambda n: 2.0**n),
     counter=st.integers(0, 6),
