@@ -12,8 +12,6 @@ from jax import lax
 
 import jmpx
 
-# Comparisons, and what compares.
-
 COMPARISONS = {
     f.__name__: f for f in (jnp.equal, jnp.not_equal, jnp.less, jnp.less_equal, jnp.greater)
 } | {"greater_equal": jnp.greater_equal}

@@ -13,8 +13,6 @@ from jax import lax
 
 import jmpx
 
-# Control flow.
-
 
 def scan_of_products(x, w):
     return lax.scan(lambda c, x: (jnp.tanh(c @ w + x), c[0]), x, jnp.stack([x, x]))

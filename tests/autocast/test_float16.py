@@ -12,8 +12,6 @@ from jax import lax
 
 import jmpx
 
-# float16: what is finite in float32 stays finite.
-
 MASKS = {
     "where": lambda keep: lambda s: jnp.where(keep, s, -1e9),
     "where of the least": lambda keep: lambda s: jnp.where(keep, s, LEAST),

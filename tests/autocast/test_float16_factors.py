@@ -12,8 +12,6 @@ from jax import lax
 
 import jmpx
 
-# Factors and divisors that 16 bits cannot hold are applied in float32.
-
 TABLE = np.array([[1e6, 2.0, 1e-6]], np.float32)
 # name: a function of an activation and a number that is known when it runs.
 FACTORS = {

@@ -12,8 +12,6 @@ from jax import lax
 
 import jmpx
 
-# Autocast in autocast, and regions of float32.
-
 
 def test_a_16_bit_autocast_in_another(positive):
     inner = jmpx.autocast(loss_fn)

@@ -11,8 +11,6 @@ from jax import lax
 
 import jmpx
 
-# What runs in which dtype.
-
 OPERATIONS = {
     "bfloat16": [
         lambda h: h @ h,

@@ -13,8 +13,6 @@ from jax import lax
 
 import jmpx
 
-# Rules.
-
 
 @pytest.mark.parametrize(
     "how",

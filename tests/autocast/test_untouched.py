@@ -12,8 +12,6 @@ from jax.experimental import io_callback, pallas as pl
 
 import jmpx
 
-# What keeps its bits.
-
 
 def of_integers(x):
     n = x.astype(int)

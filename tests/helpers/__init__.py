@@ -57,8 +57,8 @@ def enable_x64():
     return jax.experimental.enable_x64()
 
 
-# Compiles soonest. Without LLVM's optimizations, code that is equal on paper agrees in the last bit,
-# too: they contract products and sums as the code around them falls.
+# Compiles soonest. And code that is equal on paper is equal in the last bit: LLVM's optimizations
+# would contract a product and a sum in one place and not in another.
 QUICK_XLA = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):  # later versions have MLIR's emitters only
     QUICK_XLA += " --xla_cpu_use_fusion_emitters=false"
