@@ -1,8 +1,8 @@
 """Checks of functions under `jmpx.autocast`: their values, and the dtypes of their operations.
 
 A check looks at both: values next to those of float32, and dtypes in the jaxpr, so that no test
-passes because nothing was cast. Products of small integers (`whole`) and of a 16-bit matrix with the
-identity (`activation`) are exact in 16 bits, so their values have to be equal.
+passes because nothing was cast. Products of small integers (`whole`) and of a 16-bit matrix with
+the identity (`activation`) are exact in 16 bits, so their values have to be equal.
 """
 
 import jax
