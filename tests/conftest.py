@@ -2,28 +2,65 @@
 
 import os
 
-# LLVM's optimizations contract products and sums as the code around them falls, so that programs
-# that are equal on paper differ in the last bit; without them, code is compiled sooner besides.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import LOG, QUICK_XLA, normal
 
 import jmpx
 
+# XLA reads its flags when the first device is asked for.
+os.environ["XLA_FLAGS"] = " ".join(
+    (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", QUICK_XLA)
+)
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_make_parametrize_id(val):
+    """Names a dtype in the id of a test, as pytest names classes."""
+    return val.name if isinstance(val, np.dtype) else None
 
 
 @pytest.fixture
 def rng(request) -> np.random.Generator:
     """Random inputs: other ones for each test, the same ones each time it runs."""
     return np.random.default_rng(list(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def pair(rng):
+    """An input and a weight."""
+    return normal(rng, 4, 4), normal(rng, 4, 4) / 2
+
+
+@pytest.fixture
+def positive(pair):
+    """A pair whose sums do not cancel."""
+    return tuple(jnp.abs(v) / 2 for v in pair)
+
+
+@pytest.fixture(autouse=True)
+def log():
+    """Notes of the modules that a test defines."""
+    LOG.clear()
+    return LOG
+
+
+@pytest.fixture
+def standard_promotion():
+    """Lets the layers of a framework promote dtypes within their own code."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def key(rng):
+    return jax.random.key(int(rng.integers(2**31)))
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,8 @@ import jax.extend.random
 import jax.lax.linalg
 import jax.numpy as jnp
 import pytest
-from jax.extend.core import Primitive
+from jax import lax
+from jax.extend.core import Primitive, primitives
 
 import jmpx
 from jmpx._autocast import binding, neighbours, rules, saving
@@ -111,3 +112,25 @@ def test_a_rule_reads_its_context(monkeypatch):
         ("head", "float32", None),
         ("head", "bfloat16", jnp.float16),
     ]
+
+
+# These have no rule, because they compute nothing in floating numbers or run as they were traced.
+WITHOUT_RULE = set(
+    """
+    after_all and axis_index clz create_token custom_lin dce_sink eval_jaxpr
+    not or population_count ragged_all_to_all reduce_and reduce_or reduce_xor shift_left
+    shift_right_arithmetic shift_right_logical stage xla_pmap xor
+    """.split()
+)
+
+
+def test_each_operation_of_jax_has_a_rule():
+    found = {
+        operation_name(value.name)
+        for module in (lax, primitives)
+        for key, value in vars(module).items()
+        if key.endswith("_p") and hasattr(value, "bind")
+    }
+    assert len(found) > 150
+    assert {name for name in found if not rules.is_registered(name)} <= WITHOUT_RULE
+    assert not any(map(rules.is_registered, WITHOUT_RULE))

@@ -1,11 +1,11 @@
 """`examples/equinox/autocast.py`, run as a user runs it."""
 
 import re
-from pathlib import Path
 
-from helpers import LESS_OPTIMIZED, finish, start_python
+import pytest
+from helpers import LESS_OPTIMIZED, ROOT, finish, start_python
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "equinox" / "autocast.py"
+SCRIPT = ROOT / "examples" / "equinox" / "autocast.py"
 
 
 def start(*arguments):
@@ -15,6 +15,7 @@ def start(*arguments):
     return start_python("-W", "error", str(SCRIPT), *arguments, xla_flags=flags)
 
 
+@pytest.mark.slow  # two trainings in full
 def test_it_reaches_the_accuracy_of_float32():
     policies = ["c=bf16", "full"]
     processes = {policy: start(f"--mp_policy={policy}", "--epochs=8") for policy in policies}

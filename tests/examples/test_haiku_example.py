@@ -1,12 +1,13 @@
 """`examples/haiku/train.py`, run as a user runs it."""
 
+import functools
 import re
-from pathlib import Path
 
 import pytest
-from helpers import LESS_OPTIMIZED, run_python
+from helpers import LESS_OPTIMIZED, ROOT, run_python
+from helpers.examples import run_wrong_flags
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "haiku" / "train.py"
+SCRIPT = ROOT / "examples" / "haiku" / "train.py"
 
 
 def run(*arguments):
@@ -20,6 +21,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow  # a training in full
 @pytest.mark.parametrize("name", RUNS)
 def test_it_reaches_97_percent_with_the_default_seed(name):
     result = run(*RUNS[name])
@@ -85,10 +87,15 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("argument", "message"), BAD)
-def test_a_wrong_flag_ends_with_one_clear_line(argument, message):
-    result = run(argument)
-    assert result.returncode == 1
-    assert message in result.stderr and "Traceback" not in result.stderr
-    (line,) = [line for line in result.stderr.splitlines() if message in line]
+@functools.cache
+def outcomes():
+    return run_wrong_flags(SCRIPT, [[argument] for argument, _ in BAD])
+
+
+@pytest.mark.parametrize("number", range(len(BAD)), ids=[message for _, message in BAD])
+def test_a_wrong_flag_ends_with_one_clear_line(number):
+    status, output = outcomes()[number]
+    message = BAD[number][1]
+    assert status == 1 and "Traceback" not in output
+    (line,) = [line for line in output.splitlines() if message in line]
     assert line

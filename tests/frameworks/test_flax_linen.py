@@ -5,58 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, run_python
+from helpers import BF16, F32, LOG, MIXED, assert_same_bits, dtypes, normal, run_python, warns_once
+from helpers.linen import Watched, cast, init
 
 import jmpx
 import jmpx.flax
 
-BF16, F32 = jnp.bfloat16, jnp.float32
-MIXED = "c=bf16,o=f32"
-LOG = []
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Flax's own layers promote inside; `test_it_promotes_nothing_itself` is strict."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@pytest.fixture
-def log():
-    """What `Watched` modules note: name, dtypes of input and parameter."""
-    LOG.clear()
-    return LOG
-
-
-def normal(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape), F32)
-
-
-def init(rng, model, *args):
-    """Variables with random parameters, biases and scales too, that bfloat16 would round."""
-    variables = model.init(jax.random.key(0), *args)
-    params = jax.tree.map(lambda leaf: normal(rng, *leaf.shape), variables["params"])
-    LOG.clear()
-    return {**variables, "params": params}
-
-
-def cast(tree, dtype):
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
-
-
-def dtypes(tree):
-    return {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
-
-
-class Watched(nn.Module):
-    """A matrix product that notes the dtypes that it meets."""
-
-    @nn.compact
-    def __call__(self, x):
-        w = self.param("w", nn.initializers.normal(), (x.shape[-1], x.shape[-1]))
-        LOG.append((self.name, x.dtype.name, w.dtype.name))
-        return x @ w
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 class Compact(nn.Module):
@@ -125,7 +80,7 @@ def test_gradients_are_those_of_the_hand_cast_computation(rng, model):
             return (model.apply({"params": params}, x) ** 2).mean()
 
     grads = jax.grad(loss)(params)
-    assert dtypes(grads) == {"float32"}
+    assert set(dtypes(grads)) == {"float32"}
     assert_same_bits(grads, jax.grad(lambda params: (by_hand(params, x) ** 2).mean())(params))
     full = jax.grad(lambda params: (model.apply({"params": params}, x) ** 2).mean())(params)
     for grad, reference in zip(jax.tree.leaves(grads), jax.tree.leaves(full), strict=True):
@@ -281,7 +236,9 @@ def test_init_creates_in_the_param_dtype(rng):
         assert_same_bits(Compact().init(jax.random.key(3), x), plain)
     with jmpx.flax.policies("p=bf16,c=bf16; norm/*: p=f32"):
         params = Compact().init(jax.random.key(3), x)["params"]
-    assert dtypes(params["norm"]) == {"float32"} and dtypes(params["head"]) == {"bfloat16"}
+    assert set(dtypes(params["norm"])) == {"float32"} and set(dtypes(params["head"])) == {
+        "bfloat16"
+    }
     assert_same_bits(params["head"], cast(plain["params"]["head"], BF16))
 
 
@@ -295,263 +252,6 @@ def test_partitioned_parameters_keep_their_boxes(rng):
     assert isinstance(kernel, nn.Partitioned) and kernel.value.dtype == F32
     expected = dense.apply(cast(variables, BF16), x.astype(BF16)).astype(F32)
     assert_same_bits(y, expected)
-
-
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("rules", ["", "; BatchNorm: full"])
-def test_batch_norm(rng, log, train, rules):
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = Watched(name="before")(x)
-            x = nn.BatchNorm(use_running_average=not train, name="norm")(x)
-            return Watched(name="after")(x)
-
-    x = normal(rng, 16, 4)
-    variables = init(rng, Net(), x)
-    stats = jax.tree.map(lambda a: jnp.abs(normal(rng, *a.shape)) + 1, variables["batch_stats"])
-    variables["batch_stats"] = stats
-    with jmpx.flax.policies(MIXED + rules):
-        y, updates = Net().apply(variables, x, mutable=["batch_stats"])
-    assert log == [(name, "bfloat16", "bfloat16") for name in ("before", "after")]
-    assert y.dtype == F32 and dtypes(updates) == {"float32"}
-
-    params = variables["params"]
-    dtype = F32 if rules else BF16
-    h = (x.astype(BF16) @ cast(params["before"]["w"], BF16)).astype(dtype)
-    norm = nn.BatchNorm(use_running_average=not train)
-    norm_variables = {"params": cast(params["norm"], dtype), "batch_stats": stats["norm"]}
-    h, expected = norm.apply(norm_variables, h, mutable=["batch_stats"])
-    assert_same_bits(updates["batch_stats"]["norm"], expected["batch_stats"])
-    expected = h.astype(BF16) @ cast(params["after"]["w"], BF16)
-    assert_same_bits(y, expected.astype(F32))
-
-
-class Step(nn.Module):
-    """A step of a loop: the carry, and something to stack."""
-
-    @nn.compact
-    def __call__(self, carry, x):
-        carry = carry + Watched(name="w")(x).astype(carry.dtype)
-        return carry, nn.LayerNorm(name="norm")(carry)
-
-
-class Loop(nn.Module):
-    carry: jnp.dtype = None  # of the first carry; None for that of the input
-
-    @nn.compact
-    def __call__(self, xs):
-        step = nn.scan(
-            Step, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=1, out_axes=1
-        )
-        first = jnp.zeros_like(xs[:, 0], self.carry)
-        last, ys = step(name="step")(first, xs)
-        LOG.append(("carry", last.dtype.name))
-        return last, ys
-
-
-@pytest.mark.parametrize(
-    "rules", ["", "; LayerNorm: full", "; Step: full", "; */step: c=f32,o=f16"]
-)
-@pytest.mark.parametrize("carry", [None, F32, BF16])
-def test_scan_keeps_its_carry(rng, rules, carry):
-    xs = normal(rng, 2, 5, 4)
-    variables = init(rng, Loop(), xs)
-    with jmpx.flax.policies(MIXED + rules):
-        last, ys = jax.jit(Loop(carry).apply)(variables, xs)
-    inside = "float32" if "step" in rules.lower() else "bfloat16"
-    assert set(LOG[:-1]) == {("w", inside, inside)}
-    assert LOG[-1] == ("carry", "float32" if carry == F32 else "bfloat16")
-    assert last.dtype == ys.dtype == F32
-    reference = Loop(carry).apply(variables, xs)
-    for got, expected in zip((last, ys), reference, strict=True):
-        np.testing.assert_allclose(got, expected, atol=0.15, rtol=0.05)
-
-
-def test_the_outermost_module_may_be_lifted(rng):
-    step = nn.scan(Step, variable_broadcast="params", split_rngs={"params": False})
-    carry, xs = normal(rng, 2, 4), normal(rng, 5, 2, 4)
-    variables = init(rng, step(), carry, xs)
-    for dtype in (F32, BF16):
-        with jmpx.flax.policies("c=bf16,o=f16"):
-            last, ys = step().apply(variables, carry.astype(dtype), xs)
-        assert (last.dtype, ys.dtype) == (dtype, jnp.float16)
-
-
-def test_recurrent_cells(rng):
-    xs = normal(rng, 2, 5, 4)
-    model = nn.RNN(nn.LSTMCell(4), return_carry=True)
-    variables = init(rng, model, xs)
-    full = model.apply(variables, xs)
-    for rules in ("", "; LSTMCell: full", "; RNNCellBase: bf16"):
-        with jmpx.flax.policies(MIXED + rules):
-            result = model.apply(variables, xs)
-        assert dtypes(result) == {"float32"}
-        for got, expected in zip(jax.tree.leaves(result), jax.tree.leaves(full), strict=True):
-            np.testing.assert_allclose(got, expected, atol=0.05)
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return x + Watched(name="w")(nn.LayerNorm(name="norm")(x))
-
-    def half(self, x):
-        LOG.append(("half", x.dtype.name))
-        return x / 2
-
-
-def lifted(lift):
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return Watched(name="last")(lift(Block)(name="block")(x))
-
-    return Net()
-
-
-LIFTS = {
-    "remat": nn.remat,
-    "jit": nn.jit,
-    "remat of jit": lambda cls: nn.remat(nn.jit(cls)),
-    "remat_scan": lambda cls: nn.remat_scan(cls, lengths=(2, 2)),
-    "vmap": lambda cls: nn.vmap(cls, variable_axes={"params": 0}, split_rngs={"params": True}),
-}
-
-
-@pytest.mark.parametrize("name", LIFTS)
-def test_lifted_modules(rng, name):
-    model, x = lifted(LIFTS[name]), normal(rng, 3, 4)
-    variables = init(rng, model, x)
-
-    def loss(params):
-        with jmpx.flax.policies(f"{MIXED}; Block: full"):
-            return model.apply({"params": params}, x).mean()
-
-    grads = jax.grad(loss)(variables["params"])
-    assert dtypes(grads) == {"float32"}
-    assert set(LOG) == {("w", "float32", "float32"), ("last", "bfloat16", "bfloat16")}
-    full = jax.grad(lambda params: model.apply({"params": params}, x).mean())(variables["params"])
-    for grad, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(full), strict=True):
-        assert np.linalg.norm(grad - expected) < 0.05 * np.linalg.norm(expected)
-
-
-def test_remat_is_the_same_to_the_bit(rng):
-    plain, remat, x = lifted(lambda cls: cls), lifted(nn.remat), normal(rng, 3, 4)
-    variables = init(rng, plain, x)
-    with jmpx.flax.policies(f"{MIXED}; LayerNorm: full"):
-        assert_same_bits(remat.apply(variables, x), plain.apply(variables, x))
-
-
-def test_functions_that_are_lifted_read_cast_parameters(rng):
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            def body(mdl, carry, x):
-                w = mdl.param("w", nn.initializers.ones, (4,))
-                LOG.append((carry.dtype.name, w.dtype.name))
-                return carry + w * x, None
-
-            scan = nn.scan(body, variable_broadcast="params", split_rngs={"params": False})
-            return scan(self, jnp.zeros(4, x.dtype), x)[0]
-
-    variables = init(rng, Net(), normal(rng, 5, 4))
-    with jmpx.flax.policies(MIXED):
-        assert Net().apply(variables, normal(rng, 5, 4)).dtype == F32
-    assert set(LOG) == {("bfloat16", "bfloat16")}
-
-
-def test_conditionals_and_variables_that_are_mapped(rng):
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x, flag):
-            one, other = Watched(name="one"), nn.WeightNorm(nn.Dense(4, name="other"))
-            if self.is_initializing():
-                one(x), other(x)
-            return nn.cond(flag, lambda _, x: one(x), lambda _, x: other(x), self, x)
-
-    x = normal(rng, 3, 4)
-    variables = init(rng, Net(), x, True)
-    with jmpx.flax.policies(f"{MIXED}; Watched: full"):
-        y, z = (Net().apply(variables, x, flag) for flag in (True, False))
-    assert set(LOG) == {("one", "float32", "float32")}
-    assert_same_bits(
-        y, (x.astype(BF16).astype(F32) @ variables["params"]["one"]["w"]).astype(BF16).astype(F32)
-    )
-    np.testing.assert_allclose(z, Net().apply(variables, x, False), atol=0.1)
-
-
-def test_policies_of_classes(rng, log):
-    x = normal(rng, 3, 4)
-    model = lifted(nn.remat)
-    variables = init(rng, model, x)
-    with jmpx.push_policy(Block, "c=f16,o=bf16"), jmpx.flax.policies():
-        y = model.apply(variables, x)
-    assert log == [("w", "float16", "float16"), ("last", "bfloat16", "float32")] and y.dtype == F32
-    log.clear()
-    with jmpx.push_policy(Watched, "c=f16"), jmpx.flax.policies("c=bf16; */last: c=f32"):
-        model.apply(variables, x)  # rules go before the policies of classes
-    assert log == [("w", "float16", "float16"), ("last", "float32", "float32")]
-
-
-def test_methods_that_are_not_lifted_are_of_the_lifted_class(log):
-    with jmpx.push_policy(Block, "c=bf16"), jmpx.flax.policies():
-        nn.remat(Block)().apply({}, jnp.ones(3), method="half")
-    assert log == [("half", "bfloat16")]
-
-
-def test_shared_modules_and_modules_as_attributes(rng):
-    class Twice(nn.Module):
-        inner: nn.Module
-
-        @nn.compact
-        def __call__(self, x):
-            x = self.inner(x)
-            return Other(self.inner, name="other")(x)
-
-    class Other(nn.Module):
-        shared: nn.Module
-
-        def __call__(self, x):
-            return self.shared(x)
-
-    model = Twice(Watched())
-    variables = init(rng, model, normal(rng, 3, 4))
-    with jmpx.flax.policies(f"{MIXED}; Other: full"):
-        model.apply(variables, normal(rng, 3, 4))
-    # One module in two surroundings reads its stored parameter in each of them.
-    assert LOG == [("inner", *2 * ("bfloat16",)), ("inner", *2 * ("float32",))]
-
-
-def test_embedding_is_looked_up_and_attended(rng):
-    model, tokens = nn.Embed(7, 4), jnp.arange(7)
-    variables = init(rng, model, tokens)
-    table = variables["params"]["embedding"].astype(BF16)
-    with jmpx.flax.policies(MIXED):
-        y = model.apply(variables, tokens)
-        logits = model.apply(variables, y, method="attend")
-    assert_same_bits(y, table.astype(F32))
-    assert_same_bits(logits, (table @ table.T).astype(F32))
-
-
-def test_what_is_not_a_parameter_is_as_stored(rng):
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x, flag, index):
-            state = self.variable("state", "sum", jnp.zeros, (4,))
-            w = self.param("w", nn.initializers.ones, (4,))
-            stored = self.variables["params"]["w"].dtype.name
-            LOG.append((state.value.dtype.name, w.dtype.name, stored, flag, index.dtype.name))
-            state.value = state.value + x.sum(0).astype(F32)
-            return {"y": x * w, "n": index, "name": "net"}
-
-    x, index = normal(rng, 3, 4), jnp.arange(3)
-    variables = init(rng, Net(), x, True, index)
-    with jmpx.flax.policies("c=bf16"):
-        result, state = Net().apply(variables, x, True, index=index, mutable=["state"])
-    assert LOG == [("float32", "bfloat16", "float32", True, "int32")]
-    assert result["y"].dtype == BF16 and result["n"].dtype == jnp.int32 and result["name"] == "net"
-    assert dtypes(state) == {"float32"}
 
 
 def test_a_layer_with_a_dtype_of_its_own_computes_in_it(rng):
@@ -611,10 +311,9 @@ def test_it_promotes_nothing_itself(rng):
 
 def test_rules_that_matched_nothing():
     x = jnp.ones((2, 4))
-    with pytest.warns(UserWarning, match="'LayerNom: .*did you mean 'LayerNorm'") as caught:
+    with warns_once(__file__, "'LayerNom: .*did you mean 'LayerNorm'"):
         with jmpx.flax.policies("c=bf16; LayerNom: full"):
             Compact().init(jax.random.key(0), x)
-    assert caught[0].filename == __file__
     with pytest.warns(UserWarning, match="'norn/.*did you mean 'norm'"):
         with jmpx.flax.policies("c=bf16; norn/*: full"):
             Compact().init(jax.random.key(0), x)

@@ -5,32 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_same_bits
+from helpers import BF16, F32, LOG, MIXED, assert_same_bits, normal, warns_once
 
 import jmpx
 import jmpx.flax
 
-BF16, F32 = jnp.bfloat16, jnp.float32
-MIXED = "c=bf16,o=f32"
-LOG = []
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Flax's own layers promote inside; `test_it_promotes_nothing_itself` is strict."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def log():
-    """What `Watched` modules note: name, dtypes of input and parameter."""
-    LOG.clear()
-    return LOG
-
-
-def normal(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape), F32)
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def randomized(rng, model):
@@ -402,9 +382,8 @@ def test_it_promotes_nothing_itself(rng):
 
 def test_rules_that_matched_nothing():
     model = Net(nnx.Rngs(0))
-    with pytest.warns(UserWarning, match="'LayerNom: .*did you mean 'LayerNorm'") as caught:
+    with warns_once(__file__, "'LayerNom: .*did you mean 'LayerNorm'"):
         jmpx.flax.with_policies(model, "c=bf16; LayerNom: full")
-    assert caught[0].filename == __file__
     with pytest.warns(UserWarning, match="'norn/.*did you mean 'norm'"):
         jmpx.flax.with_policies(model, "c=bf16; norn/*: full")
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import normal
 
 import jmpx
 import jmpx.equinox
@@ -253,7 +254,7 @@ def problem(rng):
     weights = {name: rng.normal(size=(SIZE, SIZE)) / 3 for name in DENSE}
     weights["norm"] = rng.uniform(0.5, 2, size=SIZE)
     weights = {name: jnp.asarray(w, jnp.float32) for name, w in weights.items()}
-    return weights, jnp.asarray(rng.normal(size=(4, SIZE)), jnp.float32)
+    return weights, normal(rng, 4, SIZE)
 
 
 @pytest.mark.parametrize(("policy_map", "computes", "stream", "result"), TABLE)

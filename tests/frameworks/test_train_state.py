@@ -1,19 +1,17 @@
 """A step of Flax's TrainState in bfloat16: with jmpx the same as by hand, to the last bit."""
 
-from pathlib import Path
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from helpers import assert_same_bits, leniently, run_python_blocks
+from helpers import ROOT, assert_same_bits, leniently, normal, run_python_blocks
 
 import jmpx
 import jmpx.flax
 
-PAGE = Path(__file__).parents[2] / "docs" / "flax_train_state.md"
+PAGE = ROOT / "docs" / "flax_train_state.md"
 
 
 def to_bfloat16(tree):
@@ -93,8 +91,8 @@ def first_state(rng, features, tx):
 )
 def test_the_step_is_the_hand_written_one_to_the_last_bit(rng, step, loss_scale, jit):
     n, features = rng.integers(2, 40), rng.integers(1, 9)
-    x = jnp.asarray(rng.standard_normal((n, features)), jnp.float32)
-    y = jnp.asarray(rng.standard_normal(n), jnp.float32)
+    x = normal(rng, n, features)
+    y = normal(rng, n)
     ours = theirs = first_state(rng, features, optax.sgd(rng.uniform(0.01, 0.5)))
     run, reference = (
         leniently(jax.jit(f, static_argnums=3) if jit else f) for f in (step, by_hand)

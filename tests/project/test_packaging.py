@@ -8,12 +8,10 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
-from helpers import run_python_blocks
+from helpers import ROOT, run_python_blocks
 
-ROOT = Path(__file__).parents[2]
 FOLDERS = (".ci", "benchmarks", "docs", "examples", "jmpx", "tests")
 FILES = """
     CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in README.md pyproject.toml setup.cfg

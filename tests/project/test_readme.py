@@ -1,11 +1,9 @@
 """The README: its Python runs, its commands are the ones that CI runs."""
 
 import re
-from pathlib import Path
 
-from helpers import run_python, run_python_blocks
+from helpers import ROOT, run_python, run_python_blocks
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 

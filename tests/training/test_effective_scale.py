@@ -1,31 +1,17 @@
-"""One effective scale, everywhere and from wherever it came; what it may be; where it is kept."""
+"""One scale, from wherever it came: its bounds, its digits, and what its use costs."""
 
 import dataclasses
-import pickle
-import textwrap
 
 import compiled_step
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import serialization
-from flax.training.train_state import TrainState
-from helpers import assert_same_bits, enable_x64, leniently, run_python
+from helpers import enable_x64, leniently, normal
+from helpers.training import LARGEST_SCALE, LEAST_SCALE, value
 from hypothesis import given, settings, strategies as st
 
 import jmpx
-
-LOW, HIGH = 2.0**-126, 2.0**126
-
-
-def value(loss_scale):
-    return float(loss_scale.loss_scale)
-
-
-# One scale, from wherever it came
 
 
 def unflattened(number, **configuration):
@@ -51,12 +37,12 @@ ORIGINS = {
 # start, configuration, what it is to be
 BOUNDS = [
     (2.0**20, {"max_loss_scale": 2.0**10}, 2.0**10),
-    (2.0**127, {}, HIGH),
-    (2.0**127, {"max_loss_scale": 2.0**127}, HIGH),
+    (2.0**127, {}, LARGEST_SCALE),
+    (2.0**127, {"max_loss_scale": 2.0**127}, LARGEST_SCALE),
     (0.5, {}, 1.0),
     (0.5, {"min_loss_scale": 0.125}, 0.5),
-    (0.0, {"min_loss_scale": 0}, LOW),
-    (2.0**-140, {"min_loss_scale": 2.0**-140}, LOW),
+    (0.0, {"min_loss_scale": 0}, LEAST_SCALE),
+    (2.0**-140, {"min_loss_scale": 2.0**-140}, LEAST_SCALE),
     (8.0, {"min_loss_scale": 32, "max_loss_scale": 64}, 32.0),
 ]
 
@@ -69,7 +55,7 @@ def test_one_scale_holds_in_every_method(origin, rng):
         if origin != "unflattened":
             assert value(loss_scale) == expected, (start, configuration)
         assert loss_scale.scale(jnp.float32(1)) == value(loss_scale.adjust(True)) == expected
-        low = max(configuration.get("min_loss_scale", 1), LOW)
+        low = max(configuration.get("min_loss_scale", 1), LEAST_SCALE)
         assert value(loss_scale.adjust(False)) == max(expected / 2, low)
         if 2.0**-100 < expected < 2.0**100:  # nothing of x is flushed
             np.testing.assert_array_equal(loss_scale.unscale(loss_scale.scale(x)), x)
@@ -88,7 +74,7 @@ def test_and_in_the_gradient_functions(start, configuration, expected, rng):
 
     scale, shrunk, (new, finite, grads) = run(unflattened(start, **configuration), x)
     assert scale == value(new) == expected and finite
-    assert shrunk == max(expected / 2, configuration.get("min_loss_scale", 1), LOW)
+    assert shrunk == max(expected / 2, configuration.get("min_loss_scale", 1), LEAST_SCALE)
     np.testing.assert_array_equal(grads, x * factor)
 
 
@@ -100,17 +86,18 @@ CONFIGURATIONS = st.fixed_dictionaries(
         "factor": st.sampled_from([1, 2, 3, 2**40, 2.0**126]) | st.floats(1, 2.0**126),
         "min_loss_scale": st.sampled_from([0, 1, 2**40]) | st.floats(0, 2.0**126),
         "max_loss_scale": st.sampled_from([None, 2**32, 2.0**127]) | st.floats(0, 2.0**127),
-        "backoff_factor": st.sampled_from([None, 0.5]) | st.floats(LOW, 1, exclude_max=True),
+        "backoff_factor": st.sampled_from([None, 0.5])
+        | st.floats(LEAST_SCALE, 1, exclude_max=True),
     }
 )
 
 
 def constructed(configuration):
     """Returns the loss scale, or None if the configuration is refused, as it may be."""
-    low = max(configuration["min_loss_scale"], LOW)
-    high = min(configuration["max_loss_scale"] or 0, HIGH)
+    low = max(configuration["min_loss_scale"], LEAST_SCALE)
+    high = min(configuration["max_loss_scale"] or 0, LARGEST_SCALE)
     if configuration["max_loss_scale"] is None:
-        high = HIGH
+        high = LARGEST_SCALE
     no_way_down = configuration["factor"] == 1 and configuration["backoff_factor"] is None
     if low > high or no_way_down:
         with pytest.raises(ValueError, match="Expected"):
@@ -125,9 +112,9 @@ def test_whatever_can_be_constructed_works(configuration, steps):
     loss_scale = constructed(configuration)
     if loss_scale is None:
         return
-    low = np.float32(max(configuration["min_loss_scale"], LOW))
+    low = np.float32(max(configuration["min_loss_scale"], LEAST_SCALE))
     highest = configuration["max_loss_scale"]
-    high = np.float32(HIGH if highest is None else min(highest, HIGH))
+    high = np.float32(LARGEST_SCALE if highest is None else min(highest, LARGEST_SCALE))
     factor = configuration["factor"]
     backoff = configuration["backoff_factor"] or 1 / factor
     scale = float(np.clip(np.float32(configuration["loss_scale"]), low, high))
@@ -205,9 +192,6 @@ def test_a_static_scale_of_0_holds_a_place_and_cannot_scale(rng):
             use(jnp.ones(2))
 
 
-# Digits
-
-
 @pytest.mark.parametrize("number", [3.0, 2.0**15 + 1, 1000.1, 2.0**15, 1 / 3])
 @pytest.mark.parametrize("kind", ["Static", "Dynamic"])
 def test_float64_gradients_keep_their_digits(kind, number, rng):
@@ -229,7 +213,7 @@ def test_each_leaf_is_unscaled_in_its_own_dtype_by_one_product(rng):
     with enable_x64():
         tree = {
             "a": jnp.asarray(rng.normal(size=3), jnp.float16),
-            "b": jnp.asarray(rng.normal(size=3), jnp.float32),
+            "b": normal(rng, 3),
             "c": jnp.asarray(rng.normal(size=3), jnp.float64),
         }
         for method in ("scale", "unscale"):
@@ -242,9 +226,6 @@ def test_each_leaf_is_unscaled_in_its_own_dtype_by_one_product(rng):
             products = [eqn.invars for eqn in of_arrays if eqn.primitive.name == "mul"]
             dtypes = [{atom.aval.dtype.name for atom in atoms} for atoms in products]
             assert dtypes == [{"float32"}, {"float32"}, {"float64"}]
-
-
-# Cost
 
 
 def count_step(layers, by_hand):
@@ -283,275 +264,6 @@ def test_the_loop_of_jmp_costs_what_the_hand_written_one_does():
     ours, by_hand = count_step(24, by_hand=False), count_step(24, by_hand=True)
     for name in ("entry_ops", "bytes_accessed", "instructions"):
         assert ours[name] <= 1.01 * by_hand[name], name
-
-
-# Numbers are NumPy's until they are used
-
-
-def test_numbers_are_kept_as_numpys_and_arrays_as_jaxs():
-    for arguments in ((2**15, 3), (np.asarray(8.0), np.int64(1)), (np.float16(8), np.uint8(1))):
-        scale = jmpx.DynamicLossScale(*arguments)
-        for leaf, dtype in ((scale.loss_scale, np.float32), (scale.counter, np.int32)):
-            assert type(leaf) is np.ndarray and leaf.shape == () and leaf.dtype == dtype
-    scale = jmpx.DynamicLossScale(jnp.float16(8), jnp.asarray(1))
-    assert isinstance(scale.loss_scale, jax.Array) and isinstance(scale.counter, jax.Array)
-    assert isinstance(scale.adjust(True).loss_scale, jax.Array)
-
-
-def test_no_backend_starts_before_a_step_runs():
-    code = """
-        import socket
-        import jax, numpy as np
-        import jmpx
-        scales = jmpx.DynamicLossScale(2.0**15), jmpx.DynamicLossScale(np.float16(8)), \
-            jmpx.DynamicLossScaling(2**15), jmpx.StaticLossScale(2.0**15), jmpx.NoOpLossScale()
-        for scale in scales:
-            jmpx.filter_grad(lambda w: w.sum(), scale, policy="c=f16")
-            jmpx.filter_value_and_grad(lambda w: w.sum(), scale, policy="c=bf16")
-            jax.tree.map(lambda x: x.dtype, jax.tree.leaves(scale)), repr(scale), scale == scale
-        jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend runs
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        jax.distributed.initialize(address, num_processes=1, process_id=0)
-        print(jax.device_count(), float(scales[0].adjust(False).loss_scale))
-    """
-    result = run_python("-W", "error", "-c", textwrap.dedent(code))
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "3 16384.0\n"
-
-
-def step_of(loss_scale):
-    """A train step that counts how often it is traced."""
-    traces = []
-
-    def step(loss_scale, w):
-        traces.append(jax.tree.map(jax.typeof, loss_scale))
-        loss_scale, _, grads = jmpx.filter_grad(lambda w: (w**2).sum(), loss_scale, policy="c=f16")(
-            w
-        )
-        return loss_scale, w - grads
-
-    return step, traces
-
-
-@pytest.mark.parametrize("compiler", ["jit", "donated", "filter_jit", "donated filter_jit"])
-def test_the_second_step_is_not_traced_anew(compiler, rng):
-    step, traces = step_of(jmpx.DynamicLossScale())
-    run = {
-        "jit": lambda: jax.jit(step),
-        "donated": lambda: jax.jit(step, donate_argnums=(0, 1)),
-        "filter_jit": lambda: eqx.filter_jit(step),
-        "donated filter_jit": lambda: eqx.filter_jit(step, donate="all"),
-    }[compiler]()
-    loss_scale, w = jmpx.DynamicLossScale(8.0, period=2), jnp.ones(3)
-    for expected in (8, 16, 16, 32):
-        loss_scale, w = run(loss_scale, w)
-        assert value(loss_scale) == expected
-    assert len(traces) == 1
-    assert jmpx.DynamicLossScale(8.0, period=2) == jmpx.DynamicLossScale(jnp.float32(8), period=2)
-
-
-TRIPS = {
-    "scan": lambda s: jax.lax.scan(lambda s, f: (s.adjust(f), None), s, jnp.ones(3, bool))[0],
-    "fori_loop": lambda s: jax.lax.fori_loop(0, 3, lambda _, s: s.adjust(True), s),
-    "cond": lambda s: jax.lax.cond(jnp.array(True), lambda s: s.adjust(True), lambda s: s, s),
-    "partition": lambda s: eqx.combine(*eqx.partition(s, eqx.is_array)),
-    "arithmetic": lambda s: jax.tree.map(lambda x: x * 1, s),
-    "device_put": lambda s: jax.device_put(s, jax.devices()[1]),
-    "pickle": lambda s: pickle.loads(pickle.dumps(s)),
-    "optax": lambda s: optax.tree_utils.tree_get({"scale": s}, "scale"),
-    "sharded": lambda s: jax.jit(
-        lambda s: s,
-        out_shardings=jax.tree.map(
-            lambda _: jax.sharding.NamedSharding(
-                jax.sharding.Mesh(jax.devices()[:2], "d"), jax.sharding.PartitionSpec()
-            ),
-            s,
-        ),
-    )(s),
-}
-
-
-@pytest.mark.parametrize("trip", TRIPS)
-def test_numpys_numbers_go_where_arrays_go(trip):
-    numbers = jmpx.DynamicLossScale(8.0, period=2)
-    arrays = jax.tree.map(jnp.asarray, numbers)
-    there, expected = TRIPS[trip](numbers), TRIPS[trip](arrays)
-    assert_same_bits(there, expected)
-    types = lambda tree: [jax.typeof(x) for x in jax.tree.leaves(tree)]  # noqa: E731
-    assert [t.weak_type for t in types(there)] == [False, False]
-    assert [(t.dtype, t.shape) for t in types(there)] == [(t.dtype, t.shape) for t in types(arrays)]
-
-
-# Flax
-
-
-SAVED = {
-    "no-op": (jmpx.NoOpLossScale(), jmpx.NoOpLossScale()),
-    "static": (jmpx.StaticLossScale(8), jmpx.StaticLossScale(8)),
-    "dynamic": (
-        jmpx.DynamicLossScale(2.0**12, 5, period=9, min_loss_scale=0.25),
-        jmpx.DynamicLossScale(period=9, min_loss_scale=0.25),
-    ),
-    "dynamic, on a device": (
-        jax.tree.map(jnp.asarray, jmpx.DynamicLossScale(2.0**12, 5)),
-        jmpx.DynamicLossScale(),
-    ),
-    "into another configuration": (
-        jmpx.DynamicLossScale(2.0**12, 5),
-        jmpx.DynamicLossScale(1.0, period=3, max_loss_scale=2.0**10),
-    ),
-}
-
-
-def state_with(scaling, holder):
-    params = {"w": jnp.ones(3)}
-    optimizer = jmpx.skip_nonfinite(optax.sgd(0.1, momentum=0.9))
-    if holder == "dict":
-        return {"params": params, "scaling": scaling}
-    if holder == "optax state":
-        return (optimizer.init(params), scaling)
-
-    class State(TrainState):
-        scaling: jmpx.LossScale
-
-    return State.create(apply_fn=None, params=params, tx=optimizer, scaling=scaling)
-
-
-def scaling_of(state):
-    if isinstance(state, dict):
-        return state["scaling"]
-    return state[1] if isinstance(state, tuple) else state.scaling
-
-
-@pytest.mark.parametrize("holder", ["dict", "optax state", "TrainState"])
-@pytest.mark.parametrize("name", SAVED)
-def test_flax_saves_and_restores_a_state_with_a_loss_scale(name, holder):
-    saved, template = SAVED[name]
-    state = state_with(saved, holder)
-    if holder == "TrainState":  # its class is made anew
-        target = state.replace(scaling=template)
-    else:
-        target = state_with(template, holder)
-    as_bytes = serialization.from_bytes(target, serialization.to_bytes(state))
-    as_dict = serialization.from_state_dict(target, serialization.to_state_dict(state))
-    for restored in (as_bytes, as_dict):
-        there = scaling_of(restored)
-        assert type(there) is type(saved)
-        if isinstance(saved, jmpx.DynamicLossScale):
-            expected = min(value(saved), template.max_loss_scale or HIGH)
-            assert (value(there), int(there.counter)) == (expected, 5)
-            assert dataclasses.replace(there, loss_scale=1.0, counter=0) == dataclasses.replace(
-                template, loss_scale=1.0, counter=0
-            )
-        else:
-            assert there == template
-        there.adjust(True)
-
-
-def test_flax_refuses_the_state_of_another_loss_scale():
-    of_dynamic = serialization.to_bytes(jmpx.DynamicLossScale())
-    with pytest.raises(ValueError, match=r"state of a NoOpLossScale to hold \[\], got"):
-        serialization.from_bytes(jmpx.NoOpLossScale(), of_dynamic)
-    with pytest.raises(ValueError, match="state of a DynamicLossScale to hold"):
-        serialization.from_state_dict(jmpx.DynamicLossScale(), {"scale": 1.0, "counter": 0})
-
-
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import jmpx, flax",  # jmpx first, and no adapter
-        "import flax, jmpx",
-        "import jmpx; early = jmpx.StaticLossScale(8); import jmpx.flax",
-    ],
-)
-def test_flax_knows_loss_scales_in_every_order_of_imports(imports):
-    code = f"""
-        {imports}
-        from flax import serialization
-        scale = globals().get("early") or jmpx.StaticLossScale(8)
-        assert serialization.from_bytes(scale, serialization.to_bytes(scale)) == scale
-    """
-    result = run_python("-c", textwrap.dedent(code))
-    assert result.returncode == 0, result.stderr
-
-
-def test_a_registration_of_the_users_own_stays():
-    code = """
-        import flax.serialization, jmpx
-        flax.serialization.register_serialization_state(
-            jmpx.DynamicLossScale, lambda s: {"mine": s.loss_scale}, lambda s, d: s
-        )
-        assert list(flax.serialization.to_state_dict(jmpx.DynamicLossScale())) == ["mine"]
-    """
-    result = run_python("-c", textwrap.dedent(code))
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.filterwarnings("ignore")  # Orbax's own
-def test_orbax_saves_numpys_numbers_and_restores_into_them(tmp_path):
-    checkpoint = pytest.importorskip("orbax.checkpoint")
-    fresh = jmpx.DynamicLossScale(2.0**12, 3, period=5)
-    with checkpoint.StandardCheckpointer() as checkpointer:
-        for name, saved in {"fresh": fresh, "stepped": fresh.adjust(True)}.items():
-            checkpointer.save(tmp_path / name, {"scale": saved})
-            checkpointer.wait_until_finished()
-            template = {"scale": jmpx.DynamicLossScale(period=7)}
-            restored = checkpointer.restore(tmp_path / name, template)["scale"]
-            assert (value(restored), restored.counter, restored.period) == (4096, saved.counter, 7)
-            assert restored.adjust(False).loss_scale == 2048
-
-
-# Leaves that JAX cannot hold
-
-
-@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
-@pytest.mark.parametrize("shape", [(), (3,), (0,)])
-def test_all_finite_of_long_doubles(dtype, shape):
-    beyond_float64 = np.full(shape, np.longdouble(10) ** 400, dtype)
-    check = {"long": beyond_float64[()], "float": jnp.ones(2)}
-    for run in (jmpx.all_finite, lambda t: jax.jit(lambda w: jmpx.all_finite({**t, "w": w}))(1.0)):
-        assert run(check)
-        for bad in (np.inf, np.nan):
-            assert bool(run({**check, "long": np.full(shape, bad, dtype)})) == (0 in shape)
-        assert not run({**check, "float": jnp.array([1.0, jnp.inf])})
-
-
-OUTSIDE = {
-    "text": (np.array(["a", "b"]), np.array(["c", "long"])),
-    "one text": (np.str_("a"), np.str_("b")),
-    "bytes": (np.array([b"a"]), np.array([b"b"])),
-    "dates": (np.datetime64("2026-01-01"), np.datetime64("2026-01-02")),
-    "many dates": (np.arange(3).astype("M8[s]"), np.arange(1, 4).astype("M8[s]")),
-    "durations": (np.timedelta64(1, "s"), np.timedelta64(2, "h")),
-    "objects": (np.array([print, None]), np.array([None, print])),
-    "long doubles": (np.longdouble(1), np.longdouble(2)),
-    "a number and a text": (np.float32(1), np.str_("1")),
-}
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_select_tree_of_what_jax_cannot_hold(name):
-    a, b = ({"w": jnp.full(2, float(w)), "x": x} for w, x in enumerate(OUTSIDE[name]))
-    for true, false in ((True, False), (np.True_, np.False_), (jnp.array(True), jnp.array(False))):
-        assert jmpx.select_tree(true, a, b)["x"] is a["x"]
-        picked = jmpx.select_tree(false, a, b)
-        assert picked["x"] is b["x"] and (picked["w"] == 1).all()
-    picked = []
-
-    def step(w, flag):
-        picked.append(jmpx.select_tree(False, {**a, "w": w}, b)["x"])  # no tracer
-        if name not in ("objects", "a number and a text"):  # equal ones are no conflict
-            equal = {"w": w, "x": pickle.loads(pickle.dumps(a["x"]))}
-            assert jmpx.select_tree(flag, {"w": w, "x": a["x"]}, equal)["x"] is a["x"]
-        return jmpx.select_tree(flag, a, b)["w"]
-
-    with pytest.raises(TypeError, match=r"by a traced flag between .* at tree\['x'\]") as error:
-        jax.jit(step)(jnp.ones(2), True)
-    message = str(error.value).splitlines()[0]  # JAX adds lines to what is raised in jit
-    assert message.endswith("outside of jax.jit, or leave them out of the trees.")
-    assert picked[0] is b["x"]
 
 
 # MPX's trajectory

@@ -1,3 +1,5 @@
+"""`jmpx.filter_value_and_grad` and `jmpx.filter_grad` on one device, against hand-written casts."""
+
 import functools
 
 import jax
@@ -5,50 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from helpers import normal
+from helpers.jaxprs import equations
+from helpers.training import LOSS_SCALES, POLICIES, by_hand, loss_fn, make_params
 
 import jmpx
-
-KINDS = {
-    "NoOp": jmpx.NoOpLossScale,
-    "Static": lambda: jmpx.StaticLossScale(2.0**10),
-    "Dynamic": lambda: jmpx.DynamicLossScale(2.0**10),
-}
-POLICIES = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
-
-
-def make_params(rng):
-    return {
-        "w": jnp.asarray(rng.normal(size=(6, 3)), jnp.float32),
-        "b": jnp.asarray(rng.normal(size=3), jnp.float32),
-    }
-
-
-def loss_fn(params, x):
-    hidden = jnp.tanh(x @ params["w"] + params["b"])
-    return jnp.mean(hidden.astype(jnp.float32) ** 2)
-
-
-def by_hand(params, x, dtype):
-    """The float32 gradient of the computation in `dtype`, unscaled: the reference."""
-    cast = functools.partial(jax.tree.map, lambda leaf: leaf.astype(dtype))
-    return jax.value_and_grad(lambda p: loss_fn(cast(p), cast(x)))(params)
 
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOSS_SCALES)
 def test_value_and_gradients_equal_the_hand_written_ones(kind, policy, jit, rng):
     # To the bit: a power of two scales exactly, as long as nothing over- or underflows.
-    params, x = make_params(rng), jnp.asarray(rng.normal(size=(5, 6)), jnp.float32)
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, KINDS[kind](), policy=f"c={policy}")
+    params, x = make_params(rng), normal(rng, 5, 6)
+    grad_fn = jmpx.filter_value_and_grad(loss_fn, LOSS_SCALES[kind](), policy=f"c={policy}")
     value, scaling, finite, grads = (jax.jit(grad_fn) if jit else grad_fn)(params, x)
     expected_value, expected = jax.jit(functools.partial(by_hand, dtype=POLICIES[policy]))(
         params, x
     )
     assert value.dtype == jnp.float32 and value.shape == ()
     assert finite.dtype == jnp.bool_ and bool(finite)
-    assert jax.tree.structure(scaling) == jax.tree.structure(KINDS[kind]())
+    assert jax.tree.structure(scaling) == jax.tree.structure(LOSS_SCALES[kind]())
     # Compiled, XLA keeps float32 between fused 16-bit operations; eager, it rounds after each.
     rounding = 0 if jit else float(jnp.finfo(POLICIES[policy]).eps)
     np.testing.assert_allclose(value, expected_value, rtol=2 * rounding)
@@ -162,22 +141,13 @@ def test_float16_gradients_that_would_underflow_survive_and_are_exact(rng):
     np.testing.assert_array_equal(lost, np.zeros(16))
 
 
-def primitives(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for parameter in jax.tree.leaves(list(eqn.params.values())):
-            inner = getattr(parameter, "jaxpr", parameter)
-            if hasattr(inner, "eqns"):
-                yield from primitives(inner)
-
-
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.float16])
 def test_float16_gradients_are_never_multiplied_or_divided_in_float16(param_dtype, rng):
     # The loss itself neither multiplies nor divides, so what does is the scaling.
     params = {"w": jnp.asarray(rng.normal(size=8), param_dtype)}
     grad_fn = jmpx.filter_grad(lambda p: p["w"].sum(), jmpx.DynamicLossScale(), policy="c=f16")
     jaxpr = jax.make_jaxpr(grad_fn)(params)
-    arithmetic = [e for e in primitives(jaxpr.jaxpr) if e.primitive.name in ("mul", "div")]
+    arithmetic = [e for e in equations(jaxpr) if e.primitive.name in ("mul", "div")]
     assert len(arithmetic) >= 3
     for eqn in arithmetic:
         assert {v.aval.dtype for v in eqn.invars} == {np.dtype("float32")}
@@ -197,7 +167,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOSS_SCALES)
 def test_models_with_leaves_of_every_kind(kind, rng):
     extras = {
         "activation": jnp.tanh,
@@ -211,8 +181,8 @@ def test_models_with_leaves_of_every_kind(kind, rng):
         "half": jnp.asarray(rng.normal(size=3), jnp.bfloat16),
         "complex": jnp.asarray([1 + 2j], jnp.complex64),
     }
-    tied = jnp.asarray(rng.normal(size=3), jnp.float32)
-    model = Model(jnp.asarray(rng.normal(size=3), jnp.float32), tied, extras)
+    tied = normal(rng, 3)
+    model = Model(normal(rng, 3), tied, extras)
 
     def loss_fn(model, x):
         assert model.weight.dtype == model.extras["half"].dtype == jnp.float16
@@ -225,9 +195,9 @@ def test_models_with_leaves_of_every_kind(kind, rng):
         return (h + noise).sum().astype(jnp.float32) + square.sum()
 
     x = rng.normal(size=3).astype(np.float32)
-    value, _, finite, grads = jmpx.filter_value_and_grad(loss_fn, KINDS[kind](), policy="c=f16")(
-        model, x
-    )
+    value, _, finite, grads = jmpx.filter_value_and_grad(
+        loss_fn, LOSS_SCALES[kind](), policy="c=f16"
+    )(model, x)
     assert value.dtype == jnp.float32 and bool(finite)
     assert isinstance(grads, Model)
     for name in ("activation", "name", "none", "steps", "new key", "old key", "rate"):
@@ -331,139 +301,6 @@ def test_a_scale_above_float16_reaches_a_float32_loss(rng):
     _, finite, grads = jmpx.filter_grad(loss_fn, scaling, policy="c=f16")(w)
     assert bool(finite)
     np.testing.assert_array_equal(grads, np.full(4, 2.0**-14))
-
-
-# several devices
-
-MAPS = ["vmap", "pmap", "shard_map", "shard_map without vma"]
-
-
-def replicate(run, how, params, batch):
-    """Calls `run(params, scaling, shard)` once for each of four shards of the batch."""
-    mesh = Mesh(jax.devices()[:4], "data")
-    if how.startswith("shard_map"):
-        spec = PartitionSpec()
-        mapped = jax.shard_map(
-            run,
-            mesh=mesh,
-            in_specs=(spec, PartitionSpec("data")),
-            out_specs=spec,
-            check_vma=how == "shard_map",
-        )
-        return jax.jit(mapped)(params, batch)
-    shards = batch.reshape(4, -1, *batch.shape[1:])
-    if how == "vmap":
-        return jax.jit(jax.vmap(run, in_axes=(None, 0), axis_name="data"))(params, shards)
-    return jax.pmap(run, axis_name="data", in_axes=(None, 0), devices=jax.devices()[:4])(
-        params, shards
-    )
-
-
-@pytest.mark.parametrize("kind", ["NoOp", "Dynamic"])
-@pytest.mark.parametrize("how", MAPS)
-# JAX 0.10 announces the end of pmap with a DeprecationWarning.
-@pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
-def test_value_and_gradients_are_the_mean_over_an_axis(how, kind, rng):
-    params = make_params(rng)
-    batch = jnp.asarray(rng.normal(size=(8, 6)), jnp.float32)
-
-    def run(params, shard):
-        return jmpx.filter_value_and_grad(loss_fn, KINDS[kind](), policy="c=f16", axis_name="data")(
-            params, shard
-        )
-
-    value, scaling, finite, grads = replicate(run, how, params, batch)
-    per_shard = [run_alone(kind, params, shard) for shard in batch.reshape(4, 2, 6)]
-    if how in ("vmap", "pmap"):  # one result for each replica, all the same
-        for leaf in jax.tree.leaves((value, finite, grads)):
-            assert (leaf == leaf[:1]).all()
-        value, finite, grads = jax.tree.map(lambda leaf: leaf[0], (value, finite, grads))
-    assert bool(finite)
-    np.testing.assert_allclose(value, np.mean([v for v, _ in per_shard]), rtol=1e-6)
-    for name, grad in grads.items():
-        expected = np.mean([g[name] for _, g in per_shard], axis=0)
-        assert grad.dtype == jnp.float32
-        # Each shard's gradient is of float16 precision, their mean is not rounded to it.
-        np.testing.assert_allclose(grad, expected, rtol=2e-3, atol=2e-5)
-
-
-def run_alone(kind, params, shard):
-    # Compiled, as `pmap` and `shard_map` are: the roundings that XLA leaves out are the same ones.
-    value, _, _, grads = jax.jit(
-        jmpx.filter_value_and_grad(loss_fn, KINDS[kind](), policy="c=f16")
-    )(params, shard)
-    return value, grads
-
-
-@pytest.mark.parametrize("how", MAPS)
-@pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
-def test_the_mean_is_taken_in_float32_to_the_bit(how, rng):
-    # Integers that float16 holds, whose mean it does not: 2048 + 1 needs twelve bits.
-    batch = jnp.asarray([[2048.0], [1.0], [2048.0], [1.0]], jnp.float32)
-    params = {"w": jnp.ones(1, jnp.float32)}
-
-    def run(params, shard):
-        return jmpx.filter_value_and_grad(
-            lambda p, x: (p["w"] * x).sum(), jmpx.NoOpLossScale(), policy="c=f16", axis_name="data"
-        )(params, shard)
-
-    value, _, _, grads = replicate(run, how, params, batch)
-    assert np.ravel(value)[0] == 1024.5
-    assert np.ravel(grads["w"])[0] == 1024.5
-
-
-@pytest.mark.parametrize("how", MAPS)
-@pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
-def test_all_replicas_take_the_decision_of_the_one_that_overflowed(how, rng):
-    params = make_params(rng)
-    batch = jnp.asarray(rng.normal(size=(8, 6)), jnp.float32).at[5, 2].set(jnp.inf)
-
-    def run(params, shard):
-        value, scaling, finite, grads = jmpx.filter_value_and_grad(
-            lambda p, x: (x @ p["w"]).sum(),
-            jmpx.DynamicLossScale(4.0),
-            policy="c=f16",
-            axis_name="data",
-        )(params, shard)
-        return finite, jmpx.all_finite(grads), scaling.loss_scale, scaling.counter
-
-    finite, _, scale, counter = replicate(run, how, params, batch)
-    assert (
-        not np.any(finite) and (np.asarray(scale) == 2).all() and (np.asarray(counter) == 0).all()
-    )
-
-
-@pytest.mark.parametrize("vma", [True, False])
-def test_the_only_reduction_is_in_float32(vma, rng):
-    mesh = Mesh(jax.devices()[:4], "data")
-    spec = PartitionSpec()
-
-    def run(params, shard):
-        return jmpx.filter_value_and_grad(
-            loss_fn, jmpx.DynamicLossScale(), policy="c=f16", axis_name="data"
-        )(params, shard)
-
-    mapped = jax.shard_map(
-        run, mesh=mesh, in_specs=(spec, PartitionSpec("data")), out_specs=spec, check_vma=vma
-    )
-    batch = rng.normal(size=(8, 6)).astype(np.float32)
-    jaxpr = jax.make_jaxpr(mapped)(make_params(rng), batch)
-    sums = [e for e in primitives(jaxpr.jaxpr) if e.primitive.name.startswith("psum")]
-    assert sums
-    for eqn in sums:
-        assert {v.aval.dtype for v in eqn.invars} == {np.dtype("float32")}
-
-
-def test_without_an_axis_a_jitted_step_shards_by_itself(rng):
-    mesh = Mesh(jax.devices(), "data")
-    sharded = jax.sharding.NamedSharding(mesh, PartitionSpec("data"))
-    params = make_params(rng)
-    batch = rng.normal(size=(16, 6)).astype(np.float32)
-    grad_fn = jax.jit(jmpx.filter_value_and_grad(loss_fn, jmpx.DynamicLossScale(), policy="c=bf16"))
-    value, *_, grads = grad_fn(params, jax.device_put(batch, sharded))
-    expected, *_, expected_grads = grad_fn(params, batch)
-    np.testing.assert_allclose(value, expected, rtol=1e-2)
-    np.testing.assert_allclose(grads["w"], expected_grads["w"], rtol=5e-2, atol=2e-3)
 
 
 # bad input

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import warns_once
+from helpers.training import value
 from hypothesis import given, settings, strategies as st
 
 import jmpx
@@ -17,10 +19,6 @@ KINDS = {
     "Dynamic": jmpx.DynamicLossScale(2.0**15),
 }
 SCALING = [KINDS["Static"], KINDS["Dynamic"]]
-
-
-def value(loss_scale):
-    return float(loss_scale.loss_scale)
 
 
 # scale and unscale
@@ -158,7 +156,7 @@ class Model:
             self.counter += 1
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)  # each compiles a loop
 @given(
     start=st.integers(-20, 127).map(lambda n: 2.0**n),
     counter=st.integers(0, 6),
@@ -363,9 +361,8 @@ def test_positional_arguments_are_those_of_jmp():
 
 @pytest.mark.parametrize("name", ["loss_scale", "min_loss_scale"])
 def test_an_integer_array_is_taken_with_one_warning(name):
-    with pytest.warns(UserWarning, match=f"Expected floating type for {name}") as caught:
+    with warns_once(__file__, f"Expected floating type for {name}"):
         loss_scale = jmpx.DynamicLossScale(**{name: jnp.asarray(8)})
-    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.jit(lambda s: s.adjust(False))(loss_scale)

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import apply_updates, assert_same_bits, lenient
+from helpers import apply_updates, assert_same_bits, lenient, normal
 from jax.sharding import Mesh, PartitionSpec
 
 import jmpx
@@ -23,7 +23,7 @@ def make_optimizer(name):
 
 def make_params(rng):
     params = {
-        "w": jnp.asarray(rng.normal(size=(4, 3)), jnp.float32),
+        "w": normal(rng, 4, 3),
         "b": jnp.asarray(rng.normal(size=3), jnp.bfloat16),
         # A sum with +0.0 would turn -0.0 into 0.0.
         "zero": jnp.array([-0.0, 0.0], jnp.float32),
@@ -118,7 +118,7 @@ def test_skip_nonfinite_skips_to_the_bit_and_counts(name, given, skip, rng):
 
 def test_skip_nonfinite_takes_the_flag_that_it_is_given(rng):
     optimizer = jmpx.skip_nonfinite(optax.sgd(1.0))
-    params = {"w": jnp.asarray(rng.normal(size=3), jnp.float32)}
+    params = {"w": normal(rng, 3)}
     state = optimizer.init(params)
     updates, state = optimizer.update(params, state, params, grads_finite=False)
     assert (updates["w"] == 0).all() and state.total_skipped == 1
@@ -131,7 +131,7 @@ def test_extra_arguments_are_handed_on(rng):
     optimizer = jmpx.skip_nonfinite(
         lenient(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)))
     )
-    params = {"w": jnp.asarray(rng.normal(size=3), jnp.float32)}
+    params = {"w": normal(rng, 3)}
     state = optimizer.init(params)
     _, state = optimizer.update(params, state, params, value=1.0)
     model, state = jmpx.optimizer_update(params, optimizer, state, params, True, value=1.0)
@@ -155,7 +155,7 @@ def test_optimizer_update_tells_skip_nonfinite(rng):
 
 
 def test_optimizer_update_leaves_other_leaves_alone(rng):
-    w = jnp.asarray(rng.normal(size=3), jnp.float32)
+    w = normal(rng, 3)
     key = jax.random.key(0)
     model = {"w": w, "act": jnp.tanh, "n": jnp.arange(2), "key": key, "none": None, "p": 0.5}
     trained = {name: w if name == "w" else None for name in model}
@@ -227,8 +227,8 @@ def test_a_cond_holds_all_of_the_optimizer(name, skip, rng):
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_in_a_scan_and_under_vmap(name, skip, rng):
     optimizer, step = make_step(name, skip)
-    params = {"w": jnp.asarray(rng.normal(size=(2, 3)), jnp.float32)}
-    grads = {"w": jnp.asarray(rng.normal(size=(2, 3)), jnp.float32)}
+    params = {"w": normal(rng, 2, 3)}
+    grads = {"w": normal(rng, 2, 3)}
     flags = jnp.array([[True, False, False, True], [False, True, True, False]])
 
     def run(params, grads, flags):
@@ -256,7 +256,7 @@ def test_steps_under_shard_map(name, skip, vma, rng):
     # of which each device has its part.
     optimizer, step = make_step(name, skip)
     mesh, everywhere, parts = Mesh(jax.devices()[:4], "d"), PartitionSpec(), PartitionSpec("d")
-    params = jnp.asarray(rng.normal(size=4), jnp.float32)
+    params = normal(rng, 4)
     flags = jnp.array([True, False, True, True])
 
     def run(params, part, flags):
@@ -282,7 +282,7 @@ def test_steps_under_shard_map(name, skip, vma, rng):
 def test_a_flag_of_each_device_on_parameters_of_all_is_no_cond(rng):
     # A lax.cond would call its result the same on all devices, which it is not.
     optimizer, step = make_step("plain", "cond")
-    params = jnp.asarray(rng.normal(size=3), jnp.float32)
+    params = normal(rng, 3)
     spec = PartitionSpec("d")
 
     def run(params, flags):
@@ -312,7 +312,7 @@ def test_a_state_with_python_numbers_is_selected(rng):
             s | {"steps": s["steps"] + 1},
         ),
     )
-    params = {"w": jnp.asarray(rng.normal(size=3), jnp.float32)}
+    params = {"w": normal(rng, 3)}
 
     @jax.jit
     def step(params, steps, finite):

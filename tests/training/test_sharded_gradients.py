@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jmpx
@@ -118,8 +119,8 @@ READS = {
 
 
 def make_problem(rng):
-    weights = {"full": {"w": jnp.asarray(rng.normal(size=(8, 3)), jnp.float32)}}
-    return weights, jnp.asarray(rng.normal(size=(12, 8)), jnp.float32)
+    weights = {"full": {"w": normal(rng, 8, 3)}}
+    return weights, normal(rng, 12, 8)
 
 
 @pytest.mark.parametrize("read", READS)
@@ -190,8 +191,8 @@ def contrastive(embed, x, everything):
 @pytest.mark.parametrize("closed_over", [False, True])
 @pytest.mark.parametrize("how", MAPS)
 def test_a_contrastive_loss_gathers_activations(how, closed_over, rng):
-    params = {"w": jnp.asarray(rng.normal(size=(8, 3)), jnp.float32), "b": jnp.ones(3)}
-    batch = jnp.asarray(rng.normal(size=(12, 8)), jnp.float32)
+    params = {"w": normal(rng, 8, 3), "b": jnp.ones(3)}
+    batch = normal(rng, 12, 8)
 
     def loss_fn(params, x, everything=gather):
         return contrastive(lambda x: jnp.tanh(x @ params["w"] + params["b"]), x, everything)
@@ -220,8 +221,8 @@ def everywhere(x):
 @pytest.mark.parametrize("vma", [True, False])
 @pytest.mark.parametrize("kind", ["cast", "stacked"])
 def test_varying_replicas_are_averaged(kind, vma, rng):
-    w = jnp.asarray(rng.normal(size=(4, 8, 3)), jnp.float32)
-    batch = jnp.asarray(rng.normal(size=(12, 8)), jnp.float32)
+    w = normal(rng, 4, 8, 3)
+    batch = normal(rng, 12, 8)
     loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)  # noqa: E731
 
     def run(w, x):
@@ -324,8 +325,8 @@ def test_it_compiles_to_the_same_and_calls_the_function_once(vma, rng, monkeypat
         out_specs=(P(), P(AXIS), P(), P()),
         check_vma=vma,
     )
-    params = [jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) for _ in range(3)]
-    batch = jnp.asarray(rng.normal(size=(12, 8)), jnp.float32)
+    params = [normal(rng, 8, 8) for _ in range(3)]
+    batch = normal(rng, 12, 8)
 
     def compile_and_run():
         calls.clear()

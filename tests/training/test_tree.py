@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import enable_x64
+from helpers import enable_x64, normal
 
 import jmpx
 
@@ -116,7 +116,7 @@ def test_leaves_stay_where_they_are(copies, rng):
 
 
 def test_many_leaves_are_cast_together(rng):
-    x = jnp.asarray(rng.normal(size=3), jnp.float32)
+    x = normal(rng, 3)
     tree = [x + i for i in range(100)] + [jnp.arange(3), x.astype(jnp.bfloat16)]
     together, calls = jmpx._eager_casts._cast_together, []
 
@@ -134,7 +134,7 @@ def test_many_leaves_are_cast_together(rng):
 
 
 def test_under_tracing_each_leaf_is_cast_by_itself(rng):
-    leaves = [jnp.asarray(rng.normal(size=3), jnp.float32) for _ in range(70)]
+    leaves = [normal(rng, 3) for _ in range(70)]
     cast = functools.partial(jmpx.cast_tree, dtype="f16")
     jaxpr = jax.make_jaxpr(cast)(leaves)
     assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["convert_element_type"] * 70
@@ -211,7 +211,7 @@ def test_force_full_precision_computes_in_float32(dtype, rng):
 
 def test_force_full_precision_gives_back_the_dtype_that_came_in(rng):
     f16, bf16 = (jnp.asarray(rng.normal(size=3), d) for d in (jnp.float16, jnp.bfloat16))
-    f32 = jnp.asarray(rng.normal(size=3), jnp.float32)
+    f32 = normal(rng, 3)
     add = jmpx.force_full_precision(lambda *xs: {"sum": sum(xs)})
     cases = [((f16,), f16), ((bf16, bf16), bf16), ((bf16, f32), f32), ((f16, bf16), f32)]
     for inputs, like in cases:

@@ -1,14 +1,31 @@
 """What several test files share."""
 
+import contextlib
 import doctest
 import functools
 import os
+import pathlib
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+F32, F16, BF16 = (np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16))
+LOG: list = []  # what modules of the tests note; it is empty when a test begins
+MIXED = "c=bf16,o=f32"
+
+
+def normal(rng, *shape):
+    return jnp.asarray(rng.normal(size=shape), F32)
+
+
+def dtypes(tree):
+    return [leaf.dtype.name for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
 
 
 def leniently(func):
@@ -40,7 +57,12 @@ def enable_x64():
     return jax.experimental.enable_x64()
 
 
-# Compiled in two thirds of the time, and nearly as fast.
+# Compiles soonest. And code that is equal on paper is equal in the last bit: LLVM's optimizations
+# would contract a product and a sum in one place and not in another.
+QUICK_XLA = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if jax.__version_info__ < (0, 11):  # later versions have MLIR's emitters only
+    QUICK_XLA += " --xla_cpu_use_fusion_emitters=false"
+# Compiles in two thirds of the time, and the code is nearly as fast: for trainings.
 LESS_OPTIMIZED = "--xla_backend_optimization_level=1"
 
 
@@ -71,6 +93,15 @@ def assert_same_bits(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@contextlib.contextmanager
+def warns_once(file, match):
+    """Holds that one warning comes, which names a line of `file`: the test's own, not jmpx's."""
+    with pytest.warns(UserWarning, match=match) as caught:
+        yield
+    (warning,) = caught
+    assert warning.filename == file
 
 
 def python_only(text):

@@ -1,0 +1,259 @@
+"""Derivatives and batching rules that the user wrote are the ones that run."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import F32, normal
+from helpers.autocast import (
+    activation,
+    assert_near,
+    assert_ran,
+    both,
+    check,
+    check_sides,
+    eleven,
+    seven,
+    together,
+    values,
+)
+from jax import lax
+from jax.scipy.special import xlogy
+
+import jmpx
+
+# Derivatives that are set by hand.
+
+ACTIVATIONS = {
+    "relu": (jax.nn.relu, 0.0),
+    "maximum": (lambda x: jnp.maximum(x, 0), 0.5),
+    "abs": (jnp.abs, 1.0),
+    "leaky_relu": (jax.nn.leaky_relu, 1.0),
+    "silu": (jax.nn.silu, 0.5),
+}
+
+
+def test_gradients_at_zero_are_those_of_float32():
+    eye, zeros = jnp.eye(3, dtype=F32), jnp.zeros((1, 3), F32)
+
+    def slopes(wrap):
+        return lambda x: {
+            name: wrap(lambda x, f=f: f(x @ eye).sum())(x) for name, (f, _) in ACTIVATIONS.items()
+        }
+
+    sides = (
+        slopes(lambda f: jax.grad(jmpx.autocast(f))),
+        slopes(lambda f: jmpx.autocast(jax.grad(f))),
+    )
+    for side, result in zip(sides, values((zeros,), *sides), strict=True):
+        for name, (_, slope) in ACTIVATIONS.items():
+            np.testing.assert_array_equal(result[name], slope, err_msg=name)
+        assert_ran(side, zeros, dot_general="bfloat16")
+
+
+@jax.custom_jvp
+def nested_seven(x, w):
+    return jnp.sin(seven(x, w))
+
+
+@nested_seven.defjvp
+def _(primals, tangents):
+    out, tangent = jax.jvp(seven, primals, tangents)
+    return jnp.sin(out), 5 * jnp.cos(out) * tangent
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def power_of(function, n, x, w):
+    return function(x @ w) ** n
+
+
+@power_of.defjvp
+def _(function, n, primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return power_of(function, n, x, w), n * 11 * (dx @ w + x @ dw)
+
+
+@jax.custom_jvp
+def counted(n, x, w):
+    return n + 1, (x @ w) * n.astype(F32)
+
+
+@counted.defjvp
+def _(primals, tangents):
+    (n, x, w), (dn, dx, dw) = primals, tangents
+    assert dn.dtype == jax.dtypes.float0
+    return counted(n, x, w), (np.zeros((), jax.dtypes.float0), 13 * (dx @ w + x @ dw))
+
+
+CUSTOM_JVP = {
+    "two arguments": seven,
+    "nested": nested_seven,
+    "nondiff_argnums": lambda x, w: power_of(jnp.cos, 3, x, w),
+    "integers": lambda x, w: counted(jnp.array(3), x, w)[1],
+    "a traced integer": lambda x, w: counted(x[0, 0].astype(int), x, w)[1],
+    "in jit": jax.jit(seven),
+    "in checkpoint": jax.checkpoint(seven),
+    "in scan": lambda x, w: lax.scan(lambda c, _: (seven(c, w) / 7, None), x, None, length=2)[0],
+    "in cond": lambda x, w: lax.cond(x[0, 0] < 9, seven, lambda x, w: x, x, w),
+    "in vmap": lambda x, w: jax.vmap(seven, (0, None))(x[:, None], w),
+}
+
+
+@pytest.mark.parametrize("name", CUSTOM_JVP)
+def test_custom_jvp_rules_are_used(pair, name):
+    check_sides(both, lambda x, w: CUSTOM_JVP[name](x, w).sum(), *pair)
+
+
+def test_second_derivatives_of_custom_jvp_rules(pair):
+    def jvp_of_gradients(f):
+        return lambda x, w: jax.jvp(both(f), (x, w), (w, x))
+
+    check_sides(jvp_of_gradients, lambda x, w: nested_seven(x, w).sum(), *pair)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def eleven_of(function, x, w, n):
+    return function(x @ w) * n.astype(F32)
+
+
+eleven_of.defvjp(
+    lambda function, x, w, n: (function(x @ w) * n.astype(F32), w),
+    lambda function, w, g: (11 * g @ w.T, 5 * g, None),
+)
+
+
+@jax.custom_gradient
+def thirteen(x, w):
+    return x @ w, lambda g: (13 * g @ w.T, g)
+
+
+CUSTOM_VJP = {
+    "two arguments": eleven,
+    "nondiff_argnums and integers": lambda x, w: eleven_of(jnp.cos, x, w, jnp.array(3)),
+    "custom_gradient": thirteen,
+    "in jit": jax.jit(eleven),
+    "in checkpoint": jax.checkpoint(eleven),
+    "in scan": lambda x, w: lax.scan(lambda c, _: (eleven(c, w) / 7, None), x, None, length=2)[0],
+    "in vmap": lambda x, w: jax.vmap(eleven, (0, None))(x[:, None], w),
+    "on a product": lambda x, w: eleven(jnp.tanh(x @ w), w) @ w,
+}
+
+
+@pytest.mark.parametrize("name", CUSTOM_VJP)
+def test_custom_vjp_rules_are_used(pair, name):
+    # What a rule holds runs in float32 while it is one, and as all else does once it is taken.
+    check_sides(
+        both,
+        lambda x, w: (CUSTOM_VJP[name](x, w) @ w).sum(),
+        *pair,
+        products=("bfloat16 float32", "bfloat16"),
+    )
+
+
+def test_custom_vjp_runs_in_float32(pair):
+    forward = jmpx.autocast(lambda x, w: eleven(jnp.tanh(x @ w), w))
+    assert_ran(forward, *pair, dot_general="bfloat16 float32", tanh="bfloat16")
+    assert_ran(jmpx.autocast(eleven), *pair, dot_general="float32")
+
+
+def test_a_custom_vmap_rule_is_used(pair):
+    @jax.custom_batching.custom_vmap
+    def f(x):
+        return x + 1
+
+    @f.def_vmap
+    def _(axis_size, in_batched, x):
+        return 5 * x, in_batched[0]
+
+    x, w = pair
+    check(lambda x, w: jax.vmap(f)(x @ w), x, w)
+    cast = jax.vmap(jmpx.autocast(lambda x: f(x @ w)))
+    assert_near(cast(x), 5 * (x @ w))
+
+
+# Tangents and cotangents are cast linearly.
+
+
+@jax.custom_jvp
+def chosen(h, p):
+    return h * p
+
+
+@chosen.defjvp
+def _(primals, tangents):
+    (h, p), (dh, dp) = primals, tangents
+    return chosen(h, p), jnp.where(h > 0, dh * p, dp) + jnp.where(h > 0, h * dp, dp)
+
+
+@jax.custom_jvp
+def joined(h, p):
+    return jnp.concatenate([h, p])
+
+
+@joined.defjvp
+def _(primals, tangents):
+    dh, dp = tangents
+    zeros = jnp.zeros((2 * dh.shape[0], *dh.shape[1:]), dh.dtype)
+    start = (dh.shape[0], 0)
+    out = lax.dynamic_update_slice(jnp.pad(dh, ((0, dh.shape[0]), (0, 0))), dp, start)
+    return joined(*primals), out + zeros.at[0].set(dp[0]) - zeros.at[0].set(dp[0])
+
+
+BY_HAND = {
+    "xlogy": xlogy,
+    "hypot": jnp.hypot,
+    "logaddexp": jnp.logaddexp,
+    "where on tangents": chosen,
+    "tangents in place": joined,
+    "in jit": jax.jit(lambda h, p: jax.jit(chosen)(h, p)),
+    "in scan": lambda h, p: lax.scan(lambda c, _: (xlogy(c, p) + h, c), h, None, length=2),
+    "in checkpoint": jax.checkpoint(lambda h, p: chosen(xlogy(h, p), p)),
+    "in cond": lambda h, p: lax.cond(h[0, 0] > -9, chosen, lambda h, p: h, h, p),
+    "in vmap": jax.vmap(lambda h, p: chosen(h[None], p[None])),
+}
+
+
+BY_HAND_OF = [(name, "c=f16") for name in BY_HAND]
+BY_HAND_OF += [(name, "c=bf16") for name in ("xlogy", "hypot", "where on tangents")]
+
+
+@functools.cache
+def of_rules_by_hand(policy):
+    x, w, p = jnp.eye(3, dtype=F32) + 1, *normal(np.random.default_rng(4), 2, 3, 3)
+    p = jnp.abs(p) + 0.5
+
+    def forward(f):
+        return lambda x, p: jax.jvp(f, (x, p), (p, x))[1]
+
+    def sides_of(name):
+        def loss(x, p):
+            leaves = jax.tree.leaves(BY_HAND[name](jnp.abs(x @ w) + 0.5, p))
+            return sum((leaf**2).sum() for leaf in leaves)
+
+        transforms = both, forward
+        sides = [jmpx.autocast(transform(loss), policy) for transform in transforms]
+        sides += [transform(jmpx.autocast(loss, policy)) for transform in transforms]
+        return [f(x, p) for f in (*sides, *(transform(loss) for transform in transforms))]
+
+    names = [name for name, of_policy in BY_HAND_OF if of_policy == policy]
+    return together({name: functools.partial(sides_of, name) for name in names})
+
+
+@pytest.mark.parametrize("name, policy", BY_HAND_OF)
+def test_custom_jvp_of_an_activation_and_a_parameter(name, policy):
+    *got, slope, tangent = of_rules_by_hand(policy)[name]
+    assert_near(got, [slope, tangent] * 2, 1e-2 if policy == "c=f16" else 8e-2)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_large_tangent_overflows(wrap):
+    x, h = activation([1.0, -1.0])
+    f = jmpx.autocast(wrap(lambda x, p: chosen(h(x), p)), "c=f16")
+
+    def slope(size):
+        return jax.jvp(f, (x, jnp.ones_like(x)), (jnp.zeros_like(x), jnp.full_like(x, size)))[1]
+
+    np.testing.assert_array_equal(slope(1e6), [[np.inf, np.inf]])
+    np.testing.assert_array_equal(slope(1e3), [[1e3, 2e3]])

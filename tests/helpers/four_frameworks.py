@@ -1,0 +1,207 @@
+"""One model in four frameworks, and which of its products run in which dtype."""
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jmpx
+import jmpx.equinox
+import jmpx.flax
+import jmpx.haiku
+from helpers.jaxprs import equations, trace
+
+# One model in four frameworks: first, block/inner, block/outer and head, of other widths each, so
+# that a product tells of itself whose it is, forward and backward.
+WIDTHS = {"first": (3, 4), "inner": (4, 5), "outer": (5, 6), "head": (6, 7)}
+BATCH = 2
+
+
+class HaikuBase(hk.Module):
+    pass
+
+
+class HaikuHead(hk.Linear):
+    pass
+
+
+class HaikuBlock(HaikuBase):
+    def __call__(self, x):
+        return hk.Linear(6, name="outer")(jnp.tanh(hk.Linear(5, name="inner")(x)))
+
+
+class HaikuNet(hk.Module):
+    def __call__(self, x):
+        x = HaikuBlock(name="block")(hk.Linear(4, name="first")(x))
+        return HaikuHead(7, name="head")(x)
+
+
+class LinenBase(nn.Module):
+    pass
+
+
+class LinenHead(nn.Dense):
+    pass
+
+
+class LinenBlock(LinenBase):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(6, name="outer")(jnp.tanh(nn.Dense(5, name="inner")(x)))
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = LinenBlock(name="block")(nn.Dense(4, name="first")(x))
+        return LinenHead(7, name="head")(x)
+
+
+class NNXBase(nnx.Module):
+    pass
+
+
+class NNXHead(nnx.Linear):
+    pass
+
+
+class NNXBlock(NNXBase):
+    def __init__(self, rngs):
+        self.inner, self.outer = nnx.Linear(4, 5, rngs=rngs), nnx.Linear(5, 6, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(jnp.tanh(self.inner(x)))
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.block = nnx.Linear(3, 4, rngs=rngs), NNXBlock(rngs)
+        self.head = NNXHead(6, 7, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.block(self.first(x)))
+
+
+class EquinoxLinear(eqx.Module):  # one's own: its calls have no scope
+    weight: jax.Array
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+class EquinoxBase(eqx.Module):
+    pass
+
+
+class EquinoxHead(EquinoxLinear):
+    pass
+
+
+class EquinoxBlock(EquinoxBase):
+    inner: EquinoxLinear
+    outer: EquinoxLinear
+
+    def __call__(self, x):
+        return self.outer(jnp.tanh(self.inner(x)))
+
+
+class EquinoxNet(eqx.Module):
+    first: EquinoxLinear
+    block: EquinoxBlock
+    head: EquinoxHead
+
+    def __call__(self, x):
+        return self.head(self.block(self.first(x)))
+
+
+HAIKU = hk.without_apply_rng(hk.transform(lambda x: HaikuNet(name="net")(x)))
+LINEN = LinenNet()
+
+
+def equinox_net():
+    first, inner, outer, head = (jnp.full(shape, 0.1) for shape in WIDTHS.values())
+    linears = [EquinoxLinear(w) for w in (first, inner, outer)]
+    return EquinoxNet(linears[0], EquinoxBlock(*linears[1:]), EquinoxHead(head))
+
+
+def call(model, x):
+    return model(x)
+
+
+def within(policies, apply, policy_map):
+    def wrapper(*args):
+        with policies(policy_map):
+            return apply(*args)
+
+    return wrapper
+
+
+def viewing(with_policies, policy_map):
+    return lambda model, x: with_policies(model, policy_map)(x)
+
+
+X = jnp.ones((BATCH, 3))
+# Framework: what is called, its parameters or model, the adapter, and the names of its layers.
+FRAMEWORKS = {
+    "haiku": (
+        HAIKU.apply,
+        HAIKU.init(jax.random.key(0), X),
+        functools.partial(within, jmpx.haiku.policies, HAIKU.apply),
+        {"Linear": "Linear", "module.Linear": "haiku.Linear", "net/": "net/", "Own": "Haiku"},
+    ),
+    "linen": (
+        LINEN.apply,
+        LINEN.init(jax.random.key(0), X),
+        functools.partial(within, jmpx.flax.policies, LINEN.apply),
+        {"Linear": "Dense", "module.Linear": "flax.linen.Dense", "net/": "", "Own": "Linen"},
+    ),
+    "nnx": (
+        call,
+        NNXNet(nnx.Rngs(0)),
+        functools.partial(viewing, jmpx.flax.with_policies),
+        {"Linear": "Linear", "module.Linear": "flax.nnx.Linear", "net/": "", "Own": "NNX"},
+    ),
+    "equinox": (
+        call,
+        equinox_net(),
+        functools.partial(viewing, jmpx.equinox.with_policies),
+        {
+            "Linear": "EquinoxLinear",
+            "module.Linear": f"{__name__}.EquinoxLinear",
+            "net/": "",
+            "Own": "Equinox",
+        },
+    ),
+}
+
+
+def in_words_of(framework, policy):
+    """A policy map string with the names that a framework has for it."""
+    for name, own in reversed(FRAMEWORKS[framework][3].items()):
+        policy = policy.replace(f"<{name}>", own)
+    return policy
+
+
+def products(f, *args):
+    """Whose products run in which dtypes."""
+    found = {}
+    for eqn in equations(trace(f, *args)):
+        if eqn.primitive.name != "dot_general":
+            continue
+        dims = {n for var in (*eqn.invars, *eqn.outvars) for n in var.aval.shape} - {1, BATCH}
+        (name,) = [name for name, widths in WIDTHS.items() if set(widths) == dims]
+        found.setdefault(name, set()).update(var.aval.dtype.name for var in eqn.invars)
+    assert set(found) == set(WIDTHS)
+    return found
+
+
+def assert_selected(found, full):
+    expected = {name: {"float32" if name in full else "bfloat16"} for name in WIDTHS}
+    assert found == expected
+
+
+ALL = "first inner outer head"
