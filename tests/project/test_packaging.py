@@ -16,7 +16,8 @@ from helpers import run_python_blocks
 ROOT = Path(__file__).parents[2]
 FOLDERS = (".ci", "benchmarks", "docs", "examples", "jmpx", "tests")
 FILES = """
-    CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in README.md pyproject.toml setup.cfg
+    .pre-commit-config.yaml CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in README.md
+    pyproject.toml setup.cfg
 """.split()
 KINDS = ("sdist", "wheel", "editable")
 BUILD = """
