@@ -51,7 +51,7 @@ Record = dict[str, Any]
 class Precision(NamedTuple):
     """How one row of the table trains."""
 
-    policy: str = "full"  # of the parameters as they are stored, and of the casts of the gradient
+    policy: str = "full"  # its params dtype stores the parameters, its compute dtype casts them
     autocast: str | None = None
     loss_scale: Callable[[], jmpx.LossScale] = jmpx.NoOpLossScale
     nudged: bool = False
@@ -109,7 +109,7 @@ def batches(text: np.ndarray, size: Size, seed: int) -> Iterator[np.ndarray]:
 
 
 def pieces(text: np.ndarray, size: Size) -> np.ndarray:
-    """Returns a text cut in order, of shape (count, batch, context + 1), without its last rest."""
+    """Cuts a text in order into shape (count, batch, context + 1), and drops the rest."""
     starts = np.arange(0, len(text) - size.context, size.context)
     starts = starts[: len(starts) // size.batch * size.batch].reshape(-1, size.batch)
     return text[starts[..., None] + np.arange(size.context + 1)]
@@ -145,7 +145,7 @@ def init(size: Size, characters: int, seed: int) -> PyTree:
 
 
 def nudge(params: PyTree, seed: int) -> PyTree:
-    """Returns parameters of which each is the next larger or smaller number of float32."""
+    """Replaces each parameter by the next larger or smaller number of float32."""
     rng = np.random.default_rng(seed)
 
     def next_to(x: jax.Array) -> jax.Array:
@@ -192,6 +192,14 @@ def predict(params: PyTree, text: jax.Array, heads: int) -> jax.Array:
 # A run.
 
 
+class State(NamedTuple):
+    """What a training step takes and returns."""
+
+    params: PyTree
+    opt_state: jmpx.SkipNonfiniteState
+    loss_scale: jmpx.LossScale
+
+
 def make_loss(precision: Precision, heads: int) -> Callable[[PyTree, jax.Array], jax.Array]:
     """Returns the mean cross-entropy, a function of parameters and text."""
     apply: Callable[..., jax.Array] = functools.partial(predict, heads=heads)
@@ -215,12 +223,13 @@ def train(precision: Precision, size: Size, text: Text, seed: int) -> Record:
     exactly = {"xla_allow_excess_precision": False}
 
     @functools.partial(jax.jit, compiler_options=exactly)
-    def step(state: PyTree, text: jax.Array) -> PyTree:
-        params, opt_state, scaling = state
-        grad_fn = jmpx.filter_value_and_grad(loss_fn, scaling, policy=policy)
-        _, scaling, grads_finite, grads = grad_fn(params, text)
-        params, opt_state = jmpx.optimizer_update(params, optimizer, opt_state, grads, grads_finite)
-        return params, opt_state, scaling
+    def step(state: State, text: jax.Array) -> State:
+        grad_fn = jmpx.filter_value_and_grad(loss_fn, state.loss_scale, policy=policy)
+        _, loss_scale, grads_finite, grads = grad_fn(state.params, text)
+        params, opt_state = jmpx.optimizer_update(
+            state.params, optimizer, state.opt_state, grads, grads_finite
+        )
+        return State(params, opt_state, loss_scale)
 
     @functools.partial(jax.jit, compiler_options=exactly)
     def validate(params: PyTree, text: jax.Array) -> jax.Array:
@@ -230,16 +239,17 @@ def train(precision: Precision, size: Size, text: Text, seed: int) -> Record:
     if precision.nudged:
         params = nudge(params, seed)
     params = policy.cast_to_param(params)
-    state = params, optimizer.init(params), precision.loss_scale()
+    opt_state: Any = optimizer.init(params)  # a SkipNonfiniteState, which optax's type hides
+    state = State(params, opt_state, precision.loss_scale())
     held_back = jnp.asarray(pieces(text.validation, size))
     losses = []
     progress = tqdm(batches(text.train, size, seed), total=size.steps, unit="step", leave=False)
     for number, batch in enumerate(progress, 1):
-        state = step(state, batch)
+        state = step(state, jnp.asarray(batch))
         if number % size.validate_every == 0:
-            losses.append([number, round(float(validate(state[0], held_back)), 5)])
+            losses.append([number, round(float(validate(state.params, held_back)), 5)])
             progress.set_postfix(loss=losses[-1][1])
-    return {"losses": losses, "skipped_steps": int(state[1].total_skipped)}
+    return {"losses": losses, "skipped_steps": int(state.opt_state.total_skipped)}
 
 
 # Records.
@@ -251,7 +261,7 @@ def read(path: Path) -> list[Record]:
 
 
 def setting(size: Size, text: Text) -> Record:
-    """Returns the fields that records have in common which may be compared."""
+    """Returns the fields that are equal in all records of one comparison."""
     return {
         "benchmark": "language_model",
         **size._asdict(),
@@ -263,7 +273,7 @@ def setting(size: Size, text: Text) -> Record:
 
 
 def measure(out: Path, precisions: Iterable[str], seeds: int, size: Size) -> None:
-    """Runs what `out` does not have yet, and appends a line for each run."""
+    """Makes the runs that `out` has no record of, and appends a record after each."""
     text = read_text()
     common = setting(size, text)
     planned = [common | {"seed": s, "precision": p} for s in range(seeds) for p in precisions]
@@ -288,7 +298,7 @@ def final_losses(records: Iterable[Record]) -> dict[str, dict[int, float]]:
 
 
 def differences(losses: dict[str, dict[int, float]], precision: str) -> list[float]:
-    """Returns, for each seed that both have, how much larger a loss is than that of float32."""
+    """Returns the loss less that of float32, for each seed that has both."""
     ours, theirs = losses[precision], losses.get("float32", {})
     return [loss - theirs[seed] for seed, loss in sorted(ours.items()) if seed in theirs]
 
@@ -339,7 +349,7 @@ def draw(records: list[Record], path: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Compares precisions on a language model.")
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=[*PRECISIONS])
     parser.add_argument("--seeds", type=int, default=3)
     for name, default in Size._field_defaults.items():
