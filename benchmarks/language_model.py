@@ -319,7 +319,7 @@ def table(records: list[Record]) -> str:
         found = differences(losses, name)
         apart = ("", "")
         if found and name != "float32":
-            apart = f"{statistics.mean(found):+.4f}", f"{min(found):+.4f} to {max(found):+.4f}"
+            apart = f"{statistics.mean(found):+.5f}", f"{min(found):+.5f} to {max(found):+.5f}"
         skipped = sum(r["skipped_steps"] for r in records if r["precision"] == name)
         mean = statistics.mean(by_seed.values())
         cells = f"{len(by_seed)}", f"{mean:.4f}", f"{spread(by_seed.values()):.4f}"

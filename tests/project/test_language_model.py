@@ -70,7 +70,7 @@ def test_runs_are_made_once_and_compared_by_seed(tmp_path, capsys):
     theirs = np.array([final["float32", seed] for seed in range(2)])
     (row,) = [row for row in rows if row[0] == "| float16"]
     assert row[1:5] == [
-        *("2", f"{ours.mean():.4f}", f"{np.ptp(ours):.4f}", f"{(ours - theirs).mean():+.4f}")
+        *("2", f"{ours.mean():.4f}", f"{np.ptp(ours):.4f}", f"{(ours - theirs).mean():+.5f}")
     ]
 
 
