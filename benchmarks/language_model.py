@@ -328,7 +328,7 @@ def table(records: list[Record]) -> str:
 
 
 def draw(records: list[Record], path: str) -> None:
-    """Draws the differences to float32, a dot a seed."""
+    """Draws the differences to float32, a dot for each seed."""
     from matplotlib.figure import Figure
 
     losses = final_losses(records)
@@ -341,10 +341,12 @@ def draw(records: list[Record], path: str) -> None:
     for row, name in enumerate(names):
         found = differences(losses, name)
         axis.plot(found, [row] * len(found), "o", color="tab:blue", alpha=0.7)
+    axis.set_xscale("symlog", linthresh=1e-5)
+    axis.grid(axis="x", alpha=0.3)
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_xlabel("validation loss less that of float32 with the same seed (nats a character)")
-    axis.legend(loc="lower right")
+    figure.legend(loc="outside upper right")
     figure.savefig(path, dpi=120)
 
 
