@@ -1,11 +1,12 @@
-"""Trains a small convolutional network on digits under autocast: not a cast in the model.
+"""Trains a small convolutional network on digits under autocast; the model contains no cast.
 
     python examples/equinox/autocast.py
     python examples/equinox/autocast.py "--mp_policy=c=f16; op.tanh: full"
     python examples/equinox/autocast.py --mp_policy=full
 
-The policy says what matrix products and convolutions compute in; the rest follows from the rules of
-`jmpx.autocast`, which scopes (`*/eqx.nn.MLP: full`) and operations (`op.tanh: full`) override.
+The policy sets the dtype of matrix products and convolutions; autocast's rules set those of all
+other operations. Rules for modules (`*/eqx.nn.MLP: full`) and for operations (`op.tanh: full`)
+override it.
 """
 
 import datasets
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
+from jax.typing import ArrayLike
 from tqdm import tqdm
 
 import jmpx
@@ -47,10 +49,10 @@ class Network(eqx.Module):
         return self.mlp(jax.nn.gelu(x).ravel())
 
 
-def logits_of(model: Network, images: jax.Array) -> jax.Array:
+def logits_of(model: Network, images: ArrayLike) -> jax.Array:
     """Returns float32 logits [batch, 10] of uint8 images [batch, 8, 8, 1]."""
     model = jmpx.autocast(jax.vmap(model), MP.policy_map)
-    return model(images.astype(jnp.float32) / 127.5 - 1)
+    return model(jnp.asarray(images, jnp.float32) / 127.5 - 1)
 
 
 def loss_fn(model: Network, batch: datasets.Data) -> jax.Array:
@@ -60,7 +62,7 @@ def loss_fn(model: Network, batch: datasets.Data) -> jax.Array:
 
 @eqx.filter_jit
 def train_step(model, opt_state, loss_scale, batch, optimizer):
-    """One step; autocast does the casts, so that "full" adds none."""
+    """Takes one step; autocast does the casts, so the gradient function casts nothing: "full"."""
     loss, loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
         loss_fn, loss_scale, policy="full"
     )(model, batch)

@@ -1,4 +1,4 @@
-"""The images that `train_vit.py` learns: scikit-learn's digits, CIFAR-10 and CIFAR-100."""
+"""The images that the examples train on: scikit-learn's digits, CIFAR-10 and CIFAR-100."""
 
 import io
 import pickle
@@ -21,7 +21,7 @@ class Data(NamedTuple):
 
 
 class Archive(NamedTuple):
-    """Where an official CIFAR archive in its version for Python keeps what."""
+    """The names of the files and entries of an official CIFAR archive for Python."""
 
     file: str
     train: tuple[str, ...]
@@ -50,12 +50,12 @@ NAMES = ("digits", *ARCHIVES)
 
 
 def side_of(name: str) -> int:
-    """How many pixels wide and high the images of a dataset are."""
+    """Returns the width and height in pixels of a dataset's images."""
     return 8 if name == "digits" else 32
 
 
 def classes_of(name: str) -> int:
-    """How many labels a dataset has."""
+    """Returns how many classes a dataset has."""
     return 10 if name == "digits" else ARCHIVES[name].classes
 
 
@@ -64,10 +64,10 @@ def load(name: str, directory: str | None) -> tuple[Data, Data]:
 
     Args:
         name: one of `NAMES`.
-        directory: where the archive of a CIFAR dataset lies.
+        directory: the one that holds the archive of a CIFAR dataset.
 
     Raises:
-        ValueError: if the archive is not what it should be; the message says where and how.
+        ValueError: if the archive cannot be read or its content is wrong; the message says where.
     """
     if name == "digits":
         return load_digits()
@@ -78,20 +78,21 @@ def load_digits() -> tuple[Data, Data]:
     """Returns the training and the test images: a fixed, shuffled, stratified split."""
     from sklearn import datasets, model_selection
 
-    digits = datasets.load_digits()
+    digits: Any = datasets.load_digits()  # scikit-learn has no types
     images = np.rint(digits.images[..., None] * (255 / 16)).astype(np.uint8)
-    train_x, test_x, train_y, test_y = model_selection.train_test_split(
+    parts: Any = model_selection.train_test_split(
         images,
         digits.target.astype(np.int32),
         test_size=TEST_SHARE,
         stratify=digits.target,
         random_state=0,
     )
+    train_x, test_x, train_y, test_y = parts
     return Data(train_x, train_y), Data(test_x, test_y)
 
 
 def load_cifar(path: Path, archive: Archive) -> tuple[Data, Data]:
-    """Returns the training and the test images of an archive, which stays packed."""
+    """Returns the training and the test images of an archive; nothing is unpacked on disk."""
     try:
         with tarfile.open(path) as tar:
             train = [read_batch(tar, path, member, archive) for member in archive.train]
@@ -134,7 +135,7 @@ def read_batch(tar: tarfile.TarFile, path: Path, member: str, archive: Archive) 
             f"Expected labels from 0 to {archive.classes - 1} as {archive.labels!r} of {where}, "
             f"got {labels.min()} to {labels.max()}."
         )
-    images = images.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)  # a plane for each color
+    images = images.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)  # each color is a plane
     return Data(np.ascontiguousarray(images), labels.astype(np.int32))
 
 
@@ -156,8 +157,8 @@ def entry(content: dict[Any, Any], key: bytes, where: str) -> np.ndarray:
 class PickledArray:
     """Takes the place of `numpy.ndarray` in a pickle.
 
-    NumPy's own constructors believe what a pickle says: one that describes numbers as objects
-    makes them read any address of memory. This one takes numbers only.
+    NumPy's own constructors trust the pickle: if it declares numbers to be objects, they read
+    memory at any address. This class reads numbers only.
     """
 
     array = np.zeros(0)
@@ -181,7 +182,8 @@ class PickledDtype:
         self.dtype = np.dtype(text)
 
     def __setstate__(self, state: Any) -> None:
-        self.dtype = self.dtype.newbyteorder(as_text(state[1]))
+        order: Any = as_text(state[1])  # NumPy refuses what is no byte order
+        self.dtype = self.dtype.newbyteorder(order)
 
 
 def as_text(name: str | bytes) -> str:
@@ -189,14 +191,14 @@ def as_text(name: str | bytes) -> str:
 
 
 def latin1(text: str, encoding: str | bytes) -> bytes:
-    """Takes the place of `_codecs.encode`, which protocol 2 writes for bytes."""
+    """Takes the place of `_codecs.encode`, by which pickles of protocol 2 store bytes."""
     if as_text(encoding) != "latin1":
         raise pickle.UnpicklingError(f"it encodes bytes as {encoding!r}")
     return text.encode("latin1")
 
 
 class ArrayUnpickler(pickle.Unpickler):
-    """Reads arrays, numbers, strings, bytes, lists, tuples and dicts, and refuses all else."""
+    """Reads arrays, numbers, strings, bytes, lists, tuples and dicts, and refuses anything else."""
 
     admitted = {
         ("numpy.core.multiarray", "_reconstruct"): PickledArray,
@@ -216,7 +218,7 @@ def read_pickle(content: bytes, where: str) -> Any:
     """Reads a pickle of Python 2 or 3 that holds arrays and plain values."""
     try:
         return ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
-    # A pickle is a program: a broken one may raise anything.
+    # A pickle is a program, so a broken one may raise any exception.
     except Exception as error:
         raise ValueError(
             f"Refused {where}, which is not a pickle of arrays, numbers, strings, lists and dicts: "

@@ -1,14 +1,15 @@
-"""Trains a vision transformer on small images, in the precision that flags ask for.
+"""Trains the vision transformer of `vit.py` on small images, in the precision that flags set.
 
     python examples/equinox/train_vit.py "--mp_policy=c=bf16,o=f32; LayerNorm: full; Softmax: full"
 
-The policy map says which parts compute in what: the default bfloat16, with float32 islands. The
-digits come with scikit-learn; CIFAR is read from its archive for Python, where it lies:
+The policy map sets the dtype of each part: here all of the model computes in bfloat16, except for
+LayerNorm and the softmax, which compute in float32. The digits come with scikit-learn. CIFAR is
+read from the archive that its authors publish for Python; you download it into a directory:
 
     python examples/equinox/train_vit.py --dataset=cifar10 --data_dir=DIRECTORY --patch=4 \
         --width=192 --depth=6 --batch_size=256 --epochs=30
 
-All devices that JAX sees share each batch.
+Each batch is split over all devices that JAX finds.
 """
 
 import functools
@@ -28,8 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
+from history import History, draw
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 from tqdm import tqdm
+from vit import VisionTransformer
 
 import jmpx
 import jmpx.equinox
@@ -47,7 +51,7 @@ SEED = flags.DEFINE_integer("seed", 0, "Seeds initialization and batches.", lowe
 EPOCHS = flags.DEFINE_integer("epochs", 15, "How many times to go over the data.", lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a step.", lower_bound=1)
 ACCUMULATE = flags.DEFINE_integer(
-    "accumulate", 1, "How many micro-batches a step's batch is taken in.", lower_bound=1
+    "accumulate", 1, "How many micro-batches a batch is split into.", lower_bound=1
 )
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-3, "The rate after warm-up.")
 WIDTH = flags.DEFINE_integer("width", 64, "Features of a token.", lower_bound=1)
@@ -56,11 +60,13 @@ HEADS = flags.DEFINE_integer("heads", 4, "Heads of attention; they divide --widt
 PATCH = flags.DEFINE_integer("patch", 2, "The side of a patch; it divides the image's.", 1)
 DATASET = flags.DEFINE_enum("dataset", "digits", datasets.NAMES, "Which images to learn.")
 DATA_DIR = flags.DEFINE_string("data_dir", None, "The directory that holds a CIFAR archive.")
-PLOT = flags.DEFINE_string("plot", None, "Where to draw how the training went: a .png file.")
+PLOT = flags.DEFINE_string(
+    "plot", None, "The .png file to draw loss, accuracy and loss scale into."
+)
 
 
 def runs_here(policy_map: Any) -> bool:
-    """Whether all weights are float32, and all else of a policy map is in `DTYPES`."""
+    """Whether a policy map stores weights in float32 and computes in `DTYPES`."""
     policy_map = jmpx.get_policy_map(policy_map)
     default, rules = policy_map.default, policy_map.rules
     params = {default.param_dtype, *(rule.params for rule in rules)}
@@ -111,136 +117,14 @@ flags.register_multi_flags_validator(
 )
 
 
-class Softmax(eqx.Module):
-    """A softmax over the last axis: a module, so that a policy map can name it."""
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return jax.nn.softmax(x, axis=-1)
-
-
-class Attention(eqx.Module):
-    """Multi-head self-attention over tokens of shape [tokens, width]."""
-
-    heads: int = eqx.field(static=True)
-    qkv: eqx.nn.Linear
-    softmax: Softmax
-    out: eqx.nn.Linear
-
-    def __init__(self, width: int, heads: int, key: jax.Array):
-        qkv_key, out_key = jax.random.split(key)
-        self.heads = heads
-        self.qkv = eqx.nn.Linear(width, 3 * width, key=qkv_key)
-        self.softmax = Softmax()
-        self.out = eqx.nn.Linear(width, width, key=out_key)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        tokens, width = x.shape
-        qkv = jax.vmap(self.qkv)(x).reshape(tokens, 3, self.heads, width // self.heads)
-        q, k, v = (qkv[:, part] for part in range(3))
-        scores = jnp.einsum("thd,shd->hts", q, k) * (width // self.heads) ** -0.5
-        mixed = jnp.einsum("hts,shd->thd", self.softmax(scores), v)
-        return jax.vmap(self.out)(mixed.reshape(tokens, width))
-
-
-class Mlp(eqx.Module):
-    """Two layers with a GELU between them, on one token."""
-
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, width: int, key: jax.Array):
-        up_key, down_key = jax.random.split(key)
-        self.up = eqx.nn.Linear(width, 4 * width, key=up_key)
-        self.down = eqx.nn.Linear(4 * width, width, key=down_key)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.up(x)))
-
-
-class Block(eqx.Module):
-    """Attention and an MLP, each beside a shortcut and behind a norm."""
-
-    attention_norm: eqx.nn.LayerNorm
-    attention: Attention
-    mlp_norm: eqx.nn.LayerNorm
-    mlp: Mlp
-
-    def __init__(self, width: int, heads: int, key: jax.Array):
-        attention_key, mlp_key = jax.random.split(key)
-        self.attention_norm = eqx.nn.LayerNorm(width)
-        self.attention = Attention(width, heads, attention_key)
-        self.mlp_norm = eqx.nn.LayerNorm(width)
-        self.mlp = Mlp(width, mlp_key)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(jax.vmap(self.attention_norm)(x))
-        return x + jax.vmap(self.mlp)(jax.vmap(self.mlp_norm)(x))
-
-
-class VisionTransformer(eqx.Module):
-    """Logits of shape [classes] for one image of shape [side, side, channels]."""
-
-    patch: int = eqx.field(static=True)
-    embedding: eqx.nn.Linear
-    positions: jax.Array
-    blocks: list[Block]
-    norm: eqx.nn.LayerNorm
-    head: eqx.nn.Linear
-
-    def __init__(
-        self,
-        image_shape: tuple[int, ...],
-        classes: int,
-        *,
-        patch: int,
-        width: int,
-        depth: int,
-        heads: int,
-        key: jax.Array,
-    ):
-        embedding_key, positions_key, head_key, *block_keys = jax.random.split(key, 3 + depth)
-        side, _, channels = image_shape
-        self.patch = patch
-        self.embedding = eqx.nn.Linear(patch * patch * channels, width, key=embedding_key)
-        self.positions = 0.5 * jax.random.normal(positions_key, ((side // patch) ** 2, width))
-        self.blocks = [Block(width, heads, block_key) for block_key in block_keys]
-        self.norm = eqx.nn.LayerNorm(width)
-        self.head = eqx.nn.Linear(width, classes, key=head_key)
-
-    def __call__(self, image: jax.Array) -> jax.Array:
-        x = jax.vmap(self.embedding)(patches(image, self.patch)) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return self.head(jax.vmap(self.norm)(x).mean(axis=0))
-
-
-def patches(image: jax.Array, size: int) -> jax.Array:
-    """Cuts an image [side, side, channels] into patches [count, size * size * channels]."""
-    side, _, channels = image.shape
-    count = side // size
-    grid = image.reshape(count, size, count, size, channels).swapaxes(1, 2)
-    return grid.reshape(count * count, size * size * channels)
-
-
 class TrainState(NamedTuple):
     model: VisionTransformer  # the master weights, float32
     opt_state: optax.OptState
     loss_scale: jmpx.LossScale
 
 
-class History:
-    """What each step and each epoch reported."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.scales: list[float] = []
-        self.skipped: list[int] = []
-        self.seconds: list[float] = []
-        self.accuracies: list[float] = []
-
-
 def make_optimizer(steps: int, learning_rate: float) -> optax.GradientTransformation:
-    """AdamW with warm-up and cosine; it clips gradients, which are unscaled by then."""
+    """Returns AdamW with clipping, warm-up and cosine decay; its gradients are unscaled already."""
     warmup = max(1, int(WARMUP_SHARE * steps))
     schedule = optax.warmup_cosine_decay_schedule(
         learning_rate / warmup, learning_rate, warmup, max(steps, warmup + 1)
@@ -252,14 +136,14 @@ def make_optimizer(steps: int, learning_rate: float) -> optax.GradientTransforma
 
 
 def is_matrix(params: Any) -> Any:
-    """Which parameters decay: not the biases, nor the scales of norms."""
+    """Returns True for each parameter that decays: biases and the scales of norms do not."""
     return jax.tree.map(lambda param: param.ndim > 1, params)
 
 
-def logits_of(model: VisionTransformer, images: jax.Array, policy_map: Any) -> jax.Array:
+def logits_of(model: VisionTransformer, images: ArrayLike, policy_map: Any) -> jax.Array:
     """Returns float32 logits [batch, classes] of uint8 images [batch, side, side, channels]."""
     view = jmpx.equinox.with_policies(model, policy_map)
-    return jmpx.cast_to_float32(jax.vmap(view)(images.astype(jnp.float32) / 127.5 - 1))
+    return jmpx.cast_to_float32(jax.vmap(view)(jnp.asarray(images, jnp.float32) / 127.5 - 1))
 
 
 def make_step(
@@ -268,7 +152,8 @@ def make_step(
     """Returns the jitted train step: `(state, micro_batches) -> (state, loss, grads_finite)`.
 
     The arrays of `micro_batches` have the shape [micro-batches, images in each, ...]. Their
-    gradients are averaged in float32; then one check decides on one step and one loss scale.
+    gradients are averaged in float32. One check of the average decides whether the step is taken
+    and how the loss scale changes.
     """
 
     def loss_fn(model: VisionTransformer, batch: datasets.Data) -> jax.Array:
@@ -279,7 +164,7 @@ def make_step(
     def step(
         state: TrainState, micro_batches: datasets.Data
     ) -> tuple[TrainState, jax.Array, jax.Array]:
-        # The policy map does the casts, inside the model: "full" adds none to them.
+        # The view casts inside of the model, so the gradient function casts nothing: "full".
         value_and_grad = jmpx.filter_value_and_grad(loss_fn, state.loss_scale, policy="full")
 
         def add(total: Any, batch: datasets.Data) -> tuple[Any, None]:
@@ -314,17 +199,17 @@ def batches(data: datasets.Data, size: int, rng: np.random.Generator) -> Iterato
 
 
 def split(batch: datasets.Data, count: int) -> datasets.Data:
-    """Cuts a batch into micro-batches, along a new first axis."""
+    """Splits a batch into micro-batches, along a new first axis."""
     return jax.tree.map(lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), batch)
 
 
 def accuracy_of(
     model: VisionTransformer, data: datasets.Data, size: int, policy_map: Any, sharding: Any
 ) -> float:
-    """Returns the share of images whose label the model finds, taken in batches of `size`."""
+    """Returns the share of images whose label the model finds, computed in batches of `size`."""
     missing = -len(data.labels) % size
     images = np.pad(data.images, ((0, missing), (0, 0), (0, 0), (0, 0)))
-    labels = np.pad(data.labels, (0, missing), constant_values=-1)  # which no logit is the largest
+    labels = np.pad(data.labels, (0, missing), constant_values=-1)  # -1: never correct
     correct = 0
     for start in range(0, len(labels), size):
         batch = datasets.Data(images[start : start + size], labels[start : start + size])
@@ -368,7 +253,7 @@ def train(history: History, train_data: datasets.Data, test_data: datasets.Data)
 
     model = make_model(train_data.images.shape[1:])
     optimizer = make_optimizer(steps, LEARNING_RATE.value)
-    state = TrainState(model, optimizer.init(model), MP.loss_scale())
+    state = TrainState(model, optimizer.init(eqx.filter(model, eqx.is_array)), MP.loss_scale())
     state = jax.device_put(state, replicated)
     step = make_step(MP.policy_map, optimizer, MP.skip_nonfinite)
 
@@ -395,33 +280,6 @@ def train(history: History, train_data: datasets.Data, test_data: datasets.Data)
             )
 
 
-def draw(history: History, path: str) -> None:
-    """Draws loss, test accuracy and the loss scale's path, with the skipped steps marked."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 7), layout="constrained")
-    loss, accuracy, scale = figure.subplots(3, sharex=True)
-    figure.suptitle(f"{DATASET.value}, {MP.policy_map}", fontsize="small", wrap=True)
-    steps = np.arange(len(history.losses))
-    epoch_ends = np.arange(1, len(history.accuracies) + 1) * len(steps) / len(history.accuracies)
-
-    loss.plot(steps, history.losses, linewidth=1)
-    loss.set(ylabel="training loss", yscale="log")
-    accuracy.plot(epoch_ends, 100 * np.array(history.accuracies), marker="o", markersize=3)
-    accuracy.set(ylabel="test accuracy (%)")
-    scale.step(steps, history.scales, where="post", linewidth=1)
-    scale.set(ylabel="loss scale", xlabel="step")
-    scale.set_yscale("log", base=2)
-    if history.skipped:
-        skipped_at = [history.scales[step] for step in history.skipped]
-        label = f"skipped steps ({len(history.skipped)})"
-        scale.plot(history.skipped, skipped_at, "x", color="tab:red", label=label)
-        scale.legend()
-    for axis in (loss, accuracy, scale):
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-
-
 def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
@@ -439,7 +297,7 @@ def main(arguments: list[str]) -> None:
         f"({MP.policy_map})"
     )
     if PLOT.value is not None:
-        draw(history, PLOT.value)
+        draw(history, f"{DATASET.value}, {MP.policy_map}", PLOT.value)
         print(f"wrote {PLOT.value}")
 
 

@@ -1,4 +1,4 @@
-"""Trains a small residual network on handwritten digits, in the precision that flags ask for.
+"""Trains a small residual network on handwritten digits, in the precision that flags set.
 
     python examples/haiku/train.py --mp_policy=params=float32,compute=bfloat16,output=float32
 
@@ -31,6 +31,7 @@ PEAK_LEARNING_RATE = 3e-3
 
 
 def dtypes_of(policy: jmpx.Policy | jmpx.PolicyMap) -> set[Any]:
+    """Returns all dtypes that a policy or a policy map names."""
     policy_map = jmpx.get_policy_map(policy)
     p = policy_map.default
     named = {
@@ -43,13 +44,15 @@ MP = jmpx.flags.define_mp_flags()
 BN_POLICY = jmpx.flags.DEFINE_policy(
     "mp_bn_policy",
     "full",
-    "The policy of BatchNorm, where no rule of --mp_policy is about it; its output dtype is "
-    "replaced by the compute dtype of --mp_policy, because what follows it computes in that.",
+    "The policy of BatchNorm, unless a rule of --mp_policy matches it. Its output dtype is always "
+    "the compute dtype of --mp_policy, in which the next layer computes.",
 )
 SEED = flags.DEFINE_integer("seed", 0, "Seeds initialization and batches.", lower_bound=0)
 EPOCHS = flags.DEFINE_integer("epochs", 15, "How many times to go over the data.", lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a batch.", 1, 1437)
-PLOT = flags.DEFINE_string("plot", None, "Where to draw how the training went: a .png file.")
+PLOT = flags.DEFINE_string(
+    "plot", None, "The .png file to draw loss, accuracy and loss scale into."
+)
 
 for name in ("mp_policy", "mp_bn_policy"):
     flags.register_validator(
@@ -67,7 +70,7 @@ flags.register_validator(
 
 
 class Block(hk.Module):
-    """Two 3 x 3 convolutions beside a shortcut."""
+    """Two 3 x 3 convolutions with a shortcut around them."""
 
     def __init__(self, channels: int, stride: int):
         super().__init__()
@@ -116,12 +119,12 @@ class TrainState(NamedTuple):
 
 
 class History:
-    """What each step and each epoch reported."""
+    """Lists with one number a step; `accuracies` has one an epoch."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.scales: list[float] = []
-        self.skipped: list[int] = []
+        self.scales: list[float] = []  # the loss scale before the step
+        self.skipped: list[int] = []  # the numbers of the skipped steps, from 0
         self.seconds: list[float] = []
         self.accuracies: list[float] = []
 
@@ -130,11 +133,12 @@ def load_digits() -> tuple[Data, Data]:
     """Returns the training and the test images: a fixed, shuffled, stratified split."""
     from sklearn import datasets, model_selection
 
-    digits = datasets.load_digits()
+    digits: Any = datasets.load_digits()  # scikit-learn has no types
     images = (digits.images[..., None] / 16).astype(np.float32)
-    train_x, test_x, train_y, test_y = model_selection.train_test_split(
+    parts: Any = model_selection.train_test_split(
         images, digits.target, test_size=TEST_SHARE, stratify=digits.target, random_state=0
     )
+    train_x, test_x, train_y, test_y = parts
     return Data(train_x, train_y), Data(test_x, test_y)
 
 
@@ -162,13 +166,13 @@ def make_step(network: hk.TransformedWithState, optimizer: Any) -> Any:
 
     @jax.jit
     def step(state: TrainState, batch: Data) -> tuple[TrainState, jax.Array, jax.Array]:
-        # The policies do the casts, inside the network: "full" adds none to them.
+        # The policies cast inside of the network, so the gradient function casts nothing: "full".
         (loss, model_state), loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
             loss_fn, state.loss_scale, has_aux=True, policy="full"
         )(state.params, state.model_state, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        if isinstance(opt_state, jmpx.SkipNonfiniteState):  # moving averages skip the step, too
+        params: Any = optax.apply_updates(state.params, updates)
+        if isinstance(opt_state, jmpx.SkipNonfiniteState):  # the moving averages skip the step, too
             model_state = jmpx.select_tree(grads_finite, model_state, state.model_state)
         return TrainState(params, model_state, opt_state, loss_scale), loss, grads_finite
 
@@ -219,30 +223,39 @@ def train(history: History) -> None:
 
 
 def draw(history: History, path: str) -> None:
-    """Draws loss, test accuracy and the loss scale's path, with the skipped steps marked."""
+    """Plots loss and test accuracy, and the loss scale if it changed or a step was skipped."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 7), layout="constrained")
-    loss, accuracy, scale = figure.subplots(3, sharex=True)
+    with_scale = len(set(history.scales)) > 1 or bool(history.skipped)
+    panels = 2 + with_scale
+    figure = Figure(figsize=(7, 1 + 2 * panels), layout="constrained")
+    axes = figure.subplots(panels, sharex=True)
     figure.suptitle(f"digits, {MP.policy_map}")
     steps = np.arange(len(history.losses))
     epoch_ends = np.arange(1, len(history.accuracies) + 1) * len(steps) / len(history.accuracies)
 
-    loss.plot(steps, history.losses, linewidth=1)
-    loss.set(ylabel="training loss", yscale="log")
-    accuracy.plot(epoch_ends, 100 * np.array(history.accuracies), marker="o", markersize=3)
-    accuracy.set(ylabel="test accuracy (%)")
-    scale.step(steps, history.scales, where="post", linewidth=1)
-    scale.set(ylabel="loss scale", xlabel="step")
-    scale.set_yscale("log", base=2)
+    axes[0].plot(steps, history.losses, linewidth=1)
+    axes[0].set(ylabel="training loss", yscale="log")
+    axes[1].plot(epoch_ends, 100 * np.array(history.accuracies), marker="o", markersize=3)
+    axes[1].set(ylabel="test accuracy (%)")
+    if with_scale:
+        draw_scale(axes[2], history)
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    axes[-1].set(xlabel="step")
+    figure.savefig(path, dpi=120)
+
+
+def draw_scale(axis: Any, history: History) -> None:
+    """Plots the loss scale, with a cross at each skipped step."""
+    axis.step(np.arange(len(history.scales)), history.scales, where="post", linewidth=1)
+    axis.set(ylabel="loss scale")
+    axis.set_yscale("log", base=2)
     if history.skipped:
         skipped_at = [history.scales[step] for step in history.skipped]
         label = f"skipped steps ({len(history.skipped)})"
-        scale.plot(history.skipped, skipped_at, "x", color="tab:red", label=label)
-        scale.legend()
-    for axis in (loss, accuracy, scale):
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+        axis.plot(history.skipped, skipped_at, "x", color="tab:red", label=label)
+        axis.legend()
 
 
 def main(arguments: list[str]) -> None:

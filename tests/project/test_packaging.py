@@ -14,7 +14,8 @@ from helpers import ROOT, run_python_blocks
 
 FOLDERS = (".ci", "benchmarks", "docs", "examples", "jmpx", "tests")
 FILES = """
-    CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in README.md pyproject.toml setup.cfg
+    .pre-commit-config.yaml CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in README.md
+    pyproject.toml setup.cfg
 """.split()
 KINDS = ("sdist", "wheel", "editable")
 BUILD = """

@@ -1,0 +1,372 @@
+"""Trains a small language model in several precisions and compares their validation losses.
+
+    python benchmarks/language_model.py                 # the runs that are missing
+    python benchmarks/language_model.py --report        # the table of those that are there
+    python benchmarks/language_model.py --plot=lm.png   # a picture of them
+
+All runs take some 20 minutes of one CPU core. The text is what `help("if")` and its like print,
+`pydoc_data.topics`: half a million characters of English that come with Python. They differ between
+versions of Python, so each record has a hash of the text. The last tenth is for validation. The
+model is a transformer that predicts each character from the ones before it; the loss is the mean
+cross-entropy over the validation text, in nats a character.
+
+The seed draws the parameters and the order of the batches, the same ones for each precision, so the
+runs of one seed can be compared. Two rows say how to read the others. In "float32, nudged" each
+initial parameter is changed in its last bit: any other rounding may change the loss as much.
+"bfloat16 throughout" stores the parameters in bfloat16, too, where small updates are lost: it has
+to come out worse.
+
+XLA may not keep more digits than the program says (`xla_allow_excess_precision`), because otherwise
+a CPU leaves out most roundings to 16 bits. A CPU rounds the operands and the result of a matrix
+product to 16 bits and sums in float32, as GPUs and TPUs do.
+"""
+
+import argparse
+import datetime
+import functools
+import hashlib
+import json
+import os
+import platform
+import pydoc_data.topics
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+import jmpx
+
+RESULTS = Path(__file__).parent / "results" / "language_model.jsonl"
+
+PyTree = Any  # JAX has no type for one
+Record = dict[str, Any]
+
+
+class Precision(NamedTuple):
+    """How one row of the table trains."""
+
+    policy: str = "full"  # its params dtype stores the parameters, its compute dtype casts them
+    autocast: str | None = None
+    loss_scale: Callable[[], jmpx.LossScale] = jmpx.NoOpLossScale
+    nudged: bool = False
+
+
+PRECISIONS = {
+    "float32": Precision(),
+    "float32, nudged": Precision(nudged=True),
+    "bfloat16": Precision("compute=bfloat16"),
+    "float16": Precision("compute=float16", loss_scale=jmpx.DynamicLossScale),
+    "autocast bfloat16": Precision(autocast="compute=bfloat16"),
+    "autocast float16": Precision(autocast="compute=float16", loss_scale=jmpx.DynamicLossScale),
+    "bfloat16 throughout": Precision("bfloat16"),
+}
+
+
+class Size(NamedTuple):
+    """The sizes of a model and of its training."""
+
+    width: int = 96
+    layers: int = 2
+    heads: int = 4
+    context: int = 64
+    batch: int = 32
+    steps: int = 400
+    validate_every: int = 100
+
+
+# The text.
+
+
+class Text(NamedTuple):
+    """A text as numbers, one a character."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    characters: int  # how many different ones there are
+    sha256: str
+
+
+def read_text() -> Text:
+    topics = pydoc_data.topics.topics
+    text = "\n".join(topics[name] for name in sorted(topics))
+    characters, numbers = np.unique(np.array(list(text)), return_inverse=True)
+    train, validation = np.split(numbers.astype(np.int32), [len(numbers) * 9 // 10])
+    return Text(train, validation, len(characters), hashlib.sha256(text.encode()).hexdigest())
+
+
+def batches(text: np.ndarray, size: Size, seed: int) -> Iterator[np.ndarray]:
+    """Yields pieces of the text at random places, of shape (batch, context + 1)."""
+    rng = np.random.default_rng(seed)
+    for _ in range(size.steps):
+        starts = rng.integers(len(text) - size.context, size=size.batch)
+        yield text[starts[:, None] + np.arange(size.context + 1)]
+
+
+def pieces(text: np.ndarray, size: Size) -> np.ndarray:
+    """Cuts a text in order into shape (count, batch, context + 1), and drops the rest."""
+    starts = np.arange(0, len(text) - size.context, size.context)
+    starts = starts[: len(starts) // size.batch * size.batch].reshape(-1, size.batch)
+    return text[starts[..., None] + np.arange(size.context + 1)]
+
+
+# The model: a transformer whose parameters are nested dicts.
+
+
+def init(size: Size, characters: int, seed: int) -> PyTree:
+    """Returns float32 parameters."""
+    rng, width = np.random.default_rng(seed), size.width
+
+    def normal(*shape: int, scale: float) -> jax.Array:
+        return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
+
+    def layer() -> PyTree:
+        return {
+            "norm1": jnp.ones(width),
+            "qkv": normal(width, 3 * width, scale=width**-0.5),
+            "mix": normal(width, width, scale=(2 * size.layers * width) ** -0.5),
+            "norm2": jnp.ones(width),
+            "up": normal(width, 4 * width, scale=width**-0.5),
+            "down": normal(4 * width, width, scale=(8 * size.layers * width) ** -0.5),
+        }
+
+    return {
+        "characters": normal(characters, width, scale=1),
+        "positions": normal(size.context, width, scale=1),
+        "layers": [layer() for _ in range(size.layers)],
+        "norm": jnp.ones(width),
+        "head": normal(width, characters, scale=width**-0.5),
+    }
+
+
+def nudge(params: PyTree, seed: int) -> PyTree:
+    """Replaces each parameter by the next larger or smaller number of float32."""
+    rng = np.random.default_rng(seed)
+
+    def next_to(x: jax.Array) -> jax.Array:
+        towards = np.inf * rng.choice([-1, 1], x.shape)
+        return jnp.asarray(np.nextafter(np.asarray(x), towards.astype(np.float32)))
+
+    return jax.tree.map(next_to, params)
+
+
+def normalize(scale: jax.Array, x: jax.Array) -> jax.Array:
+    """Normalizes the last axis in float32 and scales it."""
+    return jax.nn.standardize(x.astype(jnp.float32)).astype(x.dtype) * scale
+
+
+def attend(qkv: jax.Array) -> jax.Array:
+    """Mixes the values of each character and those before it; the softmax is in float32."""
+    q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+    seen = jnp.tri(q.shape[1], dtype=bool)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)).astype(v.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def predict(params: PyTree, text: jax.Array, heads: int) -> jax.Array:
+    """Returns the scores of the next characters.
+
+    Args:
+        params: what `init` returns, of any dtype, in which the model computes; normalization and
+            softmax are in float32.
+        text: int32 of shape (batch, length).
+        heads: how many heads of attention there are.
+
+    Returns:
+        An array of shape (batch, length, characters).
+    """
+    x = params["characters"][text] + params["positions"]
+    for layer in params["layers"]:
+        qkv = (normalize(layer["norm1"], x) @ layer["qkv"]).reshape(*text.shape, 3, heads, -1)
+        x = x + attend(qkv).reshape(x.shape) @ layer["mix"]
+        x = x + jax.nn.gelu(normalize(layer["norm2"], x) @ layer["up"]) @ layer["down"]
+    return normalize(params["norm"], x) @ params["head"]
+
+
+# A run.
+
+
+class State(NamedTuple):
+    """What a training step takes and returns."""
+
+    params: PyTree
+    opt_state: jmpx.SkipNonfiniteState
+    loss_scale: jmpx.LossScale
+
+
+def make_loss(precision: Precision, heads: int) -> Callable[[PyTree, jax.Array], jax.Array]:
+    """Returns the mean cross-entropy, a function of parameters and text."""
+    apply: Callable[..., jax.Array] = functools.partial(predict, heads=heads)
+    if precision.autocast:
+        apply = jmpx.autocast(apply, precision.autocast)
+
+    def loss_fn(params: PyTree, text: jax.Array) -> jax.Array:
+        logits = apply(params, text[:, :-1]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
+
+    return loss_fn
+
+
+def train(precision: Precision, size: Size, text: Text, seed: int) -> Record:
+    """Trains one model, and returns its validation losses and how many steps it skipped."""
+    policy = jmpx.get_policy(precision.policy)
+    loss_fn = make_loss(precision, size.heads)
+    warmup = size.steps // 10
+    rate = optax.warmup_cosine_decay_schedule(0, 3e-3, warmup, size.steps)
+    optimizer = jmpx.skip_nonfinite(optax.adam(rate))
+    exactly = {"xla_allow_excess_precision": False}
+
+    @functools.partial(jax.jit, compiler_options=exactly)
+    def step(state: State, text: jax.Array) -> State:
+        grad_fn = jmpx.filter_value_and_grad(loss_fn, state.loss_scale, policy=policy)
+        _, loss_scale, grads_finite, grads = grad_fn(state.params, text)
+        params, opt_state = jmpx.optimizer_update(
+            state.params, optimizer, state.opt_state, grads, grads_finite
+        )
+        return State(params, opt_state, loss_scale)
+
+    @functools.partial(jax.jit, compiler_options=exactly)
+    def validate(params: PyTree, text: jax.Array) -> jax.Array:
+        return jax.lax.map(functools.partial(loss_fn, policy.cast_to_compute(params)), text).mean()
+
+    params = init(size, text.characters, seed)
+    if precision.nudged:
+        params = nudge(params, seed)
+    params = policy.cast_to_param(params)
+    opt_state: Any = optimizer.init(params)  # a SkipNonfiniteState, which optax's type hides
+    state = State(params, opt_state, precision.loss_scale())
+    held_back = jnp.asarray(pieces(text.validation, size))
+    losses = []
+    progress = tqdm(batches(text.train, size, seed), total=size.steps, unit="step", leave=False)
+    for number, batch in enumerate(progress, 1):
+        state = step(state, jnp.asarray(batch))
+        if number % size.validate_every == 0:
+            losses.append([number, round(float(validate(state.params, held_back)), 5)])
+            progress.set_postfix(loss=losses[-1][1])
+    return {"losses": losses, "skipped_steps": int(state.opt_state.total_skipped)}
+
+
+# Records.
+
+
+def read(path: Path) -> list[Record]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def setting(size: Size, text: Text) -> Record:
+    """Returns the fields that are equal in all records of one comparison."""
+    return {
+        "benchmark": "language_model",
+        **size._asdict(),
+        "text_sha256": text.sha256,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "backend": jax.default_backend(),
+    }
+
+
+def measure(out: Path, precisions: Iterable[str], seeds: int, size: Size) -> None:
+    """Makes the runs that `out` has no record of, and appends a record after each."""
+    text = read_text()
+    common = setting(size, text)
+    planned = [common | {"seed": s, "precision": p} for s in range(seeds) for p in precisions]
+    known = [{key: record[key] for key in planned[0]} for record in read(out)]
+    for fields in tqdm([fields for fields in planned if fields not in known], unit="run"):
+        found = train(PRECISIONS[fields["precision"]], size, text, fields["seed"])
+        where = {"measured": str(datetime.date.today()), "cores": os.cpu_count()}
+        record = {**fields, **found, **where}
+        with out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+# The table and the picture.
+
+
+def final_losses(records: Iterable[Record]) -> dict[str, dict[int, float]]:
+    """Returns the last validation loss by precision and seed."""
+    found: dict[str, dict[int, float]] = {}
+    for record in records:
+        found.setdefault(record["precision"], {})[record["seed"]] = record["losses"][-1][1]
+    return {name: found[name] for name in PRECISIONS if name in found}
+
+
+def differences(losses: dict[str, dict[int, float]], precision: str) -> list[float]:
+    """Returns the loss less that of float32, for each seed that has both."""
+    ours, theirs = losses[precision], losses.get("float32", {})
+    return [loss - theirs[seed] for seed, loss in sorted(ours.items()) if seed in theirs]
+
+
+def spread(values: Iterable[float]) -> float:
+    return max(values := list(values)) - min(values)
+
+
+def table(records: list[Record]) -> str:
+    """Returns a Markdown table, a row a precision."""
+    losses = final_losses(records)
+    rows = [
+        ("precision", "seeds", "validation loss", "spread over seeds")
+        + ("difference to float32", "smallest to largest", "skipped steps"),
+        ("---",) * 7,
+    ]
+    for name, by_seed in losses.items():
+        found = differences(losses, name)
+        apart = ("", "")
+        if found and name != "float32":
+            apart = f"{statistics.mean(found):+.5f}", f"{min(found):+.5f} to {max(found):+.5f}"
+        skipped = sum(r["skipped_steps"] for r in records if r["precision"] == name)
+        mean = statistics.mean(by_seed.values())
+        cells = f"{len(by_seed)}", f"{mean:.4f}", f"{spread(by_seed.values()):.4f}"
+        rows.append((name, *cells, *apart, f"{skipped}"))
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def draw(records: list[Record], path: str) -> None:
+    """Draws the differences to float32, a dot for each seed."""
+    from matplotlib.figure import Figure
+
+    losses = final_losses(records)
+    names = [name for name in losses if name != "float32" and differences(losses, name)]
+    figure = Figure(figsize=(7, 0.45 * len(names) + 1.2), layout="constrained")
+    axis = figure.subplots()
+    half = spread(losses["float32"].values()) / 2
+    axis.axvspan(-half, half, color="0.9", label="spread of float32 over seeds")
+    axis.axvline(0, color="0.5", linewidth=1)
+    for row, name in enumerate(names):
+        found = differences(losses, name)
+        axis.plot(found, [row] * len(found), "o", color="tab:blue", alpha=0.7)
+    axis.set_xscale("symlog", linthresh=1e-5)
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.set_xlabel("validation loss less that of float32 with the same seed (nats a character)")
+    figure.legend(loc="outside upper right")
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Compares precisions on a language model.")
+    parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=[*PRECISIONS])
+    parser.add_argument("--seeds", type=int, default=3)
+    for name, default in Size._field_defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the records are kept")
+    parser.add_argument("--report", action="store_true", help="measure nothing, print the table")
+    parser.add_argument("--plot", help="measure nothing, draw a picture into this file")
+    args = parser.parse_args(arguments)
+    if args.plot:
+        draw(read(args.out), args.plot)
+    if not args.report and not args.plot:
+        size = Size(*(getattr(args, name) for name in Size._fields))
+        measure(args.out, args.precisions, args.seeds, size)
+    print(table(read(args.out)))
+
+
+if __name__ == "__main__":
+    main()

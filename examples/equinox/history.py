@@ -1,0 +1,52 @@
+"""The numbers of a training, and a plot of them."""
+
+from typing import Any
+
+import numpy as np
+
+
+class History:
+    """Lists with one number a step; `accuracies` has one an epoch."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.scales: list[float] = []  # the loss scale before the step
+        self.skipped: list[int] = []  # the numbers of the skipped steps, from 0
+        self.seconds: list[float] = []
+        self.accuracies: list[float] = []
+
+
+def draw(history: History, title: str, path: str) -> None:
+    """Plots loss and test accuracy, and the loss scale if it changed or a step was skipped."""
+    from matplotlib.figure import Figure
+
+    with_scale = len(set(history.scales)) > 1 or bool(history.skipped)
+    panels = 2 + with_scale
+    figure = Figure(figsize=(7, 1 + 2 * panels), layout="constrained")
+    axes = figure.subplots(panels, sharex=True)
+    figure.suptitle(title, fontsize="small", wrap=True)
+    steps = np.arange(len(history.losses))
+    epoch_ends = np.arange(1, len(history.accuracies) + 1) * len(steps) / len(history.accuracies)
+
+    axes[0].plot(steps, history.losses, linewidth=1)
+    axes[0].set(ylabel="training loss", yscale="log")
+    axes[1].plot(epoch_ends, 100 * np.array(history.accuracies), marker="o", markersize=3)
+    axes[1].set(ylabel="test accuracy (%)")
+    if with_scale:
+        draw_scale(axes[2], history)
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    axes[-1].set(xlabel="step")
+    figure.savefig(path, dpi=120)
+
+
+def draw_scale(axis: Any, history: History) -> None:
+    """Plots the loss scale, with a cross at each skipped step."""
+    axis.step(np.arange(len(history.scales)), history.scales, where="post", linewidth=1)
+    axis.set(ylabel="loss scale")
+    axis.set_yscale("log", base=2)
+    if history.skipped:
+        skipped_at = [history.scales[step] for step in history.skipped]
+        label = f"skipped steps ({len(history.skipped)})"
+        axis.plot(history.skipped, skipped_at, "x", color="tab:red", label=label)
+        axis.legend()

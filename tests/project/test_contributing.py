@@ -1,0 +1,26 @@
+"""What CONTRIBUTING.md says: its table names files that exist, and the hooks run what CI runs."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_file_that_the_table_names_exists():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|")]
+    named = [name for row in rows for cell in row for name in re.findall(r"`([\w./-]+)`", cell)]
+    files = {name for name in named if "/" in name or name.endswith((".py", ".toml", ".cfg"))}
+    assert len(files) > 30
+    for name in files:
+        assert (ROOT / name).exists() or list(ROOT.glob(f"tests/*/{name}")), name
+
+
+def test_every_hook_is_a_stage_of_ci():
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    ci = (ROOT / ".ci" / "run").read_text()
+    entries = re.findall(r"entry: (.+)$", hooks, re.MULTILINE)
+    assert len(entries) == 4
+    for entry in entries:
+        command, _, _ = entry.partition(" --")
+        assert f".venv/bin/{command}" in ci, command

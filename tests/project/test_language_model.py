@@ -1,0 +1,86 @@
+"""`benchmarks/language_model.py`, at its smallest size."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import language_model
+import numpy as np
+import pytest
+
+TINY = language_model.Size(width=8, layers=1, heads=2, context=8, batch=4, steps=4)
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """As in a user's program: optax promotes dtypes in its own code."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def little_text(monkeypatch):
+    text = language_model.read_text()
+    short = text._replace(train=text.train[:2000], validation=text.validation[:200])
+    monkeypatch.setattr(language_model, "read_text", lambda: short)
+    return short
+
+
+def test_a_prediction_sees_no_later_character(little_text, rng):
+    params = language_model.init(TINY, little_text.characters, seed=0)
+    text = rng.integers(little_text.characters, size=(1, TINY.context), dtype=np.int32)
+    other = text.copy()
+    other[:, 5:] = (other[:, 5:] + 1) % little_text.characters
+    scores = [language_model.predict(params, jnp.asarray(t), TINY.heads) for t in (text, other)]
+    np.testing.assert_array_equal(scores[0][:, :5], scores[1][:, :5])
+    assert (scores[0][:, 5:] != scores[1][:, 5:]).any(axis=-1).all()
+
+
+def test_the_validation_text_is_cut_in_order(little_text):
+    pieces = language_model.pieces(little_text.validation, TINY)
+    assert pieces.shape == (200 // (4 * 8), 4, 9)
+    inputs = pieces[..., :-1].reshape(-1)
+    np.testing.assert_array_equal(inputs, little_text.validation[: len(inputs)])
+
+
+def test_runs_are_made_once_and_compared_by_seed(tmp_path, capsys):
+    out = tmp_path / "results.jsonl"
+    size = [
+        f"--{name}={value}" for name, value in TINY._replace(validate_every=2)._asdict().items()
+    ]
+    names = ["float32", "float16"]
+    arguments = [*size, f"--out={out}", "--precisions", *names]
+    language_model.main([*arguments, "--seeds=1"])
+    first = out.read_text()
+    language_model.main([*arguments, "--seeds=2"])
+    assert out.read_text().startswith(first) and len(out.read_text().splitlines()) == 4
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    final = {}
+    for record in records:
+        assert [step for step, _ in record["losses"]] == [2, 4]
+        final[record["precision"], record["seed"]] = record["losses"][-1][1]
+        assert record["skipped_steps"] == 0 and len(record["text_sha256"]) == 64
+    assert len(set(final.values())) == 4  # rounding changes a loss, and so does the seed
+    for seed in range(2):
+        assert abs(final["float16", seed] - final["float32", seed]) < 0.01
+    capsys.readouterr()
+    language_model.main([f"--out={out}", "--report"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    ours = np.array([final["float16", seed] for seed in range(2)])
+    theirs = np.array([final["float32", seed] for seed in range(2)])
+    (row,) = [row for row in rows if row[0] == "| float16"]
+    assert row[1:5] == [
+        *("2", f"{ours.mean():.4f}", f"{np.ptp(ours):.4f}", f"{(ours - theirs).mean():+.5f}")
+    ]
+
+
+def test_the_differences_are_drawn(tmp_path):
+    records = [
+        {"precision": precision, "seed": seed, "losses": [[4, loss + seed]], "skipped_steps": 0}
+        for precision, loss in {"float32": 2.0, "float16": 2.1}.items()
+        for seed in range(2)
+    ]
+    out = tmp_path / "results.jsonl"
+    out.write_text("".join(json.dumps(record) + "\n" for record in records))
+    language_model.main([f"--out={out}", f"--plot={tmp_path / 'plot.png'}"])
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
