@@ -28,6 +28,7 @@ class Transformer:
     causal: bool = True
     islands: bool = False
     scanned: bool = False
+    deviation: float | None = None  # of the first weights; default: 1 / sqrt(inputs)
 
     def init(self, rng: np.random.Generator) -> Params:
         """Returns float32 parameters."""
@@ -37,7 +38,7 @@ class Transformer:
         return {
             "layers": layers,
             "norm": self._norm(),
-            "head": linear(rng, self.width, self.classes),
+            "head": self._linear(rng, self.width, self.classes),
         }
 
     def batch(
@@ -50,9 +51,9 @@ class Transformer:
 
     def loss(self, params: Params, x: jax.Array, labels: jax.Array) -> jax.Array:
         """Returns the mean cross-entropy, in float32."""
-        return cross_entropy(self.logits(params, x), labels)
+        return cross_entropy(self.apply(params, x), labels)
 
-    def logits(self, params: Params, x: jax.Array) -> jax.Array:
+    def apply(self, params: Params, x: jax.Array) -> jax.Array:
         """Returns the scores of the classes, of shape (size, length, classes)."""
         return self._classify(params, self._blocks(params, x))
 
@@ -69,14 +70,18 @@ class Transformer:
     def _norm(self) -> Params:
         return {"scale": jnp.ones(self.width), "bias": jnp.zeros(self.width)}
 
+    def _linear(self, rng: np.random.Generator, inputs: int, outputs: int) -> Params:
+        weight = (self.deviation or inputs**-0.5) * rng.normal(size=(inputs, outputs))
+        return {"w": jnp.asarray(weight, jnp.float32), "b": jnp.zeros(outputs)}
+
     def _layer(self, rng: np.random.Generator) -> Params:
         return {
             "norm1": self._norm(),
-            "qkv": linear(rng, self.width, 3 * self.width),
-            "out": linear(rng, self.width, self.width),
+            "qkv": self._linear(rng, self.width, 3 * self.width),
+            "out": self._linear(rng, self.width, self.width),
             "norm2": self._norm(),
-            "up": linear(rng, self.width, self.hidden),
-            "down": linear(rng, self.hidden, self.width),
+            "up": self._linear(rng, self.width, self.hidden),
+            "down": self._linear(rng, self.hidden, self.width),
         }
 
     def _block(self, layer: Params, x: jax.Array) -> jax.Array:
@@ -115,6 +120,7 @@ class ViT(Transformer):
     classes: int = 100
     causal: bool = False
     islands: bool = True
+    deviation: float | None = 0.02
     image: int = 32
     patch: int = 4
 
@@ -122,9 +128,9 @@ class ViT(Transformer):
         """Returns float32 parameters: 8 arrays besides those of the layers."""
         tokens = (self.image // self.patch) ** 2
         return super().init(rng) | {
-            "patches": linear(rng, 3 * self.patch**2, self.width),
-            "class": normal(rng, 1, self.width),
-            "positions": normal(rng, tokens + 1, self.width),
+            "patches": self._linear(rng, 3 * self.patch**2, self.width),
+            "class": self._linear(rng, 1, self.width)["w"],
+            "positions": self._linear(rng, tokens + 1, self.width)["w"],
         }
 
     def batch(self, rng: np.random.Generator, size: int = 8) -> tuple[jax.Array, jax.Array]:
@@ -133,7 +139,7 @@ class ViT(Transformer):
         labels = rng.integers(self.classes, size=size)
         return jnp.asarray(images, jnp.float32), jnp.asarray(labels, jnp.int32)
 
-    def logits(self, params: Params, images: jax.Array) -> jax.Array:
+    def apply(self, params: Params, images: jax.Array) -> jax.Array:
         """Returns the scores of the classes, of shape (size, classes)."""
         x = affine(params["patches"], self._patches(images))
         first = jnp.broadcast_to(params["class"], (len(x), 1, self.width))
@@ -152,15 +158,6 @@ MODELS = {
     "desktop": ViT(12, 256, 4, 800),
     "tiny": ViT(1, 16, 2, 32, 10, image=8),
 }
-
-
-def linear(rng: np.random.Generator, inputs: int, outputs: int) -> Params:
-    weight = rng.normal(size=(inputs, outputs)) / inputs**0.5
-    return {"w": jnp.asarray(weight, jnp.float32), "b": jnp.zeros(outputs)}
-
-
-def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
-    return jnp.asarray(0.02 * rng.normal(size=shape), jnp.float32)
 
 
 def affine(params: Params, x: jax.Array) -> jax.Array:

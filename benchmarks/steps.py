@@ -22,7 +22,7 @@ A step computes `run(state, *batch) -> state, loss` from `state = params, opt_st
 import importlib
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ import jmpx
 
 PyTree = Any
 Batch = tuple[jax.Array, jax.Array]  # inputs and labels
+Optimizer = optax.GradientTransformation
 
 ADAM = optax.adam(1e-3)
 START, PERIOD = 2.0**15, 2000  # of the dynamic loss scale
@@ -48,7 +49,7 @@ class Step(NamedTuple):
 
     run: Callable[..., tuple[PyTree, jax.Array]]
     scaling: PyTree
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
 
 
 class Point(NamedTuple):
@@ -57,16 +58,15 @@ class Point(NamedTuple):
     implementation: str
     dtype: str
 
-    def make(self, model: Transformer, optimizer: optax.GradientTransformation) -> Step:
+    def make(self, model: Transformer, optimizer: Optimizer) -> Step:
         make, _ = IMPLEMENTATIONS[self.implementation]
         return make(model, self.dtype.removesuffix("_highest"), optimizer)
 
 
-def points(implementations: Iterable[str], dtypes: Iterable[str]) -> Iterator[Point]:
-    """Yields the pairs that exist and whose library is installed."""
-    for name in implementations:
-        if name not in PEERS or importlib.util.find_spec(name):
-            yield from (Point(name, d) for d in dtypes if d in IMPLEMENTATIONS[name][1])
+def points(implementations: Iterable[str], dtypes: Sequence[str]) -> list[Point]:
+    """Returns the pairs that exist and whose library is installed."""
+    installed = [n for n in implementations if n not in PEERS or importlib.util.find_spec(n)]
+    return [Point(n, d) for n in installed for d in dtypes if d in IMPLEMENTATIONS[n][1]]
 
 
 # By hand.
@@ -77,7 +77,7 @@ def cast(tree: PyTree, dtype: str) -> PyTree:
 
 
 def update(
-    optimizer: optax.GradientTransformation, grads: PyTree, params: PyTree, opt_state: PyTree
+    optimizer: Optimizer, grads: PyTree, params: PyTree, opt_state: PyTree
 ) -> tuple[PyTree, PyTree]:
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
@@ -102,7 +102,7 @@ def by_cond(finite: jax.Array, new: Callable[..., Any], grads: PyTree, *old: PyT
 def handwritten(
     model: Transformer,
     dtype: str,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     skip: Callable[..., Any] = by_where,
     late: bool = False,
 ) -> Step:
@@ -121,11 +121,13 @@ def handwritten(
     def scaled(state: PyTree, *batch: jax.Array) -> Any:
         params, opt_state, (scale, counter, _) = state
         grads, loss = jax.grad(scaled_loss, has_aux=True)(params, scale, *batch)
-        by = jnp.float32(1) if late else scale
         if late:
             grads = unscale(grads, scale)
         finite = all_finite(grads)
-        new = lambda grads, *old: update(optimizer, unscale(grads, by), *old)  # noqa: E731
+
+        def new(grads: PyTree, *old: PyTree) -> Any:
+            return update(optimizer, unscale(grads, jnp.float32(1) if late else scale), *old)
+
         params, opt_state = skip(finite, new, grads, params, opt_state)
         due = counter == PERIOD - 1
         grown = jnp.where(due & jnp.isfinite(scale * 2), scale * 2, scale)
@@ -141,9 +143,7 @@ def handwritten(
 # As the libraries' users write it.
 
 
-def jmp_style(
-    model: Transformer, dtype: str, optimizer: optax.GradientTransformation, library: str
-) -> Step:
+def jmp_style(model: Transformer, dtype: str, optimizer: Optimizer, library: str) -> Step:
     jmp = importlib.import_module(library)
     policy = jmp.get_policy(f"params=float32,compute={dtype},output=float32")
 
@@ -168,7 +168,7 @@ def jmp_style(
     return Step(run, jmp.NoOpLossScale(), optimizer)
 
 
-def mpx_style(model: Transformer, dtype: str, optimizer: optax.GradientTransformation) -> Step:
+def mpx_style(model: Transformer, dtype: str, optimizer: Optimizer) -> Step:
     import mpx
 
     start = START if dtype == "float16" else 1.0
@@ -187,7 +187,7 @@ def mpx_style(model: Transformer, dtype: str, optimizer: optax.GradientTransform
 def jmpx_style(
     model: Transformer,
     dtype: str,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     counting: bool = False,
     loss_fn: Callable[..., jax.Array] | None = None,
     policy: str | None = None,
@@ -212,9 +212,7 @@ def jmpx_style(
     return Step(run, scaling, optimizer)
 
 
-def jmpx_wrapped(
-    model: Transformer, dtype: str, optimizer: optax.GradientTransformation, **skip: Any
-) -> Step:
+def jmpx_wrapped(model: Transformer, dtype: str, optimizer: Optimizer, **skip: Any) -> Step:
     """The step of those who apply the updates themselves."""
     wrapped = jmpx.skip_nonfinite(optimizer, **skip)
 
@@ -231,11 +229,11 @@ def jmpx_wrapped(
 def autocast_style(
     model: Transformer,
     dtype: str,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     wrap: Callable[..., Any] = lambda apply: apply,
 ) -> Step:
     """Autocast does the casts, so the policy of the gradients is `full`."""
-    apply = wrap(jmpx.autocast(model.logits, f"compute={dtype}"))
+    apply = wrap(jmpx.autocast(model.apply, f"compute={dtype}"))
 
     def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
         return cross_entropy(apply(params, x), labels)
@@ -280,7 +278,7 @@ def trace(
     point: Point,
     model: Transformer,
     size: int,
-    optimizer: optax.GradientTransformation = ADAM,
+    optimizer: Optimizer = ADAM,
     seed: int = 0,
 ) -> Traced:
     """Traces a step that donates its state.
