@@ -1,4 +1,4 @@
-"""Times casts of whole trees outside of `jax.jit`, beside JMP and MPX, as JSON lines.
+"""Times casts of whole trees outside of `jax.jit`, beside JMP and MPX, as lines of JSON.
 
     python benchmarks/eager_casts.py --leaves 20 152 2000 20000
 
@@ -9,36 +9,32 @@ later calls, the libraries taking turns. MPX is mixed-precision-for-JAX of PyPI.
 collection is off, as in timeit.
 """
 
-import argparse
 import gc
-import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jmp
 import mpx
+import records
+from tqdm import tqdm
 
 import jmpx
 
-SHAPES = [(4, 1 + size) for size in range(12)]
-CASTS: dict[str, Callable[[Any, Any], Any]] = {
+Cast = Callable[[Any, Any], Any]  # tree, dtype -> tree
+CASTS: dict[str, Cast] = {
     "jmpx": jmpx.cast_tree,
     "jmp": lambda tree, dtype: jmp.Policy(dtype, dtype, dtype).cast_to_param(tree),
     "mpx": mpx.cast_tree,
     "identity": lambda tree, dtype: jax.tree.map(lambda leaf: leaf, tree),
 }
-TARGETS = {"to_cast": jnp.bfloat16, "already_right": jnp.float32}
+CASES = {"to_cast": jnp.bfloat16, "already_right": jnp.float32}
 
 
-def make_tree(leaves: int) -> dict[str, jax.Array]:
-    return {f"layer_{i}": jnp.zeros(SHAPES[i % len(SHAPES)]) for i in range(leaves)}
-
-
-def milliseconds(cast: Callable[[Any, Any], Any], tree: Any, dtype: Any) -> float:
+def milliseconds(cast: Cast, tree: Any, dtype: Any) -> float:
     start = time.perf_counter()
     result = jax.block_until_ready(cast(tree, dtype))
     end = time.perf_counter()
@@ -46,42 +42,32 @@ def milliseconds(cast: Callable[[Any, Any], Any], tree: Any, dtype: Any) -> floa
     return 1000 * (end - start)
 
 
-def measure(leaves: int, case: str, rounds: int) -> list[dict[str, Any]]:
+def measure(leaves: int, case: str, rounds: int) -> Iterator[records.Record]:
     """Times all libraries on one tree."""
-    tree, dtype = make_tree(leaves), TARGETS[case]
+    tree = {f"layer_{i}": jnp.zeros((4, 1 + i % 12)) for i in range(leaves)}
     first, later = {}, {name: [] for name in CASTS}
     for name, cast in CASTS.items():
         jax.clear_caches()
-        jax.block_until_ready(jnp.zeros(3) + 1)  # what is compiled once for everyone
-        first[name] = milliseconds(cast, tree, dtype)
+        jax.block_until_ready(jnp.zeros(3) + 1)  # compiles what every library needs
+        first[name] = milliseconds(cast, tree, CASES[case])
     for _ in range(rounds + 1):
         for name, cast in CASTS.items():
-            later[name].append(milliseconds(cast, tree, dtype))
-    return [
-        {
-            "benchmark": "eager_casts",
-            "library": name,
-            "leaves": leaves,
-            "case": case,
-            "first_ms": round(first[name], 2),
-            "later_ms": round(statistics.median(later[name][1:]), 3),  # caches were cleared
-            "backend": jax.default_backend(),
-            "jax": jax.__version__,
-        }
-        for name in CASTS
-    ]
+            later[name].append(milliseconds(cast, tree, CASES[case]))
+    for name in CASTS:
+        later_ms = round(statistics.median(later[name][1:]), 3)  # the first finds no caches
+        yield {"library": name, "first_ms": round(first[name], 2), "later_ms": later_ms}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None) -> None:
+    parser = records.parser(__doc__)
     parser.add_argument("--leaves", type=int, nargs="+", default=[20, 152, 2000, 20000])
     parser.add_argument("--rounds", type=int, default=7, help="later calls")
-    arguments = parser.parse_args()
+    args = parser.parse_args(arguments)
     gc.disable()
-    for leaves in arguments.leaves:
-        for case in TARGETS:
-            for record in measure(leaves, case, arguments.rounds):
-                print(json.dumps(record), flush=True)
+    for leaves in tqdm(args.leaves, unit="tree"):
+        for case in CASES:
+            for found in measure(leaves, case, args.rounds):
+                records.emit("eager_casts", leaves=leaves, case=case, **found)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,18 @@
-"""Measures what `import jmpx` costs over `import jax`, beside JMP and MPX, as JSON lines.
+"""Measures what `import jmpx` costs over `import jax`, beside JMP and MPX, as lines of JSON.
 
     python benchmarks/import_time.py --runs=21
 
-Each fresh process imports jax, numpy included, and then one library (MPX is
-mixed-precision-for-JAX of PyPI). The libraries take turns; the medians of the two times are
-reported.
+Each fresh process imports jax, NumPy included, and then one library (MPX is mixed-precision-for-JAX
+of PyPI). The libraries take turns; a line holds the medians of the two times.
 """
 
-import argparse
-import importlib.metadata
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 
-LIBRARIES = ["jmpx", "jmp", "mpx"]
+import records
+from tqdm import tqdm
 
 TIMED = """
 from time import perf_counter
@@ -38,27 +34,21 @@ def import_times(library: str) -> tuple[float, float]:
     return of_jax, of_library
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=21, help="how many processes")
-    runs = parser.parse_args().runs
-    for library in LIBRARIES:
-        import_times(library)  # writes the bytecode, warms the disk cache
-    rounds = [[import_times(library) for library in LIBRARIES] for _ in range(runs)]
-    for library, times in zip(LIBRARIES, zip(*rounds, strict=True), strict=True):
-        of_jax, of_library = (
-            1000 * statistics.median(column) for column in zip(*times, strict=True)
+def main(arguments: list[str] | None = None) -> None:
+    parser = records.parser(__doc__)
+    parser.add_argument("--runs", type=int, default=21, help="processes for each library")
+    runs = parser.parse_args(arguments).runs
+    times: dict[str, list[tuple[float, float]]] = {"jmpx": [], "jmp": [], "mpx": []}
+    for _ in tqdm(range(runs + 1)):  # the first run writes bytecode and warms the disk's cache
+        for library, found in times.items():
+            found.append(import_times(library))
+    for library, found in times.items():
+        jax_ms, library_ms = (
+            round(1000 * statistics.median(column), 2) for column in zip(*found[1:], strict=True)
         )
-        record = {
-            "benchmark": "import_time",
-            "library": library,
-            "over_jax_ms": round(of_library, 2),
-            "jax_ms": round(of_jax, 2),
-            "runs": runs,
-            "jax": importlib.metadata.version("jax"),
-            "python": platform.python_version(),
-        }
-        print(json.dumps(record), flush=True)
+        records.emit(
+            "import_time", library=library, over_jax_ms=library_ms, jax_ms=jax_ms, runs=runs
+        )
 
 
 if __name__ == "__main__":

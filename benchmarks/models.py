@@ -1,9 +1,8 @@
-"""A vision transformer in plain `jax.numpy`, which the benchmarks train.
+"""The transformer that all benchmarks train, in plain `jax.numpy`, and its sizes.
 
-Its parameters are nested dicts: 12 arrays a layer and 8 more, 152 of them in 12 layers. In the
-sizes of ViT-Tiny for 32 x 32 images, 4 x 4 patches and 100 classes these are 5.38 M numbers.
-It computes in the dtype of its parameters and images, with float32 islands where one wants them:
-LayerNorm, the attention's softmax and the loss.
+Parameters are nested dicts of 12 arrays a layer. The model computes in the dtype of its parameters
+and inputs. With `islands`, LayerNorm and the attention's softmax are cast to float32 by hand;
+without them the model has no cast, as a user of `jmpx.autocast` writes it.
 """
 
 import dataclasses
@@ -12,100 +11,161 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+
+Params = Any  # nested dicts and lists of arrays
 
 
 @dataclasses.dataclass(frozen=True)
-class ViT:
-    """The sizes of a vision transformer, its parameters and its loss."""
+class Transformer:
+    """A causal transformer on sequences of vectors, which labels every position."""
+
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    hidden: int = 1024
+    classes: int = 64
+    causal: bool = True
+    islands: bool = False
+    scanned: bool = False
+    deviation: float | None = None  # of the first weights; default: 1 / sqrt(inputs)
+
+    def init(self, rng: np.random.Generator) -> Params:
+        """Returns float32 parameters."""
+        layers = [self._layer(rng) for _ in range(self.layers)]
+        if self.scanned:
+            layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+        return {
+            "layers": layers,
+            "norm": self._norm(),
+            "head": self._linear(rng, self.width, self.classes),
+        }
+
+    def batch(
+        self, rng: np.random.Generator, size: int = 8, length: int = 128
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns inputs of shape (size, length, width) and labels of shape (size, length)."""
+        x = rng.normal(size=(size, length, self.width))
+        labels = rng.integers(self.classes, size=x.shape[:2])
+        return jnp.asarray(x, jnp.float32), jnp.asarray(labels, jnp.int32)
+
+    def loss(self, params: Params, x: jax.Array, labels: jax.Array) -> jax.Array:
+        """Returns the mean cross-entropy, in float32."""
+        return cross_entropy(self.apply(params, x), labels)
+
+    def apply(self, params: Params, x: jax.Array) -> jax.Array:
+        """Returns the scores of the classes, of shape (size, length, classes)."""
+        return self._classify(params, self._blocks(params, x))
+
+    def _blocks(self, params: Params, x: jax.Array) -> jax.Array:
+        if self.scanned:
+            return lax.scan(lambda x, layer: (self._block(layer, x), None), x, params["layers"])[0]
+        for layer in params["layers"]:
+            x = self._block(layer, x)
+        return x
+
+    def _classify(self, params: Params, x: jax.Array) -> jax.Array:
+        return affine(params["head"], self.normalized(params["norm"], x))
+
+    def _norm(self) -> Params:
+        return {"scale": jnp.ones(self.width), "bias": jnp.zeros(self.width)}
+
+    def _linear(self, rng: np.random.Generator, inputs: int, outputs: int) -> Params:
+        weight = (self.deviation or inputs**-0.5) * rng.normal(size=(inputs, outputs))
+        return {"w": jnp.asarray(weight, jnp.float32), "b": jnp.zeros(outputs)}
+
+    def _layer(self, rng: np.random.Generator) -> Params:
+        return {
+            "norm1": self._norm(),
+            "qkv": self._linear(rng, self.width, 3 * self.width),
+            "out": self._linear(rng, self.width, self.width),
+            "norm2": self._norm(),
+            "up": self._linear(rng, self.width, self.hidden),
+            "down": self._linear(rng, self.hidden, self.width),
+        }
+
+    def _block(self, layer: Params, x: jax.Array) -> jax.Array:
+        x = x + self._attention(layer, self.normalized(layer["norm1"], x))
+        hidden = jax.nn.gelu(affine(layer["up"], self.normalized(layer["norm2"], x)))
+        return x + affine(layer["down"], hidden)
+
+    def _attention(self, layer: Params, x: jax.Array) -> jax.Array:
+        qkv = affine(layer["qkv"], x).reshape(*x.shape[:2], 3, self.heads, -1)
+        q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        scores = self._island(jnp.einsum("bqhd,bkhd->bhqk", q, k)) * q.shape[-1] ** -0.5
+        if self.causal:
+            scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -1e9)
+        weights = jax.nn.softmax(scores).astype(x.dtype)
+        return affine(layer["out"], jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape))
+
+    def normalized(self, norm: Params, x: jax.Array) -> jax.Array:
+        """Returns LayerNorm of the last axis."""
+        wide = self._island(x)
+        centered = wide - wide.mean(axis=-1, keepdims=True)
+        normal = centered * lax.rsqrt((centered**2).mean(axis=-1, keepdims=True) + 1e-6)
+        return normal.astype(x.dtype) * norm["scale"] + norm["bias"]
+
+    def _island(self, x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32) if self.islands else x
+
+
+@dataclasses.dataclass(frozen=True)
+class ViT(Transformer):
+    """A vision transformer; the defaults are ViT-Tiny's for images of 32 x 32."""
 
     layers: int = 12
     width: int = 192
     heads: int = 3
     hidden: int = 768
+    classes: int = 100
+    causal: bool = False
+    islands: bool = True
+    deviation: float | None = 0.02
     image: int = 32
     patch: int = 4
-    classes: int = 100
 
-    def init(self, seed: int = 0) -> dict[str, Any]:
-        """Returns float32 parameters, as JAX arrays."""
-        rng = np.random.default_rng(seed)
+    def init(self, rng: np.random.Generator) -> Params:
+        """Returns float32 parameters: 8 arrays besides those of the layers."""
         tokens = (self.image // self.patch) ** 2
-        params = {
-            "patches": _linear(rng, 3 * self.patch**2, self.width),
-            "class": _normal(rng, 1, self.width),
-            "positions": _normal(rng, tokens + 1, self.width),
-            "layers": [self._layer(rng) for _ in range(self.layers)],
-            "norm": _norm(self.width),
-            "head": _linear(rng, self.width, self.classes),
-        }
-        return jax.tree.map(jnp.asarray, params)
-
-    def _layer(self, rng: np.random.Generator) -> dict[str, Any]:
-        return {
-            "norm1": _norm(self.width),
-            "qkv": _linear(rng, self.width, 3 * self.width),
-            "attention": _linear(rng, self.width, self.width),
-            "norm2": _norm(self.width),
-            "mlp1": _linear(rng, self.width, self.hidden),
-            "mlp2": _linear(rng, self.hidden, self.width),
+        return super().init(rng) | {
+            "patches": self._linear(rng, 3 * self.patch**2, self.width),
+            "class": self._linear(rng, 1, self.width)["w"],
+            "positions": self._linear(rng, tokens + 1, self.width)["w"],
         }
 
-    def batch(self, size: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
-        """Returns random images of shape (size, image, image, 3) and their labels."""
-        rng = np.random.default_rng(seed)
-        images = rng.normal(size=(size, self.image, self.image, 3)).astype(np.float32)
-        return jnp.asarray(images), jnp.asarray(rng.integers(self.classes, size=size), jnp.int32)
+    def batch(self, rng: np.random.Generator, size: int = 8) -> tuple[jax.Array, jax.Array]:
+        """Returns images of shape (size, image, image, 3) and labels of shape (size,)."""
+        images = rng.normal(size=(size, self.image, self.image, 3))
+        labels = rng.integers(self.classes, size=size)
+        return jnp.asarray(images, jnp.float32), jnp.asarray(labels, jnp.int32)
 
-    def loss(self, params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
-        """Returns the mean cross-entropy in float32."""
-        logits = self.logits(params, images).astype(jnp.float32)
-        picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
-
-    def logits(self, params: Any, images: jax.Array) -> jax.Array:
+    def apply(self, params: Params, images: jax.Array) -> jax.Array:
         """Returns the scores of the classes, of shape (size, classes)."""
-        x = _apply_linear(params["patches"], self._patches(images))
-        first = jnp.broadcast_to(params["class"], (x.shape[0], 1, self.width))
+        x = affine(params["patches"], self._patches(images))
+        first = jnp.broadcast_to(params["class"], (len(x), 1, self.width))
         x = jnp.concatenate([first, x], axis=1) + params["positions"]
-        for layer in params["layers"]:
-            x = x + self._attention(layer, _apply_norm(layer["norm1"], x))
-            hidden = jax.nn.gelu(_apply_linear(layer["mlp1"], _apply_norm(layer["norm2"], x)))
-            x = x + _apply_linear(layer["mlp2"], hidden)
-        return _apply_linear(params["head"], _apply_norm(params["norm"], x[:, 0]))
+        return self._classify(params, self._blocks(params, x)[:, 0])
 
     def _patches(self, images: jax.Array) -> jax.Array:
-        size, side = images.shape[0], self.image // self.patch
-        x = images.reshape(size, side, self.patch, side, self.patch, 3)
-        return x.transpose(0, 1, 3, 2, 4, 5).reshape(size, side**2, 3 * self.patch**2)
-
-    def _attention(self, layer: Any, x: jax.Array) -> jax.Array:
-        qkv = _apply_linear(layer["qkv"], x).reshape(*x.shape[:2], 3, self.heads, -1)
-        q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32)
-        weights = jax.nn.softmax(scores * q.shape[-1] ** -0.5).astype(x.dtype)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
-        return _apply_linear(layer["attention"], mixed)
+        side = self.image // self.patch
+        x = images.reshape(len(images), side, self.patch, side, self.patch, 3)
+        return x.swapaxes(2, 3).reshape(len(images), side**2, 3 * self.patch**2)
 
 
-def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return 0.02 * rng.normal(size=shape).astype(np.float32)
+# The two models of MPX's paper (arXiv 2507.03312), and a tiny one to try a benchmark with.
+MODELS = {
+    "base": ViT(12, 768, 12, 3072, 1000, image=224, patch=16),
+    "desktop": ViT(12, 256, 4, 800),
+    "tiny": ViT(1, 16, 2, 32, 10, image=8),
+}
 
 
-def _linear(rng: np.random.Generator, inputs: int, outputs: int) -> dict[str, np.ndarray]:
-    weight = rng.normal(size=(inputs, outputs)).astype(np.float32) / np.float32(inputs**0.5)
-    return {"w": weight, "b": np.zeros(outputs, np.float32)}
-
-
-def _norm(width: int) -> dict[str, np.ndarray]:
-    return {"scale": np.ones(width, np.float32), "bias": np.zeros(width, np.float32)}
-
-
-def _apply_linear(params: Any, x: jax.Array) -> jax.Array:
+def affine(params: Params, x: jax.Array) -> jax.Array:
     return x @ params["w"] + params["b"]
 
 
-def _apply_norm(params: Any, x: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    centered = wide - wide.mean(-1, keepdims=True)
-    normal = centered * jax.lax.rsqrt((centered**2).mean(-1, keepdims=True) + 1e-6)
-    return normal.astype(x.dtype) * params["scale"] + params["bias"]
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns the mean cross-entropy, in float32."""
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)

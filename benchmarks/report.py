@@ -1,14 +1,14 @@
-"""Runs the benchmarks and writes their tables into `benchmarks/README.md`.
+"""Runs the benchmarks that need no GPU, and writes their tables into two pages.
 
-    python benchmarks/report.py                      # all of it: some 20 minutes on two cores
-    python benchmarks/report.py --only import_time autocast
-    python benchmarks/report.py --only               # the tables again, of what was measured before
+    python benchmarks/report.py                      # all of it: half an hour on two quiet cores
+    python benchmarks/report.py --only autocast import_time
+    python benchmarks/report.py --only               # only the pages again
 
-Every line that a benchmark prints is kept in `benchmarks/results/cpu.jsonl`; one that is run
-again replaces its lines there. The tables are made of that file alone.
+Every line that a benchmark prints is kept in `benchmarks/results/cpu.jsonl`; a benchmark that is
+run again replaces its lines there. `benchmarks/README.md` gets the rows of HEADLINES, between two
+marks, and `benchmarks/results/README.md` all rows and all tables.
 """
 
-import argparse
 import json
 import re
 import subprocess
@@ -17,40 +17,48 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import records
+from records import Record
 from tqdm import tqdm
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "cpu.jsonl"
-PAGE = FOLDER / "README.md"
-PEERS = ["float32", "jmp", "mpx", "bfloat16_jmp", "bfloat16_mpx"]
-OURS = [  # those that are compared, one after the other
-    *("float16_where", "jmpx_where", "jmpx_counting_where", "jmpx_wrapped_where"),
-    *("float16_where_late", "jmpx_jmp_style"),
-    *("float16_cond", "jmpx_cond", "jmpx_counting_cond", "jmpx_wrapped_cond"),
-    *("bfloat16", "bfloat16_jmpx", "bfloat16_jmpx_jmp_style"),
-]
-STEPS = [
-    "--implementations",
-    *("handwritten_cond", "jmpx_where", "jmpx_cond", "autocast", "autocast_saved"),
-]
-DEEP = ["float16_where", "float16_cond", "jmpx_where", "jmpx_cond", "jmpx_jmp_style", "jmp"]
+PAGE, DETAILS = FOLDER / "README.md", FOLDER / "results" / "README.md"
+MARKS = "<!-- table, by report.py -->", "<!-- end -->"
 
-Record = dict[str, Any]
+# A step of jmpx, and the hand-written step that skips in the same way.
+FLOAT16 = {
+    "jmpx_where": "handwritten",
+    "jmpx_counting_where": "handwritten",
+    "jmpx_wrapped": "handwritten",
+    "jmpx_jmp_style": "handwritten_late",
+    "jmpx": "handwritten_cond",
+    "jmpx_counting": "handwritten_cond",
+    "jmpx_wrapped_cond": "handwritten_cond",
+}
+BFLOAT16 = {"jmpx": "handwritten", "jmpx_jmp_style": "handwritten"}
+GROWTH = ("handwritten", "jmpx_where", "jmpx", "mpx", "jmp")  # over these numbers of layers
+LAYERS = (2, 4, 6, 8)
+
+
+def compile_step(implementation: str, dtype: str = "float16", layers: int = 12) -> list[str]:
+    point = [f"--implementation={implementation}", f"--dtype={dtype}", f"--layers={layers}"]
+    return ["compiled_step.py", *point]
+
 
 COMMANDS = {
-    "import_time": [["import_time.py"]],
+    "compiled_step": [
+        *(compile_step(name, layers=n) for n in LAYERS for name in GROWTH),
+        *(compile_step(name) for name in ("jmp", "mpx", *FLOAT16, *sorted({*FLOAT16.values()}))),
+        compile_step("handwritten", "float32"),
+        *(compile_step(name, "bfloat16") for name in ("jmp", "mpx", "handwritten", *BFLOAT16)),
+    ],
+    "autocast": [["autocast.py"]],
     "growth_steps": [["growth_steps.py"]],
     "underflow": [["underflow.py"]],
-    "accuracy": [["accuracy.py"]],
     "cuda_lowering": [["cuda_lowering.py"]],
-    "autocast": [["autocast.py"]],
     "eager_casts": [["eager_casts.py"]],
-    "step_time": [["step_time.py", "--model=desktop", "--batch=2", "--rounds=10", *STEPS]],
-    "compiled_step": [
-        ["compiled_step.py", "--layers=12", "--steps", *PEERS],
-        ["compiled_step.py", "--layers=12", "--steps", *OURS],
-        ["compiled_step.py", "--layers=48", "--timeout=190", "--steps", *DEEP],
-    ],
+    "import_time": [["import_time.py"]],
 }
 
 
@@ -62,148 +70,101 @@ def run(command: list[str]) -> list[Record]:
     return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
 
 
-def read() -> list[Record]:
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def write(records: Iterable[Record]) -> None:
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
 # The bar: what has to hold, and what was measured.
 
 
 class Row(NamedTuple):
-    """One line of the table of bars: at most (or, with `least`, at least) `bar`."""
+    """A measure that may be at most `bar`, or at least with `least`."""
 
     measure: str
     value: float
     bar: float
     least: bool = False
 
-    @property
-    def holds(self) -> bool:
-        return self.value >= self.bar if self.least else self.value <= self.bar
-
     def cells(self) -> tuple[str, ...]:
-        return (
-            self.measure,
-            f"{self.value:.4g}",
-            f"{'≥' if self.least else '≤'} {self.bar:g}",
-            "yes" if self.holds else f"no, by {abs(self.value - self.bar):.2g}{self._why}",
-        )
-
-    @property
-    def _why(self) -> str:
-        known = (why for beginning, why in WHY.items() if self.measure.startswith(beginning))
-        return next((f": {why}" for why in known), "")
+        holds = self.value >= self.bar if self.least else self.value <= self.bar
+        bar = f"{'≥' if self.least else '≤'} {self.bar:g}"
+        return self.measure, f"{self.value:.4g}", bar, "yes" if holds else "**no**"
 
 
-WHY = {  # why a row misses its bar, where it does; the page says more
-    "entry ops, jmpx_wrapped_cond": "the updates leave the cond",
-    "bytes, jmpx_wrapped_cond": "the updates leave the cond",
-    "compile time": "unclear, steps of equal HLO differ by a third here",
-    "time over JMP's": "calls of 16 arrays each",
-    "trace time": "measured from 1.24 to 1.31",
-}
-
-
+HEADLINES = (
+    "float16, HLO instructions: jmpx over handwritten_cond",
+    "float16, HLO instructions: jmpx_where over handwritten",
+    "bfloat16, HLO instructions: jmpx over handwritten",
+    "float16, compile time: jmp over jmpx_where",
+    "gradient over float32's, on growth steps: largest",
+    "residual bytes over float32's: autocast",
+    "residual bytes over float32's: autocast, save_low_precision",
+    "trace time over no autocast's: 24 layers",
+    "time over JMP's of casting 2000 arrays outside of jit",
+    "milliseconds that `import jmpx` adds to `import jax`",
+)
 COUNTS = {"instructions": "HLO instructions", "entry_ops": "entry ops", "bytes_accessed": "bytes"}
-KINDS = [  # a way to write the step, and the hand-written step of the same kind
-    ("jmpx_where", "float16_where"),
-    ("jmpx_counting_where", "float16_where"),
-    ("jmpx_wrapped_where", "float16_where"),
-    ("jmpx_jmp_style", "float16_where_late"),
-    ("jmpx_cond", "float16_cond"),
-    ("jmpx_counting_cond", "float16_cond"),
-    ("jmpx_wrapped_cond", "float16_cond"),
-    ("bfloat16_jmpx", "bfloat16"),
-    ("bfloat16_jmpx_jmp_style", "bfloat16"),
-]
-
-
-def bars(records: list[Record]) -> Iterator[Row]:
-    """Yields the rows of the bar that the records answer."""
-    steps = {
-        (r["step"], r["layers"]): r
-        for r in records
-        if r["benchmark"] == "compiled_step" and "instructions" in r
-    }
-    yield from compiled_bars(steps)
-    yield from eager_bars(records)
-    for record in records:
-        name = record["benchmark"]
-        if name == "import_time" and record["library"] == "jmpx":
-            yield Row("import over `import jax`, ms", record["over_jax_ms"], 10)
-        elif name == "growth_steps" and record["implementation"] == "jmpx":
-            for kind, found in growth_of(record):
-                yield Row(f"gradient over float32's, {kind}: smallest", found[0], 1.0, least=True)
-                yield Row(f"gradient over float32's, {kind}: largest", found[1], 1.0)
-        elif name == "autocast":
-            yield from autocast_bars(record)
-
-
-def compiled_bars(steps: dict[tuple[str, int], Record]) -> Iterator[Row]:
-    for step, hand in KINDS:
-        if (step, 12) in steps and (hand, 12) in steps:
-            ours, theirs = steps[step, 12], steps[hand, 12]
-            bar = 1.0 if hand == "bfloat16" else 1.01
-            for key, words in COUNTS.items():
-                yield Row(f"{words}, {step} over {hand}", ours[key] / theirs[key], bar)
-            ratio = ours["compile_s"] / theirs["compile_s"]
-            yield Row(f"compile time, {step} over {hand}", ratio, 1.1)
-    if ("jmp", 12) in steps and ("jmpx_where", 12) in steps:
-        ratio = steps["jmp", 12]["compile_s"] / steps["jmpx_where", 12]["compile_s"]
-        yield Row("compile time, jmp over jmpx_where", ratio, 6, least=True)
-
-
-def growth_of(record: Record) -> Iterator[tuple[str, tuple[float, float]]]:
-    for kind in ("growth", "shrink", "steady"):
-        found = record[kind]
-        yield kind, (found["smallest_ratio"], found["largest_ratio"])
-
-
-def autocast_bars(record: Record) -> Iterator[Row]:
-    residuals = {"autocast": 0.67, "autocast, save_low_precision": 0.41}
-    traces = {"24 layers": 2.3, "24 layers, scanned": 1.3}
-    way = record["way"]
-    if way in residuals:
-        yield Row(f"residual bytes of float32's, {way}", record["of_float32"], residuals[way])
-    if way in traces:
-        yield Row(f"trace time, autocast over none, {way}", record["ratio"], traces[way])
-
-
-# Shares of JMP's time, because milliseconds are those of one machine: on the machine of the bar,
-# 6.1 of 28.8, 0.96 of 9.0, 111 of 361 and 15.9 of 97.7.
-EAGER = {
-    (2000, "to_cast"): 0.212,
-    (2000, "already_right"): 0.107,
-    (20000, "to_cast"): 0.307,
-    (20000, "already_right"): 0.163,
+RESIDUALS = {"autocast": 0.67, "autocast, save_low_precision": 0.41}
+TRACES = {"24 layers": 2.3, "24 layers, scanned": 1.3}
+EAGER = {  # shares of JMP's time, because milliseconds are those of one machine
+    (2000, "to_cast", "casting 2000 arrays outside of jit"): 0.212,
+    (2000, "already_right", "casting 2000 arrays that are right"): 0.107,
+    (20000, "to_cast", "casting 20000 arrays outside of jit"): 0.307,
+    (20000, "already_right", "casting 20000 arrays that are right"): 0.163,
 }
 
 
-def eager_bars(records: list[Record]) -> Iterator[Row]:
-    later = {
-        (r["library"], r["leaves"], r["case"]): r["later_ms"]
-        for r in records
-        if r["benchmark"] == "eager_casts"
-    }
-    for (leaves, case), bar in EAGER.items():
-        if ("jmpx", leaves, case) in later:
-            ratio = later["jmpx", leaves, case] / later["jmp", leaves, case]
-            yield Row(f"time over JMP's of eager casts, {leaves} leaves, {case}", ratio, bar)
+def bars(found: list[Record]) -> Iterator[Row]:
+    """Yields the rows that the records answer."""
+    by_name: dict[str, list[Record]] = {}
+    for record in found:
+        by_name.setdefault(record["benchmark"], []).append(record)
+    yield from compiled_bars(by_name.get("compiled_step", []))
+    for record in by_name.get("growth_steps", []):
+        for kind in ("growth", "shrink", "steady") if record["implementation"] == "jmpx" else ():
+            measure, ends = f"gradient over float32's, on {kind} steps", record[kind]
+            yield Row(f"{measure}: smallest", ends["smallest_ratio"], 1.0, least=True)
+            yield Row(f"{measure}: largest", ends["largest_ratio"], 1.0)
+    for record in by_name.get("autocast", []):
+        way = record["way"]
+        if way in RESIDUALS:
+            measure = f"residual bytes over float32's: {way}"
+            yield Row(measure, record["of_float32"], RESIDUALS[way])
+        elif way in TRACES:
+            yield Row(f"trace time over no autocast's: {way}", record["ratio"], TRACES[way])
+    eager = by_name.get("eager_casts", [])
+    later = {(r["library"], r["leaves"], r["case"]): r["later_ms"] for r in eager}
+    for (leaves, case, words), bar in EAGER.items() if later else ():
+        ratio = later["jmpx", leaves, case] / later["jmp", leaves, case]
+        yield Row(f"time over JMP's of {words}", ratio, bar)
+    for record in by_name.get("import_time", []):
+        if record["library"] == "jmpx":
+            measure = "milliseconds that `import jmpx` adds to `import jax`"
+            yield Row(measure, record["over_jax_ms"], 10)
 
 
-# Tables.
+def compiled_bars(found: list[Record]) -> Iterator[Row]:
+    steps = {(r["implementation"], r["dtype"]): r for r in found if r["layers"] == 12}
+    for dtype, pairs, bar in (("float16", FLOAT16, 1.01), ("bfloat16", BFLOAT16, 1.0)):
+        for name, by_hand in pairs.items() if steps else ():
+            ours, theirs = steps[name, dtype], steps[by_hand, dtype]
+            for key, words in COUNTS.items():
+                yield Row(f"{dtype}, {words}: {name} over {by_hand}", ours[key] / theirs[key], bar)
+            ratio = ours["compile_cpu_s"] / theirs["compile_cpu_s"]
+            yield Row(f"{dtype}, compile time: {name} over {by_hand}", ratio, 1.1)
+    if steps:
+        jmp, ours = steps["jmp", "float16"], steps["jmpx_where", "float16"]
+        ratio = jmp["compile_cpu_s"] / ours["compile_cpu_s"]
+        yield Row("float16, compile time: jmp over jmpx_where", ratio, 6, least=True)
+
+
+# The pages.
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = [tuple(header), *map(tuple, rows)]
     lines.insert(1, ("---",) * len(lines[0]))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def table_of_bars(rows: Iterable[Row]) -> str:
+    return table(("measure", "measured", "bar", "holds"), (row.cells() for row in rows))
 
 
 def plain(value: Any) -> str:
@@ -216,69 +177,54 @@ def plain(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-# Fields that say where something was measured, which one line for all of a table repeats.
-WHERE = {
-    "benchmark",
-    "jax",
-    "python",
-    "backend",
-    "date",
-    "platform",
-    "device_kind",
-    "cuda",
-    "versions",
-}
+# Fields that say where and when; one line over each table says it.
+WHERE = {"benchmark", "date", "measured", "platform", "device_kind", "backend", "cores", "cuda"}
+WHERE |= {"python", "jax", "versions"}
 
 
-def tables(records: list[Record]) -> str:
-    """Returns the Markdown of all tables."""
-    rows = list(bars(records))
-    parts = [
-        "### The bar",
-        table(("measure", "measured", "bar", "holds"), (r.cells() for r in rows)),
-    ]
+def where(found: list[Record]) -> str:
+    jax = {r.get("jax") or r["versions"]["jax"] for r in found}
+    days = {r.get("measured") or r["date"][:10] for r in found}
+    cores = {f"{r['cores']} CPU cores" for r in found}
+    return f"JAX {', '.join(sorted(jax))}; {', '.join(sorted(days))}; {', '.join(sorted(cores))}."
+
+
+def table_of(found: list[Record]) -> str:
+    keys = list(dict.fromkeys(key for record in found for key in record if key not in WHERE))
+    return table(keys, ([plain(record.get(key, "")) for key in keys] for record in found))
+
+
+def details(found: list[Record]) -> str:
+    """Returns the page of all rows and all tables."""
+    parts = ["# All results", f"Written by `{Path(__file__).name}` from `{RESULTS.name}`."]
+    parts += ["## The bar", table_of_bars(bars(found))]
     for name in COMMANDS:
-        chosen = [r for r in records if r["benchmark"] == name]
+        chosen = [record for record in found if record["benchmark"] == name]
         if chosen:
-            parts += [f"### {name}", where(chosen[0]), of_one(chosen)]
-    return "\n\n".join(parts)
+            parts += [f"## {name}", where(chosen), table_of(chosen)]
+    return "\n\n".join(parts) + "\n"
 
 
-def where(record: Record) -> str:
-    version = record.get("jax") or record.get("versions", {}).get("jax")
-    return f"JAX {version}, {record.get('measured', '')}, {record.get('cores')} CPU cores."
-
-
-def of_one(records: list[Record]) -> str:
-    hidden = WHERE | {"measured", "cores"}
-    keys = list(dict.fromkeys(key for record in records for key in record if key not in hidden))
-    return table(keys, ([plain(record.get(key, "")) for key in keys] for record in records))
-
-
-def render(text: str, page: Path = PAGE) -> None:
-    """Puts the tables between the marks of the page."""
-    marks = "<!-- tables, by report.py -->", "<!-- end -->"
-    pattern = re.compile(f"{re.escape(marks[0])}.*{re.escape(marks[1])}", re.DOTALL)
-    page.write_text(pattern.sub(lambda _: f"{marks[0]}\n\n{text}\n\n{marks[1]}", page.read_text()))
+def page(found: list[Record], text: str) -> str:
+    """Returns the text with the headlines between its marks."""
+    rows = {row.measure: row for row in bars(found)}
+    headlines = table_of_bars(rows[name] for name in HEADLINES if name in rows)
+    pattern = re.compile(f"{re.escape(MARKS[0])}.*{re.escape(MARKS[1])}", re.DOTALL)
+    return pattern.sub(lambda _: f"{MARKS[0]}\n\n{headlines}\n\n{MARKS[1]}", text)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = records.parser(__doc__)
     parser.add_argument("--only", nargs="*", choices=list(COMMANDS), default=list(COMMANDS))
     chosen = parser.parse_args(arguments).only
-    for name in tqdm(chosen, unit="benchmark"):
-        found = [record for command in COMMANDS[name] for record in run(command)]
-        noted = [record | surroundings() for record in found]
-        write([r for r in read() if r["benchmark"] != name] + noted)
-    render(tables(read()))
-
-
-def surroundings() -> Record:
-    """Returns the day, and how many cores there were."""
-    import datetime
-    import os
-
-    return {"measured": str(datetime.date.today()), "cores": os.cpu_count()}
+    found = records.read(RESULTS)
+    for name, command in tqdm([(n, c) for n in chosen for c in COMMANDS[n]], unit="run"):
+        if command is COMMANDS[name][0]:
+            found = [record for record in found if record["benchmark"] != name]
+        found += run(command)
+        RESULTS.write_text("".join(json.dumps(record) + "\n" for record in found))
+    DETAILS.write_text(details(found))
+    PAGE.write_text(page(found, PAGE.read_text()))
 
 
 if __name__ == "__main__":

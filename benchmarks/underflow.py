@@ -2,47 +2,45 @@
 
     python benchmarks/underflow.py --model=desktop --batch=2 --steps=60
 
-An entry is lost if its gradient in float32 is not zero and in float16 is. The gradients are those
-of a vision transformer of `gpu_vit.py` after some float32 steps on one random batch: they shrink as
-the loss falls, and float16 loses more. A few entries are zero but for float32's rounding (softmax
-does not see the bias of the keys); no scale brings these back. XLA may not keep more digits than
-the program says, which it else does on a CPU.
+An entry is lost if its gradient is not zero in float32 and zero in float16. The gradients are those
+of a vision transformer after some float32 steps on one random batch: they shrink as the loss falls,
+and float16 loses more. A few entries are zero but for float32's rounding (softmax does not see the
+bias of the keys); no scale brings these back. XLA may not keep more digits than the program says,
+which it else does on a CPU.
 """
 
-import argparse
 import functools
-import json
 from typing import Any
 
 import gpu_vit
 import jax
 import jax.numpy as jnp
+import records
+import steps
+from models import MODELS
 
 import jmpx
 
 SCALE = 2.0**15
 
 
-def measure(model: gpu_vit.ViT, batch: int, steps: int, seed: int = 0) -> dict[str, Any]:
-    state, data = gpu_vit.new_state(model.init(seed)), model.batch(batch, seed + 1)
-
-    @jax.jit
-    def train_step(state: Any) -> Any:
-        loss, grads = jax.value_and_grad(model.loss)(state[0], *data)
-        return loss, grads, gpu_vit.take_step(state, grads)
+def measure(model_name: str, batch: int, count: int) -> records.Record:
+    model = MODELS[model_name]
+    traced = steps.trace(steps.Point("handwritten", "float32"), model, batch, gpu_vit.ADAMW)
+    program = steps.Program(traced, gpu_vit.QUICK if model_name == "tiny" else None)
+    program.run(count)
+    params, data = program.params, traced.batch
+    loss, reference = jax.jit(jax.value_and_grad(model.loss))(params, *data)
 
     @functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
     def lost(params: Any, reference: Any, scaling: Any) -> jax.Array:
         grads = jmpx.filter_grad(model.loss, scaling, policy="compute=float16")(params, *data)[2]
         zeros = jax.tree.map(lambda a, b: jnp.sum((a != 0) & (b == 0)), reference, grads)
-        return sum(jax.tree.leaves(zeros))
+        return jnp.stack(jax.tree.leaves(zeros)).sum()
 
-    for _ in range(steps):
-        _, _, state = train_step(state)
-    loss, reference, _ = train_step(state)
     nonzero = sum(int(jnp.count_nonzero(g)) for g in jax.tree.leaves(reference))
     without, scaled = (
-        int(lost(state[0], reference, jmpx.DynamicLossScale(scale))) / nonzero
+        int(lost(params, reference, jmpx.DynamicLossScale(scale))) / nonzero
         for scale in (1.0, SCALE)
     )
     return {
@@ -55,14 +53,12 @@ def measure(model: gpu_vit.ViT, batch: int, steps: int, seed: int = 0) -> dict[s
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=list(gpu_vit.MODELS), default="desktop")
+    parser = records.parser(__doc__)
+    parser.add_argument("--model", choices=MODELS, default="desktop")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60, help="float32 steps before the count")
     args = parser.parse_args(arguments)
-    found = {"model": args.model, "batch": args.batch, "steps": args.steps}
-    found |= measure(gpu_vit.MODELS[args.model], args.batch, args.steps)
-    print(json.dumps({"benchmark": "underflow", **gpu_vit.surroundings(), **found}))
+    records.emit("underflow", **vars(args), **measure(args.model, args.batch, args.steps))
 
 
 if __name__ == "__main__":
