@@ -1,9 +1,10 @@
-"""The rules of most primitives: a dozen kinds, and one table that says which primitive is which.
+"""The rules of most primitives: a dozen kinds, and one table that says which primitive has which.
 
-Three kinds are those of `torch.autocast`: matrix products in 16 bits (`low`), what needs range or
-digits in float32 (`full`), all else in what its operands have (`promote`). The others keep right
-what 16 bits would break: constants that they cannot hold, powers, comparisons, sums over devices,
-state. Primitives with a rule of their own stand in `primitives.py` and `control_flow.py`.
+Three kinds are those of `torch.autocast`: `low` runs matrix products in 16 bits, `full` runs in
+float32 whatever needs range or digits, `promote` runs all else in the dtype of its operands. The
+other kinds are for primitives that 16 bits would break: next to large constants, or as powers,
+comparisons and sums over devices. Primitives that fit no kind have rules of their own, in
+`primitives.py` and `control_flow.py`.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from jmpx._jaxpr import Equation
 
 
 def low(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs in the compute dtype; in float32 if the user asked for more precision."""
+    """Runs in the compute dtype; in float32 if the user asked for more than default precision."""
     if is_precise(equation):
         return run_as_traced(equation, values, yields=False)
     dtype = context.region.dtype
@@ -54,12 +55,12 @@ def full(context: Context, equation: Equation, values: list[Value]) -> list[Valu
 
 
 def keep(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs in exactly the dtypes that were traced, on which the result depends."""
+    """Runs in the dtypes that were traced, because the result depends on the dtype, as bits do."""
     return full(context, equation, values)
 
 
 def promote(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs in the widest dtype that an operand has."""
+    """Runs in the widest dtype of its operands; those that yield take the dtype of the others."""
     if not float32_values(equation, values):
         return full(context, equation, values)
     dtype = promoted(equation, values)
@@ -75,21 +76,21 @@ def promote_finite(context: Context, equation: Equation, values: list[Value]) ->
 
 
 def compare(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs in float32 if the dtypes differ: rounding one side could turn a yes into a no."""
+    """Runs as `promote` if the dtypes are equal, else in float32: rounding one side may decide."""
     if len({value.dtype for value in float32_values(equation, values)}) == 1:
         return promote(context, equation, values)
     return full(context, equation, values)
 
 
 def scale(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs as `promote`; next to a number that 16 bits cannot hold in float32, and rounds."""
+    """Runs as `promote`; if 16 bits cannot hold an operand, in float32, and rounds the result."""
     return scale_checking(float32_values(equation, values), context, equation, values)
 
 
 def scale_checking(
     checked: Sequence[Value], context: Context, equation: Equation, values: list[Value]
 ) -> list[Value]:
-    """Runs as `scale`, given the operands that 16 bits may not be able to hold."""
+    """Runs as `scale`, which looks only at the operands in `checked`."""
     if not float32_values(equation, values):
         return full(context, equation, values)
     dtype = promoted(equation, values)
@@ -114,14 +115,14 @@ def power(context: Context, equation: Equation, values: list[Value]) -> list[Val
 
 
 def bounded(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs as `promote`, but of powers in the compute dtype: of infinity the result is exact."""
+    """Runs as `promote`; on powers in the compute dtype, as infinity gives the right result."""
     if all(value.power for value in values):
         return run_in(context.region.dtype, equation, values, all_yield(equation, values))
     return promote(context, equation, values)
 
 
 def through_float32(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs in float32, and rounds to what `promote` would return."""
+    """Runs in float32, and rounds the result to the dtype that `promote` would return."""
     results = full(context, equation, values)
     if not float32_values(equation, values):
         return results
@@ -135,9 +136,9 @@ def reduce_devices(context: Context, equation: Equation, values: list[Value]) ->
 
 
 def update(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs as `promote_finite`, but in float32, and rounds.
+    """Runs in float32 on operands that are rounded before, and rounds the result again.
 
-    The operands are rounded before, so that a maximum is one of them.
+    So a maximum is one of the numbers that `promote_finite` would compare.
     """
     if not float32_values(equation, values):
         return full(context, equation, values)
@@ -149,7 +150,7 @@ def update(context: Context, equation: Equation, values: list[Value]) -> list[Va
 
 
 def each(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs each operand in the dtype that it has; there are as many results."""
+    """Runs on each operand in the dtype that it has; each result is as its operand."""
     results = bind_arrays(equation, [value.array for value in values])
     return [Value.of(result, v.traits) for result, v in zip(results, values, strict=True)]
 

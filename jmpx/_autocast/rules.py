@@ -81,11 +81,11 @@ class Entry(NamedTuple):
 
     Args:
         rule: the rule.
-        everywhere: whether the rule runs also where a policy rule gives the primitive a dtype, or
-            the region is float32; it reads both from its context. Other primitives have no say.
-        cached: whether JAX may cache the primitive, jitted. Parameters that hold objects of the
-            user, such as a callback, would live as long as the cache.
-        keeps_finite: whether finite numbers stay finite when the operands are cast, because the
+        everywhere: whether the rule is asked even if a policy rule gives the primitive a dtype, or
+            the region is float32; its context says so. Most rules are not asked then.
+        cached: whether JAX may cache the primitive as a jitted function. It should not if its
+            parameters can hold objects of the user, which the cache would keep alive.
+        keeps_finite: whether operands that yield stay finite when they are cast, because the
             primitive adds them to others or puts them among others.
     """
 
@@ -97,8 +97,8 @@ class Entry(NamedTuple):
 
 _entries: dict[str, Entry] = {}
 
-# Primitives that some versions of JAX lack, by the first of the versions that the tests run (0.7,
-# 0.10, 0.12) that has them, or that has them no more. Without an entry here, all versions have it.
+# Primitives that not all versions of JAX have. Of the versions that the tests run, which are 0.7,
+# 0.10 and 0.12, this is the first that has them, or the first that has them no more.
 SINCE = {
     "0.10": "all_gather_reduced mulhi ormqr stack tile unstack",
     "0.12": "log2 one_minus_square polynomial",

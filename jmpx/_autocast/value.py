@@ -18,10 +18,10 @@ class Traits(NamedTuple):
 
     Args:
         dtype: its dtype.
-        yields: True until a 16-bit operation contributes: of inputs, constants and all that was
-            computed from these alone. Next to an array that does not yield, this one takes the
-            other's dtype, so that a float32 bias leaves a bfloat16 activation bfloat16. Unrelated
-            to JAX's `weak_type`.
+        yields: whether it takes the dtype of an array that does not yield, where the two meet: a
+            float32 bias leaves a bfloat16 activation bfloat16. True until a 16-bit operation
+            contributes: inputs and constants yield, and results of these alone. Unrelated to JAX's
+            `weak_type`.
         tangent: whether it is a tangent, or computed from one. It is cast linearly, so that it can
             be transposed and an overflow shows.
         uniform: whether all its elements are the same number.
@@ -71,7 +71,7 @@ class Value:
 
     @classmethod
     def of_constant(cls, array: Any) -> "Value":
-        """Returns the value of a constant of a jaxpr, which holds the same numbers in each run."""
+        """Returns the value of a constant of a jaxpr."""
         value = cls(array, yields=True)
         if not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True):
             value.constant = array
@@ -117,7 +117,7 @@ class Value:
 
 
 def join(several: Sequence[Traits]) -> Traits:
-    """Returns the traits of arrays that meet: those that yield take the dtype of the others."""
+    """Returns the traits of the array that others become where they meet, as in two branches."""
     computed = {traits.dtype for traits in several if not traits.yields}
     dtypes = computed or {traits.dtype for traits in several}
     dtype = dtypes.pop() if len(dtypes) == 1 else FLOAT32
