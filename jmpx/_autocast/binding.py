@@ -15,7 +15,7 @@ from jax import lax
 from jmpx import _jaxpr
 from jmpx._autocast.neighbours import COPIES
 from jmpx._autocast.rules import lookup
-from jmpx._autocast.value import FLOAT32, Value, finite_constant, join
+from jmpx._autocast.value import FLOAT32, Array, Value, finite_constant, join
 from jmpx._jaxpr import Atom, Equation, operation_name
 
 # If each operand of these is uniform, the result is: all its elements are one number.
@@ -60,15 +60,19 @@ def cast_operands(
     equation: Equation,
     values: Sequence[Value],
     dtype: np.dtype,
-    cast: Callable[[Value, np.dtype], Any] = Value.to,
-) -> list[Any]:
+    cast: Callable[[Value, np.dtype], Array] = Value.to,
+) -> list[Array]:
     """Returns the operands as arrays; the ones that were float32 when traced are in `dtype`."""
     pairs = zip(equation.invars, values, strict=True)
     return [cast(value, dtype) if is_float32(atom) else value.array for atom, value in pairs]
 
 
 def bind(
-    equation: Equation, values: Sequence[Value], arrays: Sequence[Any], yields: bool, **params: Any
+    equation: Equation,
+    values: Sequence[Value],
+    arrays: Sequence[Array],
+    yields: bool,
+    **params: Any,
 ) -> list[Value]:
     """Runs an equation; no result gets wider than it was traced.
 
@@ -95,7 +99,7 @@ def bind(
     return outputs
 
 
-def bind_arrays(equation: Equation, arrays: Sequence[Any], **params: Any) -> list[Any]:
+def bind_arrays(equation: Equation, arrays: Sequence[Array], **params: Any) -> list[Array]:
     """Runs an equation on arrays; if its primitive is registered as cached, JAX caches it."""
     entry = lookup(equation)
     return _jaxpr.bind(equation, arrays, cached=entry is not None and entry.cached, **params)
@@ -106,7 +110,7 @@ def run_in(
     equation: Equation,
     values: Sequence[Value],
     yields: bool,
-    cast: Callable[[Value, np.dtype], Any] = Value.to,
+    cast: Callable[[Value, np.dtype], Array] = Value.to,
     **params: Any,
 ) -> list[Value]:
     """Runs an equation; operands that were float32 when traced are cast to `dtype`."""
@@ -143,7 +147,7 @@ def run_recomputed(dtype: np.dtype, equation: Equation, values: Sequence[Value])
 
     # JAX caches the function, which must not keep the values alive.
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: Array) -> list[Array]:
         operands = [lax.convert_element_type(array, FLOAT32) for array in arrays]
         results = bind_arrays(equation, operands)
         return [lax.convert_element_type(result, dtype) for result in results]

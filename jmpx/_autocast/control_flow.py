@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jmpx import _jaxpr
-from jmpx._autocast.binding import bind_arrays, cast_operands, is_float32, run_as_traced
+from jmpx._autocast.binding import bind_arrays, is_float32, run_as_traced
 from jmpx._autocast.rules import Context, register
-from jmpx._autocast.value import FLOAT32, Traits, Value, join
+from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
 from jmpx._jaxpr import Atom, Equation, Jaxpr
 
 
@@ -76,8 +76,9 @@ def scan(context: Context, equation: Equation, values: list[Value]) -> list[Valu
         num_uncast=num_consts,
     )
     # The body casts constants, so that the backward pass sums their cotangents in float32.
-    uncast = cast_operands(equation, values, FLOAT32)[:num_consts]
-    operands[:num_consts] = [Value.of(a, v.traits) for a, v in zip(uncast, values, strict=False)]
+    for i, atom in enumerate(equation.invars[:num_consts]):
+        if is_float32(atom):
+            operands[i] = Value(values[i].to(FLOAT32), values[i].yields)
     results = _rebind(equation, operands, retraced.results, jaxpr=retraced.jaxpr)
     return [
         Value(result.array, result.yields and i >= num_carry, result.tangent)
@@ -120,7 +121,7 @@ def shard_map(context: Context, equation: Equation, values: list[Value]) -> list
     params, interpreter, scope = equation.params, context.interpreter, context.scope
     results: list[Traits] = []
 
-    def body(*arrays: Any) -> list[Any]:
+    def body(*arrays: Array) -> list[Array]:
         inputs = [Value.of(a, v.traits) for a, v in zip(arrays, values, strict=True)]
         outputs = interpreter.evaluate(params["jaxpr"], inputs, scope)
         # Uniform on each device is not uniform: the number may differ from device to device.
@@ -161,7 +162,7 @@ def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> lis
     symbolic_zeros = bool(equation.params.get("symbolic_zeros"))
 
     @jax.custom_jvp
-    def call(*arrays: Any) -> list[Any]:
+    def call(*arrays: Array) -> list[Array]:
         return jax.core.eval_jaxpr(retraced.jaxpr.jaxpr, retraced.jaxpr.consts, *arrays)
 
     def jvp(primals: Any, tangents: Any) -> Any:
@@ -199,7 +200,7 @@ def _trace_rule(equation: Equation, varied: Sequence[int]) -> Jaxpr:
     avals = [atom.aval for atom in equation.invars]
 
     def rule(primals: Any, tangents: Any) -> Any:
-        def call(*given: Any) -> list[Any]:
+        def call(*given: Array) -> list[Array]:
             operands = list(primals)
             for i, operand in zip(varied, given, strict=True):
                 operands[i] = operand

@@ -12,7 +12,7 @@ from jmpx._autocast.binding import run_as_traced, run_overridden
 from jmpx._autocast.neighbours import Neighbours, find_neighbours
 from jmpx._autocast.regions import Regions, Used
 from jmpx._autocast.rules import Context, Retraced, lookup
-from jmpx._autocast.value import Traits, Value
+from jmpx._autocast.value import Array, Traits, Value
 from jmpx._jaxpr import Atom, Equation, Jaxpr, operation_name
 from jmpx._marks import is_marking
 from jmpx._policy_map import PolicyMap
@@ -118,7 +118,7 @@ class Interpreter:
         interpreter = self.fresh()
         results: list[Traits] = []
 
-        def on_arrays(*arrays: Any) -> list[Any]:
+        def on_arrays(*arrays: Array) -> list[Array]:
             inputs = [Value.of(array, each) for array, each in zip(arrays, traits, strict=True)]
             for i in range(num_uncast):
                 inputs[i] = Value.of(inputs[i].to(traits[i].dtype), traits[i])
