@@ -51,7 +51,7 @@ def all_yield(equation: Equation, values: Sequence[Value]) -> bool:
 def promoted(equation: Equation, values: Sequence[Value]) -> np.dtype:
     """Returns the widest dtype of the operands that were float32 when traced.
 
-    Operands that yield count only if all do.
+    Operands that yield count only if all do. Without such operands it is float32.
     """
     return join([value.traits for value in float32_values(equation, values)]).dtype
 
@@ -128,9 +128,7 @@ def run_overridden(dtype: np.dtype, equation: Equation, values: Sequence[Value])
         return rounded(run_as_traced(equation, values, yields=False), equation, dtype)
     entry = lookup(equation)
     cast = Value.to_finite if entry is not None and entry.keeps_finite else Value.to
-    params = result_dtype(equation, dtype)
-    if float32_values(equation, values):
-        params |= fill_value(equation, dtype)
+    params = result_dtype(equation, dtype) | fill_value(equation, dtype)
     return run_in(dtype, equation, values, False, cast, **params)
 
 
@@ -175,4 +173,6 @@ def result_dtype(equation: Equation, dtype: np.dtype) -> dict[str, Any]:
 def fill_value(equation: Equation, dtype: np.dtype) -> dict[str, Any]:
     """Returns the parameter of a gather that is the number for indices out of bounds, if any."""
     fill = equation.params.get("fill_value")
-    return {} if fill is None else {"fill_value": finite_constant(fill, dtype)[()]}
+    if fill is None or not is_float32(equation.invars[0]):
+        return {}
+    return {"fill_value": finite_constant(fill, dtype)[()]}

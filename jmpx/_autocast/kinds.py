@@ -61,18 +61,14 @@ def keep(context: Context, equation: Equation, values: list[Value]) -> list[Valu
 
 def promote(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs in the widest dtype of its operands; those that yield take the dtype of the others."""
-    if not float32_values(equation, values):
-        return full(context, equation, values)
-    dtype = promoted(equation, values)
-    return run_in(dtype, equation, values, all_yield(equation, values))
+    dtype, yields = promoted(equation, values), all_yield(equation, values)
+    return run_in(dtype, equation, values, yields)
 
 
 def promote_finite(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs as `promote`; finite numbers stay finite, such as a mask of -1e9 in float16."""
-    if not float32_values(equation, values):
-        return full(context, equation, values)
-    dtype = promoted(equation, values)
-    return run_in(dtype, equation, values, all_yield(equation, values), Value.to_finite)
+    dtype, yields = promoted(equation, values), all_yield(equation, values)
+    return run_in(dtype, equation, values, yields, Value.to_finite)
 
 
 def compare(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
@@ -91,8 +87,6 @@ def scale_checking(
     checked: Sequence[Value], context: Context, equation: Equation, values: list[Value]
 ) -> list[Value]:
     """Runs as `scale`, which looks only at the operands in `checked`."""
-    if not float32_values(equation, values):
-        return full(context, equation, values)
     dtype = promoted(equation, values)
     unfit = [value for value in checked if not value.fits(dtype)]
     if not unfit:
@@ -106,7 +100,7 @@ def power(context: Context, equation: Equation, values: list[Value]) -> list[Val
     """Runs as `promote`, but in float32 instead of float16, where powers overflow."""
     if equation.outvars[0] in context.neighbours.statistics:
         return full(context, equation, values)
-    if not float32_values(equation, values) or promoted(equation, values) != np.float16:
+    if promoted(equation, values) != np.float16:
         return promote(context, equation, values)
     results = run_recomputed(FLOAT32, equation, values)
     for result in results:
@@ -123,10 +117,7 @@ def bounded(context: Context, equation: Equation, values: list[Value]) -> list[V
 
 def through_float32(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs in float32, and rounds the result to the dtype that `promote` would return."""
-    results = full(context, equation, values)
-    if not float32_values(equation, values):
-        return results
-    return rounded(results, equation, promoted(equation, values))
+    return rounded(full(context, equation, values), equation, promoted(equation, values))
 
 
 def reduce_devices(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
@@ -140,8 +131,6 @@ def update(context: Context, equation: Equation, values: list[Value]) -> list[Va
 
     So a maximum is one of the numbers that `promote_finite` would compare.
     """
-    if not float32_values(equation, values):
-        return full(context, equation, values)
     dtype = promoted(equation, values)
     placed = cast_operands(equation, values, dtype, Value.to_finite)
     arrays = cast_operands(equation, [Value(array, yields=True) for array in placed], FLOAT32)

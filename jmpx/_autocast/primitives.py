@@ -76,11 +76,9 @@ def eq(context: Context, equation: Equation, values: list[Value]) -> list[Value]
 @register("gather", cached=True, keeps_finite=True)
 def gather(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs as `promote_finite`; the number for indices out of bounds stays finite, too."""
-    if not float32_values(equation, values):
-        return full(context, equation, values)
     dtype, yields = promoted(equation, values), all_yield(equation, values)
-    filled = fill_value(equation, dtype)
-    return run_in(dtype, equation, values, yields, Value.to_finite, **filled)
+    params = fill_value(equation, dtype)
+    return run_in(dtype, equation, values, yields, Value.to_finite, **params)
 
 
 @register("get", "swap")

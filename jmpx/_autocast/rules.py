@@ -85,8 +85,8 @@ class Entry(NamedTuple):
             the region is float32; its context says so. Most rules are not asked then.
         cached: whether JAX may cache the primitive as a jitted function. It should not if its
             parameters can hold objects of the user, which the cache would keep alive.
-        keeps_finite: whether operands that yield stay finite when they are cast, because the
-            primitive adds them to others or puts them among others.
+        keeps_finite: whether finite numbers stay finite also in the dtype that a policy rule gives
+            the primitive, because it adds its operands or puts one into another.
     """
 
     rule: PrimitiveRule
@@ -97,8 +97,8 @@ class Entry(NamedTuple):
 
 _entries: dict[str, Entry] = {}
 
-# Primitives that not all versions of JAX have. Of the versions that the tests run, which are 0.7,
-# 0.10 and 0.12, this is the first that has them, or the first that has them no more.
+# Primitives that not all supported versions of JAX have. Keys are versions that the tests run (0.7,
+# 0.10, 0.12): in SINCE the first that has the primitives, in BEFORE the first that lacks them.
 SINCE = {
     "0.10": "all_gather_reduced mulhi ormqr stack tile unstack",
     "0.12": "log2 one_minus_square polynomial",
