@@ -15,10 +15,10 @@ from jax import lax
 from jmpx import _jaxpr
 from jmpx._autocast.neighbours import COPIES
 from jmpx._autocast.rules import lookup
-from jmpx._autocast.value import FLOAT32, Value, finite_constant, join
+from jmpx._autocast.value import FLOAT32, Array, Value, finite_constant, join
 from jmpx._jaxpr import Atom, Equation, operation_name
 
-# Arithmetic: if each operand holds one number in all places, so does the result.
+# If each operand of these is uniform, the result is: all its elements are one number.
 ELEMENTWISE = frozenset(
     """
     add sub mul div rem max min clamp neg abs sqrt rsqrt square integer_pow pow exp exp2 log
@@ -43,13 +43,16 @@ def float32_values(equation: Equation, values: Sequence[Value]) -> list[Value]:
 
 
 def all_yield(equation: Equation, values: Sequence[Value]) -> bool:
-    """Whether no 16-bit operation contributed to the operands, so that the results yield, too."""
+    """Whether all floating operands yield, so that the results yield, too."""
     pairs = zip(equation.invars, values, strict=True)
     return all(value.yields and is_float32(atom) for atom, value in pairs if is_floating(atom))
 
 
 def promoted(equation: Equation, values: Sequence[Value]) -> np.dtype:
-    """Returns the widest dtype among the operands that were float32 when traced."""
+    """Returns the widest dtype of the operands that were float32 when traced.
+
+    Operands that yield count only if all do. Without such operands it is float32.
+    """
     return join([value.traits for value in float32_values(equation, values)]).dtype
 
 
@@ -57,24 +60,28 @@ def cast_operands(
     equation: Equation,
     values: Sequence[Value],
     dtype: np.dtype,
-    cast: Callable[[Value, np.dtype], Any] = Value.to,
-) -> list[Any]:
-    """Returns the operands as arrays; those that were float32 when traced in `dtype`."""
+    cast: Callable[[Value, np.dtype], Array] = Value.to,
+) -> list[Array]:
+    """Returns the operands as arrays; the ones that were float32 when traced are in `dtype`."""
     pairs = zip(equation.invars, values, strict=True)
     return [cast(value, dtype) if is_float32(atom) else value.array for atom, value in pairs]
 
 
 def bind(
-    equation: Equation, values: Sequence[Value], arrays: Sequence[Any], yields: bool, **params: Any
+    equation: Equation,
+    values: Sequence[Value],
+    arrays: Sequence[Array],
+    yields: bool,
+    **params: Any,
 ) -> list[Value]:
     """Runs an equation; no result gets wider than it was traced.
 
     Args:
         equation: the equation.
         values: its operands.
-        arrays: the same operands as arrays in the dtypes in which it runs.
-        yields: whether the results yield to others.
-        **params: the parameters of the equation that differ.
+        arrays: the operands as arrays, cast to the dtypes in which the equation runs.
+        yields: whether the results yield.
+        **params: the parameters that differ from the equation's.
     """
     results = bind_arrays(equation, arrays, **params)
     tangent = any(value.tangent for value in values)
@@ -92,8 +99,8 @@ def bind(
     return outputs
 
 
-def bind_arrays(equation: Equation, arrays: Sequence[Any], **params: Any) -> list[Any]:
-    """Runs an equation on arrays, from JAX's cache where its rule allows that."""
+def bind_arrays(equation: Equation, arrays: Sequence[Array], **params: Any) -> list[Array]:
+    """Runs an equation on arrays; if its primitive is registered as cached, JAX caches it."""
     entry = lookup(equation)
     return _jaxpr.bind(equation, arrays, cached=entry is not None and entry.cached, **params)
 
@@ -103,15 +110,15 @@ def run_in(
     equation: Equation,
     values: Sequence[Value],
     yields: bool,
-    cast: Callable[[Value, np.dtype], Any] = Value.to,
+    cast: Callable[[Value, np.dtype], Array] = Value.to,
     **params: Any,
 ) -> list[Value]:
-    """Runs an equation with those operands in `dtype` that were float32 when traced."""
+    """Runs an equation; operands that were float32 when traced are cast to `dtype`."""
     return bind(equation, values, cast_operands(equation, values, dtype, cast), yields, **params)
 
 
 def run_as_traced(equation: Equation, values: Sequence[Value], yields: bool) -> list[Value]:
-    """Runs an equation in the dtypes that were traced."""
+    """Runs an equation in the dtypes in which it was traced."""
     return run_in(FLOAT32, equation, values, yields)
 
 
@@ -121,24 +128,24 @@ def run_overridden(dtype: np.dtype, equation: Equation, values: Sequence[Value])
         return rounded(run_as_traced(equation, values, yields=False), equation, dtype)
     entry = lookup(equation)
     cast = Value.to_finite if entry is not None and entry.keeps_finite else Value.to
-    params = result_dtype(equation, dtype)
-    if float32_values(equation, values):
-        params |= fill_value(equation, dtype)
+    params = result_dtype(equation, dtype) | fill_value(equation, dtype)
     return run_in(dtype, equation, values, False, cast, **params)
 
 
 def run_recomputed(dtype: np.dtype, equation: Equation, values: Sequence[Value]) -> list[Value]:
-    """Runs an equation in float32, keeping nothing of that for the backward pass.
+    """Runs an equation in float32; the backward pass keeps no float32 arrays of it.
+
+    It keeps the operands in the dtypes that they have, and casts them again.
 
     Args:
         dtype: the dtype of the results.
         equation: the equation; its operands are all floating.
-        values: the operands, which the backward pass keeps in their dtypes and casts again.
+        values: its operands.
     """
 
-    # JAX caches what it traces: the function must not hold the values themselves.
+    # JAX caches the function, which must not keep the values alive.
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: Array) -> list[Array]:
         operands = [lax.convert_element_type(array, FLOAT32) for array in arrays]
         results = bind_arrays(equation, operands)
         return [lax.convert_element_type(result, dtype) for result in results]
@@ -149,7 +156,7 @@ def run_recomputed(dtype: np.dtype, equation: Equation, values: Sequence[Value])
 
 
 def rounded(results: Sequence[Value], equation: Equation, dtype: np.dtype) -> list[Value]:
-    """Returns results of an equation, those that were float32 when traced in `dtype`."""
+    """Returns results of an equation; those that were float32 when traced are cast to `dtype`."""
     pairs = zip(results, equation.outvars, strict=True)
     return [
         Value(result.to(dtype), result.yields, result.tangent) if is_float32(var) else result
@@ -158,12 +165,14 @@ def rounded(results: Sequence[Value], equation: Equation, dtype: np.dtype) -> li
 
 
 def result_dtype(equation: Equation, dtype: np.dtype) -> dict[str, Any]:
-    """Returns the parameter of products that holds the dtype of the result, if it is float32."""
+    """Returns the parameter for a product's result dtype, changed from float32 to `dtype`."""
     key = "preferred_element_type"
     return {key: dtype} if equation.params.get(key) == FLOAT32 else {}
 
 
 def fill_value(equation: Equation, dtype: np.dtype) -> dict[str, Any]:
-    """Returns the parameter of gathers that holds the number for places out of bounds, if any."""
+    """Returns the parameter of a gather that is the number for indices out of bounds, if any."""
     fill = equation.params.get("fill_value")
-    return {} if fill is None else {"fill_value": finite_constant(fill, dtype)[()]}
+    if fill is None or not is_float32(equation.invars[0]):
+        return {}
+    return {"fill_value": finite_constant(fill, dtype)[()]}

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jmpx import _jaxpr
-from jmpx._autocast.binding import bind_arrays, cast_operands, is_float32, run_as_traced
+from jmpx._autocast.binding import bind_arrays, is_float32, run_as_traced
 from jmpx._autocast.rules import Context, register
-from jmpx._autocast.value import FLOAT32, Traits, Value, join
+from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
 from jmpx._jaxpr import Atom, Equation, Jaxpr
 
 
@@ -22,12 +22,12 @@ def function_call(context: Context, equation: Equation, values: list[Value]) -> 
     key = "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"
     jaxpr = equation.params[key]
     if key == "jaxpr" and _jaxpr.looks_for_nans([value.array for value in values]):
-        # One equation after the other, so that JAX finds the one that makes a NaN.
+        # Run the equations one by one, so that JAX finds the one that makes a NaN.
         return context.interpreter.evaluate(jaxpr, values, context.scope)
     retraced = context.interpreter.retrace(jaxpr, values, context.scope)
     if isinstance(retraced.jaxpr, type(jaxpr)):
         return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr})
-    if retraced.jaxpr.consts:  # the open jaxpr that jax.checkpoint wants has no place for them
+    if retraced.jaxpr.consts:  # jax.checkpoint wants an open jaxpr, which has no constants
         return run_as_traced(equation, values, yields=True)
     return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr.jaxpr})
 
@@ -63,7 +63,7 @@ def _carry(context: Context, equation: Equation, values: list[Value], start: int
 
 @register("scan", everywhere=True)
 def scan(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Retraces a scan, which returns its carry in the dtypes in which it came."""
+    """Retraces the body of a scan, which returns its carry in the dtypes in which it came."""
     num_consts, num_carry = _jaxpr.scan_counts(equation)
     end = num_consts + num_carry
     carry = _carry(context, equation, values[:end], num_consts)
@@ -75,9 +75,10 @@ def scan(context: Context, equation: Equation, values: list[Value]) -> list[Valu
         result_dtypes=[value.dtype for value in carry],
         num_uncast=num_consts,
     )
-    # Constants go in as they were traced: the backward pass sums their cotangents over all steps.
-    uncast = cast_operands(equation, values, FLOAT32)[:num_consts]
-    operands[:num_consts] = [Value.of(a, v.traits) for a, v in zip(uncast, values, strict=False)]
+    # The body casts constants, so that the backward pass sums their cotangents in float32.
+    for i, atom in enumerate(equation.invars[:num_consts]):
+        if is_float32(atom):
+            operands[i] = Value(values[i].to(FLOAT32), values[i].yields)
     results = _rebind(equation, operands, retraced.results, jaxpr=retraced.jaxpr)
     return [
         Value(result.array, result.yields and i >= num_carry, result.tangent)
@@ -87,7 +88,7 @@ def scan(context: Context, equation: Equation, values: list[Value]) -> list[Valu
 
 @register("while", everywhere=True)
 def while_loop(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Retraces a while loop, which returns its carry in the dtypes in which it came."""
+    """Retraces a while loop, whose body returns its carry in the dtypes in which it came."""
     params = equation.params
     in_cond, in_body = params["cond_nconsts"], params["body_nconsts"]
     start = in_cond + in_body
@@ -104,7 +105,7 @@ def while_loop(context: Context, equation: Equation, values: list[Value]) -> lis
 
 @register("cond", everywhere=True)
 def cond(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Retraces the branches: once to see what they return, once to return the same dtypes."""
+    """Retraces the branches twice: to see which dtypes they return, and to return the same."""
     jaxprs = equation.params["branches"]
     retrace = functools.partial(context.interpreter.retrace, values=values[1:], scope=context.scope)
     columns = zip(*(retrace(jaxpr).results for jaxpr in jaxprs), strict=True)
@@ -116,14 +117,14 @@ def cond(context: Context, equation: Equation, values: list[Value]) -> list[Valu
 
 @register("shard_map", everywhere=True)
 def shard_map(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Maps the evaluation of the function, under the same mesh and specifications."""
+    """Maps the evaluation of the function over the same mesh, with the same specifications."""
     params, interpreter, scope = equation.params, context.interpreter, context.scope
     results: list[Traits] = []
 
-    def body(*arrays: Any) -> list[Any]:
+    def body(*arrays: Array) -> list[Array]:
         inputs = [Value.of(a, v.traits) for a, v in zip(arrays, values, strict=True)]
         outputs = interpreter.evaluate(params["jaxpr"], inputs, scope)
-        # A number that fills the part of each device may differ from device to device.
+        # Uniform on each device is not uniform: the number may differ from device to device.
         results[:] = [output.traits._replace(uniform=False) for output in outputs]
         return [output.array for output in outputs]
 
@@ -141,28 +142,27 @@ def shard_map(context: Context, equation: Equation, values: list[Value]) -> list
 
 @register("custom_vjp_call", everywhere=True)
 def custom_vjp(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs a function with a backward pass of its own in float32, as it was written.
+    """Runs a function that has its own backward pass in float32, for which both were written.
 
-    That pass is a Python function, which takes and returns what the user thought of.
+    The pass is a Python function of residuals, in dtypes that only the user knows.
     """
     return run_as_traced(equation, values, yields=True)
 
 
 @register("custom_jvp_call", everywhere=True)
 def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Makes a function anew that has a derivative of its own.
+    """Retraces a function that has its own derivative rule, and the rule.
 
-    The user's rule of the derivative is traced in the dtypes that it was written for, and then
-    evaluated under autocast as all else is.
+    The rule is traced in the dtypes that it was written for, and then evaluated under autocast.
     """
     retraced = context.interpreter.retrace(equation.params["call_jaxpr"], values, context.scope)
-    # The derivative is taken later: it must keep no arrays alive.
+    # JAX calls the derivative rule later: it must not keep the values alive.
     traits = [value.traits for value in values]
     interpreter, scope = context.interpreter.fresh(), context.scope
     symbolic_zeros = bool(equation.params.get("symbolic_zeros"))
 
     @jax.custom_jvp
-    def call(*arrays: Any) -> list[Any]:
+    def call(*arrays: Array) -> list[Array]:
         return jax.core.eval_jaxpr(retraced.jaxpr.jaxpr, retraced.jaxpr.consts, *arrays)
 
     def jvp(primals: Any, tangents: Any) -> Any:
@@ -174,7 +174,7 @@ def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> lis
         pairs = zip(outputs, retraced.results, strict=False)
         results = [output.to_finite(result.dtype) for output, result in pairs]
         new = dict(zip(_inexact(equation.outvars), outputs[len(results) :], strict=True))
-        if symbolic_zeros:  # a tangent that depends linearly on none of those given is zero
+        if symbolic_zeros:  # a tangent to which none of those given contributes is zero
             depends = _jaxpr.depends(rule.jaxpr, rule.jaxpr.invars[len(traits) :])[len(results) :]
             new = {i: new[i] for i, is_new in zip(new, depends, strict=True) if is_new}
         return results, [
@@ -200,7 +200,7 @@ def _trace_rule(equation: Equation, varied: Sequence[int]) -> Jaxpr:
     avals = [atom.aval for atom in equation.invars]
 
     def rule(primals: Any, tangents: Any) -> Any:
-        def call(*given: Any) -> list[Any]:
+        def call(*given: Array) -> list[Array]:
             operands = list(primals)
             for i, operand in zip(varied, given, strict=True):
                 operands[i] = operand
@@ -213,7 +213,7 @@ def _trace_rule(equation: Equation, varied: Sequence[int]) -> Jaxpr:
 
 
 def _inexact(atoms: Sequence[Atom]) -> list[int]:
-    """Returns the indices of those that have tangents: not those of integers."""
+    """Returns the indices of operands or results that have tangents: integers have none."""
     return [i for i, atom in enumerate(atoms) if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
 
 

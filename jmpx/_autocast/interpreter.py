@@ -12,14 +12,14 @@ from jmpx._autocast.binding import run_as_traced, run_overridden
 from jmpx._autocast.neighbours import Neighbours, find_neighbours
 from jmpx._autocast.regions import Regions, Used
 from jmpx._autocast.rules import Context, Retraced, lookup
-from jmpx._autocast.value import Traits, Value
+from jmpx._autocast.value import Array, Traits, Value
 from jmpx._jaxpr import Atom, Equation, Jaxpr, operation_name
 from jmpx._marks import is_marking
 from jmpx._policy_map import PolicyMap
 from jmpx._scopes import FULL_PRECISION
 
-# jaxpr -> (traits of operands, scope, policy map ...) -> the jaxpr in other dtypes. JAX returns the
-# same jaxpr for the same jitted function, but would compile a new one again.
+# jaxpr -> (traits of operands, scope, policy map ...) -> the jaxpr in other dtypes. A function that
+# was jitted once has one jaxpr; retraced once, it is compiled once.
 _retraced: weakref.WeakKeyDictionary[Jaxpr, dict[Any, Retraced]] = weakref.WeakKeyDictionary()
 
 
@@ -118,7 +118,7 @@ class Interpreter:
         interpreter = self.fresh()
         results: list[Traits] = []
 
-        def on_arrays(*arrays: Any) -> list[Any]:
+        def on_arrays(*arrays: Array) -> list[Array]:
             inputs = [Value.of(array, each) for array, each in zip(arrays, traits, strict=True)]
             for i in range(num_uncast):
                 inputs[i] = Value.of(inputs[i].to(traits[i].dtype), traits[i])
@@ -145,10 +145,11 @@ def _run(context: Context, equation: Equation, values: list[Value]) -> list[Valu
 
 
 def _apply_rule(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs an equation as the first of these says that has a say.
+    """Runs an equation by the first of these that applies.
 
-    The user's `full_precision`, a rule that runs everywhere, a policy rule for the primitive, a
-    region of float32, the rule of the primitive. A primitive without a rule runs as it was traced.
+    1. `jmpx.full_precision` marks it. 2. The rule of its primitive is asked everywhere. 3. A policy
+    rule gives the primitive a dtype. 4. The region is float32. 5. The primitive has no rule, and
+    runs as it was traced. 6. The rule of the primitive.
     """
     entry, region = lookup(equation), context.region
     if region.is_fixed:

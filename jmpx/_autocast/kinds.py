@@ -1,9 +1,10 @@
-"""The rules of most primitives: a dozen kinds, and one table that says which primitive is which.
+"""The rules of most primitives: a dozen kinds, and one table that says which primitive has which.
 
-Three kinds are those of `torch.autocast`: matrix products in 16 bits (`low`), what needs range or
-digits in float32 (`full`), all else in what its operands have (`promote`). The others keep right
-what 16 bits would break: constants that they cannot hold, powers, comparisons, sums over devices,
-state. Primitives with a rule of their own stand in `primitives.py` and `control_flow.py`.
+Three kinds are those of `torch.autocast`: `low` runs matrix products in 16 bits, `full` runs in
+float32 whatever needs range or digits, `promote` runs all else in the dtype of its operands. The
+other kinds are for primitives that 16 bits would break: next to large constants, or as powers,
+comparisons and sums over devices. Primitives that fit no kind have rules of their own, in
+`primitives.py` and `control_flow.py`.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from jmpx._jaxpr import Equation
 
 
 def low(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs in the compute dtype; in float32 if the user asked for more precision."""
+    """Runs in the compute dtype; in float32 if the user asked for more than default precision."""
     if is_precise(equation):
         return run_as_traced(equation, values, yields=False)
     dtype = context.region.dtype
@@ -54,44 +55,38 @@ def full(context: Context, equation: Equation, values: list[Value]) -> list[Valu
 
 
 def keep(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs in exactly the dtypes that were traced, on which the result depends."""
+    """Runs in the dtypes that were traced, because the result depends on the dtype, as bits do."""
     return full(context, equation, values)
 
 
 def promote(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs in the widest dtype that an operand has."""
-    if not float32_values(equation, values):
-        return full(context, equation, values)
-    dtype = promoted(equation, values)
-    return run_in(dtype, equation, values, all_yield(equation, values))
+    """Runs in the widest dtype of its operands; those that yield take the dtype of the others."""
+    dtype, yields = promoted(equation, values), all_yield(equation, values)
+    return run_in(dtype, equation, values, yields)
 
 
 def promote_finite(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs as `promote`; finite numbers stay finite, such as a mask of -1e9 in float16."""
-    if not float32_values(equation, values):
-        return full(context, equation, values)
-    dtype = promoted(equation, values)
-    return run_in(dtype, equation, values, all_yield(equation, values), Value.to_finite)
+    dtype, yields = promoted(equation, values), all_yield(equation, values)
+    return run_in(dtype, equation, values, yields, Value.to_finite)
 
 
 def compare(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs in float32 if the dtypes differ: rounding one side could turn a yes into a no."""
+    """Runs as `promote` if the dtypes are equal, else in float32: rounding one side may decide."""
     if len({value.dtype for value in float32_values(equation, values)}) == 1:
         return promote(context, equation, values)
     return full(context, equation, values)
 
 
 def scale(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs as `promote`; next to a number that 16 bits cannot hold in float32, and rounds."""
+    """Runs as `promote`; if 16 bits cannot hold an operand, in float32, and rounds the result."""
     return scale_checking(float32_values(equation, values), context, equation, values)
 
 
 def scale_checking(
     checked: Sequence[Value], context: Context, equation: Equation, values: list[Value]
 ) -> list[Value]:
-    """Runs as `scale`, given the operands that 16 bits may not be able to hold."""
-    if not float32_values(equation, values):
-        return full(context, equation, values)
+    """Runs as `scale`, which looks only at the operands in `checked`."""
     dtype = promoted(equation, values)
     unfit = [value for value in checked if not value.fits(dtype)]
     if not unfit:
@@ -105,7 +100,7 @@ def power(context: Context, equation: Equation, values: list[Value]) -> list[Val
     """Runs as `promote`, but in float32 instead of float16, where powers overflow."""
     if equation.outvars[0] in context.neighbours.statistics:
         return full(context, equation, values)
-    if not float32_values(equation, values) or promoted(equation, values) != np.float16:
+    if promoted(equation, values) != np.float16:
         return promote(context, equation, values)
     results = run_recomputed(FLOAT32, equation, values)
     for result in results:
@@ -114,18 +109,15 @@ def power(context: Context, equation: Equation, values: list[Value]) -> list[Val
 
 
 def bounded(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs as `promote`, but of powers in the compute dtype: of infinity the result is exact."""
+    """Runs as `promote`; on powers in the compute dtype, as infinity gives the right result."""
     if all(value.power for value in values):
         return run_in(context.region.dtype, equation, values, all_yield(equation, values))
     return promote(context, equation, values)
 
 
 def through_float32(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs in float32, and rounds to what `promote` would return."""
-    results = full(context, equation, values)
-    if not float32_values(equation, values):
-        return results
-    return rounded(results, equation, promoted(equation, values))
+    """Runs in float32, and rounds the result to the dtype that `promote` would return."""
+    return rounded(full(context, equation, values), equation, promoted(equation, values))
 
 
 def reduce_devices(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
@@ -135,12 +127,10 @@ def reduce_devices(context: Context, equation: Equation, values: list[Value]) ->
 
 
 def update(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs as `promote_finite`, but in float32, and rounds.
+    """Runs in float32 on operands that are rounded before, and rounds the result again.
 
-    The operands are rounded before, so that a maximum is one of them.
+    So a maximum is one of the numbers that `promote_finite` would compare.
     """
-    if not float32_values(equation, values):
-        return full(context, equation, values)
     dtype = promoted(equation, values)
     placed = cast_operands(equation, values, dtype, Value.to_finite)
     arrays = cast_operands(equation, [Value(array, yields=True) for array in placed], FLOAT32)
@@ -149,7 +139,7 @@ def update(context: Context, equation: Equation, values: list[Value]) -> list[Va
 
 
 def each(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs each operand in the dtype that it has; there are as many results."""
+    """Runs on each operand in the dtype that it has; each result is as its operand."""
     results = bind_arrays(equation, [value.array for value in values])
     return [Value.of(result, v.traits) for result, v in zip(results, values, strict=True)]
 

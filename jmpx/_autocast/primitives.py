@@ -1,4 +1,4 @@
-"""Primitives that no kind fits as it is: each has a rule of its own."""
+"""Rules of single primitives: they run as a kind of `kinds.py` does, with an exception."""
 
 import jax.numpy as jnp
 
@@ -30,7 +30,10 @@ from jmpx._scopes import RESTORE
 
 @register("dot_general", cached=True)
 def dot_general(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs as `low`; an outer product, as of positions and frequencies, sums nothing."""
+    """Runs as `low`; an outer product runs as `promote`, because it sums nothing.
+
+    The angles of a rotary embedding are one: positions times frequencies.
+    """
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     if all(shape[axis] == 1 for axis in contracted) and not is_precise(equation):
@@ -40,9 +43,9 @@ def dot_general(context: Context, equation: Equation, values: list[Value]) -> li
 
 @register("mul", cached=True)
 def mul(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs as `scale`, but arrays of parameters are not checked.
+    """Runs as `scale`, but factors that are arrays of parameters are not looked at.
 
-    They are factors: in float32 they would cost the backward pass memory.
+    They are in every layer, and their products in float32 would cost memory.
     """
     result = equation.outvars[0]
     if result in context.neighbours.statistics:
@@ -56,7 +59,7 @@ def mul(context: Context, equation: Equation, values: list[Value]) -> list[Value
 
 @register("sub", cached=True, keeps_finite=True)
 def sub(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs as `promote_finite`, but in float32 as part of a softmax."""
+    """Runs as `promote_finite`; in float32 if an exponential reads it, as in a softmax."""
     if equation.outvars[0] in context.neighbours.statistics:
         return full(context, equation, values)
     return promote_finite(context, equation, values)
@@ -64,7 +67,7 @@ def sub(context: Context, equation: Equation, values: list[Value]) -> list[Value
 
 @register("eq", cached=True)
 def eq(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs as `compare`, but a number that a maximum may have chosen is rounded as that was."""
+    """Runs as `compare`; next to a maximum it rounds both sides, as the maximum was rounded."""
     if equation.outvars[0] in context.neighbours.choices:
         return promote(context, equation, values)
     return compare(context, equation, values)
@@ -72,26 +75,24 @@ def eq(context: Context, equation: Equation, values: list[Value]) -> list[Value]
 
 @register("gather", cached=True, keeps_finite=True)
 def gather(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs as `promote_finite`; so does the number that stands for places out of bounds."""
-    if not float32_values(equation, values):
-        return full(context, equation, values)
+    """Runs as `promote_finite`; the number for indices out of bounds stays finite, too."""
     dtype, yields = promoted(equation, values), all_yield(equation, values)
-    filled = fill_value(equation, dtype)
-    return run_in(dtype, equation, values, yields, Value.to_finite, **filled)
+    params = fill_value(equation, dtype)
+    return run_in(dtype, equation, values, yields, Value.to_finite, **params)
 
 
 @register("get", "swap")
 def access(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Reads or writes a reference in float32; as it may hold a sum, the result does not yield."""
+    """Runs in float32; the result does not yield, as the reference may hold a sum."""
     return run_as_traced(equation, values, yields=False)
 
 
 @register("convert_element_type", everywhere=True)
 def convert_element_type(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Obeys a cast that the user wrote, as far as it left a trace.
+    """Runs a cast that the user wrote.
 
-    A cast from float32 to float32 leaves none. A cast back to float32 that an inner autocast wrote
-    around its results is none of the user's.
+    A cast from float32 to float32 is none: JAX writes one where only the weak type changes. Nor is
+    the cast of an inner autocast, which gives its results their float32 back.
     """
     (value,), (atom,) = values, equation.invars
     if equation.params["new_dtype"] != FLOAT32:

@@ -81,12 +81,12 @@ class Entry(NamedTuple):
 
     Args:
         rule: the rule.
-        everywhere: whether the rule runs also where a policy rule gives the primitive a dtype, or
-            the region is float32; it reads both from its context. Other primitives have no say.
-        cached: whether JAX may cache the primitive, jitted. Parameters that hold objects of the
-            user, such as a callback, would live as long as the cache.
-        keeps_finite: whether finite numbers stay finite when the operands are cast, because the
-            primitive adds them to others or puts them among others.
+        everywhere: whether the rule is asked even if a policy rule gives the primitive a dtype, or
+            the region is float32; its context says so. Most rules are not asked then.
+        cached: whether JAX may cache the primitive as a jitted function. It should not if its
+            parameters can hold objects of the user, which the cache would keep alive.
+        keeps_finite: whether finite numbers stay finite also in the dtype that a policy rule gives
+            the primitive, because it adds its operands or puts one into another.
     """
 
     rule: PrimitiveRule
@@ -97,8 +97,8 @@ class Entry(NamedTuple):
 
 _entries: dict[str, Entry] = {}
 
-# Primitives that some versions of JAX lack, by the first of the versions that the tests run (0.7,
-# 0.10, 0.12) that has them, or that has them no more. Without an entry here, all versions have it.
+# Primitives that not all supported versions of JAX have. Keys are versions that the tests run (0.7,
+# 0.10, 0.12): in SINCE the first that has the primitives, in BEFORE the first that lacks them.
 SINCE = {
     "0.10": "all_gather_reduced mulhi ormqr stack tile unstack",
     "0.12": "log2 one_minus_square polynomial",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+Array = jax.Array | np.ndarray  # a tracer, an array, or a constant of a jaxpr
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -18,10 +19,10 @@ class Traits(NamedTuple):
 
     Args:
         dtype: its dtype.
-        yields: True until a 16-bit operation contributes: of inputs, constants and all that was
-            computed from these alone. Next to an array that does not yield, this one takes the
-            other's dtype, so that a float32 bias leaves a bfloat16 activation bfloat16. Unrelated
-            to JAX's `weak_type`.
+        yields: whether it takes the dtype of an array that does not yield, where the two meet: a
+            float32 bias leaves a bfloat16 activation bfloat16. True until a 16-bit operation
+            contributes: inputs and constants yield, and results of these alone. Unrelated to JAX's
+            `weak_type`.
         tangent: whether it is a tangent, or computed from one. It is cast linearly, so that it can
             be transposed and an overflow shows.
         uniform: whether all its elements are the same number.
@@ -52,17 +53,17 @@ class Value:
 
     __slots__ = ("_casts", "array", "constant", "power", "tangent", "uniform", "yields")
 
-    def __init__(self, array: Any, yields: bool, tangent: bool = False) -> None:
+    def __init__(self, array: Array, yields: bool, tangent: bool = False) -> None:
         self.array = array
         self.yields = yields
         self.tangent = tangent
         self.uniform: bool = array.size == 1
         self.power = False
-        self.constant: Any = None
-        self._casts: dict[tuple[np.dtype, bool], Any] = {}
+        self.constant: Array | None = None
+        self._casts: dict[tuple[np.dtype, bool], Array] = {}
 
     @classmethod
-    def of(cls, array: Any, traits: Traits) -> "Value":
+    def of(cls, array: Array, traits: Traits) -> "Value":
         """Returns the value of an array of which the traits are known."""
         value = cls(array, traits.yields, traits.tangent)
         value.uniform |= traits.uniform
@@ -70,8 +71,8 @@ class Value:
         return value
 
     @classmethod
-    def of_constant(cls, array: Any) -> "Value":
-        """Returns the value of a constant of a jaxpr, which holds the same numbers in each run."""
+    def of_constant(cls, array: Array) -> "Value":
+        """Returns the value of a constant of a jaxpr."""
         value = cls(array, yields=True)
         if not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True):
             value.constant = array
@@ -85,18 +86,18 @@ class Value:
     def traits(self) -> Traits:
         return Traits(self.dtype, self.yields, self.tangent, self.uniform, self.power)
 
-    def to(self, dtype: np.dtype) -> Any:
+    def to(self, dtype: np.dtype) -> Array:
         """Returns the array in `dtype`; each cast is made once, however many equations read it."""
         return self._cast(dtype, saturate=False)
 
-    def to_finite(self, dtype: np.dtype) -> Any:
+    def to_finite(self, dtype: np.dtype) -> Array:
         """Returns the array in `dtype`; in one that yields, finite numbers stay finite.
 
         An array that does not yield was computed: if it overflows, the overflow shows.
         """
         return self._cast(dtype, saturate=self.yields and not self.tangent)
 
-    def _cast(self, dtype: np.dtype, saturate: bool) -> Any:
+    def _cast(self, dtype: np.dtype, saturate: bool) -> Array:
         if self.dtype == dtype:
             return self.array
         key = dtype, saturate
@@ -117,19 +118,19 @@ class Value:
 
 
 def join(several: Sequence[Traits]) -> Traits:
-    """Returns the traits of arrays that meet: those that yield take the dtype of the others."""
+    """Returns the traits of the array that others become where they meet, as in two branches."""
     computed = {traits.dtype for traits in several if not traits.yields}
     dtypes = computed or {traits.dtype for traits in several}
     dtype = dtypes.pop() if len(dtypes) == 1 else FLOAT32
     return Traits(dtype, not computed, any(traits.tangent for traits in several))
 
 
-def finite_constant(number: Any, dtype: np.dtype) -> np.ndarray:
+def finite_constant(number: complex, dtype: np.dtype) -> Array:
     """Returns a constant in `dtype`; if it is finite, it stays finite."""
     return _cast(np.asarray(number), dtype, saturate=True)
 
 
-def _holds(dtype: np.dtype, array: Any) -> bool:
+def _holds(dtype: np.dtype, array: Array) -> bool:
     """Whether no number overflows in `dtype`, or is so small there that it loses digits."""
     numbers = np.asarray(array)
     with np.errstate(over="ignore", under="ignore"):
@@ -139,7 +140,7 @@ def _holds(dtype: np.dtype, array: Any) -> bool:
     return bool(kept.all())
 
 
-def _cast(array: Any, dtype: np.dtype, saturate: bool) -> Any:
+def _cast(array: Array, dtype: np.dtype, saturate: bool) -> Array:
     if isinstance(array, jax.Array):
         return (
             _saturating_cast(dtype)(array) if saturate else lax.convert_element_type(array, dtype)
@@ -166,11 +167,11 @@ def _saturated(xp: Any, x: Any, y: Any) -> Any:
 
 
 @functools.cache
-def _saturating_cast(dtype: np.dtype) -> Callable[[Any], Any]:
+def _saturating_cast(dtype: np.dtype) -> Callable[[Array], Array]:
     """Returns a cast that saturates, and has the derivative of a plain cast."""
 
     @jax.custom_jvp
-    def cast(x: Any) -> Any:
+    def cast(x: Array) -> Array:
         return _saturated(jnp, x, lax.convert_element_type(x, dtype))
 
     @cast.defjvp
