@@ -204,17 +204,16 @@ def public_methods(cls: type, base: type) -> Iterator[str]:
         cls: the class of the module.
         base: the framework's class of all modules.
     """
-    fields = (
-        {field.name for field in dataclasses.fields(cls)}
-        if dataclasses.is_dataclass(cls)
-        else set()
-    )
-    for name in sorted(set(dir(cls)) - set(dir(base)) - fields):
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    others = {*dir(base), *(field.name for field in fields)}
+    for name in dir(cls):
+        if not is_public(name) or name in others:
+            continue
         attribute = inspect.getattr_static(cls, name)
         # A function binds to an instance, and so do objects such as `equinox.filter_jit` makes.
         binds = callable(attribute) and hasattr(attribute, "__get__")
         is_method = binds and not isinstance(attribute, staticmethod | classmethod | type)
-        if is_public(name) and (is_method or isinstance(attribute, functools.partialmethod)):
+        if is_method or isinstance(attribute, functools.partialmethod):
             yield name
 
 
