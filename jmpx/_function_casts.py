@@ -69,7 +69,7 @@ def cast_function(
 def force_full_precision(
     func: Callable[P, R], return_dtype: DTypeLike | None = None
 ) -> Callable[P, R]:
-    """Makes a function run in float32, whatever dtype it is called with.
+    """Makes a function run in float32, for arguments of any floating dtype.
 
     Follows MPX's `force_full_precision` (arXiv 2507.03312, section 3.2). Use it for sums, means,
     norms, softmax and other functions that overflow or lose digits in 16 bits. Works as a

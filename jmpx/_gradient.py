@@ -163,18 +163,18 @@ def filter_value_and_grad(
        `axis_name`,
     5. checks once whether all of them are finite, and adjusts the loss scale by that.
 
-    Objects of Flax's NNX among the arguments get their new state back, as from
-    `nnx.value_and_grad`. Of their variables `nnx.Param`s are cast and, in the first argument,
-    differentiated; all others, such as running statistics, arrive and come back in the dtype in
-    which they are stored.
+    Objects of Flax's NNX among the arguments get their new state, as from `nnx.value_and_grad`.
+    Their `nnx.Param`s are cast and, in the first argument, differentiated. Their other variables,
+    such as running statistics, keep the dtype in which they are stored.
 
     Args:
         func: a function of pytrees that returns a loss, a floating scalar; with `has_aux` a pair of
-            a loss and any pytree. Its first argument is differentiated: the floating and complex
-            arrays in it, whatever else the pytree holds.
+            a loss and any pytree. The floating and complex arrays in its first argument are
+            differentiated; other leaves may stand beside them.
         scaling: a `NoOpLossScale`, `StaticLossScale` or `DynamicLossScale`.
         has_aux: whether `func` returns `(loss, aux)`.
-        use_mixed_precision: if False, nothing is cast, scaled or checked: the plain gradient.
+        use_mixed_precision: if False, nothing is cast, scaled or checked, and the gradient is the
+            plain one.
         policy: a policy or a policy string. Its compute dtype is used. None means `half`, whose
             dtype is looked up when the returned function is called. Pass "full" if a policy map,
             Haiku's class policies or `jmpx.autocast` casts inside of `func`: they would otherwise
@@ -197,11 +197,12 @@ def filter_value_and_grad(
         cannot be differentiated. For an NNX module, they are an `nnx.State` of its parameters.
 
     Raises:
-        TypeError: if `func`, `scaling` or `policy` is not what it should be; when called, if there
-            is no argument to differentiate, if `func` does not return a floating scalar, or if it
-            gathers an array of its first argument over `axis_name`.
-        ValueError: if `policy` is not a policy string; when called, if `func` has no such argument
-            as one that is not to be cast, or if it changes an NNX module that it closes over.
+        TypeError: if `func` is not callable, `scaling` no loss scale or `policy` no policy; when
+            called, if there is no argument to differentiate, if `func` does not return a floating
+            scalar, or if it gathers an array of its first argument over `axis_name`.
+        ValueError: if `policy` is not a policy string; when called, if `uncast_argnums` or
+            `uncast_argnames` gives an argument that `func` does not have, or if `func` changes an
+            NNX module that it closes over.
 
     Warns:
         UserWarning: when called, if parameters that were cast to 16 bits are cast again in `func`.
@@ -317,7 +318,8 @@ def filter_grad(
             a loss and any pytree.
         scaling: a `NoOpLossScale`, `StaticLossScale` or `DynamicLossScale`.
         has_aux: whether `func` returns `(loss, aux)`.
-        use_mixed_precision: if False, nothing is cast, scaled or checked: the plain gradient.
+        use_mixed_precision: if False, nothing is cast, scaled or checked, and the gradient is the
+            plain one.
         policy: a policy or a policy string. Its compute dtype is used. None means `half`.
         axis_name: the name (or names) of the mapped axis over which gradients are averaged.
         uncast_argnums: the positions of arguments that are not cast.

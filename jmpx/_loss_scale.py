@@ -34,7 +34,6 @@ from jmpx._scaling import (
     as_number,
     is_integer_array,
 )
-from jmpx._state_dicts import register_states
 from jmpx._tree import Flag, as_flag
 
 T = TypeVar("T")
@@ -70,7 +69,7 @@ class NoOpLossScale:
         return tree
 
     def adjust(self, grads_finite: Flag) -> Self:
-        """Returns this loss scale, whatever `grads_finite` says."""
+        """Returns this loss scale, for finite gradients and for others."""
         del grads_finite
         return self
 
@@ -127,7 +126,7 @@ class StaticLossScale(Scaling):
         return self.loss_scale
 
     def adjust(self, grads_finite: Flag) -> Self:
-        """Returns this loss scale, whatever `grads_finite` says."""
+        """Returns this loss scale, for finite gradients and for others."""
         del grads_finite
         return self
 
@@ -173,7 +172,7 @@ class DynamicLossScale(Scaling):
         65536.0
     """
 
-    # Any: arrays, and in trees of axes, masks, shapes or shardings the objects that stand for them.
+    # Any, because trees of axes, masks, shapes or shardings hold other objects than arrays here.
     loss_scale: Any = 2**15
     counter: Any = 0
     period: int = 2000
@@ -354,8 +353,9 @@ def _flatten_with_keys(scale: DynamicLossScale) -> tuple[tuple[Any, ...], tuple[
 
 
 def _unflatten(configuration: tuple[Any, ...], leaves: Iterable[Any]) -> DynamicLossScale:
-    # Not by the constructor: trees of axes, masks or shardings have this structure too, and hold
-    # 0, True or a sharding, which must stay. A floating array is a scale: a strong float32.
+    # Made without the constructor, which converts and clips: trees of axes, masks or shardings hold
+    # 0, True or a sharding, which must stay. A floating array is a scale, and becomes a float32
+    # that is not weakly typed.
     scale = object.__new__(DynamicLossScale)
     for name, value in zip(_LEAVES + _CONFIGURATION, (*leaves, *configuration), strict=True):
         scale._set(name, value)
@@ -373,5 +373,7 @@ def register_with_flax() -> None:
     """Lets `flax.serialization` save and restore loss scales, if Flax has been imported."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is not None:
+        from jmpx._state_dicts import register_states  # here, because few programs need it
+
         register_states(serialization, (NoOpLossScale, StaticLossScale))
         register_states(serialization, (DynamicLossScale,), _LEAVES)

@@ -49,8 +49,8 @@ def as_number(value: object, name: str) -> int | float:
 def as_leaf(value: Any, dtype: type[np.generic], name: str) -> Any:
     """Returns a number or an array as an array of `dtype`, and any other object as it is.
 
-    The array is not weakly typed. A number becomes a NumPy array: it starts no backend, and Orbax
-    saves it, which refuses NumPy scalars.
+    The array is not weakly typed. A number becomes a NumPy array, which starts no backend and which
+    Orbax saves; Orbax refuses NumPy scalars.
 
     Raises:
         TypeError: if `value` is a bool or text.
@@ -73,7 +73,7 @@ def as_leaf(value: Any, dtype: type[np.generic], name: str) -> Any:
 
 
 def is_integer_array(value: object) -> bool:
-    """Whether `value` is an array of integers, which JMP takes for a scale with a warning."""
+    """Whether `value` is an array of integers, of which JMP warns when it is given as a scale."""
     return is_array(value) and jnp.issubdtype(value.dtype, jnp.integer)
 
 
