@@ -44,7 +44,9 @@ def test_the_default_and_float16_reach_the_accuracy_of_float32():
                 rf"loss scale {32768 if name == 'float16' else 1}  skipped steps 0",
                 line,
             )
-        accuracy, time = re.match(r"test accuracy ([\d.]+)%, ([\d.]+) ms a step", last).groups()
+        found = re.match(r"test accuracy ([\d.]+)%, ([\d.]+) ms a step", last)
+        assert found
+        accuracy, time = found.groups()
         assert float(time) > 0
         assert "step/s" in result.stderr  # the progress bar
         reached[name] = float(accuracy)

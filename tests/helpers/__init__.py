@@ -54,7 +54,7 @@ def enable_x64():
     # jax.enable_x64 since JAX 0.8; before, it was in jax.experimental.
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(True)
-    return jax.experimental.enable_x64()
+    return jax.experimental.enable_x64()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # Compiles soonest. And code that is equal on paper is equal in the last bit: LLVM's optimizations

@@ -41,7 +41,7 @@ def run_haiku(x=X):
 
 
 def run_linen(x=X):
-    return LinenModule().apply({}, x).dtype
+    return LinenModule().apply({}, x).dtype  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def run_linen_by_class(x=X):

@@ -162,7 +162,7 @@ class Model:
 
 jax.tree_util.register_pytree_node(
     Model,
-    lambda m: ((m.weight, m.shared, m.shared, m.extras), None),
+    lambda m: ((m.weight, m.shared, m.shared, m.extras), None),  # pyright: ignore[reportArgumentType]
     lambda _, children: Model(children[0], (children[1], children[2]), children[3]),
 )
 
@@ -307,8 +307,8 @@ def test_a_scale_above_float16_reaches_a_float32_loss(rng):
 
 GOOD = jmpx.NoOpLossScale()
 BAD = [
-    (lambda: jmpx.filter_grad(3, GOOD), TypeError, "Expected a function to differentiate"),
-    (lambda: jmpx.filter_grad(jnp.sum, 2.0**15), TypeError, "Expected a loss scale"),
+    (lambda: jmpx.filter_grad(3, GOOD), TypeError, "Expected a function to differentiate"),  # pyright: ignore[reportArgumentType]
+    (lambda: jmpx.filter_grad(jnp.sum, 2.0**15), TypeError, "Expected a loss scale"),  # pyright: ignore[reportArgumentType]
     (lambda: jmpx.filter_grad(jnp.sum, GOOD, policy="f17"), ValueError, "Unknown dtype 'f17'"),
     (lambda: jmpx.filter_grad(jnp.sum, GOOD)(), TypeError, "first positional argument"),
     (lambda: jmpx.filter_grad(jnp.abs, GOOD)(jnp.ones(2)), TypeError, "floating scalar"),

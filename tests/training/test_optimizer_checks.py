@@ -1,5 +1,8 @@
 """What the optimizer helpers say of what should not reach them, and what they run as optax does."""
 
+# Optax types states, updates and parameters as pytrees of arrays, which have no fields and no None.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+
 import warnings
 
 import equinox as eqx
