@@ -94,7 +94,7 @@ def test_with_a_loss_scale(rng, policy, loss_scale):
         policy="full",
     )
     loss, _, grads_finite, grads = jax.jit(step)(params)
-    value, expected = jax.value_and_grad(loss_fn)(params)
+    value, expected = jax.jit(jax.value_and_grad(loss_fn))(params)
     assert grads_finite
     np.testing.assert_allclose(loss, value, rtol=1e-2)
     flat = [

@@ -32,10 +32,6 @@ def answer(process):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def probe(code):
-    return answer(start_probe(code))
-
-
 WRONG_FLAGS = """
 import contextlib, importlib, io, json, sys
 from absl import app, flags
