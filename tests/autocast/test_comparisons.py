@@ -1,4 +1,4 @@
-"""Comparisons round neither side, and maxima have the gradients of float32."""
+"""Comparisons do not round their operands, and maxima have the gradients of float32."""
 
 import functools
 

@@ -13,7 +13,7 @@ from jax import lax
 import jmpx
 
 TABLE = np.array([[1e6, 2.0, 1e-6]], np.float32)
-# name: a function of an activation and a number that is known when it runs.
+# By name: a function of an activation and a number that is traced, and the activation.
 FACTORS = {
     "divisor": (lambda h, n: h / 70_000, [700.0, 1, 6e4]),
     "small divisor": (lambda h, n: h / 1e-8, [0.0, 2e-4, 1e-5]),
@@ -89,7 +89,7 @@ def test_factors_of_an_array_that_was_closed_over():
 
 
 def test_the_result_of_a_factor_is_rounded_and_its_range_kept(rng):
-    """Fresh constants of all sizes against NumPy's float16."""
+    """Compares constants of all sizes with the results of NumPy's float16."""
     x, h = activation(np.float16(rng.normal(size=16)))
     factors = 10.0 ** rng.uniform(-12, 12, size=60) * rng.choice([-1, 1], 60)
     for factor in factors.astype(np.float32):

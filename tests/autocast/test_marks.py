@@ -1,4 +1,4 @@
-"""The marks by which autocast knows modules stay inside of it."""
+"""Autocast marks the operations of modules: no mark is left outside of it."""
 
 import functools
 
@@ -34,7 +34,7 @@ import jmpx.haiku
 
 
 def hidden(net, differentiable=True):
-    """Calls a network in all places of a function that autocast does not enter, and others."""
+    """Calls a network in every kind of inner function, with those that autocast does not enter."""
 
     @jax.custom_vjp
     def by_hand(params, x):
@@ -116,7 +116,7 @@ def test_autocast_within_autocast(framework, outer, inner):
     assert_selected(products(within, model, X), full)
 
 
-# What the user's function sees, and gives back.
+# The modules that the user's function gets and returns.
 
 
 def test_equinox_modules_come_back_as_they_were():

@@ -5,7 +5,7 @@ from jax.extend.core import primitives
 
 from jmpx._operations import HIGHER_ORDER, KINDS, operation_name
 
-# These have no rule, because they compute nothing in floating numbers or run as they were traced.
+# These need no rule: they compute nothing in floating numbers, or run as they were traced.
 WITHOUT_RULE = set(
     """
     after_all and axis_index clz convert_element_type create_token custom_lin dce_sink eval_jaxpr

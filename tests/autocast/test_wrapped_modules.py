@@ -106,7 +106,7 @@ def test_methods_and_bound_methods(rng):
 
 
 class Coder(eqx.Module):
-    """Attributes with the names that a wrapper's own fields might have."""
+    """Has attributes with names that a wrapper's own fields might have."""
 
     fn: jax.Array
     policy_map: str
@@ -211,7 +211,7 @@ def test_copies_of_nnx_modules(rng, make_copy):
 
 
 def test_empty_shells_know_no_attributes():
-    """As copy, pickle and JAX make them, before there are any fields."""
+    """`copy`, `pickle` and JAX make an object before it has any fields."""
     shell = object.__new__(jmpx.Autocast)
     for name in ("_jmpx_fn", "weight", "__deepcopy__", "__array__"):
         assert not hasattr(shell, name)

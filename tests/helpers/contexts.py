@@ -1,4 +1,4 @@
-"""Contexts of one dtype, and what runs a module in them."""
+"""Contexts of policies, each with a function that runs a module inside it."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -53,7 +53,7 @@ def run_equinox(x=X):
     return jmpx.equinox.with_policies(EquinoxModule())(x).dtype
 
 
-# A context of one dtype, and what runs a module in it.
+# A context, and a function that runs a module inside it and returns the dtype of the result.
 CONTEXTS = {
     "haiku": (jmpx.haiku.policies, run_haiku),
     "linen": (jmpx.flax.policies, run_linen),
@@ -65,7 +65,7 @@ everywhere = pytest.mark.parametrize("kind", CONTEXTS)
 
 
 def nothing_stays_behind():
-    """Holds that plain calls give afterwards what they gave before, and are traced no more."""
+    """Holds that after a test plain calls give the same dtypes as before, without a new trace."""
     traces = []
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""A network of Equinox that notes what its layers are called with, and its casts by hand."""
+"""A network of Equinox whose layers note their dtypes, and the same with casts by hand."""
 
 from collections.abc import Callable
 

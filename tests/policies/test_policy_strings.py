@@ -1,4 +1,4 @@
-"""Strings that mean something else than they say end in a sentence that says what is meant."""
+"""Policy strings with a common mistake end in one sentence that says how to write them."""
 
 import contextlib
 import copy

@@ -256,8 +256,8 @@ def test_steps_in_a_scan_and_under_vmap(name, skip, rng):
 @pytest.mark.parametrize("skip", ["cond", "where"])
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_under_shard_map(name, skip, vma, rng):
-    # Gradients that are the same everywhere, a flag that is and one that is not, and parameters
-    # of which each device has its part.
+    # Gradients are replicated and parameters are sharded; of two flags one is replicated, the other
+    # differs between devices.
     optimizer, step = make_step(name, skip)
     mesh, everywhere, parts = Mesh(jax.devices()[:4], "d"), PartitionSpec(), PartitionSpec("d")
     params = normal(rng, 4)

@@ -82,7 +82,7 @@ def ring(w):
     return jnp.concatenate(parts)
 
 
-# From the shard (2, 3) of a weight (8, 3), what reads all of it.
+# Ways to read a whole weight of shape (8, 3) from its shard of shape (2, 3).
 READS = {
     "gather": gather,
     "untiled": lambda w: jax.lax.all_gather(w, AXIS).reshape(8, 3),
@@ -183,7 +183,7 @@ def test_what_to_do_instead_gives_the_gradient_of_the_whole(rng):
 
 
 def contrastive(embed, x, everything):
-    """Each example is to be told from all others of all devices."""
+    """A loss that compares each example with the examples of all devices."""
     mine = embed(x)
     return -jax.nn.log_softmax(mine @ everything(mine).T).mean()
 
