@@ -14,7 +14,7 @@ import jmpx
 from helpers import BF16, F16, F32
 from helpers.jaxprs import equations_of
 
-# A bfloat16 has 8 bits of digits, and a result is rounded several times. Where a bfloat16 product is
+# A bfloat16 has 8 bits of digits, and a result is rounded several times. If a bfloat16 product is
 # transposed and cast within jit, XLA:CPU of JAX 0.12 is off by 2e-2 of the largest value.
 TOLERANCE = 5e-2
 LEAST = np.finfo(np.float32).min
