@@ -88,7 +88,7 @@ POSITIONS = {
     "float arange": lambda n: jnp.arange(4096.0, 4096 + n, dtype=F32)[:, None] * FREQUENCIES,
     "iota": lambda n: (lax.iota(F32, n) + 70_000)[:, None] * FREQUENCIES,
     "einsum": lambda n: jnp.einsum("i,j->ij", jnp.arange(n).astype(F32) + 4096, FREQUENCIES),
-    "outer": lambda n: jnp.outer(jnp.arange(n).astype(F32) + 4096, FREQUENCIES),
+    "outer": lambda n: jnp.outer(jnp.arange(n).astype(F32) + 4096, FREQUENCIES),  # pyright: ignore[reportArgumentType]
     "product of one": lambda n: (jnp.arange(n).astype(F32) + 4096)[:, None] @ FREQUENCIES[None],
     "batch": lambda n: jnp.einsum(
         "bi,j->bij", (jnp.arange(n).astype(F32) + 4096)[None], FREQUENCIES
