@@ -113,7 +113,10 @@ NUMPY = {
     "take": (lambda x, i: jnp.take(x, i, axis=0), [np.eye(3), np.array([1, 0])]),
     "relu": (jax.nn.relu, [np.linspace(-1, 1, 5)]),
     "matmul": (lambda x, w: x @ w, [np.eye(3), np.full((3, 3), 0.5, np.float32).astype(float)]),
-    "with float32": (lambda x, n: x * n.astype(x.dtype), [np.float32([1, 2]), np.array([3, 4])]),
+    "with float32": (
+        lambda x, n: x * n.astype(x.dtype),
+        [np.array([1, 2], np.float32), np.array([3, 4])],
+    ),
     "uint64": (lambda x: x + x, [np.array([2**40 + 1, 7], np.uint64)]),
     "complex128": (lambda x: x * x, [np.array([1j, 2.0])]),
     "numpy.int64": (lambda n: n * n, [np.int64(7)]),
@@ -148,4 +151,4 @@ def test_an_embedding_of_numpy_integers(policy):
     module, tokens = nn.Embed(5, 2), np.array([[1, 4], [0, 1]])
     params = module.init(jax.random.key(0), tokens)
     got = jmpx.autocast(module.apply, policy)(params, tokens)
-    np.testing.assert_allclose(got, module.apply(params, tokens), rtol=1e-2)
+    np.testing.assert_allclose(got, module.apply(params, tokens), rtol=1e-2)  # pyright: ignore[reportArgumentType, reportCallIssue]

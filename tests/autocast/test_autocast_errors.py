@@ -50,7 +50,7 @@ def notes_of(error):
 
 
 def assert_names(error, function, operation="log"):
-    """Holds an error to have one note, of the line that is marked in a function of this file."""
+    """Holds an error to one note, which names the marked line of a function of this file."""
     (note,) = notes_of(error)
     match = re.fullmatch(r"jmpx\.autocast was running `(\w+)` of (.*):(\d+) \((.*)\)\.", note)
     assert match, note

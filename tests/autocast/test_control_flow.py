@@ -91,7 +91,7 @@ def test_control_flow(pair, name):
 
 
 def total_of(fn):
-    """A function that sums what `fn` returns in float32, to be differentiated."""
+    """Sums the float32 results of `fn`, so that the sum can be differentiated."""
 
     def total(*args):
         results = fn(*args)

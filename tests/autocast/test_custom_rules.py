@@ -24,7 +24,7 @@ from jax.scipy.special import xlogy
 
 import jmpx
 
-# Derivatives that are set by hand.
+# Derivatives that the user wrote.
 
 ACTIVATIONS = {
     "relu": (jax.nn.relu, 0.0),
@@ -143,7 +143,8 @@ CUSTOM_VJP = {
 
 @pytest.mark.parametrize("name", CUSTOM_VJP)
 def test_custom_vjp_rules_are_used(pair, name):
-    # What a rule holds runs in float32 while it is one, and as all else does once it is taken.
+    # The operations of a custom_vjp run in float32. Once JAX has differentiated it, it is gone, and
+    # autocast outside of the gradient casts its operations as all others.
     check_sides(
         both,
         lambda x, w: (CUSTOM_VJP[name](x, w) @ w).sum(),
@@ -173,7 +174,7 @@ def test_a_custom_vmap_rule_is_used(pair):
     assert_near(cast(x), 5 * (x @ w))
 
 
-# Tangents and cotangents are cast linearly.
+# Casts of tangents and cotangents are linear: a large one overflows, and does not saturate.
 
 
 @jax.custom_jvp

@@ -88,7 +88,7 @@ POSITIONS = {
     "float arange": lambda n: jnp.arange(4096.0, 4096 + n, dtype=F32)[:, None] * FREQUENCIES,
     "iota": lambda n: (lax.iota(F32, n) + 70_000)[:, None] * FREQUENCIES,
     "einsum": lambda n: jnp.einsum("i,j->ij", jnp.arange(n).astype(F32) + 4096, FREQUENCIES),
-    "outer": lambda n: jnp.outer(jnp.arange(n).astype(F32) + 4096, FREQUENCIES),
+    "outer": lambda n: jnp.outer(jnp.arange(n).astype(F32) + 4096, FREQUENCIES),  # pyright: ignore[reportArgumentType]
     "product of one": lambda n: (jnp.arange(n).astype(F32) + 4096)[:, None] @ FREQUENCIES[None],
     "batch": lambda n: jnp.einsum(
         "bi,j->bij", (jnp.arange(n).astype(F32) + 4096)[None], FREQUENCIES
@@ -113,11 +113,11 @@ def test_positions_keep_their_digits(pair, name):
     assert "float16" in dtypes_of(cast, *pair)["dot_general"]
 
 
-# Constants that 16 bits cannot hold: those that are added or put in place saturate.
+# Constants that float16 cannot hold saturate where they are added or put in place.
 
 
 def carried(loop):
-    """A running maximum from -1e30 on, as of attention by blocks, less itself."""
+    """Computes a running maximum in a loop that starts at a large negative number."""
 
     def f(h, big):
         start = jnp.full(h.shape[1:], big)
@@ -140,7 +140,7 @@ def by_while(step, start, rows):
 
 
 OUT = np.array([9, 1, 2])  # beyond the rows that there are
-# Functions of an activation of three rows and a large negative number, which the first row becomes.
+# Functions of an activation with three rows and a large negative number, which fills the first row.
 ROADS = {
     "add": lambda h, big: h + jnp.array([[1.0], [0], [0]], F32) * big,
     "add on the left": lambda h, big: jnp.where(np.arange(3)[:, None] == 0, big, 0.0) + h,
@@ -184,7 +184,7 @@ SIZES = [(name, size) for name in ROADS for size in ((-1e9, -1e30) if name in RU
 
 @functools.cache
 def of_roads():
-    """Under autocast and without it: what each road makes of each size, and gradients."""
+    """Returns results and gradients of each function for each size, with autocast and without."""
     x, h = activation(np.random.default_rng(7).integers(-4, 5, size=(3, 3)) / 4)
 
     def both(name, size):

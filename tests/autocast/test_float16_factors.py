@@ -13,7 +13,7 @@ from jax import lax
 import jmpx
 
 TABLE = np.array([[1e6, 2.0, 1e-6]], np.float32)
-# name: a function of an activation and a number that is known when it runs.
+# By name: a function of an activation and a number that is traced, and the activation.
 FACTORS = {
     "divisor": (lambda h, n: h / 70_000, [700.0, 1, 6e4]),
     "small divisor": (lambda h, n: h / 1e-8, [0.0, 2e-4, 1e-5]),
@@ -89,9 +89,10 @@ def test_factors_of_an_array_that_was_closed_over():
 
 
 def test_the_result_of_a_factor_is_rounded_and_its_range_kept(rng):
-    """Fresh constants of all sizes against NumPy's float16."""
+    """Compares constants of all sizes with the results of NumPy's float16."""
     x, h = activation(np.float16(rng.normal(size=16)))
-    for factor in np.float32(10.0 ** rng.uniform(-12, 12, size=60) * rng.choice([-1, 1], 60)):
+    factors = 10.0 ** rng.uniform(-12, 12, size=60) * rng.choice([-1, 1], 60)
+    for factor in factors.astype(np.float32):
         for fn in (lambda a, f: a * f, lambda a, f: a / f):
             got = jmpx.autocast(lambda x, fn=fn, f=factor: fn(h(x), f), "c=f16", output=None)(x)
             with np.errstate(over="ignore"):
@@ -121,7 +122,7 @@ def test_only_what_does_not_fit_runs_in_float32():
 
 # Powers.
 
-PRE = np.float32([0.5, 1.5, -1.5, 148, -148, 300, 2_000, -2_000, 33_000, 60_000, -60_000])
+PRE = np.array([0.5, 1.5, -1.5, 148, -148, 300, 2_000, -2_000, 33_000, 60_000, -60_000], np.float32)
 POWERS = {
     "gelu": jax.nn.gelu,
     "gelu by erf": lambda h: jax.nn.gelu(h, approximate=False),

@@ -1,4 +1,4 @@
-"""Regions of float32, and autocast within autocast."""
+"""Functions that stay in float32 within autocast, and autocast within autocast."""
 
 import warnings
 

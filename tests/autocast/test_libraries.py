@@ -27,7 +27,7 @@ def test_equinox(pair):
 
         return eqx.filter_grad(loss_fn)
 
-    both = eqx.filter_jit(lambda *args: [gradient(w)(*args) for w in (jmpx.autocast, lambda f: f)])
+    both = eqx.filter_jit(lambda *args: [gradient(w)(*args) for w in (jmpx.autocast, lambda f: f)])  # pyright: ignore[reportCallIssue]
     assert_near(*both(model, x))
     vmapped = jax.vmap(jmpx.autocast(model))
     assert_ran(vmapped, x, dot_general="bfloat16")
@@ -50,7 +50,7 @@ def test_linen(pair):
     module = nn.Dense(4)
     params = {"params": {"kernel": w, "bias": w[0]}}
     check(module.apply, params, x)
-    check_sides(jax.grad, lambda params: jnp.tanh(module.apply(params, x)).sum(), params)
+    check_sides(jax.grad, lambda params: jnp.tanh(module.apply(params, x)).sum(), params)  # pyright: ignore[reportArgumentType]
 
 
 def test_nnx(pair):

@@ -1,4 +1,4 @@
-"""The marks by which autocast knows modules stay inside of it."""
+"""Autocast marks the operations of modules: no mark is left outside of it."""
 
 import functools
 
@@ -34,7 +34,7 @@ import jmpx.haiku
 
 
 def hidden(net, differentiable=True):
-    """Calls a network in all places of a function that autocast does not enter, and others."""
+    """Calls a network in every kind of inner function, with those that autocast does not enter."""
 
     @jax.custom_vjp
     def by_hand(params, x):
@@ -82,7 +82,7 @@ def test_no_mark_leaves_autocast(framework):
     assert "jmpx.module" not in text
     if framework == "haiku":
         compiled = jax.jit(jmpx.autocast(apply, policy)).lower(model, X).compile()
-        assert "jmpx.module" not in compiled.as_text()
+        assert "jmpx.module" not in compiled.as_text()  # pyright: ignore[reportOperatorIssue]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -116,7 +116,7 @@ def test_autocast_within_autocast(framework, outer, inner):
     assert_selected(products(within, model, X), full)
 
 
-# What the user's function sees, and gives back.
+# The modules that the user's function gets and returns.
 
 
 def test_equinox_modules_come_back_as_they_were():
@@ -159,7 +159,7 @@ def test_equinox_state_passes():
 
 def test_nnx_modules_come_back_as_they_were():
     model = NNXNet(nnx.Rngs(0))
-    model.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    model.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))  # pyright: ignore[reportAttributeAccessIssue]
     classes = {type(node) for _, node in nnx.iter_graph(model)}
 
     def f(model, x):
@@ -170,8 +170,8 @@ def test_nnx_modules_come_back_as_they_were():
     policy = "c=bf16; NNXBlock: full; Linear: full; BatchNorm: full"
     y, clone = jmpx.autocast(f, policy)(model, X)
     assert y.shape == (BATCH, 7)
-    assert float(jnp.abs(model.norm.mean[...]).max()) > 0  # its state has moved
-    for module in (model, clone, model.copy):
+    assert float(jnp.abs(model.norm.mean[...]).max()) > 0  # pyright: ignore[reportAttributeAccessIssue]  # its state has moved
+    for module in (model, clone, model.copy):  # pyright: ignore[reportAttributeAccessIssue]
         assert {type(node) for _, node in nnx.iter_graph(module)} <= classes
     with pytest.raises(ZeroDivisionError):
         jmpx.autocast(lambda model, x: 1 / 0, policy)(model, X)

@@ -31,7 +31,7 @@ def transformer():
 
 
 def test_residuals(transformer):
-    """The benchmark's figures, which do not depend on the machine: bars of the project."""
+    """Holds the benchmark's figures, which do not depend on the machine, to the project's bars."""
     params, ways = transformer
     kept = {way: benchmark.residual_bytes(loss_fn, params) for way, loss_fn in ways.items()}
     ratios = {way: bytes_ / kept["float32"] for way, bytes_ in kept.items()}
@@ -94,7 +94,7 @@ def test_with_a_loss_scale(rng, policy, loss_scale):
         policy="full",
     )
     loss, _, grads_finite, grads = jax.jit(step)(params)
-    value, expected = jax.value_and_grad(loss_fn)(params)
+    value, expected = jax.jit(jax.value_and_grad(loss_fn))(params)
     assert grads_finite
     np.testing.assert_allclose(loss, value, rtol=1e-2)
     flat = [
@@ -158,7 +158,7 @@ def test_a_learned_scale_costs_no_memory(rng):
     no_scale = benchmark.residual_bytes(
         jmpx.autocast(lambda p: loss({"w": p["w"], "scales": [0.5, 2.0]}), "c=f16"), params
     )
-    # A product to scale each, in 16 bits; the numbers, spread, in 32.
+    # For each scale: the product to be scaled, in 16 bits, and the scale, broadcast, in 32 bits.
     assert kept <= no_scale + 2 * x.size * (2 + 4) + 16
     got, expected = jax.grad(jmpx.autocast(loss, "c=f16"))(params), jax.grad(loss)(params)
     assert_near(got, expected, 1e-2)

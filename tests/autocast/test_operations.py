@@ -117,7 +117,7 @@ def test_a_full_policy_changes_nothing(rng):
     assert_same_bits(jmpx.autocast(lambda w, x: f(x @ w), "full")(w, x), f(x @ w))
 
 
-# Operations next to products. Inputs are whole numbers, so that results have to be equal.
+# Operations on a product and an input. Inputs are whole numbers, so that results have to be equal.
 
 INDEX = np.array([2, 0])
 
@@ -134,7 +134,7 @@ def convolve(h, x):
     return lax.conv_general_dilated(h[None, None], x[None, None, :2, :2], (1, 1), "SAME")
 
 
-# name: (a function of a product and an input, the operation to look at, its dtypes)
+# By name: a function of a product and an input, the operation to look at, and its dtypes.
 EXACT = {
     "sort": (
         lambda h, x: lax.sort((h, x, jnp.arange(16).reshape(4, 4)), num_keys=1),
@@ -192,7 +192,7 @@ EXACT = {
     "nextafter": (lambda h, x: jnp.nextafter(h, x), "nextafter", "float32"),
     "device_put": (lambda h, x: jax.device_put(h, jax.devices()[0]), "device_put", "bfloat16"),
 }
-# Those whose derivatives are operations of other kinds.
+# Operations whose derivatives are operations of another kind, so that gradients are compared too.
 DIFFERENTIATED = set(
     """
     sort top_k scatter scatter_add scatter_max gather dynamic_slice dynamic_update_slice concatenate

@@ -114,7 +114,7 @@ def test_a_rule_reads_its_context(monkeypatch):
     ]
 
 
-# These have no rule, because they compute nothing in floating numbers or run as they were traced.
+# These need no rule: they compute nothing in floating numbers, or run as they were traced.
 WITHOUT_RULE = set(
     """
     after_all and axis_index clz create_token custom_lin dce_sink eval_jaxpr

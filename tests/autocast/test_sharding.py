@@ -17,7 +17,7 @@ import jmpx
 
 @pytest.fixture
 def mesh():
-    """Makes a mesh of two devices, of a kind of axes."""
+    """Returns a function from a type of axes to a mesh of two devices."""
     return lambda kind: jax.make_mesh((2,), ("d",), axis_types=(kind,))
 
 
@@ -132,7 +132,7 @@ def test_collectives_of_vmap(pair):
 
 
 def test_sums_over_devices_run_in_float32(rng):
-    """And are rounded to what was summed: gradients that are averaged keep their digits."""
+    """The result is rounded to the dtype of its operand: averaged gradients keep their digits."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
     f = jax.shard_map(

@@ -22,7 +22,7 @@ TRANSFORMS = {
     "grad of checkpoint": lambda f: both(jax.checkpoint(f)),
     "grad of named_call": lambda f: both(jax.named_call(f, name="model")),
     "closure_convert": lambda f: (
-        lambda x, w: (lambda g, consts: g(x, *consts))(*jax.closure_convert(lambda x: f(x, w), x))
+        lambda x, w: (lambda g, consts: g(x, *consts))(*jax.closure_convert(lambda x: f(x, w), x))  # pyright: ignore[reportArgumentType, reportCallIssue]
     ),
 }
 

@@ -106,7 +106,7 @@ def test_methods_and_bound_methods(rng):
 
 
 class Coder(eqx.Module):
-    """Attributes with the names that a wrapper's own fields might have."""
+    """Has attributes with names that a wrapper's own fields might have."""
 
     fn: jax.Array
     policy_map: str
@@ -203,7 +203,7 @@ def test_copies(rng, make_copy):
 @leniently
 def test_copies_of_nnx_modules(rng, make_copy):
     norm, x = nnx.RMSNorm(3, rngs=nnx.Rngs(0)), normal(rng, 2, 3)
-    norm.scale_init = None  # older versions of Flax keep a function here that pickle refuses
+    norm.scale_init = None  # pyright: ignore[reportAttributeAccessIssue]  # older versions of Flax keep a function here that pickle refuses
     wrapped = jmpx.autocast(norm)
     new = make_copy(wrapped)
     assert type(new) is type(wrapped) and new.scale is not norm.scale
@@ -211,7 +211,7 @@ def test_copies_of_nnx_modules(rng, make_copy):
 
 
 def test_empty_shells_know_no_attributes():
-    """As copy, pickle and JAX make them, before there are any fields."""
+    """`copy`, `pickle` and JAX make an object before it has any fields."""
     shell = object.__new__(jmpx.Autocast)
     for name in ("_jmpx_fn", "weight", "__deepcopy__", "__array__"):
         assert not hasattr(shell, name)
@@ -246,7 +246,7 @@ def test_it_takes_the_place_of_an_nnx_module(rng):
     for name in ("inner", "norm"):
         setattr(model, name, jmpx.autocast(getattr(model, name)))
     assert isinstance(model.inner, jmpx.Autocast) and isinstance(model.inner, nnx.Module)
-    assert model.inner.kernel is kernel and model.norm.__wrapped__ is norm
+    assert model.inner.kernel is kernel and model.norm.__wrapped__ is norm  # pyright: ignore[reportAttributeAccessIssue]
     assert paths_of(nnx.state(model, nnx.Param)) == {
         *("inner/_jmpx_fn/kernel", "inner/_jmpx_fn/bias", "head/kernel", "head/bias"),
         *("norm/_jmpx_fn/scale", "norm/_jmpx_fn/bias"),
@@ -262,7 +262,7 @@ def test_it_takes_the_place_of_an_nnx_module(rng):
 
     before, mean = kernel[...], norm.mean[...]
     step(model, optimizer)
-    assert model.inner.kernel is kernel and model.norm.__wrapped__ is norm
+    assert model.inner.kernel is kernel and model.norm.__wrapped__ is norm  # pyright: ignore[reportAttributeAccessIssue]
     assert (kernel[...] != before).any() and (norm.mean[...] != mean).all()
     text = str(jax.make_jaxpr(lambda x: nnx.clone(model)(x))(x))
     assert "bf16[6,4] = dot_general" in text and "f32[6,2] = dot_general" in text

@@ -32,7 +32,7 @@ def test_all_names_exactly_what_is_public():
     for name in jmp.__all__:
         assert hasattr(jmp, name)
     with pytest.raises(AttributeError, match="module 'jmpx' has no attribute 'autocats'"):
-        jmp.autocats  # noqa: B018
+        jmp.autocats  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
     assert list(jmp.__all__) == sorted(jmp.__all__)
 
 

@@ -15,6 +15,7 @@ from helpers.examples import FOLDER, SMALL, run_vit
 
 def load_datasets():
     spec = importlib.util.spec_from_file_location("vit_datasets", FOLDER / "datasets.py")
+    assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -148,7 +149,7 @@ def test_what_is_no_plain_value_is_refused(name):
 
 def test_arrays_of_numbers_are_read_as_they_were_written(rng):
     for dtype in ("u1", "<i4", ">i8", "<f4", "?"):
-        for order in "CF":
+        for order in ("C", "F"):
             array = np.asarray(rng.integers(0, 2, (3, 4)), dtype, order=order)
             read = datasets.read_pickle(pickle.dumps(array, protocol=2), "member").array
             np.testing.assert_array_equal(read, array)

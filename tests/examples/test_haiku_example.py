@@ -34,7 +34,9 @@ def test_it_reaches_97_percent_with_the_default_seed(name):
             r"skipped steps 0",
             line,
         )
-    accuracy, milliseconds = re.match(r"test accuracy ([\d.]+)%, ([\d.]+) ms a step", last).groups()
+    found = re.match(r"test accuracy ([\d.]+)%, ([\d.]+) ms a step", last)
+    assert found
+    accuracy, milliseconds = found.groups()
     assert float(accuracy) >= 97 and float(milliseconds) > 0
     assert "step/s" in result.stderr  # the progress bar
 

@@ -1,6 +1,7 @@
 """`examples/equinox/train_vit.py`, run as a user runs it, and its functions one by one."""
 
 import functools
+import json
 import re
 
 import pytest
@@ -9,7 +10,6 @@ from helpers.examples import (
     FOLDER,
     SMALL,
     answer,
-    probe,
     run_vit,
     run_wrong_flags,
     start_probe,
@@ -44,7 +44,9 @@ def test_the_default_and_float16_reach_the_accuracy_of_float32():
                 rf"loss scale {32768 if name == 'float16' else 1}  skipped steps 0",
                 line,
             )
-        accuracy, time = re.match(r"test accuracy ([\d.]+)%, ([\d.]+) ms a step", last).groups()
+        found = re.match(r"test accuracy ([\d.]+)%, ([\d.]+) ms a step", last)
+        assert found
+        accuracy, time = found.groups()
         assert float(time) > 0
         assert "step/s" in result.stderr  # the progress bar
         reached[name] = float(accuracy)
@@ -98,10 +100,7 @@ def largest_difference(a, b):
 """
 
 
-def test_micro_batches_give_the_update_of_their_mean_in_float32():
-    differences = probe(
-        SETUP
-        + """
+MICRO_BATCHES = """
 optimizer = optax.sgd(1.0)
 state = state_of(optimizer, jmpx.NoOpLossScale())
 
@@ -129,17 +128,9 @@ print(json.dumps({
     "bfloat16": largest_difference(half, jax.tree.map(lambda *g: sum(g) / 4, *each)),
 }))
 """
-    )
-    assert differences["size"] > 0.1
-    assert differences["float32"] < 1e-6 and differences["loss"] < 1e-6
-    # Sums of bfloat16 numbers in bfloat16 would be wrong by 2**-9 of their size.
-    assert differences["bfloat16"] < 1e-6
 
 
-def test_an_overflow_in_one_micro_batch_skips_the_step_as_one():
-    seen = probe(
-        SETUP
-        + """
+OVERFLOW = """
 optimizer = train_vit.make_optimizer(10, 1e-3)
 plain = train_vit.logits_of
 
@@ -169,14 +160,9 @@ new, _, _ = train_vit.make_step(policy_map, optimizer, False)(state, bad)
 taken = not all(np.isfinite(leaf).all() for leaf in leaves(new.model))
 print(json.dumps([*seen, taken]))
 """
-    )
-    assert seen == [[True, True, False, 1024, 4], [False, True, True, 512, 0], True]
 
 
-def test_the_islands_of_the_default_compute_in_float32():
-    dtypes = probe(
-        SETUP
-        + """
+DTYPES = """
 def dtypes_of(policy):
     policy_map = jmpx.get_policy_map(policy)
     logits = lambda model: train_vit.logits_of(model, batch.images, policy_map)
@@ -187,7 +173,32 @@ def dtypes_of(policy):
     return [*map(sorted, said), *(module.weight.dtype.name for module in weights)]
 print(json.dumps([dtypes_of(train_vit.DEFAULT_POLICY), dtypes_of("c=bf16"), dtypes_of("float32")]))
 """
-    )
+
+
+@functools.cache
+def answers():
+    """What each probe prints, from one process; the last one replaces a function of the script."""
+    codes = {"micro-batches": MICRO_BATCHES, "dtypes": DTYPES, "overflow": OVERFLOW}
+    result = finish(start_probe(SETUP + "".join(codes.values())))
+    assert result.returncode == 0, result.stderr
+    return dict(zip(codes, map(json.loads, result.stdout.splitlines()), strict=True))
+
+
+def test_micro_batches_give_the_update_of_their_mean_in_float32():
+    differences = answers()["micro-batches"]
+    assert differences["size"] > 0.1
+    assert differences["float32"] < 1e-6 and differences["loss"] < 1e-6
+    # Sums of bfloat16 numbers in bfloat16 would be wrong by 2**-9 of their size.
+    assert differences["bfloat16"] < 1e-6
+
+
+def test_an_overflow_in_one_micro_batch_skips_the_step_as_one():
+    seen = answers()["overflow"]
+    assert seen == [[True, True, False, 1024, 4], [False, True, True, 512, 0], True]
+
+
+def test_the_islands_of_the_default_compute_in_float32():
+    dtypes = answers()["dtypes"]
     assert dtypes == [  # of the softmax, of the GELU, of LayerNorm's weights, the head's and others
         [["f32"], ["bf16"], *["float32"] * 3, *["bfloat16"] * 2],
         [["bf16"], ["bf16"], *["bfloat16"] * 5],

@@ -146,4 +146,4 @@ def test_importing_registers_nothing():
 
 def test_the_scale_of_the_flags_is_float32():
     mp, _ = define("--mp_policy=f16", "--mp_scale_value=1e10")
-    assert mp.loss_scale().loss_scale.dtype == np.float32
+    assert mp.loss_scale().loss_scale.dtype == np.float32  # pyright: ignore[reportAttributeAccessIssue]

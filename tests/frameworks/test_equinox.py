@@ -250,7 +250,7 @@ def test_bad_input(net):
         ):
             with_policies(model, MIXED)
     with pytest.raises(TypeError, match="policy map"):
-        with_policies(net, 3)
+        with_policies(net, 3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="bf61"):
         with_policies(net, "c=bf61")
 

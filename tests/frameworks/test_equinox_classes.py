@@ -85,7 +85,7 @@ def test_methods_are_cast_once_at_the_outermost_entry(rng):
     decoded = view.decode(x, shift=x)
     assert_same_bits(decoded["y"], (rounded / weight + rounded).astype(F32))
     assert (decoded["n"], decoded["f"], decoded["i"].dtype) == (3, 0.5, jnp.int32)
-    assert_same_bits(view.decode_by_one(x)["y"], (rounded / weight + BF16(1)).astype(F32))
+    assert_same_bits(view.decode_by_one(x)["y"], (rounded / weight + jnp.bfloat16(1)).astype(F32))
 
 
 def test_all_else_of_a_class_is_left_alone(rng):
@@ -134,7 +134,9 @@ def test_inheritance_converters_checks_and_hooks(rng):
     model, x = Derived([1.0, 2.0, 3.0]), normal(rng, 3)
     before = list(made)
     view = with_policies(model, MIXED)
-    assert_same_bits(view(x), (x.astype(BF16) * model.weight.astype(BF16) + BF16(1)).astype(F32))
+    assert_same_bits(
+        view(x), (x.astype(BF16) * model.weight.astype(BF16) + jnp.bfloat16(1)).astype(F32)
+    )
     assert made == before == ["derived", "init", "converter", "check"]
 
 
@@ -186,7 +188,7 @@ def test_classes_with_abstract_bases_generics_defaults_and_a_metaclass(cls, rng)
     assert_same_bits(copy.deepcopy(view)(x), expected)
     assert_same_bits(dataclasses.replace(model, weight=x).weight, x)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        view.weight = x
+        view.weight = x  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_wrappers_of_equinox_as_fields_and_as_the_model(rng, key):
@@ -227,7 +229,7 @@ def test_modules_and_data_as_arguments_and_results(rng):
 
         def __call__(self, data):
             assert isinstance(data, Data) and data.x.dtype == BF16
-            return self.inner(data, self.norm, self.rule)
+            return self.inner(data, self.norm, self.rule)  # pyright: ignore[reportCallIssue]
 
     class Inner(eqx.Module):
         weight: jax.Array

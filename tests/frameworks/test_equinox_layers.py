@@ -204,7 +204,7 @@ def test_the_carry_of_a_loop_keeps_its_dtype(cls, rules, dtype, rng, key):
         cell: eqx.Module
 
         def __call__(self, xs, hidden):
-            step = lambda hidden, x: (self.cell(x, hidden), None)  # noqa: E731
+            step = lambda hidden, x: (self.cell(x, hidden), None)  # pyright: ignore[reportCallIssue]  # noqa: E731
             return jax.lax.scan(step, jmpx.cast_tree(hidden, dtype), xs)[0]
 
     hidden = jnp.zeros(5) if cls is eqx.nn.GRUCell else (jnp.zeros(5), jnp.zeros(5))

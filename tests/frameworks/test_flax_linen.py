@@ -1,5 +1,8 @@
 """Policy maps of Linen modules, against the same layers with everything cast by hand."""
 
+# Flax types the result of `apply` as a union with the state that it updated.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

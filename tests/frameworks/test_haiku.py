@@ -154,7 +154,7 @@ def test_an_island_in_a_class_with_a_policy_reads_the_master_weights(set_policy,
 def test_a_map_agrees_with_the_same_policies_by_class(x):
     params, by_map = run("c=bf16,o=f32; Dense: p=f32,c=f16,o=bf16", x)
     with jmpx.push_policy(Net, "c=bf16,o=f32"):
-        with hk.mixed_precision.push_policy(Dense, jmpx.get_policy("p=f32,c=f16,o=bf16")):
+        with hk.mixed_precision.push_policy(Dense, jmpx.get_policy("p=f32,c=f16,o=bf16")):  # pyright: ignore[reportArgumentType]
             by_class = NET.apply(params, None, x)
     np.testing.assert_array_equal(by_map, by_class)
 
@@ -344,5 +344,5 @@ def test_bad_maps_are_refused_before_anything_runs():
         with jmpx.haiku.policies("c=bf61"):
             raise RuntimeError
     with pytest.raises(TypeError, match="Expected a policy map string"):
-        with jmpx.haiku.policies(None):
+        with jmpx.haiku.policies(None):  # pyright: ignore[reportArgumentType]
             raise RuntimeError

@@ -187,7 +187,7 @@ def test_a_rule_or_a_class_policy_about_a_module_with_statistics_goes_before():
 
     class Average(hk.ExponentialMovingAverage):
         def __call__(self, x, update_stats=True):
-            seen.append((x.dtype, jmpx.current_policy().compute_dtype))
+            seen.append((x.dtype, jmpx.current_policy().compute_dtype))  # pyright: ignore[reportOptionalMemberAccess]
             return super().__call__(x, update_stats)
 
     network = hk.transform_with_state(lambda x: Average(0.9)(x))

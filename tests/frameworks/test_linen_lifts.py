@@ -1,5 +1,8 @@
 """Policy maps through Linen's lifted transformations, and of state that loops carry."""
 
+# Flax types the result of `apply` as a union with the state that it updated.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -54,7 +57,7 @@ class Step(nn.Module):
 
 
 class Loop(nn.Module):
-    carry: jnp.dtype = None  # of the first carry; None for that of the input
+    carry: jnp.dtype | None = None  # of the first carry; None for that of the input
 
     @nn.compact
     def __call__(self, xs):
@@ -184,7 +187,8 @@ def test_conditionals_and_variables_that_are_mapped(rng):
         def __call__(self, x, flag):
             one, other = Watched(name="one"), nn.WeightNorm(nn.Dense(4, name="other"))
             if self.is_initializing():
-                one(x), other(x)
+                one(x)
+                other(x)
             return nn.cond(flag, lambda _, x: one(x), lambda _, x: other(x), self, x)
 
     x = normal(rng, 3, 4)

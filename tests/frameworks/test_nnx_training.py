@@ -42,7 +42,7 @@ def test_value_gradients_and_state_are_those_of_nnx(rng, jit, mixed):
     optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
     before = model.head.kernel[...]
     optimizer.update(model, grads)
-    np.testing.assert_allclose(model.head.kernel[...], before - 0.5 * grads.head.kernel[...])
+    np.testing.assert_allclose(model.head.kernel[...], before - 0.5 * grads.head.kernel[...])  # pyright: ignore[reportOperatorIssue]
 
 
 @pytest.mark.parametrize(("policy", "jit"), [("c=bf16", False), ("c=f16", True)])
@@ -68,7 +68,7 @@ def test_only_parameters_are_cast(rng, policy, jit):
                     if isinstance(v, nnx.Variable)
                 }
             )
-            self.Cache[...] = self.Cache[...] * 1
+            self.Cache[...] = self.Cache[...] * 1  # pyright: ignore[reportAttributeAccessIssue]
             return self.norm(x * self.w[...] * self.lora[...])
 
     model, x = Stateful(), normal(rng, 6, 3)
@@ -111,7 +111,7 @@ def test_autocast_views_and_gradients_nest(rng, where):
     assert after.pop("between", None) is not None or where == "view"
     assert_same_bits(after, before)
     reference = nnx.clone(model)
-    reference.dropout.rngs.count[...] -= 1
+    reference.dropout.rngs.count[...] -= 1  # pyright: ignore[reportOptionalMemberAccess]
     expected = nnx.grad(squares)(reference, x)
     flat = [jnp.concatenate(list(map(jnp.ravel, jax.tree.leaves(g)))) for g in (grads, expected)]
     assert np.linalg.norm(flat[0] - flat[1]) < 0.03 * np.linalg.norm(flat[1])
@@ -236,9 +236,9 @@ def test_an_optimizer_state_of_the_module_itself_is_refused(rng):
     model, x, optimizer = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), normal(rng, 6, 3), optax.adam(0.1)
     _, _, _, grads = gradient(squares)(model, x)
     with pytest.raises(TypeError, match=r"optimizer.init\(nnx.state\(model, nnx.Param\)\)"):
-        jmpx.optimizer_update(model, optimizer, optimizer.init(model), grads, True)
+        jmpx.optimizer_update(model, optimizer, optimizer.init(model), grads, True)  # pyright: ignore[reportArgumentType]
     as_tree = jax.grad(squares)(model, x)  # gradients that are a module: a pytree like any other
-    new, _ = jmpx.optimizer_update(model, optax.sgd(1.0), optax.sgd(1.0).init(model), as_tree, True)
+    new, _ = jmpx.optimizer_update(model, optax.sgd(1.0), optax.sgd(1.0).init(model), as_tree, True)  # pyright: ignore[reportArgumentType]
     np.testing.assert_allclose(new.kernel[...], model.kernel[...] - grads.kernel[...], rtol=1e-5)
 
 

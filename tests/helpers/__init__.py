@@ -1,4 +1,4 @@
-"""What several test files share."""
+"""Functions that several test files share."""
 
 import contextlib
 import doctest
@@ -40,21 +40,21 @@ def leniently(func):
 
 
 def lenient(optimizer):
-    """An optax optimizer as it is: Adam takes a float to the power of an int32."""
+    """Lets an optax optimizer promote dtypes: Adam takes a float to the power of an int32."""
     inner = optax.with_extra_args_support(optimizer)
     return optax.GradientTransformationExtraArgs(leniently(inner.init), leniently(inner.update))
 
 
-# It adds float32 updates to bfloat16 parameters.
+# Optax adds float32 updates to bfloat16 parameters.
 apply_updates = leniently(optax.apply_updates)
 
 
 def enable_x64():
-    """64-bit types while a context lasts."""
+    """Returns a context in which JAX has 64-bit types."""
     # jax.enable_x64 since JAX 0.8; before, it was in jax.experimental.
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(True)
-    return jax.experimental.enable_x64()
+    return jax.experimental.enable_x64()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # Compiles soonest. And code that is equal on paper is equal in the last bit: LLVM's optimizations
@@ -67,7 +67,7 @@ LESS_OPTIMIZED = "--xla_backend_optimization_level=1"
 
 
 def start_python(*arguments, xla_flags="", **environment):
-    """Starts a Python process that has not the XLA flags of these tests."""
+    """Starts a Python process without the XLA flags of these tests."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         stdout=subprocess.PIPE,

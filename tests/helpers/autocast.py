@@ -14,8 +14,8 @@ import jmpx
 from helpers import BF16, F16, F32
 from helpers.jaxprs import equations_of
 
-# Some roundings to 8 bits of digits. XLA:CPU 0.12.0.1 is off by 2e-2 of the largest value where a
-# bfloat16 product is transposed and cast within jit, XLA:CPU 0.10.2 by 2e-3.
+# A bfloat16 has 8 bits of digits, and a result is rounded several times. If a bfloat16 product is
+# transposed and cast within jit, XLA:CPU of JAX 0.12 is off by 2e-2 of the largest value.
 TOLERANCE = 5e-2
 LEAST = np.finfo(np.float32).min
 LOW_DTYPES = {"c=f16": F16, "c=bf16": BF16}
@@ -27,7 +27,7 @@ def whole(rng, *shape):
 
 
 def dtypes_of(fn, *args):
-    """Which inexact dtypes the operands of each operation of `fn(*args)` have."""
+    """Returns, for each operation of `fn(*args)`, the inexact dtypes of its operands."""
     dtypes = {}
     for eqn in equations_of(fn, *args):
         avals = [v.aval for v in eqn.invars if hasattr(v.aval, "dtype")]
@@ -44,7 +44,7 @@ def assert_ran(fn, *args, **operations):
 
 
 def assert_near(actual, desired, tolerance=TOLERANCE):
-    """Holds two trees to the same dtypes, and to be near next to the largest of each leaf."""
+    """Holds two trees to the same dtypes and near values: next to the largest of each leaf."""
     assert jax.tree.structure(actual) == jax.tree.structure(desired)
     for a, d in zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True):
         assert a.dtype == d.dtype
@@ -72,9 +72,10 @@ def check(fn, *args, policy="compute=bf16", tolerance=TOLERANCE, **operations):
 
 
 def check_sides(transform, fn, *args, products=("bfloat16", "bfloat16"), tolerance=TOLERANCE):
-    """Holds a transformation of autocast, and autocast of it, to float32's values.
+    """Holds `transform(autocast(fn))` and `autocast(transform(fn))` to float32's values.
 
-    The products of the two are in `products`, where they are named.
+    Their matrix products have to run in the dtypes of `products`, the first of which is for the
+    first of the two.
     """
     sides = transform(jmpx.autocast(fn)), jmpx.autocast(transform(fn))
     *results, reference = values(args, *sides, transform(fn))
@@ -114,7 +115,7 @@ eleven.defvjp(
 
 
 def activation(numbers):
-    """A matrix, and what makes an activation of it in 16 bits."""
+    """Returns a matrix, and a function that turns it into an activation in 16 bits."""
     return jnp.asarray(np.atleast_2d(numbers), F32), lambda x: x @ jnp.eye(x.shape[1], dtype=F32)
 
 

@@ -1,4 +1,4 @@
-"""Contexts of one dtype, and what runs a module in them."""
+"""Contexts of policies, each with a function that runs a module inside it."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -41,7 +41,7 @@ def run_haiku(x=X):
 
 
 def run_linen(x=X):
-    return LinenModule().apply({}, x).dtype
+    return LinenModule().apply({}, x).dtype  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def run_linen_by_class(x=X):
@@ -53,7 +53,7 @@ def run_equinox(x=X):
     return jmpx.equinox.with_policies(EquinoxModule())(x).dtype
 
 
-# A context of one dtype, and what runs a module in it.
+# A context, and a function that runs a module inside it and returns the dtype of the result.
 CONTEXTS = {
     "haiku": (jmpx.haiku.policies, run_haiku),
     "linen": (jmpx.flax.policies, run_linen),
@@ -64,21 +64,24 @@ CONTEXTS = {
 everywhere = pytest.mark.parametrize("kind", CONTEXTS)
 
 
+TRACES = []
+
+
+@jax.jit
+def plain(x):
+    TRACES.append(1)
+    return NETWORK.apply({}, None, x), LinenModule().apply({}, x)
+
+
 def nothing_stays_behind():
-    """Holds that plain calls give afterwards what they gave before, and are traced no more."""
-    traces = []
-
-    @jax.jit
-    def plain(x):
-        traces.append(1)
-        return NETWORK.apply({}, None, x), LinenModule().apply({}, x)
-
+    """Holds that after a test plain calls give the same dtypes as before, without a new trace."""
     runs = [run for _, run in CONTEXTS.values()]
     assert {run() for run in runs} == {F32}
     plain(X)
+    traced = len(TRACES)
     yield
     assert {run() for run in runs} == {F32}
-    assert {y.dtype for y in plain(X)} == {F32} and len(traces) == 1
+    assert {y.dtype for y in plain(X)} == {F32} and len(TRACES) == traced
     for cls in (HaikuModule, LinenModule, EquinoxModule):
         assert jmpx.policy_of(cls) is None
     for context, run in CONTEXTS.values():

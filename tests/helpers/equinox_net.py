@@ -1,4 +1,4 @@
-"""A network of Equinox that notes what its layers are called with, and its casts by hand."""
+"""A network of Equinox whose layers note their dtypes, and the same with casts by hand."""
 
 from collections.abc import Callable
 
@@ -73,7 +73,7 @@ def by_hand(model, x, layers=BF16, norm=BF16, head=BF16, output=F32, around=BF16
 
 
 class Around(eqx.Module):
-    inner: eqx.Module
+    inner: Callable
 
     def __call__(self, *args, **kwargs):
         return self.inner(*args, **kwargs)

@@ -26,14 +26,10 @@ def start_probe(code, *arguments, devices=1):
 
 
 def answer(process):
-    """Returns what a probe printed last, which is JSON."""
+    """Returns the JSON that a probe printed last."""
     result = finish(process)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
-
-
-def probe(code):
-    return answer(start_probe(code))
 
 
 WRONG_FLAGS = """

@@ -15,8 +15,8 @@ import jmpx.flax
 import jmpx.haiku
 from helpers.jaxprs import equations, trace
 
-# One model in four frameworks: first, block/inner, block/outer and head, of other widths each, so
-# that a product tells of itself whose it is, forward and backward.
+# One model in four frameworks, with layers first, block/inner, block/outer and head. Each layer has
+# other widths, so that the shapes of a product name its layer, forward and backward.
 WIDTHS = {"first": (3, 4), "inner": (4, 5), "outer": (5, 6), "head": (6, 7)}
 BATCH = 2
 
@@ -145,7 +145,7 @@ def viewing(with_policies, policy_map):
 
 
 X = jnp.ones((BATCH, 3))
-# Framework: what is called, its parameters or model, the adapter, and the names of its layers.
+# By framework: a function to call, its parameters or model, the adapter, the names of the layers.
 FRAMEWORKS = {
     "haiku": (
         HAIKU.apply,
@@ -180,14 +180,14 @@ FRAMEWORKS = {
 
 
 def in_words_of(framework, policy):
-    """A policy map string with the names that a framework has for it."""
+    """Spells a policy map string with the names of a framework: `<Linear>` is `Dense` in Linen."""
     for name, own in reversed(FRAMEWORKS[framework][3].items()):
         policy = policy.replace(f"<{name}>", own)
     return policy
 
 
 def products(f, *args):
-    """Whose products run in which dtypes."""
+    """Returns, for each layer, the dtypes in which its products run."""
     found = {}
     for eqn in equations(trace(f, *args)):
         if eqn.primitive.name != "dot_general":

@@ -9,7 +9,7 @@ from helpers import assert_same_bits, normal
 
 
 class Net(nnx.Module):
-    """BatchNorm and Dropout; it counts its calls and keeps what is between its layers."""
+    """Has BatchNorm and Dropout, counts its calls, and keeps an activation as an intermediate."""
 
     def __init__(self, rngs, momentum=0.9):
         self.inner = nnx.Linear(3, 8, rngs=rngs)

@@ -175,7 +175,7 @@ def test_another_thread_has_policies_and_traces_of_its_own(case):
 
 
 def local_classes():
-    class Local:
+    class Local:  # pyright: ignore[reportRedeclaration]
         pass
 
     first = Local
@@ -229,7 +229,7 @@ def test_what_leaves_the_policies_as_they_are_traces_nothing_anew():
 
 
 def test_a_push_inside_of_a_traced_function_holds_for_its_own_part():
-    inner, traces = counted(lambda x: jmpx.policy_of(Plain).cast_to_output(x))
+    inner, traces = counted(lambda x: jmpx.policy_of(Plain).cast_to_output(x))  # pyright: ignore[reportOptionalMemberAccess]
     inner = jax.jit(inner)
 
     @jax.jit
@@ -249,7 +249,7 @@ def test_a_push_inside_of_a_traced_function_holds_for_its_own_part():
 def test_transforms_see_the_policy_too(transform):
     @jax.jit
     def f(x):
-        return jmpx.policy_of(Plain).cast_to_compute(x).astype(jnp.float32).sum()
+        return jmpx.policy_of(Plain).cast_to_compute(x).astype(jnp.float32).sum()  # pyright: ignore[reportOptionalMemberAccess]
 
     x = jnp.full((), 1 + 2**-12)
     for policy, expected in [("c=bf16", 1), ("full", 1 + 2**-12), ("c=bf16", 1)]:

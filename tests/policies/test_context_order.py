@@ -143,7 +143,7 @@ def test_set_policy_between_pushes_that_end_out_of_order(kind):
 
 def test_haikus_class_policies_come_back_from_contexts_that_end_out_of_order():
     policy = jmpx.get_policy("c=f16")
-    with hk.mixed_precision.push_policy(HaikuModule, policy):
+    with hk.mixed_precision.push_policy(HaikuModule, policy):  # pyright: ignore[reportArgumentType]
         first, second = jmpx.haiku.policies("c=bf16"), jmpx.haiku.policies("c=bf16")
         first.__enter__()
         assert run_haiku() == F16

@@ -213,7 +213,7 @@ def test_policies_of_classes_are_answered_too(run, net, leaf):
 
 
 def test_haikus_own_policies_are_answered_as_ever():
-    with hk.mixed_precision.push_policy(HaikuLeaf, jmpx.get_policy("f16")):
+    with hk.mixed_precision.push_policy(HaikuLeaf, jmpx.get_policy("f16")):  # pyright: ignore[reportArgumentType]
         hk.transform(lambda x: HaikuNet()(x)).apply({}, None, X)
     assert dict(SEEN)["leaf"] == "float16" and dict(SEEN)["before"] is None
 

@@ -33,7 +33,7 @@ def with_class_policy(cls, policy, run):
 
 
 def with_haikus_own(policy):
-    hk.mixed_precision.set_policy(hk.Linear, jmpx.get_policy(policy))
+    hk.mixed_precision.set_policy(hk.Linear, jmpx.get_policy(policy))  # pyright: ignore[reportArgumentType]
     try:
         return hk.transform(lambda x: hk.Linear(2)(x)).init(jax.random.key(0), X)
     finally:
@@ -107,7 +107,7 @@ def test_statistics_of_a_model_that_is_stored_in_8_bits_are_float32():
     model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
     model = jmpx.cast_tree(model, "float8_e4m3fn")
     view = jmpx.equinox.with_policies(model, "p=float8_e4m3fn,c=bf16")
-    y, state = jax.vmap(view, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(X, state)
+    y, state = jax.vmap(view, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(X, state)  # pyright: ignore[reportArgumentType]
     assert y.dtype == jnp.bfloat16
     statistics = [
         leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -152,7 +152,7 @@ def test_with_output_dtype():
 def test_frozen_hashable_picklable_copyable_and_no_pytree():
     policy = jmpx.get_policy("c=bf16,o=f32")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        policy.compute_dtype = F32
+        policy.compute_dtype = F32  # pyright: ignore[reportAttributeAccessIssue]
     assert pickle.loads(pickle.dumps(policy)) == policy
     assert copy.deepcopy(policy) == policy
     assert hash(copy.deepcopy(policy)) == hash(policy)

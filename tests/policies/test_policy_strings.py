@@ -1,4 +1,4 @@
-"""Strings that mean something else than they say end in a sentence that says what is meant."""
+"""Policy strings with a common mistake end in one sentence that says how to write them."""
 
 import contextlib
 import copy
@@ -72,7 +72,7 @@ def test_a_policy_map_where_only_a_policy_can_be(taker, text, rule, position):
 def test_a_map_without_rules_is_no_policy_either():
     # Else a program would fail on the day when its first rule is written.
     with pytest.raises(TypeError, match="got the policy map 'params=float32,compute=bfloat16"):
-        jmpx.get_policy(jmpx.get_policy_map("c=bf16"))
+        jmpx.get_policy(jmpx.get_policy_map("c=bf16"))  # pyright: ignore[reportArgumentType]
 
 
 COLONS = [
@@ -93,7 +93,7 @@ def test_a_colon_for_an_equals_sign(text, position, meant):
             pytest.raises(ValueError, match=re.escape(message)) as error,
             contextlib.ExitStack() as s,
         ):
-            s.enter_context(parse(text))
+            s.enter_context(parse(text))  # pyright: ignore[reportArgumentType]
         assert "\n" not in str(error.value)
     assert jmpx.get_policy(meant)
     # In a rule, and after one, it is one as well.

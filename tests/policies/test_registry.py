@@ -110,11 +110,11 @@ def test_policies_are_per_thread(cls):
 
 
 def test_haikus_registry_and_ours_are_one():
-    hk.mixed_precision.set_policy(hk.Linear, MIXED)
+    hk.mixed_precision.set_policy(hk.Linear, MIXED)  # pyright: ignore[reportArgumentType]
     assert jmpx.policy_of(hk.Linear) is MIXED
     jmpx.set_policy(hk.Linear, "f16")
     assert hk.mixed_precision.get_policy(hk.Linear) == jmpx.get_policy("f16")
-    with hk.mixed_precision.push_policy(hk.Linear, MIXED):
+    with hk.mixed_precision.push_policy(hk.Linear, MIXED):  # pyright: ignore[reportArgumentType]
         assert jmpx.policy_of(hk.Linear) is MIXED
         with jmpx.push_policy(hk.Linear, "bf16"):
             assert hk.mixed_precision.get_policy(hk.Linear) == jmpx.get_policy("bf16")
@@ -183,12 +183,12 @@ def test_pushing_inside_a_method_of_the_class_is_refused_as_haiku_does(rng):
 
 
 BAD = [
-    (lambda: jmpx.set_policy("Linear", "f16"), TypeError, "Expected a class"),
-    (lambda: jmpx.set_policy(Plain(), "f16"), TypeError, "Expected a class"),
-    (lambda: jmpx.policy_of(None), TypeError, "Expected a class"),
-    (lambda: jmpx.clear_policy(3), TypeError, "Expected a class"),
-    (lambda: jmpx.set_policy(Plain, None), TypeError, "clear_policy"),
-    (lambda: jmpx.set_policy(hk.Linear, None), TypeError, "clear_policy"),
+    (lambda: jmpx.set_policy("Linear", "f16"), TypeError, "Expected a class"),  # pyright: ignore[reportArgumentType]
+    (lambda: jmpx.set_policy(Plain(), "f16"), TypeError, "Expected a class"),  # pyright: ignore[reportArgumentType]
+    (lambda: jmpx.policy_of(None), TypeError, "Expected a class"),  # pyright: ignore[reportArgumentType]
+    (lambda: jmpx.clear_policy(3), TypeError, "Expected a class"),  # pyright: ignore[reportArgumentType]
+    (lambda: jmpx.set_policy(Plain, None), TypeError, "clear_policy"),  # pyright: ignore[reportArgumentType]
+    (lambda: jmpx.set_policy(hk.Linear, None), TypeError, "clear_policy"),  # pyright: ignore[reportArgumentType]
     (lambda: jmpx.set_policy(hk.Linear, "f17"), ValueError, "Unknown dtype"),
     (lambda: jmpx.push_policy(Plain, "f17").__enter__(), ValueError, "Unknown dtype"),
 ]

@@ -2,7 +2,6 @@
 
 import textwrap
 
-import pytest
 from helpers import run_python
 
 HEAVY = (
@@ -31,12 +30,11 @@ def test_the_import_is_light():
     assert all(name.startswith("'jmpx") for name in new.strip("[]").split(", ")), new
 
 
-@pytest.mark.parametrize("name", HEAVY[:5])
-def test_the_core_works_without(name):
+def test_the_core_works_without_optional_packages_and_autocast():
     result = run(
         f"""
         import sys
-        sys.modules[{name!r}] = None  # an import of it fails
+        sys.modules |= dict.fromkeys({HEAVY[:5]})  # an import of any of them fails
         import jax.numpy as jnp, jmpx
         class Model: ...
         jmpx.set_policy(Model, "c=bf16")

@@ -37,7 +37,7 @@ DENSE = nn.Dense(1, use_bias=False)
 
 def linen_inside(params, x):
     with jmpx.flax.policies("c=bf16,o=f32; Dense: full"):
-        return DENSE.apply(params, x).sum()
+        return DENSE.apply(params, x).sum()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def nnx_inside(model, x):
@@ -127,7 +127,7 @@ def test_a_context_outside_of_the_gradient_function_warns_too(name):
         "jmpx.haiku.policies": jmpx.haiku.policies,
         "jmpx.flax.policies": jmpx.flax.policies,
     }
-    loss = haiku_loss if "haiku" in name else lambda params, x: DENSE.apply(params, x).sum()
+    loss = haiku_loss if "haiku" in name else lambda params, x: DENSE.apply(params, x).sum()  # pyright: ignore[reportAttributeAccessIssue]
     with policies[name](RULES.partition(";")[0]):
         with one_warning(name):
             jmpx.filter_grad(loss, SCALE)(CASES[name][1](), X)

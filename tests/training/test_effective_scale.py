@@ -1,4 +1,4 @@
-"""One scale, from wherever it came: its bounds, its digits, and what its use costs."""
+"""Every method applies the same scale, however it was made: its bounds, its digits, its cost."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ import jmpx
 
 
 def unflattened(number, **configuration):
-    """As a checkpoint restores it: the template's configuration, and no constructor."""
+    """Makes a loss scale as a checkpoint does: from its leaves, without its constructor."""
     template = jmpx.DynamicLossScale(**configuration)
     leaves = [np.float32(number), np.int32(0)]
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
@@ -34,7 +34,7 @@ ORIGINS = {
     ),
     "unflattened": unflattened,
 }
-# start, configuration, what it is to be
+# The number to start with, the configuration, and the scale that they give.
 BOUNDS = [
     (2.0**20, {"max_loss_scale": 2.0**10}, 2.0**10),
     (2.0**127, {}, LARGEST_SCALE),

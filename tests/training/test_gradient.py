@@ -67,7 +67,7 @@ def test_the_gradient_ratio_is_exactly_1_on_growth_and_shrink_steps(step, power,
     [(-126, 2.0**-126), (-10, 2.0**-126), (-10, 1.0), (126, 1.0), (127, 1.0), (127, 2.0**126)],
 )
 def test_the_gradient_ratio_is_exactly_1_at_every_scale(power, low, rng):
-    # From below its minimum the scale counts as that, and 2**127 as 2**126.
+    # A scale below its minimum counts as the minimum, and 2**127 counts as 2**126.
     w = jnp.asarray(rng.integers(1, 8, size=8), jnp.float32)
     factor = 2.0 ** -np.clip(power, -100, 100)
 
@@ -82,7 +82,7 @@ def test_the_gradient_ratio_is_exactly_1_at_every_scale(power, low, rng):
 
 
 class Enlarging(jmpx.DynamicLossScale):
-    """A loss scale of the user's own, whose gradients are to come out tenfold."""
+    """A loss scale of the user's own that makes gradients ten times as large."""
 
     def unscale(self, tree):
         return jax.tree.map(lambda x: 10 * x, super().unscale(tree))
@@ -143,7 +143,7 @@ def test_float16_gradients_that_would_underflow_survive_and_are_exact(rng):
 
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.float16])
 def test_float16_gradients_are_never_multiplied_or_divided_in_float16(param_dtype, rng):
-    # The loss itself neither multiplies nor divides, so what does is the scaling.
+    # The loss itself neither multiplies nor divides, so each product is of the scaling.
     params = {"w": jnp.asarray(rng.normal(size=8), param_dtype)}
     grad_fn = jmpx.filter_grad(lambda p: p["w"].sum(), jmpx.DynamicLossScale(), policy="c=f16")
     jaxpr = jax.make_jaxpr(grad_fn)(params)
@@ -162,7 +162,7 @@ class Model:
 
 jax.tree_util.register_pytree_node(
     Model,
-    lambda m: ((m.weight, m.shared, m.shared, m.extras), None),
+    lambda m: ((m.weight, m.shared, m.shared, m.extras), None),  # pyright: ignore[reportArgumentType]
     lambda _, children: Model(children[0], (children[1], children[2]), children[3]),
 )
 
@@ -307,8 +307,8 @@ def test_a_scale_above_float16_reaches_a_float32_loss(rng):
 
 GOOD = jmpx.NoOpLossScale()
 BAD = [
-    (lambda: jmpx.filter_grad(3, GOOD), TypeError, "Expected a function to differentiate"),
-    (lambda: jmpx.filter_grad(jnp.sum, 2.0**15), TypeError, "Expected a loss scale"),
+    (lambda: jmpx.filter_grad(3, GOOD), TypeError, "Expected a function to differentiate"),  # pyright: ignore[reportArgumentType]
+    (lambda: jmpx.filter_grad(jnp.sum, 2.0**15), TypeError, "Expected a loss scale"),  # pyright: ignore[reportArgumentType]
     (lambda: jmpx.filter_grad(jnp.sum, GOOD, policy="f17"), ValueError, "Unknown dtype 'f17'"),
     (lambda: jmpx.filter_grad(jnp.sum, GOOD)(), TypeError, "first positional argument"),
     (lambda: jmpx.filter_grad(jnp.abs, GOOD)(jnp.ones(2)), TypeError, "floating scalar"),

@@ -350,7 +350,7 @@ def test_a_stack_of_scales_needs_vmap(rng):
 
 
 def test_positional_arguments_are_those_of_jmp():
-    loss_scale = jmpx.DynamicLossScale(jnp.float32(10), jnp.int32(3), 20, 3, jnp.asarray(0.37))
+    loss_scale = jmpx.DynamicLossScale(jnp.float32(10), jnp.int32(3), 20, 3, jnp.asarray(0.37))  # pyright: ignore[reportArgumentType]
     assert (value(loss_scale), loss_scale.counter, loss_scale.period) == (10, 3, 20)
     assert loss_scale.factor == 3 and loss_scale.min_loss_scale == np.float32(0.37)
     assert jmpx.DynamicLossScale() == jmpx.DynamicLossScale(2**15, 0, 2000, 2, 1.0, None, None)
@@ -362,7 +362,7 @@ def test_positional_arguments_are_those_of_jmp():
 @pytest.mark.parametrize("name", ["loss_scale", "min_loss_scale"])
 def test_an_integer_array_is_taken_with_one_warning(name):
     with warns_once(__file__, f"Expected floating type for {name}"):
-        loss_scale = jmpx.DynamicLossScale(**{name: jnp.asarray(8)})
+        loss_scale = jmpx.DynamicLossScale(**{name: jnp.asarray(8)})  # pyright: ignore[reportArgumentType]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.jit(lambda s: s.adjust(False))(loss_scale)
@@ -373,7 +373,7 @@ def test_an_integer_array_is_taken_with_one_warning(name):
 def test_a_static_scale_is_hashable_and_a_constant():
     static = jmpx.StaticLossScale(jnp.float16(8))
     assert static == jmpx.StaticLossScale(8) and hash(static) == hash(jmpx.StaticLossScale(8.0))
-    assert isinstance(static.loss_scale, np.float32)
+    assert isinstance(static.loss_scale, np.float32)  # pyright: ignore[reportArgumentType]
 
 
 def in_jit(make):
@@ -391,8 +391,8 @@ BAD = [
     (lambda: jmpx.DynamicLossScale("32768"), TypeError, "to be a number"),
     (lambda: jmpx.DynamicLossScale(float("inf")), ValueError, "between 0"),
     (lambda: jmpx.DynamicLossScale(period=0), ValueError, "period"),
-    (lambda: jmpx.DynamicLossScale(period=2.5), ValueError, "period"),
-    (lambda: jmpx.DynamicLossScale(period=None), TypeError, "period"),
+    (lambda: jmpx.DynamicLossScale(period=2.5), ValueError, "period"),  # pyright: ignore[reportArgumentType]
+    (lambda: jmpx.DynamicLossScale(period=None), TypeError, "period"),  # pyright: ignore[reportArgumentType]
     (lambda: jmpx.DynamicLossScale(factor=0.5), ValueError, "factor"),
     (lambda: jmpx.DynamicLossScale(factor=1), ValueError, "backoff_factor"),
     (lambda: jmpx.DynamicLossScale(backoff_factor=1.5), ValueError, "backoff_factor"),

@@ -161,7 +161,7 @@ def test_flax_saves_and_restores_a_state_with_a_loss_scale(name, holder):
     saved, template = SAVED[name]
     state = state_with(saved, holder)
     if holder == "TrainState":  # its class is made anew
-        target = state.replace(scaling=template)
+        target = state.replace(scaling=template)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         target = state_with(template, holder)
     as_bytes = serialization.from_bytes(target, serialization.to_bytes(state))

@@ -1,3 +1,7 @@
+# Optax types states, updates and parameters as pytrees of arrays, which have no fields and no None.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -252,8 +256,8 @@ def test_steps_in_a_scan_and_under_vmap(name, skip, rng):
 @pytest.mark.parametrize("skip", ["cond", "where"])
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_under_shard_map(name, skip, vma, rng):
-    # Gradients that are the same everywhere, a flag that is and one that is not, and parameters
-    # of which each device has its part.
+    # Gradients are replicated and parameters are sharded; of two flags one is replicated, the other
+    # differs between devices.
     optimizer, step = make_step(name, skip)
     mesh, everywhere, parts = Mesh(jax.devices()[:4], "d"), PartitionSpec(), PartitionSpec("d")
     params = normal(rng, 4)

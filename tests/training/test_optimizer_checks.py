@@ -1,4 +1,7 @@
-"""What the optimizer helpers say of what should not reach them, and what they run as optax does."""
+"""Errors and warnings of the optimizer helpers, and optimizers that they run as optax does."""
+
+# Optax types states, updates and parameters as pytrees of arrays, which have no fields and no None.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 
 import warnings
 

@@ -82,7 +82,7 @@ def ring(w):
     return jnp.concatenate(parts)
 
 
-# From the shard (2, 3) of a weight (8, 3), what reads all of it.
+# Ways to read a whole weight of shape (8, 3) from its shard of shape (2, 3).
 READS = {
     "gather": gather,
     "untiled": lambda w: jax.lax.all_gather(w, AXIS).reshape(8, 3),
@@ -140,7 +140,7 @@ def test_a_gathered_parameter_is_refused(read, rng):
 @pytest.mark.parametrize("how", MAPS)
 def test_it_is_refused_in_every_map(how, options, rng):
     params, batch = make_problem(rng)
-    params["rest"] = jnp.ones(4)
+    params["rest"] = jnp.ones(4)  # pyright: ignore[reportArgumentType]
 
     def loss_fn(params, x):
         return (x @ gather(params["full"]["w"])).sum() + params["rest"].sum()
@@ -154,7 +154,7 @@ def test_an_invariant_gather_is_refused(rng):
     params, batch = make_problem(rng)
 
     def loss_fn(params, x):
-        full = jax.lax.all_gather_invariant(params["full"]["w"], AXIS, tiled=True)
+        full = jax.lax.all_gather_invariant(params["full"]["w"], AXIS, tiled=True)  # pyright: ignore[reportAttributeAccessIssue]
         return (x @ full).sum()
 
     with pytest.raises(TypeError, match="reads it by all_gather_invariant"):
@@ -183,7 +183,7 @@ def test_what_to_do_instead_gives_the_gradient_of_the_whole(rng):
 
 
 def contrastive(embed, x, everything):
-    """Each example is to be told from all others of all devices."""
+    """A loss that compares each example with the examples of all devices."""
     mine = embed(x)
     return -jax.nn.log_softmax(mine @ everything(mine).T).mean()
 
@@ -215,7 +215,7 @@ def everywhere(x):
     """As one that varies over the devices: `lax.pvary` on JAX 0.7, `lax.pcast` on later lines."""
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, AXIS, to="varying")
-    return jax.lax.pvary(x, AXIS)
+    return jax.lax.pvary(x, AXIS)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("vma", [True, False])
@@ -331,7 +331,7 @@ def test_it_compiles_to_the_same_and_calls_the_function_once(vma, rng, monkeypat
     def compile_and_run():
         calls.clear()
         compiled = jax.jit(lambda *args: mapped(*args)).lower(params, batch).compile()
-        return compiled_step.count(compiled.as_text()), compiled(params, batch), len(calls)
+        return compiled_step.count(compiled.as_text()), compiled(params, batch), len(calls)  # pyright: ignore[reportArgumentType]
 
     counts, results, times = compile_and_run()
     monkeypatch.setattr(jmpx._gradient, "without_shards", lambda func, *_: func)

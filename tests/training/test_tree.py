@@ -67,7 +67,7 @@ def test_cast_tree_casts_every_kind_of_floating_array(kind, source, target, rng)
     }[kind](array)
     box = jmpx.cast_tree(Box([leaf, (leaf,)]), target)
     cast = box.content[0]
-    assert cast.dtype == target and cast.shape == leaf.shape
+    assert cast.dtype == target and cast.shape == leaf.shape  # pyright: ignore[reportAttributeAccessIssue]
     assert isinstance(cast, type(leaf) if kind != "numpy scalar" else np.generic)
     assert (cast is leaf) == (source == target)
     if kind != "structure":
@@ -267,9 +267,9 @@ def test_a_callable_pytree_is_cast_with_its_arguments(rng):
 
 def test_wrappers_refuse_what_cannot_be_called():
     with pytest.raises(TypeError, match="Expected a function to wrap, got 3"):
-        jmpx.cast_function(3, "f32")
+        jmpx.cast_function(3, "f32")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="Expected a function to wrap"):
-        jmpx.force_full_precision(None)
+        jmpx.force_full_precision(None)  # pyright: ignore[reportArgumentType]
 
 
 # all_finite
@@ -333,7 +333,7 @@ def test_select_tree_never_mixes_in_what_it_does_not_pick():
 
 def test_select_tree_of_a_number_and_an_array():
     picked = jmpx.select_tree(False, {"step": jnp.int32(4)}, {"step": 3})
-    assert picked["step"] == 3 and picked["step"].dtype == jnp.int32
+    assert picked["step"] == 3 and picked["step"].dtype == jnp.int32  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("pred", [jnp.ones(1, bool), 1, 1.0, None, jnp.int32(1), "yes"])
