@@ -44,7 +44,7 @@ import jmpx
 
 RESULTS = Path(__file__).parent / "results" / "language_model.jsonl"
 
-PyTree = Any  # JAX has no type for one
+PyTree = Any  # JAX has no type for pytrees
 Record = dict[str, Any]
 
 
@@ -289,6 +289,17 @@ def measure(out: Path, precisions: Iterable[str], seeds: int, size: Size) -> Non
 # The table and the picture.
 
 
+def by_setting(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Groups the records that can be compared, by a line that says where they come from."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        sizes = ", ".join(f"{name} {record[name]}" for name in Size._fields)
+        where = f"JAX {record['jax']} on {record['backend']}, Python {record['python']}"
+        heading = f"{where}, text {record['text_sha256'][:12]}; {sizes}"
+        groups.setdefault(heading, []).append(record)
+    return groups
+
+
 def final_losses(records: Iterable[Record]) -> dict[str, dict[int, float]]:
     """Returns the last validation loss by precision and seed."""
     found: dict[str, dict[int, float]] = {}
@@ -358,14 +369,15 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the records are kept")
     parser.add_argument("--report", action="store_true", help="measure nothing, print the table")
-    parser.add_argument("--plot", help="measure nothing, draw a picture into this file")
+    parser.add_argument("--plot", help="measure nothing, draw the last setting into this file")
     args = parser.parse_args(arguments)
-    if args.plot:
-        draw(read(args.out), args.plot)
     if not args.report and not args.plot:
         size = Size(*(getattr(args, name) for name in Size._fields))
         measure(args.out, args.precisions, args.seeds, size)
-    print(table(read(args.out)))
+    for heading, records in by_setting(read(args.out)).items():
+        print(f"{heading}\n\n{table(records)}\n")
+        if args.plot:
+            draw(records, args.plot)
 
 
 if __name__ == "__main__":

@@ -74,9 +74,10 @@ def test_runs_are_made_once_and_compared_by_seed(tmp_path, capsys):
     ]
 
 
-def test_the_differences_are_drawn(tmp_path):
+def test_the_differences_are_drawn(little_text, tmp_path):
+    common = language_model.setting(TINY, little_text) | {"skipped_steps": 0}
     records = [
-        {"precision": precision, "seed": seed, "losses": [[4, loss + seed]], "skipped_steps": 0}
+        {**common, "precision": precision, "seed": seed, "losses": [[4, loss + seed]]}
         for precision, loss in {"float32": 2.0, "float16": 2.1}.items()
         for seed in range(2)
     ]
