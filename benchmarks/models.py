@@ -96,7 +96,8 @@ class Transformer:
         if self.causal:
             scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -1e9)
         weights = jax.nn.softmax(scores).astype(x.dtype)
-        return affine(layer["attention"], jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape))
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
+        return affine(layer["attention"], mixed)
 
     def normalized(self, norm: Params, x: jax.Array) -> jax.Array:
         """Returns LayerNorm of the last axis."""
