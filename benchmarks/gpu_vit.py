@@ -138,8 +138,9 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"JAX finds no {args.platform} but a {jax.default_backend()}", file=sys.stderr)
         sys.exit(255)  # which ends xargs, too
     point = Point(args.implementation, args.dtype)
-    fields = {"measure": args.measure, "model": args.model, "batch": batches[0], **point._asdict()}
-    records.emit("gpu_vit", **fields, **measure(*list(fields.values())[:3], point, args.rounds))
+    where = {"measure": args.measure, "model": args.model, "batch": batches[0]}
+    found = measure(**where, point=point, rounds=args.rounds)
+    records.emit("gpu_vit", **where, **point._asdict(), **found)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 # Measures the grid of gpu_vit.py, one process a point, and appends its lines to a file:
 #   benchmarks/gpu_vit.sh results.jsonl base
 #   benchmarks/gpu_vit.sh results.jsonl desktop --batch=32 --batch=64
+#   PLATFORM=cpu benchmarks/gpu_vit.sh results.jsonl tiny   # tries it without a GPU
 # Points that the file holds are not measured again, unless they failed.
 set -euo pipefail
 out=$1 model=$2
@@ -13,5 +14,5 @@ trap 'rm -rf "$JAX_COMPILATION_CACHE_DIR"' EXIT
 export JAX_COMPILATION_CACHE_DIR
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 points=$(python "$vit" --model="$model" --missing="$out" "$@")
-printf '%s' "$points" | xargs -r -L1 python "$vit" |
+printf '%s' "$points" | xargs -r -L1 python "$vit" --platform="${PLATFORM:-gpu}" |
   python -m tqdm --unit=point --total="$(printf '%s' "$points" | grep -c .)" >> "$out"

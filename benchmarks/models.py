@@ -78,16 +78,16 @@ class Transformer:
         return {
             "norm1": self._norm(),
             "qkv": self._linear(rng, self.width, 3 * self.width),
-            "out": self._linear(rng, self.width, self.width),
+            "attention": self._linear(rng, self.width, self.width),
             "norm2": self._norm(),
-            "up": self._linear(rng, self.width, self.hidden),
-            "down": self._linear(rng, self.hidden, self.width),
+            "mlp1": self._linear(rng, self.width, self.hidden),
+            "mlp2": self._linear(rng, self.hidden, self.width),
         }
 
     def _block(self, layer: Params, x: jax.Array) -> jax.Array:
         x = x + self._attention(layer, self.normalized(layer["norm1"], x))
-        hidden = jax.nn.gelu(affine(layer["up"], self.normalized(layer["norm2"], x)))
-        return x + affine(layer["down"], hidden)
+        hidden = jax.nn.gelu(affine(layer["mlp1"], self.normalized(layer["norm2"], x)))
+        return x + affine(layer["mlp2"], hidden)
 
     def _attention(self, layer: Params, x: jax.Array) -> jax.Array:
         qkv = affine(layer["qkv"], x).reshape(*x.shape[:2], 3, self.heads, -1)
@@ -96,7 +96,8 @@ class Transformer:
         if self.causal:
             scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -1e9)
         weights = jax.nn.softmax(scores).astype(x.dtype)
-        return affine(layer["out"], jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape))
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
+        return affine(layer["attention"], mixed)
 
     def normalized(self, norm: Params, x: jax.Array) -> jax.Array:
         """Returns LayerNorm of the last axis."""

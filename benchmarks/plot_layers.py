@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 LOOKS = {
     "jmp": ("JMP", {"color": "#E69F00", "lw": 5, "marker": "s", "ms": 9}),
     "mpx": ("MPX", {"color": "#A03C00", "lw": 1.8, "marker": "v", "ms": 6}),
-    "handwritten": ("by hand", {"color": "#000000", "lw": 5, "marker": "o", "ms": 9}),
+    "handwritten": ("by hand, where", {"color": "#000000", "lw": 5, "marker": "o", "ms": 9}),
     "jmpx_where": ("jmpx, where", {"color": "#56B4E9", "lw": 1.8, "marker": "^", "ms": 6}),
     "jmpx": ("jmpx, cond (default)", {"color": "#0072B2", "lw": 1.8, "ls": "--", "marker": "P"}),
 }
@@ -32,12 +32,14 @@ PANELS = {
 
 def draw(found: list[records.Record], out: Path) -> None:
     steps = [r for r in found if r["benchmark"] == "compiled_step" and r["dtype"] == "float16"]
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", facecolor="white")
+    figure, panels = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained", facecolor="white")
     for axes, (key, (label, unit)) in zip(panels, PANELS.items(), strict=True):
         draw_panel(axes, steps, key, unit)
         axes.set(xlabel="Transformer layers", ylabel=label, ylim=0, xlim=0)
+    versions = {record["versions"]["jax"] for record in steps}
+    figure.suptitle(f"A float16 train step, compiled for a CPU, JAX {', '.join(versions)}")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.savefig(out, dpi=150)
     plt.close(figure)
 

@@ -13,16 +13,12 @@ from typing import Any
 
 import jax
 
+import jmpx
+
 Record = dict[str, Any]  # what a line of JSON holds
 
-PACKAGES = {
-    "jax": "jax",
-    "jaxlib": "jaxlib",
-    "optax": "optax",
-    "jmp": "jmp",
-    "mpx": "mixed-precision-for-JAX",
-    "jmpx": "jmpx",
-}
+PACKAGES = {name: name for name in ("jax", "jaxlib", "optax", "jmp")}
+PACKAGES["mpx"] = "mixed-precision-for-JAX"
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -53,7 +49,7 @@ def surroundings() -> Record:
         "cores": os.cpu_count(),
         "cuda": int(cuda[1]) if cuda else None,
         "python": platform.python_version(),
-        "versions": {name: version(package) for name, package in PACKAGES.items()},
+        "versions": {**{n: version(p) for n, p in PACKAGES.items()}, "jmpx": jmpx.__version__},
     }
 
 

@@ -142,13 +142,15 @@ def bars(found: list[Record]) -> Iterator[Row]:
 def compiled_bars(found: list[Record]) -> Iterator[Row]:
     steps = {(r["implementation"], r["dtype"]): r for r in found if r["layers"] == 12}
     for dtype, pairs, bar in (("float16", FLOAT16, 1.01), ("bfloat16", BFLOAT16, 1.0)):
-        for name, by_hand in pairs.items() if steps else ():
-            ours, theirs = steps[name, dtype], steps[by_hand, dtype]
-            for key, words in COUNTS.items():
-                yield Row(f"{dtype}, {words}: {name} over {by_hand}", ours[key] / theirs[key], bar)
-            ratio = ours["compile_cpu_s"] / theirs["compile_cpu_s"]
-            yield Row(f"{dtype}, compile time: {name} over {by_hand}", ratio, 1.1)
-    if steps:
+        for name, by_hand in pairs.items():
+            if (name, dtype) in steps and (by_hand, dtype) in steps:
+                ours, theirs = steps[name, dtype], steps[by_hand, dtype]
+                words = f"{name} over {by_hand}"
+                for key, count in COUNTS.items():
+                    yield Row(f"{dtype}, {count}: {words}", ours[key] / theirs[key], bar)
+                ratio = ours["compile_cpu_s"] / theirs["compile_cpu_s"]
+                yield Row(f"{dtype}, compile time: {words}", ratio, 1.1)
+    if ("jmp", "float16") in steps and ("jmpx_where", "float16") in steps:
         jmp, ours = steps["jmp", "float16"], steps["jmpx_where", "float16"]
         ratio = jmp["compile_cpu_s"] / ours["compile_cpu_s"]
         yield Row("float16, compile time: jmp over jmpx_where", ratio, 6, least=True)

@@ -67,7 +67,7 @@ def test_a_step_grows_with_the_leaves_and_not_with_their_square(mapped, skip):
     def instructions(leaves):
         arrays = [jax.ShapeDtypeStruct((2, 4), jnp.float32)] * leaves
         run = jax.jit(jax.vmap(step) if mapped else step, donate_argnums=0)
-        return compiled_step.count(run.lower(arrays, arrays).compile().as_text())["instructions"]
+        return compiled_step.counts(run.lower(arrays, arrays).compile())["instructions"]
 
     few, many = instructions(20), instructions(60)
     assert many < 3.3 * few
