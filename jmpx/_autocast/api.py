@@ -17,11 +17,11 @@ from jmpx._dtypes import DTypeLike, as_dtype, check_computes
 from jmpx._jaxpr import operation_name
 from jmpx._leaves import is_floating
 from jmpx._modules import Marks
+from jmpx._nnx_objects import is_object, module_base
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, Rule as PolicyRule, get_policy_map
 from jmpx._registry import refuse_creation
 from jmpx._scopes import RESTORE
-from jmpx._nnx_objects import is_object, module_base
 from jmpx._stateful import Pure, call
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
