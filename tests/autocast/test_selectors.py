@@ -181,7 +181,7 @@ def test_a_view_within_autocast():
 
 def test_full_precision_goes_before_classes():
     apply, params, _, _ = FRAMEWORKS["haiku"]
-    f = jmpx.autocast(jmpx.full_precision(apply), "c=bf16; Linear: bf16; *: bf16")
+    f = jmpx.autocast(jmpx.full_precision(apply), "c=bf16; Linear: bf16; *: bf16")  # pyright: ignore[reportArgumentType, reportCallIssue]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the rules match nothing
         assert_selected(products(f, params, X), ALL)

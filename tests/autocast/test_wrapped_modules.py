@@ -134,11 +134,11 @@ def test_attributes_are_those_of_the_module(rng):
     coder = Coder(normal(rng, 3, 3), "mine", 7)
     wrapped = jmpx.autocast(coder, output=None)
     assert wrapped.fn is coder.fn and (wrapped.policy_map, wrapped.output) == ("mine", 7)
-    assert wrapped.size == 9 and wrapped.__wrapped__ is coder
+    assert wrapped.size == 9 and wrapped.__wrapped__ is coder  # pyright: ignore[reportAttributeAccessIssue]
     assert {"fn", "encode", "__call__"} <= set(dir(wrapped))
     assert getattr(wrapped, "missing", None) is None
     with pytest.raises(AttributeError, match="'Coder' object has no attribute 'missing'"):
-        wrapped.missing  # noqa: B018
+        wrapped.missing  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_methods_run_under_autocast(rng):
@@ -277,7 +277,7 @@ def test_attributes_that_are_set_go_to_the_nnx_module(rng):
     wrapped.train()
     wrapped.momentum = 0.5
     assert not norm.use_running_average and norm.momentum == 0.5
-    wrapped.note = "text"
+    wrapped.note = "text"  # pyright: ignore[reportAttributeAccessIssue]
     del wrapped.note
     assert not hasattr(norm, "note")
     scale = nnx.Param(jnp.full(3, 2.0))

@@ -62,7 +62,7 @@ class ToyPolicies:
 
 
 class ToyAdapter(Adapter):
-    class_policies = ToyPolicies()
+    class_policies = ToyPolicies()  # pyright: ignore[reportAssignmentType]
 
     def current_policy(self):
         return jmpx.get_policy("c=f16") if interceptors else None
@@ -83,7 +83,7 @@ def has_line(request, monkeypatch):
     """The framework is imported; its adapter has a line in the table, or has none."""
     monkeypatch.setitem(sys.modules, "toy", types.ModuleType("toy"))
     module = types.ModuleType("toy_adapter")
-    module.adapter = ToyAdapter()
+    vars(module)["adapter"] = ToyAdapter()
     monkeypatch.setitem(sys.modules, "toy_adapter", module)
     if request.param == "line":
         monkeypatch.setitem(_frameworks._ADAPTERS, "toy", "toy_adapter")

@@ -310,11 +310,11 @@ BAD = [
     (lambda: jmpx.filter_grad(3, GOOD), TypeError, "Expected a function to differentiate"),  # pyright: ignore[reportArgumentType]
     (lambda: jmpx.filter_grad(jnp.sum, 2.0**15), TypeError, "Expected a loss scale"),  # pyright: ignore[reportArgumentType]
     (lambda: jmpx.filter_grad(jnp.sum, GOOD, policy="f17"), ValueError, "Unknown dtype 'f17'"),
-    (lambda: jmpx.filter_grad(jnp.sum, GOOD)(), TypeError, "first positional argument"),
+    (lambda: jmpx.filter_grad(jnp.sum, GOOD)(), TypeError, "first positional argument"),  # pyright: ignore[reportCallIssue]
     (lambda: jmpx.filter_grad(jnp.abs, GOOD)(jnp.ones(2)), TypeError, "floating scalar"),
     (lambda: jmpx.filter_grad(jnp.argmax, GOOD)(jnp.ones(2)), TypeError, "floating scalar"),
-    (lambda: jmpx.filter_grad(lambda w: "x", GOOD)(jnp.ones(2)), TypeError, "floating scalar"),
-    (lambda: jmpx.filter_grad(jnp.sum, GOOD, True)(jnp.ones(2)), TypeError, r"\(loss, aux\)"),
+    (lambda: jmpx.filter_grad(lambda w: "x", GOOD)(jnp.ones(2)), TypeError, "floating scalar"),  # pyright: ignore[reportArgumentType]
+    (lambda: jmpx.filter_grad(jnp.sum, GOOD, True)(jnp.ones(2)), TypeError, r"\(loss, aux\)"),  # pyright: ignore[reportArgumentType, reportCallIssue]
 ]
 
 

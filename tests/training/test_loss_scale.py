@@ -383,7 +383,7 @@ def in_jit(make):
 BAD = [
     (lambda: in_jit(jmpx.StaticLossScale), TypeError, "traced"),
     (lambda: in_jit(lambda x: jmpx.DynamicLossScale(min_loss_scale=x)), TypeError, "traced"),
-    (lambda: jmpx.StaticLossScale("2"), TypeError, "to be a number"),
+    (lambda: jmpx.StaticLossScale("2"), TypeError, "to be a number"),  # pyright: ignore[reportArgumentType]
     (lambda: jmpx.StaticLossScale(jnp.ones(2)), TypeError, "to be a number"),
     (lambda: jmpx.StaticLossScale(-1), ValueError, "between 0"),
     (lambda: jmpx.StaticLossScale(float("nan")), ValueError, "between 0"),

@@ -1,6 +1,7 @@
 """The results of gradient functions: named tuples that unpack as tuples do."""
 
 import pickle
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -36,7 +37,7 @@ def make_problem(rng):
     return params, jnp.asarray(rng.normal(size=(4, 3)), jnp.float32)
 
 
-def make_grad_fn(name, has_aux, **options):
+def make_grad_fn(name, has_aux, **options) -> Any:
     scaling = jmpx.DynamicLossScale(2.0**10)
     return MAKERS[name](loss_and_aux if has_aux else loss_fn, scaling, has_aux, **options)
 
@@ -99,12 +100,12 @@ def test_a_prefix_of_one_is_made_by_its_class(how, rng):
     scaling = jmpx.DynamicLossScale(2.0**10)
     grad_fn = jmpx.filter_value_and_grad(loss_fn, scaling, policy="full", axis_name="data")
     if how == "shard_map":
-        specs = ValueAndGradients(P(), P(), P(), {"w": P()})
+        specs = ValueAndGradients(P(), P(), P(), {"w": P()})  # pyright: ignore[reportArgumentType]
         mesh = Mesh(jax.devices()[:4], "data")
         mapped = jax.shard_map(grad_fn, mesh=mesh, in_specs=(P(), P("data")), out_specs=specs)
         result = mapped(params, x)
     else:
-        axes = ValueAndGradients(None, None, None, {"w": None})
+        axes = ValueAndGradients(None, None, None, {"w": None})  # pyright: ignore[reportArgumentType]
         mapped = jax.vmap(grad_fn, in_axes=(None, 0), out_axes=axes, axis_name="data")
         result = mapped(params, x[:, None])
     value, grads = jax.value_and_grad(loss_fn)(params, x)

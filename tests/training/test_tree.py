@@ -8,6 +8,7 @@ import pytest
 from helpers import enable_x64, normal
 
 import jmpx
+from jmpx import _eager_casts
 
 FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32]
 
@@ -118,14 +119,14 @@ def test_leaves_stay_where_they_are(copies, rng):
 def test_many_leaves_are_cast_together(rng):
     x = normal(rng, 3)
     tree = [x + i for i in range(100)] + [jnp.arange(3), x.astype(jnp.bfloat16)]
-    together, calls = jmpx._eager_casts._cast_together, []
+    together, calls = _eager_casts._cast_together, []
 
     def counted(leaves, dtype):
         calls.append(len(leaves))
         return together(leaves, dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jmpx._eager_casts, "_cast_together", counted)
+        patch.setattr(_eager_casts, "_cast_together", counted)
         cast = jmpx.cast_tree(tree, jnp.bfloat16)
         assert calls == [16] * 7 and cast[-2:] == tree[-2:]
         jmpx.cast_tree([*tree[:63], jnp.float32(1)], jnp.bfloat16)
@@ -212,7 +213,7 @@ def test_force_full_precision_computes_in_float32(dtype, rng):
 def test_force_full_precision_gives_back_the_dtype_that_came_in(rng):
     f16, bf16 = (jnp.asarray(rng.normal(size=3), d) for d in (jnp.float16, jnp.bfloat16))
     f32 = normal(rng, 3)
-    add = jmpx.force_full_precision(lambda *xs: {"sum": sum(xs)})
+    add = jmpx.force_full_precision(lambda *xs: {"sum": sum(xs)})  # pyright: ignore[reportArgumentType, reportCallIssue]
     cases = [((f16,), f16), ((bf16, bf16), bf16), ((bf16, f32), f32), ((f16, bf16), f32)]
     for inputs, like in cases:
         assert add(*inputs)["sum"].dtype == like.dtype

@@ -176,6 +176,6 @@ def test_casts_of_functions_keep_the_signature(x: jax.Array) -> None:
 def test_autocast_of_a_pytree_and_checkpoint_policy(x: jax.Array) -> None:
     wrapped = jmpx.autocast(jax.tree_util.Partial(predict, make_params()))
     assert isinstance(wrapped, jmpx.Autocast)
-    assert wrapped(x)["y"].shape == (4, 3)
+    assert wrapped(x)["y"].shape == (4, 3)  # pyright: ignore[reportUnknownMemberType]
     policy: Callable[..., bool] = jmpx.save_low_precision
     jax.checkpoint(predict, policy=policy)  # pyright: ignore[reportUnknownMemberType]
