@@ -1,5 +1,6 @@
 """Settings of every test: eight CPU devices, strict dtype promotion, a clean registry."""
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -19,6 +20,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+gc.freeze()  # what was imported stays: the garbage collector need not look at it again
 
 
 def pytest_make_parametrize_id(val):

@@ -4,14 +4,14 @@ import functools
 import re
 
 import pytest
-from helpers import LESS_OPTIMIZED, ROOT, run_python
+from helpers import LESS_OPTIMIZED, QUICK_XLA, ROOT, run_python
 from helpers.examples import run_wrong_flags
 
 SCRIPT = ROOT / "examples" / "haiku" / "train.py"
 
 
-def run(*arguments):
-    return run_python("-W", "error", str(SCRIPT), *arguments, xla_flags=LESS_OPTIMIZED)
+def run(*arguments, xla_flags=QUICK_XLA):
+    return run_python("-W", "error", str(SCRIPT), *arguments, xla_flags=xla_flags)
 
 
 RUNS = {
@@ -24,7 +24,7 @@ RUNS = {
 @pytest.mark.slow  # a training in full
 @pytest.mark.parametrize("name", RUNS)
 def test_it_reaches_97_percent_with_the_default_seed(name):
-    result = run(*RUNS[name])
+    result = run(*RUNS[name], xla_flags=LESS_OPTIMIZED)
     assert result.returncode == 0, result.stderr
     *epochs, last = result.stdout.splitlines()
     assert len(epochs) == 15
@@ -44,7 +44,7 @@ def test_it_reaches_97_percent_with_the_default_seed(name):
 def test_a_scale_of_2_to_the_24_skips_steps_settles_and_is_drawn(tmp_path):
     plot = tmp_path / "training.png"
     result = run(
-        "--mp_policy=16-mixed", "--mp_scale_value=16777216", "--epochs=3", f"--plot={plot}"
+        "--mp_policy=16-mixed", "--mp_scale_value=16777216", "--epochs=2", f"--plot={plot}"
     )
     assert result.returncode == 0, result.stderr
     scales = [float(s) for s in re.findall(r"loss scale (\S+)", result.stdout)]

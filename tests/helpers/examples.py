@@ -45,6 +45,8 @@ def run(arguments):
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             app.run(script.main, argv=[script.__file__, *arguments])
     except SystemExit as exit:
+        if isinstance(exit.code, str):  # Python would print it and end with 1
+            return 1, output.getvalue() + exit.code
         return exit.code, output.getvalue()
 
 script = importlib.import_module(sys.argv[1])
