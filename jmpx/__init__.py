@@ -49,6 +49,9 @@ if TYPE_CHECKING:
         force_full_precision as force_full_precision,
     )
     from jmpx._gradient import (
+        Gradients as Gradients,
+        GradientsAndAux as GradientsAndAux,
+        ValueAndGradients as ValueAndGradients,
         filter_grad as filter_grad,
         filter_value_and_grad as filter_value_and_grad,
     )
@@ -61,7 +64,13 @@ else:
     _LATER = {
         "_autocast": ("Autocast", "autocast", "save_low_precision"),
         "_function_casts": ("cast_function", "force_full_precision"),
-        "_gradient": ("filter_grad", "filter_value_and_grad"),
+        "_gradient": (
+            "Gradients",
+            "GradientsAndAux",
+            "ValueAndGradients",
+            "filter_grad",
+            "filter_value_and_grad",
+        ),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
     }
 
@@ -86,6 +95,8 @@ __all__ = (
     "Autocast",
     "DynamicLossScale",
     "DynamicLossScaling",
+    "Gradients",
+    "GradientsAndAux",
     "LossScale",
     "NoOpLossScale",
     "Policy",
@@ -93,6 +104,7 @@ __all__ = (
     "Rule",
     "SkipNonfiniteState",
     "StaticLossScale",
+    "ValueAndGradients",
     "all_finite",
     "autocast",
     "cast_function",

@@ -114,8 +114,9 @@ def skip_nonfinite(
     def init(params: "optax.Params") -> SkipNonfiniteState:
         warn_of_multi_steps(inspect.unwrap(optax.MultiSteps.init))
         warn_of_views(params)
-        none = jnp.zeros((), jnp.int32)
-        return SkipNonfiniteState(inner.init(params), jnp.array(True), none, none)
+        # Two arrays: a jitted step that donates the state cannot donate one array twice.
+        total, consecutive = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return SkipNonfiniteState(inner.init(params), jnp.array(True), total, consecutive)
 
     def update(
         updates: "optax.Updates",

@@ -6,7 +6,8 @@ from helpers import run_python
 
 HEAVY = (
     "jmpx._autocast jax.extend.core haiku equinox flax optax absl matplotlib sklearn tqdm jmp "
-    "jmpx._gradient jmpx._optimizer jmpx._jaxpr jmpx._stateful"
+    "jmpx._gradient jmpx._gradient_arguments jmpx._optimizer jmpx._optimizer_checks jmpx._jaxpr "
+    "jmpx._stateful jmpx._nnx_objects jmpx._state_dicts jmpx._function_casts"
 ).split()
 
 

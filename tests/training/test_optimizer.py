@@ -131,6 +131,23 @@ def test_skip_nonfinite_takes_the_flag_that_it_is_given(rng):
     assert jnp.isinf(updates["w"]).all() and state.total_skipped == 1
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_may_donate_its_first_state(name, rng):
+    optimizer, params = jmpx.skip_nonfinite(make_optimizer(name)), make_params(rng)
+    state, loss_scale = optimizer.init(params), jax.device_put(jmpx.DynamicLossScale(2.0**4))
+    kept = jax.tree.map(jnp.copy, (state, loss_scale))  # optax itself makes some arrays once
+    grads = grads_like(params, rng)
+
+    def step(state, loss_scale):
+        _, state = optimizer.update(grads, state, params)
+        return state, loss_scale.adjust(state.grads_finite)
+
+    counters = state.total_skipped, state.consecutive_skipped, state.grads_finite
+    assert len({array.unsafe_buffer_pointer() for array in counters}) == 3
+    donated = jax.jit(step, donate_argnums=(0, 1))(state, loss_scale)
+    assert_same_bits(donated, jax.jit(step)(*kept))
+
+
 def test_extra_arguments_are_handed_on(rng):
     optimizer = jmpx.skip_nonfinite(
         lenient(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)))

@@ -54,6 +54,8 @@ def test_gradients(x: jax.Array) -> None:
     assert_type(scaling, jmpx.DynamicLossScale)
     assert_type(grads_finite, jax.Array)
     assert scaling is result.scaling and grads is result.grads
+    named: jmpx.Gradients[jmpx.DynamicLossScale] = result
+    assert named._fields == ("scaling", "grads_finite", "grads")
 
     static = jmpx.StaticLossScale(8.0)
     with_aux = jmpx.filter_grad(loss_and_count, static, has_aux=True)(make_params(), x)
@@ -64,6 +66,8 @@ def test_gradients(x: jax.Array) -> None:
     assert_type(new_static, jmpx.StaticLossScale)
     assert_type(aux, int)
     assert isinstance(grads, Params) and aux == 8
+    named_too: jmpx.GradientsAndAux[jmpx.StaticLossScale, int] = with_aux
+    assert named_too._fields == ("scaling", "grads_finite", "grads", "aux")
 
 
 def test_values_and_gradients(x: jax.Array) -> None:
@@ -80,6 +84,8 @@ def test_values_and_gradients(x: jax.Array) -> None:
 
     with_aux = jmpx.filter_value_and_grad(loss_and_count, noop, has_aux=True)(make_params(), x)
     assert_type(with_aux.value, tuple[jax.Array, int])
+    named: jmpx.ValueAndGradients[tuple[jax.Array, int], jmpx.NoOpLossScale] = with_aux
+    assert named._fields == ("value", "scaling", "grads_finite", "grads")
     (value, aux), scaling, _, grads = with_aux
     assert_type(value, jax.Array)
     assert_type(aux, int)
