@@ -130,8 +130,8 @@ class Session:
 def inherited_policy(surrounding: Policy) -> Policy:
     """Returns the policy of a boundary that no rule, class or default gives a policy.
 
-    A module with running statistics, in float32 even where all else is in 16 bits, needs a
-    boundary, so that its results come in the dtype of its surroundings.
+    A module with running statistics in float32, and a cell whose carry may be in another dtype,
+    need a boundary, so that their results come in the dtype of their surroundings.
     """
     return surrounding.with_output_dtype(surrounding.compute_dtype)
 
