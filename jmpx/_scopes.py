@@ -46,8 +46,8 @@ def full_precision(func: Callable[..., Any] | None = None) -> Any:
         ... def f(x):
         ...     with jmpx.full_precision():
         ...         return x @ x
-        >>> x = jnp.full((1, 1), 1 + 2**-12)  # bfloat16 would round it to 1
-        >>> bool(f(x) > 1)
+        >>> x = jnp.eye(2) * (1 + 2**-12)  # bfloat16 would round it to 1
+        >>> bool(f(x)[0, 0] > 1)
         True
     """
     if func is None:
