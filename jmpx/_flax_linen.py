@@ -233,4 +233,4 @@ class _Adapter(Adapter):
         return nn.intercept_methods(_mark)
 
 
-adapter = _Adapter()
+adapter: Adapter = _Adapter()

@@ -329,4 +329,4 @@ class _Adapter(Adapter):
         return _Marker(matches)
 
 
-adapter = _Adapter()
+adapter: Adapter = _Adapter()

@@ -26,7 +26,7 @@ from jmpx._adapters import (
 from jmpx._casts import cast_like, cast_tree
 from jmpx._contexts import opened, opened_here, refuse_other_tasks
 from jmpx._dtypes import computable
-from jmpx._frameworks import Adapter
+from jmpx._frameworks import Adapter, ClassPolicies
 from jmpx._leaves import is_floating
 from jmpx._marks import in_module
 from jmpx._policy import Policy
@@ -340,7 +340,7 @@ def _is_in_transform() -> bool:
 
 
 class _Adapter(Adapter):
-    class_policies = _ClassPolicies()
+    class_policies: ClassPolicies | None = _ClassPolicies()
 
     def current_policy(self) -> Policy | None:
         return _store.current_policy()
@@ -357,4 +357,4 @@ class _Adapter(Adapter):
             yield
 
 
-adapter = _Adapter()
+adapter: Adapter = _Adapter()
