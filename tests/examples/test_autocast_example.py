@@ -33,6 +33,7 @@ def test_it_reaches_the_accuracy_of_float32():
     assert len(losses) == 2  # two precisions, not one
 
 
+@pytest.mark.slow  # a training
 def test_a_rule_that_matches_nothing_is_warned_of():
     result = finish(start("--mp_policy=c=bf16; op.tahn: full", "--epochs=1"))
     assert "matched no operation; did you mean 'op.tanh'" in result.stderr

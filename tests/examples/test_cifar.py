@@ -100,6 +100,7 @@ def test_pickles_of_python_2_are_read(rng, tmp_path):
         np.testing.assert_array_equal(data.labels, wanted.labels)
 
 
+@pytest.mark.slow  # a training
 def test_the_script_trains_on_an_archive(rng, tmp_path):
     write_archive(tmp_path, "cifar100", contents_of("cifar100", rng))
     arguments = [f"--data_dir={tmp_path}", "--patch=16", "--batch_size=4", "--epochs=1", *SMALL]

@@ -41,6 +41,7 @@ def test_it_reaches_97_percent_with_the_default_seed(name):
     assert "step/s" in result.stderr  # the progress bar
 
 
+@pytest.mark.slow  # a training
 def test_a_scale_of_2_to_the_24_skips_steps_settles_and_is_drawn(tmp_path):
     plot = tmp_path / "training.png"
     result = run(
@@ -54,6 +55,7 @@ def test_a_scale_of_2_to_the_24_skips_steps_settles_and_is_drawn(tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
 
 
+@pytest.mark.slow  # a training
 def test_without_skipping_an_overflow_is_seen():
     result = run(
         "--mp_policy=16-mixed", "--mp_scale_value=1e30", "--epochs=1", "--nomp_skip_nonfinite"

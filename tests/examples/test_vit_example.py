@@ -69,6 +69,7 @@ def test_skipped_steps_are_counted_and_drawn(tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
 
 
+@pytest.mark.slow  # a training
 def test_without_skipping_an_overflow_is_seen():
     result = run_vit(
         *("--mp_policy=c=f16,o=f32", "--mp_scale_value=1e30", "--epochs=1"),
@@ -230,6 +231,7 @@ except SystemExit:
 """
 
 
+@pytest.mark.slow  # two trainings
 def test_four_devices_share_a_batch_and_give_the_losses_of_one():
     arguments = ["--mp_policy=float32", "--batch_size=240", "--accumulate=2", "--epochs=1"]
     probes = [start_probe(WATCH, *SMALL, *arguments, devices=devices) for devices in (1, 4)]

@@ -88,7 +88,7 @@ def run_haiku(policy_map, weights, x):
         with jmpx.haiku.policies(policy_map) if policy_map else contextlib.nullcontext():
             return loss_of(network.apply(params, None, x))
 
-    value, grads = jax.value_and_grad(loss)(params)
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
     flat = {path.rpartition("/")[2]: next(iter(leaf.values())) for path, leaf in grads.items()}
     return value, flat
 
@@ -136,7 +136,7 @@ def run_equinox(policy_map, weights, x):
         view = jmpx.equinox.with_policies(model, policy_map) if policy_map else model
         return loss_of(view(x))
 
-    value, grads = eqx.filter_value_and_grad(loss)(model)
+    value, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model)
     flat = {name: getattr(grads, name).w for name in DENSE}
     return value, {**flat, "norm": grads.norm.scale}
 
@@ -178,7 +178,7 @@ def run_linen(policy_map, weights, x):
         with jmpx.flax.policies(policy_map) if policy_map else contextlib.nullcontext():
             return loss_of(LinenModules.Net().apply({"params": params}, x))
 
-    value, grads = jax.value_and_grad(loss)(params)
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
     return value, {name: next(iter(leaf.values())) for name, leaf in grads.items()}
 
 
@@ -221,7 +221,7 @@ def run_nnx(policy_map, weights, x):
         view = jmpx.flax.with_policies(model, policy_map) if policy_map else model
         return loss_of(view(x))
 
-    value, grads = nnx.value_and_grad(loss)(NNXModules.Net(weights))
+    value, grads = nnx.jit(nnx.value_and_grad(loss))(NNXModules.Net(weights))
     flat = {name: grads[name]["w"][...] for name in DENSE}
     return value, {**flat, "norm": grads["norm"]["scale"][...]}
 
