@@ -159,6 +159,7 @@ def of_equinox(x):
 def test_lines_of_libraries_are_left_out(library):
     x = jnp.asarray([[1.0, 2.0], [0.5, 0.5]], jnp.float32)
     f, function = library(x)
+    jax.clear_caches()  # what another test traced first bears that test's lines
     with jax.debug_nans(True), pytest.raises(FloatingPointError) as caught:
         f(x)
     (note,) = notes_of(caught.value)

@@ -63,6 +63,7 @@ def test_without_skipping_an_overflow_is_seen():
     assert "loss nan" in result.stdout and "skipped steps 0" in result.stdout
 
 
+@pytest.mark.slow  # a training
 def test_rules_of_a_policy_map_and_a_16_bit_batch_norm():
     result = run(
         *("--mp_policy=c=f16,o=f32; */linear: full", "--mp_bn_policy=c=bf16", "--epochs=1"),

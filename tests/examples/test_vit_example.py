@@ -55,6 +55,7 @@ def test_the_default_and_float16_reach_the_accuracy_of_float32():
     assert reached["float16"] >= reached["float32"] - 1
 
 
+@pytest.mark.slow  # a training
 def test_skipped_steps_are_counted_and_drawn(tmp_path):
     plot = tmp_path / "training.png"
     result = run_vit(

@@ -17,6 +17,11 @@ BF16, F16, F32 = (np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
 SEEN = {}
 
 
+def numbers(shape, dtype):
+    """Random parameters by NumPy: Haiku's would be compiled under each policy map anew."""
+    return jnp.asarray(np.random.default_rng(shape).normal(size=shape), dtype)
+
+
 class Dense(hk.Module):
     """Records in which dtypes it runs; strict promotion refuses any mix of them."""
 
@@ -25,9 +30,7 @@ class Dense(hk.Module):
         self.size = size
 
     def __call__(self, x):
-        w = hk.get_parameter(
-            "w", (x.shape[-1], self.size), jnp.float32, hk.initializers.RandomNormal()
-        )
+        w = hk.get_parameter("w", (x.shape[-1], self.size), jnp.float32, numbers)
         SEEN[self.module_name] = (x.dtype, w.dtype, w)
         return x @ w
 

@@ -57,6 +57,7 @@ def test_the_validation_text_is_cut_in_order(little_text):
     np.testing.assert_array_equal(inputs, little_text.validation[: len(inputs)])
 
 
+@pytest.mark.slow  # trainings
 def test_runs_are_made_once_and_compared_by_seed(tmp_path, capsys):
     out = tmp_path / "results.jsonl"
     size = [
