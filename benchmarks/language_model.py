@@ -327,14 +327,13 @@ def table(records: list[Record]) -> str:
         ("---",) * 7,
     ]
     for name, by_seed in losses.items():
-        found = differences(losses, name)
-        apart = ("", "")
-        if found and name != "float32":
-            apart = f"{statistics.mean(found):+.5f}", f"{min(found):+.5f} to {max(found):+.5f}"
+        found = differences(losses, name) if name != "float32" else []
+        apart = f"{statistics.mean(found):+.5f}" if found else ""
+        most = f"{min(found):+.5f} to {max(found):+.5f}" if len(found) > 1 else ""
         skipped = sum(r["skipped_steps"] for r in records if r["precision"] == name)
-        mean = statistics.mean(by_seed.values())
-        cells = f"{len(by_seed)}", f"{mean:.4f}", f"{spread(by_seed.values()):.4f}"
-        rows.append((name, *cells, *apart, f"{skipped}"))
+        mean = f"{statistics.mean(by_seed.values()):.4f}"
+        wide = f"{spread(by_seed.values()):.4f}" if len(by_seed) > 1 else ""
+        rows.append((name, f"{len(by_seed)}", mean, wide, apart, most, f"{skipped}"))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
