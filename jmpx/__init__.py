@@ -20,12 +20,13 @@ from jmpx._loss_scale import (
     NoOpLossScale as NoOpLossScale,
     StaticLossScale as StaticLossScale,
 )
-from jmpx._policy import Policy as Policy, get_policy as get_policy
+from jmpx._policy import Policy as Policy
 from jmpx._policy_map import (
     PolicyMap as PolicyMap,
     Rule as Rule,
     get_policy_map as get_policy_map,
 )
+from jmpx._policy_strings import get_policy as get_policy
 from jmpx._registry import (
     clear_policy as clear_policy,
     current_policy as current_policy,

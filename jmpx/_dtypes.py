@@ -137,3 +137,20 @@ def check_computes(dtype: DTypeLike) -> None:
             "float32, as compute=bfloat16."
         )
     check_enabled(dtype)
+
+
+def check_reduces(dtype: DTypeLike, place: str = "") -> None:
+    """Refuses dtypes of 8 bits to sum in, where a sum over a few devices would be NaN.
+
+    Args:
+        dtype: the dtype.
+        place: where a user's string has it, for the message.
+
+    Raises:
+        ValueError: if `dtype` has 8 bits.
+    """
+    if _is_for_storage(dtype):
+        raise ValueError(
+            f"Cannot reduce in {dtype_name(dtype)}{place}, where sums over devices would be NaN: "
+            "write reduce=float32, reduce=bfloat16 or reduce=float16."
+        )

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._leaves import PyTree, is_floating, is_inexact_array
-from jmpx._policy import Policy, get_policy
+from jmpx._policy import Policy
+from jmpx._policy_strings import get_policy
 from jmpx._tree import AxisName
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

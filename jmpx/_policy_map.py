@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Iterable
 
 from jmpx._dtypes import DTypeLike, dtype_name
-from jmpx._policy import (
-    FIELDS,
+from jmpx._matmul import as_matmul
+from jmpx._messages import did_you_mean, position
+from jmpx._policy import Policy
+from jmpx._policy_strings import (
+    DTYPES,
     KEYS,
-    Policy,
-    did_you_mean,
     get_policy,
     parse_fields,
-    position,
     refuse_colons,
     without_last_semicolon,
 )
@@ -35,6 +35,8 @@ class Rule:
             surrounding call.
         optional: whether the rule may match nothing without a warning. In a string, a question
             mark at the end of the selector makes a rule optional: `BatchNorm?: full`.
+        matmul: the algorithm of float32 matrix products; None inherits that of the surrounding
+            call. See `Policy`.
     """
 
     selector: str
@@ -42,6 +44,11 @@ class Rule:
     compute: DTypeLike | None = None
     output: DTypeLike | None = None
     optional: bool = False
+    _: dataclasses.KW_ONLY
+    matmul: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "matmul", as_matmul(self.matmul))
 
     @property
     def label(self) -> str:
@@ -91,18 +98,22 @@ class Rule:
             surrounding: the policy of the surrounding call; None for the outermost call, which
                 returns the default's output dtype unless the rule sets its own.
         """
-        compute = (default if surrounding is None else surrounding).compute_dtype
+        around = default if surrounding is None else surrounding
+        compute = around.compute_dtype
         output = default.output_dtype if surrounding is None else compute
         return Policy(
             default.param_dtype if self.params is None else self.params,
             compute if self.compute is None else self.compute,
             output if self.output is None else self.output,
+            matmul_precision=around.matmul_precision if self.matmul is None else self.matmul,
         )
 
     def __str__(self) -> str:
         """Returns the rule as it is written in a policy map string."""
-        fields = [(key, getattr(self, key)) for key in FIELDS]
+        fields = [(key, getattr(self, key)) for key in DTYPES]
         given = [f"{key}={dtype_name(dtype)}" for key, dtype in fields if dtype is not None]
+        if self.matmul is not None:
+            given.append(f"matmul={self.matmul}")
         return f"{self.label}: {','.join(given)}"
 
 
@@ -161,7 +172,7 @@ def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
 
     A rule sets only the fields that it names, and a dtype without a key sets compute. The other
     fields are inherited: params from the default, compute and output from the compute dtype of the
-    surrounding call.
+    surrounding call, matmul from that call. Only the default may set reduce.
 
     Args:
         policy_map: a policy map string; or a policy, which gives a map without rules; or a policy
@@ -215,7 +226,7 @@ def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
 
 def _parse_default(part: str, text: str, start: int) -> Policy:
     # This gives an error that quotes the whole map; get_policy knows of `part` only.
-    parse_fields(part, text, start, bare=FIELDS)
+    parse_fields(part, text, start, bare=DTYPES)
     return get_policy(part)
 
 
@@ -238,6 +249,12 @@ def _parse_rule(part: str, text: str, start: int) -> Rule:
             f"write for example '{name}: full'."
         )
     fields = parse_fields(policy, text, start + len(selector) + 1, bare=("compute",))
+    if "reduce" in fields:
+        raise ValueError(
+            f"Unexpected 'reduce' in the rule {part.strip()!r} {position(part, start)} of policy "
+            f"map {text!r}: gradients are summed over devices in one dtype, so give it in the "
+            "default policy, the part without a selector."
+        )
     return Rule(name, **fields, optional=optional)
 
 

@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 from jmpx._contexts import Context, entered, note_cast, opened_here, set_fact
 from jmpx._frameworks import ClassPolicies, adapters_of, imported_adapters
-from jmpx._policy import Policy, get_policy
+from jmpx._policy import Policy
+from jmpx._policy_strings import get_policy
 
 # A class is kept by its name, which survives a reload of its module. Classes that are made in
 # functions share one name, so each of them is kept by itself.

@@ -9,8 +9,9 @@ from absl import flags
 
 from jmpx._dtypes import parse_dtype
 from jmpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
-from jmpx._policy import Policy, get_policy
+from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map
+from jmpx._policy_strings import get_policy
 
 # absl does not type its validators:
 # pyright: reportUnknownMemberType=false

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from jmpx._autocast.regions import Used
 from jmpx._autocast.rules import is_registered, overridable
 from jmpx._marks import Module, module_of, without_marks
-from jmpx._policy import did_you_mean
+from jmpx._messages import did_you_mean
 from jmpx._policy_map import PolicyMap, warn_of
 
 # On the right, functions and layers that users take for operations. No jaxpr holds one: it holds

@@ -141,7 +141,7 @@ def test_a_policy_of_what_is_no_dtype_is_refused(dtype):
 def test_arguments_by_keyword_in_any_order():
     policy = jmpx.Policy(output_dtype=F32, param_dtype=F64, compute_dtype=BF16)
     assert policy == jmpx.Policy(F64, BF16, F32)
-    assert dataclasses.astuple(policy) == (F64, BF16, F32)
+    assert dataclasses.astuple(policy) == (F64, BF16, F32, None, None)
 
 
 def test_with_output_dtype():
@@ -186,25 +186,27 @@ def test_dataclass_default():
 
 
 @dataclasses.dataclass(frozen=True)
-class ReducePolicy(jmpx.Policy):
-    reduce_dtype: str = "float32"
+class SoftmaxPolicy(jmpx.Policy):
+    softmax_dtype: str  # required, and by position, too
 
     def cast_to_compute(self, tree):
-        return {name: x if name == "bias" else super(ReducePolicy, self).cast_to_compute(x)
+        return {name: x if name == "bias" else super(SoftmaxPolicy, self).cast_to_compute(x)
                 for name, x in tree.items()}  # fmt: skip
 
 
 def test_subclass_with_a_field_and_a_cast_of_its_own(rng):
-    policy = ReducePolicy("f32", np.float16, "f32", reduce_dtype="float64")
+    policy = SoftmaxPolicy("f32", np.float16, "f32", "float64")
     params = {name: rng.normal(size=3).astype(np.float32) for name in ("weight", "bias")}
     cast = policy.cast_to_compute(params)
     assert (cast["weight"].dtype, cast["bias"].dtype) == (F16, F32)
     other = policy.with_output_dtype(F16)
-    assert isinstance(other, ReducePolicy) and other.reduce_dtype == "float64"
-    assert policy != ReducePolicy("f32", F16, "f32")
+    assert isinstance(other, SoftmaxPolicy) and other.softmax_dtype == "float64"
+    assert policy != SoftmaxPolicy("f32", F16, "f32", softmax_dtype="float32")
     assert jmpx.get_policy(policy) is policy
+    both = dataclasses.replace(policy, matmul_precision="HIGHEST", reduce_dtype="bf16")
+    assert str(both) == f"{policy},matmul=highest,reduce=bfloat16"
     assert pickle.loads(pickle.dumps(policy)) == policy
-    assert "reduce_dtype='float64'" in repr(policy)
+    assert "softmax_dtype='float64'" in repr(policy)
 
 
 @given(*[st.sampled_from(["float16", "bfloat16", "float32", "float64", *FLOAT8])] * 3)

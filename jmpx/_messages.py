@@ -1,0 +1,26 @@
+"""What error messages about a user's string have in common: the place, and the nearest word."""
+
+
+def position(part: str, start: int) -> str:
+    """Returns `at position n`: the index of the first character of `part` that is not a space.
+
+    Args:
+        part: a part of the user's string.
+        start: its index in that string.
+    """
+    return f"at position {start + len(part) - len(part.lstrip())}"
+
+
+def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
+    """Returns the end of an error message: `; did you mean 'x'?`, or a full stop.
+
+    Args:
+        word: the word that the user wrote.
+        choices: the words that it may mean, or a dict from such words to what to suggest for them.
+    """
+    import difflib  # here, because only errors need it
+
+    known = choices if isinstance(choices, dict) else {choice: choice for choice in choices}
+    word = word.strip()
+    near = [n for w in (word, word.lower()) for n in difflib.get_close_matches(w, known, n=1)]
+    return f"; did you mean {known[near[0]]!r}?" if near else "."
