@@ -19,12 +19,12 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 
 from jmpx._casts import cast_like
-from jmpx._contexts import Context, Hook, entered, refuse_other_tasks
+from jmpx._contexts import Context, Hook, entered, opened, refuse_other_tasks
 from jmpx._marks import Module, in_module
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
@@ -64,6 +64,20 @@ def required_package(package: str, framework: str) -> Iterator[None]:
         ) from None
 
 
+class Met(NamedTuple):
+    """A module that a session met.
+
+    Args:
+        module: the module.
+        boundary: its boundary policy; None if its calls do not cast.
+        surrounding: the surrounding policy; None for the outermost call.
+    """
+
+    module: Module
+    boundary: Policy | None
+    surrounding: Policy | None
+
+
 class Session:
     """One use of a policy map: a `policies` context, or one making of a view.
 
@@ -74,6 +88,8 @@ class Session:
 
     Attributes:
         seen: the modules that were met.
+        met: these modules with their policies, in the order of their first calls; empty outside of
+            `listening`.
 
     Raises:
         TypeError: if `policy_map` is of another type.
@@ -84,6 +100,10 @@ class Session:
         self.name = name
         self.policy_map = None if policy_map is None else get_policy_map(policy_map)
         self.seen: set[Module] = set()
+        self.met: dict[Met, None] = {}
+        self._listeners = opened(_Listener)
+        for listener in self._listeners:
+            listener.append(self)
 
     def opened(self, hook: Hook) -> AbstractContextManager[None]:
         """Returns the context that keeps the session open; JAX's caches tell policy maps apart."""
@@ -121,10 +141,30 @@ class Session:
                 return rule.resolve(self.policy_map.default, surrounding)
         return policy_of(cls)
 
+    def note(
+        self, cls: type, path: str, boundary: Policy | None, surrounding: Policy | None
+    ) -> None:
+        """Notes the policies of a module, after the adapter has decided on its boundary."""
+        if self._listeners:
+            self.met[Met(Module(cls, path), boundary, surrounding)] = None
+
     def warn_unused(self, stacklevel: int) -> None:
         """Warns of each rule that matched none of the modules; `stacklevel` is the caller's."""
         if self.policy_map is not None:
             warn_unused(self.policy_map, self.seen, stacklevel + 1)
+
+
+class _Listener(list[Session]):
+    """The sessions that began in a context of `listening`."""
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Session]]:
+    """Collects the sessions that begin while the context lasts; each notes what it meets."""
+    listener = _Listener()
+    # The key is new each time, so that JAX traces a jitted function again and its modules run.
+    with entered(Context("listening", listener, key=object())):
+        yield listener
 
 
 def inherited_policy(surrounding: Policy) -> Policy:

@@ -148,7 +148,9 @@ class _Session(Session):
         if outer is not None and outer.module == called:
             return outer
         surrounding = None if outer is None else outer.policy
-        return _Call(called, self.boundary_policy(*called, surrounding), surrounding)
+        policy = self.boundary_policy(*called, surrounding)
+        self.note(*called, policy, surrounding)
+        return _Call(called, policy, surrounding)
 
     def param(
         self, module: nn.Module, name: str, init: Callable[..., Any], *args: Any, **kwargs: Any

@@ -120,6 +120,7 @@ class _Session(Session):
             policy = self.boundary_policy(plain_class(cls), path, surrounding)
             if policy is None and surrounding is not None and _has_statistics(value):
                 policy = inherited_policy(surrounding)
+            self.note(plain_class(cls), path, policy, surrounding)
         if policy is not None:
             note_cast(_NAME)
             cls, surrounding = _view_class(cls, policy), policy

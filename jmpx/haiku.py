@@ -161,6 +161,8 @@ class _Session(Session):
         if is_part or not is_public(context.method_name):
             return method(*args, **kwargs)
         policy = self.call_policy(module)
+        surrounding = self.calls[-1].policy if self.calls else None
+        self.note(type(module), module.module_name, policy, surrounding)
         if policy is None:
             return method(*args, **kwargs)
         with self.called(_Call(module, policy)):
