@@ -14,7 +14,6 @@ A function that calls no module of these frameworks is traced under autocast. No
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from jmpx._models import Report
 
 _Row: TypeAlias = tuple[tuple[str, ...], dict[str, str]]
-
-_WIDTH = 80
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,17 +53,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def table(policy_map: PolicyMap) -> str:
     """Returns a table of what each rule of a policy map sets or inherits."""
-    rows = [(("default",), given_fields(policy_map.default))]
-    rows += [((rule.label,), _fields_of(rule, policy_map.default)) for rule in policy_map.rules]
+    default, rules = policy_map.default, policy_map.rules
+    rows = [(("default",), given_fields(default))]
+    rows += [((rule.label,), _fields_of(rule, default)) for rule in rules]
     has_matmul = any("matmul" in fields for _, fields in rows)
-    if has_matmul:
-        for number, (_, fields) in enumerate(rows):
-            fields.setdefault("matmul", "- *" if number else "-")
+    for (_, fields), rule in zip(rows, (None, *rules), strict=True):
+        if has_matmul and not (rule and rule.is_operation):
+            fields.setdefault("matmul", "- *" if rule else "-")
     lines = _aligned(("",), rows)
     if any("*" in value for _, fields in rows for value in fields.values()):
         inherited = "the compute dtype, or matmul," if has_matmul else "the compute dtype"
         lines.append(f"* {inherited} of what surrounds the call: here, of the default")
-    if any(rule.optional for rule in policy_map.rules):
+    if any(rule.optional for rule in rules):
         lines.append("? no warning where the rule matches nothing")
     return "\n".join(lines)
 
@@ -77,7 +75,7 @@ def _fields_of(rule: Rule, default: Policy) -> dict[str, str]:
     for key in ("compute", "output", "matmul"):
         if getattr(rule, key) is None and key in fields:
             fields[key] += " *"
-    return fields
+    return {"compute": fields["compute"]} if rule.is_operation else fields
 
 
 def _aligned(header: tuple[str, ...], rows: Sequence[_Row]) -> list[str]:
@@ -95,29 +93,12 @@ def _aligned(header: tuple[str, ...], rows: Sequence[_Row]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
-def _model_lines(report: "Report") -> Iterator[str]:
+def _lines_of(report: "Report") -> Iterator[str]:
     """Yields the lines that tell which rule each module of a model has."""
-    for name, rows in report.tables:
-        yield f"\nunder {name}:"
-        has_classes = any(row.cls for row in rows)
-        header = ("path", "class", "rule") if has_classes else ("scope", "rule")
-        yield from _aligned(
-            header,
-            [
-                (
-                    (row.path or "(outermost)", *([row.cls] if has_classes else []), row.rule),
-                    row.fields,
-                )
-                for row in rows
-            ],
-        )
-    if report.operations:
-        ran = ", ".join(f"{name} ({rule})" if rule else name for name, rule in report.operations)
-        yield ""
-        yield from textwrap.wrap(f"operations: {ran}", _WIDTH, subsequent_indent="  ")
+    for table in report.tables:
+        yield from ("", table.title, *_aligned(table.header, table.rows))
     if report.notes:
-        yield ""
-        yield from report.notes
+        yield from ("", *report.notes)
 
 
 def main(arguments: list[str]) -> int:
@@ -133,7 +114,7 @@ def main(arguments: list[str]) -> int:
         if given.model is not None:
             from jmpx._models import load, report  # here, because it needs most of jmpx
 
-            lines += _model_lines(report(policy_map, load(given.model)))
+            lines += _lines_of(report(policy_map, load(given.model)))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

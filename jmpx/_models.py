@@ -21,7 +21,7 @@ from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.regions import Regions, Used
 from jmpx._autocast.unused import warn_unused as warn_unused_by_autocast
 from jmpx._autocast.value import Value
-from jmpx._leaves import is_traceable
+from jmpx._leaves import is_floating_dtype, is_traceable
 from jmpx._marks import Module
 from jmpx._messages import did_you_mean
 from jmpx._policy import given_fields
@@ -32,37 +32,47 @@ _RETURNS = (
     "a module of Equinox or NNX, or a pair of a function, a Linen module or a Haiku transformed "
     "function and the tuple of its arguments"
 )
-_AUTOCAST = "jmpx.autocast, because the function runs no module of Haiku or Linen"
+_BY_AUTOCAST = "under jmpx.autocast, because the function runs no module of Haiku or Linen:"
+_OUTERMOST = "(outermost)"  # what has no path
 
 
 class Row(NamedTuple):
-    """A module, or a scope under autocast, and what holds in it.
+    """A module, a scope or an operation.
 
     Args:
-        path: its path; empty for the outermost one.
-        cls: the name of its class; empty for a scope.
-        rule: the selector of its rule; else where its policy comes from.
-        fields: names of dtypes and of the algorithm of products, by the keys of policy strings.
+        labels: its path, its class, its rule and the like.
+        fields: what holds in it: names of dtypes and of the algorithm of products, by the keys of
+            policy strings.
     """
 
-    path: str
-    cls: str
-    rule: str
+    labels: tuple[str, ...]
     fields: dict[str, str]
+
+
+class Table(NamedTuple):
+    """Rows for `python -m jmpx` to print.
+
+    Args:
+        title: a line above the rows.
+        header: the names of the labels.
+        rows: the rows.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[Row]
 
 
 class Report(NamedTuple):
     """What `python -m jmpx --model` prints.
 
     Args:
-        tables: rows by the function of jmpx under which they hold.
+        tables: the rows.
         notes: sentences about rules that are in force nowhere.
-        operations: the operations that ran under autocast, and the selectors of their rules.
     """
 
-    tables: list[tuple[str, list[Row]]]
+    tables: list[Table]
     notes: list[str]
-    operations: list[tuple[str, str]]
 
 
 def load(target: str) -> Any:
@@ -139,9 +149,16 @@ def report(policy_map: PolicyMap, made: Any) -> Report:
     _refuse_others(sessions, policy_map)
     if not own:
         return _attempt("Tracing under autocast failed", lambda: _by_autocast(fn, args, policy_map))
-    tables = [(session.name, list(_rows(session, policy_map))) for session in own]
+    tables = [
+        Table(
+            f"under {session.name}:",
+            ("path", "class", "rule"),
+            list(_rows(session, policy_map)),
+        )
+        for session in own
+    ]
     modules = [met.module for session in own for met in session.met]
-    return Report(tables, list(_notes(policy_map, modules)), [])
+    return Report(tables, list(_notes(policy_map, modules)))
 
 
 def _split(made: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -265,7 +282,7 @@ def _rows(session: Session, policy_map: PolicyMap) -> Iterator[Row]:
         fields.pop("reduce", None)  # gradients have it, modules do not
         if not creates:
             del fields["params"]
-        yield Row(module.path, module.cls.__name__, origin, fields)
+        yield Row((module.path or _OUTERMOST, module.cls.__name__, origin), fields)
 
 
 def _notes(policy_map: PolicyMap, modules: list[Module]) -> Iterator[str]:
@@ -290,26 +307,49 @@ def _warnings_of(policy_map: PolicyMap, func: Callable[[], Any]) -> Iterator[str
 
 
 def _by_autocast(fn: Callable[..., Any], args: tuple[Any, ...], policy_map: PolicyMap) -> Report:
-    """Returns which rule each scope of a function without modules has under autocast."""
-    interpreter = Interpreter(policy_map)
+    """Returns what each scope and each operation of a function without modules has."""
+    interpreter, found = Interpreter(policy_map), dict[str, set[str]]()
 
     def run(*args: Any) -> None:
         traced = _jaxpr.trace(fn, args, {})
-        interpreter.evaluate(traced.jaxpr, [Value(a, yields=True) for a in traced.arrays], "")
+
+        def evaluate(*arrays: Any) -> list[Any]:
+            values = [Value(array, yields=True) for array in arrays]
+            return [v.array for v in interpreter.evaluate(traced.jaxpr, values, "")]
+
+        _collect(jax.make_jaxpr(evaluate)(*traced.arrays), found)
 
     _abstractly(run, args)
-    used = interpreter.used
+    used, rules = interpreter.used, policy_map.rules
     regions = Regions(policy_map, Used(set(), set(), set()))
-    rows = []
+    scopes = []
     for scope in sorted(used.scopes):
         region = regions.region(scope)
-        origin = "default" if region.rank < 0 else policy_map.rules[region.rank].label
-        rows.append(Row(scope, "", origin, {"compute": region.dtype.name}))
+        origin = "default" if region.rank < 0 else rules[region.rank].label
+        scopes.append(Row((scope or _OUTERMOST, origin), {"compute": region.dtype.name}))
+    labels = {rule.selector.removeprefix("op."): rule.label for rule in rules if rule.is_operation}
+    operations = [
+        Row((name, labels.get(name, ""), " ".join(sorted(found[name]))), {})
+        for name in sorted(found)
+    ]
     notes = _warnings_of(
         policy_map, lambda: warn_unused_by_autocast(policy_map, used, (), stacklevel=1)
     )
-    named = {rule.selector.removeprefix("op."): rule for rule in policy_map.rules}
-    operations = [
-        (name, named[name].label if name in named else "") for name in sorted(used.operations)
+    tables = [
+        Table(_BY_AUTOCAST, ("scope", "rule"), scopes),
+        Table("its operations:", ("operation", "rule", "runs in"), operations),
     ]
-    return Report([(_AUTOCAST, rows)], list(notes), operations)
+    return Report(tables, list(notes))
+
+
+def _collect(jaxpr: _jaxpr.Jaxpr, found: dict[str, set[str]]) -> None:
+    """Adds to `found` the floating dtypes of the operands of each operation of a jaxpr."""
+    for eqn in jaxpr.eqns:
+        for inner in _jaxpr.inner_jaxprs(eqn.params):
+            _collect(inner, found)
+        dtypes = {atom.aval.dtype for atom in eqn.invars if hasattr(atom.aval, "dtype")}
+        floating = {dtype.name for dtype in dtypes if is_floating_dtype(dtype)}
+        name = _jaxpr.operation_name(eqn.primitive.name)
+        is_cast = name in ("convert_element_type", "reduce_precision")
+        if floating and not is_cast and not _jaxpr.holds_jaxpr(eqn.params):
+            found.setdefault(name, set()).update(floating)
