@@ -17,15 +17,18 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from jmpx._casts import cast_like
 from jmpx._contexts import Context, Hook, entered, opened, refuse_other_tasks
 from jmpx._marks import Module, in_module
+from jmpx._matmul import is_algorithm, matmul_of
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_of, running
@@ -90,6 +93,7 @@ class Session:
         seen: the modules that were met.
         met: these modules with their policies, in the order of their first calls; empty outside of
             `listening`.
+        coarse: the convolutions among them for which JAX ignores the algorithm of their policy.
 
     Raises:
         TypeError: if `policy_map` is of another type.
@@ -100,6 +104,7 @@ class Session:
         self.name = name
         self.policy_map = None if policy_map is None else get_policy_map(policy_map)
         self.seen: set[Module] = set()
+        self.coarse: dict[Module, Policy] = {}
         self.met: dict[Met, None] = {}
         self._listeners = opened(_Listener)
         for listener in self._listeners:
@@ -109,7 +114,9 @@ class Session:
         """Returns the context that keeps the session open; JAX's caches tell policy maps apart."""
         return entered(Context(self.name, self, key=(self.policy_map,), hook=hook))
 
-    def boundary_policy(self, cls: type, path: str, surrounding: Policy | None) -> Policy | None:
+    def boundary_policy(
+        self, cls: type, path: str, surrounding: Policy | None, *, convolves: bool = False
+    ) -> Policy | None:
         """Returns the policy at whose boundary a call of a module casts, and notes the module.
 
         A rule of the map goes before the policy of the class, and that before the map's default,
@@ -119,6 +126,7 @@ class Session:
             cls: the class of the module.
             path: the path of the module.
             surrounding: the surrounding policy; None for the outermost call.
+            convolves: whether it is the framework's convolution, without a precision of its own.
 
         Returns:
             The boundary policy, None for a call that does not cast.
@@ -130,7 +138,10 @@ class Session:
         self.seen.add(Module(cls, path))
         policy = self.explicit_policy(cls, path, surrounding)
         if policy is None and surrounding is None and self.policy_map is not None:
-            return self.policy_map.default
+            policy = self.policy_map.default
+        in_force = surrounding if policy is None else policy
+        if convolves and in_force is not None and ignores(in_force):
+            self.coarse.setdefault(Module(cls, path), in_force)
         return policy
 
     def explicit_policy(self, cls: type, path: str, surrounding: Policy | None) -> Policy | None:
@@ -139,7 +150,12 @@ class Session:
             rule = self.policy_map.rule_for(cls, path)
             if rule is not None:
                 return rule.resolve(self.policy_map.default, surrounding)
-        return policy_of(cls)
+        policy = policy_of(cls)
+        default = None if self.policy_map is None else self.policy_map.default
+        matmul = matmul_of(default if surrounding is None else surrounding)
+        if policy is None or matmul is None or matmul_of(policy) is not None:
+            return policy
+        return dataclasses.replace(policy, matmul_precision=matmul)  # a rule inherits it, too
 
     def note(
         self, cls: type, path: str, boundary: Policy | None, surrounding: Policy | None
@@ -148,10 +164,39 @@ class Session:
         if self._listeners:
             self.met[Met(Module(cls, path), boundary, surrounding)] = None
 
-    def warn_unused(self, stacklevel: int) -> None:
-        """Warns of each rule that matched none of the modules; `stacklevel` is the caller's."""
+    def warn(self, stacklevel: int) -> None:
+        """Warns of each rule that matched none of the modules, and of an algorithm that JAX ignores.
+
+        Args:
+            stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
+        """
         if self.policy_map is not None:
             warn_unused(self.policy_map, self.seen, stacklevel + 1)
+        if self.coarse:
+            module, policy = next(iter(self.coarse.items()))
+            warn_of_convolution(module, policy, stacklevel + 1)
+
+
+def ignores(policy: Policy) -> bool:
+    """Whether JAX ignores the algorithm that a policy has for a convolution."""
+    in_float32 = jnp.dtype(policy.compute_dtype) == jnp.float32
+    return in_float32 and is_algorithm(matmul_of(policy))
+
+
+def warn_of_convolution(module: Module, policy: Policy, stacklevel: int) -> None:
+    """Warns of a convolution in float32 under a dot algorithm, which JAX ignores for it.
+
+    Args:
+        module: the convolution.
+        policy: its policy.
+        stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
+    """
+    warnings.warn(
+        f"The algorithm matmul={matmul_of(policy)} does not hold for convolutions, such as the "
+        f"{module.cls.__name__} {module.path!r}: JAX computes them in its default precision under "
+        "a dot algorithm, so give them a rule with a word such as matmul=highest.",
+        stacklevel=stacklevel + 1,
+    )
 
 
 class _Listener(list[Session]):

@@ -21,6 +21,8 @@ from jmpx._registry import running
 
 _NAME = "jmpx.flax.policies"
 
+_CONVOLUTIONS = (nn.Conv, nn.ConvLocal, nn.ConvTranspose)
+
 
 @contextlib.contextmanager
 def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[None]:
@@ -72,7 +74,7 @@ def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[Non
     session = _Session(_NAME, policy_map)
     with session.opened(_interception):
         yield
-    session.warn_unused(stacklevel=3)  # past contextlib, to the with statement
+    session.warn(stacklevel=3)  # past contextlib, to the with statement
     session.warn_without_linen(stacklevel=3)
 
 
@@ -148,7 +150,8 @@ class _Session(Session):
         if outer is not None and outer.module == called:
             return outer
         surrounding = None if outer is None else outer.policy
-        policy = self.boundary_policy(*called, surrounding)
+        convolves = isinstance(module, _CONVOLUTIONS) and module.precision is None
+        policy = self.boundary_policy(*called, surrounding, convolves=convolves)
         self.note(*called, policy, surrounding)
         return _Call(called, policy, surrounding)
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 
 from jmpx._dtypes import DTypeLike, dtype_name
-from jmpx._matmul import as_matmul
+from jmpx._matmul import as_matmul, matmul_of
 from jmpx._messages import did_you_mean, position
 from jmpx._policy import Policy
 from jmpx._policy_strings import (
@@ -105,7 +105,7 @@ class Rule:
             default.param_dtype if self.params is None else self.params,
             compute if self.compute is None else self.compute,
             output if self.output is None else self.output,
-            matmul_precision=around.matmul_precision if self.matmul is None else self.matmul,
+            matmul_precision=matmul_of(around) if self.matmul is None else self.matmul,
         )
 
     def __str__(self) -> str:

@@ -9,10 +9,12 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 from jmpx._contexts import Context, entered, note_cast, opened_here, set_fact
 from jmpx._frameworks import ClassPolicies, adapters_of, imported_adapters
+from jmpx._matmul import matmul_of, matmul_region
 from jmpx._policy import Policy
 from jmpx._policy_strings import get_policy
 
@@ -238,11 +240,26 @@ def running(policy: Policy | None, by: str) -> Iterator[None]:
     """
     if policy is not None:
         note_cast(by)
+    outer = _registry.running[-1] if _registry.running else None
     _registry.running.append(policy)
     try:
-        yield
+        with _products(policy, outer):
+            yield
     finally:
         _registry.running.pop()
+
+
+def _products(policy: Policy | None, outer: Policy | None) -> AbstractContextManager[object]:
+    """Returns the context in which the products of a method use the algorithm of its policy.
+
+    What the policy has in common with the policy around it is inherited, so that it does not
+    override a `jax.default_matmul_precision` that the user's code sets in between.
+    """
+    if policy is None:
+        return contextlib.nullcontext()
+    matmul = matmul_of(policy)
+    is_inherited = outer is not None and matmul_of(outer) == matmul
+    return matmul_region(None if is_inherited else matmul, policy.compute_dtype)
 
 
 def current_policy() -> Policy | None:

@@ -41,6 +41,7 @@ _NAME = "jmpx.equinox.with_policies"
 # These modules keep running statistics in the dtype of the parameters, and compute in it.
 _WITH_STATISTICS = (eqx.nn.BatchNorm, eqx.nn.SpectralNorm)
 _CELLS = (eqx.nn.GRUCell, eqx.nn.LSTMCell)  # the hidden state of a cell is the carry of a loop
+_CONVOLUTIONS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
 _INHERITING = (*_WITH_STATISTICS, *_CELLS)  # boundaries, also where nothing gives them a policy
 
 
@@ -104,7 +105,7 @@ def with_policies(model: T, policy_map: str | Policy | PolicyMap | None = None) 
         )
     session = _Session(_NAME, policy_map)
     view = session.view(model, "", None, None)
-    session.warn_unused(stacklevel=2)
+    session.warn(stacklevel=2)
     return view
 
 
@@ -144,7 +145,12 @@ class _Session(Session):
                 f"Expected a model with its stored parameters, got a view at {path!r}: call "
                 "jmpx.equinox.with_policies once, on the model itself."
             )
-        policy = self.boundary_policy(plain_class(type(module)), path, surrounding)
+        policy = self.boundary_policy(
+            plain_class(type(module)),
+            path,
+            surrounding,
+            convolves=isinstance(module, _CONVOLUTIONS),
+        )
         has_statistics = isinstance(module, _WITH_STATISTICS)
         if policy is None and inner is not surrounding:  # a container hands its policy on
             policy = inner

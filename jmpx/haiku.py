@@ -50,6 +50,15 @@ _STATISTICS = {
     hk.SNParamsTree: "",
 }
 
+_CONVOLUTIONS = (
+    hk.ConvND,
+    hk.ConvNDTranspose,
+    hk.DepthwiseConv1D,
+    hk.DepthwiseConv2D,
+    hk.DepthwiseConv3D,
+    hk.SeparableDepthwiseConv2D,
+)
+
 
 @contextlib.contextmanager
 def policies(policy_map: str | Policy | PolicyMap) -> Iterator[None]:
@@ -105,7 +114,7 @@ def policies(policy_map: str | Policy | PolicyMap) -> Iterator[None]:
             yield
         finally:
             session.give_back()
-    session.warn_unused(stacklevel=3)  # past contextlib, to the with statement
+    session.warn(stacklevel=3)  # past contextlib, to the with statement
 
 
 class _Call(NamedTuple):
@@ -160,7 +169,8 @@ class _Session(Session):
         is_part = any(call.module is module for call in self.calls)  # of a call that casts
         if is_part or not is_public(context.method_name):
             return method(*args, **kwargs)
-        policy = self.call_policy(module)
+        convolves = isinstance(module, _CONVOLUTIONS) and kwargs.get("precision") is None
+        policy = self.call_policy(module, convolves)
         surrounding = self.calls[-1].policy if self.calls else None
         self.note(type(module), module.module_name, policy, surrounding)
         if policy is None:
@@ -168,11 +178,11 @@ class _Session(Session):
         with self.called(_Call(module, policy)):
             return run_at_boundary(policy, method, args, kwargs, by=_NAME)
 
-    def call_policy(self, module: hk.Module) -> Policy | None:
-        """Returns the boundary policy of a call of a module."""
+    def call_policy(self, module: hk.Module, convolves: bool) -> Policy | None:
+        """Returns the boundary policy of a call of a module; see `Session.boundary_policy`."""
         cls, path = type(module), module.module_name
         surrounding = self.calls[-1].policy if self.calls else None
-        policy = self.boundary_policy(cls, path, surrounding)
+        policy = self.boundary_policy(cls, path, surrounding, convolves=convolves)
         states = [state for base, state in _STATISTICS.items() if isinstance(module, base)]
         if not states or self.explicit_policy(cls, path, surrounding) is not None:
             return policy
