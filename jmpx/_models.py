@@ -4,8 +4,10 @@ Nothing is computed: models are viewed and functions are traced with abstract ar
 """
 
 import contextlib
+import functools
 import importlib
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jmpx import _jaxpr
 from jmpx._adapters import Session, inherited_policy, listening
@@ -24,7 +27,8 @@ from jmpx._autocast.value import Value
 from jmpx._leaves import is_floating_dtype, is_traceable
 from jmpx._marks import Module
 from jmpx._messages import did_you_mean
-from jmpx._policy import given_fields
+from jmpx._matmul import matmul_of
+from jmpx._policy import Policy, given_fields
 from jmpx._policy_map import PolicyMap, warn_unused
 from jmpx._registry import policy_of
 
@@ -33,6 +37,7 @@ _RETURNS = (
     "function and the tuple of its arguments"
 )
 _BY_AUTOCAST = "under jmpx.autocast, because the function runs no module of Haiku or Linen:"
+_ABOUT_ONE_SESSION = re.compile("The rule .* matched no |No Linen module ran")
 _OUTERMOST = "(outermost)"  # what has no path
 
 
@@ -134,31 +139,22 @@ def report(policy_map: PolicyMap, made: Any) -> Report:
     """
     fn, args = _split(made)
     models = [fn] if _is_viewable(fn) else list(_viewable(args))
-    with warnings.catch_warnings():
-        # A session warns of rules that its own modules do not match; the notes are about all.
-        warnings.filterwarnings("ignore", "The rule .* matched no |No Linen module ran")
-        with listening() as sessions:
-            if models:
-                for model in models:
-                    _attempt(
-                        "Viewing the model failed", lambda model=model: _view(model, policy_map)
-                    )
-            else:
-                _attempt("Tracing the model failed", lambda: _trace(fn, args, policy_map))
+    with warnings.catch_warnings(record=True) as caught, listening() as sessions:
+        warnings.simplefilter("always")
+        for model in models:
+            _attempt("Viewing the model failed", functools.partial(_view, model, policy_map))
+        if not models:
+            _attempt("Tracing the model failed", lambda: _trace(fn, args, policy_map))
     own = [session for session in sessions if session.policy_map == policy_map and session.met]
     _refuse_others(sessions, policy_map)
     if not own:
         return _attempt("Tracing under autocast failed", lambda: _by_autocast(fn, args, policy_map))
-    tables = [
-        Table(
-            f"under {session.name}:",
-            ("path", "class", "rule"),
-            list(_rows(session, policy_map)),
-        )
-        for session in own
-    ]
+    header = ("path", "class", "rule")
+    tables = [Table(f"under {s.name}:", header, list(_rows(s, policy_map))) for s in own]
     modules = [met.module for session in own for met in session.met]
-    return Report(tables, list(_notes(policy_map, modules)))
+    # A session warns of the rules that its own modules do not match; the notes are about all.
+    others = [text for text in _texts(caught) if not _ABOUT_ONE_SESSION.match(text)]
+    return Report(tables, [*_notes(policy_map, modules), *others])
 
 
 def _split(made: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -268,21 +264,26 @@ def _rows(session: Session, policy_map: PolicyMap) -> Iterator[Row]:
     creates = session.name.endswith(".policies")  # a view takes parameters as they are stored
     for module, boundary, surrounding in session.met:
         around = policy_map.default if surrounding is None else surrounding
-        policy = inherited_policy(around) if boundary is None else boundary
+        policy = _known_fields(inherited_policy(around) if boundary is None else boundary)
         rule = policy_map.rule_for(*module)
         if rule is not None:
             origin = rule.label
         elif policy_of(module.cls) is not None:
             origin = "class policy"
-        elif policy.compute_dtype != around.compute_dtype:
+        elif policy.compute_dtype != np.dtype(around.compute_dtype):
             origin = "its statistics"
         else:
             origin = "default" if surrounding is None else "inherited"
         fields = given_fields(policy)
-        fields.pop("reduce", None)  # gradients have it, modules do not
         if not creates:
             del fields["params"]
         yield Row((module.path or _OUTERMOST, module.cls.__name__, origin), fields)
+
+
+def _known_fields(policy: Policy) -> Policy:
+    """Returns what holds for a module of a policy, which may be JMP's: all but `reduce_dtype`."""
+    dtypes = policy.param_dtype, policy.compute_dtype, policy.output_dtype
+    return Policy(*dtypes, matmul_precision=matmul_of(policy))
 
 
 def _notes(policy_map: PolicyMap, modules: list[Module]) -> Iterator[str]:
@@ -302,8 +303,14 @@ def _warnings_of(policy_map: PolicyMap, func: Callable[[], Any]) -> Iterator[str
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         func()
-    for warning in caught:
-        yield str(warning.message).replace(f" of policy map {str(policy_map)!r}", "", 1)
+    for text in _texts(caught):
+        yield text.replace(f" of policy map {str(policy_map)!r}", "", 1)
+
+
+def _texts(caught: list[warnings.WarningMessage]) -> list[str]:
+    """Returns the messages of a user's warnings, each once."""
+    texts = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+    return list(dict.fromkeys(texts))
 
 
 def _by_autocast(fn: Callable[..., Any], args: tuple[Any, ...], policy_map: PolicyMap) -> Report:
