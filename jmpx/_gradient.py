@@ -2,114 +2,32 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jmpx._casts import at_least_float32
-from jmpx._contexts import parameters_cast
-from jmpx._gradient_arguments import (
-    Uncast,
-    are_rounded,
-    check_arguments,
-    make_varying,
-    partition,
-    paths_of,
-    policy_finder,
-    warn_of_casts,
-)
+from jmpx._dtypes import DTypeLike
+from jmpx._gradient_arguments import Uncast, check_arguments, make_varying, partition, paths_of
+from jmpx._gradient_policy import casts_checked, precision_finder, warning_of_convolutions
+from jmpx._gradient_results import Gradients, GradientsAndAux, ValueAndGradients
 from jmpx._leaves import PyTree, is_array, is_floating
 from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
+from jmpx._matmul import matmul_precision
 from jmpx._nnx_objects import sparing
 from jmpx._policy import Policy
+from jmpx._policy_map import PolicyMap
+from jmpx._reduction import unscaled_mean
 from jmpx._sharding import without_shards
 from jmpx._stateful import Pure, call
 from jmpx._tree import AxisName, all_finite
 
 P = ParamSpec("P")
 T = TypeVar("T")
-ValueT = TypeVar("ValueT")
 AuxT = TypeVar("AuxT")
 ScalingT = TypeVar("ScalingT", bound=LossScale)
-
-
-class ValueAndGradients(NamedTuple, Generic[ValueT, ScalingT]):
-    """The result of a function that `filter_value_and_grad` made; it unpacks as a tuple does.
-
-    As a pytree it matches its own class alone: a prefix of it, such as `out_specs` of
-    `jax.shard_map`, is a `ValueAndGradients` too.
-
-    Attributes:
-        value: the unscaled loss, in float32 of shape (); with `has_aux` the pair `(loss, aux)`.
-        scaling: the loss scale of the next step.
-        grads_finite: whether all gradients are finite: a bool array of shape ().
-        grads: gradients of the structure, shapes and dtypes of the first argument, with None for
-            what cannot be differentiated; for an NNX module, an `nnx.State` of its parameters.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
-        >>> grad_fn = jmpx.filter_value_and_grad(jnp.sum, jmpx.NoOpLossScale(), policy="c=bf16")
-        >>> result = grad_fn(jnp.ones(2))
-        >>> result.value, result.grads
-        (Array(2., dtype=float32), Array([1., 1.], dtype=float32))
-    """
-
-    value: ValueT
-    scaling: ScalingT
-    grads_finite: jax.Array
-    grads: PyTree
-
-
-class Gradients(NamedTuple, Generic[ScalingT]):
-    """The result of a function that `filter_grad` made; it unpacks as a tuple does.
-
-    As a pytree it matches its own class alone, as `ValueAndGradients` does.
-
-    Attributes:
-        scaling: the loss scale of the next step.
-        grads_finite: whether all gradients are finite: a bool array of shape ().
-        grads: gradients of the structure, shapes and dtypes of the first argument, with None for
-            what cannot be differentiated; for an NNX module, an `nnx.State` of its parameters.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
-        >>> grad_fn = jmpx.filter_grad(jnp.sum, jmpx.NoOpLossScale(), policy="c=bf16")
-        >>> grad_fn(jnp.ones(2)).grads
-        Array([1., 1.], dtype=float32)
-    """
-
-    scaling: ScalingT
-    grads_finite: jax.Array
-    grads: PyTree
-
-
-class GradientsAndAux(NamedTuple, Generic[ScalingT, AuxT]):
-    """The result of a function that `filter_grad` made with `has_aux`; it unpacks as a tuple does.
-
-    As a pytree it matches its own class alone, as `ValueAndGradients` does.
-
-    Attributes:
-        scaling: as of `Gradients`.
-        grads_finite: as of `Gradients`.
-        grads: as of `Gradients`.
-        aux: the second of the two values that the differentiated function returned.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
-        >>> loss_fn = lambda w: (w.sum(), {"size": w.size})
-        >>> jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), has_aux=True)(jnp.ones(2)).aux
-        {'size': 2}
-    """
-
-    scaling: ScalingT
-    grads_finite: jax.Array
-    grads: PyTree
-    aux: AuxT
 
 
 @overload
@@ -119,7 +37,7 @@ def filter_value_and_grad(
     has_aux: Literal[False] = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | str | None = None,
+    policy: Policy | PolicyMap | str | DTypeLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -133,7 +51,7 @@ def filter_value_and_grad(
     has_aux: Literal[True],
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | str | None = None,
+    policy: Policy | PolicyMap | str | DTypeLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -146,7 +64,7 @@ def filter_value_and_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | str | None = None,
+    policy: Policy | PolicyMap | str | DTypeLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -220,35 +138,36 @@ def filter_value_and_grad(
         (Array(9., dtype=float32), Array(True, dtype=bool), Array([6., 6., 6.], dtype=float32))
     """
     check_arguments(func, scaling)
-    find_policy, uncast = policy_finder(policy), Uncast.of(func, uncast_argnums, uncast_argnames)
+    find_precision = precision_finder(policy, use_mixed_precision, axis_name)
+    uncast = Uncast.of(func, uncast_argnums, uncast_argnames)
     to_float32 = at_least_float32 if use_mixed_precision else _identity
 
     def differentiate(
         pure: Pure, state: list[Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> tuple[ValueAndGradients[Any, Any], list[Any]]:
         params, merge = partition(args)
-        to_compute = find_policy().cast_to_compute if use_mixed_precision else _identity
-        cast = uncast.exempt(sparing(to_compute))
+        precision = find_precision()
+        cast = uncast.exempt(sparing(precision.cast))
         scale = scaling if use_mixed_precision else NoOpLossScale()
 
         def scaled_loss(params: list[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
             model = merge(params)
             inputs, options = cast((model, *args[1:]), kwargs)
-            with parameters_cast(are_rounded(model, inputs[0])) as casts_inside:
+            with casts_checked(precision, func, model, inputs[0]):
                 result, updates = pure(state, *inputs, **options)
-            warn_of_casts(casts_inside)
             value, aux = _loss_and_aux(result, has_aux)
             value = to_float32(value)
             return scale.scale(value), (value, aux, updates)
 
         run = scaled_loss
-        if axis_name is not None:
-            params = make_varying(params, axis_name)
-            run = without_shards(scaled_loss, params, paths_of(args[0]), axis_name)
-        (_, (value, aux, updates)), scaled = jax.value_and_grad(run, has_aux=True)(params)
-        grads = scale.unscale([to_float32(grad) for grad in scaled])
-        if axis_name is not None:
-            value, grads = jax.lax.pmean((value, grads), axis_name)
+        with matmul_precision(precision.matmul):  # around all: a custom_vjp is traced backward, too
+            if axis_name is not None:
+                params = make_varying(params, axis_name)
+                run = without_shards(run, params, paths_of(args[0]), axis_name)
+            run = warning_of_convolutions(run, params, precision.matmul)
+            (_, (value, aux, updates)), scaled = jax.value_and_grad(run, has_aux=True)(params)
+        grads = [to_float32(grad) for grad in scaled]
+        value, grads = unscaled_mean(value, grads, scale, axis_name, precision.reduce_dtype)
         grads = [grad.astype(param.dtype) for grad, param in zip(grads, params, strict=True)]
 
         grads_finite, new_scaling = jnp.array(True), scaling
@@ -276,7 +195,7 @@ def filter_grad(
     has_aux: Literal[False] = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | str | None = None,
+    policy: Policy | PolicyMap | str | DTypeLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -290,7 +209,7 @@ def filter_grad(
     has_aux: Literal[True],
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | str | None = None,
+    policy: Policy | PolicyMap | str | DTypeLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -303,7 +222,7 @@ def filter_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | str | None = None,
+    policy: Policy | PolicyMap | str | DTypeLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
