@@ -28,7 +28,7 @@ def function_call(context: Context, equation: Equation, values: list[Value]) -> 
     if isinstance(retraced.jaxpr, type(jaxpr)):
         return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr})
     if retraced.jaxpr.consts:  # jax.checkpoint wants an open jaxpr, which has no constants
-        return run_as_traced(equation, values, yields=True)
+        return run_as_traced(context, equation, values, yields=True)
     return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr.jaxpr})
 
 
@@ -138,15 +138,6 @@ def shard_map(context: Context, equation: Equation, values: list[Value]) -> list
     )
     arrays = mapped(*(value.array for value in values))
     return [Value.of(a, traits) for a, traits in zip(arrays, results, strict=True)]
-
-
-@register("custom_vjp_call", everywhere=True)
-def custom_vjp(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs a function that has its own backward pass in float32, for which both were written.
-
-    The pass is a Python function of residuals, in dtypes that only the user knows.
-    """
-    return run_as_traced(equation, values, yields=True)
 
 
 @register("custom_jvp_call", everywhere=True)
