@@ -72,10 +72,10 @@ def table(policy_map: PolicyMap) -> str:
 def _fields_of(rule: Rule, default: Policy) -> dict[str, str]:
     """Returns what holds where a rule matches, with a star where it is inherited from a call."""
     fields = given_fields(rule.resolve(default, default))
-    for key in ("compute", "output", "matmul"):
-        if getattr(rule, key) is None and key in fields:
-            fields[key] += " *"
-    return {"compute": fields["compute"]} if rule.is_operation else fields
+    inherited = {key for key in ("compute", "output", "matmul") if getattr(rule, key) is None}
+    if rule.is_operation:  # it has no more than the rule says
+        return {key: fields[key] for key in ("compute", "matmul") if key not in inherited}
+    return {key: f"{value} *" if key in inherited else value for key, value in fields.items()}
 
 
 def _aligned(header: tuple[str, ...], rows: Sequence[_Row]) -> list[str]:

@@ -20,17 +20,18 @@ import numpy as np
 
 from jmpx import _jaxpr
 from jmpx._adapters import Session, inherited_policy, listening
+from jmpx._autocast import autocast
 from jmpx._autocast.interpreter import Interpreter
-from jmpx._autocast.regions import Regions, Used
-from jmpx._autocast.unused import warn_unused as warn_unused_by_autocast
+from jmpx._autocast.regions import Regions
 from jmpx._autocast.value import Value
 from jmpx._leaves import is_floating_dtype, is_traceable
 from jmpx._marks import Module
-from jmpx._messages import did_you_mean
 from jmpx._matmul import matmul_of
+from jmpx._messages import did_you_mean
 from jmpx._policy import Policy, given_fields
 from jmpx._policy_map import PolicyMap, warn_unused
 from jmpx._registry import policy_of
+from jmpx._scopes import FULL_PRECISION
 
 _RETURNS = (
     "a module of Equinox or NNX, or a pair of a function, a Linen module or a Haiku transformed "
@@ -299,7 +300,7 @@ def _notes(policy_map: PolicyMap, modules: list[Module]) -> Iterator[str]:
 
 
 def _warnings_of(policy_map: PolicyMap, func: Callable[[], Any]) -> Iterator[str]:
-    """Yields the messages of the warnings of rules that matched nothing, without the map."""
+    """Yields the messages of warnings, those about a rule without the policy map."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         func()
@@ -318,35 +319,38 @@ def _by_autocast(fn: Callable[..., Any], args: tuple[Any, ...], policy_map: Poli
     interpreter, found = Interpreter(policy_map), dict[str, set[str]]()
 
     def run(*args: Any) -> None:
+        traced = _jaxpr.trace(autocast(fn, policy_map), args, {})
+        _collect(traced.jaxpr, found)
         traced = _jaxpr.trace(fn, args, {})
+        interpreter.evaluate(traced.jaxpr, [Value(a, yields=True) for a in traced.arrays], "")
 
-        def evaluate(*arrays: Any) -> list[Any]:
-            values = [Value(array, yields=True) for array in arrays]
-            return [v.array for v in interpreter.evaluate(traced.jaxpr, values, "")]
-
-        _collect(jax.make_jaxpr(evaluate)(*traced.arrays), found)
-
-    _abstractly(run, args)
-    used, rules = interpreter.used, policy_map.rules
-    regions = Regions(policy_map, Used(set(), set(), set()))
-    scopes = []
-    for scope in sorted(used.scopes):
-        region = regions.region(scope)
-        origin = "default" if region.rank < 0 else rules[region.rank].label
-        scopes.append(Row((scope or _OUTERMOST, origin), {"compute": region.dtype.name}))
-    labels = {rule.selector.removeprefix("op."): rule.label for rule in rules if rule.is_operation}
+    notes = list(_warnings_of(policy_map, lambda: _abstractly(run, args)))
+    used_scopes = sorted(interpreter.used.scopes)
+    scopes = [_row_of_scope(scope, interpreter.regions) for scope in used_scopes]
+    rules = [rule for rule in policy_map.rules if rule.is_operation]
+    labels = {rule.selector.removeprefix("op."): rule.label for rule in rules}
     operations = [
         Row((name, labels.get(name, ""), " ".join(sorted(found[name]))), {})
         for name in sorted(found)
     ]
-    notes = _warnings_of(
-        policy_map, lambda: warn_unused_by_autocast(policy_map, used, (), stacklevel=1)
-    )
     tables = [
         Table(_BY_AUTOCAST, ("scope", "rule"), scopes),
         Table("its operations:", ("operation", "rule", "runs in"), operations),
     ]
-    return Report(tables, list(notes))
+    return Report(tables, notes)
+
+
+def _row_of_scope(scope: str, regions: Regions) -> Row:
+    """Returns the row of a scope of autocast, whose dtype and algorithm may be from two rules."""
+    region, rules = regions.region(scope), regions.policy_map.rules
+    fields, ranks = {"compute": region.dtype.name}, {region.rank}
+    if region.algorithm is not None:
+        fields["matmul"] = region.algorithm.name
+        ranks.add(region.algorithm.rank)
+    labels = [rules[rank].label for rank in sorted(ranks) if rank >= 0]
+    if region.is_fixed:
+        labels.append(FULL_PRECISION)
+    return Row((scope or _OUTERMOST, ", ".join(labels) or "default"), fields)
 
 
 def _collect(jaxpr: _jaxpr.Jaxpr, found: dict[str, set[str]]) -> None:

@@ -14,7 +14,6 @@ from jmpx._policy_map import PolicyMap, Rule as PolicyRule
 from jmpx._scopes import FULL_PRECISION
 
 
-
 class Algorithm(NamedTuple):
     """The algorithm of float32 products, as a policy map gives it.
 
