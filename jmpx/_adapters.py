@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from jmpx._casts import cast_like
 from jmpx._contexts import Context, Hook, entered, opened, refuse_other_tasks
+from jmpx._dtypes import DTypeLike
 from jmpx._marks import Module, in_module
 from jmpx._matmul import is_algorithm, matmul_of
 from jmpx._policy import Policy
@@ -91,9 +92,9 @@ class Session:
 
     Attributes:
         seen: the modules that were met.
+        coarse: the convolutions for which JAX ignores the algorithm of their policy, with its name.
         met: these modules with their policies, in the order of their first calls; empty outside of
             `listening`.
-        coarse: the convolutions among them for which JAX ignores the algorithm of their policy.
 
     Raises:
         TypeError: if `policy_map` is of another type.
@@ -104,7 +105,7 @@ class Session:
         self.name = name
         self.policy_map = None if policy_map is None else get_policy_map(policy_map)
         self.seen: set[Module] = set()
-        self.coarse: dict[Module, Policy] = {}
+        self.coarse: dict[Module, str] = {}
         self.met: dict[Met, None] = {}
         self._listeners = opened(_Listener)
         for listener in self._listeners:
@@ -114,9 +115,7 @@ class Session:
         """Returns the context that keeps the session open; JAX's caches tell policy maps apart."""
         return entered(Context(self.name, self, key=(self.policy_map,), hook=hook))
 
-    def boundary_policy(
-        self, cls: type, path: str, surrounding: Policy | None, *, convolves: bool = False
-    ) -> Policy | None:
+    def boundary_policy(self, cls: type, path: str, surrounding: Policy | None) -> Policy | None:
         """Returns the policy at whose boundary a call of a module casts, and notes the module.
 
         A rule of the map goes before the policy of the class, and that before the map's default,
@@ -126,7 +125,6 @@ class Session:
             cls: the class of the module.
             path: the path of the module.
             surrounding: the surrounding policy; None for the outermost call.
-            convolves: whether it is the framework's convolution, without a precision of its own.
 
         Returns:
             The boundary policy, None for a call that does not cast.
@@ -138,10 +136,7 @@ class Session:
         self.seen.add(Module(cls, path))
         policy = self.explicit_policy(cls, path, surrounding)
         if policy is None and surrounding is None and self.policy_map is not None:
-            policy = self.policy_map.default
-        in_force = surrounding if policy is None else policy
-        if convolves and in_force is not None and ignores(in_force):
-            self.coarse.setdefault(Module(cls, path), in_force)
+            return self.policy_map.default
         return policy
 
     def explicit_policy(self, cls: type, path: str, surrounding: Policy | None) -> Policy | None:
@@ -164,8 +159,20 @@ class Session:
         if self._listeners:
             self.met[Met(Module(cls, path), boundary, surrounding)] = None
 
+    def note_convolution(self, cls: type, path: str, policy: Policy | None) -> None:
+        """Notes a convolution without a precision of its own, for `warn`.
+
+        Args:
+            cls: its class.
+            path: its path.
+            policy: the policy under which it runs.
+        """
+        matmul = matmul_of(policy)
+        if matmul is not None and ignores_matmul(matmul, policy.compute_dtype):
+            self.coarse.setdefault(Module(cls, path), matmul)
+
     def warn(self, stacklevel: int) -> None:
-        """Warns of each rule that matched none of the modules, and of an algorithm that JAX ignores.
+        """Warns of each rule that matched no module, and of an algorithm that JAX ignores.
 
         Args:
             stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
@@ -173,28 +180,26 @@ class Session:
         if self.policy_map is not None:
             warn_unused(self.policy_map, self.seen, stacklevel + 1)
         if self.coarse:
-            module, policy = next(iter(self.coarse.items()))
-            warn_of_convolution(module, policy, stacklevel + 1)
+            warn_of_convolution(*next(iter(self.coarse.items())), stacklevel + 1)
 
 
-def ignores(policy: Policy) -> bool:
-    """Whether JAX ignores the algorithm that a policy has for a convolution."""
-    in_float32 = jnp.dtype(policy.compute_dtype) == jnp.float32
-    return in_float32 and is_algorithm(matmul_of(policy))
+def ignores_matmul(matmul: str | None, dtype: DTypeLike) -> bool:
+    """Whether JAX would ignore an algorithm for a convolution that is computed in a dtype."""
+    return is_algorithm(matmul) and jnp.dtype(dtype) == jnp.float32
 
 
-def warn_of_convolution(module: Module, policy: Policy, stacklevel: int) -> None:
+def warn_of_convolution(module: Module, matmul: str | None, stacklevel: int) -> None:
     """Warns of a convolution in float32 under a dot algorithm, which JAX ignores for it.
 
     Args:
         module: the convolution.
-        policy: its policy.
+        matmul: the name of the algorithm.
         stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
     """
     warnings.warn(
-        f"The algorithm matmul={matmul_of(policy)} does not hold for convolutions, such as the "
-        f"{module.cls.__name__} {module.path!r}: JAX computes them in its default precision under "
-        "a dot algorithm, so give them a rule with a word such as matmul=highest.",
+        f"matmul={matmul} does not hold for convolutions, such as the {module.cls.__name__} at "
+        f"{module.path!r}: JAX ignores a dot algorithm there and takes its default precision, so "
+        "give the convolutions a word, such as matmul=highest.",
         stacklevel=stacklevel + 1,
     )
 

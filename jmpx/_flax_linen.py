@@ -150,10 +150,11 @@ class _Session(Session):
         if outer is not None and outer.module == called:
             return outer
         surrounding = None if outer is None else outer.policy
-        convolves = isinstance(module, _CONVOLUTIONS) and module.precision is None
-        policy = self.boundary_policy(*called, surrounding, convolves=convolves)
-        self.note(*called, policy, surrounding)
-        return _Call(called, policy, surrounding)
+        call = _Call(called, self.boundary_policy(*called, surrounding), surrounding)
+        self.note(*called, call.boundary_policy, surrounding)
+        if isinstance(module, _CONVOLUTIONS) and module.precision is None:
+            self.note_convolution(*called, call.policy)
+        return call
 
     def param(
         self, module: nn.Module, name: str, init: Callable[..., Any], *args: Any, **kwargs: Any

@@ -119,11 +119,13 @@ class _Session(Session):
             return value
         cls, policy = type(value), None
         if isinstance(value, nnx.Module) and not _is_container(value):
-            convolves = isinstance(value, _CONVOLUTIONS) and value.precision is None
-            policy = self.boundary_policy(plain_class(cls), path, surrounding, convolves=convolves)
+            policy = self.boundary_policy(plain_class(cls), path, surrounding)
             if policy is None and surrounding is not None and _has_statistics(value):
                 policy = inherited_policy(surrounding)
             self.note(plain_class(cls), path, policy, surrounding)
+            if isinstance(value, _CONVOLUTIONS) and value.precision is None:
+                in_force = surrounding if policy is None else policy
+                self.note_convolution(plain_class(cls), path, in_force)
         if policy is not None:
             note_cast(_NAME)
             cls, surrounding = _view_class(cls, policy), policy

@@ -121,7 +121,8 @@ def matmul_region(matmul: str | None, dtype: DTypeLike) -> AbstractContextManage
             region, and leaves what somebody else has set since.
         dtype: the dtype in which the region computes.
     """
-    held, now = _thread.held, jax.config.jax_default_matmul_precision
+    config: Any = jax.config  # Any, because JAX does not annotate its settings
+    held, now = _thread.held, config.jax_default_matmul_precision
     if matmul is None:
         if held is None or now not in held:
             return contextlib.nullcontext()

@@ -1,4 +1,6 @@
-"""What error messages about a user's string have in common: the place, and the nearest word."""
+"""What messages to a user have in common: the place in a string, the nearest word, the line."""
+
+import sys
 
 
 def position(part: str, start: int) -> str:
@@ -24,3 +26,17 @@ def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
     word = word.strip()
     near = [n for w in (word, word.lower()) for n in difflib.get_close_matches(w, known, n=1)]
     return f"; did you mean {known[near[0]]!r}?" if near else "."
+
+
+def user_stacklevel(*packages: str) -> int:
+    """Returns the `stacklevel` at which the caller's `warnings.warn` names the user's line.
+
+    Args:
+        packages: libraries whose lines are not the user's, besides jmpx and the standard library's
+            contexts and decorators.
+    """
+    skipped = {"jmpx", "contextlib", "functools", *packages}
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in skipped:
+        frame, level = frame.f_back, level + 1
+    return level

@@ -145,17 +145,15 @@ class _Session(Session):
                 f"Expected a model with its stored parameters, got a view at {path!r}: call "
                 "jmpx.equinox.with_policies once, on the model itself."
             )
-        policy = self.boundary_policy(
-            plain_class(type(module)),
-            path,
-            surrounding,
-            convolves=isinstance(module, _CONVOLUTIONS),
-        )
+        cls = plain_class(type(module))
+        policy = self.boundary_policy(cls, path, surrounding)
         has_statistics = isinstance(module, _WITH_STATISTICS)
         if policy is None and inner is not surrounding:  # a container hands its policy on
             policy = inner
         if policy is None and surrounding is not None and isinstance(module, _INHERITING):
             policy = inherited_policy(surrounding)
+        if isinstance(module, _CONVOLUTIONS):
+            self.note_convolution(cls, path, surrounding if policy is None else policy)
         if policy is not None:
             note_cast(_NAME)
         if policy is not None and has_statistics:

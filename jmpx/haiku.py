@@ -35,6 +35,14 @@ from jmpx._policy_map import PolicyMap, Rule, get_policy_map
 with required_package("haiku", "Haiku"):
     import haiku as hk
 
+    from jmpx._haiku_matmul import (
+        hooked,
+        is_convolution,
+        keep_intercepting,
+        note_policy,
+        run_method,
+    )
+
 _store: Any = hk.mixed_precision  # Any, because it is annotated with JMP's policies
 
 _NAME = "jmpx.haiku.policies"
@@ -49,15 +57,6 @@ _STATISTICS = {
     hk.EMAParamsTree: "",
     hk.SNParamsTree: "",
 }
-
-_CONVOLUTIONS = (
-    hk.ConvND,
-    hk.ConvNDTranspose,
-    hk.DepthwiseConv1D,
-    hk.DepthwiseConv2D,
-    hk.DepthwiseConv3D,
-    hk.SeparableDepthwiseConv2D,
-)
 
 
 @contextlib.contextmanager
@@ -169,20 +168,22 @@ class _Session(Session):
         is_part = any(call.module is module for call in self.calls)  # of a call that casts
         if is_part or not is_public(context.method_name):
             return method(*args, **kwargs)
-        convolves = isinstance(module, _CONVOLUTIONS) and kwargs.get("precision") is None
-        policy = self.call_policy(module, convolves)
-        surrounding = self.calls[-1].policy if self.calls else None
-        self.note(type(module), module.module_name, policy, surrounding)
+        policy = self.call_policy(module)
+        outer = self.calls[-1].policy if self.calls else None
+        self.note(type(module), module.module_name, policy, outer)
+        if is_convolution(module, kwargs):
+            in_force = outer if policy is None else policy
+            self.note_convolution(type(module), module.module_name, in_force)
         if policy is None:
             return method(*args, **kwargs)
         with self.called(_Call(module, policy)):
             return run_at_boundary(policy, method, args, kwargs, by=_NAME)
 
-    def call_policy(self, module: hk.Module, convolves: bool) -> Policy | None:
-        """Returns the boundary policy of a call of a module; see `Session.boundary_policy`."""
+    def call_policy(self, module: hk.Module) -> Policy | None:
+        """Returns the boundary policy of a call of a module."""
         cls, path = type(module), module.module_name
         surrounding = self.calls[-1].policy if self.calls else None
-        policy = self.boundary_policy(cls, path, surrounding, convolves=convolves)
+        policy = self.boundary_policy(cls, path, surrounding)
         states = [state for base, state in _STATISTICS.items() if isinstance(module, base)]
         if not states or self.explicit_policy(cls, path, surrounding) is not None:
             return policy
@@ -268,7 +269,7 @@ def _intercept(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodCon
     refuse_other_tasks(f"run the Haiku module {type(context.module).__name__}")
     sessions = opened(_Session)
     if not sessions:
-        return method(*args, **kwargs)
+        return run_method(method, args, kwargs, context)
     return sessions[-1].intercept(method, args, kwargs, context)
 
 
@@ -297,8 +298,11 @@ _state_hooks: Any = hk.transform(
 def _interception() -> Iterator[None]:
     """Intercepts method calls, and reads and writes of state, in this thread."""
     getter, setter = _state_hooks.apply({}, None)
-    with hk.intercept_methods(_intercept), getter, setter:
-        yield
+    try:
+        with hooked(), hk.intercept_methods(_intercept), getter, setter:
+            yield
+    finally:
+        keep_intercepting()
 
 
 class _ClassPolicies:
@@ -311,9 +315,11 @@ class _ClassPolicies:
 
     def set(self, cls: type, policy: Policy) -> None:
         _store.set_policy(cls, policy)
+        note_policy(cls, policy)
 
     def clear(self, cls: type) -> None:
         _store.clear_policy(cls)
+        note_policy(cls, None)
         for session in opened(_Session):
             session.class_policies.pop(cls, None)
 
