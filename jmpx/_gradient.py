@@ -78,7 +78,7 @@ def filter_value_and_grad(
     2. runs `func` and scales the loss, which it takes to float32 first,
     3. differentiates with respect to the first argument, backwards in the compute dtype,
     4. takes the gradients to float32, divides them by the scale of step 2, and averages them over
-       `axis_name`,
+       `axis_name`; if the policy sets reduce, it sums them in that dtype first, and divides then,
     5. checks once whether all of them are finite, and adjusts the loss scale by that.
 
     Objects of Flax's NNX among the arguments get their new state, as from `nnx.value_and_grad`.
@@ -91,16 +91,22 @@ def filter_value_and_grad(
             differentiated; other leaves may stand beside them.
         scaling: a `NoOpLossScale`, `StaticLossScale` or `DynamicLossScale`.
         has_aux: whether `func` returns `(loss, aux)`.
-        use_mixed_precision: if False, nothing is cast, scaled or checked, and the gradient is the
-            plain one.
-        policy: a policy or a policy string. Its compute dtype is used. None means `half`, whose
-            dtype is looked up when the returned function is called. Pass "full" if a policy map,
-            Haiku's class policies or `jmpx.autocast` casts inside of `func`: they would otherwise
-            cast parameters that are rounded already.
+        use_mixed_precision: if False, nothing is cast, scaled or checked, no field of the policy
+            counts, and the gradient is the plain one, averaged in its own dtype.
+        policy: a policy, a dtype or a policy string, whose compute, matmul and reduce are used;
+            None means `half`, whose dtype is looked up when the returned function is called. Or a
+            policy map, or a string with rules, by which something inside of `func` casts: the
+            adapters, Haiku's class policies or `jmpx.autocast`. Then nothing is cast here, where
+            parameters would be rounded before their rule is known, and its reduce alone is used. A
+            word of matmul holds forward and backward; a dot algorithm only if compute has 32 bits
+            or more, because products of 16 bits would take it, too.
         axis_name: the name (or names) of the mapped axis of `jax.pmap`, `jax.shard_map` or
-            `jax.vmap` over which value and gradients are averaged, in float32. The flag and the
-            loss scale are then the same on the whole axis. The parameters have to be replicas,
-            which may differ, and no shards that `func` gathers.
+            `jax.vmap` over which value and gradients are averaged: the value in float32, the
+            gradients in the policy's reduce; unset, in float32 or the wider dtype of a parameter.
+            In float16 they are divided by the number of devices before they are summed. They are
+            scaled then, so that small ones do not underflow, and a sum that overflows is seen by
+            step 5. The flag and the loss scale are the same on the whole axis. The parameters have
+            to be replicas, which may differ, and no shards that `func` gathers.
         uncast_argnums: the positions of arguments that are not cast, such as targets that float16
             cannot hold, or positions in a sequence. Negative ones count from the end. If the first
             argument is not cast, `func` casts the parameters itself.
@@ -118,12 +124,16 @@ def filter_value_and_grad(
         TypeError: if `func` is not callable, `scaling` no loss scale or `policy` no policy; when
             called, if there is no argument to differentiate, if `func` does not return a floating
             scalar, or if it gathers an array of its first argument over `axis_name`.
-        ValueError: if `policy` is not a policy string; when called, if `uncast_argnums` or
-            `uncast_argnames` gives an argument that `func` does not have, or if `func` changes an
-            NNX module that it closes over.
+        ValueError: if `policy` is not a string of policies or maps; when called, if
+            `uncast_argnums` or `uncast_argnames` gives an argument that `func` does not have, if
+            `func` changes an NNX module that it closes over, or if compute or reduce is float64
+            while JAX's 64-bit types are disabled.
 
     Warns:
-        UserWarning: when called, if parameters that were cast to 16 bits are cast again in `func`.
+        UserWarning: if `policy` sets reduce and there is no `axis_name`, or it sets a dot algorithm
+            for 16 bits; when called, if parameters that were cast to 16 bits are cast again in
+            `func`, if `policy` is a map and nothing in `func` casts, or if `func` has a convolution
+            under a dot algorithm, which JAX ignores there.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -239,7 +249,8 @@ def filter_grad(
         has_aux: whether `func` returns `(loss, aux)`.
         use_mixed_precision: if False, nothing is cast, scaled or checked, and the gradient is the
             plain one.
-        policy: a policy or a policy string. Its compute dtype is used. None means `half`.
+        policy: a policy, a dtype, a policy map, by which `func` itself casts, or a string of one of
+            these. None means `half`.
         axis_name: the name (or names) of the mapped axis over which gradients are averaged.
         uncast_argnums: the positions of arguments that are not cast.
         uncast_argnames: the names of arguments that are not cast.

@@ -20,7 +20,7 @@ from jmpx._leaves import PyTree, is_floating
 from jmpx._matmul import is_algorithm
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map
-from jmpx._policy_strings import get_policy
+from jmpx._policy_strings import KEYS, get_policy, without_last_semicolon
 from jmpx._tree import AxisName
 
 R = TypeVar("R")
@@ -78,9 +78,15 @@ def precision_finder(
 
 def _parse(policy: Any) -> Policy | PolicyMap:
     """Returns the policy map of a string with rules, and the policy of one without."""
-    if isinstance(policy, PolicyMap) or (isinstance(policy, str) and ":" in policy):
-        return get_policy_map(policy)
-    return get_policy(policy)
+    is_map = isinstance(policy, PolicyMap) or (isinstance(policy, str) and _has_rules(policy))
+    return get_policy_map(policy) if is_map else get_policy(policy)
+
+
+def _has_rules(text: str) -> bool:
+    """Whether a string has rules; `c: bf16` alone has none, and `get_policy` says what it means."""
+    part = without_last_semicolon(text)
+    selector, colon, _ = part.partition(":")
+    return bool(colon) and (";" in part or selector.strip().lower() not in KEYS)
 
 
 def _is_ignored(policy: Policy) -> bool:
