@@ -68,6 +68,5 @@ def _instantiated(cotangent: Any) -> Any:
     """Returns a cotangent as an array; JAX marks those that are zero."""
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
-    if cotangent.dtype == jax.dtypes.float0:
-        return np.zeros(cotangent.shape, jax.dtypes.float0)
-    return jnp.zeros(cotangent.shape, cotangent.dtype)
+    shape, dtype = cotangent.aval.shape, cotangent.aval.dtype
+    return (np if dtype == jax.dtypes.float0 else jnp).zeros(shape, dtype)

@@ -58,9 +58,10 @@ def gives_algorithm(context: Context, equation: Equation) -> bool:
     regions = context.interpreter.regions
     if not regions.give_algorithms:
         return False
-    found = {regions.algorithm(name, context.region) for name in PRODUCTS} - {None}
-    regions.used.algorithms.update(found)  # whether there are such products is not known yet
-    return bool(found) or with_algorithms(context, equation) is not equation.params
+    found = [regions.algorithm(name, context.region) for name in PRODUCTS]
+    for algorithm in filter(None, found):  # whether there are such products is not known yet
+        regions.used.note(algorithm, regions.policy_map)
+    return any(found) or with_algorithms(context, equation) is not equation.params
 
 
 def _params(equation: Equation, scope: str, regions: Regions) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def _precision(equation: Equation, scope: str, regions: Regions) -> dict[str, An
     is_word = not is_algorithm(algorithm.name)
     if not (dtypes & _WORDS_FOR if is_word else dtypes == {FLOAT32}):
         return {}
-    regions.used.algorithms.add(algorithm)
+    regions.used.note(algorithm, regions.policy_map)
     if equation.params["precision"] is not None:  # what the user wrote goes first
         return {}
     if is_word:

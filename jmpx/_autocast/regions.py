@@ -33,7 +33,7 @@ class Used(NamedTuple):
         rules: policy rules that matched a scope or a primitive.
         scopes: scopes of equations, and the scopes around these.
         operations: names of primitives.
-        algorithms: algorithms that a float32 product has, or would have without one of its own.
+        algorithms: algorithms of float32 products, also of those that have one of their own.
         ignored: algorithms that JAX ignores, because the product is a convolution.
     """
 
@@ -46,12 +46,21 @@ class Used(NamedTuple):
     @classmethod
     def nothing(cls) -> "Used":
         """Returns what an evaluation has met before it starts."""
-        return cls(*(set() for _ in cls._fields))
+        return cls(set(), set(), set(), set(), set())
+
+    def note(self, algorithm: Algorithm, policy_map: PolicyMap) -> None:
+        """Notes the algorithm of a product, and the policy rule that gives it."""
+        self.algorithms.add(algorithm)
+        if algorithm.rank >= 0:
+            self.rules.add(policy_map.rules[algorithm.rank])
 
     def add(self, inner: "Used") -> None:
         """Adds what the evaluation of an inner jaxpr met."""
-        for mine, others in zip(self, inner, strict=True):
-            mine.update(others)
+        self.rules.update(inner.rules)
+        self.scopes.update(inner.scopes)
+        self.operations.update(inner.operations)
+        self.algorithms.update(inner.algorithms)
+        self.ignored.update(inner.ignored)
 
 
 class Region(NamedTuple):
