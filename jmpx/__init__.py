@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         filter_grad as filter_grad,
         filter_value_and_grad as filter_value_and_grad,
     )
+    from jmpx._loss_scale_strings import get_loss_scale as get_loss_scale
     from jmpx._optimizer import (
         SkipNonfiniteState as SkipNonfiniteState,
         optimizer_update as optimizer_update,
@@ -72,6 +73,7 @@ else:
             "filter_grad",
             "filter_value_and_grad",
         ),
+        "_loss_scale_strings": ("get_loss_scale",),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
     }
 
@@ -123,6 +125,7 @@ __all__ = (
     "filter_value_and_grad",
     "force_full_precision",
     "full_precision",
+    "get_loss_scale",
     "get_policy",
     "get_policy_map",
     "half_dtype",
