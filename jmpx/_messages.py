@@ -33,4 +33,8 @@ def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
 
 def describe(value: object) -> str:
     """Returns the `repr` of any value on one line, shortened if it is long or deeply nested."""
-    return " ".join(_REPR.repr(value).splitlines())
+    try:
+        text = _REPR.repr(value)
+    except ValueError:  # Python does not write integers of more than some thousand digits.
+        text = f"<{type(value).__name__}>"
+    return " ".join(text.splitlines())
