@@ -17,8 +17,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
+from jmpx._loss_scale import LossScale, NoOpLossScale
+from jmpx._mixed_precision import get_mixed_precision
 from jmpx._policy import ATTRIBUTES, Policy, given_fields
-from jmpx._policy_map import PolicyMap, Rule, get_policy_map
+from jmpx._policy_map import PolicyMap
+from jmpx._rules import Rule
 
 if TYPE_CHECKING:
     from jmpx._models import Report
@@ -39,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
         description=(__doc__ or "").partition("\n")[0],
     )
     parser.add_argument(
-        "policy_map", help="a policy or a policy map and, after a bar (|), a loss scale"
+        "precision",
+        metavar="POLICY",
+        help="a policy or a policy map and, after a bar (|), a loss scale",
     )
     parser.add_argument(
         "--model",
@@ -78,6 +83,15 @@ def _fields_of(rule: Rule, default: Policy) -> dict[str, str]:
     return {key: f"{value} *" if key in inherited else value for key, value in fields.items()}
 
 
+def _loss_scale_line(text: str, loss_scale: LossScale) -> str:
+    """Returns the line that shows the loss scale, and why, if the policy map decided on it."""
+    line = f"loss scale: {loss_scale}"
+    if text.partition("|")[2].partition(",")[0].strip().lower() not in ("", "auto"):
+        return line
+    which = "no policy computes" if isinstance(loss_scale, NoOpLossScale) else "a policy computes"
+    return f"{line} (auto: {which} in float16)"
+
+
 def _aligned(header: tuple[str, ...], rows: Sequence[_Row]) -> list[str]:
     """Returns the lines of a table.
 
@@ -109,8 +123,9 @@ def main(arguments: list[str]) -> int:
     """
     given = _parser().parse_args(arguments)
     try:
-        policy_map = get_policy_map(given.policy_map)
-        lines = [table(policy_map)]
+        precision = get_mixed_precision(given.precision)
+        policy_map = precision.policy_map
+        lines = [table(policy_map), _loss_scale_line(given.precision, precision.loss_scale)]
         if given.model is not None:
             from jmpx._models import load, report  # here, because it needs most of jmpx
 

@@ -23,6 +23,8 @@ from helpers.four_frameworks import (
 )
 
 import jmpx
+import jmpx.equinox
+import jmpx.haiku
 from jmpx.__main__ import main
 
 PATHS = {"first": "first", "inner": "block/inner", "outer": "block/outer", "head": "head"}
@@ -129,8 +131,24 @@ def test_a_rule_for_an_operation_has_no_more_than_it_says(capsys):
 def test_the_table_shows_the_mark_of_optional_rules(capsys):
     lines = lines_of(capsys, "c=bf16; BatchNorm?: full; */head: o=f32;")
     assert lines[2].split() == ["BatchNorm?", "float32", "float32", "bfloat16", "*"]
-    assert lines[3].startswith("*/head  ") and lines[-1].startswith("? no warning where")
+    assert lines[3].startswith("*/head  ") and lines[-2].startswith("? no warning where")
     assert "?" not in "".join(lines_of(capsys, "c=bf16; BatchNorm: full"))
+
+
+@pytest.mark.parametrize(
+    ("string", "line"),
+    {
+        "c=bf16": "none (auto: no policy computes in float16)",
+        "c=bf16; */x: f16 | auto": "dynamic,init=32768 (auto: a policy computes in float16)",
+        "c=f16 | none": "none",
+        "c=bf16|Static = 1e3": "static=1000",
+        "c=f16; Linear: full | dynamic, init=2**10, hysteresis=2": (
+            "dynamic,init=1024,hysteresis=2"
+        ),
+    }.items(),
+)
+def test_the_loss_scale_is_shown(string, line, capsys):
+    assert lines_of(capsys, string)[-1] == f"loss scale: {line}"
 
 
 # The rules of a model's modules
@@ -443,7 +461,7 @@ def test_wrong_arguments_are_one_line(capsys):
     assert "usage: python -m jmpx" in error_of(capsys)
     assert "unrecognized arguments: bf16" in error_of(capsys, "bf16", "bf16")
     with pytest.raises(ValueError, match="did you mean 'bf16'?") as error:
-        jmpx.get_policy_map("c=f16; Linear: bf61")
+        jmpx.get_mixed_precision("c=f16; Linear: bf61")
     assert error_of(capsys, "c=f16; Linear: bf61") == str(error.value)
 
 
