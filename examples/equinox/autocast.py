@@ -62,9 +62,9 @@ def loss_fn(model: Network, batch: datasets.Data) -> jax.Array:
 
 @eqx.filter_jit
 def train_step(model, opt_state, loss_scale, batch, optimizer):
-    """Takes one step; autocast does the casts, so the gradient function casts nothing: "full"."""
+    """Takes one step; autocast does the casts, and by a map the gradient function casts nothing."""
     loss, loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
-        loss_fn, loss_scale, policy="full"
+        loss_fn, loss_scale, policy=MP.policy_map
     )(model, batch)
     model, opt_state = jmpx.optimizer_update(
         model, optimizer, opt_state, grads, grads_finite | (not MP.skip_nonfinite)

@@ -166,9 +166,9 @@ def make_step(network: hk.TransformedWithState, optimizer: Any) -> Any:
 
     @jax.jit
     def step(state: TrainState, batch: Data) -> tuple[TrainState, jax.Array, jax.Array]:
-        # The policies cast inside of the network, so the gradient function casts nothing: "full".
+        # The policies cast inside of the network; by a map, the gradient function casts nothing.
         (loss, model_state), loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
-            loss_fn, state.loss_scale, has_aux=True, policy="full"
+            loss_fn, state.loss_scale, has_aux=True, policy=MP.policy_map
         )(state.params, state.model_state, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
