@@ -208,6 +208,22 @@ def test_the_islands_of_the_default_compute_in_float32():
     ]
 
 
+SUMS = """
+def sums_of(policy):
+    optimizer = train_vit.make_optimizer(10, 1e-3)
+    step = train_vit.make_step(jmpx.get_policy_map(policy), optimizer, True)
+    state = state_of(optimizer, jmpx.NoOpLossScale())
+    text = step.lower(state, train_vit.split(batch, 2)).as_text()
+    found = re.findall(r"all_reduce.*?\\) : \\(tensor<([^>]*)>", text, re.DOTALL)
+    return sorted({each.rpartition("x")[2] for each in found if "x" in each})  # no numbers
+print(json.dumps([sums_of(f"c=f16,o=f32{reduce}") for reduce in ("", ",r=bf16", ",r=f16")]))
+"""
+
+
+def test_gradients_are_summed_over_devices_in_the_dtype_of_the_policy():
+    assert answer(start_probe(SETUP + SUMS, devices=4)) == [["f32"], ["bf16"], ["f16"]]
+
+
 WATCH = """
 import json, sys
 import jax
