@@ -12,7 +12,7 @@ from jmpx._dtypes import parse_dtype
 from jmpx._leaves import is_array
 from jmpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from jmpx._loss_scale_numbers import ARGUMENTS, format_number, parse_number
-from jmpx._messages import did_you_mean
+from jmpx._messages import describe as describe_value, did_you_mean
 from jmpx._policy_map import PolicyMap
 from jmpx._scaling import HIGHEST_SCALE, LARGEST_FLOAT32, LONGEST_PERIOD, LOWEST_SCALE
 
@@ -119,7 +119,7 @@ def as_number_of(key: str, value: object, where: str) -> int | float:
     """
     low, high, described = _RANGES[key]
     shown = value.strip() if isinstance(value, str) else value
-    got = f"got {shown!r}" if shown != "" else "got nothing"
+    got = "got nothing" if isinstance(shown, str) and not shown else f"got {describe_value(shown)}"
     if isinstance(value, str):
         try:
             number = parse_number(value)

@@ -1,7 +1,7 @@
 """Loss scales from strings and mappings: their grammar."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, overload
+from typing import TypeAlias, TypeVar, overload
 
 from jmpx._loss_scale import LossScale
 from jmpx._loss_scale_fields import (
@@ -13,31 +13,36 @@ from jmpx._loss_scale_fields import (
     find_kind,
 )
 from jmpx._loss_scale_numbers import ARGUMENTS
-from jmpx._messages import did_you_mean, position
-from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap, get_policy_map
+from jmpx._mappings import (
+    Found,
+    MappingLike,
+    child,
+    is_mapping,
+    quote,
+    read_keys,
+    refuse_value,
+)
+from jmpx._messages import describe as describe_value, did_you_mean, position
+from jmpx._policy_map import PolicyMap, PolicyMapLike, get_policy_map
 from jmpx._policy_strings import without_last_semicolon
 
 LossScaleT = TypeVar("LossScaleT", bound=LossScale)
+
+# What `get_loss_scale` takes.
+LossScaleLike: TypeAlias = str | MappingLike | LossScale
 
 _EXAMPLE = "'dynamic,init=2**15'"
 
 
 @overload
-def get_loss_scale(
-    spec: LossScaleT, policy: PolicyMap | Policy | str | None = ...
-) -> LossScaleT: ...
+def get_loss_scale(spec: LossScaleT, policy: PolicyMapLike | None = ...) -> LossScaleT: ...
 
 
 @overload
-def get_loss_scale(
-    spec: str | Mapping[str, Any], policy: PolicyMap | Policy | str | None = ...
-) -> LossScale: ...
+def get_loss_scale(spec: LossScaleLike, policy: PolicyMapLike | None = ...) -> LossScale: ...
 
 
-def get_loss_scale(
-    spec: str | Mapping[str, Any] | LossScale, policy: PolicyMap | Policy | str | None = None
-) -> LossScale:
+def get_loss_scale(spec: LossScaleLike, policy: PolicyMapLike | None = None) -> LossScale:
     """Makes a loss scale from a string, such as `"dynamic, init=2**15, period=500"`.
 
     The string begins with a kind:
@@ -59,7 +64,7 @@ def get_loss_scale(
     Args:
         spec: the string; or a mapping such as `{"type": "dynamic", "init": 32768}`, whose numbers
             may be strings; or a loss scale, which is returned as it is.
-        policy: a policy or a policy map, or the string of either. Only `auto` needs it.
+        policy: a policy map, or anything else that `get_policy_map` takes. Only `auto` needs it.
 
     Returns:
         The loss scale. `str()` of it is a string that gives an equal one, `.to_dict()` a mapping.
@@ -67,7 +72,8 @@ def get_loss_scale(
     Raises:
         TypeError: if `spec` or `policy` is of another type, or a number of a mapping is none.
         ValueError: if the string does not follow the grammar, a number is out of its range or
-            contradicts another, or `auto` has no policy. The message gives the position.
+            contradicts another, or `auto` has no policy. The message gives the position in the
+            string, or the path in the mapping.
 
     Example:
         >>> import jmpx
@@ -86,25 +92,39 @@ one of 'init', 'period', 'factor', 'min', 'max', 'backoff', 'hysteresis', 'count
 'period'?
     """
     policy_map = None if policy is None else get_policy_map(policy)
+    return read_loss_scale(Found(spec, ""), policy_map)
+
+
+def read_loss_scale(found: Found, policy_map: PolicyMap | None) -> LossScale:
+    """Makes a loss scale from what a user gave, or from what a mapping has at a path.
+
+    Args:
+        found: the string, mapping or loss scale; and its path, empty for what is not in a mapping.
+        policy_map: what decides `auto`.
+
+    Raises:
+        TypeError: if the value is of another type, or a number of a mapping is none.
+        ValueError: as `get_loss_scale`.
+    """
+    spec, path = found
     if isinstance(spec, LossScale):
         return spec
     if isinstance(spec, str):
-        kind, numbers, places = parse_loss_scale(spec)
+        kind, numbers, places = parse_loss_scale(spec, quote(spec, path))
         return build(kind, numbers, places.__getitem__, policy_map)
-    if isinstance(spec, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        fields = {str(key): value for key, value in spec.items()}
-        where = f"of loss scale {fields!r}"
-        return make_loss_scale(fields, lambda key: f"at {key!r} {where}", policy_map)
-    raise TypeError(
-        f"Expected the string of a loss scale, a mapping or a loss scale, got {spec!r}: write for "
-        f"example {_EXAMPLE}."
-    )
+    if is_mapping(spec):
+        given = read_keys(spec, path, {word: word for word in ("type", *ARGUMENTS)})
+        fields = {key: found.value for key, found in given.items()}
+        paths = {"type": child(path, "type")} | {key: each.path for key, each in given.items()}
+        return make_loss_scale(fields, lambda key: f"at {paths[key]}", policy_map)
+    what = "the string of a loss scale, a mapping or a loss scale"
+    raise refuse_value(what, spec, path, f"write for example {_EXAMPLE}, or 'none'")
 
 
 def make_loss_scale(
     fields: Mapping[str, object],
     place: Callable[[str], str],
-    policy: PolicyMap | Policy | str | None = None,
+    policy: PolicyMapLike | None = None,
 ) -> LossScale:
     """Makes a loss scale from the fields of a mapping.
 
@@ -125,7 +145,7 @@ def make_loss_scale(
     kind = fields[words["type"]]
     if not isinstance(kind, str):
         raise TypeError(
-            f"Expected the kind of a loss scale, got {kind!r} {where}: write one of "
+            f"Expected the kind of a loss scale, got {describe_value(kind)} {where}: write one of "
             f"{describe(KINDS)}."
         )
     kind = find_kind(kind, where)
@@ -139,8 +159,15 @@ def make_loss_scale(
     return build(kind, numbers, places.__getitem__, policy_map)
 
 
-def parse_loss_scale(text: str) -> tuple[str, dict[str, int | float], dict[str, str]]:
-    """Parses the string of a loss scale.
+def parse_loss_scale(
+    text: str, quoted: str | None = None, start: int = 0
+) -> tuple[str, dict[str, int | float], dict[str, str]]:
+    """Parses the string of a loss scale, which may be the end of a longer string.
+
+    Args:
+        text: the string.
+        quoted: the user's whole string as error messages quote it; None means `text`.
+        start: the index of `text` in the whole string.
 
     Returns:
         The kind; the numbers by their keys; and where the kind, by the key `type`, and each number
@@ -149,23 +176,28 @@ def parse_loss_scale(text: str) -> tuple[str, dict[str, int | float], dict[str, 
     Raises:
         ValueError: if the string does not follow the grammar, or a number is out of its range.
     """
-    of = f"of loss scale {text!r}"
+    of = f"of loss scale {text!r}" if quoted is None else f"of loss scale {quoted}"
     whole = without_last_semicolon(text)
+    if "|" in whole:
+        raise ValueError(
+            f"Unexpected '|' at position {start + whole.index('|')} {of}: give a policy and a loss "
+            "scale together to jmpx.get_mixed_precision, which takes both."
+        )
     if ";" in whole:
         raise ValueError(
-            f"Unexpected ';' at position {whole.index(';')} {of}: give one loss scale, with commas "
-            "between its parts."
+            f"Unexpected ';' at position {start + whole.index(';')} {of}: give one loss scale, "
+            "with commas between its parts."
         )
     fields = whole.split(",")
     word, equals, number = fields[0].partition("=")
-    where = f"{position(word, 0)} {of}"
+    where = f"{position(word, start)} {of}"
     kind = find_kind(word, where)
     numbers: dict[str, int | float] = {}
     places = {"type": where}
     if equals:
-        find_key("init", kind, numbers, f"{position(number, len(word) + 1)} {of}")
+        find_key("init", kind, numbers, f"{position(number, start + len(word) + 1)} {of}")
         fields[0] = f"init={number}"
-    start = len(word) - len("init") if equals else len(fields.pop(0)) + 1
+    start += len(word) - len("init") if equals else len(fields.pop(0)) + 1
     for field in fields:
         word, number = _split(field, start, of)
         key = find_key(word, kind, numbers, f"{position(word, start)} {of}")

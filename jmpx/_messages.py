@@ -1,4 +1,9 @@
-"""What error messages about a user's string have in common: the place, and the nearest word."""
+"""What error messages about a user's input share: the place, the nearest word, the value."""
+
+import reprlib
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
 
 
 def position(part: str, start: int) -> str:
@@ -24,3 +29,12 @@ def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
     word = word.strip()
     near = [n for w in (word, word.lower()) for n in difflib.get_close_matches(w, known, n=1)]
     return f"; did you mean {known[near[0]]!r}?" if near else "."
+
+
+def describe(value: object) -> str:
+    """Returns the `repr` of any value on one line, shortened if it is long or deeply nested."""
+    try:
+        text = _REPR.repr(value)
+    except ValueError:  # Python does not write integers of more than some thousand digits.
+        text = f"<{type(value).__name__}>"
+    return " ".join(text.splitlines())
