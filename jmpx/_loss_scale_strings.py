@@ -118,7 +118,7 @@ def read_loss_scale(found: Found, policy_map: PolicyMap | None) -> LossScale:
         paths = {"type": child(path, "type")} | {key: each.path for key, each in given.items()}
         return make_loss_scale(fields, lambda key: f"at {paths[key]}", policy_map)
     what = "the string of a loss scale, a mapping or a loss scale"
-    raise refuse_value(what, spec, path, f"write for example {_EXAMPLE}")
+    raise refuse_value(what, spec, path, f"write for example {_EXAMPLE}, or 'none'")
 
 
 def make_loss_scale(
@@ -178,6 +178,11 @@ def parse_loss_scale(
     """
     of = f"of loss scale {text!r}" if quoted is None else f"of loss scale {quoted}"
     whole = without_last_semicolon(text)
+    if "|" in whole:
+        raise ValueError(
+            f"Unexpected '|' at position {start + whole.index('|')} {of}: give a policy and a loss "
+            "scale together to jmpx.get_mixed_precision, which takes both."
+        )
     if ";" in whole:
         raise ValueError(
             f"Unexpected ';' at position {start + whole.index(';')} {of}: give one loss scale, "

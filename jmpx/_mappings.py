@@ -75,14 +75,11 @@ def read_keys(mapping: MappingLike, path: str, keys: Mapping[str, str]) -> dict[
     spelled: dict[str, str] = {}
     for key in _read(lambda: list(mapping.keys()), path):
         if not isinstance(key, str):
-            raise TypeError(
-                f"Expected strings as keys{at(path)}, got {describe(key)}: quote the key; YAML "
-                "reads the words on, off, yes and no as booleans."
-            )
+            raise refuse_value("a string as a key", key, path, "write it in quotes")
         name = keys.get(key.strip().lower(), key)
         if name in values:
             raise ValueError(
-                f"Duplicate key {key!r} at {child(path, key)}: {spelled[name]!r}, which means the "
+                f"Duplicate key at {child(path, key)}: {spelled[name]!r}, which means the "
                 "same, stands there, too; write one of them."
             )
         found = child(path, key)
@@ -107,9 +104,10 @@ def _read(read: Callable[[], Any], path: str) -> Any:
     try:
         return read()
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        lines = str(error).splitlines() or [""]
+        reason = f"{type(error).__name__}: {lines[0]}"
         raise ValueError(
-            f"Cannot read the value{at(path)} ({reason}): give it a value, or leave its key out."
+            f"Cannot read the value{at(path)} ({reason}): give it a value, or leave it out."
         ) from error
 
 
@@ -123,9 +121,9 @@ def refuse_value(what: str, value: object, path: str, remedy: str) -> TypeError:
         remedy: the end of the sentence.
     """
     if path and value is None:
-        remedy += ", or leave the key out"
-    elif path and isinstance(value, bool):
-        remedy += ", in quotes, because YAML reads on, off, yes and no as booleans"
+        remedy += ", or leave it out"
+    elif isinstance(value, bool):
+        remedy += "; YAML reads the words on, off, yes and no as booleans, unless they are quoted"
     return TypeError(f"Expected {what}{at(path)}, got {describe(value)}: {remedy}.")
 
 
@@ -139,6 +137,4 @@ def unknown_key(key: str, path: str, expected: str, known: Iterable[str]) -> Val
         known: the keys that it may have, of which the message suggests the nearest.
     """
     near = did_you_mean(key, list(known))
-    return ValueError(
-        f"Unknown key {key!r} at {child(path, key)}: expected one of {expected}{near}"
-    )
+    return ValueError(f"Unknown key at {child(path, key)}: expected one of {expected}{near}")

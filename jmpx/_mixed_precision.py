@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax.core
 import numpy as np
 
+from jmpx._dtypes import is_dtype
 from jmpx._leaves import is_array
 from jmpx._loss_scale import LossScale
 from jmpx._loss_scale_fields import KINDS, build
@@ -209,7 +210,13 @@ def get_mixed_precision(spec: MixedPrecisionLike) -> MixedPrecision:
             f"Expected a policy map and a loss scale, got {spec} alone: write for example "
             f"jmpx.MixedPrecision('c=f16,o=f32', {spec!r})."
         )
-    return MixedPrecision(get_policy_map(spec))
+    if isinstance(spec, Policy | PolicyMap) or is_dtype(spec):
+        return MixedPrecision(spec)
+    raise TypeError(
+        "Expected the string of a mixed precision, a mapping, a dtype, a jmpx.Policy, a "
+        f"jmpx.PolicyMap or a jmpx.MixedPrecision, got {describe(spec)}: write for example "
+        f"{_EXAMPLE}."
+    )
 
 
 def _parse(text: str) -> MixedPrecision:

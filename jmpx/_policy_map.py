@@ -148,7 +148,7 @@ def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
         sections = read_sections(policy_map)
         if "loss_scale" in sections:
             path = sections["loss_scale"].path
-            raise ValueError(f"Unexpected key 'loss_scale' at {path}: {NO_LOSS_SCALE}.")
+            raise ValueError(f"Unexpected key at {path}: {NO_LOSS_SCALE}.")
         return read_policy_map(sections)
     return _read_whole(Found(policy_map, ""))
 
@@ -231,8 +231,8 @@ def read_policy_map(sections: dict[str, Found]) -> PolicyMap:
         return whole
     if whole.rules:
         raise ValueError(
-            f"Unexpected rule {str(whole.rules[0])!r} at policy, beside the key 'rules': write all "
-            f"rules at {rules.path}."
+            f"Unexpected rule {str(whole.rules[0])!r} at policy: write all rules under 'rules', "
+            "which is given, too."
         )
     return PolicyMap(whole.default, tuple(_read_rules(rules)))
 

@@ -219,7 +219,7 @@ def _unknown_key(key: str, path: str) -> ValueError:
     reasons = {"rules": _NO_RULES, "loss_scale": NO_LOSS_SCALE, "policy": _NO_POLICY}
     reason = reasons.get(key.strip().lower())
     if reason is not None:
-        return ValueError(f"Unexpected key {key!r} at {child(path, key)}: {reason}.")
+        return ValueError(f"Unexpected key at {child(path, key)}: {reason}.")
     return unknown_key(key, path, DESCRIBED_KEYS, KEYS)
 
 

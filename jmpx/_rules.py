@@ -31,7 +31,7 @@ from jmpx._policy_strings import (
 _FIELDS = ("params", "compute", "output", "matmul")
 
 # The keys of a rule's mapping.
-_KEYS = KEYS | {name: name for name in ("select", "optional", "policy")}
+_KEYS = KEYS | {name: name for name in ("select", "optional", "policy")} | {"selector": "select"}
 
 _NO_REDUCE = (
     "gradients are summed over devices in one dtype, so give it in the default policy, the one "
