@@ -169,7 +169,7 @@ class _Session(Session):
         if is_part or not is_public(context.method_name):
             return method(*args, **kwargs)
         policy = self.call_policy(module)
-        if is_convolution(module, kwargs):
+        if is_convolution(context, kwargs):
             outer = self.calls[-1].policy if self.calls else None
             in_force = outer if policy is None else policy
             self.note_convolution(type(module), module.module_name, in_force)
