@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import haiku as hk
 from jax.typing import DTypeLike
 
-from jmpx._adapters import Args, Kwargs, Method, ignores_matmul, warn_of_convolution
+from jmpx._adapters import Args, Kwargs, Method, ignores_matmul, is_public, warn_of_convolution
 from jmpx._marks import Module
 from jmpx._matmul import matmul_of, matmul_region
 from jmpx._messages import user_stacklevel
@@ -85,9 +85,10 @@ def _intercept(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodCon
     return run_method(method, args, kwargs, context)
 
 
-def is_convolution(module: hk.Module, kwargs: Kwargs) -> bool:
-    """Whether a module is a convolution, and its call sets no precision of its own."""
-    return isinstance(module, _CONVOLUTIONS) and kwargs.get("precision") is None
+def is_convolution(context: hk.MethodContext, kwargs: Kwargs) -> bool:
+    """Whether a method call is that of a convolution, without a precision of its own."""
+    is_call = isinstance(context.module, _CONVOLUTIONS) and is_public(context.method_name)
+    return is_call and kwargs.get("precision") is None
 
 
 def note_policy(cls: type, policy: Policy | None) -> None:
@@ -117,15 +118,14 @@ def keep_intercepting() -> None:
 
 def run_method(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext) -> Any:
     """Runs a method with the algorithm of the policy that Haiku's registry has for its class."""
-    module = context.module
-    policy = _store.get_policy(type(module))
+    policy = _store.get_policy(type(context.module))
     outer = _thread.running[-1] if _thread.running else _NOTHING
     if policy is None:
-        _check_convolution(module, kwargs, outer)
+        _check_convolution(context, kwargs, outer)
         return method(*args, **kwargs)
     own = matmul_of(policy)
     running = _Running(outer.matmul if own is None else own, policy.compute_dtype)
-    _check_convolution(module, kwargs, running)
+    _check_convolution(context, kwargs, running)
     _thread.running.append(running)
     try:
         # What the class around it has, too, is inherited: see `matmul_region`.
@@ -135,11 +135,11 @@ def run_method(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodCon
         _thread.running.pop()
 
 
-def _check_convolution(module: hk.Module, kwargs: Kwargs, running: _Running) -> None:
+def _check_convolution(context: hk.MethodContext, kwargs: Kwargs, running: _Running) -> None:
     """Warns of a convolution whose algorithm JAX ignores, once for each policy that is set."""
-    if _thread.has_warned or not is_convolution(module, kwargs):
+    if _thread.has_warned or not is_convolution(context, kwargs):
         return
     if ignores_matmul(running.matmul, running.dtype):
         _thread.has_warned = True
-        called = Module(type(module), module.module_name)
+        called = Module(type(context.module), context.module.module_name)
         warn_of_convolution(called, running.matmul, user_stacklevel("haiku", "jax"))

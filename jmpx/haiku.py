@@ -171,7 +171,7 @@ class _Session(Session):
         policy = self.call_policy(module)
         outer = self.calls[-1].policy if self.calls else None
         self.note(type(module), module.module_name, policy, outer)
-        if is_convolution(module, kwargs):
+        if is_convolution(context, kwargs):
             in_force = outer if policy is None else policy
             self.note_convolution(type(module), module.module_name, in_force)
         if policy is None:
