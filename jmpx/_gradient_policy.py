@@ -78,8 +78,9 @@ def precision_finder(
 
 def _parse(policy: Any) -> Policy | PolicyMap:
     """Returns the policy map of a string with rules, and the policy of one without."""
-    is_map = isinstance(policy, PolicyMap) or (isinstance(policy, str) and _has_rules(policy))
-    return get_policy_map(policy) if is_map else get_policy(policy)
+    if isinstance(policy, PolicyMap) or (isinstance(policy, str) and _has_rules(policy)):
+        return get_policy_map(policy)
+    return get_policy(policy)
 
 
 def _has_rules(text: str) -> bool:

@@ -348,7 +348,7 @@ def test_an_nnx_module(rng):
     assert finite.all() and grads["kernel"].shape == (DEVICES, 6, 3)
 
     def reference(kernel, x):
-        return ((x @ kernel + model.bias[...]) ** 2).mean()
+        return ((x @ kernel + params["bias"][...]) ** 2).mean()
 
     each = [jax.grad(reference)(model.kernel[...], x) for x in batch]
     np.testing.assert_allclose(grads["kernel"][0], np.mean(each, axis=0), atol=0.05)
