@@ -14,6 +14,7 @@ from jmpx._autocast.binding import bind_arrays, is_float32, run_as_traced
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
 from jmpx._jaxpr import Atom, Equation, Jaxpr
+from jmpx._modules import marked_calls
 
 
 @register("call", "closed_call", "jit", "remat2", everywhere=True)
@@ -158,7 +159,8 @@ def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> lis
 
     def jvp(primals: Any, tangents: Any) -> Any:
         varied = [i for i, tangent in enumerate(tangents) if _has_tangent(tangent)]
-        rule = _trace_rule(equation, varied)
+        with marked_calls(interpreter.regions.policy_map.rules):
+            rule = _trace_rule(equation, varied)
         inputs = [Value.of(p, t) for p, t in zip(primals, traits, strict=True)]
         inputs += [Value(tangents[i], traits[i].yields, tangent=True) for i in varied]
         outputs = interpreter.evaluate(rule, inputs, scope)

@@ -13,6 +13,7 @@ from jmpx._autocast.products import gives_algorithm, with_algorithms
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Array, Value
 from jmpx._jaxpr import Equation
+from jmpx._modules import marked_calls
 from jmpx._scopes import FULL_PRECISION
 
 
@@ -30,7 +31,8 @@ def custom_vjp(context: Context, equation: Equation, values: list[Value]) -> lis
     interpreter, scope = context.interpreter.fresh(), f"{context.scope}/{FULL_PRECISION}".strip("/")
 
     def evaluate(fn: Any, *args: Any) -> Any:
-        traced = _jaxpr.trace(fn, args, {})
+        with marked_calls(interpreter.regions.policy_map.rules):
+            traced = _jaxpr.trace(fn, args, {})
         operands = [Value(array, yields=False) for array in traced.arrays]
         results = interpreter.evaluate(traced.jaxpr, operands, scope)
         return traced.rebuild([result.array for result in results])
@@ -68,5 +70,5 @@ def _instantiated(cotangent: Any) -> Any:
     """Returns a cotangent as an array; JAX marks those that are zero."""
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
-    shape, dtype = cotangent.aval.shape, cotangent.aval.dtype
-    return (np if dtype == jax.dtypes.float0 else jnp).zeros(shape, dtype)
+    aval: Any = cotangent.aval
+    return (np if aval.dtype == jax.dtypes.float0 else jnp).zeros(aval.shape, aval.dtype)
