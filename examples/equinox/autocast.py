@@ -1,12 +1,12 @@
 """Trains a small convolutional network on digits under autocast; the model contains no cast.
 
     python examples/equinox/autocast.py
-    python examples/equinox/autocast.py "--mp_policy=c=f16; op.tanh: full"
+    python examples/equinox/autocast.py "--mp_policy=c=f16; op.tanh: full" --mp_loss_scale=static=8
     python examples/equinox/autocast.py --mp_policy=full
 
 The policy sets the dtype of matrix products and convolutions; autocast's rules set those of all
-other operations. Rules for modules (`*/eqx.nn.MLP: full`) and for operations (`op.tanh: full`)
-override it.
+other operations. Rules for modules (`*/eqx.nn.MLP: c=f32,m=highest`) and for operations
+(`op.tanh: full`) override it.
 """
 
 import datasets

@@ -313,7 +313,7 @@ def main(arguments: list[str]) -> None:
     milliseconds = 1000 * statistics.median(history.seconds[1:] or history.seconds)
     print(
         f"test accuracy {history.accuracies[-1]:.2%}, {milliseconds:.1f} ms a step "
-        f"({MP.policy_map})"
+        f"({MP.mixed_precision()})"
     )
     if PLOT.value is not None:
         draw(history, f"{DATASET.value}, {MP.policy_map}", PLOT.value)

@@ -272,6 +272,8 @@ def test_a_batch_that_devices_cannot_share_ends_with_one_line():
 
 BAD = [
     (["--mp_policy=c=bf16; LayerNorm"], "Second default"),
+    (["--mp_policy=c=bf16,r=f64"], "float32, bfloat16 and float16 only"),
+    (["--mp_loss_scale=static=8", "--mp_scale_value=4"], "--mp_scale_value"),
     (["--heads=3"], "--heads must divide --width"),
     (["--patch=3"], "--patch must divide the side of the images"),
     (["--accumulate=3"], "--accumulate must divide --batch_size"),
