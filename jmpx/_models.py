@@ -20,7 +20,7 @@ import numpy as np
 
 from jmpx import _jaxpr
 from jmpx._adapters import Session, inherited_policy, listening
-from jmpx._autocast import autocast
+from jmpx._autocast import Autocast, autocast
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.value import Value
@@ -139,7 +139,7 @@ def report(policy_map: PolicyMap, made: Any) -> Report:
         ValueError: if it is nothing that can be viewed or traced, or if tracing fails.
     """
     fn, args = _split(made)
-    models = [fn] if _is_viewable(fn) else list(_viewable(args))
+    models = _models_in(_unwrapped(fn), args)
     with warnings.catch_warnings(record=True) as caught, listening() as sessions:
         warnings.simplefilter("always")
         for model in models:
@@ -167,7 +167,12 @@ def _split(made: Any) -> tuple[Any, tuple[Any, ...]]:
     is_pair = type(made) is tuple and len(made) == 2
     fn, args = made if is_pair else (made, ())
     got = f"a value of type {type(made).__name__}"
-    if _is_viewable(fn):
+    if isinstance(fn, Autocast):
+        raise ValueError(
+            "The function of --model returns what jmpx.autocast has made under a policy map of "
+            "its own: let it return the module or the function without that."
+        )
+    if not is_pair and _is_viewable(fn):
         return fn, ()
     if callable(fn) or _initializer(fn) is not None:
         if is_pair and isinstance(args, tuple | list):
@@ -184,13 +189,28 @@ def _type_of(package: str, name: str) -> tuple[type, ...]:
 
 
 def _is_viewable(model: Any) -> bool:
-    """Whether it is a module of which a view can be made without a call."""
-    return isinstance(model, _type_of("equinox", "Module") + _type_of("flax.nnx", "Module"))
+    """Whether it is a module of which a view can be made without a call, and no wrapper of one."""
+    is_wrapper = isinstance(model, _type_of("equinox", "Module")) and hasattr(model, "__wrapped__")
+    kinds = _type_of("equinox", "Module") + _type_of("flax.nnx", "Module")
+    return isinstance(model, kinds) and not is_wrapper
 
 
-def _viewable(tree: Any) -> Iterator[Any]:
-    """Yields the outermost modules in a pytree of which views can be made."""
-    return filter(_is_viewable, jax.tree.leaves(tree, is_leaf=_is_viewable))
+def _models_in(fn: Any, args: tuple[Any, ...]) -> list[Any]:
+    """Returns the outermost modules of which views can be made: the function, or its arguments."""
+    if _is_viewable(fn):
+        return [fn]
+    return list(filter(_is_viewable, jax.tree.leaves(args, is_leaf=_is_viewable)))
+
+
+def _unwrapped(fn: Any) -> Any:
+    """Returns what is in a transformed function, such as `jax.vmap(model)`, or has its method."""
+    while not _is_viewable(fn):
+        owner = getattr(fn, "__self__", None)
+        inner = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__wrapped__", None)
+        if inner is None and not _is_viewable(owner):
+            return fn
+        fn = owner if _is_viewable(owner) else inner
+    return fn
 
 
 def _initializer(fn: Any) -> Callable[..., Any] | None:

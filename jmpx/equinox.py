@@ -148,8 +148,8 @@ class _Session(Session):
         cls = plain_class(type(module))
         policy = self.boundary_policy(cls, path, surrounding)
         has_statistics = isinstance(module, _WITH_STATISTICS)
-        if policy is None and inner is not surrounding:  # a container hands its policy on
-            policy = inner
+        if inner is not surrounding and self.explicit_policy(cls, path, surrounding) is None:
+            policy = inner  # a container hands its policy on
         if policy is None and surrounding is not None and isinstance(module, _INHERITING):
             policy = inherited_policy(surrounding)
         if isinstance(module, _CONVOLUTIONS):
@@ -160,7 +160,7 @@ class _Session(Session):
             stored = [leaf.dtype for leaf in jax.tree.leaves(module) if is_floating(leaf)]
             dtype = computable(stored[0] if stored else jnp.float32)
             policy = dataclasses.replace(policy, compute_dtype=dtype)
-        self.note(plain_class(type(module)), path, policy, surrounding)
+        self.note(cls, path, policy, inner)
         return policy
 
 

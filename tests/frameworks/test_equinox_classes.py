@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import equinox as eqx
 import jax
@@ -279,6 +279,18 @@ def test_a_container_hands_its_policy_on_to_the_modules_in_it(rng, key):
     inside = jmpx.cast_to_float16(model.box.encoder)(x.astype(BF16).astype(F16)).astype(BF16)
     inside = model.box.parts[0](inside.astype(F32)).astype(BF16)
     assert_same_bits(view(x), inside.astype(F32))
+
+
+def test_an_outermost_container_hands_its_policy_on(rng, key):
+    box = Container(eqx.nn.Linear(4, 4, key=key), [eqx.nn.LayerNorm(4)], jnp.ones(4))
+    box, x = randomized(box, rng), normal(rng, 4)
+    outer: Any = Container(box, [], jnp.ones(1))  # pyright: ignore[reportArgumentType]
+    for model, rule in ((box, "Container"), (outer, "/encoder")):
+        view = with_policies(model, f"c=bf16; {rule}: c=f32,o=f16; LayerNorm: bf16")
+        view = view if model is box else view.encoder
+        assert view.offset.dtype == view.encoder.weight.dtype == F32
+        assert_same_bits(view.encoder(x), box.encoder(x).astype(F16))
+        assert view.parts[0].weight.dtype == BF16
 
 
 def test_rules_that_match_nothing_are_told_once():

@@ -302,6 +302,46 @@ def test_modules_among_the_arguments_of_a_function(ask):
     assert others == []  # each rule matched in one of the two
 
 
+TRANSFORMED = {
+    "vmap": jax.vmap,
+    "jit": lambda model: functools.partial(jax.jit(jax.vmap(model))),
+    "filter_jit": lambda model: eqx.filter_jit(eqx.filter_vmap(model)),
+    "method": lambda model: model.__call__,
+    "model": lambda model: model,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMED)
+@pytest.mark.parametrize("framework", ["equinox", "nnx"])
+def test_a_model_in_a_transformed_function_is_found(framework, transform, ask):
+    made = (TRANSFORMED[transform](MADE[framework]), (X,))
+    tables, _ = ask(lambda: made, "c=bf16; */head: full")
+    rows = by_layer(framework, only(tables))
+    assert rows["head"]["compute"] == "float32" and len(only(tables)) == 6
+    assert list(tables) == [list(ask(lambda: MADE[framework], "c=bf16; */head: full")[0])[0]]
+
+
+def test_the_modules_in_an_equinox_container_inherit_from_it(ask):
+    class Box(eqx.Module):
+        norm: eqx.nn.BatchNorm
+        layers: list
+
+    class Outer(eqx.Module):
+        box: Box
+
+        def __call__(self, x):
+            return self.box.layers[0](x)
+
+    linear = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+    box = Box(eqx.nn.BatchNorm(3, "batch", mode="ema"), [linear])
+    for model in (box, Outer(box)):
+        tables, _ = ask(lambda model=model: model, "c=bf16; Box: c=f16; */0: o=f32")
+        found = {row["class"]: (row["rule"], row["compute"], row["output"]) for row in only(tables)}
+        assert found["Box"] == ("Box", "float16", "bfloat16")
+        assert found["BatchNorm"] == ("its statistics", "float32", "bfloat16")
+        assert found["Linear"] == ("*/0", "bfloat16", "float32")
+
+
 def test_a_module_that_two_policies_surround_has_two_rows(ask):
     class Outer(hk.Module):
         def __init__(self, inner):
@@ -376,6 +416,10 @@ def own_haiku():
     return hk.transform(run), (X,)
 
 
+def own_autocast():
+    return jmpx.autocast(MADE["equinox"]), (X,)
+
+
 def own_equinox():
     return lambda x: jmpx.equinox.with_policies(MADE["equinox"])(x), (X,)
 
@@ -397,6 +441,7 @@ WRONG = {
     "THIS:own_haiku": (
         "runs them under its own jmpx.haiku.policies('params=float32,compute=float16",
     ),
+    "THIS:own_autocast": ("returns what jmpx.autocast has made under a policy map of its own",),
     "THIS:own_equinox": ("runs them under its own jmpx.equinox.with_policies('')",),
 }
 RETURNED = {
