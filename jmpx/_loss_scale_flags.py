@@ -158,7 +158,9 @@ class LossScaleFlags:
         kind = parse_loss_scale(str(self.whole.value))[0]
         kinds = {decide(each, policy_map, "") for each in (kind, _KINDS[str(self.kind.value)])}
         if len(kinds) != 1:
-            self._refuse(self.kind, f"whose kind is {kind!r}")
+            decided = decide(kind, policy_map, "")
+            means = "" if decided == kind else f", which the policy decides to be {decided!r}"
+            self._refuse(self.kind, f"whose kind is {kind!r}{means}")
 
     def _check_part(self, key: str, flag: Flag[Any]) -> None:
         scale = get_loss_scale(str(self.whole.value), policy="float16")

@@ -83,7 +83,7 @@ def test_flags_for_parts_that_agree_are_taken(text, parts):
 CONTRADICT = [
     ("dynamic", "scale_type=Static", "whose kind is 'dynamic'"),
     ("none", "scale_type=Dynamic", "whose kind is 'none'"),
-    ("auto", "scale_type=Dynamic", "whose kind is 'auto'"),  # which f32 decides to be none
+    ("auto", "scale_type=Dynamic", "whose kind is 'auto', which the policy decides to be 'none'"),
     ("static=8", "scale_value=16", "whose 'init' is 8"),
     ("static=8", "scale_period=7", "which has no 'period'"),
     ("none", "scale_value=8", "which has no 'init'"),
