@@ -183,22 +183,32 @@ class DynamicLossScale(Scaling):
             shrunk = scale / float(self.factor)
         else:
             shrunk = scale * self.backoff_factor
-        if self.hysteresis == 1:
-            due = jnp.asarray(self.counter) >= int(self.period) - 1
-            counter = jnp.where(finite & ~due, self.counter + 1, 0)
-        else:
-            # The row of overflows with this one, as a negative number.
-            row = jnp.minimum(self.counter, 0) - 1
-            steps = jnp.maximum(self.counter, 0) + 1
-            due = steps >= int(self.period)
-            shrunk = jnp.where(row <= -int(self.hysteresis), shrunk, scale)
-            row = jnp.maximum(row, 1 - int(self.hysteresis))  # The next one shrinks again.
-            counter = jnp.where(finite, jnp.where(due, 0, steps), row)
+        due = self._finite_steps >= int(self.period) - 1
+        if self.hysteresis != 1:
+            shrunk = jnp.where(self._overflows >= int(self.hysteresis) - 1, shrunk, scale)
         return dataclasses.replace(  # Its constructor clips the scale.
             self,
             loss_scale=jnp.where(finite, jnp.where(due, grown, scale), shrunk),
-            counter=counter,
+            counter=self._count(finite, due),
         )
+
+    @property
+    def _finite_steps(self) -> jax.Array:
+        """How many finite steps came since the scale last changed or a step overflowed."""
+        return jnp.asarray(self.counter) if self.hysteresis == 1 else jnp.maximum(self.counter, 0)
+
+    @property
+    def _overflows(self) -> jax.Array:
+        """How many overflows came in a row."""
+        return jnp.maximum(-self.counter, 0)
+
+    def _count(self, finite: jax.Array, due: jax.Array) -> jax.Array:
+        """Returns the counter of the next step."""
+        if self.hysteresis == 1:
+            return jnp.where(finite & ~due, self.counter + 1, 0)
+        # A full row stays one overflow short of its length, so that the next one shrinks, too.
+        overflows = jnp.minimum(self._overflows + 1, int(self.hysteresis) - 1)
+        return jnp.where(finite, jnp.where(due, 0, self._finite_steps + 1), -overflows)
 
     def _numbers(self) -> dict[str, int | float]:
         """The numbers by their keys in strings, without defaults other than that of `init`.

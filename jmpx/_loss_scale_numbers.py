@@ -97,14 +97,20 @@ def concrete_leaf(leaf: object, name: str) -> Any:
     Raises:
         TypeError: if it is traced, donated or of another shape, or no array.
     """
-    if is_array(leaf) and leaf.ndim == 0 and not isinstance(leaf, jax.core.Tracer):
+    if not is_array(leaf):
+        what = f"of the type {type(leaf).__name__}"
+    elif isinstance(leaf, jax.core.Tracer):
+        what = "traced"
+    elif leaf.ndim != 0:
+        what = f"an array of shape {leaf.shape}"
+    else:
         try:
             return np.asarray(leaf)
-        except RuntimeError:  # It was donated, or another process holds it.
-            pass
+        except RuntimeError:
+            what = "donated, or held by another process"
     raise TypeError(
-        f"Cannot write a loss scale whose {name} is {leaf!r}, which is not one number: write it "
-        "outside of jax.jit and jax.vmap, and before it is donated."
+        f"Cannot write a loss scale whose {name} is {what}, so not one number: write it outside of "
+        "jax.jit and jax.vmap, and before it is donated."
     )
 
 
