@@ -69,3 +69,30 @@ def given_value_or_sentence(read, value):
         sentence = str(error)
         assert len(sentence.splitlines()) == 1 and sentence[-1] in ".?", sentence
         return sentence
+
+
+@st.composite
+def loss_scales(draw):
+    scale = draw(st.floats(2**-20, 2**40, width=32) | st.sampled_from([1.0, 1024.0, 2.0**15]))
+    kind = draw(st.sampled_from(["none", "static", "dynamic"]))
+    if kind == "none":
+        return jmpx.NoOpLossScale()
+    if kind == "static":
+        return jmpx.StaticLossScale(scale)
+    low = draw(st.none() | st.floats(2**-20, scale))
+    high = draw(st.none() | st.floats(scale, 2**60))
+    fields = {
+        "loss_scale": scale,
+        "counter": draw(st.none() | st.integers(0, 1000)),
+        "period": draw(st.none() | st.integers(1, 2**31 - 1)),
+        "factor": draw(st.none() | st.floats(1.5, 100) | st.integers(2, 64)),
+        "min_loss_scale": min(1.0, scale) if low is None else low,
+        "max_loss_scale": high,
+        "backoff_factor": draw(st.none() | st.floats(0.125, 0.9375)),
+        "hysteresis": draw(st.none() | st.integers(1, 5)),
+    }
+    return jmpx.DynamicLossScale(**{k: v for k, v in fields.items() if v is not None})
+
+
+def mixed_precisions():
+    return st.builds(jmpx.MixedPrecision, policy_maps(), loss_scales())

@@ -190,8 +190,8 @@ LOSS_SCALES = [
     (False, "Expected the string of a loss scale, ", "YAML reads the words on, off"),
     (1024, "Expected the string of a loss scale, ", "at loss_scale, got 1024: "),
     (["dynamic"], "Expected the string of a loss scale, ", "at loss_scale, got ['dynamic']: "),
-    ({}, "Missing type at loss_scale.type: ", "'dynamic'"),
-    ({"init": 8}, "Missing type at loss_scale.type: ", "'dynamic'"),
+    ({}, "Missing ", "at loss_scale.type: "),
+    ({"init": 8}, "Missing ", "at loss_scale.type: "),
     ({"type": None}, "Expected the kind of a loss scale, got None at loss_scale.type: ", "'none'"),
     ({"type": "dynamc"}, "Unknown kind 'dynamc' at loss_scale.type: ", "did you mean 'dynamic'?"),
     (
