@@ -17,15 +17,19 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from jmpx._casts import cast_like
-from jmpx._contexts import Context, Hook, entered, refuse_other_tasks
+from jmpx._contexts import Context, Hook, entered, opened, refuse_other_tasks
+from jmpx._dtypes import DTypeLike
 from jmpx._marks import Module, in_module
+from jmpx._matmul import is_algorithm, matmul_of
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
 from jmpx._registry import policy_of, running
@@ -64,6 +68,20 @@ def required_package(package: str, framework: str) -> Iterator[None]:
         ) from None
 
 
+class Met(NamedTuple):
+    """A module that a session met.
+
+    Args:
+        module: the module.
+        boundary: its boundary policy; None if its calls do not cast.
+        surrounding: the surrounding policy; None for the outermost call.
+    """
+
+    module: Module
+    boundary: Policy | None
+    surrounding: Policy | None
+
+
 class Session:
     """One use of a policy map: a `policies` context, or one making of a view.
 
@@ -74,6 +92,9 @@ class Session:
 
     Attributes:
         seen: the modules that were met.
+        coarse: the convolutions for which JAX ignores the algorithm of their policy, with its name.
+        met: these modules with their policies, in the order of their first calls; empty outside of
+            `listening`.
 
     Raises:
         TypeError: if `policy_map` is of another type.
@@ -84,6 +105,11 @@ class Session:
         self.name = name
         self.policy_map = None if policy_map is None else get_policy_map(policy_map)
         self.seen: set[Module] = set()
+        self.coarse: dict[Module, str] = {}
+        self.met: dict[Met, None] = {}
+        self._listeners = opened(_Listener)
+        for listener in self._listeners:
+            listener.append(self)
 
     def opened(self, hook: Hook) -> AbstractContextManager[None]:
         """Returns the context that keeps the session open; JAX's caches tell policy maps apart."""
@@ -119,12 +145,76 @@ class Session:
             rule = self.policy_map.rule_for(cls, path)
             if rule is not None:
                 return rule.resolve(self.policy_map.default, surrounding)
-        return policy_of(cls)
+        policy = policy_of(cls)
+        default = None if self.policy_map is None else self.policy_map.default
+        matmul = matmul_of(default if surrounding is None else surrounding)
+        if policy is None or matmul is None or matmul_of(policy) is not None:
+            return policy
+        return dataclasses.replace(policy, matmul_precision=matmul)  # a rule inherits it, too
 
-    def warn_unused(self, stacklevel: int) -> None:
-        """Warns of each rule that matched none of the modules; `stacklevel` is the caller's."""
+    def note(
+        self, cls: type, path: str, boundary: Policy | None, surrounding: Policy | None
+    ) -> None:
+        """Notes the policies of a module, after the adapter has decided on its boundary."""
+        if self._listeners:
+            self.met[Met(Module(cls, path), boundary, surrounding)] = None
+
+    def note_convolution(self, cls: type, path: str, policy: Policy | None) -> None:
+        """Notes a convolution without a precision of its own, for `warn`.
+
+        Args:
+            cls: its class.
+            path: its path.
+            policy: the policy under which it runs.
+        """
+        matmul = matmul_of(policy)
+        if matmul is not None and ignores_matmul(matmul, policy.compute_dtype):
+            self.coarse.setdefault(Module(cls, path), matmul)
+
+    def warn(self, stacklevel: int) -> None:
+        """Warns of each rule that matched no module, and of an algorithm that JAX ignores.
+
+        Args:
+            stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
+        """
         if self.policy_map is not None:
             warn_unused(self.policy_map, self.seen, stacklevel + 1)
+        if self.coarse:
+            warn_of_convolution(*next(iter(self.coarse.items())), stacklevel + 1)
+
+
+def ignores_matmul(matmul: str | None, dtype: DTypeLike) -> bool:
+    """Whether JAX would ignore an algorithm for a convolution that is computed in a dtype."""
+    return is_algorithm(matmul) and jnp.dtype(dtype) == jnp.float32
+
+
+def warn_of_convolution(module: Module, matmul: str | None, stacklevel: int) -> None:
+    """Warns of a convolution in float32 under a dot algorithm, which JAX ignores for it.
+
+    Args:
+        module: the convolution.
+        matmul: the name of the algorithm.
+        stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
+    """
+    warnings.warn(
+        f"matmul={matmul} does not hold for convolutions, such as the {module.cls.__name__} at "
+        f"{module.path!r}: JAX ignores a dot algorithm there and takes its default precision, so "
+        "give the convolutions a word, such as matmul=highest.",
+        stacklevel=stacklevel + 1,
+    )
+
+
+class _Listener(list[Session]):
+    """The sessions that began in a context of `listening`."""
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Session]]:
+    """Collects the sessions that begin while the context lasts; each notes what it meets."""
+    listener = _Listener()
+    # The key is new each time, so that JAX traces a jitted function again and its modules run.
+    with entered(Context("listening", listener, key=object())):
+        yield listener
 
 
 def inherited_policy(surrounding: Policy) -> Policy:

@@ -21,6 +21,8 @@ from jmpx._registry import running
 
 _NAME = "jmpx.flax.policies"
 
+_CONVOLUTIONS = (nn.Conv, nn.ConvLocal, nn.ConvTranspose)
+
 
 @contextlib.contextmanager
 def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[None]:
@@ -72,7 +74,7 @@ def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[Non
     session = _Session(_NAME, policy_map)
     with session.opened(_interception):
         yield
-    session.warn_unused(stacklevel=3)  # past contextlib, to the with statement
+    session.warn(stacklevel=3)  # past contextlib, to the with statement
     session.warn_without_linen(stacklevel=3)
 
 
@@ -148,7 +150,11 @@ class _Session(Session):
         if outer is not None and outer.module == called:
             return outer
         surrounding = None if outer is None else outer.policy
-        return _Call(called, self.boundary_policy(*called, surrounding), surrounding)
+        call = _Call(called, self.boundary_policy(*called, surrounding), surrounding)
+        self.note(*called, call.boundary_policy, surrounding)
+        if isinstance(module, _CONVOLUTIONS) and module.precision is None:
+            self.note_convolution(*called, call.policy)
+        return call
 
     def param(
         self, module: nn.Module, name: str, init: Callable[..., Any], *args: Any, **kwargs: Any

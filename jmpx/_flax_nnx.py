@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 _NAME = "jmpx.flax.with_policies"
 
+_CONVOLUTIONS = (nnx.Conv, nnx.ConvTranspose)
+
 
 class _Thread(threading.local):
     """The modules of views whose methods run in this thread, the innermost last."""
@@ -90,7 +92,7 @@ def with_policies(module: M, policy_map: str | Policy | PolicyMap | None = None)
         )
     session = _Session(_NAME, policy_map)
     view = session.view(module, "", None)
-    session.warn_unused(stacklevel=2)
+    session.warn(stacklevel=2)
     return view
 
 
@@ -120,6 +122,10 @@ class _Session(Session):
             policy = self.boundary_policy(plain_class(cls), path, surrounding)
             if policy is None and surrounding is not None and _has_statistics(value):
                 policy = inherited_policy(surrounding)
+            self.note(plain_class(cls), path, policy, surrounding)
+            if isinstance(value, _CONVOLUTIONS) and value.precision is None:
+                in_force = surrounding if policy is None else policy
+                self.note_convolution(plain_class(cls), path, in_force)
         if policy is not None:
             note_cast(_NAME)
             cls, surrounding = _view_class(cls, policy), policy

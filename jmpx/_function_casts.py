@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jmpx._casts import cast_tree
 from jmpx._dtypes import DTypeLike, as_dtype
 from jmpx._leaves import PyTree, is_floating
+from jmpx._matmul import as_matmul, matmul_region
 from jmpx._nnx_objects import sparing
 from jmpx._scopes import full_precision
 from jmpx._stateful import Pure, apply, call
@@ -67,7 +68,7 @@ def cast_function(
 
 
 def force_full_precision(
-    func: Callable[P, R], return_dtype: DTypeLike | None = None
+    func: Callable[P, R], return_dtype: DTypeLike | None = None, *, matmul: str | None = None
 ) -> Callable[P, R]:
     """Makes a function run in float32, for arguments of any floating dtype.
 
@@ -80,13 +81,16 @@ def force_full_precision(
         return_dtype: what the floating leaves of the result are cast to. None means the dtype of
             the floating arguments, the widest one if they differ; without a floating argument, the
             result is not cast.
+        matmul: the algorithm of the matrix products and convolutions inside; see
+            `full_precision`. None leaves it as it is. In a region whose policy sets a dot
+            algorithm but computes in another dtype, that algorithm holds.
 
     Returns:
         A function with the signature of `func`.
 
     Raises:
-        TypeError: if `func` is not callable or `return_dtype` is not a dtype.
-        ValueError: if `return_dtype` is not a floating dtype.
+        TypeError: if `func` is not callable, `return_dtype` is not a dtype, or `matmul` is no name.
+        ValueError: if `return_dtype` is not a floating dtype, or the algorithm is unknown.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -96,14 +100,18 @@ def force_full_precision(
         >>> mean(x)
         Array(100., dtype=float16)
     """
+    matmul = as_matmul(matmul)
     if return_dtype is None:
-        return _recast(func, jnp.float32, _widest_floating)
+        return _recast(func, jnp.float32, _widest_floating, matmul)
     outside = as_dtype(return_dtype)
-    return _recast(func, jnp.float32, lambda inputs: outside)
+    return _recast(func, jnp.float32, lambda inputs: outside, matmul)
 
 
 def _recast(
-    func: Callable[P, R], inside: DTypeLike, outside: Callable[[PyTree], DTypeLike | None]
+    func: Callable[P, R],
+    inside: DTypeLike,
+    outside: Callable[[PyTree], DTypeLike | None],
+    matmul: str | None = None,
 ) -> Callable[P, R]:
     """Casts the arguments of `func` to the dtype `inside`, its result to `outside(arguments)`."""
     if not callable(func):
@@ -114,7 +122,8 @@ def _recast(
     ) -> tuple[R, list[Any]]:
         return_dtype = outside((args[1:], kwargs))
         args, kwargs = sparing(lambda tree: cast_tree(tree, inside))((args, kwargs))
-        with full_precision() if inside is jnp.float32 else contextlib.nullcontext():
+        scope = full_precision() if inside is jnp.float32 else contextlib.nullcontext()
+        with scope, matmul_region(matmul, inside):
             result, updates = pure(state, *args, **kwargs)
         return result if return_dtype is None else cast_tree(result, return_dtype), updates
 

@@ -6,11 +6,16 @@ product is to be, and dot algorithms, which say in which dtypes it multiplies an
 """
 
 import contextlib
+import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 _WORDS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
 _ALGORITHMS = tuple(name for name in lax.DotAlgorithmPreset.__members__ if name != "DEFAULT")
@@ -74,3 +79,68 @@ def matmul_precision(matmul: str | None) -> AbstractContextManager[Any]:
         matmul: the name of the algorithm as JAX spells it; None changes nothing.
     """
     return contextlib.nullcontext() if matmul is None else jax.default_matmul_precision(matmul)
+
+
+def matmul_of(policy: Any) -> str | None:
+    """Returns the algorithm of a policy; one of JMP, which Haiku's registry may hold, has none."""
+    return getattr(policy, "matmul_precision", None)
+
+
+class _Held(NamedTuple):
+    """The dot algorithm of the innermost region of jmpx.
+
+    Attributes:
+        algorithm: its name. It is in force where the region computes in float32.
+        outside: JAX's setting without it, which holds where the region computes in another dtype.
+    """
+
+    algorithm: str
+    outside: str | None
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.held: _Held | None = None
+
+
+_thread = _Thread()
+# JAX's caches know its own setting; this tells them what a region inside would set.
+_held_key: Any = jax.make_user_context(None)  # Any, because JAX does not annotate it
+
+
+def matmul_region(matmul: str | None, dtype: DTypeLike) -> AbstractContextManager[Any]:
+    """Returns the context of a region: code that computes in one dtype, with one algorithm.
+
+    A word such as `highest` holds for all products: on those in 16 bits it changes nothing. A dot
+    algorithm would: JAX casts the operands of every product to the dtypes of the algorithm, float64
+    ones too. So it is in force where a region computes in float32 alone. Regions inside of another
+    one inherit it, also from one that does not compute in float32.
+
+    Args:
+        matmul: the name of the algorithm as JAX spells it; None inherits that of the surrounding
+            region, and leaves what somebody else has set since.
+        dtype: the dtype in which the region computes.
+    """
+    config: Any = jax.config  # Any, because JAX does not annotate its settings
+    held, now = _thread.held, config.jax_default_matmul_precision
+    if matmul is None:
+        if held is None or now not in held:
+            return contextlib.nullcontext()
+        matmul = held.algorithm
+    if not is_algorithm(matmul):
+        return _region(None, matmul)
+    outside = held.outside if held is not None and now == held.algorithm else now
+    in_force = np.dtype(dtype) == jnp.float32
+    return _region(_Held(matmul, outside), matmul if in_force else outside)
+
+
+@contextlib.contextmanager
+def _region(held: _Held | None, setting: str | None) -> Iterator[None]:
+    """Holds an algorithm while the context lasts, and sets JAX's default."""
+    before = _thread.held
+    _thread.held = held
+    try:
+        with _held_key(held), jax.default_matmul_precision(setting):
+            yield
+    finally:
+        _thread.held = before

@@ -1,6 +1,7 @@
-"""What error messages about a user's input share: the place, the nearest word, the value."""
+"""What messages to a user have in common: the place, the nearest word, the value, the line."""
 
 import reprlib
+import sys
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
@@ -29,6 +30,20 @@ def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
     word = word.strip()
     near = [n for w in (word, word.lower()) for n in difflib.get_close_matches(w, known, n=1)]
     return f"; did you mean {known[near[0]]!r}?" if near else "."
+
+
+def user_stacklevel(*packages: str) -> int:
+    """Returns the `stacklevel` at which the caller's `warnings.warn` names the user's line.
+
+    Args:
+        packages: libraries whose lines are not the user's, besides jmpx and the standard library's
+            contexts and decorators.
+    """
+    skipped = {"jmpx", "contextlib", "functools", *packages}
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in skipped:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def describe(value: object) -> str:

@@ -8,11 +8,16 @@ from here, so that a jitted function is traced anew under other policies.
 import contextlib
 import dataclasses
 import threading
+import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 from jmpx._contexts import Context, entered, note_cast, opened_here, set_fact
+from jmpx._dtypes import DTypeLike, dtype_name
 from jmpx._frameworks import ClassPolicies, adapters_of, imported_adapters
+from jmpx._matmul import matmul_of, matmul_region
+from jmpx._messages import user_stacklevel
 from jmpx._policy import Policy
 from jmpx._policy_strings import get_policy
 
@@ -54,10 +59,17 @@ def _store_of(cls: type) -> ClassPolicies | None:
     return next((store for store in stores if store is not None), None)
 
 
-def _to_policy(policy: Policy | str) -> Policy:
+def _to_policy(policy: Policy | str | DTypeLike) -> Policy:
     if policy is None:
         raise TypeError("Expected a policy or a policy string, got None: call jmpx.clear_policy.")
-    return get_policy(policy)
+    policy = get_policy(policy)
+    if policy.reduce_dtype is not None:
+        warnings.warn(
+            f"reduce={dtype_name(policy.reduce_dtype)} of a class policy reduces nothing: gradients "
+            "are summed over devices in the gradient functions, so give it to their policy=.",
+            stacklevel=user_stacklevel(),
+        )
+    return policy
 
 
 def _attach(cls: type, policy: Policy | None, cached: Policy | None) -> None:
@@ -80,7 +92,7 @@ def _attach(cls: type, policy: Policy | None, cached: Policy | None) -> None:
     set_fact("policies of classes", frozenset(_registry.policies.items()) or None)
 
 
-def set_policy(cls: type, policy: Policy | str) -> None:
+def set_policy(cls: type, policy: Policy | str | DTypeLike) -> None:
     """Attaches a policy to a class, for all its instances in this thread.
 
     For a Haiku module class this is the same act as `hk.mixed_precision.set_policy`: its inputs and
@@ -91,14 +103,24 @@ def set_policy(cls: type, policy: Policy | str) -> None:
     A jitted function is traced anew when it is called under other policies than before. That holds
     for policies set by jmpx alone: JAX does not see what `hk.mixed_precision` sets by itself.
 
+    The policy's `matmul` holds for the products in the calls of the class. In Haiku an interceptor
+    of jmpx sees to that: the first policy with `matmul` in a thread must not be set inside an
+    `hk.intercept_methods` of one's own, and one that `hk.mixed_precision` sets by itself has no
+    effect outside of jmpx's contexts.
+
     Args:
         cls: the class; subclasses do not inherit its policy, as in Haiku.
-        policy: a policy, or a policy string, which is a complete policy: `"full"` is float32 for
-            parameters, computation and output.
+        policy: a policy, a policy string or a dtype. A bare dtype, also as a string, is a complete
+            policy: `"full"` is float32 for parameters, computation and output, and `"bf16"` or
+            `jnp.bfloat16` has new parameters stored in bfloat16, too. To compute in bfloat16 with
+            parameters that are stored in float32, write `"c=bf16"`.
 
     Raises:
         TypeError: if `cls` is not a class, or `policy` is neither a policy nor a string.
         ValueError: if `policy` is not a policy string.
+
+    Warns:
+        UserWarning: if the policy sets `reduce`, which a class policy has no use for.
 
     Example:
         >>> import haiku as hk
@@ -184,7 +206,7 @@ class _Push:
 
 
 @contextlib.contextmanager
-def push_policy(cls: type, policy: Policy | str) -> Iterator[None]:
+def push_policy(cls: type, policy: Policy | str | DTypeLike) -> Iterator[None]:
     """Attaches a policy to a class while the context lasts; also a decorator.
 
     Contexts may be nested. When one ends, the class has the policy again that it had before. That
@@ -195,7 +217,7 @@ def push_policy(cls: type, policy: Policy | str) -> Iterator[None]:
 
     Args:
         cls: the class.
-        policy: a policy or a policy string.
+        policy: a policy, a policy string or a dtype; see `set_policy`.
 
     Yields:
         None.
@@ -205,6 +227,9 @@ def push_policy(cls: type, policy: Policy | str) -> Iterator[None]:
         ValueError: if `policy` is not a policy string; for Haiku, if the call stands inside a
             method of the same class; if another task of the thread is in a context of jmpx at
             entry, or runs a module while this context lasts.
+
+    Warns:
+        UserWarning: if the policy sets `reduce`, which a class policy has no use for.
 
     Example:
         >>> import haiku as hk
@@ -238,11 +263,26 @@ def running(policy: Policy | None, by: str) -> Iterator[None]:
     """
     if policy is not None:
         note_cast(by)
+    outer = _registry.running[-1] if _registry.running else None
     _registry.running.append(policy)
     try:
-        yield
+        with _products(policy, outer):
+            yield
     finally:
         _registry.running.pop()
+
+
+def _products(policy: Policy | None, outer: Policy | None) -> AbstractContextManager[object]:
+    """Returns the context in which the products of a method use the algorithm of its policy.
+
+    What the policy has in common with the policy around it is inherited, so that it does not
+    override a `jax.default_matmul_precision` that the user's code sets in between.
+    """
+    if policy is None:
+        return contextlib.nullcontext()
+    matmul = matmul_of(policy)
+    is_inherited = outer is not None and matmul_of(outer) == matmul
+    return matmul_region(None if is_inherited else matmul, policy.compute_dtype)
 
 
 def current_policy() -> Policy | None:

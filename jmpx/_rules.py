@@ -13,7 +13,7 @@ from jmpx._mappings import (
     refuse_value,
     unknown_key,
 )
-from jmpx._matmul import as_matmul
+from jmpx._matmul import as_matmul, matmul_of
 from jmpx._messages import describe, position
 from jmpx._policy import ATTRIBUTES, Policy
 from jmpx._policy_strings import (
@@ -133,7 +133,7 @@ class Rule:
             default.param_dtype if self.params is None else self.params,
             compute if self.compute is None else self.compute,
             output if self.output is None else self.output,
-            matmul_precision=around.matmul_precision if self.matmul is None else self.matmul,
+            matmul_precision=matmul_of(around) if self.matmul is None else self.matmul,
         )
 
     def to_dict(self) -> dict[str, str]:

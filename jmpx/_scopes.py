@@ -1,11 +1,14 @@
 """Named scopes that jmpx itself enters, and that autocast reads."""
 
+import contextlib
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
+
+from jmpx._matmul import as_matmul, matmul_region
 
 FULL_PRECISION = "jmpx.full_precision"  # autocast leaves operations in it in float32
 RESTORE = "jmpx.restore"  # in it, autocast gives results their traced dtypes back
@@ -13,51 +16,81 @@ RESTORE = "jmpx.restore"  # in it, autocast gives results their traced dtypes ba
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-@overload
-def full_precision(func: None = None) -> AbstractContextManager[object]: ...
+if TYPE_CHECKING:
+
+    class _Scope(Protocol):
+        """A context manager that is also a decorator."""
+
+        def __enter__(self) -> object: ...
+
+        def __exit__(self, *exception: Any) -> bool | None: ...
+
+        def __call__(self, func: _Function, /) -> _Function: ...
 
 
 @overload
-def full_precision(func: _Function) -> _Function: ...
+def full_precision(func: None = None, *, matmul: str | None = None) -> "_Scope": ...
 
 
-def full_precision(func: Callable[..., Any] | None = None) -> Any:
+@overload
+def full_precision(func: _Function, *, matmul: str | None = None) -> _Function: ...
+
+
+def full_precision(func: Callable[..., Any] | None = None, *, matmul: str | None = None) -> Any:
     """Marks code that `jmpx.autocast` leaves as it was traced: in float32.
 
     A context manager, `with jmpx.full_precision():`, and a decorator, `@jmpx.full_precision`. It
-    casts nothing by itself; outside of autocast it only names a scope. It holds through `jit`,
-    loops and gradients, and no rule of a policy map overrides it. An autocast that is called
-    inside runs as its own policy says. See `force_full_precision` for a function that casts its
-    arguments.
+    casts nothing by itself; outside of autocast it only names a scope, and sets the algorithm of
+    products if one is given. It holds through `jit`, loops and gradients, and no rule of a policy
+    map overrides it. An autocast that is called inside runs as its own policy says. See
+    `force_full_precision` for a function that casts its arguments.
 
     Args:
-        func: any callable; None for a context manager.
+        func: any callable; None for a context manager, or for a decorator that is given `matmul`.
+        matmul: the algorithm of the matrix products and convolutions inside, a name that
+            `jax.default_matmul_precision` takes, in any case; None leaves it as it is. A product
+            that has a `precision=` of its own keeps that. It holds for what is traced inside: for
+            the gradients of its products, too, but not for the backward pass that a
+            `jax.custom_vjp` defines. JAX ignores a dot algorithm such as `BF16_BF16_F32_X3` for
+            convolutions: use a word such as `highest` for them.
 
     Returns:
         A function with the signature of `func`, or a context manager.
 
     Raises:
-        TypeError: if `func` is not callable.
+        TypeError: if `func` is not callable, or `matmul` is no name.
+        ValueError: if the algorithm is unknown.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> import jmpx
         >>> @jmpx.autocast
         ... def f(x):
-        ...     with jmpx.full_precision():
+        ...     with jmpx.full_precision(matmul="highest"):
         ...         return x @ x
         >>> x = jnp.eye(2) * (1 + 2**-12)  # bfloat16 would round it to 1
         >>> bool(f(x)[0, 0] > 1)
         True
     """
+    matmul = as_matmul(matmul)
     if func is None:
-        return jax.named_scope(FULL_PRECISION)
+        return _full_precision(matmul)
     if not callable(func):
-        raise TypeError(f"Expected a function to wrap, got {func!r}: pass the callable itself.")
+        raise TypeError(
+            f"Expected a function to wrap, got {func!r}: pass the callable itself, and the name of "
+            "an algorithm as matmul=."
+        )
 
     @functools.wraps(func, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(FULL_PRECISION):
+        with _full_precision(matmul):
             return func(*args, **kwargs)
 
     return wrapper
+
+
+@contextlib.contextmanager
+def _full_precision(matmul: str | None) -> Iterator[None]:
+    algorithm = contextlib.nullcontext() if matmul is None else matmul_region(matmul, jnp.float32)
+    with jax.named_scope(FULL_PRECISION), algorithm:
+        yield

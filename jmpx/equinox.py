@@ -41,6 +41,7 @@ _NAME = "jmpx.equinox.with_policies"
 # These modules keep running statistics in the dtype of the parameters, and compute in it.
 _WITH_STATISTICS = (eqx.nn.BatchNorm, eqx.nn.SpectralNorm)
 _CELLS = (eqx.nn.GRUCell, eqx.nn.LSTMCell)  # the hidden state of a cell is the carry of a loop
+_CONVOLUTIONS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
 _INHERITING = (*_WITH_STATISTICS, *_CELLS)  # boundaries, also where nothing gives them a policy
 
 
@@ -104,7 +105,7 @@ def with_policies(model: T, policy_map: str | Policy | PolicyMap | None = None) 
         )
     session = _Session(_NAME, policy_map)
     view = session.view(model, "", None, None)
-    session.warn_unused(stacklevel=2)
+    session.warn(stacklevel=2)
     return view
 
 
@@ -144,18 +145,22 @@ class _Session(Session):
                 f"Expected a model with its stored parameters, got a view at {path!r}: call "
                 "jmpx.equinox.with_policies once, on the model itself."
             )
-        policy = self.boundary_policy(plain_class(type(module)), path, surrounding)
+        cls = plain_class(type(module))
+        policy = self.boundary_policy(cls, path, surrounding)
         has_statistics = isinstance(module, _WITH_STATISTICS)
         if policy is None and inner is not surrounding:  # a container hands its policy on
             policy = inner
         if policy is None and surrounding is not None and isinstance(module, _INHERITING):
             policy = inherited_policy(surrounding)
+        if isinstance(module, _CONVOLUTIONS):
+            self.note_convolution(cls, path, surrounding if policy is None else policy)
         if policy is not None:
             note_cast(_NAME)
         if policy is not None and has_statistics:
             stored = [leaf.dtype for leaf in jax.tree.leaves(module) if is_floating(leaf)]
             dtype = computable(stored[0] if stored else jnp.float32)
             policy = dataclasses.replace(policy, compute_dtype=dtype)
+        self.note(plain_class(type(module)), path, policy, surrounding)
         return policy
 
 

@@ -24,7 +24,7 @@ from jmpx._adapters import (
     run_at_boundary,
 )
 from jmpx._casts import cast_like, cast_tree
-from jmpx._contexts import opened, opened_here, refuse_other_tasks
+from jmpx._contexts import note_cast, opened, opened_here, refuse_other_tasks
 from jmpx._dtypes import computable
 from jmpx._frameworks import Adapter, ClassPolicies
 from jmpx._leaves import is_floating
@@ -34,6 +34,14 @@ from jmpx._policy_map import PolicyMap, Rule, get_policy_map
 
 with required_package("haiku", "Haiku"):
     import haiku as hk
+
+    from jmpx._haiku_matmul import (
+        hooked,
+        is_convolution,
+        keep_intercepting,
+        note_policy,
+        run_method,
+    )
 
 _store: Any = hk.mixed_precision  # Any, because it is annotated with JMP's policies
 
@@ -105,7 +113,7 @@ def policies(policy_map: str | Policy | PolicyMap) -> Iterator[None]:
             yield
         finally:
             session.give_back()
-    session.warn_unused(stacklevel=3)  # past contextlib, to the with statement
+    session.warn(stacklevel=3)  # past contextlib, to the with statement
 
 
 class _Call(NamedTuple):
@@ -161,6 +169,11 @@ class _Session(Session):
         if is_part or not is_public(context.method_name):
             return method(*args, **kwargs)
         policy = self.call_policy(module)
+        outer = self.calls[-1].policy if self.calls else None
+        self.note(type(module), module.module_name, policy, outer)
+        if is_convolution(context, kwargs):
+            in_force = outer if policy is None else policy
+            self.note_convolution(type(module), module.module_name, in_force)
         if policy is None:
             return method(*args, **kwargs)
         with self.called(_Call(module, policy)):
@@ -256,7 +269,7 @@ def _intercept(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodCon
     refuse_other_tasks(f"run the Haiku module {type(context.module).__name__}")
     sessions = opened(_Session)
     if not sessions:
-        return method(*args, **kwargs)
+        return run_method(method, args, kwargs, context)
     return sessions[-1].intercept(method, args, kwargs, context)
 
 
@@ -285,8 +298,11 @@ _state_hooks: Any = hk.transform(
 def _interception() -> Iterator[None]:
     """Intercepts method calls, and reads and writes of state, in this thread."""
     getter, setter = _state_hooks.apply({}, None)
-    with hk.intercept_methods(_intercept), getter, setter:
-        yield
+    try:
+        with hooked(), hk.intercept_methods(_intercept), getter, setter:
+            yield
+    finally:
+        keep_intercepting()
 
 
 class _ClassPolicies:
@@ -299,9 +315,11 @@ class _ClassPolicies:
 
     def set(self, cls: type, policy: Policy) -> None:
         _store.set_policy(cls, policy)
+        note_policy(cls, policy)
 
     def clear(self, cls: type) -> None:
         _store.clear_policy(cls)
+        note_policy(cls, None)
         for session in opened(_Session):
             session.class_policies.pop(cls, None)
 
@@ -311,6 +329,13 @@ class _ClassPolicies:
             pass
 
     interception = staticmethod(_interception)  # the hook of `policies`, so that they share it
+
+
+def _note(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext) -> Any:
+    """Notes the calls that Haiku itself runs under the policy of their class."""
+    if _store.get_policy(type(context.module)) is not None:
+        note_cast("hk.mixed_precision")
+    return method(*args, **kwargs)
 
 
 def _mark(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext) -> Any:
@@ -344,6 +369,9 @@ class _Adapter(Adapter):
 
     def current_policy(self) -> Policy | None:
         return _store.current_policy()
+
+    def noted_casts(self) -> contextlib.AbstractContextManager[None]:
+        return hk.intercept_methods(_note)
 
     def marked_calls(self) -> contextlib.AbstractContextManager[None]:
         return hk.intercept_methods(_mark)

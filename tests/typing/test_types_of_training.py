@@ -102,6 +102,17 @@ def test_differentiated_functions_keep_the_signature(x: jax.Array) -> None:
         value_and_grad(make_params(), x, size=2.0)  # pyright: ignore[reportCallIssue]
 
 
+def test_a_policy_map_casts_inside(x: jax.Array) -> None:
+    policy_map = jmpx.get_policy_map("c=bf16; op.tanh?: f32")
+    cast_loss = jmpx.autocast(loss_fn, policy_map)
+    grad = jmpx.filter_grad(cast_loss, jmpx.NoOpLossScale(), policy=policy_map)
+    assert_type(grad(make_params(), x, scale=2.0), jmpx.Gradients[jmpx.NoOpLossScale])
+    value_and_grad = jmpx.filter_value_and_grad(
+        cast_loss, jmpx.StaticLossScale(8), policy="c=bf16; op.tanh?: f32"
+    )
+    assert_type(value_and_grad(make_params(), x).value, jax.Array)
+
+
 class State(NamedTuple):
     params: Params
     optimizer_state: optax.OptState

@@ -1,0 +1,183 @@
+"""`full_precision(matmul=)` and `force_full_precision(matmul=)`, outside of autocast."""
+
+import contextlib
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.products import products_of
+from jax import lax
+
+import jmpx
+
+X3 = "bf16 f32 x3"
+WORDS = {
+    "highest": "HIGHEST",
+    "HIGHEST": "HIGHEST",
+    " float32 ": "HIGHEST",
+    "High": "HIGH",
+    "tensorfloat32": "HIGH",
+    "default": "DEFAULT",
+    "bfloat16": "DEFAULT",
+    "BF16_BF16_F32_X3": X3,
+    "bf16_bf16_f32_x3": X3,
+    None: "HIGH",  # what surrounds holds
+}
+
+
+def dot(x, w):
+    return x @ w
+
+
+def convolve(x, w):
+    return lax.conv(x[None], w[..., None], (1,), "SAME")
+
+
+def as_context(f, matmul):
+    def inside(*args):
+        with jmpx.full_precision(matmul=matmul):
+            return f(*args)
+
+    return inside
+
+
+def as_decorator(f, matmul):
+    return jmpx.full_precision(matmul=matmul)(f)
+
+
+def as_function(f, matmul):
+    return jmpx.full_precision(f, matmul=matmul)
+
+
+def forced(f, matmul):
+    return jmpx.force_full_precision(f, matmul=matmul)
+
+
+def forced_to_a_dtype(f, matmul):
+    return jmpx.force_full_precision(f, jnp.float32, matmul=matmul)
+
+
+FORMS = [as_context, as_decorator, as_function, forced, forced_to_a_dtype]
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+def gradient_ways(f, x, w):
+    """How the products of a function multiply, forward and backward, and of one next to it."""
+
+    def loss(x, w):
+        with jax.default_matmul_precision("high"):
+            y = f(x, w)
+        return (y * (jnp.tanh(x) @ w)).sum()
+
+    return [product.how for product in products_of(jax.value_and_grad(loss, (0, 1)), x, w)]
+
+
+@every_form
+@pytest.mark.parametrize("matmul", WORDS)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_products_inside_use_the_algorithm_forward_and_backward(form, matmul, wrap, pair):
+    found = gradient_ways(wrap(form(dot, matmul)), *pair)
+    # Three each; jax.checkpoint may recompute the first.
+    assert found.count("DEFAULT") >= 3 and set(found) == {"DEFAULT", WORDS[matmul]}
+    if WORDS[matmul] != "DEFAULT":
+        assert found.count(WORDS[matmul]) >= 3 and found.count("DEFAULT") == 3
+
+
+@every_form
+def test_it_ends_with_the_scope(form, pair):
+    def fail(x, w):
+        raise RuntimeError("on purpose")
+
+    for matmul in ("highest", "BF16_BF16_F32_X3"):
+        with pytest.raises(RuntimeError, match="on purpose"):
+            form(fail, matmul)(*pair)
+        assert jax.config.jax_default_matmul_precision is None
+        inside = form(dot, matmul)
+        found = [product.how for product in products_of(lambda x, w: inside(x, w) @ x @ w, *pair)]
+        assert found[1:] == ["DEFAULT", "DEFAULT"] != found[:1]
+
+
+@every_form
+def test_it_holds_under_autocast(form, pair):
+    def f(x, w):
+        return form(dot, "highest")(x, w) + x @ w
+
+    found = [(*p.dtypes, p.how) for p in products_of(jmpx.autocast(f, "c=bf16"), *pair)]
+    assert sorted(found) == [("bf16", "DEFAULT"), ("f32", "HIGHEST")]
+
+
+@pytest.mark.parametrize("form", FORMS[:3])
+def test_full_precision_casts_nothing(form, pair):
+    x, w = (v.astype(jnp.bfloat16) for v in pair)
+    found = products_of(form(dot, "highest"), x, w)
+    assert [(*p.dtypes, p.how) for p in found] == [("bf16", "HIGHEST")]
+
+
+@pytest.mark.parametrize("form", FORMS[3:])
+def test_force_full_precision_casts(form, pair):
+    x, w = (v.astype(jnp.bfloat16) for v in pair)
+    found = products_of(form(dot, "BF16_BF16_F32_X3"), x, w)
+    assert [(*p.dtypes, p.how) for p in found] == [("f32", X3)]
+
+
+@every_form
+def test_a_precision_of_ones_own_goes_before_it(form, pair):
+    inside = form(functools.partial(jnp.dot, precision="high"), "highest")
+    assert [product.how for product in products_of(inside, *pair)] == ["HIGH"]
+
+
+@every_form
+def test_the_innermost_one_holds(form, pair):
+    inner = form(dot, "high")
+    with jmpx.full_precision(matmul="highest"):
+        found = products_of(lambda x, w: inner(x, w) @ w, *pair)
+    assert [product.how for product in found] == ["HIGH", "HIGHEST"]
+
+
+@every_form
+@pytest.mark.parametrize(
+    ("matmul", "error", "message"),
+    [
+        ("hihgest", ValueError, "Unknown algorithm 'hihgest' of matrix products"),
+        ("", ValueError, "Unknown algorithm ''"),
+        (jnp.float32, TypeError, "Unknown algorithm .*float32.* of matrix products"),
+        (lax.Precision.HIGHEST, TypeError, "Unknown algorithm"),
+    ],
+)
+def test_a_wrong_algorithm_is_one_sentence_at_once(form, matmul, error, message):
+    with contextlib.ExitStack() as stack:
+        caught = stack.enter_context(pytest.raises(error, match=message))
+        form(dot, matmul)(jnp.ones((2, 2)), jnp.ones((2, 2)))
+    text = str(caught.value)
+    assert text.endswith(".") and ". " not in text and "jax.default_matmul_precision" in text
+
+
+def test_a_name_in_place_of_a_function_is_told_where_it_goes():
+    with pytest.raises(TypeError, match="'highest': pass the callable itself.*matmul="):
+        jmpx.full_precision("highest")  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def test_a_scope_may_be_entered_again():
+    decorated = jmpx.full_precision(matmul="highest")(dot)
+    x = jnp.ones((2, 2))
+    for _ in range(2):
+        assert [product.how for product in products_of(decorated, x, x)] == ["HIGHEST"]
+
+
+def test_the_positions_of_jmp_and_mpx_stay():
+    parameters = inspect.signature(jmpx.force_full_precision).parameters
+    assert list(parameters) == ["func", "return_dtype", "matmul"]
+    assert parameters["matmul"].kind is inspect.Parameter.KEYWORD_ONLY
+    parameters = inspect.signature(jmpx.full_precision).parameters
+    assert list(parameters) == ["func", "matmul"]
+    assert parameters["matmul"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_a_function_of_convolutions(rng):
+    x, w = jnp.ones((3, 8)), jnp.ones((4, 3))
+    inside = jmpx.full_precision(convolve, matmul="highest")
+    found = products_of(jax.grad(lambda x, w: (inside(x, w) ** 2).sum(), (0, 1)), x, w)
+    assert {(p.operation, p.how) for p in found} == {("convolution", "HIGHEST")}
+    assert len(found) == 3
