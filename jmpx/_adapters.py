@@ -89,7 +89,7 @@ class Session:
         self.name = name
         self.policy_map = None if policy_map is None else get_policy_map(policy_map)
         self.seen: set[Module] = set()
-        self.coarse: dict[Module, str] = {}
+        self.coarse: dict[Module, str | None] = {}
 
     def opened(self, hook: Hook) -> AbstractContextManager[None]:
         """Returns the context that keeps the session open; JAX's caches tell policy maps apart."""
@@ -130,7 +130,10 @@ class Session:
         matmul = matmul_of(default if surrounding is None else surrounding)
         if policy is None or matmul is None or matmul_of(policy) is not None:
             return policy
-        return dataclasses.replace(policy, matmul_precision=matmul)  # a rule inherits it, too
+        if not isinstance(policy, Policy):  # pyright: ignore[reportUnnecessaryIsInstance]
+            # One of JMP, which Haiku's registry may hold.
+            policy = Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+        return dataclasses.replace(policy, matmul_precision=matmul)  # inherited, as by a rule
 
     def note_convolution(self, cls: type, path: str, policy: Policy | None) -> None:
         """Notes a convolution without a precision of its own, for `warn`.
@@ -140,9 +143,8 @@ class Session:
             path: its path.
             policy: the policy under which it runs.
         """
-        matmul = matmul_of(policy)
-        if matmul is not None and ignores_matmul(matmul, policy.compute_dtype):
-            self.coarse.setdefault(Module(cls, path), matmul)
+        if policy is not None and ignores_matmul(matmul_of(policy), policy.compute_dtype):
+            self.coarse.setdefault(Module(cls, path), matmul_of(policy))
 
     def warn(self, stacklevel: int) -> None:
         """Warns of each rule that matched no module, and of an algorithm that JAX ignores.

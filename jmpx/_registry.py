@@ -65,8 +65,8 @@ def _to_policy(policy: Policy | str | DTypeLike) -> Policy:
     policy = get_policy(policy)
     if policy.reduce_dtype is not None:
         warnings.warn(
-            f"reduce={dtype_name(policy.reduce_dtype)} of a class policy reduces nothing: gradients "
-            "are summed over devices in the gradient functions, so give it to their policy=.",
+            f"reduce={dtype_name(policy.reduce_dtype)} of a class policy reduces nothing: it is the "
+            "gradient functions that sum over devices, so give it to their policy=.",
             stacklevel=user_stacklevel(),
         )
     return policy
