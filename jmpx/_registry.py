@@ -64,9 +64,10 @@ def _to_policy(policy: Policy | str | DTypeLike) -> Policy:
         raise TypeError("Expected a policy or a policy string, got None: call jmpx.clear_policy.")
     policy = get_policy(policy)
     if policy.reduce_dtype is not None:
+        name = dtype_name(policy.reduce_dtype)
         warnings.warn(
-            f"reduce={dtype_name(policy.reduce_dtype)} of a class policy reduces nothing: it is the "
-            "gradient functions that sum over devices, so give it to their policy=.",
+            f"reduce={name} of a class policy reduces nothing: gradients are summed over devices in "
+            "the gradient functions, so give it to their policy=.",
             stacklevel=user_stacklevel(),
         )
     return policy
