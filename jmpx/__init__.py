@@ -56,6 +56,11 @@ if TYPE_CHECKING:
         filter_grad as filter_grad,
         filter_value_and_grad as filter_value_and_grad,
     )
+    from jmpx._loss_scale_strings import get_loss_scale as get_loss_scale
+    from jmpx._mixed_precision import (
+        MixedPrecision as MixedPrecision,
+        get_mixed_precision as get_mixed_precision,
+    )
     from jmpx._optimizer import (
         SkipNonfiniteState as SkipNonfiniteState,
         optimizer_update as optimizer_update,
@@ -72,6 +77,8 @@ else:
             "filter_grad",
             "filter_value_and_grad",
         ),
+        "_loss_scale_strings": ("get_loss_scale",),
+        "_mixed_precision": ("MixedPrecision", "get_mixed_precision"),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
     }
 
@@ -99,6 +106,7 @@ __all__ = (
     "Gradients",
     "GradientsAndAux",
     "LossScale",
+    "MixedPrecision",
     "NoOpLossScale",
     "Policy",
     "PolicyMap",
@@ -123,6 +131,8 @@ __all__ = (
     "filter_value_and_grad",
     "force_full_precision",
     "full_precision",
+    "get_loss_scale",
+    "get_mixed_precision",
     "get_policy",
     "get_policy_map",
     "half_dtype",

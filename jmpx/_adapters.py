@@ -31,7 +31,7 @@ from jmpx._dtypes import DTypeLike
 from jmpx._marks import Module, in_module
 from jmpx._matmul import is_algorithm, matmul_of
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
+from jmpx._policy_map import PolicyMapLike, get_policy_map, warn_unused
 from jmpx._registry import policy_of, running
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class Session:
         ValueError: if the string is not of the grammar of policy maps.
     """
 
-    def __init__(self, name: str, policy_map: str | Policy | PolicyMap | None) -> None:
+    def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
         self.name = name
         self.policy_map = None if policy_map is None else get_policy_map(policy_map)
         self.seen: set[Module] = set()

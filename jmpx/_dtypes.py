@@ -1,6 +1,6 @@
 """Names of floating dtypes: parses them to JAX's scalar types, and checks dtypes."""
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +64,24 @@ def parse_dtype(name: str) -> ScalarType:
     return half_dtype() if name == "half" else _SCALAR_TYPES[_CANONICAL[name]]
 
 
-def as_dtype(dtype: DTypeLike | None) -> ScalarType:
+def is_dtype(value: object) -> TypeGuard[DTypeLike]:
+    """Whether a value is a dtype itself, rather than a name of one: `as_dtype` takes or refuses it.
+
+    That is a `np.dtype`, a scalar type of NumPy or JAX, or one of Python's numeric types.
+    """
+    if not isinstance(value, type):
+        return isinstance(value, np.dtype)
+    cls: type[Any] = value
+    is_number = issubclass(cls, np.generic | int | float | complex)
+    return is_number or isinstance(getattr(cls, "dtype", None), np.dtype)
+
+
+def as_dtype(dtype: DTypeLike | None, place: str = "") -> ScalarType:
     """Returns `dtype` as JAX's scalar type, such as `jnp.float32`.
+
+    Args:
+        dtype: the dtype, or its name.
+        place: where a user's mapping has it, for the message, such as ` at policy.compute`.
 
     Raises:
         TypeError: if `dtype` is not a dtype.
@@ -78,16 +94,16 @@ def as_dtype(dtype: DTypeLike | None) -> ScalarType:
     if isinstance(dtype, str):
         name = dtype
     elif dtype is None or dtype is float:  # NumPy would read both as float64
-        raise TypeError(f"Unknown dtype {dtype!r}: {expected}")
+        raise TypeError(f"Unknown dtype {dtype!r}{place}: {expected}")
     else:
         try:
             name = np.dtype(dtype).name
         except TypeError:
-            raise TypeError(f"Unknown dtype {dtype!r}: {expected}") from None
+            raise TypeError(f"Unknown dtype {dtype!r}{place}: {expected}") from None
     try:
         return parse_dtype(name)
     except KeyError:
-        raise ValueError(f"Unknown dtype {name!r}: {expected}") from None
+        raise ValueError(f"Unknown dtype {name!r}{place}: {expected}") from None
 
 
 def dtype_name(dtype: DTypeLike) -> str:

@@ -1,6 +1,10 @@
-"""What messages to a user have in common: the place in a string, the nearest word, the line."""
+"""What messages to a user have in common: the place, the nearest word, the value, the line."""
 
+import reprlib
 import sys
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
 
 
 def position(part: str, start: int) -> str:
@@ -40,3 +44,12 @@ def user_stacklevel(*packages: str) -> int:
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in skipped:
         frame, level = frame.f_back, level + 1
     return level
+
+
+def describe(value: object) -> str:
+    """Returns the `repr` of any value on one line, shortened if it is long or deeply nested."""
+    try:
+        text = _REPR.repr(value)
+    except ValueError:  # Python does not write integers of more than some thousand digits.
+        text = f"<{type(value).__name__}>"
+    return " ".join(text.splitlines())

@@ -16,8 +16,8 @@ class Policy:
 
     A frozen, hashable, picklable value (not a pytree), so it serves as a static argument of
     `jax.jit` and as a static field of a module. Follows JMP's `Policy`, which has the first three
-    arguments. Subclasses may add fields and override the casts: jmpx never casts to a policy's
-    dtypes in another way.
+    arguments. Subclasses may add fields, which `str()` and `to_dict()` leave out, and override the
+    casts: jmpx never casts to a policy's dtypes in another way.
 
     Args:
         param_dtype: the dtype in which parameters are stored.
@@ -88,6 +88,18 @@ class Policy:
     def with_output_dtype(self, output_dtype: DTypeLike) -> Self:
         """Returns a copy of this policy with another `output_dtype`."""
         return dataclasses.replace(self, output_dtype=output_dtype)
+
+    def to_dict(self) -> dict[str, str]:
+        """Returns what the policy sets, as a dict of strings, which `get_policy` reads back.
+
+        As `str()`, it has the fields of this class alone, not those that a subclass adds.
+
+        Example:
+            >>> import jmpx
+            >>> jmpx.get_policy("c=bf16,o=f32").to_dict()
+            {'params': 'float32', 'compute': 'bfloat16', 'output': 'float32'}
+        """
+        return given_fields(self)
 
     def __str__(self) -> str:
         """Returns the policy string, which `get_policy` parses back to an equal policy."""

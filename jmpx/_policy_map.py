@@ -1,120 +1,42 @@
 """Policy maps: a default policy, and rules for the parts of a model that differ from it."""
 
 import dataclasses
-import re
 import warnings
 from collections.abc import Iterable
+from typing import Any, TypeAlias
 
-from jmpx._dtypes import DTypeLike, dtype_name
-from jmpx._matmul import as_matmul, matmul_of
-from jmpx._messages import did_you_mean, position
-from jmpx._policy import Policy
+from jmpx._dtypes import is_dtype
+from jmpx._mappings import (
+    Found,
+    MappingLike,
+    is_list,
+    is_mapping,
+    quote,
+    read_keys,
+    read_list,
+    refuse_value,
+    unknown_key,
+)
+from jmpx._messages import describe, did_you_mean, position
+from jmpx._policy import ATTRIBUTES, Policy
 from jmpx._policy_strings import (
+    DESCRIBED_KEYS,
     DTYPES,
     KEYS,
+    NO_LOSS_SCALE,
+    PolicyLike,
+    complete,
     get_policy,
     parse_fields,
-    refuse_colons,
+    read_fields,
+    refuse_bar,
     without_last_semicolon,
 )
+from jmpx._rules import Rule, parse_rule, read_rule
 
-_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """One rule of a policy map: a selector, and the dtypes for what it matches.
-
-    Args:
-        selector: a class name (`BatchNorm`, `haiku.BatchNorm`), a glob of paths (`*/head/*`) or an
-            operation (`op.exp`).
-        params: the dtype in which parameters are stored; None inherits it from the default.
-        compute: the dtype in which computation runs; None inherits the compute dtype of the
-            surrounding call.
-        output: the dtype in which results are returned; None means the compute dtype of the
-            surrounding call.
-        optional: whether the rule may match nothing without a warning. In a string, a question
-            mark at the end of the selector makes a rule optional: `BatchNorm?: full`.
-        matmul: the algorithm of float32 matrix products; None inherits that of the surrounding
-            call. See `Policy`.
-    """
-
-    selector: str
-    params: DTypeLike | None = None
-    compute: DTypeLike | None = None
-    output: DTypeLike | None = None
-    optional: bool = False
-    _: dataclasses.KW_ONLY
-    matmul: str | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "matmul", as_matmul(self.matmul))
-
-    @property
-    def label(self) -> str:
-        """The selector as it is written in a string, with the question mark if it is optional."""
-        return f"{self.selector}?" if self.optional else self.selector
-
-    @property
-    def is_operation(self) -> bool:
-        """Whether the selector is an operation. Only autocast follows such rules."""
-        return self.selector.startswith("op.")
-
-    @property
-    def is_path(self) -> bool:
-        """Whether the selector is a glob of paths."""
-        return "/" in self.selector or "*" in self.selector
-
-    def matches(self, cls: type, path: str) -> bool:
-        """Tells whether the rule matches a module of class `cls` at `path`.
-
-        A class name matches the class and its subclasses. A glob must match the whole path, and
-        its `*` matches any text, including slashes. A slash may be added to either end of the
-        path, so that `*/head/*` also matches the path `head`.
-        """
-        if self.is_operation:
-            return False
-        if self.is_path:
-            return _matches_path(self.selector, path)
-        return any(_matches_class(self.selector, base) for base in cls.__mro__)
-
-    def matches_scope(self, scope: str) -> bool:
-        """Tells whether the rule matches a scope of autocast, such as `lm/eqx.nn.Linear`.
-
-        A glob matches a scope like a path. A class name matches the last name of the scope or,
-        because Equinox names scopes after classes, its end after a dot: `Linear` in the example.
-        """
-        if self.is_operation:
-            return False
-        if self.is_path:
-            return _matches_path(self.selector, scope)
-        return f".{scope.rpartition('/')[2]}".endswith(f".{self.selector}")
-
-    def resolve(self, default: Policy, surrounding: Policy | None) -> Policy:
-        """Returns the complete policy of a call that the rule matches.
-
-        Args:
-            default: the default of the policy map.
-            surrounding: the policy of the surrounding call; None for the outermost call, which
-                returns the default's output dtype unless the rule sets its own.
-        """
-        around = default if surrounding is None else surrounding
-        compute = around.compute_dtype
-        output = default.output_dtype if surrounding is None else compute
-        return Policy(
-            default.param_dtype if self.params is None else self.params,
-            compute if self.compute is None else self.compute,
-            output if self.output is None else self.output,
-            matmul_precision=matmul_of(around) if self.matmul is None else self.matmul,
-        )
-
-    def __str__(self) -> str:
-        """Returns the rule as it is written in a policy map string."""
-        fields = [(key, getattr(self, key)) for key in DTYPES]
-        given = [f"{key}={dtype_name(dtype)}" for key, dtype in fields if dtype is not None]
-        if self.matmul is not None:
-            given.append(f"matmul={self.matmul}")
-        return f"{self.label}: {','.join(given)}"
+# The keys of a mapping that holds more than one policy.
+_SECTIONS = {name: name for name in ("policy", "rules", "loss_scale")}
+_DESCRIBED_KEYS = f"'policy', 'rules' and 'loss_scale', or of a policy's {DESCRIBED_KEYS}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,12 +69,30 @@ class PolicyMap:
         """
         return next((rule for rule in reversed(self.rules) if rule.matches(cls, path)), None)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns dicts and lists of strings, which `get_policy_map` reads back to an equal map.
+
+        Example:
+            >>> import jmpx
+            >>> jmpx.get_policy_map("f32; op.exp: bf16").to_dict() == {
+            ...     "policy": {"params": "float32", "compute": "float32", "output": "float32"},
+            ...     "rules": [{"select": "op.exp", "compute": "bfloat16"}],
+            ... }
+            True
+        """
+        rules = [rule.to_dict() for rule in self.rules]
+        return {"policy": self.default.to_dict(), "rules": rules}
+
     def __str__(self) -> str:
         """Returns the policy map string."""
         return "; ".join(map(str, (self.default, *self.rules)))
 
 
-def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
+# What `get_policy_map` takes.
+PolicyMapLike: TypeAlias = PolicyLike | PolicyMap
+
+
+def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
     """Parses a policy map string, such as `"c=bf16,o=f32; BatchNorm: full; */head/*: c=f32"`.
 
     The parts are separated by semicolons; one at the end of the string is ignored. The part
@@ -174,16 +114,22 @@ def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
     fields are inherited: params from the default, compute and output from the compute dtype of the
     surrounding call, matmul from that call. Only the default may set reduce.
 
+    A mapping, of any kind that `get_policy` takes, has the default under `policy` and the list of
+    rules under `rules`. The keys of a rule are `select`, those of a policy, and `optional: true`,
+    which says the same as a question mark. Each of these values may also be its string, and
+    `policy` the string of a whole map. A mapping that has the keys of a policy is the default.
+
     Args:
-        policy_map: a policy map string; or a policy, which gives a map without rules; or a policy
-            map, which is returned as it is.
+        policy_map: a policy map string; or a mapping; or a policy or a dtype, which gives a map
+            without rules; or a policy map, which is returned as it is.
 
     Returns:
         The policy map.
 
     Raises:
-        TypeError: if `policy_map` is of another type.
-        ValueError: if the string does not follow the grammar. The message gives the position.
+        TypeError: if `policy_map` is of another type, or a value of the mapping is.
+        ValueError: if the string or the mapping does not follow the grammar, or has a loss scale.
+            The message gives the position in the string, or the path in the mapping.
 
     Example:
         >>> import jmpx
@@ -192,104 +138,139 @@ def get_policy_map(policy_map: str | Policy | PolicyMap) -> PolicyMap:
         params=float32,compute=bfloat16,output=bfloat16
         >>> print(*policy_map.rules, sep="; ")
         LayerNorm: compute=float32; */logits: compute=float32,output=float32
+        >>> rules = [{"select": "LayerNorm", "compute": "f32"}, "*/logits: c=f32,o=f32"]
+        >>> policy_map == jmpx.get_policy_map({"policy": {"compute": "bf16"}, "rules": rules})
+        True
     """
     if isinstance(policy_map, PolicyMap):
         return policy_map
-    if isinstance(policy_map, Policy):
-        return PolicyMap(policy_map)
-    if not isinstance(policy_map, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"Expected a policy map string, a jmpx.Policy or a jmpx.PolicyMap, got {policy_map!r}: "
-            "write for example 'c=bf16,o=f32; BatchNorm: full'."
-        )
-    default: Policy | None = None
-    rules: list[Rule] = []
-    start = 0
-    for part in without_last_semicolon(policy_map).split(";"):
-        if not part.strip():
-            raise ValueError(
-                f"Empty rule {position(part, start)} of policy map {policy_map!r}: write a policy "
-                "or 'selector: policy' on both sides of each semicolon."
-            )
-        if ":" in part:
-            rules.append(_parse_rule(part, policy_map, start))
-        elif default is None:
-            default = _parse_default(part, policy_map, start)
-        else:
-            raise ValueError(
-                f"Second default {part.strip()!r} {position(part, start)} of policy map "
-                f"{policy_map!r}: write 'selector: policy' for all policies but one."
-            )
-        start += len(part) + 1
+    if is_mapping(policy_map):
+        sections = read_sections(policy_map)
+        if "loss_scale" in sections:
+            path = sections["loss_scale"].path
+            raise ValueError(f"Unexpected key at {path}: {NO_LOSS_SCALE}.")
+        return read_policy_map(sections)
+    return _read_whole(Found(policy_map, ""))
+
+
+def parse_policy_map(text: str, quoted: str) -> PolicyMap:
+    """Parses the string of a policy map.
+
+    Args:
+        text: the string, with which the user's whole string begins.
+        quoted: the whole string as error messages quote it.
+
+    Raises:
+        ValueError: if the string does not follow the grammar.
+    """
+    default, rules = _parse_parts(text, quoted)
     return PolicyMap(get_policy("float32") if default is None else default, tuple(rules))
 
 
-def _parse_default(part: str, text: str, start: int) -> Policy:
-    # This gives an error that quotes the whole map; get_policy knows of `part` only.
-    parse_fields(part, text, start, bare=DTYPES)
-    return get_policy(part)
+def _parse_parts(text: str, quoted: str) -> tuple[Policy | None, list[Rule]]:
+    """Parses the default, None if there is none, and the rules of a policy map string."""
+    refuse_bar(text, f"policy map {quoted}")
+    default: Policy | None = None
+    rules: list[Rule] = []
+    start = 0
+    for part in without_last_semicolon(text).split(";"):
+        if not part.strip():
+            raise ValueError(
+                f"Empty rule {position(part, start)} of policy map {quoted}: write a policy "
+                "or 'selector: policy' on both sides of each semicolon."
+            )
+        if ":" in part:
+            rules.append(parse_rule(part, quoted, start))
+        elif default is None:
+            default = complete(parse_fields(part, quoted, start, bare=DTYPES))
+        else:
+            raise ValueError(
+                f"Second default {part.strip()!r} {position(part, start)} of policy map "
+                f"{quoted}: write 'selector: policy' for all policies but one."
+            )
+        start += len(part) + 1
+    return default, rules
 
 
-def _parse_rule(part: str, text: str, start: int) -> Rule:
-    selector, _, policy = part.partition(":")
-    name = selector.strip()
-    if name.rpartition(",")[2].strip() in KEYS:
-        refuse_colons(part, text, start, f", or '*/{name}' for a path" if name in KEYS else "")
-    optional = name.endswith("?")
-    name = name.removesuffix("?").rstrip()
-    if not (_CLASS.fullmatch(name) or "/" in name or "*" in name) or re.search(r"[\s=,]", name):
-        raise ValueError(
-            f"Unknown selector {name!r} {position(selector, start)} of policy map {text!r}: "
-            "expected a class name such as 'BatchNorm' or 'haiku.BatchNorm', a glob of paths such "
-            "as '*/head/*', or an operation such as 'op.exp'."
-        )
-    if not policy.strip():
-        raise ValueError(
-            f"Missing policy for {name!r} {position(selector, start)} of policy map {text!r}: "
-            f"write for example '{name}: full'."
-        )
-    fields = parse_fields(policy, text, start + len(selector) + 1, bare=("compute",))
-    if "reduce" in fields:
-        raise ValueError(
-            f"Unexpected 'reduce' in the rule {part.strip()!r} {position(part, start)} of policy "
-            f"map {text!r}: gradients are summed over devices in one dtype, so give it in the "
-            "default policy, the part without a selector."
-        )
-    return Rule(name, **fields, optional=optional)
+def read_sections(mapping: MappingLike) -> dict[str, Found]:
+    """Returns the policy, the rules and the loss scale of a mapping, those of them that it has.
 
+    A mapping that has none of these keys is a policy.
 
-def _matches_path(glob: str, path: str) -> bool:
-    pieces = glob.split("*")
-    whole = f"/{path}/"
-    return any(_matches(pieces, text) for text in (path, whole, whole[1:], whole[:-1]))
-
-
-def _matches(pieces: list[str], text: str) -> bool:
-    """Tells whether `text` consists of the pieces of a glob in order, with any text between them.
-
-    Each inner piece is taken at its first occurrence, which leaves the most text for the pieces
-    after it. So there is no backtracking, which makes a regular expression slow.
+    Raises:
+        TypeError: if a key is not a string.
+        ValueError: if a key is unknown, or stands beside others that exclude it.
     """
-    first, *rest = pieces
-    if not rest:
-        return text == first
-    *middle, last = rest
-    start, end = len(first), len(text) - len(last)
-    if start > end or not (text.startswith(first) and text.endswith(last)):
-        return False
-    for piece in middle:
-        found = text.find(piece, start, end)
-        if found < 0:
-            return False
-        start = found + len(piece)
-    return True
+    given = read_keys(mapping, "", _SECTIONS | KEYS)
+    sections = {name: found for name, found in given.items() if name in _SECTIONS}
+    for name, found in given.items():
+        if name not in _SECTIONS and name not in ATTRIBUTES:
+            raise unknown_key(name, "", _DESCRIBED_KEYS, [*_SECTIONS, *KEYS])
+        if name in ATTRIBUTES and sections:
+            raise ValueError(
+                f"Unexpected key at {found.path} beside {list(sections)[0]!r}: a policy's keys "
+                "stand under 'policy' there, as {'policy': {'compute': 'bfloat16'}}."
+            )
+    return sections or {"policy": Found(mapping, "")}
 
 
-def _matches_class(selector: str, cls: type) -> bool:
-    module, _, name = selector.rpartition(".")
-    if selector in (cls.__name__, cls.__qualname__):
-        return True
-    return name == cls.__name__ and f"{cls.__module__}.".startswith(f"{module}.") and bool(module)
+def read_policy_map(sections: dict[str, Found]) -> PolicyMap:
+    """Reads a policy map from what `read_sections` returns.
+
+    Raises:
+        TypeError: if a value is of a wrong type.
+        ValueError: if a value does not follow the grammar, or there are none.
+    """
+    policy, rules = sections.get("policy"), sections.get("rules")
+    if policy is None and rules is None:
+        raise ValueError(
+            "Missing key 'policy': write for example {'policy': {'compute': 'bfloat16'}}."
+        )
+    whole = PolicyMap(get_policy("float32")) if policy is None else _read_whole(policy)
+    if rules is None:
+        return whole
+    if whole.rules:
+        raise ValueError(
+            f"Unexpected rule {str(whole.rules[0])!r} at policy: write all rules under 'rules', "
+            "which is given, too."
+        )
+    return PolicyMap(whole.default, tuple(_read_rules(rules)))
+
+
+def _read_whole(found: Found) -> PolicyMap:
+    """Reads a policy map from a value without keys for its parts."""
+    value, path = found
+    if isinstance(value, PolicyMap):
+        return value
+    if isinstance(value, str):
+        return parse_policy_map(value, quote(value, path))
+    if isinstance(value, Policy):
+        return PolicyMap(value)
+    if is_mapping(value) or is_dtype(value):
+        return PolicyMap(complete(read_fields(found, bare=DTYPES)))
+    if hasattr(value, "policy_map"):  # a MixedPrecision, which no import here can name
+        raise TypeError(f"Expected a policy map, got {describe(value)}: its .policy_map is one.")
+    what = "a policy map string, a mapping, a dtype, a jmpx.Policy or a jmpx.PolicyMap"
+    raise refuse_value(what, value, path, "write for example 'c=bf16,o=f32; BatchNorm: full'")
+
+
+def _read_rules(found: Found) -> list[Rule]:
+    """Reads the rules of a mapping: a list of rules, or the string of one or several."""
+    value, path = found
+    if isinstance(value, str):
+        default, rules = _parse_parts(value, quote(value, path))
+        if default is not None:
+            raise ValueError(
+                f"Unexpected policy without a selector in {quote(value, path)}: write each rule as "
+                "'selector: policy', and the default under the key 'policy'."
+            )
+        return rules
+    if is_list(value):
+        return [read_rule(item) for item in read_list(value, path)]
+    remedy = "write [{'select': 'LayerNorm', 'compute': 'float32'}]"
+    if is_mapping(value):
+        remedy = f"the last rule that matches applies, so their order counts; {remedy}"
+    raise refuse_value("a list of rules", value, path, remedy)
 
 
 def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stacklevel: int) -> None:

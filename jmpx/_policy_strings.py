@@ -1,19 +1,35 @@
-"""Policy strings: their grammar, which those of policy maps share."""
+"""Policy strings and mappings: their grammar, which those of policy maps share."""
 
-import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 from jmpx._dtypes import (
+    DTypeLike,
     ScalarType,
+    as_dtype,
     check_reduces,
     describe_dtypes,
     dtype_names,
+    is_dtype,
     parse_dtype,
 )
+from jmpx._mappings import (
+    Found,
+    MappingLike,
+    at,
+    child,
+    is_mapping,
+    quote,
+    read_keys,
+    refuse_value,
+    unknown_key,
+)
 from jmpx._matmul import describe_matmuls, matmul_names, parse_matmul
-from jmpx._messages import did_you_mean, position
-from jmpx._policy import ATTRIBUTES, Policy
+from jmpx._messages import describe, did_you_mean, position
+from jmpx._policy import ATTRIBUTES, Policy, given_fields
+
+# What `get_policy` takes.
+PolicyLike: TypeAlias = str | Policy | MappingLike | DTypeLike
 
 # The fields that a policy without keys sets.
 DTYPES = ("params", "compute", "output")
@@ -45,10 +61,16 @@ _NO_RULES = (
     "jmpx.autocast, the policies and with_policies of the adapters, and "
     "jmpx.flags.DEFINE_policy_map"
 )
+NO_LOSS_SCALE = (
+    "a loss scale is no part of a policy or of a policy map, so give the whole to "
+    "jmpx.get_mixed_precision, which takes both, from a mapping as 'policy' and 'loss_scale'"
+)
+_NO_POLICY = "write the keys of the policy themselves, as {'compute': 'bfloat16'}"
+DESCRIBED_KEYS = "'params' (p, param), 'compute' (c), 'output' (o), 'matmul' (m) or 'reduce' (r)"
 
 
-def get_policy(policy: str | Policy) -> Policy:
-    """Parses a policy string.
+def get_policy(policy: PolicyLike) -> Policy:
+    """Parses a policy string, or reads a policy from a mapping.
 
     A policy string consists of `key=value` parts, separated by commas, or of one dtype for
     parameters, computation and results. The keys are `p`, `param` or `params`; `c` or `compute`;
@@ -60,25 +82,33 @@ def get_policy(policy: str | Policy) -> Policy:
     `16-mixed`, `bf16-true`, `16-true`, `32-true`, `64-true`) and Keras's (`mixed_bfloat16`,
     `mixed_float16`) are accepted, too.
 
+    A mapping has the same keys: a dict, or a node of a configuration, such as an
+    `ml_collections.ConfigDict` or an `omegaconf.DictConfig`.
+
     The dtype `half` is bfloat16 on TPU and float16 elsewhere. Parsing it starts JAX's backend, so
     a multi-host program must call `jax.distributed.initialize` first.
 
     Args:
-        policy: a policy string, or a policy, which is returned as it is.
+        policy: a policy string; or a mapping; or a dtype such as `jnp.bfloat16`, which means the
+            same as its name; or a policy, which is returned as it is.
 
     Returns:
         The policy.
 
     Raises:
-        TypeError: if `policy` is neither a string nor a policy. A policy map is not a policy.
-        ValueError: if the string does not follow the grammar, or has rules, which only policy maps
-            may have. The message gives the position.
+        TypeError: if `policy` is of another type, or a value of the mapping is. A policy map is not
+            a policy.
+        ValueError: if the string or the mapping does not follow the grammar, or has rules or a loss
+            scale. The message gives the position in the string, or the path in the mapping.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> import jmpx
         >>> str(jmpx.get_policy("c=bf16, o=f32"))
         'params=float32,compute=bfloat16,output=float32'
-        >>> jmpx.get_policy("bf16-mixed") == jmpx.get_policy("c=bf16,o=f32")
+        >>> jmpx.get_policy("bf16-mixed") == jmpx.get_policy({"compute": "bf16", "output": "f32"})
+        True
+        >>> jmpx.get_policy(jnp.bfloat16) == jmpx.get_policy("bfloat16")
         True
         >>> jmpx.get_policy("compute=bflaot16")
         Traceback (most recent call last):
@@ -89,19 +119,108 @@ float8_*; did you mean 'bfloat16'?
     """
     if isinstance(policy, Policy):
         return policy
-    if hasattr(policy, "rules"):  # a PolicyMap, which this file cannot import
+    if not is_mapping(policy):
+        _refuse_policy_map(policy)
+    return complete(read_fields(Found(policy, ""), bare=DTYPES))
+
+
+def _refuse_policy_map(value: object) -> None:
+    """Refuses a `PolicyMap` and a `MixedPrecision`, which this file cannot import."""
+    if hasattr(value, "rules"):
         raise TypeError(
-            f"Expected a policy, got the policy map {str(policy)!r}: {_NO_RULES}; its .default is "
+            f"Expected a policy, got the policy map {str(value)!r}: {_NO_RULES}; its .default is "
             "a policy."
         )
-    if not isinstance(policy, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if hasattr(value, "policy_map"):
         raise TypeError(
-            f"Expected a policy string or a jmpx.Policy, got {policy!r}: write for example "
-            "'params=float32,compute=bfloat16,output=float32'."
+            f"Expected a policy, got {describe(value)}: its .policy_map is a policy map, whose "
+            ".default is a policy."
         )
-    part = without_last_semicolon(policy)
-    _refuse_rules(part, policy)
-    return complete(parse_fields(part, policy, 0, bare=DTYPES))
+
+
+def read_fields(found: Found, bare: tuple[str, ...]) -> dict[str, Any]:
+    """Reads the fields of a policy that a user gave, or that a mapping has at a path.
+
+    Args:
+        found: a policy string, a mapping, a dtype or a policy; and its path, empty for what is not
+            in a mapping.
+        bare: the fields that a dtype without a key sets.
+
+    Returns:
+        The value of each field that is set, as `parse_fields` does.
+
+    Raises:
+        TypeError: if the value is of another type, or one in the mapping is.
+        ValueError: if it does not follow the grammar.
+    """
+    policy, path = found
+    if isinstance(policy, Policy):
+        return {key: getattr(policy, ATTRIBUTES[key]) for key in given_fields(policy)}
+    if isinstance(policy, str):
+        part, quoted = without_last_semicolon(policy), quote(policy, path)
+        refuse_bar(policy, f"policy {quoted}")
+        _refuse_rules(part, quoted)
+        return parse_fields(part, quoted, 0, bare)
+    if is_mapping(policy):
+        return _read_mapping(policy, path)
+    if is_dtype(policy):
+        return dict.fromkeys(bare, as_dtype(policy, at(path)))
+    what = "a policy string, a mapping, a dtype or a jmpx.Policy"
+    remedy = "write for example 'params=float32,compute=bfloat16,output=float32'"
+    raise refuse_value(what, policy, path, remedy)
+
+
+def _read_mapping(policy: MappingLike, path: str) -> dict[str, Any]:
+    """Reads the mapping of a policy."""
+    given = read_keys(policy, path, KEYS)
+    for name in given:
+        if name not in ATTRIBUTES:
+            raise _unknown_key(name, path)
+    if not given:
+        raise ValueError(
+            f"Empty mapping{at(path)} in place of a policy: give at least one key, as "
+            "{'compute': 'bfloat16'}."
+        )
+    return {name: read_field(name, found) for name, found in given.items()}
+
+
+def read_field(name: str, found: Found) -> Any:
+    """Reads the value of one field of a policy, by its key in `ATTRIBUTES`.
+
+    Raises:
+        TypeError: if the value is of another type than that field takes.
+        ValueError: if it is unknown.
+    """
+    value, path = found
+    if name == "matmul":
+        if not isinstance(value, str):
+            remedy = f"write one of {describe_matmuls()}"
+            raise refuse_value("the name of an algorithm of matrix products", value, path, remedy)
+        try:
+            return parse_matmul(value)
+        except KeyError:
+            raise _unknown_matmul(value, f"at {path}") from None
+    if isinstance(value, str):
+        try:
+            dtype = parse_dtype(value)
+        except KeyError:
+            raise _unknown_dtype(value, f"at {path}") from None
+    elif is_dtype(value):
+        dtype = as_dtype(value, at(path))
+    else:
+        raise refuse_value("a dtype", value, path, "write its name, such as 'bfloat16'")
+    if name == "reduce":
+        check_reduces(dtype, at(path))
+    return dtype
+
+
+def _unknown_key(key: str, path: str) -> ValueError:
+    """Returns the error for a key that a policy's mapping cannot have."""
+    reasons = {"rules": _NO_RULES, "loss_scale": NO_LOSS_SCALE, "policy": _NO_POLICY}
+    reason = reasons.get(key.strip().lower())
+    if reason is not None:
+        return ValueError(f"Unexpected key at {child(path, key)}: {reason}.")
+    return unknown_key(key, path, DESCRIBED_KEYS, KEYS)
 
 
 def complete(fields: dict[str, Any]) -> Policy:
@@ -117,51 +236,70 @@ def without_last_semicolon(text: str) -> str:
     return text.rstrip().removesuffix(";")
 
 
-def _refuse_rules(part: str, text: str) -> None:
+def _refuse_rules(part: str, quoted: str) -> None:
     """Refuses rules and semicolons, but leaves mistakes such as `c:bf16` to `refuse_colons`."""
     start = 0
     for piece in part.split(";"):
         selector, colon, _ = piece.partition(":")
         if colon and "=" not in selector and selector.strip().lower() not in KEYS:
             raise ValueError(
-                f"Unexpected rule {piece.strip()!r} {position(piece, start)} of policy {text!r}: "
+                f"Unexpected rule {piece.strip()!r} {position(piece, start)} of policy {quoted}: "
                 f"{_NO_RULES}."
             )
         start += len(piece) + 1
     if ";" in part:
         raise ValueError(
-            f"Unexpected ';' at position {part.index(';')} of policy {text!r}: write commas "
+            f"Unexpected ';' at position {part.index(';')} of policy {quoted}: write commas "
             "between the parts of a policy."
         )
 
 
-def refuse_colons(part: str, text: str, start: int, end: str = "") -> None:
+def refuse_bar(text: str, whole: str) -> None:
+    """Refuses a bar, which separates a loss scale from a policy map.
+
+    Args:
+        text: the user's string.
+        whole: what the string is, and the string, as the message quotes it.
+    """
+    if "|" in text:
+        raise ValueError(
+            f"Unexpected '|' at position {text.index('|')} of {whole}: {NO_LOSS_SCALE}."
+        )
+
+
+def refuse_colons(part: str, quoted: str, start: int, end: str = "") -> None:
     """Refuses a colon in place of an equals sign, as in `compute:bf16`.
 
     Args:
-        part: the policy's part of `text`.
-        text: the user's whole string, which the message quotes.
-        start: the index of `part` in `text`.
+        part: the policy's part of the user's string.
+        quoted: the whole string as the message quotes it.
+        start: the index of `part` in that string.
         end: words to add to the end of the message.
     """
     for field in part.split(","):
         key, colon, _ = field.partition(":")
         if colon and key.strip().lower() in KEYS:
-            meant = re.sub(r"\s*:\s*=?\s*", "=", part.strip())
+            meant = ",".join(map(_with_equals_sign, part.strip().split(",")))
             raise ValueError(
-                f"Unexpected ':' at position {start + len(key)} of policy {text!r}: write "
+                f"Unexpected ':' at position {start + len(key)} of policy {quoted}: write "
                 f"{meant!r}, with an equals sign{end}."
             )
         start += len(field) + 1
 
 
-def parse_fields(part: str, text: str, start: int, bare: tuple[str, ...]) -> dict[str, Any]:
+def _with_equals_sign(field: str) -> str:
+    """Returns `key: value` and `key := value` as `key=value`."""
+    key, colon, value = field.partition(":")
+    return f"{key.rstrip()}={value.lstrip().removeprefix('=').lstrip()}" if colon else field
+
+
+def parse_fields(part: str, quoted: str, start: int, bare: tuple[str, ...]) -> dict[str, Any]:
     """Parses a policy, which may be a part of a longer string.
 
     Args:
-        part: the policy's part of `text`.
-        text: the user's whole string, which error messages quote.
-        start: the index of `part` in `text`.
+        part: the policy's part of the user's string.
+        quoted: the whole string as error messages quote it, see `jmpx._mappings.quote`.
+        start: the index of `part` in that string.
         bare: the fields that a dtype without a key sets.
 
     Returns:
@@ -173,17 +311,17 @@ def parse_fields(part: str, text: str, start: int, bare: tuple[str, ...]) -> dic
     """
     preset = _PRESETS.get(part.strip().lower())
     if preset is not None:
-        return parse_fields(preset, preset, 0, bare=DTYPES)
-    refuse_colons(part, text, start)
+        return parse_fields(preset, repr(preset), 0, bare=DTYPES)
+    refuse_colons(part, quoted, start)
     if "=" not in part:
-        dtype = _parse_dtype(part, text, start, presets=_PRESETS)
+        dtype = _parse_dtype(part, quoted, start, presets=_PRESETS)
         return dict.fromkeys(bare, dtype)
     fields: dict[str, Any] = {}
     for field in part.split(","):
-        key, value = _parse_field(field, text, start)
+        key, value = _parse_field(field, quoted, start)
         if key in fields:
             raise ValueError(
-                f"Duplicate key {key!r} {position(field, start)} of policy {text!r}: give each of "
+                f"Duplicate key {key!r} {position(field, start)} of policy {quoted}: give each of "
                 "'params', 'compute', 'output', 'matmul' and 'reduce' at most once."
             )
         fields[key] = value
@@ -191,56 +329,58 @@ def parse_fields(part: str, text: str, start: int, bare: tuple[str, ...]) -> dic
     return fields
 
 
-def _parse_field(field: str, text: str, start: int) -> tuple[str, Any]:
-    """Parses the `key=value` that begins at index `start` of `text`."""
+def _parse_field(field: str, quoted: str, start: int) -> tuple[str, Any]:
+    """Parses the `key=value` that begins at index `start` of the user's string."""
     if not field.strip():
         raise ValueError(
-            f"Empty part {position(field, start)} of policy {text!r}: write 'key=value' on both "
+            f"Empty part {position(field, start)} of policy {quoted}: write 'key=value' on both "
             "sides of each comma."
         )
     key, equals, value = field.partition("=")
     if not equals:
         raise ValueError(
-            f"Missing key for {field.strip()!r} {position(field, start)} of policy {text!r}: write "
+            f"Missing key for {field.strip()!r} {position(field, start)} of policy {quoted}: write "
             "'params=', 'compute=', 'output=', 'matmul=' or 'reduce=' before it."
         )
     name = KEYS.get(key.strip().lower())
     if name is None:
         raise ValueError(
-            f"Unknown key {key.strip()!r} {position(key, start)} of policy {text!r}: expected one "
-            "of 'params' (p, param), 'compute' (c), 'output' (o), 'matmul' (m) or 'reduce' "
-            f"(r){did_you_mean(key, KEYS)}"
+            f"Unknown key {key.strip()!r} {position(key, start)} of policy {quoted}: expected one "
+            f"of {DESCRIBED_KEYS}{did_you_mean(key, KEYS)}"
         )
     start += len(key) + 1
     if name == "matmul":
-        return name, _parse_matmul(value, text, start)
-    dtype = _parse_dtype(value, text, start)
+        return name, _parse_matmul(value, quoted, start)
+    dtype = _parse_dtype(value, quoted, start)
     if name == "reduce":
-        check_reduces(dtype, f" {position(value, start)} of policy {text!r}")
+        check_reduces(dtype, f" {position(value, start)} of policy {quoted}")
     return name, dtype
 
 
-def _parse_matmul(value: str, text: str, start: int) -> str:
+def _parse_matmul(value: str, quoted: str, start: int) -> str:
     try:
         return parse_matmul(value)
     except KeyError:
         pass
+    raise _unknown_matmul(value, f"{position(value, start)} of policy {quoted}")
+
+
+def _unknown_matmul(value: str, place: str) -> ValueError:
     what = f"Unknown algorithm {value.strip()!r}" if value.strip() else "Missing algorithm"
     near = did_you_mean(value, matmul_names())
-    raise ValueError(
-        f"{what} {position(value, start)} of policy {text!r}: expected one of "
-        f"{describe_matmuls()}{near}"
-    )
+    return ValueError(f"{what} {place}: expected one of {describe_matmuls()}{near}")
 
 
-def _parse_dtype(value: str, text: str, start: int, presets: Iterable[str] = ()) -> ScalarType:
+def _parse_dtype(value: str, quoted: str, start: int, presets: Iterable[str] = ()) -> ScalarType:
     try:
         return parse_dtype(value)
     except KeyError:
         pass
+    raise _unknown_dtype(value, f"{position(value, start)} of policy {quoted}", presets)
+
+
+def _unknown_dtype(value: str, place: str, presets: Iterable[str] = ()) -> ValueError:
     accepted = ", ".join([describe_dtypes(), *presets])
     what = f"Unknown dtype {value.strip()!r}" if value.strip() else "Missing dtype"
     near = did_you_mean(value, [*dtype_names(), *presets])
-    raise ValueError(
-        f"{what} {position(value, start)} of policy {text!r}: expected one of {accepted}{near}"
-    )
+    return ValueError(f"{what} {place}: expected one of {accepted}{near}")

@@ -1,6 +1,7 @@
 """How a loss scale scales: the product with a pytree, and the numbers that a scale may be."""
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,15 +21,15 @@ T = TypeVar("T")
 LOWEST_SCALE, HIGHEST_SCALE = 2.0**-126, 2.0**126
 LARGEST_FLOAT16 = (2 - 2.0**-10) * 2**15
 LONGEST_PERIOD = 2**31 - 1  # The counter is an int32.
-_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
-def as_number(value: object, name: str) -> int | float:
+def as_number(value: object, name: str, least: int = 0) -> int | float:
     """Returns a setting, which is a number or a concrete scalar array, as a Python number.
 
     Raises:
         TypeError: if `value` is traced or anything else.
-        ValueError: if it is negative, NaN or beyond float32.
+        ValueError: if it is below `least`, NaN or beyond float32.
     """
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
@@ -38,10 +39,10 @@ def as_number(value: object, name: str) -> int | float:
     number = value.item() if is_array(value) and value.ndim == 0 else value
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise TypeError(f"Expected {name} to be a number, got {value!r}: give for example 2.0**15.")
-    if not 0 <= number <= _LARGEST_FLOAT32:
+    if not least <= number <= LARGEST_FLOAT32:
         raise ValueError(
-            f"Expected {name} to be between 0 and float32's largest number, got {number}: give for "
-            "example 2.0**15."
+            f"Expected {name} to be between {least} and float32's largest number, got {number}: "
+            "give for example 2.0**15."
         )
     return number
 
@@ -63,8 +64,9 @@ def as_leaf(value: Any, dtype: type[np.generic], name: str) -> Any:
             return np.asarray(value).astype(dtype)
     if not isinstance(value, int | float | str):
         return value
-    number = as_number(value, f"DynamicLossScale.{name}")
-    if dtype is np.int32 and number > LONGEST_PERIOD:
+    is_counter = dtype is np.int32
+    number = as_number(value, f"DynamicLossScale.{name}", -LONGEST_PERIOD if is_counter else 0)
+    if is_counter and number > LONGEST_PERIOD:
         raise ValueError(
             f"Expected DynamicLossScale.{name} to be at most 2**31 - 1, got {number}: leave it out "
             "to begin with 0."
@@ -128,3 +130,17 @@ def _multiply(tree: T, factor: Callable[[np.dtype], ArrayLike]) -> T:
         return wide * factor(wide.dtype)
 
     return jax.tree.map(multiply_leaf, tree)
+
+
+def register_with_flax(*classes: type, names: tuple[str, ...] = ()) -> None:
+    """Lets `flax.serialization` save and restore loss scales, if Flax has been imported.
+
+    Args:
+        *classes: classes of loss scales.
+        names: their leaves.
+    """
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is not None:
+        from jmpx._state_dicts import register_states  # here, because few programs need it
+
+        register_states(serialization, classes, names)

@@ -1,95 +1,37 @@
 """absl flags for policies and loss scales. Importing this module registers no flag."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
-import numpy as np
 from absl import flags
 
-from jmpx._dtypes import parse_dtype
-from jmpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from jmpx._dtypes import DTypeLike
+from jmpx._flag_types import BooleanFlag, Flag, Parser, define, define_with_variable
+from jmpx._loss_scale import LossScale
+from jmpx._loss_scale_flags import LOSS_SCALE, LossScaleFlags, define_loss_scale_flags
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, get_policy_map
 from jmpx._policy_strings import get_policy
 
+if TYPE_CHECKING:
+    from jmpx._mixed_precision import MixedPrecision
+
 # absl does not type its validators:
 # pyright: reportUnknownMemberType=false
-
-T = TypeVar("T")
 
 # A flag belongs to the module that calls a function of this one, and --help lists it there.
 flags.disclaim_key_flags()
 
-_LARGEST = float(np.finfo(np.float32).max)
-
-
-class _Parser(flags.ArgumentParser[T]):
-    """Parses with a function. It accepts a parsed value too, because a default may be one."""
-
-    def __init__(self, parse: Callable[[str | T], T], flag_type: str, syntactic_help: str) -> None:
-        super().__init__()
-        self._parse = parse
-        self._flag_type = flag_type
-        self.syntactic_help = syntactic_help
-
-    def parse(self, argument: str | T) -> T:
-        return self._parse(argument)
-
-    def flag_type(self) -> str:
-        return self._flag_type
-
-
-_POLICY = _Parser(
+_POLICY = Parser(
     get_policy,
     "policy",
     "a policy such as params=float32,compute=bfloat16,output=float32 or bf16-mixed",
 )
-_POLICY_MAP = _Parser(
+_POLICY_MAP = Parser(
     get_policy_map,
     "policy map",
     "a policy, or a policy map such as 'c=bf16,o=f32; BatchNorm: full'",
 )
-
-
-class _Flag(flags.Flag[T]):
-    """A flag that also parses the values that a program sets.
-
-    absl stores `FLAGS.mp_policy = "c=f16"` and `flagsaver(mp_policy="c=f16")` as strings.
-    """
-
-    @property
-    def value(self) -> T | None:
-        """The parsed value, None if there is none."""
-        return self._value
-
-    @value.setter
-    def value(self, value: T | str | None) -> None:
-        self._value = None if value is None else self._parse(value)
-
-
-class _BooleanFlag(_Flag[bool], flags.BooleanFlag):
-    """A boolean flag that also parses the values that a program sets, such as "false"."""
-
-
-class _EnumFlag(_Flag[str], flags.EnumFlag):
-    """An enum flag that also parses the values that a program sets, such as "static"."""
-
-
-def _define(
-    parser: flags.ArgumentParser[T],
-    name: str,
-    default: Any,  # what the parser accepts
-    help: str,
-    flag_values: flags.FlagValues,
-    required: bool = False,
-    module_name: str | None = None,
-    **args: Any,
-) -> flags.FlagHolder[T]:
-    """Does the same as `flags.DEFINE`, but defines a `_Flag`."""
-    flag = _Flag(parser, flags.ArgumentSerializer(), name, default, help, **args)
-    holder = flags.DEFINE_flag(flag, flag_values, module_name, required=required)
-    return cast("flags.FlagHolder[T]", holder)  # the callers' types say whether it may hold None
 
 
 # The types follow those of absl's own flags: the value may be None if the default is None and the
@@ -97,7 +39,7 @@ def _define(
 @overload
 def DEFINE_policy(
     name: str,
-    default: Policy | str | None,
+    default: Policy | DTypeLike | None,
     help: str,
     flag_values: flags.FlagValues = ...,
     *,
@@ -116,7 +58,7 @@ def DEFINE_policy(
 @overload
 def DEFINE_policy(
     name: str,
-    default: Policy | str,
+    default: Policy | DTypeLike,
     help: str,
     flag_values: flags.FlagValues = ...,
     required: bool = ...,
@@ -124,7 +66,7 @@ def DEFINE_policy(
 ) -> flags.FlagHolder[Policy]: ...
 def DEFINE_policy(
     name: str,
-    default: Policy | str | None,
+    default: Policy | DTypeLike | None,
     help: str,
     flag_values: flags.FlagValues = flags.FLAGS,
     required: bool = False,
@@ -138,7 +80,7 @@ def DEFINE_policy(
 
     Args:
         name: the name of the flag.
-        default: a policy, a policy string, or None.
+        default: a policy, a policy string, a dtype, or None.
         help: the help text. The accepted form of a value is added to it.
         flag_values: the flag registry.
         required: whether the flag must be given on the command line.
@@ -149,7 +91,7 @@ def DEFINE_policy(
         error of absl. `flags.FLAGS.flags_into_string()` and flag files restore an equal policy.
 
     Raises:
-        absl.flags.IllegalFlagValueError: if `default` is not a policy, a policy string or None.
+        absl.flags.IllegalFlagValueError: if `default` is none of the above.
 
     Example:
         >>> from absl import flags
@@ -160,13 +102,13 @@ def DEFINE_policy(
         >>> str(policy.value)
         'params=float32,compute=bfloat16,output=float32'
     """
-    return _define(_POLICY, name, default, help, flag_values, required, **args)
+    return define(_POLICY, name, default, help, flag_values, required, **args)
 
 
 @overload
 def DEFINE_policy_map(
     name: str,
-    default: PolicyMap | Policy | str | None,
+    default: PolicyMap | Policy | DTypeLike | None,
     help: str,
     flag_values: flags.FlagValues = ...,
     *,
@@ -185,7 +127,7 @@ def DEFINE_policy_map(
 @overload
 def DEFINE_policy_map(
     name: str,
-    default: PolicyMap | Policy | str,
+    default: PolicyMap | Policy | DTypeLike,
     help: str,
     flag_values: flags.FlagValues = ...,
     required: bool = ...,
@@ -193,7 +135,7 @@ def DEFINE_policy_map(
 ) -> flags.FlagHolder[PolicyMap]: ...
 def DEFINE_policy_map(
     name: str,
-    default: PolicyMap | Policy | str | None,
+    default: PolicyMap | Policy | DTypeLike | None,
     help: str,
     flag_values: flags.FlagValues = flags.FLAGS,
     required: bool = False,
@@ -203,7 +145,7 @@ def DEFINE_policy_map(
 
     Args:
         name: the name of the flag.
-        default: a policy map, a policy, a string of either, or None.
+        default: a policy map, a policy, a string of either, a dtype, or None.
         help: the help text. The accepted form of a value is added to it.
         flag_values: the flag registry.
         required: whether the flag must be given on the command line.
@@ -224,7 +166,72 @@ def DEFINE_policy_map(
         >>> str(rules.value.rules[0])
         'BatchNorm: compute=float32'
     """
-    return _define(_POLICY_MAP, name, default, help, flag_values, required, **args)
+    return define(_POLICY_MAP, name, default, help, flag_values, required, **args)
+
+
+@overload
+def DEFINE_loss_scale(
+    name: str,
+    default: LossScale | str | None,
+    help: str,
+    flag_values: flags.FlagValues = ...,
+    *,
+    required: Literal[True],
+    **args: Any,
+) -> flags.FlagHolder[LossScale]: ...
+@overload
+def DEFINE_loss_scale(
+    name: str,
+    default: None,
+    help: str,
+    flag_values: flags.FlagValues = ...,
+    required: bool = ...,
+    **args: Any,
+) -> flags.FlagHolder[LossScale | None]: ...
+@overload
+def DEFINE_loss_scale(
+    name: str,
+    default: LossScale | str,
+    help: str,
+    flag_values: flags.FlagValues = ...,
+    required: bool = ...,
+    **args: Any,
+) -> flags.FlagHolder[LossScale]: ...
+def DEFINE_loss_scale(
+    name: str,
+    default: LossScale | str | None,
+    help: str,
+    flag_values: flags.FlagValues = flags.FLAGS,
+    required: bool = False,
+    **args: Any,
+) -> flags.FlagHolder[LossScale | None]:
+    """Defines an absl flag whose value is a loss scale.
+
+    Args:
+        name: the name of the flag.
+        default: a loss scale, a string as `jmpx.get_loss_scale` takes it, or None. `auto` is
+            refused, because no policy decides it: `define_mp_flags` defines a flag that takes it.
+        help: the help text. The accepted form of a value is added to it.
+        flag_values: the flag registry.
+        required: whether the flag must be given on the command line.
+        **args: further arguments of `flags.DEFINE`, such as `short_name`.
+
+    Returns:
+        A flag holder, whose `value` is the loss scale. It behaves like that of `DEFINE_policy`.
+
+    Raises:
+        absl.flags.IllegalFlagValueError: if `default` is none of the above.
+
+    Example:
+        >>> from absl import flags
+        >>> import jmpx.flags
+        >>> values = flags.FlagValues()
+        >>> scale = jmpx.flags.DEFINE_loss_scale("scale", "none", "Scale.", flag_values=values)
+        >>> _ = values(["program", "--scale=dynamic, init=2**10"])
+        >>> str(scale.value)
+        'dynamic,init=1024'
+    """
+    return define(LOSS_SCALE, name, default, help, flag_values, required, **args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,10 +240,7 @@ class MixedPrecisionFlags:
 
     _policy: flags.FlagHolder[PolicyMap]
     _skip_nonfinite: flags.FlagHolder[bool]
-    _scale_type: flags.FlagHolder[str]
-    _scale_value: flags.FlagHolder[float]
-    _scale_period: flags.FlagHolder[int]
-    _min_scale: flags.FlagHolder[float]
+    _loss_scale: LossScaleFlags
 
     @property
     def policy_map(self) -> PolicyMap:
@@ -265,28 +269,25 @@ class MixedPrecisionFlags:
         return self._skip_nonfinite.value
 
     def loss_scale(self) -> LossScale:
-        """Makes the loss scale that the `--mp_scale_*` flags and `--mp_min_scale` describe."""
-        kind = self._scale_type.value
-        if kind == "auto":
-            policy_map = self.policy_map
-            default = policy_map.default.compute_dtype
-            computes_in = {default, *(rule.compute for rule in policy_map.rules)}
-            kind = "Dynamic" if parse_dtype("float16") in computes_in else "NoOp"
-        if kind == "NoOp":
-            return NoOpLossScale()
-        if kind == "Static":
-            return StaticLossScale(self._scale_value.value)
-        return DynamicLossScale(
-            self._scale_value.value,
-            period=self._scale_period.value,
-            min_loss_scale=self._min_scale.value,
-        )
+        """Makes the loss scale that `--mp_loss_scale` or the flags for its parts describe.
+
+        Raises:
+            ValueError: if a program has set flags to values that contradict each other.
+        """
+        _ = self.policy_map  # an error of absl before the flags are parsed
+        return self._loss_scale.loss_scale()
+
+    def mixed_precision(self) -> "MixedPrecision":
+        """Returns the policy map and the loss scale as one `jmpx.MixedPrecision`."""
+        from jmpx._mixed_precision import MixedPrecision  # here, because few programs need it
+
+        return MixedPrecision(self.policy_map, self.loss_scale())
 
 
 def define_mp_flags(
     prefix: str = "mp",
     *,
-    default_policy: PolicyMap | Policy | str = "float32",
+    default_policy: PolicyMap | Policy | DTypeLike = "float32",
     flag_values: flags.FlagValues = flags.FLAGS,
 ) -> MixedPrecisionFlags:
     """Defines the flags that select a policy and a loss scale.
@@ -294,19 +295,30 @@ def define_mp_flags(
     With the prefix `mp` they are
 
     - `--mp_policy`: a policy or a policy map,
+    - `--mp_loss_scale`: a loss scale as a whole, such as `dynamic,init=2**15,hysteresis=2`, in
+      place of the next four; see `jmpx.get_loss_scale`,
     - `--mp_scale_type`: `NoOp`, `Static`, `Dynamic` or `auto`, which is Dynamic if the policy or
       one of its rules computes in float16, else NoOp,
     - `--mp_scale_value`, `--mp_scale_period` and `--mp_min_scale`: the numbers of the loss scale,
     - `--mp_skip_nonfinite`: whether the program shall skip steps with non-finite gradients.
 
+    If `--mp_loss_scale` and a flag for a part of it are both set and say different things, that is
+    a usage error.
+
+    The environment variables `JMPX_POLICY` and `JMPX_LOSS_SCALE` set the defaults of `--mp_policy`
+    and `--mp_loss_scale`, for any prefix, when this function runs; they go before `default_policy`.
+    The command line goes before them: also each flag for a part of the loss scale before that part
+    of `JMPX_LOSS_SCALE`, and another `--mp_scale_type` before all of it. An empty variable counts
+    as unset. A wrong one is a usage error when the program parses its flags.
+
     Args:
         prefix: the first word of the names of the flags.
-        default_policy: the default of `--mp_policy`.
+        default_policy: the default of `--mp_policy`, unless `JMPX_POLICY` is set.
         flag_values: the flag registry.
 
     Returns:
-        An object with `policy`, `policy_map`, `skip_nonfinite` and `loss_scale()`, which read the
-        flags.
+        An object with `policy`, `policy_map`, `skip_nonfinite`, `loss_scale()` and
+        `mixed_precision()`, which read the flags.
 
     Raises:
         absl.flags.DuplicateFlagError: if one of the flags exists already.
@@ -320,80 +332,30 @@ def define_mp_flags(
         >>> float(mp.loss_scale().loss_scale)
         1024.0
     """
-    mp = MixedPrecisionFlags(
-        _define(
-            _POLICY_MAP,
-            f"{prefix}_policy",
-            default_policy,
-            "In which dtypes parameters are stored, computation runs and results leave, with "
-            "rules for parts of the model.",
-            flag_values,
-        ),
-        flags.DEFINE_flag(
-            _BooleanFlag(
-                f"{prefix}_skip_nonfinite",
-                True,
-                "Whether to skip the optimizer step where gradients are not finite.",
-            ),
-            flag_values,
-        ),
-        flags.DEFINE_flag(
-            _EnumFlag(
-                f"{prefix}_scale_type",
-                "auto",
-                "The kind of loss scale; auto is Dynamic if the policy computes in float16, else "
-                "NoOp.",
-                ["auto", "NoOp", "Static", "Dynamic"],
-                case_sensitive=False,
-            ),
-            flag_values,
-        ),
-        _define(
-            flags.FloatParser(),
-            f"{prefix}_scale_value",
-            2.0**15,
-            "The loss scale of Static; the one that Dynamic begins with.",
-            flag_values,
-        ),
-        _define(
-            flags.IntegerParser(lower_bound=1),
-            f"{prefix}_scale_period",
-            2000,
-            "After how many finite steps the dynamic loss scale doubles.",
-            flag_values,
-        ),
-        _define(
-            flags.FloatParser(),
-            f"{prefix}_min_scale",
-            1.0,
-            "What the dynamic loss scale never falls below; may be less than 1.",
-            flag_values,
-        ),
+    policy: flags.FlagHolder[PolicyMap] = define_with_variable(
+        _POLICY_MAP,
+        f"{prefix}_policy",
+        "JMPX_POLICY",
+        default_policy,
+        "In which dtypes parameters are stored, computation runs and results leave, with rules for "
+        "parts of the model. The environment variable JMPX_POLICY sets the default.",
+        flag_values,
     )
-    _register_validators(prefix, flag_values)
-    return mp
+    skip_nonfinite = flags.DEFINE_flag(
+        BooleanFlag(
+            f"{prefix}_skip_nonfinite",
+            True,
+            "Whether to skip the optimizer step where gradients are not finite.",
+        ),
+        flag_values,
+    )
+    for name in ("policy", "skip_nonfinite"):  # a program may set None
+        message = "must have a value"
+        flags.register_validator(f"{prefix}_{name}", _is_given, message, flag_values)
+    flag = cast("Flag[PolicyMap]", flag_values[f"{prefix}_policy"])
+    loss_scale = define_loss_scale_flags(prefix, flag, flag_values)
+    return MixedPrecisionFlags(policy, skip_nonfinite, loss_scale)
 
 
 def _is_given(value: object) -> bool:
     return value is not None
-
-
-def _is_positive(value: float | None) -> bool:
-    return value is not None and 0 < value <= _LARGEST
-
-
-def _register_validators(prefix: str, flag_values: flags.FlagValues) -> None:
-    """Registers the conditions on the values of the flags that `define_mp_flags` defines."""
-    kind, start, least = (f"{prefix}_{name}" for name in ("scale_type", "scale_value", "min_scale"))
-
-    def is_ordered(values: dict[str, Any]) -> bool:
-        return values[kind] in ("NoOp", "Static") or values[least] <= values[start]
-
-    message = "must be a positive number that float32 can hold"
-    for name in (start, least):
-        flags.register_validator(name, _is_positive, message, flag_values)
-    message = f"--{least} must not exceed --{start}, which the dynamic scale begins with"
-    flags.register_multi_flags_validator([kind, start, least], is_ordered, message, flag_values)
-    message = "must have a value"  # a program may set None
-    for name in ("policy", "skip_nonfinite", "scale_type", "scale_period"):
-        flags.register_validator(f"{prefix}_{name}", _is_given, message, flag_values)

@@ -5,7 +5,7 @@ a model that is made inside the loss function.
 """
 
 from jmpx._adapters import required_package
-from jmpx._loss_scale import register_with_flax
+from jmpx._loss_scale import register_all_with_flax
 
 with required_package("flax", "Flax"):
     from jmpx._flax_linen import policies as policies
@@ -13,4 +13,4 @@ with required_package("flax", "Flax"):
 
 __all__ = ("policies", "with_policies")
 
-register_with_flax()
+register_all_with_flax()

@@ -15,7 +15,7 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
-from jmpx._policy_map import _matches_path
+from jmpx._rules import _matches_path
 
 
 def gradient(policy):

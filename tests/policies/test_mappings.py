@@ -1,0 +1,234 @@
+"""Policies, policy maps and loss scales from nested mappings, and back to plain dicts."""
+
+import collections
+import json
+import re
+import types
+
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import omegaconf
+import pytest
+import yaml
+from helpers.policies import any_value, given_value_or_sentence, policies, policy_maps
+from hypothesis import given
+
+import jmpx
+
+MAP = {
+    "policy": {"compute": "bf16", "output": "f32"},
+    "rules": [{"select": "LayerNorm", "compute": "f32"}, "*/router?: c=f32,m=highest"],
+}
+MAP_STRING = "c=bf16,o=f32; LayerNorm: full; */router?: c=f32,m=highest"
+
+
+def read_yaml(mapping):
+    return yaml.safe_load(yaml.safe_dump(mapping))
+
+
+# The libraries that programs are configured with, each with what its users hand on.
+LIBRARIES = {
+    "dict": dict,
+    "json": lambda mapping: json.loads(json.dumps(mapping)),
+    "yaml": read_yaml,
+    "Mapping": types.MappingProxyType,
+    "UserDict": collections.UserDict,
+    "ConfigDict": ml_collections.ConfigDict,
+    "DictConfig": omegaconf.OmegaConf.create,
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_kind_of_mapping(library):
+    make = LIBRARIES[library]
+    assert jmpx.get_policy(make({"compute": "bf16"})) == jmpx.get_policy("c=bf16")
+    assert jmpx.get_policy_map(make(MAP)) == jmpx.get_policy_map(MAP_STRING)
+    loss_scale = make({"type": "dynamic", "init": 2**10, "period": 5})
+    assert str(jmpx.get_loss_scale(loss_scale)) == "dynamic,init=1024,period=5"
+    precision = jmpx.get_mixed_precision(make({**MAP, "loss_scale": {"type": "static", "init": 8}}))
+    assert precision == jmpx.get_mixed_precision(f"{MAP_STRING} | static=8")
+
+
+def test_a_frozen_config_dict_holds_rules_as_strings():
+    # It refuses mappings in lists.
+    rules = ["LayerNorm: full", "*/router?: c=f32,m=highest"]
+    config = ml_collections.FrozenConfigDict({"policy": {"c": "bf16", "o": "f32"}, "rules": rules})
+    assert isinstance(config.rules, tuple)
+    assert jmpx.get_policy_map(config) == jmpx.get_policy_map(MAP_STRING)
+
+
+def test_references_and_interpolations_are_followed():
+    config = ml_collections.ConfigDict({"dtype": "bf16"})
+    config.policy = {"compute": config.get_ref("dtype")}
+    assert jmpx.get_policy(config.policy) == jmpx.get_policy("c=bf16")
+    config = omegaconf.OmegaConf.create(
+        {"dtype": "f32", "policy": "bf16", "rules": [{"select": "X", "c": "${dtype}"}]}
+    )
+    assert jmpx.get_policy_map(config["policy"]) == jmpx.get_policy_map("bf16")
+    assert jmpx.get_policy_map({"rules": config["rules"]}) == jmpx.get_policy_map("X: f32")
+    for rule, at in (
+        ({"select": "X", "c": "${nothing}"}, "rules[0].c"),
+        ("${nothing}", "rules[0]"),
+    ):
+        config["rules"] = [rule]
+        with pytest.raises(
+            ValueError, match=re.escape(f"Cannot read the value at {at} (")
+        ) as error:
+            jmpx.get_policy_map({"rules": config["rules"]})
+        assert "\n" not in str(error.value) and "give it a value" in str(error.value)
+    with pytest.raises(ValueError, match="at policy.compute .*MissingMandatoryValue"):
+        jmpx.get_policy_map(omegaconf.OmegaConf.create({"policy": {"compute": "???"}}))
+
+
+SPELLINGS = [
+    MAP,
+    {"policy": "c=bf16,o=f32", "rules": ["LayerNorm: full;", MAP["rules"][1]]},
+    {"policy": "c=bf16,o=f32", "rules": "LayerNorm: full; */router?: c=f32,m=highest"},
+    {"policy": MAP_STRING},
+    {"policy": jmpx.get_policy_map(MAP_STRING)},
+    {"policy": jmpx.get_policy("bf16-mixed"), "rules": jmpx.get_policy_map(MAP_STRING).rules},
+    {
+        " Policy ": {"C": jnp.bfloat16, " OUTPUT": np.dtype("float32")},
+        "RULES": (
+            {"select": " LayerNorm ", "policy": "full"},
+            {"selector": "*/router", "Optional": True, "policy": {"c": "f32", "m": "HIGHEST"}},
+        ),
+    },
+    {
+        "policy": {"p": "f32", "compute": "bf16", "o": "full"},
+        "rules": [
+            {"select": "LayerNorm", "policy": jnp.float32},
+            {"select": "*/router ?", "optional": True, "compute": "f32", "matmul": "highest"},
+        ],
+    },
+]
+
+
+@pytest.mark.parametrize("mapping", SPELLINGS)
+def test_any_value_may_be_its_string(mapping):
+    policy_map = jmpx.get_policy_map(mapping)
+    assert policy_map == jmpx.get_policy_map(MAP_STRING)
+    assert jmpx.get_mixed_precision(mapping).policy_map == policy_map
+
+
+def test_defaults():
+    for mapping in (
+        {"compute": "bf16"},
+        {"policy": {"c": "bf16"}},
+        {"policy": "c=bf16", "rules": []},
+    ):
+        assert jmpx.get_policy_map(mapping) == jmpx.get_policy_map("c=bf16")
+    assert jmpx.get_policy_map({"rules": ["X: bf16"]}) == jmpx.get_policy_map("X: bf16")
+    rule = {"select": "X", "policy": {"output": "bf16"}}
+    assert jmpx.get_policy_map({"rules": [rule]}).rules == (jmpx.Rule("X", output="bf16"),)
+    for policy in ("bf16-mixed", jmpx.get_policy("bf16-mixed")):  # both name all three
+        rule = jmpx.get_policy_map({"rules": [{"select": "X", "policy": policy}]}).rules[0]
+        assert rule == jmpx.Rule("X", "f32", "bf16", "f32")
+
+
+YAML = """
+policy: {compute: bf16, output: f32, reduce: bf16}
+rules:
+  - select: LayerNorm?
+    compute: f32
+  - "*/router: c=f32,m=highest"
+loss_scale: {type: dynamic, init: 2**12, max: 1e4, period: 500}
+"""
+
+
+def test_what_yaml_makes_of_numbers():
+    given_numbers = yaml.safe_load(YAML)["loss_scale"]
+    assert (
+        given_numbers["init"] == "2**12" and given_numbers["max"] == "1e4"
+    )  # YAML 1.1: not numbers
+    precision = jmpx.get_mixed_precision(yaml.safe_load(YAML))
+    parts = (
+        "params=float32,compute=bfloat16,output=float32,reduce=bfloat16",
+        "LayerNorm?: compute=float32",
+        "*/router: compute=float32,matmul=highest | dynamic,init=4096,period=500,max=10000",
+    )
+    assert str(precision) == "; ".join(parts)
+
+
+def is_plain(value):
+    """Whether a value consists of what JSON has."""
+    if type(value) is dict:
+        return all(type(key) is str and is_plain(each) for key, each in value.items())
+    if type(value) is list:
+        return all(map(is_plain, value))
+    return type(value) in (str, int, float, bool)
+
+
+@given(policies())
+def test_policies_come_back_from_dicts(policy):
+    plain = policy.to_dict()
+    assert is_plain(plain) and jmpx.get_policy(plain) == policy
+    assert jmpx.get_policy(json.loads(json.dumps(plain))) == policy
+    assert jmpx.get_policy_map(plain).default == policy
+
+
+@given(policy_maps())
+def test_policy_maps_come_back_from_dicts(policy_map):
+    plain = policy_map.to_dict()
+    assert is_plain(plain)
+    for make in LIBRARIES.values():
+        assert jmpx.get_policy_map(make(plain)) == policy_map
+    for rule in policy_map.rules:
+        assert jmpx.get_policy_map({"rules": [rule.to_dict()]}).rules == (rule,)
+    assert jmpx.get_policy_map(str(policy_map)) == policy_map
+
+
+def test_a_subclass_keeps_its_own_fields_to_itself():
+    class Named(jmpx.Policy):
+        name = "a name"
+
+    assert Named("f32", "bf16", "f32").to_dict() == jmpx.get_policy("bf16-mixed").to_dict()
+
+
+def test_a_rule_keeps_its_dtypes_as_a_policy_does():
+    rule = jmpx.Rule("Linear", np.dtype("float32"), "bf16", jnp.float16)
+    assert rule == jmpx.Rule("Linear", "f32", jnp.bfloat16, np.float16)
+    assert rule.compute is jnp.bfloat16
+    assert str(rule) == "Linear: params=float32,compute=bfloat16,output=float16"
+    with pytest.raises(ValueError, match="Unknown dtype 'int32': expected a floating dtype"):
+        jmpx.Rule("Linear", compute=jnp.int32)
+
+
+READERS = (jmpx.get_policy, jmpx.get_policy_map, jmpx.get_loss_scale, jmpx.get_mixed_precision)
+
+
+@given(any_value())
+def test_any_nested_value_gives_a_value_or_one_sentence(value):
+    for read in READERS:
+        given_value_or_sentence(read, value)
+
+
+def test_a_mapping_that_contains_itself_and_a_deep_one():
+    endless: dict[str, object] = {"policy": "bf16"}
+    endless["rules"] = endless["loss_scale"] = endless["policy"] = endless
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    for mapping in (
+        endless,
+        {"rules": deep},
+        {"policy": deep},
+        {"loss_scale": deep},
+        {"compute": deep},
+    ):
+        for read in READERS:
+            assert isinstance(given_value_or_sentence(read, mapping), str)
+    while deep:  # else Python's own destructor recurses
+        deep = deep.pop()
+
+
+def test_long_values_are_shortened():
+    message = given_value_or_sentence(jmpx.get_policy, {"compute": ["bf16" * 10_000] * 10_000})
+    assert isinstance(message, str) and len(message) < 1000
+
+
+def test_a_list_of_many_rules():
+    rules = [{"select": f"Layer{i}", "compute": "f32"} for i in range(3000)]
+    policy_map = jmpx.get_policy_map({"policy": "c=bf16", "rules": rules})
+    assert len(policy_map.rules) == 3000 and jmpx.get_policy_map(policy_map.to_dict()) == policy_map
