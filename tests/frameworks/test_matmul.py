@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from helpers import enable_x64
+from helpers import ROOT, enable_x64, run_python_blocks
 from helpers.four_frameworks import BATCH, FRAMEWORKS, WIDTHS, X, in_words_of
 from helpers.products import default_precision, products_of
 
@@ -356,3 +356,25 @@ def test_a_class_policy_without_matmul_inherits_it(framework):
         assert ways(run, XS) == ["bf16 DEFAULT", f"f32 {X3}"]
         run = routed(framework, "full; */router: m=high", compute)  # a rule goes before it
         assert ways(run, XS) == ["f32 HIGH", "f32 HIGH"]
+
+
+def test_the_page_runs():
+    run_python_blocks(ROOT / "docs" / "matmul.md")
+
+
+# What the page says of derivatives that the user's code defines.
+
+
+@jax.custom_vjp
+def with_vjp(x, w):
+    return x @ w
+
+
+with_vjp.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+
+
+@every_framework
+def test_jax_does_not_hand_it_on_to_a_custom_vjp(framework):
+    run = routed(framework, "full; */router: m=highest", with_vjp)
+    assert ways(run, XS) == ["f32 HIGHEST"]
+    assert ways(jax.value_and_grad(lambda x: run(x).sum()), XS) == ["f32 HIGHEST", "f32 DEFAULT"]

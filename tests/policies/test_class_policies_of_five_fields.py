@@ -43,7 +43,14 @@ def test_reduce_of_a_class_policy_is_warned_of_once(cls):
 
 
 @pytest.mark.parametrize(
-    ("policy", "stored"), [("bf16", jnp.bfloat16), ("c=bf16", jnp.float32), ("full", jnp.float32)]
+    ("policy", "stored"),
+    [
+        ("bf16", jnp.bfloat16),
+        (jnp.bfloat16, jnp.bfloat16),
+        ("c=bf16", jnp.float32),
+        ({"compute": "bf16"}, jnp.float32),
+        ("full", jnp.float32),
+    ],
 )
 def test_a_bare_dtype_is_a_complete_policy(policy, stored):
     network = hk.transform(lambda x: hk.Linear(4)(x))
