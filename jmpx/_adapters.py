@@ -31,7 +31,7 @@ from jmpx._dtypes import DTypeLike
 from jmpx._marks import Module, in_module
 from jmpx._matmul import is_algorithm, matmul_of
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap, get_policy_map, warn_unused
+from jmpx._policy_map import PolicyMapLike, get_policy_map, warn_unused
 from jmpx._registry import policy_of, running
 
 T = TypeVar("T")
@@ -101,11 +101,11 @@ class Session:
         ValueError: if the string is not of the grammar of policy maps.
     """
 
-    def __init__(self, name: str, policy_map: str | Policy | PolicyMap | None) -> None:
+    def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
         self.name = name
         self.policy_map = None if policy_map is None else get_policy_map(policy_map)
         self.seen: set[Module] = set()
-        self.coarse: dict[Module, str] = {}
+        self.coarse: dict[Module, str | None] = {}
         self.met: dict[Met, None] = {}
         self._listeners = opened(_Listener)
         for listener in self._listeners:
@@ -150,7 +150,10 @@ class Session:
         matmul = matmul_of(default if surrounding is None else surrounding)
         if policy is None or matmul is None or matmul_of(policy) is not None:
             return policy
-        return dataclasses.replace(policy, matmul_precision=matmul)  # a rule inherits it, too
+        if not isinstance(policy, Policy):  # pyright: ignore[reportUnnecessaryIsInstance]
+            # One of JMP, which Haiku's registry may hold.
+            policy = Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+        return dataclasses.replace(policy, matmul_precision=matmul)  # inherited, as by a rule
 
     def note(
         self, cls: type, path: str, boundary: Policy | None, surrounding: Policy | None
@@ -167,9 +170,8 @@ class Session:
             path: its path.
             policy: the policy under which it runs.
         """
-        matmul = matmul_of(policy)
-        if matmul is not None and ignores_matmul(matmul, policy.compute_dtype):
-            self.coarse.setdefault(Module(cls, path), matmul)
+        if policy is not None and ignores_matmul(matmul_of(policy), policy.compute_dtype):
+            self.coarse.setdefault(Module(cls, path), matmul_of(policy))
 
     def warn(self, stacklevel: int) -> None:
         """Warns of each rule that matched no module, and of an algorithm that JAX ignores.

@@ -16,7 +16,7 @@ from jmpx._contexts import opened, refuse_other_tasks
 from jmpx._frameworks import Adapter
 from jmpx._marks import Module, in_module
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap
+from jmpx._policy_map import PolicyMap, PolicyMapLike
 from jmpx._registry import running
 
 _NAME = "jmpx.flax.policies"
@@ -25,7 +25,7 @@ _CONVOLUTIONS = (nn.Conv, nn.ConvLocal, nn.ConvTranspose)
 
 
 @contextlib.contextmanager
-def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[None]:
+def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
     """Runs Linen modules under a policy map while the context lasts; also a decorator.
 
     Put it around `init` and `apply`, in a jitted function or around its call. Calls of public
@@ -39,12 +39,15 @@ def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[Non
     parameters. Other collections, such as `batch_stats`, are left alone. The body of an `nn.scan`
     and a recurrent cell return their carry in the dtype in which it came.
 
+    The `matmul` of a policy holds for the products in its region, forward and backward, but not in
+    what a `jax.custom_vjp` or `jax.custom_jvp` defines: JAX traces that later. See docs/matmul.md.
+
     Contexts may be nested, and may end in any order: the innermost one alone is in force. Of the
     tasks of an event loop, only one at a time can be in a context: leave it before each `await`.
     Code that is compiled already runs in every task as in the one that holds the context.
 
     Args:
-        policy_map: a policy map, a policy, or a string of either; None for the policies of classes
+        policy_map: all that `jmpx.get_policy_map` takes, or None for the policies of classes
             alone (`jmpx.set_policy`). Paths are those of the parameters, joined by slashes.
 
     Yields:
@@ -56,7 +59,8 @@ def policies(policy_map: str | Policy | PolicyMap | None = None) -> Iterator[Non
             context of jmpx at entry, or runs a module while this context lasts.
 
     Warns:
-        UserWarning: at the end, of each rule that matched none of the modules that ran. And once
+        UserWarning: at the end, of each rule that matched none of the modules that ran; once if a
+            convolution ran in float32 under a dot algorithm, which JAX ignores for it. And once
             for a map under which no Linen module ran while an NNX module exists, which needs
             `with_policies`. A Linen module that was compiled ahead of time counts as one that did
             not run: a program with such modules may ignore this warning.
@@ -114,7 +118,7 @@ class _Session(Session):
         calls: the running methods, the innermost last.
     """
 
-    def __init__(self, name: str, policy_map: str | Policy | PolicyMap | None) -> None:
+    def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
         super().__init__(name, policy_map)
         self.has_run = False
         self.calls: list[_Call] = []

@@ -23,7 +23,7 @@ from jmpx._contexts import note_cast
 from jmpx._frameworks import Adapter
 from jmpx._marks import Module
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap
+from jmpx._policy_map import PolicyMapLike
 
 M = TypeVar("M", bound=nnx.Module)
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def with_policies(module: M, policy_map: str | Policy | PolicyMap | None = None) -> M:
+def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
     """Returns the view of an NNX model that computes under a policy map.
 
     Make the view inside the loss function, so that gradients are those of the model outside, in the
@@ -54,13 +54,16 @@ def with_policies(module: M, policy_map: str | Policy | PolicyMap | None = None)
     view, as `sow` and `eval` do, are set on the view alone. A layer that is given a `dtype`
     computes in that dtype inside. A recurrent cell returns its carry in the dtype in which it came.
 
+    The `matmul` of a policy holds for the products in its region, forward and backward, but not in
+    what a `jax.custom_vjp` or `jax.custom_jvp` defines: JAX traces that later. See docs/matmul.md.
+
     A module of the view is an instance of its class in the model, or of a subclass of it if its
     public methods cast. A view serves one computation: neither keep it nor return it from a
     transform.
 
     Args:
         module: the model; it is not changed.
-        policy_map: a policy map, a policy, or a string of either; None for the policies of classes
+        policy_map: all that `jmpx.get_policy_map` takes, or None for the policies of classes
             alone (`jmpx.set_policy`). Paths are attribute names and indices joined by slashes.
 
     Returns:
@@ -71,7 +74,8 @@ def with_policies(module: M, policy_map: str | Policy | PolicyMap | None = None)
         ValueError: if the string is not of the grammar.
 
     Warns:
-        UserWarning: of each rule that matched no module.
+        UserWarning: of each rule that matched no module; once if a convolution computes in float32
+            under a dot algorithm, which JAX ignores for it.
 
     Example:
         >>> from flax import nnx
@@ -103,7 +107,7 @@ class _Session(Session):
         views: the objects of the view, by the identity of those of the model.
     """
 
-    def __init__(self, name: str, policy_map: str | Policy | PolicyMap | None) -> None:
+    def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
         super().__init__(name, policy_map)
         self.views: dict[int, Any] = {}
 

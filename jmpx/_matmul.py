@@ -72,15 +72,6 @@ def is_algorithm(matmul: str | None) -> bool:
     return matmul is not None and matmul not in _WORDS
 
 
-def matmul_precision(matmul: str | None) -> AbstractContextManager[Any]:
-    """Returns the context in which products without `precision=` use an algorithm.
-
-    Args:
-        matmul: the name of the algorithm as JAX spells it; None changes nothing.
-    """
-    return contextlib.nullcontext() if matmul is None else jax.default_matmul_precision(matmul)
-
-
 def matmul_of(policy: Any) -> str | None:
     """Returns the algorithm of a policy; one of JMP, which Haiku's registry may hold, has none."""
     return getattr(policy, "matmul_precision", None)
@@ -132,6 +123,11 @@ def matmul_region(matmul: str | None, dtype: DTypeLike) -> AbstractContextManage
     outside = held.outside if held is not None and now == held.algorithm else now
     in_force = np.dtype(dtype) == jnp.float32
     return _region(_Held(matmul, outside), matmul if in_force else outside)
+
+
+def matmul_precision(matmul: str | None) -> AbstractContextManager[Any]:
+    """Returns the context of code in float32 with an algorithm; None changes nothing."""
+    return contextlib.nullcontext() if matmul is None else matmul_region(matmul, jnp.float32)
 
 
 @contextlib.contextmanager

@@ -14,12 +14,12 @@ from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 from jmpx._contexts import Context, entered, note_cast, opened_here, set_fact
-from jmpx._dtypes import DTypeLike, dtype_name
+from jmpx._dtypes import dtype_name
 from jmpx._frameworks import ClassPolicies, adapters_of, imported_adapters
 from jmpx._matmul import matmul_of, matmul_region
 from jmpx._messages import user_stacklevel
 from jmpx._policy import Policy
-from jmpx._policy_strings import get_policy
+from jmpx._policy_strings import PolicyLike, get_policy
 
 # A class is kept by its name, which survives a reload of its module. Classes that are made in
 # functions share one name, so each of them is kept by itself.
@@ -59,14 +59,15 @@ def _store_of(cls: type) -> ClassPolicies | None:
     return next((store for store in stores if store is not None), None)
 
 
-def _to_policy(policy: Policy | str | DTypeLike) -> Policy:
+def _to_policy(policy: PolicyLike) -> Policy:
     if policy is None:
         raise TypeError("Expected a policy or a policy string, got None: call jmpx.clear_policy.")
     policy = get_policy(policy)
     if policy.reduce_dtype is not None:
+        name = dtype_name(policy.reduce_dtype)
         warnings.warn(
-            f"reduce={dtype_name(policy.reduce_dtype)} of a class policy reduces nothing: gradients "
-            "are summed over devices in the gradient functions, so give it to their policy=.",
+            f"reduce={name} of a class policy reduces nothing: it is for sums of gradients over "
+            "devices, so give it to the gradient function's policy=.",
             stacklevel=user_stacklevel(),
         )
     return policy
@@ -92,7 +93,7 @@ def _attach(cls: type, policy: Policy | None, cached: Policy | None) -> None:
     set_fact("policies of classes", frozenset(_registry.policies.items()) or None)
 
 
-def set_policy(cls: type, policy: Policy | str | DTypeLike) -> None:
+def set_policy(cls: type, policy: PolicyLike) -> None:
     """Attaches a policy to a class, for all its instances in this thread.
 
     For a Haiku module class this is the same act as `hk.mixed_precision.set_policy`: its inputs and
@@ -110,13 +111,14 @@ def set_policy(cls: type, policy: Policy | str | DTypeLike) -> None:
 
     Args:
         cls: the class; subclasses do not inherit its policy, as in Haiku.
-        policy: a policy, a policy string or a dtype. A bare dtype, also as a string, is a complete
-            policy: `"full"` is float32 for parameters, computation and output, and `"bf16"` or
-            `jnp.bfloat16` has new parameters stored in bfloat16, too. To compute in bfloat16 with
-            parameters that are stored in float32, write `"c=bf16"`.
+        policy: all that `get_policy` takes: a policy, a policy string, a mapping or a dtype. A bare
+            dtype, also as a string, is a complete policy: `"full"` is float32 for parameters,
+            computation and output. `"bf16"` and `jnp.bfloat16` are bfloat16 for all three: Haiku
+            and Linen then create parameters in bfloat16. To compute in bfloat16 with parameters
+            that are stored in float32, write `"c=bf16"`.
 
     Raises:
-        TypeError: if `cls` is not a class, or `policy` is neither a policy nor a string.
+        TypeError: if `cls` is not a class, or `policy` is nothing that `get_policy` takes.
         ValueError: if `policy` is not a policy string.
 
     Warns:
@@ -206,7 +208,7 @@ class _Push:
 
 
 @contextlib.contextmanager
-def push_policy(cls: type, policy: Policy | str | DTypeLike) -> Iterator[None]:
+def push_policy(cls: type, policy: PolicyLike) -> Iterator[None]:
     """Attaches a policy to a class while the context lasts; also a decorator.
 
     Contexts may be nested. When one ends, the class has the policy again that it had before. That
@@ -217,13 +219,13 @@ def push_policy(cls: type, policy: Policy | str | DTypeLike) -> Iterator[None]:
 
     Args:
         cls: the class.
-        policy: a policy, a policy string or a dtype; see `set_policy`.
+        policy: all that `get_policy` takes; see `set_policy`.
 
     Yields:
         None.
 
     Raises:
-        TypeError: if `cls` is not a class, or `policy` is neither a policy nor a string.
+        TypeError: if `cls` is not a class, or `policy` is nothing that `get_policy` takes.
         ValueError: if `policy` is not a policy string; for Haiku, if the call stands inside a
             method of the same class; if another task of the thread is in a context of jmpx at
             entry, or runs a module while this context lasts.

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import jax
-import jax.numpy as jnp
 
-from jmpx._matmul import as_matmul, matmul_region
+from jmpx._matmul import as_matmul, matmul_precision
 
 FULL_PRECISION = "jmpx.full_precision"  # autocast leaves operations in it in float32
 RESTORE = "jmpx.restore"  # in it, autocast gives results their traced dtypes back
@@ -91,6 +90,5 @@ def full_precision(func: Callable[..., Any] | None = None, *, matmul: str | None
 
 @contextlib.contextmanager
 def _full_precision(matmul: str | None) -> Iterator[None]:
-    algorithm = contextlib.nullcontext() if matmul is None else matmul_region(matmul, jnp.float32)
-    with jax.named_scope(FULL_PRECISION), algorithm:
+    with jax.named_scope(FULL_PRECISION), matmul_precision(matmul):
         yield

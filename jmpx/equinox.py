@@ -29,7 +29,7 @@ from jmpx._frameworks import Adapter
 from jmpx._leaves import is_floating, is_view
 from jmpx._marks import Module
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap
+from jmpx._policy_map import PolicyMapLike
 
 with required_package("equinox", "Equinox"):
     import equinox as eqx
@@ -45,7 +45,7 @@ _CONVOLUTIONS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
 _INHERITING = (*_WITH_STATISTICS, *_CELLS)  # boundaries, also where nothing gives them a policy
 
 
-def with_policies(model: T, policy_map: str | Policy | PolicyMap | None = None) -> T:
+def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
     """Returns the compute view of a model, to be made and called inside the loss function.
 
     The view is the model with its floating parameters cast, each from its stored value to the
@@ -67,10 +67,13 @@ def with_policies(model: T, policy_map: str | Policy | PolicyMap | None = None) 
     statistics. `GRUCell` and `LSTMCell` return their hidden state in the dtype in which it came. A
     parameter tied by `equinox.nn.Shared` is cast by the policy of the module that stores it.
 
+    The `matmul` of a policy holds for the products in its region, forward and backward, but not in
+    what a `jax.custom_vjp` or `jax.custom_jvp` defines: JAX traces that later. See docs/matmul.md.
+
     Args:
         model: an `equinox.Module` with its parameters as they are stored.
-        policy_map: a policy map string, a policy or a policy map, whose rules name classes or
-            paths (`layers/0`). Its rules go before the policies of classes (`jmpx.set_policy`);
+        policy_map: all that `jmpx.get_policy_map` takes. Its rules name classes or paths
+            (`layers/0`). Its rules go before the policies of classes (`jmpx.set_policy`);
             None for those policies alone.
 
     Returns:
@@ -82,7 +85,8 @@ def with_policies(model: T, policy_map: str | Policy | PolicyMap | None = None) 
         ValueError: if the string is not of the grammar of policy maps.
 
     Warns:
-        UserWarning: for each rule that matches no module.
+        UserWarning: for each rule that matches no module; once if a convolution computes in float32
+            under a dot algorithm, which JAX ignores for it.
 
     Example:
         >>> import equinox as eqx, jax, jax.numpy as jnp

@@ -30,7 +30,7 @@ from jmpx._frameworks import Adapter, ClassPolicies
 from jmpx._leaves import is_floating
 from jmpx._marks import in_module
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap, Rule, get_policy_map
+from jmpx._policy_map import PolicyMap, PolicyMapLike, Rule, get_policy_map
 
 with required_package("haiku", "Haiku"):
     import haiku as hk
@@ -60,7 +60,7 @@ _STATISTICS = {
 
 
 @contextlib.contextmanager
-def policies(policy_map: str | Policy | PolicyMap) -> Iterator[None]:
+def policies(policy_map: PolicyMapLike) -> Iterator[None]:
     """Runs Haiku modules under a policy map while the context lasts.
 
     Put it around `init` and `apply`, or within the function that is jitted. The map's default
@@ -76,6 +76,9 @@ def policies(policy_map: str | Policy | PolicyMap) -> Iterator[None]:
     is narrower. `ExponentialMovingAverage`, `SpectralNorm`, their trees and `VectorQuantizerEMA`
     compute in the dtype of their state, unless a rule or a class policy is about them.
 
+    The `matmul` of a policy holds for the products in its region, forward and backward, but not in
+    what a `jax.custom_vjp` or `jax.custom_jvp` defines: JAX traces that later. See docs/matmul.md.
+
     Contexts may be nested, and may end in any order: the innermost one alone is in force. Of the
     tasks of an event loop, only one at a time can be in a context: leave it before each `await`.
     Code that is compiled already runs in every task as in the one that holds the context.
@@ -84,7 +87,7 @@ def policies(policy_map: str | Policy | PolicyMap) -> Iterator[None]:
     not under other policies set by `hk.mixed_precision` itself.
 
     Args:
-        policy_map: a policy map, a policy, or a string of either.
+        policy_map: all that `jmpx.get_policy_map` takes.
 
     Yields:
         None.
@@ -95,7 +98,8 @@ def policies(policy_map: str | Policy | PolicyMap) -> Iterator[None]:
             of jmpx at entry, or runs a module while this context lasts.
 
     Warns:
-        UserWarning: at the end, of each rule that matched no module.
+        UserWarning: at the end, of each rule that matched no module; once if a convolution ran in
+            float32 under a dot algorithm, which JAX ignores for it.
 
     Example:
         >>> import haiku as hk, jax, jax.numpy as jnp

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from helpers import enable_x64
+from helpers import ROOT, enable_x64, run_python_blocks
 from helpers.four_frameworks import BATCH, FRAMEWORKS, WIDTHS, X, in_words_of
-from helpers.products import products_of
+from helpers.products import default_precision, products_of
 
 import jmpx
 import jmpx.equinox
@@ -105,7 +105,7 @@ def test_without_matmul_what_surrounds_holds(framework):
     with jax.default_matmul_precision("highest"):  # products in 16 bits get it back
         program = gradients(adapter("p=f32,m=BF16_BF16_F32_X3; */block: bf16"), model)
         assert layers_of(*program) == f"f32 {X3}, bf16 HIGHEST, bf16 HIGHEST, f32 {X3}"
-    assert jax.config.jax_default_matmul_precision is None
+    assert default_precision() is None
 
 
 # One model in four frameworks: a net that calls its router by the code of a test, and the router
@@ -196,34 +196,33 @@ def call_it(router, x):
     return router(x)
 
 
+def haiku_net(compute, call, x, policy_map):
+    network = hk.transform(lambda x: HaikuNet(compute, call)(x))
+    with jmpx.haiku.policies(policy_map) if policy_map else contextlib.nullcontext():
+        return network.apply({"net/router": {"w": jnp.ones((3, 3))}}, None, x)
+
+
+def linen_net(compute, call, x, policy_map):
+    with jmpx.flax.policies(policy_map):
+        params = {"router": {"w": jnp.ones((3, 3))}}
+        return LinenNet(compute, call).apply({"params": params}, x)
+
+
+def nnx_net(compute, call, x, policy_map):
+    return jmpx.flax.with_policies(NNXNet(compute, call), policy_map)(x)
+
+
+def equinox_net(compute, call, x, policy_map):
+    net = EquinoxNet(EquinoxRouter(jnp.ones((3, 3)), compute), call)
+    return jmpx.equinox.with_policies(net, policy_map)(x)
+
+
+NETS = {"haiku": haiku_net, "linen": linen_net, "nnx": nnx_net, "equinox": equinox_net}
+
+
 def routed(framework, policy_map, compute=dot, call=call_it):
     """Returns a function of an input: a net under a policy map; None for class policies alone."""
-    if framework == "haiku":
-        network = hk.transform(lambda x: HaikuNet(compute, call)(x))
-
-        def run(x):
-            with jmpx.haiku.policies(policy_map) if policy_map else contextlib.nullcontext():
-                return network.apply({"net/router": {"w": jnp.ones((3, 3))}}, None, x)
-
-    elif framework == "linen":
-
-        def run(x):
-            with jmpx.flax.policies(policy_map):
-                params = {"router": {"w": jnp.ones((3, 3))}}
-                return LinenNet(compute, call).apply({"params": params}, x)
-
-    elif framework == "nnx":
-
-        def run(x):
-            return jmpx.flax.with_policies(NNXNet(compute, call), policy_map)(x)
-
-    else:
-
-        def run(x):
-            net = EquinoxNet(EquinoxRouter(jnp.ones((3, 3)), compute), call)
-            return jmpx.equinox.with_policies(net, policy_map)(x)
-
-    return run
+    return lambda x: NETS[framework](compute, call, x, policy_map)
 
 
 def ways(f, *args):
@@ -281,7 +280,7 @@ def test_an_exception_ends_the_region(framework):
     for policy_map in ("p=f32,m=highest", "p=f32,m=BF16_BF16_F32_X3"):
         with pytest.raises(RuntimeError, match="on purpose"):
             routed(framework, policy_map, compute)(XS)
-        assert jax.config.jax_default_matmul_precision is None
+        assert default_precision() is None
         assert ways(dot, XS, jnp.ones((3, 3))) == ["f32 DEFAULT"]
         assert ways(jmpx.force_full_precision(dot), XS, jnp.ones((3, 3))) == ["f32 DEFAULT"]
 
@@ -291,7 +290,7 @@ def test_eager_calls_are_in_the_region_too(framework):
     seen = []
 
     def compute(x, w):
-        seen.append(jax.config.jax_default_matmul_precision)
+        seen.append(default_precision())
         return x @ w
 
     routed(framework, "full; */router: m=highest", compute)(XS)
@@ -357,3 +356,25 @@ def test_a_class_policy_without_matmul_inherits_it(framework):
         assert ways(run, XS) == ["bf16 DEFAULT", f"f32 {X3}"]
         run = routed(framework, "full; */router: m=high", compute)  # a rule goes before it
         assert ways(run, XS) == ["f32 HIGH", "f32 HIGH"]
+
+
+def test_the_page_runs():
+    run_python_blocks(ROOT / "docs" / "matmul.md")
+
+
+# What the page says of derivatives that the user's code defines.
+
+
+@jax.custom_vjp
+def with_vjp(x, w):
+    return x @ w
+
+
+with_vjp.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+
+
+@every_framework
+def test_jax_does_not_hand_it_on_to_a_custom_vjp(framework):
+    run = routed(framework, "full; */router: m=highest", with_vjp)
+    assert ways(run, XS) == ["f32 HIGHEST"]
+    assert ways(jax.value_and_grad(lambda x: run(x).sum()), XS) == ["f32 HIGHEST", "f32 DEFAULT"]

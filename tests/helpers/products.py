@@ -1,7 +1,7 @@
 """Reads from StableHLO how each matrix product and convolution of a program multiplies."""
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -42,3 +42,9 @@ def _parse(operation, line):
         how = f"{multiplies} {sums} x{times}"
     sizes = {int(size) for tensor in tensors for size in re.findall(r"(\d+)x", tensor)}
     return Product(operation, frozenset(dtypes), how, frozenset(sizes))
+
+
+def default_precision():
+    """JAX's setting for products without a precision of their own."""
+    config: Any = jax.config  # Any, because JAX does not annotate its settings
+    return config.jax_default_matmul_precision

@@ -7,7 +7,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.products import products_of
+from helpers.products import default_precision, products_of
 from jax import lax
 
 import jmpx
@@ -85,6 +85,10 @@ def test_products_inside_use_the_algorithm_forward_and_backward(form, matmul, wr
         assert found.count(WORDS[matmul]) >= 3 and found.count("DEFAULT") == 3
 
 
+def and_two_more(f):
+    return lambda x, w: f(x, w) @ x @ w
+
+
 @every_form
 def test_it_ends_with_the_scope(form, pair):
     def fail(x, w):
@@ -93,9 +97,8 @@ def test_it_ends_with_the_scope(form, pair):
     for matmul in ("highest", "BF16_BF16_F32_X3"):
         with pytest.raises(RuntimeError, match="on purpose"):
             form(fail, matmul)(*pair)
-        assert jax.config.jax_default_matmul_precision is None
-        inside = form(dot, matmul)
-        found = [product.how for product in products_of(lambda x, w: inside(x, w) @ x @ w, *pair)]
+        assert default_precision() is None
+        found = [product.how for product in products_of(and_two_more(form(dot, matmul)), *pair)]
         assert found[1:] == ["DEFAULT", "DEFAULT"] != found[:1]
 
 

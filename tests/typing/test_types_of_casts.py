@@ -201,8 +201,17 @@ def test_full_precision_keeps_the_signature(x: jax.Array) -> None:
     with pytest.raises(TypeError):
         decorated(make_params())  # pyright: ignore[reportCallIssue]
     context: AbstractContextManager[object] = jmpx.full_precision()
-    with context:
+    with context, jmpx.full_precision(matmul="highest"):
         pass
+
+    @jmpx.full_precision(matmul="highest")
+    def precise(x: jax.Array) -> jax.Array:
+        return x @ x.T
+
+    assert_type(precise(x), jax.Array)
+    assert_type(jmpx.full_precision(precise, matmul="high")(x), jax.Array)
+    with pytest.raises(TypeError):
+        jmpx.full_precision(precise, "highest")  # pyright: ignore[reportCallIssue]
 
 
 def test_casts_of_functions_keep_the_signature(x: jax.Array) -> None:
@@ -210,7 +219,7 @@ def test_casts_of_functions_keep_the_signature(x: jax.Array) -> None:
     def decorated(params: Params, x: jax.Array, *, scale: float = 1.0) -> dict[str, jax.Array]:
         return predict(params, x, scale=scale)
 
-    full = jmpx.force_full_precision(predict, jnp.bfloat16)
+    full = jmpx.force_full_precision(predict, jnp.bfloat16, matmul="highest")
     half = jmpx.cast_function(predict, "bf16", return_dtype=jnp.float32)
     for function in (decorated, full, half):
         assert_type(function(make_params(), x, scale=2.0), dict[str, jax.Array])
