@@ -35,22 +35,26 @@ def is_precise(equation: Equation) -> bool:
     return any(p not in (None, lax.Precision.DEFAULT) for p in asked)
 
 
-def with_algorithms(context: Context, equation: Equation) -> dict[str, Any]:
-    """Returns parameters with which an equation runs in the dtypes in which it was traced.
+def with_algorithms(
+    context: Context, equation: Equation, dtype: np.dtype = FLOAT32
+) -> dict[str, Any]:
+    """Returns parameters of an equation that say the algorithms of its products.
 
-    They say the algorithm of a product; so do those of the products in a jaxpr that the equation
-    holds and nothing evaluates, such as the matrix of a linear solver or a kernel.
+    These are the equation itself, or those in a jaxpr that it holds and nothing evaluates, such as
+    the matrix of a linear solver or a kernel.
 
     Args:
         context: the context of the equation.
         equation: the equation.
+        dtype: the dtype in which operands run that were float32 when traced.
 
     Returns:
-        The parameters that may differ from the equation's; none if the policy map gives no
-        algorithm.
+        The parameters that differ from the equation's.
     """
     regions = context.interpreter.regions
-    return _params(equation, context.scope, regions) if regions.give_algorithms else {}
+    if not regions.give_algorithms:
+        return {}
+    return _params(equation, context.scope, regions, dtype)
 
 
 def gives_algorithm(context: Context, equation: Equation) -> bool:
@@ -61,27 +65,33 @@ def gives_algorithm(context: Context, equation: Equation) -> bool:
     found = [regions.algorithm(name, context.region) for name in PRODUCTS]
     for algorithm in filter(None, found):  # whether there are such products is not known yet
         regions.used.note(algorithm, regions.policy_map)
-    return any(found) or with_algorithms(context, equation) is not equation.params
+    return any(found) or bool(with_algorithms(context, equation))
 
 
-def _params(equation: Equation, scope: str, regions: Regions) -> dict[str, Any]:
+def _params(
+    equation: Equation, scope: str, regions: Regions, dtype: np.dtype = FLOAT32
+) -> dict[str, Any]:
     if operation_name(equation.primitive.name) in PRODUCTS:
-        return _precision(equation, scope, regions)
-    return with_jaxprs(equation.params, lambda jaxpr: _rewrite(jaxpr, scope, regions))
+        return _precision(equation, scope, regions, dtype)
+    old = equation.params
+    new = with_jaxprs(old, lambda jaxpr: _rewrite(jaxpr, scope, regions))
+    return {key: value for key, value in new.items() if value is not old[key]}
 
 
-def _precision(equation: Equation, scope: str, regions: Regions) -> dict[str, Any]:
-    name = operation_name(equation.primitive.name)
+def _precision(equation: Equation, scope: str, regions: Regions, dtype: np.dtype) -> dict[str, Any]:
+    name, params = operation_name(equation.primitive.name), equation.params
     algorithm = regions.algorithm(name, regions.region(scope))
-    dtypes = {atom.aval.dtype for atom in equation.invars}
-    dtypes = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)}
     if algorithm is None:
         return {}
+    dtypes = {atom.aval.dtype for atom in equation.invars}
+    dtypes = {d if d != FLOAT32 else dtype for d in dtypes if jnp.issubdtype(d, jnp.inexact)}
     is_word = not is_algorithm(algorithm.name)
-    if not (dtypes & _WORDS_FOR if is_word else dtypes == {FLOAT32}):
+    # The derivative of a product of 16 bits that is summed in float32 has a factor in float32.
+    takes_part = is_word and (dtypes | {params["preferred_element_type"]}) & _WORDS_FOR
+    if not takes_part and dtypes != {FLOAT32}:
         return {}
     regions.used.note(algorithm, regions.policy_map)
-    if equation.params["precision"] is not None:  # what the user wrote goes first
+    if params["precision"] is not None:  # what the user wrote goes first
         return {}
     if is_word:
         return {"precision": (lax.Precision(algorithm.name),) * 2}
@@ -106,8 +116,7 @@ def _rewrite(jaxpr: Jaxpr, scope: str, regions: Regions) -> Jaxpr:
 
         def change(equation: Equation) -> Equation:
             params = _params(equation, _jaxpr.scope_within(scope, equation), inner)
-            is_new = any(value is not equation.params[key] for key, value in params.items())
-            return equation.replace(params={**equation.params, **params}) if is_new else equation
+            return equation.replace(params={**equation.params, **params}) if params else equation
 
         new = with_equations(jaxpr, change)
         known[key] = None if new is jaxpr else new, inner.used

@@ -1,0 +1,387 @@
+"""The algorithm of float32 products under autocast, forward and backward."""
+
+import contextlib
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import BF16, F32
+from helpers.autocast import assert_near, assert_ran, both, eleven, seven, values
+from helpers.four_frameworks import BATCH, FRAMEWORKS, WIDTHS, X, in_words_of
+from helpers.jaxprs import equations, trace
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
+
+import jmpx
+import jmpx.equinox
+import jmpx.flax
+import jmpx.haiku
+from jmpx._autocast.products import PRODUCTS
+
+HIGH, HIGHEST, DEFAULT = (
+    (lax.Precision(word), lax.Precision(word)) for word in ("high", "highest", "default")
+)
+X3 = "BF16_BF16_F32_X3"
+PRESET = lax.DotAlgorithmPreset[X3]
+
+
+def products(f, *args):
+    """The dtypes in which the products of a function run, and their precision."""
+    return [
+        (eqn.invars[0].aval.dtype, eqn.params["precision"])
+        for eqn in equations(trace(f, *args))
+        if eqn.primitive.name in PRODUCTS
+    ]
+
+
+# Every function of JAX that multiplies: all of them end in the primitives of PRODUCTS.
+
+
+def windows(f, **options):
+    return lambda x, w: f(x[None, None], w[None, None], (1, 1), "SAME", **options)
+
+
+def groups(f, *options):
+    return lambda x, w: f(x, jnp.stack([w, w]), jnp.array([1, 3]), *options)
+
+
+RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+OF_LAX = {
+    "batch_matmul": lambda x, w: lax.batch_matmul(x[None], w[None]),
+    "conv": windows(lax.conv),
+    "conv_general_dilated": windows(lax.conv_general_dilated),
+    "conv_general_dilated_local": lambda x, w: lax.conv_general_dilated_local(
+        x[None, None], jnp.ones((1, 4, 4, 4)), (1, 1), [(0, 1), (0, 1)], (2, 2)
+    ),
+    "conv_general_dilated_patches": lambda x, w: lax.conv_general_dilated_patches(
+        x[None, None], (2, 2), (1, 1), "SAME"
+    ),
+    "conv_transpose": windows(lax.conv_transpose, dimension_numbers=("NCHW", "OIHW", "NCHW")),
+    "conv_with_general_padding": lambda x, w: lax.conv_with_general_padding(
+        x[None, None], w[None, None], (1, 1), "SAME", None, None
+    ),
+    "dot": lax.dot,
+    "dot_general": lambda x, w: lax.dot_general(x, w, (((1,), (0,)), ((), ()))),
+    "ragged_dot": groups(lax.ragged_dot),
+    "ragged_dot_general": groups(lax.ragged_dot_general, RAGGED),
+}
+
+
+def takes_precision(function):
+    with contextlib.suppress(TypeError, ValueError):  # it has no signature
+        return "precision" in inspect.signature(function).parameters
+    return False
+
+
+def test_the_functions_of_lax_that_multiply():
+    assert {name for name, f in vars(lax).items() if takes_precision(f)} <= {*OF_LAX}
+
+
+@pytest.mark.parametrize("name", OF_LAX)
+def test_each_product_of_lax_has_the_algorithm(pair, name):
+    f = jmpx.autocast(OF_LAX[name], "m=highest")
+    found = products(both(lambda x, w: sum(y.sum() for y in jax.tree.leaves(f(x, w)))), *pair)
+    assert found and set(found) == {(F32, HIGHEST)}
+    (eqn, *_) = (e for e in equations(trace(OF_LAX[name], *pair)) if "precision" in e.params)
+    assert eqn.primitive.name in PRODUCTS
+
+
+# A region with products, next to a product that is not in it. The arrays of the region have 4 rows,
+# the one outside has 3.
+
+IN_REGION = {
+    "dot": lambda x, w: jnp.tanh(x @ w),
+    "outer product": lambda x, w: jnp.einsum("i,j->ij", x[0], w[0]),
+    "convolution": lambda x, w: OF_LAX["conv"](x, w)[0, 0],
+    "ragged dot": OF_LAX["ragged_dot"],
+    "attention": lambda x, w: jax.nn.softmax(x @ w @ x.T) @ x,
+}
+
+
+def by_jvp(f):
+    g = jax.custom_jvp(lambda x, w: f(x, w))
+    g.defjvp(lambda primals, tangents: jax.jvp(f, primals, tangents))
+    return g
+
+
+def by_vjp(f):
+    g = jax.custom_vjp(lambda x, w: f(x, w))
+    g.defvjp(lambda x, w: jax.vjp(f, x, w), lambda pullback, slope: pullback(slope))
+    return g
+
+
+def mapped(f):
+    def g(x, w):
+        mesh = jax.make_mesh((1,), ("d",))
+        return jax.shard_map(f, mesh=mesh, in_specs=(P(), P()), out_specs=P())(x, w)
+
+    return g
+
+
+def solving(f):
+    def g(x, w):
+        fixed = lax.stop_gradient(w)
+        matvec = lambda v: fixed @ v + 5 * v  # noqa: E731
+        solve = lambda _, b: fixed.T @ b  # noqa: E731
+        return lax.custom_linear_solve(matvec, f(x, w), solve, solve)
+
+    return g
+
+
+TRANSFORMS = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda x, w: lax.scan(lambda c, _: (f(c, w), None), x, None, length=2)[0],
+    "cond": lambda f: lambda x, w: lax.cond(x[0, 0] > 0, f, lambda x, w: f(w, x), x, w),
+    "vmap": lambda f: lambda x, w: jax.vmap(f, (0, None))(x[None], w)[0],
+    "custom_jvp": by_jvp,
+    "custom_vjp": by_vjp,
+    "custom_vjp in custom_vjp": lambda f: by_vjp(by_vjp(f)),
+    "custom_vjp in vmap": lambda f: lambda x, w: jax.vmap(by_vjp(f), (0, None))(x[None], w)[0],
+    "full_precision": jmpx.full_precision,
+    "shard_map": mapped,
+    "grad": lambda f: lambda x, w: jax.grad(lambda x: f(x, w).sum())(x),
+    "jvp": lambda f: lambda x, w: jax.jvp(f, (x, w), (w, x))[1],
+    "linear solve": solving,
+    "autocast": lambda f: jmpx.autocast(f, "full"),
+}
+
+
+def deeply(transform):
+    """A transformation in a region of full_precision, with others around it and in it."""
+
+    def of(f):
+        inner = jax.jit(TRANSFORMS[transform](jax.checkpoint(f)))
+        body = jmpx.full_precision(lambda x, w: inner(x, w))
+        return lambda x, w: lax.scan(lambda c, _: (body(c, w), None), x, None, length=2)[0]
+
+    return of
+
+
+def model(f):
+    def loss(x, w):
+        outside = x[:3] @ w[:, :3]
+        with jax.named_scope("router"):
+            inside = f(x, w)
+        return inside.sum() + (outside @ outside).sum()
+
+    return loss
+
+
+def assert_algorithms(f, *args, text=True):
+    """Holds float32 products of 3 rows to have no algorithm, and all others to have HIGHEST."""
+    found = {True: [], False: []}
+    for eqn in equations(trace(f, *args)):
+        if eqn.primitive.name in PRODUCTS:
+            avals = [var.aval for var in (*eqn.invars[:2], *eqn.outvars)]
+            assert {aval.dtype for aval in avals} == {F32}
+            is_outside = any(3 in aval.shape for aval in avals)
+            found[is_outside].append(eqn.params["precision"])
+    assert found[True] and set(found[True]) == {None}
+    assert found[False] and set(found[False]) == {HIGHEST}
+    if not text:
+        return found
+    lines = jax.jit(lambda *args: f(*args)).lower(*args).as_text().splitlines()
+    lines = [line for line in lines if re.search(r"stablehlo\.(dot_general|convolution)", line)]
+    assert lines and all("f32" in line and "f64" not in line for line in lines)
+    for line in lines:
+        is_outside = bool(re.search(r"[<x]3x", line.partition(" : ")[2]))
+        assert ("HIGHEST" in line) != is_outside, line
+    return found
+
+
+CASES = [(name, "dot") for name in TRANSFORMS]
+CASES += [
+    (name, other) for name in ("nothing", "custom_vjp") for other in IN_REGION if other != "dot"
+]
+
+
+@pytest.mark.parametrize("transform, product", CASES)
+def test_products_of_a_region(pair, transform, product):
+    f = model(TRANSFORMS[transform](IN_REGION[product]))
+    policy = "c=f32; */router: m=highest"
+    plain = len(products(both(f), *pair))
+    for g in (both(jmpx.autocast(f, policy)), jmpx.autocast(both(f), policy)):
+        assert_algorithms(g, *pair)
+        assert len(products(g, *pair)) == plain
+    assert_algorithms(jmpx.autocast(f, policy), *pair)
+
+
+# When JAX differentiates a scan, it moves products that are the same in each step out of the loop,
+# and forgets the scope around it: of the first factor of a jvp, an autocast outside does not know.
+DEEP = [name for name in TRANSFORMS if name not in ("autocast", "jvp")]
+
+
+@pytest.mark.parametrize("transform", DEEP)
+def test_products_that_full_precision_marks(pair, transform):
+    f = model(deeply(transform)(IN_REGION["dot"]))
+    # The products outside run in 16 bits.
+    policy = "c=bf16; *: bf16; */router: m=highest; op.tanh?: f32"
+    for g in (both(jmpx.autocast(f, policy)), jmpx.autocast(both(f), policy)):
+        assert {*products(g, *pair)} == {(BF16, None), (F32, HIGHEST)}
+        assert_ran(g, *pair, tanh="float32")
+    unset = both(jmpx.autocast(f, "c=bf16; */router: o=bf16"))
+    assert {*products(unset, *pair)} == {(BF16, None), (F32, None)}
+
+
+def test_a_while_loop(pair):
+    def f(x, w):
+        return lax.while_loop(lambda c: (c @ w)[0, 0] < 3, lambda c: c @ w, x)
+
+    policy = "c=bf16; op.dot_general: c=f32,m=high"
+    for g in (f, jmpx.full_precision(f), jax.jit(f)):
+        assert products(jmpx.autocast(g, policy), *pair) == [(F32, HIGH)] * 2
+
+
+def test_a_kernel(pair):
+    def kernel(x_ref, w_ref, o_ref):
+        o_ref[...] = x_ref[...] @ w_ref[...]
+
+    def f(x, w):
+        call = pl.pallas_call(kernel, jax.ShapeDtypeStruct((4, 4), F32), interpret=True)
+        return call(x, w)
+
+    for g in (f, jmpx.full_precision(f)):
+        assert products(jmpx.autocast(g, "c=bf16,m=highest"), *pair) == [(F32, HIGHEST)]
+        assert products(jmpx.autocast(g), *pair) == [(F32, None)]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("selector", ["*/head", "<Own>Head"])
+@pytest.mark.parametrize("inside", ["plain", "custom_jvp", "custom_vjp"])
+def test_a_layer_of_a_model(framework, selector, inside):
+    if framework == "nnx" and inside != "plain":
+        pytest.skip("its modules cannot be arguments of such a function")
+    apply, net, _, _ = FRAMEWORKS[framework]
+    apply = {"plain": lambda f: f, "custom_jvp": by_jvp, "custom_vjp": by_vjp}[inside](apply)
+    policy = in_words_of(framework, f"c=bf16; {selector}: c=f32,m=highest")
+    if framework == "equinox" and selector == "*/head":
+        selector = "its modules have no scopes"
+
+    def gradient(f):
+        return lambda net, x: jax.grad(lambda net: f(net, x).sum(), allow_int=True)(net)
+
+    sides = {
+        "forward": jmpx.autocast(apply, policy),
+        "inside": gradient(jmpx.autocast(apply, policy)),
+        "outside": jmpx.autocast(gradient(apply), policy),
+    }
+    for side, f in sides.items():
+        low = F32 if inside == "custom_vjp" and side != "outside" else BF16
+        found = of_layers(f, net, X)
+        assert found == {n: {(F32, HIGHEST) if n == "head" else (low, None)} for n in WIDTHS}
+
+
+def of_layers(f, *args):
+    found = {}
+    for eqn in equations(trace(f, *args)):
+        if eqn.primitive.name == "dot_general":
+            dims = {n for var in (*eqn.invars, *eqn.outvars) for n in var.aval.shape} - {1, BATCH}
+            (name,) = [name for name, widths in WIDTHS.items() if set(widths) == dims]
+            run = eqn.invars[0].aval.dtype, eqn.params["precision"]
+            found.setdefault(name, set()).add(run)
+    return found
+
+
+# The backward pass that the user wrote is the one that runs.
+
+
+@jax.custom_vjp
+def mixed(x, n, w):
+    return (x @ w) * n.astype(F32), n + 1
+
+
+mixed.defvjp(
+    lambda x, n, w: (mixed(x, n, w), (x, w)),
+    lambda saved, slopes: (7 * slopes[0] @ saved[1].T, None, 5 * saved[0].T @ slopes[0]),
+)
+
+
+def with_integers(x, w):
+    y, n = mixed(x, jnp.array(3), w)
+    return jnp.tanh(y) * n.astype(F32)
+
+
+SEEN: list = []
+
+
+@jax.custom_vjp
+def symbolic(x, w):
+    return x @ w, w.T
+
+
+def symbolic_forward(x, w):
+    SEEN.append((x.perturbed, w.perturbed))
+    return (x.value @ w.value, w.value.T), (x.value, w.value)
+
+
+def symbolic_backward(saved, slopes):
+    x, w = saved
+    slopes = [jnp.zeros(s.shape, s.dtype) if type(s) is SymbolicZero else s for s in slopes]
+    return 3 * slopes[0] @ w.T, 2 * x.T @ slopes[0] + slopes[1].T
+
+
+symbolic.defvjp(symbolic_forward, symbolic_backward, symbolic_zeros=True)
+
+
+@jax.custom_gradient
+def of_closure(x):
+    captured = jnp.cos(x)
+    return x @ captured, lambda slope: 11 * slope @ captured.T
+
+
+BY_HAND = {
+    "eleven": eleven,
+    "integers": with_integers,
+    "symbolic zeros": lambda x, w: symbolic(x, w)[0],
+    "unperturbed": lambda x, w: symbolic(jnp.ones_like(x), w)[0] @ eleven(x, jnp.ones_like(w)),
+    "both results": lambda x, w: sum(symbolic(x, w)),
+    "custom_gradient": lambda x, w: of_closure(x @ w),
+    "in a loop": lambda x, w: lax.map(lambda row: eleven(row[None], w)[0], x),
+    "a rule of rules": lambda x, w: by_vjp(lambda x, w: seven(eleven(x, w), w))(x, w),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_backward_passes_by_hand_are_used(pair, name):
+    def loss(x, w):
+        return (BY_HAND[name](x, w) ** 2).sum()
+
+    SEEN.clear()
+    with jax.default_matmul_precision("highest"):
+        trace(both(loss), *pair)
+    seen, cast = set(SEEN), []
+    for wrap in (lambda f: f, jmpx.full_precision, jax.jit, jax.checkpoint):
+        cast.append(both(jmpx.autocast(wrap(lambda x, w: loss(x, w)), "m=highest")))
+        SEEN.clear()
+        assert {*products(cast[-1], *pair)} == {(F32, HIGHEST)}
+        assert set(SEEN) == seen
+    expected, *results = values(pair, both(loss), *cast)
+    for result in results:
+        assert_near(result, expected, 1e-6)
+
+
+def test_a_backward_pass_by_hand_without_jit(pair):
+    def loss(x, w):
+        return (eleven(x, w) * with_integers(x, w)).sum()
+
+    assert_near(both(jmpx.autocast(loss, "m=highest"))(*pair), both(loss)(*pair), 1e-5)
+
+
+def test_second_derivatives_and_forward_mode_of_backward_passes(pair):
+    def loss(x, w):
+        return (eleven(x, w) ** 3).sum()
+
+    def slope(f):
+        return jax.grad(lambda x, w: jax.grad(f)(x, w).sum(), (0, 1))
+
+    f = slope(jmpx.autocast(loss, "m=highest"))
+    assert {*products(f, *pair)} == {(F32, HIGHEST)}
+    assert_near(*values(pair, f, slope(loss)), 1e-5)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(jmpx.autocast(loss, "m=highest"), pair, pair)
