@@ -44,6 +44,22 @@ def test_loss_scales() -> None:
         assert_type(scale.unscale(params), Params)
 
 
+def test_loss_scales_from_strings_and_mappings() -> None:
+    assert_type(jmpx.get_loss_scale("dynamic, init=2**15"), jmpx.LossScale)
+    assert_type(jmpx.get_loss_scale({"type": "static", "init": 8}), jmpx.LossScale)
+    assert_type(jmpx.get_loss_scale("auto", policy="f16"), jmpx.LossScale)
+    assert_type(jmpx.get_loss_scale("auto", jmpx.get_policy_map("f16")), jmpx.LossScale)
+    assert_type(jmpx.get_loss_scale(jmpx.StaticLossScale(8)), jmpx.StaticLossScale)
+    dynamic = jmpx.DynamicLossScale(hysteresis=2)
+    assert_type(jmpx.get_loss_scale(dynamic, policy=jmpx.get_policy("f32")), jmpx.DynamicLossScale)
+    assert_type(dynamic.to_dict(), dict[str, str | int | float])
+    assert_type(dynamic.hysteresis, int)
+    with pytest.raises(TypeError):
+        jmpx.get_loss_scale(8)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    scale: jmpx.LossScale = jmpx.get_loss_scale("none")
+    assert str(scale) == "none" and scale.to_dict() == {"type": "none"}
+
+
 def test_gradients(x: jax.Array) -> None:
     dynamic = jmpx.DynamicLossScale(8.0)
     result = jmpx.filter_grad(loss_fn, dynamic, policy="bf16-mixed")(make_params(), x, scale=2.0)
