@@ -17,9 +17,10 @@ from jmpx._dtypes import DTypeLike, dtype_name
 from jmpx._frameworks import imported_adapters
 from jmpx._jaxpr import Jaxpr, evaluate, inner_jaxprs, trace
 from jmpx._leaves import PyTree, is_floating
+from jmpx._mappings import is_mapping
 from jmpx._matmul import is_algorithm
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap, get_policy_map
+from jmpx._policy_map import PolicyMap, PolicyMapLike, get_policy_map
 from jmpx._policy_strings import KEYS, get_policy, without_last_semicolon
 from jmpx._tree import AxisName
 
@@ -53,7 +54,7 @@ class Precision(NamedTuple):
 
 
 def precision_finder(
-    policy: Policy | PolicyMap | str | DTypeLike | None,
+    policy: PolicyMapLike | None,
     use_mixed_precision: bool,
     axis_name: AxisName | None,
 ) -> Callable[[], Precision]:
@@ -77,9 +78,12 @@ def precision_finder(
 
 
 def _parse(policy: Any) -> Policy | PolicyMap:
-    """Returns the policy map of a string with rules, and the policy of one without."""
+    """Returns the policy map of what has rules, and the policy of what has none."""
     if isinstance(policy, PolicyMap) or (isinstance(policy, str) and _has_rules(policy)):
         return get_policy_map(policy)
+    if is_mapping(policy):
+        policy_map = get_policy_map(policy)
+        return policy_map if policy_map.rules else policy_map.default
     return get_policy(policy)
 
 
