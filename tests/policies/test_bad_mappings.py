@@ -78,6 +78,8 @@ MAPS = [
         "their order counts",
     ),
     ({"rules": []}, "Missing key 'policy': ", "{'compute': 'bfloat16'}"),
+    ({"rules": range(10**18)}, "Expected a rule at rules[0], got 0: ", "'select'"),
+    ({"loss-scale": "none"}, "Unknown key at ['loss-scale']: ", "did you mean 'loss_scale'?"),
     ({"rules": None}, "Expected a list of rules at rules, got None: ", "leave it out"),
     ({"rules": 3}, "Expected a list of rules at rules, got 3: ", "'select'"),
     ({"rules": b"X: f32"}, "Expected a list of rules at rules, got b'X: f32': ", "'select'"),

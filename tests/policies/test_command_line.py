@@ -14,13 +14,16 @@ import pytest
 from flax import nnx
 from helpers import run_python
 from helpers.four_frameworks import (
+    BATCH,
     FRAMEWORKS,
     HAIKU,
     LINEN,
+    WIDTHS,
     X,
     in_words_of,
     products,
 )
+from helpers.products import products_of
 
 import jmpx
 import jmpx.equinox
@@ -173,6 +176,29 @@ def test_the_dtypes_are_those_in_which_the_products_run(framework, policy, ask):
     tables, _ = ask(MADE[framework], policy)
     rows = by_layer(framework, only(tables))
     assert {layer: {row["compute"]} for layer, row in rows.items()} == ran
+
+
+ALGORITHMS = [
+    "m=high; */head: m=highest; */inner: m=default",
+    "c=bf16,o=f32; <net/>block: c=f32,m=highest; */outer: m=high",
+    "f32; <Own>Head: m=BF16_BF16_F32_X3; */first: m=tensorfloat32",
+]
+SPELLED = {"": "DEFAULT", "tensorfloat32": "HIGH", "BF16_BF16_F32_X3": "bf16 f32 x3"}
+
+
+@every_framework
+@pytest.mark.parametrize("policy", ALGORITHMS)
+def test_the_algorithms_are_those_by_which_the_products_multiply(framework, policy, ask):
+    policy = in_words_of(framework, policy).replace("; block:", "; */block:")
+    _, model, adapt, _ = FRAMEWORKS[framework]
+    multiply = {
+        layer: {product.how for product in ran if product.sizes - {BATCH} == set(widths)}
+        for ran in [products_of(adapt(policy), model, X)]
+        for layer, widths in WIDTHS.items()
+    }
+    rows = by_layer(framework, only(ask(MADE[framework], policy)[0]))
+    listed = {layer: row["matmul"] for layer, row in rows.items()}
+    assert {layer: {SPELLED.get(m, m.upper())} for layer, m in listed.items()} == multiply
 
 
 @every_framework
