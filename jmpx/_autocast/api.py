@@ -232,7 +232,8 @@ def autocast(
     float32, forward and backward, also in functions with `jax.custom_vjp` and in code that
     `jmpx.full_precision` marks. A product in 16 bits gets none, and the `precision=` of a product
     goes before it. A rule for an operation may say it, too (`op.dot_general: c=f32,m=highest`). JAX
-    ignores dot algorithms such as `BF16_BF16_F32_X3` for convolutions.
+    ignores dot algorithms such as `BF16_BF16_F32_X3` for convolutions. Out of reach are functions
+    that JAX calls afterwards: the rule of a `custom_vmap`, and the transpose of a `linear_call`.
 
     Apply it to the model, `transformed.apply` or `module.apply`, and compute the loss from the
     float32 output. A function that creates Haiku parameters cannot be wrapped. If the function or
