@@ -9,15 +9,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jmpx._casts import at_least_float32
-from jmpx._dtypes import DTypeLike
 from jmpx._gradient_arguments import Uncast, check_arguments, make_varying, partition, paths_of
 from jmpx._gradient_policy import casts_checked, precision_finder, warning_of_convolutions
 from jmpx._gradient_results import Gradients, GradientsAndAux, ValueAndGradients
 from jmpx._leaves import PyTree, is_array, is_floating
 from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._nnx_objects import sparing
-from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap
+from jmpx._policy_map import PolicyMapLike
 from jmpx._reduction import unscaled_mean
 from jmpx._sharding import without_shards
 from jmpx._stateful import Pure, call
@@ -36,7 +34,7 @@ def filter_value_and_grad(
     has_aux: Literal[False] = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | PolicyMap | str | DTypeLike | None = None,
+    policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -50,7 +48,7 @@ def filter_value_and_grad(
     has_aux: Literal[True],
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | PolicyMap | str | DTypeLike | None = None,
+    policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -63,7 +61,7 @@ def filter_value_and_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | PolicyMap | str | DTypeLike | None = None,
+    policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -92,13 +90,14 @@ def filter_value_and_grad(
         has_aux: whether `func` returns `(loss, aux)`.
         use_mixed_precision: if False, nothing is cast, scaled or checked, no field of the policy
             counts, and the gradient is the plain one, averaged in its own dtype.
-        policy: a policy, a dtype or a policy string, whose compute, matmul and reduce are used;
-            None means `half`, whose dtype is looked up when the returned function is called. Or a
-            policy map, or a string with rules, by which something inside of `func` casts: the
-            adapters, Haiku's class policies or `jmpx.autocast`. Then nothing is cast here, where
-            parameters would be rounded before their rule is known, and its reduce alone is used. A
-            word of matmul holds forward and backward; a dot algorithm only where compute is
-            float32, or `func` itself forces float32, because other products would take it, too.
+        policy: a policy, or anything else that `get_policy` takes, whose compute, matmul and reduce
+            are used; None means `half`, whose dtype is looked up when the returned function is
+            called. Or a policy map, or a string or mapping with rules, by which something inside of
+            `func` casts: the adapters, Haiku's class policies or `jmpx.autocast`. Then nothing is
+            cast here, where parameters would be rounded before their rule is known, and its reduce
+            alone is used. A word of matmul holds forward and backward; a dot algorithm only
+            where compute is float32, or `func` itself forces float32, because other products would
+            take it, too.
         axis_name: the name (or names) of the mapped axis of `jax.pmap`, `jax.shard_map` or
             `jax.vmap` over which value and gradients are averaged: the value in float32, the
             gradients in the policy's reduce; unset, in float32 or the wider dtype of a parameter.
@@ -204,7 +203,7 @@ def filter_grad(
     has_aux: Literal[False] = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | PolicyMap | str | DTypeLike | None = None,
+    policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -218,7 +217,7 @@ def filter_grad(
     has_aux: Literal[True],
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | PolicyMap | str | DTypeLike | None = None,
+    policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -231,7 +230,7 @@ def filter_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | PolicyMap | str | DTypeLike | None = None,
+    policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -248,8 +247,8 @@ def filter_grad(
         has_aux: whether `func` returns `(loss, aux)`.
         use_mixed_precision: if False, nothing is cast, scaled or checked, and the gradient is the
             plain one.
-        policy: a policy, a dtype, a policy map, by which `func` itself casts, or a string of one of
-            these. None means `half`.
+        policy: a policy, or anything else that `get_policy` takes; or a policy map, by which `func`
+            itself casts. None means `half`.
         axis_name: the name (or names) of the mapped axis over which gradients are averaged.
         uncast_argnums: the positions of arguments that are not cast.
         uncast_argnames: the names of arguments that are not cast.

@@ -16,10 +16,11 @@ from jmpx._dtypes import DTypeLike, dtype_name
 from jmpx._frameworks import imported_adapters
 from jmpx._jaxpr import Jaxpr, evaluate, inner_jaxprs, trace
 from jmpx._leaves import PyTree, is_floating
+from jmpx._mappings import is_list, is_mapping
 from jmpx._matmul import is_algorithm, matmul_region
 from jmpx._messages import user_stacklevel
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap, get_policy_map
+from jmpx._policy_map import PolicyMap, PolicyMapLike, get_policy_map
 from jmpx._policy_strings import KEYS, get_policy, without_last_semicolon
 from jmpx._tree import AxisName
 
@@ -65,7 +66,7 @@ class Precision(NamedTuple):
 
 
 def precision_finder(
-    policy: Policy | PolicyMap | str | DTypeLike | None,
+    policy: PolicyMapLike | None,
     use_mixed_precision: bool,
     axis_name: AxisName | None,
 ) -> Callable[[], Precision]:
@@ -75,23 +76,41 @@ def precision_finder(
     backend, which starts it.
     """
     given: Any = "half" if policy is None else policy
-    if isinstance(given, str) and _HALF.search(given):
-        try:
-            checked = _parse(_HALF.sub("float16", given))
-        except ValueError:
-            checked = _parse(given)  # raises the same error, which shows the user's own string
-    else:
-        given = checked = _parse(given)
+    try:
+        checked = _parse(_with_float16(given))
+    except (TypeError, ValueError):
+        checked = _parse(given)  # raises the same error, which shows what the user wrote
+    if not (isinstance(given, str) or is_mapping(given)) or _with_float16(given) == given:
+        given = checked
     if not use_mixed_precision:
         return Precision
     _warn_of_reduce(checked, axis_name)
     return lambda: Precision.of(_parse(given))
 
 
+def _with_float16(policy: Any, depth: int = 4) -> Any:
+    """Returns a string, or a mapping of strings, with float16 in place of `half`.
+
+    Args:
+        policy: the string or the mapping; anything else is returned as it is.
+        depth: how deep a mapping is read; one of a policy map has rules in a list.
+    """
+    if isinstance(policy, str):
+        return _HALF.sub("float16", policy)
+    if depth and is_mapping(policy):
+        return {key: _with_float16(value, depth - 1) for key, value in dict(policy).items()}
+    if depth and is_list(policy):
+        return [_with_float16(value, depth - 1) for value in policy]
+    return policy
+
+
 def _parse(policy: Any) -> Policy | PolicyMap:
-    """Returns the policy map of a string with rules, and the policy of one without."""
+    """Returns the policy map of what has rules, and the policy of what has none."""
     if isinstance(policy, PolicyMap) or (isinstance(policy, str) and _has_rules(policy)):
         return get_policy_map(policy)
+    if is_mapping(policy):
+        policy_map = get_policy_map(policy)
+        return policy_map if policy_map.rules else policy_map.default
     return get_policy(policy)
 
 

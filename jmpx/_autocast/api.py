@@ -18,8 +18,7 @@ from jmpx._jaxpr import operation_name
 from jmpx._leaves import is_floating
 from jmpx._modules import Marks
 from jmpx._nnx_objects import is_object, module_base
-from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap, Rule as PolicyRule, get_policy_map
+from jmpx._policy_map import PolicyMap, PolicyMapLike, Rule as PolicyRule, get_policy_map
 from jmpx._registry import refuse_creation
 from jmpx._scopes import RESTORE
 from jmpx._stateful import Pure, call
@@ -175,7 +174,7 @@ class _Decorator(Protocol):
 @overload
 def autocast(
     fn: _Function,
-    policy: str | Policy | PolicyMap | DTypeLike = ...,
+    policy: PolicyMapLike = ...,
     *,
     rules: Mapping[Any, DTypeLike] | None = ...,
     output: DTypeLike | None = ...,
@@ -185,7 +184,7 @@ def autocast(
 @overload
 def autocast(
     fn: None = None,
-    policy: str | Policy | PolicyMap | DTypeLike = ...,
+    policy: PolicyMapLike = ...,
     *,
     rules: Mapping[Any, DTypeLike] | None = ...,
     output: DTypeLike | None = ...,
@@ -194,7 +193,7 @@ def autocast(
 
 def autocast(
     fn: Callable[..., Any] | None = None,
-    policy: str | Policy | PolicyMap | DTypeLike = "compute=bf16",
+    policy: PolicyMapLike = "compute=bf16",
     *,
     rules: Mapping[Any, DTypeLike] | None = None,
     output: DTypeLike | None = "traced",
@@ -242,7 +241,7 @@ def autocast(
 
     Args:
         fn: any callable of pytrees; None to decorate with arguments.
-        policy: a policy, a policy map, a string of either, or a dtype; only its compute dtypes
+        policy: a policy map, or anything else that `get_policy_map` takes; only its compute dtypes
             and its algorithms of products count. Selectors are, as in the adapters, class names
             (`Linear`, `haiku.Linear`, also those of bases) and globs of paths (`*/head`) of the
             modules of Haiku, Linen, NNX and Equinox; names and globs of scopes, which are
@@ -311,7 +310,7 @@ class _Unapplied(NamedTuple):
         output: see `autocast`.
     """
 
-    policy: str | Policy | PolicyMap | DTypeLike
+    policy: PolicyMapLike
     rules: Mapping[Any, DTypeLike] | None
     output: DTypeLike | None
 

@@ -243,12 +243,15 @@ def test_a_precision_of_ones_own_goes_before_the_policy(framework):
 
 @every_framework
 @pytest.mark.parametrize("rule", ["", "; */router: full", "; */router: m=high"])
-def test_a_context_of_ones_own_inside_a_region_holds_unless_a_rule_says_otherwise(framework, rule):
+@pytest.mark.parametrize("matmul", ["highest", "BF16_BF16_F32_X3"])
+def test_a_context_of_ones_own_inside_a_region_holds_unless_a_rule_says_otherwise(
+    framework, matmul, rule
+):
     def call(router, x):
         with jax.default_matmul_precision("default"):
             return router(x)
 
-    run = routed(framework, f"p=f32,m=highest{rule}", call=call)
+    run = routed(framework, f"p=f32,m={matmul}{rule}", call=call)
     assert ways(run, XS) == ["f32 HIGH" if "m=" in rule else "f32 DEFAULT"]
 
 

@@ -170,20 +170,31 @@ def test_a_class_policy_of_haiku_warns_once(cls, is_pushed):
 # Where Haiku's interceptors are: jmpx's stays as long as its thread.
 
 
-def ways_of_linear():
-    network = hk.transform(lambda x: hk.Linear(4)(x))
-    params = network.init(KEY, X)
+def set_highest():
+    jmpx.set_policy(hk.Linear, "p=f32,m=highest")
+
+
+def ways_of_linear(before_call=lambda: None):
+    def net(x):
+        linear = hk.Linear(4)
+        before_call()
+        return linear(x)
+
+    network = hk.transform(net)
+    params = {"linear": {"w": jnp.ones((3, 4)), "b": jnp.ones(4)}}
     return [p.how for p in products_of(lambda x: network.apply(params, None, x), X)]
 
 
 def test_a_policy_set_inside_a_context_of_jmpx_outlives_it():
     def body():
         with jmpx.push_policy(Net, "full"), jmpx.haiku.policies("full"):
-            jmpx.set_policy(hk.Linear, "p=f32,m=highest")
+            set_highest()
             assert ways_of_linear() == ["HIGHEST"]
         assert ways_of_linear() == ["HIGHEST"]
         with jmpx.haiku.policies("full; Linear: m=high"):  # a rule goes before it, at once
             assert ways_of_linear() == ["HIGH"]
+        with jmpx.haiku.policies("full; Linear: full"):
+            assert ways_of_linear(before_call=set_highest) == ["DEFAULT"]
         with hk.intercept_methods(lambda f, args, kwargs, context: f(*args, **kwargs)):
             assert ways_of_linear() == ["HIGHEST"]
             jmpx.clear_policy(hk.Linear)

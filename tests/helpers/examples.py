@@ -1,6 +1,8 @@
 """Runs the example scripts as a user runs them, and code beside their functions."""
 
 import json
+import os
+import sys
 
 from helpers import QUICK_XLA, ROOT, finish, start_python
 
@@ -12,7 +14,7 @@ def start_vit(*arguments, devices=1, xla_flags=QUICK_XLA):
     return start_python(
         *("-W", "error", *arguments),
         xla_flags=f"--xla_force_host_platform_device_count={devices} {xla_flags}",
-        PYTHONPATH=str(FOLDER),
+        PYTHONPATH=os.pathsep.join([str(FOLDER), *sys.path]),  # also the jmpx of this process
     )
 
 

@@ -77,6 +77,7 @@ MAPS = [
         "Expected a list of rules at rules, got {'LayerNorm': 'full'}: ",
         "their order counts",
     ),
+    ({"rules": []}, "Missing key 'policy': ", "{'compute': 'bfloat16'}"),
     ({"rules": None}, "Expected a list of rules at rules, got None: ", "leave it out"),
     ({"rules": 3}, "Expected a list of rules at rules, got 3: ", "'select'"),
     ({"rules": b"X: f32"}, "Expected a list of rules at rules, got b'X: f32': ", "'select'"),
@@ -260,7 +261,7 @@ def test_bad_mappings_say_what_where_and_how_to_mend_it(read, mapping, begins, c
 @pytest.mark.parametrize("row", [*POLICIES, *MAPS], ids=str)
 def test_the_same_mistake_in_a_mixed_precision(row):
     mapping, *_ = row
-    if "loss_scale" in mapping or mapping in ({"rules": []}, {"policy": "bf16"}):
+    if "loss_scale" in mapping or mapping == {"policy": "bf16"}:
         return  # there, it is none
     message = given_value_or_sentence(jmpx.get_mixed_precision, mapping)
     assert isinstance(message, str), message

@@ -118,6 +118,23 @@ def test_adapters_take_a_mapping_with_rules(adapter):
     assert len(by_string) == 1 and "'NoSuch: compute=float32'" in by_string[0]
 
 
+@pytest.mark.parametrize("gradient", [jmpx.filter_grad, jmpx.filter_value_and_grad])
+def test_gradient_functions_take_a_mapping_with_rules_as_a_map(gradient):
+    def loss(w):
+        return jnp.exp(w @ w).sum()
+
+    def jaxpr(loss, policy):
+        return str(jax.make_jaxpr(gradient(loss, jmpx.NoOpLossScale(), policy=policy))(ONES))
+
+    autocast = jmpx.autocast(loss, "c=bf16; op.exp: f32")
+    mapping = {"policy": "c=f16", "rules": [{"select": "op.exp", "compute": "f32"}]}
+    assert jaxpr(autocast, mapping) == jaxpr(autocast, "c=f16; op.exp: f32")
+    assert "f16" not in jaxpr(autocast, mapping).replace("bf16", "")  # the map casts nothing
+    for without_rules in ({"policy": "c=f16", "rules": []}, {"compute": "f16"}):
+        assert jaxpr(loss, without_rules) == jaxpr(loss, "c=f16")
+    assert "f16" in jaxpr(loss, "c=f16")
+
+
 NO_DTYPES = [
     int, bool, float, complex, np.int32, np.dtype("int8"), jnp.bool_, np.complex64, np.void,
     np.str_, np.dtype("U3"), np.dtype([("a", "f4")]), np.floating, np.generic, np.object_,

@@ -8,7 +8,7 @@ from typing import assert_type
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
+import numpy as np
 from absl import flags
 from flax import nnx
 from typed_models import ones
@@ -63,7 +63,7 @@ def test_flags() -> None:
     optional_map = jmpx.flags.DEFINE_policy_map("optional_map", None, "A map.", values)
     needed = jmpx.flags.DEFINE_policy("needed", None, "A policy.", values, required=True)
     needed_map = jmpx.flags.DEFINE_policy_map("needed_map", None, "A.", values, required=True)
-    of_dtype = jmpx.flags.DEFINE_policy("of_dtype", jnp.bfloat16, "A policy.", values)
+    of_dtype = jmpx.flags.DEFINE_policy("of_dtype", np.dtype("float16"), "A policy.", values)
     scale = jmpx.flags.DEFINE_loss_scale("scale", "static=8", "A scale.", values)
     optional_scale = jmpx.flags.DEFINE_loss_scale("optional_scale", None, "A scale.", values)
     needed_scale = jmpx.flags.DEFINE_loss_scale("needed_scale", None, "A.", values, required=True)
