@@ -14,7 +14,6 @@ from jmpx._gradient_policy import casts_checked, precision_finder, warning_of_co
 from jmpx._gradient_results import Gradients, GradientsAndAux, ValueAndGradients
 from jmpx._leaves import PyTree, is_array, is_floating
 from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
-from jmpx._matmul import matmul_precision
 from jmpx._nnx_objects import sparing
 from jmpx._policy_map import PolicyMapLike
 from jmpx._reduction import unscaled_mean
@@ -96,8 +95,9 @@ def filter_value_and_grad(
             called. Or a policy map, or a string or mapping with rules, by which something inside of
             `func` casts: the adapters, Haiku's class policies or `jmpx.autocast`. Then nothing is
             cast here, where parameters would be rounded before their rule is known, and its reduce
-            alone is used. A word of matmul holds forward and backward; a dot algorithm only if
-            compute has 32 bits or more, because products of 16 bits would take it, too.
+            alone is used. A word of matmul holds forward and backward; a dot algorithm only
+            where compute is float32, or `func` itself forces float32, because other products would
+            take it, too.
         axis_name: the name (or names) of the mapped axis of `jax.pmap`, `jax.shard_map` or
             `jax.vmap` over which value and gradients are averaged: the value in float32, the
             gradients in the policy's reduce; unset, in float32 or the wider dtype of a parameter.
@@ -128,10 +128,10 @@ def filter_value_and_grad(
             while JAX's 64-bit types are disabled.
 
     Warns:
-        UserWarning: if `policy` sets reduce and there is no `axis_name`, or it sets a dot algorithm
-            for 16 bits; when called, if parameters that were cast to 16 bits are cast again in
-            `func`, if `policy` is a map and nothing in `func` casts, or if `func` has a convolution
-            under a dot algorithm, which JAX ignores there.
+        UserWarning: if `policy` sets reduce and there is no `axis_name`; when called, if parameters
+            that were cast to 16 bits are cast again in `func`, if `policy` is a map and nothing in
+            `func` casts, or if `func` has a convolution under a dot algorithm, which JAX ignores
+            there.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -168,7 +168,7 @@ def filter_value_and_grad(
             return scale.scale(value), (value, aux, updates)
 
         run = scaled_loss
-        with matmul_precision(precision.matmul):  # around all: a custom_vjp is traced backward, too
+        with precision.products():  # around all: a custom_vjp is traced backward, too
             if axis_name is not None:
                 params = make_varying(params, axis_name)
                 run = without_shards(run, params, paths_of(args[0]), axis_name)

@@ -3,22 +3,22 @@
 import contextlib
 import functools
 import inspect
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import numpy as np
 
 from jmpx._contexts import casts_watched, parameters_cast
 from jmpx._dtypes import DTypeLike, dtype_name
 from jmpx._frameworks import imported_adapters
 from jmpx._jaxpr import Jaxpr, evaluate, inner_jaxprs, trace
 from jmpx._leaves import PyTree, is_floating
-from jmpx._mappings import is_mapping
-from jmpx._matmul import is_algorithm
+from jmpx._mappings import is_list, is_mapping
+from jmpx._matmul import is_algorithm, matmul_region
+from jmpx._messages import user_stacklevel
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, PolicyMapLike, get_policy_map
 from jmpx._policy_strings import KEYS, get_policy, without_last_semicolon
@@ -33,6 +33,7 @@ class Precision(NamedTuple):
 
     Attributes:
         cast: casts arguments.
+        compute_dtype: the dtype that they are cast to; None if they are not.
         matmul: the algorithm of products; None leaves it to what surrounds the call.
         reduce_dtype: the dtype in which gradients are summed over devices; None means their own.
         policy_map: the policy map, if the policy is one. Adapters and autocast cast by it, in the
@@ -40,6 +41,7 @@ class Precision(NamedTuple):
     """
 
     cast: Callable[[PyTree], PyTree] = lambda tree: tree
+    compute_dtype: DTypeLike | None = None
     matmul: str | None = None
     reduce_dtype: DTypeLike | None = None
     policy_map: PolicyMap | None = None
@@ -49,8 +51,18 @@ class Precision(NamedTuple):
         """Returns what a policy or a policy map has a gradient function do."""
         if isinstance(policy, PolicyMap):
             return cls(reduce_dtype=policy.default.reduce_dtype, policy_map=policy)
-        matmul = None if _is_ignored(policy) else policy.matmul_precision
-        return cls(policy.cast_to_compute, matmul, policy.reduce_dtype)
+        return cls(
+            policy.cast_to_compute,
+            policy.compute_dtype,
+            policy.matmul_precision,
+            policy.reduce_dtype,
+        )
+
+    def products(self) -> AbstractContextManager[Any]:
+        """Returns the context in which products use the algorithm."""
+        if self.compute_dtype is None:
+            return contextlib.nullcontext()
+        return matmul_region(self.matmul, self.compute_dtype)
 
 
 def precision_finder(
@@ -64,17 +76,32 @@ def precision_finder(
     backend, which starts it.
     """
     given: Any = "half" if policy is None else policy
-    if isinstance(given, str) and _HALF.search(given):
-        try:
-            checked = _parse(_HALF.sub("float16", given))
-        except ValueError:
-            checked = _parse(given)  # raises the same error, which shows the user's own string
-    else:
-        given = checked = _parse(given)
+    try:
+        checked = _parse(_with_float16(given))
+    except (TypeError, ValueError):
+        checked = _parse(given)  # raises the same error, which shows what the user wrote
+    if not (isinstance(given, str) or is_mapping(given)) or _with_float16(given) == given:
+        given = checked
     if not use_mixed_precision:
         return Precision
-    _warn_of_unused_fields(checked, axis_name)
+    _warn_of_reduce(checked, axis_name)
     return lambda: Precision.of(_parse(given))
+
+
+def _with_float16(policy: Any, depth: int = 4) -> Any:
+    """Returns a string, or a mapping of strings, with float16 in place of `half`.
+
+    Args:
+        policy: the string or the mapping; anything else is returned as it is.
+        depth: how deep a mapping is read; one of a policy map has rules in a list.
+    """
+    if isinstance(policy, str):
+        return _HALF.sub("float16", policy)
+    if depth and is_mapping(policy):
+        return {key: _with_float16(value, depth - 1) for key, value in dict(policy).items()}
+    if depth and is_list(policy):
+        return [_with_float16(value, depth - 1) for value in policy]
+    return policy
 
 
 def _parse(policy: Any) -> Policy | PolicyMap:
@@ -94,16 +121,7 @@ def _has_rules(text: str) -> bool:
     return bool(colon) and (";" in part or selector.strip().lower() not in KEYS)
 
 
-def _is_ignored(policy: Policy) -> bool:
-    """Whether a policy has a dot algorithm, but computes in 16 bits.
-
-    The algorithm is for products of float32. Those of 16 bits would take it, too, and multiply in
-    another way.
-    """
-    return is_algorithm(policy.matmul_precision) and np.dtype(policy.compute_dtype).itemsize < 4
-
-
-def _warn_of_unused_fields(policy: Policy | PolicyMap, axis_name: AxisName | None) -> None:
+def _warn_of_reduce(policy: Policy | PolicyMap, axis_name: AxisName | None) -> None:
     default = policy.default if isinstance(policy, PolicyMap) else policy
     if default.reduce_dtype is not None and axis_name is None:
         _warn(
@@ -111,13 +129,6 @@ def _warn_of_unused_fields(policy: Policy | PolicyMap, axis_name: AxisName | Non
             "nothing without an axis_name: give the name of the axis of jax.shard_map or jax.pmap "
             "as axis_name, or leave reduce out; under jax.jit alone XLA writes the collectives, "
             "whose dtype jmpx does not set."
-        )
-    if isinstance(policy, Policy) and _is_ignored(policy):
-        _warn(
-            f"matmul={policy.matmul_precision} of the gradient function's policy is not set, as "
-            f"products in {dtype_name(policy.compute_dtype)} would take that algorithm, too: "
-            "compute in float32, or write a word such as matmul=highest, which products of 16 "
-            "bits ignore."
         )
 
 
@@ -219,17 +230,6 @@ def _holds_convolution(jaxpr: Jaxpr, algorithm: jax.lax.DotAlgorithmPreset) -> b
     )
 
 
-# The files that are on the stack between the warning and the user's call.
-_INTERNAL = (
-    os.path.dirname(__file__) + os.sep,
-    os.path.dirname(jax.__file__) + os.sep,
-    contextlib.__file__,
-)
-
-
 def _warn(message: str) -> None:
     """Warns at the line of the user that calls or makes the gradient function."""
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, stacklevel=user_stacklevel("jax"))

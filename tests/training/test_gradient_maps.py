@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import normal, warns_once
+from helpers import normal, run_python, warns_once
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jmpx
@@ -367,7 +367,76 @@ def test_bad_maps_are_refused_when_the_function_is_made(make, policy):
     assert str(error.value) == str(expected.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("policy", [3, ["c=bf16"], {"rules": []}])
+@pytest.mark.parametrize("policy", [3, ["c=bf16"], {"rules": 3}])
 def test_other_types_are_refused(policy):
     with pytest.raises((TypeError, ValueError)):
         jmpx.filter_grad(jnp.sum, NOOP, policy=policy)
+
+
+# Mappings
+
+MAPPINGS = {
+    "policy": ({"compute": "half", "output": "f32", "reduce": "bf16"}, "c=half,o=f32,r=bf16"),
+    "map": (
+        {"policy": {"compute": "half"}, "rules": [{"select": "EqxSecond", "compute": "full"}]},
+        "c=half; EqxSecond: full",
+    ),
+    "strings": ({"policy": "c=bf16", "rules": ["EqxSecond: half"]}, "c=bf16; EqxSecond: half"),
+    "no rules": ({"policy": "c=half", "rules": []}, "c=half"),
+}
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_a_mapping_is_what_its_string_is(name):
+    model = EqxModel(jax.random.key(0))
+
+    def program(policy):
+        def loss(model, x):
+            if ";" in MAPPINGS[name][1]:
+                model = jmpx.equinox.with_policies(model, policy)
+            return jax.vmap(model)(x).sum().astype(jnp.float32)
+
+        def run(x):
+            grad_fn = jmpx.filter_value_and_grad(loss, NOOP, policy=policy, axis_name="data")
+            return tuple(grad_fn(model, x))[1:]
+
+        mapped = jax.vmap(run, axis_name="data")
+        return jax.jit(mapped).lower(X[None]).as_text()
+
+    mapping, text = MAPPINGS[name]
+    assert program(mapping) == program(text)
+
+
+def test_half_in_a_mapping_starts_no_backend():
+    result = run_python(
+        "-c",
+        f"""if True:
+        import jax
+        started = []
+        devices = jax.local_devices
+        jax.local_devices = lambda *a, **k: started.append(1) or devices(*a, **k)
+        import jmpx
+        for policy, _ in {MAPPINGS}.values():
+            jmpx.filter_grad(lambda w: w.sum(), jmpx.NoOpLossScale(), policy=policy, axis_name="a")
+        print(len(started))
+        jmpx.get_policy(policy["policy"])
+        print(len(started))
+        """,
+    )
+    assert result.stdout == "0\n1\n", result.stderr
+
+
+def test_bad_mappings_are_refused_when_the_function_is_made():
+    endless: dict = {"policy": {}}
+    endless["policy"]["policy"] = endless
+    for policy in (
+        {"compute": "halb"},
+        {"compute": "half", "output": 3},
+        {"rules": {"half": "half"}},
+        endless,
+    ):
+        with pytest.raises((TypeError, ValueError)) as error:
+            jmpx.filter_grad(jnp.sum, NOOP, policy=policy)
+        with pytest.raises((TypeError, ValueError)) as expected:
+            jmpx.get_policy_map(policy)
+        assert str(error.value) == str(expected.value) and "\n" not in str(error.value)

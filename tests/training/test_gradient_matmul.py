@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal, warns_once
+from helpers import enable_x64, normal, warns_once
 from helpers.jaxprs import equations
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -127,11 +127,29 @@ def test_a_dot_algorithm_in_float32(has_axis, rng):
 
 
 @pytest.mark.parametrize("make", [jmpx.filter_grad, jmpx.filter_value_and_grad])
-@pytest.mark.parametrize("compute", ["bf16", "f16", "half"])
-def test_a_dot_algorithm_is_not_put_on_16_bits(compute, make, rng):
-    with warns_once(__file__, "matmul=BF16_BF16_F32_X3 of the gradient function's policy is not"):
-        grad_fn = make(loss, NOOP, policy=f"c={compute},m=bf16_bf16_f32_x3")
-    jaxpr = jax.make_jaxpr(lambda *args: tuple(grad_fn(*args)))(*make_args(rng))
+@pytest.mark.parametrize("compute", ["bf16", "f16", "half", "f64"])
+def test_a_dot_algorithm_is_put_on_float32_alone(compute, make, rng):
+    def mixed(params, x):
+        forced = jmpx.force_full_precision(jnp.matmul)(x, params["first"])
+        return loss(params, x) + forced.astype(jnp.float32).sum()
+
+    with enable_x64():
+        grad_fn = make(mixed, NOOP, policy=f"c={compute},m=bf16_bf16_f32_x3")
+        jaxpr = jax.make_jaxpr(lambda *args: tuple(grad_fn(*args)))(*make_args(rng))
+    dots = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
+    wide = [e for e in dots if e.invars[0].aval.dtype == jnp.float32]
+    assert len(wide) >= 2 and len(dots) - len(wide) >= 10
+    for eqn in dots:
+        expected = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3 if eqn in wide else None
+        assert eqn.params["precision"] == expected
+
+
+def test_a_policy_without_matmul_inherits_that_of_its_surroundings(rng):
+    surrounded = jmpx.force_full_precision(
+        lambda params, x: jmpx.filter_grad(loss, NOOP, policy="c=bf16")(params, x).grads,
+        matmul="F32_F32_F32",
+    )
+    jaxpr = jax.make_jaxpr(surrounded)(*make_args(rng))
     dots = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
     assert dots and all(eqn.params["precision"] is None for eqn in dots)
 

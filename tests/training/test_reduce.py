@@ -188,6 +188,23 @@ def test_a_sum_in_fewer_bits_is_rounded_to_them(how, reduce, divisor, rng):
     np.testing.assert_allclose(rounded, exact, rtol=error)
 
 
+@pytest.mark.parametrize("reduce", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("devices", [1, 3, 6])
+def test_the_mean_is_divided_in_float32(devices, reduce, rng):
+    """A third of a number of few bits has more bits than the dtype of the sum."""
+    loss = lambda w, x: (w * x).sum()  # noqa: E731
+    batch = jnp.asarray(rng.integers(-20, 20, (devices, 50)), jnp.float32)  # sums are exact
+    if reduce == "float16":
+        batch = batch * devices  # which divides first
+    run = gradients(loss, jmpx.StaticLossScale(4), policy=with_reduce(reduce, "c=f32"))
+    step = mapped(run, "shard_map", devices)
+    text = step.lower(jnp.ones(50), batch).as_text()
+    operations = re.findall(r"stablehlo\.(?:divide|multiply) .* : tensor<50x(\w+)>", text)
+    assert len(operations) >= 2 and set(operations) == {"f32"}
+    grads = step(jnp.ones(50), batch)[3]
+    np.testing.assert_allclose(grads, np.tile(batch.mean(0), (devices, 1)), rtol=3e-7)
+
+
 @pytest.mark.parametrize("how", MAPS)
 def test_a_float16_sum_overflows_only_where_the_mean_does(how, rng):
     loss = lambda w, x: (w * x).sum()  # noqa: E731
