@@ -96,3 +96,17 @@ def loss_scales(draw):
 
 def mixed_precisions():
     return st.builds(jmpx.MixedPrecision, policy_maps(), loss_scales())
+
+
+@st.composite
+def nearly_mixed_precisions(draw):
+    """The mappings of mixed precisions, up to two places of which have any value instead."""
+    mapping = draw(mixed_precisions()).to_dict()
+    for _ in range(draw(st.integers(0, 2))):
+        node, key = mapping, draw(st.sampled_from(list(mapping)))
+        while isinstance(node[key], dict | list) and node[key] and draw(st.booleans()):
+            node = node[key]
+            keys = list(node) if isinstance(node, dict) else range(len(node))
+            key = draw(st.sampled_from(keys))
+        node[key] = draw(any_value())
+    return mapping

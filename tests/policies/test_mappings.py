@@ -11,7 +11,13 @@ import numpy as np
 import omegaconf
 import pytest
 import yaml
-from helpers.policies import any_value, given_value_or_sentence, policies, policy_maps
+from helpers.policies import (
+    any_value,
+    given_value_or_sentence,
+    nearly_mixed_precisions,
+    policies,
+    policy_maps,
+)
 from hypothesis import given, settings
 
 import jmpx
@@ -199,11 +205,13 @@ def test_a_rule_keeps_its_dtypes_as_a_policy_does():
 READERS = (jmpx.get_policy, jmpx.get_policy_map, jmpx.get_loss_scale, jmpx.get_mixed_precision)
 
 
-@given(any_value())
 @settings(deadline=None)
+@given(any_value() | nearly_mixed_precisions())
 def test_any_nested_value_gives_a_value_or_one_sentence(value):
     for read in READERS:
-        given_value_or_sentence(read, value)
+        result = given_value_or_sentence(read, value)
+        if not isinstance(result, str):
+            assert str(read(result.to_dict())) == str(read(str(result))) == str(result)
 
 
 def test_a_mapping_that_contains_itself_and_a_deep_one():
