@@ -20,13 +20,13 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jmpx._casts import cast_like
-from jmpx._contexts import Context, Hook, entered, refuse_other_tasks
+from jmpx._contexts import Context, Hook, entered, opened, refuse_other_tasks
 from jmpx._dtypes import DTypeLike
 from jmpx._marks import Module, in_module
 from jmpx._matmul import is_algorithm, matmul_of
@@ -68,6 +68,20 @@ def required_package(package: str, framework: str) -> Iterator[None]:
         ) from None
 
 
+class Met(NamedTuple):
+    """A module that a session met.
+
+    Args:
+        module: the module.
+        boundary: its boundary policy; None if its calls do not cast.
+        surrounding: the surrounding policy; None for the outermost call.
+    """
+
+    module: Module
+    boundary: Policy | None
+    surrounding: Policy | None
+
+
 class Session:
     """One use of a policy map: a `policies` context, or one making of a view.
 
@@ -79,6 +93,8 @@ class Session:
     Attributes:
         seen: the modules that were met.
         coarse: the convolutions for which JAX ignores the algorithm of their policy, with its name.
+        met: these modules with their policies, in the order of their first calls; empty outside of
+            `listening`.
 
     Raises:
         TypeError: if `policy_map` is of another type.
@@ -90,6 +106,10 @@ class Session:
         self.policy_map = None if policy_map is None else get_policy_map(policy_map)
         self.seen: set[Module] = set()
         self.coarse: dict[Module, str | None] = {}
+        self.met: dict[Met, None] = {}
+        self._listeners = opened(_Listener)
+        for listener in self._listeners:
+            listener.append(self)
 
     def opened(self, hook: Hook) -> AbstractContextManager[None]:
         """Returns the context that keeps the session open; JAX's caches tell policy maps apart."""
@@ -135,6 +155,13 @@ class Session:
             policy = Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
         return dataclasses.replace(policy, matmul_precision=matmul)  # inherited, as by a rule
 
+    def note(
+        self, cls: type, path: str, boundary: Policy | None, surrounding: Policy | None
+    ) -> None:
+        """Notes the policies of a module, after the adapter has decided on its boundary."""
+        if self._listeners:
+            self.met[Met(Module(cls, path), boundary, surrounding)] = None
+
     def note_convolution(self, cls: type, path: str, policy: Policy | None) -> None:
         """Notes a convolution without a precision of its own, for `warn`.
 
@@ -177,6 +204,19 @@ def warn_of_convolution(module: Module, matmul: str | None, stacklevel: int) -> 
         "give the convolutions a word, such as matmul=highest.",
         stacklevel=stacklevel + 1,
     )
+
+
+class _Listener(list[Session]):
+    """The sessions that began in a context of `listening`."""
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Session]]:
+    """Collects the sessions that begin while the context lasts; each notes what it meets."""
+    listener = _Listener()
+    # The key is new each time, so that JAX traces a jitted function again and its modules run.
+    with entered(Context("listening", listener, key=object())):
+        yield listener
 
 
 def inherited_policy(surrounding: Policy) -> Policy:

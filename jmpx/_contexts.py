@@ -50,6 +50,7 @@ class _State:
         hooks: the hooks that are entered, and what leaves them.
         facts: what else JAX's caches know, by topic.
         casts: the names of what has cast inside a gradient function; None outside of one.
+        watches: for each open `casts_watched`, the names of what has cast inside of it.
     """
 
     def __init__(self) -> None:
@@ -57,6 +58,7 @@ class _State:
         self.hooks: dict[Hook, contextlib.ExitStack] = {}
         self.facts: dict[str, Hashable] = {}
         self.casts: dict[str, None] | None = None
+        self.watches: list[dict[str, None]] = []
 
 
 class _Thread(threading.local):
@@ -202,11 +204,40 @@ def parameters_cast(are_rounded: bool) -> Iterator[dict[str, None]]:
         set_fact("parameters are cast", None)
 
 
+# By the key of `casts_watched`, the names of what has cast inside of it in any call so far.
+_watched: dict[Hashable, dict[str, None]] = {}
+
+
+@contextlib.contextmanager
+def casts_watched(key: Hashable) -> Iterator[dict[str, None]]:
+    """Notes what casts while a function runs that is to cast its parameters itself.
+
+    Args:
+        key: the policy map and the function. It is part of the key of JAX's caches, so that a
+            function that was jitted and traced elsewhere is traced anew, once.
+
+    Yields:
+        The names of what has cast in this call and in earlier ones of the same key: in a later
+        call, a jitted function casts without being traced.
+    """
+    state, topic = _thread.state, "casts are watched"
+    outer = state.facts.get(topic)
+    casts = _watched.setdefault(key, {})
+    state.watches.append(casts)
+    set_fact(topic, (outer, key))
+    try:
+        yield casts
+    finally:
+        state.watches.pop()
+        set_fact(topic, outer)
+
+
 def note_cast(by: str) -> None:
-    """Tells the gradient function that is running, if any, that something inside of it casts.
+    """Tells the gradient functions that are running, if any, that something inside of them casts.
 
     Args:
         by: the function that casts, as the user calls it.
     """
-    if _thread.state.casts is not None:
-        _thread.state.casts[by] = None
+    state = _thread.state
+    for casts in (*state.watches, *([] if state.casts is None else [state.casts])):
+        casts[by] = None

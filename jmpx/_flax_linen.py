@@ -155,6 +155,7 @@ class _Session(Session):
             return outer
         surrounding = None if outer is None else outer.policy
         call = _Call(called, self.boundary_policy(*called, surrounding), surrounding)
+        self.note(*called, call.boundary_policy, surrounding)
         if isinstance(module, _CONVOLUTIONS) and module.precision is None:
             self.note_convolution(*called, call.policy)
         return call

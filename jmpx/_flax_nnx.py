@@ -126,6 +126,7 @@ class _Session(Session):
             policy = self.boundary_policy(plain_class(cls), path, surrounding)
             if policy is None and surrounding is not None and _has_statistics(value):
                 policy = inherited_policy(surrounding)
+            self.note(plain_class(cls), path, policy, surrounding)
             if isinstance(value, _CONVOLUTIONS) and value.precision is None:
                 in_force = surrounding if policy is None else policy
                 self.note_convolution(plain_class(cls), path, in_force)

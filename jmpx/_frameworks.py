@@ -76,6 +76,10 @@ class Adapter:
         """Returns the policy under which the framework itself runs a method, None without one."""
         return None
 
+    def noted_casts(self) -> AbstractContextManager[None]:
+        """Notes, while the context lasts, what the framework itself casts by class policies."""
+        return contextlib.nullcontext()
+
     def marked_calls(self) -> AbstractContextManager[None]:
         """Marks the calls of modules while the context lasts, if the framework reports calls."""
         return contextlib.nullcontext()

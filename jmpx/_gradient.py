@@ -2,114 +2,30 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jmpx._casts import at_least_float32
-from jmpx._contexts import parameters_cast
-from jmpx._gradient_arguments import (
-    Uncast,
-    are_rounded,
-    check_arguments,
-    make_varying,
-    partition,
-    paths_of,
-    policy_finder,
-    warn_of_casts,
-)
+from jmpx._gradient_arguments import Uncast, check_arguments, make_varying, partition, paths_of
+from jmpx._gradient_policy import casts_checked, precision_finder, warning_of_convolutions
+from jmpx._gradient_results import Gradients, GradientsAndAux, ValueAndGradients
 from jmpx._leaves import PyTree, is_array, is_floating
 from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
+from jmpx._matmul import matmul_precision
 from jmpx._nnx_objects import sparing
-from jmpx._policy import Policy
+from jmpx._policy_map import PolicyMapLike
+from jmpx._reduction import unscaled_mean
 from jmpx._sharding import without_shards
 from jmpx._stateful import Pure, call
 from jmpx._tree import AxisName, all_finite
 
 P = ParamSpec("P")
 T = TypeVar("T")
-ValueT = TypeVar("ValueT")
 AuxT = TypeVar("AuxT")
 ScalingT = TypeVar("ScalingT", bound=LossScale)
-
-
-class ValueAndGradients(NamedTuple, Generic[ValueT, ScalingT]):
-    """The result of a function that `filter_value_and_grad` made; it unpacks as a tuple does.
-
-    As a pytree it matches its own class alone: a prefix of it, such as `out_specs` of
-    `jax.shard_map`, is a `ValueAndGradients` too.
-
-    Attributes:
-        value: the unscaled loss, in float32 of shape (); with `has_aux` the pair `(loss, aux)`.
-        scaling: the loss scale of the next step.
-        grads_finite: whether all gradients are finite: a bool array of shape ().
-        grads: gradients of the structure, shapes and dtypes of the first argument, with None for
-            what cannot be differentiated; for an NNX module, an `nnx.State` of its parameters.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
-        >>> grad_fn = jmpx.filter_value_and_grad(jnp.sum, jmpx.NoOpLossScale(), policy="c=bf16")
-        >>> result = grad_fn(jnp.ones(2))
-        >>> result.value, result.grads
-        (Array(2., dtype=float32), Array([1., 1.], dtype=float32))
-    """
-
-    value: ValueT
-    scaling: ScalingT
-    grads_finite: jax.Array
-    grads: PyTree
-
-
-class Gradients(NamedTuple, Generic[ScalingT]):
-    """The result of a function that `filter_grad` made; it unpacks as a tuple does.
-
-    As a pytree it matches its own class alone, as `ValueAndGradients` does.
-
-    Attributes:
-        scaling: the loss scale of the next step.
-        grads_finite: whether all gradients are finite: a bool array of shape ().
-        grads: gradients of the structure, shapes and dtypes of the first argument, with None for
-            what cannot be differentiated; for an NNX module, an `nnx.State` of its parameters.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
-        >>> grad_fn = jmpx.filter_grad(jnp.sum, jmpx.NoOpLossScale(), policy="c=bf16")
-        >>> grad_fn(jnp.ones(2)).grads
-        Array([1., 1.], dtype=float32)
-    """
-
-    scaling: ScalingT
-    grads_finite: jax.Array
-    grads: PyTree
-
-
-class GradientsAndAux(NamedTuple, Generic[ScalingT, AuxT]):
-    """The result of a function that `filter_grad` made with `has_aux`; it unpacks as a tuple does.
-
-    As a pytree it matches its own class alone, as `ValueAndGradients` does.
-
-    Attributes:
-        scaling: as of `Gradients`.
-        grads_finite: as of `Gradients`.
-        grads: as of `Gradients`.
-        aux: the second of the two values that the differentiated function returned.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
-        >>> loss_fn = lambda w: (w.sum(), {"size": w.size})
-        >>> jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), has_aux=True)(jnp.ones(2)).aux
-        {'size': 2}
-    """
-
-    scaling: ScalingT
-    grads_finite: jax.Array
-    grads: PyTree
-    aux: AuxT
 
 
 @overload
@@ -119,7 +35,7 @@ def filter_value_and_grad(
     has_aux: Literal[False] = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | str | None = None,
+    policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -133,7 +49,7 @@ def filter_value_and_grad(
     has_aux: Literal[True],
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | str | None = None,
+    policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -146,7 +62,7 @@ def filter_value_and_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | str | None = None,
+    policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -160,7 +76,7 @@ def filter_value_and_grad(
     2. runs `func` and scales the loss, which it takes to float32 first,
     3. differentiates with respect to the first argument, backwards in the compute dtype,
     4. takes the gradients to float32, divides them by the scale of step 2, and averages them over
-       `axis_name`,
+       `axis_name`; if the policy sets reduce, it sums them in that dtype first, and divides then,
     5. checks once whether all of them are finite, and adjusts the loss scale by that.
 
     Objects of Flax's NNX among the arguments get their new state, as from `nnx.value_and_grad`.
@@ -173,16 +89,22 @@ def filter_value_and_grad(
             differentiated; other leaves may stand beside them.
         scaling: a `NoOpLossScale`, `StaticLossScale` or `DynamicLossScale`.
         has_aux: whether `func` returns `(loss, aux)`.
-        use_mixed_precision: if False, nothing is cast, scaled or checked, and the gradient is the
-            plain one.
-        policy: a policy or a policy string. Its compute dtype is used. None means `half`, whose
-            dtype is looked up when the returned function is called. Pass "full" if a policy map,
-            Haiku's class policies or `jmpx.autocast` casts inside of `func`: they would otherwise
-            cast parameters that are rounded already.
+        use_mixed_precision: if False, nothing is cast, scaled or checked, no field of the policy
+            counts, and the gradient is the plain one, averaged in its own dtype.
+        policy: a policy, or anything else that `get_policy` takes, whose compute, matmul and reduce
+            are used; None means `half`, whose dtype is looked up when the returned function is
+            called. Or a policy map, or a string or mapping with rules, by which something inside of
+            `func` casts: the adapters, Haiku's class policies or `jmpx.autocast`. Then nothing is
+            cast here, where parameters would be rounded before their rule is known, and its reduce
+            alone is used. A word of matmul holds forward and backward; a dot algorithm only if
+            compute has 32 bits or more, because products of 16 bits would take it, too.
         axis_name: the name (or names) of the mapped axis of `jax.pmap`, `jax.shard_map` or
-            `jax.vmap` over which value and gradients are averaged, in float32. The flag and the
-            loss scale are then the same on the whole axis. The parameters have to be replicas,
-            which may differ, and no shards that `func` gathers.
+            `jax.vmap` over which value and gradients are averaged: the value in float32, the
+            gradients in the policy's reduce; unset, in float32 or the wider dtype of a parameter.
+            In float16 they are divided by the number of devices before they are summed. They are
+            scaled then, so that small ones do not underflow, and a sum that overflows is seen by
+            step 5. The flag and the loss scale are the same on the whole axis. The parameters have
+            to be replicas, which may differ, and no shards that `func` gathers.
         uncast_argnums: the positions of arguments that are not cast, such as targets that float16
             cannot hold, or positions in a sequence. Negative ones count from the end. If the first
             argument is not cast, `func` casts the parameters itself.
@@ -200,12 +122,16 @@ def filter_value_and_grad(
         TypeError: if `func` is not callable, `scaling` no loss scale or `policy` no policy; when
             called, if there is no argument to differentiate, if `func` does not return a floating
             scalar, or if it gathers an array of its first argument over `axis_name`.
-        ValueError: if `policy` is not a policy string; when called, if `uncast_argnums` or
-            `uncast_argnames` gives an argument that `func` does not have, or if `func` changes an
-            NNX module that it closes over.
+        ValueError: if `policy` is not a string of policies or maps; when called, if
+            `uncast_argnums` or `uncast_argnames` gives an argument that `func` does not have, if
+            `func` changes an NNX module that it closes over, or if compute or reduce is float64
+            while JAX's 64-bit types are disabled.
 
     Warns:
-        UserWarning: when called, if parameters that were cast to 16 bits are cast again in `func`.
+        UserWarning: if `policy` sets reduce and there is no `axis_name`, or it sets a dot algorithm
+            for 16 bits; when called, if parameters that were cast to 16 bits are cast again in
+            `func`, if `policy` is a map and nothing in `func` casts, or if `func` has a convolution
+            under a dot algorithm, which JAX ignores there.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -220,35 +146,36 @@ def filter_value_and_grad(
         (Array(9., dtype=float32), Array(True, dtype=bool), Array([6., 6., 6.], dtype=float32))
     """
     check_arguments(func, scaling)
-    find_policy, uncast = policy_finder(policy), Uncast.of(func, uncast_argnums, uncast_argnames)
+    find_precision = precision_finder(policy, use_mixed_precision, axis_name)
+    uncast = Uncast.of(func, uncast_argnums, uncast_argnames)
     to_float32 = at_least_float32 if use_mixed_precision else _identity
 
     def differentiate(
         pure: Pure, state: list[Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> tuple[ValueAndGradients[Any, Any], list[Any]]:
         params, merge = partition(args)
-        to_compute = find_policy().cast_to_compute if use_mixed_precision else _identity
-        cast = uncast.exempt(sparing(to_compute))
+        precision = find_precision()
+        cast = uncast.exempt(sparing(precision.cast))
         scale = scaling if use_mixed_precision else NoOpLossScale()
 
         def scaled_loss(params: list[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
             model = merge(params)
             inputs, options = cast((model, *args[1:]), kwargs)
-            with parameters_cast(are_rounded(model, inputs[0])) as casts_inside:
+            with casts_checked(precision, func, model, inputs[0]):
                 result, updates = pure(state, *inputs, **options)
-            warn_of_casts(casts_inside)
             value, aux = _loss_and_aux(result, has_aux)
             value = to_float32(value)
             return scale.scale(value), (value, aux, updates)
 
         run = scaled_loss
-        if axis_name is not None:
-            params = make_varying(params, axis_name)
-            run = without_shards(scaled_loss, params, paths_of(args[0]), axis_name)
-        (_, (value, aux, updates)), scaled = jax.value_and_grad(run, has_aux=True)(params)
-        grads = scale.unscale([to_float32(grad) for grad in scaled])
-        if axis_name is not None:
-            value, grads = jax.lax.pmean((value, grads), axis_name)
+        with matmul_precision(precision.matmul):  # around all: a custom_vjp is traced backward, too
+            if axis_name is not None:
+                params = make_varying(params, axis_name)
+                run = without_shards(run, params, paths_of(args[0]), axis_name)
+            run = warning_of_convolutions(run, params, precision.matmul)
+            (_, (value, aux, updates)), scaled = jax.value_and_grad(run, has_aux=True)(params)
+        grads = [to_float32(grad) for grad in scaled]
+        value, grads = unscaled_mean(value, grads, scale, axis_name, precision.reduce_dtype)
         grads = [grad.astype(param.dtype) for grad, param in zip(grads, params, strict=True)]
 
         grads_finite, new_scaling = jnp.array(True), scaling
@@ -276,7 +203,7 @@ def filter_grad(
     has_aux: Literal[False] = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | str | None = None,
+    policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -290,7 +217,7 @@ def filter_grad(
     has_aux: Literal[True],
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | str | None = None,
+    policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -303,7 +230,7 @@ def filter_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | str | None = None,
+    policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
@@ -320,7 +247,8 @@ def filter_grad(
         has_aux: whether `func` returns `(loss, aux)`.
         use_mixed_precision: if False, nothing is cast, scaled or checked, and the gradient is the
             plain one.
-        policy: a policy or a policy string. Its compute dtype is used. None means `half`.
+        policy: a policy, or anything else that `get_policy` takes; or a policy map, by which `func`
+            itself casts. None means `half`.
         axis_name: the name (or names) of the mapped axis over which gradients are averaged.
         uncast_argnums: the positions of arguments that are not cast.
         uncast_argnames: the names of arguments that are not cast.

@@ -1,10 +1,7 @@
-"""What a gradient function is given: its policy, and arguments to differentiate or not to cast."""
+"""What a gradient function is given: arguments to differentiate, and others not to cast."""
 
 import dataclasses
 import inspect
-import os
-import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any
@@ -12,15 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmpx._leaves import PyTree, is_floating, is_inexact_array
-from jmpx._policy import Policy
-from jmpx._policy_strings import get_policy
+from jmpx._leaves import PyTree, is_inexact_array
 from jmpx._tree import AxisName
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-_HALF = re.compile(r"\bhalf\b", re.IGNORECASE)
 
 
 def check_arguments(func: object, scaling: object) -> None:
@@ -38,24 +30,6 @@ def check_arguments(func: object, scaling: object) -> None:
             f"Expected a loss scale as the second argument, got {scaling!r}: pass for example "
             "jmpx.NoOpLossScale() or jmpx.DynamicLossScale()."
         )
-
-
-def policy_finder(policy: Policy | str | None) -> Callable[[], Policy]:
-    """Checks a policy now, and returns a function that returns it.
-
-    The gradient function calls that when it is called itself: only then may `half` ask JAX for its
-    backend, which starts it.
-    """
-    if policy is None:
-        policy = "half"
-    if not isinstance(policy, str) or not _HALF.search(policy):
-        policy = get_policy(policy)
-    else:
-        try:
-            get_policy(_HALF.sub("float16", policy))
-        except ValueError:
-            get_policy(policy)  # raises the same error, which shows the user's own string
-    return lambda: get_policy(policy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,38 +158,3 @@ def make_varying(arrays: list[jax.Array], axis_name: AxisName) -> list[jax.Array
     """
     here = jax.lax.axis_index(axis_name) >= 0
     return [jax.lax.select(here, array, array) for array in arrays]
-
-
-def are_rounded(before: PyTree, after: PyTree) -> bool:
-    """Whether a cast has rounded any floating leaf: to fewer bits than it had, 16 or 8."""
-    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=False)
-    return any(
-        is_floating(new) and new.dtype.itemsize < min(4, old.dtype.itemsize)
-        for old, new in pairs
-        if is_floating(old)
-    )
-
-
-def warn_of_casts(names: Iterable[str]) -> None:
-    """Warns if something has cast parameters inside of a function that was given rounded ones.
-
-    Args:
-        names: the names of the functions that have cast; without any, there is no warning.
-    """
-    casts = " and ".join(names)
-    if not casts:
-        return
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(
-        f"The gradient function has cast its arguments to 16 bits before {casts} inside of it "
-        "casts them again, so that parts which are to run in float32 get rounded parameters: pass "
-        'policy="full" to the gradient function, or leave its first argument uncast by '
-        "uncast_argnums=0.",
-        stacklevel=level,
-    )
-
-
-# The files of jmpx and JAX, which are on the stack between the warning and the user's call.
-_INTERNAL = (os.path.dirname(__file__) + os.sep, os.path.dirname(jax.__file__) + os.sep)

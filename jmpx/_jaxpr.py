@@ -156,6 +156,12 @@ def scope_of(eqn: Equation) -> str:
     return _plain_scope(str(eqn.source_info.name_stack))
 
 
+def scope_within(scope: str, eqn: Equation) -> str:
+    """Returns `scope_of` an equation of an inner jaxpr, after the scope around that jaxpr."""
+    inner = scope_of(eqn)
+    return f"{scope}/{inner}" if scope and inner else scope or inner
+
+
 @functools.lru_cache(maxsize=4096)
 def _plain_scope(stack: str) -> str:
     return "/".join(filter(None, _WRAPPED.sub("", stack).split("/")))

@@ -158,7 +158,9 @@ class LossScaleFlags:
         kind = parse_loss_scale(str(self.whole.value))[0]
         kinds = {decide(each, policy_map, "") for each in (kind, _KINDS[str(self.kind.value)])}
         if len(kinds) != 1:
-            self._refuse(self.kind, f"whose kind is {kind!r}")
+            decided = decide(kind, policy_map, "")
+            means = "" if decided == kind else f", which the policy decides to be {decided!r}"
+            self._refuse(self.kind, f"whose kind is {kind!r}{means}")
 
     def _check_part(self, key: str, flag: Flag[Any]) -> None:
         scale = get_loss_scale(str(self.whole.value), policy="float16")
@@ -210,16 +212,16 @@ def define_loss_scale_flags(
         ),
         flag_values,
     )
+
+    def part(name: str, parser: flags.ArgumentParser[Any], default: float, help: str) -> None:
+        define(parser, f"{prefix}_{name}", default, help, flag_values, flag_class=_PartFlag)
+
     start = "The loss scale of Static; the one that Dynamic begins with."
     period = "After how many finite steps the dynamic loss scale doubles."
     least = "What the dynamic loss scale never falls below; may be less than 1."
-    parts: tuple[tuple[str, flags.ArgumentParser[Any], float, str], ...] = (
-        ("scale_value", flags.FloatParser(), 2.0**15, start),
-        ("scale_period", flags.IntegerParser(lower_bound=1), 2000, period),
-        ("min_scale", flags.FloatParser(), 1.0, least),
-    )
-    for name, parser, default, help in parts:
-        define(parser, f"{prefix}_{name}", default, help, flag_values, flag_class=_PartFlag)
+    part("scale_value", flags.FloatParser(), 2.0**15, start)
+    part("scale_period", flags.IntegerParser(lower_bound=1), 2000, period)
+    part("min_scale", flags.FloatParser(), 1.0, least)
     return _link(prefix, policy, flag_values)
 
 

@@ -3,7 +3,7 @@
 A path such as `rules[0].compute` says in error messages where a value stands.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 from jmpx._messages import describe, did_you_mean
@@ -87,16 +87,15 @@ def read_keys(mapping: MappingLike, path: str, keys: Mapping[str, str]) -> dict[
     return values
 
 
-def read_list(values: Sequence[Any], path: str) -> list[Found]:
-    """Returns the items of a list, and their paths.
+def read_list(values: Sequence[Any], path: str) -> Iterator[Found]:
+    """Yields the items of a list, and their paths.
 
     Raises:
         ValueError: if a value cannot be read.
     """
-    paths = (child(path, index) for index in range(len(values)))
-    return [
-        Found(_read(lambda i=index: values[i], found), found) for index, found in enumerate(paths)
-    ]
+    for index in range(len(values)):
+        found = child(path, index)
+        yield Found(_read(lambda i=index: values[i], found), found)
 
 
 def _read(read: Callable[[], Any], path: str) -> Any:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jmpx._rewriting import with_equations, with_jaxprs
+
 _MARK = "jmpx.module:"
 
 
@@ -133,11 +135,8 @@ _unmarked: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 def _unmarked_jaxpr(jaxpr: Any) -> Any:
     """Returns a jaxpr without marks, also in inner jaxprs; the same object if it has none."""
     if jaxpr not in _unmarked:
-        inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr  # of a closed one, until JAX 0.11
-        eqns = [_unmarked_equation(eqn) for eqn in inner.eqns]
-        changed = any(new is not old for new, old in zip(eqns, inner.eqns, strict=True))
-        new = inner.replace(eqns=eqns) if changed else None
-        _unmarked[jaxpr] = jaxpr.replace(jaxpr=new) if changed and inner is not jaxpr else new
+        new = with_equations(jaxpr, _unmarked_equation)
+        _unmarked[jaxpr] = None if new is jaxpr else new
     new = _unmarked[jaxpr]
     return jaxpr if new is None else new
 
@@ -151,15 +150,4 @@ def _unmarked_equation(eqn: Any) -> Any:
 
 def unmarked_params(params: dict[str, Any]) -> dict[str, Any]:
     """Returns the parameters of an equation; the jaxprs among them have no marks."""
-
-    def unmark(value: Any) -> Any:
-        if isinstance(value, tuple):  # or a named one, as of custom_linear_solve
-            new = list(map(unmark, value))
-            changed = any(a is not b for a, b in zip(new, value, strict=True))
-            return getattr(value, "_make", tuple)(new) if changed else value
-        return _unmarked_jaxpr(value) if hasattr(value, "eqns") else value
-
-    if not _is_unmarking():
-        return params
-    new = {key: unmark(value) for key, value in params.items()}
-    return new if any(new[key] is not params[key] for key in params) else params
+    return with_jaxprs(params, _unmarked_jaxpr) if _is_unmarking() else params

@@ -1,5 +1,6 @@
 """The mixed precision of a program as one value: a policy map, and a loss scale."""
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -7,6 +8,7 @@ import jax.core
 import numpy as np
 
 from jmpx._dtypes import is_dtype
+from jmpx._dynamic_loss_scale import LEAVES, DynamicLossScale
 from jmpx._leaves import is_array
 from jmpx._loss_scale import LossScale
 from jmpx._loss_scale_fields import KINDS, build
@@ -136,25 +138,28 @@ class MixedPrecision:
 
 
 def _with_numpy_arrays(loss_scale: LossScale) -> LossScale:
-    """Returns a loss scale whose arrays are NumPy's.
+    """Returns a loss scale whose leaves are NumPy's arrays of shape ().
 
     Raises:
-        TypeError: if an array is traced, or not of shape ().
+        TypeError: if a leaf is traced, donated or of another shape, or no array.
     """
-    fields = {
-        field.name: getattr(loss_scale, field.name) for field in dataclasses.fields(loss_scale)
-    }
-    arrays = {name: value for name, value in fields.items() if is_array(value)}
-    for name, array in arrays.items():
-        if isinstance(array, jax.core.Tracer) or array.ndim != 0:
-            raise TypeError(
-                f"Expected {name} of the loss scale of a MixedPrecision to be one number, got "
-                f"{describe(array)}: it is the loss scale that a program begins with, so keep the "
-                "one that changes in the train state."
-            )
-    if not any(isinstance(array, jax.Array) for array in arrays.values()):
+    if not isinstance(loss_scale, DynamicLossScale):
         return loss_scale
-    return dataclasses.replace(loss_scale, **{name: np.asarray(a) for name, a in arrays.items()})
+    leaves = {name: _as_numpy_array(getattr(loss_scale, name), name) for name in LEAVES}
+    if all(leaf is getattr(loss_scale, name) for name, leaf in leaves.items()):
+        return loss_scale
+    return dataclasses.replace(loss_scale, **leaves)
+
+
+def _as_numpy_array(leaf: Any, name: str) -> Any:
+    if is_array(leaf) and leaf.ndim == 0 and not isinstance(leaf, jax.core.Tracer):
+        with contextlib.suppress(RuntimeError):  # It was donated, or another process holds it.
+            return np.asarray(leaf)
+    raise TypeError(
+        f"Expected {name} of the loss scale of a MixedPrecision to be one number, got "
+        f"{describe(leaf)}: it is the loss scale that a program begins with, so keep the one that "
+        "changes in the train state."
+    )
 
 
 # What `get_mixed_precision` takes.

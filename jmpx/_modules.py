@@ -3,17 +3,28 @@
 import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
 from jmpx._frameworks import imported_adapters
 from jmpx._marks import Module, is_marking, marking
-from jmpx._policy_map import PolicyMap
+from jmpx._policy_map import PolicyMap, Rule
 
 R = TypeVar("R")
 
 # The arguments of a call are `Any`, because a function under autocast may take anything.
 _Call: TypeAlias = tuple[Callable[..., R], tuple[Any, ...], dict[str, Any]]
+
+
+@contextlib.contextmanager
+def marked_calls(rules: Iterable[Rule]) -> Iterator[None]:
+    """Has the modules that are called in the context mark their calls, if a rule is for modules."""
+    with contextlib.ExitStack() as stack:
+        if not all(rule.is_operation for rule in rules):
+            for adapter in () if is_marking() else imported_adapters():
+                stack.enter_context(adapter.marked_calls())
+            stack.enter_context(marking())
+        yield
 
 
 class Marks:
@@ -40,18 +51,14 @@ class Marks:
         """Calls a function, for autocast to trace; modules that a rule matches mark their calls."""
         if not self.rules:
             return fn(*args, **kwargs)
-        adapters = list(imported_adapters())
-        made = (adapter.marker(self.matches) for adapter in adapters)
+        made = (adapter.marker(self.matches) for adapter in imported_adapters())
         markers = [marker for marker in made if marker is not None]
         for marker in markers:
             fn, args, kwargs = _mark_call(marker.mark, (fn, args, kwargs))
         with contextlib.ExitStack() as stack:
             for marker in markers:
                 stack.callback(marker.unmark, None)
-            if not is_marking():
-                for adapter in adapters:
-                    stack.enter_context(adapter.marked_calls())
-            stack.enter_context(marking())
+            stack.enter_context(marked_calls(self.rules))
             result = fn(*args, **kwargs)
         for marker in markers:
             result = marker.unmark(result)

@@ -14,6 +14,7 @@ from jmpx._optimizer_checks import (
     SkipBy,
     check_skip_by,
     is_optimizer,
+    refuse_skip,
     trained_part,
     warn_of_cast_masters,
     warn_of_multi_steps,
@@ -181,8 +182,9 @@ def optimizer_update(
         the state of the dtypes that optax gives them.
 
     Raises:
-        TypeError: if `grads_finite` is not a scalar bool, the arguments are not in this order, or
-            the state of an NNX module's optimizer was made of the module itself.
+        TypeError: if `grads_finite` is not a scalar bool, the arguments are not in this order, the
+            state of an NNX module's optimizer was made of the module itself, or `skip_by` is given
+            by its old name `skip`.
         ValueError: if `skip_by` is neither "cond" nor "where".
 
     Warns:
@@ -201,6 +203,7 @@ def optimizer_update(
         Array([0.5, 0.5], dtype=float32)
     """
     check_skip_by(skip_by)
+    refuse_skip(optimizer, extra_args)
     warn_of_views(model)
     before, put_back = _parameters_of(model, optimizer_state, grads)
     params = trained_part(before, optimizer, grads)

@@ -23,6 +23,23 @@ def check_skip_by(skip_by: object) -> None:
         )
 
 
+def refuse_skip(optimizer: Any, extra_args: dict[str, Any]) -> None:
+    """Refuses the old name of `skip_by`, which optax would ignore as an extra argument.
+
+    An optimizer whose `update` names an argument `skip` gets it.
+    """
+    skip = extra_args.get("skip")
+    if not isinstance(skip, str) or skip not in ("cond", "where"):
+        return
+    with contextlib.suppress(TypeError, ValueError):  # from what has no signature
+        if "skip" in inspect.signature(optimizer.update).parameters:
+            return
+    raise TypeError(
+        f"Unexpected argument skip={skip!r} of jmpx.optimizer_update: write skip_by={skip!r}, "
+        "which is its name now."
+    )
+
+
 def is_optimizer(optimizer: object) -> bool:
     """Whether `optimizer` has the two functions of an optax gradient transformation."""
     return hasattr(optimizer, "init") and hasattr(optimizer, "update")

@@ -221,20 +221,20 @@ def read_policy_map(sections: dict[str, Found]) -> PolicyMap:
         TypeError: if a value is of a wrong type.
         ValueError: if a value does not follow the grammar, or there are none.
     """
-    policy, rules = sections.get("policy"), sections.get("rules")
-    if policy is None and rules is None:
+    whole = PolicyMap(get_policy("float32"))
+    if "policy" in sections:
+        whole = _read_whole(sections["policy"])
+    rules = tuple(_read_rules(sections["rules"])) if "rules" in sections else ()
+    if not rules and "policy" not in sections:
         raise ValueError(
             "Missing key 'policy': write for example {'policy': {'compute': 'bfloat16'}}."
         )
-    whole = PolicyMap(get_policy("float32")) if policy is None else _read_whole(policy)
-    if rules is None:
-        return whole
-    if whole.rules:
+    if whole.rules and "rules" in sections:
         raise ValueError(
             f"Unexpected rule {str(whole.rules[0])!r} at policy: write all rules under 'rules', "
             "which is given, too."
         )
-    return PolicyMap(whole.default, tuple(_read_rules(rules)))
+    return PolicyMap(whole.default, whole.rules or rules)
 
 
 def _read_whole(found: Found) -> PolicyMap:

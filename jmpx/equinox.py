@@ -164,6 +164,7 @@ class _Session(Session):
             stored = [leaf.dtype for leaf in jax.tree.leaves(module) if is_floating(leaf)]
             dtype = computable(stored[0] if stored else jnp.float32)
             policy = dataclasses.replace(policy, compute_dtype=dtype)
+        self.note(plain_class(type(module)), path, policy, surrounding)
         return policy
 
 

@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from absl import flags
 
-from jmpx._dtypes import DTypeLike
 from jmpx._flag_types import BooleanFlag, Flag, Parser, define, define_with_variable
 from jmpx._loss_scale import LossScale
 from jmpx._loss_scale_flags import LOSS_SCALE, LossScaleFlags, define_loss_scale_flags
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap, get_policy_map
-from jmpx._policy_strings import get_policy
+from jmpx._policy_map import PolicyMap, PolicyMapLike, get_policy_map
+from jmpx._policy_strings import PolicyLike, get_policy
 
 if TYPE_CHECKING:
     from jmpx._mixed_precision import MixedPrecision
@@ -39,7 +38,7 @@ _POLICY_MAP = Parser(
 @overload
 def DEFINE_policy(
     name: str,
-    default: Policy | DTypeLike | None,
+    default: PolicyLike | None,
     help: str,
     flag_values: flags.FlagValues = ...,
     *,
@@ -58,7 +57,7 @@ def DEFINE_policy(
 @overload
 def DEFINE_policy(
     name: str,
-    default: Policy | DTypeLike,
+    default: PolicyLike,
     help: str,
     flag_values: flags.FlagValues = ...,
     required: bool = ...,
@@ -66,7 +65,7 @@ def DEFINE_policy(
 ) -> flags.FlagHolder[Policy]: ...
 def DEFINE_policy(
     name: str,
-    default: Policy | DTypeLike | None,
+    default: PolicyLike | None,
     help: str,
     flag_values: flags.FlagValues = flags.FLAGS,
     required: bool = False,
@@ -80,7 +79,7 @@ def DEFINE_policy(
 
     Args:
         name: the name of the flag.
-        default: a policy, a policy string, a dtype, or None.
+        default: a policy, anything else that `get_policy` takes, or None.
         help: the help text. The accepted form of a value is added to it.
         flag_values: the flag registry.
         required: whether the flag must be given on the command line.
@@ -108,7 +107,7 @@ def DEFINE_policy(
 @overload
 def DEFINE_policy_map(
     name: str,
-    default: PolicyMap | Policy | DTypeLike | None,
+    default: PolicyMapLike | None,
     help: str,
     flag_values: flags.FlagValues = ...,
     *,
@@ -127,7 +126,7 @@ def DEFINE_policy_map(
 @overload
 def DEFINE_policy_map(
     name: str,
-    default: PolicyMap | Policy | DTypeLike,
+    default: PolicyMapLike,
     help: str,
     flag_values: flags.FlagValues = ...,
     required: bool = ...,
@@ -135,7 +134,7 @@ def DEFINE_policy_map(
 ) -> flags.FlagHolder[PolicyMap]: ...
 def DEFINE_policy_map(
     name: str,
-    default: PolicyMap | Policy | DTypeLike | None,
+    default: PolicyMapLike | None,
     help: str,
     flag_values: flags.FlagValues = flags.FLAGS,
     required: bool = False,
@@ -145,7 +144,7 @@ def DEFINE_policy_map(
 
     Args:
         name: the name of the flag.
-        default: a policy map, a policy, a string of either, a dtype, or None.
+        default: a policy map, anything else that `get_policy_map` takes, or None.
         help: the help text. The accepted form of a value is added to it.
         flag_values: the flag registry.
         required: whether the flag must be given on the command line.
@@ -287,7 +286,7 @@ class MixedPrecisionFlags:
 def define_mp_flags(
     prefix: str = "mp",
     *,
-    default_policy: PolicyMap | Policy | DTypeLike = "float32",
+    default_policy: PolicyMapLike = "float32",
     flag_values: flags.FlagValues = flags.FLAGS,
 ) -> MixedPrecisionFlags:
     """Defines the flags that select a policy and a loss scale.

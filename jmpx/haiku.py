@@ -24,7 +24,7 @@ from jmpx._adapters import (
     run_at_boundary,
 )
 from jmpx._casts import cast_like, cast_tree
-from jmpx._contexts import opened, opened_here, refuse_other_tasks
+from jmpx._contexts import note_cast, opened, opened_here, refuse_other_tasks
 from jmpx._dtypes import computable
 from jmpx._frameworks import Adapter, ClassPolicies
 from jmpx._leaves import is_floating
@@ -173,8 +173,9 @@ class _Session(Session):
         if is_part or not is_public(context.method_name):
             return method(*args, **kwargs)
         policy = self.call_policy(module)
+        outer = self.calls[-1].policy if self.calls else None
+        self.note(type(module), module.module_name, policy, outer)
         if is_convolution(context, kwargs):
-            outer = self.calls[-1].policy if self.calls else None
             in_force = outer if policy is None else policy
             self.note_convolution(type(module), module.module_name, in_force)
         if policy is None:
@@ -334,6 +335,13 @@ class _ClassPolicies:
     interception = staticmethod(_interception)  # the hook of `policies`, so that they share it
 
 
+def _note(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext) -> Any:
+    """Notes the calls that Haiku itself runs under the policy of their class."""
+    if _store.get_policy(type(context.module)) is not None:
+        note_cast("hk.mixed_precision")
+    return method(*args, **kwargs)
+
+
 def _mark(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext) -> Any:
     """Intercepts each method call under autocast, and marks those of public methods."""
     if not is_public(context.method_name):
@@ -365,6 +373,9 @@ class _Adapter(Adapter):
 
     def current_policy(self) -> Policy | None:
         return _store.current_policy()
+
+    def noted_casts(self) -> contextlib.AbstractContextManager[None]:
+        return hk.intercept_methods(_note)
 
     def marked_calls(self) -> contextlib.AbstractContextManager[None]:
         return hk.intercept_methods(_mark)

@@ -1,12 +1,12 @@
 """Trains a small convolutional network on digits under autocast; the model contains no cast.
 
     python examples/equinox/autocast.py
-    python examples/equinox/autocast.py "--mp_policy=c=f16; op.tanh: full"
+    python examples/equinox/autocast.py "--mp_policy=c=f16; op.tanh: full" --mp_loss_scale=static=8
     python examples/equinox/autocast.py --mp_policy=full
 
 The policy sets the dtype of matrix products and convolutions; autocast's rules set those of all
-other operations. Rules for modules (`*/eqx.nn.MLP: full`) and for operations (`op.tanh: full`)
-override it.
+other operations. Rules for modules (`*/eqx.nn.MLP: c=f32,m=highest`) and for operations
+(`op.tanh: full`) override it.
 """
 
 import datasets
@@ -62,9 +62,9 @@ def loss_fn(model: Network, batch: datasets.Data) -> jax.Array:
 
 @eqx.filter_jit
 def train_step(model, opt_state, loss_scale, batch, optimizer):
-    """Takes one step; autocast does the casts, so the gradient function casts nothing: "full"."""
+    """Takes one step; autocast does the casts, and by a map the gradient function casts nothing."""
     loss, loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
-        loss_fn, loss_scale, policy="full"
+        loss_fn, loss_scale, policy=MP.policy_map
     )(model, batch)
     model, opt_state = jmpx.optimizer_update(
         model, optimizer, opt_state, grads, grads_finite | (not MP.skip_nonfinite)

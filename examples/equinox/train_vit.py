@@ -9,7 +9,13 @@ read from the archive that its authors publish for Python; you download it into 
     python examples/equinox/train_vit.py --dataset=cifar10 --data_dir=DIRECTORY --patch=4 \
         --width=192 --depth=6 --batch_size=256 --epochs=30
 
-Each batch is split over all devices that JAX finds.
+Each batch is split over all devices that JAX finds. One string sets four precisions: that of the
+parameters, of computation (`c`), of products in float32 (`m`), and that in which gradients are
+summed over the devices (`r`); `python -m jmpx` shows which part has which:
+
+    python examples/equinox/train_vit.py --mp_loss_scale=dynamic,period=500 \
+        "--mp_policy=c=f16,o=f32,r=bf16; LayerNorm: full; Softmax: full; */head: c=f32,m=highest"
+    python -m jmpx --model examples.equinox.vit:make "c=bf16,o=f32; LayerNorm: full"
 """
 
 import functools
@@ -66,11 +72,11 @@ PLOT = flags.DEFINE_string(
 
 
 def runs_here(policy_map: Any) -> bool:
-    """Whether a policy map stores weights in float32 and computes in `DTYPES`."""
+    """Whether a policy map stores weights in float32, and computes and sums in `DTYPES`."""
     policy_map = jmpx.get_policy_map(policy_map)
     default, rules = policy_map.default, policy_map.rules
     params = {default.param_dtype, *(rule.params for rule in rules)}
-    others = {default.compute_dtype, default.output_dtype}
+    others = {default.compute_dtype, default.output_dtype, default.reduce_dtype}
     others.update(dtype for rule in rules for dtype in (rule.compute, rule.output))
     return params <= {jnp.float32, None} and others <= {*DTYPES, None}
 
@@ -146,14 +152,20 @@ def logits_of(model: VisionTransformer, images: ArrayLike, policy_map: Any) -> j
     return jmpx.cast_to_float32(jax.vmap(view)(jnp.asarray(images, jnp.float32) / 127.5 - 1))
 
 
+@functools.cache
+def all_devices() -> Mesh:
+    return Mesh(jax.devices(), ("data",))
+
+
 def make_step(
     policy_map: Any, optimizer: optax.GradientTransformation, skip_nonfinite: bool
 ) -> Callable[..., tuple[TrainState, jax.Array, jax.Array]]:
     """Returns the jitted train step: `(state, micro_batches) -> (state, loss, grads_finite)`.
 
-    The arrays of `micro_batches` have the shape [micro-batches, images in each, ...]. Their
-    gradients are averaged in float32. One check of the average decides whether the step is taken
-    and how the loss scale changes.
+    The arrays of `micro_batches` have the shape [micro-batches, images in each, ...]; each device
+    gets its share of the images. Gradients are averaged over devices in the dtype that the policy
+    map says, then over micro-batches in float32. One check of the average decides whether the step
+    is taken and how the loss scale changes.
     """
 
     def loss_fn(model: VisionTransformer, batch: datasets.Data) -> jax.Array:
@@ -161,11 +173,19 @@ def make_step(
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
 
     @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=all_devices(),
+        in_specs=(PartitionSpec(), PartitionSpec(None, "data")),
+        out_specs=PartitionSpec(),
+    )
     def step(
         state: TrainState, micro_batches: datasets.Data
     ) -> tuple[TrainState, jax.Array, jax.Array]:
-        # The view casts inside of the model, so the gradient function casts nothing: "full".
-        value_and_grad = jmpx.filter_value_and_grad(loss_fn, state.loss_scale, policy="full")
+        # The view casts inside of the model; by a map, the gradient function casts nothing.
+        value_and_grad = jmpx.filter_value_and_grad(
+            loss_fn, state.loss_scale, policy=policy_map, axis_name="data"
+        )
 
         def add(total: Any, batch: datasets.Data) -> tuple[Any, None]:
             loss, _, _, grads = value_and_grad(state.model, batch)
@@ -246,10 +266,9 @@ def train(history: History, train_data: datasets.Data, test_data: datasets.Data)
     steps_per_epoch = len(train_data.labels) // BATCH_SIZE.value
     steps = EPOCHS.value * steps_per_epoch
 
-    mesh = Mesh(jax.devices(), ("data",))
-    sharded = NamedSharding(mesh, PartitionSpec("data"))
-    micro_sharded = NamedSharding(mesh, PartitionSpec(None, "data"))
-    replicated = NamedSharding(mesh, PartitionSpec())
+    sharded = NamedSharding(all_devices(), PartitionSpec("data"))
+    micro_sharded = NamedSharding(all_devices(), PartitionSpec(None, "data"))
+    replicated = NamedSharding(all_devices(), PartitionSpec())
 
     model = make_model(train_data.images.shape[1:])
     optimizer = make_optimizer(steps, LEARNING_RATE.value)
@@ -294,7 +313,7 @@ def main(arguments: list[str]) -> None:
     milliseconds = 1000 * statistics.median(history.seconds[1:] or history.seconds)
     print(
         f"test accuracy {history.accuracies[-1]:.2%}, {milliseconds:.1f} ms a step "
-        f"({MP.policy_map})"
+        f"({MP.mixed_precision()})"
     )
     if PLOT.value is not None:
         draw(history, f"{DATASET.value}, {MP.policy_map}", PLOT.value)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jmpx import _jaxpr
 from jmpx._autocast.interpreter import Interpreter
-from jmpx._autocast.unused import warn_unused
+from jmpx._autocast.unused import warn_of_algorithms, warn_unused
 from jmpx._autocast.value import Value
 from jmpx._contexts import note_cast
 from jmpx._dtypes import DTypeLike, as_dtype, check_computes
@@ -18,8 +18,7 @@ from jmpx._jaxpr import operation_name
 from jmpx._leaves import is_floating
 from jmpx._modules import Marks
 from jmpx._nnx_objects import is_object, module_base
-from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap, Rule as PolicyRule, get_policy_map
+from jmpx._policy_map import PolicyMap, PolicyMapLike, Rule as PolicyRule, get_policy_map
 from jmpx._registry import refuse_creation
 from jmpx._scopes import RESTORE
 from jmpx._stateful import Pure, call
@@ -92,6 +91,7 @@ class Autocast:
         transform = functools.partial(_evaluate, interpreter, self._jmpx_output)
         result = call(transform, marks.call, (self._jmpx_fn, *args), kwargs)
         warn_unused(policy_map, interpreter.used, marks.seen, stacklevel=3)
+        warn_of_algorithms(policy_map, interpreter.used, stacklevel=3)
         return result
 
 
@@ -174,7 +174,7 @@ class _Decorator(Protocol):
 @overload
 def autocast(
     fn: _Function,
-    policy: str | Policy | PolicyMap = ...,
+    policy: PolicyMapLike = ...,
     *,
     rules: Mapping[Any, DTypeLike] | None = ...,
     output: DTypeLike | None = ...,
@@ -184,7 +184,7 @@ def autocast(
 @overload
 def autocast(
     fn: None = None,
-    policy: str | Policy | PolicyMap = ...,
+    policy: PolicyMapLike = ...,
     *,
     rules: Mapping[Any, DTypeLike] | None = ...,
     output: DTypeLike | None = ...,
@@ -193,7 +193,7 @@ def autocast(
 
 def autocast(
     fn: Callable[..., Any] | None = None,
-    policy: str | Policy | PolicyMap = "compute=bf16",
+    policy: PolicyMapLike = "compute=bf16",
     *,
     rules: Mapping[Any, DTypeLike] | None = None,
     output: DTypeLike | None = "traced",
@@ -228,6 +228,12 @@ def autocast(
     float32, and so does code that `jmpx.full_precision` marks. A cast from float32 to float32
     leaves no trace in JAX and is not seen. A function with `jax.custom_vjp` runs in float32.
 
+    `matmul` (`*/router: c=f32,m=highest`) is the algorithm of products and convolutions that run in
+    float32, forward and backward, also in functions with `jax.custom_vjp` and in code that
+    `jmpx.full_precision` marks. A product in 16 bits gets none, and the `precision=` of a product
+    goes before it. A rule for an operation may say it, too (`op.dot_general: c=f32,m=highest`). JAX
+    ignores dot algorithms such as `BF16_BF16_F32_X3` for convolutions.
+
     Apply it to the model, `transformed.apply` or `module.apply`, and compute the loss from the
     float32 output. A function that creates Haiku parameters cannot be wrapped. If the function or
     its arguments hold objects of Flax's NNX, these get their new state back, as from `nnx.jit`;
@@ -235,14 +241,15 @@ def autocast(
 
     Args:
         fn: any callable of pytrees; None to decorate with arguments.
-        policy: a policy, a policy map or a string of either; only its compute dtypes count.
-            Selectors are, as in the adapters, class names (`Linear`, `haiku.Linear`, also those of
-            bases) and globs of paths (`*/head`) of the modules of Haiku, Linen, NNX and Equinox;
-            names and globs of scopes, which are `jax.named_scope`, the paths of Haiku and Linen and
-            the names of Equinox's own layers; and operations (`op.exp`). Modules of NNX and Equinox
-            match if they are `fn` or among its arguments; those that `fn` closes over, or that
-            `equinox.filter_jit` has wrapped, are known by their scopes alone. If a rule matches a
-            module of an argument, the function sees an instance of a subclass instead.
+        policy: a policy map, or anything else that `get_policy_map` takes; only its compute dtypes
+            and its algorithms of products count. Selectors are, as in the adapters, class names
+            (`Linear`, `haiku.Linear`, also those of bases) and globs of paths (`*/head`) of the
+            modules of Haiku, Linen, NNX and Equinox; names and globs of scopes, which are
+            `jax.named_scope`, the paths of Haiku and Linen and the names of Equinox's own layers;
+            and operations (`op.exp`). Modules of NNX and Equinox match if they are `fn` or among
+            its arguments; those that `fn` closes over, or that `equinox.filter_jit` has wrapped,
+            are known by their scopes alone. If a rule matches a module of an argument, the function
+            sees an instance of a subclass instead.
         rules: dtypes of single operations, by primitive or name: `{lax.exp_p: jnp.bfloat16}`. They
             go after the rules of `policy`. A result never gets wider than it was traced.
         output: "traced" gives results in the dtypes that they have without autocast; None leaves
@@ -259,7 +266,8 @@ def autocast(
             compute dtype has 8 bits.
 
     Warns:
-        UserWarning: when called, for each rule that matched nothing and is not optional.
+        UserWarning: when called, for each rule that is not optional and matched nothing, or whose
+            `matmul` no product gets; and once if convolutions have a dot algorithm.
 
     Example:
         >>> import jax.numpy as jnp
@@ -302,7 +310,7 @@ class _Unapplied(NamedTuple):
         output: see `autocast`.
     """
 
-    policy: str | Policy | PolicyMap
+    policy: PolicyMapLike
     rules: Mapping[Any, DTypeLike] | None
     output: DTypeLike | None
 

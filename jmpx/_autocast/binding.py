@@ -14,7 +14,8 @@ from jax import lax
 
 from jmpx import _jaxpr
 from jmpx._autocast.neighbours import COPIES
-from jmpx._autocast.rules import lookup
+from jmpx._autocast.products import with_algorithms
+from jmpx._autocast.rules import Context, lookup
 from jmpx._autocast.value import FLOAT32, Array, Value, finite_constant, join
 from jmpx._jaxpr import Atom, Equation, operation_name
 
@@ -117,18 +118,30 @@ def run_in(
     return bind(equation, values, cast_operands(equation, values, dtype, cast), yields, **params)
 
 
-def run_as_traced(equation: Equation, values: Sequence[Value], yields: bool) -> list[Value]:
-    """Runs an equation in the dtypes in which it was traced."""
-    return run_in(FLOAT32, equation, values, yields)
+def run_as_traced(
+    context: Context, equation: Equation, values: Sequence[Value], yields: bool
+) -> list[Value]:
+    """Runs an equation in the dtypes in which it was traced, and float32 products as a policy says.
+
+    Args:
+        context: the context of the equation.
+        equation: the equation.
+        values: its operands.
+        yields: whether the results yield.
+    """
+    return run_in(FLOAT32, equation, values, yields, **with_algorithms(context, equation))
 
 
-def run_overridden(dtype: np.dtype, equation: Equation, values: Sequence[Value]) -> list[Value]:
+def run_overridden(context: Context, equation: Equation, values: Sequence[Value]) -> list[Value]:
     """Runs an equation in the dtype that a policy rule gives to its primitive."""
+    dtype = np.dtype(context.override)
     if _jaxpr.holds_jaxpr(equation.params):  # a function of float32 scalars, as of `lax.reduce`
-        return rounded(run_as_traced(equation, values, yields=False), equation, dtype)
+        return rounded(run_as_traced(context, equation, values, yields=False), equation, dtype)
     entry = lookup(equation)
     cast = Value.to_finite if entry is not None and entry.keeps_finite else Value.to
     params = result_dtype(equation, dtype) | fill_value(equation, dtype)
+    if dtype == FLOAT32:
+        params |= with_algorithms(context, equation)
     return run_in(dtype, equation, values, False, cast, **params)
 
 

@@ -14,6 +14,7 @@ from jmpx._autocast.binding import bind_arrays, is_float32, run_as_traced
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
 from jmpx._jaxpr import Atom, Equation, Jaxpr
+from jmpx._modules import marked_calls
 
 
 @register("call", "closed_call", "jit", "remat2", everywhere=True)
@@ -28,7 +29,7 @@ def function_call(context: Context, equation: Equation, values: list[Value]) -> 
     if isinstance(retraced.jaxpr, type(jaxpr)):
         return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr})
     if retraced.jaxpr.consts:  # jax.checkpoint wants an open jaxpr, which has no constants
-        return run_as_traced(equation, values, yields=True)
+        return run_as_traced(context, equation, values, yields=True)
     return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr.jaxpr})
 
 
@@ -140,15 +141,6 @@ def shard_map(context: Context, equation: Equation, values: list[Value]) -> list
     return [Value.of(a, traits) for a, traits in zip(arrays, results, strict=True)]
 
 
-@register("custom_vjp_call", everywhere=True)
-def custom_vjp(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs a function that has its own backward pass in float32, for which both were written.
-
-    The pass is a Python function of residuals, in dtypes that only the user knows.
-    """
-    return run_as_traced(equation, values, yields=True)
-
-
 @register("custom_jvp_call", everywhere=True)
 def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Retraces a function that has its own derivative rule, and the rule.
@@ -167,7 +159,8 @@ def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> lis
 
     def jvp(primals: Any, tangents: Any) -> Any:
         varied = [i for i, tangent in enumerate(tangents) if _has_tangent(tangent)]
-        rule = _trace_rule(equation, varied)
+        with marked_calls(interpreter.regions.policy_map.rules):
+            rule = _trace_rule(equation, varied)
         inputs = [Value.of(p, t) for p, t in zip(primals, traits, strict=True)]
         inputs += [Value(tangents[i], traits[i].yields, tangent=True) for i in varied]
         outputs = interpreter.evaluate(rule, inputs, scope)

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 from jmpx import _jaxpr
-from jmpx._autocast.binding import run_as_traced, run_overridden
+from jmpx._autocast.binding import cast_operands, run_as_traced, run_overridden
 from jmpx._autocast.neighbours import Neighbours, find_neighbours
-from jmpx._autocast.regions import Regions, Used
+from jmpx._autocast.regions import Regions
 from jmpx._autocast.rules import Context, Retraced, lookup
-from jmpx._autocast.value import Array, Traits, Value
+from jmpx._autocast.value import FLOAT32, Array, Traits, Value
 from jmpx._jaxpr import Atom, Equation, Jaxpr, operation_name
 from jmpx._marks import is_marking
 from jmpx._policy_map import PolicyMap
@@ -30,13 +30,14 @@ class Interpreter:
         policy_map: the policies of scopes and operations.
 
     Attributes:
+        regions: the regions of the evaluation.
         used: what the evaluation met so far.
     """
 
     def __init__(self, policy_map: PolicyMap) -> None:
         self.policy_map = policy_map
-        self.used = Used(set(), set(), set())
-        self._regions = Regions(policy_map, self.used)
+        self.regions = Regions(policy_map)
+        self.used = self.regions.used
 
     def fresh(self) -> "Interpreter":
         """Returns an interpreter of the same policy map that has met nothing yet."""
@@ -73,10 +74,9 @@ class Interpreter:
         return list(map(read, jaxpr.outvars))
 
     def _context(self, equation: Equation, scope: str, neighbours: Neighbours) -> Context:
-        name, inner = operation_name(equation.primitive.name), _jaxpr.scope_of(equation)
-        scope = f"{scope}/{inner}" if scope and inner else scope or inner
-        region = self._regions.region(scope)
-        override = self._regions.override(name, region)
+        name, scope = operation_name(equation.primitive.name), _jaxpr.scope_within(scope, equation)
+        region = self.regions.region(scope)
+        override = self.regions.override(name, region)
         self.used.operations.add(name)
         return Context(self, scope, region, override, neighbours)
 
@@ -153,13 +153,26 @@ def _apply_rule(context: Context, equation: Equation, values: list[Value]) -> li
     """
     entry, region = lookup(equation), context.region
     if region.is_fixed:
-        return run_as_traced(equation, values, yields=False)
+        return _run_fixed(context, equation, values)
     if entry is not None and entry.everywhere:
         return entry.rule(context, equation, values)
     if context.override is not None:
-        return run_overridden(context.override, equation, values)
+        return run_overridden(context, equation, values)
     if region.is_full:
-        return run_as_traced(equation, values, yields=region.yields)
+        return run_as_traced(context, equation, values, yields=region.yields)
     if entry is None:
-        return run_as_traced(equation, values, yields=True)
+        return run_as_traced(context, equation, values, yields=True)
     return entry.rule(context, equation, values)
+
+
+def _run_fixed(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs an equation as it was traced; products in its jaxprs get the algorithm of the region."""
+    entry, gives_algorithms = lookup(equation), context.interpreter.regions.give_algorithms
+    holds_jaxprs = gives_algorithms and _jaxpr.holds_jaxpr(equation.params)
+    if entry is None or not entry.everywhere or not holds_jaxprs:
+        return run_as_traced(context, equation, values, yields=False)
+    arrays = cast_operands(equation, values, FLOAT32)
+    pairs = zip(arrays, values, strict=True)
+    operands = [Value(array, yields=False, tangent=v.tangent) for array, v in pairs]
+    results = entry.rule(context, equation, operands)
+    return [Value(result.array, yields=False, tangent=result.tangent) for result in results]

@@ -10,7 +10,6 @@ comparisons and sums over devices. Primitives that fit no kind have rules of the
 from collections.abc import Sequence
 
 import numpy as np
-from jax import lax
 
 from jmpx._autocast.binding import (
     all_yield,
@@ -26,6 +25,7 @@ from jmpx._autocast.binding import (
     run_in,
     run_recomputed,
 )
+from jmpx._autocast.products import is_precise
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Value
 from jmpx._jaxpr import Equation
@@ -34,7 +34,7 @@ from jmpx._jaxpr import Equation
 def low(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs in the compute dtype; in float32 if the user asked for more than default precision."""
     if is_precise(equation):
-        return run_as_traced(equation, values, yields=False)
+        return run_as_traced(context, equation, values, yields=False)
     dtype = context.region.dtype
     dtypes = {atom.aval.dtype for atom in equation.invars if is_floating(atom)}
     if FLOAT32 not in dtypes or not dtypes <= {FLOAT32, dtype}:
@@ -42,16 +42,9 @@ def low(context: Context, equation: Equation, values: list[Value]) -> list[Value
     return run_in(dtype, equation, values, yields=False, **result_dtype(equation, dtype))
 
 
-def is_precise(equation: Equation) -> bool:
-    """Whether the user asked for more precision of a product than the default."""
-    precision = equation.params.get("precision")
-    asked = precision if isinstance(precision, tuple) else (precision,)
-    return any(p not in (None, lax.Precision.DEFAULT) for p in asked)
-
-
 def full(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs in float32."""
-    return run_as_traced(equation, values, all_yield(equation, values))
+    return run_as_traced(context, equation, values, all_yield(equation, values))
 
 
 def keep(context: Context, equation: Equation, values: list[Value]) -> list[Value]:

@@ -15,13 +15,13 @@ from jmpx._autocast.binding import (
 from jmpx._autocast.kinds import (
     compare,
     full,
-    is_precise,
     low,
     power,
     promote,
     promote_finite,
     scale_checking,
 )
+from jmpx._autocast.products import is_precise
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Value
 from jmpx._jaxpr import Equation
@@ -37,7 +37,8 @@ def dot_general(context: Context, equation: Equation, values: list[Value]) -> li
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     if all(shape[axis] == 1 for axis in contracted) and not is_precise(equation):
-        return promote(context, equation, values)
+        is_low = promoted(equation, values) != FLOAT32
+        return (promote if is_low else full)(context, equation, values)
     return low(context, equation, values)
 
 
@@ -84,7 +85,7 @@ def gather(context: Context, equation: Equation, values: list[Value]) -> list[Va
 @register("get", "swap")
 def access(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs in float32; the result does not yield, as the reference may hold a sum."""
-    return run_as_traced(equation, values, yields=False)
+    return run_as_traced(context, equation, values, yields=False)
 
 
 @register("convert_element_type", everywhere=True)

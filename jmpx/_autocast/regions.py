@@ -14,24 +14,53 @@ from jmpx._policy_map import PolicyMap, Rule as PolicyRule
 from jmpx._scopes import FULL_PRECISION
 
 
+class Algorithm(NamedTuple):
+    """The algorithm of float32 products, as a policy map gives it.
+
+    Args:
+        name: its name, as `jax.default_matmul_precision` takes it.
+        rank: the position in the policy map of the rule that says so; -1 for the default.
+    """
+
+    name: str
+    rank: int
+
+
 class Used(NamedTuple):
-    """What an evaluation met; the warnings of policy rules that matched nothing read it.
+    """What an evaluation met; the warnings of policy rules without effect read it.
 
     Args:
         rules: policy rules that matched a scope or a primitive.
         scopes: scopes of equations, and the scopes around these.
         operations: names of primitives.
+        algorithms: algorithms of float32 products, also of those that have one of their own.
+        ignored: algorithms that JAX ignores, because the product is a convolution.
     """
 
     rules: set[PolicyRule]
     scopes: set[str]
     operations: set[str]
+    algorithms: set[Algorithm]
+    ignored: set[Algorithm]
+
+    @classmethod
+    def nothing(cls) -> "Used":
+        """Returns what an evaluation has met before it starts."""
+        return cls(set(), set(), set(), set(), set())
+
+    def note(self, algorithm: Algorithm, policy_map: PolicyMap) -> None:
+        """Notes the algorithm of a product, and the policy rule that gives it."""
+        self.algorithms.add(algorithm)
+        if algorithm.rank >= 0:
+            self.rules.add(policy_map.rules[algorithm.rank])
 
     def add(self, inner: "Used") -> None:
         """Adds what the evaluation of an inner jaxpr met."""
         self.rules.update(inner.rules)
         self.scopes.update(inner.scopes)
         self.operations.update(inner.operations)
+        self.algorithms.update(inner.algorithms)
+        self.ignored.update(inner.ignored)
 
 
 class Region(NamedTuple):
@@ -41,21 +70,35 @@ class Region(NamedTuple):
         dtype: the compute dtype.
         rank: the position in the policy map of the rule that says so; -1 for the default.
         yields: whether results that are computed in float32 here yield to 16 bits outside.
-        is_fixed: whether `jmpx.full_precision` marks the scope: no policy rule changes it.
+        is_fixed: whether `jmpx.full_precision` marks the scope: no policy rule changes its dtype.
+        algorithm: that of float32 products; None leaves them to JAX.
     """
 
     dtype: np.dtype
     rank: int
     yields: bool
     is_fixed: bool = False
+    algorithm: Algorithm | None = None
 
     @property
     def is_full(self) -> bool:
         """Whether equations run in the dtypes in which they were traced."""
         return self.dtype.itemsize >= 4
 
+    def changed(self, rule: PolicyRule, rank: int, around: Algorithm | None) -> "Region":
+        """Returns the region that a policy rule makes of this one.
 
-_FIXED = Region(FLOAT32, -1, yields=False, is_fixed=True)
+        Args:
+            rule: a rule that matches the scope.
+            rank: its position in the policy map.
+            around: the algorithm of the region around the scope.
+        """
+        algorithm = around if rule.matmul is None else Algorithm(rule.matmul, rank)
+        says_only_that = rule.matmul is not None and rule.compute is None and rule.output is None
+        if self.is_fixed or says_only_that:
+            return self._replace(algorithm=algorithm)
+        dtype = self.dtype if rule.compute is None else np.dtype(rule.compute)
+        return Region(dtype, rank, yields=rule.output is None, algorithm=algorithm)
 
 
 class Regions:
@@ -63,16 +106,21 @@ class Regions:
 
     Args:
         policy_map: the policy map.
-        used: where scopes and matching rules are noted.
+
+    Attributes:
+        used: the scopes and the matching rules that were met so far, among other things.
+        give_algorithms: whether the policy map gives any product an algorithm.
     """
 
-    def __init__(self, policy_map: PolicyMap, used: Used) -> None:
-        self._policy_map = policy_map
-        self._used = used
+    def __init__(self, policy_map: PolicyMap) -> None:
+        self.policy_map = policy_map
+        self.used = Used.nothing()
+        names = (policy_map.default.matmul_precision, *(rule.matmul for rule in policy_map.rules))
+        self.give_algorithms = any(name is not None for name in names)
         self._regions: dict[str, Region] = {}
         self._overrides: dict[str, list[tuple[int, PolicyRule]]] = {}
         for rank, rule in enumerate(policy_map.rules):
-            if rule.is_operation and rule.compute is not None:
+            if rule.is_operation and (rule.compute is not None or rule.matmul is not None):
                 name = rule.selector.removeprefix("op.")
                 self._overrides.setdefault(name, []).append((rank, rule))
 
@@ -80,25 +128,31 @@ class Regions:
         """Returns the region of a scope; the policy rules of outer scopes go first."""
         if scope not in self._regions:
             self._regions[scope] = self._region(scope)
-            self._used.scopes.add(scope)
+            self.used.scopes.add(scope)
         return self._regions[scope]
 
     def _region(self, scope: str) -> Region:
         outer, _, name = scope.rpartition("/")
         if not scope:
-            return Region(np.dtype(self._policy_map.default.compute_dtype), -1, yields=True)
+            default = self.policy_map.default
+            matmul = default.matmul_precision
+            algorithm = None if matmul is None else Algorithm(matmul, -1)
+            return Region(np.dtype(default.compute_dtype), -1, yields=True, algorithm=algorithm)
         region = self.region(outer)
-        if region.is_fixed or name == FULL_PRECISION:
-            return _FIXED
+        if name == FULL_PRECISION:
+            return Region(FLOAT32, -1, False, is_fixed=True, algorithm=region.algorithm)
         level = [scope]
         if _is_one_module(outer, scope):  # a rule may match the mark or the name: the last one wins
             level.append(outer)
             region = self.region(outer.rpartition("/")[0])
-        for rank, rule in enumerate(self._policy_map.rules):
+        around = region.algorithm
+        for rank, rule in enumerate(self.policy_map.rules):
+            if region.is_fixed and not self.give_algorithms:
+                break  # no rule can change it
             if any(_matches(rule, each) for each in level):
-                self._used.rules.add(rule)
-                dtype = region.dtype if rule.compute is None else np.dtype(rule.compute)
-                region = Region(dtype, rank, yields=rule.output is None)
+                region = region.changed(rule, rank, around)
+                if not region.is_fixed or rule.matmul is not None:
+                    self.used.rules.add(rule)
         return region
 
     def override(self, name: str, region: Region) -> np.dtype | None:
@@ -113,17 +167,36 @@ class Regions:
         """
         if name not in self._overrides:
             return None
-        self._used.rules.update(rule for _, rule in self._overrides[name])
-        rank, rule = self._overrides[name][-1]
-        if region.is_fixed or rank <= region.rank:
+        self.used.rules.update(rule for _, rule in self._overrides[name])
+        ranked = [(rank, rule) for rank, rule in self._overrides[name] if rule.compute is not None]
+        if not ranked or region.is_fixed or ranked[-1][0] <= region.rank:
             return None
-        return np.dtype(rule.compute)
+        return np.dtype(ranked[-1][1].compute)
+
+    def algorithm(self, name: str, region: Region) -> Algorithm | None:
+        """Returns the algorithm of a float32 product; None leaves it to JAX.
+
+        Args:
+            name: the name of the primitive; a policy rule for it (`op.dot_general: m=highest`) goes
+                before the region, unless the region's algorithm is from a later rule.
+            region: the region of the equation.
+        """
+        found = region.algorithm
+        for rank, rule in self._overrides.get(name, ()):
+            if rule.matmul is not None and (found is None or rank > found.rank):
+                found = Algorithm(rule.matmul, rank)
+        return found
 
 
 def _matches(rule: PolicyRule, scope: str) -> bool:
     """Whether a policy rule is about the last name of a scope, which may mark a module."""
     module = module_of(scope)
-    return rule.matches_scope(without_marks(scope)) if module is None else rule.matches(*module)
+    return rule.matches_scope(seen_scope(scope)) if module is None else rule.matches(*module)
+
+
+def seen_scope(scope: str) -> str:
+    """Returns a scope without the names that jmpx enters, as a user may write it in a rule."""
+    return "/".join(name for name in without_marks(scope).split("/") if name != FULL_PRECISION)
 
 
 def _is_one_module(outer: str, scope: str) -> bool:

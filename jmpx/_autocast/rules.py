@@ -1,8 +1,8 @@
 """The registry: one rule for each primitive that autocast knows.
 
 A rule is a function, `rule(context, equation, values) -> results`, that runs an equation on its
-operands. `@register("scan")` puts it here; `kinds.py`, `primitives.py` and `control_flow.py` do
-so when they are imported.
+operands. `@register("scan")` puts it here; `kinds.py`, `primitives.py`, `control_flow.py` and
+`custom_vjp.py` do so when they are imported.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from jmpx._autocast.neighbours import Neighbours
-from jmpx._autocast.regions import Region, Used
+from jmpx._autocast.regions import Region, Regions, Used
 from jmpx._autocast.value import Traits, Value
 from jmpx._jaxpr import Equation, Jaxpr, operation_name
 
@@ -32,6 +32,11 @@ class Retraced(NamedTuple):
 
 class Interpreter(Protocol):
     """What a rule may ask of the interpreter, for the jaxprs that its equation holds."""
+
+    @property
+    def regions(self) -> Regions:
+        """The regions of the evaluation."""
+        ...
 
     def fresh(self) -> "Interpreter":
         """Returns an interpreter of the same policy map that has met nothing yet."""

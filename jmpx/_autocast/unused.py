@@ -1,12 +1,14 @@
-"""Warnings of policy rules that matched nothing, and what the user may have meant."""
+"""Warnings of policy rules that have no effect, and what the user may have meant."""
 
+import warnings
 from collections.abc import Iterable
 
+from jmpx._autocast.products import CONVOLUTION, PRODUCTS
 from jmpx._autocast.regions import Used
 from jmpx._autocast.rules import is_registered, overridable
 from jmpx._marks import Module, module_of, without_marks
 from jmpx._messages import did_you_mean
-from jmpx._policy_map import PolicyMap, warn_of
+from jmpx._policy_map import PolicyMap, Rule as PolicyRule, warn_of
 
 # On the right, functions and layers that users take for operations. No jaxpr holds one: it holds
 # the primitives on the left, which decide about the precision, and which policy rules should name.
@@ -94,6 +96,45 @@ def warn_unused(policy_map: PolicyMap, used: Used, seen: Iterable[Module], stack
             known = _by_name(used.scopes, modules, rule.is_path)
             near = did_you_mean(rule.selector.strip("*/"), known)
         warn_of(rule, policy_map, kind, near, stacklevel + 1)
+
+
+def warn_of_algorithms(policy_map: PolicyMap, used: Used, stacklevel: int) -> None:
+    """Warns of algorithms that no product gets: those of policy rules, and those of convolutions.
+
+    Args:
+        policy_map: the policy map.
+        used: what the evaluation met.
+        stacklevel: that of `warnings.warn` in the caller.
+    """
+    ranks = {algorithm.rank for algorithm in used.algorithms}
+    for rank, rule in enumerate(policy_map.rules):
+        is_lost = rule.matmul is not None and rule in used.rules and rank not in ranks
+        if is_lost and not rule.optional:
+            warnings.warn(
+                f"The matmul of the rule {str(rule)!r} of policy map {str(policy_map)!r} has no "
+                f"effect, {_why_lost(rule)}",
+                stacklevel=stacklevel + 1,
+            )
+    optional = {rank for rank, rule in enumerate(policy_map.rules) if rule.optional}
+    names = sorted({name for name, rank in used.ignored if rank not in optional})
+    if names:
+        warnings.warn(
+            f"JAX ignores {', '.join(map(repr, names))} for convolutions, so those in float32 run "
+            f"in JAX's default precision: add '; op.{CONVOLUTION}: matmul=highest', or another "
+            f"word, to the end of policy map {str(policy_map)!r}.",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _why_lost(rule: PolicyRule) -> str:
+    """Returns the end of a warning: why no product gets the algorithm of a rule."""
+    if rule.is_operation and rule.selector.removeprefix("op.") not in PRODUCTS:
+        return f"because {rule.selector!r} multiplies no matrices: leave it out."
+    remedy = "leave it out" if rule.compute is not None else "write compute=float32 beside it"
+    return (
+        f"because no float32 product gets it: {remedy}, or '{rule.selector}?' where one string "
+        "serves several functions."
+    )
 
 
 def near_operation(selector: str, met: Iterable[str]) -> str:

@@ -10,8 +10,8 @@ from helpers.examples import run_wrong_flags
 SCRIPT = ROOT / "examples" / "haiku" / "train.py"
 
 
-def run(*arguments, xla_flags=QUICK_XLA):
-    return run_python("-W", "error", str(SCRIPT), *arguments, xla_flags=xla_flags)
+def run(*arguments, xla_flags=QUICK_XLA, **environment):
+    return run_python("-W", "error", str(SCRIPT), *arguments, xla_flags=xla_flags, **environment)
 
 
 RUNS = {
@@ -66,12 +66,13 @@ def test_without_skipping_an_overflow_is_seen():
 @pytest.mark.slow  # a training
 def test_rules_of_a_policy_map_and_a_16_bit_batch_norm():
     result = run(
-        *("--mp_policy=c=f16,o=f32; */linear: full", "--mp_bn_policy=c=bf16", "--epochs=1"),
-        *("--mp_scale_type=Static", "--mp_scale_value=1024"),
+        *("--mp_bn_policy=c=bf16", "--mp_loss_scale=static=2**10", "--epochs=1"),
+        JMPX_POLICY="c=f16,o=f32; */linear: c=f32,m=highest",
+        JMPX_LOSS_SCALE="dynamic",  # the command line goes before it
     )
     assert result.returncode == 0, result.stderr
     assert "loss scale 1024  skipped steps 0" in result.stdout
-    assert "*/linear: compute=float32" in result.stdout
+    assert "*/linear: compute=float32,matmul=highest | static=1024)" in result.stdout
 
 
 def test_a_rule_that_matches_nothing_is_warned_of_at_once():
@@ -80,9 +81,24 @@ def test_a_rule_that_matches_nothing_is_warned_of_at_once():
     assert "did you mean 'BatchNorm'?" in result.stderr
 
 
+def test_a_reduction_that_one_device_does_not_make_is_warned_of():
+    result = run("--mp_policy=c=bf16,r=bf16", "--epochs=1")  # -W error: it ends there
+    assert result.returncode == 1 and "epoch" not in result.stdout
+    assert "reduce=bfloat16 of the gradient function's policy reduces nothing" in result.stderr
+
+
+def test_a_wrong_variable_says_its_name():
+    result = run(JMPX_LOSS_SCALE="static=-1")
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "JMPX_LOSS_SCALE" in result.stderr
+
+
 BAD = [
     ("--mp_policy=c=bf16; BatchNorm: f64", "float32, bfloat16 and float16 only"),
     ("--mp_bn_policy=c=flaot32", "did you mean 'float32'"),
+    ("--mp_policy=c=bf16,r=f64", "float32, bfloat16 and float16 only"),
+    ("--mp_policy=c=bf16,m=higest", "did you mean 'highest'"),
+    ("--mp_loss_scale=dynamc", "did you mean 'dynamic'"),
     ("--mp_scale_value=-1", "positive number"),
     ("--batch_size=2000", "batch_size"),
     ("--plot=/no/such/directory/x.png", "directory that can be written to"),

@@ -208,6 +208,22 @@ def test_the_islands_of_the_default_compute_in_float32():
     ]
 
 
+SUMS = """
+def sums_of(policy):
+    optimizer = train_vit.make_optimizer(10, 1e-3)
+    step = train_vit.make_step(jmpx.get_policy_map(policy), optimizer, True)
+    state = state_of(optimizer, jmpx.NoOpLossScale())
+    text = step.lower(state, train_vit.split(batch, 2)).as_text()
+    found = re.findall(r"all_reduce.*?\\) : \\(tensor<([^>]*)>", text, re.DOTALL)
+    return sorted({each.rpartition("x")[2] for each in found if "x" in each})  # no numbers
+print(json.dumps([sums_of(f"c=f16,o=f32{reduce}") for reduce in ("", ",r=bf16", ",r=f16")]))
+"""
+
+
+def test_gradients_are_summed_over_devices_in_the_dtype_of_the_policy():
+    assert answer(start_probe(SETUP + SUMS, devices=4)) == [["f32"], ["bf16"], ["f16"]]
+
+
 WATCH = """
 import json, sys
 import jax
@@ -256,6 +272,8 @@ def test_a_batch_that_devices_cannot_share_ends_with_one_line():
 
 BAD = [
     (["--mp_policy=c=bf16; LayerNorm"], "Second default"),
+    (["--mp_policy=c=bf16,r=f64"], "float32, bfloat16 and float16 only"),
+    (["--mp_loss_scale=static=8", "--mp_scale_value=4"], "--mp_scale_value"),
     (["--heads=3"], "--heads must divide --width"),
     (["--patch=3"], "--patch must divide the side of the images"),
     (["--accumulate=3"], "--accumulate must divide --batch_size"),

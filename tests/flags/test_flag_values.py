@@ -180,7 +180,7 @@ def test_single_flags():
     assert policy.value == HALF and maybe.value == jmpx.PolicyMap(HALF)
     values.m = None  # none was asked for
     assert maybe.value is None
-    with pytest.raises(TypeError, match="Expected a policy string or a jmpx.Policy, got <absl"):
+    with pytest.raises(TypeError, match="Expected a policy string, .* got <absl"):
         jmpx.get_policy(policy)  # pyright: ignore[reportArgumentType]  # without .value
     for given in ("c=f16; Linear: full", jmpx.get_policy_map("c=f16; Linear: full")):
         with pytest.raises(flags.IllegalFlagValueError, match="a policy has no rules"):

@@ -77,6 +77,9 @@ MAPS = [
         "Expected a list of rules at rules, got {'LayerNorm': 'full'}: ",
         "their order counts",
     ),
+    ({"rules": []}, "Missing key 'policy': ", "{'compute': 'bfloat16'}"),
+    ({"rules": range(10**18)}, "Expected a rule at rules[0], got 0: ", "'select'"),
+    ({"loss-scale": "none"}, "Unknown key at ['loss-scale']: ", "did you mean 'loss_scale'?"),
     ({"rules": None}, "Expected a list of rules at rules, got None: ", "leave it out"),
     ({"rules": 3}, "Expected a list of rules at rules, got 3: ", "'select'"),
     ({"rules": b"X: f32"}, "Expected a list of rules at rules, got b'X: f32': ", "'select'"),
@@ -190,8 +193,8 @@ LOSS_SCALES = [
     (False, "Expected the string of a loss scale, ", "YAML reads the words on, off"),
     (1024, "Expected the string of a loss scale, ", "at loss_scale, got 1024: "),
     (["dynamic"], "Expected the string of a loss scale, ", "at loss_scale, got ['dynamic']: "),
-    ({}, "Missing type at loss_scale.type: ", "'dynamic'"),
-    ({"init": 8}, "Missing type at loss_scale.type: ", "'dynamic'"),
+    ({}, "Missing ", "at loss_scale.type: "),
+    ({"init": 8}, "Missing ", "at loss_scale.type: "),
     ({"type": None}, "Expected the kind of a loss scale, got None at loss_scale.type: ", "'none'"),
     ({"type": "dynamc"}, "Unknown kind 'dynamc' at loss_scale.type: ", "did you mean 'dynamic'?"),
     (
@@ -260,7 +263,7 @@ def test_bad_mappings_say_what_where_and_how_to_mend_it(read, mapping, begins, c
 @pytest.mark.parametrize("row", [*POLICIES, *MAPS], ids=str)
 def test_the_same_mistake_in_a_mixed_precision(row):
     mapping, *_ = row
-    if "loss_scale" in mapping or mapping in ({"rules": []}, {"policy": "bf16"}):
+    if "loss_scale" in mapping or mapping == {"policy": "bf16"}:
         return  # there, it is none
     message = given_value_or_sentence(jmpx.get_mixed_precision, mapping)
     assert isinstance(message, str), message

@@ -118,25 +118,49 @@ def test_adapters_take_a_mapping_with_rules(adapter):
     assert len(by_string) == 1 and "'NoSuch: compute=float32'" in by_string[0]
 
 
+@pytest.mark.parametrize("gradient", [jmpx.filter_grad, jmpx.filter_value_and_grad])
+def test_gradient_functions_take_a_mapping_with_rules_as_a_map(gradient):
+    def loss(w):
+        return jnp.exp(w @ w).sum()
+
+    def jaxpr(loss, policy):
+        return str(jax.make_jaxpr(gradient(loss, jmpx.NoOpLossScale(), policy=policy))(ONES))
+
+    autocast = jmpx.autocast(loss, "c=bf16; op.exp: f32")
+    mapping = {"policy": "c=f16", "rules": [{"select": "op.exp", "compute": "f32"}]}
+    assert jaxpr(autocast, mapping) == jaxpr(autocast, "c=f16; op.exp: f32")
+    assert "f16" not in jaxpr(autocast, mapping).replace("bf16", "")  # the map casts nothing
+    for without_rules in ({"policy": "c=f16", "rules": []}, {"compute": "f16"}):
+        assert jaxpr(loss, without_rules) == jaxpr(loss, "c=f16")
+    assert "f16" in jaxpr(loss, "c=f16")
+
+
 NO_DTYPES = [
     int, bool, float, complex, np.int32, np.dtype("int8"), jnp.bool_, np.complex64, np.void,
     np.str_, np.dtype("U3"), np.dtype([("a", "f4")]), np.floating, np.generic, np.object_,
     jnp.int4, jax.dtypes.prng_key, jax.dtypes.float0,
 ]  # fmt: skip
-NO_POLICIES = [None, 3, True, 1.5, [jnp.bfloat16], (), object(), str, Own, jnp.ones(2), b"f32"]
+NO_POLICIES = [3, True, 1.5, [jnp.bfloat16], (), object(), str, Own, jnp.ones(2), b"f32"]
 
 
 @every_taker
-@pytest.mark.parametrize("thing", [*NO_DTYPES, *NO_POLICIES], ids=repr)
-def test_what_is_no_policy_is_refused_in_one_sentence(taker, thing):
-    if thing is None and taker.startswith(("filter", "get_loss", "DEFINE", "define", *ADAPTERS)):
-        return  # None is their default, or an error of absl
-    errors = (TypeError, ValueError, flags.IllegalFlagValueError)
-    with pytest.raises(errors) as error:
-        TAKERS[taker](thing)
-    sentence = str(error.value)
-    assert "\n" not in sentence and sentence[-1] in ".?"
-    assert "expected a floating dtype" in sentence or "a dtype" in sentence or "None" in sentence
+def test_what_is_no_policy_is_refused_in_one_sentence(taker):
+    for thing in (*NO_DTYPES, *NO_POLICIES):
+        with pytest.raises((TypeError, ValueError, flags.IllegalFlagValueError)) as error:
+            TAKERS[taker](thing)
+        sentence = str(error.value)
+        assert "\n" not in sentence and sentence[-1] in ".?"
+        assert (
+            "expected a floating dtype" in sentence
+            or "a dtype or a jmpx" in sentence
+            or ("a dtype, a jmpx" in sentence)
+        )
+
+
+@pytest.mark.parametrize("read", [jmpx.get_policy, jmpx.get_policy_map, jmpx.get_mixed_precision])
+def test_none_is_no_policy(read):
+    with pytest.raises(TypeError, match="^Expected .* got None: write for example "):
+        read(None)
 
 
 @given(st.sampled_from([*NO_DTYPES, *NO_POLICIES, jnp.float32, "f32"]), st.integers(0, 3))

@@ -12,7 +12,7 @@ import omegaconf
 import pytest
 import yaml
 from helpers.policies import any_value, given_value_or_sentence, policies, policy_maps
-from hypothesis import given
+from hypothesis import given, settings
 
 import jmpx
 
@@ -169,6 +169,7 @@ def test_policies_come_back_from_dicts(policy):
 
 
 @given(policy_maps())
+@settings(deadline=None)
 def test_policy_maps_come_back_from_dicts(policy_map):
     plain = policy_map.to_dict()
     assert is_plain(plain)
@@ -199,6 +200,7 @@ READERS = (jmpx.get_policy, jmpx.get_policy_map, jmpx.get_loss_scale, jmpx.get_m
 
 
 @given(any_value())
+@settings(deadline=None)
 def test_any_nested_value_gives_a_value_or_one_sentence(value):
     for read in READERS:
         given_value_or_sentence(read, value)

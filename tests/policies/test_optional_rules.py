@@ -13,7 +13,6 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
-from jmpx.__main__ import main
 
 SELECTORS = st.sampled_from(
     ["BatchNorm", "flax.linen.Dense", "*/head/*", "op.exp", "a/b", "*", "x?/*"]
@@ -63,12 +62,3 @@ def test_optional_rules_under_autocast():
     assert warnings_of(run, X) == [] and run(X).dtype == jnp.bfloat16
     run = jmpx.autocast(lambda x: jnp.tanh(x @ x.T), f"c=bf16; op.tanh?: full{house}", output=None)
     assert run(X).dtype == jnp.float32
-
-
-def test_main_shows_the_mark(capsys):
-    assert main(["c=bf16; BatchNorm?: full; */head: o=f32;"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2].split() == ["BatchNorm?", "float32", "float32", "bfloat16", "*"]
-    assert lines[3].startswith("*/head  ") and lines[-1].startswith("? no warning where")
-    assert main(["c=bf16; BatchNorm: full"]) == 0
-    assert "?" not in capsys.readouterr().out

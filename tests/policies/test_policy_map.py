@@ -5,7 +5,6 @@ import warnings
 import haiku as hk
 import jax.numpy as jnp
 import pytest
-from helpers import run_python
 from hypothesis import given, strategies as st
 
 import jmpx
@@ -88,9 +87,6 @@ def test_bad_maps_say_what_and_where_in_one_sentence(text, message):
     with pytest.raises(ValueError, match=message) as error:
         jmpx.get_policy_map(text)
     assert repr(text) in str(error.value) and "\n" not in str(error.value)
-    result = run_main(text) if text.startswith("c=bf16; Batch") else None
-    if result is not None:
-        assert result.returncode == 2 and result.stderr == f"{error.value}\n"
 
 
 @pytest.mark.parametrize("thing", [None, 3, True, b"f32", ["c=bf16"], jnp.ones(2), str])
@@ -216,27 +212,3 @@ def test_no_warning_when_nothing_was_met():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_unused(jmpx.get_policy_map("BatchNorm: full"), [], 1)
-
-
-# python -m jmpx
-
-
-def run_main(*arguments):
-    return run_python("-m", "jmpx", *arguments)
-
-
-def test_the_table_shows_what_each_rule_means():
-    result = run_main("c=bf16,o=f32; BatchNorm: full; */head/*: o=f16")
-    assert result.returncode == 0
-    lines = [line.split() for line in result.stdout.splitlines()]
-    assert lines[0] == ["params", "compute", "output"]
-    assert lines[1] == ["default", "float32", "bfloat16", "float32"]
-    assert lines[2] == ["BatchNorm", "float32", "float32", "bfloat16", "*"]
-    assert lines[3] == ["*/head/*", "float32", "bfloat16", "*", "float16"]
-    assert result.stdout.splitlines()[4].startswith("* the compute dtype of what surrounds")
-
-
-def test_main_without_an_argument_prints_its_usage():
-    assert run_main().returncode == 2 and "usage" in run_main().stderr
-    assert run_main("--help").returncode == 0
-    assert len(run_main("bf61").stderr.splitlines()) == 1

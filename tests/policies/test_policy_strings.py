@@ -18,14 +18,6 @@ import jmpx.haiku
 from jmpx._rules import _matches_path
 
 
-def gradient(policy):
-    return jmpx.filter_grad(jnp.sum, jmpx.NoOpLossScale(), policy=policy)
-
-
-def value_and_gradient(policy):
-    return jmpx.filter_value_and_grad(jnp.sum, jmpx.NoOpLossScale(), policy=policy)
-
-
 def push(policy):
     with jmpx.push_policy(hk.Linear, policy):
         pass
@@ -36,8 +28,6 @@ TAKE_A_POLICY = {
     "set_policy": lambda policy: jmpx.set_policy(hk.Linear, policy),
     "set_policy of a class of one's own": lambda policy: jmpx.set_policy(Own, policy),
     "push_policy": push,
-    "filter_grad": gradient,
-    "filter_value_and_grad": value_and_gradient,
 }
 
 

@@ -337,7 +337,7 @@ def test_making_a_gradient_function_starts_no_backend():
         devices = jax.local_devices
         jax.local_devices = lambda *a, **k: started.append(1) or devices(*a, **k)
         import jmpx
-        for policy in (None, "half", " HALF ", "c=half,o=f32"):
+        for policy in (None, "half", " HALF ", "c=half,o=f32", "c=half; Linear?: half"):
             jmpx.filter_grad(lambda w: w.sum(), jmpx.NoOpLossScale(), policy=policy)
             grad = jmpx.filter_value_and_grad(
                 lambda w: (w.sum(), w.dtype), jmpx.NoOpLossScale(), True, policy=policy)

@@ -338,3 +338,37 @@ def test_gradients_are_arrays_or_none(rng):
         jmpx.optimizer_update({"w": model["w"], "act": None}, optimizer, state, model, True)
     with pytest.raises(TypeError, match="Expected gradients of the structure of the model"):
         jmpx.optimizer_update(model, optimizer, state, {"v": jnp.ones(2)}, True)
+
+
+# The old name of skip_by
+
+
+@pytest.mark.parametrize("skip", ["cond", "where"])
+@pytest.mark.parametrize("wrap", [lambda o: o, jmpx.skip_nonfinite], ids=["plain", "counting"])
+@pytest.mark.parametrize(
+    "make", [lambda: optax.sgd(0.1), lambda: optax.chain(optax.clip(1.0), optax.sgd(0.1))]
+)
+def test_the_old_name_of_skip_by_is_refused(make, wrap, skip, rng):
+    params, optimizer = make_params(rng), wrap(make())
+    with pytest.raises(TypeError, match=f"argument skip='{skip}' of .*: write skip_by='{skip}'"):
+        jmpx.optimizer_update(params, optimizer, optimizer.init(params), params, True, skip=skip)
+
+
+def test_an_optimizer_may_have_an_argument_of_that_name(rng):
+    given = []
+
+    def update(grads, state, params=None, *, skip="cond", **extra_args):
+        given.append(skip)
+        return jax.tree.map(lambda g: -g, grads), state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    params = make_params(rng)
+    jmpx.optimizer_update(params, optimizer, (), params, True, skip="where")
+
+    def hidden(grads, state, params=None, **extra_args):  # as in a chain, by another value
+        return update(grads, state, params, **extra_args)
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), hidden)
+    for skip in (jnp.zeros(2), 3, "never"):
+        jmpx.optimizer_update(params, optimizer, (), params, True, skip=skip)
+    assert given[0] == "where" and given[2:] == [3, "never"]

@@ -3,8 +3,10 @@
 # An ignored error must be there: it is what this file asserts.
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
+from collections import UserDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, assert_type
 
 import jax
@@ -42,6 +44,53 @@ def test_policies() -> None:
     assert_type(policy_map.rule_for(dict, ""), jmpx.Rule | None)
     with pytest.raises(TypeError):
         jmpx.get_policy(policy_map)  # pyright: ignore[reportArgumentType]
+
+
+class Config:
+    """A mapping that is no `Mapping`, as `ml_collections.ConfigDict`."""
+
+    def keys(self) -> list[str]:
+        return ["policy", "rules"]
+
+    def __getitem__(self, key: str, /) -> object:
+        return {"policy": "bf16", "rules": ["Linear: full"]}[key]
+
+
+def test_policies_from_mappings_and_dtypes() -> None:
+    given: dict[str, Any] = {"compute": "bf16", "output": jnp.float32}
+    for spec in (
+        given,
+        MappingProxyType(given),
+        UserDict(given),
+        jnp.bfloat16,
+        np.dtype("float32"),
+    ):
+        assert_type(jmpx.get_policy(spec), jmpx.Policy)
+        assert_type(jmpx.get_policy_map(spec), jmpx.PolicyMap)
+        assert_type(jmpx.get_mixed_precision(spec), jmpx.MixedPrecision)
+    policy_map = assert_type(jmpx.get_policy_map(Config()), jmpx.PolicyMap)
+    assert_type(policy_map.to_dict(), dict[str, Any])
+    assert_type(policy_map.rules[0].to_dict(), dict[str, str])
+    assert_type(policy_map.default.to_dict(), dict[str, str])
+    with pytest.raises(TypeError):
+        jmpx.get_policy(None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError):
+        jmpx.get_policy_map(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_mixed_precision() -> None:
+    precision = jmpx.MixedPrecision("c=f16", {"type": "dynamic", "init": 2**10})
+    assert_type(precision.policy_map, jmpx.PolicyMap)
+    assert_type(precision.loss_scale, jmpx.LossScale)
+    assert_type(precision.policy, jmpx.Policy)
+    assert_type(precision.to_dict(), dict[str, Any])
+    for spec in ("c=f16 | dynamic", precision, precision.policy, precision.policy_map):
+        assert_type(jmpx.get_mixed_precision(spec), jmpx.MixedPrecision)
+    jmpx.MixedPrecision(jnp.bfloat16, loss_scale=jmpx.NoOpLossScale())
+    with pytest.raises(TypeError):
+        jmpx.MixedPrecision("c=f16", None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError):
+        jmpx.get_mixed_precision(precision.loss_scale)  # pyright: ignore[reportArgumentType]
 
 
 class MyPolicy(jmpx.Policy):

@@ -44,6 +44,22 @@ def test_loss_scales() -> None:
         assert_type(scale.unscale(params), Params)
 
 
+def test_loss_scales_from_strings_and_mappings() -> None:
+    assert_type(jmpx.get_loss_scale("dynamic, init=2**15"), jmpx.LossScale)
+    assert_type(jmpx.get_loss_scale({"type": "static", "init": 8}), jmpx.LossScale)
+    assert_type(jmpx.get_loss_scale("auto", policy="f16"), jmpx.LossScale)
+    assert_type(jmpx.get_loss_scale("auto", jmpx.get_policy_map("f16")), jmpx.LossScale)
+    assert_type(jmpx.get_loss_scale(jmpx.StaticLossScale(8)), jmpx.StaticLossScale)
+    dynamic = jmpx.DynamicLossScale(hysteresis=2)
+    assert_type(jmpx.get_loss_scale(dynamic, policy=jmpx.get_policy("f32")), jmpx.DynamicLossScale)
+    assert_type(dynamic.to_dict(), dict[str, str | int | float])
+    assert_type(dynamic.hysteresis, int)
+    with pytest.raises(TypeError):
+        jmpx.get_loss_scale(8)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    scale: jmpx.LossScale = jmpx.get_loss_scale("none")
+    assert str(scale) == "none" and scale.to_dict() == {"type": "none"}
+
+
 def test_gradients(x: jax.Array) -> None:
     dynamic = jmpx.DynamicLossScale(8.0)
     result = jmpx.filter_grad(loss_fn, dynamic, policy="bf16-mixed")(make_params(), x, scale=2.0)
@@ -100,6 +116,17 @@ def test_differentiated_functions_keep_the_signature(x: jax.Array) -> None:
         grad(make_params())  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError):
         value_and_grad(make_params(), x, size=2.0)  # pyright: ignore[reportCallIssue]
+
+
+def test_a_policy_map_casts_inside(x: jax.Array) -> None:
+    policy_map = jmpx.get_policy_map("c=bf16; op.tanh?: f32")
+    cast_loss = jmpx.autocast(loss_fn, policy_map)
+    grad = jmpx.filter_grad(cast_loss, jmpx.NoOpLossScale(), policy=policy_map)
+    assert_type(grad(make_params(), x, scale=2.0), jmpx.Gradients[jmpx.NoOpLossScale])
+    value_and_grad = jmpx.filter_value_and_grad(
+        cast_loss, jmpx.StaticLossScale(8), policy="c=bf16; op.tanh?: f32"
+    )
+    assert_type(value_and_grad(make_params(), x).value, jax.Array)
 
 
 class State(NamedTuple):

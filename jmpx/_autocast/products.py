@@ -1,0 +1,116 @@
+"""Products: the primitives that multiply matrices, and the algorithm with which they do in float32.
+
+Products in 16 bits get none: they multiply in their own dtype, and a dot algorithm would change it.
+"""
+
+import weakref
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmpx import _jaxpr
+from jmpx._autocast.regions import Regions, Used
+from jmpx._autocast.rules import Context
+from jmpx._autocast.value import FLOAT32
+from jmpx._jaxpr import Equation, Jaxpr, operation_name
+from jmpx._matmul import is_algorithm
+from jmpx._rewriting import with_equations, with_jaxprs
+
+CONVOLUTION = "conv_general_dilated"
+PRODUCTS = frozenset({"dot_general", "ragged_dot_general", CONVOLUTION})
+_WORDS_FOR = frozenset({FLOAT32, np.dtype(np.complex64)})  # which is a pair of float32 numbers
+
+# jaxpr -> (scope, policy map) -> the same jaxpr, the products in it with their algorithms, and what
+# was met there. None stands for the key itself, as a value that refers to its key keeps it alive.
+_Known = dict[Any, tuple[Jaxpr | None, Used]]
+_rewritten: weakref.WeakKeyDictionary[Jaxpr, _Known] = weakref.WeakKeyDictionary()
+
+
+def is_precise(equation: Equation) -> bool:
+    """Whether the user asked for more precision of a product than the default."""
+    precision = equation.params.get("precision")
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    return any(p not in (None, lax.Precision.DEFAULT) for p in asked)
+
+
+def with_algorithms(context: Context, equation: Equation) -> dict[str, Any]:
+    """Returns parameters with which an equation runs in the dtypes in which it was traced.
+
+    They say the algorithm of a product; so do those of the products in a jaxpr that the equation
+    holds and nothing evaluates, such as the matrix of a linear solver or a kernel.
+
+    Args:
+        context: the context of the equation.
+        equation: the equation.
+
+    Returns:
+        The parameters that may differ from the equation's; none if the policy map gives no
+        algorithm.
+    """
+    regions = context.interpreter.regions
+    return _params(equation, context.scope, regions) if regions.give_algorithms else {}
+
+
+def gives_algorithm(context: Context, equation: Equation) -> bool:
+    """Whether products of an equation have an algorithm, those that it traces later included."""
+    regions = context.interpreter.regions
+    if not regions.give_algorithms:
+        return False
+    found = [regions.algorithm(name, context.region) for name in PRODUCTS]
+    for algorithm in filter(None, found):  # whether there are such products is not known yet
+        regions.used.note(algorithm, regions.policy_map)
+    return any(found) or with_algorithms(context, equation) is not equation.params
+
+
+def _params(equation: Equation, scope: str, regions: Regions) -> dict[str, Any]:
+    if operation_name(equation.primitive.name) in PRODUCTS:
+        return _precision(equation, scope, regions)
+    return with_jaxprs(equation.params, lambda jaxpr: _rewrite(jaxpr, scope, regions))
+
+
+def _precision(equation: Equation, scope: str, regions: Regions) -> dict[str, Any]:
+    name = operation_name(equation.primitive.name)
+    algorithm = regions.algorithm(name, regions.region(scope))
+    dtypes = {atom.aval.dtype for atom in equation.invars}
+    dtypes = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)}
+    if algorithm is None:
+        return {}
+    is_word = not is_algorithm(algorithm.name)
+    if not (dtypes & _WORDS_FOR if is_word else dtypes == {FLOAT32}):
+        return {}
+    regions.used.note(algorithm, regions.policy_map)
+    if equation.params["precision"] is not None:  # what the user wrote goes first
+        return {}
+    if is_word:
+        return {"precision": (lax.Precision(algorithm.name),) * 2}
+    if name == CONVOLUTION:  # JAX would run it in the default precision, and not say so
+        regions.used.ignored.add(algorithm)
+        return {}
+    return {"precision": lax.DotAlgorithmPreset[algorithm.name]}
+
+
+def _rewrite(jaxpr: Jaxpr, scope: str, regions: Regions) -> Jaxpr:
+    """Returns a jaxpr, the products in it with their algorithms; the same object if none has any.
+
+    Args:
+        jaxpr: the jaxpr, closed or open.
+        scope: the scope around it.
+        regions: the regions of the evaluation; they note what was met.
+    """
+    known = _rewritten.setdefault(jaxpr, {})
+    key = scope, regions.policy_map
+    if key not in known:
+        inner = Regions(regions.policy_map)
+
+        def change(equation: Equation) -> Equation:
+            params = _params(equation, _jaxpr.scope_within(scope, equation), inner)
+            is_new = any(value is not equation.params[key] for key, value in params.items())
+            return equation.replace(params={**equation.params, **params}) if is_new else equation
+
+        new = with_equations(jaxpr, change)
+        known[key] = None if new is jaxpr else new, inner.used
+    new, used = known[key]
+    regions.used.add(used)
+    return jaxpr if new is None else new

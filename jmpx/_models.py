@@ -1,0 +1,366 @@
+"""Which rule of a policy map each module of a model has; `python -m jmpx --model` prints it.
+
+Nothing is computed: models are viewed and functions are traced with abstract arrays.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+import re
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jmpx import _jaxpr
+from jmpx._adapters import Session, inherited_policy, listening
+from jmpx._autocast import autocast
+from jmpx._autocast.interpreter import Interpreter
+from jmpx._autocast.regions import Regions
+from jmpx._autocast.value import Value
+from jmpx._leaves import is_floating_dtype, is_traceable
+from jmpx._marks import Module
+from jmpx._matmul import matmul_of
+from jmpx._messages import did_you_mean
+from jmpx._policy import Policy, given_fields
+from jmpx._policy_map import PolicyMap, warn_unused
+from jmpx._registry import policy_of
+from jmpx._scopes import FULL_PRECISION
+
+_RETURNS = (
+    "a module of Equinox or NNX, or a pair of a function, a Linen module or a Haiku transformed "
+    "function and the tuple of its arguments"
+)
+_BY_AUTOCAST = "under jmpx.autocast, because the function runs no module of Haiku or Linen:"
+_ABOUT_ONE_SESSION = re.compile("The rule .* matched no |No Linen module ran")
+_OUTERMOST = "(outermost)"  # what has no path
+
+
+class Row(NamedTuple):
+    """A module, a scope or an operation.
+
+    Args:
+        labels: its path, its class, its rule and the like.
+        fields: what holds in it: names of dtypes and of the algorithm of products, by the keys of
+            policy strings.
+    """
+
+    labels: tuple[str, ...]
+    fields: dict[str, str]
+
+
+class Table(NamedTuple):
+    """Rows for `python -m jmpx` to print.
+
+    Args:
+        title: a line above the rows.
+        header: the names of the labels.
+        rows: the rows.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[Row]
+
+
+class Report(NamedTuple):
+    """What `python -m jmpx --model` prints.
+
+    Args:
+        tables: the rows.
+        notes: sentences about rules that are in force nowhere.
+    """
+
+    tables: list[Table]
+    notes: list[str]
+
+
+def load(target: str) -> Any:
+    """Returns what the function that `pkg.module:make` names returns.
+
+    Raises:
+        ValueError: if it cannot be imported, or fails. One sentence says so.
+    """
+    name, _, attribute = target.partition(":")
+    if not name or not attribute:
+        raise ValueError(
+            f"Expected --model pkg.module:make, got {target!r}: name a module and, after a colon, "
+            "the function in it that makes the model."
+        )
+    found = _attempt(f"Cannot import {name!r} of --model", lambda: importlib.import_module(name))
+    module = found
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = did_you_mean(part, [each for each in vars(module) if not each.startswith("_")])
+            raise ValueError(f"The module {name!r} of --model has no {attribute!r}{near}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(
+            f"Expected --model to name a function that takes no arguments and returns {_RETURNS}, "
+            f"got a value of type {type(found).__name__}."
+        )
+    return _attempt(f"The function {attribute!r} of --model {target} failed", found)
+
+
+def _attempt(what: str, func: Callable[[], Any]) -> Any:
+    """Runs code of the user; an error of it becomes one line, with the line of the user's code."""
+    try:
+        return func()
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        raise ValueError(
+            f"{what}: {type(error).__name__}{f': {text}' if text else ''}{_place(error)}"
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    """Returns where an error was raised, as the last line that is of no installed package."""
+    others = (os.path.dirname(__file__), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if os.path.isfile(frame.filename) and not frame.filename.startswith(others):
+            return f" ({os.path.relpath(frame.filename)}:{frame.lineno})"
+    return ""
+
+
+def report(policy_map: PolicyMap, made: Any) -> Report:
+    """Returns which rule each module has.
+
+    Args:
+        policy_map: the policy map.
+        made: what the user's function returned.
+
+    Raises:
+        ValueError: if it is nothing that can be viewed or traced, or if tracing fails.
+    """
+    fn, args = _split(made)
+    models = [fn] if _is_viewable(fn) else list(_viewable(args))
+    with warnings.catch_warnings(record=True) as caught, listening() as sessions:
+        warnings.simplefilter("always")
+        for model in models:
+            _attempt("Viewing the model failed", functools.partial(_view, model, policy_map))
+        if not models:
+            _attempt("Tracing the model failed", lambda: _trace(fn, args, policy_map))
+    own = [session for session in sessions if session.policy_map == policy_map and session.met]
+    _refuse_others(sessions, policy_map)
+    if not own:
+        return _attempt("Tracing under autocast failed", lambda: _by_autocast(fn, args, policy_map))
+    header = ("path", "class", "rule")
+    tables = [Table(f"under {s.name}:", header, list(_rows(s, policy_map))) for s in own]
+    modules = [met.module for session in own for met in session.met]
+    # A session warns of the rules that its own modules do not match; the notes are about all.
+    others = [text for text in _texts(caught) if not _ABOUT_ONE_SESSION.match(text)]
+    return Report(tables, [*_notes(policy_map, modules), *others])
+
+
+def _split(made: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the function or module to look at, and its arguments.
+
+    Raises:
+        ValueError: if there is none, or if arguments are missing.
+    """
+    is_pair = type(made) is tuple and len(made) == 2
+    fn, args = made if is_pair else (made, ())
+    got = f"a value of type {type(made).__name__}"
+    if _is_viewable(fn):
+        return fn, ()
+    if callable(fn) or _initializer(fn) is not None:
+        if is_pair and isinstance(args, tuple | list):
+            return fn, tuple(args)
+        given = f"arguments of type {type(args).__name__}" if is_pair else "no arguments"
+        got = f"a {type(fn).__name__} and {given}"
+    raise ValueError(f"Expected the function of --model to return {_RETURNS}, got {got}.")
+
+
+def _type_of(package: str, name: str) -> tuple[type, ...]:
+    """Returns a class of a framework in a tuple, for `isinstance`; `()` if it is not imported."""
+    module = sys.modules.get(package)
+    return () if module is None else (getattr(module, name),)
+
+
+def _is_viewable(model: Any) -> bool:
+    """Whether it is a module of which a view can be made without a call."""
+    return isinstance(model, _type_of("equinox", "Module") + _type_of("flax.nnx", "Module"))
+
+
+def _viewable(tree: Any) -> Iterator[Any]:
+    """Yields the outermost modules in a pytree of which views can be made."""
+    return filter(_is_viewable, jax.tree.leaves(tree, is_leaf=_is_viewable))
+
+
+def _initializer(fn: Any) -> Callable[..., Any] | None:
+    """Returns the `init` of a Linen module or of a Haiku function, None for any other object."""
+    kinds = _type_of("flax.linen", "Module")
+    for name in ("Transformed", "TransformedWithState", "MultiTransformed"):
+        kinds += _type_of("haiku", name)
+    return fn.init if isinstance(fn, kinds) else None
+
+
+def _view(model: Any, policy_map: PolicyMap) -> None:
+    """Makes the view of a model, with abstract arrays in place of its own."""
+    if isinstance(model, _type_of("equinox", "Module")):
+        from jmpx.equinox import with_policies
+
+        _abstractly(lambda model: with_policies(model, policy_map), (model,))
+    else:
+        from flax import nnx
+
+        from jmpx.flax import with_policies
+
+        graph, state = nnx.split(model)
+        jax.eval_shape(
+            lambda state: with_policies(nnx.merge(graph, state), policy_map) and None, state
+        )
+
+
+def _trace(fn: Any, args: tuple[Any, ...], policy_map: PolicyMap) -> None:
+    """Traces a function under the contexts of the frameworks that are imported."""
+    init = _initializer(fn)
+
+    def run(*args: Any) -> Any:
+        return fn(*args) if init is None else init(jax.random.key(0), *args)
+
+    with contextlib.ExitStack() as stack:
+        if "haiku" in sys.modules:
+            from jmpx.haiku import policies
+
+            stack.enter_context(policies(policy_map))
+        if "flax.linen" in sys.modules:
+            from jmpx.flax import policies
+
+            stack.enter_context(policies(policy_map))
+        _abstractly(run, args)
+
+
+def _abstractly(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Calls a function with abstract arrays; arguments that are no arrays stay as they are."""
+    leaves, treedef = jax.tree.flatten(args)
+    are_arrays = [is_traceable(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if are_arrays[i]}
+
+    def run(arrays: dict[int, Any]) -> None:
+        fn(*treedef.unflatten(arrays.get(i, leaf) for i, leaf in enumerate(leaves)))
+
+    jax.eval_shape(run, arrays)
+
+
+def _refuse_others(sessions: list[Session], policy_map: PolicyMap) -> None:
+    """Refuses a model that runs under a policy map of its own, which goes before the one given."""
+    for session in sessions:
+        if session.met and session.policy_map != policy_map:
+            raise ValueError(
+                f"Cannot tell which rules the modules have, because the function of --model runs "
+                f"them under its own {session.name}('{session.policy_map or ''}'), which goes "
+                "before the policy map given: let it return the model without that."
+            )
+
+
+def _rows(session: Session, policy_map: PolicyMap) -> Iterator[Row]:
+    """Yields the rows of a session, in the order of the modules' first calls."""
+    creates = session.name.endswith(".policies")  # a view takes parameters as they are stored
+    for module, boundary, surrounding in session.met:
+        around = policy_map.default if surrounding is None else surrounding
+        policy = _known_fields(inherited_policy(around) if boundary is None else boundary)
+        rule = policy_map.rule_for(*module)
+        if rule is not None:
+            origin = rule.label
+        elif policy_of(module.cls) is not None:
+            origin = "class policy"
+        elif policy.compute_dtype != np.dtype(around.compute_dtype):
+            origin = "its statistics"
+        else:
+            origin = "default" if surrounding is None else "inherited"
+        fields = given_fields(policy)
+        if not creates:
+            del fields["params"]
+        yield Row((module.path or _OUTERMOST, module.cls.__name__, origin), fields)
+
+
+def _known_fields(policy: Policy) -> Policy:
+    """Returns what holds for a module of a policy, which may be JMP's: all but `reduce_dtype`."""
+    dtypes = policy.param_dtype, policy.compute_dtype, policy.output_dtype
+    return Policy(*dtypes, matmul_precision=matmul_of(policy))
+
+
+def _notes(policy_map: PolicyMap, modules: list[Module]) -> Iterator[str]:
+    """Yields a sentence about each rule that is in force for none of the modules."""
+    yield from _warnings_of(policy_map, lambda: warn_unused(policy_map, modules, stacklevel=1))
+    winners = {id(policy_map.rule_for(*module)) for module in modules}
+    for rule in policy_map.rules:
+        matched = any(rule.matches(*module) for module in modules)
+        if matched and id(rule) not in winners:
+            yield f"The rule {str(rule)!r} is never the last one that matches a module."
+        if rule.optional and not matched:
+            yield f"The optional rule {str(rule)!r} matched no module."
+
+
+def _warnings_of(policy_map: PolicyMap, func: Callable[[], Any]) -> Iterator[str]:
+    """Yields the messages of warnings, those about a rule without the policy map."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        func()
+    for text in _texts(caught):
+        yield text.replace(f" of policy map {str(policy_map)!r}", "", 1)
+
+
+def _texts(caught: list[warnings.WarningMessage]) -> list[str]:
+    """Returns the messages of a user's warnings, each once."""
+    texts = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+    return list(dict.fromkeys(texts))
+
+
+def _by_autocast(fn: Callable[..., Any], args: tuple[Any, ...], policy_map: PolicyMap) -> Report:
+    """Returns what each scope and each operation of a function without modules has."""
+    interpreter, found = Interpreter(policy_map), dict[str, set[str]]()
+
+    def run(*args: Any) -> None:
+        traced = _jaxpr.trace(autocast(fn, policy_map), args, {})
+        _collect(traced.jaxpr, found)
+        traced = _jaxpr.trace(fn, args, {})
+        interpreter.evaluate(traced.jaxpr, [Value(a, yields=True) for a in traced.arrays], "")
+
+    notes = list(_warnings_of(policy_map, lambda: _abstractly(run, args)))
+    used_scopes = sorted(interpreter.used.scopes)
+    scopes = [_row_of_scope(scope, interpreter.regions) for scope in used_scopes]
+    rules = [rule for rule in policy_map.rules if rule.is_operation]
+    labels = {rule.selector.removeprefix("op."): rule.label for rule in rules}
+    operations = [
+        Row((name, labels.get(name, ""), " ".join(sorted(found[name]))), {})
+        for name in sorted(found)
+    ]
+    tables = [
+        Table(_BY_AUTOCAST, ("scope", "rule"), scopes),
+        Table("its operations:", ("operation", "rule", "runs in"), operations),
+    ]
+    return Report(tables, notes)
+
+
+def _row_of_scope(scope: str, regions: Regions) -> Row:
+    """Returns the row of a scope of autocast, whose dtype and algorithm may be from two rules."""
+    region, rules = regions.region(scope), regions.policy_map.rules
+    fields, ranks = {"compute": region.dtype.name}, {region.rank}
+    if region.algorithm is not None:
+        fields["matmul"] = region.algorithm.name
+        ranks.add(region.algorithm.rank)
+    labels = [rules[rank].label for rank in sorted(ranks) if rank >= 0]
+    if region.is_fixed:
+        labels.append(FULL_PRECISION)
+    return Row((scope or _OUTERMOST, ", ".join(labels) or "default"), fields)
+
+
+def _collect(jaxpr: _jaxpr.Jaxpr, found: dict[str, set[str]]) -> None:
+    """Adds to `found` the floating dtypes of the operands of each operation of a jaxpr."""
+    for eqn in jaxpr.eqns:
+        for inner in _jaxpr.inner_jaxprs(eqn.params):
+            _collect(inner, found)
+        dtypes = {atom.aval.dtype for atom in eqn.invars if hasattr(atom.aval, "dtype")}
+        floating = {dtype.name for dtype in dtypes if is_floating_dtype(dtype)}
+        name = _jaxpr.operation_name(eqn.primitive.name)
+        is_cast = name in ("convert_element_type", "reduce_precision")
+        if floating and not is_cast and not _jaxpr.holds_jaxpr(eqn.params):
+            found.setdefault(name, set()).update(floating)

@@ -1,0 +1,33 @@
+"""Changed jaxprs: the same program with other parameters or names, without running it anew."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def with_equations(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns a jaxpr, closed or open, with changed equations; the same object if none changed."""
+    inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr  # of a closed one, until JAX 0.11
+    eqns = [change(eqn) for eqn in inner.eqns]
+    if all(new is old for new, old in zip(eqns, inner.eqns, strict=True)):
+        return jaxpr
+    new = inner.replace(eqns=eqns)
+    return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+
+def with_jaxprs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns the parameters of an equation, the jaxprs among them changed.
+
+    Args:
+        params: the parameters; the same object is returned if no jaxpr changed.
+        change: returns what replaces a jaxpr, or the jaxpr itself.
+    """
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, tuple):  # or a named one, as of custom_linear_solve
+            new = list(map(changed, value))
+            is_new = any(a is not b for a, b in zip(new, value, strict=True))
+            return getattr(value, "_make", tuple)(new) if is_new else value
+        return change(value) if hasattr(value, "eqns") else value
+
+    new = {key: changed(value) for key, value in params.items()}
+    return new if any(new[key] is not params[key] for key in params) else params

@@ -1,0 +1,304 @@
+"""--mp_loss_scale: beside the flags for its parts, set by programs, in flag files."""
+
+import copy
+import io
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+import jmpx
+import jmpx.flags
+
+Dynamic, Static, NoOp = jmpx.DynamicLossScale, jmpx.StaticLossScale, jmpx.NoOpLossScale
+
+
+def define(*arguments, **options):
+    values = flags.FlagValues()
+    mp = jmpx.flags.define_mp_flags(flag_values=values, **options)
+    values(["program", *arguments])
+    return mp, values
+
+
+@pytest.mark.parametrize(
+    ("policy", "text", "expected"),
+    [
+        ("f32", "dynamic, init=2**10, hysteresis=2", Dynamic(1024, hysteresis=2)),
+        ("16-mixed", "none", NoOp()),
+        ("16-mixed", " Static = 2**3 ;", Static(8)),
+        ("f32", "auto", NoOp()),
+        ("bf16-mixed", "auto, init=8", NoOp()),
+        ("16-mixed", "auto, init=8", Dynamic(8)),
+        ("c=bf16; BatchNorm: f16", "AUTO=8", Dynamic(8)),
+        ("f32", "dynamic,init=0.5,min=0.25", Dynamic(0.5, min_loss_scale=0.25)),
+        ("f32", "dynamic,init=2**20,min=2**17", Dynamic(2**20, min_loss_scale=2**17)),
+    ],
+)
+def test_the_flag_says_all(policy, text, expected):
+    mp, values = define(f"--mp_policy={policy}", f"--mp_loss_scale={text}")
+    assert mp.loss_scale() == expected
+    assert values.mp_loss_scale == values["mp_loss_scale"].value
+    again, _ = define(f"--mp_policy={policy}", f"--mp_loss_scale={values.mp_loss_scale}")
+    assert again.loss_scale() == expected
+
+
+def test_without_it_the_flags_for_parts_decide():
+    mp, values = define("--mp_policy=f16")
+    assert values.mp_loss_scale is None and mp.loss_scale() == Dynamic()
+    with pytest.raises(flags.UnparsedFlagAccessError):
+        values.unparse_flags()
+        mp.loss_scale()
+
+
+AGREE = [
+    ("dynamic,init=64,period=7", ["scale_type=Dynamic", "scale_value=64", "scale_period=7"]),
+    ("dynamic,init=64,min=0.1", ["min_scale=0.1"]),
+    ("dynamic,init=2**20,min=2**17", ["min_scale=131072"]),
+    ("dynamic,init=0.1,min=0.01", ["scale_value=0.1"]),  # in float32
+    ("dynamic,max=1024", ["scale_value=1024"]),
+    ("dynamic", ["scale_value=32768", "scale_period=2000", "min_scale=1"]),
+    ("static=8", ["scale_type=static", "scale_value=8.0"]),
+    ("none", ["scale_type=NoOp"]),
+    ("auto", ["scale_type=auto"]),
+    ("auto,init=8", ["scale_type=auto", "scale_value=8"]),
+    ("auto", ["scale_type=Dynamic", "policy=f16"]),
+    ("auto", ["scale_type=NoOp", "policy=bf16"]),
+    ("dynamic", ["scale_type=auto", "policy=16-mixed"]),
+    ("none", ["scale_type=auto", "policy=f32"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), AGREE)
+def test_flags_for_parts_that_agree_are_taken(text, parts):
+    policy = [part for part in parts if part.startswith("policy")]
+    alone, _ = define(f"--mp_loss_scale={text}", *(f"--mp_{part}" for part in policy))
+    for order in (1, -1):
+        arguments = [f"--mp_loss_scale={text}", *(f"--mp_{part}" for part in parts)][::order]
+        mp, _ = define(*arguments)
+        assert mp.loss_scale() == alone.loss_scale()
+
+
+CONTRADICT = [
+    ("dynamic", "scale_type=Static", "whose kind is 'dynamic'"),
+    ("none", "scale_type=Dynamic", "whose kind is 'none'"),
+    ("auto", "scale_type=Dynamic", "whose kind is 'auto', which the policy decides to be 'none'"),
+    ("static=8", "scale_value=16", "whose 'init' is 8"),
+    ("static=8", "scale_period=7", "which has no 'period'"),
+    ("none", "scale_value=8", "which has no 'init'"),
+    ("dynamic", "scale_value=2048", "whose 'init' is 32768"),
+    ("dynamic,init=64", "scale_period=7", "whose 'period' is 2000"),
+    ("dynamic,period=5", "min_scale=0.5", "whose 'min' is 1"),
+    ("auto,init=8", "scale_value=16", "whose 'init' is 8"),
+]
+
+
+@pytest.mark.parametrize(("text", "part", "reason"), CONTRADICT)
+def test_a_contradiction_is_one_usage_error(text, part, reason):
+    for order in (1, -1):
+        arguments = [f"--mp_loss_scale={text}", f"--mp_{part}"][::order]
+        with pytest.raises(flags.IllegalFlagValueError) as error:
+            define(*arguments)
+        message, name = str(error.value), part.split("=")[0]
+        assert "\n" not in message and message.count("contradicts") == 1
+        assert message.startswith(f"flag --mp_{name}=")
+        assert f" contradicts --mp_loss_scale={text}, {reason}: give one of the two." in message
+
+
+BAD = [
+    ("", "Missing kind at position 0"),
+    ("dynamc", "Unknown kind 'dynamc' at position 0 .*did you mean 'dynamic'"),
+    ("dynamic,init=1+1", r"got '1\+1' at position 13"),
+    ("auto, max=1, min=2", "'max' to be at least 'min'"),  # also where the policy needs none
+    ("static=8;none", "Unexpected ';' at position 8"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD)
+def test_a_bad_value_is_one_usage_error(text, message):
+    with pytest.raises(flags.IllegalFlagValueError, match=message) as error:
+        define(f"--mp_loss_scale={text}")
+    assert "\n" not in str(error.value) and "--mp_loss_scale=" in str(error.value)
+    _, values = define("--mp_loss_scale=static=8")
+    with pytest.raises(flags.IllegalFlagValueError, match=message):
+        values.mp_loss_scale = text
+    assert values.mp_loss_scale == "static=8"
+
+
+# Values that programs set
+
+
+GIVEN = ["static=8", " STATIC = 2**3;", Static(8), {"type": "static", "init": 8}]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_what_a_program_sets_is_parsed(given):
+    mp, values = define()
+    values.mp_loss_scale = given
+    assert values.mp_loss_scale == "static=8" and mp.loss_scale() == Static(8)
+    values.mp_loss_scale = None
+    assert mp.loss_scale() == NoOp()
+    values.mp_loss_scale = Dynamic(1024, 5, hysteresis=2).adjust(True)
+    assert mp.loss_scale() == Dynamic(1024, 6, hysteresis=2)
+    values.set_default("mp_loss_scale", given)
+    values.mp_loss_scale = "dynamic"
+    assert mp.loss_scale() == Dynamic()
+
+
+def test_a_program_that_contradicts_the_command_line_is_refused():
+    mp, values = define("--mp_scale_type=Dynamic")
+    with pytest.raises(flags.IllegalFlagValueError, match="--mp_scale_type=Dynamic contradicts"):
+        values.mp_loss_scale = "static=8"
+    mp, values = define("--mp_loss_scale=static=8")
+    for name, value in (("scale_type", "Dynamic"), ("scale_value", 16.0), ("scale_period", 3)):
+        with flagsaver_of(values), pytest.raises(flags.IllegalFlagValueError, match="contradicts"):
+            setattr(values, f"mp_{name}", value)
+    values.mp_scale_value = "8"
+    assert mp.loss_scale() == Static(8)
+
+
+class flagsaver_of:
+    """`flagsaver` for flags of another registry. absl 2.0 keeps what a validator refuses."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __enter__(self):
+        self.before = flagsaver.save_flag_values(self.values)
+
+    def __exit__(self, *args):
+        flagsaver.restore_flag_values(self.before, self.values)
+
+
+@pytest.fixture
+def mp():
+    """Flags of the program itself, which alone `flagsaver` knows."""
+    before = set(flags.FLAGS)
+    mp = jmpx.flags.define_mp_flags("scaled", default_policy="16-mixed")
+    was_parsed = flags.FLAGS.is_parsed()
+    flags.FLAGS.mark_as_parsed()
+    yield mp
+    for name in set(flags.FLAGS) - before:
+        delattr(flags.FLAGS, name)
+    if not was_parsed:
+        flags.FLAGS.unparse_flags()
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_flagsaver_sets_and_restores(mp, given):
+    with flagsaver.flagsaver(scaled_loss_scale=given):
+        assert mp.loss_scale() == Static(8)
+        with flagsaver.flagsaver(scaled_loss_scale="auto,init=4"):
+            assert mp.loss_scale() == Dynamic(4)
+        with flagsaver.flagsaver(scaled_loss_scale=None, scaled_scale_value=64.0):
+            assert mp.loss_scale() == Dynamic(64)
+        assert mp.loss_scale() == Static(8)
+    with flagsaver.as_parsed(scaled_loss_scale="static=8"):
+        assert mp.loss_scale() == Static(8) and flags.FLAGS["scaled_loss_scale"].present
+    assert mp.loss_scale() == Dynamic() and flags.FLAGS.scaled_loss_scale is None
+    with (
+        pytest.raises(flags.IllegalFlagValueError, match="contradicts"),
+        flagsaver.flagsaver(scaled_loss_scale=given, scaled_scale_type="Dynamic"),
+    ):
+        pass
+    assert mp.loss_scale() == Dynamic()
+
+
+# Strings and flag files
+
+
+LINES = [
+    ["--mp_loss_scale=dynamic,init=2**10,hysteresis=2"],
+    ["--mp_loss_scale=auto,init=64", "--mp_policy=16-mixed"],
+    ["--mp_loss_scale=static=0.1", "--mp_scale_type=Static", "--mp_scale_value=0.1"],
+    ["--mp_loss_scale=none"],
+    ["--mp_policy=16-mixed", "--mp_scale_value=8"],
+]
+
+
+@pytest.mark.parametrize("arguments", LINES, ids=" ".join)
+def test_flags_survive_strings_flag_files_and_copies(arguments, tmp_path):
+    before, values = define(*arguments)
+    path = tmp_path / "flags.txt"
+    path.write_text(values.flags_into_string())
+    after, again = define(f"--flagfile={path}")
+    assert after.loss_scale() == before.loss_scale()
+    assert again.flags_into_string() == values.flags_into_string()
+    has_whole = "loss_scale" in arguments[0]
+    assert ("--mp_loss_scale=" in path.read_text()) == has_whole
+    assert ("--mp_scale_type=" in path.read_text()) != has_whole
+
+
+def test_copies_are_independent():
+    _, values = define("--mp_loss_scale=static=8")
+    other = copy.deepcopy(values)
+    other.mp_loss_scale = None
+    other.mp_scale_type = "Dynamic"  # no contradiction in the copy
+    assert "--mp_scale_type=Dynamic" in other.flags_into_string()
+    assert "--mp_loss_scale=static=8" in values.flags_into_string()
+    with pytest.raises(flags.IllegalFlagValueError, match="contradicts"):
+        values.mp_scale_type = "Dynamic"
+    for flag in other._flags().values():
+        assert flag is not values[flag.name]
+
+
+def test_help_and_aliases():
+    _, values = define("--mp_loss_scale=static=8")
+    text = " ".join(values.get_help().split())
+    assert "--mp_loss_scale: The loss scale as a whole" in text and "JMPX_LOSS_SCALE" in text
+    page = io.StringIO()
+    values.write_help_in_xml_format(page)
+    assert "<current>static=8</current>" in page.getvalue()
+    flags.DEFINE_alias("scale", "mp_loss_scale", flag_values=values)
+    values.scale = "static=4"
+    assert values.mp_loss_scale == "static=4"
+
+
+# DEFINE_loss_scale
+
+
+def test_define_loss_scale():
+    values = flags.FlagValues()
+    define_it = jmpx.flags.DEFINE_loss_scale
+    holder = define_it("s", "static=8", "A scale.", flag_values=values)
+    maybe = define_it("m", None, "Maybe.", flag_values=values, short_name="n")
+    needed = define_it("r", None, "Needed.", flag_values=values, required=True)
+    whole = define_it("w", Dynamic(64), "Given.", flag_values=values)
+    with pytest.raises(flags.IllegalFlagValueError, match="r"):
+        values(["program"])
+    values(["program", "--r=none", "-n=dynamic,period=3"])
+    assert needed.value == NoOp() and maybe.value == Dynamic(period=3)
+    assert holder.value == Static(8) and whole.value == Dynamic(64)
+    text = values.flags_into_string()
+    assert "--s=static=8\n" in text and "--m=dynamic,init=32768,period=3\n" in text
+    assert values.find_module_defining_flag("s") == __name__
+    values.s = "none"
+    assert holder.value == NoOp()
+    with pytest.raises(flags.IllegalFlagValueError, match="Cannot decide 'auto'"):
+        values(["program", "--r=auto"])
+    for bad in ("auto", "dynamc", 8):
+        with pytest.raises(flags.IllegalFlagValueError):
+            define_it("q", bad, "Bad.", flag_values=values)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+# The rest
+
+
+def test_a_bare_dtype_is_a_default():
+    for dtype in (jnp.bfloat16, np.dtype("bfloat16"), "bf16"):
+        mp, _ = define(default_policy=dtype)
+        assert mp.policy == jmpx.get_policy("bf16")
+        values = flags.FlagValues()
+        jmpx.flags.DEFINE_policy("p", dtype, "A policy.", flag_values=values)
+        jmpx.flags.DEFINE_policy_map("m", dtype, "A map.", flag_values=values)
+        values(["program"])
+        assert values.p == values.m.default == jmpx.get_policy("bf16")
+
+
+def test_mixed_precision():
+    mp, _ = define("--mp_policy=c=f16; BatchNorm: full", "--mp_loss_scale=auto,period=500")
+    mixed = mp.mixed_precision()
+    assert mixed.policy_map == jmpx.get_policy_map("c=f16; BatchNorm: full")
+    assert mixed.loss_scale == Dynamic(period=500)
+    assert str(mixed).endswith("; BatchNorm: compute=float32 | dynamic,init=32768,period=500")

@@ -1,0 +1,373 @@
+"""The gradient functions under a whole policy map: they cast nothing, what is inside does."""
+
+import contextlib
+import functools
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import normal, warns_once
+from jax.sharding import Mesh, PartitionSpec as P
+
+import jmpx
+import jmpx.equinox
+import jmpx.flax
+import jmpx.haiku
+
+NOOP = jmpx.NoOpLossScale()
+RULES = "c=bf16,o=f32; Second: f32"
+NO_CAST = "casts nothing by the policy map .* and nothing there casts either: open the map by"
+
+# Each framework has a model of two layers, of which a rule keeps the second in float32.
+
+
+class Second(hk.Linear):
+    pass
+
+
+def haiku_model(x):
+    return Second(1)(jnp.tanh(hk.Linear(4)(x)))
+
+
+HAIKU = hk.without_apply_rng(hk.transform(haiku_model))
+
+
+def haiku_loss(params, x):
+    with jmpx.haiku.policies(RULES):
+        return HAIKU.apply(params, x).sum()
+
+
+class LinenSecond(nn.Dense):
+    pass
+
+
+LINEN = nn.Sequential([nn.Dense(4), jnp.tanh, LinenSecond(1)])
+LINEN_RULES = RULES.replace("Second", "LinenSecond")
+
+
+def linen_loss(params, x):
+    with jmpx.flax.policies(LINEN_RULES):
+        return LINEN.apply(params, x).sum()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class NnxSecond(nnx.Linear):
+    pass
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Linear(3, 4, rngs=rngs), NnxSecond(4, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+def nnx_loss(model, x):
+    return jmpx.flax.with_policies(model, RULES.replace("Second", "NnxSecond"))(x).sum()
+
+
+class EqxSecond(eqx.nn.Linear):
+    pass
+
+
+class EqxModel(eqx.Module):
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.first = eqx.nn.Linear(3, 4, key=key)
+        self.second = EqxSecond(4, 1, key=key)  # pyright: ignore[reportCallIssue]
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+def equinox_loss(model, x):
+    view = jmpx.equinox.with_policies(model, RULES.replace("Second", "EqxSecond"))
+    return jax.vmap(view)(x).sum()
+
+
+def plain_loss(params, x):
+    h = jnp.tanh(x @ params["w"])
+    return jnp.exp(h).sum()
+
+
+def autocast_loss(params, x):
+    return jmpx.autocast(plain_loss, "c=bf16; op.tanh: f32")(params, x)
+
+
+X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
+CASES = {
+    "jmpx.haiku": (haiku_loss, functools.cache(lambda: HAIKU.init(jax.random.key(0), X))),
+    "jmpx.flax, Linen": (linen_loss, functools.cache(lambda: LINEN.init(jax.random.key(0), X))),
+    "jmpx.flax, NNX": (nnx_loss, lambda: NnxModel(nnx.Rngs(0))),
+    "jmpx.equinox": (equinox_loss, functools.cache(lambda: EqxModel(jax.random.key(0)))),
+    "jmpx.autocast": (autocast_loss, lambda: {"w": jnp.linspace(-1, 1, 12).reshape(3, 4)}),
+}
+MAPS = {
+    "string": RULES,
+    "half": "c=half,o=f32; Second: full",
+    "map": jmpx.get_policy_map(RULES),
+    "map without rules": jmpx.get_policy_map("c=bf16"),
+    "rules alone": "Second: full",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [*((name, "string") for name in CASES), *(("jmpx.autocast", key) for key in MAPS)],
+)
+def test_a_map_casts_nothing_and_hands_float32_on(name, key):
+    (loss, make), policy = CASES[name], MAPS[key]
+    seen = []
+
+    def noting(model, x):
+        seen.extend(leaf.dtype for leaf in jax.tree.leaves((nnx_params(model), x)))
+        return loss(model, x)
+
+    model = make()
+
+    def program(policy):
+        def run(x):
+            own = make() if isinstance(model, nnx.Module) else model
+            return tuple(jmpx.filter_value_and_grad(noting, NOOP, policy=policy)(own, x))
+
+        return jax.jit(run).lower(X).as_text()
+
+    texts = [program(policy), program("full")]
+    assert set(seen) == {np.dtype("float32")} and texts[0] == texts[1]
+
+
+def nnx_params(model):
+    return nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
+
+
+def test_parameters_and_inputs_stay_in_the_dtypes_that_they_have(rng):
+    dtypes = {}
+
+    def loss(params, x):
+        dtypes.update({k: v.dtype.name for k, v in params.items()}, x=x.dtype.name)
+        view = jmpx.autocast(lambda a, b: a @ b)
+        return view(params["w"], params["w"]).sum().astype(jnp.float32)
+
+    params = {"w": normal(rng, 3, 3), "h": jnp.ones(3, jnp.bfloat16), "n": jnp.arange(3)}
+    grads = jmpx.filter_grad(loss, NOOP, policy=RULES)(params, np.ones(3, np.float16)).grads
+    assert dtypes == {"w": "float32", "h": "bfloat16", "n": "int32", "x": "float16"}
+    assert grads["h"].dtype == jnp.bfloat16 and grads["n"] is None
+
+
+@pytest.mark.parametrize("name", ["jmpx.haiku", "jmpx.flax, Linen"])
+def test_a_context_around_the_gradient_function(name):
+    policies = jmpx.haiku.policies if name == "jmpx.haiku" else jmpx.flax.policies
+    apply = HAIKU.apply if name == "jmpx.haiku" else LINEN.apply
+    rules = RULES if name == "jmpx.haiku" else LINEN_RULES
+    loss = lambda params, x: jnp.sum(apply(params, x))  # noqa: E731  # pyright: ignore[reportArgumentType]
+    with policies(rules):
+        jmpx.filter_grad(loss, NOOP, policy=RULES)(CASES[name][1](), X)
+    with warns_once(__file__, NO_CAST):
+        jmpx.filter_grad(lambda params, x: loss(params, x), NOOP, policy=RULES)(CASES[name][1](), X)
+
+
+HK_STORE: Any = hk.mixed_precision  # Any, because it is annotated with JMP's policies
+SET = {
+    "set_policy": lambda: jmpx.set_policy(hk.Linear, "c=bf16"),
+    "hk.mixed_precision": lambda: HK_STORE.set_policy(hk.Linear, jmpx.get_policy("c=bf16")),
+}
+
+
+@pytest.mark.parametrize("how", [*SET, "push_policy", "hk.push_policy"])
+def test_class_policies_of_haiku_cast(how):
+    params = {"linear": {"w": jnp.ones((3, 1))}}
+    transformed = hk.transform(lambda x: hk.Linear(1, with_bias=False)(x))
+
+    def loss(params, x):
+        y = transformed.apply(params, None, x)
+        assert y.dtype == jnp.bfloat16
+        return y.astype(jnp.float32).sum()
+
+    with contextlib.ExitStack() as stack:
+        if how == "push_policy":
+            stack.enter_context(jmpx.push_policy(hk.Linear, "c=bf16"))
+        elif how == "hk.push_policy":
+            stack.enter_context(HK_STORE.push_policy(hk.Linear, jmpx.get_policy("c=bf16")))
+        else:
+            SET[how]()
+            stack.callback(jmpx.clear_policy, hk.Linear)
+        jmpx.filter_grad(loss, NOOP, policy="c=bf16; Second: f32")(params, X)
+        jmpx.filter_grad(jax.jit(loss), NOOP, policy="c=bf16; Second: f32")(params, X)
+
+
+# Where nothing casts
+
+
+@pytest.mark.parametrize("policy", [v for k, v in MAPS.items()], ids=list(MAPS))
+@pytest.mark.parametrize("make", [jmpx.filter_grad, jmpx.filter_value_and_grad])
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_one_warning_where_nothing_casts(wrap, make, policy):
+    grad_fn = make(plain_loss, NOOP, policy=policy)
+    step = wrap(lambda params, x: tuple(grad_fn(params, x)))
+    with warns_once(__file__, NO_CAST):
+        step(CASES["jmpx.autocast"][1](), X)
+
+
+def test_each_function_warns_for_itself():
+    """That something cast in one function says nothing of another one under the same map."""
+    params = CASES["jmpx.autocast"][1]()
+    policy = "c=bf16; op.tanh: f32"
+    jmpx.filter_grad(autocast_loss, NOOP, policy=policy)(params, X)
+    for _ in range(2):
+        with warns_once(__file__, NO_CAST):
+            jmpx.filter_grad(plain_loss, NOOP, policy=policy)(params, X)
+
+
+def test_other_casts_do_not_follow_a_map():
+    policy = "c=bf16; Linear: f32"
+    loss = jmpx.cast_function(plain_loss, jnp.bfloat16)
+    with warns_once(__file__, NO_CAST):
+        jmpx.filter_grad(lambda p, x: loss(p, x).astype(jnp.float32), NOOP, policy=policy)(
+            CASES["jmpx.autocast"][1](), X
+        )
+    model = EqxModel(jax.random.key(0))
+    with warns_once(__file__, NO_CAST):  # a view without policies
+        jmpx.filter_grad(
+            lambda m, x: jax.vmap(jmpx.equinox.with_policies(m))(x).sum(), NOOP, policy=policy
+        )(model, X)
+
+
+@pytest.mark.parametrize("policy", ["c=bf16,o=f32", "full", None, jmpx.get_policy("c=bf16")])
+def test_a_policy_casts_as_ever_and_asks_for_nothing_inside(policy):
+    seen = []
+
+    def loss(params, x):
+        seen.append(params["w"].dtype)
+        return plain_loss(params, x)
+
+    jmpx.filter_grad(loss, NOOP, policy=policy)(CASES["jmpx.autocast"][1](), X)
+    assert seen == [jmpx.get_policy(policy or "half").compute_dtype]
+
+
+def test_without_mixed_precision_nothing_is_asked():
+    grad_fn = jmpx.filter_grad(plain_loss, NOOP, False, False, policy="c=bf16; Linear: full")
+    grad_fn(CASES["jmpx.autocast"][1](), X)
+
+
+# Functions that JAX has traced already
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_jitted_function_that_is_not_traced_again(name):
+    loss, make = CASES[name]
+    model = make()
+    if isinstance(model, nnx.Module):
+        graphdef, model = nnx.split(model)
+        inner = loss
+        loss = lambda params, x: inner(nnx.merge(graphdef, params), x)  # noqa: E731
+    jitted = eqx.filter_jit(loss) if "equinox" in name else jax.jit(loss)
+    jitted(model, X)  # traced outside of any gradient function
+    grad_fn = jmpx.filter_grad(jitted, NOOP, policy=RULES)
+    for _ in range(3):
+        grad_fn(model, X)
+    for _ in range(3):  # a new gradient function, and a new lambda, in each step
+        jmpx.filter_grad(jitted, NOOP, policy=RULES)(model, X)
+        jmpx.filter_grad(lambda m, x: jitted(m, x), NOOP, policy=RULES)(model, X)
+        jmpx.filter_grad(functools.partial(jitted), NOOP, policy=RULES)(model, X)
+
+
+def test_a_jitted_function_is_traced_once_for_all_steps():
+    traces = []
+
+    @jax.jit
+    def inner(params, x):
+        traces.append(1)
+        return autocast_loss(params, x)
+
+    params = CASES["jmpx.autocast"][1]()
+    for _ in range(4):
+        jmpx.filter_grad(lambda p, x: inner(p, x), NOOP, policy=RULES)(params, X)
+    assert len(traces) == 1
+
+
+# Gradient functions inside of gradient functions
+
+
+def test_an_inner_gradient_function_is_told_apart():
+    model = EqxModel(jax.random.key(0))
+
+    def inner(model, x, policy):
+        return jmpx.filter_grad(equinox_loss, NOOP, policy=policy)(model, x).grads.first.weight
+
+    def outer(policy, inner_policy):
+        loss = lambda m, x: inner(m, x, inner_policy).astype(jnp.float32).sum()  # noqa: E731
+        jax.eval_shape(lambda x: jmpx.filter_grad(loss, NOOP, policy=policy)(model, x)[1], X)
+
+    outer(RULES, RULES)
+    outer("full", RULES)
+    outer(RULES, "full")
+    twice = "has cast its arguments to 16 bits before jmpx.equinox.with_policies"
+    with warns_once(__file__, twice):
+        outer(RULES, "c=bf16,o=f32")
+    with warns_once(__file__, twice):
+        outer("c=bf16,o=f32", RULES)
+
+
+def test_an_error_inside_leaves_no_mark():
+    def fail(w):
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        jmpx.filter_grad(fail, NOOP, policy=RULES)(jnp.ones(1))
+    with warns_once(__file__, NO_CAST):
+        jmpx.filter_grad(jnp.sum, NOOP, policy="c=bf16; Elsewhere: full")(jnp.ones(1))
+
+
+# The reduction of the default
+
+
+@pytest.mark.parametrize("reduce", [None, "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["jmpx.haiku", "jmpx.flax, Linen", "jmpx.equinox"])
+def test_the_reduce_of_the_default_counts(name, reduce):
+    loss, make = CASES[name]
+    text = RULES if reduce is None else RULES.replace("o=f32", f"o=f32,reduce={reduce}")
+    grad_fn = jmpx.filter_value_and_grad(loss, NOOP, policy=text, axis_name="data")
+    arrays, static = eqx.partition(make(), eqx.is_array)
+
+    def run(arrays, x):
+        return tuple(grad_fn(eqx.combine(arrays, static), x))[1:]
+
+    mapped = jax.shard_map(
+        run, mesh=Mesh(jax.devices()[:2], "data"), in_specs=(P(), P("data")), out_specs=P()
+    )
+    jaxpr = str(jax.make_jaxpr(mapped)(arrays, X))
+    lowered = jax.jit(mapped).lower(arrays, X).as_text()
+    assert "stablehlo.all_reduce" in lowered and "bf16" in jaxpr
+    short = {None: "f32", "bfloat16": "bf16", "float16": "f16"}[reduce]
+    sums = [line for line in lowered.splitlines() if "}) : (tensor<" in line and "x" in line]
+    assert sums and all(f"x{short}>" in line for line in sums), sums
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "policy", ["c=bf17; Linear: full", "c=half; Linear: c=halb", "Linear: full; r=f8", "c:bf16"]
+)
+@pytest.mark.parametrize("make", [jmpx.filter_grad, jmpx.filter_value_and_grad])
+def test_bad_maps_are_refused_when_the_function_is_made(make, policy):
+    with pytest.raises(ValueError) as error:
+        make(jnp.sum, NOOP, policy=policy)
+    parse = jmpx.get_policy_map if ";" in policy else jmpx.get_policy
+    with pytest.raises(ValueError) as expected:
+        parse(policy)
+    assert str(error.value) == str(expected.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("policy", [3, ["c=bf16"], {"rules": []}])
+def test_other_types_are_refused(policy):
+    with pytest.raises((TypeError, ValueError)):
+        jmpx.filter_grad(jnp.sum, NOOP, policy=policy)
