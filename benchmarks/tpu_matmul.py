@@ -31,6 +31,7 @@ import numpy as np
 import optax
 import records
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
 
 import jmpx
@@ -54,6 +55,9 @@ def devices() -> list[Any]:
     """Returns descriptions of eight TPU chips."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    # JAX cannot load from its cache what it compiled for a chip that is not there.
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
     return list(topologies.get_topology_desc(TOPOLOGY, "tpu").devices)
 
 
@@ -94,7 +98,7 @@ class Product(NamedTuple):
 def read_products(hlo: str) -> Iterator[Product]:
     """Yields the products of an HLO module, given as text, also those inside fusions."""
     lines = hlo.splitlines()
-    types = dict(found.groups() for line in lines if (found := RESULT.match(line)))
+    types = {found[1]: found[2] for line in lines if (found := RESULT.match(line))}
     computation = ""
     for line in lines:
         if found := COMPUTATION.match(line):
