@@ -4,11 +4,14 @@
     python benchmarks/report.py --only autocast import_time
     python benchmarks/report.py --only               # only the pages again
 
+What compiles for a TPU runs where libtpu is installed, and keeps its lines elsewhere.
+
 Every line that a benchmark prints is kept in `benchmarks/results/cpu.jsonl`; a benchmark that is
 run again replaces its lines there. `benchmarks/README.md` gets the rows of HEADLINES, between two
 marks, and `benchmarks/results/README.md` all rows and all tables.
 """
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -59,7 +62,15 @@ COMMANDS = {
     "cuda_lowering": [["cuda_lowering.py"]],
     "eager_casts": [["eager_casts.py"]],
     "import_time": [["import_time.py"]],
+    "tpu_steps": [["tpu_matmul.py", "--part=steps"]],
+    "tpu_products": [["tpu_matmul.py", "--part=products"]],
+    "tpu_reductions": [["tpu_matmul.py", "--part=reductions"]],
 }
+RUNNABLE = [
+    name
+    for name in COMMANDS
+    if not name.startswith("tpu_") or importlib.util.find_spec("libtpu") is not None
+]
 
 
 def run(command: list[str]) -> list[Record]:
@@ -98,6 +109,11 @@ HEADLINES = (
     "trace time over no autocast's: 24 layers",
     "time over JMP's of casting 2000 arrays outside of jit",
     "milliseconds that `import jmpx` adds to `import jax`",
+    "TPU v5e, share of products in float32, highest: router, adapter",
+    "TPU v5e, share of products in bfloat16: rest, adapter",
+    "TPU v5e, share of products in float32, highest: router, autocast",
+    "TPU v5e, share of products in bfloat16: rest, autocast",
+    "TPU v5e, cycles of a bfloat16 product: highest over unset",
 )
 COUNTS = {"instructions": "HLO instructions", "entry_ops": "entry ops", "bytes_accessed": "bytes"}
 RESIDUALS = {"autocast": 0.67, "autocast, save_low_precision": 0.41}
@@ -137,6 +153,28 @@ def bars(found: list[Record]) -> Iterator[Row]:
         if record["library"] == "jmpx":
             measure = "milliseconds that `import jmpx` adds to `import jax`"
             yield Row(measure, record["over_jax_ms"], 10)
+    yield from tpu_bars(by_name.get("tpu_steps", []), by_name.get("tpu_products", []))
+
+
+ROUTER = "; */router: c=f32,m=highest"  # how the policy ends whose steps have a bar
+
+
+def tpu_bars(steps: list[Record], products: list[Record]) -> Iterator[Row]:
+    for record in steps:
+        if record["policy"].endswith(ROUTER):
+            for part, words, wanted in (
+                ("router", "float32, highest", r".* -> f32, highest"),
+                ("rest", "bfloat16", r"bf16 x bf16 -> .*"),
+            ):
+                right = sum(n for key, n in record[part].items() if re.fullmatch(wanted, key))
+                measure = f"TPU v5e, share of products in {words}: {part}, {record['way']}"
+                yield Row(measure, right / sum(record[part].values()), 1, least=True)
+    cycles = {
+        r["precision"]: r["cycles"] for r in products if r["dtype"] == "bfloat16" and "cycles" in r
+    }
+    if cycles:
+        ratio = cycles["highest"] / cycles["unset"]
+        yield Row("TPU v5e, cycles of a bfloat16 product: highest over unset", ratio, 1)
 
 
 def compiled_bars(found: list[Record]) -> Iterator[Row]:
@@ -170,6 +208,8 @@ def table_of_bars(rows: Iterable[Row]) -> str:
 
 
 def plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):
@@ -181,14 +221,16 @@ def plain(value: Any) -> str:
 
 # Fields that say where and when; one line over each table says it.
 WHERE = {"benchmark", "date", "measured", "platform", "device_kind", "backend", "cores", "cuda"}
-WHERE |= {"python", "jax", "versions"}
+WHERE |= {"python", "jax", "versions", "target", "libtpu"}
 
 
 def where(found: list[Record]) -> str:
     jax = {r.get("jax") or r["versions"]["jax"] for r in found}
     days = {r.get("measured") or r["date"][:10] for r in found}
     cores = {f"{r['cores']} CPU cores" for r in found}
-    return f"JAX {', '.join(sorted(jax))}; {', '.join(sorted(days))}; {', '.join(sorted(cores))}."
+    chips = {f"; for {r['target']} by libtpu {r['libtpu']}" for r in found if "target" in r}
+    places = f"{', '.join(sorted(cores))}{''.join(sorted(chips))}"
+    return f"JAX {', '.join(sorted(jax))}; {', '.join(sorted(days))}; {places}."
 
 
 def table_of(found: list[Record]) -> str:
@@ -217,7 +259,7 @@ def page(found: list[Record], text: str) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = records.parser(__doc__)
-    parser.add_argument("--only", nargs="*", choices=list(COMMANDS), default=list(COMMANDS))
+    parser.add_argument("--only", nargs="*", choices=list(COMMANDS), default=RUNNABLE)
     chosen = parser.parse_args(arguments).only
     found = records.read(RESULTS)
     for name, command in tqdm([(n, c) for n in chosen for c in COMMANDS[n]], unit="run"):

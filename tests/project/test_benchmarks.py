@@ -184,13 +184,14 @@ def test_every_implementation_and_dtype_has_a_look():
 
 
 def test_underflow(capsys):
-    underflow.main(["--model=tiny", "--batch=4", "--steps=200"])
+    # Gradients shrink with the loss: one image is learned soonest, and float16 then loses most.
+    underflow.main(["--model=tiny", "--batch=1", "--steps=1600"])
     (record,) = printed(capsys)
     assert record["benchmark"] == "underflow" and record["scale"] == 2**15
-    assert 0 < record["loss"] < np.log(10)
+    assert 0 < record["loss"] < np.log(10) / 10
     assert 3000 < record["nonzero_entries"] < 3500
-    assert record["lost_without_scaling"] > 0.001
-    assert record["lost_without_scaling"] > 2 * record["lost_with_scaling"]
+    assert record["lost_without_scaling"] > 0.005
+    assert record["lost_without_scaling"] > 5 * record["lost_with_scaling"]
 
 
 RATIOS = {  # of steps that grow the scale, shrink it, leave it

@@ -1,0 +1,87 @@
+"""`benchmarks/tpu_matmul.py`: what a TPU's compiler makes of precisions, where libtpu is there."""
+
+import importlib.util
+
+import pytest
+import report
+import tpu_matmul
+
+import jmpx
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+HLO = """HloModule jit_step, is_scheduled=true
+
+%inner (p.1: bf16[8,4]) -> f32[8,2] {
+  %p.1 = bf16[8,4]{1,0:T(8,128)(2,1)} parameter(0)
+  %w.1 = f32[4,2]{1,0:T(8,128)} constant({...})
+  ROOT %dot.1 = f32[8,2]{1,0} convolution(%p.1, %w.1), dim_labels=bf_io->bf, \
+operand_precision={highest,highest}, metadata={op_name="jit(step)/net/router/dot_general"}
+}
+
+ENTRY %main (a: bf16[8,4]) -> (f32[8,2], bf16[8,8]) {
+  %a = bf16[8,4]{1,0} parameter(0)
+  %dot.2 = bf16[8,8]{1,0} dot(%a, %a), metadata={op_name="jit(step)/net/up/dot_general"}
+  %fusion = f32[8,2]{1,0} fusion(%a), kind=kOutput, calls=%inner, \
+backend_config={"estimated_cycles":"77"}
+  ROOT %pair = (f32[8,2]{1,0}, bf16[8,8]{1,0}) tuple(%fusion, %dot.2)
+}
+"""
+
+
+def test_products_are_read_from_the_program_and_its_fusions():
+    router, up = tpu_matmul.read_products(HLO)
+    assert router.scope.split("/")[2] == "router" and router.computation == "%inner"
+    assert str(router) == "bf16 x f32 -> f32, highest"
+    assert str(up) == "bf16 x bf16 -> bf16"
+    assert tpu_matmul.cycles(HLO, [router]) == 77 and tpu_matmul.cycles(HLO, [up]) == 0
+    for word, same in (("highest,highest", True), ("/up/", True), ("77", False), ("dot(", False)):
+        changed = tpu_matmul.without_precision(HLO.replace(word, "high"))
+        assert (changed == tpu_matmul.without_precision(HLO)) is same
+
+
+def test_every_policy_of_the_steps_can_be_read():
+    for way, policy_map in tpu_matmul.STEPS:
+        jmpx.get_policy_map(policy_map)
+        assert way in tpu_matmul.WAYS
+    assert f"{tpu_matmul.ROUTER},m=highest".endswith(report.ROUTER)
+
+
+@pytest.mark.slow  # a compiler of its own
+@needs_libtpu
+@pytest.mark.parametrize("way", ["adapter", "autocast"])
+def test_the_products_of_the_router_are_float32_and_the_rest_bfloat16(way):
+    policy_map = f"{tpu_matmul.ROUTER},m=highest"
+    found = tpu_matmul.measure_step(way, policy_map, width=128, tokens=256)
+    # Two routers: two forward, two for their weights, and one for the tokens, which are the input
+    # of the first. The operand that is not float32 is exact in bfloat16.
+    assert sum(found["router"].values()) == 5
+    assert all(key.endswith("-> f32, highest") for key in found["router"])
+    assert sum(n for key, n in found["router"].items() if "f32 " in key.split("->")[0]) >= 3
+    # Two layers of experts and the head, likewise.
+    assert sum(found["rest"].values()) == 14
+    assert all(key.startswith("bf16 x bf16 ->") for key in found["rest"])
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_float32_product_takes_one_pass_unless_its_precision_asks_for_more():
+    precisions = "unset", "high", "highest"
+    full = [tpu_matmul.measure_product("float32", name) for name in precisions]
+    low = [tpu_matmul.measure_product("bfloat16", name) for name in precisions]
+    one, three, six = (record["cycles"] for record in full)
+    assert three > 2 * one and six > 4 * one
+    assert [record["as_if_unset"] for record in full] == [True, False, False]
+    assert [record["cycles"] for record in low] == 3 * [one]  # the attribute changes nothing
+    assert all(record["as_if_unset"] for record in low)
+    assert [*low[2]["products"]] == ["bf16 x bf16 -> bf16, highest"]
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize(("reduce", "dtype"), [("", "f32"), (",r=bf16", "bf16")])
+def test_gradients_are_summed_in_the_dtype_of_the_policy(reduce, dtype):
+    found = tpu_matmul.measure_reduction(f"c=bf16,o=f32{reduce}", 256)
+    assert found["all_reduce"] == [f"{dtype}[256,256]"]
