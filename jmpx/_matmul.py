@@ -81,12 +81,19 @@ class _Held(NamedTuple):
     """The dot algorithm of the innermost region of jmpx.
 
     Attributes:
-        algorithm: its name. It is in force where the region computes in float32.
-        outside: JAX's setting without it, which holds where the region computes in another dtype.
+        algorithm: its name.
+        outside: JAX's setting without it.
+        in_force: whether the region computes in float32, so that it uses the algorithm.
     """
 
     algorithm: str
-    outside: str | None
+    outside: str
+    in_force: bool
+
+    @property
+    def setting(self) -> str:
+        """JAX's setting in the region."""
+        return self.algorithm if self.in_force else self.outside
 
 
 class _Thread(threading.local):
@@ -115,14 +122,19 @@ def matmul_region(matmul: str | None, dtype: DTypeLike) -> AbstractContextManage
     config: Any = jax.config  # Any, because JAX does not annotate its settings
     held, now = _thread.held, config.jax_default_matmul_precision
     if matmul is None:
-        if held is None or now not in held:
+        if held is None or now != held.setting:
             return contextlib.nullcontext()
         matmul = held.algorithm
     if not is_algorithm(matmul):
         return _region(None, matmul)
-    outside = held.outside if held is not None and now == held.algorithm else now
-    in_force = np.dtype(dtype) == jnp.float32
-    return _region(_Held(matmul, outside), matmul if in_force else outside)
+    if held is not None and now == held.setting:
+        outside = held.outside
+    else:
+        # By its name, also if JAX has no setting: else JAX would look for one again when it
+        # transposes a product, which may be in a region of the algorithm.
+        outside = now or "default"
+    region = _Held(matmul, outside, in_force=np.dtype(dtype) == jnp.float32)
+    return _region(region, region.setting)
 
 
 def matmul_precision(matmul: str | None) -> AbstractContextManager[Any]:
@@ -131,7 +143,7 @@ def matmul_precision(matmul: str | None) -> AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def _region(held: _Held | None, setting: str | None) -> Iterator[None]:
+def _region(held: _Held | None, setting: str) -> Iterator[None]:
     """Holds an algorithm while the context lasts, and sets JAX's default."""
     before = _thread.held
     _thread.held = held

@@ -381,3 +381,17 @@ def test_jax_does_not_hand_it_on_to_a_custom_vjp(framework):
     run = routed(framework, "full; */router: m=highest", with_vjp)
     assert ways(run, XS) == ["f32 HIGHEST"]
     assert ways(jax.value_and_grad(lambda x: run(x).sum()), XS) == ["f32 HIGHEST", "f32 DEFAULT"]
+
+
+@every_framework
+def test_a_region_in_16_bits_inside_of_float32_code_with_a_dot_algorithm(framework):
+    run = routed(framework, "c=bf16,o=f32")
+
+    def loss(x):
+        return (run(x) @ jnp.ones((3, 3))).sum()
+
+    scaling = jmpx.NoOpLossScale()
+    gradient = jmpx.filter_value_and_grad(loss, scaling, policy="p=f32,m=BF16_BF16_F32_X3")
+    assert sorted(ways(gradient, XS)) == ["bf16 DEFAULT"] * 2 + [f"f32 {X3}"] * 2
+    marked = jmpx.full_precision(loss, matmul="BF16_BF16_F32_X3")
+    assert ways(marked, XS) == ["bf16 DEFAULT", f"f32 {X3}"]
