@@ -1,7 +1,9 @@
 """Settings of every test: eight CPU devices, strict dtype promotion, a clean registry."""
 
+import atexit
 import gc
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -18,6 +20,15 @@ import jmpx
 os.environ["XLA_FLAGS"] = " ".join(
     (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", QUICK_XLA)
 )
+
+# JAX compiles an operation again under each policy, because policies are part of its caches' keys.
+# Where the program is the same, JAX loads it from this folder. Each process has its own folder,
+# because JAX reads and writes the files without a lock.
+compiled = tempfile.TemporaryDirectory(prefix="jmpx_tests_")
+atexit.register(compiled.cleanup)
+jax.config.update("jax_compilation_cache_dir", compiled.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 gc.freeze()  # what was imported stays: the garbage collector need not look at it again
