@@ -97,8 +97,16 @@ class _Held(NamedTuple):
 
 
 class _Thread(threading.local):
+    """What the innermost region of jmpx in one thread has set.
+
+    Attributes:
+        held: its dot algorithm, None for a word.
+        setting: JAX's setting in it; None outside of all regions.
+    """
+
     def __init__(self) -> None:
         self.held: _Held | None = None
+        self.setting: str | None = None
 
 
 _thread = _Thread()
@@ -145,10 +153,17 @@ def matmul_precision(matmul: str | None) -> AbstractContextManager[Any]:
 @contextlib.contextmanager
 def _region(held: _Held | None, setting: str) -> Iterator[None]:
     """Holds an algorithm while the context lasts, and sets JAX's default."""
-    before = _thread.held
-    _thread.held = held
+    before = _thread.held, _thread.setting
+    _thread.held, _thread.setting = held, setting
     try:
         with _held_key(held), jax.default_matmul_precision(setting):
             yield
     finally:
-        _thread.held = before
+        _thread.held, _thread.setting = before
+
+
+def region_setting() -> str | None:
+    """Returns JAX's setting, if a region of jmpx has made it; None for the user's own, or none."""
+    config: Any = jax.config  # Any, because JAX does not annotate its settings
+    setting = _thread.setting
+    return setting if config.jax_default_matmul_precision == setting else None

@@ -80,7 +80,8 @@ def get_policy(policy: PolicyLike) -> Policy:
     dtypes. `Policy` says what each field means. White space, case and one semicolon at the end are
     ignored. The first three keys are JMP's grammar; Lightning's precision strings (`bf16-mixed`,
     `16-mixed`, `bf16-true`, `16-true`, `32-true`, `64-true`) and Keras's (`mixed_bfloat16`,
-    `mixed_float16`) are accepted, too.
+    `mixed_float16`) are accepted, too. `matmul` and `reduce` may follow one of these, or a dtype
+    without a key: `full,m=highest`.
 
     A mapping has the same keys: a dict, or a node of a configuration, such as an
     `ml_collections.ConfigDict` or an `omegaconf.DictConfig`.
@@ -317,6 +318,10 @@ def parse_fields(part: str, quoted: str, start: int, bare: tuple[str, ...]) -> d
         dtype = _parse_dtype(part, quoted, start, presets=_PRESETS)
         return dict.fromkeys(bare, dtype)
     fields: dict[str, Any] = {}
+    dtypes, _, others = part.partition(",")
+    if _sets_no_dtype(others) and dtypes.strip() and "=" not in dtypes:
+        fields = parse_fields(dtypes, quoted, start, bare)
+        part, start = others, start + len(dtypes) + 1
     for field in part.split(","):
         key, value = _parse_field(field, quoted, start)
         if key in fields:
@@ -327,6 +332,12 @@ def parse_fields(part: str, quoted: str, start: int, bare: tuple[str, ...]) -> d
         fields[key] = value
         start += len(field) + 1
     return fields
+
+
+def _sets_no_dtype(part: str) -> bool:
+    """Whether a part of a policy sets `matmul` and `reduce` alone, so that a dtype may precede."""
+    keys = (KEYS.get(field.partition("=")[0].strip().lower()) for field in part.split(","))
+    return all(key in ("matmul", "reduce") for key in keys)
 
 
 def _parse_field(field: str, quoted: str, start: int) -> tuple[str, Any]:

@@ -1,5 +1,6 @@
 """Autocast as users call it: the function `autocast`, and the class `Autocast` of its results."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +17,7 @@ from jmpx._contexts import note_cast
 from jmpx._dtypes import DTypeLike, as_dtype, check_computes
 from jmpx._jaxpr import operation_name
 from jmpx._leaves import is_floating
+from jmpx._matmul import region_setting
 from jmpx._modules import Marks
 from jmpx._nnx_objects import is_object, module_base
 from jmpx._policy_map import PolicyMap, PolicyMapLike, Rule as PolicyRule, get_policy_map
@@ -87,7 +89,7 @@ class Autocast:
             if dtype is not None:
                 check_computes(dtype)
         note_cast("jmpx.autocast")
-        interpreter, marks = Interpreter(policy_map), Marks(policy_map)
+        interpreter, marks = Interpreter(policy_map, region_setting()), Marks(policy_map)
         transform = functools.partial(_evaluate, interpreter, self._jmpx_output)
         result = call(transform, marks.call, (self._jmpx_fn, *args), kwargs)
         warn_unused(policy_map, interpreter.used, marks.seen, stacklevel=3)
@@ -99,7 +101,11 @@ def _evaluate(
     interpreter: Interpreter, output: Any, pure: Pure, state: Any, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """Runs a pure function under autocast; its new state has the dtypes that were traced."""
-    with refuse_creation():
+    is_inside = interpreter.regions.surrounding is not None
+    # A setting of jmpx around the call is for products that run in float32; the trace shows those
+    # whose precision the user's own code sets.
+    open_products = jax.default_matmul_precision(None) if is_inside else contextlib.nullcontext()
+    with refuse_creation(), open_products:
         traced = _jaxpr.trace(pure, (state, *args), kwargs)
     # As a loop's carry, state that is replaced does not yield: a moving average would stall.
     values = [Value(array, yields=not pure.is_replaced(array)) for array in traced.arrays]
@@ -231,7 +237,10 @@ def autocast(
     `matmul` (`*/router: c=f32,m=highest`) is the algorithm of products and convolutions that run in
     float32, forward and backward, also in functions with `jax.custom_vjp` and in code that
     `jmpx.full_precision` marks. A product in 16 bits gets none, and the `precision=` of a product
-    goes before it. A rule for an operation may say it, too (`op.dot_general: c=f32,m=highest`). JAX
+    goes before it. A rule for an operation may say it, too (`op.dot_general: c=f32,m=highest`). If
+    the policy sets none, float32 products have the algorithm that jmpx has set around the call, as
+    `full_precision(matmul=)` and the gradient functions do. Under a precision that the user's own
+    `jax.default_matmul_precision` sets, products run in float32, as under a `precision=`. JAX
     ignores dot algorithms such as `BF16_BF16_F32_X3` for convolutions. Out of reach are functions
     that JAX calls afterwards: the rule of a `custom_vmap`, and the transpose of a `linear_call`.
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from jmpx import _jaxpr
 from jmpx._autocast.neighbours import COPIES
-from jmpx._autocast.products import with_algorithms
+from jmpx._autocast.products import with_algorithms, without_algorithm
 from jmpx._autocast.rules import Context, lookup
 from jmpx._autocast.value import FLOAT32, Array, Value, finite_constant, join
 from jmpx._jaxpr import Atom, Equation, operation_name
@@ -140,8 +140,8 @@ def run_overridden(context: Context, equation: Equation, values: Sequence[Value]
     entry = lookup(equation)
     cast = Value.to_finite if entry is not None and entry.keeps_finite else Value.to
     params = result_dtype(equation, dtype) | fill_value(equation, dtype)
-    if dtype == FLOAT32:
-        params |= with_algorithms(context, equation)
+    algorithm_of = with_algorithms if dtype == FLOAT32 else without_algorithm
+    params |= algorithm_of(context, equation)
     return run_in(dtype, equation, values, False, cast, **params)
 
 

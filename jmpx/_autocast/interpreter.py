@@ -28,20 +28,21 @@ class Interpreter:
 
     Args:
         policy_map: the policies of scopes and operations.
+        surrounding: the algorithm of products that surrounds the call, see `Regions`.
 
     Attributes:
         regions: the regions of the evaluation.
         used: what the evaluation met so far.
     """
 
-    def __init__(self, policy_map: PolicyMap) -> None:
+    def __init__(self, policy_map: PolicyMap, surrounding: str | None = None) -> None:
         self.policy_map = policy_map
-        self.regions = Regions(policy_map)
+        self.regions = Regions(policy_map, surrounding)
         self.used = self.regions.used
 
     def fresh(self) -> "Interpreter":
         """Returns an interpreter of the same policy map that has met nothing yet."""
-        return Interpreter(self.policy_map)
+        return Interpreter(self.policy_map, self.regions.surrounding)
 
     def evaluate(self, jaxpr: Jaxpr, values: Sequence[Value], scope: str) -> list[Value]:
         """Runs a jaxpr on values, and returns its results.
@@ -100,7 +101,8 @@ class Interpreter:
                 are cast inside.
         """
         traits = tuple(value.traits for value in values)
-        key = (traits, scope, tuple(result_dtypes), num_uncast, self.policy_map, is_marking())
+        dtypes, surrounding = tuple(result_dtypes), self.regions.surrounding
+        key = (traits, scope, dtypes, num_uncast, self.policy_map, surrounding, is_marking())
         known = _retraced.setdefault(jaxpr, {})
         if key not in known:
             known[key] = self._retrace(jaxpr, traits, scope, result_dtypes, num_uncast)

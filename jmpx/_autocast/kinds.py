@@ -25,7 +25,7 @@ from jmpx._autocast.binding import (
     run_in,
     run_recomputed,
 )
-from jmpx._autocast.products import is_precise
+from jmpx._autocast.products import is_precise, without_algorithm
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Value
 from jmpx._jaxpr import Equation
@@ -39,7 +39,8 @@ def low(context: Context, equation: Equation, values: list[Value]) -> list[Value
     dtypes = {atom.aval.dtype for atom in equation.invars if is_floating(atom)}
     if FLOAT32 not in dtypes or not dtypes <= {FLOAT32, dtype}:
         return full(context, equation, values)
-    return run_in(dtype, equation, values, yields=False, **result_dtype(equation, dtype))
+    params = result_dtype(equation, dtype) | without_algorithm(context, equation)
+    return run_in(dtype, equation, values, yields=False, **params)
 
 
 def full(context: Context, equation: Equation, values: list[Value]) -> list[Value]:

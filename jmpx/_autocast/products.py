@@ -57,6 +57,21 @@ def with_algorithms(
     return _params(equation, context.scope, regions, dtype)
 
 
+def without_algorithm(context: Context, equation: Equation) -> dict[str, Any]:
+    """Returns parameters for an equation that runs in 16 bits: as those of `with_algorithms`."""
+    is_product = operation_name(equation.primitive.name) in PRODUCTS
+    return _without_algorithm(equation, context.interpreter.regions) if is_product else {}
+
+
+def _without_algorithm(equation: Equation, regions: Regions) -> dict[str, Any]:
+    """Keeps a dot algorithm that surrounds the call from a product.
+
+    If the product had no precision, JAX would take the algorithm for the transposed products.
+    """
+    is_open = is_algorithm(regions.surrounding) and equation.params["precision"] is None
+    return {"precision": (lax.Precision.DEFAULT,) * 2} if is_open else {}
+
+
 def gives_algorithm(context: Context, equation: Equation) -> bool:
     """Whether products of an equation have an algorithm, those that it traces later included."""
     regions = context.interpreter.regions
@@ -89,7 +104,7 @@ def _precision(equation: Equation, scope: str, regions: Regions, dtype: np.dtype
     # The derivative of a product of 16 bits that is summed in float32 has a factor in float32.
     takes_part = is_word and (dtypes | {params["preferred_element_type"]}) & _WORDS_FOR
     if not takes_part and dtypes != {FLOAT32}:
-        return {}
+        return _without_algorithm(equation, regions) if dtypes else {}
     regions.used.note(algorithm, regions.policy_map)
     if params["precision"] is not None:  # what the user wrote goes first
         return {}
@@ -110,9 +125,9 @@ def _rewrite(jaxpr: Jaxpr, scope: str, regions: Regions) -> Jaxpr:
         regions: the regions of the evaluation; they note what was met.
     """
     known = _rewritten.setdefault(jaxpr, {})
-    key = scope, regions.policy_map
+    key = scope, regions.policy_map, regions.surrounding
     if key not in known:
-        inner = Regions(regions.policy_map)
+        inner = Regions(regions.policy_map, regions.surrounding)
 
         def change(equation: Equation) -> Equation:
             params = _params(equation, _jaxpr.scope_within(scope, equation), inner)

@@ -19,7 +19,8 @@ class Algorithm(NamedTuple):
 
     Args:
         name: its name, as `jax.default_matmul_precision` takes it.
-        rank: the position in the policy map of the rule that says so; -1 for the default.
+        rank: the position in the policy map of the rule that says so; -1 for the default, -2 for
+            what surrounds the call.
     """
 
     name: str
@@ -106,17 +107,20 @@ class Regions:
 
     Args:
         policy_map: the policy map.
+        surrounding: the algorithm of the region of jmpx in which autocast is called, if it is one
+            and the policy map's default says none.
 
     Attributes:
         used: the scopes and the matching rules that were met so far, among other things.
         give_algorithms: whether the policy map gives any product an algorithm.
     """
 
-    def __init__(self, policy_map: PolicyMap) -> None:
+    def __init__(self, policy_map: PolicyMap, surrounding: str | None = None) -> None:
         self.policy_map = policy_map
+        self.surrounding = surrounding
         self.used = Used.nothing()
         names = (policy_map.default.matmul_precision, *(rule.matmul for rule in policy_map.rules))
-        self.give_algorithms = any(name is not None for name in names)
+        self.give_algorithms = any(name is not None for name in (surrounding, *names))
         self._regions: dict[str, Region] = {}
         self._overrides: dict[str, list[tuple[int, PolicyRule]]] = {}
         for rank, rule in enumerate(policy_map.rules):
@@ -135,8 +139,7 @@ class Regions:
         outer, _, name = scope.rpartition("/")
         if not scope:
             default = self.policy_map.default
-            matmul = default.matmul_precision
-            algorithm = None if matmul is None else Algorithm(matmul, -1)
+            algorithm = self._outermost_algorithm()
             return Region(np.dtype(default.compute_dtype), -1, yields=True, algorithm=algorithm)
         region = self.region(outer)
         if name == FULL_PRECISION:
@@ -154,6 +157,12 @@ class Regions:
                 if not region.is_fixed or rule.matmul is not None:
                     self.used.rules.add(rule)
         return region
+
+    def _outermost_algorithm(self) -> Algorithm | None:
+        matmul = self.policy_map.default.matmul_precision
+        if matmul is not None:
+            return Algorithm(matmul, -1)
+        return None if self.surrounding is None else Algorithm(self.surrounding, -2)
 
     def override(self, name: str, region: Region) -> np.dtype | None:
         """Returns the dtype that a policy rule gives to a primitive (`op.exp: f32`).

@@ -1,6 +1,7 @@
 """The keys `matmul` and `reduce` of policies: parsing, printing, inheritance, errors."""
 
 import copy
+import dataclasses
 import pickle
 
 import jax
@@ -57,6 +58,33 @@ def test_unset_keys_are_absent_and_differ_from_set_ones():
 def test_other_keys_by_keyword_alone():
     with pytest.raises(TypeError, match="positional"):
         jmpx.Policy("f32", "f32", "f32", "highest")  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("dtypes", ["full", "bfloat16", " F16 ", "bf16-mixed", "mixed_float16"])
+def test_they_follow_a_dtype_or_a_preset(dtypes):
+    policy = jmpx.get_policy(f"{dtypes}, m=highest,r=bf16")
+    assert policy == jmpx.get_policy(f"{jmpx.get_policy(dtypes)},matmul=highest,reduce=bfloat16")
+    with_dtypes, with_both = (
+        jmpx.get_policy_map(f"*/router: {dtypes}{end}").rules[0] for end in ("", ",m=highest")
+    )
+    assert with_both == dataclasses.replace(with_dtypes, matmul="highest")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bf61,m=high", "Unknown dtype 'bf61' at position 0 of policy 'bf61,m=high'"),
+        ("full,m=hihg", "Unknown algorithm 'hihg' at position 7 of policy 'full,m=hihg'"),
+        ("full,o=bf16,m=high", "Missing key for 'full' at position 0"),
+        ("m=high,full", "Missing key for 'full' at position 7"),
+        (" ,m=high", "Empty part at position 1"),
+        ("full,m=high,m=high", "Duplicate key 'matmul' at position 12"),
+    ],
+)
+def test_errors_behind_a_dtype(text, message):
+    with pytest.raises(ValueError) as error:
+        jmpx.get_policy(text)
+    assert message in str(error.value)
 
 
 def test_a_rule_inherits_from_the_surrounding_call():
