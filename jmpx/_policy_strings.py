@@ -58,7 +58,7 @@ _PRESETS = {
 
 _NO_RULES = (
     "a policy has no rules, which are for what takes a policy map: jmpx.get_policy_map, "
-    "jmpx.autocast, the policies and with_policies of the adapters, and "
+    "jmpx.autocast, the gradient functions, the policies and with_policies of the adapters, and "
     "jmpx.flags.DEFINE_policy_map"
 )
 NO_LOSS_SCALE = (
