@@ -1,0 +1,56 @@
+"""Mapped axes, of `jax.shard_map`, `jax.pmap` and `jax.vmap`: their names, and what varies."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+
+from jmpx._messages import describe, did_you_mean
+from jmpx._tree import AxisName
+
+
+def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
+    """Returns the names of one mapped axis or of several; an axis of several names is a tuple."""
+    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
+def check_axis(axis_name: AxisName) -> None:
+    """Refuses an axis that is not mapped where this is called.
+
+    Raises:
+        ValueError: if there is no such axis.
+    """
+    for name in axis_names(axis_name):
+        try:
+            jax.lax.axis_size(name)
+        except (NameError, TypeError, ValueError):  # unknown, not hashable, an int
+            raise ValueError(_unknown(name)) from None
+
+
+def _unknown(name: Any) -> str:
+    got = f"Cannot find the mapped axis {describe(name)}"
+    # JAX tells the axes of a mesh alone, not those of `jax.vmap`.
+    known = [str(axis) for axis in jax.sharding.get_abstract_mesh().manual_axes]
+    if known:
+        return f"{got}: those of the mesh here are {known}{did_you_mean(str(name), known)}"
+    return (
+        f"{got}: call this inside of jax.shard_map over a mesh that has the axis, or of jax.pmap "
+        "or jax.vmap that gives it as axis_name."
+    )
+
+
+def varying_axes(x: Any) -> frozenset[Hashable]:
+    """Returns the axes along which JAX knows that an array may differ between devices.
+
+    JAX tracks them under `jax.shard_map`, unless it was told `check_vma=False`: there, and under
+    `jax.pmap` and `jax.vmap`, the set is empty for every array.
+    """
+    of_array: Any = jax.typeof(x)
+    if hasattr(of_array, "manual_axis_type"):
+        return of_array.manual_axis_type.varying
+    return getattr(of_array, "vma", frozenset())  # JAX 0.7
+
+
+def is_tracked(axis_name: AxisName) -> bool:
+    """Whether JAX tracks which arrays vary along an axis, or along each of several."""
+    return all(varying_axes(jax.lax.axis_index(name)) for name in axis_names(axis_name))
