@@ -1,9 +1,10 @@
 """Mapped axes, of `jax.shard_map`, `jax.pmap` and `jax.vmap`: their names, and what varies."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 
 from jmpx._messages import describe, did_you_mean
 from jmpx._tree import AxisName
@@ -42,10 +43,13 @@ def _unknown(name: Any) -> str:
 def varying_axes(x: Any) -> frozenset[Hashable]:
     """Returns the axes along which JAX knows that an array may differ between devices.
 
+    Args:
+        x: an array, or the abstract one that stands for it in a jaxpr.
+
     JAX tracks them under `jax.shard_map`, unless it was told `check_vma=False`: there, and under
     `jax.pmap` and `jax.vmap`, the set is empty for every array.
     """
-    of_array: Any = jax.typeof(x)
+    of_array: Any = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
     if hasattr(of_array, "manual_axis_type"):
         return of_array.manual_axis_type.varying
     return getattr(of_array, "vma", frozenset())  # JAX 0.7
@@ -54,3 +58,30 @@ def varying_axes(x: Any) -> frozenset[Hashable]:
 def is_tracked(axis_name: AxisName) -> bool:
     """Whether JAX tracks which arrays vary along an axis, or along each of several."""
     return all(varying_axes(jax.lax.axis_index(name)) for name in axis_names(axis_name))
+
+
+def tracked_axes() -> frozenset[Hashable]:
+    """Returns the axes along which JAX tracks here which arrays vary."""
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    return frozenset(name for name in mapped if is_tracked(name))
+
+
+def vary(arrays: Sequence[jax.Array], axes: Iterable[Hashable]) -> list[jax.Array]:
+    """Returns the same arrays, as arrays that JAX takes to vary along axes that it tracks.
+
+    Under `jax.shard_map`, JAX sums the gradient of an array that does not vary along an axis as
+    soon as it has it, in 16 bits. The gradient of a varying array is left to the caller, who sums
+    it in float32. A selection by the axis index makes an array varying on every version of JAX
+    (`lax.pvary` on 0.7 and `lax.pcast` on 0.10 do so explicitly), and compiles to nothing. Where
+    JAX tracks no axes, the arrays are returned as they are: a selection under `jax.vmap` would make
+    a copy for each index.
+    """
+    tracked = [name for name in axes if is_tracked(name)]
+    here: dict[tuple[Hashable, ...], jax.Array] = {}
+    varied = []
+    for array in arrays:
+        missing = tuple(name for name in tracked if name not in varying_axes(array))
+        if missing and missing not in here:
+            here[missing] = jax.lax.axis_index(missing) >= 0
+        varied.append(jax.lax.select(here[missing], array, array) if missing else array)
+    return varied

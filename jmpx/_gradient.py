@@ -5,24 +5,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jmpx._casts import at_least_float32
-from jmpx._gradient_arguments import Uncast, check_arguments, make_varying, partition, paths_of
-from jmpx._gradient_policy import casts_checked, precision_finder, warning_of_convolutions
+from jmpx._batches import BatchArguments, check_microbatches
+from jmpx._differentiation import Options, differentiate
+from jmpx._gradient_arguments import ModelState, Uncast, check_arguments
+from jmpx._gradient_policy import precision_finder
 from jmpx._gradient_results import Gradients, GradientsAndAux, ValueAndGradients
-from jmpx._leaves import PyTree, is_array, is_floating
-from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
-from jmpx._nnx_objects import sparing
+from jmpx._groups import BatchSharding, check_batch_sharding
+from jmpx._leaves import PyTree
+from jmpx._loss_scale import LossScale
 from jmpx._policy_map import PolicyMapLike
-from jmpx._reduction import unscaled_mean
-from jmpx._sharding import without_shards
-from jmpx._stateful import Pure, call
-from jmpx._tree import AxisName, all_finite
+from jmpx._shards import check_mask
+from jmpx._stateful import call
+from jmpx._tree import AxisName
 
 P = ParamSpec("P")
-T = TypeVar("T")
 AuxT = TypeVar("AuxT")
 ScalingT = TypeVar("ScalingT", bound=LossScale)
 
@@ -36,6 +34,11 @@ def filter_value_and_grad(
     *,
     policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
+    sharded: PyTree = None,
+    batch_sharding: BatchSharding | None = None,
+    microbatches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    state_argnum: int | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
 ) -> Callable[P, ValueAndGradients[jax.Array, ScalingT]]: ...
@@ -50,6 +53,11 @@ def filter_value_and_grad(
     *,
     policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
+    sharded: PyTree = None,
+    batch_sharding: BatchSharding | None = None,
+    microbatches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    state_argnum: int | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
 ) -> Callable[P, ValueAndGradients[tuple[jax.Array, AuxT], ScalingT]]: ...
@@ -63,6 +71,11 @@ def filter_value_and_grad(
     *,
     policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
+    sharded: PyTree = None,
+    batch_sharding: BatchSharding | None = None,
+    microbatches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    state_argnum: int | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
 ) -> Callable[..., ValueAndGradients[Any, Any]]:
@@ -103,8 +116,32 @@ def filter_value_and_grad(
             gradients in the policy's reduce; unset, in float32 or the wider dtype of a parameter.
             In float16 they are divided by the number of devices before they are summed. They are
             scaled then, so that small ones do not underflow, and a sum that overflows is seen by
-            step 5. The flag and the loss scale are the same on the whole axis. The parameters have
-            to be replicas, which may differ, and no shards that `func` gathers.
+            step 5. The flag and the loss scale are the same on the whole axis. Each device may hold
+            a copy of a parameter, or a shard of it that `func` gathers, by `jmpx.gather` or by
+            `lax.all_gather`: the gradient of a shard is summed by the gather's backward pass, and
+            divided here by the number of devices.
+        sharded: which parameters are shards of `axis_name`: a bool, or a pytree of bools that is a
+            prefix of the first argument. Under `jax.shard_map` JAX knows which parameters differ
+            between devices, so that it may be left out: those that `func` gathers are shards, and
+            others copies, which may differ. With `check_vma=False`, and under `jax.pmap` and
+            `jax.vmap`, JAX does not know, and a gathered parameter has to be told.
+        batch_sharding: for `jax.jit` without a mapped axis: the `jax.sharding.NamedSharding` of the
+            batch, or its `PartitionSpec` under `jax.set_mesh`, whose first entry names the mesh
+            axes that split the first axis of the batch. XLA sums gradients in the compute dtype by
+            itself; by this they are summed in the policy's reduce; unset, in float32. The share of
+            each device becomes a group, for which `func` runs by `jax.vmap`, so that the loss has
+            to be a mean over examples. Then aux gets a leading axis of groups, and the model state
+            is the mean over groups.
+        microbatches: how many parts a batch is split into, one after the other, so that the memory
+            of activations is that of one part. The gradients are summed in float32, and there is
+            one loss scale, one check, and one mean over devices. Then aux gets a leading axis of
+            micro-batches, after that of groups, and the model state goes from one part to the next.
+        batch_argnums: the positions of the arguments of which `microbatches` and `batch_sharding`
+            split the first axis of each array; by default all but the first and that of
+            `state_argnum`. Others go whole, into each part; by default a PRNG key does, too.
+        state_argnum: the position of model state that `func` returns anew, as its aux or as the
+            first element of an aux that is a tuple, such as running statistics of Haiku, Linen or
+            Equinox. It is not cast, and not split. Objects of NNX need no such word.
         uncast_argnums: the positions of arguments that are not cast, such as targets that float16
             cannot hold, or positions in a sequence. Negative ones count from the end. If the first
             argument is not cast, `func` casts the parameters itself.
@@ -119,19 +156,23 @@ def filter_value_and_grad(
         cannot be differentiated. For an NNX module, they are an `nnx.State` of its parameters.
 
     Raises:
-        TypeError: if `func` is not callable, `scaling` no loss scale or `policy` no policy; when
-            called, if there is no argument to differentiate, if `func` does not return a floating
-            scalar, or if it gathers an array of its first argument over `axis_name`.
-        ValueError: if `policy` is not a string of policies or maps; when called, if
-            `uncast_argnums` or `uncast_argnames` gives an argument that `func` does not have, if
-            `func` changes an NNX module that it closes over, or if compute or reduce is float64
-            while JAX's 64-bit types are disabled.
+        TypeError: if `func` is not callable, `scaling` no loss scale, `policy` no policy, or
+            another argument of another type; when called, if there is no argument to differentiate,
+            if `func` does not return a floating scalar, if `sharded` contradicts what JAX knows, if
+            it cannot be told what a parameter is without `sharded`, or if the arguments hold no
+            batch to split.
+        ValueError: if `policy` is not a string of policies or maps, or if two arguments contradict
+            each other; when called, if one of `uncast_argnums`, `uncast_argnames`, `batch_argnums`
+            and `state_argnum` gives an argument that the call does not have, if there is no axis
+            `axis_name`, if the number of parts does not divide the batch, if `func` changes an NNX
+            module that it closes over, or if compute or reduce is float64 while JAX's 64-bit types
+            are disabled.
 
     Warns:
-        UserWarning: if `policy` sets reduce and there is no `axis_name`; when called, if parameters
-            that were cast to 16 bits are cast again in `func`, if `policy` is a map and nothing in
-            `func` casts, or if `func` has a convolution under a dot algorithm, which JAX ignores
-            there.
+        UserWarning: if `policy` sets reduce and there is neither `axis_name` nor `batch_sharding`;
+            when called, if parameters that were cast to 16 bits are cast again in `func`, if
+            `policy` is a map and nothing in `func` casts, or if `func` has a convolution under a
+            dot algorithm, which JAX ignores there.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -146,52 +187,29 @@ def filter_value_and_grad(
         (Array(9., dtype=float32), Array(True, dtype=bool), Array([6., 6., 6.], dtype=float32))
     """
     check_arguments(func, scaling)
-    find_precision = precision_finder(policy, use_mixed_precision, axis_name)
-    uncast = Uncast.of(func, uncast_argnums, uncast_argnames)
-    to_float32 = at_least_float32 if use_mixed_precision else _identity
-
-    def differentiate(
-        pure: Pure, state: list[Any], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> tuple[ValueAndGradients[Any, Any], list[Any]]:
-        params, merge = partition(args)
-        precision = find_precision()
-        cast = uncast.exempt(sparing(precision.cast))
-        scale = scaling if use_mixed_precision else NoOpLossScale()
-
-        def scaled_loss(params: list[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
-            model = merge(params)
-            inputs, options = cast((model, *args[1:]), kwargs)
-            with casts_checked(precision, func, model, inputs[0]):
-                result, updates = pure(state, *inputs, **options)
-            value, aux = _loss_and_aux(result, has_aux)
-            value = to_float32(value)
-            return scale.scale(value), (value, aux, updates)
-
-        run = scaled_loss
-        with precision.products():  # around all: a custom_vjp is traced backward, too
-            if axis_name is not None:
-                params = make_varying(params, axis_name)
-                run = without_shards(run, params, paths_of(args[0]), axis_name)
-            run = warning_of_convolutions(run, params, precision.matmul)
-            (_, (value, aux, updates)), scaled = jax.value_and_grad(run, has_aux=True)(params)
-        grads = [to_float32(grad) for grad in scaled]
-        value, grads = unscaled_mean(value, grads, scale, axis_name, precision.reduce_dtype)
-        grads = [grad.astype(param.dtype) for grad, param in zip(grads, params, strict=True)]
-
-        grads_finite, new_scaling = jnp.array(True), scaling
-        if use_mixed_precision:
-            # Check the scaled gradients if the scale is at least 1: unscaling keeps them finite,
-            # and this is cheaper.
-            check_scaled = axis_name is None and is_at_least_1(scaling)
-            grads_finite = all_finite(scaled if check_scaled else grads)
-            new_scaling = scaling.adjust(grads_finite)
-        result = (value, aux) if has_aux else value
-        grads = merge(grads, others=None)
-        return ValueAndGradients(result, new_scaling, grads_finite, grads), updates
+    check_mask(sharded, axis_name)
+    check_batch_sharding(batch_sharding, axis_name)
+    check_microbatches(microbatches)
+    averages = axis_name is not None or batch_sharding is not None
+    options = Options(
+        func=func,
+        scaling=scaling,
+        has_aux=has_aux,
+        use_mixed_precision=use_mixed_precision,
+        find_precision=precision_finder(policy, use_mixed_precision, averages),
+        uncast=Uncast.of(func, uncast_argnums, uncast_argnames).including(state_argnum),
+        axis_name=axis_name,
+        sharded=sharded,
+        batch_sharding=batch_sharding,
+        microbatches=microbatches,
+        batch=BatchArguments.of(batch_argnums, state_argnum),
+        model_state=ModelState.of(state_argnum, has_aux),
+    )
+    run = functools.partial(differentiate, options)
 
     @functools.wraps(func, updated=())  # A module's __dict__ would be its parameters.
     def wrapper(*args: Any, **kwargs: Any) -> ValueAndGradients[Any, Any]:
-        return call(differentiate, func, args, kwargs)
+        return call(run, func, args, kwargs)
 
     return wrapper
 
@@ -205,6 +223,11 @@ def filter_grad(
     *,
     policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
+    sharded: PyTree = None,
+    batch_sharding: BatchSharding | None = None,
+    microbatches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    state_argnum: int | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
 ) -> Callable[P, Gradients[ScalingT]]: ...
@@ -219,6 +242,11 @@ def filter_grad(
     *,
     policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
+    sharded: PyTree = None,
+    batch_sharding: BatchSharding | None = None,
+    microbatches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    state_argnum: int | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
 ) -> Callable[P, GradientsAndAux[ScalingT, AuxT]]: ...
@@ -232,6 +260,11 @@ def filter_grad(
     *,
     policy: PolicyMapLike | None = None,
     axis_name: AxisName | None = None,
+    sharded: PyTree = None,
+    batch_sharding: BatchSharding | None = None,
+    microbatches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    state_argnum: int | None = None,
     uncast_argnums: int | Sequence[int] = (),
     uncast_argnames: str | Sequence[str] = (),
 ) -> Callable[..., Gradients[Any] | GradientsAndAux[Any, Any]]:
@@ -250,6 +283,11 @@ def filter_grad(
         policy: a policy, or anything else that `get_policy` takes; or a policy map, by which `func`
             itself casts. None means `half`.
         axis_name: the name (or names) of the mapped axis over which gradients are averaged.
+        sharded: which parameters are shards of `axis_name`.
+        batch_sharding: how `jax.jit` splits the batch over devices.
+        microbatches: how many parts a batch is split into, one after the other.
+        batch_argnums: the positions of the arguments that hold examples.
+        state_argnum: the position of model state that comes back in aux.
         uncast_argnums: the positions of arguments that are not cast.
         uncast_argnames: the names of arguments that are not cast.
 
@@ -282,6 +320,11 @@ def filter_grad(
         use_mixed_precision,
         policy=policy,
         axis_name=axis_name,
+        sharded=sharded,
+        batch_sharding=batch_sharding,
+        microbatches=microbatches,
+        batch_argnums=batch_argnums,
+        state_argnum=state_argnum,
         uncast_argnums=uncast_argnums,
         uncast_argnames=uncast_argnames,
     )
@@ -294,25 +337,3 @@ def filter_grad(
         return Gradients(new_scaling, grads_finite, grads)
 
     return wrapper
-
-
-def _identity(x: T) -> T:
-    return x
-
-
-def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
-    """Splits the result of the user's function, and checks that its loss is a floating scalar."""
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(
-            f"Expected the function to return (loss, aux), as has_aux=True says, got {result!r}: "
-            "return a pair, or leave has_aux out."
-        )
-    loss: Any
-    loss, aux = result if has_aux else (result, None)
-    if isinstance(loss, float) or (is_array(loss) and is_floating(loss) and loss.ndim == 0):
-        return jnp.asarray(loss), aux
-    got = f"{loss.dtype}{list(loss.shape)}" if is_array(loss) else repr(loss)
-    raise TypeError(
-        f"Expected the function to return a floating scalar as its loss, got {got}: reduce it, for "
-        "example with jnp.mean, and return anything else through has_aux=True."
-    )

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmpx._leaves import PyTree, is_inexact_array
-from jmpx._tree import AxisName
+from jmpx._casts import cast_like
+from jmpx._leaves import PyTree, is_array, is_inexact_array
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -64,6 +64,12 @@ class Uncast:
         return cls(
             numbers, names, *(tuple(p.name for p in group) for group in (by_position, known))
         )
+
+    def including(self, number: int | None) -> "Uncast":
+        """Returns these arguments and one more, by its position."""
+        if number is None:
+            return self
+        return dataclasses.replace(self, numbers=(*self.numbers, number))
 
     def exempt(self, cast: Callable[[Arguments], Arguments]) -> Callable[..., Arguments]:
         """Returns a function `(args, kwargs)` that casts the arguments of a call except these."""
@@ -147,14 +153,90 @@ def paths_of(tree: PyTree) -> list[str]:
     ]
 
 
-def make_varying(arrays: list[jax.Array], axis_name: AxisName) -> list[jax.Array]:
-    """Returns the same arrays, but as arrays that may differ along the axis.
+@dataclasses.dataclass(frozen=True)
+class ModelState:
+    """The argument that holds model state, such as running statistics, and comes back in aux.
 
-    Under `jax.shard_map`, JAX sums the gradient of a parameter that does not vary over the axis as
-    soon as it has it, in 16 bits. The gradient of a varying parameter is left to the caller, who
-    sums it in float32. A selection by the axis index makes the parameter varying on every version
-    of JAX (`lax.pvary` on 0.7 and `lax.pcast` on 0.10 do so explicitly), compiles to nothing, and
-    changes nothing under `jax.pmap` and `jax.vmap`.
+    Args:
+        argnum: its position; None if there is none.
     """
-    here = jax.lax.axis_index(axis_name) >= 0
-    return [jax.lax.select(here, array, array) for array in arrays]
+
+    argnum: int | None = None
+
+    @classmethod
+    def of(cls, argnum: object, has_aux: bool) -> "ModelState":
+        """Checks the position.
+
+        Raises:
+            TypeError: if it is no int.
+            ValueError: if it is that of the parameters, or if nothing comes back.
+        """
+        if argnum is None:
+            return cls()
+        if not isinstance(argnum, Integral) or isinstance(argnum, bool):
+            raise TypeError(
+                f"Expected state_argnum to be an int, got {argnum!r}: give the position of the "
+                "argument that holds the model state."
+            )
+        if argnum < 1:
+            raise ValueError(
+                f"Expected state_argnum to be at least 1, got {argnum}: argument 0 holds the "
+                "parameters, and positions count from there."
+            )
+        if not has_aux:
+            raise ValueError(
+                f"Cannot hand on the model state of state_argnum={argnum} without aux: return "
+                "(loss, state) or (loss, (state, other)), and say has_aux=True."
+            )
+        return cls(int(argnum))
+
+    def get(self, args: Sequence[PyTree]) -> PyTree:
+        """Returns the state among the arguments of a call; None if there is none."""
+        if self.argnum is None:
+            return None
+        if self.argnum >= len(args):
+            raise ValueError(
+                f"Cannot find the model state at argument {self.argnum}, as state_argnum says, in "
+                f"a call with {len(args)} positional arguments: pass it by position."
+            )
+        return args[self.argnum]
+
+    def put(self, args: Sequence[PyTree], state: PyTree) -> tuple[PyTree, ...]:
+        """Returns the arguments with another state among them."""
+        return tuple(state if index == self.argnum else arg for index, arg in enumerate(args))
+
+    def split(self, aux: PyTree, old: PyTree) -> tuple[PyTree, PyTree]:
+        """Splits aux into the new state, in the dtypes of the old one, and the rest.
+
+        Raises:
+            TypeError: if aux neither is a state nor a tuple that starts with one.
+        """
+        if self.argnum is None:
+            return None, aux
+        if _alike(aux, old):
+            return jax.tree.map(cast_like, aux, old), _ALL
+        if type(aux) is tuple and aux and _alike(aux[0], old):
+            return jax.tree.map(cast_like, aux[0], old), aux[1:]
+        raise TypeError(
+            f"Expected aux to be the new model state, or a tuple that starts with it, in the "
+            f"structure and the shapes of argument {self.argnum}, as state_argnum says, got "
+            f"{jax.tree.structure(aux)} for {jax.tree.structure(old)}: return (loss, state) or "
+            "(loss, (state, other))."
+        )
+
+    def join(self, state: PyTree, rest: PyTree) -> PyTree:
+        """Returns the aux that `split` took apart."""
+        if self.argnum is None:
+            return rest
+        return state if rest is _ALL else (state, *rest)
+
+
+_ALL = "state"  # the rest of an aux that is the state and nothing else
+
+
+def _alike(new: PyTree, old: PyTree) -> bool:
+    """Whether two pytrees have one structure, and their arrays one shape."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        return False
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    return all(jnp.shape(a) == jnp.shape(b) for a, b in pairs if is_array(a) and is_array(b))

@@ -22,7 +22,6 @@ from jmpx._messages import user_stacklevel
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, PolicyMapLike, get_policy_map
 from jmpx._policy_strings import KEYS, get_policy, without_last_semicolon
-from jmpx._tree import AxisName
 
 R = TypeVar("R")
 _HALF = re.compile(r"\bhalf\b", re.IGNORECASE)
@@ -68,7 +67,7 @@ class Precision(NamedTuple):
 def precision_finder(
     policy: PolicyMapLike | None,
     use_mixed_precision: bool,
-    axis_name: AxisName | None,
+    averages: bool,
 ) -> Callable[[], Precision]:
     """Checks a policy now, and returns a function that returns what it has to be done.
 
@@ -84,7 +83,8 @@ def precision_finder(
         given = checked
     if not use_mixed_precision:
         return Precision
-    _warn_of_reduce(checked, axis_name)
+    if not averages:
+        _warn_of_reduce(checked)
     return lambda: Precision.of(_parse(given))
 
 
@@ -121,14 +121,14 @@ def _has_rules(text: str) -> bool:
     return bool(colon) and (";" in part or selector.strip().lower() not in KEYS)
 
 
-def _warn_of_reduce(policy: Policy | PolicyMap, axis_name: AxisName | None) -> None:
+def _warn_of_reduce(policy: Policy | PolicyMap) -> None:
     default = policy.default if isinstance(policy, PolicyMap) else policy
-    if default.reduce_dtype is not None and axis_name is None:
+    if default.reduce_dtype is not None:
         _warn(
             f"reduce={dtype_name(default.reduce_dtype)} of the gradient function's policy reduces "
-            "nothing without an axis_name: give the name of the axis of jax.shard_map or jax.pmap "
-            "as axis_name, or leave reduce out; under jax.jit alone XLA writes the collectives, "
-            "whose dtype jmpx does not set."
+            "nothing without axis_name or batch_sharding: give the name of the axis of "
+            "jax.shard_map or jax.pmap as axis_name, under jax.jit alone the sharding of the batch "
+            "as batch_sharding, or leave reduce out."
         )
 
 

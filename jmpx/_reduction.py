@@ -1,10 +1,13 @@
 """The mean of a loss and of its gradients over devices, in the dtype that a policy sets."""
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
 
+from jmpx._axes import axis_names
 from jmpx._casts import at_least_float32
 from jmpx._dtypes import DTypeLike, check_enabled
 from jmpx._leaves import is_floating
@@ -18,6 +21,7 @@ def unscaled_mean(
     scale: LossScale,
     axis_name: AxisName | None,
     reduce_dtype: DTypeLike | None,
+    shards: Sequence[frozenset[Hashable]],
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Returns a loss and its gradients, averaged over an axis, the gradients unscaled.
 
@@ -30,6 +34,8 @@ def unscaled_mean(
         scale: what they are unscaled by.
         axis_name: the name (or names) of the mapped axis; None averages nothing.
         reduce_dtype: the dtype in which floating gradients are summed; None means their own.
+        shards: for each gradient, the axes over which its parameter is a shard. Over them, the
+            gradient is summed already, and divided once by their size.
 
     Returns:
         The loss and the gradients, in their own dtypes.
@@ -39,20 +45,37 @@ def unscaled_mean(
     """
     if axis_name is None:
         return value, scale.unscale(grads)
+    names = axis_names(axis_name)
     if reduce_dtype is None:
-        return jax.lax.pmean((value, scale.unscale(grads)), axis_name)
-    check_enabled(reduce_dtype)
-    means = _mean_in(reduce_dtype, grads, axis_name)
-    return jax.lax.pmean(value, axis_name), scale.unscale(means)
+        grads = scale.unscale(grads)
+    else:
+        check_enabled(reduce_dtype)
+    together = defaultdict(list)  # the indices of the gradients that are summed over the same axes
+    for index, split in enumerate(shards):
+        together[tuple(name for name in names if name not in split)].append(index)
+    means: dict[int, jax.Array] = {}
+    for over, indices in together.items():
+        chosen = [grads[index] for index in indices]
+        if over:
+            chosen = _mean_in(reduce_dtype, chosen, over)
+        means.update(zip(indices, chosen, strict=True))
+    sizes = [math.prod(jax.lax.axis_size(name) for name in split) for split in shards]
+    grads = [means[i] if size == 1 else means[i] / size for i, size in enumerate(sizes)]
+    value = jax.lax.pmean(value, names)
+    return value, grads if reduce_dtype is None else scale.unscale(grads)
 
 
-def _mean_in(dtype: DTypeLike, arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+def _mean_in(
+    dtype: DTypeLike | None, arrays: Sequence[jax.Array], axis_name: AxisName
+) -> list[jax.Array]:
     """Averages arrays whose floating ones are summed in a dtype; complex ones keep their own.
 
     A sum over many devices may be beyond float16 though the mean is not, so that the division goes
     before a sum in float16. It goes after all others, in float32 or wider, where it is exact for
     a power of two and rounds once for other sizes.
     """
+    if dtype is None:
+        return jax.lax.pmean(list(arrays), axis_name)
     size = jax.lax.psum(1, axis_name)
     divides_first = jnp.dtype(dtype) == jnp.float16
 

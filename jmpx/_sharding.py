@@ -1,13 +1,13 @@
 """Finds parameters of which each device holds a shard, by the gathers that read them."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 
+from jmpx._axes import axis_names
 from jmpx._jaxpr import evaluate, inner_jaxprs, is_literal, scan_counts, trace
-from jmpx._tree import AxisName
 
 R = TypeVar("R")
 
@@ -32,43 +32,40 @@ _PICKED_FROM = {
 }
 
 
-def without_shards(
-    func: Callable[[list[jax.Array]], R],
-    params: list[jax.Array],
-    paths: Sequence[str],
-    axis_name: AxisName,
-) -> Callable[[list[jax.Array]], R]:
-    """Traces a function of parameters once, and refuses it if it gathers one over the axis.
+class Gather(NamedTuple):
+    """An operation that gives a device parts of parameters that other devices hold.
+
+    Attributes:
+        params: the indices of the parameters.
+        operation: the name of the primitive.
+        axes: the mapped axes over which it does so.
+    """
+
+    params: frozenset[int]
+    operation: str
+    axes: frozenset[Hashable]
+
+
+def find_gathers(
+    func: Callable[[list[jax.Array]], R], params: list[jax.Array], axes: Iterable[Hashable]
+) -> tuple[Callable[[list[jax.Array]], R], list[Gather]]:
+    """Traces a function of parameters once, and finds those that it gathers over axes.
 
     The backward pass of a gather sums the gradient over the devices and gives each device the part
-    of its shard, so that a mean over the devices would mix the shards. An activation may be
-    gathered, as contrastive losses do: it depends on data.
+    of its shard. An activation may be gathered, as contrastive losses do: it depends on data.
 
     Args:
         func: the function; its result may hold any leaves.
         params: the arrays to trace it with.
-        paths: the name of each of them in an error message.
-        axis_name: the name (or names) of the mapped axis.
+        axes: the names of the mapped axes.
 
     Returns:
-        A function that does the same without another call of `func`.
-
-    Raises:
-        TypeError: if a parameter is gathered.
+        A function that does the same without another call of `func`, and the gathers.
     """
     traced = trace(func, (params,), {})
-    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
-    search = _Search(frozenset(names))
+    search = _Search(frozenset(axes))
     search.run(traced.jaxpr, [frozenset([index]) for index in range(len(params))])
-    if search.found:
-        index, operation = search.found[0]
-        raise TypeError(
-            f"Cannot average the gradient of the first argument's {paths[index]} over the axis "
-            f"{axis_name!r}, because the function reads it by {operation} over that axis, as it "
-            "does a shard, whose gradient is summed over the devices already: gather it before "
-            "the call, or leave axis_name out and reduce the value and the other gradients by hand."
-        )
-    return lambda params: traced.rebuild(evaluate(traced.jaxpr, params))
+    return lambda params: traced.rebuild(evaluate(traced.jaxpr, params)), search.found
 
 
 def _open(jaxpr: Jaxpr) -> Jaxpr:
@@ -91,11 +88,11 @@ class _Search:
 
     Attributes:
         axes: the names of the axes.
-        found: for each gather of a parameter, the parameter's index and the operation's name.
+        found: the gathers of parameters.
     """
 
     axes: frozenset[Hashable]
-    found: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    found: list[Gather] = dataclasses.field(default_factory=list)
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[Origin]) -> list[Origin]:
         """Returns the origins of a jaxpr's outputs, given those of its inputs."""
@@ -151,10 +148,9 @@ class _Search:
         """Returns the origins of an operation's results, and notes if it gathers a parameter."""
         name = eqn.primitive.name
         origin = _join(operands[_PICKED_FROM.get(name, slice(None))])
-        axes = eqn.params.get("axis_name", ())
-        axes = axes if isinstance(axes, tuple | list) else (axes,)
-        if origin and name.startswith(_EXCHANGES) and not self.axes.isdisjoint(axes):
-            self.found.append((min(origin), name))
+        axes = self.axes.intersection(axis_names(eqn.params.get("axis_name", ())))
+        if origin and axes and name.startswith(_EXCHANGES):
+            self.found.append(Gather(origin, name, axes))
         if name == "stop_gradient":
             origin = None
         # An array that is reduced to a scalar, such as a parameter's norm, may be gathered.

@@ -59,6 +59,18 @@ class Pure:
         """Whether the objects held this array before the last call, and hold it no longer."""
         return False
 
+    def advance(self, state: Sequence[Leaf], updates: Sequence[Leaf]) -> list[Leaf]:
+        """Returns the state with the new arrays of the last call in it, for a next call.
+
+        Raises:
+            ValueError: if the last call changed more of its objects than arrays of their state.
+        """
+        return list(state)
+
+    def updates_of(self, state: Sequence[Leaf]) -> list[Leaf]:
+        """Returns the arrays of a state that the last call made anew."""
+        return []
+
 
 def call(
     transform: Callable[..., tuple[Any, list[Leaf]]],
@@ -180,7 +192,7 @@ class _Split(Pure):
                     results[index] = _Returned(len(self.new))
                     self.new.append(_split(context, leaf))
         leaves, self.new_def = jax.tree_util.tree_flatten_with_path([new.rest for new in self.new])
-        own = [self.indices.get(path) for path, _ in leaves]
+        self.own = own = [self.indices.get(path) for path, _ in leaves]
         # Where `restore` finds each leaf: an original, a constant, or None for the next new array.
         self.sources: list[int | _Constant | None] = []
         updates: list[Leaf] = []
@@ -200,6 +212,31 @@ class _Split(Pure):
 
     def is_replaced(self, array: Leaf) -> bool:
         return id(array) in self.replaced
+
+    def advance(self, state: Sequence[Leaf], updates: Sequence[Leaf]) -> list[Leaf]:
+        new, arrays = list(state), iter(updates)
+        exposed = len(self.originals) - len(state)  # the parameters go before the state
+        is_kept = not self.is_rebuilt and len(self.new) == len(self.splits)
+        for index, source in zip(self.own, self.sources, strict=True):
+            if index is not None and isinstance(source, _Constant):
+                is_kept &= bool(self.originals[index] == source.value)
+            elif index is None or index < exposed and source is None:
+                is_kept = False
+            elif source is None:
+                new[index - exposed] = next(arrays)
+        if not is_kept:
+            raise ValueError(
+                "Cannot hand the state of an NNX module from one micro-batch to the next, because "
+                "the function changes more than the arrays of its state, such as a parameter, a "
+                "Python number or which variables there are: create all variables before the "
+                "call, or leave microbatches out."
+            )
+        return new
+
+    def updates_of(self, state: Sequence[Leaf]) -> list[Leaf]:
+        exposed = len(self.originals) - len(state)
+        pairs = zip(self.own, self.sources, strict=True)
+        return [state[i - exposed] for i, source in pairs if source is None and i is not None]
 
     def restore(self, result: PyTree, updates: Sequence[Leaf]) -> PyTree:
         """Updates the objects by the new state of their copies; returns the function's result."""

@@ -9,7 +9,7 @@ from helpers import normal
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jmpx
-import jmpx._gradient
+import jmpx._differentiation
 
 DEVICES, AXIS = 4, "data"
 MAPS = ["shard_map", "shard_map without vma", "vmap", "pmap"]
@@ -334,7 +334,7 @@ def test_it_compiles_to_the_same_and_calls_the_function_once(vma, rng, monkeypat
         return compiled_step.count(compiled.as_text()), compiled(params, batch), len(calls)  # pyright: ignore[reportArgumentType]
 
     counts, results, times = compile_and_run()
-    monkeypatch.setattr(jmpx._gradient, "without_shards", lambda func, *_: func)
+    monkeypatch.setattr(jmpx._differentiation, "find_gathers", lambda func, *_: (func, []))
     plain_counts, plain_results, plain_times = compile_and_run()
     assert counts == plain_counts and times == plain_times == 1
     for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(plain_results), strict=True):
@@ -345,6 +345,6 @@ def test_without_an_axis_nothing_is_searched(rng, monkeypatch):
     def refuse(*args):
         raise AssertionError("searched")
 
-    monkeypatch.setattr(jmpx._gradient, "without_shards", refuse)
+    monkeypatch.setattr(jmpx._differentiation, "find_gathers", refuse)
     params, batch = make_problem(rng)
     value_and_grad(FINE["no gather"], axis_name=None)(params["full"]["w"], batch)

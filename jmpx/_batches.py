@@ -1,0 +1,181 @@
+"""The arguments of a gradient function that hold examples, and how they are split into parts."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jmpx._leaves import PyTree, is_array, is_traceable
+from jmpx._nnx_objects import is_whole
+
+MICROBATCHES, GROUPS = "micro-batches", "groups"
+
+
+def check_microbatches(microbatches: object) -> None:
+    """Refuses anything but a positive int.
+
+    Raises:
+        TypeError: if it is no int.
+        ValueError: if it is below 1.
+    """
+    if not isinstance(microbatches, Integral) or isinstance(microbatches, bool):
+        raise TypeError(
+            f"Expected microbatches to be an int, got {microbatches!r}: give the number of parts "
+            "that a batch is split into."
+        )
+    if microbatches < 1:
+        raise ValueError(
+            f"Expected microbatches to be at least 1, got {microbatches}: 1 does not split a batch."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchArguments:
+    """Which positional arguments hold a batch of examples along the first axis of their arrays.
+
+    Args:
+        numbers: their positions; None means all but the first.
+        whole: positions that are never split.
+    """
+
+    numbers: tuple[int, ...] | None = None
+    whole: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, argnums: Any, state_argnum: int | None) -> "BatchArguments":
+        """Checks the positions that the user gave.
+
+        Raises:
+            TypeError: if one of them is no int.
+            ValueError: if one of them is that of the parameters or of the model state.
+        """
+        whole = (0,) if state_argnum is None else (0, state_argnum)
+        if argnums is None:
+            return cls(None, whole)
+        numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+        for number in numbers:
+            if not isinstance(number, Integral) or isinstance(number, bool):
+                raise TypeError(
+                    f"Expected batch_argnums to be an int or several, got {argnums!r}: say which "
+                    "arguments hold a batch of examples."
+                )
+            if number in whole:
+                what = "parameters" if number == 0 else "model state"
+                raise ValueError(
+                    f"Cannot split argument {number}, as batch_argnums={argnums!r} says, because "
+                    f"it holds the {what}: give the positions of the arguments that hold examples."
+                )
+        return cls(numbers, whole)
+
+    def split(self, args: Sequence[PyTree], count: int, what: str) -> "Parts":
+        """Splits the arrays of these arguments into equal parts, along a new first axis.
+
+        An array of shape (examples, ...) becomes one of shape (count, examples / count, ...), the
+        parts in the order of the examples. Objects of NNX, numbers, and by default PRNG keys of
+        shape () go whole, into each part.
+
+        Args:
+            args: all positional arguments of a call.
+            count: the number of parts.
+            what: the name of the parts, for error messages.
+
+        Raises:
+            TypeError: if an array has no axis to split, or nothing is left to be split.
+            ValueError: if there is no such argument, if arrays differ in their number of examples,
+                or if `count` does not divide it.
+        """
+        leaves, treedef = jax.tree.flatten(args, is_leaf=is_whole)
+        owners = [
+            number
+            for number, arg in enumerate(args)
+            for _ in jax.tree.leaves(arg, is_leaf=is_whole)
+        ]
+        positions = self._positions(len(args))
+        indices = [
+            index
+            for index, (leaf, owner) in enumerate(zip(leaves, owners, strict=True))
+            if owner in positions and is_traceable(leaf) and not self._goes_whole(leaf)
+        ]
+        self._check([(owners[index], leaves[index]) for index in indices], count, what)
+        arrays = [
+            jnp.reshape(leaves[i], (count, leaves[i].shape[0] // count, *leaves[i].shape[1:]))
+            for i in indices
+        ]
+
+        def merge(parts: Sequence[jax.Array]) -> tuple[PyTree, ...]:
+            merged = list(leaves)
+            for index, part in zip(indices, parts, strict=True):
+                merged[index] = part
+            return tuple(treedef.unflatten(merged))
+
+        return Parts(arrays, merge)
+
+    def _positions(self, count: int) -> set[int]:
+        """Returns the positions of these arguments in a call with `count` of them."""
+        if self.numbers is None:
+            return set(range(count)) - set(self.whole)
+        for number in self.numbers:
+            if not -count <= number < count or number % count in self.whole:
+                raise ValueError(
+                    f"Cannot split argument {number}, as batch_argnums says, in a call with "
+                    f"{count} positional arguments: count from 1, the first after the parameters."
+                )
+        return {number % count for number in self.numbers}
+
+    def _goes_whole(self, leaf: Any) -> bool:
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return is_key and leaf.ndim == 0 and self.numbers is None
+
+    def _check(self, found: list[tuple[int, Any]], count: int, what: str) -> None:
+        """Refuses arrays that cannot be split into `count` parts.
+
+        Args:
+            found: the arrays, each with the position of its argument.
+            count: the number of parts.
+            what: the name of the parts.
+        """
+        if not found:
+            raise TypeError(
+                f"Cannot split a batch into {count} {what}, because no positional argument but the "
+                "first holds an array: pass the examples by position, or name them by "
+                "batch_argnums."
+            )
+        number, first = found[0]
+        for other, leaf in found:
+            if leaf.ndim == 0:
+                raise TypeError(
+                    f"Cannot split argument {other} into {count} {what}, because it holds "
+                    f"{_describe(leaf)}, which has no axis of examples: name the arguments that "
+                    "hold examples by batch_argnums, and others go whole."
+                )
+            if leaf.shape[0] != first.shape[0]:
+                raise ValueError(
+                    f"Cannot split arguments {number} and {other} into {count} {what}, because "
+                    f"{_describe(first)} and {_describe(leaf)} differ in their number of examples: "
+                    "name the arguments that hold examples by batch_argnums, and others, such as "
+                    "PRNG keys and model state, go whole."
+                )
+        if first.shape[0] % count:
+            raise ValueError(
+                f"Cannot split the {first.shape[0]} examples of argument {number}, "
+                f"{_describe(first)}, into {count} {what} of one size: make {count} divide them."
+            )
+
+
+class Parts(NamedTuple):
+    """Arguments that are split.
+
+    Attributes:
+        arrays: the split arrays, of shape (parts, examples in each, ...).
+        merge: puts the arrays of one part back among the arguments.
+    """
+
+    arrays: list[jax.Array]
+    merge: Callable[[Sequence[jax.Array]], tuple[PyTree, ...]]
+
+
+def _describe(array: Any) -> str:
+    return f"{array.dtype}{list(array.shape)}" if is_array(array) else repr(array)

@@ -1,0 +1,258 @@
+"""What a gradient function does when it is called: passes, means, one check, one loss scale."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jmpx._axes import axis_names, check_axis, vary, varying_axes
+from jmpx._batches import GROUPS, MICROBATCHES, BatchArguments
+from jmpx._casts import at_least_float32
+from jmpx._gradient_arguments import ModelState, Uncast, partition, paths_of
+from jmpx._gradient_policy import Precision, casts_checked, warning_of_convolutions
+from jmpx._gradient_results import ValueAndGradients
+from jmpx._groups import AXIS, BatchSharding, Groups
+from jmpx._leaves import PyTree, is_array, is_floating, is_inexact_array
+from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
+from jmpx._microbatches import Backward, accumulate
+from jmpx._nnx_objects import sparing
+from jmpx._reduction import unscaled_mean
+from jmpx._sharding import find_gathers
+from jmpx._shards import Parameters, read_mask
+from jmpx._stateful import Pure
+from jmpx._tree import AxisName, all_finite
+
+Axes = frozenset[Hashable]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a gradient function was made with.
+
+    Attributes:
+        func: the function to differentiate.
+        scaling: the loss scale.
+        has_aux: whether `func` returns `(loss, aux)`.
+        use_mixed_precision: whether anything is cast, scaled and checked.
+        find_precision: looks up what the policy says.
+        uncast: the arguments that are not cast.
+        axis_name: the name (or names) of the mapped axis.
+        sharded: the mask of shards, or None.
+        batch_sharding: the sharding of the batch under `jax.jit`, or None.
+        microbatches: how many micro-batches a batch is split into.
+        batch: the arguments that are split.
+        model_state: the argument that holds model state.
+    """
+
+    func: Callable[..., Any]
+    scaling: LossScale
+    has_aux: bool
+    use_mixed_precision: bool
+    find_precision: Callable[[], Precision]
+    uncast: Uncast
+    axis_name: AxisName | None
+    sharded: PyTree
+    batch_sharding: BatchSharding | None
+    microbatches: int
+    batch: BatchArguments
+    model_state: ModelState
+
+    @property
+    def scale(self) -> LossScale:
+        """The loss scale of the backward pass."""
+        return self.scaling if self.use_mixed_precision else NoOpLossScale()
+
+    def to_float32(self, array: jax.Array) -> jax.Array:
+        return at_least_float32(array) if self.use_mixed_precision else array
+
+
+def differentiate(
+    options: Options, pure: Pure, state: list[Any], args: tuple[PyTree, ...], kwargs: dict[str, Any]
+) -> tuple[ValueAndGradients[Any, Any], list[Any]]:
+    """Computes a loss and its gradients; returns them, and the new state of NNX objects.
+
+    Args:
+        options: what the gradient function was made with.
+        pure: the function, as a pure one of the state of the objects among its arguments.
+        state: that state.
+        args: the positional arguments of a call.
+        kwargs: its keyword arguments.
+    """
+    params, merge = partition(args)
+    call = _Call(options, options.find_precision(), pure, merge, kwargs)
+    checked, axes = None, ()
+    if options.batch_sharding is None:
+        result, checked, axes = call.mean(params, state, args, options.axis_name)
+    else:
+        groups = Groups(options.batch_sharding)
+        parts = options.batch.split(args, groups.count, GROUPS)
+        result = groups.run(
+            lambda arrays: call.mean(params, state, parts.merge(arrays), AXIS)[0], parts.arrays
+        )
+    grads = [grad.astype(param.dtype) for grad, param in zip(result.grads, params, strict=True)]
+    grads_finite, new_scaling = jnp.array(True), options.scaling
+    if options.use_mixed_precision:
+        grads_finite = all_finite(grads if checked is None else checked, axes or None)
+        new_scaling = options.scaling.adjust(grads_finite)
+    updates, model_state = result.state
+    aux = options.model_state.join(model_state, result.aux)
+    value = (result.value, aux) if options.has_aux else result.value
+    return ValueAndGradients(value, new_scaling, grads_finite, merge(grads, others=None)), updates
+
+
+class _Call(NamedTuple):
+    """One call of a gradient function.
+
+    Attributes:
+        options: what the function was made with.
+        precision: what it does by its policy.
+        pure: the function to differentiate.
+        merge: puts parameters back into the first argument.
+        kwargs: the keyword arguments.
+    """
+
+    options: Options
+    precision: Precision
+    pure: Pure
+    merge: Callable[..., PyTree]
+    kwargs: dict[str, Any]
+
+    def mean(
+        self,
+        params: list[jax.Array],
+        state: list[Any],
+        args: tuple[PyTree, ...],
+        axis_name: AxisName | None,
+    ) -> tuple[Backward, list[jax.Array] | None, tuple[Hashable, ...]]:
+        """Returns the mean value and gradients over micro-batches and over an axis.
+
+        Returns:
+            The mean; arrays that are finite if all gradients are and cost less to check, or None;
+            and the axes along which devices still have to agree on that.
+        """
+        options, precision = self.options, self.precision
+        shards = _Shards(self.merge(params), options.sharded, axis_name)
+        params = vary(params, shards.axes)
+        with precision.products():  # around all: a custom_vjp is traced backward, too
+            if options.microbatches == 1:
+                backward = self.run(params, state, args, shards)
+            else:
+                backward = self.accumulate(params, state, args, shards)
+        value, grads = unscaled_mean(
+            backward.value,
+            backward.grads,
+            options.scale,
+            axis_name,
+            precision.reduce_dtype,
+            shards.found,
+        )
+        mean = backward._replace(value=value, grads=grads)
+        if axis_name is not None:
+            return mean, None, shards.disagreeing(grads, value)
+        # Unscaling by 1 or more keeps finite gradients finite, and scaled ones are there already.
+        return mean, backward.grads if is_at_least_1(options.scaling) else None, ()
+
+    def accumulate(
+        self, params: list[jax.Array], state: list[Any], args: tuple[PyTree, ...], shards: "_Shards"
+    ) -> Backward:
+        """Runs all micro-batches of a batch, each from the state that the one before it left."""
+        model_state = self.options.model_state
+        parts = self.options.batch.split(args, self.options.microbatches, MICROBATCHES)
+
+        def run(states: tuple[list[Any], PyTree], arrays: Sequence[jax.Array]) -> Backward:
+            inputs = model_state.put(parts.merge(arrays), states[1])
+            one = self.run(params, states[0], inputs, shards)
+            updates, new = one.state
+            return one._replace(state=(self.pure.advance(states[0], updates), new))
+
+        before = (state, model_state.get(args))
+        total = accumulate(run, before, parts.arrays, params)
+        return total._replace(state=(self.pure.updates_of(total.state[0]), total.state[1]))
+
+    def run(
+        self, params: list[jax.Array], state: list[Any], args: tuple[PyTree, ...], shards: "_Shards"
+    ) -> Backward:
+        """Runs one forward and backward pass."""
+        options, precision = self.options, self.precision
+        cast = options.uncast.exempt(sparing(precision.cast))
+        old = options.model_state.get(args)
+
+        def scaled_loss(params: list[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
+            model = self.merge(params)
+            inputs, keywords = cast((model, *args[1:]), self.kwargs)
+            with casts_checked(precision, options.func, model, inputs[0]):
+                result, updates = self.pure(state, *inputs, **keywords)
+            value, aux = _loss_and_aux(result, options.has_aux)
+            new, aux = options.model_state.split(aux, old)
+            value = shards.of_each_device(options.to_float32(value))
+            return options.scale.scale(value), (value, aux, (updates, new))
+
+        run = shards.find(scaled_loss, params)
+        run = warning_of_convolutions(run, params, precision.matmul)
+        (_, (value, aux, states)), scaled = jax.value_and_grad(run, has_aux=True)(params)
+        return Backward(value, aux, states, [options.to_float32(grad) for grad in scaled])
+
+
+class _Shards:
+    """Which parameters are shards, as far as it is known: `found` is set by the first pass.
+
+    Args:
+        model: the first argument.
+        mask: what the user says.
+        axis_name: the name (or names) of the mapped axis, or None.
+    """
+
+    def __init__(self, model: PyTree, mask: PyTree, axis_name: AxisName | None) -> None:
+        self.axes: tuple[Hashable, ...] = ()
+        self.found: list[Axes] = []
+        if axis_name is None:
+            return
+        check_axis(axis_name)
+        self.axes = axis_names(axis_name)
+        self.loss_varies_over: Axes = frozenset()
+        varying = [varying_axes(leaf) for leaf in jax.tree.leaves(model) if is_inexact_array(leaf)]
+        self.parameters = Parameters(paths_of(model), varying, read_mask(mask, model))
+
+    def of_each_device(self, value: jax.Array) -> jax.Array:
+        """Returns a loss as one of each device, also where it is the same on all.
+
+        The gradients are averaged, so that each device has to differentiate a loss of its own. The
+        gradient of a common loss is only this device's part of it.
+        """
+        self.loss_varies_over = varying_axes(value)
+        return vary([value], self.axes)[0]
+
+    def find(
+        self, run: Callable[[list[jax.Array]], Any], params: list[jax.Array]
+    ) -> Callable[[list[jax.Array]], Any]:
+        """Returns a pass that does the same, after it has found which parameters are shards."""
+        if not self.axes:
+            return run
+        run, gathers = find_gathers(run, params, self.axes)
+        self.found = self.parameters.find_shards(gathers, self.loss_varies_over, self.axes)
+        return run
+
+    def disagreeing(self, grads: list[jax.Array], value: jax.Array) -> tuple[Hashable, ...]:
+        """Returns the axes along which devices share a loss, but not their gradients."""
+        over = frozenset[Hashable]().union(*self.found, *map(varying_axes, grads))
+        return tuple(sorted(over - varying_axes(value), key=str))
+
+
+def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+    """Splits the result of the user's function, and checks that its loss is a floating scalar."""
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            f"Expected the function to return (loss, aux), as has_aux=True says, got {result!r}: "
+            "return a pair, or leave has_aux out."
+        )
+    loss: Any
+    loss, aux = result if has_aux else (result, None)
+    if isinstance(loss, float) or (is_array(loss) and is_floating(loss) and loss.ndim == 0):
+        return jnp.asarray(loss), aux
+    got = f"{loss.dtype}{list(loss.shape)}" if is_array(loss) else repr(loss)
+    raise TypeError(
+        f"Expected the function to return a floating scalar as its loss, got {got}: reduce it, for "
+        "example with jnp.mean, and return anything else through has_aux=True."
+    )
