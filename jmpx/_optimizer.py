@@ -72,14 +72,14 @@ def skip_nonfinite(
     `skip_nonfinite(optax.MultiSteps(optimizer, n))`, which skips one micro-step. Unlike
     `optax.apply_if_finite` it never applies a non-finite update, however many it has skipped.
 
-    A run that diverged skips every step from then on. `jmpx.check_progress` tells, on the host and
-    in every process alike, and adds nothing to the program: prefer it where the loop belongs to
-    you. `max_consecutive_skips` is for loops that do not, such as a `lax.scan` over the steps: a
-    callback in the compiled program raises, with three more operations and a `lax.cond` a step. The
-    error reaches Python when the program is next waited for, as a `jax.errors.JaxRuntimeError` whose
-    text holds ours, and the results of that step are lost. Such a program cannot be exported by
-    `jax.export`, and JAX before 0.12 does not keep it in its persistent compilation cache. On
-    several processes under `jax.jit` it raises in one of them alone.
+    A run that diverged skips every step from then on. Where the loop is Python's,
+    `jmpx.check_progress` tells: it adds nothing to the program, and raises in every process.
+    `max_consecutive_skips` is for other loops, such as a `lax.scan` over the steps: a callback
+    raises from inside of the compiled program, for one comparison and one `lax.cond` a step. Python
+    sees the error when it next waits for the program: a `jax.errors.JaxRuntimeError`, whose text
+    ends with ours, and the results of the program are lost. Under `jax.jit` on several processes,
+    one of them raises, and the others fail once it has ended. `jax.export` refuses such a program,
+    and JAX before 0.12 leaves it out of the persistent compilation cache.
 
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`.
@@ -125,7 +125,7 @@ def skip_nonfinite(
             "optax.adam(1e-3)."
         )
     if max_consecutive_skips is not None:
-        check_limit(max_consecutive_skips, "max_consecutive_skips")
+        max_consecutive_skips = check_limit(max_consecutive_skips, "max_consecutive_skips")
     if isinstance(optimizer, optax.MultiSteps):  # It takes extra arguments, and does not say so.
         multi_steps: Any = optimizer
         optimizer = optax.GradientTransformationExtraArgs(multi_steps.init, multi_steps.update)
@@ -304,7 +304,7 @@ def optimizer_update(
     stepped, new_state = take_or_keep(grads_finite, take, keep, skip_by)
     if counts:
         given = {**extra_args, "grads_finite": grads_finite}
-        by_update = lambda: optimizer.update(grads, old_state, params, **given)[1]  # noqa: E731
+        by_update: Any = lambda: optimizer.update(grads, old_state, params, **given)[1]  # noqa: E731
         new_state = _count_skip(optimizer, old_state, new_state, grads_finite, by_update)
     merge = lambda new, old: old if new is None else new  # noqa: E731
     return put_back(jax.tree.map(merge, stepped, before, is_leaf=is_none)), new_state

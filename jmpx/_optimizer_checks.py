@@ -12,9 +12,9 @@ import numpy as np
 from jmpx._leaves import PyTree, is_array, is_floating, is_none, is_view
 from jmpx._messages import describe
 
-
-MAX_CONSECUTIVE_SKIPS = 50  # From 2**126, the highest scale, to 2**76; from 2**24 to its floor of 1.
-_LARGEST_COUNT = 2**31 - 1  # an int32
+LARGEST_COUNT = 2**31 - 1  # an int32
+# By then a scale of 2**24 has been at its floor of 1 for half of the time.
+MAX_CONSECUTIVE_SKIPS = 50
 _ORDER = "the arguments are (model, optimizer, optimizer_state, grads, grads_finite)"
 
 
@@ -39,7 +39,7 @@ def check_limit(limit: object, name: str) -> int:
             f"Expected {name} to be a whole number of steps, got {describe(limit)}: give for "
             f"example {MAX_CONSECUTIVE_SKIPS}."
         )
-    if not 1 <= limit <= _LARGEST_COUNT:
+    if not 1 <= limit <= LARGEST_COUNT:
         raise ValueError(
             f"Expected {name} to be between 1 and 2**31 - 1 steps, got {limit}: give for example "
             f"{MAX_CONSECUTIVE_SKIPS}."

@@ -12,9 +12,8 @@ from jmpx._leaves import PyTree, is_array, is_floating, is_inexact_array, is_tra
 from jmpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from jmpx._loss_scale_numbers import format_number, shortest
 from jmpx._messages import describe
-from jmpx._optimizer_checks import MAX_CONSECUTIVE_SKIPS, check_limit
+from jmpx._optimizer_checks import LARGEST_COUNT, MAX_CONSECUTIVE_SKIPS, check_limit
 
-_LARGEST_COUNT = 2**31 - 1  # an int32
 _NAMED_LEAVES = 3  # in a message
 
 
@@ -78,9 +77,9 @@ def _count(leaf: Any) -> NonfiniteCounts:
 
 
 def _sum(flags: jax.Array) -> jax.Array:
-    if flags.size <= _LARGEST_COUNT:
+    if flags.size <= LARGEST_COUNT:
         return flags.sum(dtype=jnp.int32)
-    return jnp.minimum(flags.sum(dtype=jnp.float32), _LARGEST_COUNT - 127).astype(jnp.int32)
+    return jnp.minimum(flags.sum(dtype=jnp.float32), LARGEST_COUNT - 127).astype(jnp.int32)
 
 
 def check_progress(
@@ -114,7 +113,7 @@ def check_progress(
         FloatingPointError: if more steps than `max_consecutive` were skipped in a row. It tells how
             many, the loss scale, and whether it can still fall.
         TypeError: if `opt_state` holds no state of `skip_nonfinite`, `loss_scale` is not a loss
-            scale, a value is traced, as under `jax.jit`, or `max_consecutive` is not a whole number.
+            scale, a value is traced, as under `jax.jit`, or `max_consecutive` is no whole number.
         ValueError: if `max_consecutive` is less than 1.
 
     Example:
@@ -143,7 +142,8 @@ def raise_if_stuck(
     opt_state: PyTree, loss_scale: LossScale, grads: PyTree, limit: int, source: str
 ) -> None:
     """Does what `check_progress` does, for a limit that the error calls by `source`."""
-    if not all(hasattr(loss_scale, name) for name in ("scale", "unscale", "adjust")):
+    has_methods = all(hasattr(loss_scale, name) for name in ("scale", "unscale", "adjust"))
+    if isinstance(loss_scale, type) or not has_methods:
         raise TypeError(
             "Expected a loss scale as the second argument of jmpx.check_progress, got "
             f"{describe(loss_scale)}: pass the one of the step, or jmpx.NoOpLossScale()."
@@ -181,7 +181,9 @@ def _counters(opt_state: PyTree) -> list[Any]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         names = [getattr(key, "name", getattr(key, "key", None)) for key in path[-2:]]
         is_count = is_array(leaf) or isinstance(leaf, int)
-        if is_count and "consecutive_skipped" in names:  # an `nnx.Variable` has its value under a key of its own
+        if (
+            is_count and "consecutive_skipped" in names
+        ):  # an `nnx.Variable` has its value under a key of its own
             found.append(leaf)
     return found
 
@@ -202,12 +204,13 @@ def _parts(array: Any) -> list[Any]:
 
 def _about(loss_scale: LossScale) -> tuple[str, str]:
     """Returns what a message says of a loss scale, and the remedy."""
-    remedy = "lower the learning rate, or look for the cause in the data and by jmpx.nonfinite(grads)"
+    cause = "look for the cause in the data and by jmpx.nonfinite(grads)"
+    remedy = f"lower the learning rate, or {cause}"
     if isinstance(loss_scale, NoOpLossScale):
         return "without a loss scale", remedy
     if isinstance(loss_scale, StaticLossScale):
         text = format_number(shortest(loss_scale.loss_scale))
-        return f"with the static loss scale {text}", f"lower the scale, {remedy}"
+        return f"with the static loss scale {text}", f"lower it or the learning rate, or {cause}"
     if not isinstance(loss_scale, DynamicLossScale):
         return f"with a {type(loss_scale).__name__}", remedy
     scale, floor = (
@@ -218,7 +221,7 @@ def _about(loss_scale: LossScale) -> tuple[str, str]:
         return f"with the loss scale at its floor of {text}", remedy
     return (
         f"with the loss scale at {format_number(shortest(scale))}, above its floor of {text}",
-        "begin with a smaller scale, or allow more steps if it still falls",
+        "begin with a smaller scale, or allow more steps in a row",
     )
 
 
@@ -237,6 +240,9 @@ def _named(grads: PyTree) -> str:
         if what:
             bad.append(f"grads{path} ({', '.join(what)})")
     if not bad:
-        return ", while the given gradients are finite"
+        leaves = jax.tree.leaves(grads)
+        whole = all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves)
+        part = "the given gradients are" if whole else "this process's part of the gradients is"
+        return f", while {part} finite"
     named, more = ", ".join(bad[:_NAMED_LEAVES]), len(bad) - _NAMED_LEAVES
     return f", and infinities or NaN in {named}" + (f" and {more} more" if more > 0 else "")
