@@ -1,5 +1,6 @@
 """Whether training makes progress: which gradients are not finite, and for how long none were."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -177,15 +178,18 @@ def _counters(opt_state: PyTree) -> list[Any]:
     They are found by their name, because a checkpoint and an `nnx.State` hold dicts in place of a
     `SkipNonfiniteState`.
     """
-    found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
-        names = [getattr(key, "name", getattr(key, "key", None)) for key in path[-2:]]
-        is_count = is_array(leaf) or isinstance(leaf, int)
-        if (
-            is_count and "consecutive_skipped" in names
-        ):  # an `nnx.Variable` has its value under a key of its own
-            found.append(leaf)
-    return found
+    found: list[Any] = []
+
+    def visit(node: Any) -> bool:  # With all leaves and paths it would take longer.
+        if isinstance(node, tuple):
+            found.append(getattr(node, "consecutive_skipped", None))
+        elif not is_array(node) and isinstance(node, Mapping):
+            found.append(node.get("consecutive_skipped"))
+        return False
+
+    jax.tree.leaves(opt_state, is_leaf=visit)
+    counts = jax.tree.leaves(found)  # without None; a variable of NNX becomes its array
+    return [count for count in counts if is_array(count) or isinstance(count, int)]
 
 
 def _read(array: Any) -> np.ndarray:

@@ -185,7 +185,8 @@ def pmapped(step):
 
 def remat(step):
     def loss(rate, params, state, grads, finite):
-        new, _ = jax.checkpoint(step)(params, state, jax.tree.map(lambda g: g * rate, grads), finite)
+        grads = jax.tree.map(lambda g: g * rate, grads)
+        new, _ = jax.checkpoint(step)(params, state, grads, finite)
         return new["w"].sum()
     run = jax.jit(jax.grad(loss))
     return lambda *args: run(1.0, *args)
