@@ -95,8 +95,8 @@ def check_progress(
     it waits for one number of the state, reads the loss scale only for its error, and adds nothing
     to the compiled step. Where waiting for every step is too much, call it every hundredth.
 
-    Every process of a program raises at the same step, because it reads a number that all of them
-    have. `skip_nonfinite(max_consecutive_skips=)` raises from inside of the compiled program, for
+    Every process of a program raises at the same step, where all of them have the state, as in data
+    parallelism. `skip_nonfinite(max_consecutive_skips=)` raises from inside of the compiled program, for
     loops that the program itself runs.
 
     Args:

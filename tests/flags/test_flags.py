@@ -1,3 +1,6 @@
+# Optax types states as pytrees of arrays, which have no fields.
+# pyright: reportAttributeAccessIssue=false
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -152,7 +155,7 @@ def test_importing_registers_nothing():
 
 def test_the_scale_of_the_flags_is_float32():
     mp, _ = define("--mp_policy=f16", "--mp_scale_value=1e10")
-    assert mp.loss_scale().loss_scale.dtype == np.float32  # pyright: ignore[reportAttributeAccessIssue]
+    assert mp.loss_scale().loss_scale.dtype == np.float32
 
 
 # --mp_max_skips

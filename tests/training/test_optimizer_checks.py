@@ -2,6 +2,7 @@
 
 # Optax types states, updates and parameters as pytrees of arrays, which have no fields and no None.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportIndexIssue=false
 
 import warnings
 
