@@ -96,8 +96,8 @@ def check_progress(
     to the compiled step. Where waiting for every step is too much, call it every hundredth.
 
     Every process of a program raises at the same step, where all of them have the state, as in data
-    parallelism. `skip_nonfinite(max_consecutive_skips=)` raises from inside of the compiled program, for
-    loops that the program itself runs.
+    parallelism. `skip_nonfinite(max_consecutive_skips=)` raises from inside of the compiled
+    program, for loops that the program itself runs.
 
     Args:
         opt_state: the state of an optimizer of `skip_nonfinite`, or any pytree that holds one or
