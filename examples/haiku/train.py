@@ -10,6 +10,7 @@ The 1,797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloade
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,6 +193,14 @@ def make_accuracy(network: hk.TransformedWithState) -> Any:
     return accuracy
 
 
+def end_if_diverged(state: TrainState) -> None:
+    """Ends the program with one line where --mp_max_skips says that training has diverged."""
+    try:
+        MP.check_progress(state.opt_state, state.loss_scale)
+    except FloatingPointError as error:
+        sys.exit(f"Training diverged. {error}")
+
+
 def train(history: History) -> None:
     """Trains as the flags say, and prints a line an epoch."""
     train_data, test_data = load_digits()
@@ -216,6 +225,7 @@ def train(history: History) -> None:
                     history.skipped.append(len(history.losses))
                 history.losses.append(float(loss))
                 history.seconds.append(time.perf_counter() - start)
+                end_if_diverged(state)
                 progress.update()
             history.accuracies.append(float(accuracy(state, test_data)))
             progress.write(

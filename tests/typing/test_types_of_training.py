@@ -160,6 +160,21 @@ def test_a_train_step(x: jax.Array) -> None:
     assert state.optimizer_state.total_skipped == 0
 
 
+def test_progress(x: jax.Array) -> None:
+    optimizer = jmpx.skip_nonfinite(optax.sgd(0.5), skip_by="cond", max_consecutive_skips=9)
+    params = make_params()
+    state = optimizer.init(params)
+    jmpx.check_progress(state, jmpx.NoOpLossScale())
+    jmpx.check_progress((state, state), jmpx.DynamicLossScale(8.0), params, max_consecutive=7)
+    with pytest.raises(TypeError):
+        jmpx.check_progress(state)  # pyright: ignore[reportCallIssue]
+    counts = jmpx.nonfinite(params)
+    assert_type(counts, dict[str, jmpx.NonfiniteCounts])
+    for count in counts.values():
+        assert_type(count.inf, jax.Array)
+        assert_type(count.nan, jax.Array)
+
+
 def test_an_update_keeps_the_types_of_model_and_state() -> None:
     optimizer, params = optax.sgd(0.5), {"w": ones(3)}
     state = (optax.EmptyState(), optax.EmptyState())
