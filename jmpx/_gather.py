@@ -163,7 +163,8 @@ def _gather_leaf(
     if reduce_dtype is None:
         reduce_dtype = jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype
     check_enabled(reduce_dtype)
-    way = _Way(names, axis, jnp.dtype(reduce_dtype))
+    over = tuple(equal_along) if axis is None else names
+    way = _Way(over, axis, jnp.dtype(reduce_dtype))
     return _with_wide_sum(jnp.asarray(leaf), jnp.asarray(cast), way)
 
 
@@ -186,7 +187,7 @@ class _Way(NamedTuple):
     """How a leaf comes to all devices, and its gradient back.
 
     Attributes:
-        names: the names of the mapped axis.
+        names: the names of the mapped axis; for a whole leaf, of those along which it is equal.
         axis: the axis of its shape along which it is split; None if each device has all of it.
         reduce_dtype: the dtype in which its gradient is summed.
     """
@@ -197,14 +198,12 @@ class _Way(NamedTuple):
 
 
 def _spread(array: jax.Array, names: tuple[Hashable, ...], axis: int | None) -> jax.Array:
-    """Gathers an array; a whole one becomes one that may differ between the devices.
-
-    JAX then sums the gradient of a whole array right here. It would do so for each operand of the
-    selection that is the array, so that one is zeros; the selection compiles to nothing.
-    """
+    """Gathers an array; a whole one becomes one that varies, so that JAX sums its gradient here."""
     if axis is None:
-        here = jax.lax.axis_index(names) >= 0
-        return jax.lax.select(here, array, jnp.zeros_like(array))
+        lax: Any = jax.lax
+        if hasattr(lax, "pcast"):
+            return lax.pcast(array, names, to="varying")
+        return lax.pvary(array, names)  # JAX 0.7
     return jax.lax.all_gather(array, names, axis=axis, tiled=True)
 
 
