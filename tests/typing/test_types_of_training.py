@@ -129,6 +129,16 @@ def test_a_policy_map_casts_inside(x: jax.Array) -> None:
     assert_type(value_and_grad(make_params(), x).value, jax.Array)
 
 
+def test_sharded_parameters_keep_their_type() -> None:
+    def gathered(params: Params) -> Params:
+        whole = jmpx.gather(params, "data", "c=bf16", axis=None)
+        assert_type(whole, Params)
+        assert_type(jmpx.gather({"w": ones(3)}, ("data",), "c=f16,r=f32"), dict[str, jax.Array])
+        return whole
+
+    jax.vmap(gathered, axis_name="data", axis_size=2, in_axes=None)(make_params())
+
+
 class State(NamedTuple):
     params: Params
     optimizer_state: optax.OptState
