@@ -1,6 +1,7 @@
 """Checkpoints of a training on many devices, by Orbax: whole or not at all, and of this model."""
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,15 +43,15 @@ class Checkpoints:
 
     def __init__(self, directory: str, run: dict[str, Any]):
         self.run = run
+        path = Path(directory).absolute()
         try:
-            self.manager = ocp.CheckpointManager(
-                Path(directory).absolute(),
-                options=ocp.CheckpointManagerOptions(
-                    max_to_keep=KEPT, cleanup_tmp_directories=True
-                ),
-            )
+            path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             sys.exit(f"--checkpoint_dir={directory} cannot be used: {error}")
+        if not os.access(path, os.W_OK):
+            sys.exit(f"--checkpoint_dir={directory} must be a directory that can be written to")
+        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True)
+        self.manager = ocp.CheckpointManager(path, options=options)
 
     def save(self, number: int, tree: Any) -> None:
         """Begins to save global arrays, and returns when they may change."""

@@ -6,6 +6,7 @@ all end. On a cluster, the cluster's launcher does this.
 """
 
 import contextlib
+import functools
 import os
 import queue
 import signal
@@ -15,14 +16,17 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator
-from typing import IO, Any
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, TypeAlias
 
 REFUSED = 2  # the exit status of a process that said in one sentence why it does not go on
 PLACE = "JMPX_EXAMPLE_PLACE"  # the environment variable that tells a process who it is
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_TO_REFUSE = 10
 LAST_LINES = 20
+
+# The number of a process and its exit status; or None and the signal that is to end the launcher.
+Events: TypeAlias = "queue.SimpleQueue[tuple[int | None, int]]"
 
 
 def is_launched() -> bool:
@@ -43,22 +47,23 @@ def launch(count: int, devices: int, advice: str) -> int:
     Returns:
         The exit status: 0 if all processes ended with 0.
     """
-    events: queue.SimpleQueue[tuple[int | None, int]] = queue.SimpleQueue()
+    events: Events = queue.SimpleQueue()
     for number in ENDINGS:
-        signal.signal(number, lambda number, _: events.put((None, number)))
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, lambda number, _: events.put((None, number)))
     address = f"127.0.0.1:{free_port()}"
     processes: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(count)]
         stack.callback(end, processes)
         for index, log in enumerate(logs):
-            process = start(f"{address} {count} {index} {devices}", log if index else None)
-            processes.append(process)
-            waiter = lambda index=index, process=process: events.put((index, process.wait()))  # noqa: E731
-            threading.Thread(target=waiter, daemon=True).start()
+            processes.append(start(f"{address} {count} {index} {devices}", log if index else None))
+            await_end = functools.partial(wait_for, processes[index], index, events)
+            threading.Thread(target=await_end, daemon=True).start()
         for _ in range(count):
             index, status = events.get()
             if index is None:
+                end(processes)
                 name = signal.Signals(status).name
                 say(f"{name} has ended the launcher and its {count} processes. {advice}")
                 return 128 + status
@@ -93,6 +98,10 @@ def start(place: str, log: IO[str] | None) -> subprocess.Popen[bytes]:
     )
 
 
+def wait_for(process: subprocess.Popen[bytes], index: int, events: Events) -> None:
+    events.put((index, process.wait()))
+
+
 def end(processes: list[subprocess.Popen[bytes]]) -> None:
     """Ends processes at once: one that waits for a collective heeds no milder signal."""
     for process in processes:
@@ -103,7 +112,9 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
             process.stdin.close()
 
 
-def refuse_with(index: int, processes: list[subprocess.Popen[bytes]], logs: list[IO[str]]) -> int:
+def refuse_with(
+    index: int, processes: list[subprocess.Popen[bytes]], logs: Sequence[IO[str]]
+) -> int:
     """Ends all processes after one has refused; its sentence is seen, if need be from its log.
 
     What one refuses, all do, as a rule. Process 0 writes its sentence where it is seen.
@@ -116,8 +127,8 @@ def refuse_with(index: int, processes: list[subprocess.Popen[bytes]], logs: list
     return REFUSED
 
 
-def show(index: int, status: int, logs: list[IO[str]]) -> None:
-    """Writes the last lines of a process, unless they were seen or a signal from outside ended it."""
+def show(index: int, status: int, logs: Sequence[IO[str]]) -> None:
+    """Writes the last lines of a process that failed by itself and was not seen."""
     if index == 0 or status in (-signal.SIGKILL, -signal.SIGTERM):
         return
     logs[index].seek(0)
