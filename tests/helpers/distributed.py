@@ -1,15 +1,9 @@
-"""The example on many devices, with a small network and with faults that a test plants.
-
-Run as a script, it is `examples/haiku/train_distributed.py`. FAULTS, in the environment, is a JSON
-object: `{"nan": [step, example], "kill": [step, process], "raise": [step, process], "channels": 4,
-"log": folder}`. Each process writes a line a step into the folder: the step, the loss scale,
-whether the step was taken, and a digest for each of its devices.
-"""
+"""Runs the Haiku example on many devices, with a small network and with planted faults."""
 
 import importlib.util
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +13,7 @@ from typing import Any, NamedTuple
 from helpers import QUICK_XLA, ROOT, start_python
 
 FOLDER = ROOT / "examples" / "haiku"
-IMAGES = 48
+SCRIPT = ROOT / "tests" / "helpers" / "faults.py"
 
 
 class Step(NamedTuple):
@@ -44,7 +38,7 @@ def start_training(*arguments: str, cache: str = "", **faults: Any) -> subproces
     Args:
         *arguments: its flags.
         cache: a folder for what XLA has compiled.
-        **faults: as the first lines of this file say.
+        **faults: as `faults.py` says.
     """
     caching = {
         "JAX_COMPILATION_CACHE_DIR": cache,
@@ -52,7 +46,7 @@ def start_training(*arguments: str, cache: str = "", **faults: Any) -> subproces
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     return start_python(
-        *("-W", "error", __file__, "--mp_policy=16-mixed", "--batch_size=8", *arguments),
+        *("-W", "error", str(SCRIPT), "--mp_policy=16-mixed", "--batch_size=8", *arguments),
         xla_flags=QUICK_XLA,
         PYTHONPATH=os.pathsep.join([str(FOLDER), *sys.path]),  # also the jmpx of this process
         FAULTS=json.dumps(faults),
@@ -67,6 +61,12 @@ def read_log(folder: Path) -> dict[str, dict[int, Step]]:
         rows = map(json.loads, file.read_text().splitlines())
         logs[file.stem] = {row[0]: Step(row[1], row[2], tuple(row[3])) for row in rows}
     return logs
+
+
+def summed_dtypes(folder: Path) -> set[str]:
+    """Returns the dtypes in which the devices sum, as the lowered step of process 0 says."""
+    pattern = r'"stablehlo\.all_reduce"\(.*?\}\) : \(tensor<(?:[0-9x]+x)?(\w+)>'
+    return set(re.findall(pattern, (folder / "step.mlir").read_text(), re.DOTALL))
 
 
 def pids(folder: Path) -> list[int]:
@@ -89,59 +89,3 @@ def gone(process_ids: list[int], seconds: float = 20) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-def plant(faults: dict[str, Any]) -> Any:
-    """Makes the example small, and plants faults into it. Returns its module."""
-    import haiku as hk
-    import jax
-    import numpy as np
-    import train
-    import train_distributed
-    from checkpoints import digests
-
-    class ResNet(hk.Module):
-        def __call__(self, x: jax.Array, is_training: bool) -> jax.Array:
-            x = hk.Conv2D(faults.get("channels", 4), 3, 2, with_bias=False)(x)
-            x = jax.nn.relu(train.batch_norm()(x, is_training))
-            return hk.Linear(10)(x.mean(axis=(1, 2)))
-
-    def load_digits() -> tuple[train.Data, train.Data]:
-        rng = np.random.default_rng(0)
-        images, labels = rng.random((IMAGES, 8, 8, 1), np.float32), rng.integers(10, size=IMAGES)
-        return train.Data(images, labels), train.Data(images, labels)
-
-    if "log" in faults:
-        Path(faults["log"], f"{os.getpid()}.pid").write_text(str(os.getpid()))
-    batch_at, stop_if_diverged = train_distributed.batch_at, train_distributed.stop_if_diverged
-    positions = []
-
-    def batch_with_faults(data: train.Data, position: int) -> train.Data:
-        positions.append(position)
-        if faults.get("kill") == [position, jax.process_index()]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if faults.get("raise") == [position, jax.process_index()]:
-            raise ArithmeticError("planted")
-        batch = batch_at(data, position)
-        if (nan := faults.get("nan", [-1, 0]))[0] == position:
-            batch.images[nan[1]] = np.nan
-        return batch
-
-    def note(state: train.TrainState) -> None:
-        stop_if_diverged(state)
-        if "log" in faults:
-            scale, skips = state.loss_scale.loss_scale, state.opt_state
-            assert isinstance(skips, train.jmpx.SkipNonfiniteState)
-            row = [positions[-1], float(scale), bool(skips.grads_finite), digests(state)]
-            with open(f"{faults['log']}/{jax.process_index()}.jsonl", "a") as file:
-                print(json.dumps(row), file=file)
-
-    train.ResNet, train.load_digits = ResNet, load_digits
-    train_distributed.batch_at, train_distributed.stop_if_diverged = batch_with_faults, note
-    return train_distributed
-
-
-if __name__ == "__main__":
-    from absl import app
-
-    app.run(plant(json.loads(os.environ["FAULTS"])).main)
