@@ -16,7 +16,7 @@ KEPT = 3  # the newest checkpoints
 
 
 def describe(tree: Any) -> dict[str, str]:
-    """Returns the dtype and shape of each array by its path, such as `float32[3,3,1,16]`."""
+    """Returns the dtype and shape of each array by its path, such as `float32[16, 10]`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
 

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import IO, Any, TypeAlias
+from typing import IO, TypeAlias
 
 REFUSED = 2  # the exit status of a process that said in one sentence why it does not go on
 PLACE = "JMPX_EXAMPLE_PLACE"  # the environment variable that tells a process who it is
@@ -200,11 +200,10 @@ def ending_at_once() -> Iterator[None]:
 
 def report(error: BaseException) -> int:
     """Writes what ended the process, and returns its exit status."""
-    code: Any = error.code if isinstance(error, SystemExit) else None
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-        return REFUSED
-    if isinstance(code, int):
-        return code
-    traceback.print_exc()
-    return 1
+    if not isinstance(error, SystemExit):
+        traceback.print_exc()
+        return 1
+    if not isinstance(error.code, str):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return REFUSED
