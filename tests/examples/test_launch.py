@@ -15,6 +15,9 @@ import launch
 launch.SECONDS_TO_REFUSE = 1
 folder, *deeds = sys.argv[1:]
 if not launch.is_launched():
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # A shell's background jobs ignore SIGINT.
+        ignored = name in os.environ.get("IGNORED", "")
+        signal.signal(getattr(signal, name), signal.SIG_IGN if ignored else signal.SIG_DFL)
     sys.exit(launch.launch(len(deeds), 1, "Go on."))
 launch.follow_launcher()
 number = int(os.environ[launch.PLACE].split()[2])
@@ -37,9 +40,9 @@ def start(tmp_path):
     """Starts a launcher, whose processes do as they are told."""
     started = []
 
-    def start_launcher(*deeds):
+    def start_launcher(*deeds, **environment):
         command = ("-W", "error", "-c", PROGRAM, str(tmp_path), *deeds)
-        started.append(start_python(*command, PYTHONPATH=str(FOLDER)))
+        started.append(start_python(*command, PYTHONPATH=str(FOLDER), **environment))
         return started[-1]
 
     yield start_launcher
@@ -99,13 +102,18 @@ def test_a_refusal_is_one_sentence(start, tmp_path, alone):
     assert result.stderr == f"{label}The flags do not fit.\n" and result.stdout == ""
 
 
+def wait_for_all(folder, count):
+    """Waits until all processes run, and returns their ids."""
+    while len(pids(folder)) < count:
+        time.sleep(0.01)
+    assert all(map(is_running, pids(folder)))
+    return pids(folder)
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 def test_a_signal_to_the_launcher_ends_all(start, tmp_path, name):
     launcher = start(DEAF, DEAF)
-    while len(pids(tmp_path)) < 2:
-        time.sleep(0.01)
-    running = pids(tmp_path)
-    assert all(map(is_running, running))
+    running = wait_for_all(tmp_path, 2)
     os.kill(launcher.pid, signal.Signals[name])
     result = finish(launcher)
     assert gone(running)
@@ -113,3 +121,11 @@ def test_a_signal_to_the_launcher_ends_all(start, tmp_path, name):
         return
     assert result.returncode == 128 + signal.Signals[name]
     assert result.stderr == f"\n{name} has ended the launcher and its 2 processes. Go on.\n"
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored(start, tmp_path):
+    launcher = start("time.sleep(0.5); print('done')", IGNORED="SIGHUP")
+    wait_for_all(tmp_path, 1)
+    launcher.send_signal(signal.SIGHUP)
+    result = finish(launcher)
+    assert (result.returncode, result.stdout) == (0, "done\n")
