@@ -160,14 +160,21 @@ def make_optimizer(steps: int, skip_nonfinite: bool) -> optax.GradientTransforma
     return jmpx.skip_nonfinite(optimizer) if skip_nonfinite else optimizer
 
 
-def make_step(network: hk.TransformedWithState, optimizer: Any) -> Any:
-    """Returns the jitted train step: `(state, batch) -> (state, loss, grads_finite)`."""
+def make_loss(network: hk.TransformedWithState) -> Any:
+    """Returns the loss of a batch: `(params, model_state, batch) -> (loss, model_state)`."""
 
     def loss_fn(params: Any, model_state: Any, batch: Data) -> tuple[jax.Array, Any]:
         logits, model_state = network.apply(params, model_state, None, batch.images, True)
         logits = jmpx.cast_to_float32(logits)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
         return loss, model_state
+
+    return loss_fn
+
+
+def make_step(network: hk.TransformedWithState, optimizer: Any) -> Any:
+    """Returns the jitted train step: `(state, batch) -> (state, loss, grads_finite)`."""
+    loss_fn = make_loss(network)
 
     @jax.jit
     def step(state: TrainState, batch: Data) -> tuple[TrainState, jax.Array, jax.Array]:

@@ -81,12 +81,7 @@ def make_step(
     network: hk.TransformedWithState, optimizer: Any, steps_per_epoch: int, mesh: Mesh
 ) -> Callable[[Progress, train.Data], tuple[Progress, jax.Array, jax.Array]]:
     """Returns the jitted train step: `(progress, batch) -> (progress, loss, grads_finite)`."""
-
-    def loss_fn(params: Any, model_state: Any, batch: train.Data) -> tuple[jax.Array, Any]:
-        logits, model_state = network.apply(params, model_state, None, batch.images, True)
-        logits = jmpx.cast_to_float32(logits)
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
-        return loss, model_state
+    loss_fn = train.make_loss(network)
 
     @jax.jit
     @functools.partial(
@@ -139,11 +134,6 @@ def distribute(batch: train.Data, mesh: Mesh) -> Any:
     return jax.tree.map(
         lambda x: jax.make_array_from_callback(x.shape, sharding, lambda part: x[part]), batch
     )
-
-
-def stop_if_diverged(state: train.TrainState) -> None:
-    """Is called after each step, with a state that is the same on all devices."""
-    # jmpx.check_progress(state.opt_state, state.loss_scale, max_consecutive=...) goes here.
 
 
 def say(line: str) -> None:
@@ -217,7 +207,7 @@ def run() -> None:
             start = time.perf_counter()
             batch = distribute(batch_at(train_data, position), mesh)
             progress, _, _ = jax.block_until_ready(step(progress, batch))
-            stop_if_diverged(progress.state)
+            train.end_if_diverged(progress.state)
             seconds.append(time.perf_counter() - start)
             bar.update()
             done = position + 1
