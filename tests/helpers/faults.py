@@ -32,7 +32,7 @@ IMAGES = 48
 train: Any = importlib.import_module("train")
 train_distributed: Any = importlib.import_module("train_distributed")
 make_step, batch_at = train_distributed.make_step, train_distributed.batch_at
-stop_if_diverged = train_distributed.stop_if_diverged
+end_if_diverged = train.end_if_diverged
 position = 0
 
 
@@ -79,7 +79,7 @@ def make_noted_step(*arguments: Any) -> Any:
 
 
 def note(state: Any) -> None:
-    stop_if_diverged(state)
+    end_if_diverged(state)
     scale, was_taken = float(state.loss_scale.loss_scale), bool(state.opt_state.grads_finite)
     row = [position, scale, was_taken, train_distributed.digests(state)]
     with open(f"{FAULTS['log']}/{jax.process_index()}.jsonl", "a") as file:
@@ -91,5 +91,5 @@ if __name__ == "__main__":
     train_distributed.batch_at = batch_with_faults
     if "log" in FAULTS:
         Path(FAULTS["log"], f"{os.getpid()}.pid").write_text(str(os.getpid()))
-        train_distributed.make_step, train_distributed.stop_if_diverged = make_noted_step, note
+        train_distributed.make_step, train.end_if_diverged = make_noted_step, note
     app.run(train_distributed.main)
