@@ -86,7 +86,8 @@ def _mark(module: Module) -> str:
     """Returns the mark of a module, always the same one."""
     if module not in _marks:
         mark = f"{_MARK}{next(_count)}"
-        _modules[_marks.setdefault(module, mark)] = module
+        _modules[mark] = module  # before another thread can find the mark
+        _marks.setdefault(module, mark)
     return _marks[module]
 
 
