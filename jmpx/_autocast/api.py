@@ -309,6 +309,8 @@ def autocast(
     return wrapper
 
 
+_jaxpr.import_extend()  # now, because the first call is often inside of a trace
+
 _WRITE = "write jmpx.autocast(f, policy) or decorate the function with @jmpx.autocast(policy=...)"
 
 
