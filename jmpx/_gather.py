@@ -12,7 +12,6 @@ from jmpx._axes import axis_names, check_axis, is_tracked, varying_axes
 from jmpx._casts import at_least_float32
 from jmpx._contexts import note_cast
 from jmpx._dtypes import DTypeLike, check_enabled
-from jmpx._gradient_arguments import make_varying
 from jmpx._leaves import Array, PyTree, is_floating, is_none, is_traceable
 from jmpx._messages import describe
 from jmpx._nnx_objects import sparing
@@ -196,9 +195,14 @@ class _Way(NamedTuple):
 
 
 def _spread(array: jax.Array, names: tuple[Hashable, ...], axis: int | None) -> jax.Array:
-    """Gathers an array, or makes a whole one such that JAX sums its gradient right here."""
+    """Gathers an array; a whole one becomes one that may differ between the devices.
+
+    JAX then sums the gradient of a whole array right here. It would do so for each operand of the
+    selection that is the array, so that one is zeros; the selection compiles to nothing.
+    """
     if axis is None:
-        return make_varying([array], names)[0]
+        here = jax.lax.axis_index(names) >= 0
+        return jax.lax.select(here, array, jnp.zeros_like(array))
     return jax.lax.all_gather(array, names, axis=axis, tiled=True)
 
 
