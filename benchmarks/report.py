@@ -162,8 +162,7 @@ def bars(found: list[Record]) -> Iterator[Row]:
         if record["library"] == "jmpx":
             measure = "milliseconds that `import jmpx` adds to `import jax`"
             yield Row(measure, record["over_jax_ms"], 10)
-    for name in FSDP:
-        yield from fsdp_bars(by_name.get(name, []))
+    yield from fsdp_bars(record for name in FSDP for record in by_name.get(name, []))
     yield from tpu_bars(by_name.get("tpu_steps", []), by_name.get("tpu_products", []))
 
 
@@ -174,7 +173,7 @@ FSDP = {  # what a device may send in a step, in MiB
 EXACT = {"batch_sharding, c=bf16": "all-reduce f32", "jmpx.gather, c=bf16": "reduce-scatter f32"}
 
 
-def fsdp_bars(found: list[Record]) -> Iterator[Row]:
+def fsdp_bars(found: Iterable[Record]) -> Iterator[Row]:
     for record in found:
         way, name = record["way"], record["benchmark"]
         if way in FSDP[name]:
