@@ -82,6 +82,6 @@ def vary(arrays: Sequence[jax.Array], axes: Iterable[Hashable]) -> list[jax.Arra
     for array in arrays:
         missing = tuple(name for name in tracked if name not in varying_axes(array))
         if missing and missing not in here:
-            here[missing] = jax.lax.axis_index(missing) >= 0
+            here[missing] = jax.lax.axis_index(missing if missing[1:] else missing[0]) >= 0
         varied.append(jax.lax.select(here[missing], array, array) if missing else array)
     return varied
