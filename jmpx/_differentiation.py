@@ -87,7 +87,7 @@ def differentiate(
         result, checked, axes = call.mean(params, state, args, options.axis_name)
     else:
         groups = Groups(options.batch_sharding)
-        parts = options.batch.split(args, groups.count, GROUPS)
+        parts = options.batch.split(args, groups.count, GROUPS, kwargs)
         result = groups.run(
             lambda arrays: call.mean(params, state, parts.merge(arrays), AXIS)[0], parts.arrays
         )
@@ -158,8 +158,9 @@ class _Call(NamedTuple):
         self, params: list[jax.Array], state: list[Any], args: tuple[PyTree, ...], shards: "_Shards"
     ) -> Backward:
         """Runs all micro-batches of a batch, each from the state that the one before it left."""
-        model_state = self.options.model_state
-        parts = self.options.batch.split(args, self.options.microbatches, MICROBATCHES)
+        options, model_state = self.options, self.options.model_state
+        keywords = self.kwargs if options.batch_sharding is None else None  # checked already
+        parts = options.batch.split(args, options.microbatches, MICROBATCHES, keywords)
 
         def run(states: tuple[list[Any], PyTree], arrays: Sequence[jax.Array]) -> Backward:
             inputs = model_state.put(parts.merge(arrays), states[1])
