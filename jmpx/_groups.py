@@ -121,6 +121,25 @@ class Groups:
         return Backward(value, rebuild[0](aux), rebuild[1](state), grads)
 
 
+def check_variables(new: Sequence[jax.Array], stored: Sequence[Any]) -> None:
+    """Refuses variables of an NNX module that hold something of each example.
+
+    Args:
+        new: the new arrays of one group.
+        stored: what each of them replaces; None for a new variable.
+
+    Raises:
+        ValueError: if one differs between groups, and does not replace an array of its shape.
+    """
+    for array, old in zip(new, stored, strict=True):
+        if getattr(old, "shape", None) != array.shape and _differs(array):
+            raise ValueError(
+                f"Cannot average {array.dtype}{list(array.shape)} in a variable of an NNX module "
+                "over the groups of batch_sharding, because it is new or of another shape than "
+                "before, as an activation of the examples is: return it by has_aux=True instead."
+            )
+
+
 def _mean(array: jax.Array) -> jax.Array:
     """Returns the mean of an array of model state over the groups, the same bits if it is equal."""
     if not _differs(array):
