@@ -183,7 +183,7 @@ def _check_keywords(keywords: Mapping[str, PyTree], examples: int, what: str) ->
     """
     for name, value in keywords.items():
         for leaf in jax.tree.leaves(value, is_leaf=is_whole):
-            if is_traceable(leaf) and leaf.ndim and leaf.shape[0] == examples:
+            if is_traceable(leaf) and leaf.shape[:1] == (examples,):
                 raise ValueError(
                     f"Cannot tell whether the keyword argument {name!r} holds examples, because "
                     f"{_describe(leaf)} in it has as many rows as the batch that is split into "

@@ -1,5 +1,7 @@
 """Gradients of groups of examples by `batch_sharding`, and the float64 gradients of the batch."""
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
@@ -20,13 +22,13 @@ def over(devices):
     return NamedSharding(make_mesh(devices), P("data"))
 
 
-def value_and_grad(loss=loss_fn, devices=8, scaling=None, **options):
+def value_and_grad(loss: Any = loss_fn, devices=8, scaling: Any = None, **options: Any) -> Any:
     options = {"policy": "c=f32", "batch_sharding": over(devices), **options}
     scaling = jmpx.NoOpLossScale() if scaling is None else scaling
     return jmpx.filter_value_and_grad(loss, scaling, **options)
 
 
-def jitted(*args, **options):
+def jitted(*args: Any, **options: Any) -> Any:
     """The same function under `jax.jit`, for results that are arrays."""
     grad_fn = value_and_grad(*args, **options)
     return jax.jit(lambda *args, **kwargs: grad_fn(*args, **kwargs))

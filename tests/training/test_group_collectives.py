@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
@@ -156,7 +157,7 @@ def by_hand(loss, policy):
         parts = jax.lax.with_sharding_constraint(
             parts, NamedSharding(make_mesh(8), P("data", free, free))
         )
-        mapped = jax.vmap(
+        mapped: Any = jax.vmap(
             lambda params, x: tuple(grad_fn(params, x)),
             in_axes=(None, 0),
             out_axes=None,

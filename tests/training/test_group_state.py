@@ -112,7 +112,7 @@ def test_statistics_and_random_streams_of_nnx(rng):
     for got, *parts in zip(*map(jax.tree.leaves, statistics), strict=True):
         np.testing.assert_allclose(got, mean(*parts), rtol=1e-5, atol=1e-7)
         assert got.dtype == jnp.float32
-    assert models[0].calls == 1 and models[0].dropout.rngs.count[...] == 1
+    assert models[0].calls == 1 and models[0].dropout.rngs.count[...] == 1  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @pytest.mark.parametrize("how", ["new", "another shape"])
@@ -123,7 +123,7 @@ def test_an_activation_in_a_variable_is_refused(how, rng):
 
     model, x = Net(nnx.Rngs(0)), normal(rng, EXAMPLES, 6)
     if how == "another shape":
-        model.last = nnx.Intermediate(jnp.zeros((EXAMPLES, 8)))
+        setattr(model, "last", nnx.Intermediate(jnp.zeros((EXAMPLES, 8))))  # noqa: B010
     with pytest.raises(ValueError, match="in a variable of an NNX module.*has_aux=True") as error:
         value_and_grad(loss)(model, x)
     assert "\n" not in str(error.value)
