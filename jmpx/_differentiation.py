@@ -186,6 +186,8 @@ class _Call(NamedTuple):
                 result, updates = self.pure(state, *inputs, **keywords)
             value, aux = _loss_and_aux(result, options.has_aux)
             new, aux = options.model_state.split(aux, old)
+            if options.microbatches > 1:
+                options.model_state.check(new, old)
             value = shards.of_each_device(options.to_float32(value))
             return options.scale.scale(value), (value, aux, (updates, new))
 
