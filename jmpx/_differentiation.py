@@ -159,6 +159,7 @@ class _Call(NamedTuple):
     ) -> Backward:
         """Runs all micro-batches of a batch, each from the state that the one before it left."""
         model_state = self.options.model_state
+        before = (state, model_state.get(args))
         parts = self.options.batch.split(args, self.options.microbatches, MICROBATCHES)
 
         def run(states: tuple[list[Any], PyTree], arrays: Sequence[jax.Array]) -> Backward:
@@ -167,7 +168,6 @@ class _Call(NamedTuple):
             updates, new = one.state
             return one._replace(state=(self.pure.advance(states[0], updates), new))
 
-        before = (state, model_state.get(args))
         total = accumulate(run, before, parts.arrays, params)
         return total._replace(state=(self.pure.updates_of(total.state[0]), total.state[1]))
 

@@ -41,7 +41,9 @@ def instructions(compiled, in_loops=False):
         if not found:
             continue
         bodies += re.findall(r" while\(.* body=%?([\w.-]+)", line)
-        calls = [] if found[1] == "fusion" else re.findall(r"(?:body|to_apply|calls)=%?([\w.-]+)", line)
+        calls = (
+            [] if found[1] == "fusion" else re.findall(r"(?:body|to_apply|calls)=%?([\w.-]+)", line)
+        )
         current.append((found[1], calls))
     pending, seen = bodies if in_loops else list(computations), set()
     while pending:
