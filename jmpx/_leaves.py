@@ -57,7 +57,7 @@ def is_traceable(leaf: object) -> TypeGuard[jax.Array | np.ndarray | np.number |
     )
 
 
-def can_replace(new: object, old: object) -> bool:
+def can_replace(new: Any, old: Any) -> bool:
     """Whether a loop that carries the leaf `old` can carry `new` next.
 
     An array may have other values, in its shape and dtype; any other leaf must be the same.

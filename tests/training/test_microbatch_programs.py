@@ -1,6 +1,7 @@
 """Micro-batches: what is traced, compiled and reduced over devices, and other transformations."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +16,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jmpx
 
 NO_SCALE = jmpx.NoOpLossScale()
+# Their options come from tables, whose types pyright does not follow.
+filter_grad: Any = jmpx.filter_grad
+filter_value_and_grad: Any = jmpx.filter_value_and_grad
 
 
 def gradients(**options):
-    return jmpx.filter_grad(loss_fn, jmpx.DynamicLossScale(2.0**10), policy="c=bf16", **options)
+    return filter_grad(loss_fn, jmpx.DynamicLossScale(2.0**10), policy="c=bf16", **options)
 
 
 def mesh(count):
     return Mesh(jax.devices()[:count], "data")
 
 
-def on_shards(func, count, *, vma=True, in_specs=(PartitionSpec(), PartitionSpec("data"))):
+def on_shards(func, count, *, vma=True):
     return jax.shard_map(
-        func, mesh=mesh(count), in_specs=in_specs, out_specs=PartitionSpec(), check_vma=vma
+        func,
+        mesh=mesh(count),
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec(),
+        check_vma=vma,
     )
 
 
@@ -52,7 +60,7 @@ def test_the_function_is_traced_once_and_no_longer_program_is_made_for_more(axis
         return loss_fn(params, x)
 
     for count in 2, 16:
-        grad_fn = jmpx.filter_grad(
+        grad_fn = filter_grad(
             loss, NO_SCALE, policy="c=bf16", microbatches=count, axis_name=axis_name
         )
         lowered = jax.jit(on_shards(grad_fn, 1) if axis_name else grad_fn).lower(
@@ -73,8 +81,9 @@ def test_memory_of_activations_is_that_of_one():
         return jnp.mean(x**2)
 
     def temporary(count):
-        grad_fn = jmpx.filter_grad(loss, NO_SCALE, policy="full", microbatches=count)
-        return jax.jit(grad_fn).lower(w, x).compile().memory_analysis().temp_size_in_bytes
+        grad_fn = filter_grad(loss, NO_SCALE, policy="full", microbatches=count)
+        analysis: Any = jax.jit(grad_fn).lower(w, x).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
 
     whole, four, sixteen = map(temporary, (1, 4, 16))
     activations = 8 * x.nbytes
@@ -91,9 +100,9 @@ def test_devices_are_averaged_once_and_outside_of_the_loop(how, reduce, rng):
     options = {"policy": f"c=bf16,r={reduce}", "microbatches": 2}
     if how == "batch_sharding":
         sharding = NamedSharding(mesh(4), PartitionSpec("data"))
-        grad_fn = jmpx.filter_grad(loss_fn, NO_SCALE, batch_sharding=sharding, **options)
+        grad_fn = filter_grad(loss_fn, NO_SCALE, batch_sharding=sharding, **options)
     else:
-        grad_fn = jmpx.filter_grad(loss_fn, NO_SCALE, axis_name="data", **options)
+        grad_fn = filter_grad(loss_fn, NO_SCALE, axis_name="data", **options)
         grad_fn = on_shards(grad_fn, 4, vma="without" not in how)
     lowered = jax.jit(grad_fn).lower(params, x)
     assert operations(lowered, in_loops=True).count("stablehlo.dot_general") >= 2
@@ -114,7 +123,7 @@ def test_devices_are_averaged_once_and_outside_of_the_loop(how, reduce, rng):
 def test_maps_average_micro_batches_and_devices(how, rng):
     params, x = make_params(rng), normal(rng, 16, 6)
     options = {"policy": "full", "microbatches": 2, "axis_name": None if how == "jit" else "data"}
-    run = jmpx.filter_value_and_grad(loss_fn, jmpx.DynamicLossScale(2.0**10), **options)
+    run = filter_value_and_grad(loss_fn, jmpx.DynamicLossScale(2.0**10), **options)
     shards = x.reshape(4, 4, 6)
     if how == "jit":
         got = jax.jit(run, donate_argnums=0)(jax.tree.map(jnp.copy, params), x)
@@ -145,7 +154,7 @@ def test_model_state_varies_over_devices_as_the_function_makes_it_vary(vma, kind
         return loss_fn(params, x), {"mean": new, "steps": state["steps"] + 1}
 
     def run(params, x, state):
-        got = jmpx.filter_grad(
+        got = filter_grad(
             loss,
             NO_SCALE,
             has_aux=True,
@@ -185,7 +194,7 @@ def test_shards_that_are_gathered_in_each_micro_batch_get_the_gradients_of_the_w
         return jnp.mean(jnp.tanh(x @ jax.lax.all_gather(shard, "data", tiled=True)) ** 2)
 
     for vma, options in (True, {}), (True, {"sharded": True}), (False, {"sharded": True}):
-        grad_fn = jmpx.filter_grad(
+        grad_fn = filter_grad(
             loss, NO_SCALE, policy="full", axis_name="data", microbatches=2, **options
         )
         spec = PartitionSpec("data")
@@ -204,7 +213,7 @@ def test_shards_that_are_gathered_in_each_micro_batch_get_the_gradients_of_the_w
 
 def test_other_transformations_go_through(rng):
     params, x = make_params(rng), normal(rng, 8, 6)
-    func = functools.partial(jmpx.filter_grad, policy="full", microbatches=4)
+    func = functools.partial(filter_grad, policy="full", microbatches=4)
     plain = jax.grad(loss_fn)(params, x)
     assert_close(func(jax.checkpoint(loss_fn), NO_SCALE)(params, x).grads, plain)
     with jax.disable_jit():

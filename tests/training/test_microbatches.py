@@ -1,7 +1,7 @@
 """Micro-batches: the gradients of a whole batch, summed in float32, with one scale and one flag."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ import jmpx
 
 TOLERANCE = {"f16": 5e-3, "bf16": 4e-2, "f32": 5e-6}  # against float64
 NO_SCALE = jmpx.NoOpLossScale()
+# Their options come from tables, whose types pyright does not follow.
+filter_grad: Any = jmpx.filter_grad
+filter_value_and_grad: Any = jmpx.filter_value_and_grad
 
 
 def in_float64(params, x):
@@ -42,7 +45,7 @@ def test_they_give_the_gradients_of_the_whole_batch(policy, kind, rng):
     loss, grads = in_float64(params, x)
     for count in 1, 2, 3, 4, 8:
         got = jax.jit(
-            jmpx.filter_value_and_grad(
+            filter_value_and_grad(
                 loss_fn, LOSS_SCALES[kind](), policy=f"c={policy}", microbatches=count
             )
         )(params, x)
@@ -62,7 +65,7 @@ def test_their_gradients_are_summed_in_float32_and_rounded_once(params, options,
     x = np.ones((128, 3), np.float32)
     x[0] = 256
     x[:, 2] = rng.choice([0.5, 1, 2], 128)
-    grad_fn = jmpx.filter_grad(
+    grad_fn = filter_grad(
         lambda w, x: jnp.mean(x.astype(F32) @ w.astype(F32)), NO_SCALE, microbatches=128, **options
     )
     grads = grad_fn(w, x).grads
@@ -74,7 +77,7 @@ def test_their_gradients_are_summed_in_float32_and_rounded_once(params, options,
 def test_rounding_does_not_grow_with_their_number(rng):
     w, x = jnp.ones(64), normal(rng, 512, 64)
     grads_of = functools.partial(
-        jmpx.filter_grad, lambda w, x: jnp.mean(x @ w), NO_SCALE, policy="c=bf16"
+        filter_grad, lambda w, x: jnp.mean(x @ w), NO_SCALE, policy="c=bf16"
     )
     each = jax.jit(jax.vmap(lambda x: grads_of()(w, x).grads))(x[:, None])
     exact = np.asarray(each, np.float64).mean(0)
@@ -98,8 +101,8 @@ def test_wide_and_complex_parameters_keep_their_dtype(rng):
             return jnp.mean((x @ wide) ** 2) + jnp.mean(jnp.abs(x.astype(plain.dtype) @ plain) ** 2)
 
         options = {"policy": "c=f64"}
-        whole = jax.jit(jmpx.filter_grad(loss, NO_SCALE, **options))(params, x).grads
-        grad_fn = jmpx.filter_grad(loss, NO_SCALE, **options, microbatches=4)
+        whole = jax.jit(filter_grad(loss, NO_SCALE, **options))(params, x).grads
+        grad_fn = filter_grad(loss, NO_SCALE, **options, microbatches=4)
         parts = grad_fn(params, x).grads
         assert sorted(carries(grad_fn, params, x)) == ["complex128", "float32", "float64"]
         assert parts["count"] is None
@@ -117,7 +120,7 @@ def test_there_is_one_scale_one_flag_and_one_adjustment(where, bad, rng):
     if where is not None:
         x[2 * where] = bad
     scaling = jmpx.DynamicLossScale(2.0**10, counter=3)
-    got = jmpx.filter_value_and_grad(loss_fn, scaling, policy="c=f16", microbatches=4)(params, x)
+    got = filter_value_and_grad(loss_fn, scaling, policy="c=f16", microbatches=4)(params, x)
     good = where is None
     assert bool(got.grads_finite) is good
     assert value(got.scaling) == (2.0**10 if good else 2.0**9)
@@ -127,9 +130,7 @@ def test_there_is_one_scale_one_flag_and_one_adjustment(where, bad, rng):
 
 def test_infinities_that_cancel_are_seen():
     x = jnp.array([1e30, -1e30, 0.0, 0.0])
-    grad_fn = jmpx.filter_grad(
-        lambda w, x: (w * x).mean(), NO_SCALE, policy="c=f16", microbatches=4
-    )
+    grad_fn = filter_grad(lambda w, x: (w * x).mean(), NO_SCALE, policy="c=f16", microbatches=4)
     assert not grad_fn(jnp.ones(()), x).grads_finite
 
 
@@ -148,7 +149,7 @@ def nested_loss(params, batch, key, noise=0.0, *, shift):
 def test_batches_may_be_nested_and_other_arguments_go_whole(argnums, as_array, rng, key):
     batch = Batch(as_array(normal(rng, 12, 3)), {"y": as_array(normal(rng, 12)), "name": "train"})
     w, shift = normal(rng, 3), normal(rng, 1)
-    grad_fn = functools.partial(jmpx.filter_value_and_grad, nested_loss, NO_SCALE, policy="full")
+    grad_fn = functools.partial(filter_value_and_grad, nested_loss, NO_SCALE, policy="full")
     whole = grad_fn()(w, batch, key, 0.5, shift=shift)
     parts = grad_fn(microbatches=3, batch_argnums=argnums)(w, batch, key, 0.5, shift=shift)
     np.testing.assert_allclose(parts.value, whole.value, rtol=1e-6)
@@ -162,7 +163,7 @@ def test_a_key_for_each_example_is_split(key):
         draws = jax.random.uniform(keys) if not keys.ndim else jax.vmap(jax.random.uniform)(keys)
         return (w * draws).mean(), draws
 
-    grad_fn = jmpx.filter_grad(loss, NO_SCALE, has_aux=True, policy="full", microbatches=2)
+    grad_fn = filter_grad(loss, NO_SCALE, has_aux=True, policy="full", microbatches=2)
     keys = jax.random.split(key, 4)
     assert len(np.unique(grad_fn(jnp.ones(()), jnp.ones(4), key).aux)) == 1
     split = grad_fn(jnp.ones(()), jnp.ones(4), keys).aux
@@ -182,7 +183,7 @@ def test_aux_gets_a_leading_axis_and_other_leaves_stay(rng):
         }
 
     w, x = normal(rng, 3), normal(rng, 8, 3)
-    grad_fn = jmpx.filter_grad(loss, NO_SCALE, has_aux=True, policy="full", microbatches=4)
+    grad_fn = filter_grad(loss, NO_SCALE, has_aux=True, policy="full", microbatches=4)
     aux = grad_fn(w, x).aux
     hidden = loss(w, x)[1]["hidden"].reshape(4, 2)
     assert (aux["rate"], aux["name"], aux["none"]) == (0.5, "loss", None)
@@ -197,7 +198,7 @@ def test_casts_are_those_of_a_whole_batch(policy, rng):
     params, x = make_params(rng), normal(rng, 8, 6)
 
     def dtypes_of(count):
-        grad_fn = jmpx.filter_grad(func, NO_SCALE, policy=policy, microbatches=count)
+        grad_fn = filter_grad(func, NO_SCALE, policy=policy, microbatches=count)
         return [
             (eqn.primitive.name, *(var.aval.dtype.name for var in eqn.invars))
             for eqn in equations_of(grad_fn, params, x)
@@ -215,7 +216,7 @@ def test_arguments_that_are_not_cast_are_split_too():
 
     target = jnp.array([1e6, 2e6, 3e6, 4e6])  # beyond float16
     for options in {"uncast_argnums": -1}, {"uncast_argnames": "target"}:
-        got = jmpx.filter_value_and_grad(loss, NO_SCALE, policy="c=f16", microbatches=2, **options)(
+        got = filter_value_and_grad(loss, NO_SCALE, policy="c=f16", microbatches=2, **options)(
             jnp.ones(()), jnp.ones(4), target
         )
         assert float(got.value) == 1 - 2.5e6 and float(got.grads) == 1
@@ -224,7 +225,7 @@ def test_arguments_that_are_not_cast_are_split_too():
 def test_without_mixed_precision_the_gradient_is_the_plain_one(rng):
     params, x = make_params(rng), normal(rng, 8, 6)
     plain = jax.value_and_grad(loss_fn)(params, x)
-    loss, _, finite, grads = jmpx.filter_value_and_grad(
+    loss, _, finite, grads = filter_value_and_grad(
         loss_fn, jmpx.DynamicLossScale(), use_mixed_precision=False, microbatches=4
     )(params, x)
     assert bool(finite)
@@ -252,10 +253,10 @@ def test_model_state_goes_from_one_to_the_next(aux, count, rng):
         rest = {"state": (), "pair": (value,), "triple": (value, None)}[aux]
         return value, (new, *rest) if rest else new
 
-    got = jmpx.filter_grad(
+    got = filter_grad(
         loss, NO_SCALE, has_aux=True, policy="c=bf16", microbatches=count, state_argnum=2
     )(w, x, STATE).aux
-    state, rest = (got, ()) if aux == "state" else (got[0], got[1:])
+    state, *rest = [got] if aux == "state" else got
     mean = np.zeros(3, np.float32)
     for part in np.asarray(x.astype(BF16).astype(F32)).reshape(count, -1, 3):
         mean = 0.5 * mean + part.mean(0)
@@ -265,9 +266,12 @@ def test_model_state_goes_from_one_to_the_next(aux, count, rng):
     assert not rest or rest[0].shape == ((count,) if count > 1 else ())
 
 
-def run(count=4, argnums=None, args=(np.ones((8, 3), np.float32),), loss=None, **options):
+ONES = np.ones((8, 3), np.float32)
+
+
+def run(count: Any = 4, argnums=None, args=(ONES,), loss=None, **options):
     loss = loss or (lambda w, x, *others: jnp.mean((x @ w) ** 2))
-    grad_fn = jmpx.filter_value_and_grad(
+    grad_fn = filter_value_and_grad(
         loss, NO_SCALE, policy="full", microbatches=count, batch_argnums=argnums, **options
     )
     return grad_fn(jnp.ones(3), *args)
@@ -275,14 +279,13 @@ def run(count=4, argnums=None, args=(np.ones((8, 3), np.float32),), loss=None, *
 
 def run_state(state=STATE, state_argnum=2, has_aux=True, change=lambda state: {}):
     return run(
-        args=(np.ones((8, 3), np.float32), state),
+        args=(ONES, state),
         loss=functools.partial(stateful_loss, change=change),
         state_argnum=state_argnum,
         has_aux=has_aux,
     )
 
 
-ONES = np.ones((8, 3), np.float32)
 BAD = {
     "no divisor": (lambda: run(3), ValueError, "make 3 divide them"),
     "more than examples": (lambda: run(16), ValueError, "make 16 divide them"),
