@@ -197,9 +197,12 @@ def test_an_nnx_module_changes_as_by_one_call_after_the_other(around, rng):
     each = [
         one(reference, *part) for part in zip(np.split(x, COUNT), np.split(y, COUNT), strict=True)
     ]
+    # Without nnx.jit, XLA compiles the loop, but one operation at a time outside of it.
     assert_same_state(model, reference, exactly=around == "nnx.jit")
     assert int(model.dropout.rngs.count[...]) == COUNT  # pyright: ignore[reportOptionalMemberAccess]
-    np.testing.assert_array_equal(together.value[1], [result.value[1] for result in each])
+    np.testing.assert_allclose(
+        together.value[1], [result.value[1] for result in each], rtol=1e-5, atol=1e-6
+    )
     grads = jax.tree.map(lambda *grads: np.mean(grads, 0), *[result.grads for result in each])
     for got, mean in zip(*map(jax.tree.leaves, (together.grads, grads)), strict=True):
         np.testing.assert_allclose(got, mean, rtol=1e-5, atol=1e-6)
@@ -218,8 +221,15 @@ def test_a_stream_of_random_numbers_of_its_own_goes_on():
     assert len(np.unique(got.value[1])) == 8
 
 
+def set_value(variable, value):
+    if hasattr(variable, "set_value"):
+        variable.set_value(value)
+    else:  # Flax before 0.12
+        variable.value = value
+
+
 def set_to(value):
-    return lambda model: model.mean.set_value(value)
+    return lambda model: set_value(model.mean, value)
 
 
 def double_parameter(model):
@@ -243,8 +253,8 @@ REFUSED = {
     "a new variable": add_variable,
     "one less": delete_variable,
     "a Python attribute": count_calls,
-    "a Python number": lambda model: model.seen.set_value(model.seen.get_value() + 1),
-    "a number that becomes an array": lambda model: model.seen.set_value(jnp.array(1)),
+    "a Python number": lambda model: set_value(model.seen, 1),
+    "a number that becomes an array": lambda model: set_value(model.seen, jnp.array(1)),
     "another shape": set_to(jnp.zeros(3)),
     "another dtype": set_to(jnp.zeros(2, int)),
 }
@@ -276,10 +286,10 @@ def test_an_nnx_module_may_change_the_values_of_arrays_alone(what, around, rng):
 @pytest.mark.parametrize("value", [jnp.ones(2), np.ones(2, np.float32), jnp.ones(2, jnp.bfloat16)])
 def test_an_nnx_module_may_set_an_array_to_another(value, rng):
     def loss(model, x, y):
-        model.mean.set_value(value)
+        set_value(model.mean, value)
         return nnx_loss(model, x, y)
 
     model = Net(nnx.Rngs(0))
     nnx_gradients(2, loss)(model, normal(rng, 8, 3), normal(rng, 8, 2))
-    np.testing.assert_array_equal(model.mean.get_value(), np.ones(2))
-    assert model.mean.get_value().dtype == F32
+    (mean,) = jax.tree.leaves(state_of(model)["mean"])
+    assert_same_bits(mean, np.ones(2, np.float32))

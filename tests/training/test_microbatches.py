@@ -12,6 +12,7 @@ from helpers.jaxprs import equations_of
 from helpers.training import LOSS_SCALES, loss_fn, make_params, value
 
 import jmpx
+from jmpx._jaxpr import scan_counts
 
 TOLERANCE = {"f16": 5e-3, "bf16": 4e-2, "f32": 5e-6}  # against float64
 NO_SCALE = jmpx.NoOpLossScale()
@@ -34,7 +35,7 @@ def carries(func, *args):
         var.aval.dtype.name
         for eqn in equations_of(func, *args)
         if eqn.primitive.name == "scan"
-        for var in eqn.outvars[: eqn.params["num_carry"]]
+        for var in eqn.outvars[: scan_counts(eqn)[1]]
     ]
 
 
