@@ -163,6 +163,7 @@ class _Call(NamedTuple):
     ) -> Backward:
         """Runs all micro-batches of a batch, each from the state that the one before it left."""
         options, model_state = self.options, self.options.model_state
+        before = (state, model_state.get(args))
         keywords = self.kwargs if options.batch_sharding is None else None  # checked already
         parts = options.batch.split(args, options.microbatches, MICROBATCHES, keywords)
 
@@ -172,7 +173,6 @@ class _Call(NamedTuple):
             updates, new = one.state
             return one._replace(state=(self.pure.advance(states[0], updates), new))
 
-        before = (state, model_state.get(args))
         total = accumulate(run, before, parts.arrays, params)
         return total._replace(state=(self.pure.updates_of(total.state[0]), total.state[1]))
 
@@ -191,6 +191,8 @@ class _Call(NamedTuple):
                 result, updates = self.pure(state, *inputs, **keywords)
             value, aux = _loss_and_aux(result, options.has_aux)
             new, aux = options.model_state.split(aux, old)
+            if options.microbatches > 1:
+                options.model_state.check(new, old)
             value = shards.of_each_device(options.to_float32(value))
             return options.scale.scale(value), (value, aux, (updates, new))
 
