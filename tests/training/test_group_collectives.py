@@ -1,7 +1,6 @@
 """Which collectives XLA's partitioner makes of `batch_sharding`, and in which dtypes."""
 
 import collections
-import contextlib
 import functools
 from typing import Any
 
@@ -37,22 +36,11 @@ def collectives_of(run, params, x, shards):
             params, x
         )
     found = collections.defaultdict(collections.Counter)
-    with nothing_cached():
-        text = partitioned(lowered)
+    text, _ = partitioned(lowered)
     for one in read_hlo(text):
         kind = "flag" if one.dtype == "pred" else one.kind
         found[kind][one.dtype if one.bytes > 1024 else f"few {one.dtype}"] += 1
     return found
-
-
-@contextlib.contextmanager
-def nothing_cached():
-    """Writes no program into the cache: one that is loaded from there is not partitioned."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
-    yield
-    jax.config.update(name, before)
 
 
 def large(found, *kinds):
