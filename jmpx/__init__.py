@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         cast_function as cast_function,
         force_full_precision as force_full_precision,
     )
+    from jmpx._gather import gather as gather
     from jmpx._gradient import (
         Gradients as Gradients,
         GradientsAndAux as GradientsAndAux,
@@ -66,10 +67,16 @@ if TYPE_CHECKING:
         optimizer_update as optimizer_update,
         skip_nonfinite as skip_nonfinite,
     )
+    from jmpx._progress import (
+        NonfiniteCounts as NonfiniteCounts,
+        check_progress as check_progress,
+        nonfinite as nonfinite,
+    )
 else:
     _LATER = {
         "_autocast": ("Autocast", "autocast", "save_low_precision"),
         "_function_casts": ("cast_function", "force_full_precision"),
+        "_gather": ("gather",),
         "_gradient": (
             "Gradients",
             "GradientsAndAux",
@@ -80,6 +87,7 @@ else:
         "_loss_scale_strings": ("get_loss_scale",),
         "_mixed_precision": ("MixedPrecision", "get_mixed_precision"),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
+        "_progress": ("NonfiniteCounts", "check_progress", "nonfinite"),
     }
 
     def __getattr__(name):
@@ -108,6 +116,7 @@ __all__ = (
     "LossScale",
     "MixedPrecision",
     "NoOpLossScale",
+    "NonfiniteCounts",
     "Policy",
     "PolicyMap",
     "Rule",
@@ -125,17 +134,20 @@ __all__ = (
     "cast_to_half",
     "cast_to_half_precision",
     "cast_tree",
+    "check_progress",
     "clear_policy",
     "current_policy",
     "filter_grad",
     "filter_value_and_grad",
     "force_full_precision",
     "full_precision",
+    "gather",
     "get_loss_scale",
     "get_mixed_precision",
     "get_policy",
     "get_policy_map",
     "half_dtype",
+    "nonfinite",
     "optimizer_update",
     "policy_of",
     "push_policy",
