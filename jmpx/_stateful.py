@@ -59,6 +59,10 @@ class Pure:
         """Whether the objects held this array before the last call, and hold it no longer."""
         return False
 
+    def stored(self) -> list[Leaf]:
+        """Returns what each new array of the last call replaces; None for a new variable."""
+        return []
+
     def advance(self, state: Sequence[Leaf], updates: Sequence[Leaf]) -> list[Leaf]:
         """Returns the state with the new arrays of the last call in it, for a next call.
 
@@ -212,6 +216,10 @@ class _Split(Pure):
 
     def is_replaced(self, array: Leaf) -> bool:
         return id(array) in self.replaced
+
+    def stored(self) -> list[Leaf]:
+        pairs = zip(self.own, self.sources, strict=True)
+        return [None if i is None else self.originals[i] for i, source in pairs if source is None]
 
     def advance(self, state: Sequence[Leaf], updates: Sequence[Leaf]) -> list[Leaf]:
         new, arrays = list(state), iter(updates)
