@@ -249,6 +249,14 @@ def check_batch_size(images: int) -> None:
         )
 
 
+def end_if_diverged(state: TrainState) -> None:
+    """Ends the program with one line where --mp_max_skips says that training has diverged."""
+    try:
+        MP.check_progress(state.opt_state, state.loss_scale)
+    except FloatingPointError as error:
+        sys.exit(f"Training diverged. {error}")
+
+
 def train(history: History, train_data: datasets.Data, test_data: datasets.Data) -> None:
     """Trains as the flags say, and prints a line an epoch."""
     rng = np.random.default_rng(SEED.value)
@@ -259,7 +267,8 @@ def train(history: History, train_data: datasets.Data, test_data: datasets.Data)
     replicated = NamedSharding(all_devices(), PartitionSpec())
 
     model = make_model(train_data.images.shape[1:])
-    optimizer = make_optimizer(steps, LEARNING_RATE.value)
+    # It counts the steps that are skipped in a row.
+    optimizer = jmpx.skip_nonfinite(make_optimizer(steps, LEARNING_RATE.value))
     state = TrainState(model, optimizer.init(eqx.filter(model, eqx.is_array)), MP.loss_scale())
     state = jax.device_put(state, replicated)
     step = make_step(MP.policy_map, optimizer, MP.skip_nonfinite, ACCUMULATE.value)
@@ -274,6 +283,7 @@ def train(history: History, train_data: datasets.Data, test_data: datasets.Data)
                     history.skipped.append(len(history.losses))
                 history.losses.append(float(loss))
                 history.seconds.append(time.perf_counter() - start)
+                end_if_diverged(state)
                 progress.update()
             history.accuracies.append(
                 accuracy_of(state.model, test_data, BATCH_SIZE.value, MP.policy_map, sharded)

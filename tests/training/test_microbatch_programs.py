@@ -186,29 +186,42 @@ def test_model_state_varies_over_devices_as_the_function_makes_it_vary(vma, kind
     assert int(steps) == 2
 
 
-def test_shards_that_are_gathered_in_each_micro_batch_get_the_gradients_of_the_whole(rng):
+GATHERS = {
+    "lax": lambda w: jax.lax.all_gather(w, "data", tiled=True),
+    "jmpx": lambda w: jmpx.gather(w, "data", "full"),
+}
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+@pytest.mark.parametrize(("vma", "mask"), [(True, {}), (True, True), (False, True)])
+def test_shards_that_each_micro_batch_gathers_get_the_gradients_of_the_whole(
+    gather, vma, mask, rng
+):
     """The gather is part of the function, so that its backward pass reduces in the loop."""
     w, x = normal(rng, 8, 3), normal(rng, 16, 8)
 
-    def loss(shard, x):
-        return jnp.mean(jnp.tanh(x @ jax.lax.all_gather(shard, "data", tiled=True)) ** 2)
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
 
-    for vma, options in (True, {}), (True, {"sharded": True}), (False, {"sharded": True}):
-        grad_fn = filter_grad(
-            loss, NO_SCALE, policy="full", axis_name="data", microbatches=2, **options
-        )
-        spec = PartitionSpec("data")
-        mapped = jax.shard_map(
-            lambda w, x, grad_fn=grad_fn: grad_fn(w, x).grads,
-            mesh=mesh(4),
-            in_specs=(spec, spec),
-            out_specs=spec,
-            check_vma=vma,
-        )
-        lowered = jax.jit(mapped).lower(w, x)
-        inside = operations(lowered, in_loops=True)
-        assert inside.count("stablehlo.reduce_scatter") == 1
-        assert_close(mapped(w, x), jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w))
+    grad_fn = filter_grad(
+        lambda shard, x: loss(GATHERS[gather](shard), x),
+        NO_SCALE,
+        policy="full",
+        axis_name="data",
+        microbatches=2,
+        sharded=mask or None,
+    )
+    spec = PartitionSpec("data")
+    mapped = jax.shard_map(
+        lambda w, x: grad_fn(w, x).grads,
+        mesh=mesh(4),
+        in_specs=(spec, spec),
+        out_specs=spec,
+        check_vma=vma,
+    )
+    lowered = jax.jit(mapped).lower(w, x)
+    assert operations(lowered, in_loops=True).count("stablehlo.reduce_scatter") == 1
+    assert_close(lowered.compile()(w, x), jax.grad(loss)(w, x))
 
 
 def test_other_transformations_go_through(rng):
