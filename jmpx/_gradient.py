@@ -133,17 +133,22 @@ def filter_value_and_grad(
             to be a mean over examples that count alike: one that compares them, sums them or
             divides by their weights is another loss in groups, which cannot be seen. Then aux gets
             a leading axis of groups, and the model state is the mean over groups.
-        microbatches: how many parts a batch is split into, one after the other, so that the memory
-            of activations is that of one part. The gradients are summed in float32, and there is
-            one loss scale, one check, and one mean over devices. Then aux gets a leading axis of
-            micro-batches, after that of groups, and the model state goes from one part to the next.
+        microbatches: how many parts of one size a batch is split into, one after the other, so that
+            the memory of activations is that of one part. The values and gradients of the parts are
+            averaged, so that the loss has to be a mean over examples: a sum comes out divided by
+            the number of parts. The gradients are summed in float32, and there is one loss scale,
+            one check, and one mean over devices; what `func` gathers, it gathers in each part. Give
+            `batch_sharding`, too, if `jax.jit` splits the batch over devices. Then aux gets a
+            leading axis of micro-batches, after that of groups, and the model state goes from one
+            part to the next.
         batch_argnums: the positions of the arguments of which `microbatches` and `batch_sharding`
             split the first axis of each array; by default all but the first and that of
             `state_argnum`. Others go whole, into each part, as keyword arguments do, and by default
             PRNG keys of shape (), from which each part draws the same.
         state_argnum: the position of model state that `func` returns anew, as its aux or as the
             first element of an aux that is a tuple, such as running statistics of Haiku, Linen or
-            Equinox. It is not cast, and not split. Objects of NNX need no such word.
+            Equinox. It is not cast, and not split; between micro-batches, the values of its arrays
+            may change and nothing else. Objects of NNX need no such word.
         uncast_argnums: the positions of arguments that are not cast, such as targets that float16
             cannot hold, or positions in a sequence. Negative ones count from the end. If the first
             argument is not cast, `func` casts the parameters itself.
