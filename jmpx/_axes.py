@@ -22,10 +22,17 @@ def check_axis(axis_name: AxisName) -> None:
         ValueError: if there is no such axis.
     """
     for name in axis_names(axis_name):
-        try:
-            jax.lax.axis_size(name)
-        except (NameError, TypeError, ValueError):  # unknown, not hashable, an int
-            raise ValueError(_unknown(name)) from None
+        if not is_mapped(name):
+            raise ValueError(_unknown(name))
+
+
+def is_mapped(name: Any) -> bool:
+    """Whether there is a mapped axis of this name where this is called."""
+    try:
+        jax.lax.axis_size(name)
+    except (NameError, TypeError, ValueError):  # unknown, not hashable, an int
+        return False
+    return True
 
 
 def _unknown(name: Any) -> str:
