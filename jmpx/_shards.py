@@ -12,6 +12,7 @@ import jax
 
 from jmpx._axes import axis_names, is_tracked
 from jmpx._leaves import PyTree, is_inexact_array
+from jmpx._messages import describe
 from jmpx._sharding import Exchange, Source
 from jmpx._tree import AxisName
 
@@ -31,13 +32,13 @@ def check_mask(sharded: PyTree, axis_name: AxisName | None) -> None:
     for leaf in jax.tree.leaves(sharded):
         if not isinstance(leaf, bool):
             raise TypeError(
-                f"Expected sharded to be a bool or a pytree of bools, got the leaf {leaf!r}: say "
-                "True for the parameters of which each device holds a shard."
+                f"Expected sharded to be a bool or a pytree of bools, got the leaf "
+                f"{describe(leaf)}: say True for the parameters of which each device holds a shard."
             )
     if axis_name is None:
         raise ValueError(
-            f"Cannot tell over which axis the parameters are shards, as sharded={sharded!r} says: "
-            "give the name of the mapped axis as axis_name."
+            "Cannot tell over which axis the parameters are shards, as "
+            f"sharded={describe(sharded)} says: give the name of the mapped axis as axis_name."
         )
 
 
@@ -166,14 +167,14 @@ def read_mask(sharded: PyTree, tree: PyTree) -> list[bool] | None:
     if sharded is None:
         return None
     try:
-        says = jax.tree.leaves(jax.tree.map(_repeated, sharded, tree), is_leaf=_is_repeated)
-    except (ValueError, TypeError, KeyError) as error:
+        says = jax.tree.leaves(jax.tree.map(_repeat, sharded, tree), is_leaf=_is_repeated)
+    except (ValueError, TypeError, KeyError):
         raise ValueError(
             "Expected sharded to have the structure of the first argument, or of its first levels, "
-            f"got {jax.tree.structure(sharded)} for {jax.tree.structure(tree)}: give a bool for "
-            "each parameter or for several at once."
-        ) from error
-    return [bool(says) for repeated in says for says in repeated.values]
+            f"but it {_difference(sharded, tree)}: give a bool for each parameter, or for several "
+            "at once."
+        ) from None
+    return [says for repeated in says for says in repeated.values]
 
 
 class _Repeated(NamedTuple):
@@ -184,5 +185,22 @@ def _is_repeated(node: object) -> bool:
     return isinstance(node, _Repeated)
 
 
-def _repeated(says: bool, tree: PyTree) -> _Repeated:
+def _repeat(says: bool, tree: PyTree) -> _Repeated:
     return _Repeated([says for leaf in jax.tree.leaves(tree) if is_inexact_array(leaf)])
+
+
+def _difference(sharded: PyTree, tree: PyTree) -> str:
+    """Returns how a mask differs from a pytree of which it is no prefix."""
+    said, there = (
+        [path for path, _ in jax.tree_util.tree_leaves_with_path(each)] for each in (sharded, tree)
+    )
+    for path in there:
+        if not any(path[: len(prefix)] == prefix for prefix in said):
+            return f"says nothing of {jax.tree_util.keystr(path)}"
+    for prefix in said:
+        if not any(path[: len(prefix)] == prefix for path in there):
+            return f"speaks of {jax.tree_util.keystr(prefix)}, which is not there"
+    kinds = [type(each).__name__ for each in (sharded, tree)]
+    if kinds[0] == kinds[1]:
+        return "holds containers of other types"
+    return f"is a {kinds[0]}, and the parameters are a {kinds[1]}"
