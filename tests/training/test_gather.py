@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_bits, enable_x64, normal
+from helpers.collectives import collectives
 from helpers.jaxprs import equations
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -65,15 +66,6 @@ def gathered_loss(policy, loss=loss_fn, axis_name=AXIS):
         return loss(jmpx.cast_to_float32(whole), x)
 
     return run
-
-
-def collectives(text, kind):
-    """The dtypes and sizes of the operands or, for gathers, the results of a kind, in StableHLO."""
-    side = r"\(tensor<(.*?)>\)" if kind != "all_gather" else r"tensor<(.*?)>"
-    arrow = "" if kind != "all_gather" else r"\(.*?\) -> "
-    found = re.findall(rf'"stablehlo.{kind}"\(.*? : {arrow}{side}', text, re.DOTALL)
-    types = [shape.rpartition("x") for shape in found]
-    return [(dtype, int(np.prod([int(n) for n in shape.split("x")]))) for shape, _, dtype in types]
 
 
 def dtypes_of(text, kind):
