@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         cast_function as cast_function,
         force_full_precision as force_full_precision,
     )
+    from jmpx._gather import gather as gather
     from jmpx._gradient import (
         Gradients as Gradients,
         GradientsAndAux as GradientsAndAux,
@@ -70,6 +71,7 @@ else:
     _LATER = {
         "_autocast": ("Autocast", "autocast", "save_low_precision"),
         "_function_casts": ("cast_function", "force_full_precision"),
+        "_gather": ("gather",),
         "_gradient": (
             "Gradients",
             "GradientsAndAux",
@@ -131,6 +133,7 @@ __all__ = (
     "filter_value_and_grad",
     "force_full_precision",
     "full_precision",
+    "gather",
     "get_loss_scale",
     "get_mixed_precision",
     "get_policy",
