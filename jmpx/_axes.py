@@ -64,13 +64,14 @@ def varying_axes(x: Any) -> frozenset[Hashable]:
 
 def is_tracked(axis_name: AxisName) -> bool:
     """Whether JAX tracks which arrays vary along an axis, or along each of several."""
-    return all(varying_axes(jax.lax.axis_index(name)) for name in axis_names(axis_name))
+    return tracked_axes().issuperset(axis_names(axis_name))
 
 
 def tracked_axes() -> frozenset[Hashable]:
     """Returns the axes along which JAX tracks here which arrays vary."""
+    # Only those of a mesh: a traced `axis_index` of a `jax.vmap` in a `jax.shard_map` varies, too.
     mapped = jax.sharding.get_abstract_mesh().manual_axes
-    return frozenset(name for name in mapped if is_tracked(name))
+    return frozenset(name for name in mapped if name in varying_axes(jax.lax.axis_index(name)))
 
 
 def vary(arrays: Sequence[jax.Array], axes: Iterable[Hashable]) -> list[jax.Array]:
@@ -83,7 +84,8 @@ def vary(arrays: Sequence[jax.Array], axes: Iterable[Hashable]) -> list[jax.Arra
     JAX tracks no axes, the arrays are returned as they are: a selection under `jax.vmap` would make
     a copy for each index.
     """
-    tracked = [name for name in axes if is_tracked(name)]
+    known = tracked_axes()
+    tracked = [name for name in axes if name in known]
     here: dict[tuple[Hashable, ...], jax.Array] = {}
     varied = []
     for array in arrays:

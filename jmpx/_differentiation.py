@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmpx._axes import axis_names, check_axis, is_mapped, is_tracked, vary, varying_axes
+from jmpx._axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
 from jmpx._batches import GROUPS, MICROBATCHES, BatchArguments
 from jmpx._casts import at_least_float32
 from jmpx._gradient_arguments import ModelState, Uncast, partition, paths_of
@@ -241,8 +241,9 @@ class _Shards:
         other's parameters: the parts of a tensor, for one.
         """
         varying = frozenset[Hashable]().union(*map(varying_axes, grads))
+        tracked = tracked_axes()
         others = {axis for axis in self.shared_over.difference(self.axes) if is_mapped(axis)}
-        over = {axis for axis in others if axis in varying or not is_tracked(axis)}
+        over = {axis for axis in others if axis in varying or axis not in tracked}
         over = over.union(*self.found, varying - varying_axes(value))
         return tuple(sorted(over, key=str))
 

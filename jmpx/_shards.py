@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmpx._axes import axis_names, is_tracked
+from jmpx._axes import axis_names, tracked_axes
 from jmpx._leaves import PyTree, is_inexact_array
 from jmpx._messages import describe
 from jmpx._sharding import Exchange, Source
@@ -75,7 +75,7 @@ class Parameters(NamedTuple):
                 what a parameter is.
         """
         axes = axis_names(axis_name)
-        tracked = frozenset(axis for axis in axes if is_tracked(axis))
+        tracked = tracked_axes().intersection(axes)
         if self.sharded is None:
             self._check_gathers(loss, tracked)
         return [self._axes_of_shard(i, loss, axes, tracked) for i in range(len(self.paths))]
