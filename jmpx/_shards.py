@@ -13,7 +13,7 @@ import jax
 from jmpx._axes import axis_names, tracked_axes
 from jmpx._leaves import PyTree, is_inexact_array
 from jmpx._messages import describe
-from jmpx._sharding import Exchange, Source
+from jmpx._sharding import Exchange, Gather, Source
 from jmpx._tree import AxisName
 
 Axes = frozenset[Hashable]
@@ -76,26 +76,34 @@ class Parameters(NamedTuple):
         """
         axes = axis_names(axis_name)
         tracked = tracked_axes().intersection(axes)
-        if self.sharded is None:
-            self._check_gathers(loss, tracked)
+        for gather in sorted(loss.gathers, key=lambda gather: min(gather.params)):
+            self._check_gather(gather, tracked)
         return [self._axes_of_shard(i, loss, axes, tracked) for i in range(len(self.paths))]
 
-    def _check_gathers(self, loss: Source, tracked: Axes) -> None:
+    def _check_gather(self, gather: Gather, tracked: Axes) -> None:
         """Refuses a gather of which it is not known whether it gathers shards, or that does not."""
-        for gather in sorted(loss.gathers, key=lambda gather: min(gather.params)):
-            name = f"the first argument's {self.paths[min(gather.params)]}"
-            reads = f"which the function reads by {gather.operation} over {_spell(gather.axes)}"
-            if not gather.axes <= tracked:
-                raise TypeError(
-                    f"Cannot tell whether {name} is a shard, {reads}, because JAX does not track "
-                    "there which arrays vary: say which parameters are shards by sharded=, or use "
-                    "jax.shard_map without check_vma=False."
-                )
-            if not any(self.varying[index] & gather.axes for index in gather.params):
-                raise TypeError(
-                    f"Cannot gather {name}, {reads}, because it is no shard but the same on all "
-                    "devices: split it by in_specs of jax.shard_map, or say sharded=False for it."
-                )
+        name = f"the first argument's {self.paths[min(gather.params)]}"
+        reads = f"which the function reads by {gather.operation} over {_spell(gather.axes)}"
+        is_tracked = gather.axes <= tracked
+        if gather.operation.startswith("all_gather_invariant") and not is_tracked:
+            raise TypeError(
+                f"Cannot differentiate {name}, {reads}, because that sums no gradients where JAX "
+                "does not track which arrays vary: use jax.lax.all_gather, or jax.shard_map "
+                "without check_vma=False."
+            )
+        if self.sharded is not None:
+            return
+        if not is_tracked:
+            raise TypeError(
+                f"Cannot tell whether {name} is a shard, {reads}, because JAX does not track there "
+                "which arrays vary: say which parameters are shards by sharded=, or use "
+                "jax.shard_map without check_vma=False."
+            )
+        if not any(self.varying[index] & gather.axes for index in gather.params):
+            raise TypeError(
+                f"Cannot gather {name}, {reads}, because it is no shard but the same on all "
+                "devices: split it by in_specs of jax.shard_map, or say sharded=False for it."
+            )
 
     def _axes_of_shard(
         self, index: int, loss: Source, axes: tuple[Hashable, ...], tracked: Axes

@@ -128,8 +128,23 @@ def test_a_varying_parameter_that_is_gathered_is_a_shard(mask, rng):
     grads = over_devices(run, "shard_map", weights, batch)[-1]
     by_hand = lambda w, x: jax.grad(of_each(READS))(w, x)  # noqa: E731
     sums = over_devices(by_hand, "shard_map without vma", weights, batch)
+    if "invariant" in READS:  # whose backward pass sums nothing where JAX does not track
+        one_device = jax.grad(square)(weights["invariant"], batch)
+        sums["invariant"] = DEVICES * one_device.reshape(DEVICES, 2, 3)
     for name, grad in grads.items():
         np.testing.assert_allclose(grad, sums[name] / DEVICES, 1e-5, 1e-6, err_msg=name)
+
+
+@pytest.mark.skipif("invariant" not in READS, reason="of JAX 0.7 and 0.8")
+@pytest.mark.parametrize("mask", [None, True, False])
+def test_an_invariant_gather_is_refused_where_nothing_is_tracked(mask, rng):
+    params, batch = make_problem(rng)
+    loss_fn = lambda params, x: square(READS["invariant"](params["full"]["w"]), x)  # noqa: E731
+    with pytest.raises(
+        TypeError, match=r"\['w'\].*all_gather_invariant .*: use jax.lax.all_gather"
+    ):
+        run = value_and_grad(loss_fn, sharded=mask)
+        over_devices(run, "shard_map without vma", params, batch)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_mixed_precision": False}, {"policy": "c=f16"}])
