@@ -10,6 +10,7 @@ from jmpx._axes import axis_names
 from jmpx._jaxpr import evaluate, inner_jaxprs, is_literal, scan_counts, trace
 
 R = TypeVar("R")
+S = TypeVar("S")
 
 # JAX has public types of these in `jax.extend` alone, which is imported on first use.
 Jaxpr: TypeAlias = Any  # open or closed
@@ -118,11 +119,19 @@ def _join(sources: Sequence[Source]) -> Source:
     """Returns the source of an array that is computed from arrays of these sources."""
     origins = [source.origin for source in sources if source.origin is not None]
     return Source(
-        _NOTHING.union(*origins) if len(origins) == len(sources) else None,
-        _NOTHING.union(*(source.params for source in sources)),
-        _NO_GATHER.union(*(source.gathers for source in sources)),
-        _NO_EXCHANGE.union(*(source.exchanges for source in sources)),
+        _union(origins) if len(origins) == len(sources) else None,
+        _union([source.params for source in sources]),
+        _union([source.gathers for source in sources]),
+        _union([source.exchanges for source in sources]),
     )
+
+
+def _union(sets: Sequence[frozenset[S]]) -> frozenset[S]:
+    """Returns the union of sets, one of which mostly holds the others."""
+    largest: frozenset[S] = max(sets, key=len, default=frozenset())
+    if all(each is largest or each <= largest for each in sets):
+        return largest
+    return largest.union(*sets)
 
 
 def _axes_of(eqn: Equation) -> frozenset[Hashable]:
@@ -158,7 +167,11 @@ class _Search:
 
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
-            sources.update(zip(eqn.outvars, self.step(eqn, operands), strict=True))
+            results = self.step(eqn, operands)
+            sources.update(zip(eqn.outvars, results, strict=True))
+            for atom in eqn.invars:
+                if hasattr(atom.aval, "inner_aval"):  # a mutable array, which may be written to
+                    sources[atom] = _join([*operands, *results])
         return [read(atom) for atom in jaxpr.outvars]
 
     def step(self, eqn: Equation, operands: list[Source]) -> list[Source]:

@@ -1,6 +1,7 @@
 """Sharded parameters on meshes of several axes, and on axes of other kinds."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,13 +153,15 @@ def test_other_meshes(kind, rng):
         lambda params, x: network(params, x, READS),
         jmpx.DynamicLossScale(8.0),
     )
-    mapped = run
+    mapped: Any = run
     if kind == "vmap":
 
-        def mapped(params, x):
+        def mean_of_halves(params, x):
             halves = jax.vmap(run, in_axes=(None, 0))(params, x.reshape(2, 2, 8))
             value, _, finite, grads = jax.tree.map(lambda x: x.mean(0), halves)
             return value, None, finite, grads
+
+        mapped = mean_of_halves
 
     step = jax.jit(
         jax.shard_map(

@@ -33,7 +33,7 @@ def make_model(kind, rng, key):
     if kind == "Linen":
         layer = linen.Dense(2)
         mask = {"params": {"kernel": True, "bias": False}}
-        return layer.init(key, jnp.ones((1, 3))), layer.apply, mask
+        return layer.init(key, jnp.ones((1, 3))), lambda p, x: jnp.asarray(layer.apply(p, x)), mask
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     mask = jax.tree.map(lambda leaf: leaf.ndim == 2, nnx.state(model, nnx.Param))
     return model, lambda model, x: model(x), mask
