@@ -1,28 +1,19 @@
 """Which parameters the gradient functions take for shards, and which for replicas."""
 
-import compiled_step
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import normal
-from helpers.maps import AXIS, DEVICES, MAPS, everywhere, mesh_of, over_devices
+from helpers.maps import AXIS, DEVICES, MAPS, everywhere, over_devices
+from helpers.shards import gradients
 from jax.sharding import PartitionSpec as P
 
 import jmpx
-import jmpx._differentiation
-from jmpx._sharding import Source
 
 # JAX 0.10 announces the end of pmap with a DeprecationWarning.
 pytestmark = pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
 WHOLE, SPLIT = (P(), P(AXIS)), (P(AXIS), P(AXIS))
-
-
-def value_and_grad(loss_fn, **options):
-    scaling = options.pop("scaling", jmpx.StaticLossScale(8))
-    options = {"policy": "full", "axis_name": AXIS, **options}
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, scaling, **options)
-    return lambda *args: tuple(grad_fn(*args))
 
 
 def gather(w):
@@ -132,7 +123,7 @@ def of_each(reads):
 @pytest.mark.parametrize("mask", [None, True])
 def test_a_varying_parameter_that_is_gathered_is_a_shard(mask, rng):
     weights, batch = {name: normal(rng, 8, 3) for name in READS}, normal(rng, 12, 8)
-    run = value_and_grad(of_each(READS), sharded=mask)
+    run = gradients(of_each(READS), sharded=mask)
     grads = over_devices(run, "shard_map", weights, batch)[-1]
     by_hand = lambda w, x: jax.grad(of_each(READS))(w, x)  # noqa: E731
     sums = over_devices(by_hand, "shard_map without vma", weights, batch)
@@ -151,7 +142,7 @@ def test_an_invariant_gather_is_refused_where_nothing_is_tracked(mask, rng):
     with pytest.raises(
         TypeError, match=r"\['w'\].*all_gather_invariant .*: use jax.lax.all_gather"
     ):
-        run = value_and_grad(loss_fn, sharded=mask)
+        run = gradients(loss_fn, sharded=mask)
         over_devices(run, "shard_map without vma", params, batch)
 
 
@@ -166,7 +157,7 @@ def test_where_nothing_is_tracked_a_gathered_parameter_has_to_be_told(how, optio
 
     message = r"whether the first argument's \['full'\]\['w'\] is a shard, .* over the axis 'data'"
     with pytest.raises(TypeError, match=message) as error:
-        over_devices(value_and_grad(loss_fn, **options), how, params, batch)
+        over_devices(gradients(loss_fn, **options), how, params, batch)
     assert "say which parameters are shards by sharded=, or use" in str(error.value).split("\n")[0]
 
 
@@ -175,7 +166,7 @@ def test_every_gather_is_seen_where_nothing_is_tracked(read, rng):
     params, batch = make_problem(rng)
     loss_fn = lambda params, x: square(READS[read](params["full"]["w"]), x)  # noqa: E731
     with pytest.raises(TypeError, match="Cannot tell whether .* is a shard, which the function"):
-        over_devices(value_and_grad(loss_fn), "vmap", params, batch)
+        over_devices(gradients(loss_fn), "vmap", params, batch)
 
 
 # Neither gathered nor a device's own: the loss depends on the parameters of other devices
@@ -246,7 +237,7 @@ def test_what_may_be_both_is_refused_without_a_mask(name, rng):
     loss_fn = lambda params, x: NEITHER[name](params["full"]["w"], x)  # noqa: E731
     message = r"Cannot tell whether the first argument's \['full'\]\['w'\] is a shard or a replica"
     with pytest.raises(TypeError, match=message) as error:
-        over_devices(value_and_grad(loss_fn), "shard_map", params, batch)
+        over_devices(gradients(loss_fn), "shard_map", params, batch)
     assert "by sharded= which parameters are shards." in str(error.value).split("\n")[0]
 
 
@@ -265,7 +256,7 @@ def test_with_a_mask_shards_and_replicas_have_the_gradient_of_the_mean_loss(how,
         if how == "shard_map":
             params["replicas"] = jax.tree.map(everywhere, params["replicas"])
         mask = {"shards": True, "replicas": False}
-        return value_and_grad(loss_fn, sharded=mask)(params, x)
+        return gradients(loss_fn, sharded=mask)(params, x)
 
     specs = ({"shards": P(AXIS), "replicas": P()}, P(AXIS))
     params = {"shards": shards, "replicas": replicas}
@@ -305,7 +296,7 @@ def test_varying_replicas_are_averaged(kind, vma, rng):
 
     def run(w, x):
         w = everywhere(w[0]) if kind == "cast" and vma else w[0]
-        grads = value_and_grad(loss_fn, has_aux=True)({"w": w}, x)[-1]
+        grads = gradients(loss_fn, has_aux=True)({"w": w}, x)[-1]
         return grads["w"]
 
     specs = WHOLE if kind == "cast" else SPLIT
@@ -335,7 +326,7 @@ def test_what_gathers_no_parameter_goes_on(rng):
     weights, batch = {name: normal(rng, 8, 3) for name in FINE}, normal(rng, 12, 8)
     of_all = lambda params, x: sum((FINE[n](w, x) for n, w in params.items()), jnp.zeros(()))  # noqa: E731
     for how in MAPS[:2]:
-        grads = over_devices(value_and_grad(of_all), how, weights, batch, specs=WHOLE)[-1]
+        grads = over_devices(gradients(of_all), how, weights, batch, specs=WHOLE)[-1]
         # By hand: where JAX tracks nothing, each device has the gradient of the sum of all losses.
         by_hand = lambda w, x: jax.grad(of_all)(w, x)  # noqa: E731
         sums = over_devices(by_hand, "shard_map without vma", weights, batch, specs=WHOLE)
@@ -361,8 +352,8 @@ def test_a_contrastive_loss_gathers_activations(how, closed_over, rng):
 
     def run(params, x):
         if closed_over:
-            return value_and_grad(lambda params: loss_fn(params, x))(params)
-        return value_and_grad(loss_fn)(params, x)
+            return gradients(lambda params: loss_fn(params, x))(params)
+        return gradients(loss_fn)(params, x)
 
     value, _, _, grads = over_devices(run, how, params, batch, specs=WHOLE)
     one_device = jax.value_and_grad(lambda p: loss_fn(p, batch, lambda x: x))
@@ -387,11 +378,11 @@ def test_a_parameter_that_is_equal_on_all_devices_is_no_shard(rng):
         (None, lambda p, x: square(gather(p["full"]["w"])[:8], x), "Cannot gather"),
     ]:
         with pytest.raises(TypeError, match=rf"{message}.*\['w'\].* the same on all devices"):
-            run = value_and_grad(loss_fn, sharded=mask)
+            run = gradients(loss_fn, sharded=mask)
             over_devices(run, "shard_map", params, batch, specs=WHOLE)
     # A gather that picks a part of a whole parameter first, as the mask says.
     part = lambda w: gather(jax.lax.dynamic_slice_in_dim(w, jax.lax.axis_index(AXIS) * 2, 2))  # noqa: E731
-    run = value_and_grad(lambda p, x: square(part(p["full"]["w"]), x), sharded=False)
+    run = gradients(lambda p, x: square(part(p["full"]["w"]), x), sharded=False)
     grads = over_devices(run, "shard_map", params, batch, specs=WHOLE)[-1]["full"]["w"]
     expected = jax.grad(square)(params["full"]["w"], batch)
     np.testing.assert_allclose(grads, [expected] * 4, rtol=1e-5, atol=1e-6)
@@ -401,88 +392,4 @@ def test_a_gathered_shard_is_no_replica(rng):
     params, batch = make_problem(rng)
     loss_fn = lambda p, x: square(gather(p["full"]["w"]), x)  # noqa: E731
     with pytest.raises(TypeError, match=r"average the gradient of .*\['w'\].*say sharded=True"):
-        over_devices(value_and_grad(loss_fn, sharded=False), "shard_map", params, batch)
-
-
-# It is the same program
-
-
-@jax.custom_vjp
-def tenfold_backwards(x):
-    return x
-
-
-tenfold_backwards.defvjp(lambda x: (x, None), lambda _, g: (10 * g,))
-
-
-@jax.custom_jvp
-def hundredfold_tangents(x):
-    return x
-
-
-hundredfold_tangents.defjvp(lambda x, t: (x[0], 100 * t[0]))
-
-
-@pytest.mark.parametrize("how", MAPS)
-def test_custom_derivatives_hold(how, rng):
-    params, batch = make_problem(rng)
-    w = params["full"]["w"]
-
-    def loss_fn(w, x, first=tenfold_backwards, second=hundredfold_tangents):
-        h = jax.checkpoint(lambda x: jax.jit(first)(x @ w))(x)
-        return jax.lax.scan(lambda c, row: (c + second(row).sum(), None), 0 * h[0, 0], h)[0]
-
-    plain = lambda x: x  # noqa: E731
-    *_, grads = over_devices(value_and_grad(loss_fn), how, w, batch, specs=WHOLE)
-    expected = 1000 * jax.grad(loss_fn)(w, batch, plain, plain) / DEVICES
-    np.testing.assert_allclose(grads, np.stack([expected] * 4), rtol=1e-5)
-
-
-@pytest.mark.parametrize("vma", [True, False])
-def test_it_compiles_to_the_same_and_calls_the_function_once(vma, rng, monkeypatch):
-    calls = []
-
-    def loss_fn(params, x):
-        calls.append(x)
-        for w in params:
-            x = jax.nn.gelu(jax.nn.softmax(x @ w))
-        return (x.astype(jnp.float32) ** 2).mean(), {"x": x, "name": "aux", "n": 3}
-
-    def run(params, x):
-        (value, aux), _, finite, grads = value_and_grad(loss_fn, policy="c=f16", has_aux=True)(
-            params, x
-        )
-        assert aux["name"] == "aux" and aux["n"] == 3
-        return value, aux["x"], finite, grads
-
-    mapped = jax.shard_map(
-        run,
-        mesh=mesh_of(4),
-        in_specs=(P(), P(AXIS)),
-        out_specs=(P(), P(AXIS), P(), P()),
-        check_vma=vma,
-    )
-    params = [normal(rng, 8, 8) for _ in range(3)]
-    batch = normal(rng, 12, 8)
-
-    def compile_and_run():
-        calls.clear()
-        compiled = jax.jit(lambda *args: mapped(*args)).lower(params, batch).compile()
-        return compiled_step.count(compiled.as_text()), compiled(params, batch), len(calls)  # pyright: ignore[reportArgumentType]
-
-    counts, results, times = compile_and_run()
-    nothing = Source(None)
-    monkeypatch.setattr(jmpx._differentiation, "find_exchanges", lambda func, *_: (func, nothing))
-    plain_counts, plain_results, plain_times = compile_and_run()
-    assert counts == plain_counts and times == plain_times == 1
-    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(plain_results), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_without_an_axis_nothing_is_searched(rng, monkeypatch):
-    def refuse(*args):
-        raise AssertionError("searched")
-
-    monkeypatch.setattr(jmpx._differentiation, "find_exchanges", refuse)
-    params, batch = make_problem(rng)
-    value_and_grad(FINE["no gather"], axis_name=None)(params["full"]["w"], batch)
+        over_devices(gradients(loss_fn, sharded=False), "shard_map", params, batch)
