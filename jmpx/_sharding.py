@@ -40,11 +40,13 @@ class Gather(NamedTuple):
         params: the indices of the parameters.
         operation: the name of the primitive.
         axes: the mapped axes over which it does so.
+        in_groups: whether it does so within groups of an axis, by `axis_index_groups`.
     """
 
     params: frozenset[int]
     operation: str
     axes: frozenset[Hashable]
+    in_groups: bool
 
 
 class Exchange(NamedTuple):
@@ -218,7 +220,8 @@ class _Search:
         axes = _axes_of(eqn)
         over = axes & self.axes
         if source.origin and over and name.startswith(_EXCHANGES):
-            gather = Gather(source.origin, name, over)
+            in_groups = eqn.params.get("axis_index_groups") is not None
+            gather = Gather(source.origin, name, over, in_groups)
             source = source._replace(gathers=source.gathers | {gather})
         if axes and source.params:
             new = {Exchange(param, name, axis) for param in source.params for axis in axes}

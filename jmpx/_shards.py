@@ -91,6 +91,13 @@ class Parameters(NamedTuple):
                 "does not track which arrays vary: use jax.lax.all_gather, or jax.shard_map "
                 "without check_vma=False."
             )
+        if gather.in_groups and (
+            self.sharded is None or any(self.sharded[i] for i in gather.params)
+        ):
+            raise TypeError(
+                f"Cannot tell which devices have copies of {name}, {reads} in axis_index_groups: "
+                "give the groups a mesh axis of their own, and name both axes in axis_name."
+            )
         if self.sharded is not None:
             return
         if not is_tracked:

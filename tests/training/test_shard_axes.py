@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import normal
-from helpers.maps import AXIS, mesh_of
+from helpers.maps import AXIS, MAPS, mesh_of, over_devices
 from helpers.shards import (
     READS,
     SPECS,
@@ -22,6 +22,9 @@ from helpers.shards import (
 from jax.sharding import PartitionSpec as P
 
 import jmpx
+
+# JAX 0.10 announces the end of pmap with a DeprecationWarning.
+pytestmark = pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
 
 
 def hybrid(params, x, read=lambda w, axis_name: w):
@@ -208,3 +211,17 @@ def test_the_flag_is_common_over_an_axis_that_is_not_averaged(vma, rng):
     scaling, finite, own = jax.jit(mapped)(w, batch)
     assert own.tolist() == [True, False] * 2
     assert not finite.any() and (scaling.loss_scale == 2).all()
+
+
+@pytest.mark.parametrize(("mask", "how"), [(None, "shard_map"), *((True, how) for how in MAPS)])
+def test_groups_of_an_axis_are_refused(mask, how, rng):
+    """Devices 0 and 2 may have copies of one shard, which nothing tells."""
+    groups = [[0, 1], [2, 3]]
+
+    def loss_fn(w, x):
+        half = jax.lax.all_gather(w, AXIS, axis_index_groups=groups, tiled=True)
+        return jnp.mean((x @ jnp.concatenate([half, half])) ** 2)
+
+    with pytest.raises(TypeError, match=r"which devices have copies .* a mesh axis of their own"):
+        run = gradients(loss_fn, sharded=mask)
+        over_devices(run, how, normal(rng, 8, 3), normal(rng, 12, 8))

@@ -83,7 +83,7 @@ READS = {
     ),
     "in 8 bits": lambda w: quantized(w),
 }
-if hasattr(jax, "new_ref"):  # not on JAX 0.7
+if jax.__version_info__ >= (0, 10):  # JAX 0.7 cannot differentiate one under shard_map
     READS["in a mutable array"] = lambda w: through_ref(w)
 if hasattr(jax.lax, "all_gather_invariant"):  # on JAX 0.7
     READS["invariant"] = lambda w: jax.lax.all_gather_invariant(w, AXIS, tiled=True)  # pyright: ignore[reportAttributeAccessIssue]
