@@ -101,13 +101,13 @@ class Transformer:
 
     def normalized(self, norm: Params, x: jax.Array) -> jax.Array:
         """Returns LayerNorm of the last axis."""
-        wide = self._island(x)
-        centered = wide - wide.mean(axis=-1, keepdims=True)
+        x32 = self._island(x)
+        centered = x32 - x32.mean(axis=-1, keepdims=True)
         normal = centered * lax.rsqrt((centered**2).mean(axis=-1, keepdims=True) + 1e-6)
         return normal.astype(x.dtype) * norm["scale"] + norm["bias"]
 
     def _island(self, x: jax.Array) -> jax.Array:
-        return x.astype(jnp.float32) if self.islands else x
+        return wide(x) if self.islands else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +165,13 @@ def affine(params: Params, x: jax.Array) -> jax.Array:
     return x @ params["w"] + params["b"]
 
 
+def wide(x: jax.Array) -> jax.Array:
+    """Returns an array in float32, or in its own dtype if that is wider."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns the mean cross-entropy, in float32."""
-    logits = logits.astype(jnp.float32)
+    """Returns the mean cross-entropy, in float32 or wider."""
+    logits = wide(logits)
     chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)

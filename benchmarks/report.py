@@ -62,9 +62,12 @@ COMMANDS = {
     "cuda_lowering": [["cuda_lowering.py"]],
     "eager_casts": [["eager_casts.py"]],
     "import_time": [["import_time.py"]],
+    "fsdp_partitioner": [["fsdp.py", "--compiler=partitioner"]],
+    "fsdp_stablehlo": [["fsdp.py", "--compiler=stablehlo"]],
     "tpu_steps": [["tpu_matmul.py", "--part=steps"]],
     "tpu_products": [["tpu_matmul.py", "--part=products"]],
     "tpu_reductions": [["tpu_matmul.py", "--part=reductions"]],
+    "tpu_fsdp": [["fsdp.py", "--compiler=tpu"]],
 }
 RUNNABLE = [
     name
@@ -109,6 +112,12 @@ HEADLINES = (
     "trace time over no autocast's: 24 layers",
     "time over JMP's of casting 2000 arrays outside of jit",
     "milliseconds that `import jmpx` adds to `import jax`",
+    "FSDP, MiB sent: batch_sharding, c=bf16, fsdp_partitioner",
+    "FSDP, MiB sent: batch_sharding, c=bf16,r=bf16, fsdp_partitioner",
+    "FSDP, MiB sent: jmpx.gather, c=bf16, fsdp_stablehlo",
+    "FSDP, MiB sent: jmpx.gather, c=bf16,r=bf16, fsdp_stablehlo",
+    "FSDP, gradient error over that on one device: batch_sharding, c=bf16",
+    "FSDP, gradient error over that on one device: jmpx.gather, c=bf16",
     "TPU v5e, share of products in float32, highest: router, adapter",
     "TPU v5e, share of products in bfloat16: rest, adapter",
     "TPU v5e, share of products in float32, highest: router, autocast",
@@ -153,7 +162,30 @@ def bars(found: list[Record]) -> Iterator[Row]:
         if record["library"] == "jmpx":
             measure = "milliseconds that `import jmpx` adds to `import jax`"
             yield Row(measure, record["over_jax_ms"], 10)
+    yield from fsdp_bars(record for name in FSDP for record in by_name.get(name, []))
     yield from tpu_bars(by_name.get("tpu_steps", []), by_name.get("tpu_products", []))
+
+
+FSDP = {  # what a device may send in a step, in MiB
+    "fsdp_partitioner": {"batch_sharding, c=bf16": 7.2, "batch_sharding, c=bf16,r=bf16": 4.4},
+    "fsdp_stablehlo": {"jmpx.gather, c=bf16": 4.3, "jmpx.gather, c=bf16,r=bf16": 2.9},
+}
+EXACT = {"batch_sharding, c=bf16": "all-reduce f32", "jmpx.gather, c=bf16": "reduce-scatter f32"}
+
+
+def fsdp_bars(found: Iterable[Record]) -> Iterator[Row]:
+    for record in found:
+        way, name = record["way"], record["benchmark"]
+        if way in FSDP[name]:
+            yield Row(f"FSDP, MiB sent: {way}, {name}", record["sent_mib"], FSDP[name][way])
+        if way in EXACT:
+            sent = sum(record["by_kind"].get(kind, 0) for kind in ("all-gather bf16", EXACT[way]))
+            words = "gathered in bfloat16 or reduced in float32"
+            share = sent / sum(record["by_kind"].values())
+            yield Row(f"FSDP, share {words}: {way}, {name}", share, 1, least=True)
+        if way in EXACT and "gradient_error" in record:
+            ratio = record["gradient_error"] / record["error_one_device"]
+            yield Row(f"FSDP, gradient error over that on one device: {way}", ratio, 1)
 
 
 ROUTER = "; */router: c=f32,m=highest"  # how the policy ends whose steps have a bar

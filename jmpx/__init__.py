@@ -67,6 +67,11 @@ if TYPE_CHECKING:
         optimizer_update as optimizer_update,
         skip_nonfinite as skip_nonfinite,
     )
+    from jmpx._progress import (
+        NonfiniteCounts as NonfiniteCounts,
+        check_progress as check_progress,
+        nonfinite as nonfinite,
+    )
 else:
     _LATER = {
         "_autocast": ("Autocast", "autocast", "save_low_precision"),
@@ -82,6 +87,7 @@ else:
         "_loss_scale_strings": ("get_loss_scale",),
         "_mixed_precision": ("MixedPrecision", "get_mixed_precision"),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
+        "_progress": ("NonfiniteCounts", "check_progress", "nonfinite"),
     }
 
     def __getattr__(name):
@@ -110,6 +116,7 @@ __all__ = (
     "LossScale",
     "MixedPrecision",
     "NoOpLossScale",
+    "NonfiniteCounts",
     "Policy",
     "PolicyMap",
     "Rule",
@@ -127,6 +134,7 @@ __all__ = (
     "cast_to_half",
     "cast_to_half_precision",
     "cast_tree",
+    "check_progress",
     "clear_policy",
     "current_policy",
     "filter_grad",
@@ -139,6 +147,7 @@ __all__ = (
     "get_policy",
     "get_policy_map",
     "half_dtype",
+    "nonfinite",
     "optimizer_update",
     "policy_of",
     "push_policy",

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jmpx._casts import cast_like
 from jmpx._contexts import Context, Hook, entered, opened, refuse_other_tasks
 from jmpx._dtypes import DTypeLike
+from jmpx._made_once import made_once
 from jmpx._marks import Module, in_module
 from jmpx._matmul import is_algorithm, matmul_of
 from jmpx._policy import Policy
@@ -322,7 +323,7 @@ def lookalike(cls: type[T], namespace: dict[str, Any], mixin: type = object) -> 
     return type(cls)(cls.__name__, bases, {**namespace, **names})
 
 
-@functools.cache
+@made_once
 def marking_lookalike(
     cls: type[T], modules: tuple[Module, ...], base: type, mixin: type = object
 ) -> type[T]:

@@ -1,7 +1,7 @@
 """The arguments of a gradient function that hold examples, and how they are split into parts."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -70,7 +70,13 @@ class BatchArguments:
                 )
         return cls(numbers, whole)
 
-    def split(self, args: Sequence[PyTree], count: int, what: str) -> "Parts":
+    def split(
+        self,
+        args: Sequence[PyTree],
+        count: int,
+        what: str,
+        keywords: Mapping[str, PyTree] | None = None,
+    ) -> "Parts":
         """Splits the arrays of these arguments into equal parts, along a new first axis.
 
         An array of shape (examples, ...) becomes one of shape (count, examples / count, ...), the
@@ -81,11 +87,12 @@ class BatchArguments:
             args: all positional arguments of a call.
             count: the number of parts.
             what: the name of the parts, for error messages.
+            keywords: the keyword arguments of the call, which go whole.
 
         Raises:
             TypeError: if an array has no axis to split, or nothing is left to be split.
             ValueError: if there is no such argument, if arrays differ in their number of examples,
-                or if `count` does not divide it.
+                if `count` does not divide it, or if a keyword argument seems to hold examples.
         """
         leaves, treedef = jax.tree.flatten(args, is_leaf=is_whole)
         owners = [
@@ -100,6 +107,8 @@ class BatchArguments:
             if owner in positions and is_traceable(leaf) and not self._goes_whole(leaf)
         ]
         self._check([(owners[index], leaves[index]) for index in indices], count, what)
+        if self.numbers is None:
+            _check_keywords(keywords or {}, leaves[indices[0]].shape[0], what)
         arrays = [
             jnp.reshape(leaves[i], (count, leaves[i].shape[0] // count, *leaves[i].shape[1:]))
             for i in indices
@@ -138,10 +147,12 @@ class BatchArguments:
             what: the name of the parts.
         """
         if not found:
+            none = "no positional argument but the first holds an array of examples"
+            if self.numbers is not None:
+                none = f"the arguments of batch_argnums={self.numbers} hold no array"
             raise TypeError(
-                f"Cannot split a batch into {count} {what}, because no positional argument but the "
-                "first holds an array: pass the examples by position, or name them by "
-                "batch_argnums."
+                f"Cannot split a batch into {count} {what}, because {none}: pass the examples by "
+                "position, and name their positions by batch_argnums if other arrays go whole."
             )
         number, first = found[0]
         for other, leaf in found:
@@ -163,6 +174,22 @@ class BatchArguments:
                 f"Cannot split the {first.shape[0]} examples of argument {number}, "
                 f"{_describe(first)}, into {count} {what} of one size: make {count} divide them."
             )
+
+
+def _check_keywords(keywords: Mapping[str, PyTree], examples: int, what: str) -> None:
+    """Refuses a keyword argument that goes whole, and has an array with as many rows as the batch.
+
+    A batch beside a part of it would broadcast in silence where the part is one example.
+    """
+    for name, value in keywords.items():
+        for leaf in jax.tree.leaves(value, is_leaf=is_whole):
+            if is_traceable(leaf) and leaf.shape[:1] == (examples,):
+                raise ValueError(
+                    f"Cannot tell whether the keyword argument {name!r} holds examples, because "
+                    f"{_describe(leaf)} in it has as many rows as the batch that is split into "
+                    f"{what}: pass it by position, or name the arguments that hold examples by "
+                    "batch_argnums, and keyword arguments go whole."
+                )
 
 
 class Parts(NamedTuple):

@@ -76,6 +76,11 @@ _entered: contextvars.ContextVar[tuple[Context, ...]] = contextvars.ContextVar("
 # and leaves none: leaving would restore the value before, whose contexts may be over.
 _trace_key: Any = jax.make_user_context(None)  # Any, because JAX does not annotate it
 
+# For `_marks.py`, which is imported later. A user context has to be made when jmpx is imported:
+# each new one is a part more of the keys of all of JAX's caches, so a step in whose first trace it
+# was made would be traced and compiled again. And JAX makes none safely while other threads run.
+traced_with_marks: Any = jax.make_user_context(False)
+
 
 def _tell_jax() -> None:
     """Makes what is in force now this thread's part of the key of JAX's caches."""

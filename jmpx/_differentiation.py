@@ -13,7 +13,7 @@ from jmpx._casts import at_least_float32
 from jmpx._gradient_arguments import ModelState, Uncast, partition, paths_of
 from jmpx._gradient_policy import Precision, casts_checked, warning_of_convolutions
 from jmpx._gradient_results import ValueAndGradients
-from jmpx._groups import AXIS, BatchSharding, Groups
+from jmpx._groups import AXIS, BatchSharding, Groups, check_variables
 from jmpx._leaves import PyTree, is_array, is_floating, is_inexact_array
 from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._microbatches import Backward, accumulate
@@ -87,10 +87,14 @@ def differentiate(
         result, checked, axes = call.mean(params, state, args, options.axis_name)
     else:
         groups = Groups(options.batch_sharding)
-        parts = options.batch.split(args, groups.count, GROUPS)
-        result = groups.run(
-            lambda arrays: call.mean(params, state, parts.merge(arrays), AXIS)[0], parts.arrays
-        )
+        parts = options.batch.split(args, groups.count, GROUPS, kwargs)
+
+        def run(arrays: Sequence[jax.Array]) -> Backward:
+            one, *_ = call.mean(params, state, parts.merge(arrays), AXIS)
+            check_variables(one.state[0], pure.stored())
+            return one
+
+        result = groups.run(run, parts.arrays)
     grads = [grad.astype(param.dtype) for grad, param in zip(result.grads, params, strict=True)]
     grads_finite, new_scaling = jnp.array(True), options.scaling
     if options.use_mixed_precision:
@@ -158,8 +162,10 @@ class _Call(NamedTuple):
         self, params: list[jax.Array], state: list[Any], args: tuple[PyTree, ...], shards: "_Shards"
     ) -> Backward:
         """Runs all micro-batches of a batch, each from the state that the one before it left."""
-        model_state = self.options.model_state
-        parts = self.options.batch.split(args, self.options.microbatches, MICROBATCHES)
+        options, model_state = self.options, self.options.model_state
+        before = (state, model_state.get(args))
+        keywords = self.kwargs if options.batch_sharding is None else None  # checked already
+        parts = options.batch.split(args, options.microbatches, MICROBATCHES, keywords)
 
         def run(states: tuple[list[Any], PyTree], arrays: Sequence[jax.Array]) -> Backward:
             inputs = model_state.put(parts.merge(arrays), states[1])
@@ -167,7 +173,6 @@ class _Call(NamedTuple):
             updates, new = one.state
             return one._replace(state=(self.pure.advance(states[0], updates), new))
 
-        before = (state, model_state.get(args))
         total = accumulate(run, before, parts.arrays, params)
         return total._replace(state=(self.pure.updates_of(total.state[0]), total.state[1]))
 
@@ -186,6 +191,8 @@ class _Call(NamedTuple):
                 result, updates = self.pure(state, *inputs, **keywords)
             value, aux = _loss_and_aux(result, options.has_aux)
             new, aux = options.model_state.split(aux, old)
+            if options.microbatches > 1:
+                options.model_state.check(new, old)
             value = shards.of_each_device(options.to_float32(value))
             return options.scale.scale(value), (value, aux, (updates, new))
 

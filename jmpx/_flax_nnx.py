@@ -21,6 +21,7 @@ from jmpx._adapters import (
 )
 from jmpx._contexts import note_cast
 from jmpx._frameworks import Adapter
+from jmpx._made_once import made_once
 from jmpx._marks import Module
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMapLike
@@ -172,7 +173,7 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
-@functools.cache  # so that views of one model have one graph definition, and jit's cache is hit
+@made_once  # so that views of one model have one graph definition, and jit's cache is hit
 def _view_class(cls: type, policy: Policy) -> type:
     """Returns the lookalike whose public methods cast."""
     names = public_methods(cls, nnx.Module)

@@ -14,7 +14,7 @@ from jmpx._contexts import note_cast
 from jmpx._dtypes import DTypeLike, check_enabled
 from jmpx._leaves import Array, PyTree, is_floating, is_none, is_traceable
 from jmpx._messages import describe
-from jmpx._nnx_objects import sparing
+from jmpx._nnx_objects import is_kept, sparing
 from jmpx._policy import Policy
 from jmpx._policy_map import get_policy_map
 from jmpx._policy_strings import PolicyLike, get_policy
@@ -43,7 +43,8 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
     Args:
         tree: any pytree, whose arrays are this device's parts. Floating leaves are cast; other
             arrays are gathered as they are. Python scalars, PRNG keys and what JAX cannot hold pass
-            untouched. Variables of NNX that are no `nnx.Param` keep their dtype.
+            untouched, and so does state of NNX: each variable that is no `nnx.Param`. An NNX module
+            comes back as a copy that shares these variables.
         axis_name: the name (or names) of the mapped axis, of `jax.shard_map`, `jax.pmap` or
             `jax.vmap`.
         policy: a policy, or anything else that `get_policy` takes. Without `reduce`, gradients are
@@ -77,9 +78,9 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
     chosen = _policy_without_rules(policy)
     check_axis(axis_name)
     names = axis_names(axis_name)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_kept)
     axes = _axes_of(axis, tree)
-    casts = jax.tree.leaves(sparing(chosen.cast_to_compute)(tree))
+    casts = jax.tree.leaves(sparing(chosen.cast_to_compute)(tree), is_leaf=is_kept)
     if any(is_floating(leaf) for _, leaf in leaves):
         note_cast("jmpx.gather")
     gathered = [
@@ -116,7 +117,8 @@ def _axes_of(axis: PyTree, tree: PyTree) -> list[int | None]:
                 f"Expected ints and None in axis, got {describe(split)}: write the axis of a "
                 "shape along which a leaf is split, or None if each device has all of it."
             )
-        axes.extend([split if split is None else int(split)] * len(jax.tree.leaves(subtree)))
+        count = len(jax.tree.leaves(subtree, is_leaf=is_kept))
+        axes.extend([split if split is None else int(split)] * count)
 
     try:
         jax.tree.map(add, axis, tree, is_leaf=is_none)
@@ -148,7 +150,7 @@ def _gather_leaf(
         policy: the policy.
     """
     if not is_traceable(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return cast
+        return leaf
     equal_along = [a for a in names if is_tracked(a) and a not in varying_axes(leaf)]
     if axis is None and not (equal_along and is_floating(leaf)):
         return cast
@@ -161,7 +163,8 @@ def _gather_leaf(
     if reduce_dtype is None:
         reduce_dtype = jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype
     check_enabled(reduce_dtype)
-    way = _Way(names, axis, jnp.dtype(reduce_dtype))
+    over = tuple(equal_along) if axis is None else names
+    way = _Way(over, axis, jnp.dtype(reduce_dtype))
     return _with_wide_sum(jnp.asarray(leaf), jnp.asarray(cast), way)
 
 
@@ -184,7 +187,7 @@ class _Way(NamedTuple):
     """How a leaf comes to all devices, and its gradient back.
 
     Attributes:
-        names: the names of the mapped axis.
+        names: the names of the mapped axis; for a whole leaf, of those along which it is equal.
         axis: the axis of its shape along which it is split; None if each device has all of it.
         reduce_dtype: the dtype in which its gradient is summed.
     """
@@ -195,14 +198,12 @@ class _Way(NamedTuple):
 
 
 def _spread(array: jax.Array, names: tuple[Hashable, ...], axis: int | None) -> jax.Array:
-    """Gathers an array; a whole one becomes one that may differ between the devices.
-
-    JAX then sums the gradient of a whole array right here. It would do so for each operand of the
-    selection that is the array, so that one is zeros; the selection compiles to nothing.
-    """
+    """Gathers an array; a whole one becomes one that varies, so that JAX sums its gradient here."""
     if axis is None:
-        here = jax.lax.axis_index(names) >= 0
-        return jax.lax.select(here, array, jnp.zeros_like(array))
+        lax: Any = jax.lax
+        if hasattr(lax, "pcast"):
+            return lax.pcast(array, names, to="varying")
+        return lax.pvary(array, names)  # JAX 0.7
     return jax.lax.all_gather(array, names, axis=axis, tiled=True)
 
 

@@ -132,15 +132,17 @@ def filter_value_and_grad(
             axes that split the first axis of the batch. XLA sums gradients in the compute dtype by
             itself; by this they are summed in the policy's reduce; unset, in float32. The share of
             each device becomes a group, for which `func` runs by `jax.vmap`, so that the loss has
-            to be a mean over examples. Then aux gets a leading axis of groups, and the model state
-            is the mean over groups.
+            to be a mean over examples that count alike: one that compares them, sums them or
+            divides by their weights is another loss in groups, which cannot be seen. Then aux gets
+            a leading axis of groups, and the model state is the mean over groups.
         microbatches: how many parts a batch is split into, one after the other, so that the memory
             of activations is that of one part. The gradients are summed in float32, and there is
             one loss scale, one check, and one mean over devices. Then aux gets a leading axis of
             micro-batches, after that of groups, and the model state goes from one part to the next.
         batch_argnums: the positions of the arguments of which `microbatches` and `batch_sharding`
             split the first axis of each array; by default all but the first and that of
-            `state_argnum`. Others go whole, into each part; by default a PRNG key does, too.
+            `state_argnum`. Others go whole, into each part, as keyword arguments do, and by default
+            PRNG keys of shape (), from which each part draws the same.
         state_argnum: the position of model state that `func` returns anew, as its aux or as the
             first element of an aux that is a tuple, such as running statistics of Haiku, Linen or
             Equinox. It is not cast, and not split. Objects of NNX need no such word.
@@ -166,7 +168,8 @@ def filter_value_and_grad(
         ValueError: if `policy` is not a string of policies or maps, or if two arguments contradict
             each other; when called, if one of `uncast_argnums`, `uncast_argnames`, `batch_argnums`
             and `state_argnum` gives an argument that the call does not have, if there is no axis
-            `axis_name`, if the number of parts does not divide the batch, if `func` changes an NNX
+            `axis_name` or none of `batch_sharding` that XLA may split, if the number of parts does
+            not divide the batch, if model state has no mean over groups, if `func` changes an NNX
             module that it closes over, or if compute or reduce is float64 while JAX's 64-bit types
             are disabled.
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._casts import cast_like
-from jmpx._leaves import PyTree, is_array, is_inexact_array
+from jmpx._leaves import PyTree, can_replace, is_array, is_inexact_array, is_traceable
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -191,7 +191,10 @@ class ModelState:
         return cls(int(argnum))
 
     def get(self, args: Sequence[PyTree]) -> PyTree:
-        """Returns the state among the arguments of a call; None if there is none."""
+        """Returns the state among the arguments of a call, as JAX's arrays; None if there is none.
+
+        It is a copy: a `State` of Equinox cannot be read after the function has set it.
+        """
         if self.argnum is None:
             return None
         if self.argnum >= len(args):
@@ -199,7 +202,9 @@ class ModelState:
                 f"Cannot find the model state at argument {self.argnum}, as state_argnum says, in "
                 f"a call with {len(args)} positional arguments: pass it by position."
             )
-        return args[self.argnum]
+        return jax.tree.map(
+            lambda leaf: jnp.asarray(leaf) if is_traceable(leaf) else leaf, args[self.argnum]
+        )
 
     def put(self, args: Sequence[PyTree], state: PyTree) -> tuple[PyTree, ...]:
         """Returns the arguments with another state among them."""
@@ -224,6 +229,22 @@ class ModelState:
             "(loss, (state, other))."
         )
 
+    def check(self, new: PyTree, old: PyTree) -> None:
+        """Refuses a new state that cannot be handed on to the next micro-batch.
+
+        Raises:
+            ValueError: if anything in it has changed but the values of arrays.
+        """
+        pairs = zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True)
+        for (path, before), after in pairs:
+            if not can_replace(after, before):
+                raise ValueError(
+                    f"Cannot hand the model state of argument {self.argnum} from one micro-batch "
+                    f"to the next, because the function changes its "
+                    f"{jax.tree_util.keystr(path) or 'leaf'} from {_spell(before)} to "
+                    f"{_spell(after)}: keep an array there, in one dtype."
+                )
+
     def join(self, state: PyTree, rest: PyTree) -> PyTree:
         """Returns the aux that `split` took apart."""
         if self.argnum is None:
@@ -232,6 +253,10 @@ class ModelState:
 
 
 _ALL = "state"  # the rest of an aux that is the state and nothing else
+
+
+def _spell(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else repr(leaf)
 
 
 def _alike(new: PyTree, old: PyTree) -> bool:

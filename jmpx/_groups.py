@@ -5,11 +5,13 @@ each device becomes a group with gradients of its own, so that what XLA sums ove
 mean, in the dtype that the policy says.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jmpx._casts import at_least_float32, cast_like
 from jmpx._leaves import PyTree, is_floating
@@ -61,20 +63,15 @@ class Groups:
         batch_sharding: the sharding of the batch.
 
     Raises:
-        ValueError: if it is a `PartitionSpec` and there is no mesh that has its axes.
+        ValueError: if there is no mesh that has its axes, or if XLA may not split arrays over them.
     """
 
     def __init__(self, batch_sharding: BatchSharding) -> None:
         self.axes = _axes_of(batch_sharding)
-        if isinstance(batch_sharding, NamedSharding):
-            self.mesh = batch_sharding.mesh
-        else:
-            self.mesh = jax.sharding.get_abstract_mesh()
-            for axis in self.axes:
-                _check_mesh(axis, self.mesh.axis_names)
-        self.count = 1
+        self.mesh = _mesh_of(batch_sharding)
         for axis in self.axes:
-            self.count *= self.mesh.shape[axis]
+            _check_axis(axis, self.mesh)
+        self.count = math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def constrain(self, array: jax.Array) -> jax.Array:
         """Returns an array of shape (groups, ...) with one group on each device of the axes."""
@@ -96,7 +93,8 @@ class Groups:
             model state over groups.
 
         Raises:
-            ValueError: if an array of model state that has no mean differs between groups.
+            ValueError: if an array of model state that has no mean differs between groups, or if
+                the function names the axes of the groups in a sharding.
         """
         rebuild: list[Callable[[Sequence[Any]], PyTree]] = []
 
@@ -113,28 +111,88 @@ class Groups:
         try:
             value, aux, state, grads = mapped([self.constrain(array) for array in arrays])
         except ValueError as error:
-            if "out_axes" not in str(error):
+            if "spmd_axis_name" not in str(error):
                 raise
             raise ValueError(
-                "Cannot average the model state over the groups of batch_sharding, because an "
-                "array of it that is not floating depends on the examples: keep it out of the "
-                "state, or use axis_name under jax.shard_map instead."
+                f"Cannot split an array over {' and '.join(map(repr, self.axes))} in the function "
+                f"that is differentiated, because each group of batch_sharding is on one device "
+                f"of it ({error}): leave the axis out of the shardings there."
             ) from error
         return Backward(value, rebuild[0](aux), rebuild[1](state), grads)
 
 
+def check_variables(new: Sequence[jax.Array], stored: Sequence[Any]) -> None:
+    """Refuses variables of an NNX module that hold something of each example.
+
+    Args:
+        new: the new arrays of one group.
+        stored: what each of them replaces; None for a new variable.
+
+    Raises:
+        ValueError: if one differs between groups, and does not replace an array of its shape.
+    """
+    for array, old in zip(new, stored, strict=True):
+        if getattr(old, "shape", None) != array.shape and _differs(array):
+            raise ValueError(
+                f"Cannot average {array.dtype}{list(array.shape)} in a variable of an NNX module "
+                "over the groups of batch_sharding, because it is new or of another shape than "
+                "before, as an activation of the examples is: return it by has_aux=True instead."
+            )
+
+
 def _mean(array: jax.Array) -> jax.Array:
-    if not is_floating(array):
+    """Returns the mean of an array of model state over the groups, the same bits if it is equal."""
+    if not _differs(array):
         return array
+    if not is_floating(array):
+        raise ValueError(
+            f"Cannot average {array.dtype}{list(array.shape)} of the model state over the groups "
+            "of batch_sharding, because it is not floating and depends on the examples: keep it "
+            "out of the state, or use axis_name under jax.shard_map instead."
+        )
     return cast_like(jax.lax.pmean(at_least_float32(array), AXIS), array)
 
 
-def _check_mesh(axis: str, known: Sequence[Any]) -> None:
-    names = [str(name) for name in known]
-    if axis in names:
-        return
-    if names:
-        where = f"expected one of the axes {names}{did_you_mean(axis, names)}"
-    else:
-        where = "set one by jax.set_mesh, or give a jax.sharding.NamedSharding"
-    raise ValueError(f"Cannot find a mesh with the axis {axis!r} of batch_sharding: {where}.")
+def _differs(array: jax.Array) -> bool:
+    """Whether an array may differ between groups.
+
+    Under `jax.vmap`, the maximum of an array that does not depend on the index is the same object.
+    """
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        array = jnp.real(array)
+    if array.dtype == jnp.bool_:
+        array = array.astype(jnp.int32)
+    return jax.lax.pmax(array, AXIS) is not array
+
+
+def _mesh_of(batch_sharding: BatchSharding) -> Any:
+    """Returns the mesh of a sharding; of the same mesh, the one whose axis types hold here."""
+    here = jax.sharding.get_abstract_mesh()
+    if isinstance(batch_sharding, NamedSharding) and batch_sharding.mesh.shape != here.shape:
+        return batch_sharding.mesh
+    return here
+
+
+def _check_axis(axis: str, mesh: Any) -> None:
+    """Refuses an axis over which XLA splits nothing here: unknown, explicit or mapped."""
+    names = [str(name) for name in mesh.axis_names]
+    if axis not in names:
+        if names:
+            where = f"expected one of the axes {names}{did_you_mean(axis, names)}"
+        else:
+            where = "set one by jax.set_mesh, or give a jax.sharding.NamedSharding."
+        raise ValueError(f"Cannot find a mesh with the axis {axis!r} of batch_sharding: {where}")
+    kind = dict(zip(names, mesh.axis_types, strict=True))[axis]
+    if kind == AxisType.Explicit:
+        raise ValueError(
+            f"Cannot split a batch over the axis {axis!r} of batch_sharding, which is Explicit in "
+            "its mesh: make the mesh with axis_types=(jax.sharding.AxisType.Auto,) for each axis, "
+            "or call the gradient function inside of jax.sharding.auto_axes."
+        )
+    if kind == AxisType.Manual:
+        raise ValueError(
+            f"Cannot split a batch over the axis {axis!r} of batch_sharding, which jax.shard_map "
+            f"maps here, so that it is split already: give axis_name={axis!r} instead."
+        )

@@ -77,6 +77,15 @@ def _as_traced(array: Any, aval: Any) -> Any:
     return np.asarray(array, aval.dtype)
 
 
+def import_extend() -> None:
+    """Imports `jax.extend`, which takes 30 ms.
+
+    Since JAX 0.12 that adds to the keys of all of JAX's caches: a function in whose first trace it
+    happens is traced and compiled again at its second call.
+    """
+    import jax.extend  # noqa: F401
+
+
 @functools.cache
 def _source_info() -> Any:
     from jax.extend import source_info_util

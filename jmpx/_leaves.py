@@ -57,6 +57,16 @@ def is_traceable(leaf: object) -> TypeGuard[jax.Array | np.ndarray | np.number |
     )
 
 
+def can_replace(new: Any, old: Any) -> bool:
+    """Whether a loop that carries the leaf `old` can carry `new` next.
+
+    An array may have other values, in its shape and dtype; any other leaf must be the same.
+    """
+    if is_traceable(new) and is_traceable(old):
+        return (new.shape, new.dtype) == (old.shape, old.dtype)
+    return new is old or (type(new) is type(old) and np.array_equal(new, old))
+
+
 def is_view(node: object) -> bool:
     """Whether `node` is a view of a module; adapters mark the classes of views."""
     return hasattr(type(node), "__jmpx_view__")

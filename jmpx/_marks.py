@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jmpx._contexts import traced_with_marks
 from jmpx._rewriting import with_equations, with_jaxprs
 
 _MARK = "jmpx.module:"
@@ -48,9 +49,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-# It is part of the keys of JAX's caches: autocast traces a jitted function again that was traced
-# without marks, and a function that was traced with marks never runs outside of autocast.
-_traced_with_marks = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
@@ -59,7 +57,9 @@ def marking() -> Iterator[None]:
     before = _thread.is_marking
     _thread.is_marking = True
     try:
-        with _traced_with_marks(True):
+        # It is part of the keys of JAX's caches: autocast traces a jitted function again that was
+        # traced without marks, and a function that was traced with marks never runs outside of it.
+        with traced_with_marks(True):
             yield
     finally:
         _thread.is_marking = before
@@ -86,7 +86,8 @@ def _mark(module: Module) -> str:
     """Returns the mark of a module, always the same one."""
     if module not in _marks:
         mark = f"{_MARK}{next(_count)}"
-        _modules[_marks.setdefault(module, mark)] = module
+        _modules[mark] = module  # before another thread can find the mark
+        _marks.setdefault(module, mark)
     return _marks[module]
 
 

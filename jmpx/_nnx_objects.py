@@ -93,13 +93,13 @@ def sparing(cast: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
     """
 
     def spared(tree: PyTree) -> PyTree:
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_kept)
-        if not any(map(_is_kept, leaves)):
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_kept)
+        if not any(map(is_kept, leaves)):
             return cast(tree)
-        hollow = treedef.unflatten([None if _is_kept(leaf) else leaf for leaf in leaves])
+        hollow = treedef.unflatten([None if is_kept(leaf) else leaf for leaf in leaves])
         pairs = zip(leaves, treedef.flatten_up_to(cast(hollow)), strict=True)
         # Copies may change in a trace in which the caller's own variables may not.
-        return treedef.unflatten([_copy(leaf) if _is_kept(leaf) else new for leaf, new in pairs])
+        return treedef.unflatten([_copy(leaf) if is_kept(leaf) else new for leaf, new in pairs])
 
     return spared
 
@@ -108,7 +108,8 @@ def _copy(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf, tree)
 
 
-def _is_kept(value: object) -> bool:
+def is_kept(value: object) -> bool:
+    """Whether `value` is a variable that is no `nnx.Param`: state, which is never cast."""
     flax_nnx = nnx()
     return (
         flax_nnx is not None

@@ -5,30 +5,30 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
-import jax.core
 import jax.numpy as jnp
 
-from jmpx._leaves import PyTree, is_array, is_none
+from jmpx._leaves import PyTree, is_none
 from jmpx._nnx_objects import holds_objects
 from jmpx._optimizer_checks import (
-    SkipBy,
+    check_limit,
     check_skip_by,
     is_optimizer,
     refuse_skip,
     trained_part,
     warn_of_cast_masters,
+    warn_of_inner_counts,
     warn_of_multi_steps,
     warn_of_views,
 )
+from jmpx._skipping import SkipBy, refuse_beyond, take_or_keep
 from jmpx._stateful import parameters_of
-from jmpx._tree import Flag, all_finite, as_flag, select_tree
+from jmpx._tree import Flag, all_finite, as_flag
 
 if TYPE_CHECKING:
     import optax
 
 ModelT = TypeVar("ModelT")
 StateT = TypeVar("StateT")
-T = TypeVar("T")
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -58,7 +58,10 @@ class SkipNonfiniteState(NamedTuple):
 
 
 def skip_nonfinite(
-    optimizer: "optax.GradientTransformation | optax.MultiSteps", *, skip_by: SkipBy = "where"
+    optimizer: "optax.GradientTransformation | optax.MultiSteps",
+    *,
+    skip_by: SkipBy = "where",
+    max_consecutive_skips: int | None = None,
 ) -> "optax.GradientTransformationExtraArgs":
     """Wraps an optax optimizer so that it skips steps with non-finite gradients, and counts them.
 
@@ -69,20 +72,34 @@ def skip_nonfinite(
     `skip_nonfinite(optax.MultiSteps(optimizer, n))`, which skips one micro-step. Unlike
     `optax.apply_if_finite` it never applies a non-finite update, however many it has skipped.
 
+    A run that diverged skips every step from then on. Where the loop is Python's,
+    `jmpx.check_progress` tells: it adds nothing to the program, and raises in every process.
+    `max_consecutive_skips` is for other loops, such as a `lax.scan` over the steps: a callback
+    raises from inside of the compiled program, for one comparison and one `lax.cond` a step. Python
+    sees the error when it next waits for the program: a `jax.errors.JaxRuntimeError`, whose text
+    ends with ours, and the results of the program are lost. Under `jax.jit` on several processes,
+    one of them raises, and the others fail once it has ended. `jax.export` refuses such a program,
+    and JAX before 0.12 leaves it out of the persistent compilation cache.
+
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`.
         skip_by: "where" or "cond", as in `optimizer_update`, which ignores this one and takes its
             own. The default is "where": a `lax.cond` would write its updates to memory, and the
             function that applies them would read them again, 8 bytes a parameter.
+        max_consecutive_skips: how many steps in a row may be skipped; the one after them raises.
+            None sets no limit, and adds nothing to the program.
 
     Returns:
         An optax gradient transformation whose `update` takes an optional `grads_finite=`, a scalar
         bool that says whether to take the step; without it, the gradients are checked. Other extra
-        arguments are handed on. Its state is a `SkipNonfiniteState`.
+        arguments are handed on. Its state is a `SkipNonfiniteState`. Outside of `jax.jit`, `update`
+        and `optimizer_update` raise a FloatingPointError where the limit is passed.
 
     Raises:
-        TypeError: if `optimizer` is not an optax gradient transformation.
-        ValueError: if `skip_by` is neither "where" nor "cond".
+        TypeError: if `optimizer` is not an optax gradient transformation, or
+            `max_consecutive_skips` is not a whole number.
+        ValueError: if `skip_by` is neither "where" nor "cond", or `max_consecutive_skips` is less
+            than 1.
 
     Warns:
         UserWarning: when its `init` is called by that of `optax.MultiSteps`; when `init` or
@@ -107,19 +124,34 @@ def skip_nonfinite(
             f"Expected an optax gradient transformation, got {optimizer!r}: pass for example "
             "optax.adam(1e-3)."
         )
+    if max_consecutive_skips is not None:
+        max_consecutive_skips = check_limit(max_consecutive_skips, "max_consecutive_skips")
     if isinstance(optimizer, optax.MultiSteps):  # It takes extra arguments, and does not say so.
         multi_steps: Any = optimizer
         optimizer = optax.GradientTransformationExtraArgs(multi_steps.init, multi_steps.update)
     inner = optax.with_extra_args_support(optimizer)
+    skipping = _SkipNonfinite(inner, skip_by, max_consecutive_skips)
+    return optax.GradientTransformationExtraArgs(skipping.init, skipping.update)
 
-    def init(params: "optax.Params") -> SkipNonfiniteState:
+
+class _SkipNonfinite(NamedTuple):
+    """The two functions of `skip_nonfinite`, and its arguments."""
+
+    inner: "optax.GradientTransformationExtraArgs"
+    skip_by: SkipBy
+    limit: int | None
+
+    def init(self, params: "optax.Params") -> SkipNonfiniteState:
+        import optax
+
         warn_of_multi_steps(inspect.unwrap(optax.MultiSteps.init))
         warn_of_views(params)
         # Two arrays: a jitted step that donates the state cannot donate one array twice.
         total, consecutive = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return SkipNonfiniteState(inner.init(params), jnp.array(True), total, consecutive)
+        return SkipNonfiniteState(self.inner.init(params), jnp.array(True), total, consecutive)
 
     def update(
+        self,
         updates: "optax.Updates",
         state: Any,
         params: "optax.Params | None" = None,
@@ -128,21 +160,64 @@ def skip_nonfinite(
         **extra_args: Any,
     ) -> "tuple[optax.Updates, SkipNonfiniteState]":
         warn_of_views((updates, params))
-        warn_of_cast_masters(params, inner, state.inner_state, updates)
+        warn_of_cast_masters(params, self.inner, state.inner_state, updates)
         if grads_finite is None:
             grads_finite = all_finite(updates)
 
         def take() -> tuple[PyTree, PyTree]:
-            return inner.update(updates, state.inner_state, params, **extra_args)
+            return self.inner.update(updates, state.inner_state, params, **extra_args)
 
         def keep(new: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
             nothing = jax.tree.map(lambda u: jnp.full_like(u, -0.0), new[0])
             return nothing, state.inner_state
 
-        new_updates, new_inner = _take_or_keep(grads_finite, take, keep, skip_by)
-        return new_updates, _counted(state, new_inner, grads_finite)
+        new_updates, new_inner = take_or_keep(grads_finite, take, keep, self.skip_by)
+        return new_updates, self.counted(state, new_inner, grads_finite)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def counted(
+        self, state: SkipNonfiniteState, inner_state: PyTree, grads_finite: Flag
+    ) -> SkipNonfiniteState:
+        """Returns the state after a step, which counts the step if it was skipped.
+
+        Raises:
+            FloatingPointError: if more steps in a row were skipped than the limit allows: now if
+                the count is concrete, when the program runs if it is traced.
+        """
+        finite = as_flag(grads_finite, "grads_finite")
+        skipped = (~finite).astype(jnp.int32)
+        consecutive = (state.consecutive_skipped + 1) * skipped
+        if self.limit is not None and grads_finite is not True:
+            refuse_beyond(self.limit, consecutive)
+        return SkipNonfiniteState(
+            inner_state=inner_state,
+            grads_finite=finite,
+            total_skipped=state.total_skipped + skipped,
+            consecutive_skipped=consecutive,
+        )
+
+
+def _count_skip(
+    optimizer: Any,
+    state: SkipNonfiniteState,
+    inner_state: PyTree,
+    grads_finite: Flag,
+    by_update: Callable[[], SkipNonfiniteState],
+) -> SkipNonfiniteState:
+    """Returns the state of `skip_nonfinite` after a step that `optimizer_update` took or skipped.
+
+    Args:
+        optimizer: the optimizer, whose limit of skips holds.
+        state: the state before the step.
+        inner_state: the new state of the wrapped optimizer.
+        grads_finite: whether the step was taken.
+        by_update: calls the optimizer's `update` by the flag, and returns the state. Its counts are
+            taken where the optimizer is one of functions around those of `skip_nonfinite`, which
+            hide the limit.
+    """
+    skipping = getattr(inspect.unwrap(optimizer.update), "__self__", None)
+    if isinstance(skipping, _SkipNonfinite):
+        return skipping.counted(state, inner_state, grads_finite)
+    return by_update()._replace(inner_state=inner_state)
 
 
 def optimizer_update(
@@ -189,7 +264,8 @@ def optimizer_update(
 
     Warns:
         UserWarning: if `model` is a view, which holds rounded parameters; if all parameters and
-            gradients are of 16 bits and the state was made of wider parameters.
+            gradients are of 16 bits and the state was made of wider parameters; if `skip_nonfinite`
+            is inside of other transformations, where it does not count what this function skips.
 
     Example:
         >>> import jax.numpy as jnp
@@ -210,6 +286,8 @@ def optimizer_update(
     warn_of_cast_masters(params, optimizer, optimizer_state, grads)
     old_state: Any = optimizer_state
     counts = isinstance(old_state, SkipNonfiniteState)
+    if not counts and grads_finite is not True:
+        warn_of_inner_counts(old_state, SkipNonfiniteState)
     if counts:
         extra_args = {**extra_args, "grads_finite": True}  # `take` runs for a step that is taken.
 
@@ -223,9 +301,11 @@ def optimizer_update(
         return params, old_state.inner_state if counts else old_state
 
     new_state: Any
-    stepped, new_state = _take_or_keep(grads_finite, take, keep, skip_by)
+    stepped, new_state = take_or_keep(grads_finite, take, keep, skip_by)
     if counts:
-        new_state = _counted(old_state, new_state, grads_finite)
+        given = {**extra_args, "grads_finite": grads_finite}
+        by_update: Any = lambda: optimizer.update(grads, old_state, params, **given)[1]  # noqa: E731
+        new_state = _count_skip(optimizer, old_state, new_state, grads_finite, by_update)
     merge = lambda new, old: old if new is None else new  # noqa: E731
     return put_back(jax.tree.map(merge, stepped, before, is_leaf=is_none)), new_state
 
@@ -248,80 +328,9 @@ def _parameters_of(
     return parameters_of(model)
 
 
-def _counted(
-    state: SkipNonfiniteState, inner_state: PyTree, grads_finite: Flag
-) -> SkipNonfiniteState:
-    """Returns the state after a step, which counts the step if it was skipped."""
-    finite = as_flag(grads_finite, "grads_finite")
-    skipped = (~finite).astype(jnp.int32)
-    return SkipNonfiniteState(
-        inner_state=inner_state,
-        grads_finite=finite,
-        total_skipped=state.total_skipped + skipped,
-        consecutive_skipped=(state.consecutive_skipped + 1) * skipped,
-    )
-
-
 def _apply_update(update: Any, leaf: Any) -> Any:
     if update is None:
         return leaf
     leaf = jnp.asarray(leaf)
     with jax.numpy_dtype_promotion("standard"):  # The update of a bfloat16 leaf may be float32.
         return jnp.asarray(leaf + update, leaf.dtype)
-
-
-def _take_or_keep(
-    grads_finite: Flag, take: Callable[[], T], keep: Callable[[Any], T], skip_by: SkipBy
-) -> T:
-    """Returns `take()` if the gradients are finite, and `keep(take())` if the step is skipped.
-
-    `keep` needs nothing of its argument but shapes and dtypes. A `lax.cond` needs branches of one
-    type. If their types differ, because the state holds a Python number or because the flag varies
-    over the devices of a `jax.shard_map`, "where" is taken. Some optimizers widen their state at
-    the first step: a skipped step widens it, too.
-    """
-    if grads_finite is True:
-        return take()
-    finite = as_flag(grads_finite, "grads_finite")
-    kept = lambda new: jax.tree.map(_in_dtype_of, keep(new), new)  # noqa: E731
-    if skip_by == "cond" and isinstance(finite, jax.core.Tracer):
-        shapes = _common_shapes(finite, take, kept)
-        if shapes is not None:
-            return jax.lax.cond(finite, take, lambda: kept(shapes))
-    new = take()
-    return select_tree(finite, new, kept(new))
-
-
-def _in_dtype_of(old: Any, new: Any) -> Any:
-    differ = is_array(old) and hasattr(new, "dtype") and old.dtype != new.dtype
-    return jnp.asarray(old, new.dtype) if differ else old
-
-
-def _common_shapes(
-    finite: jax.Array, take: Callable[[], T], keep: Callable[[Any], T]
-) -> PyTree | None:
-    """Returns the shapes of `take()` if it and `keep` return arrays of the same types, or None."""
-    found: list[PyTree] = []
-
-    def compare() -> None:
-        new = take()
-        if not all(map(is_array, jax.tree.leaves(new))):
-            return
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), new)
-        old = keep(shapes)
-        trees = new, old, select_tree(finite, new, old)
-        types = [[_type_of(leaf) for leaf in jax.tree.leaves(tree)] for tree in trees]
-        if types[0] == types[1] == types[2]:
-            found.append(shapes)
-
-    jax.eval_shape(compare)
-    return found[0] if found else None
-
-
-def _type_of(leaf: Any) -> Any:
-    """Returns the type of an array as JAX tells it, such as the axes over which it varies.
-
-    Weak types count as strong ones: if an array is weakly typed in one branch only, `lax.cond`
-    makes it strong.
-    """
-    return jax.typeof(jnp.asarray(leaf, leaf.dtype)) if is_array(leaf) else None

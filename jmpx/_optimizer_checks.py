@@ -3,14 +3,18 @@
 import contextlib
 import inspect
 import warnings
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmpx._leaves import PyTree, is_array, is_floating, is_none, is_view
+from jmpx._messages import describe
 
-SkipBy: TypeAlias = Literal["cond", "where"]
+LARGEST_COUNT = 2**31 - 1  # an int32
+# By then a scale of 2**24 has been at its floor of 1 for half of the time.
+MAX_CONSECUTIVE_SKIPS = 50
 _ORDER = "the arguments are (model, optimizer, optimizer_state, grads, grads_finite)"
 
 
@@ -21,6 +25,26 @@ def check_skip_by(skip_by: object) -> None:
             f'Expected skip_by to be "cond" or "where", got {skip_by!r}: leave it out for the '
             "default."
         )
+
+
+def check_limit(limit: object, name: str) -> int:
+    """Returns how many steps in a row may be skipped, as a Python number.
+
+    Raises:
+        TypeError: if `limit` is not a whole number.
+        ValueError: if it is less than 1 or more than an int32 can count.
+    """
+    if isinstance(limit, bool | np.bool_) or not isinstance(limit, int | np.integer):
+        raise TypeError(
+            f"Expected {name} to be a whole number of steps, got {describe(limit)}: give for "
+            f"example {MAX_CONSECUTIVE_SKIPS}."
+        )
+    if not 1 <= limit <= LARGEST_COUNT:
+        raise ValueError(
+            f"Expected {name} to be between 1 and 2**31 - 1 steps, got {limit}: give for example "
+            f"{MAX_CONSECUTIVE_SKIPS}."
+        )
+    return int(limit)
 
 
 def refuse_skip(optimizer: Any, extra_args: dict[str, Any]) -> None:
@@ -76,6 +100,23 @@ def warn_of_views(tree: PyTree) -> None:
             f"Expected the model, got a view of its {type(view).__name__}, whose parameters may "
             "be rounded to 16 bits, and would stay so: make the view inside of the loss function, "
             "and hand the model itself to the optimizer.",
+            stacklevel=3,
+        )
+
+
+def warn_of_inner_counts(state: PyTree, counting: type) -> None:
+    """Warns if transformations around `skip_nonfinite` hide it from `optimizer_update`.
+
+    Args:
+        state: the state of the optimizer, which is not one of `skip_nonfinite` itself.
+        counting: the class of the states of `skip_nonfinite`.
+    """
+    is_counting = lambda node: isinstance(node, counting)  # noqa: E731
+    if any(map(is_counting, jax.tree.leaves(state, is_leaf=is_counting))):
+        warnings.warn(
+            "Got an optimizer with a jmpx.skip_nonfinite inside of other transformations, which "
+            "does not count the steps that optimizer_update skips: make it the outermost one, or "
+            "let it skip alone by optimizer_update(..., grads_finite=True).",
             stacklevel=3,
         )
 

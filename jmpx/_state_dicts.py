@@ -6,6 +6,11 @@ import functools
 from typing import Any
 
 
+def _is_number(value: object) -> bool:
+    """Whether a value is a number or an array, and no part of a tree of shardings or axes."""
+    return hasattr(value, "dtype") or isinstance(value, int | float)
+
+
 @functools.cache
 def register_states(
     serialization: Any, classes: tuple[type, ...], names: tuple[str, ...] = ()
@@ -28,6 +33,13 @@ def register_states(
                 f"Expected the state of a {type(template).__name__} to hold {list(names)}, got "
                 f"{got}: restore it into a loss scale of the class that was saved."
             )
+        for name, value in state.items():
+            if _is_number(getattr(template, name)) and not _is_number(value):
+                raise ValueError(
+                    f"Expected {name} in the state of a {type(template).__name__} to be a number, "
+                    f"got {type(value).__name__}: the checkpoint is torn or of another program, so "
+                    "restore an older one."
+                )
         return dataclasses.replace(template, **state)
 
     for cls in classes:

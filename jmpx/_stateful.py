@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jmpx._leaves import PyTree, is_floating
+from jmpx._leaves import PyTree, can_replace, is_floating
 from jmpx._nnx_objects import (
     Object,
     has_objects,
@@ -59,11 +59,15 @@ class Pure:
         """Whether the objects held this array before the last call, and hold it no longer."""
         return False
 
+    def stored(self) -> list[Leaf]:
+        """Returns what each new array of the last call replaces; None for a new variable."""
+        return []
+
     def advance(self, state: Sequence[Leaf], updates: Sequence[Leaf]) -> list[Leaf]:
         """Returns the state with the new arrays of the last call in it, for a next call.
 
         Raises:
-            ValueError: if the last call changed more of its objects than arrays of their state.
+            ValueError: if the last call changed more of its objects than the values of arrays.
         """
         return list(state)
 
@@ -213,23 +217,25 @@ class _Split(Pure):
     def is_replaced(self, array: Leaf) -> bool:
         return id(array) in self.replaced
 
+    def stored(self) -> list[Leaf]:
+        pairs = zip(self.own, self.sources, strict=True)
+        return [None if i is None else self.originals[i] for i, source in pairs if source is None]
+
     def advance(self, state: Sequence[Leaf], updates: Sequence[Leaf]) -> list[Leaf]:
         new, arrays = list(state), iter(updates)
         exposed = len(self.originals) - len(state)  # the parameters go before the state
-        is_kept = not self.is_rebuilt and len(self.new) == len(self.splits)
+        same = not self.is_rebuilt and len(self.new) == len(self.splits)
         for index, source in zip(self.own, self.sources, strict=True):
-            if index is not None and isinstance(source, _Constant):
-                is_kept &= bool(self.originals[index] == source.value)
-            elif index is None or index < exposed and source is None:
-                is_kept = False
-            elif source is None:
-                new[index - exposed] = next(arrays)
-        if not is_kept:
+            if index is None or index < exposed:
+                same &= index == source
+            elif index != source:
+                new[index - exposed] = next(arrays) if source is None else self._value_of(source)
+        if not same or not all(map(can_replace, new, state)):
             raise ValueError(
                 "Cannot hand the state of an NNX module from one micro-batch to the next, because "
-                "the function changes more than the arrays of its state, such as a parameter, a "
-                "Python number or which variables there are: create all variables before the "
-                "call, or leave microbatches out."
+                "the function changes more than the values of arrays in it, such as a parameter, a "
+                "Python number, a shape, a dtype or which variables there are: create all "
+                "variables before the call, or leave microbatches out."
             )
         return new
 

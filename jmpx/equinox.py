@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ from jmpx._contexts import note_cast
 from jmpx._dtypes import computable
 from jmpx._frameworks import Adapter
 from jmpx._leaves import is_floating, is_view
+from jmpx._made_once import made_once
 from jmpx._marks import Module
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMapLike
@@ -196,14 +196,39 @@ class _Lookalike:
         pass
 
 
-@functools.cache  # so that views of one model have one tree definition, and jit's cache is hit
+class _HiddenPostInit:
+    """A `__post_init__` that an instance has, as before, and its class has not."""
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            raise AttributeError("__post_init__")
+        plain: Any = super(_QuietLookalike, instance)
+        return plain.__post_init__
+
+
+class _QuietLookalike(_Lookalike):
+    """A lookalike of a class with both `__init__` and `__post_init__`.
+
+    Equinox has warned of the class, and would warn of the lookalike. Filters of warnings could not
+    tell it apart: they belong to all threads.
+    """
+
+    __post_init__ = _HiddenPostInit()
+
+
+def _mixin(cls: type) -> type:
+    """Returns the base of the lookalikes of a module's class."""
+    parameters: Any = cls.__dataclass_params__  # pyright: ignore[reportAttributeAccessIssue]
+    has_both = hasattr(cls, "__post_init__") and not parameters.init
+    return _QuietLookalike if has_both or issubclass(cls, _QuietLookalike) else _Lookalike
+
+
+@made_once  # so that views of one model have one tree definition, and jit's cache is hit
 def _view_class(cls: type, policy: Policy) -> type:
     """Returns the lookalike whose public methods cast."""
     names = public_methods(cls, eqx.Module)
     methods = {name: _casting(cls, name, policy) for name in names}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Equinox has warned of `cls` already
-        return lookalike(cls, {**methods, "__jmpx_view__": True}, _Lookalike)
+    return lookalike(cls, {**methods, "__jmpx_view__": True}, _mixin(cls))
 
 
 def _casting(cls: type, name: str, policy: Policy) -> Method:
@@ -294,9 +319,7 @@ class _Marker:
         built = _map_children(node, path, lambda child, at: self._mark(child, at, inner))
         if not is_marked:
             return built
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Equinox has warned of the class already
-            marked = marking_lookalike(type(node), modules, eqx.Module, _Lookalike)
+        marked = marking_lookalike(type(node), modules, eqx.Module, _mixin(type(node)))
         self.made[marked] = type(node)
         return _as_instance(built, marked)
 

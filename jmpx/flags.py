@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from absl import flags
 
-from jmpx._flag_types import BooleanFlag, Flag, Parser, define, define_with_variable
+from jmpx._flag_types import Flag, Parser, define, define_with_variable
+from jmpx._leaves import PyTree
 from jmpx._loss_scale import LossScale
 from jmpx._loss_scale_flags import LOSS_SCALE, LossScaleFlags, define_loss_scale_flags
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, PolicyMapLike, get_policy_map
 from jmpx._policy_strings import PolicyLike, get_policy
+from jmpx._skip_flags import SkipFlags, define_skip_flags
 
 if TYPE_CHECKING:
     from jmpx._mixed_precision import MixedPrecision
@@ -238,7 +240,7 @@ class MixedPrecisionFlags:
     """The flags of `define_mp_flags`. Read them after the program has parsed its flags."""
 
     _policy: flags.FlagHolder[PolicyMap]
-    _skip_nonfinite: flags.FlagHolder[bool]
+    _skips: SkipFlags
     _loss_scale: LossScaleFlags
 
     @property
@@ -265,7 +267,32 @@ class MixedPrecisionFlags:
     @property
     def skip_nonfinite(self) -> bool:
         """Whether `--mp_skip_nonfinite` asks to skip steps whose gradients are not finite."""
-        return self._skip_nonfinite.value
+        return self._skips.skip.value
+
+    @property
+    def max_consecutive_skips(self) -> int | None:
+        """How many steps in a row `--mp_max_skips` lets the program skip.
+
+        None, for any number, if the flag is 0 or no step is skipped; `skip_nonfinite` takes it.
+        """
+        return self._skips.limit
+
+    def check_progress(
+        self, opt_state: PyTree, loss_scale: LossScale, grads: PyTree = None
+    ) -> None:
+        """Calls `jmpx.check_progress` with the limit of `--mp_max_skips`, if there is one.
+
+        Raises:
+            FloatingPointError: if more steps in a row were skipped than the flag allows.
+            TypeError: as `jmpx.check_progress`.
+        """
+        limit = self.max_consecutive_skips
+        if limit is not None:
+            from jmpx._progress import raise_if_stuck  # here, because few programs need it
+
+            raise_if_stuck(
+                opt_state, loss_scale, grads, limit, f"--{self._skips.most.name}={limit}"
+            )
 
     def loss_scale(self) -> LossScale:
         """Makes the loss scale that `--mp_loss_scale` or the flags for its parts describe.
@@ -299,10 +326,11 @@ def define_mp_flags(
     - `--mp_scale_type`: `NoOp`, `Static`, `Dynamic` or `auto`, which is Dynamic if the policy or
       one of its rules computes in float16, else NoOp,
     - `--mp_scale_value`, `--mp_scale_period` and `--mp_min_scale`: the numbers of the loss scale,
-    - `--mp_skip_nonfinite`: whether the program shall skip steps with non-finite gradients.
+    - `--mp_skip_nonfinite`: whether the program shall skip steps with non-finite gradients,
+    - `--mp_max_skips`: how many in a row before it ends, see `jmpx.check_progress`; 0 for any.
 
-    If `--mp_loss_scale` and a flag for a part of it are both set and say different things, that is
-    a usage error.
+    Flags that contradict each other are a usage error: `--mp_loss_scale` and one for a part of it,
+    or `--nomp_skip_nonfinite` and a limit.
 
     The environment variables `JMPX_POLICY` and `JMPX_LOSS_SCALE` set the defaults of `--mp_policy`
     and `--mp_loss_scale`, for any prefix, when this function runs; they go before `default_policy`.
@@ -316,8 +344,8 @@ def define_mp_flags(
         flag_values: the flag registry.
 
     Returns:
-        An object with `policy`, `policy_map`, `skip_nonfinite`, `loss_scale()` and
-        `mixed_precision()`, which read the flags.
+        An object with `policy`, `policy_map`, `skip_nonfinite`, `max_consecutive_skips`,
+        `loss_scale()`, `mixed_precision()` and `check_progress(...)`, which read the flags.
 
     Raises:
         absl.flags.DuplicateFlagError: if one of the flags exists already.
@@ -340,20 +368,11 @@ def define_mp_flags(
         "parts of the model. The environment variable JMPX_POLICY sets the default.",
         flag_values,
     )
-    skip_nonfinite = flags.DEFINE_flag(
-        BooleanFlag(
-            f"{prefix}_skip_nonfinite",
-            True,
-            "Whether to skip the optimizer step where gradients are not finite.",
-        ),
-        flag_values,
-    )
-    for name in ("policy", "skip_nonfinite"):  # a program may set None
-        message = "must have a value"
-        flags.register_validator(f"{prefix}_{name}", _is_given, message, flag_values)
+    flags.register_validator(f"{prefix}_policy", _is_given, "must have a value", flag_values)
+    skips = define_skip_flags(prefix, flag_values)
     flag = cast("Flag[PolicyMap]", flag_values[f"{prefix}_policy"])
     loss_scale = define_loss_scale_flags(prefix, flag, flag_values)
-    return MixedPrecisionFlags(policy, skip_nonfinite, loss_scale)
+    return MixedPrecisionFlags(policy, skips, loss_scale)
 
 
 def _is_given(value: object) -> bool:

@@ -9,6 +9,8 @@ other operations. Rules for modules (`*/eqx.nn.MLP: c=f32,m=highest`) and for op
 (`op.tanh: full`) override it.
 """
 
+import sys
+
 import datasets
 import equinox as eqx
 import jax
@@ -77,12 +79,20 @@ def accuracy_of(model: Network, data: datasets.Data) -> jax.Array:
     return (logits_of(model, data.images).argmax(axis=-1) == data.labels).mean()
 
 
+def end_if_diverged(opt_state: optax.OptState, loss_scale: jmpx.LossScale) -> None:
+    """Ends the program with one line where --mp_max_skips says that training has diverged."""
+    try:
+        MP.check_progress(opt_state, loss_scale)
+    except FloatingPointError as error:
+        sys.exit(f"Training diverged. {error}")
+
+
 def main(argv: list[str]) -> None:
     del argv
     train_data, test_data = datasets.load("digits", None)
     rng = np.random.default_rng(SEED.value)
     model = Network(jax.random.key(SEED.value))
-    optimizer = optax.adam(2e-3)
+    optimizer = jmpx.skip_nonfinite(optax.adam(2e-3))  # counts the steps that are skipped
     opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
     loss_scale = MP.loss_scale()
     steps = len(train_data.labels) // BATCH_SIZE.value
@@ -96,6 +106,7 @@ def main(argv: list[str]) -> None:
                     model, opt_state, loss_scale, batch, optimizer
                 )
                 losses.append(float(loss))
+                end_if_diverged(opt_state, loss_scale)
                 progress.update()
             progress.write(
                 f"epoch {epoch:2d}  loss {np.mean(losses):.4f}  "

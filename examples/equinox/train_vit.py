@@ -158,14 +158,16 @@ def all_devices() -> Mesh:
 
 
 def make_step(
-    policy_map: Any, optimizer: optax.GradientTransformation, skip_nonfinite: bool
+    policy_map: Any,
+    optimizer: optax.GradientTransformation,
+    skip_nonfinite: bool,
+    microbatches: int = 1,
 ) -> Callable[..., tuple[TrainState, jax.Array, jax.Array]]:
-    """Returns the jitted train step: `(state, micro_batches) -> (state, loss, grads_finite)`.
+    """Returns the jitted train step: `(state, batch) -> (state, loss, grads_finite)`.
 
-    The arrays of `micro_batches` have the shape [micro-batches, images in each, ...]; each device
-    gets its share of the images. Gradients are averaged over devices in the dtype that the policy
-    map says, then over micro-batches in float32. One check of the average decides whether the step
-    is taken and how the loss scale changes.
+    Each device gets its share of the images, and goes through it in micro-batches. It sums their
+    gradients in float32. Then the gradients are averaged over devices, once, in the dtype that the
+    policy map says, and one check decides whether the step is taken and how the loss scale changes.
     """
 
     def loss_fn(model: VisionTransformer, batch: datasets.Data) -> jax.Array:
@@ -176,29 +178,21 @@ def make_step(
     @functools.partial(
         jax.shard_map,
         mesh=all_devices(),
-        in_specs=(PartitionSpec(), PartitionSpec(None, "data")),
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
         out_specs=PartitionSpec(),
     )
-    def step(
-        state: TrainState, micro_batches: datasets.Data
-    ) -> tuple[TrainState, jax.Array, jax.Array]:
+    def step(state: TrainState, batch: datasets.Data) -> tuple[TrainState, jax.Array, jax.Array]:
         # The view casts inside of the model; by a map, the gradient function casts nothing.
-        value_and_grad = jmpx.filter_value_and_grad(
-            loss_fn, state.loss_scale, policy=policy_map, axis_name="data"
-        )
-
-        def add(total: Any, batch: datasets.Data) -> tuple[Any, None]:
-            loss, _, _, grads = value_and_grad(state.model, batch)
-            return jax.tree.map(jnp.add, total, (loss, grads)), None
-
-        nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.model))
-        total, _ = jax.lax.scan(add, nothing, micro_batches)
-        loss, grads = jax.tree.map(lambda x: x / len(micro_batches.labels), total)
-        grads_finite = jmpx.all_finite(grads)
+        loss, loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
+            loss_fn,
+            state.loss_scale,
+            policy=policy_map,
+            axis_name="data",
+            microbatches=microbatches,
+        )(state.model, batch)
         model, opt_state = jmpx.optimizer_update(
             state.model, optimizer, state.opt_state, grads, grads_finite | (not skip_nonfinite)
         )
-        loss_scale = state.loss_scale.adjust(grads_finite)
         return TrainState(model, opt_state, loss_scale), loss, grads_finite
 
     return step
@@ -216,11 +210,6 @@ def batches(data: datasets.Data, size: int, rng: np.random.Generator) -> Iterato
     for start in range(0, len(order) - size + 1, size):
         chosen = order[start : start + size]
         yield datasets.Data(data.images[chosen], data.labels[chosen])
-
-
-def split(batch: datasets.Data, count: int) -> datasets.Data:
-    """Splits a batch into micro-batches, along a new first axis."""
-    return jax.tree.map(lambda x: x.reshape(count, len(x) // count, *x.shape[1:]), batch)
 
 
 def accuracy_of(
@@ -267,22 +256,20 @@ def train(history: History, train_data: datasets.Data, test_data: datasets.Data)
     steps = EPOCHS.value * steps_per_epoch
 
     sharded = NamedSharding(all_devices(), PartitionSpec("data"))
-    micro_sharded = NamedSharding(all_devices(), PartitionSpec(None, "data"))
     replicated = NamedSharding(all_devices(), PartitionSpec())
 
     model = make_model(train_data.images.shape[1:])
     optimizer = make_optimizer(steps, LEARNING_RATE.value)
     state = TrainState(model, optimizer.init(eqx.filter(model, eqx.is_array)), MP.loss_scale())
     state = jax.device_put(state, replicated)
-    step = make_step(MP.policy_map, optimizer, MP.skip_nonfinite)
+    step = make_step(MP.policy_map, optimizer, MP.skip_nonfinite, ACCUMULATE.value)
 
     with tqdm(total=steps, unit="step", dynamic_ncols=True, leave=False) as progress:
         for epoch in range(1, EPOCHS.value + 1):
             for batch in batches(train_data, BATCH_SIZE.value, rng):
                 start = time.perf_counter()
                 history.scales.append(float(state.loss_scale.loss_scale))
-                micro_batches = jax.device_put(split(batch, ACCUMULATE.value), micro_sharded)
-                state, loss, grads_finite = step(state, micro_batches)
+                state, loss, grads_finite = step(state, jax.device_put(batch, sharded))
                 if not grads_finite and MP.skip_nonfinite:
                     history.skipped.append(len(history.losses))
                 history.losses.append(float(loss))

@@ -10,6 +10,7 @@ The 1,797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloade
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,14 +160,21 @@ def make_optimizer(steps: int, skip_nonfinite: bool) -> optax.GradientTransforma
     return jmpx.skip_nonfinite(optimizer) if skip_nonfinite else optimizer
 
 
-def make_step(network: hk.TransformedWithState, optimizer: Any) -> Any:
-    """Returns the jitted train step: `(state, batch) -> (state, loss, grads_finite)`."""
+def make_loss(network: hk.TransformedWithState) -> Any:
+    """Returns the loss of a batch: `(params, model_state, batch) -> (loss, model_state)`."""
 
     def loss_fn(params: Any, model_state: Any, batch: Data) -> tuple[jax.Array, Any]:
         logits, model_state = network.apply(params, model_state, None, batch.images, True)
         logits = jmpx.cast_to_float32(logits)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
         return loss, model_state
+
+    return loss_fn
+
+
+def make_step(network: hk.TransformedWithState, optimizer: Any) -> Any:
+    """Returns the jitted train step: `(state, batch) -> (state, loss, grads_finite)`."""
+    loss_fn = make_loss(network)
 
     @jax.jit
     def step(state: TrainState, batch: Data) -> tuple[TrainState, jax.Array, jax.Array]:
@@ -190,6 +198,14 @@ def make_accuracy(network: hk.TransformedWithState) -> Any:
         return (logits.argmax(axis=-1) == data.labels).mean()
 
     return accuracy
+
+
+def end_if_diverged(state: TrainState) -> None:
+    """Ends the program with one line where --mp_max_skips says that training has diverged."""
+    try:
+        MP.check_progress(state.opt_state, state.loss_scale)
+    except FloatingPointError as error:
+        sys.exit(f"Training diverged. {error}")
 
 
 def train(history: History) -> None:
@@ -216,6 +232,7 @@ def train(history: History) -> None:
                     history.skipped.append(len(history.losses))
                 history.losses.append(float(loss))
                 history.seconds.append(time.perf_counter() - start)
+                end_if_diverged(state)
                 progress.update()
             history.accuracies.append(float(accuracy(state, test_data)))
             progress.write(

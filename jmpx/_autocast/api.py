@@ -17,6 +17,7 @@ from jmpx._contexts import note_cast
 from jmpx._dtypes import DTypeLike, as_dtype, check_computes
 from jmpx._jaxpr import operation_name
 from jmpx._leaves import is_floating
+from jmpx._made_once import made_once
 from jmpx._matmul import region_setting
 from jmpx._modules import Marks
 from jmpx._nnx_objects import is_object, module_base
@@ -135,7 +136,7 @@ def _restored(value: Value, traced: Any, output: Any) -> Any:
     return _jaxpr.weakly_typed(array) if traced.weak_type else array
 
 
-@functools.cache
+@made_once
 def _module_class(base: Any) -> type:
     """Returns the class of an `Autocast` that is an `nnx.Module`.
 
@@ -307,6 +308,8 @@ def autocast(
 
     return wrapper
 
+
+_jaxpr.import_extend()  # now, because the first call is often inside of a trace
 
 _WRITE = "write jmpx.autocast(f, policy) or decorate the function with @jmpx.autocast(policy=...)"
 

@@ -87,6 +87,19 @@ def test_a_reduction_that_one_device_does_not_make_is_warned_of():
     assert "reduce=bfloat16 of the gradient function's policy reduces nothing" in result.stderr
 
 
+@pytest.mark.slow  # a few steps of a training
+def test_a_run_that_diverges_ends_with_one_line():
+    diverging = ["--mp_policy=16-mixed", "--mp_loss_scale=static=2**100", "--mp_max_skips=2"]
+    result = run(*diverging)
+    assert result.returncode == 1 and result.stdout == ""
+    line = re.split(r"[\r\n]", result.stderr.strip())[-1].strip()  # after the progress bar
+    assert line.startswith(
+        "Training diverged. Skipped 3 optimizer steps in a row, more than --mp_max_skips=2, "
+        "with the static loss scale 2**100: "
+    )
+    assert "Traceback" not in result.stderr
+
+
 def test_a_wrong_variable_says_its_name():
     result = run(JMPX_LOSS_SCALE="static=-1")
     assert result.returncode == 1 and "Traceback" not in result.stderr

@@ -80,9 +80,10 @@ def test_without_skipping_an_overflow_is_seen():
 
 
 SETUP = """
-import json, re
+import functools, json, re
 import jax, jax.numpy as jnp, numpy as np, optax
 import datasets, jmpx, train_vit
+from helpers.loops import operations
 rng = np.random.default_rng(0)
 model = train_vit.VisionTransformer(
     (8, 8, 1), 10, patch=2, width=16, depth=1, heads=2, key=jax.random.key(1)
@@ -106,22 +107,21 @@ MICRO_BATCHES = """
 optimizer = optax.sgd(1.0)
 state = state_of(optimizer, jmpx.NoOpLossScale())
 
-steps = {
-    policy: train_vit.make_step(jmpx.get_policy_map(policy), optimizer, True)
-    for policy in ("float32", "c=bf16,o=f32")
-}
+@functools.cache
+def step(policy, count):
+    return train_vit.make_step(jmpx.get_policy_map(policy), optimizer, True, count)
 
 def update(policy, batch, count):
-    new, loss, finite = steps[policy](state, train_vit.split(batch, count))
+    new, loss, finite = step(policy, count)(state, batch)
     assert finite and all(leaf.dtype == np.float32 for leaf in leaves(new.model))
     return jax.tree.map(lambda a, b: np.asarray(a - b), state.model, new.model), loss
 
 whole, loss = update("float32", batch, 1)
 parts, mean_loss = update("float32", batch, 4)
 half, _ = update("c=bf16,o=f32", batch, 4)
-quarters = train_vit.split(batch, 4)
 each = [
-    update("c=bf16,o=f32", jax.tree.map(lambda x: x[i], quarters), 1)[0] for i in range(4)
+    update("c=bf16,o=f32", jax.tree.map(lambda x: x[8 * i : 8 * i + 8], batch), 1)[0]
+    for i in range(4)
 ]
 print(json.dumps({
     "size": max(float(np.abs(leaf).max()) for leaf in leaves(whole)),
@@ -143,22 +143,22 @@ def steep(model, images, policy_map):  # where the corner is white, gradients ov
 train_vit.logits_of = steep
 images = np.array(batch.images)
 images[:, 0, 0] = 0
-good = train_vit.split(datasets.Data(images, batch.labels), 4)
+good = datasets.Data(images, batch.labels)
 images = np.array(images)
 images[8:16, 0, 0] = 255  # the second of four
-bad = train_vit.split(datasets.Data(images, batch.labels), 4)
+bad = datasets.Data(images, batch.labels)
 
 state = state_of(optimizer, jmpx.DynamicLossScale(2.0**10, counter=3))
 bits = [leaf.tobytes() for leaf in leaves((state.model, state.opt_state))]
 policy_map = jmpx.get_policy_map("c=f16,o=f32; LayerNorm: full")
-step = train_vit.make_step(policy_map, optimizer, True)
+step = train_vit.make_step(policy_map, optimizer, True, 4)
 seen = []
-for micro_batches in good, bad:
-    new, loss, finite = step(state, micro_batches)
+for images in good, bad:
+    new, loss, finite = step(state, images)
     after = [leaf.tobytes() for leaf in leaves((new.model, new.opt_state))]
     scale = [float(new.loss_scale.loss_scale), int(new.loss_scale.counter)]
     seen.append([bool(finite), bool(jnp.isfinite(loss)), after == bits, *scale])
-new, _, _ = train_vit.make_step(policy_map, optimizer, False)(state, bad)
+new, _, _ = train_vit.make_step(policy_map, optimizer, False, 4)(state, bad)
 taken = not all(np.isfinite(leaf).all() for leaf in leaves(new.model))
 print(json.dumps([*seen, taken]))
 """
@@ -211,16 +211,18 @@ def test_the_islands_of_the_default_compute_in_float32():
 SUMS = """
 def sums_of(policy):
     optimizer = train_vit.make_optimizer(10, 1e-3)
-    step = train_vit.make_step(jmpx.get_policy_map(policy), optimizer, True)
+    step = train_vit.make_step(jmpx.get_policy_map(policy), optimizer, True, 2)
     state = state_of(optimizer, jmpx.NoOpLossScale())
-    text = step.lower(state, train_vit.split(batch, 2)).as_text()
+    lowered = step.lower(state, batch)
+    text = lowered.as_text()
+    assert "stablehlo.all_reduce" not in operations(lowered, in_loops=True)
     found = re.findall(r"all_reduce.*?\\) : \\(tensor<([^>]*)>", text, re.DOTALL)
     return sorted({each.rpartition("x")[2] for each in found if "x" in each})  # no numbers
 print(json.dumps([sums_of(f"c=f16,o=f32{reduce}") for reduce in ("", ",r=bf16", ",r=f16")]))
 """
 
 
-def test_gradients_are_summed_over_devices_in_the_dtype_of_the_policy():
+def test_gradients_are_summed_over_devices_once_and_in_the_dtype_of_the_policy():
     assert answer(start_probe(SETUP + SUMS, devices=4)) == [["f32"], ["bf16"], ["f16"]]
 
 
@@ -258,8 +260,8 @@ def test_four_devices_share_a_batch_and_give_the_losses_of_one():
         one, four, strict=True
     ):
         assert abs(loss - loss4) < 1e-4
-        assert (shares, count) == ([[2, 120, 8, 8, 1]], 1)
-        assert (replicated, shares4, count4) == (True, [[2, 30, 8, 8, 1]], 4)
+        assert (shares, count) == ([[240, 8, 8, 1]], 1)
+        assert (replicated, shares4, count4) == (True, [[60, 8, 8, 1]], 4)
 
 
 def test_a_batch_that_devices_cannot_share_ends_with_one_line():

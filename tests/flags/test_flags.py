@@ -1,4 +1,9 @@
+# Optax types states as pytrees of arrays, which have no fields.
+# pyright: reportAttributeAccessIssue=false
+
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from absl import flags
 
@@ -18,6 +23,7 @@ def test_defaults():
     assert mp.policy == jmpx.get_policy("float32")
     assert mp.loss_scale() == jmpx.NoOpLossScale()
     assert mp.skip_nonfinite is True
+    assert mp.max_consecutive_skips == 50
 
 
 @pytest.mark.parametrize(
@@ -94,6 +100,9 @@ BAD = [
     ("--mp_scale_period=0", "positive integer"),
     ("--mp_min_scale=inf", "positive number"),
     ("--mp_min_scale=65536", "must not exceed"),
+    ("--mp_max_skips=-1", "not an integer in the range"),
+    ("--mp_max_skips=2147483648", "not an integer in the range"),
+    ("--mp_max_skips=often", "mp_max_skips"),
 ]
 
 
@@ -137,7 +146,7 @@ def test_flags_belong_to_the_module_that_defines_them():
     values = flags.FlagValues()
     jmpx.flags.define_mp_flags(flag_values=values)
     owners = {name: values.find_module_defining_flag(name) for name in values}
-    assert len(owners) == 7 and set(owners.values()) == {__name__}
+    assert len(owners) == 8 and set(owners.values()) == {__name__}
 
 
 def test_importing_registers_nothing():
@@ -146,4 +155,62 @@ def test_importing_registers_nothing():
 
 def test_the_scale_of_the_flags_is_float32():
     mp, _ = define("--mp_policy=f16", "--mp_scale_value=1e10")
-    assert mp.loss_scale().loss_scale.dtype == np.float32  # pyright: ignore[reportAttributeAccessIssue]
+    assert mp.loss_scale().loss_scale.dtype == np.float32
+
+
+# --mp_max_skips
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], 50),
+        (["--mp_max_skips=7"], 7),
+        (["--mp_max_skips=0"], None),
+        (["--nomp_skip_nonfinite"], None),
+        (["--nomp_skip_nonfinite", "--mp_max_skips=0"], None),
+        (["--nomp_skip_nonfinite", "--mp_max_skips=50"], None),  # as a flag file writes it
+    ],
+)
+def test_how_many_steps_in_a_row_may_be_skipped(arguments, expected):
+    mp, values = define(*arguments)
+    assert mp.max_consecutive_skips == expected
+    optimizer = jmpx.skip_nonfinite(optax.sgd(0.1), max_consecutive_skips=mp.max_consecutive_skips)
+    state, scaling = optimizer.init(jnp.ones(2)), jmpx.DynamicLossScale(2.0)
+    mp.check_progress(state._replace(consecutive_skipped=jnp.int32(expected or 99)), scaling)
+    again, _ = define(*values.flags_into_string().split())
+    assert again.max_consecutive_skips == expected
+    if expected is None:
+        mp.check_progress((), scaling)  # nothing counts, and nothing is refused
+        return
+    beyond = state._replace(consecutive_skipped=jnp.int32(expected + 1))
+    message = rf"^Skipped {expected + 1} .*, more than --mp_max_skips={expected}, with .* at 2, "
+    with pytest.raises(FloatingPointError, match=message):
+        mp.check_progress(beyond, scaling)
+    with pytest.raises(FloatingPointError, match=r"infinities or NaN in grads\[0\] \(1 NaN\)"):
+        mp.check_progress(beyond, scaling, [jnp.array([1, jnp.nan])])
+    with pytest.raises(TypeError, match="jmpx.skip_nonfinite"):
+        mp.check_progress((), scaling)
+
+
+def test_a_limit_without_skipping_is_refused():
+    with pytest.raises(flags.IllegalFlagValueError, match="give one of the two") as error:
+        define("--nomp_skip_nonfinite", "--mp_max_skips=7")
+    assert "\n" not in str(error.value) and "--nomp_skip_nonfinite leaves none" in str(error.value)
+    _, values = define("--mp_max_skips=7")
+    with pytest.raises(flags.IllegalFlagValueError, match="give one of the two"):
+        values.mp_skip_nonfinite = False
+    _, values = define()
+    for bad in (None, -1, "often"):
+        with pytest.raises(flags.IllegalFlagValueError):
+            values.mp_max_skips = bad
+
+
+def test_a_limit_has_the_prefix():
+    values = flags.FlagValues()
+    student = jmpx.flags.define_mp_flags("student", flag_values=values)
+    values(["program", "--student_max_skips=1"])
+    state = jmpx.skip_nonfinite(optax.sgd(0.1)).init(jnp.ones(2))
+    state = state._replace(consecutive_skipped=jnp.int32(2))
+    with pytest.raises(FloatingPointError, match="more than --student_max_skips=1, without"):
+        student.check_progress(state, jmpx.NoOpLossScale())

@@ -248,7 +248,7 @@ VIEW = "c=f16,o=f32; BatchNorm: full"
 
 
 def test_the_page_runs():
-    assert PAGE.read_text().count("```python") == 5
+    assert PAGE.read_text().count("```python") == 6
     run_python_blocks(PAGE)
 
 

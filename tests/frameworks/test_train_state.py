@@ -115,5 +115,5 @@ def test_a_skipped_step_keeps_the_whole_state(rng):
 
 
 def test_the_page_runs():
-    assert PAGE.read_text().count("```python") == 2
+    assert PAGE.read_text().count("```python") == 3
     run_python_blocks(PAGE)

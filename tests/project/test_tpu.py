@@ -1,10 +1,14 @@
-"""`benchmarks/tpu_matmul.py`: what a TPU's compiler makes of precisions, where libtpu is there."""
+"""What a TPU's compiler makes of precisions and of sharded steps, where libtpu is there."""
 
 import importlib.util
 
+import fsdp
+import jax
 import pytest
 import report
+import tpu
 import tpu_matmul
+from models import Transformer
 
 import jmpx
 
@@ -85,3 +89,29 @@ def test_a_float32_product_takes_one_pass_unless_its_precision_asks_for_more():
 def test_gradients_are_summed_in_the_dtype_of_the_policy(reduce, dtype):
     found = tpu_matmul.measure_reduction(f"c=bf16,o=f32{reduce}", 256)
     assert found["all_reduce"] == [f"{dtype}[256,256]"]
+
+
+@pytest.fixture(scope="module")
+def problem():
+    with jax.numpy_dtype_promotion("standard"):
+        # Wide enough that the compiler gathers the weights by themselves.
+        model = Transformer(layers=1, width=256, hidden=512, classes=248, islands=True)
+        return fsdp.problem(model, sequences=64, length=16)
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize("way", [fsdp.GROUPS, fsdp.GATHER])
+@pytest.mark.parametrize(("reduce", "dtype"), [("", "f32"), (",r=bf16", "bf16")])
+def test_sharded_weights_are_gathered_in_bfloat16_and_reduced_in_the_policys_dtype(
+    way, reduce, dtype, problem
+):
+    found = fsdp.measure(f"{way}, c=bf16{reduce}", "tpu", problem, tpu.devices())
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(problem.params)) * 7 / 8 / 2**20
+    gathers = {key: sent for key, sent in found["by_kind"].items() if key.startswith("all-gather")}
+    sums = {key: sent for key, sent in found["by_kind"].items() if key.startswith("reduce-scatter")}
+    assert [*gathers] == ["all-gather bf16"] and [*sums] == [f"reduce-scatter {dtype}"]
+    # Small arrays, biases and scales, are all-reduced. Weights may be gathered once more, backward.
+    assert 0.9 * size / 2 < sum(gathers.values()) < 2.1 * size / 2
+    assert 0.9 * size < sum(sums.values()) * (2 if reduce else 1) < 1.1 * size
+    assert found["peak_mib"] > 0

@@ -22,7 +22,7 @@ BITS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"
 AXES = {"rows": 0, "columns": -1, "whole": None}
 
 
-def mapped(run, how, axis_name=AXIS):
+def mapped(run, how, axis_name: str | tuple[str, ...] = AXIS):
     """Maps `run(*parts)` over the first axes of its arguments, and stacks its results."""
     if how == "vmap":
         return jax.jit(jax.vmap(run, axis_name=axis_name))
@@ -80,29 +80,28 @@ def with_reduce(compute, reduce):
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("reduce", [None, "bfloat16", "float16"])
 @pytest.mark.parametrize("how", MAPS)
-def test_values_and_gradients_against_float64(how, reduce, compute, rng):
+def test_values_and_gradients_against_float64(how, compute, rng):
     """Values are those of the rounded parameters, gradients are summed over the devices."""
     params, batch = make_params(rng), normal(rng, DEVICES, 3, 16) / 4
-    policy = with_reduce(compute, reduce)
-    run = mapped(jax.value_and_grad(gathered_loss(policy)), how)
-    values, grads = run(shards(params), batch)
+    reduces = ("", "bfloat16", "float16")
+    run = {r: jax.value_and_grad(gathered_loss(with_reduce(compute, r))) for r in reduces}
+    step = mapped(lambda *args: {r: run[r](*args) for r in reduces}, how)
     rounded = jax.tree.map(lambda leaf: np.asarray(leaf.astype(compute), np.float64), params)
     with enable_x64():
         expected_values, each = reference(rounded, np.asarray(batch, np.float64))
-    np.testing.assert_allclose(values, expected_values, rtol=1e-5)
-    error = float(jnp.finfo(compute).eps) + DEVICES * float(jnp.finfo(reduce or "float32").eps)
-    for name in ("rows", "columns"):
-        parts = np.asarray(each[name])
-        expected = shards({**params, name: parts.sum(0)})[name]
-        sizes = shards({**params, name: np.abs(parts).sum(0)})[name]
-        assert grads[name].dtype == jnp.float32
-        assert (np.abs(grads[name] - expected) <= error * sizes + 1e-5).all()
-    # JAX leaves the gradient of a whole leaf to each device.
-    np.testing.assert_allclose(
-        grads["whole"], each["whole"], rtol=float(jnp.finfo(compute).eps), atol=1e-5
-    )
+    once = float(jnp.finfo(compute).eps)
+    for reduce, (values, grads) in step(shards(params), batch).items():
+        np.testing.assert_allclose(values, expected_values, rtol=1e-5)
+        error = once + DEVICES * float(jnp.finfo(reduce or "float32").eps)
+        for name in ("rows", "columns"):
+            parts = np.asarray(each[name])
+            expected = shards({**params, name: parts.sum(0)})[name]
+            sizes = shards({**params, name: np.abs(parts).sum(0)})[name]
+            assert grads[name].dtype == jnp.float32
+            assert (np.abs(grads[name] - expected) <= error * sizes + 1e-5).all()
+        # JAX leaves the gradient of a whole leaf to each device.
+        np.testing.assert_allclose(grads["whole"], each["whole"], rtol=once, atol=1e-5)
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
@@ -147,7 +146,7 @@ def test_only_a_float16_sum_is_divided_and_multiplied_in_float32(reduce, rng):
 # Dtypes of the collectives
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 @pytest.mark.parametrize("reduce", [None, "float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("how", ["shard_map", "shard_map without vma", "pmap"])
 def test_the_dtypes_of_gathers_and_reductions(how, reduce, compute, rng):
@@ -227,7 +226,7 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-@pytest.mark.parametrize("how", ["shard_map", "shard_map without vma", "vmap"])
+@pytest.mark.parametrize("how", ["shard_map", "vmap"])
 def test_it_transforms_as_a_function_of_jax_does(how, name, rng):
     w = normal(rng, DEVICES, 2)
     step = mapped(GRADIENTS[name], how)

@@ -1,6 +1,7 @@
 """`jmpx.gather`: which trees it takes, what it refuses, how it stands with what casts around it."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import haiku as hk
@@ -24,7 +25,7 @@ def over_vmap(run, *args):
     return jax.vmap(run, axis_name=AXIS)(*args)
 
 
-def over_shard_map(run, *args, in_specs=SPLIT, **options):
+def over_shard_map(run, *args, in_specs: Any = SPLIT, **options):
     mesh = Mesh(jax.devices()[:DEVICES], AXIS)
     return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=SPLIT, **options)(*args)
 
@@ -93,25 +94,60 @@ def test_an_equinox_module(rng, key):
     np.testing.assert_allclose(over_vmap(run, parts)[3], expected, atol=0.02)
 
 
-@pytest.mark.parametrize("of", ["the module", "its state"])
-def test_an_nnx_module(of, rng):
-    class Net(nnx.Module):
-        def __init__(self):
-            self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-            self.mean = nnx.BatchStat(jnp.full(8, ROUNDED))
+class Net(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.mean = nnx.BatchStat(jnp.full(8, ROUNDED))
 
-    graph, state = nnx.split(Net())
-    parts = jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), state)
+    def __call__(self, x):
+        y = self.linear(x)
+        self.mean[...] += y.mean(0)
+        return y
+
+
+def split_params(model):
+    """A graph, this model's parameters in parts along a new first axis, and its other state."""
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+    parts = jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), params)
+    return graph, parts, others
+
+
+@pytest.mark.parametrize("of", ["the module", "its state"])
+def test_an_nnx_module(of):
+    graph, parts, others = split_params(Net())
 
     def run(parts):
-        tree = nnx.merge(graph, parts) if of == "the module" else parts
-        whole = jmpx.gather(tree, AXIS, "c=bf16")
-        whole = whole if of == "the module" else nnx.merge(graph, whole)
+        model = nnx.merge(graph, parts, others)
+        if of == "the module":
+            whole = jmpx.gather(model, AXIS, "c=bf16")
+            assert whole.mean is model.mean
+        else:
+            whole = nnx.merge(graph, jmpx.gather(nnx.state(model), AXIS, "c=bf16"))
         return whole.linear.kernel[...], whole.mean[...]
 
     kernel, mean = over_vmap(run, parts)
     assert kernel.shape == (DEVICES, 8, 8) and kernel.dtype == jnp.bfloat16
-    assert mean.shape == (DEVICES, 8) and (mean == np.float32(ROUNDED)).all()
+    assert mean.shape == (DEVICES, 8) and (np.asarray(mean) == np.float32(ROUNDED)).all()
+
+
+def test_statistics_of_an_nnx_module_are_updated(rng):
+    graph, parts, others = split_params(Net())
+    x = normal(rng, 4, 8)
+
+    def run(parts):
+        model = nnx.merge(graph, parts, jax.tree.map(jnp.copy, others))  # of this trace
+        loss = lambda model, x: jnp.mean(jmpx.gather(model, AXIS, "full")(x) ** 2)  # noqa: E731
+        options = {"policy": "full", "axis_name": AXIS, "sharded": True}
+        grads = jmpx.filter_grad(loss, jmpx.NoOpLossScale(), **options)(model, x).grads
+        return model.mean[...], grads["linear"]["kernel"][...]
+
+    mean, grads = over_vmap(run, parts)
+    model = Net()
+    expected = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    np.testing.assert_allclose(mean, np.tile(model.mean[...], (DEVICES, 1)), rtol=1e-5)
+    np.testing.assert_allclose(
+        grads.reshape(8, 8), expected["linear"]["kernel"][...], rtol=1e-4, atol=1e-6
+    )
 
 
 def test_haiku_parameters_with_a_tree_of_axes(rng, key):

@@ -2,6 +2,7 @@
 
 # Optax types states, updates and parameters as pytrees of arrays, which have no fields and no None.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportIndexIssue=false
 
 import warnings
 
@@ -338,6 +339,28 @@ def test_gradients_are_arrays_or_none(rng):
         jmpx.optimizer_update({"w": model["w"], "act": None}, optimizer, state, model, True)
     with pytest.raises(TypeError, match="Expected gradients of the structure of the model"):
         jmpx.optimizer_update(model, optimizer, state, {"v": jnp.ones(2)}, True)
+
+
+# skip_nonfinite inside of other transformations
+
+
+@pytest.mark.parametrize("finite", [jnp.array(True), False, np.bool_(True)])
+def test_a_hidden_skip_nonfinite_is_warned_of(finite, rng):
+    optimizer = optax.chain(optax.clip(1.0), jmpx.skip_nonfinite(optax.sgd(0.1)))
+    params = make_params(rng, ())
+    state = optimizer.init(params)
+    with warns_once(__file__, "inside of other transformations, which does not count the steps"):
+        jmpx.optimizer_update(params, optimizer, state, params, finite)
+
+
+def test_a_hidden_skip_nonfinite_may_skip_alone(rng):
+    optimizer = optax.chain(optax.clip(1.0), jmpx.skip_nonfinite(optax.sgd(0.1)))
+    params = make_params(rng, ())
+    grads = {**params, "w": params["w"].at[0].set(jnp.nan)}
+    state = optimizer.init(params)
+    new, state = jmpx.optimizer_update(params, optimizer, state, grads, True)
+    assert_same_bits(new, params)
+    assert state[1].total_skipped == 1
 
 
 # The old name of skip_by

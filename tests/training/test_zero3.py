@@ -1,5 +1,7 @@
 """ZeRO-3: training steps whose parameters and optimizer's state are sharded over devices."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ import jmpx
 pytestmark = pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
 
 AXIS, DEVICES = "data", 8
-WIDTH, LAYERS = 16, 2
+WIDTH, LAYERS = 16, 1
 
 
 def make_params(rng):
@@ -71,7 +73,8 @@ def sharded_gradients(policy, scaling, how="shard_map", **options):
         return grad_fn(params, tokens)
 
     mesh = Mesh(jax.devices()[:DEVICES], AXIS)
-    results = jmpx.ValueAndGradients(P(), P(), P(), SPECS)
+    replicated: Any = P()
+    results = jmpx.ValueAndGradients(replicated, replicated, replicated, SPECS)
     specs = {"in_specs": (SPECS, P(AXIS)), "out_specs": results}
     return jax.jit(jax.shard_map(run, mesh=mesh, check_vma=how == "shard_map", **specs))
 
@@ -98,12 +101,16 @@ def test_the_bytes_on_the_wire(reduce, sent, how, rng):
     }
 
 
-@pytest.mark.parametrize("sharded", [None, True, {"embed": True, "layers": True}])
+@pytest.mark.parametrize(
+    ("how", "sharded"),
+    [
+        ("shard_map", None),
+        ("shard_map", {"embed": True, "layers": True}),
+        ("shard_map without vma", True),
+    ],
+)
 @pytest.mark.parametrize("policy", ["full", "c=bf16,o=f32", "c=f16,o=f32,r=f16"])
-@pytest.mark.parametrize("how", ["shard_map", "shard_map without vma"])
 def test_gradients_are_those_of_the_mean_on_one_device(how, policy, sharded, rng):
-    if sharded is None and how != "shard_map":
-        pytest.skip("JAX tracks nothing there, so that the mask is needed")
     params, tokens = make_params(rng), make_tokens(rng)
     scaling = jmpx.StaticLossScale(2.0**4)  # the sum of eight gradients fits into float16
     step = sharded_gradients(policy, scaling, how, sharded=sharded)
@@ -146,23 +153,6 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(rng):
     assert finite.shape == (DEVICES,) and not finite.any() and scale == 8
     np.testing.assert_array_equal(new["w"], params["w"])
     assert after[0].count == 0
-
-
-def test_training_is_that_of_one_device(rng):
-    optimizer, scaling = lenient(optax.adamw(0.01)), jmpx.NoOpLossScale()
-    params, tokens = make_params(rng), make_tokens(rng)
-    step = sharded_gradients("full", scaling)
-
-    def train(gradient):
-        model, state = params, optimizer.init(params)
-        for _ in range(3):
-            grads = gradient(model, tokens)
-            model, state = jmpx.optimizer_update(model, optimizer, state, grads, True)
-        return model
-
-    one, many = train(jax.jit(jax.grad(loss_fn))), train(lambda *args: step(*args).grads)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("how", ["vmap", "pmap"])

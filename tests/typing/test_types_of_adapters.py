@@ -84,6 +84,7 @@ def test_flags() -> None:
     assert_type(mp.policy, jmpx.Policy)
     assert_type(mp.policy_map, jmpx.PolicyMap)
     assert_type(mp.skip_nonfinite, bool)
+    assert_type(mp.max_consecutive_skips, int | None)
     assert_type(mp.loss_scale(), jmpx.LossScale)
     assert_type(mp.mixed_precision(), jmpx.MixedPrecision)
     values.optional = "f16"

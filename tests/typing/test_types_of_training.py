@@ -129,6 +129,16 @@ def test_a_policy_map_casts_inside(x: jax.Array) -> None:
     assert_type(value_and_grad(make_params(), x).value, jax.Array)
 
 
+def test_sharded_parameters_keep_their_type() -> None:
+    def gathered(params: Params) -> Params:
+        whole = jmpx.gather(params, "data", "c=bf16", axis=None)
+        assert_type(whole, Params)
+        assert_type(jmpx.gather({"w": ones(3)}, ("data",), "c=f16,r=f32"), dict[str, jax.Array])
+        return whole
+
+    jax.vmap(gathered, axis_name="data", axis_size=2, in_axes=None)(make_params())
+
+
 class State(NamedTuple):
     params: Params
     optimizer_state: optax.OptState
@@ -158,6 +168,21 @@ def test_a_train_step(x: jax.Array) -> None:
     assert_type(state.optimizer_state.total_skipped, jax.Array)
     assert_type(state.optimizer_state.consecutive_skipped, jax.Array)
     assert state.optimizer_state.total_skipped == 0
+
+
+def test_progress(x: jax.Array) -> None:
+    optimizer = jmpx.skip_nonfinite(optax.sgd(0.5), skip_by="cond", max_consecutive_skips=9)
+    params = make_params()
+    state = optimizer.init(params)
+    jmpx.check_progress(state, jmpx.NoOpLossScale())
+    jmpx.check_progress((state, state), jmpx.DynamicLossScale(8.0), params, max_consecutive=7)
+    with pytest.raises(TypeError):
+        jmpx.check_progress(state)  # pyright: ignore[reportCallIssue]
+    counts = jmpx.nonfinite(params)
+    assert_type(counts, dict[str, jmpx.NonfiniteCounts])
+    for count in counts.values():
+        assert_type(count.inf, jax.Array)
+        assert_type(count.nan, jax.Array)
 
 
 def test_an_update_keeps_the_types_of_model_and_state() -> None:

@@ -1,0 +1,350 @@
+"""Measures what train steps send between eight devices that shard the parameters, as FSDP does.
+
+    python benchmarks/fsdp.py --compiler=partitioner  # after XLA's partitioner; also the errors
+    python benchmarks/fsdp.py --compiler=stablehlo    # the ways under shard_map, as JAX writes them
+    python benchmarks/fsdp.py --compiler=tpu          # for eight TPU v5e; it needs libtpu
+
+A transformer of 3.27 MiB in float32 is trained with AdamW. Each device stores an eighth of every
+parameter and of the optimizer's state, and reads an eighth of the batch. A line has the MiB that a
+device sends in a step, by kind and dtype, as `collectives.py` counts them; losses and flags, which
+are scalars, are counted apart. `gradient_error` is the norm of the gradients' difference from
+float64's, relative to float64's norm, and `error_one_device` that of the same step on one device.
+Both are computed on CPUs that round where the program says so, but sum over devices in float32.
+`peak_mib` is what the compiler of TPUs plans for one device.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import collectives
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import records
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from models import Transformer
+from tqdm import tqdm
+
+import jmpx
+import jmpx.equinox
+
+DEVICES = 8
+MODEL = Transformer(layers=4, width=128, hidden=512, classes=496, islands=True)
+OPTIMIZER = optax.adamw(1e-3)
+ROUNDS = {"xla_allow_excess_precision": False}  # as the program says, instead of keeping digits
+ROWS, WHOLE = P("data"), P()  # shardings
+
+PyTree = Any
+Gradients = Callable[[PyTree, jax.Array, jax.Array], tuple[jax.Array, PyTree]]
+Way = Callable[[Transformer, Mesh], Gradients]
+
+cast = jmpx.cast_to_bfloat16
+
+
+# Ways to compute gradients under jit, where XLA inserts the collectives.
+
+
+def plain(model: Transformer, mesh: Mesh) -> Gradients:
+    return jax.value_and_grad(model.loss)
+
+
+def with_jmpx(loss_fn: Callable[..., jax.Array], policy: str, **options: Any) -> Gradients:
+    grad_fn = jmpx.filter_value_and_grad(loss_fn, jmpx.NoOpLossScale(), policy=policy, **options)
+
+    def value_and_grad(*args: Any) -> tuple[jax.Array, PyTree]:
+        result = grad_fn(*args)
+        return result.value, result.grads
+
+    return value_and_grad
+
+
+def with_policy(policy: str, groups: bool = False, microbatches: int = 1) -> Way:
+    def make(model: Transformer, mesh: Mesh) -> Gradients:
+        rows = NamedSharding(mesh, ROWS) if groups else None
+        options: Any = {"batch_sharding": rows, "microbatches": microbatches}
+        return with_jmpx(model.loss, policy, **options)
+
+    return make
+
+
+def with_autocast(model: Transformer, mesh: Mesh) -> Gradients:
+    without_casts = dataclasses.replace(model, islands=False)
+    return jax.value_and_grad(jmpx.autocast(without_casts.loss))
+
+
+class Network(eqx.Module):
+    """The transformer as an Equinox module."""
+
+    params: PyTree
+    model: Transformer = eqx.field(static=True)
+
+    def __call__(self, x: jax.Array, labels: jax.Array) -> jax.Array:
+        return self.model.loss(self.params, x, labels)
+
+
+def with_equinox(model: Transformer, mesh: Mesh) -> Gradients:
+    def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
+        network = jmpx.equinox.with_policies(Network(params, model), "c=bf16,o=f32")
+        return network(x, labels)
+
+    return jax.value_and_grad(loss_fn)
+
+
+def split(batch: tuple[jax.Array, ...], mesh: Mesh) -> list[jax.Array]:
+    groups = [array.reshape(mesh.size, -1, *array.shape[1:]) for array in batch]
+    return jax.lax.with_sharding_constraint(groups, NamedSharding(mesh, ROWS))
+
+
+def groups_by_hand(model: Transformer, mesh: Mesh) -> Gradients:
+    def of_a_group(params: PyTree, x: jax.Array, labels: jax.Array) -> tuple[jax.Array, PyTree]:
+        return jax.value_and_grad(model.loss)(cast(params), cast(x), labels)
+
+    def value_and_grad(params: PyTree, *batch: jax.Array) -> tuple[jax.Array, PyTree]:
+        mapped = jax.vmap(of_a_group, in_axes=(None, 0, 0), spmd_axis_name="data")
+        losses, grads = mapped(params, *split(batch, mesh))
+        means = jax.tree.map(lambda grad: grad.astype(jnp.float32).mean(0), grads)
+        return losses.mean(), jax.lax.with_sharding_constraint(means, NamedSharding(mesh, ROWS))
+
+    return value_and_grad
+
+
+def vmap_of_axis_name(model: Transformer, mesh: Mesh) -> Gradients:
+    of_a_group = with_jmpx(model.loss, "c=bf16", axis_name="groups")
+    names: Any = {"axis_name": "groups", "spmd_axis_name": "data"}
+    mapped = jax.vmap(of_a_group, in_axes=(None, 0, 0), out_axes=None, **names)
+    return lambda params, *batch: mapped(params, *split(batch, mesh))
+
+
+def groups_gathered_once(model: Transformer, mesh: Mesh) -> Gradients:
+    def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
+        def gather(leaf: jax.Array) -> jax.Array:
+            # As it is sharded first: without that, XLA would gather before the cast.
+            for spec in (P(*[P.UNCONSTRAINED] * leaf.ndim), WHOLE):
+                leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+            return leaf
+
+        return model.loss(jax.tree.map(gather, cast(params)), x, labels)
+
+    rows = NamedSharding(mesh, ROWS)
+    return with_jmpx(loss_fn, "c=bf16", batch_sharding=rows, uncast_argnums=0)
+
+
+# Ways under shard_map, where the program gathers the parameters.
+
+
+def all_gather(shard: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(cast(shard), "data", tiled=True)
+
+
+@jax.custom_vjp
+def gather_by_hand(shard: jax.Array) -> jax.Array:
+    return all_gather(shard)
+
+
+def forward(shard: jax.Array) -> tuple[jax.Array, None]:
+    return all_gather(shard), None
+
+
+def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.psum_scatter(grad.astype(jnp.float32), "data", tiled=True),)
+
+
+gather_by_hand.defvjp(forward, backward)
+
+
+def under_shard_map(value_and_grad: Gradients, mesh: Mesh) -> Gradients:
+    specs: Any = {"in_specs": ROWS, "out_specs": (WHOLE, ROWS)}
+    return jax.shard_map(value_and_grad, mesh=mesh, **specs)
+
+
+def gathered_by(gather: Callable[[jax.Array], jax.Array]) -> Way:
+    def make(model: Transformer, mesh: Mesh) -> Gradients:
+        def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
+            return model.loss(jax.tree.map(gather, params), cast(x), labels) / mesh.size
+
+        def value_and_grad(*args: Any) -> tuple[jax.Array, PyTree]:
+            loss, grads = jax.value_and_grad(loss_fn)(*args)
+            return jax.lax.psum(loss, "data"), grads
+
+        return under_shard_map(value_and_grad, mesh)
+
+    return make
+
+
+def gathered_by_jmpx(policy: str, microbatches: int = 1) -> Way:
+    def make(model: Transformer, mesh: Mesh) -> Gradients:
+        def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
+            return model.loss(jmpx.gather(params, "data", policy), x, labels)
+
+        options: Any = {"axis_name": "data", "uncast_argnums": 0, "microbatches": microbatches}
+        return under_shard_map(with_jmpx(loss_fn, policy, **options), mesh)
+
+    return make
+
+
+GROUPS, GATHER = "batch_sharding", "jmpx.gather"  # the ways that jmpx offers
+UNDER_JIT: dict[str, Way] = {
+    "float32": plain,
+    "c=bf16": with_policy("c=bf16"),
+    "autocast": with_autocast,
+    "Equinox, with_policies": with_equinox,
+    "groups by hand": groups_by_hand,
+    "vmap of axis_name": vmap_of_axis_name,
+    f"{GROUPS}, c=bf16": with_policy("c=bf16", groups=True),
+    f"{GROUPS}, c=bf16,r=bf16": with_policy("c=bf16,r=bf16", groups=True),
+    f"{GROUPS}, c=bf16, gathered once": groups_gathered_once,
+    f"{GROUPS}, c=bf16, 4 micro-batches": with_policy("c=bf16", groups=True, microbatches=4),
+}
+UNDER_SHARD_MAP: dict[str, Way] = {
+    "all_gather of bf16": gathered_by(all_gather),
+    "gather by hand": gathered_by(gather_by_hand),
+    f"{GATHER}, c=bf16": gathered_by_jmpx("c=bf16"),
+    f"{GATHER}, c=bf16,r=bf16": gathered_by_jmpx("c=bf16,r=bf16"),
+    f"{GATHER}, c=bf16, 4 micro-batches": gathered_by_jmpx("c=bf16", microbatches=4),
+}
+WAYS = {**UNDER_JIT, **UNDER_SHARD_MAP}
+
+
+# The step, and what is read from it.
+
+
+class Problem(NamedTuple):
+    """What is trained on what: a model, its parameters, and a batch of inputs and labels."""
+
+    model: Transformer
+    params: PyTree
+    batch: tuple[jax.Array, jax.Array]
+    float64_gradients: PyTree
+
+
+def problem(model: Transformer = MODEL, sequences: int = 64, length: int = 64) -> Problem:
+    rng = np.random.default_rng(0)
+    params, (x, labels) = model.init(rng), model.batch(rng, sequences, length)
+    with enable_x64():
+        wide = jax.tree.map(lambda array: np.asarray(array, np.float64), (params, x))
+        grads = jax.device_get(jax.jit(jax.grad(model.loss))(*wide, np.asarray(labels)))
+    return Problem(model, params, (x, labels), grads)
+
+
+def train_step(value_and_grad: Gradients, mesh: Mesh, params: PyTree, state: PyTree) -> Any:
+    """Returns a step under jit, which returns its gradients, too, and its arguments' shardings."""
+
+    def step(params: PyTree, state: PyTree, *batch: jax.Array) -> Any:
+        loss, grads = value_and_grad(params, *batch)
+        updates, state = OPTIMIZER.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss, grads
+
+    def sharding(array: Any) -> NamedSharding:
+        return NamedSharding(mesh, ROWS if array.ndim else WHOLE)
+
+    split, split_state = (jax.tree.map(sharding, tree) for tree in (params, state))
+    whole, rows = NamedSharding(mesh, WHOLE), NamedSharding(mesh, ROWS)
+    outputs = (split, split_state, whole, split)
+    return jax.jit(step, out_shardings=outputs), (split, split_state, rows, rows)
+
+
+def sharded(arrays: PyTree, shardings: PyTree) -> PyTree:
+    """Returns arrays as descriptions of arrays that are sharded."""
+    described = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+    return jax.tree.map(described, arrays, shardings)
+
+
+class Prepared(NamedTuple):
+    """A step that is ready to be compiled, and what to call it with."""
+
+    traced: Any  # what `jax.jit(...).trace` returns
+    arguments: tuple[PyTree, ...]
+    shardings: tuple[PyTree, ...]
+
+
+def prepare(way: str, given: Problem, devices: list[Any]) -> Prepared:
+    """Traces a step for CPU devices, or for those of `tpu.devices`."""
+    mesh = Mesh(np.array(devices), ("data",))
+    arguments = (given.params, OPTIMIZER.init(given.params), *given.batch)
+    step, shardings = train_step(WAYS[way](given.model, mesh), mesh, *arguments[:2])
+    return Prepared(step.trace(*sharded(arguments, shardings)), arguments, shardings)
+
+
+def measure(way: str, compiler: str, given: Problem, devices: list[Any]) -> records.Record:
+    """Compiles a step for some devices and reads its collectives.
+
+    Args:
+        way: one of WAYS.
+        compiler: `partitioner`, `stablehlo` or `tpu`.
+        given: what is trained.
+        devices: those that share the step.
+    """
+    prepared = prepare(way, given, devices)
+    more: records.Record = {}
+    if compiler == "stablehlo":
+        found = collectives.read_stablehlo(prepared.traced.lower().as_text())
+    elif compiler == "tpu":
+        program = prepared.traced.lower(lowering_platforms=("tpu",)).compile()
+        found = collectives.read_hlo(program.as_text())
+        more["peak_mib"] = program.memory_analysis().peak_memory_in_bytes / 2**20
+    else:
+        text, program = collectives.partitioned(prepared.traced.lower(), **ROUNDS)
+        found = collectives.read_hlo(text)
+        alone = prepare(way, given, devices[:1])
+        program_alone = alone.traced.lower().compile(compiler_options=ROUNDS)
+        more["gradient_error"] = gradient_error(program, prepared, given)
+        more["error_one_device"] = gradient_error(program_alone, alone, given)
+    return {
+        "way": way,
+        "sent_mib": collectives.mib(found),
+        "by_kind": collectives.table(found),
+        "scalars": sum(one.is_scalar for one in found),
+        **more,
+    }
+
+
+def gradient_error(program: Any, prepared: Prepared, given: Problem) -> float:
+    """Returns the error of the gradients of a compiled step, relative to the norm of float64's."""
+    found = program(*jax.device_put(prepared.arguments, prepared.shardings))[-1]
+    found = jax.tree.map(lambda x: np.asarray(x, np.float64), found)
+    difference = jax.tree.map(np.subtract, found, given.float64_gradients)
+    return norm(difference) / norm(given.float64_gradients)
+
+
+def norm(tree: PyTree) -> float:
+    return sum(float(np.sum(leaf**2)) for leaf in jax.tree.leaves(tree)) ** 0.5
+
+
+def enable_x64() -> Any:
+    if hasattr(jax, "enable_x64"):  # since JAX 0.8
+        return jax.enable_x64(True)
+    return jax.experimental.enable_x64()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def measure_all(compiler: str) -> Iterator[records.Record]:
+    given = problem()
+    devices = jax.devices()
+    if compiler == "tpu":
+        import tpu
+
+        devices = tpu.devices()
+    ways = UNDER_SHARD_MAP if compiler == "stablehlo" else WAYS
+    for way in tqdm(ways, unit="step"):
+        yield measure(way, compiler, given, devices)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = records.parser(__doc__)
+    compilers = ("partitioner", "stablehlo", "tpu")
+    parser.add_argument("--compiler", choices=compilers, default="partitioner")
+    compiler = parser.parse_args(arguments).compiler
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}"
+    target = {}
+    if compiler == "tpu":
+        target = {"target": "TPU v5 lite", "libtpu": records.version("libtpu")}
+    for record in measure_all(compiler):
+        records.emit(f"fsdp_{compiler}" if compiler != "tpu" else "tpu_fsdp", **record, **target)
+
+
+if __name__ == "__main__":
+    main()

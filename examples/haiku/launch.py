@@ -1,0 +1,209 @@
+"""Starts the processes of a `jax.distributed` program on this machine, and ends them together.
+
+A process that waits for a collective waits for ever if another one has died. So one process, the
+launcher, trains nothing and watches the others: if one of them fails, or if the launcher is ended,
+all end. On a cluster, the cluster's launcher does this.
+"""
+
+import contextlib
+import functools
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import IO, TypeAlias
+
+REFUSED = 2  # the exit status of a process that said in one sentence why it does not go on
+PLACE = "JMPX_EXAMPLE_PLACE"  # the environment variable that tells a process who it is
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SECONDS_TO_REFUSE = 10
+LAST_LINES = 20
+
+# The number of a process and its exit status; or None and the signal that is to end the launcher.
+Events: TypeAlias = "queue.SimpleQueue[tuple[int | None, int]]"
+
+
+def is_launched() -> bool:
+    """Whether `launch` has started this process."""
+    return PLACE in os.environ
+
+
+def launch(count: int, devices: int, advice: str) -> int:
+    """Runs the command line of this process in `count` processes, and waits for them.
+
+    What process 0 writes is seen; of another one, the last lines if it is the first that fails.
+
+    Args:
+        count: how many processes to start.
+        devices: how many devices each gets: of the CPU's, or of a machine's GPUs.
+        advice: a sentence that says how to go on after a failure.
+
+    Returns:
+        The exit status: 0 if all processes ended with 0.
+    """
+    events: Events = queue.SimpleQueue()
+    for number in ENDINGS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, lambda number, _: events.put((None, number)))
+    address = f"127.0.0.1:{free_port()}"
+    processes: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(count)]
+        stack.callback(end, processes)
+        for index, log in enumerate(logs):
+            processes.append(start(f"{address} {count} {index} {devices}", log if index else None))
+            await_end = functools.partial(wait_for, processes[index], index, events)
+            threading.Thread(target=await_end, daemon=True).start()
+        for _ in range(count):
+            index, status = events.get()
+            if index is None:
+                end(processes)
+                name = signal.Signals(status).name
+                say(f"{name} has ended the launcher and its {count} processes. {advice}")
+                return 128 + status
+            if status == REFUSED:
+                return refuse_with(index, processes, logs)
+            if status != 0:
+                end(processes)
+                show(index, status, logs)
+                say(f"process {index} {ending(status)}, so all {count} were ended. {advice}")
+                return 1
+    return 0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def start(place: str, log: IO[str] | None) -> subprocess.Popen[bytes]:
+    """Starts one process by the command line of this one.
+
+    It has a session of its own, so that Ctrl-C reaches the launcher alone, and as its input a pipe
+    that ends when the launcher ends, however it does.
+    """
+    return subprocess.Popen(
+        [sys.executable, *sys.orig_argv[1:]],
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        env={**os.environ, PLACE: place},
+        start_new_session=True,
+    )
+
+
+def wait_for(process: subprocess.Popen[bytes], index: int, events: Events) -> None:
+    events.put((index, process.wait()))
+
+
+def end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Ends processes at once: one that waits for a collective heeds no milder signal."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def refuse_with(
+    index: int, processes: list[subprocess.Popen[bytes]], logs: Sequence[IO[str]]
+) -> int:
+    """Ends all processes after one has refused; its sentence is seen, if need be from its log.
+
+    What one refuses, all do, as a rule. Process 0 writes its sentence where it is seen.
+    """
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        processes[0].wait(SECONDS_TO_REFUSE)
+    end(processes)
+    if processes[0].returncode != REFUSED:
+        show(index, REFUSED, logs)
+    return REFUSED
+
+
+def show(index: int, status: int, logs: Sequence[IO[str]]) -> None:
+    """Writes the last lines of a process that failed by itself and was not seen."""
+    if index == 0 or status in (-signal.SIGKILL, -signal.SIGTERM):
+        return
+    logs[index].seek(0)
+    for line in logs[index].read().splitlines()[-LAST_LINES:]:
+        print(f"process {index}: {line}", file=sys.stderr)
+
+
+def ending(status: int) -> str:
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+def say(sentence: str) -> None:
+    print(f"\n{sentence}", file=sys.stderr)  # below a progress bar
+
+
+def connect() -> None:
+    """Makes this process one of the program's, before JAX looks for devices.
+
+    Ends the program, with a sentence, if neither `launch` nor a cluster that JAX knows started it.
+    """
+    import jax  # here, because the launcher does without
+
+    if not is_launched():
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:
+            sys.exit(f"no cluster that JAX knows has started this process: {error}")
+        return
+    address, *numbers = os.environ[PLACE].split()
+    count, index, devices = map(int, numbers)
+    follow_launcher()
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.distributed.initialize(
+        address,
+        count,
+        index,
+        local_device_ids=range(index * devices, (index + 1) * devices),  # of GPUs
+        coordinator_bind_address=address,
+    )
+
+
+def follow_launcher() -> None:
+    """Ends this process as soon as the launcher has ended, even if nothing could end it in time."""
+
+    def follow() -> None:
+        os.read(sys.stdin.fileno(), 1)  # Nothing is ever written: it returns when the pipe closes.
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Ends the process as soon as the body fails.
+
+    Python's usual end would wait minutes for the other processes, which wait for this one. A
+    `SystemExit` with a sentence refuses: all that is seen of it is the sentence.
+    """
+    try:
+        yield
+    except BaseException as error:
+        status = report(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def report(error: BaseException) -> int:
+    """Writes what ended the process, and returns its exit status."""
+    if not isinstance(error, SystemExit):
+        traceback.print_exc()
+        return 1
+    if not isinstance(error.code, str):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return REFUSED

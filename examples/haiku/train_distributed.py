@@ -1,0 +1,244 @@
+"""Trains the network of `train.py` on many devices, in one process or more, and resumes.
+
+    python examples/haiku/train_distributed.py --processes=4 --mp_policy=16-mixed \
+        --checkpoint_dir=DIRECTORY
+
+This starts four processes on this machine, each with `--devices_per_process` devices. If one of
+them dies, all are ended, and the same command goes on from the newest checkpoint, also with other
+numbers of processes and devices. On a cluster, the cluster's launcher starts the script, and
+`jax.distributed` learns from it which processes there are; all of them read and write DIRECTORY:
+
+    srun --kill-on-bad-exit=1 python examples/haiku/train_distributed.py --launch=none \
+        --mp_policy=16-mixed --checkpoint_dir=DIRECTORY
+
+Each device takes its part of the batch, by which its BatchNorm normalizes. Gradients are averaged
+over the devices in float32, or what the policy says by reduce=, the moving averages of BatchNorm in
+float32. So all devices hold the same bits and decide alike whether to take a step. What four
+devices compute does not depend on how many processes they are in.
+"""
+
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import launch
+import numpy as np
+import optax
+import train
+from absl import app, flags, logging
+from checkpoints import Checkpoints, digests
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+import jmpx
+
+PROCESSES = flags.DEFINE_integer("processes", 1, "Processes to start on this machine.", 1)
+DEVICES = flags.DEFINE_integer("devices_per_process", 1, "Devices of each of them.", 1)
+LAUNCH = flags.DEFINE_enum(
+    "launch",
+    "local",
+    ["local", "none"],
+    "local: start --processes processes on this machine, and end them together. none: a cluster's "
+    "launcher, such as srun, has started this process and the others.",
+)
+CHECKPOINT_DIR = flags.DEFINE_string(
+    "checkpoint_dir", None, "The directory to save checkpoints in, and to resume from."
+)
+CHECKPOINT_EVERY = flags.DEFINE_integer("checkpoint_every", 100, "Steps between two of them.", 1)
+delattr(flags.FLAGS, "plot")  # A resumed run does not know the history that train.py draws.
+
+flags.register_validator("checkpoint_dir", lambda path: path != "", "must name a directory")
+
+
+class Progress(NamedTuple):
+    """What a checkpoint holds: global arrays, the same on all devices."""
+
+    state: train.TrainState
+    position: jax.Array  # int32: how many batches were taken
+    loss_sum: jax.Array  # float32: of the losses of this epoch so far
+
+
+def begin(network: Any, optimizer: Any, images: np.ndarray, mesh: Mesh) -> Progress:
+    """Returns the progress before the first step."""
+
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    def make() -> Progress:
+        params, model_state = network.init(jax.random.key(train.SEED.value), images, True)
+        state = train.TrainState(params, model_state, optimizer.init(params), train.MP.loss_scale())
+        return Progress(state, jnp.array(0, jnp.int32), jnp.array(0, jnp.float32))
+
+    return make()
+
+
+def make_step(
+    network: hk.TransformedWithState, optimizer: Any, steps_per_epoch: int, mesh: Mesh
+) -> Callable[[Progress, train.Data], tuple[Progress, jax.Array, jax.Array]]:
+    """Returns the jitted train step: `(progress, batch) -> (progress, loss, grads_finite)`."""
+    loss_fn = train.make_loss(network)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec(),
+    )
+    def step(progress: Progress, batch: train.Data) -> tuple[Progress, jax.Array, jax.Array]:
+        state = progress.state
+        (loss, model_state), loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
+            loss_fn, state.loss_scale, has_aux=True, policy=train.MP.policy_map, axis_name="data"
+        )(state.params, state.model_state, batch)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params: Any = optax.apply_updates(state.params, updates)
+        model_state = mean_over_devices(model_state)
+        if isinstance(opt_state, jmpx.SkipNonfiniteState):  # the moving averages skip the step, too
+            model_state = jmpx.select_tree(grads_finite, model_state, state.model_state)
+        begins_epoch = progress.position % steps_per_epoch == 0
+        loss_sum = jnp.where(begins_epoch, 0, progress.loss_sum) + loss
+        state = train.TrainState(params, model_state, opt_state, loss_scale)
+        return Progress(state, progress.position + 1, loss_sum), loss, grads_finite
+
+    return step
+
+
+def mean_over_devices(tree: Any) -> Any:
+    """Averages floating arrays over the devices in float32; the others are the same on all."""
+
+    def mean(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return jax.lax.pmean(x.astype(jnp.float32), "data").astype(x.dtype)
+
+    return jax.tree.map(mean, tree)
+
+
+def batch_at(data: train.Data, position: int) -> train.Data:
+    """Returns a batch by its number in the run, so that a resumed run reads what comes next."""
+    size = train.BATCH_SIZE.value
+    epoch, number = divmod(position, len(data.labels) // size)
+    order = np.random.default_rng((train.SEED.value, epoch)).permutation(len(data.labels))
+    chosen = order[number * size : (number + 1) * size]
+    return train.Data(data.images[chosen], data.labels[chosen].astype(np.int32))
+
+
+def distribute(batch: train.Data, mesh: Mesh) -> Any:
+    """Makes global arrays of a batch: each process gives its devices their parts of it."""
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    return jax.tree.map(
+        lambda x: jax.make_array_from_callback(x.shape, sharding, lambda part: x[part]), batch
+    )
+
+
+def say(line: str) -> None:
+    """Prints a line above the progress bar, in process 0."""
+    if jax.process_index() == 0:
+        tqdm.write(line)
+        sys.stdout.flush()
+
+
+def report_epoch(progress: Progress, accuracy: jax.Array, steps_per_epoch: int) -> None:
+    loss_scale, opt_state = progress.state.loss_scale, progress.state.opt_state
+    skipped = opt_state.total_skipped if isinstance(opt_state, jmpx.SkipNonfiniteState) else 0
+    say(
+        f"epoch {int(progress.position) // steps_per_epoch:2d}  "
+        f"loss {float(progress.loss_sum) / steps_per_epoch:.4f}  "
+        f"test accuracy {float(accuracy):.2%}  "
+        f"loss scale {float(loss_scale.loss_scale):.10g}  skipped steps {int(skipped)}"
+    )
+
+
+def common_digest(progress: Progress) -> str:
+    """Returns the SHA-256 of the state's bits, which must be the same on all devices."""
+    own = [list(bytes.fromhex(digest)) for digest in digests(progress)]
+    rows = multihost_utils.process_allgather(np.array(own, np.uint8)).reshape(-1, 32)
+    found = sorted({bytes(row).hex() for row in rows})
+    if len(found) > 1:
+        raise RuntimeError(f"the devices hold {len(found)} different states: {', '.join(found)}")
+    return found[0]
+
+
+def check_batch_size() -> None:
+    """Ends the program if the devices cannot share a batch."""
+    if train.BATCH_SIZE.value % jax.device_count():
+        sys.exit(
+            f"--batch_size={train.BATCH_SIZE.value} must be a multiple of the number of devices, "
+            f"which is {jax.device_count()}"
+        )
+
+
+def open_checkpoints() -> Checkpoints | None:
+    """Returns the checkpoints of this run, if a directory is given."""
+    if CHECKPOINT_DIR.value is None:
+        return None
+    same = (train.SEED, train.EPOCHS, train.BATCH_SIZE)  # They decide which batches come.
+    return Checkpoints(CHECKPOINT_DIR.value, {flag.name: flag.value for flag in same})
+
+
+def run() -> None:
+    """Trains as the flags say, and prints a line an epoch."""
+    check_batch_size()
+    mesh = Mesh(jax.devices(), ("data",))
+    train_data, test_data = train.load_digits()
+    steps_per_epoch = len(train_data.labels) // train.BATCH_SIZE.value
+    steps = train.EPOCHS.value * steps_per_epoch
+
+    network = hk.transform_with_state(train.run_network)
+    optimizer = train.make_optimizer(steps, train.MP.skip_nonfinite)
+    progress = begin(network, optimizer, train_data.images[:1], mesh)
+    saved = open_checkpoints()
+    if saved is not None and (newest := saved.newest()) is not None:
+        progress = saved.restore(newest, progress)
+        say(f"resumed after step {newest} of {steps}")
+    step = make_step(network, optimizer, steps_per_epoch, mesh)
+    accuracy = train.make_accuracy(network)
+
+    seconds = []
+    todo = range(int(progress.position), steps)
+    show = functools.partial(tqdm, unit="step", dynamic_ncols=True, leave=False)
+    with show(total=steps, initial=todo.start, disable=jax.process_index() != 0) as bar:
+        for position in todo:
+            start = time.perf_counter()
+            batch = distribute(batch_at(train_data, position), mesh)
+            progress, _, _ = jax.block_until_ready(step(progress, batch))
+            train.end_if_diverged(progress.state)
+            seconds.append(time.perf_counter() - start)
+            bar.update()
+            done = position + 1
+            if done % steps_per_epoch == 0:
+                report_epoch(progress, accuracy(progress.state, test_data), steps_per_epoch)
+            if saved is not None and (done % CHECKPOINT_EVERY.value == 0 or done == steps):
+                saved.save(done, progress)
+    if saved is not None:
+        saved.close()
+    # The first step includes compilation.
+    milliseconds = 1000 * statistics.median(seconds[1:] or seconds or [0.0])
+    say(f"{milliseconds:.1f} ms a step ({train.MP.mixed_precision()})")
+    say(f"{jax.process_count()} x {jax.local_device_count()} devices: {common_digest(progress)}")
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) > 1:
+        raise app.UsageError(f"unexpected argument {arguments[1]!r}")
+    if LAUNCH.value == "local" and not launch.is_launched():
+        advice = "Give --checkpoint_dir, and the same command will resume."
+        if CHECKPOINT_DIR.value is not None:
+            advice = "The same command resumes from the newest checkpoint."
+        sys.exit(launch.launch(PROCESSES.value, DEVICES.value, advice))
+    with launch.ending_at_once():
+        if not flags.FLAGS["verbosity"].present:
+            logging.set_verbosity(logging.WARNING)  # Orbax logs 30 lines a checkpoint.
+        launch.connect()
+        compute_dtype = train.MP.policy_map.default.compute_dtype
+        jmpx.set_policy(hk.BatchNorm, train.BN_POLICY.value.with_output_dtype(compute_dtype))
+        run()
+
+
+if __name__ == "__main__":
+    app.run(main)

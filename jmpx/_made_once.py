@@ -1,0 +1,28 @@
+"""A cache whose results are the same objects in all threads."""
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+R = TypeVar("R")
+
+
+def made_once(make: Callable[..., R]) -> Callable[..., R]:
+    """Returns a function that makes one object for equal arguments, whichever threads ask for it.
+
+    `functools.cache` makes one for each thread that asks at once. Two classes of one name would be
+    nodes of two types to JAX: pytrees that should match would not, and functions would be traced
+    again. There is no lock, because making a class runs the user's code.
+
+    Args:
+        make: makes the object from hashable positional arguments.
+    """
+    made: dict[tuple[object, ...], R] = {}
+
+    @functools.wraps(make)
+    def get(*key: object) -> R:
+        if key not in made:
+            made.setdefault(key, make(*key))  # If another thread was first, its object stays.
+        return made[key]
+
+    return get

@@ -1,0 +1,390 @@
+"""The scripts of `benchmarks/` that let jmpx fail: small runs, and that they notice a failure."""
+
+import json
+import os
+import random
+import threading
+from typing import Any
+
+import fuzz_strings
+import jax
+import jax.numpy as jnp
+import killed_training
+import kills
+import pytest
+import records
+import reliability
+import soak
+import threads
+from helpers import run_python
+from killed_training import FORMATS, digest
+
+import jmpx
+from jmpx import _contexts, _registry
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """As in a user's program: optax promotes dtypes in its own code."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a script and returns its records."""
+
+    def main(script, *arguments):
+        out = tmp_path / "results.jsonl"
+        with pytest.raises(SystemExit) as end:
+            script.main([f"--out={out}", "--small", *arguments])
+        found = records.read(out)
+        assert end.value.code == any(record["failures"] for record in found)
+        return found
+
+    return main
+
+
+def assert_one_sentence(error):
+    message = str(error.value)
+    assert message.splitlines() == [message] and message.endswith(".") and ". " not in message
+
+
+# kills.py
+
+every_format = pytest.mark.parametrize("form", ["npz", "equinox", "orbax"])
+
+
+@pytest.mark.slow  # trainings in processes of their own
+@every_format
+def test_a_killed_training_loses_nothing(form, run):
+    if form == "orbax":
+        pytest.importorskip("orbax.checkpoint")
+    (record,) = run(kills, f"--formats={form}", "--kills=1", "--steps=150")
+    assert not record["failures"]
+    figures = record["figures"]
+    assert figures["lines"] == 150 + figures["repeated"] and figures["kills"] == 1
+
+
+def test_a_line_or_a_bit_that_differs_is_a_failure():
+    whole = [{"from": 0, "unfinished": 0}, [0, "a", 1, 0, 0, 0], [1, "b", 1, 0, 0, 0]]
+    whole.append({"final": "bits"})
+    killed = [*whole[:2], {"from": 0, "unfinished": 1}, *whole[1:]]
+    figures, failures = kills.compare(whole, killed, 2, 1)
+    assert not failures and figures["repeated"] == figures["torn_writes"] == 1
+    for index, other in ((1, [0, "c", 1, 0, 0, 0]), (-1, {"final": "others"}), (-2, [0, 0])):
+        changed = list(killed)
+        changed[index] = other
+        assert kills.compare(whole, changed, 2, 1)[1]
+    assert kills.compare(whole, killed, 2, 2)[1]
+
+
+@pytest.fixture
+def states():
+    first, _ = killed_training.train_step(killed_training.init(), *killed_training.batch(0))
+    return first, killed_training.train_step(first, *killed_training.batch(1))[0]
+
+
+def saved(form, folder, *states):
+    """Returns a folder that holds a checkpoint of each state."""
+    folder.mkdir()
+    if form == "orbax":
+        pytest.importorskip("orbax.checkpoint")
+    checkpoints = FORMATS[form](folder)
+    for step, state in enumerate(states, 1):
+        checkpoints.save(step, state)
+    checkpoints.close()
+    return folder
+
+
+def resumed(form, folder, template):
+    checkpoints = FORMATS[form](folder)
+    try:
+        return killed_training.resume(checkpoints, template)
+    finally:
+        checkpoints.close()
+
+
+# Threads of Orbax outlive the event loop of a checkpoint that cannot be read.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@every_format
+def test_a_torn_checkpoint_is_told_and_the_one_before_it_is_used(
+    form, states, rng, tmp_path, capfd
+):
+    folder, template = saved(form, tmp_path / "saved", *states), killed_training.init()
+    step, state = resumed(form, folder, template)
+    assert (step, digest(state)) == (2, digest(states[1]))
+    if form == "orbax":  # The file of all leaves; tests of the others take long.
+        newest = max((folder / "2" / "default" / "d").iterdir(), key=os.path.getsize)
+    else:
+        newest = FORMATS[form](folder).path(2)
+    whole = newest.read_bytes()
+    lengths = {0, 1, len(whole) - 1, *rng.integers(len(whole), size=2 if form == "orbax" else 20)}
+    for length in lengths:
+        newest.write_bytes(whole[:length])
+        capfd.readouterr()
+        step, state = resumed(form, folder, template)
+        assert (step, digest(state)) == (1, digest(states[0])), length
+        assert capfd.readouterr().err.count("is torn") == 1
+    if form == "npz":
+        for index in rng.integers(len(whole), size=20):
+            flipped = bytearray(whole)
+            flipped[index] ^= 1 << rng.integers(8)
+            newest.write_bytes(flipped)
+            step, state = resumed(form, folder, template)
+            assert digest(state) == digest(states[step - 1]), index
+
+
+@pytest.mark.parametrize("form", ["npz", "equinox"])
+def test_torn_checkpoints_alone_are_refused_in_one_sentence(form, states, tmp_path):
+    folder = saved(form, tmp_path / "saved", states[0])
+    path = FORMATS[form](folder).path(1)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="is torn .* and there is none before it") as error:
+        resumed(form, folder, killed_training.init())
+    assert_one_sentence(error)
+
+
+@every_format
+def test_the_checkpoint_of_another_model_is_refused_in_one_sentence(form, states, tmp_path):
+    folder = saved(form, tmp_path / "saved", states[0])
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(ValueError, match="is the checkpoint of another model, with ") as error:
+        resumed(form, folder, killed_training.init(width=8))
+    assert_one_sentence(error)
+    more = states[0]._replace(params={**states[0].params, "more": jnp.ones(2)})
+    for template in (more, states[0]._replace(params={})):
+        with pytest.raises(ValueError, match="is the checkpoint of another model") as error:
+            resumed(form, folder, template)
+        assert_one_sentence(error)
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("form", ["npz", "equinox"])
+def test_a_write_that_fails_leaves_the_checkpoints_as_they_were(
+    form, states, tmp_path, monkeypatch
+):
+    folder = saved(form, tmp_path / "saved", states[0])
+
+    def full(file):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        FORMATS[form](folder).save(2, states[1])
+    step, state = resumed(form, folder, killed_training.init())
+    assert (step, digest(state)) == (1, digest(states[0]))
+
+
+@pytest.mark.parametrize("value", [None, {}, [], "2**15"])
+@pytest.mark.parametrize("name", ["loss_scale", "counter"])
+def test_flax_restores_no_loss_scale_without_numbers(name, value):
+    from flax import serialization
+
+    scale = jmpx.DynamicLossScale(8.0, 3)
+    state = {**serialization.to_state_dict(scale), name: value}
+    with pytest.raises(ValueError, match=f"Expected {name} in the state") as error:
+        serialization.from_state_dict(jmpx.DynamicLossScale(), state)
+    assert_one_sentence(error)
+    axes: Any = jax.tree.map(lambda _: None, scale)  # of `jax.vmap`
+    restored: Any = serialization.from_state_dict(axes, {"loss_scale": None, "counter": 0})
+    assert restored.counter == 0
+
+
+def test_a_training_that_cannot_resume_says_so_in_one_line(states, tmp_path):
+    saved("npz", tmp_path / "checkpoints", states[0])
+    with pytest.raises(SystemExit, match="000001.npz is the checkpoint of another model") as error:
+        killed_training.main([str(tmp_path), "--width=8", "--steps=3"])
+    assert_one_sentence(error)
+    assert not (tmp_path / "log").exists()
+
+
+# soak.py
+
+
+def test_every_step_is_that_of_the_plain_model(run):
+    found = run(soak, "--steps=150", "--scales", "hysteresis 3", "backoff 0.5, factor 1.1")
+    assert [record["failures"] for record in found] == [[], []]
+    for record in found:
+        assert record["figures"]["traces"] == 1 and record["figures"]["planted"] == 30
+
+
+def traced_each_time(func, jit=jax.jit):
+    jitted = jit(func)
+
+    def call(*args):
+        jitted.clear_cache()
+        return jitted(*args)
+
+    return call
+
+
+@pytest.mark.parametrize("what", ["the scale", "the skip", "the trace"])
+def test_the_soak_notices_another_scale_or_skip(what, run, monkeypatch):
+    if what == "the scale":
+        adjust = jmpx.DynamicLossScale.adjust
+        monkeypatch.setattr(jmpx.DynamicLossScale, "adjust", lambda s, f: adjust(s, ~f))
+    elif what == "the skip":
+        nothing = lambda *args, **kwargs: (args[0], args[2])  # noqa: E731
+        monkeypatch.setattr(jmpx, "optimizer_update", nothing)
+    else:
+        monkeypatch.setattr(jax, "jit", traced_each_time)
+    found = run(soak, f"--steps={4 if what == 'the trace' else 20}", "--scales", "factor 2")
+    assert all(record["failures"] for record in found)
+
+
+# threads.py
+
+
+def test_threads_see_their_own_policies():
+    checks, failures = threads.run_all(1)
+    assert not failures and checks > 200
+
+
+@pytest.mark.parametrize("shared", ["the registry", "contexts"])
+def test_policies_that_threads_share_are_noticed(shared, monkeypatch):
+    """If threads had one store of policies or contexts, they would see each other's."""
+    monkeypatch.setattr(threads, "THREADS", 2)
+    if shared == "contexts":
+        one = type("One", (), {"state": _contexts._State()})()
+        monkeypatch.setattr(_contexts, "_thread", one)
+    else:
+        one = type("One", (), {"policies": {}, "running": []})()
+        monkeypatch.setattr(_registry, "_registry", one)
+    _, failures = threads.run_all(1)
+    assert failures
+    for cls in threads.CLASSES:
+        jmpx.clear_policy(cls)
+
+
+def test_a_policy_of_the_main_thread_is_not_one_of_a_worker():
+    seen = []
+    with jmpx.push_policy(threads.Plain, "bf16"):
+        worker = threading.Thread(target=lambda: seen.append(jmpx.policy_of(threads.Plain)))
+        worker.start()
+        worker.join()
+        assert jmpx.policy_of(threads.Plain) is not None
+    assert seen == [None]
+
+
+# fuzz_strings.py
+
+
+def test_inputs_made_by_chance_give_values_or_sentences(run):
+    (record,) = run(fuzz_strings, "--inputs=1500")
+    assert not record["failures"] and record["figures"]["executions"] == 1500
+
+
+@pytest.mark.parametrize("data", fuzz_strings.seeds(), ids=repr)
+def test_the_seeds_are_understood_by_one_parser_or_refused_by_all(data):
+    fuzz_strings.check(fuzz_strings.read(data))
+
+
+def test_each_seed_is_understood_by_some_parser():
+    parsers = range(len(fuzz_strings.PARSERS))
+    for text in fuzz_strings.SEEDS:
+        inputs = [fuzz_strings.read(bytes([number, 0]) + text.encode()) for number in parsers]
+        assert any(map(fuzz_strings.check, inputs)), text
+
+
+class Value(str):
+    """What a parser gives that keeps a string."""
+
+    def to_dict(self):
+        return {"text": str(self)}
+
+
+def raising(message, kind: type[Exception] = ValueError):
+    def parse(spec):
+        raise kind(message.format(spec))
+
+    return parse
+
+
+WRONG = {
+    "a string that gives another value": lambda s: Value(f"{s}x"),
+    "a dict that gives another value": lambda s: Value(s if isinstance(s, str) else "other"),
+    "another error": raising("No.", KeyError),
+    "two lines": raising("Wrong.\nVery wrong."),
+    "two sentences": raising("Wrong. It is."),
+    "no sentence": raising("wrong"),
+    "another position": raising("Unknown dtype 'b' at position 0 of policy 'ab': write a dtype."),
+    "an endless message": raising(f"{'very ' * 400}wrong."),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_fuzzer_notices(what, monkeypatch, tmp_path):
+    monkeypatch.setitem(fuzz_strings.PARSERS, "get_policy", WRONG[what])
+    findings = fuzz_strings.Findings(tmp_path / "findings")
+    findings.run(b"\0\0ab")
+    findings.run(b"\0\0abc")
+    (line,) = (tmp_path / "findings").read_text().splitlines()
+    assert json.loads(line).startswith("get_policy of 'ab")
+
+
+def test_the_fuzzer_notices_a_parser_of_quadratic_time(monkeypatch):
+    def parse(text):
+        raise ValueError(f"No {sum(text.count('b', start) for start in range(len(text)))}.")
+
+    monkeypatch.setitem(fuzz_strings.PARSERS, "get_policy", parse)
+    (make, *_) = fuzz_strings.stretched(fuzz_strings.Input("get_policy", "ab"), random.Random(0))
+    with pytest.raises(fuzz_strings.Finding, match="four times as many"):
+        fuzz_strings.check_time(make)
+
+
+# The table
+
+
+def test_the_table_has_the_last_line_of_each_case_and_version():
+    def record(version, more, failures=()):
+        return {
+            "benchmark": "soak", "case": "steps", "times": "{n} steps", "outcome": "{more} MiB",
+            "figures": {"n": 20_000, "more": more}, "failures": list(failures),
+            "versions": {"jax": version},
+        }  # fmt: skip
+
+    found = [record("0.12.0", 9.0), record("0.10.2", 0.5), record("0.12.0", 1.5)]
+    table = reliability.table([*found, record("0.7.2", 99) | {"small": True}])
+    assert table.splitlines()[2:] == ["| steps | 20,000 steps | 0.5 to 1.5 MiB | 0.10.2, 0.12.0 |"]
+    failed = reliability.table([*found, record("0.10.2", 0.5, ["no"])])
+    assert "| **1 failures**: 0.5 to 1.5 MiB |" in failed
+
+
+def test_the_page_has_the_table_of_the_results():
+    found, text = records.read(reliability.RESULTS), reliability.PAGE.read_text()
+    assert reliability.page(found, text) == text and reliability.table(found) in text
+    assert not any(record["failures"] for record in found)
+
+
+# What a program begins with
+
+
+FIRST_STEP = """
+import pkgutil, sys
+import jax, jax.numpy as jnp, numpy as np
+import jmpx
+
+def step(x, scale):
+    traces.append(1)
+    grad_fn = jmpx.filter_grad(lambda x: (x.astype(jnp.float32) ** 2).sum(), scale, policy="c=f16")
+    scale, finite, grads = grad_fn(x)
+    return exp(grads), scale
+
+exp = jmpx.autocast(jnp.exp)
+traces, jitted = [], jax.jit(step)
+x, scale = jnp.ones(3), jax.tree.map(jnp.asarray, jmpx.DynamicLossScale(8.0))
+for _ in range(3):
+    _, scale = jitted(x, scale)
+print(len(traces))
+jax.make_user_context = None  # an error where a part that is imported later makes one
+for module in pkgutil.walk_packages(jmpx.__path__, "jmpx."):
+    if module.name != "jmpx.__main__":
+        __import__(module.name)
+"""
+
+
+def test_the_first_step_of_a_program_is_traced_once():
+    result = run_python("-c", FIRST_STEP)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["1"]
