@@ -22,10 +22,17 @@ def check_axis(axis_name: AxisName) -> None:
         ValueError: if there is no such axis.
     """
     for name in axis_names(axis_name):
-        try:
-            jax.lax.axis_size(name)
-        except (NameError, TypeError, ValueError):  # unknown, not hashable, an int
-            raise ValueError(_unknown(name)) from None
+        if not is_mapped(name):
+            raise ValueError(_unknown(name))
+
+
+def is_mapped(name: Any) -> bool:
+    """Whether there is a mapped axis of this name where this is called."""
+    try:
+        jax.lax.axis_size(name)
+    except (NameError, TypeError, ValueError):  # unknown, not hashable, an int
+        return False
+    return True
 
 
 def _unknown(name: Any) -> str:
@@ -57,13 +64,14 @@ def varying_axes(x: Any) -> frozenset[Hashable]:
 
 def is_tracked(axis_name: AxisName) -> bool:
     """Whether JAX tracks which arrays vary along an axis, or along each of several."""
-    return all(varying_axes(jax.lax.axis_index(name)) for name in axis_names(axis_name))
+    return tracked_axes().issuperset(axis_names(axis_name))
 
 
 def tracked_axes() -> frozenset[Hashable]:
     """Returns the axes along which JAX tracks here which arrays vary."""
+    # Only those of a mesh: a traced `axis_index` of a `jax.vmap` in a `jax.shard_map` varies, too.
     mapped = jax.sharding.get_abstract_mesh().manual_axes
-    return frozenset(name for name in mapped if is_tracked(name))
+    return frozenset(name for name in mapped if name in varying_axes(jax.lax.axis_index(name)))
 
 
 def vary(arrays: Sequence[jax.Array], axes: Iterable[Hashable]) -> list[jax.Array]:
@@ -76,7 +84,8 @@ def vary(arrays: Sequence[jax.Array], axes: Iterable[Hashable]) -> list[jax.Arra
     JAX tracks no axes, the arrays are returned as they are: a selection under `jax.vmap` would make
     a copy for each index.
     """
-    tracked = [name for name in axes if is_tracked(name)]
+    known = tracked_axes()
+    tracked = [name for name in axes if name in known]
     here: dict[tuple[Hashable, ...], jax.Array] = {}
     varied = []
     for array in arrays:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmpx._axes import axis_names, check_axis, vary, varying_axes
+from jmpx._axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
 from jmpx._batches import GROUPS, MICROBATCHES, BatchArguments
 from jmpx._casts import at_least_float32
 from jmpx._gradient_arguments import ModelState, Uncast, partition, paths_of
@@ -19,7 +19,7 @@ from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._microbatches import Backward, accumulate
 from jmpx._nnx_objects import sparing
 from jmpx._reduction import unscaled_mean
-from jmpx._sharding import find_gathers
+from jmpx._sharding import find_exchanges
 from jmpx._shards import Parameters, read_mask
 from jmpx._stateful import Pure
 from jmpx._tree import AxisName, all_finite
@@ -218,7 +218,7 @@ class _Shards:
             return
         check_axis(axis_name)
         self.axes = axis_names(axis_name)
-        self.loss_varies_over: Axes = frozenset()
+        self.shared_over: Axes = frozenset()
         varying = [varying_axes(leaf) for leaf in jax.tree.leaves(model) if is_inexact_array(leaf)]
         self.parameters = Parameters(paths_of(model), varying, read_mask(mask, model))
 
@@ -228,7 +228,6 @@ class _Shards:
         The gradients are averaged, so that each device has to differentiate a loss of its own. The
         gradient of a common loss is only this device's part of it.
         """
-        self.loss_varies_over = varying_axes(value)
         return vary([value], self.axes)[0]
 
     def find(
@@ -237,14 +236,23 @@ class _Shards:
         """Returns a pass that does the same, after it has found which parameters are shards."""
         if not self.axes:
             return run
-        run, gathers = find_gathers(run, params, self.axes)
-        self.found = self.parameters.find_shards(gathers, self.loss_varies_over, self.axes)
+        run, loss = find_exchanges(run, params, self.axes)
+        self.found = self.parameters.find_shards(loss, self.axes)
+        self.shared_over = frozenset(exchange.axis for exchange in loss.exchanges)
         return run
 
     def disagreeing(self, grads: list[jax.Array], value: jax.Array) -> tuple[Hashable, ...]:
-        """Returns the axes along which devices share a loss, but not their gradients."""
-        over = frozenset[Hashable]().union(*self.found, *map(varying_axes, grads))
-        return tuple(sorted(over - varying_axes(value), key=str))
+        """Returns the axes along which devices share a loss, but not their gradients.
+
+        Also along an axis that is not averaged over, devices share what their losses read of each
+        other's parameters: the parts of a tensor, for one.
+        """
+        varying = frozenset[Hashable]().union(*map(varying_axes, grads))
+        tracked = tracked_axes()
+        others = {axis for axis in self.shared_over.difference(self.axes) if is_mapped(axis)}
+        over = {axis for axis in others if axis in varying or axis not in tracked}
+        over = over.union(*self.found, varying - varying_axes(value))
+        return tuple(sorted(over, key=str))
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:

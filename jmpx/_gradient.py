@@ -123,8 +123,10 @@ def filter_value_and_grad(
         sharded: which parameters are shards of `axis_name`: a bool, or a pytree of bools that is a
             prefix of the first argument. Under `jax.shard_map` JAX knows which parameters differ
             between devices, so that it may be left out: those that `func` gathers are shards, and
-            others copies, which may differ. With `check_vma=False`, and under `jax.pmap` and
-            `jax.vmap`, JAX does not know, and a gathered parameter has to be told.
+            those that only their own device reads are copies, which may differ. Any other has to be
+            told, such as a part of a tensor or an expert, whose activations travel. With
+            `check_vma=False`, and under `jax.pmap` and `jax.vmap`, JAX does not know: a gathered
+            parameter has to be told, and all others are averaged unless this says otherwise.
         batch_sharding: for `jax.jit` without a mapped axis: the `jax.sharding.NamedSharding` of the
             batch, or its `PartitionSpec` under `jax.set_mesh`, whose first entry names the mesh
             axes that split the first axis of the batch. XLA sums gradients in the compute dtype by

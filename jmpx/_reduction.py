@@ -50,6 +50,8 @@ def unscaled_mean(
         grads = scale.unscale(grads)
     else:
         check_enabled(reduce_dtype)
+    sizes = [math.prod(jax.lax.axis_size(name) for name in split) for split in shards]
+    grads = [grad / size if size > 1 else grad for grad, size in zip(grads, sizes, strict=True)]
     together = defaultdict(list)  # the indices of the gradients that are summed over the same axes
     for index, split in enumerate(shards):
         together[tuple(name for name in names if name not in split)].append(index)
@@ -59,8 +61,7 @@ def unscaled_mean(
         if over:
             chosen = _mean_in(reduce_dtype, chosen, over)
         means.update(zip(indices, chosen, strict=True))
-    sizes = [math.prod(jax.lax.axis_size(name) for name in split) for split in shards]
-    grads = [means[i] if size == 1 else means[i] / size for i, size in enumerate(sizes)]
+    grads = [means[index] for index in range(len(grads))]
     value = jax.lax.pmean(value, names)
     return value, grads if reduce_dtype is None else scale.unscale(grads)
 

@@ -5,14 +5,15 @@ A shard is a part of a parameter that no other device has. The function gathers 
 backward pass sums the gradient over the devices, so that it is divided by their number once.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
 
-from jmpx._axes import axis_names, is_tracked
+from jmpx._axes import axis_names, tracked_axes
 from jmpx._leaves import PyTree, is_inexact_array
-from jmpx._sharding import Gather
+from jmpx._messages import describe
+from jmpx._sharding import Exchange, Gather, Source
 from jmpx._tree import AxisName
 
 Axes = frozenset[Hashable]
@@ -31,13 +32,13 @@ def check_mask(sharded: PyTree, axis_name: AxisName | None) -> None:
     for leaf in jax.tree.leaves(sharded):
         if not isinstance(leaf, bool):
             raise TypeError(
-                f"Expected sharded to be a bool or a pytree of bools, got the leaf {leaf!r}: say "
-                "True for the parameters of which each device holds a shard."
+                f"Expected sharded to be a bool or a pytree of bools, got the leaf "
+                f"{describe(leaf)}: say True for the parameters of which each device holds a shard."
             )
     if axis_name is None:
         raise ValueError(
-            f"Cannot tell over which axis the parameters are shards, as sharded={sharded!r} says: "
-            "give the name of the mapped axis as axis_name."
+            "Cannot tell over which axis the parameters are shards, as "
+            f"sharded={describe(sharded)} says: give the name of the mapped axis as axis_name."
         )
 
 
@@ -54,19 +55,19 @@ class Parameters(NamedTuple):
     varying: list[Axes]
     sharded: list[bool] | None
 
-    def find_shards(
-        self, gathers: Sequence[Gather], loss_varies_over: Axes, axis_name: AxisName
-    ) -> list[Axes]:
+    def find_shards(self, loss: Source, axis_name: AxisName) -> list[Axes]:
         """Returns for each parameter the axes over which it is a shard: none for a replica.
 
         Where JAX tracks what varies, a parameter that is equal on all devices is a replica, because
         the mean of its gradients is right whatever the function does with it. A varying one is a
-        shard if the mask says so or, without a mask, if the function gathers it. Where JAX tracks
+        shard if the mask says so. Without a mask it is a shard if the function gathers it, and a
+        replica if the loss of a device depends on that device's parameter alone. Otherwise it may
+        be either: a copy in a model whose activations are gathered or averaged, or a part of one
+        whose activations are exchanged, as in tensor and expert parallelism. Where JAX tracks
         nothing, the mask alone decides.
 
         Args:
-            gathers: the gathers of parameters in the function.
-            loss_varies_over: the axes along which JAX knows the loss to vary.
+            loss: what the loss is computed from.
             axis_name: the name (or names) of the mapped axis.
 
         Raises:
@@ -74,58 +75,57 @@ class Parameters(NamedTuple):
                 what a parameter is.
         """
         axes = axis_names(axis_name)
-        tracked = frozenset(axis for axis in axes if is_tracked(axis))
-        gathered: list[Axes] = [_NOTHING] * len(self.paths)
-        for gather in gathers:
+        tracked = tracked_axes().intersection(axes)
+        for gather in sorted(loss.gathers, key=lambda gather: min(gather.params)):
             self._check_gather(gather, tracked)
-            for index in gather.params:
-                gathered[index] |= gather.axes
-        return [
-            self._shard_axes(index, gathered[index], loss_varies_over, axes, tracked)
-            for index in range(len(self.paths))
-        ]
+        return [self._axes_of_shard(i, loss, axes, tracked) for i in range(len(self.paths))]
 
     def _check_gather(self, gather: Gather, tracked: Axes) -> None:
         """Refuses a gather of which it is not known whether it gathers shards, or that does not."""
+        name = f"the first argument's {self.paths[min(gather.params)]}"
+        reads = f"which the function reads by {gather.operation} over {_spell(gather.axes)}"
+        is_tracked = gather.axes <= tracked
+        if gather.operation.startswith("all_gather_invariant") and not is_tracked:
+            raise TypeError(
+                f"Cannot differentiate {name}, {reads}, because that sums no gradients where JAX "
+                "does not track which arrays vary: use jax.lax.all_gather, or jax.shard_map "
+                "without check_vma=False."
+            )
+        if gather.in_groups and (
+            self.sharded is None or any(self.sharded[i] for i in gather.params)
+        ):
+            raise TypeError(
+                f"Cannot tell which devices have copies of {name}, {reads} in axis_index_groups: "
+                "give the groups a mesh axis of their own, and name both axes in axis_name."
+            )
         if self.sharded is not None:
             return
-        first = self.paths[min(gather.params)]
-        over = _spell(gather.axes)
-        if not gather.axes <= tracked:
+        if not is_tracked:
             raise TypeError(
-                f"Cannot tell whether the first argument's {first} is a shard, which the function "
-                f"reads by {gather.operation} over {over}, because JAX does not track there which "
-                "arrays vary: say which parameters are shards by sharded=, or use jax.shard_map "
-                "without check_vma=False."
+                f"Cannot tell whether {name} is a shard, {reads}, because JAX does not track there "
+                "which arrays vary: say which parameters are shards by sharded=, or use "
+                "jax.shard_map without check_vma=False."
             )
         if not any(self.varying[index] & gather.axes for index in gather.params):
             raise TypeError(
-                f"Cannot gather the first argument's {first}, which the function reads by "
-                f"{gather.operation} over {over}, because it is no shard but the same on all "
-                "devices: split it by in_specs of jax.shard_map, or read it without a gather."
+                f"Cannot gather {name}, {reads}, because it is no shard but the same on all "
+                "devices: split it by in_specs of jax.shard_map, or say sharded=False for it."
             )
 
-    def _shard_axes(
-        self,
-        index: int,
-        gathered: Axes,
-        loss_varies_over: Axes,
-        axes: tuple[Hashable, ...],
-        tracked: Axes,
+    def _axes_of_shard(
+        self, index: int, loss: Source, axes: tuple[Hashable, ...], tracked: Axes
     ) -> Axes:
-        says = None if self.sharded is None else self.sharded[index]
         name = f"the first argument's {self.paths[index]}"
         varying = self.varying[index] & tracked
-        if says is None:
-            left = varying - gathered - loss_varies_over
-            if left:
-                raise TypeError(
-                    f"Cannot tell whether {name} is a shard or a replica: it varies over "
-                    f"{_spell(left)}, the function does not gather it, and the loss is the same "
-                    "on all devices: say by sharded= which parameters are shards."
-                )
+        gathered = _NOTHING.union(*(g.axes for g in loss.gathers if index in g.params))
+        exchanges = [e for e in loss.exchanges if e.param == index and e.axis not in gathered]
+        exchanges.sort(key=str)
+        if self.sharded is None:
+            for exchange in exchanges:
+                if exchange.axis in varying:
+                    raise TypeError(_neither(name, exchange))
             return varying & gathered
-        if not says:
+        if not self.sharded[index]:
             if varying & gathered:
                 raise TypeError(
                     f"Cannot average the gradient of {name} over {_spell(varying & gathered)} as "
@@ -133,22 +133,35 @@ class Parameters(NamedTuple):
                     "there as a shard: say sharded=True for it."
                 )
             return _NOTHING
-        if tracked == frozenset(axes):
-            if not varying:
+        untracked = frozenset(axes) - tracked
+        if untracked:
+            known = varying | (gathered & untracked)
+            unknown = [e.axis for e in exchanges if e.axis in untracked]
+            if len(axes) == 1:
+                return untracked
+            if unknown or not known:
                 raise TypeError(
-                    f"Expected a shard, as sharded=True says, but {name} is the same on all "
-                    f"devices of {_spell(tracked)}: split it by in_specs of jax.shard_map, or say "
-                    "sharded=False for it."
+                    f"Cannot tell over which of {_spell(axes)} {name} is a shard, as sharded=True "
+                    "says, because JAX does not track there which arrays vary: give one axis_name, "
+                    "or use jax.shard_map without check_vma=False."
                 )
-            return varying
-        known = varying | gathered
-        if not known and len(axes) > 1:
+            return known
+        if not varying:
             raise TypeError(
-                f"Cannot tell over which of the axes {_spell(axes)} {name} is a shard, as "
-                "sharded=True says: give one axis_name, or use jax.shard_map without "
-                "check_vma=False."
+                f"Expected a shard, as sharded=True says, but {name} is the same on all devices of "
+                f"{_spell(tracked)}: split it by in_specs of jax.shard_map, or say sharded=False "
+                "for it."
             )
-        return known or frozenset(axes)
+        return varying
+
+
+def _neither(name: str, exchange: Exchange) -> str:
+    return (
+        f"Cannot tell whether {name} is a shard or a replica, because it differs along "
+        f"{_spell([exchange.axis])} and the function does not gather it, but the loss of each "
+        f"device depends on those of others, by {exchange.operation}: say by sharded= which "
+        "parameters are shards."
+    )
 
 
 def _spell(axes: Any) -> str:
@@ -169,14 +182,14 @@ def read_mask(sharded: PyTree, tree: PyTree) -> list[bool] | None:
     if sharded is None:
         return None
     try:
-        says = jax.tree.leaves(jax.tree.map(_repeated, sharded, tree), is_leaf=_is_repeated)
-    except (ValueError, TypeError, KeyError) as error:
+        says = jax.tree.leaves(jax.tree.map(_repeat, sharded, tree), is_leaf=_is_repeated)
+    except (ValueError, TypeError, KeyError):
         raise ValueError(
             "Expected sharded to have the structure of the first argument, or of its first levels, "
-            f"got {jax.tree.structure(sharded)} for {jax.tree.structure(tree)}: give a bool for "
-            "each parameter or for several at once."
-        ) from error
-    return [bool(says) for repeated in says for says in repeated.values]
+            f"but it {_difference(sharded, tree)}: give a bool for each parameter, or for several "
+            "at once."
+        ) from None
+    return [says for repeated in says for says in repeated.values]
 
 
 class _Repeated(NamedTuple):
@@ -187,5 +200,22 @@ def _is_repeated(node: object) -> bool:
     return isinstance(node, _Repeated)
 
 
-def _repeated(says: bool, tree: PyTree) -> _Repeated:
+def _repeat(says: bool, tree: PyTree) -> _Repeated:
     return _Repeated([says for leaf in jax.tree.leaves(tree) if is_inexact_array(leaf)])
+
+
+def _difference(sharded: PyTree, tree: PyTree) -> str:
+    """Returns how a mask differs from a pytree of which it is no prefix."""
+    said, there = (
+        [path for path, _ in jax.tree_util.tree_leaves_with_path(each)] for each in (sharded, tree)
+    )
+    for path in there:
+        if not any(path[: len(prefix)] == prefix for prefix in said):
+            return f"says nothing of {jax.tree_util.keystr(path)}"
+    for prefix in said:
+        if not any(path[: len(prefix)] == prefix for path in there):
+            return f"speaks of {jax.tree_util.keystr(prefix)}, which is not there"
+    kinds = [type(each).__name__ for each in (sharded, tree)]
+    if kinds[0] == kinds[1]:
+        return "holds containers of other types"
+    return f"is a {kinds[0]}, and the parameters are a {kinds[1]}"

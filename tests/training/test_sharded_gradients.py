@@ -1,54 +1,19 @@
-"""`axis_name` averages replicas; a parameter that the function gathers is a shard, and refused."""
+"""Which parameters the gradient functions take for shards, and which for replicas."""
 
-import compiled_step
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import normal
-from jax.sharding import Mesh, PartitionSpec as P
+from helpers.maps import AXIS, DEVICES, MAPS, everywhere, over_devices
+from helpers.shards import gradients
+from jax.sharding import PartitionSpec as P
 
 import jmpx
-import jmpx._differentiation
 
-DEVICES, AXIS = 4, "data"
-MAPS = ["shard_map", "shard_map without vma", "vmap", "pmap"]
 # JAX 0.10 announces the end of pmap with a DeprecationWarning.
 pytestmark = pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
-
-
-def over_devices(run, how, params, batch, split=True):
-    """Calls `run(params, part)` for each part of the batch, and of the parameters if `split`.
-
-    Returns:
-        The results, stacked along a first axis.
-    """
-
-    def parts(tree):
-        return jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), tree)
-
-    if how.startswith("shard_map"):
-        stacked = lambda *args: jax.tree.map(lambda x: x[None], run(*args))  # noqa: E731
-        mapped = jax.shard_map(
-            stacked,
-            mesh=Mesh(jax.devices()[:DEVICES], AXIS),
-            in_specs=(P(AXIS) if split else P(), P(AXIS)),
-            out_specs=P(AXIS),
-            check_vma=how == "shard_map",
-        )
-        return jax.jit(mapped)(params, batch)
-    axes = 0 if split else None, 0
-    params = parts(params) if split else params
-    if how == "vmap":
-        return jax.jit(jax.vmap(run, in_axes=axes, axis_name=AXIS))(params, parts(batch))
-    devices = jax.devices()[:DEVICES]
-    return jax.pmap(run, in_axes=axes, axis_name=AXIS, devices=devices)(params, parts(batch))
-
-
-def value_and_grad(loss_fn, **options):
-    scaling = options.pop("scaling", jmpx.StaticLossScale(8))
-    options = {"policy": "full", "axis_name": AXIS, **options}
-    return jmpx.filter_value_and_grad(loss_fn, scaling, **options)
+WHOLE, SPLIT = (P(), P(AXIS)), (P(AXIS), P(AXIS))
 
 
 def gather(w):
@@ -75,7 +40,7 @@ gather_forward.defjvp(lambda w, t: (gather(*w), gather(*t)))
 
 
 def ring(w):
-    """Gathers by passing the parts around."""
+    """Gathers by passing the parts around, so that each device has its own first."""
     parts = [w]
     for _ in range(DEVICES - 1):
         parts.append(jax.lax.ppermute(parts[-1], AXIS, [(i, (i + 1) % 4) for i in range(4)]))
@@ -85,6 +50,7 @@ def ring(w):
 # Ways to read a whole weight of shape (8, 3) from its shard of shape (2, 3).
 READS = {
     "gather": gather,
+    "jmpx.gather": lambda w: jmpx.gather(w, AXIS, "full"),
     "untiled": lambda w: jax.lax.all_gather(w, AXIS).reshape(8, 3),
     "over several axes": lambda w: jax.lax.all_gather(w, (AXIS,), tiled=True),
     "cast": lambda w: gather(w.astype(jnp.bfloat16)).astype(jnp.float32),
@@ -115,71 +81,258 @@ READS = {
     "all_to_all": lambda w: jax.lax.all_to_all(
         jnp.tile(w, (1, 4)), AXIS, split_axis=1, concat_axis=0, tiled=True
     ),
+    "in 8 bits": lambda w: quantized(w),
 }
+if jax.__version_info__ >= (0, 10):  # JAX 0.7 cannot differentiate one under shard_map
+    READS["in a mutable array"] = lambda w: through_ref(w)
+if hasattr(jax.lax, "all_gather_invariant"):  # on JAX 0.7
+    READS["invariant"] = lambda w: jax.lax.all_gather_invariant(w, AXIS, tiled=True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def through_ref(w):
+    ref = jax.new_ref(jnp.zeros((8, 3)) * w[:1, :1])
+    ref[...] = gather(w)
+    return ref[...]
+
+
+@jax.custom_vjp
+def quantized(w):
+    return gather(jnp.round(w * 16).astype(jnp.int8)).astype(jnp.float32) / 16
+
+
+quantized.defvjp(
+    lambda w: (quantized(w), None), lambda _, g: (jax.lax.psum_scatter(g, AXIS, tiled=True),)
+)
 
 
 def make_problem(rng):
-    weights = {"full": {"w": normal(rng, 8, 3)}}
-    return weights, normal(rng, 12, 8)
+    return {"full": {"w": normal(rng, 8, 3)}}, normal(rng, 12, 8)
 
 
-@pytest.mark.parametrize("read", READS)
-def test_a_gathered_parameter_is_refused(read, rng):
+def square(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+def of_each(reads):
+    """A loss of one weight for each way to read one, and the weights."""
+    return lambda params, x: sum(
+        (square(read(params[name]), x) for name, read in reads.items()), jnp.zeros(())
+    )
+
+
+@pytest.mark.parametrize("mask", [None, True])
+def test_a_varying_parameter_that_is_gathered_is_a_shard(mask, rng):
+    weights, batch = {name: normal(rng, 8, 3) for name in READS}, normal(rng, 12, 8)
+    run = gradients(of_each(READS), sharded=mask)
+    grads = over_devices(run, "shard_map", weights, batch)[-1]
+    by_hand = lambda w, x: jax.grad(of_each(READS))(w, x)  # noqa: E731
+    sums = over_devices(by_hand, "shard_map without vma", weights, batch)
+    if "invariant" in READS:  # whose backward pass sums nothing where JAX does not track
+        one_device = jax.grad(square)(weights["invariant"], batch)
+        sums["invariant"] = DEVICES * one_device.reshape(DEVICES, 2, 3)
+    for name, grad in grads.items():
+        np.testing.assert_allclose(grad, sums[name] / DEVICES, 1e-5, 1e-6, err_msg=name)
+
+
+@pytest.mark.skipif("invariant" not in READS, reason="of JAX 0.7")
+@pytest.mark.parametrize("mask", [None, True, False])
+def test_an_invariant_gather_is_refused_where_nothing_is_tracked(mask, rng):
     params, batch = make_problem(rng)
-
-    def loss_fn(params, x):
-        return jnp.mean((x @ READS[read](params["full"]["w"])) ** 2)
-
-    with pytest.raises(TypeError, match=r"argument's \['full'\]\['w'\] over the axis") as error:
-        over_devices(value_and_grad(loss_fn), "shard_map without vma", params, batch)
-    assert "gather it before the call, or leave axis_name out" in str(error.value)
-    assert "\n" not in str(error.value)
+    loss_fn = lambda params, x: square(READS["invariant"](params["full"]["w"]), x)  # noqa: E731
+    with pytest.raises(
+        TypeError, match=r"\['w'\].*all_gather_invariant .*: use jax.lax.all_gather"
+    ):
+        run = gradients(loss_fn, sharded=mask)
+        over_devices(run, "shard_map without vma", params, batch)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_mixed_precision": False}, {"policy": "c=f16"}])
-@pytest.mark.parametrize("how", MAPS)
-def test_it_is_refused_in_every_map(how, options, rng):
+@pytest.mark.parametrize("how", MAPS[1:])
+def test_where_nothing_is_tracked_a_gathered_parameter_has_to_be_told(how, options, rng):
     params, batch = make_problem(rng)
     params["rest"] = jnp.ones(4)  # pyright: ignore[reportArgumentType]
 
     def loss_fn(params, x):
         return (x @ gather(params["full"]["w"])).sum() + params["rest"].sum()
 
-    with pytest.raises(TypeError, match=r"\['full'\]\['w'\] over the axis 'data', because.*gather"):
-        over_devices(value_and_grad(loss_fn, **options), how, params, batch)
+    message = r"whether the first argument's \['full'\]\['w'\] is a shard, .* over the axis 'data'"
+    with pytest.raises(TypeError, match=message) as error:
+        over_devices(gradients(loss_fn, **options), how, params, batch)
+    assert "say which parameters are shards by sharded=, or use" in str(error.value).split("\n")[0]
 
 
-@pytest.mark.skipif(not hasattr(jax.lax, "all_gather_invariant"), reason="of JAX 0.7")
-def test_an_invariant_gather_is_refused(rng):
+@pytest.mark.parametrize("read", [read for read in READS if read not in ("invariant", "joined")])
+def test_every_gather_is_seen_where_nothing_is_tracked(read, rng):
     params, batch = make_problem(rng)
+    loss_fn = lambda params, x: square(READS[read](params["full"]["w"]), x)  # noqa: E731
+    with pytest.raises(TypeError, match="Cannot tell whether .* is a shard, which the function"):
+        over_devices(gradients(loss_fn), "vmap", params, batch)
+
+
+# Neither gathered nor a device's own: the loss depends on the parameters of other devices
+
+
+def experts(w, x):
+    """Each device has the experts of two features, and gets those of the examples of all."""
+    mine = jax.lax.all_to_all(x.reshape(3, 4, 2), AXIS, split_axis=1, concat_axis=0, tiled=True)
+    parts = (mine.reshape(12, 2) @ w).reshape(4, 3, 3)
+    return jnp.mean(jax.lax.psum_scatter(parts, AXIS) ** 2)
+
+
+def pieces_of_a_product(w, x):
+    """Tensor parallelism: the same batch on all devices, the features split."""
+    x = gather(x)
+    mine = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXIS) * 2, 2, axis=1)
+    return jnp.mean(jax.lax.psum(mine @ w, AXIS) ** 2)
+
+
+def placed(w, x):
+    """A gather by a sum of arrays that are zero where other devices have their shards."""
+    start = jax.lax.axis_index(AXIS) * 2
+    full = jax.lax.dynamic_update_slice_in_dim(jnp.zeros((8, 3)), w, start, axis=0)
+    return square(jax.lax.psum(full, AXIS), x)
+
+
+def stages(w, x):
+    """A pipeline, whose last device alone has a loss."""
+    steps = [(i, (i + 1) % 4) for i in range(4)]
+    h = gather(x)[:, :3]
+    for stage in range(4):
+        h = jnp.where(jax.lax.axis_index(AXIS) == stage, jnp.tanh(h * w.sum(0)), h)
+        h = jax.lax.ppermute(h, AXIS, steps)
+    return jnp.where(jax.lax.axis_index(AXIS) == 0, 4 * jnp.mean(h**2), 0.0)
+
+
+def solved(w, x):
+    """A linear system whose matrix is split over the devices."""
+    product = lambda v: 9 * v + jax.lax.psum(w.T @ (w @ v), AXIS)  # noqa: E731
+    return jax.scipy.sparse.linalg.cg(product, jax.lax.pmean(x.sum((0, 1)), AXIS) * jnp.ones(3))[
+        0
+    ].sum()
+
+
+SHARDS = {
+    "experts": (experts, square),
+    "pieces": (pieces_of_a_product, square),
+    "placed": (placed, square),
+    "stages": (stages, None),
+}
+REPLICAS = {
+    "a mean of losses": lambda w, x: jax.lax.pmean(square(w, x), AXIS),
+    "a sum of losses": lambda w, x: jax.lax.psum(square(w, x), AXIS) / DEVICES,
+    "gathered losses": lambda w, x: jax.lax.all_gather(square(w, x), AXIS).mean(),
+    "contrasts": lambda w, x: -jax.nn.log_softmax((x @ w) @ gather(x @ w).T).mean(),
+    "a norm over the batch": lambda w, x: square(
+        w / jnp.sqrt(jax.lax.pmean(square(w, x), AXIS)), x
+    ),
+}
+NEITHER = {**{name: loss for name, (loss, _) in SHARDS.items()}, **REPLICAS, "solved": solved}
+
+
+@pytest.mark.parametrize("name", NEITHER)
+def test_what_may_be_both_is_refused_without_a_mask(name, rng):
+    params, batch = make_problem(rng)
+    if name in REPLICAS:  # each device has a whole one of its own
+        params["full"]["w"] = normal(rng, 32, 3)
+    loss_fn = lambda params, x: NEITHER[name](params["full"]["w"], x)  # noqa: E731
+    message = r"Cannot tell whether the first argument's \['full'\]\['w'\] is a shard or a replica"
+    with pytest.raises(TypeError, match=message) as error:
+        over_devices(gradients(loss_fn), "shard_map", params, batch)
+    assert "by sharded= which parameters are shards." in str(error.value).split("\n")[0]
+
+
+@pytest.mark.parametrize("how", MAPS)
+def test_with_a_mask_shards_and_replicas_have_the_gradient_of_the_mean_loss(how, rng):
+    batch = normal(rng, 12, 8)
+    shards = {name: normal(rng, 8, 3) / 3 for name in SHARDS}
+    replicas = {name: normal(rng, 8, 3) / 3 for name in REPLICAS}
 
     def loss_fn(params, x):
-        full = jax.lax.all_gather_invariant(params["full"]["w"], AXIS, tiled=True)  # pyright: ignore[reportAttributeAccessIssue]
-        return (x @ full).sum()
+        losses = [SHARDS[name][0](w, x) for name, w in params["shards"].items()]
+        losses += [REPLICAS[name](w, x) for name, w in params["replicas"].items()]
+        return sum(losses, jnp.zeros(()))
 
-    with pytest.raises(TypeError, match="reads it by all_gather_invariant"):
-        over_devices(value_and_grad(loss_fn), "shard_map", params, batch)
+    def run(params, x):
+        if how == "shard_map":
+            params["replicas"] = jax.tree.map(everywhere, params["replicas"])
+        mask = {"shards": True, "replicas": False}
+        return gradients(loss_fn, sharded=mask)(params, x)
+
+    specs = ({"shards": P(AXIS), "replicas": P()}, P(AXIS))
+    params = {"shards": shards, "replicas": replicas}
+    grads = over_devices(run, how, params, batch, specs=specs)[-1]
+
+    def last_of_stages(w, x):
+        h = x[:, :3]
+        for part in w.reshape(4, 2, 3):
+            h = jnp.tanh(h * part.sum(0))
+        return jnp.mean(h**2)
+
+    def contrasts(w, x):
+        return -jax.nn.log_softmax((x @ w) @ (x @ w).T).mean()
+
+    whole = {"stages": last_of_stages, "contrasts": contrasts}
+    whole["a norm over the batch"] = lambda w, x: square(w / jnp.sqrt(square(w, x)), x)
+    for kind, weights in params.items():
+        for name, w in weights.items():
+            expected = jax.grad(whole.get(name, square))(w, batch)
+            expected = expected.reshape(4, 2, 3) if kind == "shards" else [expected] * 4
+            np.testing.assert_allclose(grads[kind][name], expected, 1e-4, 1e-6, err_msg=name)
 
 
-def test_what_to_do_instead_gives_the_gradient_of_the_whole(rng):
-    params, batch = make_problem(rng)
-    loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)  # noqa: E731
+# What makes no shard of a replica
 
-    def gathered_before(params, x):
-        full = {"w": gather(params["full"]["w"])}
-        *_, grads = value_and_grad(loss_fn)(full, x)
-        mine = jax.lax.axis_index(AXIS) * 2
-        return jax.lax.dynamic_slice_in_dim(grads["w"], mine, 2)
 
-    def by_hand(params, x):
-        gathering = lambda params, x: loss_fn({"w": gather(params["w"])}, x)  # noqa: E731
-        *_, grads = value_and_grad(gathering, axis_name=None)(params["full"], x)
-        return grads["w"] / DEVICES
+@pytest.mark.parametrize("vma", [True, False])
+@pytest.mark.parametrize("kind", ["cast", "stacked"])
+def test_varying_replicas_are_averaged(kind, vma, rng):
+    w = normal(rng, 4, 8, 3)
+    batch = normal(rng, 12, 8)
 
-    expected = jax.grad(loss_fn)(params["full"], batch)["w"].reshape(4, 2, 3)
-    for run in (gathered_before, by_hand):
-        grads = over_devices(run, "shard_map", params, batch)
-        np.testing.assert_allclose(grads, expected, rtol=1e-5, atol=1e-6)
+    def loss_fn(params, x):
+        w = params["w"]  # whose copies are compared, beside the loss
+        drift = jax.lax.stop_gradient(gather(w)).sum() + jax.lax.psum(w * 0, AXIS).sum()
+        return square(w, x), (drift, gather(w).sum()) if kind == "cast" and vma else 0.0
+
+    def run(w, x):
+        w = everywhere(w[0]) if kind == "cast" and vma else w[0]
+        grads = gradients(loss_fn, has_aux=True)({"w": w}, x)[-1]
+        return grads["w"]
+
+    specs = WHOLE if kind == "cast" else SPLIT
+    how = "shard_map" if vma else "shard_map without vma"
+    grads = over_devices(run, how, w, batch, specs=specs)
+    replicas = w if kind == "stacked" else [w[0]] * 4
+    parts = zip(replicas, batch.reshape(4, 3, 8), strict=True)
+    each = [jax.grad(square)(replica, x) for replica, x in parts]
+    for one in grads:
+        np.testing.assert_allclose(one, np.mean(each, axis=0), rtol=1e-5, atol=1e-6)
+
+
+FINE = {
+    "no gather": lambda w, x: (x @ w).mean(),
+    "a norm": lambda w, x: (x @ w).mean() + 0 * jax.lax.all_gather(jnp.sum(w**2), AXIS).sum(),
+    "a mean over devices": lambda w, x: (x @ w).mean() + jnp.sum((w - jax.lax.pmean(w, AXIS)) ** 2),
+    "without gradient": lambda w, x: (x @ w).mean() + gather(jax.lax.stop_gradient(w)).sum(),
+    "of the inputs": lambda w, x: (gather(x) @ w).mean(),
+    "of rows": lambda w, x: gather(w[(x[:, 0] > 0).astype(jnp.int32)]).mean(),
+    "of what a scan computes": lambda w, x: gather(
+        jax.lax.scan(lambda h, row: (h * jnp.tanh(row.sum()), h), x, w)[1]
+    ).mean(),
+}
+
+
+def test_what_gathers_no_parameter_goes_on(rng):
+    weights, batch = {name: normal(rng, 8, 3) for name in FINE}, normal(rng, 12, 8)
+    of_all = lambda params, x: sum((FINE[n](w, x) for n, w in params.items()), jnp.zeros(()))  # noqa: E731
+    for how in MAPS[:2]:
+        grads = over_devices(gradients(of_all), how, weights, batch, specs=WHOLE)[-1]
+        # By hand: where JAX tracks nothing, each device has the gradient of the sum of all losses.
+        by_hand = lambda w, x: jax.grad(of_all)(w, x)  # noqa: E731
+        sums = over_devices(by_hand, "shard_map without vma", weights, batch, specs=WHOLE)
+        for name, grad in grads.items():
+            expected = [sums[name].mean(0)] * DEVICES
+            np.testing.assert_allclose(grad, expected, 1e-5, 1e-6, err_msg=name)
 
 
 def contrastive(embed, x, everything):
@@ -199,10 +352,10 @@ def test_a_contrastive_loss_gathers_activations(how, closed_over, rng):
 
     def run(params, x):
         if closed_over:
-            return value_and_grad(lambda params: loss_fn(params, x))(params)
-        return value_and_grad(loss_fn)(params, x)
+            return gradients(lambda params: loss_fn(params, x))(params)
+        return gradients(loss_fn)(params, x)
 
-    value, _, _, grads = over_devices(run, how, params, batch, split=False)
+    value, _, _, grads = over_devices(run, how, params, batch, specs=WHOLE)
     one_device = jax.value_and_grad(lambda p: loss_fn(p, batch, lambda x: x))
     expected, expected_grads = one_device(params)
     np.testing.assert_allclose(value, np.full(4, expected), rtol=1e-5)
@@ -211,140 +364,32 @@ def test_a_contrastive_loss_gathers_activations(how, closed_over, rng):
             np.testing.assert_allclose(one, expected_grads[name], rtol=1e-4, atol=1e-6)
 
 
-def everywhere(x):
-    """As one that varies over the devices: `lax.pvary` on JAX 0.7, `lax.pcast` on later lines."""
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(x, AXIS, to="varying")
-    return jax.lax.pvary(x, AXIS)  # pyright: ignore[reportAttributeAccessIssue]
+# Contradictions
 
 
-@pytest.mark.parametrize("vma", [True, False])
-@pytest.mark.parametrize("kind", ["cast", "stacked"])
-def test_varying_replicas_are_averaged(kind, vma, rng):
-    w = normal(rng, 4, 8, 3)
-    batch = normal(rng, 12, 8)
-    loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)  # noqa: E731
-
-    def run(w, x):
-        w = everywhere(w[0]) if kind == "cast" and vma else w[0]
-        _, _, _, grads = value_and_grad(loss_fn)({"w": w}, x)
-        return grads["w"][None]
-
-    spec = P() if kind == "cast" else P(AXIS)
-    mesh = Mesh(jax.devices()[:4], AXIS)
-    mapped = jax.shard_map(
-        run, mesh=mesh, in_specs=(spec, P(AXIS)), out_specs=P(AXIS), check_vma=vma
-    )
-    grads = jax.jit(mapped)(w, batch)
-    replicas = w if kind == "stacked" else [w[0]] * 4
-    each = [
-        jax.grad(loss_fn)({"w": replica}, x)["w"]
-        for replica, x in zip(replicas, batch.reshape(4, 3, 8), strict=True)
-    ]
-    for one in grads:
-        np.testing.assert_allclose(one, np.mean(each, axis=0), rtol=1e-5, atol=1e-6)
-
-
-FINE = {
-    "no gather": lambda w, x: (x @ w).mean(),
-    "a norm": lambda w, x: (x @ w).mean() + 0 * jax.lax.all_gather(jnp.sum(w**2), AXIS).sum(),
-    "a mean over devices": lambda w, x: (x @ w).mean() + jnp.sum((w - jax.lax.pmean(w, AXIS)) ** 2),
-    "without gradient": lambda w, x: (x @ w).mean() + gather(jax.lax.stop_gradient(w)).sum(),
-    "of the inputs": lambda w, x: (gather(x) @ w).mean(),
-    "of rows": lambda w, x: gather(w[(x[:, 0] > 0).astype(jnp.int32)]).mean(),
-    "of what a scan computes": lambda w, x: gather(
-        jax.lax.scan(lambda h, row: (h * jnp.tanh(row.sum()), h), x, w)[1]
-    ).mean(),
-}
-
-
-@pytest.mark.parametrize("name", FINE)
-def test_what_gathers_no_parameter_goes_on(name, rng):
+def test_a_parameter_that_is_equal_on_all_devices_is_no_shard(rng):
     params, batch = make_problem(rng)
-    w = params["full"]["w"]
-    value, *_, grads = over_devices(
-        value_and_grad(FINE[name]), "shard_map without vma", w, batch, split=False
-    )
-    assert np.isfinite(value).all() and (np.asarray(grads) == grads[:1]).all()
+    for mask, loss_fn, message in [
+        (
+            True,
+            lambda p, x: square(p["full"]["w"], x),
+            "Expected a shard, as sharded=True says, but",
+        ),
+        (None, lambda p, x: square(gather(p["full"]["w"])[:8], x), "Cannot gather"),
+    ]:
+        with pytest.raises(TypeError, match=rf"{message}.*\['w'\].* the same on all devices"):
+            run = gradients(loss_fn, sharded=mask)
+            over_devices(run, "shard_map", params, batch, specs=WHOLE)
+    # A gather that picks a part of a whole parameter first, as the mask says.
+    part = lambda w: gather(jax.lax.dynamic_slice_in_dim(w, jax.lax.axis_index(AXIS) * 2, 2))  # noqa: E731
+    run = gradients(lambda p, x: square(part(p["full"]["w"]), x), sharded=False)
+    grads = over_devices(run, "shard_map", params, batch, specs=WHOLE)[-1]["full"]["w"]
+    expected = jax.grad(square)(params["full"]["w"], batch)
+    np.testing.assert_allclose(grads, [expected] * 4, rtol=1e-5, atol=1e-6)
 
 
-# It is the same program
-
-
-@jax.custom_vjp
-def tenfold_backwards(x):
-    return x
-
-
-tenfold_backwards.defvjp(lambda x: (x, None), lambda _, g: (10 * g,))
-
-
-@jax.custom_jvp
-def hundredfold_tangents(x):
-    return x
-
-
-hundredfold_tangents.defjvp(lambda x, t: (x[0], 100 * t[0]))
-
-
-@pytest.mark.parametrize("how", MAPS)
-def test_custom_derivatives_hold(how, rng):
+def test_a_gathered_shard_is_no_replica(rng):
     params, batch = make_problem(rng)
-    w = params["full"]["w"]
-
-    def loss_fn(w, x, first=tenfold_backwards, second=hundredfold_tangents):
-        h = jax.checkpoint(lambda x: jax.jit(first)(x @ w))(x)
-        return jax.lax.scan(lambda c, row: (c + second(row).sum(), None), 0 * h[0, 0], h)[0]
-
-    plain = lambda x: x  # noqa: E731
-    *_, grads = over_devices(value_and_grad(loss_fn), how, w, batch, split=False)
-    expected = 1000 * jax.grad(loss_fn)(w, batch, plain, plain) / DEVICES
-    np.testing.assert_allclose(grads, np.stack([expected] * 4), rtol=1e-5)
-
-
-@pytest.mark.parametrize("vma", [True, False])
-def test_it_compiles_to_the_same_and_calls_the_function_once(vma, rng, monkeypatch):
-    calls = []
-
-    def loss_fn(params, x):
-        calls.append(x)
-        for w in params:
-            x = jax.nn.gelu(jax.nn.softmax(x @ w))
-        return (x.astype(jnp.float32) ** 2).mean(), {"x": x, "name": "aux", "n": 3}
-
-    def run(params, x):
-        grad_fn = value_and_grad(loss_fn, policy="c=f16", has_aux=True)
-        (value, aux), _, finite, grads = grad_fn(params, x)
-        assert aux["name"] == "aux" and aux["n"] == 3
-        return value, aux["x"], finite, grads
-
-    mapped = jax.shard_map(
-        run,
-        mesh=Mesh(jax.devices()[:4], AXIS),
-        in_specs=(P(), P(AXIS)),
-        out_specs=(P(), P(AXIS), P(), P()),
-        check_vma=vma,
-    )
-    params = [normal(rng, 8, 8) for _ in range(3)]
-    batch = normal(rng, 12, 8)
-
-    def compile_and_run():
-        calls.clear()
-        compiled = jax.jit(lambda *args: mapped(*args)).lower(params, batch).compile()
-        return compiled_step.count(compiled.as_text()), compiled(params, batch), len(calls)  # pyright: ignore[reportArgumentType]
-
-    counts, results, times = compile_and_run()
-    monkeypatch.setattr(jmpx._differentiation, "find_gathers", lambda func, *_: (func, []))
-    plain_counts, plain_results, plain_times = compile_and_run()
-    assert counts == plain_counts and times == plain_times == 1
-    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(plain_results), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_without_an_axis_nothing_is_searched(rng, monkeypatch):
-    def refuse(*args):
-        raise AssertionError("searched")
-
-    monkeypatch.setattr(jmpx._differentiation, "find_gathers", refuse)
-    params, batch = make_problem(rng)
-    value_and_grad(FINE["no gather"], axis_name=None)(params["full"]["w"], batch)
+    loss_fn = lambda p, x: square(gather(p["full"]["w"]), x)  # noqa: E731
+    with pytest.raises(TypeError, match=r"average the gradient of .*\['w'\].*say sharded=True"):
+        over_devices(gradients(loss_fn, sharded=False), "shard_map", params, batch)
