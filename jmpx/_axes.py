@@ -79,18 +79,20 @@ def vary(arrays: Sequence[jax.Array], axes: Iterable[Hashable]) -> list[jax.Arra
 
     Under `jax.shard_map`, JAX sums the gradient of an array that does not vary along an axis as
     soon as it has it, in 16 bits. The gradient of a varying array is left to the caller, who sums
-    it in float32. A selection by the axis index makes an array varying on every version of JAX
-    (`lax.pvary` on 0.7 and `lax.pcast` on 0.10 do so explicitly), and compiles to nothing. Where
-    JAX tracks no axes, the arrays are returned as they are: a selection under `jax.vmap` would make
-    a copy for each index.
+    it in float32. Where JAX tracks no axes, the arrays are returned as they are.
     """
     known = tracked_axes()
     tracked = [name for name in axes if name in known]
-    here: dict[tuple[Hashable, ...], jax.Array] = {}
-    varied = []
-    for array in arrays:
-        missing = tuple(name for name in tracked if name not in varying_axes(array))
-        if missing and missing not in here:
-            here[missing] = jax.lax.axis_index(missing if missing[1:] else missing[0]) >= 0
-        varied.append(jax.lax.select(here[missing], array, array) if missing else array)
-    return varied
+    return [
+        _as_varying(array, tuple(name for name in tracked if name not in varying_axes(array)))
+        for array in arrays
+    ]
+
+
+def _as_varying(array: jax.Array, missing: tuple[Hashable, ...]) -> jax.Array:
+    lax: Any = jax.lax
+    if not missing:
+        return array
+    if hasattr(lax, "pcast"):
+        return lax.pcast(array, missing, to="varying")
+    return lax.pvary(array, missing)  # JAX 0.7

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmpx._leaves import PyTree, is_array, is_traceable
+from jmpx._leaves import PyTree, is_traceable, spell
 from jmpx._nnx_objects import is_whole
 
 MICROBATCHES, GROUPS = "micro-batches", "groups"
@@ -159,20 +159,20 @@ class BatchArguments:
             if leaf.ndim == 0:
                 raise TypeError(
                     f"Cannot split argument {other} into {count} {what}, because it holds "
-                    f"{_describe(leaf)}, which has no axis of examples: name the arguments that "
+                    f"{spell(leaf)}, which has no axis of examples: name the arguments that "
                     "hold examples by batch_argnums, and others go whole."
                 )
             if leaf.shape[0] != first.shape[0]:
                 raise ValueError(
                     f"Cannot split arguments {number} and {other} into {count} {what}, because "
-                    f"{_describe(first)} and {_describe(leaf)} differ in their number of examples: "
+                    f"{spell(first)} and {spell(leaf)} differ in their number of examples: "
                     "name the arguments that hold examples by batch_argnums, and others, such as "
                     "PRNG keys and model state, go whole."
                 )
         if first.shape[0] % count:
             raise ValueError(
                 f"Cannot split the {first.shape[0]} examples of argument {number}, "
-                f"{_describe(first)}, into {count} {what} of one size: make {count} divide them."
+                f"{spell(first)}, into {count} {what} of one size: make {count} divide them."
             )
 
 
@@ -186,7 +186,7 @@ def _check_keywords(keywords: Mapping[str, PyTree], examples: int, what: str) ->
             if is_traceable(leaf) and leaf.shape[:1] == (examples,):
                 raise ValueError(
                     f"Cannot tell whether the keyword argument {name!r} holds examples, because "
-                    f"{_describe(leaf)} in it has as many rows as the batch that is split into "
+                    f"{spell(leaf)} in it has as many rows as the batch that is split into "
                     f"{what}: pass it by position, or name the arguments that hold examples by "
                     "batch_argnums, and keyword arguments go whole."
                 )
@@ -202,7 +202,3 @@ class Parts(NamedTuple):
 
     arrays: list[jax.Array]
     merge: Callable[[Sequence[jax.Array]], tuple[PyTree, ...]]
-
-
-def _describe(array: Any) -> str:
-    return f"{array.dtype}{list(array.shape)}" if is_array(array) else repr(array)

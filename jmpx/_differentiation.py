@@ -14,7 +14,7 @@ from jmpx._gradient_arguments import ModelState, Uncast, partition, paths_of
 from jmpx._gradient_policy import Precision, casts_checked, warning_of_convolutions
 from jmpx._gradient_results import ValueAndGradients
 from jmpx._groups import AXIS, BatchSharding, Groups, check_variables
-from jmpx._leaves import PyTree, is_array, is_floating, is_inexact_array
+from jmpx._leaves import PyTree, is_array, is_floating, is_inexact_array, spell
 from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._microbatches import Backward, accumulate
 from jmpx._nnx_objects import sparing
@@ -266,8 +266,7 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
     loss, aux = result if has_aux else (result, None)
     if isinstance(loss, float) or (is_array(loss) and is_floating(loss) and loss.ndim == 0):
         return jnp.asarray(loss), aux
-    got = f"{loss.dtype}{list(loss.shape)}" if is_array(loss) else repr(loss)
     raise TypeError(
-        f"Expected the function to return a floating scalar as its loss, got {got}: reduce it, for "
+        f"Expected the function to return a floating scalar as its loss, got {spell(loss)}: reduce it, for "
         "example with jnp.mean, and return anything else through has_aux=True."
     )

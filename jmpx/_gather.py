@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jmpx._axes import axis_names, check_axis, is_tracked, varying_axes
+from jmpx._axes import axis_names, check_axis, is_tracked, vary, varying_axes
 from jmpx._casts import at_least_float32
 from jmpx._contexts import note_cast
 from jmpx._dtypes import DTypeLike, check_enabled
-from jmpx._leaves import Array, PyTree, is_floating, is_none, is_traceable
+from jmpx._leaves import Array, PyTree, is_floating, is_none, is_traceable, spell
 from jmpx._messages import describe
 from jmpx._nnx_objects import is_kept, sparing
 from jmpx._policy import Policy
@@ -169,7 +169,7 @@ def _gather_leaf(
 
 
 def _check_shard(name: str, leaf: Array, axis: int, equal_along: list[Hashable]) -> None:
-    got = f"{name}, {leaf.dtype}{list(leaf.shape)},"
+    got = f"{name}, {spell(leaf)},"
     if not -leaf.ndim <= axis < leaf.ndim:
         raise ValueError(
             f"Cannot gather {got} along axis {axis}, which it does not have: give the axis along "
@@ -200,10 +200,7 @@ class _Way(NamedTuple):
 def _spread(array: jax.Array, names: tuple[Hashable, ...], axis: int | None) -> jax.Array:
     """Gathers an array; a whole one becomes one that varies, so that JAX sums its gradient here."""
     if axis is None:
-        lax: Any = jax.lax
-        if hasattr(lax, "pcast"):
-            return lax.pcast(array, names, to="varying")
-        return lax.pvary(array, names)  # JAX 0.7
+        return vary([array], names)[0]
     return jax.lax.all_gather(array, names, axis=axis, tiled=True)
 
 

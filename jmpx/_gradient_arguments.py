@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._casts import cast_like
-from jmpx._leaves import PyTree, can_replace, is_array, is_inexact_array, is_traceable
+from jmpx._leaves import PyTree, can_replace, is_array, is_inexact_array, is_traceable, spell
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -241,8 +241,8 @@ class ModelState:
                 raise ValueError(
                     f"Cannot hand the model state of argument {self.argnum} from one micro-batch "
                     f"to the next, because the function changes its "
-                    f"{jax.tree_util.keystr(path) or 'leaf'} from {_spell(before)} to "
-                    f"{_spell(after)}: keep an array there, in one dtype."
+                    f"{jax.tree_util.keystr(path) or 'leaf'} from {spell(before)} to "
+                    f"{spell(after)}: keep an array there, in one dtype."
                 )
 
     def join(self, state: PyTree, rest: PyTree) -> PyTree:
@@ -253,10 +253,6 @@ class ModelState:
 
 
 _ALL = "state"  # the rest of an aux that is the state and nothing else
-
-
-def _spell(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else repr(leaf)
 
 
 def _alike(new: PyTree, old: PyTree) -> bool:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jmpx._casts import at_least_float32, cast_like
-from jmpx._leaves import PyTree, is_floating
+from jmpx._leaves import PyTree, is_floating, spell
 from jmpx._messages import did_you_mean
 from jmpx._microbatches import Backward, split_arrays
 
@@ -134,7 +134,7 @@ def check_variables(new: Sequence[jax.Array], stored: Sequence[Any]) -> None:
     for array, old in zip(new, stored, strict=True):
         if getattr(old, "shape", None) != array.shape and _differs(array):
             raise ValueError(
-                f"Cannot average {array.dtype}{list(array.shape)} in a variable of an NNX module "
+                f"Cannot average {spell(array)} in a variable of an NNX module "
                 "over the groups of batch_sharding, because it is new or of another shape than "
                 "before, as an activation of the examples is: return it by has_aux=True instead."
             )
@@ -146,7 +146,7 @@ def _mean(array: jax.Array) -> jax.Array:
         return array
     if not is_floating(array):
         raise ValueError(
-            f"Cannot average {array.dtype}{list(array.shape)} of the model state over the groups "
+            f"Cannot average {spell(array)} of the model state over the groups "
             "of batch_sharding, because it is not floating and depends on the examples: keep it "
             "out of the state, or use axis_name under jax.shard_map instead."
         )

@@ -70,3 +70,8 @@ def can_replace(new: Any, old: Any) -> bool:
 def is_view(node: object) -> bool:
     """Whether `node` is a view of a module; adapters mark the classes of views."""
     return hasattr(type(node), "__jmpx_view__")
+
+
+def spell(leaf: object) -> str:
+    """Returns a leaf as error messages name it: an array as `float32[2, 3]`."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else repr(leaf)

@@ -18,6 +18,7 @@ from jmpx._leaves import (
     is_floating,
     is_inexact_array,
     is_traceable,
+    spell,
 )
 
 T = TypeVar("T")
@@ -76,7 +77,7 @@ def as_flag(value: object, name: str) -> jax.Array:
     if is_array(value) and value.dtype == jnp.bool_ and value.ndim == 0:
         return jnp.asarray(value)
     if is_array(value):
-        got = f"{value.dtype}{list(value.shape)}"
+        got = spell(value)
     else:  # A tree may be large, so that its type has to do.
         got = repr(value) if isinstance(value, NUMBERS) else f"a {type(value).__name__}"
     raise TypeError(
@@ -126,7 +127,7 @@ def _select_leaf(pred: Flag, flag: jax.Array, path: jax.tree_util.KeyPath, a: An
     b = jnp.asarray(b, None if is_array(b) else a.dtype)
     if a.shape != b.shape or a.dtype != b.dtype:
         raise TypeError(
-            f"Cannot select between {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)} at "
+            f"Cannot select between {spell(a)} and {spell(b)} at "
             f"tree{jax.tree_util.keystr(path)}: make both trees of the same shapes and dtypes."
         )
     return jax.lax.select(flag, a, b)
@@ -136,7 +137,7 @@ def _select_outside_jax(pred: Flag, path: jax.tree_util.KeyPath, a: Any, b: Any)
     """Selects between two leaves if JAX cannot hold one of them, such as text or a date."""
     if not isinstance(pred, jax.core.Tracer):
         return a if pred else b
-    got = [f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else repr(leaf) for leaf in (a, b)]
+    got = [spell(leaf) for leaf in (a, b)]
     if got[0] == got[1] and a.tobytes() == b.tobytes():
         return a
     raise TypeError(

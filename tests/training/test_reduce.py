@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from helpers import assert_same_bits, enable_x64, normal, warns_once
 from helpers.jaxprs import equations
+from helpers.maps import everywhere
 from helpers.training import LOSS_SCALES, loss_fn, make_params
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -120,8 +121,7 @@ def test_unset_it_is_the_mean_written_by_hand(how, rng):
         scaling = jmpx.DynamicLossScale()
         cast = jmpx.get_policy("c=bf16").cast_to_compute
         if how in ("shard_map", "two axes"):  # so that JAX leaves the sums to this function
-            here = jax.lax.axis_index(axes_of(how)) >= 0
-            params = jax.tree.map(lambda p: jax.lax.select(here, p, p), params)
+            params = jax.tree.map(lambda p: everywhere(p, axes_of(how)), params)
 
         def scaled(params):
             value = loss_fn(*cast((params, x)))
