@@ -267,6 +267,6 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
     if isinstance(loss, float) or (is_array(loss) and is_floating(loss) and loss.ndim == 0):
         return jnp.asarray(loss), aux
     raise TypeError(
-        f"Expected the function to return a floating scalar as its loss, got {spell(loss)}: reduce it, for "
-        "example with jnp.mean, and return anything else through has_aux=True."
+        f"Expected the function to return a floating scalar as its loss, got {spell(loss)}: reduce "
+        "it, for example with jnp.mean, and return anything else through has_aux=True."
     )
