@@ -93,16 +93,9 @@ def _source_info() -> Any:
     return source_info_util
 
 
-@functools.cache
-def _literal() -> type:
-    from jax.extend.core import Literal
-
-    return Literal
-
-
 def is_literal(atom: Atom) -> bool:
     """Whether an operand is a constant that is written into the jaxpr, its `val`."""
-    return isinstance(atom, _literal())
+    return hasattr(atom, "val")  # The class is in `jax.extend`, whose import has a price.
 
 
 def operation_name(primitive: str) -> str:
@@ -128,9 +121,7 @@ def holds_jaxpr(params: dict[str, Any]) -> bool:
 
 def evaluate(jaxpr: Jaxpr, arrays: Sequence[Any]) -> list[Any]:
     """Runs a closed jaxpr, with the custom derivatives in it."""
-    from jax.extend.core import jaxpr_as_fun
-
-    return jaxpr_as_fun(jaxpr)(*arrays)
+    return jax.core.eval_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), consts_of(jaxpr), *arrays)
 
 
 def last_uses(jaxpr: Jaxpr) -> list[list[Atom]]:
