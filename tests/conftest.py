@@ -30,6 +30,9 @@ jax.config.update("jax_compilation_cache_dir", compiled.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
+# A script that runs as a process of the distributed example, and imports that.
+collect_ignore = ["helpers/faults.py"]
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 gc.freeze()  # what was imported stays: the garbage collector need not look at it again
 
