@@ -204,6 +204,7 @@ SHARD_MAP = {
 }
 
 
+@pytest.mark.slow  # compiles a step for each way
 @pytest.mark.parametrize("way", SHARD_MAP)
 def test_what_gathers_under_shard_map_send(way, problem):
     assert kinds(way, "stablehlo", problem)[1] == SHARD_MAP[way]

@@ -202,6 +202,7 @@ def test_a_training_that_cannot_resume_says_so_in_one_line(states, tmp_path):
 # soak.py
 
 
+@pytest.mark.slow  # 150 steps with each of two loss scales
 def test_every_step_is_that_of_the_plain_model(run):
     found = run(soak, "--steps=150", "--scales", "hysteresis 3", "backoff 0.5, factor 1.1")
     assert [record["failures"] for record in found] == [[], []]
@@ -219,6 +220,7 @@ def traced_each_time(func, jit=jax.jit):
     return call
 
 
+@pytest.mark.slow  # compiles as often as the soak
 @pytest.mark.parametrize("what", ["the scale", "the skip", "the trace"])
 def test_the_soak_notices_another_scale_or_skip(what, run, monkeypatch):
     if what == "the scale":
