@@ -49,7 +49,7 @@ def over_devices(run, how, *args, specs=None, devices=DEVICES):
     return jax.pmap(run, in_axes=axes, axis_name=AXIS, devices=chosen)(*args)
 
 
-def everywhere(x, axes=AXIS):
+def everywhere(x, axes: str | tuple[str, ...] = AXIS):
     """As one that varies over the devices: `lax.pvary` on JAX 0.7, `lax.pcast` on later lines."""
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, axes, to="varying")
