@@ -2,13 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jmpx._leaves import PyTree, is_traceable, spell
+from jmpx._leaves import PyTree, is_int, is_traceable, spell
 from jmpx._nnx_objects import is_whole
 
 MICROBATCHES, GROUPS = "micro-batches", "groups"
@@ -21,7 +20,7 @@ def check_microbatches(microbatches: object) -> None:
         TypeError: if it is no int.
         ValueError: if it is below 1.
     """
-    if not isinstance(microbatches, Integral) or isinstance(microbatches, bool):
+    if not is_int(microbatches):
         raise TypeError(
             f"Expected microbatches to be an int, got {microbatches!r}: give the number of parts "
             "that a batch is split into."
@@ -57,7 +56,7 @@ class BatchArguments:
             return cls(None, whole)
         numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
         for number in numbers:
-            if not isinstance(number, Integral) or isinstance(number, bool):
+            if not is_int(number):
                 raise TypeError(
                     f"Expected batch_argnums to be an int or several, got {argnums!r}: say which "
                     "arguments hold a batch of examples."

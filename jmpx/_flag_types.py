@@ -134,3 +134,8 @@ def _refuse_default(flag: Flag[Any], mistake: str, value: object) -> bool:
         # absl would begin a ValidationError with the flag, which the user has not written.
         raise flags.IllegalFlagValueError(mistake)
     return True
+
+
+def is_given(value: object) -> bool:
+    """Whether a flag has a value: a program may set None, which validators by this refuse."""
+    return value is not None

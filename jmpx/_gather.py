@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Hashable
-from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -12,7 +11,7 @@ from jmpx._axes import axis_names, check_axis, is_tracked, vary, varying_axes
 from jmpx._casts import at_least_float32
 from jmpx._contexts import note_cast
 from jmpx._dtypes import DTypeLike, check_enabled
-from jmpx._leaves import Array, PyTree, is_floating, is_none, is_traceable, spell
+from jmpx._leaves import Array, PyTree, is_floating, is_int, is_none, is_traceable, spell
 from jmpx._messages import describe
 from jmpx._nnx_objects import is_kept, sparing
 from jmpx._policy import Policy
@@ -112,7 +111,7 @@ def _axes_of(axis: PyTree, tree: PyTree) -> list[int | None]:
     axes: list[int | None] = []
 
     def add(split: Any, subtree: PyTree) -> None:
-        if isinstance(split, bool) or not isinstance(split, Integral | None):
+        if split is not None and not is_int(split):
             raise TypeError(
                 f"Expected ints and None in axis, got {describe(split)}: write the axis of a "
                 "shape along which a leaf is split, or None if each device has all of it."

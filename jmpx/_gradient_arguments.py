@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._casts import cast_like
-from jmpx._leaves import PyTree, can_replace, is_array, is_inexact_array, is_traceable, spell
+from jmpx._leaves import (
+    PyTree,
+    can_replace,
+    is_array,
+    is_inexact_array,
+    is_int,
+    is_traceable,
+    spell,
+)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -173,7 +181,7 @@ class ModelState:
         """
         if argnum is None:
             return cls()
-        if not isinstance(argnum, Integral) or isinstance(argnum, bool):
+        if not is_int(argnum):
             raise TypeError(
                 f"Expected state_argnum to be an int, got {argnum!r}: give the position of the "
                 "argument that holds the model state."

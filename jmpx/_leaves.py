@@ -1,6 +1,7 @@
 """Leaves of pytrees: which of them are arrays, which are floating, which JAX can hold."""
 
 import functools
+from numbers import Integral
 from typing import Any, TypeAlias, TypeGuard
 
 import jax
@@ -75,3 +76,8 @@ def is_view(node: object) -> bool:
 def spell(leaf: object) -> str:
     """Returns a leaf as error messages name it: an array as `float32[2, 3]`."""
     return f"{leaf.dtype}{list(leaf.shape)}" if is_array(leaf) else repr(leaf)
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether `value` is a whole number, of Python or NumPy; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from jmpx._flag_types import EnumFlag, Flag, Parser, define, define_with_variable
+from jmpx._flag_types import EnumFlag, Flag, Parser, define, define_with_variable, is_given
 from jmpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from jmpx._loss_scale_fields import KEYS, build, decide
 from jmpx._loss_scale_numbers import as_text, format_number
@@ -239,7 +239,7 @@ def _link(prefix: str, policy: Flag[PolicyMap], flag_values: flags.FlagValues) -
         flags.register_validator(f"{prefix}_{name}", _is_positive, message, flag_values)
     message = "must have a value"  # a program may set None
     for name in ("scale_type", "scale_period"):
-        flags.register_validator(f"{prefix}_{name}", _is_given, message, flag_values)
+        flags.register_validator(f"{prefix}_{name}", is_given, message, flag_values)
     names = [flag.name for flag in (own["scale_type"], own["scale_value"], own["min_scale"])]
     kind, start, least = names
     message = f"--{least} must not exceed --{start}, which the dynamic scale begins with"
@@ -247,10 +247,6 @@ def _link(prefix: str, policy: Flag[PolicyMap], flag_values: flags.FlagValues) -
     names = [policy.name, *(flag.name for flag in own.values())]
     flags.register_multi_flags_validator(names, together.agree, "must agree", flag_values)
     return together
-
-
-def _is_given(value: object) -> bool:
-    return value is not None
 
 
 def _is_positive(value: float | None) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from absl import flags
 
-from jmpx._flag_types import BooleanFlag, define
+from jmpx._flag_types import BooleanFlag, define, is_given
 from jmpx._optimizer_checks import LARGEST_COUNT, MAX_CONSECUTIVE_SKIPS
 
 # absl does not type its validators:
@@ -54,11 +54,7 @@ def define_skip_flags(prefix: str, flag_values: flags.FlagValues) -> SkipFlags:
 
     for name in (skip, most):  # a program may set None
         message = "must have a value"
-        flags.register_validator(name, _is_given, message, flag_values)
+        flags.register_validator(name, is_given, message, flag_values)
     message = f"--{most} counts skipped steps, of which --no{skip} leaves none: give one of the two"
     flags.register_multi_flags_validator([skip, most], agree, message, flag_values)
     return SkipFlags(skip_holder, most_holder)
-
-
-def _is_given(value: object) -> bool:
-    return value is not None

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from absl import flags
 
-from jmpx._flag_types import Flag, Parser, define, define_with_variable
+from jmpx._flag_types import Flag, Parser, define, define_with_variable, is_given
 from jmpx._leaves import PyTree
 from jmpx._loss_scale import LossScale
 from jmpx._loss_scale_flags import LOSS_SCALE, LossScaleFlags, define_loss_scale_flags
@@ -368,12 +368,8 @@ def define_mp_flags(
         "parts of the model. The environment variable JMPX_POLICY sets the default.",
         flag_values,
     )
-    flags.register_validator(f"{prefix}_policy", _is_given, "must have a value", flag_values)
+    flags.register_validator(f"{prefix}_policy", is_given, "must have a value", flag_values)
     skips = define_skip_flags(prefix, flag_values)
     flag = cast("Flag[PolicyMap]", flag_values[f"{prefix}_policy"])
     loss_scale = define_loss_scale_flags(prefix, flag, flag_values)
     return MixedPrecisionFlags(policy, skips, loss_scale)
-
-
-def _is_given(value: object) -> bool:
-    return value is not None
