@@ -89,11 +89,19 @@ class Checkpoints:
 
     def _read(self, number: int, path: str, **item: Any) -> Any:
         (name,) = item
+        hook = sys.unraisablehook
+        # Reads that end after another one has failed find Orbax's event loop closed, and say so
+        # from threads of their own, until the program has ended.
+        sys.unraisablehook = lambda raised: (
+            None if isinstance(raised.exc_value, RuntimeError) else hook(raised)
+        )
         try:
-            return self.manager.restore(number, args=ocp.args.Composite(**item))[name]
+            result = self.manager.restore(number, args=ocp.args.Composite(**item))[name]
         except Exception as error:  # Orbax and tensorstore raise many kinds.
             first_line = str(error).partition("\n")[0]
             sys.exit(damaged(path, f"{type(error).__name__}: {first_line:.200}"))
+        sys.unraisablehook = hook
+        return result
 
     def close(self) -> None:
         """Waits until all is written."""
