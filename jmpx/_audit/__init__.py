@@ -1,0 +1,1 @@
+"""Audit: what of a program runs in which dtype, and what leaked."""
