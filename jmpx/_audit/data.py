@@ -21,6 +21,7 @@ FINDING_NAMES: dict[str, str] = {
     "low-collective": "a sum over devices in 16 bits",
     "platform-product": "a float32 product that the hardware multiplies in bfloat16 or TF32",
 }
+ONLY_WITH_PLATFORM = ("platform-product",)  # what is looked for only if a platform is named
 SEVERITIES = ("high", "medium", "low")  # the worst one first
 
 
