@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING
 
+from jmpx._audit.alike import alike_findings
 from jmpx._audit.data import FINDING_NAMES, SEVERITIES, Finding
 from jmpx._audit.text import finding_text, severities
 from jmpx._audit.units import share_text
@@ -31,7 +32,7 @@ def check_report(
     problems = list(_too_few(report, compute, at_least))
     left = [f for f in report.findings if f.name not in names and f.severity in failing]
     if left:
-        problems.append(_not_allowed(left))
+        problems.append(_not_allowed(alike_findings(left)))
     if problems:
         raise AssertionError(f"The audit of {report.title} failed.\n\n" + "\n\n".join(problems))
 
