@@ -23,7 +23,7 @@ _GRAY, _BLUE = "rgba(128,128,128,0.2)", "rgba(66,133,244,0.4)"
 _COLORS = dict(zip(SEVERITIES, ("#d93025", "#b06000", "#5f6368"), strict=True))
 _MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:0.92em"
 _LEFT, _RIGHT = "text-align:left", "text-align:right"
-_CELL = "padding:2px 0.8em 2px 0;white-space:nowrap;border:0"
+_CELL = "padding:2px 0.5em 2px 0;white-space:nowrap;border:0"
 
 
 def report_html(report: "Report") -> str:
@@ -55,7 +55,7 @@ def _bar(share: Share) -> str:
     """Returns the label on a bar, which takes no room of its own on a phone."""
     percent = f"{100 * share.part / share.whole if share.whole else 0:.1f}%"
     fill = f"linear-gradient(to right,{_BLUE} {percent},{_GRAY} {percent})"
-    style = f"background:{fill};min-width:11em;padding:0 0.4em"
+    style = f"background:{fill};min-width:9.5em;padding:0 0.4em"
     return f'<div style="{style}">{escape(share.label)}</div>'
 
 
