@@ -1,9 +1,8 @@
 """What an audit finds, as plain data: findings, products, casts, scopes and locked operations."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from jmpx._jaxpr import Place
+from jmpx._jaxpr import Place
 
 # What each finding is. The names are public: `report.check(allow=...)` and the JSON have them.
 FINDING_NAMES: dict[str, str] = {
@@ -43,7 +42,7 @@ class Finding(NamedTuple):
     name: str
     severity: str
     message: str
-    place: "Place | None" = None
+    place: Place | None = None
     scope: str = ""
     rule: str = ""
     count: int = 1
@@ -114,4 +113,4 @@ class Entry(NamedTuple):
     scope: str
     operation: str
     dtypes: str
-    place: "Place | None" = None
+    place: Place | None = None
