@@ -1,0 +1,1 @@
+"""What an audit reads from a traced program, and how it reports that."""
