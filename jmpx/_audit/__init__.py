@@ -1,1 +1,1 @@
-"""What an audit reads from a traced program, and how it reports that."""
+"""What a program ran in which dtype; `jmpx.audit`."""
