@@ -1,1 +1,1 @@
-"""Audit: what of a program runs in which dtype, and what leaked."""
+"""What a program ran in which dtype; `jmpx.audit`."""
