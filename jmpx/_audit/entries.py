@@ -85,15 +85,12 @@ def _floating(values: Iterable[Value]) -> list[str]:
 
 
 def lasting_scope(path: str) -> str:
-    """Returns a scope without the names that JAX gives: of einsums and of recomputations.
+    """Returns a scope without the names that repeat those before them.
 
-    What is transposed in a recomputation has its scope twice, so that names which repeat those
-    before them are left out.
+    What is transposed in a recomputation has its scope twice.
     """
     names: list[str] = []
     for name in path.split("/"):
-        if not name or "->" in name or name in ("rematted_computation", "checkpoint"):
-            continue
         names.append(name)
         for count in range(1, len(names) // 2 + 1):
             if names[-count:] == names[-2 * count : -count]:
