@@ -1,19 +1,18 @@
 """What an audit finds, as plain data: findings, products, casts, scopes and locked operations."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from jmpx._jaxpr import Place
+from jmpx._jaxpr import Place
 
-# The names are public: `report.check(allow=...)`, JSON and the documentation have them.
+# What each finding is. The names are public: `report.check(allow=...)` and the JSON have them.
 FINDING_NAMES: dict[str, str] = {
-    "float32-product": "a matrix product or convolution in float32 in a step that computes in 16 bits",
-    "mixed-product": "a matrix product or convolution of two dtypes, which multiplies in the wider one",
-    "promotion": "a constant, or another float32 value, that makes 16-bit values float32",
+    "float32-product": "a matrix product or convolution in float32, in a step of 16 bits",
+    "mixed-product": "a matrix product or convolution of two dtypes",
+    "promotion": "a value that makes 16-bit values float32, such as a constant",
     "saved-float32": "large float32 values that are kept for the backward pass",
-    "constant-range": "a constant that float16 rounds to infinity or to zero",
-    "cast-to-and-fro": "values that are cast to another dtype and back, with nothing computed between",
-    "double-rounding": "values that are rounded to 16 bits twice, in one dtype and then in another",
+    "constant-range": "a constant that is infinite or zero in float16",
+    "cast-to-and-fro": "a cast to another dtype and back",
+    "double-rounding": "a rounding to 16 bits of what was rounded to 16 bits before",
     "low-exp": "an exponential, a logarithm or a reciprocal square root in 16 bits",
     "low-sum": "a long sum in 16 bits",
     "low-carry": "a loop that accumulates in 16 bits",
@@ -21,6 +20,7 @@ FINDING_NAMES: dict[str, str] = {
     "low-collective": "a sum over devices in 16 bits",
     "platform-product": "a float32 product that the hardware multiplies in bfloat16 or TF32",
 }
+ONLY_WITH_PLATFORM = ("platform-product",)  # what is looked for only if a platform is named
 SEVERITIES = ("high", "medium", "low")  # the worst one first
 
 
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
     name: str
     severity: str
     message: str
-    place: "Place | None" = None
+    place: Place | None = None
     scope: str = ""
     rule: str = ""
     count: int = 1
@@ -113,4 +113,4 @@ class Entry(NamedTuple):
     scope: str
     operation: str
     dtypes: str
-    place: "Place | None" = None
+    place: Place | None = None
