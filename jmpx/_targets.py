@@ -14,9 +14,7 @@ from jmpx._messages import did_you_mean
 R = TypeVar("R")
 
 
-def load(
-    target: str, option: str, returns: str, program_flags: Sequence[str] | None = None
-) -> Any:
+def load(target: str, option: str, returns: str, program_flags: Sequence[str] | None = None) -> Any:
     """Returns what the function that a target names returns.
 
     Args:

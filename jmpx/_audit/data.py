@@ -1,9 +1,8 @@
 """What an audit finds, as plain data: findings, products, casts, scopes and locked operations."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from jmpx._jaxpr import Place
+from jmpx._jaxpr import Place
 
 # What each finding is. The names are public: `report.check(allow=...)` and the JSON have them.
 FINDING_NAMES: dict[str, str] = {
@@ -21,6 +20,7 @@ FINDING_NAMES: dict[str, str] = {
     "low-collective": "a sum over devices in 16 bits",
     "platform-product": "a float32 product that the hardware multiplies in bfloat16 or TF32",
 }
+ONLY_WITH_PLATFORM = ("platform-product",)  # what is looked for only if a platform is named
 SEVERITIES = ("high", "medium", "low")  # the worst one first
 
 
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
     name: str
     severity: str
     message: str
-    place: "Place | None" = None
+    place: Place | None = None
     scope: str = ""
     rule: str = ""
     count: int = 1
@@ -113,4 +113,4 @@ class Entry(NamedTuple):
     scope: str
     operation: str
     dtypes: str
-    place: "Place | None" = None
+    place: Place | None = None
