@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         check_progress as check_progress,
         nonfinite as nonfinite,
     )
+    from jmpx._wire import Wire as Wire, wire as wire
 else:
     _LATER = {
         "_autocast": ("Autocast", "autocast", "save_low_precision"),
@@ -88,6 +89,7 @@ else:
         "_mixed_precision": ("MixedPrecision", "get_mixed_precision"),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
         "_progress": ("NonfiniteCounts", "check_progress", "nonfinite"),
+        "_wire": ("Wire", "wire"),
     }
 
     def __getattr__(name):
@@ -123,6 +125,7 @@ __all__ = (
     "SkipNonfiniteState",
     "StaticLossScale",
     "ValueAndGradients",
+    "Wire",
     "all_finite",
     "autocast",
     "cast_function",
@@ -155,4 +158,5 @@ __all__ = (
     "select_tree",
     "set_policy",
     "skip_nonfinite",
+    "wire",
 )

@@ -1,4 +1,4 @@
-"""Reads a module of HLO, which XLA writes between its passes and after them, as blocks of operations.
+"""Reads a module of HLO, which XLA writes between and after its passes, as blocks of operations.
 
 The compiler of TPUs writes a gather that runs beside products into the fusion of each of them, with
 one `chain_id`, and a reduce-scatter as a fusion of an all-reduce and a slice.
@@ -9,16 +9,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from jmpx._collectives import (
-    KINDS,
-    Block,
-    Collective,
-    Operation,
-    Place,
-    array_bytes,
-    place_of_frames,
-    run,
-)
+from jmpx._collectives import KINDS, Collective, Place, array_bytes, place_of_frames
+from jmpx._dataflow import Block, Operation, run
 
 COMPUTATION = re.compile(r"^(ENTRY )?(%[\w.-]+) .*\{$")
 OPERATION = re.compile(r"^ +(ROOT )?(%[\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\(")
@@ -29,6 +21,8 @@ TRUE_AND_FALSE = re.compile(r"\b(?:true|false)_computation=(%[\w.-]+)")
 CALLED = re.compile(r"\b(?:calls|to_apply)=(%[\w.-]+)")
 LOOP = re.compile(r"\bcondition=(%[\w.-]+), body=(%[\w.-]+)")
 CONSTANT = re.compile(r" = [su]\d+\[\]\S* constant\((-?\d+)\)")
+INDEX = re.compile(r"\bindex=(\d+)")
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 TARGET = re.compile(r'custom_call_target="(\w+)"')
 CHAIN = re.compile(r'chain_id="(\d+)"')
 NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
@@ -65,13 +59,13 @@ def read_hlo(text: str, outputs: Iterable[str] = ()) -> Hlo:
 
     Args:
         text: what `compiled.as_text()` returns, or a file that XLA dumped.
-        outputs: the names of the arrays that it returns.
+        outputs: the names of the arrays that it returns; else they have numbers.
     """
     reader = _Reader(text)
     for line in text.splitlines():
         reader.read(line)
     block = reader.blocks[reader.entry]
-    inputs = [reader.inputs.get(name, "") for name in block.arguments]
+    inputs = [reader.inputs.get(str(name), "") for name in block.arguments]
     return Hlo(reader.name, reader.devices, run(block, inputs, outputs))
 
 
@@ -137,27 +131,25 @@ class _Reader:
     ) -> Operation:
         operation = Operation(kind, (self._key(name),), operands)
         if kind.removesuffix("-start") in KINDS:
-            chain = CHAIN.search(rest)
-            if chain and chain[1] in self._chains:
-                operation.kind = "copy"
-            else:
-                self._chains |= {chain[1]} if chain else set()
-                operation.arrays = tuple(self._exchanged(rest, types, kind))
+            operation.kind = "copy"  # if it was read already
+            operation.arrays = tuple(self._exchanged(rest, types, kind))
         elif kind == "while":
-            operation.blocks = tuple(map(self._block, _first(LOOP.findall(rest))))
-            operation.number = _trip_count(rest)
+            operation.blocks = tuple(
+                self._block(name) for pair in LOOP.findall(rest) for name in pair
+            )
+            operation.number = _integer(TRIPS, rest)
         elif kind == "conditional":
             names = ", ".join(BRANCHES.findall(rest)).split(", ") + TRUE_AND_FALSE.findall(rest)
             operation.blocks = tuple(self._block(each) for each in names if each)
         elif kind == "constant":
-            found = CONSTANT.search(line)
-            operation.number = int(found[1]) if found else None
+            operation.number = _integer(CONSTANT, line)
         elif kind == "get-tuple-element":
-            operation.number = int(_first(re.findall(r"\bindex=(\d+)", rest)))
+            operation.number = _integer(INDEX, rest)
         elif kind == "compare":
             _compare(operation, rest)
         elif kind == "custom-call":
-            operation.kind = TARGETS.get(_first(TARGET.findall(rest)), kind)
+            found = TARGET.search(rest)
+            operation.kind = TARGETS.get(found[1], kind) if found else kind
         elif kind != "reduce-window":
             operation.blocks = tuple(map(self._block, CALLED.findall(rest)))
         if operation.arrays or operation.blocks:
@@ -168,6 +160,10 @@ class _Reader:
 
     def _exchanged(self, rest: str, types: str, kind: str) -> Iterator[Collective]:
         """Yields the collectives of an operation: one for each array that it exchanges."""
+        if chain := CHAIN.search(rest):
+            if chain[1] in self._chains:
+                return
+            self._chains.add(chain[1])
         arrays, group = ARRAY.findall(types), _group(rest, self.devices)
         if kind == "collective-permute-start":
             arrays = arrays[1:2]  # the operand, the result and, on TPUs, semaphores
@@ -183,14 +179,10 @@ class _Reader:
             yield Collective(kind, dtype, parts * array_bytes(dtype, sizes), group)
 
 
-def _first(found: list) -> ...:
-    return found[0]
-
-
 def _operands(line: str, start: int) -> tuple[str, str]:
     """Returns what stands in the parentheses that open before `start`, and what follows them."""
     depth, end = 1, start
-    while depth:
+    while depth and end < len(line):
         depth += {"(": 1, ")": -1}.get(line[end], 0)
         end += 1
     return line[start : end - 1], line[end:]
@@ -204,9 +196,8 @@ def _compare(operation: Operation, rest: str) -> None:
         operation.kind, operation.operands = "compare-lt", operation.operands[::-1]
 
 
-def _trip_count(rest: str) -> int | None:
-    """Returns how often a loop runs, where XLA has noted it."""
-    found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest)
+def _integer(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
     return int(found[1]) if found else None
 
 
@@ -253,9 +244,8 @@ class _StackFrames:
         while frame in self._tables.get("StackFrames", {}):
             location, parent = _numbers(self._tables["StackFrames"][frame])
             file, function, line, *_ = _numbers(self._tables["FileLocations"][location])
-            names = (self._tables[table][i] for table, i in (("FileNames", file), ("FunctionNames", function)))
-            name, called = (each.strip('"') for each in names)
-            yield name, line, called
+            names = self._tables["FileNames"][file], self._tables["FunctionNames"][function]
+            yield names[0].strip('"'), line, names[1].strip('"')
             frame = parent - 1  # counted from one, and one is none
 
 

@@ -239,15 +239,16 @@ def place_of(eqn: Equation, called: str = "") -> Place | None:
     traceback = eqn.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
         name = frame.function_name.rpartition(".")[2]
-        if not _is_of_library(frame.file_name):
-            return Place(_relative(frame.file_name), frame.line_num, name)
+        if not is_of_library(frame.file_name):
+            return Place(relative(frame.file_name), frame.line_num, name)
         if called and name == called:
             return None
     return None
 
 
 @functools.cache
-def _is_of_library(file: str) -> bool:
+def is_of_library(file: str) -> bool:
+    """Returns whether a file is of JAX, jmpx, a framework, or Python itself."""
     modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
     folders = [os.path.dirname(module.__file__ or "") for module in modules]
     if file.startswith(tuple(folder + os.sep for folder in folders)) or file.startswith("<frozen"):
@@ -256,7 +257,8 @@ def _is_of_library(file: str) -> bool:
     return file.startswith(sysconfig.get_path("stdlib")) and not file.startswith(installed)
 
 
-def _relative(file: str) -> str:
+def relative(file: str) -> str:
+    """Returns the path of a file, relative to the working directory if it lies below that."""
     below = os.getcwd() + os.sep
     return file.removeprefix(below)
 

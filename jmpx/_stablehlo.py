@@ -1,7 +1,7 @@
 """Reads a module of StableHLO, which is what JAX writes, as blocks of operations.
 
-It reads the objects that `lowered.compiler_ir("stablehlo")` returns. Of a function under `jit`, they
-hold no collectives but those that the function calls itself: XLA's partitioner inserts others later.
+It reads the objects that `lowered.compiler_ir("stablehlo")` returns. They hold the collectives that
+the function calls itself. Those that shardings need, XLA's partitioner inserts later.
 """
 
 import math
@@ -9,15 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jmpx._collectives import (
-    KINDS,
-    Block,
-    Collective,
-    Operation,
-    array_bytes,
-    place_of_frames,
-    run,
-)
+from jmpx._collectives import KINDS, Collective, array_bytes, place_of_frames
+from jmpx._dataflow import Block, Operation, run
 
 Mlir = Any  # JAX does not annotate the objects of MLIR
 
@@ -32,6 +25,7 @@ RENAMED = {
 }
 # Custom calls that return their operand, in another sharding.
 SHARDINGS = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
+AXIS = re.compile(r'"(\w+)"')
 MESH_AXES = re.compile(r"mesh_axes<mesh = @(\w+), axes = \[(.*?)\]>")
 
 
@@ -57,24 +51,21 @@ def read_stablehlo(module: Mlir) -> Lowered:
     reader = _Reader(module)
     main = reader.functions["main"]
     (entry,) = main.regions[0].blocks
-    block = reader.block(main)
     inputs = [_name(argument.location) for argument in entry.arguments]
-    count = [_integer(module, f"mhlo.num_{each}") for each in ("partitions", "replicas")]
     return Lowered(
         _text(module.operation.attributes, "sym_name"),
-        math.prod(count),
-        run(block, inputs, list(_outputs(main))),
-        all(each.operation.name in IS_NO_WORK for each in entry.operations),
+        reader.devices,
+        run(reader.block(main), inputs, list(_outputs(main))),
+        reader.partitions == 1 or all(map(reader.is_final, entry.operations)),
     )
-
-
-IS_NO_WORK = {*RETURNS, "sdy.manual_computation", "stablehlo.constant"}
 
 
 class _Reader:
     """Makes blocks of the functions of a module, each once."""
 
     def __init__(self, module: Mlir) -> None:
+        self.partitions = _integer(module, "mhlo.num_partitions")
+        self.devices = self.partitions * _integer(module, "mhlo.num_replicas")
         operations = list(module.body.operations)
         self.functions = {
             _text(each.attributes, "sym_name"): each
@@ -82,7 +73,7 @@ class _Reader:
             if each.operation.name == "func.func"
         }
         self._meshes = {
-            _text(each.attributes, "sym_name"): str(each.attributes["mesh"])
+            _text(each.attributes, "sym_name"): _sizes(str(each.attributes["mesh"]))
             for each in operations
             if each.operation.name == "sdy.mesh"
         }
@@ -99,17 +90,26 @@ class _Reader:
                 block.operations.append(self._operation(each))
         return block
 
+    def is_final(self, operation: Mlir) -> bool:
+        """Returns whether XLA's partitioner has nothing to do for an operation."""
+        if operation.operation.name != "sdy.manual_computation":
+            return operation.operation.name in (*RETURNS, "stablehlo.constant")
+        manual = AXIS.findall(str(operation.attributes["manual_axes"]))
+        return all(
+            size == 1 or axis in manual
+            for mesh in self._meshes.values()
+            for axis, size in mesh.items()
+        )
+
     def _function(self, name: str) -> Block:
         if name not in self._blocks:
             self._blocks[name] = self.block(self.functions[name])
         return self._blocks[name]
 
     def _operation(self, given: Mlir) -> Operation:
-        name = given.operation.name
+        name: str = given.operation.name
         kind = name.partition(".")[2].replace("_", "-")
-        operation = Operation(
-            RENAMED.get(kind, kind), tuple(given.results), tuple(given.operands)
-        )
+        operation = Operation(RENAMED.get(kind, kind), tuple(given.results), tuple(given.operands))
         if name == "stablehlo.constant":
             operation.number = _constant(given)
         elif name == "stablehlo.compare":
@@ -123,8 +123,7 @@ class _Reader:
         elif name in EXCHANGES:
             operation.arrays = tuple(self._exchanged(given, EXCHANGES[name]))
         elif name.startswith(("stablehlo.", "sdy.")):
-            regions = given.regions if len(given.regions) else ()
-            operation.blocks = tuple(self.block(given, i) for i in range(len(regions)))
+            operation.blocks = tuple(self.block(given, i) for i in range(len(given.regions)))
         if operation.arrays or operation.blocks:
             operation.name = _name(given.location)
             operation.place = place_of_frames(_frames(given.location))
@@ -140,10 +139,9 @@ class _Reader:
     def _group(self, groups: Mlir) -> int:
         """Returns how many devices are in a group; since JAX 0.12 it may name axes of a mesh."""
         if groups is None:
-            return 1  # of a collective-permute, where it does not count
+            return self.devices  # of a collective-permute
         if found := MESH_AXES.search(str(groups)):
-            sizes = dict(re.findall(r'"(\w+)"=(\d+)', self._meshes[found[1]]))
-            return math.prod(int(sizes[axis]) for axis in re.findall(r'name = "(\w+)"', found[2]))
+            return math.prod(self._meshes[found[1]][axis] for axis in AXIS.findall(found[2]))
         return groups.type.shape[1]
 
 
@@ -165,6 +163,11 @@ def _dtype(name: str) -> str:
     """Returns the name that HLO gives a dtype of StableHLO."""
     name = "pred" if name == "i1" else re.sub(r"^i(?=\d)", "s", re.sub(r"^ui", "u", name))
     return name.lower()
+
+
+def _sizes(mesh: str) -> dict[str, int]:
+    """Returns the sizes of the axes of a mesh such as `#sdy.mesh<["data"=4, "model"=2]>`."""
+    return {axis: int(size) for axis, size in re.findall(r'"(\w+)"=(\d+)', mesh)}
 
 
 def _text(attributes: Mlir, name: str) -> str:

@@ -57,12 +57,12 @@ def lowered(mesh, fn, *shapes, spec=ROWS):
 def test_the_bytes_of_a_collective_in_stablehlo_and_in_hlo(mesh, kind):
     program = lowered(mesh, lambda x: exchange(kind, x), (8192,))
     for found in (
-        read_stablehlo(program.as_text()),
+        read_stablehlo(program),
         read_hlo(collectives.partitioned(program)[0]),
         read_hlo(str(program.compile().as_text())),  # on a CPU, where float32 is not widened
     ):
         assert {(one.kind, one.dtype, one.times) for one in found} == {(kind, "f32", 1)}
-        assert sum(one.wire for one in found) == SENT[kind]  # a CPU's all-to-all has eight parts
+        assert sum(one.sent for one in found) == SENT[kind]  # a CPU's all-to-all has eight parts
         assert not any(one.is_scalar for one in found)
 
 
@@ -70,7 +70,7 @@ def test_groups_of_some_of_the_devices():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
     for axes, size in (("data", 4), ("model", 2), (("data", "model"), 8)):
         program = lowered(mesh, lambda x, axes=axes: lax.psum(x, axes), (64,), spec=P())
-        for found in read_stablehlo(program.as_text()), read_hlo(str(program.compile().as_text())):
+        for found in read_stablehlo(program), read_hlo(str(program.compile().as_text())):
             assert [(one.group, one.bytes) for one in found] == [(size, 256)]
 
 
@@ -83,7 +83,7 @@ def test_collectives_in_loops_and_functions_count_as_often_as_they_run(mesh):
         return x + lax.all_gather(x, "data").sum(0).astype(jnp.float32), None
 
     program = lowered(mesh, lambda x: lax.scan(outer, x, length=5)[0], (64,))
-    for found in read_stablehlo(program.as_text()), read_hlo(collectives.partitioned(program)[0]):
+    for found in read_stablehlo(program), read_hlo(collectives.partitioned(program)[0]):
         times = {one.kind: one.times for one in found}
         assert times == {"all-reduce": 15, "all-gather": 5}
         assert collectives.mib(found) * 2**20 == 15 * 2 * 32 * 7 / 8 + 5 * 256 * 7 / 8
@@ -93,7 +93,7 @@ def test_collectives_in_loops_and_functions_count_as_often_as_they_run(mesh):
 
     program = lowered(mesh, unbounded, (64,))
     with pytest.raises(ValueError, match="how often the loop around an all-reduce runs"):
-        read_stablehlo(program.as_text())
+        read_stablehlo(program)
     with pytest.raises(ValueError, match="how often the loop around an all-reduce runs"):
         read_hlo(collectives.partitioned(program)[0])
 
