@@ -99,7 +99,7 @@ def _join(a: Tree, b: Tree) -> Tree:
 
 MOVES = frozenset(
     "bitcast bitcast-convert broadcast collective-broadcast collective-permute convert copy "
-    "copy-done copy-start dynamic-reshape dynamic-slice optimization-barrier real reduce-precision "
+    "copy-done copy-start dynamic-reshape dynamic-slice opt-barrier optimization-barrier real reduce-precision "
     "reshape reverse slice transpose all-gather all-to-all".split()
 )
 ASSEMBLES = frozenset({"clamp", "concatenate", "dynamic-update-slice", "pad", "select"})
@@ -281,12 +281,12 @@ def run(main: Block, inputs: Iterable[str], outputs: Iterable[str] = ()) -> list
     Args:
         main: the program.
         inputs: the names of its arguments.
-        outputs: the names of the arrays that it returns; if there are not as many, numbers.
+        outputs: the names of the arrays that it returns; if they are not known, numbers.
     """
     evaluation = Run()
     results = evaluation.block(main, [Value(name) for name in inputs])
     found, values, names = evaluation.collectives, list(leaves(results)), list(outputs)
-    if len(names) != len(values):
+    if len(names) != len(values) or not all(names):
         names = [f"output {index}" for index in range(len(values))]
     ends: list[list[str]] = [[] for _ in found]
     for name, value in zip(names, values, strict=True):

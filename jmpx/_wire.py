@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import os
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 
 from jmpx._collectives import Collective
 from jmpx._hlo import read_hlo
+from jmpx._jaxpr import Place
 from jmpx._messages import describe
 from jmpx._stablehlo import read_stablehlo
 
@@ -18,9 +20,9 @@ _WIDTH, _PROSE, _PLACE, _ROWS = 100, 80, 22, 20  # characters, and lines
 _NONE_YET = "no collectives until XLA partitions it: see jmpx.wire(lowered.compile())"
 _MORE = "XLA's partitioner may insert more collectives: `jmpx.wire(lowered.compile())` shows them."
 _WIDENED = (
-    "Compiled for a CPU, for which XLA widens 16-bit collectives to float32: the dtypes and bytes "
-    "are this machine's, not the program's. Under shard_map, `jmpx.wire(lowered)` shows those of "
-    "the program. Under jit, read what XLA's partitioner made: "
+    "Compiled for a CPU, for which XLA widens collectives of bfloat16 to float32, and of float8 to "
+    "float16: the dtypes and bytes are this machine's, not the program's. Under shard_map, "
+    "`jmpx.wire(lowered)` shows those of the program. Under jit, read what XLA's partitioner made: "
     "`lowered.compile(compiler_options={'xla_dump_to': folder, 'xla_dump_hlo_pass_re': 'spmd'})` "
     "writes it into folder, and `jmpx.wire` takes the text of *after_spmd-partitioning*.txt."
 )
@@ -152,15 +154,21 @@ def _of_compiled(compiled: jax.stages.Compiled) -> Wire:
         raise ValueError(
             "jmpx.wire cannot read this compiled step, as it has no HLO: pass the lowered."
         )
-    paths, _ = jax.tree_util.tree_flatten_with_path(compiled.out_info)
+    # Until JAX 0.9, what `jax.pmap` compiles has no `out_info`.
+    paths, _ = jax.tree_util.tree_flatten_with_path(getattr(compiled, "out_info", None))
     outputs = [f"result{jax.tree_util.keystr(path)}" for path, _ in paths]
     name, devices, found = read_hlo(text, outputs)
     platform = _platform(compiled)
-    notes = [_WIDENED] if platform == "cpu" and any(one.dtype == "f32" for one in found) else []
+    widened = platform == "cpu" and any(one.dtype in ("f32", "f16") for one in found)
+    notes = [_WIDENED] if widened else []
     return Wire(name, devices, platform, tuple(found), (*notes, *_about(found)))
 
 
 def _platform(compiled: Any) -> str | None:
+    """Returns what a program was compiled for, also if these devices are not there."""
+    client = getattr(compiled.runtime_executable(), "client", None)
+    if client is not None:
+        return client.platform
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return next((device.platform for each in shardings for device in each.device_set), None)
 
@@ -217,29 +225,38 @@ def _largest(arrays: list[Collective], devices: int) -> Iterator[str]:
     if all(one.group == devices for one in arrays):
         rows = [row[:-1] for row in rows]
     numbers = list(_table(rows, right=(0, 3, 4, 5)))
-    carried = ["carries", *map(_carried, shown)]
-    places = ["place", *(str(one.place or "").removesuffix(" ()") for one in shown)]
+    carried = [("", "carries"), *map(_carried, shown)]
+    longest = max(len(what) + len(name) for what, name in carried)
     # Of what is left, places have a part, and the names of parameters the rest.
     left = _WIDTH - len(numbers[0]) - 4
-    width = min(max(map(len, carried)), left - min(max(map(len, places)), _PLACE))
-    for number, what, place in zip(numbers, carried, places, strict=True):
-        what, place = _end(what, width), _end(place, left - width)
-        yield f"{number}  {what.ljust(width)}  {place}".rstrip()
+    most = max(len(text) for one in shown for text in _place(one.place)[:1])
+    width = min(longest, left - min(most, _PLACE))
+    places = [["place"], *(_place(one.place) for one in shown)]
+    for number, (what, name), texts in zip(numbers, carried, places, strict=True):
+        cell = what + _end(name, width - len(what))
+        place = next((text for text in texts if len(text) <= left - width), "")
+        yield f"{number}  {cell.ljust(width)}  {place}".rstrip()
     if others:
         total = _size(sum(one.sent for one in others))
-        yield f"  and {_counted(others)} more, {total}: `to_json()` has them"
+        yield f"and {_counted(others)} more, {total}: `to_json()` has them"
 
 
-def _carried(one: Collective) -> str:
-    """Returns what a collective carries, as far as it is known."""
+def _carried(one: Collective) -> tuple[str, str]:
+    """Returns what a collective carries, as far as it is known, and the name of that."""
     if one.parameter:
-        return one.parameter
-    what = "gradient" if one.is_backward else ""
+        return "", one.parameter
     if not one.results:
-        return "in the backward pass" if one.is_backward else ""
-    first, *others = one.results
-    more = f" (+{len(others)})" if others else ""
-    return f"{what} -> {first}{more}".strip()
+        return "", "in the backward pass" if one.is_backward else ""
+    return "grad -> " if one.is_backward else "-> ", one.results[0]
+
+
+def _place(place: Place | None) -> list[str]:
+    """Returns a place, from the longest text to the shortest."""
+    if place is None:
+        return [""]
+    file = os.path.basename(place.file)
+    texts = [str(place), f"{file}:{place.line} ({place.function})", f"{file}:{place.line}"]
+    return [text.removesuffix(" ()") for text in texts]
 
 
 def _table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> Iterator[str]:
@@ -249,7 +266,7 @@ def _table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> Iterator[
             cell.rjust(width) if index in right else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        yield "  " + "  ".join(cells)
+        yield "  ".join(cells)
 
 
 def _end(text: str, width: int) -> str:
