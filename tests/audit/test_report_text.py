@@ -85,6 +85,8 @@ def test_only_all_is_100_percent_and_only_nothing_is_0(part, whole, text):
     "policy",
     [
         "params=float32,compute=bfloat16,output=float32",
+        "params=float32,compute=bfloat16,output=bfloat16",
+        "params=float32,compute=float16,output=float16,matmul=highest",
         "params=bfloat16,compute=bfloat16,output=float16",
         "params=float32,compute=float16,output=float32,matmul=highest,reduce=bfloat16",
         "params=float8_e4m3fn,compute=float16,output=float64",
