@@ -200,6 +200,17 @@ def test_layers_that_are_alike_are_one_row_and_one_finding():
     assert "vit/blocks_11/mlp (MLP)" in report.to_text(all=True)
 
 
+def test_numbers_of_a_message_that_differ_are_a_range():
+    findings = [
+        LEAK._replace(scope=f"blocks/{i}", message=f"It is {share}% of bfloat16, beyond 1,000.")
+        for i, share in enumerate(("9.5", "12", "10.25"))
+    ]
+    (merged,) = alike_findings(findings)
+    assert merged.message == "It is 9.5 to 12% of bfloat16, beyond 1,000."
+    others = [LEAK._replace(message="It is 1 value."), LEAK._replace(message="It is 2 values.")]
+    assert alike_findings(others) == tuple(others)
+
+
 def test_a_layer_that_differs_has_a_row_of_its_own():
     scopes = list(REPORT.scopes)
     leaky = next(i for i, scope in enumerate(scopes) if scope.path == "vit/blocks_7/mlp")
