@@ -22,6 +22,7 @@ line that says what went wrong.
 """
 
 import argparse
+import os
 import sys
 from typing import NoReturn
 
@@ -128,6 +129,9 @@ def main(arguments: list[str]) -> int:
             print(*explain(given.precision, given.model), sep="\n")
             return 0
         return _look_at_program(given, program_flags)
+    except BrokenPipeError:  # as with `| head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
     except (ValueError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 2
