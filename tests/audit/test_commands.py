@@ -4,10 +4,10 @@ import contextlib
 import json
 import os
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from absl import flags
 from helpers import BF16, F32, run_python
@@ -66,7 +66,7 @@ def error_of(capsys, *arguments):
 def test_audit_prints_the_report(make, capsys):
     assert run("audit", f"THIS:{make}") == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith("Audit of loss_fn\n") and printed.err == ""
+    assert printed.out.startswith("Audit of loss_fn and its gradient\n") and printed.err == ""
     assert "bfloat16 x bfloat16" in printed.out
 
 
@@ -98,7 +98,7 @@ def test_a_lock_is_written_then_compared(capsys, tmp_path):
 
     assert run("audit", "THIS:leaky", *lock) == 1
     *_, forward, backward, last = capsys.readouterr().out.splitlines()
-    line = open(__file__).read().split("  # the leak")[0].count("\n") + 1
+    line = Path(__file__).read_text().split("  # the leak")[0].count("\n") + 1
     place = f"test_commands.py:{line} (leaky_fn): encoder: dot_general"
     change = "locked bfloat16 x bfloat16, now float32 x float32"
     assert forward.endswith(f"{place}: {change}") and backward.endswith(
@@ -201,7 +201,6 @@ def test_what_follows_two_dashes_are_flags_of_the_program(text, flag, target, pr
     sys.path.insert(0, str(program(text).parent))
     small = flops_of(capsys, target, "--json")
     assert flops_of(capsys, target, "--json", "--", f"--{flag}=300") > 50 * small
-    assert flops_of(capsys, target, "--json", "--") in (small, 100 * small)
 
 
 def test_flags_of_libraries_are_not_those_of_the_program(program, capsys):
@@ -330,4 +329,4 @@ def test_a_process(tmp_path):
     arguments = ["-m", "jmpx", "audit", "program:make", "--lock", str(lock)]
     result = run_python("-W", "error", *arguments, "--", "--program_size=3", **environment)
     assert result.returncode == 0 and result.stderr == ""
-    assert result.stdout.startswith("Audit of ") and lock.read_text()
+    assert result.stdout.startswith("Audit of ") and "jmpx precision lock" in lock.read_text()

@@ -61,7 +61,7 @@ def loss_fn(params, tokens, y, block=block):
 BLOCKS = {"q": shape(3, 4, 4), "up": shape(3, 4, 8), "down": shape(3, 8, 4)}
 ARGUMENTS = (
     {"table": shape(7, 4), "blocks": BLOCKS, "head": shape(4, 2, dtype=F32)},
-    shape(5, dtype=np.int32),
+    shape(5, dtype=np.dtype(np.int32)),
     shape(2, dtype=F32),
 )
 EXPECTED = """\
