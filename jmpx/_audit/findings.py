@@ -7,11 +7,12 @@ from jmpx._audit.graph import Graph
 from jmpx._audit.leaks import leaks
 from jmpx._audit.options import Options as Options
 from jmpx._audit.report import Finding
+from jmpx._audit.rounding import rounding
 
 Finder: TypeAlias = Callable[[Graph, Options], Iterator[Finding]]
 
 # Each looks at the graph once, and yields a finding for each operation that it is about.
-FINDERS: tuple[Finder, ...] = (leaks,)
+FINDERS: tuple[Finder, ...] = (leaks, rounding)
 
 _SEVERITIES = ("high", "medium", "low")
 

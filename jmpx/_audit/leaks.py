@@ -10,11 +10,9 @@ from jmpx._audit.flops import flops_of
 from jmpx._audit.graph import Graph, Node, Value
 from jmpx._audit.options import Options
 from jmpx._audit.report import Finding
-from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Stream, Streams
+from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Stream, Streams, compute_dtype
 from jmpx._autocast.products import PRODUCTS
 from jmpx._jaxpr import Place
-from jmpx._places import where
-from jmpx._policy_strings import get_policy
 
 _LARGE = 0.05  # of all bytes that are saved for the backward pass
 
@@ -62,7 +60,7 @@ class _Step:
             return True
         policies = filter(None, self._graph.program.policies.values())
         outermost = next(policies, None)
-        return outermost is not None and np.dtype(get_policy(outermost).compute_dtype) in HALF
+        return outermost is not None and compute_dtype(outermost) in HALF
 
     def _half_dtype(self) -> str:
         """Returns the name of the 16-bit dtype that most products have."""
@@ -211,8 +209,8 @@ class _Step:
         short = {"bfloat16": "bf16", "float16": "f16"}[self._name]
         if source is None or source.kind == "input":
             selector = self._graph.selector(node)
-            if selector is not None:
-                return f"{selector}: c={short}"
+            if selector is not None and any(self._graph.program.policies.values()):
+                return f"{selector}: c={short},o={short}"
             return f"cast its operands with .astype(jnp.{self._name})"
         if source.kind in ("literal", "const") and source.size == 1:
             return "write a Python number: math.sqrt(8) or float(...), not np.sqrt(8)"
