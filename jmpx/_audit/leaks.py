@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmpx._audit.flops import flops_of
+from jmpx._audit.flops import flops
 from jmpx._audit.graph import Graph, Node, Value
 from jmpx._audit.options import Options
-from jmpx._audit.report import Finding
+from jmpx._audit.data import Finding
 from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Stream, Streams, compute_dtype
 from jmpx._autocast.products import PRODUCTS
 from jmpx._jaxpr import Place
@@ -55,8 +55,8 @@ class _Step:
 
     def _is_half(self) -> bool:
         """Whether most products have 16-bit operands, or the outermost policy computes in them."""
-        half = sum(map(_flops, self._streams.half_products))
-        if half and half >= sum(map(_flops, self._streams.wide_products)):
+        half = sum(map(flops, self._streams.half_products))
+        if half and half >= sum(map(flops, self._streams.wide_products)):
             return True
         policies = filter(None, self._graph.program.policies.values())
         outermost = next(policies, None)
@@ -69,7 +69,7 @@ class _Step:
             for value in (*node.operands[:2], *node.results):
                 value = _before_cast(value)
                 if value.dtype in HALF:
-                    counts[value.dtype.name] += _flops(node)
+                    counts[value.dtype.name] += flops(node)
         return counts.most_common(1)[0][0] if counts else "bfloat16"
 
     def _key(self, node: Node) -> _Key:
@@ -88,9 +88,9 @@ class _Step:
 
     def _flops_of(self, products: list[Node]) -> int:
         """Returns the FLOPs of products, with those of the backward products that mirror them."""
-        total = sum(map(_flops, products))
+        total = sum(map(flops, products))
         for key in dict.fromkeys(map(self._key, products)):
-            total += sum(map(_flops, self._backward.pop(key, ())))
+            total += sum(map(flops, self._backward.pop(key, ())))
         return total
 
     def _finding(self, name: str, severity: str, node: Node, message: str, rule: str) -> Finding:
@@ -108,8 +108,8 @@ class _Step:
             finding = self._saved(stream)
         else:
             return
-        flops = self._flops_of(stream.products)
-        yield finding._replace(flops=flops, nbytes=stream.nbytes)
+        yield finding._replace(
+            flops=self._flops_of(stream.products), nbytes=stream.nbytes)
 
     def _product(self, stream: Stream) -> Finding:
         node = stream.node
@@ -169,7 +169,7 @@ class _Step:
             rule = "leave out preferred_element_type, and cast the result with .astype instead"
             finding = self._finding(name, "medium", nodes[0], message, rule)
             yield finding._replace(
-                place=key.place, flops=sum(map(_flops, nodes)), count=sum(n.times for n in nodes)
+                place=key.place, flops=sum(map(flops, nodes)), count=sum(n.times for n in nodes)
             )
 
     def saved_others(self) -> Iterator[Finding]:
@@ -215,10 +215,6 @@ class _Step:
         if source.kind in ("literal", "const") and source.size == 1:
             return "write a Python number: math.sqrt(8) or float(...), not np.sqrt(8)"
         return "cast it where it is made, with .astype(x.dtype)"
-
-
-def _flops(node: Node) -> int:
-    return flops_of(node.eqn) * node.times
 
 
 def _before_cast(value: Value) -> Value:

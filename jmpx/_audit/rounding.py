@@ -6,7 +6,7 @@ import numpy as np
 
 from jmpx._audit.graph import Graph, Node, Value
 from jmpx._audit.options import Options
-from jmpx._audit.report import Finding
+from jmpx._audit.data import Finding
 from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, forward
 
 _FLOAT16 = np.dtype(np.float16)

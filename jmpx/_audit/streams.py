@@ -222,8 +222,9 @@ class Streams:
             stream = self._leak(node, Meeting(cast, wide, other, is_half))
             (self.half_products if is_half or cast else self.wide_products).append(node)
             stream.products.append(node)
-            for value in cast:
-                self._merge(self._of[id(value)].whole, stream)
+            for part in (self._of[id(value)].whole for value in (*cast, *wide)):
+                if not part.is_island:
+                    self._merge(part, stream)
         if stream is not None:
             self._give(node, stream)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.planted import PLANTED, WIDTH, X
+from helpers.leaky import PLANTED, WIDTH, X
 
 from jmpx._audit.findings import Options, find
 from jmpx._audit.graph import build

@@ -1,10 +1,4 @@
-"""A network of four frameworks in 16 bits, with a layer in which a test plants what it likes.
-
-The network has a layer, the planted one and two more layers. The layers' parameters are cast by
-hand; those of the planted one stay in float32.
-"""
-
-import contextlib
+"""One model in four frameworks, with a layer in its middle that a test gives it."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -17,144 +11,123 @@ import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
 
-WIDTH = 8
-X = jnp.ones((2, 3, WIDTH))
-INIT = jnp.full((WIDTH, WIDTH), 0.1, jnp.float32)
+WIDTH = 4
 
 
-def loss_of(y):
-    return jnp.mean(y.astype(jnp.float32) ** 2)
-
-
-def cast(tree, dtype, is_planted):
-    """The same parameters in 16 bits, but for those of the planted layer."""
-
-    def one(path, leaf):
-        planted = is_planted in jax.tree_util.keystr(path)
-        return leaf if planted or not eqx.is_inexact_array(leaf) else leaf.astype(dtype)
-
-    return jax.tree_util.tree_map_with_path(one, tree)
-
-
-class HaikuPlanted(hk.Module):
-    def __init__(self, leak):
-        super().__init__(name="planted")
-        self.leak = leak
+class HaikuPlant(hk.Module):
+    def __init__(self, layer):
+        super().__init__(name="plant")
+        self.layer = layer
 
     def __call__(self, x):
-        w = hk.get_parameter("w", INIT.shape, init=hk.initializers.Constant(0.1))
-        return self.leak(x, w)
+        return self.layer(x)
 
 
-class HaikuNet(hk.Module):
-    def __init__(self, leak):
-        super().__init__(name="net")
-        self.leak = leak
-
-    def __call__(self, x):
-        x = HaikuPlanted(self.leak)(hk.Linear(WIDTH)(x))
-        return hk.Linear(WIDTH)(jnp.tanh(hk.Linear(WIDTH)(x)))
-
-
-def haiku(leak, dtype):
-    network = hk.without_apply_rng(hk.transform(lambda x: HaikuNet(leak)(x)))
-    params = cast(network.init(jax.random.key(0), X), dtype, "planted")
-
-    def loss(params, x, rules=None):
-        with jmpx.haiku.policies(rules) if rules else contextlib.nullcontext():
-            return loss_of(network.apply(params, x))
-
-    return loss, params
-
-
-class LinenPlanted(nn.Module):
-    leak: object
+class LinenPlant(nn.Module):
+    layer: object
 
     @nn.compact
     def __call__(self, x):
-        return self.leak(x, self.param("w", lambda key: INIT))  # type: ignore
+        return self.layer(x)
 
 
 class LinenNet(nn.Module):
-    leak: object
+    layer: object
 
     @nn.compact
     def __call__(self, x):
-        x = LinenPlanted(self.leak, name="planted")(nn.Dense(WIDTH)(x))
-        return nn.Dense(WIDTH)(jnp.tanh(nn.Dense(WIDTH)(x)))
+        x = LinenPlant(self.layer, name="plant")(nn.Dense(WIDTH, name="first")(x))
+        return nn.Dense(1, name="head")(x)
 
 
-def linen(leak, dtype):
-    network = LinenNet(leak)
-    params = cast(network.init(jax.random.key(0), X), dtype, "planted")
+class NNXPlant(nnx.Module):
+    def __init__(self, layer):
+        self.layer = layer
 
-    def loss(params, x, rules=None):
-        with jmpx.flax.policies(rules) if rules else contextlib.nullcontext():
-            return loss_of(network.apply(params, x))
+    def __call__(self, x):
+        return self.layer(x)
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, layer):
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.plant, self.head = NNXPlant(layer), nnx.Linear(WIDTH, 1, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.head(self.plant(self.first(x)))
+
+
+class EquinoxPlant(eqx.Module):
+    layer: object = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+class EquinoxNet(eqx.Module):
+    first: eqx.nn.Linear
+    plant: EquinoxPlant
+    head: eqx.nn.Linear
+
+    def __call__(self, x):
+        x = self.plant(jax.vmap(self.first)(x))
+        return jax.vmap(self.head)(x)
+
+
+def _haiku(layer, x, policy):
+    def net(x):
+        return hk.Linear(1, name="head")(HaikuPlant(layer)(hk.Linear(WIDTH, name="first")(x)))
+
+    net = hk.without_apply_rng(hk.transform(net))
+    params = jax.eval_shape(net.init, jax.random.key(0), x)
+
+    def loss(params, x):
+        with jmpx.haiku.policies(policy):
+            return jnp.mean(net.apply(params, x))
 
     return loss, params
 
 
-class NNXPlanted(nnx.Module):
-    def __init__(self, leak):
-        self.leak, self.w = leak, nnx.Param(INIT)
+def _linen(layer, x, policy):
+    net = LinenNet(layer)
+    params = jax.eval_shape(net.init, jax.random.key(0), x)
 
-    def __call__(self, x):
-        return self.leak(x, self.w[...])
+    def loss(params, x):
+        with jmpx.flax.policies(policy):
+            return jnp.mean(net.apply(params, x))
 
-
-class NNXNet(nnx.Module):
-    def __init__(self, leak, dtype, rngs):
-        linear = lambda: nnx.Linear(WIDTH, WIDTH, rngs=rngs, param_dtype=dtype)  # noqa: E731
-        self.first, self.planted = linear(), NNXPlanted(leak)
-        self.second, self.third = linear(), linear()
-
-    def __call__(self, x):
-        return self.third(jnp.tanh(self.second(self.planted(self.first(x)))))
+    return loss, params
 
 
-def call_nnx(model, x, rules=None):
-    return loss_of((jmpx.flax.with_policies(model, rules) if rules else model)(x))
+def _nnx(layer, x, policy):
+    def loss(net, x):
+        return jnp.mean(jmpx.flax.with_policies(net, policy)(x))
+
+    return loss, NNXNet(layer)
 
 
-def of_nnx(leak, dtype):
-    return call_nnx, NNXNet(leak, dtype, nnx.Rngs(0))
+def _equinox(layer, x, policy):
+    first, head = (eqx.nn.Linear(WIDTH, n, key=jax.random.key(n)) for n in (WIDTH, 1))
+
+    def loss(net, x):
+        return jnp.mean(jmpx.equinox.with_policies(net, policy)(x))
+
+    return loss, EquinoxNet(first, EquinoxPlant(layer), head)
 
 
-class EquinoxPlanted(eqx.Module):
-    leak: object = eqx.field(static=True)
-    w: jax.Array
-
-    def __call__(self, x):
-        return self.leak(x, self.w)  # type: ignore
+_MAKERS = {"haiku": _haiku, "linen": _linen, "nnx": _nnx, "equinox": _equinox}
+FRAMEWORKS = tuple(_MAKERS)
 
 
-class EquinoxLinear(eqx.Module):
-    weight: jax.Array
+def planted(framework, layer, policy, rows=2):
+    """A loss of a model with a layer, and its arguments.
 
-    def __call__(self, x):
-        return x @ self.weight
-
-
-class EquinoxNet(eqx.Module):
-    first: EquinoxLinear
-    planted: EquinoxPlanted
-    second: EquinoxLinear
-    third: EquinoxLinear
-
-    def __call__(self, x):
-        return self.third(jnp.tanh(self.second(self.planted(self.first(x)))))
-
-
-def call_equinox(model, x, rules=None):
-    return loss_of((jmpx.equinox.with_policies(model, rules) if rules else model)(x))
-
-
-def equinox(leak, dtype):
-    linear = EquinoxLinear(INIT)
-    model = EquinoxNet(linear, EquinoxPlanted(leak, INIT), linear, linear)
-    return call_equinox, cast(model, dtype, "planted")
-
-
-# By framework: makes a loss of (parameters, inputs, rules of a policy map), and the parameters.
-PLANTED = {"haiku": haiku, "linen": linen, "nnx": of_nnx, "equinox": equinox}
+    Args:
+        framework: the framework of the model.
+        layer: a function of an array [rows, WIDTH], which returns another one.
+        policy: the policy map under which the model runs.
+        rows: how many rows the array has.
+    """
+    x = jnp.ones((rows, WIDTH))
+    loss, model = _MAKERS[framework](layer, x, policy)
+    return loss, (model, x)
