@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from jmpx._audit.graph import Graph, Node, Value
+from jmpx._audit.low_values import full_rule, scopes_of_products
 from jmpx._audit.options import Options
 from jmpx._audit.data import Finding
-from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, forward
+from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, compute_dtype, forward
 
 _FLOAT16 = np.dtype(np.float16)
 _LARGEST, _SMALLEST = 65504.0, 2.0**-24  # of float16
@@ -122,8 +123,18 @@ def _casts(graph: Graph, node: Node) -> Iterator[Finding]:
             return  # jnp.sum and jnp.mean add 16-bit numbers in float32, and round the result
         names = " to ".join(dtype.name for dtype in dtypes)
         text = f"A value is cast from {names}, with nothing between: its digits are lost."
-        rule = f"read the {first.dtype.name} value, or leave out the cast back"
+        rule = _full_rule(graph, node) or (
+            f"read the {first.dtype.name} value, or leave out the cast back"
+        )
         yield _finding(graph, "cast-to-and-fro", "medium", node, text, rule)
+
+
+def _full_rule(graph: Graph, node: Node) -> str | None:
+    """Returns the rule for a module that computes in float32 under a policy of 16 bits."""
+    policy = graph.policy(node)
+    if not policy or compute_dtype(policy) in WIDE:
+        return None
+    return full_rule(graph, node, scopes_of_products(graph))
 
 
 def _is_sum(node: Node | None) -> bool:

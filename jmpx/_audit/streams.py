@@ -159,7 +159,9 @@ class Streams:
 
     def _combine(self, node: Node) -> None:
         """Follows streams through a node that is neither a cast nor a product."""
-        cast, wide, other, _ = self._meeting(node.operands)
+        # What the body of a loop returns to its carry is not known yet.
+        operands = node.operands[:1] if node.name == "carry" else node.operands
+        cast, wide, other, _ = self._meeting(operands)
         if node.name in MOVES and cast and not wide:
             self._casts[id(node.results[0])] = self._casts[id(cast[0])]
             self._give(node, self._of[id(cast[0])])
