@@ -1,0 +1,1 @@
+"""What a program runs in which dtype: `jmpx.audit`."""

@@ -22,7 +22,7 @@ def hardware(graph: Graph, options: Options) -> Iterator[Finding]:
     The products of a backward pass follow those of the forward pass, on whose lines they are found.
     """
     inside = _MULTIPLIES_IN.get(options.platform or "")
-    products = [node for node in graph.nodes if is_product(node.eqn)]
+    products = [node for node in graph.nodes if is_product(node)]
     found = [node for node in products if not node.is_backward and _is_left_to_hardware(node)]
     if inside is None or not found:
         return

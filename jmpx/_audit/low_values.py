@@ -76,7 +76,7 @@ def number(value: Value) -> float | None:
 def scopes_of_products(graph: Graph) -> set[str]:
     """Returns the paths of the modules that multiply matrices, and of all around them."""
     paths: set[str] = set()
-    for scope in {node.scope for node in graph.nodes if is_product(node.eqn)}:
+    for scope in {node.scope for node in graph.nodes if is_product(node)}:
         path = where(scope).path
         while path and path not in paths:
             paths.add(path)
