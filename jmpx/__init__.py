@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         autocast as autocast,
         save_low_precision as save_low_precision,
     )
+    from jmpx._first_nonfinite import NonFinite as NonFinite, first_nonfinite as first_nonfinite
     from jmpx._function_casts import (
         cast_function as cast_function,
         force_full_precision as force_full_precision,
@@ -80,6 +81,7 @@ else:
         "_audit.api": ("audit",),
         "_audit.report": ("Report",),
         "_autocast": ("Autocast", "autocast", "save_low_precision"),
+        "_first_nonfinite": ("NonFinite", "first_nonfinite"),
         "_function_casts": ("cast_function", "force_full_precision"),
         "_gather": ("gather",),
         "_gradient": (
@@ -122,6 +124,7 @@ __all__ = (
     "LossScale",
     "MixedPrecision",
     "NoOpLossScale",
+    "NonFinite",
     "NonfiniteCounts",
     "Policy",
     "PolicyMap",
@@ -148,6 +151,7 @@ __all__ = (
     "current_policy",
     "filter_grad",
     "filter_value_and_grad",
+    "first_nonfinite",
     "force_full_precision",
     "full_precision",
     "gather",
