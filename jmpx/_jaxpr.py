@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -40,10 +41,19 @@ class Traced(NamedTuple):
     rebuild: Callable[[Sequence[Any]], Any]
 
 
-def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
-    """Traces `fn(*args, **kwargs)`; leaves that are no arrays go in and out as they are."""
+def trace(
+    fn: Callable[..., Any], args: Any, kwargs: Any, is_array: Callable[[Any], bool] = is_traceable
+) -> Traced:
+    """Traces `fn(*args, **kwargs)`; leaves that are no arrays go in and out as they are.
+
+    Args:
+        fn: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        is_array: which leaves are arrays; those may be abstract if it says so.
+    """
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    indices = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
+    indices = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
     results: list[Any] = []
 
     def on_arrays(*arrays: Any) -> list[Any]:  # made anew each time: JAX caches by identity
@@ -72,7 +82,7 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
 
 def _as_traced(array: Any, aval: Any) -> Any:
     """Returns a NumPy array in the dtype that JAX traces it in: without x64, int64 is int32."""
-    if isinstance(array, jax.Array) or array.dtype == aval.dtype:
+    if not isinstance(array, np.ndarray | np.generic) or array.dtype == aval.dtype:
         return array
     return np.asarray(array, aval.dtype)
 
@@ -192,9 +202,63 @@ def looks_for_nans(operands: Sequence[Any]) -> bool:
     return is_asked and not any(isinstance(array, jax.core.Tracer) for array in operands)
 
 
-_FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+):\d+ \((?P<function>.*)\)")
-_LIBRARIES = ("jax", "jmpx", "flax", "haiku", "equinox", "jaxtyping")
+class Place(NamedTuple):
+    """A line of the user's code.
+
+    Attributes:
+        file: the path of the file; relative to the working directory if it is inside of it.
+        line: the number of the line.
+        function: the name of the function that the line is in.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        """Returns for example `model.py:12 (apply)`."""
+        return f"{self.file}:{self.line} ({self.function})"
+
+
+_LIBRARIES = ("jax", "jaxlib", "jmpx", "flax", "haiku", "equinox", "jaxtyping", "optax", "chex")
 _NOTE = "jmpx.autocast was running"
+
+
+def place_of(eqn: Equation, called: str = "") -> Place | None:
+    """Returns the innermost line of the user's code in which an equation was traced.
+
+    Args:
+        eqn: the equation.
+        called: the name of the jitted function whose jaxpr holds the equation. JAX traces one such
+            as `jnp.where` once for all its calls, and until JAX 0.8 the equations in it have the
+            lines of the first call.
+
+    Returns:
+        The line; None if no frame is of the user, as in a jitted function of a library.
+    """
+    traceback = eqn.source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
+        name = frame.function_name.rpartition(".")[2]
+        if not _is_of_library(frame.file_name):
+            return Place(_relative(frame.file_name), frame.line_num, name)
+        if called and name == called:
+            return None
+    return None
+
+
+@functools.cache
+def _is_of_library(file: str) -> bool:
+    modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
+    folders = [os.path.dirname(module.__file__ or "") for module in modules]
+    if file.startswith(tuple(folder + os.sep for folder in folders)) or file.startswith("<frozen"):
+        return True
+    installed = tuple(map(sysconfig.get_path, ("purelib", "platlib")))
+    return file.startswith(sysconfig.get_path("stdlib")) and not file.startswith(installed)
+
+
+def _relative(file: str) -> str:
+    below = os.getcwd() + os.sep
+    return file.removeprefix(below)
 
 
 def note_source(error: Exception, eqn: Equation) -> None:
@@ -204,14 +268,9 @@ def note_source(error: Exception, eqn: Equation) -> None:
     """
     if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
         return
-    modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
-    libraries = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in modules)
-    frames = _source_info().summarize(eqn.source_info, num_frames=64).splitlines()
-    for frame in filter(None, map(_FRAME.fullmatch, reversed(frames))):
-        if not frame["file"].startswith(libraries):
-            source = f"{frame['file']}:{frame['line']} ({frame['function']})"
-            error.add_note(f"{_NOTE} `{eqn.primitive.name}` of {source}.")
-            return
+    place = place_of(eqn)
+    if place is not None:
+        error.add_note(f"{_NOTE} `{eqn.primitive.name}` of {place}.")
 
 
 def bind(

@@ -19,11 +19,16 @@ _Call: TypeAlias = tuple[Callable[..., R], tuple[Any, ...], dict[str, Any]]
 @contextlib.contextmanager
 def marked_calls(rules: Iterable[Rule]) -> Iterator[None]:
     """Has the modules that are called in the context mark their calls, if a rule is for modules."""
+    with contextlib.nullcontext() if all(rule.is_operation for rule in rules) else _all_marked():
+        yield
+
+
+@contextlib.contextmanager
+def _all_marked() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        if not all(rule.is_operation for rule in rules):
-            for adapter in () if is_marking() else imported_adapters():
-                stack.enter_context(adapter.marked_calls())
-            stack.enter_context(marking())
+        for adapter in () if is_marking() else imported_adapters():
+            stack.enter_context(adapter.marked_calls())
+        stack.enter_context(marking())
         yield
 
 
@@ -51,18 +56,36 @@ class Marks:
         """Calls a function, for autocast to trace; modules that a rule matches mark their calls."""
         if not self.rules:
             return fn(*args, **kwargs)
-        made = (adapter.marker(self.matches) for adapter in imported_adapters())
-        markers = [marker for marker in made if marker is not None]
+        return call_marked(self.matches, fn, args, kwargs)
+
+
+def call_marked(
+    matches: Callable[[type, str], bool],
+    fn: Callable[..., R],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> R:
+    """Calls a function, which is traced, so that modules mark their calls.
+
+    Args:
+        matches: whether the calls of a module of this class and path are to be marked, of those
+            that are found in the function and its arguments. The others are marked in any case.
+        fn: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+    """
+    made = (adapter.marker(matches) for adapter in imported_adapters())
+    markers = [marker for marker in made if marker is not None]
+    for marker in markers:
+        fn, args, kwargs = _mark_call(marker.mark, (fn, args, kwargs))
+    with contextlib.ExitStack() as stack:
         for marker in markers:
-            fn, args, kwargs = _mark_call(marker.mark, (fn, args, kwargs))
-        with contextlib.ExitStack() as stack:
-            for marker in markers:
-                stack.callback(marker.unmark, None)
-            stack.enter_context(marked_calls(self.rules))
-            result = fn(*args, **kwargs)
-        for marker in markers:
-            result = marker.unmark(result)
-        return result
+            stack.callback(marker.unmark, None)
+        stack.enter_context(_all_marked())
+        result = fn(*args, **kwargs)
+    for marker in markers:
+        result = marker.unmark(result)
+    return result
 
 
 def _mark_call(mark: Callable[[Any], Any], call: _Call[R]) -> _Call[R]:

@@ -75,6 +75,10 @@ class Pure:
         """Returns the arrays of a state that the last call made anew."""
         return []
 
+    def restore(self, result: PyTree, updates: Sequence[Leaf]) -> PyTree:
+        """Updates the objects by the new arrays of a call; returns the function's result."""
+        return result
+
 
 def call(
     transform: Callable[..., tuple[Any, list[Leaf]]],
@@ -105,14 +109,26 @@ def call(
         ValueError: if a module that changes is not among the arguments, or is there but belongs to
             an outer trace.
     """
+    with split(fn, args, kwargs) as (pure, state, args, kwargs):
+        result, updates = transform(pure, state, args, kwargs)
+        return pure.restore(result, updates)
+
+
+@contextlib.contextmanager
+def split(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[Pure, list[Leaf], tuple[Any, ...], dict[str, Any]]]:
+    """Yields a function as a pure one, the state of its NNX objects, and its arguments.
+
+    The objects stay as they are unless `pure.restore` updates them. See `call`.
+    """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_whole)
     if nnx() is None or not any(map(has_objects, (fn, *leaves))):
-        return transform(Pure(fn), [], args, kwargs)[0]
+        yield Pure(fn), [], args, kwargs
+        return
     with nnx().update_context(_CONTEXT):
         pure = _Split(fn, leaves, treedef)
-        args, kwargs = treedef.unflatten(pure.arguments)
-        result, updates = transform(pure, pure.state, args, kwargs)
-        return pure.restore(result, updates)
+        yield pure, pure.state, *treedef.unflatten(pure.arguments)
 
 
 class _Split(Pure):
@@ -245,7 +261,6 @@ class _Split(Pure):
         return [state[i - exposed] for i, source in pairs if source is None and i is not None]
 
     def restore(self, result: PyTree, updates: Sequence[Leaf]) -> PyTree:
-        """Updates the objects by the new state of their copies; returns the function's result."""
         if not self.is_changed and len(self.new) == len(self.splits):
             return result
         _check_level([part.value for part in self.splits])

@@ -1,0 +1,1 @@
+"""What a program ran in which dtype; `jmpx.audit`."""

@@ -1,0 +1,179 @@
+"""The program that `audit`, `ranges` and `first_nonfinite` look at: a train step, as a jaxpr.
+
+They take a loss, and differentiate it in its first argument, or a step that computes its gradients
+itself, which the names that JAX gives to a backward pass tell.
+"""
+
+import dataclasses
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmpx import _jaxpr
+from jmpx._adapters import Met, inherited_policy, listening
+from jmpx._jaxpr import Jaxpr
+from jmpx._leaves import is_floating, is_traceable
+from jmpx._modules import call_marked
+from jmpx._stateful import Pure, split
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A function as what JAX runs of it.
+
+    Attributes:
+        name: the name of the function.
+        jaxpr: the closed jaxpr, in whose scopes modules have marks.
+        arrays: the arrays among the arguments, in the order of the jaxpr's inputs; abstract where
+            only shapes were given.
+        names: the names of these inputs, such as `params['w']`.
+        is_differentiated: whether the gradient in the first argument was added to a loss.
+        has_backward: whether there is a backward pass at all.
+        policies: the policies that held in the modules that an adapter ran, by the modules' paths.
+    """
+
+    name: str
+    jaxpr: Jaxpr
+    arrays: Sequence[Any]
+    names: Sequence[str]
+    is_differentiated: bool
+    has_backward: bool
+    policies: dict[str, str]
+
+
+def traced_program(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> Program:
+    """Traces a function, and its gradient if it is a loss. No array is computed.
+
+    Args:
+        fn: a loss: it returns a floating scalar, or a tuple whose first element is one. Or a step
+            that computes its gradients itself. Any other function is looked at as it is.
+        args: its arguments: pytrees with arrays or `jax.ShapeDtypeStruct`s, modules among them.
+        kwargs: its keyword arguments.
+
+    Raises:
+        TypeError: if `fn` is not callable.
+        ValueError: if `fn` is a loss without a floating array in its first argument.
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"Expected a loss or a train step to look at, got {fn!r}: pass the function itself, "
+            "and its arguments to what comes back."
+        )
+    call = functools.partial(split, _marked, (fn, *args), kwargs or {})
+    with listening() as sessions, call() as (pure, state, (fn, *args), kwargs):
+        run = functools.partial(_run, pure, state)
+        traced = _trace(run, (fn, *args), kwargs)
+        has_backward = _has_backward(traced.jaxpr)
+        is_loss = _returns_loss(traced) and not has_backward
+        if is_loss:
+            traced = _trace_gradient(run, (fn, *args), kwargs)
+        met = [met for session in sessions for met in session.met]
+    return Program(
+        getattr(fn, "__name__", type(fn).__name__),
+        traced.jaxpr,
+        traced.arrays,
+        _names(fn, args, kwargs),
+        is_differentiated=is_loss,
+        has_backward=is_loss or has_backward,
+        policies=dict(map(_policy_of, met)),
+    )
+
+
+def _marked(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function, whose modules mark their calls."""
+    return call_marked(lambda cls, path: True, fn, args, kwargs)
+
+
+def _run(pure: Pure, state: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns the result of a function of NNX objects, and drops their new state."""
+    return pure(state, *args, **kwargs)[0]
+
+
+def _is_array(leaf: object) -> bool:
+    return is_traceable(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> _jaxpr.Traced:
+    return _jaxpr.trace(fn, args, kwargs, _is_array)
+
+
+def _returns_loss(traced: _jaxpr.Traced) -> bool:
+    """Whether a function returns a loss: a floating scalar, alone or before auxiliary results."""
+    avals = traced.jaxpr.out_avals
+    if not avals or avals[0].shape or not jnp.issubdtype(avals[0].dtype, jnp.floating):
+        return False
+    result = traced.rebuild(range(len(avals)))
+    return result == 0 or (isinstance(result, tuple) and len(result) > 0 and result[0] == 0)
+
+
+def _trace_gradient(fn: Callable[..., Any], args: Any, kwargs: Any) -> _jaxpr.Traced:
+    """Traces the value and the gradient of a loss in the floating arrays of the first argument.
+
+    The loss itself stands before its arguments.
+    """
+    leaves, treedef = jax.tree.flatten(args[1:2])
+    indices = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
+    if not indices:
+        raise ValueError(
+            "Expected a loss to differentiate in its first argument, got one without a floating "
+            "array in it: pass the parameters first."
+        )
+
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        given = treedef.flatten_up_to(args[1:2])
+
+        def loss(params: list[Any]) -> Any:
+            leaves = list(given)
+            for i, param in zip(indices, params, strict=True):
+                leaves[i] = param
+            result = fn(args[0], *treedef.unflatten(leaves), *args[2:], **kwargs)
+            first, aux = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
+            return first, [leaf for leaf in jax.tree.leaves(aux) if is_traceable(leaf)]
+
+        return jax.value_and_grad(loss, has_aux=True)([given[i] for i in indices])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The first trace has given each warning.
+        return _trace(gradient, args, kwargs)
+
+
+def _has_backward(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr holds the backward pass of a gradient."""
+    stacks = (str(eqn.source_info.name_stack) for eqn in jaxpr.eqns)
+    if any("transpose(" in stack for stack in stacks):
+        return True
+    inner = (each for eqn in jaxpr.eqns for each in _jaxpr.inner_jaxprs(eqn.params))
+    return any(map(_has_backward, inner))
+
+
+def _names(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """Returns the names of the arrays in a function and its arguments, as `params['w']`."""
+    try:
+        arguments = dict(inspect.signature(fn).bind_partial(*args).arguments)
+    except (TypeError, ValueError):  # a function of C, or one that JAX would refuse
+        arguments = {}
+    names = [name for name, value in arguments.items() if any(value is arg for arg in args)]
+    names += [f"args[{i}]" for i in range(len(names), len(args))]
+    names = [getattr(fn, "__name__", "fn"), *names, *kwargs]
+    trees = zip(names, [fn, *args, *kwargs.values()], strict=True)
+    return [
+        name + jax.tree_util.keystr(path)
+        for name, tree in trees
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if _is_array(leaf)
+    ]
+
+
+def _policy_of(met: Met) -> tuple[str, str]:
+    """Returns the path of a module, and the policy under which it ran."""
+    policy = met.boundary
+    if policy is None and met.surrounding is not None:
+        policy = inherited_policy(met.surrounding)
+    return met.module.path, "" if policy is None else str(policy)
