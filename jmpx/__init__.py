@@ -72,8 +72,12 @@ if TYPE_CHECKING:
         check_progress as check_progress,
         nonfinite as nonfinite,
     )
+    from jmpx._audit.api import audit as audit
+    from jmpx._audit.report import Report as Report
 else:
     _LATER = {
+        "_audit.api": ("audit",),
+        "_audit.report": ("Report",),
         "_autocast": ("Autocast", "autocast", "save_low_precision"),
         "_function_casts": ("cast_function", "force_full_precision"),
         "_gather": ("gather",),
@@ -119,11 +123,13 @@ __all__ = (
     "NonfiniteCounts",
     "Policy",
     "PolicyMap",
+    "Report",
     "Rule",
     "SkipNonfiniteState",
     "StaticLossScale",
     "ValueAndGradients",
     "all_finite",
+    "audit",
     "autocast",
     "cast_function",
     "cast_to_bfloat16",
