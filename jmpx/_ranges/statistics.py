@@ -110,6 +110,12 @@ def add_counts(total: Array, counts: Array) -> Array:
     return jnp.stack([low, high], -1)
 
 
+def add_totals(a: Array, b: Array) -> Array:
+    """Returns the sum of two results of `add_counts`."""
+    total = add_counts(a, b[..., 0])
+    return total.at[..., 1].add(b[..., 1])
+
+
 def as_integers(total: jax.Array | np.ndarray) -> np.ndarray:
     """Returns the sums of `add_counts` as integers of 64 bits."""
     pairs = np.asarray(total).astype(np.int64)
