@@ -40,6 +40,8 @@ from jmpx._tree import all_finite as all_finite, select_tree as select_tree
 # Training and autocast are most of the code. Their first use imports them, so that `import jmpx` is
 # fast.
 if TYPE_CHECKING:
+    from jmpx._audit.api import audit as audit
+    from jmpx._audit.report import Report as Report
     from jmpx._autocast import (
         Autocast as Autocast,
         autocast as autocast,
@@ -72,8 +74,6 @@ if TYPE_CHECKING:
         check_progress as check_progress,
         nonfinite as nonfinite,
     )
-    from jmpx._audit.api import audit as audit
-    from jmpx._audit.report import Report as Report
 else:
     _LATER = {
         "_audit.api": ("audit",),

@@ -247,6 +247,19 @@ def place_of(eqn: Equation, called: str = "") -> Place | None:
     return None
 
 
+def call_of(eqn: Equation) -> object:
+    """Returns an object that tells apart the calls in the user's code that traced equations.
+
+    Two operations of one call, such as a promotion and the multiplication that it is for, have
+    equal ones; two calls on one line have not. None if no frame is of the user.
+    """
+    traceback = eqn.source_info.traceback
+    for code, at in () if traceback is None else zip(*traceback.raw_frames(), strict=True):
+        if not _is_of_library(code.co_filename):
+            return code, at
+    return None
+
+
 @functools.cache
 def _is_of_library(file: str) -> bool:
     modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]

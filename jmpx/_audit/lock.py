@@ -120,9 +120,12 @@ def _without(dtypes: dict[str, str], others: dict[str, str]) -> dict[str, str]:
     return {name: dtypes[name] for name in sorted(dtypes) if name not in others}
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Returns a key that sorts `blocks/2` before `blocks/10`."""
-    return [(int(digits or 0), other) for other, digits in re.findall(r"(\D*)(\d*)", name)]
+def _natural(name: str) -> list[list[tuple[str, int]]]:
+    """Returns a key that sorts `blocks/2` before `blocks/10`, and a scope before those in it."""
+    return [
+        [(other, int(digits or 0)) for other, digits in re.findall(r"(\D*)(\d*)", part)]
+        for part in name.split("/")
+    ]
 
 
 def _read(path: str | os.PathLike[str]) -> _Rows:

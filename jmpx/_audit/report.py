@@ -20,8 +20,8 @@ class Report:
 
     Attributes:
         title: the name of the function.
-        is_step: whether the function is a training step that contains its gradient; False for a
-            loss, which the audit differentiated in its first argument.
+        is_step: whether the function was looked at as it is, such as a training step that contains
+            its gradient; False for a loss, which the audit differentiated in its first argument.
         platform: the platform that was asked about, such as `"tpu"`; None if none was.
         products: the matrix products and convolutions by operand dtypes.
         other_flops: the floating-point operations of everything else.
