@@ -75,6 +75,7 @@ if TYPE_CHECKING:
         check_progress as check_progress,
         nonfinite as nonfinite,
     )
+    from jmpx._wire import Wire as Wire, wire as wire
 else:
     _LATER = {
         "_audit.api": ("audit",),
@@ -94,6 +95,7 @@ else:
         "_mixed_precision": ("MixedPrecision", "get_mixed_precision"),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
         "_progress": ("NonfiniteCounts", "check_progress", "nonfinite"),
+        "_wire": ("Wire", "wire"),
     }
 
     def __getattr__(name):
@@ -131,6 +133,7 @@ __all__ = (
     "SkipNonfiniteState",
     "StaticLossScale",
     "ValueAndGradients",
+    "Wire",
     "all_finite",
     "audit",
     "autocast",
@@ -165,4 +168,5 @@ __all__ = (
     "select_tree",
     "set_policy",
     "skip_nonfinite",
+    "wire",
 )

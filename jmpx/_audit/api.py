@@ -73,7 +73,7 @@ def report_of(program: Program, options: Options) -> Report:
     graph = Graph(program)
     return Report(
         title=program.name,
-        is_step=program.has_backward and not program.is_differentiated,
+        is_step=not program.is_differentiated,
         platform=options.platform,
         products=summary.products(graph),
         other_flops=summary.other_flops(graph),

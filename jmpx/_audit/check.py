@@ -38,6 +38,11 @@ def check_report(
 
 
 def _allowed(allow: str | Iterable[str]) -> set[str]:
+    if not isinstance(allow, Iterable):
+        raise TypeError(
+            f"Expected allow= to be names of findings, got {describe(allow)}: pass for example "
+            "allow=('low-exp',)."
+        )
     names = {allow} if isinstance(allow, str) else set(allow)
     for name in names:
         if name not in FINDING_NAMES:

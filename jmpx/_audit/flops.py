@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jmpx._audit.graph import Node
 from jmpx._autocast.products import PRODUCTS
 from jmpx._jaxpr import Equation, operation_name
 
@@ -57,9 +58,27 @@ _BY_FLOPS = {
 _PER_ELEMENT = {name: flops for flops, names in _BY_FLOPS.items() for name in names.split()}
 
 
-def flops_of(eqn: Equation) -> int:
-    """Returns the FLOPs of one run of an equation; 0 if `is_counted` is false."""
-    name = operation_name(eqn.primitive.name)
+def flops(node: Node) -> int:
+    """Returns the FLOPs of all runs of a node: as many as the lengths of the scans around it say.
+
+    In a while loop they are those of one trip, and in a `shard_map` those of one device.
+    """
+    return 0 if node.is_structure else node.times * flops_of(node.eqn, node.name)
+
+
+def is_product(node: Node) -> bool:
+    """Whether a node is a matrix product or a convolution."""
+    return node.name in PRODUCTS
+
+
+def flops_of(eqn: Equation, name: str = "") -> int:
+    """Returns the FLOPs of one run of an equation; 0 if `is_counted` is false.
+
+    Args:
+        eqn: the equation.
+        name: the name of its operation, if that is known.
+    """
+    name = name or operation_name(eqn.primitive.name)
     per_element = _PER_ELEMENT.get(name)
     if per_element == 0:
         return 0
@@ -69,15 +88,9 @@ def flops_of(eqn: Equation) -> int:
     return per_element * sum(math.prod(var.aval.shape) for var in eqn.outvars)
 
 
-def is_counted(eqn: Equation) -> bool:
-    """Whether the FLOPs of an equation are known: not those of a kernel in another language."""
-    name = operation_name(eqn.primitive.name)
+def is_counted(name: str) -> bool:
+    """Whether the FLOPs of an operation are known: not those of a kernel in another language."""
     return name in _PER_ELEMENT or name in _COUNTS
-
-
-def is_product(eqn: Equation) -> bool:
-    """Whether an equation is a matrix product or a convolution."""
-    return operation_name(eqn.primitive.name) in PRODUCTS
 
 
 def _shapes(eqn: Equation) -> tuple[Shape, Shape]:

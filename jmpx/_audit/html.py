@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _FINDINGS = 8  # these are open; the others unfold
 _GRAY, _BLUE = "rgba(128,128,128,0.2)", "rgba(66,133,244,0.4)"
-_COLORS = dict(zip(SEVERITIES, ("#d93025", "#b06000", "#5f6368"), strict=True))
+_COLORS: dict[str, str] = dict(zip(SEVERITIES, ("#d93025", "#b06000", "#5f6368"), strict=True))
 _MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:0.92em"
 _LEFT, _RIGHT = "text-align:left", "text-align:right"
 _CELL = "padding:2px 0.5em 2px 0;white-space:nowrap;border:0"

@@ -50,9 +50,9 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         locked, found = " and ".join(self.locked) or "nothing", " and ".join(self.found)
-        what = f"{self.operation} of {self.scope or _OUTERMOST}"
         place = f"{self.place}: " if self.place else ""
-        return f"{place}{what}: locked {locked}, now {found or 'nothing'}"
+        row = f"{self.scope or _OUTERMOST}: {self.operation}"
+        return f"{place}{row}: locked {locked}, now {found or 'nothing'}"
 
 
 def write(entries: Iterable[Entry], path: str | os.PathLike[str]) -> None:
@@ -94,6 +94,25 @@ def differences(entries: Iterable[Entry], path: str | os.PathLike[str]) -> tuple
     )
 
 
+def check(entries: Iterable[Entry], path: str | os.PathLike[str], title: str) -> None:
+    """Raises if a program differs from a lock file.
+
+    Args:
+        entries: what the program has.
+        path: the lock file.
+        title: the name of the program.
+
+    Raises:
+        AssertionError: if it differs; the message has a line for each difference.
+        ValueError: if it is no lock file, or a damaged one.
+        OSError: if it cannot be read.
+    """
+    found = differences(entries, path)
+    if found:
+        lines = "\n".join(map(str, found))
+        raise AssertionError(f"{title} differs from its lock {os.fspath(path)!r}.\n\n{lines}")
+
+
 def text(entries: Iterable[Entry]) -> str:
     """Returns the content of a lock file."""
     lines, scope = [_FIRST, *_ABOUT.splitlines()], None
@@ -120,9 +139,12 @@ def _without(dtypes: dict[str, str], others: dict[str, str]) -> dict[str, str]:
     return {name: dtypes[name] for name in sorted(dtypes) if name not in others}
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Returns a key that sorts `blocks/2` before `blocks/10`."""
-    return [(int(digits or 0), other) for other, digits in re.findall(r"(\D*)(\d*)", name)]
+def _natural(name: str) -> list[list[tuple[str, int]]]:
+    """Returns a key that sorts `blocks/2` before `blocks/10`, and a scope before those in it."""
+    return [
+        [(other, int(digits or 0)) for other, digits in re.findall(r"(\D*)(\d*)", part)]
+        for part in name.split("/")
+    ]
 
 
 def _read(path: str | os.PathLike[str]) -> _Rows:

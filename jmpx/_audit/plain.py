@@ -3,6 +3,8 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from jmpx._leaves import is_int
+
 if TYPE_CHECKING:
     from jmpx._audit.report import Report
 
@@ -20,4 +22,6 @@ def _plain(value: Any) -> Any:
         return _plain(value._asdict())
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [_plain(inner) for inner in value]
+    return int(value) if is_int(value) else value  # NumPy's numbers are no numbers to json.dumps
