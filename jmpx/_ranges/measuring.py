@@ -170,9 +170,7 @@ class _State:
             counts: the count in each bin, or None.
         """
         known = self.found.get(node)
-        self.found[node] = (
-            extremes if known is None else statistics.merge_extremes(known, extremes)
-        )
+        self.found[node] = extremes if known is None else statistics.merge_extremes(known, extremes)
         if counts is not None:
             total = self.counts.get(row)
             if total is None:

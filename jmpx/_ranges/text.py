@@ -53,8 +53,11 @@ def _title(ranges: "Ranges") -> str:
     what = ranges.title + ("" if ranges.is_step or not ranges.gradients else " and its gradient")
     counts = f"{len(scopes)} scope{'s' if len(scopes) != 1 else ''}"
     if _has_counts(ranges):
-        sizes = sum(each.size for kind in (ranges.activations, ranges.gradients)
-                    for each in _histograms(kind))
+        sizes = sum(
+            each.size
+            for kind in (ranges.activations, ranges.gradients)
+            for each in _histograms(kind)
+        )
         counts += f", {sizes:,} numbers"
     return f"Ranges of {what} in float32: {counts}"
 
@@ -98,8 +101,13 @@ def _scope_lines(ranges: "Ranges", scale: float, width: int, is_full: bool) -> l
     rows = [head if _has_counts(ranges) else ["", "activations", "", "gradients", "", ""]]
     for scope in shown:
         a, g = forward.get(scope), backward.get(scope)
-        rows.append([scope or "(no scope)", *_cells(a, 1.0, ("overflowing",)),
-                     *_cells(g, scale, ("lost", "overflowing"))])
+        rows.append(
+            [
+                scope or "(no scope)",
+                *_cells(a, 1.0, ("overflowing",)),
+                *_cells(g, scale, ("lost", "overflowing")),
+            ]
+        )
     tables = _aligned([["", *row[1:]] for row in rows], "<><><>" if False else "<<><>>")
     room = width - max(map(len, tables))
     lines = ["By scope, the magnitudes and what float16 does not hold:"]
