@@ -59,6 +59,15 @@ def title(report: "Report") -> str:
     return f"Audit of {report.title}{gradient}{f' on {report.platform}' if report.platform else ''}"
 
 
+def summary_line(report: "Report") -> str:
+    """Returns a report in one line: the largest share of products, and how many findings."""
+    products = shares(report)[0].rows
+    parts = [f"{flop_text(products[0].whole)} of products" if products else "no products"]
+    parts += [f"{share_text(row.part, row.whole)} {row.label}" for row in products[:1]]
+    parts.append(severities(alike_findings(report.findings)) or "no findings")
+    return f"Report of {report.title}: {', '.join(parts)}"
+
+
 def _columns(width: int | None) -> int:
     if width is None:
         # A terminal may say that it has no columns.
