@@ -185,8 +185,13 @@ def finding_text(finding: Finding, width: int) -> str:
     ]
     if finding.rule:
         rule = indent + finding.rule
-        lines.append(rule if _RULE.match(finding.rule) else _wrapped(rule, width))
+        lines.append(rule if is_rule(finding) else _wrapped(rule, width))
     return "\n".join(lines)
+
+
+def is_rule(finding: Finding) -> bool:
+    """Whether a finding has a rule of a policy map to copy, and not advice in words."""
+    return _RULE.match(finding.rule) is not None
 
 
 def facts(finding: Finding) -> list[str]:
