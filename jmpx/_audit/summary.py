@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jmpx._audit.data import Cast, Products, Scope
-from jmpx._audit.flops import flops, is_product
+from jmpx._audit.flops import flops, is_counted, is_product
 from jmpx._audit.graph import Graph, Node
 from jmpx._leaves import is_floating_dtype
 from jmpx._places import where
@@ -33,6 +33,12 @@ def products(graph: Graph) -> tuple[Products, ...]:
 def other_flops(graph: Graph) -> int:
     """Returns the FLOPs of all that is no product, every branch of a `cond` included."""
     return sum(flops(node) for node in graph.nodes if not is_product(node))
+
+
+def uncounted(graph: Graph) -> tuple[str, ...]:
+    """Returns the names of operations whose FLOPs nobody knows, such as `pallas_call`."""
+    names = (node.name for node in graph.nodes if not node.is_structure)
+    return tuple(dict.fromkeys(name for name in names if not is_counted(name)))
 
 
 def saved(graph: Graph) -> dict[str, int]:

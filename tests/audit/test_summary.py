@@ -107,6 +107,18 @@ def test_products_and_other_work_are_what_xla_counts(rng):
     assert found == pytest.approx(xla_flops(jax.value_and_grad(model.loss), *args), rel=0.003)
 
 
+def test_operations_of_unknown_cost_are_named(rng):
+    def fn(x):
+        return jnp.linalg.eigh(x)[1] @ jax.pure_callback(np.sin, x, jnp.exp(x)), jnp.cumsum(x)
+
+    graph = graph_of(fn, W)
+    assert summary.uncounted(graph) == ("eigh", "pure_callback")
+    assert summary.products(graph)[0].flops == PRODUCT
+    model = Transformer(layers=1, width=16, hidden=32, heads=2)
+    for loss in (model.loss, jmpx.autocast(model.loss)):
+        assert summary.uncounted(graph_of(loss, *arguments(model, rng, 2, 8))) == ()
+
+
 # What is saved for the backward pass.
 
 
