@@ -40,6 +40,8 @@ from jmpx._tree import all_finite as all_finite, select_tree as select_tree
 # Training and autocast are most of the code. Their first use imports them, so that `import jmpx` is
 # fast.
 if TYPE_CHECKING:
+    from jmpx._audit.api import audit as audit
+    from jmpx._audit.report import Report as Report
     from jmpx._autocast import (
         Autocast as Autocast,
         autocast as autocast,
@@ -75,6 +77,8 @@ if TYPE_CHECKING:
     from jmpx._wire import Wire as Wire, wire as wire
 else:
     _LATER = {
+        "_audit.api": ("audit",),
+        "_audit.report": ("Report",),
         "_autocast": ("Autocast", "autocast", "save_low_precision"),
         "_function_casts": ("cast_function", "force_full_precision"),
         "_gather": ("gather",),
@@ -121,12 +125,14 @@ __all__ = (
     "NonfiniteCounts",
     "Policy",
     "PolicyMap",
+    "Report",
     "Rule",
     "SkipNonfiniteState",
     "StaticLossScale",
     "ValueAndGradients",
     "Wire",
     "all_finite",
+    "audit",
     "autocast",
     "cast_function",
     "cast_to_bfloat16",

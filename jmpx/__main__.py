@@ -1,46 +1,71 @@
-"""Prints what a policy string means, and which of its rules each module of a model has.
+"""Prints what a policy string means, and what of a program runs in which dtype.
 
-    python -m jmpx "c=bf16,o=f32; BatchNorm: full; */router: c=f32,m=highest"
-    python -m jmpx --model pkg.module:make "c=bf16,o=f32; BatchNorm: full | dynamic, init=2**15"
+    python -m jmpx explain "c=bf16,o=f32; BatchNorm: full; */router: c=f32,m=highest"
+    python -m jmpx explain --model pkg.module:make "c=bf16,o=f32; BatchNorm: full | dynamic"
+    python -m jmpx audit pkg.module:make --platform tpu --lock precision.lock
+    python -m jmpx ranges pkg.module:make --dtype float16 --plot ranges.png
+    python -m jmpx first-nonfinite examples/haiku/train.py:make -- --mp_policy=c=f16
 
-The string is a policy or a policy map and, after a bar, a loss scale; without one, the policy map
-decides, as with the loss scale `auto`.
+`explain`, a word that may be left out, takes a policy or a policy map and, after a bar, a loss
+scale; without one, the policy map decides, as with the loss scale `auto`. `make` of `--model`
+returns a module of Equinox or NNX; or a pair of a Linen module or a Haiku transformed function,
+whose `init` is traced, and a tuple of its arguments; or a pair of any other function and its
+arguments, such as `lambda x: model.init(key, x, train=False)`. A function that calls no module of
+these frameworks is traced under autocast. No array is computed.
 
-`make` is a function without arguments. It returns a module of Equinox or NNX; or a pair of a Linen
-module or a Haiku transformed function, whose `init` is traced, and a tuple of its arguments; or a
-pair of any other function and its arguments, such as `lambda x: model.init(key, x, train=False)`.
-A function that calls no module of these frameworks is traced under autocast. No array is computed.
+The other commands look at a program: a loss, which they differentiate in its first argument, or a
+training step. `make` returns a pair of it and the tuple of its arguments, which for `audit` may be
+shapes. What follows `--` are flags of the program itself.
+
+The exit code is 1 if the program differs from a lock file or makes an inf or NaN, and 2 after a
+line that says what went wrong.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import NoReturn
 
-from jmpx._loss_scale import LossScale, NoOpLossScale
-from jmpx._mixed_precision import get_mixed_precision
-from jmpx._policy import ATTRIBUTES, Policy, given_fields
-from jmpx._policy_map import PolicyMap
-from jmpx._rules import Rule
+from jmpx._explain import explain
+from jmpx._messages import did_you_mean
 
-if TYPE_CHECKING:
-    from jmpx._models import Report
-
-_Row: TypeAlias = tuple[tuple[str, ...], dict[str, str]]
+_COMMANDS = {
+    "explain": "what a policy string means, and which of its rules each module of a model has",
+    "audit": "what of a program runs in which dtype, and what leaked",
+    "ranges": "which magnitudes a program has, and what a 16-bit dtype would lose",
+    "first-nonfinite": "the first operation of a program that makes an inf or NaN",
+}
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints one line, and ends the program with the code 2."""
-        self.exit(2, f"{message}; {self.format_usage()}")
+        self.exit(2, f"{message}; {' '.join(self.format_usage().split())}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> _Parser:
     parser = _Parser(
         prog="python -m jmpx",
-        usage='python -m jmpx [--model MODULE:FUNCTION] "c=bf16,o=f32; BatchNorm: full"',
-        description=(__doc__ or "").partition("\n")[0],
+        usage="python -m jmpx explain|audit|ranges|first-nonfinite ...",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    subparsers = parser.add_subparsers(
+        dest="command", title="commands", metavar="", prog="python -m jmpx"
+    )
+    commands = {
+        name: subparsers.add_parser(name, help=text, description=f"Prints {text}.")
+        for name, text in _COMMANDS.items()
+    }
+    _add_explain(commands["explain"])
+    for name in ("audit", "ranges", "first-nonfinite"):
+        _add_target(commands[name])
+    _add_audit(commands["audit"])
+    _add_ranges(commands["ranges"])
+    return parser
+
+
+def _add_explain(parser: _Parser) -> None:
+    parser.usage = 'python -m jmpx [explain] [--model MODULE:FUNCTION] "c=bf16; BatchNorm: full"'
     parser.add_argument(
         "precision",
         metavar="POLICY",
@@ -53,66 +78,40 @@ def _parser() -> argparse.ArgumentParser:
         "what is traced and a tuple of its arguments: a Linen module, a Haiku transformed "
         "function, or any other function",
     )
-    return parser
 
 
-def table(policy_map: PolicyMap) -> str:
-    """Returns a table of what each rule of a policy map sets or inherits."""
-    default, rules = policy_map.default, policy_map.rules
-    rows = [(("default",), given_fields(default))]
-    rows += [((rule.label,), _fields_of(rule, default)) for rule in rules]
-    has_matmul = any("matmul" in fields for _, fields in rows)
-    for (_, fields), rule in zip(rows, (None, *rules), strict=True):
-        if has_matmul and not (rule and rule.is_operation):
-            fields.setdefault("matmul", "- *" if rule else "-")
-    lines = _aligned(("",), rows)
-    if any("*" in value for _, fields in rows for value in fields.values()):
-        inherited = "the compute dtype, or matmul," if has_matmul else "the compute dtype"
-        lines.append(f"* {inherited} of what surrounds the call: here, of the default")
-    if any(rule.optional for rule in rules):
-        lines.append("? no warning where the rule matches nothing")
-    return "\n".join(lines)
+def _add_target(parser: _Parser) -> None:
+    parser.usage = f"{parser.prog} MODULE:FUNCTION [options] [-- FLAGS OF THE PROGRAM]"
+    parser.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns a pair of a loss or a training step and "
+        "the tuple of its arguments; the module may be the path of a .py file",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _fields_of(rule: Rule, default: Policy) -> dict[str, str]:
-    """Returns what holds where a rule matches, with a star where it is inherited from a call."""
-    fields = given_fields(rule.resolve(default, default))
-    inherited = {key for key in ("compute", "output", "matmul") if getattr(rule, key) is None}
-    if rule.is_operation:  # it has no more than the rule says
-        return {key: fields[key] for key in ("compute", "matmul") if key not in inherited}
-    return {key: f"{value} *" if key in inherited else value for key, value in fields.items()}
+def _add_audit(parser: _Parser) -> None:
+    parser.add_argument(
+        "--lock",
+        metavar="PATH",
+        help="a file of the dtypes that the program is to have: written if it is not there, else "
+        "compared with those that it has; the exit code is 1 if they differ",
+    )
+    parser.add_argument(
+        "--platform",
+        choices=("cpu", "cuda", "tpu"),
+        help="also find what this hardware multiplies in a lower precision than its dtype",
+    )
 
 
-def _loss_scale_line(text: str, loss_scale: LossScale) -> str:
-    """Returns the line that shows the loss scale, and why, if the policy map decided on it."""
-    line = f"loss scale: {loss_scale}"
-    if text.partition("|")[2].partition(",")[0].strip().lower() not in ("", "auto"):
-        return line
-    which = "no policy computes" if isinstance(loss_scale, NoOpLossScale) else "a policy computes"
-    return f"{line} (auto: {which} in float16)"
-
-
-def _aligned(header: tuple[str, ...], rows: Sequence[_Row]) -> list[str]:
-    """Returns the lines of a table.
-
-    Args:
-        header: the names of the first columns.
-        rows: the first cells of each row, and what it sets, by the keys of policy strings. A column
-            that no row sets is left out.
-    """
-    keys = [key for key in ATTRIBUTES if any(key in fields for _, fields in rows)]
-    cells = [(*header, *keys)]
-    cells += [(*labels, *(fields.get(key, "") for key in keys)) for labels, fields in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-
-
-def _lines_of(report: "Report") -> Iterator[str]:
-    """Yields the lines that tell which rule each module of a model has."""
-    for table in report.tables:
-        yield from ("", table.title, *_aligned(table.header, table.rows))
-    if report.notes:
-        yield from ("", *report.notes)
+def _add_ranges(parser: _Parser) -> None:
+    parser.add_argument(
+        "--dtype",
+        metavar="DTYPE",
+        help="also print the policy map that keeps in float32 what overflows in it: float16",
+    )
+    parser.add_argument("--plot", metavar="PATH", help="draw the histogram of exponents")
 
 
 def main(arguments: list[str]) -> int:
@@ -121,20 +120,47 @@ def main(arguments: list[str]) -> int:
     Raises:
         SystemExit: after the help, and after a line about wrong usage.
     """
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    arguments, program_flags = _with_command(parser, arguments)
+    given = parser.parse_args(arguments)
     try:
-        precision = get_mixed_precision(given.precision)
-        policy_map = precision.policy_map
-        lines = [table(policy_map), _loss_scale_line(given.precision, precision.loss_scale)]
-        if given.model is not None:
-            from jmpx._models import load, report  # here, because it needs most of jmpx
-
-            lines += _lines_of(report(policy_map, load(given.model)))
-    except ValueError as error:
-        print(error, file=sys.stderr)
+        if given.command == "explain":
+            print(*explain(given.precision, given.model), sep="\n")
+            return 0
+        return _look_at_program(given, program_flags)
+    except (ValueError, OSError) as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
         return 2
-    print(*lines, sep="\n")
-    return 0
+
+
+def _with_command(parser: _Parser, arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the arguments of jmpx, which begin with a command, and the flags of the program."""
+    if not arguments:
+        parser.error(f"expected one of {', '.join(_COMMANDS)}, or a policy")
+    first = arguments[0]
+    if first in ("-h", "--help"):
+        return arguments, []
+    if first not in _COMMANDS:
+        near = did_you_mean(first, [*_COMMANDS])
+        if len(arguments) > 1 and near != ".":
+            parser.error(f"unknown command {first!r}{near.rstrip('.')}")
+        arguments = ["explain", *arguments]
+    if arguments[0] == "explain" or "--" not in arguments:
+        return arguments, []
+    end = arguments.index("--")
+    return arguments[:end], arguments[end + 1 :]
+
+
+def _look_at_program(given: argparse.Namespace, program_flags: list[str]) -> int:
+    """Runs a command that looks at a program, and returns the exit code."""
+    from jmpx import _commands  # here, because it needs most of jmpx
+
+    target = _commands.Target(given.command, given.target, program_flags)
+    if given.command == "audit":
+        return _commands.audit(target, given.platform, given.json, given.lock)
+    if given.command == "ranges":
+        return _commands.ranges(target, given.dtype, given.json, given.plot)
+    return _commands.first_nonfinite(target, given.json)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jmpx._jaxpr import Place, is_of_library, relative
+from jmpx._jaxpr import Place, is_of_library
 
 KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -80,5 +80,5 @@ def place_of_frames(frames: Iterable[tuple[str, int, str]]) -> Place | None:
     """Returns the innermost place that is no library's, of files, lines and functions."""
     for file, line, function in frames:
         if not is_of_library(file):
-            return Place(relative(file), line, function.rpartition(".")[2])
+            return Place(file, line, function.rpartition(".")[2])
     return None

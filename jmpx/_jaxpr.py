@@ -206,7 +206,7 @@ class Place(NamedTuple):
     """A line of the user's code.
 
     Attributes:
-        file: the path of the file; relative to the working directory if it is inside of it.
+        file: the path of the file.
         line: the number of the line.
         function: the name of the function that the line is in.
     """
@@ -216,8 +216,9 @@ class Place(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        """Returns for example `model.py:12 (apply)`."""
-        return f"{self.file}:{self.line} ({self.function})"
+        """Returns for example `model.py:12 (apply)`, relative to the working directory."""
+        file = self.file.removeprefix(os.getcwd() + os.sep)
+        return f"{file}:{self.line} ({self.function})"
 
 
 _LIBRARIES = ("jax", "jaxlib", "jmpx", "flax", "haiku", "equinox", "jaxtyping", "optax", "chex")
@@ -240,9 +241,22 @@ def place_of(eqn: Equation, called: str = "") -> Place | None:
     for frame in () if traceback is None else traceback.frames:
         name = frame.function_name.rpartition(".")[2]
         if not is_of_library(frame.file_name):
-            return Place(relative(frame.file_name), frame.line_num, name)
+            return Place(frame.file_name, frame.line_num, name)
         if called and name == called:
             return None
+    return None
+
+
+def call_of(eqn: Equation) -> object:
+    """Returns an object that tells apart the calls in the user's code that traced equations.
+
+    Two operations of one call, such as a promotion and the multiplication that it is for, have
+    equal ones; two calls on one line have not. None if no frame is of the user.
+    """
+    traceback = eqn.source_info.traceback
+    for code, at in () if traceback is None else zip(*traceback.raw_frames(), strict=True):
+        if not is_of_library(code.co_filename):
+            return code, at
     return None
 
 
@@ -257,12 +271,6 @@ def is_of_library(file: str) -> bool:
     return file.startswith(sysconfig.get_path("stdlib")) and not file.startswith(installed)
 
 
-def relative(file: str) -> str:
-    """Returns the path of a file, relative to the working directory if it lies below that."""
-    below = os.getcwd() + os.sep
-    return file.removeprefix(below)
-
-
 def note_source(error: Exception, eqn: Equation) -> None:
     """Adds a note to an error of an equation: the line of the user's code that it is from.
 
@@ -272,7 +280,8 @@ def note_source(error: Exception, eqn: Equation) -> None:
         return
     place = place_of(eqn)
     if place is not None:
-        error.add_note(f"{_NOTE} `{eqn.primitive.name}` of {place}.")
+        source = f"{place.file}:{place.line} ({place.function})"
+        error.add_note(f"{_NOTE} `{eqn.primitive.name}` of {source}.")
 
 
 def bind(

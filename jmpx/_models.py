@@ -5,12 +5,8 @@ Nothing is computed: models are viewed and functions are traced with abstract ar
 
 import contextlib
 import functools
-import importlib
-import os
 import re
 import sys
-import sysconfig
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -27,13 +23,13 @@ from jmpx._autocast.value import Value
 from jmpx._leaves import is_floating_dtype, is_traceable
 from jmpx._marks import Module
 from jmpx._matmul import matmul_of
-from jmpx._messages import did_you_mean
 from jmpx._policy import Policy, given_fields
 from jmpx._policy_map import PolicyMap, warn_unused
 from jmpx._registry import policy_of
 from jmpx._scopes import FULL_PRECISION
+from jmpx._targets import attempt
 
-_RETURNS = (
+RETURNS = (
     "a module of Equinox or NNX, or a pair of a function, a Linen module or a Haiku transformed "
     "function and the tuple of its arguments"
 )
@@ -81,53 +77,6 @@ class Report(NamedTuple):
     notes: list[str]
 
 
-def load(target: str) -> Any:
-    """Returns what the function that `pkg.module:make` names returns.
-
-    Raises:
-        ValueError: if it cannot be imported, or fails. One sentence says so.
-    """
-    name, _, attribute = target.partition(":")
-    if not name or not attribute:
-        raise ValueError(
-            f"Expected --model pkg.module:make, got {target!r}: name a module and, after a colon, "
-            "the function in it that makes the model."
-        )
-    found = _attempt(f"Cannot import {name!r} of --model", lambda: importlib.import_module(name))
-    module = found
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            near = did_you_mean(part, [each for each in vars(module) if not each.startswith("_")])
-            raise ValueError(f"The module {name!r} of --model has no {attribute!r}{near}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ValueError(
-            f"Expected --model to name a function that takes no arguments and returns {_RETURNS}, "
-            f"got a value of type {type(found).__name__}."
-        )
-    return _attempt(f"The function {attribute!r} of --model {target} failed", found)
-
-
-def _attempt(what: str, func: Callable[[], Any]) -> Any:
-    """Runs code of the user; an error of it becomes one line, with the line of the user's code."""
-    try:
-        return func()
-    except (Exception, SystemExit) as error:
-        text = " ".join(str(error).split())
-        raise ValueError(
-            f"{what}: {type(error).__name__}{f': {text}' if text else ''}{_place(error)}"
-        ) from error
-
-
-def _place(error: BaseException) -> str:
-    """Returns where an error was raised, as the last line that is of no installed package."""
-    others = (os.path.dirname(__file__), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if os.path.isfile(frame.filename) and not frame.filename.startswith(others):
-            return f" ({os.path.relpath(frame.filename)}:{frame.lineno})"
-    return ""
-
-
 def report(policy_map: PolicyMap, made: Any) -> Report:
     """Returns which rule each module has.
 
@@ -143,13 +92,13 @@ def report(policy_map: PolicyMap, made: Any) -> Report:
     with warnings.catch_warnings(record=True) as caught, listening() as sessions:
         warnings.simplefilter("always")
         for model in models:
-            _attempt("Viewing the model failed", functools.partial(_view, model, policy_map))
+            attempt("Viewing the model failed", functools.partial(_view, model, policy_map))
         if not models:
-            _attempt("Tracing the model failed", lambda: _trace(fn, args, policy_map))
+            attempt("Tracing the model failed", lambda: _trace(fn, args, policy_map))
     own = [session for session in sessions if session.policy_map == policy_map and session.met]
     _refuse_others(sessions, policy_map)
     if not own:
-        return _attempt("Tracing under autocast failed", lambda: _by_autocast(fn, args, policy_map))
+        return attempt("Tracing under autocast failed", lambda: _by_autocast(fn, args, policy_map))
     header = ("path", "class", "rule")
     tables = [Table(f"under {s.name}:", header, list(_rows(s, policy_map))) for s in own]
     modules = [met.module for session in own for met in session.met]
@@ -179,7 +128,7 @@ def _split(made: Any) -> tuple[Any, tuple[Any, ...]]:
             return fn, tuple(args)
         given = f"arguments of type {type(args).__name__}" if is_pair else "no arguments"
         got = f"a {type(fn).__name__} and {given}"
-    raise ValueError(f"Expected the function of --model to return {_RETURNS}, got {got}.")
+    raise ValueError(f"Expected the function of --model to return {RETURNS}, got {got}.")
 
 
 def _type_of(package: str, name: str) -> tuple[type, ...]:

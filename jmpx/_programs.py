@@ -67,19 +67,19 @@ def traced_program(
             "and its arguments to what comes back."
         )
     call = functools.partial(split, _marked, (fn, *args), kwargs or {})
-    with listening() as sessions, call() as (pure, state, (fn, *args), kwargs):
+    with listening() as sessions, call() as (pure, state, args, kwargs):
         run = functools.partial(_run, pure, state)
-        traced = _trace(run, (fn, *args), kwargs)
+        traced = _trace(run, args, kwargs)
         has_backward = _has_backward(traced.jaxpr)
         is_loss = _returns_loss(traced) and not has_backward
         if is_loss:
-            traced = _trace_gradient(run, (fn, *args), kwargs)
+            traced = _trace_gradient(run, args, kwargs)
         met = [met for session in sessions for met in session.met]
     return Program(
         getattr(fn, "__name__", type(fn).__name__),
         traced.jaxpr,
         traced.arrays,
-        _names(fn, args, kwargs),
+        _names(*args, **kwargs),
         is_differentiated=is_loss,
         has_backward=is_loss or has_backward,
         policies=dict(map(_policy_of, met)),
@@ -153,7 +153,7 @@ def _has_backward(jaxpr: Jaxpr) -> bool:
     return any(map(_has_backward, inner))
 
 
-def _names(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+def _names(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[str]:
     """Returns the names of the arrays in a function and its arguments, as `params['w']`."""
     try:
         arguments = dict(inspect.signature(fn).bind_partial(*args).arguments)

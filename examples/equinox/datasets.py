@@ -54,6 +54,11 @@ def side_of(name: str) -> int:
     return 8 if name == "digits" else 32
 
 
+def shape_of(name: str) -> tuple[int, int, int]:
+    """Returns the shape of a dataset's images."""
+    return side_of(name), side_of(name), 1 if name == "digits" else 3
+
+
 def classes_of(name: str) -> int:
     """Returns how many classes a dataset has."""
     return 10 if name == "digits" else ARCHIVES[name].classes

@@ -15,7 +15,13 @@ summed over the devices (`r`); `python -m jmpx` shows which part has which:
 
     python examples/equinox/train_vit.py --mp_loss_scale=dynamic,period=500 \
         "--mp_policy=c=f16,o=f32,r=bf16; LayerNorm: full; Softmax: full; */head: c=f32,m=highest"
-    python -m jmpx --model examples.equinox.vit:make "c=bf16,o=f32; LayerNorm: full"
+    python -m jmpx explain --model examples.equinox.vit:make "c=bf16,o=f32; LayerNorm: full"
+
+`--audit` trains nothing, and prints what of the train step runs in which dtype. So does jmpx, whose
+other commands look at the same step, `ranges` and `first-nonfinite` at `train_vit.py:make_arrays`:
+
+    python examples/equinox/train_vit.py --audit
+    python -m jmpx audit examples/equinox/train_vit.py:make --lock=precision.lock -- --depth=6
 """
 
 import functools
@@ -69,6 +75,7 @@ DATA_DIR = flags.DEFINE_string("data_dir", None, "The directory that holds a CIF
 PLOT = flags.DEFINE_string(
     "plot", None, "The .png file to draw loss, accuracy and loss scale into."
 )
+AUDIT = flags.DEFINE_bool("audit", False, "Print the audit of the train step, and train nothing.")
 
 
 def runs_here(policy_map: Any) -> bool:
@@ -238,6 +245,37 @@ def make_model(image_shape: tuple[int, ...]) -> VisionTransformer:
     )
 
 
+def make_state(optimizer: optax.GradientTransformation, image_shape: tuple[int, ...]) -> TrainState:
+    model = make_model(image_shape)
+    return TrainState(model, optimizer.init(eqx.filter(model, eqx.is_array)), MP.loss_scale())
+
+
+def optimizer_and_step(steps: int) -> tuple[optax.GradientTransformation, Callable[..., Any]]:
+    # It counts the steps that are skipped in a row.
+    optimizer = jmpx.skip_nonfinite(make_optimizer(steps, LEARNING_RATE.value))
+    return optimizer, make_step(MP.policy_map, optimizer, MP.skip_nonfinite, ACCUMULATE.value)
+
+
+def make() -> tuple[Callable[..., Any], tuple[Any, datasets.Data]]:
+    """Makes the train step and the shapes of its arguments, for `python -m jmpx audit`."""
+    check_batch_size(BATCH_SIZE.value)
+    optimizer, step = optimizer_and_step(1)
+    image_shape = datasets.shape_of(DATASET.value)
+    images: Any = jax.ShapeDtypeStruct((BATCH_SIZE.value, *image_shape), jnp.uint8)
+    labels: Any = jax.ShapeDtypeStruct((BATCH_SIZE.value,), jnp.int32)
+    state = jax.eval_shape(functools.partial(make_state, optimizer, image_shape))
+    return step, (state, datasets.Data(images, labels))
+
+
+def make_arrays() -> tuple[Callable[..., Any], tuple[TrainState, datasets.Data]]:
+    """Makes the train step and its first arguments, for `ranges` and `first-nonfinite`."""
+    train_data, _ = datasets.load(DATASET.value, DATA_DIR.value)
+    check_batch_size(len(train_data.labels))
+    optimizer, step = optimizer_and_step(1)
+    batch = next(batches(train_data, BATCH_SIZE.value, np.random.default_rng(SEED.value)))
+    return step, (make_state(optimizer, batch.images.shape[1:]), batch)
+
+
 def check_batch_size(images: int) -> None:
     """Ends the program if the batches do not fit the data or the devices."""
     if BATCH_SIZE.value > images:
@@ -266,12 +304,8 @@ def train(history: History, train_data: datasets.Data, test_data: datasets.Data)
     sharded = NamedSharding(all_devices(), PartitionSpec("data"))
     replicated = NamedSharding(all_devices(), PartitionSpec())
 
-    model = make_model(train_data.images.shape[1:])
-    # It counts the steps that are skipped in a row.
-    optimizer = jmpx.skip_nonfinite(make_optimizer(steps, LEARNING_RATE.value))
-    state = TrainState(model, optimizer.init(eqx.filter(model, eqx.is_array)), MP.loss_scale())
-    state = jax.device_put(state, replicated)
-    step = make_step(MP.policy_map, optimizer, MP.skip_nonfinite, ACCUMULATE.value)
+    optimizer, step = optimizer_and_step(steps)
+    state = jax.device_put(make_state(optimizer, train_data.images.shape[1:]), replicated)
 
     with tqdm(total=steps, unit="step", dynamic_ncols=True, leave=False) as progress:
         for epoch in range(1, EPOCHS.value + 1):
@@ -299,6 +333,10 @@ def train(history: History, train_data: datasets.Data, test_data: datasets.Data)
 def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
+    if AUDIT.value:
+        step, args = make()
+        print(jmpx.audit(step)(*args))
+        return
     try:
         train_data, test_data = datasets.load(DATASET.value, DATA_DIR.value)
     except ValueError as error:

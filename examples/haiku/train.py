@@ -5,9 +5,16 @@
         --mp_loss_scale=dynamic,init=2**15,period=500
 
 Where nobody may edit the command, the environment sets the same: JMPX_POLICY, JMPX_LOSS_SCALE.
+`--audit` trains nothing, and prints what of the train step runs in which dtype. So does jmpx, whose
+other commands look at the same step:
+
+    python examples/haiku/train.py --mp_policy=c=bf16 --audit
+    python -m jmpx audit examples/haiku/train.py:make --lock=precision.lock -- --mp_policy=c=bf16
+
 The 1,797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded.
 """
 
+import functools
 import os
 import statistics
 import sys
@@ -58,6 +65,7 @@ BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a batch.", 1, 143
 PLOT = flags.DEFINE_string(
     "plot", None, "The .png file to draw loss, accuracy and loss scale into."
 )
+AUDIT = flags.DEFINE_bool("audit", False, "Print the audit of the train step, and train nothing.")
 
 for name in ("mp_policy", "mp_bn_policy"):
     flags.register_validator(
@@ -191,6 +199,35 @@ def make_step(network: hk.TransformedWithState, optimizer: Any) -> Any:
     return step
 
 
+def make_network() -> hk.TransformedWithState:
+    compute_dtype = MP.policy_map.default.compute_dtype
+    jmpx.set_policy(hk.BatchNorm, BN_POLICY.value.with_output_dtype(compute_dtype))
+    return hk.transform_with_state(run_network)
+
+
+def make_state(network: hk.TransformedWithState, optimizer: Any, images: Any) -> TrainState:
+    init = jax.jit(network.init, static_argnums=2)
+    params, model_state = init(jax.random.key(SEED.value), images[:1], True)
+    return TrainState(params, model_state, optimizer.init(params), MP.loss_scale())
+
+
+def make() -> tuple[Any, tuple[Any, Data]]:
+    """Makes the train step and the shapes of its arguments, for `python -m jmpx audit`."""
+    network, optimizer = make_network(), make_optimizer(1, MP.skip_nonfinite)
+    images: Any = jax.ShapeDtypeStruct((BATCH_SIZE.value, 8, 8, 1), jnp.float32)
+    labels: Any = jax.ShapeDtypeStruct((BATCH_SIZE.value,), jnp.int32)
+    state = jax.eval_shape(functools.partial(make_state, network, optimizer), images)
+    return make_step(network, optimizer), (state, Data(images, labels))
+
+
+def make_arrays() -> tuple[Any, tuple[TrainState, Data]]:
+    """Makes the train step and its first arguments, for `ranges` and `first-nonfinite`."""
+    network, optimizer = make_network(), make_optimizer(1, MP.skip_nonfinite)
+    train_data, _ = load_digits()
+    batch = next(batches(train_data, BATCH_SIZE.value, np.random.default_rng(SEED.value)))
+    return make_step(network, optimizer), (make_state(network, optimizer, batch.images), batch)
+
+
 def make_accuracy(network: hk.TransformedWithState) -> Any:
     @jax.jit
     def accuracy(state: TrainState, data: Data) -> jax.Array:
@@ -215,11 +252,8 @@ def train(history: History) -> None:
     steps_per_epoch = len(train_data.labels) // BATCH_SIZE.value
     steps = EPOCHS.value * steps_per_epoch
 
-    network = hk.transform_with_state(run_network)
-    init = jax.jit(network.init, static_argnums=2)
-    params, model_state = init(jax.random.key(SEED.value), train_data.images[:1], True)
-    optimizer = make_optimizer(steps, MP.skip_nonfinite)
-    state = TrainState(params, model_state, optimizer.init(params), MP.loss_scale())
+    network, optimizer = make_network(), make_optimizer(steps, MP.skip_nonfinite)
+    state = make_state(network, optimizer, train_data.images)
     step, accuracy = make_step(network, optimizer), make_accuracy(network)
 
     with tqdm(total=steps, unit="step", dynamic_ncols=True, leave=False) as progress:
@@ -282,8 +316,10 @@ def draw_scale(axis: Any, history: History) -> None:
 def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
-    compute_dtype = MP.policy_map.default.compute_dtype
-    jmpx.set_policy(hk.BatchNorm, BN_POLICY.value.with_output_dtype(compute_dtype))
+    if AUDIT.value:
+        step, args = make()
+        print(jmpx.audit(step)(*args))
+        return
     history = History()
     train(history)
     # The first step includes compilation.

@@ -53,6 +53,7 @@ CHECKPOINT_DIR = flags.DEFINE_string(
 )
 CHECKPOINT_EVERY = flags.DEFINE_integer("checkpoint_every", 100, "Steps between two of them.", 1)
 delattr(flags.FLAGS, "plot")  # A resumed run does not know the history that train.py draws.
+delattr(flags.FLAGS, "audit")
 
 flags.register_validator("checkpoint_dir", lambda path: path != "", "must name a directory")
 
@@ -189,7 +190,7 @@ def run() -> None:
     steps_per_epoch = len(train_data.labels) // train.BATCH_SIZE.value
     steps = train.EPOCHS.value * steps_per_epoch
 
-    network = hk.transform_with_state(train.run_network)
+    network = train.make_network()
     optimizer = train.make_optimizer(steps, train.MP.skip_nonfinite)
     progress = begin(network, optimizer, train_data.images[:1], mesh)
     saved = open_checkpoints()
@@ -235,8 +236,6 @@ def main(arguments: list[str]) -> None:
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # Orbax logs 30 lines a checkpoint.
         launch.connect()
-        compute_dtype = train.MP.policy_map.default.compute_dtype
-        jmpx.set_policy(hk.BatchNorm, train.BN_POLICY.value.with_output_dtype(compute_dtype))
         run()
 
 

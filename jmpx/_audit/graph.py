@@ -222,6 +222,7 @@ class _Builder:
         for jaxpr in _jaxpr.inner_jaxprs(node.eqn.params):
             inner = _open(jaxpr)
             if len(inner.invars) == len(operands) and _is_call(inner, node.eqn):
+                node.operands = operands
                 return self.run(jaxpr, operands, node)
         return self.add(node, operands, [var.aval for var in node.eqn.outvars])
 

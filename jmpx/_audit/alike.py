@@ -1,0 +1,42 @@
+"""Layers that are alike: what differs in the numbers of its paths alone is shown once."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from jmpx._audit.data import Finding
+
+_NUMBER = re.compile(r"\d+")
+
+
+def pattern(text: str) -> str:
+    """Returns a path with `*` for each number: equal for the paths of layers that are alike."""
+    return _NUMBER.sub("*", text)
+
+
+def common(texts: Sequence[str]) -> str:
+    """Returns texts of one pattern as one text, with `*` for the numbers that differ."""
+    numbers = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
+    parts = iter([same[0] if len(set(same)) == 1 else "*" for same in numbers])
+    return _NUMBER.sub(lambda _: next(parts), texts[0])
+
+
+def alike_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Returns findings with those of one line in layers that are alike as one.
+
+    Its rule selects all of these layers.
+    """
+    groups: dict[object, list[Finding]] = {}
+    for each in findings:
+        key = (each.name, each.severity, each.place, pattern(each.scope), pattern(each.rule))
+        groups.setdefault((*key, pattern(each.message)), []).append(each)
+    return tuple(
+        group[0]._replace(
+            message=common([each.message for each in group]),
+            scope=common([each.scope for each in group]),
+            rule=common([each.rule for each in group]),
+            count=sum(each.count for each in group),
+            flops=sum(each.flops for each in group),
+            nbytes=sum(each.nbytes for each in group),
+        )
+        for group in groups.values()
+    )

@@ -1,0 +1,86 @@
+"""The audit as users call it: `jmpx.audit(fn)(*args)`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jmpx._audit import summary
+from jmpx._audit.entries import entries
+from jmpx._audit.findings import Options, find
+from jmpx._audit.graph import Graph
+from jmpx._audit.report import Report
+from jmpx._messages import did_you_mean
+from jmpx._programs import Program, traced_program
+
+PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
+
+
+def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Report]:
+    """Tells which operations of a train step run in which dtype, and where precision leaks.
+
+    The function is traced, never run: shapes suffice, and no memory is taken. Modules of Haiku,
+    Equinox, Linen and NNX are known by their paths, other code by `jax.named_scope`.
+
+    Args:
+        fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
+            a tuple that begins with one. Or a step that computes its gradients itself. Any other
+            function is looked at as it is, without a gradient.
+        platform: `"tpu"`, `"gpu"` (or `"cuda"`) or `"cpu"`, to find also the float32 products that
+            the hardware would multiply in fewer bits; None looks for none of these.
+
+    Returns:
+        A function of the arguments of `fn`, arrays or `jax.ShapeDtypeStruct`s, that returns a
+        `jmpx.Report`: shares of FLOPs by dtype, bytes that are saved for the backward pass, casts,
+        a table of modules, and findings, each with the line of your code and a rule to paste.
+        `report.check(...)` makes it one line of a test.
+
+    Raises:
+        TypeError: if `fn` is not callable.
+        ValueError: if the platform is unknown; when called, if `fn` is a loss whose first argument
+            holds no floating array.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmpx
+        >>> def loss_fn(params, x):
+        ...     h = x.astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)
+        ...     return jnp.mean((h @ params["head"]).astype(jnp.float32) ** 2)  # a leak
+        >>> params = {"w": jax.ShapeDtypeStruct((64, 64), "float32"),
+        ...           "head": jax.ShapeDtypeStruct((64, 8), "float32")}
+        >>> report = jmpx.audit(loss_fn)(params, jax.ShapeDtypeStruct((32, 64), "float32"))
+        >>> report.products[0].dtypes, report.products[0].flops
+        ('bfloat16 x bfloat16', 524288)
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"Expected a loss or a train step to audit, got {fn!r}: write "
+            "jmpx.audit(loss_fn)(params, batch)."
+        )
+    if platform is not None and platform not in PLATFORMS:
+        near = did_you_mean(str(platform), list(PLATFORMS))
+        raise ValueError(f"Unknown platform {platform!r}: expected 'tpu', 'gpu' or 'cpu'{near}")
+    options = Options(platform=None if platform is None else PLATFORMS[platform])
+
+    @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
+    def run(*args: Any, **kwargs: Any) -> Report:
+        return report_of(traced_program(fn, args, kwargs), options)
+
+    return run
+
+
+def report_of(program: Program, options: Options) -> Report:
+    """Returns the report of a program that was traced."""
+    graph = Graph(program)
+    return Report(
+        title=program.name,
+        is_step=not program.is_differentiated,
+        platform=options.platform,
+        products=summary.products(graph),
+        other_flops=summary.other_flops(graph),
+        saved=summary.saved(graph),
+        casts=summary.casts(graph),
+        scopes=summary.scopes(graph),
+        findings=find(graph, options),
+        entries=entries(graph),
+        has_while=any(node.in_while for node in graph.nodes),
+    )

@@ -1,0 +1,50 @@
+"""The findings of an audit: what looks for them, and how they are merged and sorted."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
+
+from jmpx._audit.accumulation import accumulation
+from jmpx._audit.graph import Graph
+from jmpx._audit.hardware import hardware
+from jmpx._audit.leaks import leaks
+from jmpx._audit.low_precision import low_precision
+from jmpx._audit.options import Options as Options
+from jmpx._audit.report import Finding
+
+Finder: TypeAlias = Callable[[Graph, Options], Iterator[Finding]]
+
+# Each looks at the graph once, and yields a finding for each operation that it is about.
+FINDERS: tuple[Finder, ...] = (leaks, low_precision, accumulation, hardware)
+
+_SEVERITIES = ("high", "medium", "low")
+
+
+def find(graph: Graph, options: Options) -> tuple[Finding, ...]:
+    """Returns all findings in a graph, the worst first."""
+    return merged(finding for finder in FINDERS for finding in finder(graph, options))
+
+
+def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Merges findings of one name, place and scope, and sorts them by severity and size.
+
+    The message and the rule are those of the first of the worst severity.
+    """
+    groups: dict[tuple[object, ...], Finding] = {}
+    for finding in findings:
+        key = (finding.name, finding.place, finding.scope)
+        groups[key] = _sum(groups[key], finding) if key in groups else finding
+    return tuple(sorted(groups.values(), key=_rank))
+
+
+def _sum(first: Finding, second: Finding) -> Finding:
+    worst = min(first, second, key=lambda finding: _SEVERITIES.index(finding.severity))
+    return worst._replace(
+        count=first.count + second.count,
+        flops=first.flops + second.flops,
+        nbytes=first.nbytes + second.nbytes,
+    )
+
+
+def _rank(finding: Finding) -> tuple[object, ...]:
+    size = (-finding.flops, -finding.nbytes, -finding.count)
+    return (_SEVERITIES.index(finding.severity), *size, finding.name, str(finding.place))

@@ -1,0 +1,240 @@
+"""Findings: float32 where a step means to compute in 16 bits."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from jmpx._audit.flops import flops_of
+from jmpx._audit.graph import Graph, Node, Value
+from jmpx._audit.options import Options
+from jmpx._audit.report import Finding
+from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Stream, Streams
+from jmpx._autocast.products import PRODUCTS
+from jmpx._jaxpr import Place
+from jmpx._places import where
+from jmpx._policy_strings import get_policy
+
+_LARGE = 0.05  # of all bytes that are saved for the backward pass
+
+
+def leaks(graph: Graph, options: Options) -> Iterator[Finding]:
+    """Yields the findings about float32 that leaks into a step of 16 bits."""
+    del options
+    streams = Streams(graph)
+    step = _Step(graph, streams)
+    if not step.is_half:
+        return
+    for stream in streams.found:
+        yield from step.of_stream(stream)
+    yield from step.of_backward()
+    yield from step.saved_others()
+
+
+class _Key(NamedTuple):
+    """Where a product is in the program, the same forward and backward."""
+
+    path: str
+    place: Place | None
+
+
+class _Step:
+    """A step that computes in 16 bits, and what is said of it.
+
+    Args:
+        graph: its graph.
+        streams: the streams in its forward part.
+    """
+
+    def __init__(self, graph: Graph, streams: Streams) -> None:
+        self._graph = graph
+        self._streams = streams
+        self.is_half = self._is_half()
+        if self.is_half:
+            self._name = self._half_dtype()
+            self._backward = self._backward_products()
+
+    def _is_half(self) -> bool:
+        """Whether most products have 16-bit operands, or the outermost policy computes in them."""
+        half = sum(map(_flops, self._streams.half_products))
+        if half and half >= sum(map(_flops, self._streams.wide_products)):
+            return True
+        policies = filter(None, self._graph.program.policies.values())
+        outermost = next(policies, None)
+        return outermost is not None and np.dtype(get_policy(outermost).compute_dtype) in HALF
+
+    def _half_dtype(self) -> str:
+        """Returns the name of the 16-bit dtype that most products have."""
+        counts: Counter[str] = Counter()
+        for node in self._streams.half_products:
+            for value in (*node.operands[:2], *node.results):
+                value = _before_cast(value)
+                if value.dtype in HALF:
+                    counts[value.dtype.name] += _flops(node)
+        return counts.most_common(1)[0][0] if counts else "bfloat16"
+
+    def _key(self, node: Node) -> _Key:
+        return _Key(self._graph.path(node), self._graph.place(node))
+
+    def _backward_products(self) -> dict[_Key, list[Node]]:
+        """Returns the wide products of the backward pass, by where their forward products are."""
+        found: dict[_Key, list[Node]] = {}
+        for node in self._graph.nodes:
+            if node.is_backward and node.name in PRODUCTS:
+                if any(value.dtype in WIDE for value in node.operands[:2]):
+                    found.setdefault(self._key(node), []).append(node)
+        for node in self._streams.asked:
+            found.pop(self._key(node), None)
+        return found
+
+    def _flops_of(self, products: list[Node]) -> int:
+        """Returns the FLOPs of products, with those of the backward products that mirror them."""
+        total = sum(map(_flops, products))
+        for key in dict.fromkeys(map(self._key, products)):
+            total += sum(map(_flops, self._backward.pop(key, ())))
+        return total
+
+    def _finding(self, name: str, severity: str, node: Node, message: str, rule: str) -> Finding:
+        place, path = self._graph.place(node), self._graph.path(node)
+        return Finding(name, severity, message, place, path, rule, node.times, 0, 0)
+
+    def of_stream(self, stream: Stream) -> Iterator[Finding]:
+        """Yields the finding about a stream, unless it is an island."""
+        is_large = stream.nbytes > _LARGE * self._streams.saved
+        if stream.kind == "product":
+            finding = self._product(stream)
+        elif stream.products or stream.widened:
+            finding = self._promotion(stream, "high" if stream.products else "medium")
+        elif is_large and not stream.is_island:
+            finding = self._saved(stream)
+        else:
+            return
+        flops = self._flops_of(stream.products)
+        yield finding._replace(flops=flops, nbytes=stream.nbytes)
+
+    def _product(self, stream: Stream) -> Finding:
+        node = stream.node
+        left, right = (_before_cast(value) for value in node.operands[:2])
+        is_mixed = left.dtype in HALF or right.dtype in HALF
+        operation = "product" if node.name.startswith("dot") else "convolution"
+        follow = self._consequences(stream, 1)
+        if is_mixed and not (left.dtype in HALF and right.dtype in HALF):
+            wide = left if left.dtype in WIDE else right
+            message = (
+                f"A {operation} of {left.dtype.name} and {right.dtype.name} runs in "
+                f"{wide.dtype.name}, because {self._named(wide)} is {wide.dtype.name}{follow}."
+            )
+            return self._finding("mixed-product", "high", node, message, self._rule(node, wide))
+        message = f"A {operation} runs in {node.operands[0].dtype.name}{follow}."
+        return self._finding("float32-product", "high", node, message, self._rule(node, None))
+
+    def _promotion(self, stream: Stream, severity: str) -> Finding:
+        node, cause = stream.node, stream.cause
+        follow = self._consequences(stream, 0)
+        if cause is None:
+            message = f"A {self._name} array is cast to float32 and goes on so{follow}."
+            rule = f"cast it back with .astype(jnp.{self._name}) before other modules read it"
+            return self._finding("promotion", severity, node, message, rule)
+        message = f"A {self._name} array meets {self._named(cause)} and goes on in float32{follow}."
+        return self._finding("promotion", severity, node, message, self._rule(node, cause))
+
+    def _saved(self, stream: Stream) -> Finding:
+        share = stream.nbytes / max(1, self._streams.saved)
+        message = (
+            f"{stream.node.results[0].dtype.name} values that are no norm's, softmax's or loss's "
+            f"own are {share:.0%} of what is saved for the backward pass."
+        )
+        rule = self._rule(stream.node, stream.cause)
+        return self._finding("saved-float32", "medium", stream.node, message, rule)
+
+    def _consequences(self, stream: Stream, own: int) -> str:
+        """Returns what follows from a leak, as a part of a sentence."""
+        parts = []
+        others = len(stream.products) - own
+        if others > 0:
+            parts.append(f"{others} {'more ' * own}product{'s' * (others > 1)} follow in float32")
+        if stream.widened:
+            count = len(stream.widened)
+            parts.append(f"it promotes {count} {self._name} array{'s' * (count > 1)} elsewhere")
+        return f": {' and '.join(parts)}" if parts else ""
+
+    def of_backward(self) -> Iterator[Finding]:
+        """Yields findings about wide products of the backward pass whose forward ones are not."""
+        for key, nodes in self._backward.items():
+            dtypes = {value.dtype for node in nodes for value in node.operands[:2]}
+            name = "mixed-product" if dtypes & HALF else "float32-product"
+            message = (
+                "The backward pass of a product runs in float32, because its result is float32 "
+                f"while its operands are {self._name}."
+            )
+            rule = "leave out preferred_element_type, and cast the result with .astype instead"
+            finding = self._finding(name, "medium", nodes[0], message, rule)
+            yield finding._replace(
+                place=key.place, flops=sum(map(_flops, nodes)), count=sum(n.times for n in nodes)
+            )
+
+    def saved_others(self) -> Iterator[Finding]:
+        """Yields findings about large values that come from float32 arguments alone."""
+        by_place: dict[_Key, list[Value]] = {}
+        for value in self._streams.saved_others:
+            assert value.node is not None
+            by_place.setdefault(self._key(value.node), []).append(value)
+        for key, values in by_place.items():
+            nbytes = sum(value.nbytes for value in values)
+            node = values[0].node
+            if node is None or nbytes <= _LARGE * self._streams.saved:
+                continue
+            message = (
+                "float32 values that are computed from float32 arguments are "
+                f"{nbytes / self._streams.saved:.0%} of what is saved for the backward pass."
+            )
+            rule = self._rule(node, values[0])
+            finding = self._finding("saved-float32", "medium", node, message, rule)
+            yield finding._replace(place=key.place, nbytes=nbytes)
+
+    def _named(self, value: Value) -> str:
+        """Returns what a wide value is, for a sentence."""
+        dtype, source = value.dtype.name, _source(value)
+        if source.kind == "input":
+            return f"the {dtype} argument `{self._graph.program.names[source.index]}`"
+        if source.kind in ("literal", "const") and source.size == 1:
+            number = float(np.asarray(source.constant).reshape(()))
+            return f"the {dtype} number {number:.6g} (of NumPy, or an array)"
+        if source.kind == "const":
+            return f"a constant array, which is {dtype}"
+        return f"a {dtype} array"
+
+    def _rule(self, node: Node, cause: Value | None) -> str:
+        """Returns a rule of a policy map that mends a leak, or what to write."""
+        source = None if cause is None else _source(cause)
+        short = {"bfloat16": "bf16", "float16": "f16"}[self._name]
+        if source is None or source.kind == "input":
+            selector = self._graph.selector(node)
+            if selector is not None:
+                return f"{selector}: c={short}"
+            return f"cast its operands with .astype(jnp.{self._name})"
+        if source.kind in ("literal", "const") and source.size == 1:
+            return "write a Python number: math.sqrt(8) or float(...), not np.sqrt(8)"
+        return "cast it where it is made, with .astype(x.dtype)"
+
+
+def _flops(node: Node) -> int:
+    return flops_of(node.eqn) * node.times
+
+
+def _before_cast(value: Value) -> Value:
+    """Returns what a value was before it was moved and cast up from 16 bits, or itself."""
+    each = value
+    while each.node is not None and (each.node.name in MOVES or each.node.name == CAST):
+        each = each.node.operands[0]
+        if each.dtype in HALF:
+            return each
+    return value
+
+
+def _source(value: Value) -> Value:
+    """Returns where a value comes from, before moves and casts."""
+    while value.node is not None and (value.node.name in MOVES or value.node.name == CAST):
+        value = value.node.operands[0]
+    return value

@@ -1,0 +1,271 @@
+"""Findings: operations in 16 bits that need the range or the digits of float32."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._audit.graph import Graph, Node, Value
+from jmpx._audit.low_values import (
+    digits,
+    full_rule,
+    is_low,
+    largest_count,
+    low_dtype,
+    scopes_of_products,
+    source,
+)
+from jmpx._audit.options import Options
+from jmpx._audit.report import Finding
+from jmpx._audit.signs import is_at_most_zero, is_sum_of_exponentials
+
+
+class _Hazard(NamedTuple):
+    """What 16 bits do to an operation.
+
+    Attributes:
+        severity: how bad it is.
+        message: a sentence that says so.
+    """
+
+    severity: str
+    message: str
+
+
+class _Found(NamedTuple):
+    """A graph, and the scopes with products in it.
+
+    Attributes:
+        graph: the graph.
+        with_products: the result of `scopes_of_products`.
+    """
+
+    graph: Graph
+    with_products: set[str]
+
+    def finding(self, name: str, node: Node, hazard: _Hazard, advice: str) -> Finding:
+        """Returns a finding; its rule is one for the module if that has no products."""
+        return Finding(
+            name,
+            hazard.severity,
+            hazard.message,
+            self.graph.place(node),
+            self.graph.path(node),
+            full_rule(self.graph, node, self.with_products) or advice,
+            nbytes=node.times * sum(value.nbytes for value in node.operands if is_low(value)),
+        )
+
+
+def low_precision(graph: Graph, options: Options) -> Iterator[Finding]:
+    """Yields `low-exp`, `low-sum` and `low-collective`.
+
+    A backward pass repeats what its forward pass did, on whose line it is found. Only a sum that
+    it adds, of the gradients of one row of a table or one parameter, is its own.
+    """
+    found = _Found(graph, scopes_of_products(graph))
+    for node in graph.nodes:
+        dtype = None if node.is_structure else low_dtype(node)
+        if dtype is None:
+            continue
+        if node.name in _EXPONENTIALS:
+            yield from _exponential(found, node, dtype)
+        elif node.name in _SUMS:
+            yield from _sum(found, node, dtype)
+        elif node.name in _COLLECTIVES:
+            yield _collective(found, node, dtype)
+
+
+# Exponentials, logarithms, powers and what else needs digits.
+
+
+def _exponential(found: _Found, node: Node, dtype: np.dtype) -> Iterator[Finding]:
+    if node.is_backward or all(source(v).constant is not None for v in node.operands):
+        return
+    hazard = _EXPONENTIALS[node.name](node, dtype)
+    if hazard is not None:
+        advice = f"write x.astype(jnp.float32) before it; where jmpx.autocast runs it in 16 bits, \
+op.{node.name}: f32"
+        yield found.finding("low-exp", node, hazard, advice)
+
+
+def _worst(dtype: np.dtype) -> str:
+    """Returns the severity of a hazard to range in float16, and to digits in bfloat16."""
+    return "high" if dtype == jnp.float16 else "medium"
+
+
+def _grows(node: Node, dtype: np.dtype) -> _Hazard | None:
+    info = jnp.finfo(dtype)
+    rate = math.log(2) if node.name == "exp2" else 1.0
+    error = f"is off by up to {8 * rate * float(info.eps) / 2:.1%} near"
+    if is_at_most_zero(node.operands[0]):
+        if _is_in(node, _STABLE):
+            return None
+        message = f"cannot overflow, as its argument is at most 0, but {error} -8"
+        return _Hazard("low", f"{node.name} in {dtype.name} {message}.")
+    limit = math.log(float(info.max)) / rate + (node.name in ("sinh", "cosh")) * math.log(2)
+    return _Hazard(
+        _worst(dtype), f"{node.name} in {dtype.name} overflows beyond {limit:.2f}, and {error} 8."
+    )
+
+
+def _logarithm(node: Node, dtype: np.dtype) -> _Hazard | None:
+    info = jnp.finfo(dtype)
+    if is_sum_of_exponentials(node.operands[0]):
+        if _is_in(node, _STABLE):
+            return None
+        message = f"of a sum of exponentials keeps {digits(dtype)}"
+        return _Hazard("low", f"{node.name} in {dtype.name} {message}.")
+    if node.name == "log1p":
+        return _Hazard("low", f"log1p in {dtype.name} keeps {digits(dtype)}.")
+    message = f"takes numbers within {float(info.eps) / 2:.2%} of 1 for 1"
+    if dtype == jnp.float16:
+        message += f", and those below {float(info.smallest_subnormal):.0e} for 0"
+    return _Hazard(_worst(dtype), f"{node.name} in {dtype.name} {message}.")
+
+
+def _root(node: Node, dtype: np.dtype) -> _Hazard:
+    message = f"is of a number that keeps {digits(dtype)}"
+    if dtype == jnp.float16:
+        info = jnp.finfo(dtype)
+        least = float(info.smallest_subnormal)
+        message += f", is infinite beyond {float(info.max):.0f}, and 0 below {least:.0e}"
+    return _Hazard(_worst(dtype), f"The argument of rsqrt in {dtype.name} {message[3:]}.")
+
+
+def _power(node: Node, dtype: np.dtype) -> _Hazard:
+    limit = float(jnp.finfo(dtype).max)
+    message = f"overflows beyond {limit:.0f}, and" if dtype == jnp.float16 else "loses digits:"
+    message += " its exponent multiplies the relative error of its base"
+    return _Hazard(_worst(dtype), f"pow in {dtype.name} {message}.")
+
+
+def _periodic(node: Node, dtype: np.dtype) -> _Hazard:
+    count = largest_count(dtype)
+    message = f"of numbers beyond {count} is noise: they are rounded to steps of 2 and more"
+    return _Hazard("medium", f"{node.name} in {dtype.name} {message}.")
+
+
+def _sensitive(node: Node, dtype: np.dtype) -> _Hazard:
+    message = f"loses digits: its argument keeps {digits(dtype)}, whose error grows"
+    return _Hazard("medium", f"{node.name} in {dtype.name} {message}.")
+
+
+_EXPONENTIALS: dict[str, Callable[[Node, np.dtype], _Hazard | None]] = {
+    name: hazard
+    for names, hazard in (
+        ("exp exp2 expm1 sinh cosh", _grows),
+        ("log log1p", _logarithm),
+        ("rsqrt", _root),
+        ("pow", _power),
+        ("sin cos tan", _periodic),
+        ("acos acosh asin asinh atanh erf_inv lgamma digamma cumlogsumexp", _sensitive),
+    )
+    for name in names.split()
+}
+
+# Functions of JAX that are written so that no number is lost, if their argument is at most 0.
+_STABLE = frozenset({"softplus", "logaddexp", "elu", "selu", "celu", "log_sigmoid"})
+
+
+def _is_in(node: Node, names: frozenset[str]) -> bool:
+    """Whether a node is inside of a jitted function, or one with a rule, that has such a name."""
+    around = node.around
+    while around is not None:
+        if around.eqn.params.get("name") in names:
+            return True
+        around = around.around
+    return False
+
+
+# Sums over many terms.
+
+
+def _sum(found: _Found, node: Node, dtype: np.dtype) -> Iterator[Finding]:
+    is_scatter = node.name.startswith("scatter")
+    if not is_low(node.results[0]) or (node.is_backward and not is_scatter):
+        return
+    terms, limit = _SUMS[node.name](node), largest_count(dtype)
+    if terms <= limit:
+        return
+    if is_scatter:
+        what = f"adds up to {terms:,} terms to one place, one after the other"
+        message = f"{dtype.name}, where a sum of {limit} terms of one size does not grow on"
+        hazard = _Hazard("high", f"{node.name} {what}, in {message}.")
+        advice = "add in float32, as x.astype(jnp.float32).at[indices].add(...)"
+    else:
+        what = f"{node.name} takes in {terms:,} terms in {dtype.name}"
+        message = f"counts exactly only to {limit}, and may round each partial result"
+        hazard = _Hazard("medium", f"{what}, which {message}.")
+        advice = "write dtype=jnp.float32 in the call, or x.astype(jnp.float32) before it"
+    yield found.finding("low-sum", node, hazard, advice)
+
+
+def _reduced(node: Node) -> int:
+    return node.operands[0].size // max(node.results[0].size, 1)
+
+
+def _cumulative(node: Node) -> int:
+    return node.operands[0].shape[node.eqn.params["axis"]]
+
+
+def _window(node: Node) -> int:
+    return math.prod(node.eqn.params["window_dimensions"])
+
+
+def _scattered(node: Node) -> int:
+    """Returns how many updates a scatter may add to one place; 0 if each place gets one."""
+    operand, indices, updates = node.operands[:3]
+    dimensions = node.eqn.params["dimension_numbers"]
+    if node.eqn.params["unique_indices"] or _has_iota(indices):
+        return 0
+    batched = getattr(dimensions, "operand_batching_dims", ())
+    rows = math.prod(
+        n for i, n in enumerate(updates.shape) if i not in dimensions.update_window_dims
+    )
+    return rows // max(math.prod(operand.shape[i] for i in batched), 1)
+
+
+def _has_iota(indices: Value) -> bool:
+    """Whether indices count rows, as in `x[jnp.arange(n), labels]`: each row has its own place."""
+    values, seen = [indices], 0
+    while values and seen < 32:
+        value, seen = source(values.pop()), seen + 1
+        node = value.node
+        if node is None:
+            continue
+        if node.name == "iota":
+            return True
+        if node.name in ("concatenate", "select_n", "add", "clamp"):
+            values += node.operands
+    return False
+
+
+_SUMS: dict[str, Callable[[Node], int]] = {
+    "reduce_sum": _reduced,
+    "reduce_prod": _reduced,
+    "cumsum": _cumulative,
+    "cumprod": _cumulative,
+    "reduce_window_sum": _window,
+    "scatter_add": _scattered,
+    "scatter_sub": _scattered,
+}
+
+
+# Sums over devices.
+
+_COLLECTIVES = frozenset({"psum", "psum_invariant", "reduce_scatter"})
+
+
+def _collective(found: _Found, node: Node, dtype: np.dtype) -> Finding:
+    params = node.eqn.params
+    axes = params["axes"] if "axes" in params else params["axis_name"]
+    named = [str(axis) for axis in (axes if isinstance(axes, tuple) else (axes,))]
+    message = f"sums in {dtype.name} over the axis {', '.join(map(repr, named))}: each device's \
+part and each partial sum keep {digits(dtype)}"
+    hazard = _Hazard(_worst(dtype), f"{node.name} {message}.")
+    advice = "r=f32 in the policy of jmpx's gradient functions, with axis_name=; or cast to \
+float32 before the sum"
+    finding = found.finding("low-collective", node, hazard, advice)
+    return finding._replace(rule=advice) if node.is_backward else finding

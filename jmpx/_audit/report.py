@@ -1,0 +1,104 @@
+"""The report of an audit: frozen data, which prints and checks itself."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Self
+
+from jmpx._audit.check import check_report
+from jmpx._audit.data import Cast, Entry, Finding, Products, Scope
+from jmpx._audit.html import report_html
+from jmpx._audit.plain import report_dict
+from jmpx._audit.text import report_text
+from jmpx._dtypes import DTypeLike
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `jmpx.audit` says of a program.
+
+    `print(report)` shows it, a notebook shows it as a table, and `report.check` makes a test of it.
+
+    Attributes:
+        title: the name of the function.
+        is_step: whether the function was looked at as it is, such as a training step that contains
+            its gradient; False for a loss, which the audit differentiated in its first argument.
+        platform: the platform that was asked about, such as `"tpu"`; None if none was.
+        products: the matrix products and convolutions by operand dtypes.
+        other_flops: the floating-point operations of everything else.
+        saved: the bytes that are kept for the backward pass, by dtype.
+        casts: the casts by source and target.
+        scopes: the operations by module or named scope.
+        findings: what leaked, or needs more range or precision; the worst ones first.
+        entries: the operations whose dtypes a lock file holds.
+        has_while: whether the program has a while loop, which is counted for one trip.
+    """
+
+    title: str
+    is_step: bool
+    platform: str | None
+    products: tuple[Products, ...]
+    other_flops: int
+    saved: dict[str, int]
+    casts: tuple[Cast, ...]
+    scopes: tuple[Scope, ...]
+    findings: tuple[Finding, ...]
+    entries: tuple[Entry, ...]
+    has_while: bool
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def _repr_html_(self) -> str:
+        return report_html(self)
+
+    def to_text(self, *, width: int | None = None, all: bool = False) -> str:
+        """Returns the report as text: shares, the worst findings, the largest scopes.
+
+        Args:
+            width: how many columns the text may have, 60 or more. Rules and paths are never broken,
+                so that they can be copied. None means 100, or the columns of the terminal if it has
+                fewer.
+            all: whether to show every finding and every row of the tables.
+
+        Raises:
+            ValueError: if `width` is no whole number, or less than 60.
+        """
+        return report_text(self, width, all)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them.
+
+        The keys are the names of the attributes of the report and of what it holds, besides
+        `"version"`, a number that changes when the meaning of a key does.
+        """
+        return report_dict(self)
+
+    def check(
+        self,
+        compute: DTypeLike | None = None,
+        *,
+        at_least: float | None = None,
+        allow: str | Iterable[str] = (),
+        severity: str = "low",
+    ) -> Self:
+        """Raises if there are findings, or if too few products compute in a dtype: for tests.
+
+        Args:
+            compute: the dtype that both operands of matrix products and convolutions should have,
+                in any spelling of policies, such as `"bf16"`. None leaves shares unchecked.
+            at_least: which share of the FLOPs of all products and convolutions should be in
+                `compute`, from 0 to 1. None means 0.95.
+            allow: names of findings that are no failure, such as `("low-exp",)`.
+            severity: the lowest severity that fails: `"low"`, `"medium"` or `"high"`.
+
+        Returns:
+            The report itself.
+
+        Raises:
+            AssertionError: if the check fails, as checks of `numpy.testing` do, also under
+                `python -O`. The message has the share, and all findings with their lines and rules.
+            TypeError: if `compute` is no dtype.
+            ValueError: if an argument is not one that is described here.
+        """
+        check_report(self, compute, at_least, allow, severity)
+        return self

@@ -1,0 +1,303 @@
+"""Streams: what becomes of values that are wider than 16 bits, in a step that computes in 16 bits.
+
+A wide value that is computed from 16-bit ones belongs to a stream, which starts where they became
+wide: at a cast, at a promotion, where a 16-bit array met a wide one, or at a wide product. A stream
+ends where its values are cast back. What it does until then tells an island from a leak: an island
+is a norm, a softmax or a loss that is computed in float32. It returns to 16 bits, or ends in the
+loss, before a product reads it and before it widens what other modules computed in 16 bits.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._audit.graph import Graph, Node, Value
+from jmpx._autocast.products import PRODUCTS, is_precise
+from jmpx._jaxpr import call_of
+from jmpx._places import where
+from jmpx._policy_strings import get_policy
+
+HALF = frozenset({np.dtype(jnp.bfloat16), np.dtype(jnp.float16)})
+WIDE = frozenset({np.dtype(jnp.float32), np.dtype(jnp.float64)})
+CAST = "convert_element_type"
+
+# Operations that move numbers and compute none.
+MOVES = frozenset(
+    """
+    broadcast_in_dim reshape transpose squeeze expand_dims rev slice copy copy_p dynamic_slice
+    gather name stop_gradient optimization_barrier slice stack result shard unshard
+    """.split()
+)
+# Operations for whose sake a part of a model is computed in float32, as a norm or a softmax is.
+_OF_ISLANDS = frozenset(
+    """
+    reduce_sum reduce_max reduce_min reduce_prod argmax argmin cumsum cumprod cummax cumlogsumexp
+    reduce_window_sum reduce_window exp exp2 expm1 log log1p pow sqrt rsqrt erf erfc erf_inv lgamma
+    digamma psum sort top_k
+    """.split()
+)
+
+
+class Stream:
+    """Wide values that were computed from 16-bit ones.
+
+    Attributes:
+        kind: how it starts: `cast`, `promotion` or `product`.
+        node: where it starts.
+        cause: the wide value that the 16-bit one met; of a product, its wide operand.
+        products: the products that are wide because of it, its own among them.
+        widened: where it widened what another module or function had computed in 16 bits.
+        nbytes: the bytes of its values that are saved for the backward pass.
+        is_island: whether it computes what an island is made for.
+    """
+
+    __slots__ = ("cause", "into", "is_island", "kind", "nbytes", "node", "products", "widened")
+
+    def __init__(self, kind: str, node: Node, cause: Value | None = None) -> None:
+        self.kind = kind
+        self.node = node
+        self.cause = cause
+        self.products: list[Node] = []
+        self.widened: list[Node] = []
+        self.nbytes = 0
+        self.is_island = False
+        self.into: Stream | None = None  # the stream that this one became a part of
+
+    @property
+    def whole(self) -> "Stream":
+        """The stream that this one is a part of, or itself."""
+        stream = self
+        while stream.into is not None:
+            stream = stream.into
+        return stream
+
+
+class Meeting(NamedTuple):
+    """The operands of a node, by what they are.
+
+    Attributes:
+        cast: those that were cast up right before.
+        wide: those of a stream.
+        other: those that come from wide arguments and constants alone.
+        is_half: whether there are 16-bit ones.
+    """
+
+    cast: list[Value]
+    wide: list[Value]
+    other: list[Value]
+    is_half: bool
+
+
+class Streams:
+    """The streams of a graph, found in one pass over its forward part.
+
+    Args:
+        graph: the graph.
+
+    Attributes:
+        found: all streams that are no part of another one.
+        forward: the nodes of the forward pass, in the order of the program.
+        saved: the bytes that are saved for the backward pass, of floats in all dtypes.
+        saved_others: values saved for the backward pass that are wide and belong to no stream.
+        half_products: the products with a 16-bit operand, or that had one without a leak.
+        wide_products: the other products, without those that a user asks for.
+        asked: the products that a user asks for in float32.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._of: dict[int, Stream] = {}  # the id of a value -> its stream
+        self._casts: dict[int, Node] = {}  # the id of a value -> the cast that it is fresh from
+        self._streams: list[Stream] = []
+        self.forward = list(_forward(graph))
+        self.half_products: list[Node] = []
+        self.wide_products: list[Node] = []
+        self.asked: list[Node] = []
+        for node in self.forward:
+            self._visit(node)
+        self.saved = 0
+        self.saved_others: list[Value] = []
+        self._count_saved()
+        self.found = [stream for stream in self._streams if stream.into is None]
+
+    def _visit(self, node: Node) -> None:
+        if node.name in PRODUCTS:
+            self._product(node)
+        elif any(value.dtype in WIDE for value in node.results):
+            if node.name == CAST:
+                self._cast(node)
+            else:
+                self._combine(node)
+
+    def _start(self, kind: str, node: Node, cause: Value | None = None) -> Stream:
+        stream = Stream(kind, node, cause)
+        self._streams.append(stream)
+        return stream
+
+    def _give(self, node: Node, stream: Stream) -> None:
+        for value in node.results:
+            if value.dtype in WIDE:
+                self._of[id(value)] = stream
+
+    def _cast(self, node: Node) -> None:
+        (source,), (result,) = node.operands, node.results
+        if source.dtype in HALF:
+            self._casts[id(result)] = node
+            self._of[id(result)] = self._start("cast", node)
+        elif id(source) in self._of:
+            self._of[id(result)] = self._of[id(source)]
+
+    def _meeting(self, operands: list[Value]) -> Meeting:
+        wide = [value for value in operands if value.dtype in WIDE]
+        cast = [value for value in wide if id(value) in self._casts]
+        of_stream = [v for v in wide if id(v) in self._of and id(v) not in self._casts]
+        other = [value for value in wide if id(value) not in self._of]
+        return Meeting(cast, of_stream, other, any(value.dtype in HALF for value in operands))
+
+    def _combine(self, node: Node) -> None:
+        """Follows streams through a node that is neither a cast nor a product."""
+        cast, wide, other, _ = self._meeting(node.operands)
+        if node.name in MOVES and cast and not wide:
+            self._casts[id(node.results[0])] = self._casts[id(cast[0])]
+            self._give(node, self._of[id(cast[0])])
+            return
+        if wide:
+            stream = self._united(wide)
+            for value in cast:
+                self._widen(stream, value, node)
+        elif cast:
+            stream = self._united(cast)
+            silent = [value for value in cast if self._is_silent(value, node)]
+            if other and silent and not self.is_asked(node):
+                stream.into = self._start("promotion", node, other[0])
+                stream = stream.into
+        else:
+            return
+        stream.is_island |= node.name in _OF_ISLANDS
+        self._give(node, stream)
+
+    def _united(self, values: list[Value]) -> Stream:
+        """Returns the stream of values that meet: a leak if one is, else one island of them all."""
+        streams = list({id(s): s for s in (self._of[id(v)].whole for v in values)}.values())
+        leaks = [stream for stream in streams if stream.kind != "cast"]
+        first = (leaks or streams)[0]
+        for stream in streams:
+            if stream is not first and stream.kind == "cast":
+                stream.into = first
+                first.is_island |= stream.is_island
+                first.widened += stream.widened
+        return first
+
+    def _widen(self, stream: Stream, value: Value, node: Node) -> None:
+        """Notes that a stream meets a value that was cast up for it."""
+        cast = self._casts[id(value)]
+        part = self._of[id(value)].whole
+        if part is not stream and part.kind == "cast":
+            part.into = stream
+            stream.is_island |= part.is_island
+            if value.size > 1 and _is_computed(cast.operands[0]) and not self.is_asked(node):
+                if self._home(stream.node) != self._home(node):
+                    stream.widened.append(node)
+
+    def _product(self, node: Node) -> None:
+        operands = node.operands[:2]
+        cast, wide, other, is_half = self._meeting(operands)
+        stream = None
+        if not cast and not wide and not other:
+            self.half_products.append(node)
+            stream = self._start("cast", node)  # if its result is wide
+        elif self.is_asked(node):
+            self.asked.append(node)
+            stream = self._start("cast", node)
+        elif _is_inner(node):
+            stream = self._united([*cast, *wide]) if cast or wide else None
+        else:
+            stream = self._leak(node, Meeting(cast, wide, other, is_half))
+            (self.half_products if is_half or cast else self.wide_products).append(node)
+            stream.products.append(node)
+        if stream is not None:
+            self._give(node, stream)
+
+    def _leak(self, node: Node, meeting: Meeting) -> Stream:
+        """Returns the stream because of which a product is wide."""
+        leaks = [self._of[id(value)].whole for value in meeting.wide]
+        is_cause = all(stream.kind != "cast" for stream in leaks)
+        if leaks and is_cause and not meeting.other:
+            return leaks[0]
+        cause = (meeting.other or meeting.wide or meeting.cast)[0]
+        return self._start("product", node, cause)
+
+    def is_asked(self, node: Node) -> bool:
+        """Whether the user asks that a node computes in float32: by a policy, rule or precision."""
+        if where(node.scope).is_full or (node.name in PRODUCTS and is_precise(node.eqn)):
+            return True
+        policy = self._graph.policy(node)
+        return bool(policy) and np.dtype(get_policy(policy).compute_dtype) in WIDE
+
+    def _is_silent(self, value: Value, node: Node) -> bool:
+        """Whether the cast of a value was not written by the user, but is part of an operation."""
+        return _call(self._casts[id(value)]) == _call(node)
+
+    def _home(self, node: Node) -> tuple[str, str]:
+        """Returns the path of the module of a node; outside of modules, scope and function."""
+        found = where(node.scope)
+        if found.module is not None:
+            return found.module.path, ""
+        place = self._graph.place(node)
+        return found.path, place.function if place else ""
+
+    def _count_saved(self) -> None:
+        for node in self.forward:
+            for value in node.results:
+                if value.dtype not in WIDE and value.dtype not in HALF:
+                    continue
+                if not any(reader.is_backward for reader in value.readers):
+                    continue
+                self.saved += value.nbytes
+                if value.dtype not in WIDE or self.is_asked(node):
+                    continue
+                if id(value) in self._of:
+                    self._of[id(value)].whole.nbytes += value.nbytes
+                else:
+                    self.saved_others.append(value)
+
+
+def _forward(graph: Graph) -> Iterator[Node]:
+    """Yields the nodes that a gradient is computed of: not the backward pass, nor what reads it."""
+    after: set[int] = set()
+    for node in graph.nodes:
+        operands = node.operands[:1] if node.name == "carry" else node.operands
+        if node.is_backward or any(id(value) in after for value in operands):
+            after.update(map(id, node.results))
+        else:
+            yield node
+
+
+def _call(node: Node) -> object:
+    """Returns the user's call that an operation is a part of."""
+    each: Node | None = node
+    while each is not None:
+        call = call_of(each.eqn)
+        if call is not None:
+            return call
+        each = each.around
+    return None
+
+
+def _is_computed(value: Value) -> bool:
+    """Whether arithmetic made a value, and not only moves and casts of an argument."""
+    while value.node is not None and (value.node.name in MOVES or value.node.name == CAST):
+        value = value.node.operands[0]
+    return value.node is not None
+
+
+def _is_inner(node: Node) -> bool:
+    """Whether a product is a sum of products, such as a norm, which has neither rows nor columns."""
+    if node.name != "dot_general":
+        return False
+    (contracted, _), (batch, _) = node.eqn.params["dimension_numbers"]
+    of_both = [node.operands[0].shape[axis] for axis in (*contracted, *batch)]
+    sizes = [value.size for value in node.operands[:2]]
+    return sizes == [int(np.prod(of_both))] * 2

@@ -1,0 +1,52 @@
+"""Numbers, dtypes and policies of a report as people read them."""
+
+import re
+from collections.abc import Sequence
+
+_SHORT = {
+    **{"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"},
+    **{"params": "p", "compute": "c", "output": "o", "matmul": "m", "reduce": "r"},
+}
+_LONG = re.compile(rf"\b({'|'.join(_SHORT)})\b")
+
+
+def flop_text(flops: int) -> str:
+    """Returns a number of floating-point operations, such as `12.3 GFLOP`."""
+    return _scaled(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+
+
+def bytes_text(nbytes: int) -> str:
+    """Returns a number of bytes, such as `1.5 MiB`."""
+    return _scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def _scaled(number: float, base: int, units: Sequence[str]) -> str:
+    """Returns a number with three digits, or four just below the next unit of 1024."""
+    power = 0
+    while power < len(units) - 1 and round(number / base**power) >= base:
+        power += 1
+    scaled = number / base**power
+    digits = 2 - (scaled >= 9.995) - (scaled >= 99.95)
+    return f"{scaled:.{digits if power else 0}f} {units[power]}"
+
+
+def share_text(part: float, whole: float) -> str:
+    """Returns a share in percent: `100.0 %` is all, and `0.0 %` is nothing."""
+    percent = 100 * part / whole if whole else 0.0
+    if 0 < percent < 0.1:
+        return "<0.1 %"
+    return ">99.9 %" if 99.95 <= percent and part < whole else f"{percent:.1f} %"
+
+
+def count_text(count: int, noun: str) -> str:
+    """Returns a count and its noun: `1 cast`, `1,200 casts`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def short_names(text: str) -> str:
+    """Shortens dtypes and keys as policy strings may: `compute=bfloat16` is `c=bf16`.
+
+    Float32 parameters are left out, as a policy string may leave them out.
+    """
+    short = _LONG.sub(lambda found: _SHORT[found[0]], text)
+    return short.removeprefix("p=f32,")

@@ -1,0 +1,177 @@
+"""The commands of `python -m jmpx` that look at a program: audit, ranges and first-nonfinite."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TextIO, TypeAlias
+
+import jax
+
+from jmpx._targets import attempt, load
+
+Program: TypeAlias = tuple[Any, tuple[Any, ...]]
+
+_RETURNS = "a pair of a function and the tuple of its arguments"
+
+
+class Target(NamedTuple):
+    """The program that a command looks at.
+
+    Args:
+        command: the name of the command.
+        name: what makes the program, such as `"pkg.module:make"`.
+        program_flags: the flags of the program itself.
+    """
+
+    command: str
+    name: str
+    program_flags: Sequence[str]
+
+
+def audit(target: Target, platform: str | None, as_json: bool, lock: str | None) -> int:
+    """Prints what runs in which dtype, and compares it with a lock file.
+
+    Args:
+        target: the program.
+        platform: the platform that is asked about, None for none.
+        as_json: whether to print JSON.
+        lock: the path of a lock file, which is written if it is not there.
+
+    Returns:
+        The exit code: 1 if the program differs from the lock file.
+
+    Raises:
+        ValueError: if the program cannot be made or traced, or the file is no lock file.
+        OSError: if the lock file cannot be read or written.
+    """
+    from jmpx._audit.api import audit
+
+    with _made(target) as (fn, args):
+        report = attempt(
+            f"The audit of {target.name} failed", lambda: audit(fn, platform=platform)(*args)
+        )
+        differs, lines = (False, []) if lock is None else _compared(report.entries, lock)
+        _print(report, as_json)
+    for line in lines:
+        print(line, file=_notes(as_json))
+    return int(differs)
+
+
+def _compared(entries: Sequence[Any], path: str) -> tuple[bool, list[str]]:
+    """Returns whether a program differs from a lock file, and the lines that tell how."""
+    from jmpx._audit.lock import differences, write
+
+    if not os.path.exists(path):
+        write(entries, path)
+        return False, ["", f"wrote {path}, which was not there"]
+    found = differences(entries, path)
+    if not found:
+        return False, ["", f"{path}: no difference"]
+    count = f"{len(found)} difference{'s' if len(found) > 1 else ''}"
+    accept = f"{path}: {count}; to accept what there is now, delete the file and run this again"
+    return True, ["", *map(str, found), accept]
+
+
+def ranges(target: Target, dtype: str | None, as_json: bool, plot: str | None) -> int:
+    """Prints which magnitudes occur, and what the dtype would need.
+
+    Args:
+        target: the program.
+        dtype: the dtype for which to print rules, None for none.
+        as_json: whether to print JSON.
+        plot: the file to draw the histogram into, None for none.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ValueError: if the program cannot be made or run.
+        OSError: if the plot cannot be written.
+    """
+    from jmpx._ranges import ranges
+
+    with _made(target) as (fn, args):
+        _refuse_shapes(target, args)
+        found = attempt(f"The run of {target.name} failed", lambda: ranges(fn)(*args))
+        rules = None if dtype is None else found.rules(dtype)
+        if plot is not None:
+            found.plot(plot)
+        _print(found, as_json)
+    if rules is not None:
+        print(f"rules for {dtype}: {rules or 'none needed'}", file=_notes(as_json))
+    if plot is not None:
+        print(f"wrote {plot}", file=_notes(as_json))
+    return 0
+
+
+def first_nonfinite(target: Target, as_json: bool) -> int:
+    """Prints the first operation that makes an inf or NaN.
+
+    Args:
+        target: the program.
+        as_json: whether to print JSON.
+
+    Returns:
+        The exit code: 1 if there is such an operation.
+
+    Raises:
+        ValueError: if the program cannot be made or run.
+    """
+    from jmpx._first_nonfinite import first_nonfinite
+
+    with _made(target) as (fn, args):
+        _refuse_shapes(target, args)
+        found = attempt(f"The run of {target.name} failed", lambda: first_nonfinite(fn)(*args))
+        if found is None:
+            print("null" if as_json else "no operation makes an inf or NaN")
+            return 0
+        _print(found, as_json)
+    return 1
+
+
+@contextlib.contextmanager
+def _made(target: Target) -> Iterator[Program]:
+    """Makes the program; its flags are in `sys.argv` while the context lasts.
+
+    Raises:
+        ValueError: if it cannot be made, or is no program.
+    """
+    before = sys.argv
+    try:
+        made = load(target.name, target.command, _RETURNS, target.program_flags)
+        is_pair = type(made) is tuple and len(made) == 2
+        if not is_pair or not callable(made[0]) or not isinstance(made[1], tuple | list):
+            got = ", ".join(type(each).__name__ for each in made) if is_pair else ""
+            raise ValueError(
+                f"Expected {target.name} to return {_RETURNS}, which may be shapes, got "
+                f"{f'({got})' if is_pair else f'a value of type {type(made).__name__}'}."
+            )
+        yield made[0], tuple(made[1])
+    finally:
+        sys.argv = before
+
+
+def _refuse_shapes(target: Target, args: tuple[Any, ...]) -> None:
+    """Refuses shapes in place of arrays.
+
+    Raises:
+        ValueError: if there are any.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"{target.command} runs the program and needs numbers, but {target.name} returns "
+                f"a shape, the jax.ShapeDtypeStruct args{jax.tree_util.keystr(path)}: let it "
+                "return arrays of a typical step."
+            )
+
+
+def _print(found: Any, as_json: bool) -> None:
+    print(json.dumps(found.to_json(), indent=2) if as_json else found)
+
+
+def _notes(as_json: bool) -> TextIO:
+    """Returns where to print what is no JSON."""
+    return sys.stderr if as_json else sys.stdout

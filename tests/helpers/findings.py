@@ -1,0 +1,21 @@
+"""Findings of an audit, and the lines of a test file on which they are to be found."""
+
+import pathlib
+
+from jmpx._audit.findings import find
+from jmpx._audit.graph import build
+from jmpx._audit.options import Options
+from jmpx._programs import traced_program
+
+
+def found(names, fn, *args, platform=None):
+    """The findings of some names in a function's step, the worst first."""
+    graph = build(traced_program(fn, args))
+    return [each for each in find(graph, Options(platform)) if each.name in names]
+
+
+def line_of(file, mark):
+    """The line of a file that ends with a comment, which has to be there once."""
+    lines = pathlib.Path(file).read_text().splitlines()
+    (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"  # {mark}")]
+    return number
