@@ -16,7 +16,7 @@ from jmpx._jaxpr import Place
 from jmpx._messages import describe
 from jmpx._stablehlo import read_stablehlo
 
-_WIDTH, _PROSE, _NAME, _ROWS = 100, 80, 24, 20  # characters, and lines
+_WIDTH, _PROSE, _PLACE, _ROWS = 100, 80, 16, 20  # characters, and lines
 _NONE_YET = "no collectives until XLA partitions it: see jmpx.wire(lowered.compile())"
 _MORE = "XLA's partitioner may insert more collectives: `jmpx.wire(lowered.compile())` shows them."
 _WIDENED = (
@@ -91,6 +91,7 @@ def wire(step: Any) -> Wire:
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np
         >>> from jax.sharding import Mesh, PartitionSpec as P
+        >>> import jmpx
         >>> mesh = Mesh(np.array(jax.devices()), "data")
         >>> def loss_fn(params, x):
         ...     w = jax.lax.all_gather(params["w"].astype(jnp.bfloat16), "data", tiled=True)
@@ -228,11 +229,11 @@ def _largest(arrays: list[Collective], devices: int) -> Iterator[str]:
     carried = [("", "carries"), *map(_carried, shown)]
     longest = max(len(what) + len(name) for what, name in carried)
     left = _WIDTH - len(numbers[0]) - 4
-    # Places are shortened first, and then the names of parameters.
+    # Places are shortened first, then the names of parameters.
     for places in zip(*(_places(one.place) for one in shown), strict=True):
         if longest + max(map(len, places)) <= left:
             break
-    width = max(_NAME, min(longest, left - max(map(len, places))))
+    width = min(longest, left - min(_PLACE, max(map(len, places))))
     for number, (what, name), place in zip(numbers, carried, ("place", *places), strict=True):
         cell = what + _end(name, width - len(what))
         yield f"{number}  {cell.ljust(width)}  {_end(place, left - width)}".rstrip()

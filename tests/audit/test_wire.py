@@ -1,6 +1,7 @@
 """`jmpx.wire`: what a user asks it, and what it prints."""
 
 import json
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -54,7 +55,7 @@ def by_hand(mesh, dtype):
         params, loss = train_step(loss_fn)(params, x)
         return params, lax.psum(loss, "data")
 
-    specs = {"in_specs": (SPECS, P("data")), "out_specs": (SPECS, P())}
+    specs: Any = {"in_specs": (SPECS, P("data")), "out_specs": (SPECS, P())}
     return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs)).lower(PARAMS, X)
 
 
@@ -97,7 +98,8 @@ def test_a_lowered_step_has_the_dtypes_of_the_program(mesh, dtype):
     assert wire.sent == 2 * (3 * layer + head) * 7 / 8 + loss
     assert (wire.program, wire.devices, wire.platform) == ("jit_step", 8, None)
     assert wire.notes == ()  # nothing is left to XLA's partitioner
-    assert {one.place.function for one in wire.collectives} == {"gather", "step"}
+    functions = {str(one.place).rpartition(" ")[2] for one in wire.collectives}
+    assert functions == {"(gather)", "(step)"}
 
 
 @pytest.mark.parametrize("dtype", BITS)
@@ -137,7 +139,7 @@ def test_under_jit_a_lowered_step_says_where_its_collectives_are(mesh):
 
 
 def test_what_is_outside_of_shard_map_is_left_to_the_partitioner(mesh):
-    rows = {"mesh": mesh, "in_specs": P("data"), "out_specs": P()}
+    rows: Any = {"mesh": mesh, "in_specs": P("data"), "out_specs": P()}
     inner = jax.shard_map(lambda x: lax.psum(x, "data"), **rows)
     for step, is_final in ((inner, True), (lambda x: inner(x) * 2, False)):
         wire = jmpx.wire(jax.jit(step).lower(f32(64)))
@@ -218,7 +220,8 @@ def test_json_has_every_field(mesh):
     found = json.loads(wire.to_json())
     assert (found["program"], found["devices"], found["platform"]) == ("jit_step", 8, None)
     for row, one in zip(found["collectives"], wire.collectives, strict=True):
-        assert row["sent"] == one.sent and row["place"] == one.place._asdict()
+        assert one.place is not None and row["place"] == one.place._asdict()
+        assert row["sent"] == one.sent
         assert {**row, "results": tuple(row["results"])}.items() >= {
             name: value for name, value in one._asdict().items() if name != "place"
         }.items()
