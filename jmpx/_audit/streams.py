@@ -28,7 +28,7 @@ CAST = "convert_element_type"
 MOVES = frozenset(
     """
     broadcast_in_dim reshape transpose squeeze expand_dims rev slice copy copy_p dynamic_slice
-    gather name stop_gradient optimization_barrier slice stack result shard unshard
+    gather name stop_gradient optimization_barrier stack result shard unshard
     """.split()
 )
 # Operations for whose sake a part of a model is computed in float32, as a norm or a softmax is.
@@ -279,7 +279,7 @@ class Streams:
                     continue
                 if id(value) in self._of:
                     self._of[id(value)].whole.nbytes += value.nbytes
-                else:
+                elif _is_computed(value):
                     self.saved_others.append(value)
 
 
@@ -313,9 +313,10 @@ def _call(node: Node) -> object:
 
 def _is_computed(value: Value) -> bool:
     """Whether arithmetic made a value, and not only moves and casts of an argument."""
-    while value.node is not None and (value.node.name in MOVES or value.node.name == CAST):
-        value = value.node.operands[0]
-    return value.node is not None
+    node = value.node
+    while node is not None and (node.is_structure or node.name in MOVES or node.name == CAST):
+        node = node.operands[0].node
+    return node is not None
 
 
 def _is_inner(node: Node) -> bool:
