@@ -28,7 +28,7 @@ CAST = "convert_element_type"
 MOVES = frozenset(
     """
     broadcast_in_dim reshape transpose squeeze expand_dims rev slice copy copy_p dynamic_slice
-    gather name stop_gradient optimization_barrier stack result shard unshard
+    gather name stop_gradient optimization_barrier device_put stack result shard unshard
     """.split()
 )
 # Operations for whose sake a part of a model is computed in float32, as a norm or a softmax is.
@@ -258,6 +258,11 @@ class Streams:
     def _is_silent(self, value: Value, node: Node) -> bool:
         """Whether the cast of a value was not written by the user, but is part of an operation."""
         return _call(self._casts[id(value)]) == _call(node)
+
+    def is_written(self, node: Node) -> bool:
+        """Whether the user's code casts an operand of a node up right before it."""
+        cast = [value for value in node.operands if id(value) in self._casts]
+        return any(not self._is_silent(value, node) for value in cast)
 
     def _home(self, node: Node) -> tuple[str, str]:
         """Returns the path of the module of a node; outside of modules, scope and function."""

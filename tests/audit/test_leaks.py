@@ -222,3 +222,81 @@ def test_lines_under_transformations(way, leaks, dtype):
     assert seen([each for each in found if each.name in LEAKS.values()]) == planted(leaks)
 
 
+# What the advice makes of a leak.
+
+
+def python_scalar(x, w):
+    return x * math.sqrt(8)
+
+
+def cast_constant(x, w):
+    return x + POSITIONS.astype(x.dtype)
+
+
+def cast_parameter(x, w):
+    x = jnp.tanh(x)
+    return x + w[0].astype(x.dtype)
+
+
+def half_product(x, w):
+    return x @ w.astype(x.dtype)
+
+
+def cast_result(x, w):
+    y = jnp.einsum("btd,bsd->bts", x, x).astype(F32)
+    return x + jax.nn.softmax(y).astype(x.dtype).mean(axis=-1, keepdims=True)
+
+
+def half_gelu(x, w):
+    return jax.nn.gelu(jnp.tile(x, 2 * WIDTH))[..., :WIDTH]
+
+
+def smallest_mask(x, w):
+    return jnp.where(MASK, x, jnp.finfo(x.dtype).min)
+
+
+def minus_infinity(x, w):
+    return jnp.where(MASK, x, -jnp.inf)
+
+
+def larger_epsilon(x, w):
+    return x / (jnp.abs(x) + 1e-4)
+
+
+def sum_of_list(x, w):
+    return sum([x, x])
+
+
+MENDED = [
+    python_scalar,
+    cast_constant,
+    cast_parameter,
+    half_product,
+    cast_result,
+    half_gelu,
+    smallest_mask,
+    minus_infinity,
+    larger_epsilon,
+    sum_of_list,
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_mended_leaks(dtype):
+    loss, params = PLANTED["equinox"](MENDED, dtype)
+    assert findings(loss, params, shape(X, dtype)) == ()
+
+
+# Products in a module that a policy map leaves in float32.
+PRODUCTS = [mixed_product, mixed_einsum, product_of_arguments]
+
+
+@pytest.mark.parametrize("framework", PLANTED)
+def test_rules_mend_products(framework):
+    loss, params = PLANTED[framework](PRODUCTS, F32)
+    policy_map = f"{LINEAR[framework]}: c=bf16,o=bf16"
+    found = findings(lambda *args: loss(*args, policy_map), params, X)
+    assert seen(found) == planted(PRODUCTS)
+    for finding in found:
+        policy_map += f"; {finding.rule}"
+    assert findings(lambda *args: loss(*args, policy_map), params, X) == ()
