@@ -104,7 +104,7 @@ class Streams:
         saved_others: values saved for the backward pass that are wide and belong to no stream.
         half_products: the products with a 16-bit operand, or that had one without a leak.
         wide_products: the other products, without those that a user asks for.
-        asked: the products that a user asks for in float32.
+        asked: the products that a user asks for in float32, and sums of products such as a norm.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -208,23 +208,22 @@ class Streams:
                 stream.widened.append(node)
 
     def _product(self, node: Node) -> None:
-        operands = node.operands[:2]
-        cast, wide, other, is_half = self._meeting(operands)
-        stream = None
-        if not cast and not wide and not other:
+        meeting = self._meeting(node.operands[:2])
+        cast, wide, other, is_half = meeting
+        parts = [self._of[id(value)].whole for value in (*cast, *wide)]
+        if not parts and not other:
             self.half_products.append(node)
-            if node.results[0].dtype in WIDE:
-                stream = self._start("cast", node)
-        elif self.is_asked(node):
+            stream = self._start("cast", node) if node.results[0].dtype in WIDE else None
+        elif self.is_asked(node) or _is_inner(node):
             self.asked.append(node)
-            stream = self._start("cast", node)
-        elif _is_inner(node):
-            stream = self._united([*cast, *wide]) if cast or wide else None
+            stream = self._united([*cast, *wide]) if parts else None
+            for part in parts:
+                part.is_island = True
         else:
-            stream = self._leak(node, Meeting(cast, wide, other, is_half))
+            stream = self._leak(node, meeting)
             (self.half_products if is_half or cast else self.wide_products).append(node)
             stream.products.append(node)
-            for part in (self._of[id(value)].whole for value in (*cast, *wide)):
+            for part in parts:
                 if not part.is_island:
                     self._merge(part, stream)
         if stream is not None:
