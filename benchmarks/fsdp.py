@@ -281,7 +281,7 @@ def measure(way: str, compiler: str, given: Problem, devices: list[Any]) -> reco
     prepared = prepare(way, given, devices)
     more: records.Record = {}
     if compiler == "stablehlo":
-        found = collectives.read_stablehlo(prepared.traced.lower().as_text())
+        found = collectives.read_stablehlo(prepared.traced.lower())
     elif compiler == "tpu":
         program = prepared.traced.lower(lowering_platforms=("tpu",)).compile()
         found = collectives.read_hlo(program.as_text())

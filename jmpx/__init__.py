@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         autocast as autocast,
         save_low_precision as save_low_precision,
     )
+    from jmpx._first_nonfinite import NonFinite as NonFinite, first_nonfinite as first_nonfinite
     from jmpx._function_casts import (
         cast_function as cast_function,
         force_full_precision as force_full_precision,
@@ -74,11 +75,13 @@ if TYPE_CHECKING:
         check_progress as check_progress,
         nonfinite as nonfinite,
     )
+    from jmpx._wire import Wire as Wire, wire as wire
 else:
     _LATER = {
         "_audit.api": ("audit",),
         "_audit.report": ("Report",),
         "_autocast": ("Autocast", "autocast", "save_low_precision"),
+        "_first_nonfinite": ("NonFinite", "first_nonfinite"),
         "_function_casts": ("cast_function", "force_full_precision"),
         "_gather": ("gather",),
         "_gradient": (
@@ -92,6 +95,7 @@ else:
         "_mixed_precision": ("MixedPrecision", "get_mixed_precision"),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
         "_progress": ("NonfiniteCounts", "check_progress", "nonfinite"),
+        "_wire": ("Wire", "wire"),
     }
 
     def __getattr__(name):
@@ -120,6 +124,7 @@ __all__ = (
     "LossScale",
     "MixedPrecision",
     "NoOpLossScale",
+    "NonFinite",
     "NonfiniteCounts",
     "Policy",
     "PolicyMap",
@@ -128,6 +133,7 @@ __all__ = (
     "SkipNonfiniteState",
     "StaticLossScale",
     "ValueAndGradients",
+    "Wire",
     "all_finite",
     "audit",
     "autocast",
@@ -145,6 +151,7 @@ __all__ = (
     "current_policy",
     "filter_grad",
     "filter_value_and_grad",
+    "first_nonfinite",
     "force_full_precision",
     "full_precision",
     "gather",
@@ -161,4 +168,5 @@ __all__ = (
     "select_tree",
     "set_policy",
     "skip_nonfinite",
+    "wire",
 )

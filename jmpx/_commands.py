@@ -46,9 +46,9 @@ def audit(target: Target, platform: str | None, as_json: bool, lock: str | None)
         ValueError: if the program cannot be made or traced, or the file is no lock file.
         OSError: if the lock file cannot be read or written.
     """
-    from jmpx._audit.api import audit
-
     with _made(target) as (fn, args):
+        from jmpx._audit.api import audit  # here, as the others below: a command needs one of them
+
         report = attempt(
             f"The audit of {target.name} failed", lambda: audit(fn, platform=platform)(*args)
         )
@@ -90,10 +90,10 @@ def ranges(target: Target, dtype: str | None, as_json: bool, plot: str | None) -
         ValueError: if the program cannot be made or run.
         OSError: if the plot cannot be written.
     """
-    from jmpx._ranges import ranges
-
     with _made(target) as (fn, args):
         _refuse_shapes(target, args)
+        from jmpx._ranges import ranges
+
         found = attempt(f"The run of {target.name} failed", lambda: ranges(fn)(*args))
         rules = None if dtype is None else found.rules(dtype)
         if plot is not None:
@@ -119,10 +119,10 @@ def first_nonfinite(target: Target, as_json: bool) -> int:
     Raises:
         ValueError: if the program cannot be made or run.
     """
-    from jmpx._first_nonfinite import first_nonfinite
-
     with _made(target) as (fn, args):
         _refuse_shapes(target, args)
+        from jmpx._first_nonfinite import first_nonfinite
+
         found = attempt(f"The run of {target.name} failed", lambda: first_nonfinite(fn)(*args))
         if found is None:
             print("null" if as_json else "no operation makes an inf or NaN")

@@ -240,7 +240,7 @@ def place_of(eqn: Equation, called: str = "") -> Place | None:
     traceback = eqn.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
         name = frame.function_name.rpartition(".")[2]
-        if not _is_of_library(frame.file_name):
+        if not is_of_library(frame.file_name):
             return Place(frame.file_name, frame.line_num, name)
         if called and name == called:
             return None
@@ -255,13 +255,14 @@ def call_of(eqn: Equation) -> object:
     """
     traceback = eqn.source_info.traceback
     for code, at in () if traceback is None else zip(*traceback.raw_frames(), strict=True):
-        if not _is_of_library(code.co_filename):
+        if not is_of_library(code.co_filename):
             return code, at
     return None
 
 
 @functools.cache
-def _is_of_library(file: str) -> bool:
+def is_of_library(file: str) -> bool:
+    """Returns whether a file is of JAX, jmpx, a framework, or Python itself."""
     modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
     folders = [os.path.dirname(module.__file__ or "") for module in modules]
     if file.startswith(tuple(folder + os.sep for folder in folders)) or file.startswith("<frozen"):

@@ -35,6 +35,7 @@ class Program:
         is_differentiated: whether the gradient in the first argument was added to a loss.
         has_backward: whether there is a backward pass at all.
         policies: the policies that held in the modules that an adapter ran, by the modules' paths.
+        chosen: the paths of the modules among them to which a rule or their class gives the policy.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Program:
     is_differentiated: bool
     has_backward: bool
     policies: dict[str, str]
+    chosen: frozenset[str]
 
 
 def traced_program(
@@ -83,6 +85,7 @@ def traced_program(
         is_differentiated=is_loss,
         has_backward=is_loss or has_backward,
         policies=dict(map(_policy_of, met)),
+        chosen=frozenset(each.module.path for each in met if each.boundary and each.surrounding),
     )
 
 

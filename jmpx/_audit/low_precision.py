@@ -126,12 +126,11 @@ def _logarithm(node: Node, dtype: np.dtype) -> _Hazard | None:
 
 
 def _root(node: Node, dtype: np.dtype) -> _Hazard:
-    message = f"is of a number that keeps {digits(dtype)}"
+    info, message = jnp.finfo(dtype), f"keeps {digits(dtype)}"
     if dtype == jnp.float16:
-        info = jnp.finfo(dtype)
         least = float(info.smallest_subnormal)
         message += f", is infinite beyond {float(info.max):.0f}, and 0 below {least:.0e}"
-    return _Hazard(_worst(dtype), f"The argument of rsqrt in {dtype.name} {message[3:]}.")
+    return _Hazard(_worst(dtype), f"The argument of rsqrt in {dtype.name} {message}.")
 
 
 def _power(node: Node, dtype: np.dtype) -> _Hazard:

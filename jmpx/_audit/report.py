@@ -1,12 +1,14 @@
-"""The report of an audit: frozen data, which prints and checks itself."""
+"""The report of an audit: frozen data, which prints, checks and locks itself."""
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from typing import Any, Self
 
 from jmpx._audit.check import check_report
 from jmpx._audit.data import Cast, Entry, Finding, Products, Scope
 from jmpx._audit.html import report_html
+from jmpx._audit.lock import check as check_lock, write
 from jmpx._audit.plain import report_dict
 from jmpx._audit.text import report_text
 from jmpx._dtypes import DTypeLike
@@ -101,4 +103,36 @@ class Report:
             ValueError: if an argument is not one that is described here.
         """
         check_report(self, compute, at_least, allow, severity)
+        return self
+
+    def lock(self, path: str | os.PathLike[str]) -> None:
+        """Writes a lock file: the dtypes that products, reductions and loop carries have, by scope.
+
+        The text is the same on all supported versions of JAX. It has no counts and no lines, so
+        that code may move, and be called more often. What is at `path` is replaced as a whole.
+
+        Args:
+            path: the file.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        write(self.entries, path)
+
+    def check_lock(self, path: str | os.PathLike[str]) -> Self:
+        """Raises if the program differs from a lock file: for tests.
+
+        Args:
+            path: a file that `lock` has written.
+
+        Returns:
+            The report itself.
+
+        Raises:
+            AssertionError: if it differs. The message has a line for each difference: where, what
+                was locked, and what is there now.
+            ValueError: if the file is no lock file, or a damaged one.
+            OSError: if it cannot be read.
+        """
+        check_lock(self.entries, path, self.title)
         return self

@@ -7,6 +7,7 @@ is a norm, a softmax or a loss that is computed in float32. It returns to 16 bit
 loss, before a product reads it and before it widens what other modules computed in 16 bits.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -111,7 +112,7 @@ class Streams:
         self._of: dict[int, Stream] = {}  # the id of a value -> its stream
         self._casts: dict[int, Node] = {}  # the id of a value -> the cast that it is fresh from
         self._streams: list[Stream] = []
-        self.forward = list(_forward(graph))
+        self.forward = list(forward(graph))
         self.half_products: list[Node] = []
         self.wide_products: list[Node] = []
         self.asked: list[Node] = []
@@ -158,7 +159,9 @@ class Streams:
 
     def _combine(self, node: Node) -> None:
         """Follows streams through a node that is neither a cast nor a product."""
-        cast, wide, other, _ = self._meeting(node.operands)
+        # What the body of a loop returns to its carry is not known yet.
+        operands = node.operands[:1] if node.name == "carry" else node.operands
+        cast, wide, other, _ = self._meeting(operands)
         if node.name in MOVES and cast and not wide:
             self._casts[id(node.results[0])] = self._casts[id(cast[0])]
             self._give(node, self._of[id(cast[0])])
@@ -184,22 +187,25 @@ class Streams:
         leaks = [stream for stream in streams if stream.kind != "cast"]
         first = (leaks or streams)[0]
         for stream in streams:
-            if stream is not first and stream.kind == "cast":
-                stream.into = first
-                first.is_island |= stream.is_island
-                first.widened += stream.widened
+            self._merge(stream, first)
         return first
+
+    def _merge(self, part: Stream, whole: Stream) -> None:
+        """Makes a stream a part of another one, unless it is a leak of its own."""
+        if part is not whole and part.kind == "cast":
+            part.into = whole
+            whole.is_island |= part.is_island
+            whole.widened += part.widened
 
     def _widen(self, stream: Stream, value: Value, node: Node) -> None:
         """Notes that a stream meets a value that was cast up for it."""
-        cast = self._casts[id(value)]
-        part = self._of[id(value)].whole
-        if part is not stream and part.kind == "cast":
-            part.into = stream
-            stream.is_island |= part.is_island
-            if value.size > 1 and _is_computed(cast.operands[0]) and not self.is_asked(node):
-                if self._home(stream.node) != self._home(node):
-                    stream.widened.append(node)
+        cast, part = self._casts[id(value)], self._of[id(value)].whole
+        if part is stream or part.kind != "cast":
+            return
+        self._merge(part, stream)
+        if value.size > 1 and _is_computed(cast.operands[0]) and not self.is_asked(node):
+            if self._home(stream.node) != self._home(node):
+                stream.widened.append(node)
 
     def _product(self, node: Node) -> None:
         operands = node.operands[:2]
@@ -207,7 +213,8 @@ class Streams:
         stream = None
         if not cast and not wide and not other:
             self.half_products.append(node)
-            stream = self._start("cast", node)  # if its result is wide
+            if node.results[0].dtype in WIDE:
+                stream = self._start("cast", node)
         elif self.is_asked(node):
             self.asked.append(node)
             stream = self._start("cast", node)
@@ -217,6 +224,9 @@ class Streams:
             stream = self._leak(node, Meeting(cast, wide, other, is_half))
             (self.half_products if is_half or cast else self.wide_products).append(node)
             stream.products.append(node)
+            for part in (self._of[id(value)].whole for value in (*cast, *wide)):
+                if not part.is_island:
+                    self._merge(part, stream)
         if stream is not None:
             self._give(node, stream)
 
@@ -233,8 +243,17 @@ class Streams:
         """Whether the user asks that a node computes in float32: by a policy, rule or precision."""
         if where(node.scope).is_full or (node.name in PRODUCTS and is_precise(node.eqn)):
             return True
-        policy = self._graph.policy(node)
-        return bool(policy) and np.dtype(get_policy(policy).compute_dtype) in WIDE
+        module = where(node.scope).module
+        return module is not None and self._is_chosen(module.path)
+
+    def _is_chosen(self, path: str) -> bool:
+        """Whether a module computes in float32 by a rule or a policy for it, or for one around it."""
+        program = self._graph.program
+        policy = program.policies.get(path, "")
+        if not policy or compute_dtype(policy) not in WIDE:
+            return False
+        parts = path.split("/")
+        return any("/".join(parts[: i + 1]) in program.chosen for i in range(len(parts)))
 
     def _is_silent(self, value: Value, node: Node) -> bool:
         """Whether the cast of a value was not written by the user, but is part of an operation."""
@@ -264,7 +283,13 @@ class Streams:
                     self.saved_others.append(value)
 
 
-def _forward(graph: Graph) -> Iterator[Node]:
+@functools.lru_cache(maxsize=1024)
+def compute_dtype(policy: str) -> np.dtype:
+    """Returns the dtype in which a policy computes."""
+    return np.dtype(get_policy(policy).compute_dtype)
+
+
+def forward(graph: Graph) -> Iterator[Node]:
     """Yields the nodes that a gradient is computed of: not the backward pass, nor what reads it."""
     after: set[int] = set()
     for node in graph.nodes:

@@ -85,6 +85,8 @@ def test_only_all_is_100_percent_and_only_nothing_is_0(part, whole, text):
     "policy",
     [
         "params=float32,compute=bfloat16,output=float32",
+        "params=float32,compute=bfloat16,output=bfloat16",
+        "params=float32,compute=float16,output=float16,matmul=highest",
         "params=bfloat16,compute=bfloat16,output=float16",
         "params=float32,compute=float16,output=float32,matmul=highest,reduce=bfloat16",
         "params=float8_e4m3fn,compute=float16,output=float64",
@@ -196,6 +198,17 @@ def test_layers_that_are_alike_are_one_row_and_one_finding():
     row = next(line for line in text.splitlines() if line.startswith("vit/blocks_*/mlp (MLP)"))
     assert row.split()[2:] == ["12", "x", "c=bf16,o=f32", "bf16", "60", "12.0", "GFLOP"]
     assert "vit/blocks_11/mlp (MLP)" in report.to_text(all=True)
+
+
+def test_numbers_of_a_message_that_differ_are_a_range():
+    findings = [
+        LEAK._replace(scope=f"blocks/{i}", message=f"It is {share}% of bfloat16, beyond 1,000.")
+        for i, share in enumerate(("9.5", "12", "10.25"))
+    ]
+    (merged,) = alike_findings(findings)
+    assert merged.message == "It is 9.5 to 12% of bfloat16, beyond 1,000."
+    others = [LEAK._replace(message="It is 1 value."), LEAK._replace(message="It is 2 values.")]
+    assert alike_findings(others) == tuple(others)
 
 
 def test_a_layer_that_differs_has_a_row_of_its_own():
