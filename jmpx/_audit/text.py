@@ -59,6 +59,15 @@ def title(report: "Report") -> str:
     return f"Audit of {report.title}{gradient}{f' on {report.platform}' if report.platform else ''}"
 
 
+def summary_line(report: "Report") -> str:
+    """Returns a report in one line: the largest share of products, and how many findings."""
+    products = shares(report)[0].rows
+    parts = [f"{flop_text(products[0].whole)} of products" if products else "no products"]
+    parts += [f"{share_text(row.part, row.whole)} {row.label}" for row in products[:1]]
+    parts.append(severities(alike_findings(report.findings)) or "no findings")
+    return f"Report of {report.title}: {', '.join(parts)}"
+
+
 def _columns(width: int | None) -> int:
     if width is None:
         # A terminal may say that it has no columns.
@@ -176,8 +185,13 @@ def finding_text(finding: Finding, width: int) -> str:
     ]
     if finding.rule:
         rule = indent + finding.rule
-        lines.append(rule if _RULE.match(finding.rule) else _wrapped(rule, width))
+        lines.append(rule if is_rule(finding) else _wrapped(rule, width))
     return "\n".join(lines)
+
+
+def is_rule(finding: Finding) -> bool:
+    """Whether a finding has a rule of a policy map to copy, and not advice in words."""
+    return _RULE.match(finding.rule) is not None
 
 
 def facts(finding: Finding) -> list[str]:

@@ -73,6 +73,15 @@ def test_a_report_is_a_frozen_value():
         REPORT.title = "other"  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_its_repr_is_one_line():
+    assert repr(REPORT) == (
+        "<Report of loss_fn: 12.0 GFLOP of products, 75.0 % bfloat16 x bfloat16, 1 high, 1 medium, "
+        "1 low>"
+    )
+    nothing = dataclasses.replace(CLEAN, products=())
+    assert repr(nothing) == "<Report of loss_fn: no products, no findings>"
+
+
 class Page(html.parser.HTMLParser):
     """Reads HTML: its text, its tags, and whether each is closed."""
 
