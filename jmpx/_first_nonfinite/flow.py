@@ -35,7 +35,8 @@ class Flow:
         numbers = {_key_of_site(site): site.number for site in reversed(search.sites)}
         nodes = (node for node in graph.nodes if not node.is_structure)
         self.number_of = {id(node): numbers.get(_key_of_node(node), -1) for node in nodes}
-        self.known: dict[int, int] = {}
+        pairs = zip(graph.inputs, seen.inputs, strict=True)
+        self.known: dict[int, int] = {id(value): worst for value, worst in pairs}
         while self._spread():  # what a loop carries comes from below
             pass
 

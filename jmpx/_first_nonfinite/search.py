@@ -13,8 +13,9 @@ from jmpx._watched import Run, Site, Trips, is_loop
 
 # These hand on each number that they read, so that their operands tell what they hold.
 HAND_ON = ("broadcast_in_dim", "copy", "neg", "pvary", "reshape", "rev", "squeeze", "transpose")
-# XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears.
-_AS_WRITTEN = {"xla_allow_excess_precision": False}
+# XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears. What
+# runs once or twice is not worth optimizing: that would take half of the time to compile.
+_AS_WRITTEN = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 MADE, TURNED = 1, 2  # out of finite numbers; NaN out of infinities
 
 
@@ -40,11 +41,13 @@ class Seen(NamedTuple):
     Attributes:
         worst: of each watched site, by its number, the worst number that its results held.
         in_loops: of each site in a loop, whether it made one, as an event.
+        inputs: of each input of the program, the worst number that it holds.
         outputs: of each result of the program, the worst number that it holds.
     """
 
     worst: dict[int, int]
     in_loops: dict[int, Event]
+    inputs: list[int]
     outputs: list[int]
 
 
@@ -95,7 +98,7 @@ class Search:
             by_site=by_site,
         )
 
-    def _watch_all(self, *arrays: Any) -> tuple[dict[int, Any], list[jax.Array]]:
+    def _watch_all(self, *arrays: Any) -> tuple[dict[int, Any], Any, Any]:
         zero = jnp.zeros((), jnp.int32)
         state = {
             site.number: (zero,) * (2 + len(site.loops) if site.loops else 1)
@@ -103,18 +106,18 @@ class Search:
             if is_watched(site.equation)
         }
         results, state = self._evaluate(arrays, _note, state, _joined, by_site=True)
-        return state, [worst_traced([result]) for result in results]
+        return state, *([worst_traced([x]) for x in each] for each in (arrays, results))
 
     def look(self, arrays: Sequence[Any]) -> Seen:
         """Runs the program on its inputs."""
-        rows, outputs = jax.device_get(self._compiled(*arrays))
+        rows, inputs, outputs = jax.device_get(self._compiled(*arrays))
         worst, in_loops = {}, {}
         for number, row in rows.items():
             worst[number], *event = map(int, row)
             if any(event[:1]):
                 kind, *trips = event
                 in_loops[number] = self.event(self.sites[number], kind == MADE, trips)
-        return Seen(worst, in_loops, list(map(int, outputs)))
+        return Seen(worst, in_loops, list(map(int, inputs)), list(map(int, outputs)))
 
     def event(self, site: Site, is_made: bool, trips: Sequence[int] = ()) -> Event:
         """Returns an event of a site, in its place in the order in which equations run."""

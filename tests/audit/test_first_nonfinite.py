@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import math
 import re
 
 import jax
@@ -414,7 +413,7 @@ def layers(w, x):
 def test_an_infinity_that_is_saved_for_the_backward_pass_is_told_where_it_was_made():
     def loss(w, x):
         def layer(x, w):
-            return jnp.tanh(x * w * x), None  # HERE
+            return jnp.tanh((x * w) ** 3), None  # HERE
 
         return total(jax.lax.scan(layer, x, w)[0])
 
@@ -480,8 +479,8 @@ def test_numbers_of_operands_are_counted(rng):
     found = find(lambda w, x: jnp.log(w * x).mean(), jnp.ones(50), x)
     (operand,) = found.operands
     magnitudes = np.abs(x)
-    assert math.isclose(operand.smallest, magnitudes.min(), rel_tol=1e-6)
-    assert math.isclose(operand.largest, magnitudes.max(), rel_tol=1e-6)
+    expected = [magnitudes.min(), magnitudes.max()]
+    np.testing.assert_allclose([operand.smallest or 0, operand.largest or 0], expected, rtol=1e-6)
     assert found.kind == "NaN" and found.results[0].nans == (x < 0).sum()
 
 
