@@ -106,7 +106,8 @@ class Search:
             if is_watched(site.equation)
         }
         results, state = self._evaluate(arrays, _note, state, _joined, by_site=True)
-        return state, *([worst_traced([x]) for x in each] for each in (arrays, results))
+        inputs, outputs = ([worst_traced([x]) for x in each] for each in (arrays, results))
+        return state, inputs, outputs
 
     def look(self, arrays: Sequence[Any]) -> Seen:
         """Runs the program on its inputs."""
