@@ -123,10 +123,9 @@ class _Step:
         follow = self._consequences(stream, 1)
         if is_mixed and not (left.dtype in HALF and right.dtype in HALF):
             wide = left if left.dtype in WIDE else right
-            message = (
-                f"A {operation} of {left.dtype.name} and {right.dtype.name} runs in "
-                f"{wide.dtype.name}, because {self._named(wide)} is {wide.dtype.name}{follow}."
-            )
+            of = f"of {left.dtype.name} and {right.dtype.name} "
+            because = f", because of {self._named(wide)}" if _source(wide).node is None else ""
+            message = f"A {operation} {of}runs in {wide.dtype.name}{because}{follow}."
             rule = self._rule_of_product(node, wide)
             return self._finding("mixed-product", "high", node, message, rule)
         message = f"A {operation} runs in {node.results[0].dtype.name}{follow}."
@@ -145,8 +144,7 @@ class _Step:
         carries = [each for each in node.results[0].readers if each.name == "carry"]
         if cause is None and carries:
             message = f"A loop carries {self._name} values in float32{follow}."
-            rule = f"carry them in {self._name}; under jmpx.autocast: op.{carries[0].eqn.primitive}"
-            rule += f": {_SHORT[self._name]}"
+            rule = self._rule_of_carry(carries[0])
             return self._finding("promotion", severity, carries[0], message, rule)
         if cause is None:
             message = f"A {self._name} array is cast to float32 and goes on so{follow}."
@@ -168,7 +166,8 @@ class _Step:
         parts = []
         others = len(stream.products) - own
         if others > 0:
-            parts.append(f"{others} {'more ' * own}product{'s' * (others > 1)} follow in float32")
+            products = "product follows" if others == 1 else "products follow"
+            parts.append(f"{others} {'more ' * own}{products} in float32")
         if stream.widened:
             count = len(stream.widened)
             parts.append(f"it promotes {count} {self._name} array{'s' * (count > 1)} elsewhere")
@@ -231,7 +230,13 @@ class _Step:
             return f"cast its operands with .astype(jnp.{self._name})"
         if source.kind in ("literal", "const") and source.size == 1:
             return "write a Python number: math.sqrt(8) or float(...), not np.sqrt(8)"
+        if source.node is not None and source.node.name == "carry":
+            return self._rule_of_carry(source.node)
         return "cast it where it is made, with .astype(x.dtype)"
+
+    def _rule_of_carry(self, carry: Node) -> str:
+        loop = f"op.{carry.eqn.primitive.name}: {_SHORT[self._name]}"
+        return f"carry it in {self._name}; under jmpx.autocast: {loop}"
 
 
 def _before_cast(value: Value) -> Value:

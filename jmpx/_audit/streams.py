@@ -224,7 +224,7 @@ class Streams:
             (self.half_products if is_half or cast else self.wide_products).append(node)
             stream.products.append(node)
             for part in parts:
-                if not part.is_island:
+                if not part.is_island and not part.widened:
                     self._merge(part, stream)
         if stream is not None:
             self._give(node, stream)
@@ -232,7 +232,7 @@ class Streams:
     def _leak(self, node: Node, meeting: Meeting) -> Stream:
         """Returns the stream because of which a product is wide."""
         leaks = [self._of[id(value)].whole for value in meeting.wide]
-        is_cause = all(stream.kind != "cast" for stream in leaks)
+        is_cause = all(stream.kind != "cast" or stream.widened for stream in leaks)
         if leaks and is_cause and not meeting.other:
             return leaks[0]
         cause = (meeting.other or meeting.wide or meeting.cast)[0]
@@ -256,7 +256,7 @@ class Streams:
 
     def _is_silent(self, value: Value, node: Node) -> bool:
         """Whether the cast of a value was not written by the user, but is part of an operation."""
-        return _call(self._casts[id(value)]) == _call(node)
+        return call(self._casts[id(value)]) == call(node)
 
     def is_written(self, node: Node) -> bool:
         """Whether the user's code casts an operand of a node up right before it."""
@@ -304,13 +304,13 @@ def forward(graph: Graph) -> Iterator[Node]:
             yield node
 
 
-def _call(node: Node) -> object:
+def call(node: Node) -> object:
     """Returns the user's call that an operation is a part of."""
     each: Node | None = node
     while each is not None:
-        call = call_of(each.eqn)
-        if call is not None:
-            return call
+        found = call_of(each.eqn)
+        if found is not None:
+            return found
         each = each.around
     return None
 
