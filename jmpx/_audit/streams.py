@@ -102,7 +102,7 @@ class Streams:
         forward: the nodes of the forward pass, in the order of the program.
         saved: the bytes that are saved for the backward pass, of floats in all dtypes.
         saved_others: values saved for the backward pass that are wide and belong to no stream.
-        half_products: the products with a 16-bit operand, or that had one without a leak.
+        half_products: the products with a 16-bit operand, or that would have one without a leak.
         wide_products: the other products, without those that a user asks for.
         asked: the products that a user asks for in float32, and sums of products such as a norm.
     """
@@ -221,7 +221,10 @@ class Streams:
                 part.is_island = True
         else:
             stream = self._leak(node, meeting)
-            (self.half_products if is_half or cast else self.wide_products).append(node)
+            is_meant_half = (
+                is_half or stream.node is not node or (cast and not self.is_written(node))
+            )
+            (self.half_products if is_meant_half else self.wide_products).append(node)
             stream.products.append(node)
             for part in parts:
                 if not part.is_island and not part.widened:
