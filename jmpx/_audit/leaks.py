@@ -113,8 +113,7 @@ class _Step:
                 yield from (self._sized(self._saved(each, share), each) for each in streams)
 
     def _sized(self, finding: Finding, stream: Stream) -> Finding:
-        return finding._replace(
-            flops=self._flops_of(stream.products), nbytes=stream.nbytes)
+        return finding._replace(flops=self._flops_of(stream.products), nbytes=stream.nbytes)
 
     def _product(self, stream: Stream) -> Finding:
         node = stream.node
