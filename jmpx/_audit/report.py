@@ -33,6 +33,7 @@ class Report:
         findings: what leaked, or needs more range or precision; the worst ones first.
         entries: the operations whose dtypes a lock file holds.
         has_while: whether the program has a while loop, which is counted for one trip.
+        uncounted: the names of operations whose FLOPs are not known, such as `"pallas_call"`.
 
     Example:
         >>> import jax
@@ -60,6 +61,7 @@ class Report:
     findings: tuple[Finding, ...]
     entries: tuple[Entry, ...]
     has_while: bool
+    uncounted: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<{summary_line(self)}>"
