@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jmpx._audit.data import Finding
 from jmpx._audit.flops import flops
 from jmpx._audit.graph import Graph, Node, Value
 from jmpx._audit.options import Options
-from jmpx._audit.data import Finding
 from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Stream, Streams, compute_dtype
 from jmpx._autocast.products import PRODUCTS
 from jmpx._jaxpr import Place

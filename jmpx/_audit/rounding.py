@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jmpx._audit.data import Finding
 from jmpx._audit.graph import Graph, Node, Value
 from jmpx._audit.low_values import full_rule, scopes_of_products
 from jmpx._audit.options import Options
-from jmpx._audit.data import Finding
 from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, compute_dtype, forward
 
 _FLOAT16 = np.dtype(np.float16)

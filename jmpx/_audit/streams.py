@@ -246,7 +246,7 @@ class Streams:
         return module is not None and self._is_chosen(module.path)
 
     def _is_chosen(self, path: str) -> bool:
-        """Whether a module computes in float32 by a rule or a policy for it, or for one around it."""
+        """Whether a rule or a class policy of a module, or of one around it, asks for float32."""
         program = self._graph.program
         policy = program.policies.get(path, "")
         if not policy or compute_dtype(policy) not in WIDE:
@@ -324,7 +324,7 @@ def _is_computed(value: Value) -> bool:
 
 
 def _is_inner(node: Node) -> bool:
-    """Whether a product is a sum of products, such as a norm, which has neither rows nor columns."""
+    """Whether a product has neither rows nor columns: a sum of products, such as a norm."""
     if node.name != "dot_general":
         return False
     (contracted, _), (batch, _) = node.eqn.params["dimension_numbers"]

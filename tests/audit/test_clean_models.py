@@ -72,7 +72,7 @@ def test_autocast_carries_float32_unless_told():
     loss, *args = transformer(ViT, F32, scanned=True)
     (finding,) = findings(jmpx.autocast(loss), *args)
     assert (finding.name, finding.severity) == ("promotion", "medium")
-    assert finding.place.function == "_blocks"
+    assert finding.place is not None and finding.place.function == "_blocks"
     assert finding.rule.endswith("op.scan: bf16")
 
 
