@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._audit.data import Finding
 from jmpx._audit.graph import Graph, Node, Value
 from jmpx._audit.low_values import (
     digits,
@@ -18,7 +19,6 @@ from jmpx._audit.low_values import (
     source,
 )
 from jmpx._audit.options import Options
-from jmpx._audit.report import Finding
 from jmpx._audit.signs import is_at_most_zero, is_sum_of_exponentials
 
 
@@ -54,6 +54,7 @@ class _Found(NamedTuple):
             self.graph.place(node),
             self.graph.path(node),
             full_rule_or(self.graph, node, self.with_products, advice),
+            count=node.times,
             nbytes=node.times * sum(value.nbytes for value in node.operands if is_low(value)),
         )
 
