@@ -231,7 +231,7 @@ def test_layers_whose_names_differ_in_numbers_have_one_row(mesh):
         ("6", "params['block*'][*]"),
         ("1", "params['head7']"),
     ]
-    assert table[0].startswith(" 672 B") and len(wire.collectives) == 7
+    assert table[0].startswith("672 B") and len(wire.collectives) == 7
 
 
 def test_the_place_of_a_gather_of_jmpx_is_the_users(mesh):
