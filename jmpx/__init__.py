@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         autocast as autocast,
         save_low_precision as save_low_precision,
     )
+    from jmpx._first_nonfinite import NonFinite as NonFinite, first_nonfinite as first_nonfinite
     from jmpx._function_casts import (
         cast_function as cast_function,
         force_full_precision as force_full_precision,
@@ -74,12 +75,15 @@ if TYPE_CHECKING:
         check_progress as check_progress,
         nonfinite as nonfinite,
     )
+    from jmpx._ranges.api import ranges as ranges
+    from jmpx._ranges.report import Ranges as Ranges
     from jmpx._wire import Wire as Wire, wire as wire
 else:
     _LATER = {
         "_audit.api": ("audit",),
         "_audit.report": ("Report",),
         "_autocast": ("Autocast", "autocast", "save_low_precision"),
+        "_first_nonfinite": ("NonFinite", "first_nonfinite"),
         "_function_casts": ("cast_function", "force_full_precision"),
         "_gather": ("gather",),
         "_gradient": (
@@ -93,6 +97,8 @@ else:
         "_mixed_precision": ("MixedPrecision", "get_mixed_precision"),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
         "_progress": ("NonfiniteCounts", "check_progress", "nonfinite"),
+        "_ranges.api": ("ranges",),
+        "_ranges.report": ("Ranges",),
         "_wire": ("Wire", "wire"),
     }
 
@@ -122,9 +128,11 @@ __all__ = (
     "LossScale",
     "MixedPrecision",
     "NoOpLossScale",
+    "NonFinite",
     "NonfiniteCounts",
     "Policy",
     "PolicyMap",
+    "Ranges",
     "Report",
     "Rule",
     "SkipNonfiniteState",
@@ -148,6 +156,7 @@ __all__ = (
     "current_policy",
     "filter_grad",
     "filter_value_and_grad",
+    "first_nonfinite",
     "force_full_precision",
     "full_precision",
     "gather",
@@ -160,6 +169,7 @@ __all__ = (
     "optimizer_update",
     "policy_of",
     "push_policy",
+    "ranges",
     "save_low_precision",
     "select_tree",
     "set_policy",

@@ -22,7 +22,9 @@ line that says what went wrong.
 """
 
 import argparse
+import os
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 from jmpx._explain import explain
@@ -42,16 +44,15 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{message}; {' '.join(self.format_usage().split())}\n")
 
 
-def _parser() -> _Parser:
+def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
+    """Returns the parser that knows the commands, and the parser of each command."""
     parser = _Parser(
         prog="python -m jmpx",
         usage="python -m jmpx explain|audit|ranges|first-nonfinite ...",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    subparsers = parser.add_subparsers(
-        dest="command", title="commands", metavar="", prog="python -m jmpx"
-    )
+    subparsers = parser.add_subparsers(title="commands", metavar="", prog="python -m jmpx")
     commands = {
         name: subparsers.add_parser(name, help=text, description=f"Prints {text}.")
         for name, text in _COMMANDS.items()
@@ -61,7 +62,7 @@ def _parser() -> _Parser:
         _add_target(commands[name])
     _add_audit(commands["audit"])
     _add_ranges(commands["ranges"])
-    return parser
+    return parser, commands
 
 
 def _add_explain(parser: _Parser) -> None:
@@ -120,14 +121,17 @@ def main(arguments: list[str]) -> int:
     Raises:
         SystemExit: after the help, and after a line about wrong usage.
     """
-    parser = _parser()
-    arguments, program_flags = _with_command(parser, arguments)
-    given = parser.parse_args(arguments)
+    parser, commands = _parsers()
+    (command, *arguments), program_flags = _with_command(parser, arguments)
+    given = commands[command].parse_args(arguments)
     try:
-        if given.command == "explain":
+        if command == "explain":
             print(*explain(given.precision, given.model), sep="\n")
             return 0
-        return _look_at_program(given, program_flags)
+        return _look_at_program(command, given, program_flags)
+    except BrokenPipeError:  # as with `| head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
     except (ValueError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 2
@@ -139,7 +143,7 @@ def _with_command(parser: _Parser, arguments: list[str]) -> tuple[list[str], lis
         parser.error(f"expected one of {', '.join(_COMMANDS)}, or a policy")
     first = arguments[0]
     if first in ("-h", "--help"):
-        return arguments, []
+        parser.parse_args([first])
     if first not in _COMMANDS:
         near = did_you_mean(first, [*_COMMANDS])
         if len(arguments) > 1 and near != ".":
@@ -151,14 +155,14 @@ def _with_command(parser: _Parser, arguments: list[str]) -> tuple[list[str], lis
     return arguments[:end], arguments[end + 1 :]
 
 
-def _look_at_program(given: argparse.Namespace, program_flags: list[str]) -> int:
+def _look_at_program(command: str, given: argparse.Namespace, program_flags: Sequence[str]) -> int:
     """Runs a command that looks at a program, and returns the exit code."""
     from jmpx import _commands  # here, because it needs most of jmpx
 
-    target = _commands.Target(given.command, given.target, program_flags)
-    if given.command == "audit":
+    target = _commands.Target(command, given.target, program_flags)
+    if command == "audit":
         return _commands.audit(target, given.platform, given.json, given.lock)
-    if given.command == "ranges":
+    if command == "ranges":
         return _commands.ranges(target, given.dtype, given.json, given.plot)
     return _commands.first_nonfinite(target, given.json)
 

@@ -102,11 +102,13 @@ def _parse_flags(module: ModuleType) -> None:
     absl_flags = sys.modules.get("absl.flags")
     if absl_flags is None:
         return
-    package = module.__name__.partition(".")[0]
-    definers = [*absl_flags.FLAGS.flags_by_module_dict()]
-    files = [getattr(sys.modules.get(name), "__file__", None) or "" for name in definers]
-    is_own = any(
-        name.partition(".")[0] == package or not _is_installed(file)
-        for name, file in zip(definers, files, strict=True)
-    )
+    by_module = absl_flags.FLAGS.flags_by_module_dict()
+    is_own = any(_is_of_program(name, module) for name in by_module if by_module[name])
     absl_flags.FLAGS(sys.argv, known_only=not is_own)
+
+
+def _is_of_program(name: str, module: ModuleType) -> bool:
+    """Whether a module is of the same package as the program, or of no installed one."""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    is_beside = name.partition(".")[0] == module.__name__.partition(".")[0]
+    return is_beside or not _is_installed(file)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from jmpx._audit.data import Finding
 
 _NUMBER = re.compile(r"\d+")
+_DECIMAL = re.compile(r"\d+(?:\.\d+)?")  # of a sentence
 
 
 def pattern(text: str) -> str:
@@ -20,6 +21,17 @@ def common(texts: Sequence[str]) -> str:
     return _NUMBER.sub(lambda _: next(parts), texts[0])
 
 
+def _ranged(texts: Sequence[str]) -> str:
+    """Returns sentences of one pattern as one sentence, with `3 to 5` for numbers that differ."""
+    numbers = zip(*(_DECIMAL.findall(text) for text in texts), strict=True)
+    ranges = iter([_range(sorted(set(same), key=float)) for same in numbers])
+    return _DECIMAL.sub(lambda _: next(ranges), texts[0])
+
+
+def _range(numbers: Sequence[str]) -> str:
+    return numbers[0] if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
 def alike_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Returns findings with those of one line in layers that are alike as one.
 
@@ -28,10 +40,10 @@ def alike_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     groups: dict[object, list[Finding]] = {}
     for each in findings:
         key = (each.name, each.severity, each.place, pattern(each.scope), pattern(each.rule))
-        groups.setdefault((*key, pattern(each.message)), []).append(each)
+        groups.setdefault((*key, _DECIMAL.sub("*", each.message)), []).append(each)
     return tuple(
         group[0]._replace(
-            message=common([each.message for each in group]),
+            message=_ranged([each.message for each in group]),
             scope=common([each.scope for each in group]),
             rule=common([each.rule for each in group]),
             count=sum(each.count for each in group),

@@ -9,12 +9,13 @@ from jmpx._audit.hardware import hardware
 from jmpx._audit.leaks import leaks
 from jmpx._audit.low_precision import low_precision
 from jmpx._audit.options import Options as Options
-from jmpx._audit.report import Finding
+from jmpx._audit.data import Finding
+from jmpx._audit.rounding import rounding
 
 Finder: TypeAlias = Callable[[Graph, Options], Iterator[Finding]]
 
 # Each looks at the graph once, and yields a finding for each operation that it is about.
-FINDERS: tuple[Finder, ...] = (leaks, low_precision, accumulation, hardware)
+FINDERS: tuple[Finder, ...] = (leaks, rounding, low_precision, accumulation, hardware)
 
 _SEVERITIES = ("high", "medium", "low")
 

@@ -6,16 +6,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmpx._audit.flops import flops_of
+from jmpx._audit.flops import flops
 from jmpx._audit.graph import Graph, Node, Value
 from jmpx._audit.options import Options
-from jmpx._audit.report import Finding
-from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Stream, Streams
+from jmpx._audit.data import Finding
+from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Stream, Streams, compute_dtype
 from jmpx._autocast.products import PRODUCTS
 from jmpx._jaxpr import Place
-from jmpx._places import where
-from jmpx._policy_strings import get_policy
 
+_SHORT = {"bfloat16": "bf16", "float16": "f16"}
 _LARGE = 0.05  # of all bytes that are saved for the backward pass
 
 
@@ -26,8 +25,7 @@ def leaks(graph: Graph, options: Options) -> Iterator[Finding]:
     step = _Step(graph, streams)
     if not step.is_half:
         return
-    for stream in streams.found:
-        yield from step.of_stream(stream)
+    yield from step.of_streams()
     yield from step.of_backward()
     yield from step.saved_others()
 
@@ -57,12 +55,12 @@ class _Step:
 
     def _is_half(self) -> bool:
         """Whether most products have 16-bit operands, or the outermost policy computes in them."""
-        half = sum(map(_flops, self._streams.half_products))
-        if half and half >= sum(map(_flops, self._streams.wide_products)):
+        half = sum(map(flops, self._streams.half_products))
+        if half and half >= sum(map(flops, self._streams.wide_products)):
             return True
         policies = filter(None, self._graph.program.policies.values())
         outermost = next(policies, None)
-        return outermost is not None and np.dtype(get_policy(outermost).compute_dtype) in HALF
+        return outermost is not None and compute_dtype(outermost) in HALF
 
     def _half_dtype(self) -> str:
         """Returns the name of the 16-bit dtype that most products have."""
@@ -71,7 +69,7 @@ class _Step:
             for value in (*node.operands[:2], *node.results):
                 value = _before_cast(value)
                 if value.dtype in HALF:
-                    counts[value.dtype.name] += _flops(node)
+                    counts[value.dtype.name] += flops(node)
         return counts.most_common(1)[0][0] if counts else "bfloat16"
 
     def _key(self, node: Node) -> _Key:
@@ -90,28 +88,32 @@ class _Step:
 
     def _flops_of(self, products: list[Node]) -> int:
         """Returns the FLOPs of products, with those of the backward products that mirror them."""
-        total = sum(map(_flops, products))
+        total = sum(map(flops, products))
         for key in dict.fromkeys(map(self._key, products)):
-            total += sum(map(_flops, self._backward.pop(key, ())))
+            total += sum(map(flops, self._backward.pop(key, ())))
         return total
 
     def _finding(self, name: str, severity: str, node: Node, message: str, rule: str) -> Finding:
         place, path = self._graph.place(node), self._graph.path(node)
         return Finding(name, severity, message, place, path, rule, node.times, 0, 0)
 
-    def of_stream(self, stream: Stream) -> Iterator[Finding]:
-        """Yields the finding about a stream, unless it is an island."""
-        is_large = stream.nbytes > _LARGE * self._streams.saved
-        if stream.kind == "product":
-            finding = self._product(stream)
-        elif stream.products or stream.widened:
-            finding = self._promotion(stream, "high" if stream.products else "medium")
-        elif is_large and not stream.is_island:
-            finding = self._saved(stream)
-        else:
-            return
-        flops = self._flops_of(stream.products)
-        yield finding._replace(flops=flops, nbytes=stream.nbytes)
+    def of_streams(self) -> Iterator[Finding]:
+        """Yields the findings about streams that are no islands."""
+        saved: dict[Place | None, list[Stream]] = {}
+        for stream in self._streams.found:
+            if stream.kind == "product":
+                yield self._sized(self._product(stream), stream)
+            elif stream.products or stream.widened:
+                yield self._sized(self._promotion(stream), stream)
+            elif stream.nbytes and not stream.is_island:
+                saved.setdefault(self._graph.place(stream.node), []).append(stream)
+        for streams in saved.values():  # a line may run in many layers
+            share = sum(stream.nbytes for stream in streams) / self._streams.saved
+            if share > _LARGE:
+                yield from (self._sized(self._saved(each, share), each) for each in streams)
+
+    def _sized(self, finding: Finding, stream: Stream) -> Finding:
+        return finding._replace(flops=self._flops_of(stream.products), nbytes=stream.nbytes)
 
     def _product(self, stream: Stream) -> Finding:
         node = stream.node
@@ -125,13 +127,27 @@ class _Step:
                 f"A {operation} of {left.dtype.name} and {right.dtype.name} runs in "
                 f"{wide.dtype.name}, because {self._named(wide)} is {wide.dtype.name}{follow}."
             )
-            return self._finding("mixed-product", "high", node, message, self._rule(node, wide))
-        message = f"A {operation} runs in {node.operands[0].dtype.name}{follow}."
-        return self._finding("float32-product", "high", node, message, self._rule(node, None))
+            rule = self._rule_of_product(node, wide)
+            return self._finding("mixed-product", "high", node, message, rule)
+        message = f"A {operation} runs in {node.results[0].dtype.name}{follow}."
+        rule = self._rule_of_product(node, None)
+        return self._finding("float32-product", "high", node, message, rule)
 
-    def _promotion(self, stream: Stream, severity: str) -> Finding:
+    def _rule_of_product(self, node: Node, wide: Value | None) -> str:
+        if self._streams.is_written(node):
+            return f"leave out its cast to float32, so that both operands are {self._name}"
+        return self._rule(node, wide)
+
+    def _promotion(self, stream: Stream) -> Finding:
         node, cause = stream.node, stream.cause
+        severity = "high" if stream.products else "medium"
         follow = self._consequences(stream, 0)
+        carries = [each for each in node.results[0].readers if each.name == "carry"]
+        if cause is None and carries:
+            message = f"A loop carries {self._name} values in float32{follow}."
+            rule = f"carry them in {self._name}; under jmpx.autocast: op.{carries[0].eqn.primitive}"
+            rule += f": {_SHORT[self._name]}"
+            return self._finding("promotion", severity, carries[0], message, rule)
         if cause is None:
             message = f"A {self._name} array is cast to float32 and goes on so{follow}."
             rule = f"cast it back with .astype(jnp.{self._name}) before other modules read it"
@@ -139,8 +155,7 @@ class _Step:
         message = f"A {self._name} array meets {self._named(cause)} and goes on in float32{follow}."
         return self._finding("promotion", severity, node, message, self._rule(node, cause))
 
-    def _saved(self, stream: Stream) -> Finding:
-        share = stream.nbytes / max(1, self._streams.saved)
+    def _saved(self, stream: Stream, share: float) -> Finding:
         message = (
             f"{stream.node.results[0].dtype.name} values that are no norm's, softmax's or loss's "
             f"own are {share:.0%} of what is saved for the backward pass."
@@ -171,15 +186,15 @@ class _Step:
             rule = "leave out preferred_element_type, and cast the result with .astype instead"
             finding = self._finding(name, "medium", nodes[0], message, rule)
             yield finding._replace(
-                place=key.place, flops=sum(map(_flops, nodes)), count=sum(n.times for n in nodes)
+                place=key.place, flops=sum(map(flops, nodes)), count=sum(n.times for n in nodes)
             )
 
     def saved_others(self) -> Iterator[Finding]:
         """Yields findings about large values that come from float32 arguments alone."""
         by_place: dict[_Key, list[Value]] = {}
         for value in self._streams.saved_others:
-            assert value.node is not None
-            by_place.setdefault(self._key(value.node), []).append(value)
+            if value.node is not None:
+                by_place.setdefault(self._key(value.node), []).append(value)
         for key, values in by_place.items():
             nbytes = sum(value.nbytes for value in values)
             node = values[0].node
@@ -208,19 +223,15 @@ class _Step:
     def _rule(self, node: Node, cause: Value | None) -> str:
         """Returns a rule of a policy map that mends a leak, or what to write."""
         source = None if cause is None else _source(cause)
-        short = {"bfloat16": "bf16", "float16": "f16"}[self._name]
+        short = _SHORT[self._name]
         if source is None or source.kind == "input":
             selector = self._graph.selector(node)
-            if selector is not None:
-                return f"{selector}: c={short}"
+            if selector is not None and any(self._graph.program.policies.values()):
+                return f"{selector}: c={short},o={short}"
             return f"cast its operands with .astype(jnp.{self._name})"
         if source.kind in ("literal", "const") and source.size == 1:
             return "write a Python number: math.sqrt(8) or float(...), not np.sqrt(8)"
         return "cast it where it is made, with .astype(x.dtype)"
-
-
-def _flops(node: Node) -> int:
-    return flops_of(node.eqn) * node.times
 
 
 def _before_cast(value: Value) -> Value:

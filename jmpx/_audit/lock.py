@@ -50,9 +50,9 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         locked, found = " and ".join(self.locked) or "nothing", " and ".join(self.found)
-        what = f"{self.operation} of {self.scope or _OUTERMOST}"
         place = f"{self.place}: " if self.place else ""
-        return f"{place}{what}: locked {locked}, now {found or 'nothing'}"
+        row = f"{self.scope or _OUTERMOST}: {self.operation}"
+        return f"{place}{row}: locked {locked}, now {found or 'nothing'}"
 
 
 def write(entries: Iterable[Entry], path: str | os.PathLike[str]) -> None:
@@ -92,6 +92,25 @@ def differences(entries: Iterable[Entry], path: str | os.PathLike[str]) -> tuple
         for new in [_without(found.get(row, {}), locked.get(row, {}))]
         if gone or new
     )
+
+
+def check(entries: Iterable[Entry], path: str | os.PathLike[str], title: str) -> None:
+    """Raises if a program differs from a lock file.
+
+    Args:
+        entries: what the program has.
+        path: the lock file.
+        title: the name of the program.
+
+    Raises:
+        AssertionError: if it differs; the message has a line for each difference.
+        ValueError: if it is no lock file, or a damaged one.
+        OSError: if it cannot be read.
+    """
+    found = differences(entries, path)
+    if found:
+        lines = "\n".join(map(str, found))
+        raise AssertionError(f"{title} differs from its lock {os.fspath(path)!r}.\n\n{lines}")
 
 
 def text(entries: Iterable[Entry]) -> str:

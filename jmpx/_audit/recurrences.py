@@ -92,11 +92,15 @@ def _over_calls(graph: Graph) -> Iterator[tuple[Way, None]]:
     """
     unread = (value for node in graph.nodes for value in node.results if not value.readers)
     for new in {id(value): value for value in (*graph.outputs, *unread)}.values():
-        size = new.size
-        ways = _ways(new, lambda v, size=size: v.kind == "input" and v.size == size, _FEW)
+        ways = _ways(new, lambda value, new=new: _may_be_state(value, new), _FEW)
         averages = [way for way in ways if way.addends and is_decay(way.decay)]
         if averages:  # What is averaged may be an argument, too; the average decays least.
             yield max(averages, key=lambda way: way.decay), None
+
+
+def _may_be_state(value: Value, new: Value) -> bool:
+    is_constant = value.kind == "const" and value.shape != ()  # as an NNX module's state is
+    return (value.kind == "input" or is_constant) and value.size == new.size
 
 
 def _ways(new: Value, is_old: Callable[[Value], bool], most: int | None = None) -> list[Way]:
@@ -110,14 +114,12 @@ def _ways(new: Value, is_old: Callable[[Value], bool], most: int | None = None) 
     pending = [Way(new, dtype=new.dtype if is_low(new) else None)]
     seen, found = {id(new)}, []
     while pending:
-        way = pending.pop()
-        if is_old(way.value):
-            found.append(way)
-            continue
-        for back in _back(way, over_calls=most is not None):
-            if id(back.value) not in seen and (most is None or len(seen) < most):
-                seen.add(id(back.value))
-                pending.append(back)
+        for way in _back(pending.pop(), over_calls=most is not None):
+            if is_old(way.value):
+                found.append(way)
+            elif id(way.value) not in seen and (most is None or len(seen) < most):
+                seen.add(id(way.value))
+                pending.append(way)
     return found
 
 
@@ -135,24 +137,28 @@ def _back(way: Way, *, over_calls: bool) -> list[Way]:
         return [way.back(operand) for operand in operands[1:]]
     if name in ("scatter_add", "scatter_sub"):
         return [way.back(operands[0], 1.0, operands[2])]
+    if name == "scatter" and operands[2].size == operands[0].size:  # x[...] = new
+        return [way.back(operands[2])]
     if name in ("add", "add_any"):
-        return [_added(way, *operands), _added(way, *operands[::-1])]
+        return _added(way, *operands) + _added(way, *operands[::-1])
     if name == "sub":
-        return [_added(way, *operands)]
+        return _added(way, *operands)
     if name in ("mul", "div"):
         return _scaled(way, name, operands)
     return []
 
 
-def _added(way: Way, held: Value, addend: Value) -> Way:
+def _added(way: Way, held: Value, addend: Value) -> list[Way]:
     """Returns the way past an addition; that of `rate * (x - held)` lets what is held decay."""
     node = source(addend).node
+    if node is not None and node.name == "dynamic_update_slice" and number(node.operands[0]) == 0:
+        return []  # Each trip adds to a part of its own, as the gradient of `x[i]` does.
     for scale, difference in _factors(node):
         rate, inner = number(scale), source(difference).node
         if rate is not None and inner is not None and inner.name == "sub":
             if source(inner.operands[1]) is source(held):
-                return way.back(held, 1 - rate, inner.operands[0])
-    return way.back(held, 1.0, addend)
+                return [way.back(held, 1 - rate, inner.operands[0])]
+    return [way.back(held, 1.0, addend)]
 
 
 def _scaled(way: Way, name: str, operands: list[Value]) -> list[Way]:

@@ -33,9 +33,9 @@ class ScopeRow(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The path and the class."""
+        """The path, and the class unless it stands for the path of the outermost module."""
         path = self.path or _OUTSIDE
-        return f"{path} ({self.module})" if self.module else path
+        return f"{path} ({self.module})" if self.module not in ("", path) else path
 
     @property
     def cells(self) -> tuple[str, str, str, str, str]:

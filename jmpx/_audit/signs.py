@@ -56,7 +56,7 @@ def _sign_of_arithmetic(node: Node, depth: int) -> int:
     if node.name in ("neg", "reduce_sum"):
         return _sign(node.operands[0], depth) * (-1 if node.name == "neg" else 1)
     if node.name == "min":
-        return -any(_sign(operand, depth) < 0 for operand in node.operands)
+        return -any(_sign(v, depth) < 0 or number(v) == 0 for v in node.operands)
     return 0
 
 
@@ -69,13 +69,15 @@ def _sign_of_difference(node: Node, depth: int) -> int:
 
 def _is_no_smaller(value: Value, other: Value) -> bool:
     """Whether a maximum of some number went into a value."""
+    others = [other]
+    if other.node is not None and other.node.name == "select_n":  # x where it is finite, say
+        others += map(source, other.node.operands[1:])
+    constants = {number(each) for each in others} - {None}
     pending, seen = [(source(value), False)], 0
     while pending and seen < _MOST:
         (found, is_maximum), seen = pending.pop(), seen + 1
-        if found is other:
-            if is_maximum:
-                return True
-            continue
+        if is_maximum and (found in others or number(found) in constants):
+            return True
         node = found.node
         if node is not None and node.name in _WITHIN:
             is_maximum |= node.name in _MAXIMA

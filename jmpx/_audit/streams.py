@@ -7,6 +7,7 @@ is a norm, a softmax or a loss that is computed in float32. It returns to 16 bit
 loss, before a product reads it and before it widens what other modules computed in 16 bits.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ CAST = "convert_element_type"
 MOVES = frozenset(
     """
     broadcast_in_dim reshape transpose squeeze expand_dims rev slice copy copy_p dynamic_slice
-    gather name stop_gradient optimization_barrier slice stack result shard unshard
+    gather name stop_gradient optimization_barrier device_put stack result shard unshard
     """.split()
 )
 # Operations for whose sake a part of a model is computed in float32, as a norm or a softmax is.
@@ -103,7 +104,7 @@ class Streams:
         saved_others: values saved for the backward pass that are wide and belong to no stream.
         half_products: the products with a 16-bit operand, or that had one without a leak.
         wide_products: the other products, without those that a user asks for.
-        asked: the products that a user asks for in float32.
+        asked: the products that a user asks for in float32, and sums of products such as a norm.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -111,7 +112,7 @@ class Streams:
         self._of: dict[int, Stream] = {}  # the id of a value -> its stream
         self._casts: dict[int, Node] = {}  # the id of a value -> the cast that it is fresh from
         self._streams: list[Stream] = []
-        self.forward = list(_forward(graph))
+        self.forward = list(forward(graph))
         self.half_products: list[Node] = []
         self.wide_products: list[Node] = []
         self.asked: list[Node] = []
@@ -158,7 +159,9 @@ class Streams:
 
     def _combine(self, node: Node) -> None:
         """Follows streams through a node that is neither a cast nor a product."""
-        cast, wide, other, _ = self._meeting(node.operands)
+        # What the body of a loop returns to its carry is not known yet.
+        operands = node.operands[:1] if node.name == "carry" else node.operands
+        cast, wide, other, _ = self._meeting(operands)
         if node.name in MOVES and cast and not wide:
             self._casts[id(node.results[0])] = self._casts[id(cast[0])]
             self._give(node, self._of[id(cast[0])])
@@ -184,39 +187,45 @@ class Streams:
         leaks = [stream for stream in streams if stream.kind != "cast"]
         first = (leaks or streams)[0]
         for stream in streams:
-            if stream is not first and stream.kind == "cast":
-                stream.into = first
-                first.is_island |= stream.is_island
-                first.widened += stream.widened
+            self._merge(stream, first)
         return first
+
+    def _merge(self, part: Stream, whole: Stream) -> None:
+        """Makes a stream a part of another one, unless it is a leak of its own."""
+        if part is not whole and part.kind == "cast":
+            part.into = whole
+            whole.is_island |= part.is_island
+            whole.widened += part.widened
 
     def _widen(self, stream: Stream, value: Value, node: Node) -> None:
         """Notes that a stream meets a value that was cast up for it."""
-        cast = self._casts[id(value)]
-        part = self._of[id(value)].whole
-        if part is not stream and part.kind == "cast":
-            part.into = stream
-            stream.is_island |= part.is_island
-            if value.size > 1 and _is_computed(cast.operands[0]) and not self.is_asked(node):
-                if self._home(stream.node) != self._home(node):
-                    stream.widened.append(node)
+        cast, part = self._casts[id(value)], self._of[id(value)].whole
+        if part is stream or part.kind != "cast":
+            return
+        self._merge(part, stream)
+        if value.size > 1 and _is_computed(cast.operands[0]) and not self.is_asked(node):
+            if self._home(stream.node) != self._home(node):
+                stream.widened.append(node)
 
     def _product(self, node: Node) -> None:
-        operands = node.operands[:2]
-        cast, wide, other, is_half = self._meeting(operands)
-        stream = None
-        if not cast and not wide and not other:
+        meeting = self._meeting(node.operands[:2])
+        cast, wide, other, is_half = meeting
+        parts = [self._of[id(value)].whole for value in (*cast, *wide)]
+        if not parts and not other:
             self.half_products.append(node)
-            stream = self._start("cast", node)  # if its result is wide
-        elif self.is_asked(node):
+            stream = self._start("cast", node) if node.results[0].dtype in WIDE else None
+        elif self.is_asked(node) or _is_inner(node):
             self.asked.append(node)
-            stream = self._start("cast", node)
-        elif _is_inner(node):
-            stream = self._united([*cast, *wide]) if cast or wide else None
+            stream = self._united([*cast, *wide]) if parts else None
+            for part in parts:
+                part.is_island = True
         else:
-            stream = self._leak(node, Meeting(cast, wide, other, is_half))
+            stream = self._leak(node, meeting)
             (self.half_products if is_half or cast else self.wide_products).append(node)
             stream.products.append(node)
+            for part in parts:
+                if not part.is_island:
+                    self._merge(part, stream)
         if stream is not None:
             self._give(node, stream)
 
@@ -233,12 +242,26 @@ class Streams:
         """Whether the user asks that a node computes in float32: by a policy, rule or precision."""
         if where(node.scope).is_full or (node.name in PRODUCTS and is_precise(node.eqn)):
             return True
-        policy = self._graph.policy(node)
-        return bool(policy) and np.dtype(get_policy(policy).compute_dtype) in WIDE
+        module = where(node.scope).module
+        return module is not None and self._is_chosen(module.path)
+
+    def _is_chosen(self, path: str) -> bool:
+        """Whether a module computes in float32 by a rule or a policy for it, or for one around it."""
+        program = self._graph.program
+        policy = program.policies.get(path, "")
+        if not policy or compute_dtype(policy) not in WIDE:
+            return False
+        parts = path.split("/")
+        return any("/".join(parts[: i + 1]) in program.chosen for i in range(len(parts)))
 
     def _is_silent(self, value: Value, node: Node) -> bool:
         """Whether the cast of a value was not written by the user, but is part of an operation."""
         return _call(self._casts[id(value)]) == _call(node)
+
+    def is_written(self, node: Node) -> bool:
+        """Whether the user's code casts an operand of a node up right before it."""
+        cast = [value for value in node.operands if id(value) in self._casts]
+        return any(not self._is_silent(value, node) for value in cast)
 
     def _home(self, node: Node) -> tuple[str, str]:
         """Returns the path of the module of a node; outside of modules, scope and function."""
@@ -260,11 +283,17 @@ class Streams:
                     continue
                 if id(value) in self._of:
                     self._of[id(value)].whole.nbytes += value.nbytes
-                else:
+                elif _is_computed(value):
                     self.saved_others.append(value)
 
 
-def _forward(graph: Graph) -> Iterator[Node]:
+@functools.lru_cache(maxsize=1024)
+def compute_dtype(policy: str) -> np.dtype:
+    """Returns the dtype in which a policy computes."""
+    return np.dtype(get_policy(policy).compute_dtype)
+
+
+def forward(graph: Graph) -> Iterator[Node]:
     """Yields the nodes that a gradient is computed of: not the backward pass, nor what reads it."""
     after: set[int] = set()
     for node in graph.nodes:
@@ -288,9 +317,10 @@ def _call(node: Node) -> object:
 
 def _is_computed(value: Value) -> bool:
     """Whether arithmetic made a value, and not only moves and casts of an argument."""
-    while value.node is not None and (value.node.name in MOVES or value.node.name == CAST):
-        value = value.node.operands[0]
-    return value.node is not None
+    node = value.node
+    while node is not None and (node.is_structure or node.name in MOVES or node.name == CAST):
+        node = node.operands[0].node
+    return node is not None
 
 
 def _is_inner(node: Node) -> bool:

@@ -9,6 +9,8 @@ _SHORT = {
 }
 _LONG = re.compile(rf"\b({'|'.join(_SHORT)})\b")
 
+_SAME_OUTPUT = re.compile(r"(\bc=(\w+)),o=\2\b")
+
 
 def flop_text(flops: int) -> str:
     """Returns a number of floating-point operations, such as `12.3 GFLOP`."""
@@ -44,9 +46,9 @@ def count_text(count: int, noun: str) -> str:
 
 
 def short_names(text: str) -> str:
-    """Shortens dtypes and keys as policy strings may: `compute=bfloat16` is `c=bf16`.
+    """Shortens dtypes and policies as policy strings may: `compute=bfloat16` is `c=bf16`.
 
-    Float32 parameters are left out, as a policy string may leave them out.
+    Parameters in float32 are left out, and an output that follows compute.
     """
     short = _LONG.sub(lambda found: _SHORT[found[0]], text)
-    return short.removeprefix("p=f32,")
+    return _SAME_OUTPUT.sub(r"\1", short.removeprefix("p=f32,"))

@@ -85,6 +85,8 @@ def test_only_all_is_100_percent_and_only_nothing_is_0(part, whole, text):
     "policy",
     [
         "params=float32,compute=bfloat16,output=float32",
+        "params=float32,compute=bfloat16,output=bfloat16",
+        "params=float32,compute=float16,output=float16,matmul=highest",
         "params=bfloat16,compute=bfloat16,output=float16",
         "params=float32,compute=float16,output=float32,matmul=highest,reduce=bfloat16",
         "params=float8_e4m3fn,compute=float16,output=float64",
@@ -157,6 +159,13 @@ def test_a_while_loop_is_marked():
     assert "while" not in str(REPORT)
 
 
+def test_operations_of_unknown_cost_are_named():
+    marked = dataclasses.replace(REPORT, uncounted=("pallas_call", "ffi_call"))
+    assert "Not counted: pallas_call, ffi_call, whose" in str(marked)
+    assert "Not counted: pallas_call, ffi_call, whose" in marked._repr_html_()
+    assert "Not counted" not in str(REPORT)
+
+
 def test_a_rule_has_a_line_of_its_own():
     lines = [line.strip() for line in str(REPORT).splitlines()]
     assert {LEAK.rule, SAVED.rule, EXP.rule} <= set(lines)
@@ -196,6 +205,17 @@ def test_layers_that_are_alike_are_one_row_and_one_finding():
     row = next(line for line in text.splitlines() if line.startswith("vit/blocks_*/mlp (MLP)"))
     assert row.split()[2:] == ["12", "x", "c=bf16,o=f32", "bf16", "60", "12.0", "GFLOP"]
     assert "vit/blocks_11/mlp (MLP)" in report.to_text(all=True)
+
+
+def test_numbers_of_a_message_that_differ_are_a_range():
+    findings = [
+        LEAK._replace(scope=f"blocks/{i}", message=f"It is {share}% of bfloat16, beyond 1,000.")
+        for i, share in enumerate(("9.5", "12", "10.25"))
+    ]
+    (merged,) = alike_findings(findings)
+    assert merged.message == "It is 9.5 to 12% of bfloat16, beyond 1,000."
+    others = [LEAK._replace(message="It is 1 value."), LEAK._replace(message="It is 2 values.")]
+    assert alike_findings(others) == tuple(others)
 
 
 def test_a_layer_that_differs_has_a_row_of_its_own():
@@ -239,6 +259,7 @@ reports = st.builds(
     findings=st.lists(findings, max_size=12).map(tuple),
     scopes=st.lists(scopes, max_size=20).map(tuple),
     has_while=st.booleans(),
+    uncounted=st.lists(words, max_size=2).map(tuple),
 )
 
 

@@ -1,0 +1,181 @@
+"""Findings: numbers that a 16-bit dtype cannot hold, and casts that lose digits or time."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jmpx._audit.graph import Graph, Node, Value
+from jmpx._audit.low_values import full_rule, scopes_of_products
+from jmpx._audit.options import Options
+from jmpx._audit.data import Finding
+from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, compute_dtype, forward
+
+_FLOAT16 = np.dtype(np.float16)
+_LARGEST, _SMALLEST = 65504.0, 2.0**-24  # of float16
+_MANY = 2**20  # of more numbers, a constant is not looked at
+# These hand a constant on among other operands.
+_CHOICES = frozenset({"select_n", "pad", "concatenate", "max", "min", "clamp", "neg"})
+_ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "rem"})
+
+
+def rounding(graph: Graph, options: Options) -> Iterator[Finding]:
+    """Yields the findings about constants and casts."""
+    del options
+    for node in forward(graph):
+        if node.name == CAST:
+            yield from _cast_constant(graph, node)
+            yield from _casts(graph, node)
+        elif node.name in _ARITHMETIC and node.results[0].dtype == _FLOAT16:
+            yield from _lost_literal(graph, node)
+
+
+def _finding(graph: Graph, name: str, severity: str, node: Node, text: str, rule: str) -> Finding:
+    nbytes = node.results[0].nbytes * node.times
+    place, path = graph.place(node), graph.path(node)
+    return Finding(name, severity, text, place, path, rule, node.times, 0, nbytes)
+
+
+# Constants.
+
+_INSTEAD = "use a number that float16 holds, such as jnp.finfo(x.dtype).min for a mask"
+_LARGER = "use a larger number, such as 1e-4, or compute this in float32"
+
+
+def _cast_constant(graph: Graph, node: Node) -> Iterator[Finding]:
+    """Yields a finding where a constant is cast to float16, which cannot hold it."""
+    source = node.operands[0]
+    if node.results[0].dtype != _FLOAT16 or source.dtype == _FLOAT16:
+        return
+    number = _beyond(source)
+    if number is not None:
+        became, rule = ("inf", _INSTEAD) if abs(number) > 1 else ("0", _LARGER)
+        sign = "-" if became == "inf" and number < 0 else ""
+        text = f"The constant {number:g} is {sign}{became} in float16."
+        yield _finding(graph, "constant-range", "high", node, text, rule)
+
+
+def _beyond(value: Value, depth: int = 8) -> float | None:
+    """Returns a number in a constant that is inf or 0 in float16; None if there is none."""
+    node = value.node
+    if value.kind in ("literal", "const"):
+        return _beyond_numbers(value.constant) if value.size <= _MANY else None
+    if node is None or depth == 0:
+        return None
+    if node.name in MOVES or (node.name == CAST and node.operands[0].dtype in WIDE):
+        return _beyond(node.operands[0], depth - 1)
+    if node.name in _CHOICES:
+        found = (_beyond(each, depth - 1) for each in node.operands if each.dtype in WIDE)
+        return next((number for number in found if number is not None), None)
+    return None
+
+
+def _beyond_numbers(constant: object) -> float | None:
+    try:
+        numbers = np.asarray(constant, np.float64)
+    except TypeError:  # a random key, or an abstract array
+        return None
+    size = np.abs(numbers)
+    # float16 rounds up to its largest and smallest numbers from half a unit beyond.
+    beyond = np.isfinite(size) & ((size >= _LARGEST + 16) | ((size > 0) & (size <= _SMALLEST / 2)))
+    return float(numbers[beyond].flat[0]) if beyond.any() else None
+
+
+def _lost_literal(graph: Graph, node: Node) -> Iterator[Finding]:
+    """Yields a finding where a Python number met a float16 array, in which it is inf or 0.
+
+    JAX writes such a number into the program in float16. A 0 that is added last was a number too
+    small: nobody writes `x + 0`, while `sum` writes `0 + x`.
+    """
+    for index, value in enumerate(node.operands[:2]):
+        if value.kind != "literal" or value.size != 1:
+            continue
+        number = float(np.asarray(value.constant).reshape(()))
+        if np.isinf(number):
+            text = f"A number beyond 65504, the largest of float16, became {number:g} in it."
+            yield _finding(graph, "constant-range", "high", node, text, _INSTEAD)
+        elif number == 0 and index == 1:
+            text = "A number below 6e-8, the smallest of float16, became 0 in it."
+            yield _finding(graph, "constant-range", "medium", node, text, _LARGER)
+
+
+# Casts.
+
+
+def _casts(graph: Graph, node: Node) -> Iterator[Finding]:
+    """Yields findings about a cast of what another cast made."""
+    (source,), (result,) = node.operands, node.results
+    before = _cast_before(source)
+    first = None if before is None else before.operands[0]
+    dtypes = [value.dtype for value in (first, source, result) if value is not None]
+    if source.dtype in HALF and result.dtype in HALF and source.dtype != result.dtype:
+        yield _rounded_twice(graph, node, source, first)
+    elif first is None:
+        return
+    elif first.dtype in HALF and source.dtype in WIDE and result.dtype in HALF:
+        if first.dtype != result.dtype:
+            yield _rounded_twice(graph, node, first, None)
+        elif len(source.readers) == 1:
+            text = f"A {first.dtype.name} value is cast to {source.dtype.name} and back unchanged."
+            rule = "leave out both casts"
+            yield _finding(graph, "cast-to-and-fro", "low", node, text, rule)
+    elif first.dtype in WIDE and source.dtype in HALF and result.dtype in WIDE:
+        if _is_of_sum(first) or all(_is_sum(reader) for reader in result.readers):
+            return  # jnp.sum and jnp.mean add 16-bit numbers in float32, and round the result
+        names = " to ".join(dtype.name for dtype in dtypes)
+        text = f"A value is cast from {names}, with nothing between: its digits are lost."
+        rule = _full_rule(graph, node) or (
+            f"read the {first.dtype.name} value, or leave out the cast back"
+        )
+        yield _finding(graph, "cast-to-and-fro", "medium", node, text, rule)
+
+
+def _full_rule(graph: Graph, node: Node) -> str | None:
+    """Returns the rule for a module that computes in float32 under a policy of 16 bits."""
+    policy = graph.policy(node)
+    if not policy or compute_dtype(policy) in WIDE:
+        return None
+    return full_rule(graph, node, scopes_of_products(graph))
+
+
+def _is_sum(node: Node | None) -> bool:
+    return node is not None and node.name.startswith(("reduce_", "cum"))
+
+
+def _is_of_sum(value: Value) -> bool:
+    """Whether a value is a sum or a mean."""
+    node = value.node
+    if node is not None and node.name in ("div", "mul"):
+        node = node.operands[0].node
+    while node is not None and node.name in MOVES:
+        node = node.operands[0].node
+    return _is_sum(node)
+
+
+def _rounded_twice(graph: Graph, node: Node, source: Value, first: Value | None) -> Finding:
+    """Returns a finding about a value of one 16-bit dtype that is rounded to the other."""
+    result, stored = node.results[0], _moved_from(source)
+    if stored.kind == "input":
+        name = graph.program.names[stored.index]
+        text = (
+            f"The {source.dtype.name} argument `{name}` is rounded to {result.dtype.name}: it was "
+            "rounded when it was stored."
+        )
+        rule = f"store it in float32, or compute in {source.dtype.name}"
+    else:
+        was = "" if first is None else f"A {first.dtype.name} value is cast to "
+        text = f"{was or 'A value in '}{source.dtype.name}{' and' if was else ' is cast'} to "
+        text += f"{result.dtype.name}: it is rounded twice."
+        rule = "cast once, from float32, or use one 16-bit dtype"
+    return _finding(graph, "double-rounding", "medium", node, text, rule)
+
+
+def _moved_from(value: Value) -> Value:
+    while value.node is not None and value.node.name in MOVES:
+        value = value.node.operands[0]
+    return value
+
+
+def _cast_before(value: Value) -> Node | None:
+    """Returns the cast that made a value, which was only moved since."""
+    value = _moved_from(value)
+    return value.node if value.node is not None and value.node.name == CAST else None

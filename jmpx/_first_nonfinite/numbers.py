@@ -1,0 +1,87 @@
+"""What arrays hold: infinities, NaNs, and the range of the rest."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+INF, NAN = 1, 2  # the worst that an array holds; 0 is neither
+
+
+class Numbers(NamedTuple):
+    """The numbers of an array.
+
+    Attributes:
+        dtype: the name of its dtype.
+        shape: its shape.
+        smallest: the smallest magnitude of its finite numbers; None if it has none.
+        largest: the largest magnitude of its finite numbers.
+        nans: how many NaNs it holds.
+        infs: how many infinities it holds.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    smallest: float | None
+    largest: float | None
+    nans: int
+    infs: int
+
+    def __str__(self) -> str:
+        """Returns for example `float16[2,3], magnitudes 0.5 to 300, 1 inf`."""
+        parts = [f"{self.dtype}[{','.join(map(str, self.shape))}]"]
+        if self.smallest is not None and self.largest is not None:
+            low, high = f"{self.smallest:.4g}", f"{self.largest:.4g}"
+            magnitudes = f"magnitudes {low} to {high}"
+            parts.append(magnitudes if low != high else f"magnitude {low}")
+        parts += [f"{self.infs} inf"] if self.infs else []
+        parts += [f"{self.nans} NaN"] if self.nans else []
+        return ", ".join(parts)
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether an array, or an abstract one, has a floating or complex dtype."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether a dtype is a floating one of 8 or 16 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
+
+
+def numbers_of(array: Any) -> Numbers:
+    """Returns what an array holds."""
+    x = np.asarray(array)
+    dtype, shape = x.dtype.name, x.shape
+    wide = x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+    finite = np.abs(wide[np.isfinite(wide)])
+    nans = int(np.isnan(wide).sum())
+    infs = wide.size - finite.size - nans
+    if not finite.size:
+        return Numbers(dtype, shape, None, None, nans, infs)
+    return Numbers(dtype, shape, float(finite.min()), float(finite.max()), nans, infs)
+
+
+def worst_of(array: Any) -> int:
+    """Returns `NAN`, `INF` or 0: the worst number that an array holds."""
+    if not is_inexact(array):
+        return 0
+    if isinstance(array, jax.Array):
+        return int(worst_traced([array]))
+    x = np.asarray(array)
+    return NAN if np.isnan(x).any() else INF if np.isinf(x).any() else 0
+
+
+def worst_traced(arrays: list[Any]) -> jax.Array:
+    """Returns the worst number that any of the arrays holds, as an int32 of shape ()."""
+    lax = jax.lax
+    worst = jnp.zeros((), jnp.int32)
+    for x in filter(is_inexact, arrays):
+        for part in (lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x,):
+            # One reduction for both, which XLA computes in one pass with what makes the array.
+            infinite = lax.convert_element_type(lax.bitwise_not(lax.is_finite(part)), jnp.int32)
+            nan = lax.convert_element_type(lax.ne(part, part), jnp.int32)
+            each = lax.reduce_max(lax.add(infinite, nan), tuple(range(np.ndim(part))))
+            worst = lax.max(worst, each)
+    return worst

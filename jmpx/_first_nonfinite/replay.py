@@ -1,0 +1,164 @@
+"""A program that is run, at several loss scales if it has one, and what is found in words."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jmpx._audit.graph import Graph, Value
+from jmpx._first_nonfinite.causes import Cause, cause_of_event, in_float32
+from jmpx._first_nonfinite.flow import Flow
+from jmpx._first_nonfinite.numbers import NAN, is_inexact, is_narrow, numbers_of, worst_of
+from jmpx._first_nonfinite.report import NonFinite
+from jmpx._first_nonfinite.scales import Scale, run_unscaled, scale_of
+from jmpx._first_nonfinite.search import Event, Search
+from jmpx._first_nonfinite.widening import run_wide, widen
+from jmpx._jaxpr import operation_name, place_of
+from jmpx._places import selector, where
+from jmpx._programs import Program
+from jmpx._watched import Site
+
+
+class _Run(NamedTuple):
+    """What a run found."""
+
+    search: Search
+    arrays: Sequence[Any]
+    flow: Flow
+    found: Event | Value | None
+
+
+class Replay:
+    """A program that is run to find its first infinity or NaN.
+
+    Args:
+        program: the program.
+        tree: the function and its arguments.
+    """
+
+    def __init__(self, program: Program, tree: Any) -> None:
+        self.program, self.graph = program, Graph(program)
+        self.search = Search(program.jaxpr)
+        self.scale = scale_of(tree, program.arrays, self.search.sites)
+
+    def run(self, search: Search, arrays: Sequence[Any]) -> _Run:
+        flow = Flow(self.graph, search, search.look(arrays), arrays)
+        return _Run(search, arrays, flow, flow.origin())
+
+    def find(self) -> NonFinite | None:
+        """Returns the first one; None if all results are finite."""
+        scale, first = self.scale, self.run(self.search, self.program.arrays)
+        if first.found is None:
+            return None
+        if scale is None:
+            return self.describe(first, None)
+        if scale.number <= scale.floor:
+            return self.describe(first, scale.number)
+        lower = self.at_scale(scale, scale.floor)
+        if lower.found is None:
+            return self.describe(first, scale.number, self.cause_of_scale(scale))
+        # It is there at the floor of the scale, too, so that what mends that one is told.
+        return self.describe(lower, scale.floor)
+
+    def at_scale(self, scale: Scale, number: float) -> _Run:
+        """Runs the program at another loss scale; at 1, if the scale is part of the program."""
+        if scale.indices:
+            return self.run(self.search, scale.put(self.program.arrays, number))
+        return self.run(Search(self.program.jaxpr, run_unscaled), self.program.arrays)
+
+    def cause_of_scale(self, scale: Scale) -> Cause:
+        """Returns the cause if all is finite at the floor of the loss scale."""
+        if not scale.indices:
+            return Cause(
+                f"The loss scale {scale.number:g} alone makes it overflow: at 1, all is finite",
+                "Take a dynamic one, which finds the scale that the gradients bear",
+                "dynamic",
+            )
+        low, high = scale.floor, scale.number
+        while high > 2 * low:
+            middle = 2.0 ** ((math.log2(low) + math.log2(high)) // 2)
+            middle = middle if low < middle < high else (low * high) ** 0.5
+            is_finite = self.at_scale(scale, middle).found is None
+            low, high = (middle, high) if is_finite else (low, middle)
+        return Cause(
+            f"The loss scale {scale.number:g} alone makes it overflow: at {low:g}, all is finite",
+            "Skip the step, and the scale lowers itself; to begin lower, take the rule",
+            f"dynamic,init={low:g}",
+        )
+
+    def describe(
+        self, run: _Run, scale: float | None, cause: Cause | None = None
+    ) -> NonFinite | None:
+        """Returns what a run found as the user sees it."""
+        if isinstance(run.found, Value):
+            return self.given(run.found, run.arrays, scale)
+        return None if run.found is None else self.made(run, run.found, scale, cause)
+
+    def made(self, run: _Run, event: Event, scale: float | None, cause: Cause | None) -> NonFinite:
+        """Describes an operation that made an infinity or a NaN."""
+        site, eqn = event.site, event.site.equation
+        node = run.flow.node(site)
+        operands, results = run.search.operands_of(event, run.arrays)
+        rule = _rule(site)
+        if cause is None:
+            is_constant = node is not None and node.operands[0].kind in ("literal", "const")
+            cause = cause_of_event(event, operands, results, rule, is_constant)
+            cause = cause if cause.is_of_dtype else self.cause_in_16_bits(run, cause, rule)
+        seen = [numbers_of(x) for x in results if is_inexact(x)]
+        return NonFinite(
+            kind="inf" if any(each.infs for each in seen) else "NaN",
+            operation=operation_name(eqn.primitive.name),
+            given="",
+            place=place_of(eqn) if node is None else self.graph.place(node),
+            scope=where(site.scope).path,
+            policy="" if node is None else self.graph.policy(node),
+            is_backward=site.is_backward,
+            trips=tuple(zip(event.trips, map(place_of, site.loops), strict=True)),
+            operands=tuple(numbers_of(x) for x in operands if is_inexact(x)),
+            results=tuple(seen),
+            loss_scale=scale,
+            cause=str(cause),
+            rule=cause.rule,
+        )
+
+    def cause_in_16_bits(self, run: _Run, cause: Cause, rule: str) -> Cause:
+        """Returns the cause of what is finite if the whole program computes in float32."""
+        values = (value for node in self.graph.nodes for value in node.results)
+        if not any(is_inexact(value) and is_narrow(value.dtype) for value in values):
+            return cause
+        wide = Search(self.program.jaxpr, run_wide, widen)
+        if self.run(wide, list(map(widen, run.arrays))).found is not None:
+            return cause
+        reason = f"{cause.reason}, because of numbers that 16 bits lost before"
+        return in_float32(reason, "all is finite", rule)
+
+    def given(self, value: Value, arrays: Sequence[Any], scale: float | None) -> NonFinite:
+        """Describes an argument or a constant that is not finite."""
+        is_input = value.kind == "input"
+        array = arrays[value.index] if is_input else np.asarray(value.constant, value.dtype)
+        reader = value.readers[0] if value.readers and not is_input else None
+        return NonFinite(
+            kind="NaN" if worst_of(array) == NAN else "inf",
+            operation="",
+            given=self.program.names[value.index] if is_input else "a constant",
+            place=None if reader is None else self.graph.place(reader),
+            scope="" if reader is None else self.graph.path(reader),
+            policy="",
+            is_backward=False,
+            trips=(),
+            operands=(),
+            results=(numbers_of(array),),
+            loss_scale=scale,
+            cause="The function was given it, and no rule mends it: look for what made it.",
+            rule="",
+        )
+
+
+def _rule(site: Site) -> str:
+    """Returns the rule that has an operation run in float32; empty if nothing selects it."""
+    selected, name = selector(site.scope), operation_name(site.equation.primitive.name)
+    if selected is not None:
+        return f"{selected}: f32"
+    # A rule for operations is for those of the forward pass, and a cast is none of autocast's.
+    return "" if site.is_backward or name == "convert_element_type" else f"op.{name}: f32"

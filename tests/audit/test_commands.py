@@ -1,0 +1,332 @@
+"""`python -m jmpx audit`, `ranges` and `first-nonfinite`; one line about wrong usage."""
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from absl import flags
+from helpers import BF16, F32, run_python
+
+from jmpx.__main__ import main
+
+# Programs, named as `THIS:name`
+
+
+def loss_fn(w, x):
+    with jax.named_scope("encoder"):
+        h = jnp.tanh(x @ w.astype(BF16))
+    return h.astype(F32).sum()
+
+
+def leaky_fn(w, x):
+    with jax.named_scope("encoder"):
+        h = jnp.tanh(x.astype(F32) @ w)  # the leak
+    return h.astype(F32).sum()
+
+
+ARRAYS = (jnp.ones((4, 3)), jnp.ones((2, 4), BF16))
+SHAPES = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ARRAYS)
+
+
+def shapes():
+    return loss_fn, SHAPES
+
+
+def arrays():
+    return loss_fn, [*ARRAYS]
+
+
+def leaky():
+    return leaky_fn, SHAPES
+
+
+def run(*arguments):
+    return main([each.replace("THIS", __name__) for each in arguments])
+
+
+def error_of(capsys, *arguments):
+    """Returns the one line of an error."""
+    with contextlib.suppress(SystemExit):
+        assert run(*arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.endswith("\n")
+    (line,) = printed.err.splitlines()
+    return line
+
+
+# audit
+
+
+@pytest.mark.parametrize("make", ["shapes", "arrays"])
+def test_audit_prints_the_report(make, capsys):
+    assert run("audit", f"THIS:{make}") == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("Audit of loss_fn and its gradient\n") and printed.err == ""
+    assert "bfloat16 x bfloat16" in printed.out
+
+
+def test_audit_prints_json(capsys):
+    assert run("audit", "THIS:shapes", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["title"] == "loss_fn"
+    assert {each["dtypes"] for each in found["products"]} == {"bfloat16 x bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"), [("tpu", "tpu"), ("cuda", "gpu"), ("cpu", "cpu")]
+)
+def test_audit_asks_about_a_platform(platform, expected, capsys):
+    assert run("audit", "THIS:shapes", "--json", f"--platform={platform}") == 0
+    assert json.loads(capsys.readouterr().out)["platform"] == expected
+
+
+def test_a_lock_is_written_then_compared(capsys, tmp_path):
+    path = tmp_path / "precision.lock"
+    lock = ("--lock", str(path))
+    assert run("audit", "THIS:shapes", *lock) == 0
+    assert capsys.readouterr().out.endswith(f"\nwrote {path}, which was not there\n")
+    written = path.read_bytes()
+    assert b"[encoder]\ndot_general: bfloat16 x bfloat16\n" in written
+
+    assert run("audit", "THIS:arrays", *lock) == 0
+    assert capsys.readouterr().out.endswith(f"\n{path}: no difference\n")
+
+    assert run("audit", "THIS:leaky", *lock) == 1
+    *_, forward, backward, last = capsys.readouterr().out.splitlines()
+    line = Path(__file__).read_text().split("  # the leak")[0].count("\n") + 1
+    place = f"test_commands.py:{line} (leaky_fn): encoder: dot_general"
+    change = "locked bfloat16 x bfloat16, now float32 x float32"
+    assert forward.endswith(f"{place}: {change}") and backward.endswith(
+        f"{place}, backward: {change}"
+    )
+    assert last.startswith(f"{path}: 2 differences; to accept what there is now, delete the file")
+    assert path.read_bytes() == written
+
+
+def test_json_has_the_standard_output_to_itself(capsys, tmp_path):
+    path = tmp_path / "precision.lock"
+    for make, code, note in [
+        ("shapes", 0, "which was not there"),
+        ("shapes", 0, "no difference"),
+        ("leaky", 1, "2 differences"),
+    ]:
+        assert run("audit", f"THIS:{make}", "--json", "--lock", str(path)) == code
+        printed = capsys.readouterr()
+        assert json.loads(printed.out)["entries"] and note in printed.err
+
+
+def test_a_lock_that_cannot_be_read_or_written_is_one_line(capsys, tmp_path):
+    path = tmp_path / "precision.lock"
+    path.write_text("[tool]\n")
+    assert run("audit", "THIS:shapes", "--lock", str(path)) == 2
+    assert capsys.readouterr().err.startswith(f"{str(path)!r} is no lock file of jmpx: expected")
+    assert path.read_text() == "[tool]\n"
+    assert run("audit", "THIS:shapes", "--lock", str(tmp_path)) == 2
+    assert run("audit", "THIS:shapes", "--lock", str(tmp_path / "no" / "lock")) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+# Commands that run the program
+
+
+@pytest.mark.parametrize("command", ["ranges", "first-nonfinite"])
+def test_a_run_needs_numbers(command, capsys):
+    assert error_of(capsys, command, "THIS:shapes") == (
+        f"{command} runs the program and needs numbers, but {__name__}:shapes returns a shape, the "
+        "jax.ShapeDtypeStruct args[0]: let it return arrays of a typical step."
+    )
+
+
+# The flags of a program
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Returns what writes a script; the flags of absl that it defines do not outlast the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before, modules = set(flags.FLAGS), set(sys.modules)
+
+    def write(text, file="program.py"):
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(HEAD + text)
+        return path
+
+    yield write
+    for name in set(flags.FLAGS) - before:
+        delattr(flags.FLAGS, name)
+    flags.FLAGS.unparse_flags()
+    for name in set(sys.modules) - modules:
+        if name in ("program", "neighbour"):
+            del sys.modules[name]
+
+
+HEAD = "import sys, jax, jax.numpy as jnp, numpy as np\n"
+ABSL = """
+from absl import flags
+SIZE = flags.DEFINE_integer("program_size", 3, "The size.", lower_bound=1)
+
+def make():
+    assert flags.FLAGS.is_parsed()
+    return jnp.sum, (jax.ShapeDtypeStruct((SIZE.value, 2), "float32"),)
+"""
+ARGPARSE = """
+import argparse
+
+def make():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", type=int, default=3)
+    given = parser.parse_args()
+    return jnp.sum, (jax.ShapeDtypeStruct((given.size, 2), "float32"),)
+"""
+NEIGHBOUR = "from neighbour import shape\nmake = lambda: (jnp.sum, (shape,))\n"
+
+
+def flops_of(capsys, *arguments):
+    before = list(sys.argv)
+    assert run("audit", *arguments) == 0
+    assert sys.argv == before
+    return json.loads(capsys.readouterr().out)["other_flops"]
+
+
+@pytest.mark.parametrize(("text", "flag"), [(ABSL, "program_size"), (ARGPARSE, "size")])
+@pytest.mark.parametrize("target", ["program:make", "program.py:make", "./program.py:make"])
+def test_what_follows_two_dashes_are_flags_of_the_program(text, flag, target, program, capsys):
+    sys.path.insert(0, str(program(text).parent))
+    small = flops_of(capsys, target, "--json")
+    assert flops_of(capsys, target, "--json", "--", f"--{flag}=300") > 50 * small
+
+
+def test_flags_of_libraries_are_not_those_of_the_program(program, capsys):
+    program(ARGPARSE + "import optax\nfrom absl import logging\n")
+    assert flops_of(capsys, "program.py:make", "--json", "--", "--size=5") > 0
+
+
+def test_a_script_finds_its_neighbours(program, capsys):
+    program("shape = jax.ShapeDtypeStruct((3, 2), 'float32')", "folder/neighbour.py")
+    program(NEIGHBOUR, "folder/program.py")
+    assert flops_of(capsys, "folder/program.py:make", "--json") > 0
+
+
+def test_a_wrong_flag_is_one_line(program, capsys):
+    program(ABSL)
+    line = error_of(capsys, "audit", "program.py:make", "--", "--program_sise=3")
+    assert line.startswith("The flags of 'program.py' after -- are wrong: UnrecognizedFlagError: ")
+    assert "Did you mean: program_size" in line
+    line = error_of(capsys, "audit", "program.py:make", "--", "--program_size=0")
+    assert "IllegalFlagValueError" in line and "--program_size" in line
+
+
+# Wrong usage
+
+
+def fails():
+    raise RuntimeError("no\nsuch  file")
+
+
+def untraceable():
+    return (lambda w, x: w @ x), (SHAPES[0], SHAPES[0])
+
+
+def nothing():
+    return None
+
+
+def no_arguments():
+    return loss_fn, SHAPES[0]
+
+
+def no_function():
+    return 1, SHAPES
+
+
+RETURNS = "to return a pair of a function and the tuple of its arguments, which may be shapes, got "
+WRONG = {
+    "model": "Expected audit pkg.module:make, got 'model': name a module or a .py file and",
+    "no_such_module:make": "Cannot import 'no_such_module' of audit: ModuleNotFoundError: ",
+    "no/such/file.py:make": "Cannot import 'no/such/file.py' of audit: FileNotFoundError: there is",
+    "THIS:shaeps": "of audit has no 'shaeps'; did you mean 'shapes'?",
+    "THIS:SHAPES": "Expected audit to name a function that takes no arguments and returns a pair",
+    "THIS:loss_fn": "failed: TypeError: loss_fn() missing 2 required positional arguments",
+    "THIS:fails": "failed: RuntimeError: no such file (",
+    "THIS:untraceable": "The audit of THIS:untraceable failed: TypeError: ",
+    "THIS:nothing": f"Expected THIS:nothing {RETURNS}a value of type NoneType.",
+    "THIS:no_arguments": f"Expected THIS:no_arguments {RETURNS}(function, ShapeDtypeStruct).",
+    "THIS:no_function": f"Expected THIS:no_function {RETURNS}(int, tuple).",
+}
+
+
+@pytest.mark.parametrize("target", WRONG)
+def test_a_wrong_target_is_one_line(target, capsys):
+    line = error_of(capsys, "audit", target)
+    assert WRONG[target].replace("THIS", __name__) in line
+    if target in ("THIS:fails", "THIS:untraceable"):
+        assert "test_commands.py:" in line
+
+
+def test_another_module_of_the_name_of_a_script(program, capsys):
+    program("", "json.py")
+    line = error_of(capsys, "audit", "json.py:make")
+    assert (
+        "Cannot import 'json.py' of audit: ImportError: another module has the name 'json'" in line
+    )
+
+
+USAGE = {
+    (): "expected one of explain, audit, ranges, first-nonfinite, or a policy; usage: python -m",
+    ("audit",): "MODULE:FUNCTION; usage: python -m jmpx audit MODULE:FUNCTION [options]",
+    ("audti", "a:b"): "unknown command 'audti'; did you mean 'audit'?; usage: python -m jmpx",
+    ("audit", "a:b", "c"): "unrecognized arguments: c; usage: python -m jmpx audit",
+    ("audit", "a:b", "--platform=gpu"): "invalid choice: 'gpu' (choose from",
+    ("first-nonfinite", "a:b", "--lock=c"): "unrecognized arguments: --lock=c; usage: python",
+    ("ranges", "a:b", "--dtype"): "expected one argument; usage: python -m jmpx ranges",
+}
+
+
+@pytest.mark.parametrize("arguments", USAGE)
+def test_wrong_arguments_are_one_line(arguments, capsys):
+    assert USAGE[arguments] in error_of(capsys, *arguments)
+
+
+HELP = {
+    (): ["explain", "audit", "ranges", "first-nonfinite", "exit code"],
+    ("explain",): ["--model", "POLICY"],
+    ("audit",): ["--lock PATH", "--platform {cpu,cuda,tpu}", "--json", "-- FLAGS OF THE PROGRAM"],
+    ("ranges",): ["--dtype DTYPE", "--plot PATH", "--json"],
+    ("first-nonfinite",): ["--json"],
+}
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main([*command, "-h"])
+    printed = capsys.readouterr().out
+    assert exit.value.code == 0 and all(part in printed for part in HELP[command])
+
+
+def test_explain_may_be_left_out(capsys):
+    outputs = []
+    for arguments in [["c=bf16; BatchNorm: full"], ["explain", "c=bf16; BatchNorm: full"]]:
+        assert main(arguments) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != ""
+
+
+# As a user runs it
+
+
+def test_a_process(tmp_path):
+    (tmp_path / "program.py").write_text(HEAD + ABSL)
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    lock = tmp_path / "precision.lock"
+    arguments = ["-m", "jmpx", "audit", "program:make", "--lock", str(lock)]
+    result = run_python("-W", "error", *arguments, "--", "--program_size=3", **environment)
+    assert result.returncode == 0 and result.stderr == ""
+    assert result.stdout.startswith("Audit of ") and "jmpx precision lock" in lock.read_text()
