@@ -16,7 +16,7 @@ from jmpx._jaxpr import Place
 from jmpx._messages import describe
 from jmpx._stablehlo import read_stablehlo
 
-_WIDTH, _PROSE, _PLACE, _ROWS = 100, 80, 22, 20  # characters, and lines
+_WIDTH, _PROSE, _PLACE, _ROWS = 100, 80, 16, 20  # characters, and lines
 _NONE_YET = "no collectives until XLA partitions it: see jmpx.wire(lowered.compile())"
 _MORE = "XLA's partitioner may insert more collectives: `jmpx.wire(lowered.compile())` shows them."
 _WIDENED = (
@@ -91,6 +91,7 @@ def wire(step: Any) -> Wire:
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np
         >>> from jax.sharding import Mesh, PartitionSpec as P
+        >>> import jmpx
         >>> mesh = Mesh(np.array(jax.devices()), "data")
         >>> def loss_fn(params, x):
         ...     w = jax.lax.all_gather(params["w"].astype(jnp.bfloat16), "data", tiled=True)
@@ -227,15 +228,15 @@ def _largest(arrays: list[Collective], devices: int) -> Iterator[str]:
     numbers = list(_table(rows, right=(0, 3, 4, 5)))
     carried = [("", "carries"), *map(_carried, shown)]
     longest = max(len(what) + len(name) for what, name in carried)
-    # Of what is left, places have a part, and the names of parameters the rest.
     left = _WIDTH - len(numbers[0]) - 4
-    most = max(len(text) for one in shown for text in _place(one.place)[:1])
-    width = min(longest, left - min(most, _PLACE))
-    places = [["place"], *(_place(one.place) for one in shown)]
-    for number, (what, name), texts in zip(numbers, carried, places, strict=True):
+    # Places are shortened first, then the names of parameters.
+    for places in zip(*(_places(one.place) for one in shown), strict=True):
+        if longest + max(map(len, places)) <= left:
+            break
+    width = min(longest, left - min(_PLACE, max(map(len, places))))
+    for number, (what, name), place in zip(numbers, carried, ("place", *places), strict=True):
         cell = what + _end(name, width - len(what))
-        place = next((text for text in texts if len(text) <= left - width), "")
-        yield f"{number}  {cell.ljust(width)}  {place}".rstrip()
+        yield f"{number}  {cell.ljust(width)}  {_end(place, left - width)}".rstrip()
     if others:
         total = _size(sum(one.sent for one in others))
         yield f"and {_counted(others)} more, {total}: `to_json()` has them"
@@ -250,10 +251,10 @@ def _carried(one: Collective) -> tuple[str, str]:
     return "grad -> " if one.is_backward else "-> ", one.results[0]
 
 
-def _place(place: Place | None) -> list[str]:
+def _places(place: Place | None) -> list[str]:
     """Returns a place, from the longest text to the shortest."""
     if place is None:
-        return [""]
+        return [""] * 3
     file = os.path.basename(place.file)
     texts = [str(place), f"{file}:{place.line} ({place.function})", f"{file}:{place.line}"]
     return [text.removesuffix(" ()") for text in texts]

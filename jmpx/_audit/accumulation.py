@@ -26,7 +26,7 @@ def accumulation(graph: Graph, options: Options) -> Iterator[Finding]:
             continue
         if each.is_average:
             yield _average(graph, each, with_products)
-        elif each.loop is not None:
+        elif each.loop is not None and each.loop.trips not in (0, 1):
             yield from _carry(graph, each, each.loop)
 
 

@@ -113,8 +113,7 @@ class _Step:
                 yield from (self._sized(self._saved(each, share), each) for each in streams)
 
     def _sized(self, finding: Finding, stream: Stream) -> Finding:
-        return finding._replace(
-            flops=self._flops_of(stream.products), nbytes=stream.nbytes)
+        return finding._replace(flops=self._flops_of(stream.products), nbytes=stream.nbytes)
 
     def _product(self, stream: Stream) -> Finding:
         node = stream.node
@@ -128,9 +127,16 @@ class _Step:
                 f"A {operation} of {left.dtype.name} and {right.dtype.name} runs in "
                 f"{wide.dtype.name}, because {self._named(wide)} is {wide.dtype.name}{follow}."
             )
-            return self._finding("mixed-product", "high", node, message, self._rule(node, wide))
-        message = f"A {operation} runs in {node.operands[0].dtype.name}{follow}."
-        return self._finding("float32-product", "high", node, message, self._rule(node, None))
+            rule = self._rule_of_product(node, wide)
+            return self._finding("mixed-product", "high", node, message, rule)
+        message = f"A {operation} runs in {node.results[0].dtype.name}{follow}."
+        rule = self._rule_of_product(node, None)
+        return self._finding("float32-product", "high", node, message, rule)
+
+    def _rule_of_product(self, node: Node, wide: Value | None) -> str:
+        if self._streams.is_written(node):
+            return f"leave out its cast to float32, so that both operands are {self._name}"
+        return self._rule(node, wide)
 
     def _promotion(self, stream: Stream) -> Finding:
         node, cause = stream.node, stream.cause

@@ -60,8 +60,9 @@ def number(value: Value) -> float | None:
     """Returns a number that is known when a program is traced, such as `1 - 0.9`; else None."""
     value = source(value)
     if value.node is None:
-        constant: Any = value.constant
-        return float(constant) if constant is not None and np.size(constant) == 1 else None
+        is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+        constant: Any = value.constant if is_real and value.size == 1 else None
+        return None if constant is None else float(np.asarray(constant).reshape(()))
     if value.node.name not in ("sub", "add") or value.node.is_structure:
         return None
     left, right = (source(operand) for operand in value.node.operands)

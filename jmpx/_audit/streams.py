@@ -28,7 +28,7 @@ CAST = "convert_element_type"
 MOVES = frozenset(
     """
     broadcast_in_dim reshape transpose squeeze expand_dims rev slice copy copy_p dynamic_slice
-    gather name stop_gradient optimization_barrier slice stack result shard unshard
+    gather name stop_gradient optimization_barrier device_put stack result shard unshard
     """.split()
 )
 # Operations for whose sake a part of a model is computed in float32, as a norm or a softmax is.
@@ -104,7 +104,7 @@ class Streams:
         saved_others: values saved for the backward pass that are wide and belong to no stream.
         half_products: the products with a 16-bit operand, or that had one without a leak.
         wide_products: the other products, without those that a user asks for.
-        asked: the products that a user asks for in float32.
+        asked: the products that a user asks for in float32, and sums of products such as a norm.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -208,23 +208,22 @@ class Streams:
                 stream.widened.append(node)
 
     def _product(self, node: Node) -> None:
-        operands = node.operands[:2]
-        cast, wide, other, is_half = self._meeting(operands)
-        stream = None
-        if not cast and not wide and not other:
+        meeting = self._meeting(node.operands[:2])
+        cast, wide, other, is_half = meeting
+        parts = [self._of[id(value)].whole for value in (*cast, *wide)]
+        if not parts and not other:
             self.half_products.append(node)
-            if node.results[0].dtype in WIDE:
-                stream = self._start("cast", node)
-        elif self.is_asked(node):
+            stream = self._start("cast", node) if node.results[0].dtype in WIDE else None
+        elif self.is_asked(node) or _is_inner(node):
             self.asked.append(node)
-            stream = self._start("cast", node)
-        elif _is_inner(node):
-            stream = self._united([*cast, *wide]) if cast or wide else None
+            stream = self._united([*cast, *wide]) if parts else None
+            for part in parts:
+                part.is_island = True
         else:
-            stream = self._leak(node, Meeting(cast, wide, other, is_half))
+            stream = self._leak(node, meeting)
             (self.half_products if is_half or cast else self.wide_products).append(node)
             stream.products.append(node)
-            for part in (self._of[id(value)].whole for value in (*cast, *wide)):
+            for part in parts:
                 if not part.is_island:
                     self._merge(part, stream)
         if stream is not None:
@@ -259,6 +258,11 @@ class Streams:
         """Whether the cast of a value was not written by the user, but is part of an operation."""
         return _call(self._casts[id(value)]) == _call(node)
 
+    def is_written(self, node: Node) -> bool:
+        """Whether the user's code casts an operand of a node up right before it."""
+        cast = [value for value in node.operands if id(value) in self._casts]
+        return any(not self._is_silent(value, node) for value in cast)
+
     def _home(self, node: Node) -> tuple[str, str]:
         """Returns the path of the module of a node; outside of modules, scope and function."""
         found = where(node.scope)
@@ -279,7 +283,7 @@ class Streams:
                     continue
                 if id(value) in self._of:
                     self._of[id(value)].whole.nbytes += value.nbytes
-                else:
+                elif _is_computed(value):
                     self.saved_others.append(value)
 
 
@@ -313,9 +317,10 @@ def _call(node: Node) -> object:
 
 def _is_computed(value: Value) -> bool:
     """Whether arithmetic made a value, and not only moves and casts of an argument."""
-    while value.node is not None and (value.node.name in MOVES or value.node.name == CAST):
-        value = value.node.operands[0]
-    return value.node is not None
+    node = value.node
+    while node is not None and (node.is_structure or node.name in MOVES or node.name == CAST):
+        node = node.operands[0].node
+    return node is not None
 
 
 def _is_inner(node: Node) -> bool:

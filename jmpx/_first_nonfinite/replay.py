@@ -9,7 +9,7 @@ import numpy as np
 from jmpx._audit.graph import Graph, Value
 from jmpx._first_nonfinite.causes import Cause, cause_of_event, in_float32
 from jmpx._first_nonfinite.flow import Flow
-from jmpx._first_nonfinite.numbers import NAN, bits_of, is_inexact, is_narrow, numbers_of
+from jmpx._first_nonfinite.numbers import NAN, is_inexact, is_narrow, numbers_of, worst_of
 from jmpx._first_nonfinite.report import NonFinite
 from jmpx._first_nonfinite.scales import Scale, run_unscaled, scale_of
 from jmpx._first_nonfinite.search import Event, Search
@@ -139,7 +139,7 @@ class Replay:
         array = arrays[value.index] if is_input else np.asarray(value.constant, value.dtype)
         reader = value.readers[0] if value.readers and not is_input else None
         return NonFinite(
-            kind="NaN" if bits_of(array) & NAN else "inf",
+            kind="NaN" if worst_of(array) == NAN else "inf",
             operation="",
             given=self.program.names[value.index] if is_input else "a constant",
             place=None if reader is None else self.graph.place(reader),

@@ -104,7 +104,9 @@ def measure(jaxpr: Jaxpr, arrays: Sequence[Any], plan: Plan) -> Measured:
         state: _State, site: Site, operands: list[Any], results: list[Any], trips: Any
     ) -> _State:
         position = plan.position(site)
-        for result in results if position is not None else ():
+        if position is None:
+            return state
+        for result in results:
             if is_floating_dtype(result.dtype):
                 found, counts = _measured(result, plan.masks, plan.extremes_only)
                 state.add(position, found, plan.rows[position], counts)
@@ -170,9 +172,7 @@ class _State:
             counts: the count in each bin, or None.
         """
         known = self.found.get(node)
-        self.found[node] = (
-            extremes if known is None else statistics.merge_extremes(known, extremes)
-        )
+        self.found[node] = extremes if known is None else statistics.merge_extremes(known, extremes)
         if counts is not None:
             total = self.counts.get(row)
             if total is None:

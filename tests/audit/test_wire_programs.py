@@ -1,5 +1,7 @@
 """How `jmpx.wire` reads programs: bytes, groups, loops, and which inputs and outputs travel."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,9 +72,8 @@ def test_the_bytes_of_a_collective(mesh, kind):
         assert {(one.kind, one.dtype, one.times) for one in found} == {(kind, "f32", 1)}
         assert sum(one.sent for one in found) == SENT[kind]  # a CPU's all-to-all has eight parts
         assert {one.group for one in found} == {8} and not any(one.is_scalar for one in found)
-        assert {one.place.function for one in found} <= {"exchange", ""}
-        assert {one.place.file for one in found} == {found[0].place.file}
-        assert found[0].place.file.endswith("test_wire_programs.py")
+        place = str(found[0].place)  # older versions of JAX compile programs without functions
+        assert re.fullmatch(r".*test_wire_programs\.py:\d+ \((exchange)?\)", place)
 
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "f8e4m3fn", "int8": "s8",

@@ -1,10 +1,12 @@
-"""A network of four frameworks in 16 bits, with a layer in which a test plants what it likes.
+"""A network of four frameworks in 16 bits, in which a test plants leaks.
 
-The network has a layer, the planted one and two more layers. The layers' parameters are cast by
-hand; those of the planted one stay in float32.
+For each leak, a function of activations and a parameter, it has a layer, a module that calls the
+leak, and another layer; a shortcut goes around the three. The parameters of layers are cast by
+hand, those of the planted modules stay in float32. Modules are named after their leaks.
 """
 
 import contextlib
+import functools
 
 import equinox as eqx
 import flax.linen as nn
@@ -18,110 +20,123 @@ import jmpx.flax
 import jmpx.haiku
 
 WIDTH = 8
-X = jnp.ones((2, 3, WIDTH))
-INIT = jnp.full((WIDTH, WIDTH), 0.1, jnp.float32)
+X = jax.ShapeDtypeStruct((2, 3, WIDTH), jnp.float32)
+W = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
 
 
 def loss_of(y):
     return jnp.mean(y.astype(jnp.float32) ** 2)
 
 
-def cast(tree, dtype, is_planted):
-    """The same parameters in 16 bits, but for those of the planted layer."""
+def cast(tree, dtype, leaks):
+    """The shapes of parameters in 16 bits, but for those of the planted modules."""
+    names = [leak.__name__ for leak in leaks]
 
     def one(path, leaf):
-        planted = is_planted in jax.tree_util.keystr(path)
-        return leaf if planted or not eqx.is_inexact_array(leaf) else leaf.astype(dtype)
+        if any(name in jax.tree_util.keystr(path) for name in names):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-class HaikuPlanted(hk.Module):
+class HaikuLeak(hk.Module):
     def __init__(self, leak):
-        super().__init__(name="planted")
+        super().__init__(name=leak.__name__)
         self.leak = leak
 
     def __call__(self, x):
-        w = hk.get_parameter("w", INIT.shape, init=hk.initializers.Constant(0.1))
-        return self.leak(x, w)
+        return self.leak(x, hk.get_parameter("w", W.shape, init=jnp.ones))
 
 
 class HaikuNet(hk.Module):
-    def __init__(self, leak):
+    def __init__(self, leaks):
         super().__init__(name="net")
-        self.leak = leak
+        self.leaks = leaks
 
     def __call__(self, x):
-        x = HaikuPlanted(self.leak)(hk.Linear(WIDTH)(x))
-        return hk.Linear(WIDTH)(jnp.tanh(hk.Linear(WIDTH)(x)))
+        for leak in self.leaks:
+            y = HaikuLeak(leak)(hk.Linear(WIDTH, name="before")(x))
+            x = x + hk.Linear(WIDTH, name="after")(y).astype(x.dtype)
+        return x
 
 
-def haiku(leak, dtype):
-    network = hk.without_apply_rng(hk.transform(lambda x: HaikuNet(leak)(x)))
-    params = cast(network.init(jax.random.key(0), X), dtype, "planted")
+def haiku(leaks, dtype):
+    network = hk.without_apply_rng(hk.transform(lambda x: HaikuNet(leaks)(x)))
+    params = cast(jax.eval_shape(network.init, jax.random.key(0), X), dtype, leaks)
 
-    def loss(params, x, rules=None):
-        with jmpx.haiku.policies(rules) if rules else contextlib.nullcontext():
+    def loss(params, x, policy_map=None):
+        context = jmpx.haiku.policies(policy_map) if policy_map else contextlib.nullcontext()
+        with context:
             return loss_of(network.apply(params, x))
 
     return loss, params
 
 
-class LinenPlanted(nn.Module):
+class LinenLeak(nn.Module):
     leak: object
 
     @nn.compact
     def __call__(self, x):
-        return self.leak(x, self.param("w", lambda key: INIT))  # type: ignore
+        return self.leak(x, self.param("w", lambda key: jnp.ones(W.shape)))  # type: ignore
 
 
 class LinenNet(nn.Module):
-    leak: object
+    leaks: tuple
 
     @nn.compact
     def __call__(self, x):
-        x = LinenPlanted(self.leak, name="planted")(nn.Dense(WIDTH)(x))
-        return nn.Dense(WIDTH)(jnp.tanh(nn.Dense(WIDTH)(x)))
+        for leak in self.leaks:
+            y = LinenLeak(leak, name=leak.__name__)(nn.Dense(WIDTH)(x))
+            x = x + nn.Dense(WIDTH)(y).astype(x.dtype)
+        return x
 
 
-def linen(leak, dtype):
-    network = LinenNet(leak)
-    params = cast(network.init(jax.random.key(0), X), dtype, "planted")
+def linen(leaks, dtype):
+    network = LinenNet(tuple(leaks))
+    params = cast(jax.eval_shape(network.init, jax.random.key(0), X), dtype, leaks)
 
-    def loss(params, x, rules=None):
-        with jmpx.flax.policies(rules) if rules else contextlib.nullcontext():
+    def loss(params, x, policy_map=None):
+        context = jmpx.flax.policies(policy_map) if policy_map else contextlib.nullcontext()
+        with context:
             return loss_of(network.apply(params, x))
 
     return loss, params
 
 
-class NNXPlanted(nnx.Module):
+class NNXLeak(nnx.Module):
     def __init__(self, leak):
-        self.leak, self.w = leak, nnx.Param(INIT)
+        self.leak, self.w = leak, nnx.Param(jnp.ones(W.shape))
 
     def __call__(self, x):
         return self.leak(x, self.w[...])
 
 
 class NNXNet(nnx.Module):
-    def __init__(self, leak, dtype, rngs):
-        linear = lambda: nnx.Linear(WIDTH, WIDTH, rngs=rngs, param_dtype=dtype)  # noqa: E731
-        self.first, self.planted = linear(), NNXPlanted(leak)
-        self.second, self.third = linear(), linear()
+    def __init__(self, leaks, dtype):
+        linear = functools.partial(nnx.Linear, WIDTH, WIDTH, rngs=nnx.Rngs(0), param_dtype=dtype)
+        self.names = tuple(leak.__name__ for leak in leaks)
+        for leak in leaks:
+            setattr(self, leak.__name__, NNXLeak(leak))
+            setattr(self, f"before_{leak.__name__}", linear())
+            setattr(self, f"after_{leak.__name__}", linear())
 
     def __call__(self, x):
-        return self.third(jnp.tanh(self.second(self.planted(self.first(x)))))
+        for name in self.names:
+            y = getattr(self, name)(getattr(self, f"before_{name}")(x))
+            x = x + getattr(self, f"after_{name}")(y).astype(x.dtype)
+        return x
 
 
-def call_nnx(model, x, rules=None):
-    return loss_of((jmpx.flax.with_policies(model, rules) if rules else model)(x))
+def call(with_policies, model, x, policy_map=None):
+    return loss_of((with_policies(model, policy_map) if policy_map else model)(x))
 
 
-def of_nnx(leak, dtype):
-    return call_nnx, NNXNet(leak, dtype, nnx.Rngs(0))
+def of_nnx(leaks, dtype):
+    return functools.partial(call, jmpx.flax.with_policies), NNXNet(leaks, dtype)
 
 
-class EquinoxPlanted(eqx.Module):
+class EquinoxLeak(eqx.Module):
     leak: object = eqx.field(static=True)
     w: jax.Array
 
@@ -137,24 +152,26 @@ class EquinoxLinear(eqx.Module):
 
 
 class EquinoxNet(eqx.Module):
-    first: EquinoxLinear
-    planted: EquinoxPlanted
-    second: EquinoxLinear
-    third: EquinoxLinear
+    planted: dict
+    before: list
+    after: list
 
     def __call__(self, x):
-        return self.third(jnp.tanh(self.second(self.planted(self.first(x)))))
+        for planted, before, after in zip(
+            self.planted.values(), self.before, self.after, strict=True
+        ):
+            x = x + after(planted(before(x))).astype(x.dtype)
+        return x
 
 
-def call_equinox(model, x, rules=None):
-    return loss_of((jmpx.equinox.with_policies(model, rules) if rules else model)(x))
+def equinox(leaks, dtype):
+    linears = [EquinoxLinear(jnp.ones(W.shape, dtype)) for _ in leaks]
+    planted = {leak.__name__: EquinoxLeak(leak, jnp.ones(W.shape)) for leak in leaks}
+    net = EquinoxNet(planted, linears, linears)
+    return functools.partial(call, jmpx.equinox.with_policies), net
 
 
-def equinox(leak, dtype):
-    linear = EquinoxLinear(INIT)
-    model = EquinoxNet(linear, EquinoxPlanted(leak, INIT), linear, linear)
-    return call_equinox, cast(model, dtype, "planted")
-
-
-# By framework: makes a loss of (parameters, inputs, rules of a policy map), and the parameters.
+# By framework: makes a loss of (parameters, inputs, policy map), and its parameters.
 PLANTED = {"haiku": haiku, "linen": linen, "nnx": of_nnx, "equinox": equinox}
+# The name of the class of its linear layers.
+LINEAR = {"haiku": "Linear", "linen": "Dense", "nnx": "Linear", "equinox": "EquinoxLinear"}

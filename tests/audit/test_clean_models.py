@@ -1,0 +1,209 @@
+"""Models without a leak have no finding at all, of any kind."""
+
+import functools
+
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from models import Transformer, ViT
+
+import jmpx
+import jmpx.equinox
+import jmpx.flax
+import jmpx.haiku
+from examples.equinox.vit import VisionTransformer
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+SIZES = {"layers": 2, "width": 16, "heads": 2, "hidden": 32, "classes": 10}
+ISLANDS = "LayerNorm: full; BatchNorm: full"
+X = jax.ShapeDtypeStruct((2, 5, 8), F32)
+
+
+def findings(fn, *args):
+    return jmpx.audit(fn)(*args).findings
+
+
+def shapes(tree, dtype):
+    """The shapes of a tree, its floating arrays in a dtype."""
+
+    def one(leaf):
+        is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype if is_floating else leaf.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def transformer(cls, dtype, **options):
+    """A transformer of the benchmarks, its parameters and a batch."""
+    sizes = SIZES | ({"image": 8} if cls is ViT else {})
+    model = cls(**sizes, **options)
+    rng = np.random.default_rng(0)
+    batch = (2,) if cls is ViT else (2, 5)
+    return model.loss, *shapes((model.init(rng), *model.batch(rng, *batch)), dtype)
+
+
+def softmax_loss(logits):
+    return -jax.nn.log_softmax(logits.astype(F32))[..., 0].mean()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("cls", [ViT, Transformer])
+def test_cast_by_hand(cls, scanned, dtype):
+    assert findings(*transformer(cls, dtype, scanned=scanned, islands=True)) == ()
+
+
+@pytest.mark.parametrize("policy", ["c=bf16", "c=f16", "c=bf16; op.tanh: bf16; op.scan: bf16"])
+@pytest.mark.parametrize("cls", [ViT, Transformer])
+def test_autocast(cls, policy):
+    is_masked = policy == "c=f16" and cls is Transformer
+    loss, *args = transformer(cls, F32, scanned="scan" in policy, islands=False)
+    found = findings(jmpx.autocast(loss, policy=policy), *args)
+    # Its mask is -1e9, which is no number of float16.
+    assert [finding.name for finding in found] == ["constant-range"] * is_masked
+
+
+def test_autocast_carries_float32_unless_told():
+    loss, *args = transformer(ViT, F32, scanned=True)
+    (finding,) = findings(jmpx.autocast(loss), *args)
+    assert (finding.name, finding.severity) == ("promotion", "medium")
+    assert finding.place.function == "_blocks"
+    assert finding.rule.endswith("op.scan: bf16")
+
+
+@pytest.mark.parametrize(
+    "policy_map",
+    [
+        "c=bf16,o=f32; LayerNorm: full; Softmax: full; */head: c=f32,o=f32",  # the example's own
+        "c=bf16,o=f32; LayerNorm: full; Softmax: full",
+        "c=f16,o=f32; LayerNorm: full; Softmax: full",
+        "c=f32",
+    ],
+)
+def test_equinox_example(policy_map):
+    model = VisionTransformer(
+        (4, 4, 1), 3, patch=2, width=8, depth=2, heads=2, key=jax.random.key(0)
+    )
+
+    def loss(model, images):
+        view = jmpx.equinox.with_policies(model, policy_map)
+        return softmax_loss(jax.vmap(view)(images))
+
+    assert findings(loss, model, jax.ShapeDtypeStruct((2, 4, 4, 1), F32)) == ()
+
+
+class HaikuNet(hk.Module):
+    def __call__(self, x):
+        x = jax.nn.gelu(hk.LayerNorm(-1, True, True)(hk.Linear(8)(x)))
+        x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(hk.Linear(8)(x), is_training=True))
+        return hk.Linear(3)(x + hk.Linear(8)(x))
+
+
+def haiku():
+    network = hk.without_apply_rng(hk.transform_with_state(lambda x: HaikuNet(name="net")(x)))
+    params, state = jax.eval_shape(network.init, jax.random.key(0), X)
+
+    def loss(params, state, x, policy_map):
+        with jmpx.haiku.policies(policy_map):
+            logits, state = network.apply(params, state, x)
+        return softmax_loss(logits), state
+
+    return loss, params, state
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.gelu(nn.LayerNorm()(nn.Dense(8)(x)))
+        x = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x)))
+        return nn.Dense(3)(x + nn.Dense(8)(x))
+
+
+def linen():
+    network = LinenNet()
+    variables = jax.eval_shape(network.init, jax.random.key(0), X)
+
+    def loss(params, state, x, policy_map):
+        with jmpx.flax.policies(policy_map):
+            logits, state = network.apply(
+                {"params": params, "batch_stats": state}, x, mutable=["batch_stats"]
+            )
+        return softmax_loss(logits), state
+
+    return loss, variables["params"], variables["batch_stats"]
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, rngs):
+        linear = functools.partial(nnx.Linear, rngs=rngs)
+        self.first, self.norm = linear(8, 8), nnx.LayerNorm(8, rngs=rngs)
+        self.second, self.batch_norm = linear(8, 8), nnx.BatchNorm(8, rngs=rngs)
+        self.third, self.head = linear(8, 8), linear(8, 3)
+
+    def __call__(self, x):
+        x = nnx.gelu(self.norm(self.first(x)))
+        x = nnx.relu(self.batch_norm(self.second(x)))
+        return self.head(x + self.third(x))
+
+
+def of_nnx():
+    def loss(model, state, x, policy_map):
+        return softmax_loss(jmpx.flax.with_policies(model, policy_map)(x))
+
+    return loss, NNXNet(nnx.Rngs(0)), None
+
+
+FRAMEWORKS = {"haiku": haiku, "linen": linen, "nnx": of_nnx}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("compute", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_policy_maps(framework, compute):
+    loss, params, state = FRAMEWORKS[framework]()
+    policy_map = f"c={compute},o=f32; {ISLANDS}"
+    assert findings(lambda *args: loss(*args, policy_map), params, state, X) == ()
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("framework", ["haiku", "linen"])
+def test_step_in_float16_with_a_loss_scale(framework):
+    loss, params, state = FRAMEWORKS[framework]()
+    policy_map = jmpx.get_policy_map(f"c=f16,o=f32; {ISLANDS}")
+    optimizer = optax.adamw(1e-3)
+    scale = jmpx.DynamicLossScale(jnp.float32(2**15))
+
+    def step(params, state, opt_state, scale, x):
+        def scaled(params):
+            return loss(params, state, x, policy_map)
+
+        (value, state), scale, finite, grads = jmpx.filter_value_and_grad(
+            scaled, scale, has_aux=True, policy=policy_map
+        )(params)
+        params, opt_state = jmpx.optimizer_update(params, optimizer, opt_state, grads, finite)
+        return params, state, opt_state, scale, value
+
+    opt_state = jax.eval_shape(optimizer.init, params)
+    assert findings(step, params, state, opt_state, scale, X) == ()
+
+
+def test_asked_float32_is_no_finding():
+    """A router in float32 by a rule, a product with a precision, and a norm's inner product."""
+
+    def loss(params, x):
+        h = x @ params["w"]
+        with jmpx.full_precision():
+            gates = jax.nn.softmax(h.astype(F32) @ params["router"])
+        precise = jnp.matmul(h.astype(F32), params["router"], precision="highest")
+        penalty = jnp.vdot(params["router"], params["router"])
+        h = h * (gates + precise).astype(h.dtype)
+        return jnp.mean((h @ params["w"]).astype(F32) ** 2) + penalty
+
+    square = jax.ShapeDtypeStruct((8, 8), BF16)
+    params = {"w": square, "router": jax.ShapeDtypeStruct((8, 8), F32)}
+    assert findings(loss, params, shapes(X, BF16)) == ()
