@@ -75,6 +75,8 @@ if TYPE_CHECKING:
         check_progress as check_progress,
         nonfinite as nonfinite,
     )
+    from jmpx._ranges.api import ranges as ranges
+    from jmpx._ranges.report import Ranges as Ranges
     from jmpx._wire import Wire as Wire, wire as wire
 else:
     _LATER = {
@@ -95,6 +97,8 @@ else:
         "_mixed_precision": ("MixedPrecision", "get_mixed_precision"),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
         "_progress": ("NonfiniteCounts", "check_progress", "nonfinite"),
+        "_ranges.api": ("ranges",),
+        "_ranges.report": ("Ranges",),
         "_wire": ("Wire", "wire"),
     }
 
@@ -128,6 +132,7 @@ __all__ = (
     "NonfiniteCounts",
     "Policy",
     "PolicyMap",
+    "Ranges",
     "Report",
     "Rule",
     "SkipNonfiniteState",
@@ -164,6 +169,7 @@ __all__ = (
     "optimizer_update",
     "policy_of",
     "push_policy",
+    "ranges",
     "save_low_precision",
     "select_tree",
     "set_policy",

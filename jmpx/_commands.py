@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TextIO, TypeAlias
 
-import jax
-
 from jmpx._targets import attempt, load
 
 Program: TypeAlias = tuple[Any, tuple[Any, ...]]
@@ -79,7 +77,7 @@ def ranges(target: Target, dtype: str | None, as_json: bool, plot: str | None) -
 
     Args:
         target: the program.
-        dtype: the dtype for which to print rules, None for none.
+        dtype: the 16-bit dtype for which to print a policy map, None for none.
         as_json: whether to print JSON.
         plot: the file to draw the histogram into, None for none.
 
@@ -87,21 +85,17 @@ def ranges(target: Target, dtype: str | None, as_json: bool, plot: str | None) -
         The exit code.
 
     Raises:
-        ValueError: if the program cannot be made or run.
-        OSError: if the plot cannot be written.
+        ValueError: if the program cannot be made or run, or the plot cannot be drawn.
     """
     with _made(target) as (fn, args):
-        _refuse_shapes(target, args)
-        from jmpx._ranges import ranges
+        from jmpx._ranges.api import ranges
 
         found = attempt(f"The run of {target.name} failed", lambda: ranges(fn)(*args))
-        rules = None if dtype is None else found.rules(dtype)
-        if plot is not None:
-            found.plot(plot)
         _print(found, as_json)
-    if rules is not None:
-        print(f"rules for {dtype}: {rules or 'none needed'}", file=_notes(as_json))
+    if dtype is not None:
+        print(f"\npolicy map for {dtype}: {found.rules(dtype)}", file=_notes(as_json))
     if plot is not None:
+        attempt(f"Cannot draw {plot!r}", lambda: found.plot(plot))
         print(f"wrote {plot}", file=_notes(as_json))
     return 0
 
@@ -120,8 +114,7 @@ def first_nonfinite(target: Target, as_json: bool) -> int:
         ValueError: if the program cannot be made or run.
     """
     with _made(target) as (fn, args):
-        _refuse_shapes(target, args)
-        from jmpx._first_nonfinite import first_nonfinite
+        from jmpx._first_nonfinite.api import first_nonfinite
 
         found = attempt(f"The run of {target.name} failed", lambda: first_nonfinite(fn)(*args))
         if found is None:
@@ -153,23 +146,10 @@ def _made(target: Target) -> Iterator[Program]:
         sys.argv = before
 
 
-def _refuse_shapes(target: Target, args: tuple[Any, ...]) -> None:
-    """Refuses shapes in place of arrays.
-
-    Raises:
-        ValueError: if there are any.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise ValueError(
-                f"{target.command} runs the program and needs numbers, but {target.name} returns "
-                f"a shape, the jax.ShapeDtypeStruct args{jax.tree_util.keystr(path)}: let it "
-                "return arrays of a typical step."
-            )
-
-
 def _print(found: Any, as_json: bool) -> None:
-    print(json.dumps(found.to_json(), indent=2) if as_json else found)
+    """Prints a result, or its JSON."""
+    data = found.to_json() if as_json else str(found)
+    print(data if isinstance(data, str) else json.dumps(data, indent=2))
 
 
 def _notes(as_json: bool) -> TextIO:

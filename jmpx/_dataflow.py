@@ -98,9 +98,9 @@ def _join(a: Tree, b: Tree) -> Tree:
 # What operations do to it.
 
 MOVES = frozenset(
-    "bitcast bitcast-convert broadcast collective-broadcast collective-permute convert copy "
-    "copy-done copy-start dynamic-reshape dynamic-slice opt-barrier optimization-barrier real reduce-precision "
-    "reshape reverse slice transpose all-gather all-to-all".split()
+    "all-gather all-to-all bitcast bitcast-convert broadcast collective-broadcast "
+    "collective-permute convert copy copy-done copy-start dynamic-reshape dynamic-slice "
+    "opt-barrier optimization-barrier real reduce-precision reshape reverse slice transpose".split()
 )
 ASSEMBLES = frozenset({"clamp", "concatenate", "dynamic-update-slice", "pad", "select"})
 COMBINES = ASSEMBLES | {"add", "divide", "maximum", "minimum", "multiply", "power", "subtract"}

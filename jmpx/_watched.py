@@ -44,7 +44,12 @@ class Site(NamedTuple):
     @property
     def loops(self) -> tuple[Equation, ...]:
         """The loops among the equations around it."""
-        return tuple(eqn for eqn in self.around if eqn.primitive.name in ("scan", "while"))
+        return tuple(filter(is_loop, self.around))
+
+
+def is_loop(eqn: Equation) -> bool:
+    """Whether an equation runs a jaxpr several times."""
+    return eqn.primitive.name in ("scan", "while")
 
 
 # Of primitives that stand for a jaxpr: the parameters that hold what is watched. All others are
@@ -135,6 +140,7 @@ def evaluate(
     run: Run = _jaxpr.bind,
     constant: Callable[[Any], Any] = lambda array: array,
     reduce: Callable[[State, tuple[Any, ...]], State] | None = None,
+    by_site: bool = False,
 ) -> tuple[list[Any], State]:
     """Runs a jaxpr, and has a watcher see each equation with its operands and results.
 
@@ -153,6 +159,9 @@ def evaluate(
         constant: what a constant or a literal is replaced by, such as the same one in float32.
         reduce: `reduce(state, axes)` makes one state of those of all devices along mapped axes.
             A `jax.shard_map` in the program needs it.
+        by_site: whether the state is a dict by the numbers of sites, and `watch` changes the value
+            of its site alone. Then a loop carries no more than the values of the sites in it, which
+            compiles much sooner.
 
     Returns:
         The results of the jaxpr, and the last state.
@@ -160,16 +169,30 @@ def evaluate(
     Raises:
         ValueError: if the program holds a `jax.shard_map` and there is no `reduce`.
     """
-    watcher = _Watcher(watch, run, constant, reduce)
-    return watcher.evaluate(jaxpr, arrays, state, _Around(0, scope), ())
+    watcher = _Watcher(watch, run, constant, reduce, by_site)
+    with np.errstate(all="ignore"):  # JAX casts literals by NumPy, -1e9 to float16 for one
+        return watcher.evaluate(jaxpr, arrays, state, _Around(0, scope), ())
 
 
 class _Watcher:
     """The functions of an evaluation; `evaluate` describes them."""
 
-    def __init__(self, watch: Any, run: Run, constant: Any, reduce: Any) -> None:
+    def __init__(
+        self, watch: Any, run: Run, constant: Any, reduce: Any = None, by_site: bool = False
+    ) -> None:
         self.watch, self.run, self.constant, self.reduce = watch, run, constant, reduce
-        self.count = _counter()
+        self.by_site, self.count = by_site, _counter()
+
+    def part(self, state: Any, site: Site) -> Any:
+        """Returns the part of the state that the sites in an equation may change."""
+        if not self.by_site:
+            return state
+        end = site.number + sum(map(self.count, _watched_jaxprs(site.equation)))
+        return {number: state[number] for number in range(site.number, end) if number in state}
+
+    def whole(self, state: Any, part: Any) -> Any:
+        """Returns the state with a part of it changed."""
+        return state | part if self.by_site else part
 
     def evaluate(
         self, jaxpr: Jaxpr, arrays: Sequence[Any], state: Any, around: _Around, trips: Trips
@@ -230,15 +253,15 @@ def _scan(
         results, state = watcher.inner(site, inputs, state, (*trips, trip))
         return (state, trip + 1, results[:num_carry]), results[num_carry:]
 
-    (state, _, carry), ys = jax.lax.scan(
+    (part, _, carry), ys = jax.lax.scan(
         body,
-        (state, _first_trip(), carry),
+        (watcher.part(state, site), _first_trip(), carry),
         xs,
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    return [*carry, *ys], state
+    return [*carry, *ys], watcher.whole(state, part)
 
 
 def _while(
@@ -247,7 +270,7 @@ def _while(
     params = site.equation.params
     in_cond, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     cond_consts, body_consts, carry = operands[:in_cond], operands[in_cond:start], operands[start:]
-    unwatched = _Watcher(lambda state, *_: state, watcher.run, watcher.constant, watcher.reduce)
+    unwatched = _Watcher(lambda state, *_: state, watcher.run, watcher.constant)
 
     def cond(carried: Any) -> Any:
         inputs = [*cond_consts, *carried[2]]
@@ -259,8 +282,9 @@ def _while(
         results, state = watcher.inner(site, [*body_consts, *carry], state, (*trips, trip))
         return state, trip + 1, results
 
-    state, _, carry = jax.lax.while_loop(cond, body, (state, _first_trip(), carry))
-    return carry, state
+    first = watcher.part(state, site), _first_trip(), carry
+    part, _, carry = jax.lax.while_loop(cond, body, first)
+    return carry, watcher.whole(state, part)
 
 
 def _first_trip() -> jax.Array:
@@ -275,7 +299,8 @@ def _cond(
 
     branches = [branch(i) for i in range(len(site.equation.params["branches"]))]
     index = operands[0].astype(jnp.int32)
-    return jax.lax.switch(index, branches, state, *operands[1:])
+    results, part = jax.lax.switch(index, branches, watcher.part(state, site), *operands[1:])
+    return results, watcher.whole(state, part)
 
 
 def _shard_map(
@@ -304,7 +329,8 @@ def _shard_map(
         axis_names=set(axes),
         check_vma=params["check_vma"],
     )
-    return mapped(state, trips, *operands)
+    results, part = mapped(watcher.part(state, site), trips, *operands)
+    return results, watcher.whole(state, part)
 
 
 _RULES = dict.fromkeys(_WATCHED, _call) | {

@@ -83,4 +83,5 @@ def report_of(program: Program, options: Options) -> Report:
         findings=find(graph, options),
         entries=entries(graph),
         has_while=any(node.in_while for node in graph.nodes),
+        uncounted=summary.uncounted(graph),
     )

@@ -152,7 +152,7 @@ def _taps(
         outputs: the size of the result, and the stride.
         padding: before the input; it may be negative.
     """
-    (size, dilation), last = inputs, (inputs[0] - 1) * inputs[1]
+    dilation, last = inputs[1], (inputs[0] - 1) * inputs[1]
     (few, far), (many, step) = sorted((kernel, outputs))
     # Output o and tap k meet input place o * stride + k * distance - padding. For each of the
     # fewer ones, count which of the others are at places 0, dilation, ..., last.
@@ -161,7 +161,7 @@ def _taps(
     inverse = pow(step // common, -1, period)
     count = 0
     for start in range(-padding, few * far - padding, far):
-        if size == 0 or start % common:
+        if start % common:
             continue
         low, high = max(0, -(start // step)), min(many - 1, (last - start) // step)
         first = -start // common * inverse % period  # at a place that is no hole; then each period

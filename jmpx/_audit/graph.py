@@ -1,5 +1,6 @@
 """A jaxpr as a flat graph: inner jaxprs are inlined, and loops are tied together by nodes."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -54,7 +55,7 @@ class Value:
     @property
     def size(self) -> int:
         """How many numbers it has."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

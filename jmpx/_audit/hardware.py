@@ -4,11 +4,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jmpx._audit.data import Finding
 from jmpx._audit.flops import flops, is_product
 from jmpx._audit.graph import Graph, Node
 from jmpx._audit.low_values import LOW
 from jmpx._audit.options import Options
-from jmpx._audit.report import Finding
+from jmpx._audit.units import count_text
+from jmpx._places import where
 from jmpx._policy_strings import get_policy
 
 # In what a platform multiplies float32 by default: a TPU, and GPUs of NVIDIA since Ampere.
@@ -28,15 +30,17 @@ def hardware(graph: Graph, options: Options) -> Iterator[Finding]:
         return
     bits = f"whose factors keep {_DIGITS[inside]} of 24 bits"
     if not any(value.dtype in LOW for node in products for value in node.operands):
+        count = sum(node.times for node in found)
+        told = count_text(count, "float32 product")
         # One rule mends all of a model in float32, so that it is one finding.
         yield Finding(
             "platform-product",
             "high",
-            f"The hardware multiplies {len(found)} float32 products in {inside}, {bits}.",
+            f"The hardware multiplies {told} in {inside}, {bits}.",
             graph.place(found[0]),
             "",
             "matmul=highest in the default policy, or jax.default_matmul_precision('highest')",
-            count=len(found),
+            count=count,
             flops=sum(map(flops, found)),
         )
         return
@@ -52,7 +56,9 @@ def _is_left_to_hardware(node: Node) -> bool:
 
 def _product(graph: Graph, node: Node, what: str) -> Finding:
     policy, selector = graph.policy(node), graph.selector(node)
-    is_asked = bool(policy) and get_policy(policy).compute_dtype == np.float32
+    is_asked = where(node.scope).is_full or (
+        bool(policy) and get_policy(policy).compute_dtype == np.float32
+    )
     why = ", though a rule asks for float32" if is_asked else ""
     return Finding(
         "platform-product",
@@ -61,5 +67,6 @@ def _product(graph: Graph, node: Node, what: str) -> Finding:
         graph.place(node),
         graph.path(node),
         f"{selector}: m=highest" if selector else "precision='highest' of the product",
+        count=node.times,
         flops=flops(node),
     )

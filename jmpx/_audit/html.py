@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from jmpx._audit.alike import alike_findings
 from jmpx._audit.data import SEVERITIES, Finding
 from jmpx._audit.scope_rows import COLUMNS, scope_rows
-from jmpx._audit.shares import WHILE, Share, Shares, shares
-from jmpx._audit.text import facts, no_findings, severities, title
+from jmpx._audit.shares import Share, Shares, notes, shares
+from jmpx._audit.text import facts, is_rule, no_findings, severities, title
 from jmpx._audit.units import share_text
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def report_html(report: "Report") -> str:
     parts = [
         f'<div style="font-size:1.15em;font-weight:600">{escape(title(report))}</div>',
         _shares(shares(report)),
-        f"<p>{escape(WHILE)}</p>" if report.has_while else "",
+        *(f"<p>{escape(note)}</p>" for note in notes(report)),
         _findings(report),
         _scopes(report),
     ]
@@ -98,13 +98,11 @@ def _finding(finding: Finding) -> str:
     lines = [f"{badge} <b>{name}</b>", *([", ".join(where)] if where else [])]
     lines.append(escape(finding.message))
     inner = "".join(f"<div>{line}</div>" for line in lines)
-    if finding.rule:
-        # A click selects the rule as a whole.
+    if is_rule(finding):  # a click selects it as a whole
         style = f"{_MONO};background:{_GRAY};color:inherit;padding:0.2em 0.5em;user-select:all"
-        inner += (
-            f'<code style="{style};display:inline-block;margin-top:0.2em;white-space:pre-wrap">'
-            f"{escape(finding.rule)}</code>"
-        )
+        inner += f'<code style="{style}">{escape(finding.rule)}</code>'
+    else:
+        inner += f"<i>{escape(finding.rule)}</i>"
     style = f"border-left:3px solid {color};padding-left:0.7em;margin:0.7em 0"
     return f'<div style="{style}">{inner}</div>'
 

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._audit.data import Finding
 from jmpx._audit.graph import Graph, Node, Value
 from jmpx._audit.low_values import (
     digits,
-    full_rule,
+    full_rule_or,
     is_low,
     largest_count,
     low_dtype,
@@ -18,7 +19,6 @@ from jmpx._audit.low_values import (
     source,
 )
 from jmpx._audit.options import Options
-from jmpx._audit.report import Finding
 from jmpx._audit.signs import is_at_most_zero, is_sum_of_exponentials
 
 
@@ -53,7 +53,8 @@ class _Found(NamedTuple):
             hazard.message,
             self.graph.place(node),
             self.graph.path(node),
-            full_rule(self.graph, node, self.with_products) or advice,
+            full_rule_or(self.graph, node, self.with_products, advice),
+            count=node.times,
             nbytes=node.times * sum(value.nbytes for value in node.operands if is_low(value)),
         )
 
@@ -71,10 +72,10 @@ def low_precision(graph: Graph, options: Options) -> Iterator[Finding]:
             continue
         if node.name in _EXPONENTIALS:
             yield from _exponential(found, node, dtype)
+        elif node.name in _COLLECTIVES and (axes := _named_axes(node)):
+            yield _collective(found, node, dtype, axes)
         elif node.name in _SUMS:
             yield from _sum(found, node, dtype)
-        elif node.name in _COLLECTIVES:
-            yield _collective(found, node, dtype)
 
 
 # Exponentials, logarithms, powers and what else needs digits.
@@ -85,8 +86,10 @@ def _exponential(found: _Found, node: Node, dtype: np.dtype) -> Iterator[Finding
         return
     hazard = _EXPONENTIALS[node.name](node, dtype)
     if hazard is not None:
-        advice = f"write x.astype(jnp.float32) before it; where jmpx.autocast runs it in 16 bits, \
+        advice = (
+            f"x.astype(jnp.float32) before {node.name}; where jmpx.autocast runs it in 16 bits: \
 op.{node.name}: f32"
+        )
         yield found.finding("low-exp", node, hazard, advice)
 
 
@@ -189,15 +192,20 @@ def _sum(found: _Found, node: Node, dtype: np.dtype) -> Iterator[Finding]:
     if terms <= limit:
         return
     if is_scatter:
-        what = f"adds up to {terms:,} terms to one place, one after the other"
-        message = f"{dtype.name}, where a sum of {limit} terms of one size does not grow on"
-        hazard = _Hazard("high", f"{node.name} {what}, in {message}.")
-        advice = "add in float32, as x.astype(jnp.float32).at[indices].add(...)"
+        # Where there are more terms than places can take, some place gets too many.
+        places = node.operands[0].size * terms // max(node.operands[2].size, 1)
+        severity = "high" if terms > limit * places else "medium"
+        what = "The gradient of a lookup" if node.is_backward else node.name
+        what = f"{what} adds up to {terms:,} terms to one place in {dtype.name}"
+        hazard = _Hazard(
+            severity, f"{what}, one after the other: after {limit} it may stand still."
+        )
+        advice = "x.astype(jnp.float32) before it, and the cast to 16 bits behind it"
     else:
         what = f"{node.name} takes in {terms:,} terms in {dtype.name}"
         message = f"counts exactly only to {limit}, and may round each partial result"
         hazard = _Hazard("medium", f"{what}, which {message}.")
-        advice = "write dtype=jnp.float32 in the call, or x.astype(jnp.float32) before it"
+        advice = "dtype=jnp.float32 in the call, or x.astype(jnp.float32) before it"
     yield found.finding("low-sum", node, hazard, advice)
 
 
@@ -217,7 +225,7 @@ def _scattered(node: Node) -> int:
     """Returns how many updates a scatter may add to one place; 0 if each place gets one."""
     operand, indices, updates = node.operands[:3]
     dimensions = node.eqn.params["dimension_numbers"]
-    if node.eqn.params["unique_indices"] or _has_iota(indices):
+    if node.eqn.params["unique_indices"] or _are_distinct(indices):
         return 0
     batched = getattr(dimensions, "operand_batching_dims", ())
     rows = math.prod(
@@ -226,18 +234,17 @@ def _scattered(node: Node) -> int:
     return rows // max(math.prod(operand.shape[i] for i in batched), 1)
 
 
-def _has_iota(indices: Value) -> bool:
-    """Whether indices count rows, as in `x[jnp.arange(n), labels]`: each row has its own place."""
-    values, seen = [indices], 0
-    while values and seen < 32:
-        value, seen = source(values.pop()), seen + 1
-        node = value.node
+def _are_distinct(indices: Value) -> bool:
+    """Whether indices count rows, as in `x[jnp.arange(n), labels]`, or are an order of rows."""
+    pending, seen = [indices], 0
+    while pending and seen < 32:
+        node, seen = source(pending.pop()).node, seen + 1
         if node is None:
             continue
-        if node.name == "iota":
+        if node.name in ("iota", "sort", "top_k"):
             return True
         if node.name in ("concatenate", "select_n", "add", "clamp"):
-            values += node.operands
+            pending += node.operands
     return False
 
 
@@ -249,6 +256,7 @@ _SUMS: dict[str, Callable[[Node], int]] = {
     "reduce_window_sum": _window,
     "scatter_add": _scattered,
     "scatter_sub": _scattered,
+    "psum": _reduced,  # over an axis of jax.vmap
 }
 
 
@@ -257,12 +265,17 @@ _SUMS: dict[str, Callable[[Node], int]] = {
 _COLLECTIVES = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 
 
-def _collective(found: _Found, node: Node, dtype: np.dtype) -> Finding:
+def _named_axes(node: Node) -> list[str]:
+    """Returns the names of the axes over which a node sums; under `jax.vmap` some are numbers."""
     params = node.eqn.params
     axes = params["axes"] if "axes" in params else params["axis_name"]
-    named = [str(axis) for axis in (axes if isinstance(axes, tuple) else (axes,))]
-    message = f"sums in {dtype.name} over the axis {', '.join(map(repr, named))}: each device's \
-part and each partial sum keep {digits(dtype)}"
+    each = axes if isinstance(axes, tuple) else (axes,)
+    return [str(axis) for axis in each if not isinstance(axis, int)]
+
+
+def _collective(found: _Found, node: Node, dtype: np.dtype, axes: list[str]) -> Finding:
+    named = f"the axis {axes[0]!r}" if len(axes) == 1 else f"the axes {', '.join(map(repr, axes))}"
+    message = f"sums in {dtype.name} over {named}: the parts and their sums keep {digits(dtype)}"
     hazard = _Hazard(_worst(dtype), f"{node.name} {message}.")
     advice = "r=f32 in the policy of jmpx's gradient functions, with axis_name=; or cast to \
 float32 before the sum"

@@ -60,8 +60,9 @@ def number(value: Value) -> float | None:
     """Returns a number that is known when a program is traced, such as `1 - 0.9`; else None."""
     value = source(value)
     if value.node is None:
-        constant: Any = value.constant
-        return float(constant) if constant is not None and np.size(constant) == 1 else None
+        is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+        constant: Any = value.constant if is_real and value.size == 1 else None
+        return None if constant is None else float(np.asarray(constant).reshape(()))
     if value.node.name not in ("sub", "add") or value.node.is_structure:
         return None
     left, right = (source(operand) for operand in value.node.operands)
@@ -95,8 +96,22 @@ def full_rule(graph: Graph, node: Node, with_products: set[str]) -> str | None:
     Returns:
         The rule; None outside of modules, and for a module with products, which would slow down.
     """
+    return None if _path(node) in with_products else _full_rule(graph, node)
+
+
+def full_rule_or(graph: Graph, node: Node, with_products: set[str], advice: str) -> str:
+    """Returns `full_rule`, or advice: what to do without that rule."""
+    rule = _full_rule(graph, node)
+    if rule is None:
+        return advice
+    return f"{rule} (its products, too); or {advice}" if _path(node) in with_products else rule
+
+
+def _path(node: Node) -> str:
     module = where(node.scope).module
-    if module is None or (module.path or module.cls.__name__) in with_products:
-        return None
-    selector = graph.selector(node)
+    return "" if module is None else module.path or module.cls.__name__
+
+
+def _full_rule(graph: Graph, node: Node) -> str | None:
+    selector = graph.selector(node) if where(node.scope).module else None
     return None if selector is None else f"{selector}: full"

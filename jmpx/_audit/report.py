@@ -10,11 +10,11 @@ from jmpx._audit.data import Cast, Entry, Finding, Products, Scope
 from jmpx._audit.html import report_html
 from jmpx._audit.lock import check as check_lock, write
 from jmpx._audit.plain import report_dict
-from jmpx._audit.text import report_text
+from jmpx._audit.text import report_text, summary_line
 from jmpx._dtypes import DTypeLike
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
     """What `jmpx.audit` says of a program.
 
@@ -33,6 +33,21 @@ class Report:
         findings: what leaked, or needs more range or precision; the worst ones first.
         entries: the operations whose dtypes a lock file holds.
         has_while: whether the program has a while loop, which is counted for one trip.
+        uncounted: the names of operations whose FLOPs are not known, such as `"pallas_call"`.
+
+    Example:
+        >>> import jax
+        >>> import jmpx
+        >>> def loss_fn(w, x):
+        ...     return (x @ w).max()
+        >>> w = jax.ShapeDtypeStruct((8, 8), "bfloat16")
+        >>> report = jmpx.audit(loss_fn)(w, w).check("bfloat16")
+        >>> report
+        <Report of loss_fn: 2.05 kFLOP of products, 100.0 % bfloat16 x bfloat16, no findings>
+        >>> print(report.to_text(width=80).splitlines()[2])
+        Matrix products and convolutions: 2.05 kFLOP
+        >>> report.to_json()["products"]
+        [{'dtypes': 'bfloat16 x bfloat16', 'flops': 2048, 'count': 2}]
     """
 
     title: str
@@ -46,6 +61,10 @@ class Report:
     findings: tuple[Finding, ...]
     entries: tuple[Entry, ...]
     has_while: bool
+    uncounted: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<{summary_line(self)}>"
 
     def __str__(self) -> str:
         return self.to_text()

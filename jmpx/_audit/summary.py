@@ -4,9 +4,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
+
 from jmpx._audit.data import Cast, Products, Scope
-from jmpx._audit.flops import flops, is_product
-from jmpx._audit.graph import Graph, Node, Value
+from jmpx._audit.flops import flops, is_counted, is_product
+from jmpx._audit.graph import Graph, Node
 from jmpx._leaves import is_floating_dtype
 from jmpx._places import where
 
@@ -31,6 +33,12 @@ def products(graph: Graph) -> tuple[Products, ...]:
 def other_flops(graph: Graph) -> int:
     """Returns the FLOPs of all that is no product, every branch of a `cond` included."""
     return sum(flops(node) for node in graph.nodes if not is_product(node))
+
+
+def uncounted(graph: Graph) -> tuple[str, ...]:
+    """Returns the names of operations whose FLOPs nobody knows, such as `pallas_call`."""
+    names = (node.name for node in graph.nodes if not node.is_structure)
+    return tuple(dict.fromkeys(name for name in names if not is_counted(name)))
 
 
 def saved(graph: Graph) -> dict[str, int]:
@@ -99,15 +107,15 @@ class _Row:
     policy: str
     operations: int = 0
     flops: int = 0
-    work: Counter[str] = dataclasses.field(default_factory=Counter)
-    made: Counter[str] = dataclasses.field(default_factory=Counter)
+    work: Counter[np.dtype] = dataclasses.field(default_factory=Counter)
+    made: Counter[np.dtype] = dataclasses.field(default_factory=Counter)
 
     @property
     def dtypes(self) -> str:
         """The dtypes of its work, or of what it makes if it only moves data; most first."""
         parts = self.work if self.work.total() else self.made
         least = _LEAST_SHARE * parts.total()
-        return ", ".join(name for name, part in parts.most_common() if part >= least)
+        return ", ".join(dtype.name for dtype, part in parts.most_common() if part >= least)
 
 
 def scopes(graph: Graph) -> tuple[Scope, ...]:
@@ -140,22 +148,20 @@ def _row(graph: Graph, node: Node, rows: dict[str, _Row]) -> _Row:
 
 
 def _add_work(row: _Row, node: Node) -> None:
-    """Adds a node's FLOPs. A cast does no work in either of its dtypes."""
+    """Adds a node's FLOPs to the dtypes in which it computes: of a product, those of its operands.
+
+    A cast does no work in either of its dtypes.
+    """
     total = flops(node)
     if is_product(node):
         row.flops += total
-    for dtype in _working_dtypes(node):
+        dtypes = {value.dtype for value in node.operands[:2]}
+    elif node.name == "convert_element_type" or not node.results:
+        return
+    else:
+        dtypes = {node.results[0].dtype}
+    for dtype in filter(is_floating_dtype, dtypes):
         if total:
             row.work[dtype] += total
         else:
             row.made[dtype] += node.times * sum(value.size for value in node.results)
-
-
-def _working_dtypes(node: Node) -> Iterator[str]:
-    """Yields the floating dtypes in which an operation computes: of a product, its operands'."""
-    if node.name == "convert_element_type":
-        return
-    values: list[Value] = node.operands[:2] if is_product(node) else node.results[:1]
-    for dtype in {value.dtype for value in values}:
-        if is_floating_dtype(dtype):
-            yield dtype.name

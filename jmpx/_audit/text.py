@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jmpx._audit.alike import alike_findings
 from jmpx._audit.data import FINDING_NAMES, ONLY_WITH_PLATFORM, SEVERITIES, Finding, Scope
 from jmpx._audit.scope_rows import COLUMNS, ScopeRow, scope_rows
-from jmpx._audit.shares import WHILE, Shares, shares
+from jmpx._audit.shares import Shares, notes, shares
 from jmpx._audit.units import bytes_text, flop_text, share_text
 from jmpx._leaves import is_int
 from jmpx._messages import describe
@@ -46,7 +46,7 @@ def report_text(report: "Report", width: int | None, is_full: bool) -> str:
     blocks = [
         title(report),
         "\n".join(_share_lines(shares(report), width, is_full)),
-        _wrapped(WHILE, width) if report.has_while else "",
+        "\n".join(_wrapped(note, width) for note in notes(report)),
         *_finding_blocks(report, width, is_full),
         "\n".join(_scope_lines(report.scopes, width, is_full)),
     ]
@@ -57,6 +57,15 @@ def title(report: "Report") -> str:
     """Returns what was audited."""
     gradient = "" if report.is_step else " and its gradient"
     return f"Audit of {report.title}{gradient}{f' on {report.platform}' if report.platform else ''}"
+
+
+def summary_line(report: "Report") -> str:
+    """Returns a report in one line: the largest share of products, and how many findings."""
+    products = shares(report)[0].rows
+    parts = [f"{flop_text(products[0].whole)} of products" if products else "no products"]
+    parts += [f"{share_text(row.part, row.whole)} {row.label}" for row in products[:1]]
+    parts.append(severities(alike_findings(report.findings)) or "no findings")
+    return f"Report of {report.title}: {', '.join(parts)}"
 
 
 def _columns(width: int | None) -> int:
@@ -176,8 +185,13 @@ def finding_text(finding: Finding, width: int) -> str:
     ]
     if finding.rule:
         rule = indent + finding.rule
-        lines.append(rule if _RULE.match(finding.rule) else _wrapped(rule, width))
+        lines.append(rule if is_rule(finding) else _wrapped(rule, width))
     return "\n".join(lines)
+
+
+def is_rule(finding: Finding) -> bool:
+    """Whether a finding has a rule of a policy map to copy, and not advice in words."""
+    return _RULE.match(finding.rule) is not None
 
 
 def facts(finding: Finding) -> list[str]:

@@ -92,9 +92,9 @@ def cause_of_event(
     dtypes = (x.dtype for x in (*results, *operands) if is_inexact(x) and is_narrow(x.dtype))
     dtype = next(dtypes)
     beyond = f"beyond {dtype.name}, whose largest number is {float(jnp.finfo(dtype).max):g}"
-    if is_constant and name == "convert_element_type":
+    if is_constant and name == "convert_element_type" and np.size(operands[0]) == 1:
         return Cause(
-            f"The constant {largest:g} is {beyond}",
+            f"The constant {np.asarray(operands[0]).flat[0]:g} is {beyond}",
             "Write jnp.finfo(x.dtype).min where it masks something, or keep it in float32",
             rule,
             is_of_dtype=True,

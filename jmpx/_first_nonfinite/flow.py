@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from jmpx._audit.graph import Graph, Node, Value
-from jmpx._first_nonfinite.numbers import NAN, bits_of, is_inexact
+from jmpx._first_nonfinite.numbers import NAN, is_inexact, worst_of
 from jmpx._first_nonfinite.search import Event, Search, Seen
 from jmpx._watched import Site
 
@@ -31,11 +31,11 @@ class Flow:
     """
 
     def __init__(self, graph: Graph, search: Search, seen: Seen, arrays: Sequence[Any]) -> None:
-        self.graph, self.seen, self.arrays = graph, seen, arrays
+        self.graph, self.search, self.seen, self.arrays = graph, search, seen, arrays
         numbers = {_key_of_site(site): site.number for site in reversed(search.sites)}
         nodes = (node for node in graph.nodes if not node.is_structure)
         self.number_of = {id(node): numbers.get(_key_of_node(node), -1) for node in nodes}
-        self.bits: dict[int, int] = {}
+        self.known: dict[int, int] = {}
         while self._spread():  # what a loop carries comes from below
             pass
 
@@ -46,12 +46,12 @@ class Flow:
         result, because the results of a step that was skipped are all finite.
         """
         events, given = self._reached(self._ends())
-        broken = [value for value in given if self._bits(value) & NAN]
+        broken = [value for value in given if self._worst(value) == NAN]
         if broken:
             return broken[0]
         if not events:
             return given[0] if given else None
-        first = min(events, key=lambda event: event.time)
+        first = min(events, key=lambda event: event.order)
         node = self.node(first.site)
         if not first.is_made and node is not None:
             given = self._reached(node.operands).given
@@ -68,11 +68,11 @@ class Flow:
     def _number(self, node: Node) -> int:
         return self.number_of.get(id(node), -1)
 
-    def _bits(self, value: Value) -> int:
-        """Returns whether a value ever held NaNs or infinities."""
-        if id(value) not in self.bits:
-            self.bits[id(value)] = 0 if value.node is not None else bits_of(self._array(value))
-        return self.bits[id(value)]
+    def _worst(self, value: Value) -> int:
+        """Returns the worst number that a value ever held."""
+        if id(value) not in self.known:
+            self.known[id(value)] = 0 if value.node is not None else worst_of(self._array(value))
+        return self.known[id(value)]
 
     def _array(self, value: Value) -> Any:
         """Returns an argument or a constant."""
@@ -85,20 +85,18 @@ class Flow:
         """Goes through the program once; returns whether a value was found to hold more."""
         changed = False
         for node in self.graph.nodes:
-            bits = self.seen.bits.get(self._number(node))
-            if bits is None:  # it hands on what it reads
-                bits = 0
-                for value in node.operands:
-                    bits |= self._bits(value)
+            worst = self.seen.worst.get(self._number(node))
+            if worst is None:  # it hands on what it reads
+                worst = max(map(self._worst, node.operands), default=0)
             for value in filter(is_inexact, node.results):
-                changed |= self._bits(value) != bits
-                self.bits[id(value)] = bits
+                changed |= self._worst(value) != worst
+                self.known[id(value)] = worst
         return changed
 
     def _ends(self) -> list[Value]:
         """Returns the results that are not finite, and what is checked for that."""
         pairs = zip(self.graph.outputs, self.seen.outputs, strict=True)
-        ends = [value for value, bits in pairs if bits and value.node is not None]
+        ends = [value for value, worst in pairs if worst and value.node is not None]
         return [*ends, *(value for node in self.graph.nodes for value in _checked(node))]
 
     def _reached(self, ends: Sequence[Value]) -> _Reached:
@@ -107,19 +105,30 @@ class Flow:
         events, given = list[Event](), list[Value]()
         while waiting:
             value = waiting.pop()
-            bits, node = self._bits(value), value.node
-            if not bits or id(value) in met:
+            worst, node = self._worst(value), value.node
+            if not worst or id(value) in met:
                 continue
             met.add(id(value))
             if node is None:
                 given.append(value)
                 continue
-            if self._number(node) in self.seen.events:
-                events.append(self.seen.events[self._number(node)])
-            nans = [each for each in node.operands if self._bits(each) & NAN]
-            waiting += nans if nans and bits & NAN else node.operands
+            event = self._event(node)
+            events += [] if event is None else [event]
+            nans = [each for each in node.operands if self._worst(each) == NAN]
+            waiting += nans if nans and worst == NAN else node.operands
         order = {"input": 0, "const": 1, "literal": 2}
         return _Reached(events, sorted(given, key=lambda value: (order[value.kind], value.index)))
+
+    def _event(self, node: Node) -> Event | None:
+        """Returns whether a node made an infinity or a NaN, as an event."""
+        number = self._number(node)
+        if node.is_structure or number not in self.seen.worst:
+            return None
+        if self.search.sites[number].loops:
+            return self.seen.in_loops.get(number)
+        worst, before = self.seen.worst[number], max(map(self._worst, node.operands), default=0)
+        is_event = worst > before and (before == 0 or worst == NAN)
+        return self.search.event(self.search.sites[number], before == 0) if is_event else None
 
     def _is_mask(self, value: Value) -> bool:
         """Whether infinities are meant: those of a literal, and those of -inf alone."""

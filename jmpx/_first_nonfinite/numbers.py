@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-NAN, INF = 1, 2  # bits: an array may hold both
+INF, NAN = 1, 2  # the worst that an array holds; 0 is neither
 
 
 class Numbers(NamedTuple):
@@ -63,26 +63,25 @@ def numbers_of(array: Any) -> Numbers:
     return Numbers(dtype, shape, float(finite.min()), float(finite.max()), nans, infs)
 
 
-def bits_of(array: Any) -> int:
-    """Returns whether an array holds NaNs, infinities, or both."""
+def worst_of(array: Any) -> int:
+    """Returns `NAN`, `INF` or 0: the worst number that an array holds."""
     if not is_inexact(array):
         return 0
-    if not isinstance(array, jax.Array):
-        x = np.asarray(array)
-        return NAN * bool(np.isnan(x).any()) | INF * bool(np.isinf(x).any())
-    nan, inf = flags_of([array])
-    return NAN * bool(nan) | INF * bool(inf)
+    if isinstance(array, jax.Array):
+        return int(worst_traced([array]))
+    x = np.asarray(array)
+    return NAN if np.isnan(x).any() else INF if np.isinf(x).any() else 0
 
 
-def flags_of(arrays: list[Any]) -> tuple[jax.Array, jax.Array]:
-    """Returns two bool arrays of shape (): whether any array holds NaNs, and any infinities."""
+def worst_traced(arrays: list[Any]) -> jax.Array:
+    """Returns the worst number that any of the arrays holds, as an int32 of shape ()."""
     lax = jax.lax
-    nan = inf = jnp.zeros((), bool)
+    worst = jnp.zeros((), jnp.int32)
     for x in filter(is_inexact, arrays):
         for part in (lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x,):
-            is_nan = lax.ne(part, part)
-            is_inf = lax.bitwise_not(lax.bitwise_or(lax.is_finite(part), is_nan))
-            axes = tuple(range(np.ndim(part)))
-            nan = lax.bitwise_or(nan, lax.reduce_or(is_nan, axes))
-            inf = lax.bitwise_or(inf, lax.reduce_or(is_inf, axes))
-    return nan, inf
+            # One reduction for both, which XLA computes in one pass with what makes the array.
+            infinite = lax.convert_element_type(lax.bitwise_not(lax.is_finite(part)), jnp.int32)
+            nan = lax.convert_element_type(lax.ne(part, part), jnp.int32)
+            each = lax.reduce_max(lax.add(infinite, nan), tuple(range(np.ndim(part))))
+            worst = lax.max(worst, each)
+    return worst

@@ -9,7 +9,7 @@ import numpy as np
 from jmpx._audit.graph import Graph, Value
 from jmpx._first_nonfinite.causes import Cause, cause_of_event, in_float32
 from jmpx._first_nonfinite.flow import Flow
-from jmpx._first_nonfinite.numbers import NAN, bits_of, is_inexact, is_narrow, numbers_of
+from jmpx._first_nonfinite.numbers import NAN, is_inexact, is_narrow, numbers_of, worst_of
 from jmpx._first_nonfinite.report import NonFinite
 from jmpx._first_nonfinite.scales import Scale, run_unscaled, scale_of
 from jmpx._first_nonfinite.search import Event, Search
@@ -100,7 +100,8 @@ class Replay:
         site, eqn = event.site, event.site.equation
         node = run.flow.node(site)
         operands, results = run.search.operands_of(event, run.arrays)
-        rule = _rule(site)
+        policy = "" if node is None else self.graph.policy(node)
+        rule = _rule(site, policy)
         if cause is None:
             is_constant = node is not None and node.operands[0].kind in ("literal", "const")
             cause = cause_of_event(event, operands, results, rule, is_constant)
@@ -112,12 +113,13 @@ class Replay:
             given="",
             place=place_of(eqn) if node is None else self.graph.place(node),
             scope=where(site.scope).path,
-            policy="" if node is None else self.graph.policy(node),
+            policy=policy,
             is_backward=site.is_backward,
             trips=tuple(zip(event.trips, map(place_of, site.loops), strict=True)),
             operands=tuple(numbers_of(x) for x in operands if is_inexact(x)),
             results=tuple(seen),
             loss_scale=scale,
+            is_at_floor=self.scale is not None and scale == self.scale.floor,
             cause=str(cause),
             rule=cause.rule,
         )
@@ -139,7 +141,7 @@ class Replay:
         array = arrays[value.index] if is_input else np.asarray(value.constant, value.dtype)
         reader = value.readers[0] if value.readers and not is_input else None
         return NonFinite(
-            kind="NaN" if bits_of(array) & NAN else "inf",
+            kind="NaN" if worst_of(array) == NAN else "inf",
             operation="",
             given=self.program.names[value.index] if is_input else "a constant",
             place=None if reader is None else self.graph.place(reader),
@@ -150,15 +152,19 @@ class Replay:
             operands=(),
             results=(numbers_of(array),),
             loss_scale=scale,
+            is_at_floor=self.scale is not None and scale == self.scale.floor,
             cause="The function was given it, and no rule mends it: look for what made it.",
             rule="",
         )
 
 
-def _rule(site: Site) -> str:
+def _rule(site: Site, policy: str) -> str:
     """Returns the rule that has an operation run in float32; empty if nothing selects it."""
     selected, name = selector(site.scope), operation_name(site.equation.primitive.name)
+    is_cast = name == "convert_element_type"
     if selected is not None:
-        return f"{selected}: f32"
+        # A module that computes in float32 returns the dtype of those around it, unless told.
+        is_result = is_cast and "compute=float32" in policy
+        return f"{selected}: {'c=f32,o=f32' if is_result else 'f32'}"
     # A rule for operations is for those of the forward pass, and a cast is none of autocast's.
-    return "" if site.is_backward or name == "convert_element_type" else f"op.{name}: f32"
+    return "" if site.is_backward or is_cast else f"op.{name}: f32"

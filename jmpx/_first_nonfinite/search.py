@@ -5,19 +5,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jmpx import _jaxpr, _watched
-from jmpx._first_nonfinite.numbers import INF, NAN, flags_of, is_inexact
+from jmpx._first_nonfinite.numbers import INF, NAN, is_inexact, worst_traced
 from jmpx._jaxpr import Equation, Jaxpr
-from jmpx._watched import Run, Site, Trips
+from jmpx._watched import Run, Site, Trips, is_loop
 
 # These hand on each number that they read, so that their operands tell what they hold.
 _HAND_ON = ("broadcast_in_dim", "copy", "neg", "pvary", "reshape", "rev", "squeeze", "transpose")
 # XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears.
 _AS_WRITTEN = {"xla_allow_excess_precision": False}
 MADE, TURNED = 1, 2  # out of finite numbers; NaN out of infinities
-_BITS, _KIND, _TIME, _TRIPS = 0, 1, 2, 3  # the columns of a row
 
 
 class Event(NamedTuple):
@@ -26,27 +24,27 @@ class Event(NamedTuple):
     Attributes:
         site: the equation.
         is_made: whether all its operands were finite; else it made a NaN out of infinities.
-        time: its place in the order in which equations ran.
         trips: the trips of the loops around it in which it first did, from 0.
+        order: its place in the order in which equations ran: less is earlier.
     """
 
     site: Site
     is_made: bool
-    time: int
     trips: tuple[int, ...]
+    order: tuple[int, ...]
 
 
 class Seen(NamedTuple):
     """What a run of a program showed.
 
     Attributes:
-        bits: of each watched site, by its number, whether its results held NaNs or infinities.
-        events: the equations that made one, by the numbers of their sites.
-        outputs: of each result of the program, whether it holds NaNs or infinities.
+        worst: of each watched site, by its number, the worst number that its results held.
+        in_loops: of each site in a loop, whether it made one, as an event.
+        outputs: of each result of the program, the worst number that it holds.
     """
 
-    bits: dict[int, int]
-    events: dict[int, Event]
+    worst: dict[int, int]
+    in_loops: dict[int, Event]
     outputs: list[int]
 
 
@@ -77,10 +75,15 @@ class Search:
     ) -> None:
         self.jaxpr, self.run, self.constant = jaxpr, run, constant
         self.sites = _watched.sites(jaxpr)
-        self.depth = max((len(site.loops) for site in self.sites), default=0)
+        self.starts: dict[tuple[int, ...], int] = {}  # of each loop, the number of its first site
+        for site in self.sites:
+            for i in range(len(site.around)):
+                self.starts.setdefault((*map(id, site.around[: i + 1]),), site.number)
         self._compiled = jax.jit(self._watch_all, compiler_options=_AS_WRITTEN)
 
-    def _evaluate(self, arrays: Sequence[Any], watch: Any, state: Any, reduce: Any) -> Any:
+    def _evaluate(
+        self, arrays: Sequence[Any], watch: Any, state: Any, reduce: Any, by_site: bool = False
+    ) -> Any:
         return _watched.evaluate(
             self.jaxpr,
             arrays,
@@ -89,27 +92,35 @@ class Search:
             run=self.run,
             constant=self.constant,
             reduce=reduce,
+            by_site=by_site,
         )
 
-    def _watch_all(self, *arrays: Any) -> tuple[jax.Array, jax.Array]:
-        rows = jnp.zeros((len(self.sites), _TRIPS + self.depth), jnp.int32)
-        state = rows, jnp.zeros((), jnp.int32)
-        results, (rows, _) = self._evaluate(arrays, _note, state, _first_of_rows)
-        outputs = [_bits(flags_of([result])) for result in results]
-        return rows, jnp.stack(outputs) if outputs else jnp.zeros(0, jnp.int32)
+    def _watch_all(self, *arrays: Any) -> tuple[dict[int, jax.Array], list[jax.Array]]:
+        state = {
+            site.number: jnp.zeros(2 + len(site.loops) if site.loops else (), jnp.int32)
+            for site in self.sites
+            if is_watched(site.equation)
+        }
+        results, state = self._evaluate(arrays, _note, state, _joined, by_site=True)
+        return state, [worst_traced([result]) for result in results]
 
     def look(self, arrays: Sequence[Any]) -> Seen:
         """Runs the program on its inputs."""
-        rows, outputs = map(np.asarray, self._compiled(*arrays))
-        events = {}
-        for site in (self.sites[i] for i in np.flatnonzero(rows[:, _KIND])):
-            row = rows[site.number]
-            trips = tuple(map(int, row[_TRIPS : _TRIPS + len(site.loops)]))
-            is_made = row[_KIND] == MADE
-            events[site.number] = Event(site, bool(is_made), int(row[_TIME]), trips)
-        watched = (site.number for site in self.sites if is_watched(site.equation))
-        bits = {number: int(rows[number, _BITS]) for number in watched}
-        return Seen(bits, events, outputs.tolist())
+        rows, outputs = jax.device_get(self._compiled(*arrays))
+        worst, in_loops = {}, {}
+        for number, row in rows.items():
+            worst[number], kind, *trips = map(int, (*row, 0) if row.ndim else (row, 0))
+            if kind:
+                in_loops[number] = self.event(self.sites[number], kind == MADE, trips[:-1])
+        return Seen(worst, in_loops, list(map(int, outputs)))
+
+    def event(self, site: Site, is_made: bool, trips: Sequence[int] = ()) -> Event:
+        """Returns an event of a site, in its place in the order in which equations run."""
+        order, counts = [], iter(trips)
+        for i, eqn in enumerate(site.around):
+            if is_loop(eqn):
+                order += [self.starts[(*map(id, site.around[: i + 1]),)], next(counts)]
+        return Event(site, is_made, tuple(trips), (*order, site.number))
 
     def operands_of(self, event: Event, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Runs the program again; returns the operands and results of an equation in its trip."""
@@ -147,46 +158,44 @@ def _select(flag: jax.Array, new: Any, old: jax.Array) -> jax.Array:
     return jnp.where(flag, jnp.asarray(new, old.dtype), old)
 
 
-def _bits(flags: tuple[jax.Array, jax.Array]) -> jax.Array:
-    nan, inf = (flag.astype(jnp.int32) for flag in flags)
-    return NAN * nan + INF * inf
-
-
-def _note(state: Any, site: Site, operands: list[Any], results: list[Any], trips: Trips) -> Any:
-    """Notes in the row of a site what its results hold, and when it first made what it holds."""
-    rows, time = state
+def _note(
+    state: dict[int, Any], site: Site, operands: list[Any], results: list[Any], trips: Trips
+) -> dict[int, Any]:
+    """Notes what the results of a site hold; in a loop, also when it first made what they hold."""
     if not is_watched(site.equation):
         return state
-    old = rows[site.number]
-    nan, inf = flags_of(results)
-    nan_before, inf_before = flags_of(operands)
-    is_made = (nan | inf) & ~nan_before & ~inf_before
-    is_turned = nan & ~nan_before & inf_before
+    old, worst = state[site.number], worst_traced(results)
+    if not trips:
+        return state | {site.number: worst}
+    before = worst_traced(operands)
+    is_made, is_turned = (worst > 0) & (before == 0), (worst == NAN) & (before == INF)
     kind = jnp.where(is_made, MADE, jnp.where(is_turned, TURNED, 0)).astype(jnp.int32)
-    is_first = (kind > 0) & (old[_KIND] == 0)
-    new = [old[_BITS] | _bits((nan, inf)), kind, time, *trips]
-    new += [jnp.zeros((), jnp.int32)] * (len(old) - len(new))
-    is_new = jnp.stack([jnp.array(True), *[is_first] * (len(old) - 1)])
-    return rows.at[site.number].set(jnp.where(is_new, jnp.stack(new), old)), time + 1
+    event = jnp.where((kind > 0) & (old[1] == 0), jnp.stack([kind, *trips]), old[1:])
+    return state | {site.number: jnp.stack([jnp.maximum(old[0], worst), *event])}
 
 
-def _first_of_rows(state: Any, axes: tuple[Any, ...]) -> Any:
-    """Joins the rows of all devices: of each site, the trip in which the first device made one."""
-    rows, time = state
-    late = jnp.iinfo(jnp.int32).max
-    times = jnp.where(rows[:, _KIND] > 0, rows[:, _TIME], late)
-    first = jax.lax.pmin(times, axes)
-    is_first = (times == first) & (first < late)
-    rest = jnp.where(is_first[:, None], rows[:, _KIND:], 0)
-    bits = [jax.lax.pmax(rows[:, _BITS] & bit, axes) for bit in (NAN, INF)]
-    joined = jnp.concatenate([(bits[0] | bits[1])[:, None], jax.lax.pmax(rest, axes)], axis=1)
-    return joined, jax.lax.pmax(time, axes)
+def _joined(state: dict[int, Any], axes: tuple[Any, ...]) -> dict[int, Any]:
+    """Joins what all devices noted: the worst number, and the first event of a site."""
+
+    def joined(row: jax.Array) -> jax.Array:
+        if not row.ndim:
+            return jax.lax.pmax(row, axes)
+        late = jnp.iinfo(jnp.int32).max
+        # The devices run the same trips; those of the first event are compared one by one.
+        is_first = row[1] > 0
+        for trip in row[2:]:
+            least = jax.lax.pmin(jnp.where(is_first, trip, late), axes)
+            is_first &= trip == least
+        event = jax.lax.pmax(jnp.where(is_first, row[1:], 0), axes)
+        return jnp.concatenate([jax.lax.pmax(row[:1], axes), event])
+
+    return {number: joined(row) for number, row in state.items()}
 
 
 def _of_one_device(state: Any, axes: tuple[Any, ...]) -> Any:
     """Returns the operands of one of the devices that saw the equation make what it made."""
     found, kept = state
-    is_bad = jnp.stack(flags_of(kept)).any()
+    is_bad = worst_traced(kept) > 0
     late = jnp.iinfo(jnp.int32).max
     rank = jnp.where(found & is_bad, jax.lax.axis_index(axes).astype(jnp.int32), late)
     is_it = (rank == jax.lax.pmin(rank, axes)) & (rank < late)

@@ -68,25 +68,36 @@ def policy_text(
             f"Expected a dtype to compute in, 'float16' or 'bfloat16', got {describe(dtype)}: "
             f"shares({known.name!r}) says what it would lose."
         )
-    kept: dict[str, set[str]] = {}  # selector -> the scopes that it stands for
+    kept: dict[str, str] = {}  # selector -> the outermost scope that it stands for
     operations: dict[str, None] = {}
     for each, found, _ in overflowing(activations, gradients, known, scale):
-        if each.selector is not None:
-            kept.setdefault(each.selector, set()).add(each.scope)
-        else:
+        if each.selector is None:
             operations |= dict.fromkeys(operation.name for operation in found)
-    scopes = {each.scope for each in (*activations, *gradients)}
-    inner = {scope for paths in kept.values() for scope in paths}
-    rules = [f"compute={known.name},output=float32"]
+        elif each.selector not in kept or len(each.scope) < len(kept[each.selector]):
+            kept[each.selector] = each.scope
+    rules = {selector: f"{_FULL},output=float32" for selector in kept}
+    rules |= _lowered((*activations, *gradients), kept, known)
     # The last rule that matches applies, so those of inner scopes come after those around them.
-    for selector, paths in sorted(kept.items(), key=lambda item: min(map(_depth, item[1]))):
-        rules.append(f"{selector}: {_FULL},output=float32")
-        below = {scope for scope in scopes if any(scope.startswith(f"{path}/") for path in paths)}
-        if "/" in selector and below - inner:
-            rules.append(f"{selector}/*: compute={known.name}")
-    rules += [f"op.{name}?: {_FULL}" for name in operations]
-    return "; ".join(rules)
+    ordered = sorted(rules.items(), key=lambda item: item[0].count("/"))
+    parts = [f"compute={known.name},output=float32"]
+    parts += [f"{selector}: {policy}" for selector, policy in ordered]
+    parts += [f"op.{name}?: {_FULL}" for name in operations]
+    return "; ".join(parts)
 
 
-def _depth(path: str) -> int:
-    return path.count("/")
+def _lowered(ranges: Sequence[Range], kept: dict[str, str], known: Format) -> dict[str, str]:
+    """Returns rules for the scopes right inside of those that are kept, and not kept themselves.
+
+    They would inherit float32 from the scope around them.
+    """
+    others = {
+        each.scope: each.selector
+        for each in ranges
+        if each.selector is not None and each.selector not in kept
+    }
+    found = {}
+    for scope, selector in others.items():
+        around = [path for path in (*kept.values(), *others) if scope.startswith(f"{path}/")]
+        if around and max(around, key=len) not in others:
+            found[selector] = f"compute={known.name}"
+    return found

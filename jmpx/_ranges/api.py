@@ -14,7 +14,56 @@ from jmpx._ranges.report import Ranges
 
 
 def ranges(fn: Callable[..., Any], *, extremes_only: bool = False) -> Callable[..., Ranges]:
-    """TODO."""
+    """Runs a train step once in float32, and tells how large and how small its numbers are.
+
+    What was traced in 16 or 8 bits runs in float32, too: casts of the function itself, of its
+    policies and of autocast have no effect. The numbers that each operation computes are counted by
+    exponent, also inside of loops, for each module or `jax.named_scope`, activations and gradients
+    apart. So what float16, bfloat16 and the 8-bit formats would lose is known for any loss scale,
+    exactly. Operations that only move numbers, such as reshapes, count nothing; what
+    `jax.checkpoint` computes again counts as activations; all else in a backward pass, such as what
+    a `jax.custom_vjp` computes again by itself, counts as gradients.
+
+    The function runs operation by operation, and its loops are compiled with all that is counted in
+    them. On a CPU a step of four transformer blocks takes 3 times as long as under
+    `jax.jit` if only extremes are asked for, and 5 times with counts; before that, the
+    first call compiles each different operation once, which takes some seconds
+    (`benchmarks/ranges_cost.py`).
+
+    Args:
+        fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
+            a tuple that begins with one. Or a step that computes its gradients itself; if it scales
+            its loss, gradients are seen as it scales them. Any other function runs as it is.
+        extremes_only: whether only the largest and the smallest numbers are looked for, which is
+            faster: they suffice for the loss scale and the rules, not for shares and pictures.
+
+    Returns:
+        A function of the arguments of `fn`, which are arrays, that returns a `jmpx.Ranges`.
+
+    Raises:
+        TypeError: if `fn` is not callable.
+        ValueError: when called, if `fn` is a loss whose first argument holds no floating array; if
+            an argument is only a shape; or if the program holds a `jax.shard_map`, where each
+            device has numbers of its own.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmpx
+        >>> def loss_fn(params, x):
+        ...     with jax.named_scope("encoder"):
+        ...         h = jnp.tanh(x @ params["w"])
+        ...     with jax.named_scope("energy"):
+        ...         energy = jnp.square(1000 * h).sum(-1)  # beyond float16
+        ...     return jnp.mean(jnp.sqrt(energy)) / 1000
+        >>> params = {"w": jnp.full((8, 4), 0.25)}
+        >>> found = jmpx.ranges(loss_fn)(params, jnp.ones((2, 8)))
+        >>> found.rules("float16")
+        'compute=float16,output=float32; */energy: compute=float32,output=float32'
+        >>> found.shares("float16", kind="activations", scope="energy").overflowing > 0.3
+        True
+        >>> found.loss_scale()
+        32768.0
+    """
 
     @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Ranges:

@@ -78,13 +78,15 @@ def _draw(axes: Any, kind: str, histogram: Histogram, shift: int) -> None:
     percents = [100 * count / numbers for count in exponents.values()]
     axes.bar(list(exponents), percents, width=1, align="edge", color=_COLORS[kind], lw=0.3, ec="w")
     axes.set_yscale("log")
-    axes.set_ylim(min([1e-2, *percents]) / 2, 300)
+    axes.set_ylim(max(min([1e-1, *percents]) / 2, 1e-6), 400)
+    ticks = [10.0**e for e in range(-6, 3) if 10.0**e >= axes.get_ylim()[0]]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_ylabel(f"{kind} (%)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.axvspan(_NORMAL, _ABOVE, color=_SHADE, alpha=0.18, lw=0, zorder=0)
     axes.axvspan(_SMALLEST, _NORMAL, color=_SHADE, alpha=0.08, lw=0, zorder=0)
-    for left, right, text in ((_NORMAL, _ABOVE, "float16"), (_SMALLEST, _NORMAL, "subnormal")):
-        axes.text((left + right) / 2, 150, text, ha="center", va="center", fontsize=8)
+    for right, text in ((_ABOVE, "float16"), (_NORMAL, "subnormal")):
+        axes.text(right - 0.3, 180, text, ha="right", va="center", fontsize=8)
     lost, subnormal, overflowing = histogram.shares("float16")
     notes = [f"lost {share(lost)}", f"subnormal {share(subnormal)}"]
     notes += [f"overflowing {share(overflowing)}"]
@@ -95,7 +97,7 @@ def _draw(axes: Any, kind: str, histogram: Histogram, shift: int) -> None:
         scaled = histogram.shares("float16", 2.0**shift)
         left, right = _NORMAL - shift, _ABOVE - shift
         axes.axvspan(left, right, fc="none", ec=_SHADE, ls="--", lw=1)
-        axes.text(left + 0.4, 40, f"float16 at scale {power(2.0**shift)}", fontsize=8, va="center")
+        axes.text(left + 0.4, 60, f"float16 at scale {power(2.0**shift)}", fontsize=8, va="center")
         title += f"\nat scale {power(2.0**shift)}: lost {share(scaled.lost)}"
         title += f", subnormal {share(scaled.subnormal)}, overflowing {share(scaled.overflowing)}"
     axes.set_title(title, fontsize=8, loc="left")

@@ -77,7 +77,7 @@ class Ranges:
         return self.histogram(kind, scope).shares(dtype, scale)
 
     def loss_scale(self, head_room: int = 2, dtype: DTypeLike = "float16") -> float:
-        """Returns a loss scale for the gradients: the first one of a dynamic scale, or a static one.
+        """Returns a loss scale for the gradients: a static one, or where a dynamic one begins.
 
         It is the largest power of two with which the largest gradient, times `2**head_room`, does
         not overflow. If the function scales its loss itself, it is a factor to that scale.
@@ -94,8 +94,8 @@ class Ranges:
             >>> import jax.numpy as jnp
             >>> import jmpx
             >>> found = jmpx.ranges(lambda w, x: jnp.mean((x @ w) ** 2))(jnp.ones(4), jnp.eye(4))
-            >>> jmpx.get_loss_scale(f"dynamic,init={found.loss_scale()}")
-            DynamicLossScale(loss_scale=array(16384., dtype=float32), counter=array(0, dtype=int32))
+            >>> str(jmpx.DynamicLossScale(found.loss_scale()))
+            'dynamic,init=16384'
         """
         return scale_for(self.gradients, head_room, dtype)
 

@@ -53,9 +53,8 @@ def _title(ranges: "Ranges") -> str:
     what = ranges.title + ("" if ranges.is_step or not ranges.gradients else " and its gradient")
     counts = f"{len(scopes)} scope{'s' if len(scopes) != 1 else ''}"
     if _has_counts(ranges):
-        sizes = sum(each.size for kind in (ranges.activations, ranges.gradients)
-                    for each in _histograms(kind))
-        counts += f", {sizes:,} numbers"
+        size = merged(_histograms((*ranges.activations, *ranges.gradients))).size
+        counts += f", {size:,} numbers"
     return f"Ranges of {what} in float32: {counts}"
 
 
@@ -98,9 +97,14 @@ def _scope_lines(ranges: "Ranges", scale: float, width: int, is_full: bool) -> l
     rows = [head if _has_counts(ranges) else ["", "activations", "", "gradients", "", ""]]
     for scope in shown:
         a, g = forward.get(scope), backward.get(scope)
-        rows.append([scope or "(no scope)", *_cells(a, 1.0, ("overflowing",)),
-                     *_cells(g, scale, ("lost", "overflowing"))])
-    tables = _aligned([["", *row[1:]] for row in rows], "<><><>" if False else "<<><>>")
+        rows.append(
+            [
+                scope or "(no scope)",
+                *_cells(a, 1.0, ("overflowing",)),
+                *_cells(g, scale, ("lost", "overflowing")),
+            ]
+        )
+    tables = _aligned([["", *row[1:]] for row in rows], "<<><>>")
     room = width - max(map(len, tables))
     lines = ["By scope, the magnitudes and what float16 does not hold:"]
     size = max((len(row[0]) for row in rows if len(row[0]) <= room), default=0)
@@ -154,12 +158,14 @@ def _advice_lines(ranges: "Ranges", scale: float, largest: float) -> list[str]:
         lines.append(f"{_GAP}{ranges.rules('float16', scale)}")
     elif ranges.activations:
         lines.append("Nothing overflows in float16.")
-    infinite = sum(each.infinite + each.nan for each in _histograms(ranges.activations))
-    infinite += sum(each.infinite + each.nan for each in _histograms(ranges.gradients))
-    if infinite:
+    every = merged(_histograms((*ranges.activations, *ranges.gradients)))
+    if every.masked:
+        masks = ", ".join(f"{mask:.3g}" for mask in ranges.masks)
+        lines.append(f"Masks, counted apart: {every.masked:,} numbers such as {masks}.")
+    if every.infinite + every.nan:
         lines.append(
-            f"{infinite:,} numbers are infinite or NaN in float32 already: jmpx.first_nonfinite "
-            "finds the first."
+            f"Infinite or NaN in float32: {every.infinite + every.nan:,} numbers; "
+            "jmpx.first_nonfinite finds the first."
         )
     return lines
 

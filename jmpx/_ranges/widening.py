@@ -55,7 +55,9 @@ def run_widened(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
     if entry is None or entry.rule is keep or _has_algorithm(eqn) or _holds_jaxpr(eqn):
         pairs = zip(operands, eqn.invars, strict=True)
         return list(map(widened, _jaxpr.bind(eqn, [_as_traced(*pair) for pair in pairs])))
-    params = {key: np.dtype(np.float32) for key, dtype in eqn.params.items() if _is_narrow(dtype)}
+    params: dict[str, Any] = {
+        key: np.dtype(np.float32) for key, dtype in eqn.params.items() if _is_narrow(dtype)
+    }
     return _jaxpr.bind(eqn, operands, **params)
 
 

@@ -6,6 +6,7 @@ import linecache
 import re
 import sys
 import types
+from typing import Any
 
 import jax
 import pytest
@@ -95,7 +96,7 @@ def test_its_test_fails_for_the_leaks_and_passes_when_they_are_mended(reports):
     (block,) = (block for block in BLOCKS if "def test_precision" in block)
     model = types.SimpleNamespace(make=lambda: (None, ()))
     for report, fails in zip(reports, (True, False), strict=True):
-        names = {
+        names: dict[str, Any] = {
             "model": model,
             "jmpx": types.SimpleNamespace(audit=lambda fn, r=report: lambda: r),
         }

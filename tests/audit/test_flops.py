@@ -85,6 +85,11 @@ def test_a_convolution_without_axes_and_an_empty_one():
     assert flops(convolve, shape_of(3, 4), shape_of(5, 4))[1] == 2 * 3 * 4 * 5
     assert flops(convolve, shape_of(0, 4), shape_of(5, 4))[1] == 0
 
+    def of_padding(x, kernel):
+        return lax.conv_general_dilated(x, kernel, (1,), [(3, 3)])
+
+    assert flops(of_padding, shape_of(1, 1, 0), shape_of(1, 1, 2))[1] == 0
+
 
 def test_axes_as_long_as_sound_take_no_time():
     """The gradient of the kernel of a long convolution has a kernel as long as the input."""

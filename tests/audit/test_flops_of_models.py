@@ -32,7 +32,11 @@ def linen_block():
     block, x = LinenBlock(), shape_of(BATCH, LENGTH, WIDTH)
     params = jax.eval_shape(block.init, jax.random.key(0), x)
     products = 3 * block_products(BATCH, LENGTH, WIDTH, 4 * WIDTH)
-    return lambda params, x: (block.apply(params, x) ** 2).mean(), (params, x), products
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(jnp.asarray(block.apply(params, x))))
+
+    return loss, (params, x), products
 
 
 class EquinoxBlock(eqx.Module):

@@ -29,7 +29,7 @@ def rebuilt(plain):
         fields[key] = tuple(cls(**item) for item in fields[key])
     for key, cls in (("findings", Finding), ("entries", Entry)):
         fields[key] = placed(cls, fields[key])
-    return Report(**fields)
+    return Report(**{**fields, "uncounted": tuple(fields["uncounted"])})
 
 
 @pytest.mark.parametrize("report", [REPORT, CLEAN, dataclasses.replace(REPORT, platform="tpu")])
@@ -46,9 +46,11 @@ def test_the_keys_of_json():
     assert plain["version"] == 1
     assert list(plain) == [
         *("version", "title", "is_step", "platform", "products", "other_flops", "saved", "casts"),
-        *("scopes", "findings", "entries", "has_while"),
+        *("scopes", "findings", "entries", "has_while", "uncounted"),
     ]
-    assert {key: list(plain[key][0]) for key in plain if isinstance(plain[key], list)} == {
+    assert {
+        key: list(plain[key][0]) for key in plain if isinstance(plain[key], list) and plain[key]
+    } == {
         "products": ["dtypes", "flops", "count"],
         "casts": ["source", "target", "count", "nbytes"],
         "scopes": ["path", "module", "policy", "operations", "dtypes", "flops"],
@@ -71,6 +73,15 @@ def test_a_report_is_a_frozen_value():
     assert pickle.loads(pickle.dumps(REPORT)) == REPORT != CLEAN
     with pytest.raises(dataclasses.FrozenInstanceError):
         REPORT.title = "other"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_its_repr_is_one_line():
+    assert repr(REPORT) == (
+        "<Report of loss_fn: 12.0 GFLOP of products, 75.0 % bfloat16 x bfloat16, 1 high, 1 medium, "
+        "1 low>"
+    )
+    nothing = dataclasses.replace(CLEAN, products=())
+    assert repr(nothing) == "<Report of loss_fn: no products, no findings>"
 
 
 class Page(html.parser.HTMLParser):

@@ -1,6 +1,7 @@
 """Findings of an audit, and the lines of a test file on which they are to be found."""
 
 import pathlib
+from typing import Any
 
 from jmpx._audit.findings import find
 from jmpx._audit.graph import build
@@ -8,7 +9,7 @@ from jmpx._audit.options import Options
 from jmpx._programs import traced_program
 
 
-def found(names, fn, *args, platform=None):
+def found(names, fn, *args, platform=None) -> list[Any]:
     """The findings of some names in a function's step, the worst first."""
     graph = build(traced_program(fn, args))
     return [each for each in find(graph, Options(platform)) if each.name in names]

@@ -1,5 +1,7 @@
 """One model in four frameworks, with a layer in its middle that a test gives it."""
 
+from typing import Any
+
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -24,7 +26,7 @@ class HaikuPlant(hk.Module):
 
 
 class LinenPlant(nn.Module):
-    layer: object
+    layer: Any
 
     @nn.compact
     def __call__(self, x):
@@ -32,7 +34,7 @@ class LinenPlant(nn.Module):
 
 
 class LinenNet(nn.Module):
-    layer: object
+    layer: Any
 
     @nn.compact
     def __call__(self, x):
@@ -58,7 +60,7 @@ class NNXNet(nnx.Module):
 
 
 class EquinoxPlant(eqx.Module):
-    layer: object = eqx.field(static=True)
+    layer: Any = eqx.field(static=True)
 
     def __call__(self, x):
         return self.layer(x)
@@ -78,12 +80,12 @@ def _haiku(layer, x, policy):
     def net(x):
         return hk.Linear(1, name="head")(HaikuPlant(layer)(hk.Linear(WIDTH, name="first")(x)))
 
-    net = hk.without_apply_rng(hk.transform(net))
-    params = jax.eval_shape(net.init, jax.random.key(0), x)
+    transformed = hk.without_apply_rng(hk.transform(net))
+    params = jax.eval_shape(transformed.init, jax.random.key(0), x)
 
     def loss(params, x):
         with jmpx.haiku.policies(policy):
-            return jnp.mean(net.apply(params, x))
+            return jnp.mean(transformed.apply(params, x))
 
     return loss, params
 
@@ -94,7 +96,7 @@ def _linen(layer, x, policy):
 
     def loss(params, x):
         with jmpx.flax.policies(policy):
-            return jnp.mean(net.apply(params, x))
+            return jnp.mean(jnp.asarray(net.apply(params, x)))
 
     return loss, params
 
