@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmpx._audit.graph import Graph, Value
+from jmpx._audit.graph import Graph, Node, Value
 from jmpx._first_nonfinite.causes import Cause, cause_of_event, in_float32
 from jmpx._first_nonfinite.flow import Flow
 from jmpx._first_nonfinite.numbers import NAN, is_inexact, is_narrow, numbers_of, worst_of
@@ -101,10 +101,9 @@ class Replay:
         node = run.flow.node(site)
         operands, results = run.search.operands_of(event, run.arrays)
         policy = "" if node is None else self.graph.policy(node)
-        rule = _rule(site, policy)
+        rule = _rule(site)
         if cause is None:
-            is_constant = node is not None and node.operands[0].kind in ("literal", "const")
-            cause = cause_of_event(event, operands, results, rule, is_constant)
+            cause = cause_of_event(event, operands, results, rule, _maker(node))
             cause = cause if cause.is_of_dtype else self.cause_in_16_bits(run, cause, rule)
         seen = [numbers_of(x) for x in results if is_inexact(x)]
         return NonFinite(
@@ -158,13 +157,24 @@ class Replay:
         )
 
 
-def _rule(site: Site, policy: str) -> str:
+def _maker(node: Node | None) -> str:
+    """Returns the operation that made the first operand of a node, or `const` or `literal`."""
+    if node is None or not node.operands:
+        return ""
+    value = node.operands[0]
+    if value.node is not None:
+        return "" if value.node.is_structure else value.node.name
+    return "" if value.kind == "input" else value.kind
+
+
+def _rule(site: Site) -> str:
     """Returns the rule that has an operation run in float32; empty if nothing selects it."""
     selected, name = selector(site.scope), operation_name(site.equation.primitive.name)
-    is_cast = name == "convert_element_type"
     if selected is not None:
-        # A module that computes in float32 returns the dtype of those around it, unless told.
-        is_result = is_cast and "compute=float32" in policy
+        # A module that computes in float32 returns the dtype of those around it, unless told, and
+        # what overflowed in it would overflow there.
+        is_result = where(site.scope).module is not None and not site.is_backward
         return f"{selected}: {'c=f32,o=f32' if is_result else 'f32'}"
     # A rule for operations is for those of the forward pass, and a cast is none of autocast's.
+    is_cast = name == "convert_element_type"
     return "" if site.is_backward or is_cast else f"op.{name}: f32"
