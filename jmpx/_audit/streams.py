@@ -116,7 +116,10 @@ class Streams:
         self.half_products: list[Node] = []
         self.wide_products: list[Node] = []
         self.asked: list[Node] = []
+        self._variable: set[int] = set()  # the ids of values that depend on an argument
         for node in self.forward:
+            if any(value.kind == "input" or id(value) in self._variable for value in node.operands):
+                self._variable.update(map(id, node.results))
             self._visit(node)
         self.saved = 0
         self.saved_others: list[Value] = []
@@ -286,7 +289,7 @@ class Streams:
                     continue
                 if id(value) in self._of:
                     self._of[id(value)].whole.nbytes += value.nbytes
-                elif _is_computed(value):
+                elif id(value) in self._variable and _is_computed(value):
                     self.saved_others.append(value)
 
 

@@ -216,7 +216,9 @@ def rms_norm(x, scale):
 
 
 def rotated(x):
-    angles = jnp.arange(x.shape[1])[:, None] / 100 ** jnp.linspace(0, 1, x.shape[-1] // 2)
+    angles = jnp.arange(x.shape[1]).astype(F32)[:, None] / 100 ** jnp.linspace(
+        0, 1, x.shape[-1] // 2
+    )
     left, right = (part.astype(F32) for part in jnp.split(x, 2, axis=-1))
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     both = [left * cos - right * sin, left * sin + right * cos]
