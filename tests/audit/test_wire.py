@@ -1,6 +1,9 @@
 """`jmpx.wire`: what a user asks it, and what it prints."""
 
+import contextlib
+import io
 import json
+import re
 from typing import Any
 
 import equinox as eqx
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 from collectives import partitioned
 from flax import nnx
+from helpers import ROOT
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -121,7 +125,7 @@ def test_under_jit_a_lowered_step_says_where_its_collectives_are(mesh):
     assert wire.collectives == () and wire.sent == 0
     assert str(wire) == (
         "jit_step on 8 devices: no collectives until XLA partitions it: "
-        "see jmpx.wire(lowered.compile())"
+        "jmpx.wire(lowered.compile())"
     )
     text, compiled = partitioned(lowered)  # as the note on CPUs says
     for given, size in ((text, 2), (compiled, 4)):
@@ -215,6 +219,42 @@ def test_text_has_at_most_100_columns_and_the_largest_arrays_first(mesh, rng):
     }
 
 
+def test_layers_whose_names_differ_in_numbers_have_one_row(mesh):
+    def step(params):
+        return jax.tree.map(lambda x: lax.all_gather(x, "data", tiled=True), params)
+
+    layers = {f"block{i}": [f32(8, 4), f32(8, 4)] for i in range(3)} | {"head7": f32(8, 4)}
+    rows: Any = {"mesh": mesh, "in_specs": P("data"), "out_specs": P(), "check_vma": False}
+    wire = jmpx.wire(jax.jit(jax.shard_map(step, **rows)).lower(layers))
+    table = str(wire).partition("\n\n")[2].splitlines()[4:]
+    assert [(row.split()[6], row.split()[7]) for row in table] == [
+        ("6", "params['block*'][*]"),
+        ("1", "params['head7']"),
+    ]
+    assert table[0].startswith("672 B") and len(wire.collectives) == 7
+
+
+def test_the_place_of_a_gather_of_jmpx_is_the_users(mesh):
+    def loss_fn(params, x):
+        whole = jmpx.gather(params, "data", "c=bf16")  # this line
+        return jnp.mean((x @ whole["w"]).astype(jnp.float32) ** 2)
+
+    def step(params, x):
+        grad_fn = jmpx.filter_grad(
+            loss_fn, jmpx.NoOpLossScale(), policy="c=bf16,r=f32", axis_name="data",
+            sharded={"w": True}, uncast_argnums=0,
+        )  # fmt: skip
+        return grad_fn(params, x).grads
+
+    rows: Any = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data")}
+    wire = jmpx.wire(jax.jit(jax.shard_map(step, **rows)).lower({"w": f32(64, 4)}, f32(64, 64)))
+    line = loss_fn.__code__.co_firstlineno + 1
+    found = {(one.kind, one.dtype): str(one.place) for one in wire.collectives if not one.is_scalar}
+    where = f"tests/audit/test_wire.py:{line} (loss_fn)"
+    assert found[("all-gather", "bf16")].endswith(where)
+    assert found[("reduce-scatter", "f32")].endswith(where)
+
+
 def test_json_has_every_field(mesh):
     wire = jmpx.wire(by_hand(mesh, "bfloat16"))
     found = json.loads(wire.to_json())
@@ -269,3 +309,18 @@ def test_a_wrong_argument_is_refused_in_one_sentence(make, error, match):
         jmpx.wire(make())
     text = str(caught.value)
     assert "\n" not in text and text.endswith(".") and text.startswith("jmpx.wire ")
+
+
+@pytest.mark.usefixtures("standard_promotion")  # as in a reader's program
+def test_the_page_shows_what_its_program_prints():
+    page = (ROOT / "docs" / "wire.md").read_text()
+    blocks = re.findall(r"^```(python|text)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    names, printed = {}, ""
+    for kind, block in blocks:
+        if kind == "python":
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                exec(compile(block, "train.py", "exec"), names)
+            printed = output.getvalue()
+        else:
+            assert block == printed
+    assert [kind for kind, _ in blocks].count("text") == 3
