@@ -170,7 +170,8 @@ def evaluate(
         ValueError: if the program holds a `jax.shard_map` and there is no `reduce`.
     """
     watcher = _Watcher(watch, run, constant, reduce, by_site)
-    return watcher.evaluate(jaxpr, arrays, state, _Around(0, scope), ())
+    with np.errstate(all="ignore"):  # JAX casts literals by NumPy, -1e9 to float16 for one
+        return watcher.evaluate(jaxpr, arrays, state, _Around(0, scope), ())
 
 
 class _Watcher:

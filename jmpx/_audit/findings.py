@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 from jmpx._audit.accumulation import accumulation
+from jmpx._audit.data import Finding
 from jmpx._audit.graph import Graph
 from jmpx._audit.hardware import hardware
 from jmpx._audit.leaks import leaks
 from jmpx._audit.low_precision import low_precision
 from jmpx._audit.options import Options as Options
-from jmpx._audit.data import Finding
 from jmpx._audit.rounding import rounding
 
 Finder: TypeAlias = Callable[[Graph, Options], Iterator[Finding]]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmpx._audit.graph import Graph, Value
+from jmpx._audit.graph import Graph, Node, Value
 from jmpx._first_nonfinite.causes import Cause, cause_of_event, in_float32
 from jmpx._first_nonfinite.flow import Flow
 from jmpx._first_nonfinite.numbers import NAN, is_inexact, is_narrow, numbers_of, worst_of
@@ -100,10 +100,10 @@ class Replay:
         site, eqn = event.site, event.site.equation
         node = run.flow.node(site)
         operands, results = run.search.operands_of(event, run.arrays)
+        policy = "" if node is None else self.graph.policy(node)
         rule = _rule(site)
         if cause is None:
-            is_constant = node is not None and node.operands[0].kind in ("literal", "const")
-            cause = cause_of_event(event, operands, results, rule, is_constant)
+            cause = cause_of_event(event, operands, results, rule, _maker(node))
             cause = cause if cause.is_of_dtype else self.cause_in_16_bits(run, cause, rule)
         seen = [numbers_of(x) for x in results if is_inexact(x)]
         return NonFinite(
@@ -112,12 +112,13 @@ class Replay:
             given="",
             place=place_of(eqn) if node is None else self.graph.place(node),
             scope=where(site.scope).path,
-            policy="" if node is None else self.graph.policy(node),
+            policy=policy,
             is_backward=site.is_backward,
             trips=tuple(zip(event.trips, map(place_of, site.loops), strict=True)),
             operands=tuple(numbers_of(x) for x in operands if is_inexact(x)),
             results=tuple(seen),
             loss_scale=scale,
+            is_at_floor=self.scale is not None and scale == self.scale.floor,
             cause=str(cause),
             rule=cause.rule,
         )
@@ -150,15 +151,30 @@ class Replay:
             operands=(),
             results=(numbers_of(array),),
             loss_scale=scale,
+            is_at_floor=self.scale is not None and scale == self.scale.floor,
             cause="The function was given it, and no rule mends it: look for what made it.",
             rule="",
         )
+
+
+def _maker(node: Node | None) -> str:
+    """Returns the operation that made the first operand of a node, or `const` or `literal`."""
+    if node is None or not node.operands:
+        return ""
+    value = node.operands[0]
+    if value.node is not None:
+        return "" if value.node.is_structure else value.node.name
+    return "" if value.kind == "input" else value.kind
 
 
 def _rule(site: Site) -> str:
     """Returns the rule that has an operation run in float32; empty if nothing selects it."""
     selected, name = selector(site.scope), operation_name(site.equation.primitive.name)
     if selected is not None:
-        return f"{selected}: f32"
+        # A module that computes in float32 returns the dtype of those around it, unless told, and
+        # what overflowed in it would overflow there.
+        is_result = where(site.scope).module is not None and not site.is_backward
+        return f"{selected}: {'c=f32,o=f32' if is_result else 'f32'}"
     # A rule for operations is for those of the forward pass, and a cast is none of autocast's.
-    return "" if site.is_backward or name == "convert_element_type" else f"op.{name}: f32"
+    is_cast = name == "convert_element_type"
+    return "" if site.is_backward or is_cast else f"op.{name}: f32"

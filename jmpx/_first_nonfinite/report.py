@@ -30,7 +30,9 @@ class NonFinite:
             in the order in which trips run, and the line of the loop.
         operands: what the operation read.
         results: what it made.
-        loss_scale: the loss scale of the run; None if there is none.
+        loss_scale: the loss scale of the run; None if there is none. Where lowering it to its floor
+            does not help, the run is one at the floor.
+        is_at_floor: whether it is at its floor.
         cause: why it is not finite, and what to do.
         rule: what to paste: a rule of a policy map, or a loss scale; empty if none mends it.
 
@@ -53,6 +55,7 @@ class NonFinite:
     operands: tuple[Numbers, ...]
     results: tuple[Numbers, ...]
     loss_scale: float | None
+    is_at_floor: bool
     cause: str
     rule: str
 
@@ -75,7 +78,9 @@ class NonFinite:
             rows.append(("trip", f"{trip + 1} of the loop at {place}" if place else f"{trip + 1}"))
         rows += [("operand", str(each)) for each in self.operands]
         rows += [("result" if self.operation else "value", str(each)) for each in self.results]
-        rows += [("loss scale", f"{self.loss_scale:g}")] if self.loss_scale is not None else []
+        if self.loss_scale is not None:
+            floor = ", its floor" if self.is_at_floor else ""
+            rows.append(("loss scale", f"{self.loss_scale:g}{floor}"))
         lines = [f"  {name:<{_INDENT}}{text}" for name, text in rows]
         lines += _wrapped("cause", self.cause)
         return lines + ([f"  {'rule':<{_INDENT}}{self.rule}"] if self.rule else [])

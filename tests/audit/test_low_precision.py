@@ -279,6 +279,31 @@ def test_a_sum_is_long_where_a_dtype_stops_counting(dtype, limit):
     assert f"{limit + 1:,} terms" in finding.message
 
 
+@pytest.mark.parametrize("dtype, limit", [(BF16, 256), (F16, 2048)])
+def test_a_scatter_stands_still_where_the_message_says(dtype, limit):
+    def total(terms):
+        return jnp.zeros(1, dtype).at[jnp.zeros(len(terms), jnp.int32)].add(terms)[0]
+
+    (finding,) = found(NAMES, total, jax.ShapeDtypeStruct((limit + 9,), dtype))
+    assert finding.severity == "high" and f"after {limit} " in finding.message
+    assert total(jnp.ones(limit + 9, dtype)) == limit
+
+
+def attention(x):
+    scores = x @ x.T
+    return jax.nn.softmax(scores) @ x
+
+
+def test_a_rule_for_a_module_with_products_says_so():
+    loss, args = planted("haiku", attention, "c=bf16,o=f32")
+    (finding,) = found(NAMES, loss, *args)
+    code, _, rule = finding.rule.partition("; or ")
+    assert code == "x.astype(jnp.float32) before exp"
+    rule = rule.removesuffix(", with its products")
+    loss, args = planted("haiku", attention, f"c=bf16,o=f32; {rule}")
+    assert not found(NAMES, loss, *args)
+
+
 def test_the_gradient_of_an_embedding_is_a_long_sum():
     """Each token adds to one row of the table, one after the other."""
 

@@ -1,0 +1,477 @@
+"""Planted causes of infinities and NaNs are found, each on its line, and the rule mends it."""
+
+import inspect
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import F16, F32, ROOT, normal, run_python_blocks
+from helpers.four_frameworks import FRAMEWORKS
+from jax.sharding import PartitionSpec as P
+
+import jmpx
+
+ONES = jnp.ones(3)
+HALF = jnp.ones(3, F16)
+
+
+def total(x):
+    return x.astype(F32).sum()
+
+
+def overflowing_exp(w, x):
+    return total(jnp.exp(x * w))  # HERE
+
+
+def overflowing_sum(w, x):
+    many = jnp.broadcast_to(x * w, (80, 3))
+    return total(jax.lax.reduce(many, np.float16(0), jax.lax.add, (0,)))  # HERE
+
+
+def overflowing_product(w, x):
+    return total((x[None] * w) @ x[:, None])  # HERE
+
+
+def overflowing_cast(w, x):
+    y = x.astype(F32) * w.astype(F32) * 70000
+    return total(y.astype(F16))  # HERE
+
+
+def masked_rows(w, x):
+    logits = jnp.where(x > 2, x * w, -1e9)  # HERE
+    return total(jax.nn.softmax(logits))
+
+
+def masked_by_infinity(w, x):
+    logits = jnp.where(x > 2, x * w, -jnp.inf)
+    return total(jax.nn.softmax(logits))  # HERE
+
+
+def division(w, x):
+    return total(w / (x - x))  # HERE
+
+
+def logarithm(w, x):
+    return total(jnp.log(w * (x - x)))  # HERE
+
+
+def negative_root(w, x):
+    return total(jnp.sqrt(-w * x))  # HERE
+
+
+def slope_of_root(w, x):
+    return total(jnp.where(w > 9, jnp.sqrt(w - 1), 0))  # HERE
+
+
+def slope_overflows(w, x):
+    scaled = w * 100  # HERE
+    return total(scaled) * 1000
+
+
+def underflow(w, x):
+    small = w * x * 1e-4
+    return total(x / (small * small))  # HERE
+
+
+def in_a_scan(w, x):
+    def body(carry, _):
+        return carry * (w + 1), None  # HERE
+
+    return total(jax.lax.scan(body, x, length=20)[0])
+
+
+def in_a_while_loop(w, x):
+    def body(carry):
+        count, carry = carry
+        return count + 1, carry * (w + 1)  # HERE
+
+    return jax.lax.while_loop(lambda carry: carry[0] < 20, body, (0, x))[1]  # no loss
+
+
+def in_a_scan_backward(w, x):
+    def body(carry, _):
+        return carry * 8, None  # HERE
+
+    return total(jax.lax.scan(body, w, length=4)[0]) * 100
+
+
+def in_jit(w, x):
+    @jax.jit
+    def called(x):
+        return jnp.exp(x)  # HERE
+
+    return total(called(jax.jit(jnp.multiply)(x, w)))
+
+
+def in_a_branch(w, x):
+    exploding = lambda x: jnp.exp(x * 8)  # noqa: E731  # HERE
+    return total(jax.lax.cond(x[0] > 0, exploding, lambda x: x, x * w))
+
+
+def in_a_checkpoint(w, x):
+    @jax.checkpoint
+    def called(x):
+        return jnp.exp(x)  # HERE
+
+    return total(called(x * w))
+
+
+def in_vmap(w, x):
+    return total(jax.vmap(lambda x, w: jnp.exp(x * w))(x, w))  # HERE
+
+
+@jax.custom_vjp
+def own(x):
+    return x
+
+
+def own_backward(_, cotangent):
+    return (cotangent * 60000 * 60000,)
+
+
+own.defvjp(lambda x: (x, None), own_backward)
+
+
+def in_an_own_backward_pass(w, x):
+    return total(own(x * w) * 2)  # HERE
+
+
+BEYOND = "beyond float16, whose largest number is 65504"
+# The loss, a factor of x, the operation, whether the pass is backward, part of the cause, the rule.
+PLANTED = [
+    (overflowing_exp, 12, "exp", False, BEYOND, "op.exp: f32"),
+    (overflowing_sum, 1000, "reduce_sum", False, BEYOND, "op.reduce_sum: f32"),
+    (overflowing_product, 300, "dot_general", False, BEYOND, "op.dot_general: f32"),
+    (overflowing_cast, 1, "convert_element_type", False, BEYOND, ""),
+    (masked_rows, 1, "convert_element_type", False, "The constant -1e+09 is beyond", ""),
+    (masked_by_infinity, 1, "sub", False, "It computes inf - inf", ""),
+    (division, 1, "div", False, "It divides by zero", ""),
+    (logarithm, 1, "log", False, "It reads zero or less", ""),
+    (negative_root, 1, "sqrt", False, "It reads less than zero", ""),
+    (slope_of_root, 1, "div", False, "It divides by zero, here or in a derivative", ""),
+    (slope_overflows, 1, "mul", True, BEYOND, ""),
+    (underflow, 1, "div", False, "because of numbers that 16 bits lost", "op.div: f32"),
+    (in_a_scan, 1, "mul", False, BEYOND, "op.mul: f32"),
+    (in_a_while_loop, 1, "mul", False, BEYOND, "op.mul: f32"),
+    (in_a_scan_backward, 1, "mul", True, BEYOND, ""),
+    (in_jit, 12, "exp", False, BEYOND, "op.exp: f32"),
+    (in_a_branch, 2, "exp", False, BEYOND, "op.exp: f32"),
+    (in_a_checkpoint, 12, "exp", False, BEYOND, "op.exp: f32"),
+    (in_vmap, 12, "exp", False, BEYOND, "op.exp: f32"),
+    (in_an_own_backward_pass, 1, "mul", True, BEYOND, ""),
+]
+
+
+def marked_line(function):
+    lines, start = inspect.getsourcelines(function)
+    (offset,) = (i for i, line in enumerate(lines) if "# HERE" in line)
+    return start + offset
+
+
+@pytest.mark.parametrize(
+    ("loss", "factor", "operation", "is_backward", "cause", "rule"),
+    PLANTED,
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_planted_cause_is_found_on_its_line(loss, factor, operation, is_backward, cause, rule):
+    found = jmpx.first_nonfinite(loss)(HALF, HALF * factor)
+    assert found.operation == operation and found.is_backward == is_backward
+    assert (found.place.file, found.place.line) == (__file__, marked_line(loss))
+    assert cause in found.cause and found.rule == rule
+    assert any(each.infs or each.nans for each in found.results)
+    assert found.loss_scale is None and not found.given
+
+
+def test_the_trips_of_loops_are_told():
+    found = jmpx.first_nonfinite(in_a_scan)(HALF, HALF)
+    ((trip, place),) = found.trips  # noqa: fmt
+    assert 2.0 ** (trip + 1) == 2.0**16 and place.function == "in_a_scan"
+    assert "trip       16 of the loop at " in str(found)
+    (backward,) = jmpx.first_nonfinite(in_a_scan_backward)(HALF, HALF).trips
+    assert 100 * 8.0 ** backward[0] < 65504 < 100 * 8.0 ** (backward[0] + 1)
+
+
+def nested(w, x):
+    def outer(carry, _):
+        carry = jax.lax.fori_loop(0, 3, lambda i, c: c * (w + 1), carry)
+        return carry, None
+
+    return total(jax.lax.scan(outer, x, length=9)[0])
+
+
+def test_also_those_of_loops_in_loops():
+    found = jmpx.first_nonfinite(nested)(HALF, HALF)
+    (outer, _), (inner, _) = found.trips
+    assert 3 * outer + inner + 1 == 16
+
+
+# What is infinite on purpose, or dropped, is nothing to report.
+FINE = {
+    "a mask of -inf": lambda w, x: total(jax.nn.softmax(w.at[0].set(-jnp.inf) * x)),
+    "where -inf": lambda w, x: jax.nn.softmax(jnp.where(jnp.arange(3) > 1, w * x, -jnp.inf)).astype(
+        F32
+    )[2],
+    "where -1e9 in float16": lambda w, x: jax.nn.softmax(
+        jnp.where(jnp.arange(3) > 1, w * x, -1e9)
+    ).astype(F32)[2],
+    "a dropped log": lambda w, x: total(w * jnp.where(x > 2, jnp.log(x - x), 1)),
+    "a maximum": lambda w, x: (w * x).max(initial=-jnp.inf).astype(F32),
+    "logsumexp": lambda w, x: jax.nn.logsumexp((w * x).astype(F32)),
+    "a saturated tanh": lambda w, x: jnp.tanh(w * x * 60000 * 2),
+    "a minimum in a loop": lambda w, x: total(
+        jax.lax.fori_loop(0, 3, lambda i, m: jnp.minimum(m, w * x), jnp.full(3, jnp.inf, F16))
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", FINE)
+def test_an_infinity_that_goes_nowhere_is_not_reported(loss):
+    assert jmpx.first_nonfinite(FINE[loss])(HALF, HALF) is None
+
+
+def test_of_two_causes_the_first_is_told():
+    def loss(w, x):
+        second = lambda: jnp.log(w - w)  # noqa: E731
+        first = jnp.exp(w * 100)  # HERE
+        return total(first + second())
+
+    found = jmpx.first_nonfinite(loss)(HALF, HALF)
+    assert found.operation == "exp"
+
+
+def test_what_was_given_is_told_first(rng):
+    def loss(params, batch):
+        return ((batch["x"] @ params["w"]) ** 2).mean()
+
+    params, batch = {"w": normal(rng, 3, 2)}, {"x": normal(rng, 4, 3)}
+    assert jmpx.first_nonfinite(loss)(params, batch) is None
+    for bad, kind in ((jnp.nan, "NaN"), (jnp.inf, "inf")):
+        broken = {"w": params["w"].at[1, 1].set(bad)}
+        found = jmpx.first_nonfinite(loss)(broken, batch)
+        assert (found.given, found.kind, found.operation) == ("params['w']", kind, "")
+        found = jmpx.first_nonfinite(loss)(params, {"x": batch["x"].at[0].set(bad)})
+        assert found.given == "batch['x']" and found.results[0].nans + found.results[0].infs == 3
+
+
+def test_a_constant_is_told_with_the_line_that_reads_it():
+    table = np.array([1, np.nan, 2], np.float32)
+
+    def loss(w):
+        return (w * jnp.asarray(table)).sum()  # HERE
+
+    found = jmpx.first_nonfinite(loss)(ONES)
+    assert found.given == "a constant" and found.place.line == marked_line(loss)
+
+
+# Loss scales
+
+
+def scaled_loss(params, x):
+    half = x.astype(F16) @ params["w"].astype(F16)
+    return (half.astype(F32) ** 2).mean()  # HERE
+
+
+def step(params, loss_scale, x):
+    gradients = jmpx.filter_value_and_grad(scaled_loss, loss_scale)
+    loss, loss_scale, finite, grads = gradients(params, x)
+    optimizer = jmpx.skip_nonfinite(optax.sgd(0.1))
+    updates, _ = optimizer.update(grads, optimizer.init(params), params, grads_finite=finite)
+    return optax.apply_updates(params, updates), loss_scale, loss
+
+
+PARAMS, X = {"w": jnp.ones((8, 3))}, jnp.ones((4, 8))
+
+
+def finite_at(scale, x):
+    return bool(jax.jit(step)(PARAMS, jmpx.DynamicLossScale(scale), x)[1].loss_scale >= scale)
+
+
+def test_a_skipped_step_of_a_large_scale_is_told_with_the_scale_that_works():
+    scale = jmpx.DynamicLossScale(2**18)
+    params, *_ = jax.jit(step)(PARAMS, scale, X)
+    assert bool(jmpx.all_finite(params))  # the step was skipped: its results tell nothing
+    found = jmpx.first_nonfinite(step)(PARAMS, scale, X)
+    assert found.is_backward and found.loss_scale == 2**18 and not found.is_at_floor
+    assert found.place.line == marked_line(scaled_loss)
+    lower = jmpx.get_loss_scale(found.rule)
+    working = float(lower.loss_scale)
+    assert finite_at(working, X) and not finite_at(2 * working, X)
+    assert jmpx.first_nonfinite(step)(PARAMS, lower, X) is None
+
+
+def test_a_static_scale_is_found_in_the_program():
+    def static(params, x):
+        return step(params, jmpx.StaticLossScale(2**18), x)
+
+    found = jmpx.first_nonfinite(static)(PARAMS, X)
+    assert found.loss_scale == 2**18 and found.rule == "dynamic"
+    assert "The loss scale 262144 alone" in found.cause
+
+
+@pytest.mark.parametrize("scale", [1, 2**10])
+def test_an_overflow_at_the_floor_is_told_with_its_rule(scale):
+    found = jmpx.first_nonfinite(step)(PARAMS, jmpx.DynamicLossScale(scale), X * 10000)
+    assert (found.operation, found.is_backward) == ("dot_general", False)
+    assert found.is_at_floor and found.loss_scale == 1 and "1, its floor" in str(found)
+    assert found.rule == "op.dot_general: f32"
+
+
+# Frameworks
+
+HALF_INSIDE = "p=f32,c=f16,o=f32"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_module_is_named_and_its_rule_mends_it(framework):
+    _, model, with_policies, _ = FRAMEWORKS[framework]
+    # first: 144, inner: 27,648, outer, after a tanh: 240, head: 69,120
+    model = jax.tree.map(lambda x: jnp.full_like(x, 48 if x.ndim > 1 else 0), model)
+
+    def run(policy):
+        net = with_policies(policy)
+        loss = lambda model, x: total(net(model, x)) / 1000  # noqa: E731
+        return jmpx.first_nonfinite(loss)(model, jnp.ones((2, 3)))
+
+    found = run(HALF_INSIDE)
+    assert found.scope.endswith("head") and found.operation == "dot_general"
+    assert found.policy and found.rule.endswith("head: c=f32,o=f32")
+    assert run(f"{HALF_INSIDE}; {found.rule}") is None
+    assert (
+        jmpx.first_nonfinite(lambda m, x: total(with_policies("c=f32")(m, x)))(
+            model, jnp.ones((2, 3))
+        )
+        is None
+    )
+
+
+def test_under_autocast_the_rule_of_the_operation_mends_it():
+    def loss(w, x):
+        return jnp.exp(x * w).sum()
+
+    def run(policy):
+        cast = jmpx.autocast(loss, policy=policy)
+        return jmpx.first_nonfinite(cast)(ONES, 12 * ONES)
+
+    found = run("compute=f16; op.exp: f16")
+    assert found.rule == "op.exp: f32"
+    assert run(f"compute=f16; {found.rule}") is None
+
+
+def test_a_named_scope_is_selected_by_its_name():
+    def loss(w, x):
+        with jax.named_scope("readout"):
+            return total(jnp.exp(x * w))
+
+    found = jmpx.first_nonfinite(loss)(HALF, 12 * HALF)
+    assert found.scope == "readout" and found.rule == "*/readout: f32"
+
+
+def layers(w, x):
+    """Layers that are scanned: the second one overflows."""
+
+    def layer(x, w):
+        return jnp.maximum(x * w, 0), None  # HERE
+
+    return total(jax.lax.scan(layer, x, w)[0])
+
+
+def test_scanned_layers_tell_which_layer():
+    found = jmpx.first_nonfinite(layers)(jnp.array([[8.0], [4e4], [1]], F16), 2 * HALF[:1])
+    assert [trip for trip, _ in found.trips] == [1] and found.place.line == marked_line(layers)
+    assert [each.largest for each in found.operands] == [16, 4e4]
+
+
+def test_inside_of_shard_map(rng):
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "d")
+
+    def body(w, x):
+        return jax.lax.pmean(total(jnp.exp(x * w)), "d")  # HERE
+
+    def loss(w, x):
+        return jax.shard_map(body, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())(w, x)
+
+    x = np.array([1, 2, 3, 12], np.float16)  # the second device overflows
+    found = jmpx.first_nonfinite(loss)(jnp.ones((), F16), x)
+    assert found.operation == "exp" and found.place.line == marked_line(body)
+    assert found.operands[0].largest == 12 and found.operands[0].shape == (2,)
+    assert jmpx.first_nonfinite(loss)(jnp.ones((), F16), x / 2) is None
+
+
+# The report
+
+
+def test_the_report_fits_the_terminal():
+    found = jmpx.first_nonfinite(masked_rows)(HALF, HALF)
+    lines = str(found).splitlines()
+    assert lines[0] == "convert_element_type makes an infinity in the forward pass"
+    assert max(map(len, lines[2:])) <= 79
+    names = [line[2:13].strip() for line in lines[1:] if line[2:13].strip()]
+    assert names == ["at", "operand", "result", "cause"]
+
+
+def test_the_report_is_data():
+    found = jmpx.first_nonfinite(in_a_scan)(HALF, HALF)
+    data = json.loads(found.to_json())
+    assert data["operation"] == "mul" and data["trips"][0]["trip"] == 15
+    assert data["place"]["line"] == marked_line(in_a_scan)
+    assert data["operands"][0] == {
+        "dtype": "float16",
+        "shape": [3],
+        "smallest": 2.0**15,
+        "largest": 2.0**15,
+        "nans": 0,
+        "infs": 0,
+    }
+    assert data["results"][0]["infs"] == 3 and data["results"][0]["largest"] is None
+    with pytest.raises(AttributeError):
+        found.rule = ""
+
+
+def test_numbers_of_operands_are_counted(rng):
+    x = np.array(normal(rng, 50))
+    x[0] = 0.125
+    found = jmpx.first_nonfinite(lambda w, x: jnp.log(w * x).mean())(jnp.ones(50), x)
+    (operand,) = found.operands
+    magnitudes = np.abs(x)
+    assert math.isclose(operand.smallest, magnitudes.min(), rel_tol=1e-6)
+    assert math.isclose(operand.largest, magnitudes.max(), rel_tol=1e-6)
+    assert found.kind == "NaN" and found.results[0].nans == (x < 0).sum()
+
+
+# Bad arguments
+
+
+def test_a_function_is_expected():
+    with pytest.raises(TypeError, match="write jmpx.first_nonfinite.loss_fn..params, batch."):
+        jmpx.first_nonfinite(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_arrays_are_expected():
+    shape = jax.ShapeDtypeStruct((3,), "float16")
+    with pytest.raises(TypeError, match="got a shape as x: jmpx.first_nonfinite runs the step"):
+        jmpx.first_nonfinite(overflowing_exp)(HALF, shape)
+    with pytest.raises(TypeError, match="Cannot look at the traced w: call"):
+        jax.jit(lambda w, x: bool(jmpx.first_nonfinite(overflowing_exp)(w, x)))(HALF, HALF)
+
+
+def test_nothing_is_printed_and_nothing_raises(capfd):
+    def loss(w, x):
+        jax.debug.print("{}", w)
+        return total(w * x)
+
+    assert jmpx.first_nonfinite(loss)(HALF, HALF) is None
+    jax.effects_barrier()
+    assert "[" not in capfd.readouterr().out
+
+
+def test_the_page_runs_and_its_report_is_real():
+    page = ROOT / "docs" / "nonfinite.md"
+    names = run_python_blocks(page)
+    (report,) = re.findall(r"^```text\n(.*?)\n```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    without_place = lambda text: re.sub(r"at  .*\(", "at (", text)  # noqa: E731
+    assert without_place(str(names["found"])) == without_place(report)
