@@ -124,7 +124,8 @@ def _is_stage(value: Any) -> bool:
 
 def _other(step: Any) -> str:
     """Returns what a wrong argument is, and what to pass instead."""
-    name = getattr(step, "__name__", "step")
+    name = getattr(step, "__name__", "")
+    name = name if name.isidentifier() else "step"
     if isinstance(step, jax.stages.Traced):
         return "a traced one: pass what its `.lower()` returns"
     if callable(step) and hasattr(step, "lower"):
