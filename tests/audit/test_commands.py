@@ -329,7 +329,7 @@ USAGE = {
     ("audit",): "MODULE:FUNCTION; usage: python -m jmpx audit MODULE:FUNCTION [options]",
     ("audti", "a:b"): "unknown command 'audti'; did you mean 'audit'?; usage: python -m jmpx",
     ("audit", "a:b", "c"): "unrecognized arguments: c; usage: python -m jmpx audit",
-    ("audit", "a:b", "--platform=gpu"): "invalid choice: 'gpu' (choose from",
+    ("audit", "a:b", "--platform=gup"): "invalid choice: 'gup' (choose from",
     ("first-nonfinite", "a:b", "--lock=c"): "unrecognized arguments: --lock=c; usage: python",
     ("ranges", "a:b", "--dtype"): "expected one argument; usage: python -m jmpx ranges",
 }
@@ -343,7 +343,7 @@ def test_wrong_arguments_are_one_line(arguments, capsys):
 HELP = {
     (): ["explain", "audit", "ranges", "first-nonfinite", "exit code"],
     ("explain",): ["--model", "POLICY"],
-    ("audit",): ["--lock PATH", "--platform {cpu,cuda,tpu}", "--json", "-- FLAGS OF THE PROGRAM"],
+    ("audit",): ["--lock PATH", "--platform {cpu,cuda,gpu,tpu}", "--json", "-- FLAGS OF THE PROGRAM"],
     ("ranges",): ["--dtype DTYPE", "--plot PATH", "--json"],
     ("first-nonfinite",): ["--json"],
 }
