@@ -276,6 +276,10 @@ def fails():
     raise RuntimeError("no\nsuch  file")
 
 
+def fails_at_length():
+    raise TypeError("all arrays differ " * 10_000)
+
+
 def untraceable():
     return (lambda w, x: w @ x), (SHAPES[0], SHAPES[0])
 
@@ -301,6 +305,7 @@ WRONG = {
     "THIS:SHAPES": "Expected audit to name a function that takes no arguments and returns a pair",
     "THIS:loss_fn": "failed: TypeError: loss_fn() missing 2 required positional arguments",
     "THIS:fails": "failed: RuntimeError: no such file (",
+    "THIS:fails_at_length": "failed: TypeError: all arrays differ all arrays",
     "THIS:untraceable": "The audit of THIS:untraceable failed: TypeError: ",
     "THIS:nothing": f"Expected THIS:nothing {RETURNS}a value of type NoneType.",
     "THIS:no_arguments": f"Expected THIS:no_arguments {RETURNS}(function, ShapeDtypeStruct).",
@@ -311,7 +316,7 @@ WRONG = {
 @pytest.mark.parametrize("target", WRONG)
 def test_a_wrong_target_is_one_line(target, capsys):
     line = error_of(capsys, "audit", target)
-    assert WRONG[target].replace("THIS", __name__) in line
+    assert WRONG[target].replace("THIS", __name__) in line and len(line) < 800
     if target in ("THIS:fails", "THIS:untraceable"):
         assert "test_commands.py:" in line
 
@@ -329,7 +334,7 @@ USAGE = {
     ("audit",): "MODULE:FUNCTION; usage: python -m jmpx audit MODULE:FUNCTION [options]",
     ("audti", "a:b"): "unknown command 'audti'; did you mean 'audit'?; usage: python -m jmpx",
     ("audit", "a:b", "c"): "unrecognized arguments: c; usage: python -m jmpx audit",
-    ("audit", "a:b", "--platform=gpu"): "invalid choice: 'gpu' (choose from",
+    ("audit", "a:b", "--platform=gup"): "invalid choice: 'gup' (choose from",
     ("first-nonfinite", "a:b", "--lock=c"): "unrecognized arguments: --lock=c; usage: python",
     ("ranges", "a:b", "--dtype"): "expected one argument; usage: python -m jmpx ranges",
 }
@@ -343,7 +348,12 @@ def test_wrong_arguments_are_one_line(arguments, capsys):
 HELP = {
     (): ["explain", "audit", "ranges", "first-nonfinite", "exit code"],
     ("explain",): ["--model", "POLICY"],
-    ("audit",): ["--lock PATH", "--platform {cpu,cuda,tpu}", "--json", "-- FLAGS OF THE PROGRAM"],
+    ("audit",): [
+        "--lock PATH",
+        "--platform {cpu,cuda,gpu,tpu}",
+        "--json",
+        "-- FLAGS OF THE PROGRAM",
+    ],
     ("ranges",): ["--dtype DTYPE", "--plot PATH", "--json"],
     ("first-nonfinite",): ["--json"],
 }
