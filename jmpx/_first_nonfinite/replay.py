@@ -11,8 +11,8 @@ from jmpx._first_nonfinite.causes import Cause, cause_of_event, in_float32
 from jmpx._first_nonfinite.flow import Flow
 from jmpx._first_nonfinite.numbers import NAN, is_inexact, is_narrow, numbers_of, worst_of
 from jmpx._first_nonfinite.report import NonFinite
-from jmpx._first_nonfinite.scales import Scale, run_unscaled, scale_of
-from jmpx._first_nonfinite.search import Event, Search
+from jmpx._first_nonfinite.scales import Scale, is_scaling, run_unscaled, scale_of
+from jmpx._first_nonfinite.search import HAND_ON, Event, Search
 from jmpx._first_nonfinite.widening import run_wide, widen
 from jmpx._jaxpr import operation_name, place_of
 from jmpx._places import selector, where
@@ -105,6 +105,7 @@ class Replay:
         if cause is None:
             cause = cause_of_event(event, operands, results, rule, _maker(node))
             cause = cause if cause.is_of_dtype else self.cause_in_16_bits(run, cause, rule)
+            cause = self.or_scale(cause, site)
         seen = [numbers_of(x) for x in results if is_inexact(x)]
         return NonFinite(
             kind="inf" if any(each.infs for each in seen) else "NaN",
@@ -134,6 +135,14 @@ class Replay:
         reason = f"{cause.reason}, because of numbers that 16 bits lost before"
         return in_float32(reason, "all is finite", rule)
 
+    def or_scale(self, cause: Cause, site: Site) -> Cause:
+        """Returns a cause that also tells of a loss scale that no argument holds."""
+        is_unknown = self.scale is None and site.is_backward
+        if not is_unknown or not any(is_scaling(each.equation) for each in self.search.sites):
+            return cause
+        hint = "; or lower the loss scale: pass it as an argument, and it is told to how much"
+        return cause._replace(remedy=cause.remedy + hint)
+
     def given(self, value: Value, arrays: Sequence[Any], scale: float | None) -> NonFinite:
         """Describes an argument or a constant that is not finite."""
         is_input = value.kind == "input"
@@ -162,6 +171,8 @@ def _maker(node: Node | None) -> str:
     if node is None or not node.operands:
         return ""
     value = node.operands[0]
+    while value.node is not None and value.node.name in HAND_ON:
+        value = value.node.operands[0]
     if value.node is not None:
         return "" if value.node.is_structure else value.node.name
     return "" if value.kind == "input" else value.kind
