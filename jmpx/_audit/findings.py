@@ -11,11 +11,21 @@ from jmpx._audit.leaks import leaks
 from jmpx._audit.low_precision import low_precision
 from jmpx._audit.options import Options as Options
 from jmpx._audit.rounding import rounding
+from jmpx._audit.streams import Streams
 
 Finder: TypeAlias = Callable[[Graph, Options], Iterator[Finding]]
 
+
+def float32_and_casts(graph: Graph, options: Options) -> Iterator[Finding]:
+    """Yields the findings about float32 in a step of 16 bits, constants and casts."""
+    del options
+    streams = Streams(graph)
+    yield from leaks(graph, streams)
+    yield from rounding(graph, streams)
+
+
 # Each looks at the graph once, and yields a finding for each operation that it is about.
-FINDERS: tuple[Finder, ...] = (leaks, rounding, low_precision, accumulation, hardware)
+FINDERS: tuple[Finder, ...] = (float32_and_casts, low_precision, accumulation, hardware)
 
 
 def find(graph: Graph, options: Options) -> tuple[Finding, ...]:

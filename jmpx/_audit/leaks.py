@@ -9,8 +9,7 @@ import numpy as np
 from jmpx._audit.data import Finding
 from jmpx._audit.flops import flops
 from jmpx._audit.graph import Graph, Node, Value
-from jmpx._audit.options import Options
-from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Stream, Streams, compute_dtype
+from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Stream, Streams, outermost_dtype
 from jmpx._autocast.products import PRODUCTS
 from jmpx._jaxpr import Place
 
@@ -18,13 +17,11 @@ _SHORT = {"bfloat16": "bf16", "float16": "f16"}
 _LARGE = 0.05  # of all bytes that are saved for the backward pass
 
 
-def leaks(graph: Graph, options: Options) -> Iterator[Finding]:
+def leaks(graph: Graph, streams: Streams) -> Iterator[Finding]:
     """Yields the findings about float32 that leaks into a step of 16 bits."""
-    del options
-    streams = Streams(graph)
-    step = _Step(graph, streams)
-    if not step.is_half:
+    if not streams.is_half:
         return
+    step = _Step(graph, streams)
     yield from step.of_streams()
     yield from step.of_backward()
     yield from step.saved_others()
@@ -48,22 +45,8 @@ class _Step:
     def __init__(self, graph: Graph, streams: Streams) -> None:
         self._graph = graph
         self._streams = streams
-        self.is_half = self._is_half()
-        if self.is_half:
-            self._name = self._half_dtype()
-            self._backward = self._backward_products()
-
-    def _is_half(self) -> bool:
-        """Whether most products have 16-bit operands, or the outermost policy computes in them."""
-        half = sum(map(flops, self._streams.half_products))
-        if half and half >= sum(map(flops, self._streams.wide_products)):
-            return True
-        return self._outermost() in HALF
-
-    def _outermost(self) -> np.dtype | None:
-        """Returns the dtype in which the outermost policy computes."""
-        policies = filter(None, self._graph.program.policies.values())
-        return next(map(compute_dtype, policies), None)
+        self._name = self._half_dtype()
+        self._backward = self._backward_products()
 
     def _half_dtype(self) -> str:
         """Returns the name of the 16-bit dtype that most products have."""
@@ -73,7 +56,7 @@ class _Step:
                 value = _before_cast(value)
                 if value.dtype in HALF:
                     counts[value.dtype.name] += flops(node)
-        return counts.most_common(1)[0][0] if counts else str(self._outermost())
+        return counts.most_common(1)[0][0] if counts else str(outermost_dtype(self._graph))
 
     def _key(self, node: Node) -> _Key:
         return _Key(self._graph.path(node), self._graph.place(node))
@@ -223,8 +206,8 @@ class _Step:
         if source.kind in ("literal", "const") and source.size == 1:
             number = float(np.asarray(source.constant).reshape(()))
             return f"the {dtype} number {number:.6g} (of NumPy, or an array)"
-        if source.kind == "const":
-            return f"a constant array, which is {dtype}"
+        if source.kind == "const" or not self._streams.is_variable(source):
+            return f"a constant {dtype} array"
         return f"a {dtype} array"
 
     def _rule(self, node: Node, cause: Value | None) -> str:

@@ -7,8 +7,7 @@ import numpy as np
 from jmpx._audit.data import Finding
 from jmpx._audit.graph import Graph, Node, Value
 from jmpx._audit.low_values import full_rule, scopes_of_products
-from jmpx._audit.options import Options
-from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, call, compute_dtype, forward
+from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Streams, call, compute_dtype
 
 _FLOAT16 = np.dtype(np.float16)
 _LARGEST, _SMALLEST = 65504.0, 2.0**-24  # of float16
@@ -18,13 +17,13 @@ _CHOICES = frozenset({"select_n", "pad", "concatenate", "max", "min", "clamp", "
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "rem"})
 
 
-def rounding(graph: Graph, options: Options) -> Iterator[Finding]:
+def rounding(graph: Graph, streams: Streams) -> Iterator[Finding]:
     """Yields the findings about constants and casts."""
-    del options
-    for node in forward(graph):
+    for node in streams.forward:
         if node.name == CAST:
             yield from _cast_constant(graph, node)
-            yield from _casts(graph, node)
+            if not streams.is_of_leak(node.results[0]):  # else it is a finding without this
+                yield from _casts(graph, node)
         elif node.name in _ARITHMETIC and node.results[0].dtype == _FLOAT16:
             yield from _lost_literal(graph, node)
 

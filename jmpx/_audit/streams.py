@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._audit.flops import flops
 from jmpx._audit.graph import Graph, Node, Value
 from jmpx._autocast.products import PRODUCTS, is_precise
 from jmpx._jaxpr import call_of
@@ -100,6 +101,8 @@ class Streams:
     Attributes:
         found: all streams that are no part of another one.
         forward: the nodes of the forward pass, in the order of the program.
+        is_half: whether the step computes in 16 bits: most products have 16-bit operands, or the
+            outermost policy says so.
         saved: the bytes that are saved for the backward pass, of floats in all dtypes.
         saved_others: values saved for the backward pass that are wide and belong to no stream.
         half_products: the products with a 16-bit operand, or that would have one without a leak.
@@ -118,13 +121,20 @@ class Streams:
         self.asked: list[Node] = []
         self._variable: set[int] = set()  # the ids of values that depend on an argument
         for node in self.forward:
-            if any(value.kind == "input" or id(value) in self._variable for value in node.operands):
+            if any(map(self.is_variable, node.operands)):
                 self._variable.update(map(id, node.results))
             self._visit(node)
+        self.is_half = self._is_half()
         self.saved = 0
         self.saved_others: list[Value] = []
         self._count_saved()
         self.found = [stream for stream in self._streams if stream.into is None]
+
+    def _is_half(self) -> bool:
+        half = sum(map(flops, self.half_products))
+        if half and half >= sum(map(flops, self.wide_products)):
+            return True
+        return outermost_dtype(self._graph) in HALF
 
     def _visit(self, node: Node) -> None:
         if node.name in PRODUCTS:
@@ -244,6 +254,15 @@ class Streams:
         cause = (meeting.other or meeting.wide or meeting.cast)[0]
         return self._start("product", node, cause)
 
+    def is_variable(self, value: Value) -> bool:
+        """Whether a value is an argument, or depends on one."""
+        return value.kind == "input" or id(value) in self._variable
+
+    def is_of_leak(self, value: Value) -> bool:
+        """Whether a value belongs to a stream that a finding is about."""
+        stream = self._of[id(value)].whole if id(value) in self._of else None
+        return self.is_half and stream is not None and bool(stream.products or stream.widened)
+
     def is_asked(self, node: Node) -> bool:
         """Whether the user asks that a node computes in float32: by a policy, rule or precision."""
         if where(node.scope).is_full or (node.name in PRODUCTS and is_precise(node.eqn)):
@@ -289,7 +308,7 @@ class Streams:
                     continue
                 if id(value) in self._of:
                     self._of[id(value)].whole.nbytes += value.nbytes
-                elif id(value) in self._variable and _is_computed(value):
+                elif self.is_variable(value) and _is_computed(value):
                     self.saved_others.append(value)
 
 
@@ -297,6 +316,11 @@ class Streams:
 def compute_dtype(policy: str) -> np.dtype:
     """Returns the dtype in which a policy computes."""
     return np.dtype(get_policy(policy).compute_dtype)
+
+
+def outermost_dtype(graph: Graph) -> np.dtype | None:
+    """Returns the dtype in which the outermost policy computes; None if there is no policy."""
+    return next(map(compute_dtype, filter(None, graph.program.policies.values())), None)
 
 
 def forward(graph: Graph) -> Iterator[Node]:
