@@ -60,15 +60,22 @@ class Wire:
         """Returns tables of 100 columns: what is sent by kind and dtype, and the largest arrays."""
         return "\n".join(_lines(self))
 
-    def to_json(self) -> str:
-        """Returns all of it as JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
         fields = {"program": self.program, "devices": self.devices, "platform": self.platform}
-        rows = []
+        rows: list[dict[str, Any]] = []
         for one in self.collectives:
             place = None if one.place is None else one.place._asdict()
             rows.append(one._asdict() | {"sent": one.sent, "place": place})
-        more = {"sent": self.sent, "collectives": rows, "notes": self.notes}
-        return json.dumps(fields | more, indent=2)
+        return fields | {"sent": self.sent, "collectives": rows, "notes": list(self.notes)}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns `to_dict()` as JSON.
+
+        Args:
+            indent: as in `json.dumps`; None puts all into one line.
+        """
+        return json.dumps(self.to_dict(), indent=indent)
 
 
 def wire(step: Any) -> Wire:
@@ -124,7 +131,8 @@ def _is_stage(value: Any) -> bool:
 
 def _other(step: Any) -> str:
     """Returns what a wrong argument is, and what to pass instead."""
-    name = getattr(step, "__name__", "step")
+    name = getattr(step, "__name__", "")
+    name = name if name.isidentifier() else "step"
     if isinstance(step, jax.stages.Traced):
         return "a traced one: pass what its `.lower()` returns"
     if callable(step) and hasattr(step, "lower"):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 from jmpx._audit.accumulation import accumulation
-from jmpx._audit.data import Finding
+from jmpx._audit.data import SEVERITIES, Finding
 from jmpx._audit.graph import Graph
 from jmpx._audit.hardware import hardware
 from jmpx._audit.leaks import leaks
@@ -16,8 +16,6 @@ Finder: TypeAlias = Callable[[Graph, Options], Iterator[Finding]]
 
 # Each looks at the graph once, and yields a finding for each operation that it is about.
 FINDERS: tuple[Finder, ...] = (leaks, rounding, low_precision, accumulation, hardware)
-
-_SEVERITIES = ("high", "medium", "low")
 
 
 def find(graph: Graph, options: Options) -> tuple[Finding, ...]:
@@ -38,7 +36,7 @@ def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _sum(first: Finding, second: Finding) -> Finding:
-    worst = min(first, second, key=lambda finding: _SEVERITIES.index(finding.severity))
+    worst = min(first, second, key=lambda finding: SEVERITIES.index(finding.severity))
     return worst._replace(
         count=first.count + second.count,
         flops=first.flops + second.flops,
@@ -48,4 +46,4 @@ def _sum(first: Finding, second: Finding) -> Finding:
 
 def _rank(finding: Finding) -> tuple[object, ...]:
     size = (-finding.flops, -finding.nbytes, -finding.count)
-    return (_SEVERITIES.index(finding.severity), *size, finding.name, str(finding.place))
+    return (SEVERITIES.index(finding.severity), *size, finding.name, str(finding.place))

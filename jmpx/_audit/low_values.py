@@ -100,11 +100,11 @@ def full_rule(graph: Graph, node: Node, with_products: set[str]) -> str | None:
 
 
 def full_rule_or(graph: Graph, node: Node, with_products: set[str], advice: str) -> str:
-    """Returns `full_rule`, or advice: what to do without that rule."""
+    """Returns `full_rule`, or advice: what to do in the code."""
     rule = _full_rule(graph, node)
     if rule is None:
         return advice
-    return f"{rule} (its products, too); or {advice}" if _path(node) in with_products else rule
+    return f"{advice}; or {rule}, with its products" if _path(node) in with_products else rule
 
 
 def _path(node: Node) -> str:

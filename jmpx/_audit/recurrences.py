@@ -65,8 +65,8 @@ class Recurrence(NamedTuple):
 
 
 def is_decay(factor: float) -> bool:
-    """Whether a value that is multiplied by a factor decays."""
-    return 0 < factor < 1 - 1e-6
+    """Whether a value that is multiplied by a factor decays, and most of it is kept."""
+    return 0.5 <= factor < 1 - 1e-6
 
 
 def recurrences(graph: Graph) -> Iterator[Recurrence]:

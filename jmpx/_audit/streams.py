@@ -102,7 +102,7 @@ class Streams:
         forward: the nodes of the forward pass, in the order of the program.
         saved: the bytes that are saved for the backward pass, of floats in all dtypes.
         saved_others: values saved for the backward pass that are wide and belong to no stream.
-        half_products: the products with a 16-bit operand, or that had one without a leak.
+        half_products: the products with a 16-bit operand, or that would have one without a leak.
         wide_products: the other products, without those that a user asks for.
         asked: the products that a user asks for in float32, and sums of products such as a norm.
     """
@@ -116,7 +116,10 @@ class Streams:
         self.half_products: list[Node] = []
         self.wide_products: list[Node] = []
         self.asked: list[Node] = []
+        self._variable: set[int] = set()  # the ids of values that depend on an argument
         for node in self.forward:
+            if any(value.kind == "input" or id(value) in self._variable for value in node.operands):
+                self._variable.update(map(id, node.results))
             self._visit(node)
         self.saved = 0
         self.saved_others: list[Value] = []
@@ -221,10 +224,13 @@ class Streams:
                 part.is_island = True
         else:
             stream = self._leak(node, meeting)
-            (self.half_products if is_half or cast else self.wide_products).append(node)
+            is_meant_half = (
+                is_half or stream.node is not node or (cast and not self.is_written(node))
+            )
+            (self.half_products if is_meant_half else self.wide_products).append(node)
             stream.products.append(node)
             for part in parts:
-                if not part.is_island:
+                if not part.is_island and not part.widened:
                     self._merge(part, stream)
         if stream is not None:
             self._give(node, stream)
@@ -232,7 +238,7 @@ class Streams:
     def _leak(self, node: Node, meeting: Meeting) -> Stream:
         """Returns the stream because of which a product is wide."""
         leaks = [self._of[id(value)].whole for value in meeting.wide]
-        is_cause = all(stream.kind != "cast" for stream in leaks)
+        is_cause = all(stream.kind != "cast" or stream.widened for stream in leaks)
         if leaks and is_cause and not meeting.other:
             return leaks[0]
         cause = (meeting.other or meeting.wide or meeting.cast)[0]
@@ -256,7 +262,7 @@ class Streams:
 
     def _is_silent(self, value: Value, node: Node) -> bool:
         """Whether the cast of a value was not written by the user, but is part of an operation."""
-        return _call(self._casts[id(value)]) == _call(node)
+        return call(self._casts[id(value)]) == call(node)
 
     def is_written(self, node: Node) -> bool:
         """Whether the user's code casts an operand of a node up right before it."""
@@ -283,7 +289,7 @@ class Streams:
                     continue
                 if id(value) in self._of:
                     self._of[id(value)].whole.nbytes += value.nbytes
-                elif _is_computed(value):
+                elif id(value) in self._variable and _is_computed(value):
                     self.saved_others.append(value)
 
 
@@ -304,13 +310,13 @@ def forward(graph: Graph) -> Iterator[Node]:
             yield node
 
 
-def _call(node: Node) -> object:
+def call(node: Node) -> object:
     """Returns the user's call that an operation is a part of."""
     each: Node | None = node
     while each is not None:
-        call = call_of(each.eqn)
-        if call is not None:
-            return call
+        found = call_of(each.eqn)
+        if found is not None:
+            return found
         each = each.around
     return None
 

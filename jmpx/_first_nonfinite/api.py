@@ -61,7 +61,8 @@ def first_nonfinite(fn: Callable[..., Any]) -> Callable[..., NonFinite | None]:
     def run(*args: Any, **kwargs: Any) -> NonFinite | None:
         program = traced_program(fn, args, kwargs)
         _check_arrays(program)
-        return Replay(program, (fn, args, kwargs)).find()
+        with jax.debug_nans(False), jax.debug_infs(False):  # They would stop before it is named.
+            return Replay(program, (fn, args, kwargs)).find()
 
     return run
 

@@ -68,7 +68,7 @@ _OF_INFINITIES = {
 
 
 def cause_of_event(
-    event: Event, operands: Sequence[Any], results: Sequence[Any], rule: str, is_constant: bool
+    event: Event, operands: Sequence[Any], results: Sequence[Any], rule: str, maker: str
 ) -> Cause:
     """Returns why an equation made an infinity or a NaN.
 
@@ -77,7 +77,7 @@ def cause_of_event(
         operands: what it read.
         results: what it made.
         rule: the rule that has it run in float32.
-        is_constant: whether its first operand is a constant.
+        maker: the operation that made its first operand, or `const` or `literal`; else empty.
     """
     name = operation_name(event.site.equation.primitive.name)
     if not event.is_made:
@@ -92,14 +92,17 @@ def cause_of_event(
     dtypes = (x.dtype for x in (*results, *operands) if is_inexact(x) and is_narrow(x.dtype))
     dtype = next(dtypes)
     beyond = f"beyond {dtype.name}, whose largest number is {float(jnp.finfo(dtype).max):g}"
-    if is_constant and name == "convert_element_type" and np.size(operands[0]) == 1:
-        return Cause(
-            f"The constant {np.asarray(operands[0]).flat[0]:g} is {beyond}",
-            "Write jnp.finfo(x.dtype).min where it masks something, or keep it in float32",
-            rule,
-            is_of_dtype=True,
-        )
-    return in_float32(f"It gives up to {largest:.4g}, {beyond}", "it is finite", rule)
+    if name != "convert_element_type":
+        return in_float32(f"It gives up to {largest:.4g}, {beyond}", "it is finite", rule)
+    if maker not in ("const", "literal"):
+        what = f" {maker} gives" if maker else " it reads"
+        return in_float32(f"What{what}, up to {largest:.4g}, is {beyond}", "it is finite", rule)
+    return Cause(
+        f"The constant {np.asarray(operands[0]).flat[0]:g} is {beyond}",
+        "Write jnp.finfo(x.dtype).min where it masks something, or keep it in float32",
+        rule,
+        is_of_dtype=True,
+    )
 
 
 def in_float32(reason: str, what: str, rule: str) -> Cause:

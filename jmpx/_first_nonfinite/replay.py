@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmpx._audit.graph import Graph, Value
+from jmpx._audit.graph import Graph, Node, Value
 from jmpx._first_nonfinite.causes import Cause, cause_of_event, in_float32
 from jmpx._first_nonfinite.flow import Flow
 from jmpx._first_nonfinite.numbers import NAN, is_inexact, is_narrow, numbers_of, worst_of
 from jmpx._first_nonfinite.report import NonFinite
-from jmpx._first_nonfinite.scales import Scale, run_unscaled, scale_of
-from jmpx._first_nonfinite.search import Event, Search
+from jmpx._first_nonfinite.scales import Scale, is_scaling, run_unscaled, scale_of
+from jmpx._first_nonfinite.search import HAND_ON, Event, Search
 from jmpx._first_nonfinite.widening import run_wide, widen
 from jmpx._jaxpr import operation_name, place_of
 from jmpx._places import selector, where
@@ -101,11 +101,11 @@ class Replay:
         node = run.flow.node(site)
         operands, results = run.search.operands_of(event, run.arrays)
         policy = "" if node is None else self.graph.policy(node)
-        rule = _rule(site, policy)
+        rule = _rule(site)
         if cause is None:
-            is_constant = node is not None and node.operands[0].kind in ("literal", "const")
-            cause = cause_of_event(event, operands, results, rule, is_constant)
+            cause = cause_of_event(event, operands, results, rule, _maker(node))
             cause = cause if cause.is_of_dtype else self.cause_in_16_bits(run, cause, rule)
+            cause = self.or_scale(cause, site)
         seen = [numbers_of(x) for x in results if is_inexact(x)]
         return NonFinite(
             kind="inf" if any(each.infs for each in seen) else "NaN",
@@ -135,6 +135,14 @@ class Replay:
         reason = f"{cause.reason}, because of numbers that 16 bits lost before"
         return in_float32(reason, "all is finite", rule)
 
+    def or_scale(self, cause: Cause, site: Site) -> Cause:
+        """Returns a cause that also tells of a loss scale that no argument holds."""
+        is_unknown = self.scale is None and site.is_backward
+        if not is_unknown or not any(is_scaling(each.equation) for each in self.search.sites):
+            return cause
+        hint = "; or lower the loss scale: pass it as an argument, and it is told to how much"
+        return cause._replace(remedy=cause.remedy + hint)
+
     def given(self, value: Value, arrays: Sequence[Any], scale: float | None) -> NonFinite:
         """Describes an argument or a constant that is not finite."""
         is_input = value.kind == "input"
@@ -158,13 +166,26 @@ class Replay:
         )
 
 
-def _rule(site: Site, policy: str) -> str:
+def _maker(node: Node | None) -> str:
+    """Returns the operation that made the first operand of a node, or `const` or `literal`."""
+    if node is None or not node.operands:
+        return ""
+    value = node.operands[0]
+    while value.node is not None and value.node.name in HAND_ON:
+        value = value.node.operands[0]
+    if value.node is not None:
+        return "" if value.node.is_structure else value.node.name
+    return "" if value.kind == "input" else value.kind
+
+
+def _rule(site: Site) -> str:
     """Returns the rule that has an operation run in float32; empty if nothing selects it."""
     selected, name = selector(site.scope), operation_name(site.equation.primitive.name)
-    is_cast = name == "convert_element_type"
     if selected is not None:
-        # A module that computes in float32 returns the dtype of those around it, unless told.
-        is_result = is_cast and "compute=float32" in policy
+        # A module that computes in float32 returns the dtype of those around it, unless told, and
+        # what overflowed in it would overflow there.
+        is_result = where(site.scope).module is not None and not site.is_backward
         return f"{selected}: {'c=f32,o=f32' if is_result else 'f32'}"
     # A rule for operations is for those of the forward pass, and a cast is none of autocast's.
+    is_cast = name == "convert_element_type"
     return "" if site.is_backward or is_cast else f"op.{name}: f32"

@@ -62,10 +62,14 @@ def run_unscaled(eqn: Equation, operands: list[Any]) -> list[Any]:
 
 
 def _factor(eqn: Equation) -> float | None:
-    """Returns the number by which `LossScale.scale` and `unscale` multiply in an equation."""
-    if eqn.primitive.name != "mul" or not _jaxpr.is_literal(eqn.invars[1]):
-        return None
+    """Returns the constant by which `LossScale.scale` and `unscale` multiply in an equation."""
+    is_constant = is_scaling(eqn) and _jaxpr.is_literal(eqn.invars[1])
+    return float(eqn.invars[1].val) if is_constant else None
+
+
+def is_scaling(eqn: Equation) -> bool:
+    """Whether an equation is a product of `LossScale.scale` or `unscale`."""
     traceback = eqn.source_info.traceback
-    frames = () if traceback is None else traceback.frames
-    is_scaling = any(frame.function_name.endswith("multiply_leaf") for frame in frames)
-    return float(eqn.invars[1].val) if is_scaling else None
+    if eqn.primitive.name != "mul" or traceback is None:
+        return False
+    return any(frame.function_name.endswith("multiply_leaf") for frame in traceback.frames)

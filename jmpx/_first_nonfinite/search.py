@@ -12,7 +12,7 @@ from jmpx._jaxpr import Equation, Jaxpr
 from jmpx._watched import Run, Site, Trips, is_loop
 
 # These hand on each number that they read, so that their operands tell what they hold.
-_HAND_ON = ("broadcast_in_dim", "copy", "neg", "pvary", "reshape", "rev", "squeeze", "transpose")
+HAND_ON = ("broadcast_in_dim", "copy", "neg", "pvary", "reshape", "rev", "squeeze", "transpose")
 # XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears.
 _AS_WRITTEN = {"xla_allow_excess_precision": False}
 MADE, TURNED = 1, 2  # out of finite numbers; NaN out of infinities
@@ -50,7 +50,7 @@ class Seen(NamedTuple):
 
 def is_watched(eqn: Equation) -> bool:
     """Whether it is noted what the results of an equation hold."""
-    return eqn.primitive.name not in _HAND_ON and any(is_inexact(v.aval) for v in eqn.outvars)
+    return eqn.primitive.name not in HAND_ON and any(is_inexact(v.aval) for v in eqn.outvars)
 
 
 def silent(eqn: Equation, operands: list[Any]) -> list[Any]:

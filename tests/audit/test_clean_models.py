@@ -207,3 +207,49 @@ def test_asked_float32_is_no_finding():
     square = jax.ShapeDtypeStruct((8, 8), BF16)
     params = {"w": square, "router": jax.ShapeDtypeStruct((8, 8), F32)}
     assert findings(loss, params, shapes(X, BF16)) == ()
+
+
+def rms_norm(x, scale):
+    wide = x.astype(F32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+    return (wide * scale).astype(x.dtype)
+
+
+def rotated(x):
+    angles = jnp.arange(x.shape[1]).astype(F32)[:, None] / 100 ** jnp.linspace(
+        0, 1, x.shape[-1] // 2
+    )
+    left, right = (part.astype(F32) for part in jnp.split(x, 2, axis=-1))
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    both = [left * cos - right * sin, left * sin + right * cos]
+    return jnp.concatenate(both, axis=-1).astype(x.dtype)
+
+
+def decoder_block(params, x):
+    h = rms_norm(x, params["scale"])
+    q, k, v = rotated(h @ params["q"]), rotated(h @ params["k"]), h @ params["v"]
+    distances = jnp.abs(jnp.arange(5)[:, None] - jnp.arange(5)).astype(F32)
+    scores = (q @ k.swapaxes(1, 2)).astype(F32) * x.shape[-1] ** -0.5 - distances
+    x = x + jax.nn.softmax(jnp.where(jnp.tri(5, dtype=bool), scores, -1e9)).astype(x.dtype) @ v
+    h = rms_norm(x, params["scale"])
+    return x + (jax.nn.silu(h @ params["q"]) * (h @ params["k"])) @ params["v"]
+
+
+def decoder_loss(params, x):
+    for _ in range(2):
+        x = decoder_block(params, x)
+    return softmax_loss(x @ params["q"])
+
+
+def test_decoder_whose_optimizer_multiplies_in_float32():
+    """Islands by hand, rotary positions, and products of gradients, as Muon has them."""
+
+    def step(params, x):
+        loss, grads = jax.value_and_grad(decoder_loss)(params, x)
+        wide = jax.tree.map(lambda grad: grad.astype(F32), grads)
+        updates = jax.tree.map(lambda grad: grad @ grad.T @ grad if grad.ndim > 1 else grad, wide)
+        return jax.tree.map(lambda p, u: (p.astype(F32) - u).astype(p.dtype), params, updates), loss
+
+    params = {name: jax.ShapeDtypeStruct((8, 8), BF16) for name in "qkv"}
+    params["scale"] = jax.ShapeDtypeStruct((8,), F32)
+    assert findings(step, params, shapes(X, BF16)) == ()

@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +167,18 @@ PLANTED = [
 ]
 
 
+def find(fn, *args):
+    """Returns what is found, which has to be something."""
+    found = jmpx.first_nonfinite(fn)(*args)
+    assert found is not None
+    return found
+
+
+def line_of(found):
+    assert found.place is not None and found.place.file == __file__
+    return found.place.line
+
+
 def marked_line(function):
     lines, start = inspect.getsourcelines(function)
     (offset,) = (i for i, line in enumerate(lines) if "# HERE" in line)
@@ -175,23 +188,23 @@ def marked_line(function):
 @pytest.mark.parametrize(
     ("loss", "factor", "operation", "is_backward", "cause", "rule"),
     PLANTED,
-    ids=lambda value: getattr(value, "__name__", None),
+    ids=[planted[0].__name__ for planted in PLANTED],
 )
 def test_a_planted_cause_is_found_on_its_line(loss, factor, operation, is_backward, cause, rule):
-    found = jmpx.first_nonfinite(loss)(HALF, HALF * factor)
+    found = find(loss, HALF, HALF * factor)
     assert found.operation == operation and found.is_backward == is_backward
-    assert (found.place.file, found.place.line) == (__file__, marked_line(loss))
+    assert line_of(found) == marked_line(loss)
     assert cause in found.cause and found.rule == rule
     assert any(each.infs or each.nans for each in found.results)
     assert found.loss_scale is None and not found.given
 
 
 def test_the_trips_of_loops_are_told():
-    found = jmpx.first_nonfinite(in_a_scan)(HALF, HALF)
-    ((trip, place),) = found.trips  # noqa: fmt
+    found = find(in_a_scan, HALF, HALF)
+    ((trip, place),) = found.trips
     assert 2.0 ** (trip + 1) == 2.0**16 and place.function == "in_a_scan"
     assert "trip       16 of the loop at " in str(found)
-    (backward,) = jmpx.first_nonfinite(in_a_scan_backward)(HALF, HALF).trips
+    (backward,) = find(in_a_scan_backward, HALF, HALF).trips
     assert 100 * 8.0 ** backward[0] < 65504 < 100 * 8.0 ** (backward[0] + 1)
 
 
@@ -204,7 +217,7 @@ def nested(w, x):
 
 
 def test_also_those_of_loops_in_loops():
-    found = jmpx.first_nonfinite(nested)(HALF, HALF)
+    found = find(nested, HALF, HALF)
     (outer, _), (inner, _) = found.trips
     assert 3 * outer + inner + 1 == 16
 
@@ -239,7 +252,7 @@ def test_of_two_causes_the_first_is_told():
         first = jnp.exp(w * 100)  # HERE
         return total(first + second())
 
-    found = jmpx.first_nonfinite(loss)(HALF, HALF)
+    found = find(loss, HALF, HALF)
     assert found.operation == "exp"
 
 
@@ -251,9 +264,9 @@ def test_what_was_given_is_told_first(rng):
     assert jmpx.first_nonfinite(loss)(params, batch) is None
     for bad, kind in ((jnp.nan, "NaN"), (jnp.inf, "inf")):
         broken = {"w": params["w"].at[1, 1].set(bad)}
-        found = jmpx.first_nonfinite(loss)(broken, batch)
+        found = find(loss, broken, batch)
         assert (found.given, found.kind, found.operation) == ("params['w']", kind, "")
-        found = jmpx.first_nonfinite(loss)(params, {"x": batch["x"].at[0].set(bad)})
+        found = find(loss, params, {"x": batch["x"].at[0].set(bad)})
         assert found.given == "batch['x']" and found.results[0].nans + found.results[0].infs == 3
 
 
@@ -263,8 +276,8 @@ def test_a_constant_is_told_with_the_line_that_reads_it():
     def loss(w):
         return (w * jnp.asarray(table)).sum()  # HERE
 
-    found = jmpx.first_nonfinite(loss)(ONES)
-    assert found.given == "a constant" and found.place.line == marked_line(loss)
+    found = find(loss, ONES)
+    assert found.given == "a constant" and line_of(found) == marked_line(loss)
 
 
 # Loss scales
@@ -294,9 +307,9 @@ def test_a_skipped_step_of_a_large_scale_is_told_with_the_scale_that_works():
     scale = jmpx.DynamicLossScale(2**18)
     params, *_ = jax.jit(step)(PARAMS, scale, X)
     assert bool(jmpx.all_finite(params))  # the step was skipped: its results tell nothing
-    found = jmpx.first_nonfinite(step)(PARAMS, scale, X)
+    found = find(step, PARAMS, scale, X)
     assert found.is_backward and found.loss_scale == 2**18 and not found.is_at_floor
-    assert found.place.line == marked_line(scaled_loss)
+    assert line_of(found) == marked_line(scaled_loss)
     lower = jmpx.get_loss_scale(found.rule)
     working = float(lower.loss_scale)
     assert finite_at(working, X) and not finite_at(2 * working, X)
@@ -307,14 +320,32 @@ def test_a_static_scale_is_found_in_the_program():
     def static(params, x):
         return step(params, jmpx.StaticLossScale(2**18), x)
 
-    found = jmpx.first_nonfinite(static)(PARAMS, X)
+    found = find(static, PARAMS, X)
     assert found.loss_scale == 2**18 and found.rule == "dynamic"
     assert "The loss scale 262144 alone" in found.cause
 
 
+def test_a_scale_that_is_closed_over_is_a_guess():
+    scale = jmpx.DynamicLossScale(2**18)
+    found = find(lambda params, x: step(params, scale, x), PARAMS, X)
+    assert found.is_backward and found.loss_scale is None
+    assert "or lower the loss scale: pass it as an argument" in found.cause
+
+
+def test_a_jitted_step_that_donates_keeps_its_arguments():
+    donating = jax.jit(step, donate_argnums=(0, 1))
+    found = find(donating, PARAMS, jmpx.DynamicLossScale(2**18), X)
+    assert found.rule == "dynamic,init=8192" and PARAMS["w"].sum() == 24
+
+
+def test_settings_that_stop_at_nans_do_not_stop_it():
+    with jax.debug_nans(True), jax.debug_infs(True):
+        assert find(overflowing_exp, HALF, 12 * HALF).operation == "exp"
+
+
 @pytest.mark.parametrize("scale", [1, 2**10])
 def test_an_overflow_at_the_floor_is_told_with_its_rule(scale):
-    found = jmpx.first_nonfinite(step)(PARAMS, jmpx.DynamicLossScale(scale), X * 10000)
+    found = find(step, PARAMS, jmpx.DynamicLossScale(scale), X * 10000)
     assert (found.operation, found.is_backward) == ("dot_general", False)
     assert found.is_at_floor and found.loss_scale == 1 and "1, its floor" in str(found)
     assert found.rule == "op.dot_general: f32"
@@ -333,12 +364,13 @@ def test_the_module_is_named_and_its_rule_mends_it(framework):
 
     def run(policy):
         net = with_policies(policy)
-        loss = lambda model, x: total(net(model, x))  # noqa: E731
+        loss = lambda model, x: total(net(model, x)) / 1000  # noqa: E731
         return jmpx.first_nonfinite(loss)(model, jnp.ones((2, 3)))
 
     found = run(HALF_INSIDE)
-    assert found.scope.endswith("head") and found.operation == "dot_general"
-    assert found.policy and "head" in found.rule and found.rule.endswith(": f32")
+    assert found is not None and found.scope.endswith("head")
+    assert found.operation == "dot_general"
+    assert found.policy and found.rule.endswith("head: c=f32,o=f32")
     assert run(f"{HALF_INSIDE}; {found.rule}") is None
     assert (
         jmpx.first_nonfinite(lambda m, x: total(with_policies("c=f32")(m, x)))(
@@ -357,7 +389,7 @@ def test_under_autocast_the_rule_of_the_operation_mends_it():
         return jmpx.first_nonfinite(cast)(ONES, 12 * ONES)
 
     found = run("compute=f16; op.exp: f16")
-    assert found.rule == "op.exp: f32"
+    assert found is not None and found.rule == "op.exp: f32"
     assert run(f"compute=f16; {found.rule}") is None
 
 
@@ -366,22 +398,8 @@ def test_a_named_scope_is_selected_by_its_name():
         with jax.named_scope("readout"):
             return total(jnp.exp(x * w))
 
-    found = jmpx.first_nonfinite(loss)(HALF, 12 * HALF)
+    found = find(loss, HALF, 12 * HALF)
     assert found.scope == "readout" and found.rule == "*/readout: f32"
-
-
-def test_a_result_that_is_cast_has_a_rule_for_the_output():
-    apply, model, with_policies, _ = FRAMEWORKS["haiku"]
-    model = jax.tree.map(lambda x: jnp.full_like(x, 48 if x.ndim > 1 else 0), model)
-
-    def run(policy):
-        net = with_policies(policy)
-        return jmpx.first_nonfinite(lambda model, x: net(model, x))(model, jnp.ones((2, 3)))
-
-    found = run("p=f32,c=f16,o=f16; */head: f32")
-    assert found.operation == "convert_element_type" and found.rule == "net/head: c=f32,o=f32"
-    found = run(f"p=f32,c=f16,o=f16; {found.rule}")
-    assert found.scope == "net"  # now the net returns it
 
 
 def layers(w, x):
@@ -394,8 +412,8 @@ def layers(w, x):
 
 
 def test_scanned_layers_tell_which_layer():
-    found = jmpx.first_nonfinite(layers)(jnp.array([[8.0], [4e4], [1]], F16), 2 * HALF[:1])
-    assert [trip for trip, _ in found.trips] == [1] and found.place.line == marked_line(layers)
+    found = find(layers, jnp.array([[8.0], [4e4], [1]], F16), 2 * HALF[:1])
+    assert [trip for trip, _ in found.trips] == [1] and line_of(found) == marked_line(layers)
     assert [each.largest for each in found.operands] == [16, 4e4]
 
 
@@ -409,8 +427,8 @@ def test_inside_of_shard_map(rng):
         return jax.shard_map(body, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())(w, x)
 
     x = np.array([1, 2, 3, 12], np.float16)  # the second device overflows
-    found = jmpx.first_nonfinite(loss)(jnp.ones((), F16), x)
-    assert found.operation == "exp" and found.place.line == marked_line(body)
+    found = find(loss, jnp.ones((), F16), x)
+    assert found.operation == "exp" and line_of(found) == marked_line(body)
     assert found.operands[0].largest == 12 and found.operands[0].shape == (2,)
     assert jmpx.first_nonfinite(loss)(jnp.ones((), F16), x / 2) is None
 
@@ -419,7 +437,7 @@ def test_inside_of_shard_map(rng):
 
 
 def test_the_report_fits_the_terminal():
-    found = jmpx.first_nonfinite(masked_rows)(HALF, HALF)
+    found = find(masked_rows, HALF, HALF)
     lines = str(found).splitlines()
     assert lines[0] == "convert_element_type makes an infinity in the forward pass"
     assert max(map(len, lines[2:])) <= 79
@@ -428,7 +446,7 @@ def test_the_report_fits_the_terminal():
 
 
 def test_the_report_is_data():
-    found = jmpx.first_nonfinite(in_a_scan)(HALF, HALF)
+    found = find(in_a_scan, HALF, HALF)
     data = json.loads(found.to_json())
     assert data["operation"] == "mul" and data["trips"][0]["trip"] == 15
     assert data["place"]["line"] == marked_line(in_a_scan)
@@ -448,7 +466,7 @@ def test_the_report_is_data():
 def test_numbers_of_operands_are_counted(rng):
     x = np.array(normal(rng, 50))
     x[0] = 0.125
-    found = jmpx.first_nonfinite(lambda w, x: jnp.log(w * x).mean())(jnp.ones(50), x)
+    found = find(lambda w, x: jnp.log(w * x).mean(), jnp.ones(50), x)
     (operand,) = found.operands
     magnitudes = np.abs(x)
     assert math.isclose(operand.smallest, magnitudes.min(), rel_tol=1e-6)
@@ -482,5 +500,9 @@ def test_nothing_is_printed_and_nothing_raises(capfd):
     assert "[" not in capfd.readouterr().out
 
 
-def test_the_page_runs():
-    run_python_blocks(ROOT / "docs" / "nonfinite.md")
+def test_the_page_runs_and_its_report_is_real():
+    page = ROOT / "docs" / "nonfinite.md"
+    names = run_python_blocks(page)
+    (report,) = re.findall(r"^```text\n(.*?)\n```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    without_place = lambda text: re.sub(r"at  .*\(", "at (", text)  # noqa: E731
+    assert without_place(str(names["found"])) == without_place(report)

@@ -4,6 +4,7 @@ import inspect
 import math
 import os
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -300,3 +301,84 @@ def test_rules_mend_products(framework):
     for finding in found:
         policy_map += f"; {finding.rule}"
     assert findings(lambda *args: loss(*args, policy_map), params, X) == ()
+
+
+# Streams in float32, which blocks widen.
+
+
+class Block(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        return x + rms_norm(x).astype(BF16) @ self.w
+
+
+class Stream(eqx.Module):
+    blocks: list
+
+    def __call__(self, x):
+        x = x.astype(F32)  # <-
+        for block in self.blocks:
+            x = block(x)
+        return x.astype(BF16) @ self.blocks[0].w
+
+
+class Router(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        return jax.nn.softmax((x @ self.w).astype(F32))  # <-
+
+
+class Experts(eqx.Module):
+    router: Router
+    expert: Block
+
+    def __call__(self, x):
+        x = x + self.router(x)[..., :1] * self.expert(x)
+        return x @ self.expert.w
+
+
+def rms_norm(x):
+    wide = x.astype(F32)
+    return wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "cls", "products"),
+    [
+        (lambda block: Stream([block] * 3), Stream, 0),
+        (lambda block: Experts(Router(block.w), block), Router, 1),
+    ],
+)
+def test_float32_that_widens_other_modules(make, cls, products):
+    model = make(Block(jnp.ones(W.shape, BF16)))
+    found = findings(lambda model, x: loss_of(model(x)), model, shape(X, BF16))
+    assert seen(found) == [(line_of(cls), "promotion")]
+    assert found[0].flops == products * 3 * flops_of_product()
+
+
+def flops_of_product():
+    return 2 * math.prod(X.shape) * WIDTH
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_flops_are_those_of_both_passes(length):
+    def loss(w, half, x):
+        def body(x, _):
+            return (x * np.float32(2) @ half).astype(BF16) @ w.astype(BF16), None
+
+        return loss_of(jax.lax.scan(body, x, None, length=length)[0])
+
+    (found,) = findings(loss, W, shape(W, BF16), shape(X, BF16))
+    # The gradient is in `w` alone, so that of `half` is not computed.
+    assert found.flops == length * 2 * flops_of_product()
+    assert found.count == length
+
+
+def test_a_step_in_float32_may_have_some_16_bits():
+    def loss(w, x):
+        scores = (x @ w.astype(BF16)).astype(F32)
+        return loss_of(jnp.tanh(jnp.tanh(scores @ w) @ w) @ w)
+
+    assert findings(loss, W, shape(X, BF16)) == ()

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tpu
 from collectives import partitioned
 from flax import nnx
 from helpers import ROOT
@@ -63,7 +65,7 @@ def by_hand(mesh, dtype):
     return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs)).lower(PARAMS, X)
 
 
-def under_jit(mesh, dtype=jnp.bfloat16):
+def under_jit(mesh, dtype=jnp.bfloat16, platforms=None):
     """The same under jit, where XLA's partitioner inserts what shardings need."""
 
     def loss_fn(params, x):
@@ -140,6 +142,18 @@ def test_under_jit_a_lowered_step_says_where_its_collectives_are(mesh):
         names = ("output 0", "output 1") if given is text else (
             "result[0]['head']['w']", "result[0]['layers']")  # fmt: skip
         assert results == {(), *((name,) for name in names)}
+
+
+@pytest.mark.slow  # a compiler of its own
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_compiled_for_a_tpu_the_dtypes_are_the_programs():
+    wire = jmpx.wire(under_jit(Mesh(tpu.devices(), ("data",)), platforms=("tpu",)).compile())
+    assert (wire.platform, wire.devices) == ("tpu", 8)
+    found = {(one.dtype, one.parameter, one.times) for one in wire.collectives}
+    assert {("bf16", "params['layers']", 3), ("bf16", "params['head']['w']", 1)} <= found
+    for name in ("result[0]['layers']", "result[0]['head']['w']"):
+        assert {one.dtype for one in wire.collectives if one.results == (name,)} == {"bf16"}
+    assert "Compiled for a CPU" not in str(wire)
 
 
 def test_what_is_outside_of_shard_map_is_left_to_the_partitioner(mesh):
@@ -299,6 +313,12 @@ WRONG = {
         TypeError,
         r"what its `.lower\(\)` returns",
     ),
+    "a lambda": (lambda: lambda x: x, TypeError, r"`jax.jit\(step\).lower\(\*args\)`"),
+    "half a text": (
+        lambda: "HloModule jit_f\n\n%a (",
+        ValueError,
+        r"The text of jit_f has no ENTRY",
+    ),
     "StableHLO": (lambda: jax.jit(plain).lower(1.0).as_text(), ValueError, r"pass the lowered"),
 }
 
@@ -308,7 +328,7 @@ def test_a_wrong_argument_is_refused_in_one_sentence(make, error, match):
     with pytest.raises(error, match=match) as caught:
         jmpx.wire(make())
     text = str(caught.value)
-    assert "\n" not in text and text.endswith(".") and text.startswith("jmpx.wire ")
+    assert "\n" not in text and text.endswith(".") and ": pass" in text
 
 
 @pytest.mark.usefixtures("standard_promotion")  # as in a reader's program

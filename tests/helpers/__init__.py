@@ -115,12 +115,13 @@ def python_only(text):
 
 
 def run_python_blocks(page):
-    """Runs all Python blocks of a Markdown page, from top to bottom, as one doctest."""
+    """Runs all Python blocks of a Markdown page, as one doctest; returns what they define."""
     text = page.read_text()
     test = doctest.DocTestParser().get_doctest(python_only(text), {}, page.name, str(page), 0)
     assert len(test.examples) == text.count(">>> ") > 0
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     report = []
     with jax.numpy_dtype_promotion("standard"):  # as in a reader's program
-        runner.run(test, out=report.append)
+        runner.run(test, out=report.append, clear_globs=False)
     assert not runner.failures, "".join(report)
+    return test.globs
