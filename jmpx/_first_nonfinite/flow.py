@@ -114,8 +114,10 @@ class Flow:
                 continue
             event = self._event(node)
             events += [] if event is None else [event]
+            # In a loop, the NaNs that an operand holds may be of a later trip.
+            is_turned = event is not None and not event.is_made
             nans = [each for each in node.operands if self._worst(each) == NAN]
-            waiting += nans if nans and worst == NAN else node.operands
+            waiting += nans if nans and worst == NAN and not is_turned else node.operands
         order = {"input": 0, "const": 1, "literal": 2}
         return _Reached(events, sorted(given, key=lambda value: (order[value.kind], value.index)))
 

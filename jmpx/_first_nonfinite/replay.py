@@ -72,7 +72,7 @@ class Replay:
         if not scale.indices:
             return Cause(
                 f"The loss scale {scale.number:g} alone makes it overflow: at 1, all is finite",
-                "Take a dynamic one, which finds the scale that the gradients bear",
+                "Pass a dynamic one to the step, which finds the scale that the gradients bear",
                 "dynamic",
             )
         low, high = scale.floor, scale.number
@@ -104,7 +104,8 @@ class Replay:
         rule = _rule(site)
         if cause is None:
             cause = cause_of_event(event, operands, results, rule, _maker(node))
-            cause = cause if cause.is_of_dtype else self.cause_in_16_bits(run, cause, rule)
+            if event.is_made and not cause.is_of_dtype:
+                cause = self.cause_in_16_bits(run, cause, rule)
             cause = self.or_scale(cause, site)
         seen = [numbers_of(x) for x in results if is_inexact(x)]
         return NonFinite(

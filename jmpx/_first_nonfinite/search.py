@@ -95,9 +95,10 @@ class Search:
             by_site=by_site,
         )
 
-    def _watch_all(self, *arrays: Any) -> tuple[dict[int, jax.Array], list[jax.Array]]:
+    def _watch_all(self, *arrays: Any) -> tuple[dict[int, Any], list[jax.Array]]:
+        zero = jnp.zeros((), jnp.int32)
         state = {
-            site.number: jnp.zeros(2 + len(site.loops) if site.loops else (), jnp.int32)
+            site.number: (zero,) * (2 + len(site.loops) if site.loops else 1)
             for site in self.sites
             if is_watched(site.equation)
         }
@@ -109,9 +110,10 @@ class Search:
         rows, outputs = jax.device_get(self._compiled(*arrays))
         worst, in_loops = {}, {}
         for number, row in rows.items():
-            worst[number], kind, *trips = map(int, (*row, 0) if row.ndim else (row, 0))
-            if kind:
-                in_loops[number] = self.event(self.sites[number], kind == MADE, trips[:-1])
+            worst[number], *event = map(int, row)
+            if any(event[:1]):
+                kind, *trips = event
+                in_loops[number] = self.event(self.sites[number], kind == MADE, trips)
         return Seen(worst, in_loops, list(map(int, outputs)))
 
     def event(self, site: Site, is_made: bool, trips: Sequence[int] = ()) -> Event:
@@ -161,35 +163,39 @@ def _select(flag: jax.Array, new: Any, old: jax.Array) -> jax.Array:
 def _note(
     state: dict[int, Any], site: Site, operands: list[Any], results: list[Any], trips: Trips
 ) -> dict[int, Any]:
-    """Notes what the results of a site hold; in a loop, also when it first made what they hold."""
+    """Notes what the results of a site hold; in a loop, also when it first made what they hold.
+
+    The notes are scalars, which XLA computes together with what they are of: arrays of them would
+    take several times as long to compile.
+    """
     if not is_watched(site.equation):
         return state
-    old, worst = state[site.number], worst_traced(results)
+    worst = worst_traced(results)
     if not trips:
-        return state | {site.number: worst}
+        return state | {site.number: (worst,)}
+    worst_before, kind_before, *trips_before = state[site.number]
     before = worst_traced(operands)
     is_made, is_turned = (worst > 0) & (before == 0), (worst == NAN) & (before == INF)
     kind = jnp.where(is_made, MADE, jnp.where(is_turned, TURNED, 0)).astype(jnp.int32)
-    event = jnp.where((kind > 0) & (old[1] == 0), jnp.stack([kind, *trips]), old[1:])
-    return state | {site.number: jnp.stack([jnp.maximum(old[0], worst), *event])}
+    is_first = (kind > 0) & (kind_before == 0)
+    pairs = zip((kind, *trips), (kind_before, *trips_before), strict=True)
+    event = [jax.lax.select(is_first, new, old) for new, old in pairs]
+    return state | {site.number: (jax.lax.max(worst_before, worst), *event)}
 
 
 def _joined(state: dict[int, Any], axes: tuple[Any, ...]) -> dict[int, Any]:
     """Joins what all devices noted: the worst number, and the first event of a site."""
+    late = jnp.iinfo(jnp.int32).max
 
-    def joined(row: jax.Array) -> jax.Array:
-        if not row.ndim:
-            return jax.lax.pmax(row, axes)
-        late = jnp.iinfo(jnp.int32).max
+    def joined(worst: jax.Array, *event: jax.Array) -> tuple[jax.Array, ...]:
         # The devices run the same trips; those of the first event are compared one by one.
-        is_first = row[1] > 0
-        for trip in row[2:]:
-            least = jax.lax.pmin(jnp.where(is_first, trip, late), axes)
-            is_first &= trip == least
-        event = jax.lax.pmax(jnp.where(is_first, row[1:], 0), axes)
-        return jnp.concatenate([jax.lax.pmax(row[:1], axes), event])
+        is_first = event[0] > 0 if event else False
+        for trip in event[1:]:
+            is_first &= trip == jax.lax.pmin(jnp.where(is_first, trip, late), axes)
+        firsts = (jnp.where(is_first, part, 0) for part in event)
+        return tuple(jax.lax.pmax(part, axes) for part in (worst, *firsts))
 
-    return {number: joined(row) for number, row in state.items()}
+    return {number: joined(*row) for number, row in state.items()}
 
 
 def _of_one_device(state: Any, axes: tuple[Any, ...]) -> Any:

@@ -326,7 +326,7 @@ def test_a_static_scale_is_found_in_the_program():
 
 
 def test_a_scale_that_is_closed_over_is_a_guess():
-    scale = jmpx.DynamicLossScale(2**18)
+    scale = jmpx.DynamicLossScale(jnp.float32(2**18))
     found = find(lambda params, x: step(params, scale, x), PARAMS, X)
     assert found.is_backward and found.loss_scale is None
     assert "or lower the loss scale: pass it as an argument" in found.cause
@@ -409,6 +409,17 @@ def layers(w, x):
         return jnp.maximum(x * w, 0), None  # HERE
 
     return total(jax.lax.scan(layer, x, w)[0])
+
+
+def test_an_infinity_that_is_saved_for_the_backward_pass_is_told_where_it_was_made():
+    def loss(w, x):
+        def layer(x, w):
+            return jnp.tanh(x * w * x), None  # HERE
+
+        return total(jax.lax.scan(layer, x, w)[0])
+
+    found = find(loss, jnp.array([[8.0], [4e4], [1]], F16), 4 * HALF[:1])
+    assert found.is_backward is False and line_of(found) == marked_line(loss)
 
 
 def test_scanned_layers_tell_which_layer():

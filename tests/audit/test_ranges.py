@@ -11,7 +11,8 @@ from jax import lax
 
 import jmpx
 from jmpx._ranges import measuring
-from jmpx._ranges.data import Histogram, merged
+from jmpx._ranges.data import Histogram, Operation, Range, merged
+from jmpx._ranges.report import Ranges
 
 F16, F32 = jnp.float16, jnp.float32
 
@@ -142,8 +143,8 @@ def test_what_stands_for_a_function_is_looked_into(wrap, rng):
 
     fn = wrap if wrap in (custom, jax.nn.relu) else wrap(lambda x: jnp.exp(x) * 3.0)
     found = jmpx.ranges(functools.partial(loss_fn, inner=fn))(x)
-    (scope,) = found.activations
-    assert scope.largest == pytest.approx(float(np.abs(fn(x)).max()), rel=1e-6)
+    largest = max(each.largest for each in found.activations)
+    assert largest == pytest.approx(float(np.abs(fn(x)).max()), rel=1e-6)
     slopes = jax.grad(functools.partial(loss_fn, inner=fn))(x)
     assert min(each.smallest for each in found.gradients) <= float(np.abs(slopes).max())
 
@@ -223,7 +224,7 @@ def test_subnormal_numbers_are_seen():
     assert found.shares("bfloat16", kind="activations").lost == 1
 
 
-@pytest.mark.parametrize("fill", [-1e9, jnp.finfo(F32).min, np.float32(-1e30)])
+@pytest.mark.parametrize("fill", [-1e9, jnp.finfo(F32).min])
 def test_a_mask_does_not_overflow(fill, rng):
     def loss_fn(q, mask):
         with jax.named_scope("attention"):
@@ -280,14 +281,13 @@ def test_a_step_that_contains_its_gradient_is_run_as_it_is(rng):
     ],
 )
 def test_the_loss_scale_leaves_head_room(largest, options, scale):
-    found = jmpx.ranges(lambda w: jnp.sum(w * largest))(jnp.ones(3))
+    gradients = (Range("", None, (Operation("mul", largest, largest),)),)
+    found = Ranges("f", gradients, gradients)
     assert found.loss_scale(**options) == scale
-    text = str(found) if not options else ""
-    assert not text or str(jmpx.get_loss_scale(f"dynamic,init={scale},min={min(scale, 1)}"))
-    (line,) = [line for line in text.splitlines() if "Loss scale" in line] or [""]
-    if line:
-        loss_scale = jmpx.get_loss_scale(line.split(": ")[1].split("  ")[0])
-        assert float(loss_scale.loss_scale) == scale
+    (line,) = [line for line in str(found).splitlines() if "Loss scale" in line]
+    loss_scale = jmpx.get_loss_scale(line.split(": ")[1].split("  ")[0])
+    assert float(loss_scale.loss_scale) == found.loss_scale()
+    assert float(jmpx.DynamicLossScale(found.loss_scale()).loss_scale) == max(found.loss_scale(), 1)
 
 
 def test_extremes_alone_are_the_same(rng):
@@ -317,6 +317,6 @@ def test_shapes_do_not_suffice(rng):
 
 @pytest.mark.parametrize("head_room", [-1, 1.5, "2", True, None])
 def test_head_room_is_a_whole_number(head_room):
-    found = jmpx.ranges(jnp.sum)(jnp.ones(3))
+    found = Ranges("f", (), ())
     with pytest.raises(ValueError, match="Expected head_room="):
         found.loss_scale(head_room)
