@@ -105,7 +105,7 @@ class _Step:
         node = stream.node
         left, right = (_before_cast(value) for value in node.operands[:2])
         is_mixed = left.dtype in HALF or right.dtype in HALF
-        operation = "product" if node.name.startswith("dot") else "convolution"
+        operation = "convolution" if node.name.startswith("conv") else "product"
         follow = self._consequences(stream, 1)
         if is_mixed and not (left.dtype in HALF and right.dtype in HALF):
             wide = left if left.dtype in WIDE else right
