@@ -57,7 +57,7 @@ class LinenLayer(nn.Module):
     @nn.compact
     def __call__(self, x):
         w = self.param("w", nn.initializers.zeros, (SIZE, SIZE))
-        return LAYERS[self.name](x, w)
+        return LAYERS[self.name or ""](x, w)
 
 
 class LinenNet(nn.Module):

@@ -105,7 +105,9 @@ def test_a_number_overflows_as_its_cast_does(dtype, rng):
 
 def test_masks_are_counted_apart(rng):
     scores = rng.normal(size=100).astype(np.float32) * 10
-    array = np.concatenate([scores, scores - np.float32(1e9), np.float32([1.5e9, 0.9e9])])
+    array = np.concatenate(
+        [scores, scores - np.float32(1e9), np.asarray([1.5e9, 0.9e9], np.float32)]
+    )
     largest, smallest, histogram = measure(array.astype(np.float32), (1e9,))
     assert histogram.masked == 100 and histogram.numbers == 102
     assert largest == np.float32(1.5e9) and smallest == np.abs(scores).min()
