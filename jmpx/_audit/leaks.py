@@ -8,9 +8,9 @@ import numpy as np
 
 from jmpx._audit.data import Finding
 from jmpx._audit.flops import flops
-from jmpx._audit.graph import Graph, Node, Value
 from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Stream, Streams, outermost_dtype
 from jmpx._autocast.products import PRODUCTS
+from jmpx._graph import Graph, Node, Value
 from jmpx._jaxpr import Place
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16"}
