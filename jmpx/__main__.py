@@ -101,7 +101,7 @@ def _add_audit(parser: _Parser) -> None:
     )
     parser.add_argument(
         "--platform",
-        choices=("cpu", "cuda", "tpu"),
+        choices=("cpu", "cuda", "gpu", "tpu"),
         help="also find what this hardware multiplies in a lower precision than its dtype",
     )
 

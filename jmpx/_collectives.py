@@ -3,7 +3,7 @@
 A collective's bytes are those of the whole array, which a gather returns and a reduction reads.
 In a ring of n devices, each of them sends
 
-    all-gather, reduce-scatter, all-to-all: (n - 1) / n of the bytes
+    all-gather, reduce-scatter, all-to-all: (n - 1) / n of the bytes, if ragged at most
     all-reduce: twice that, because it is a reduce-scatter and an all-gather
     collective-permute, collective-broadcast: the bytes
 """

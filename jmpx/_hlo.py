@@ -60,10 +60,15 @@ def read_hlo(text: str, outputs: Iterable[str] = ()) -> Hlo:
     Args:
         text: what `compiled.as_text()` returns, or a file that XLA dumped.
         outputs: the names of the arrays that it returns; else they have numbers.
+
+    Raises:
+        ValueError: if the text is not whole.
     """
     reader = _Reader(text)
     for line in text.splitlines():
         reader.read(line)
+    if not reader.entry:
+        raise ValueError(f"The text of {reader.name} has no ENTRY computation: pass it as a whole.")
     block = reader.blocks[reader.entry]
     inputs = [reader.inputs.get(str(name), "") for name in block.arguments]
     return Hlo(reader.name, reader.devices, run(block, inputs, outputs))
@@ -150,7 +155,7 @@ class _Reader:
         elif kind == "custom-call":
             found = TARGET.search(rest)
             operation.kind = TARGETS.get(found[1], kind) if found else kind
-        elif kind != "reduce-window":
+        elif not kind.endswith(("-done", "-update")):  # which name what `async-start` called
             operation.blocks = tuple(map(self._block, CALLED.findall(rest)))
         if operation.arrays or operation.blocks:
             found = NAME.search(rest)

@@ -68,8 +68,21 @@ def traced_program(
             f"Expected a loss or a train step to look at, got {fn!r}: pass the function itself, "
             "and its arguments to what comes back."
         )
-    call = functools.partial(split, _marked, (fn, *args), kwargs or {})
-    with listening() as sessions, call() as (pure, state, args, kwargs):
+    try:
+        return _traced_program(fn, args, kwargs or {}, marks_objects=True)
+    except Exception:
+        # A module in an argument that marks its calls is of another class, so that the function
+        # cannot join it with a part of the module that it closes over, as by `eqx.combine`.
+        pass
+    return _traced_program(fn, args, kwargs or {}, marks_objects=False)
+
+
+def _traced_program(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], marks_objects: bool
+) -> Program:
+    """Traces a function, see `traced_program`; modules in arguments mark their calls if asked."""
+    marked = functools.partial(_marked, marks_objects)
+    with listening() as sessions, split(marked, (fn, *args), kwargs) as (pure, state, args, kwargs):
         run = functools.partial(_run, pure, state)
         traced = _trace(run, args, kwargs)
         has_backward = _has_backward(traced.jaxpr)
@@ -89,9 +102,9 @@ def traced_program(
     )
 
 
-def _marked(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function, whose modules mark their calls."""
-    return call_marked(lambda cls, path: True, fn, args, kwargs)
+def _marked(marks_objects: bool, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function, whose modules mark their calls; those in arguments if asked."""
+    return call_marked(lambda cls, path: marks_objects, fn, args, kwargs)
 
 
 def _run(pure: Pure, state: list[Any], *args: Any, **kwargs: Any) -> Any:

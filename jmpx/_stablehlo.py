@@ -14,7 +14,6 @@ from jmpx._dataflow import Block, Operation, run
 
 Mlir = Any  # JAX does not annotate the objects of MLIR
 
-EXCHANGES = {"stablehlo." + kind.replace("-", "_"): kind for kind in KINDS}
 RETURNS = ("stablehlo.return", "func.return", "sdy.return")
 CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 RENAMED = {
@@ -108,29 +107,30 @@ class _Reader:
 
     def _operation(self, given: Mlir) -> Operation:
         name: str = given.operation.name
+        attributes = given.attributes
         kind = name.partition(".")[2].replace("_", "-")
         operation = Operation(RENAMED.get(kind, kind), tuple(given.results), tuple(given.operands))
         if name == "stablehlo.constant":
             operation.number = _constant(given)
         elif name == "stablehlo.compare":
-            _compare(operation, str(given.attributes["comparison_direction"]))
+            _compare(operation, str(attributes["comparison_direction"]))
         elif name == "stablehlo.custom_call":
-            target = _text(given.attributes, "call_target_name")
-            operation.kind = "copy" if target in SHARDINGS else target
+            target = _text(attributes, "call_target_name")
+            operation.kind = "copy" if target in SHARDINGS else target.replace("_", "-")
+            attributes = attributes["backend_config"] if operation.kind in KINDS else {}
         elif name in CALLS:
-            called = str(given.attributes[CALLS[name]]).removeprefix("@").strip('"')
+            called = str(attributes[CALLS[name]]).removeprefix("@").strip('"')
             operation.blocks = (self._function(called),)
-        elif name in EXCHANGES:
-            operation.arrays = tuple(self._exchanged(given, EXCHANGES[name]))
-        elif name.startswith(("stablehlo.", "sdy.")):
+        elif operation.kind not in KINDS and name.startswith(("stablehlo.", "sdy.")):
             operation.blocks = tuple(self.block(given, i) for i in range(len(given.regions)))
+        if operation.kind in KINDS:
+            operation.arrays = tuple(self._exchanged(given, operation.kind, attributes))
         if operation.arrays or operation.blocks:
             operation.name = _name(given.location)
             operation.place = place_of_frames(_frames(given.location))
         return operation
 
-    def _exchanged(self, given: Mlir, kind: str) -> Iterator[Collective]:
-        attributes = given.attributes
+    def _exchanged(self, given: Mlir, kind: str, attributes: Mlir) -> Iterator[Collective]:
         groups = attributes["replica_groups"] if "replica_groups" in attributes else None
         for array in given.operands if kind == "reduce-scatter" else given.results:
             dtype = _dtype(str(array.type.element_type))
@@ -154,15 +154,22 @@ def _compare(operation: Operation, direction: str) -> None:
 
 
 def _constant(given: Mlir) -> int | None:
-    """Returns the value of a constant that is one integer."""
-    found = re.match(r"dense<(-?\d+)> : tensor<u?i\d+>$", str(given.attributes["value"]))
+    """Returns the value of a constant that is one integer.
+
+    Of no other dtype is the value asked for: JAX cannot return that of complex numbers, and until
+    JAX 0.8 it ended the process.
+    """
+    if not re.fullmatch(r"tensor<u?i\d+>", str(given.results[0].type)):
+        return None
+    found = re.match(r"dense<(-?\d+)>", str(given.attributes["value"]))
     return int(found[1]) if found else None
 
 
 def _dtype(name: str) -> str:
     """Returns the name that HLO gives a dtype of StableHLO."""
-    name = "pred" if name == "i1" else re.sub(r"^i(?=\d)", "s", re.sub(r"^ui", "u", name))
-    return name.lower()
+    names = {"i1": "pred", "complex<f32>": "c64", "complex<f64>": "c128"}
+    signed = re.sub(r"^i(?=\d)", "s", re.sub(r"^ui", "u", name))
+    return names.get(name, signed.lower())
 
 
 def _sizes(mesh: str) -> dict[str, int]:

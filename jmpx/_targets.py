@@ -13,6 +13,8 @@ from jmpx._messages import did_you_mean
 
 R = TypeVar("R")
 
+_LONGEST = 500  # of an error that becomes one line: some of JAX's have a sentence per array
+
 
 def load(target: str, option: str, returns: str, program_flags: Sequence[str] | None = None) -> Any:
     """Returns what the function that a target names returns.
@@ -59,6 +61,7 @@ def attempt(what: str, func: Callable[[], R]) -> R:
         return func()
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
+        text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
         raise ValueError(
             f"{what}: {type(error).__name__}{f': {text}' if text else ''}{_place(error)}"
         ) from error

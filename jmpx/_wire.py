@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import os
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from jmpx._messages import describe
 from jmpx._stablehlo import read_stablehlo
 
 _WIDTH, _PROSE, _PLACE, _ROWS = 100, 80, 16, 20  # characters, and lines
-_NONE_YET = "no collectives until XLA partitions it: see jmpx.wire(lowered.compile())"
+_NONE_YET = "no collectives until XLA partitions it: jmpx.wire(lowered.compile())"
 _MORE = "XLA's partitioner may insert more collectives: `jmpx.wire(lowered.compile())` shows them."
 _WIDENED = (
     "Compiled for a CPU, for which XLA widens collectives of bfloat16 to float32, and of float8 to "
@@ -59,15 +60,22 @@ class Wire:
         """Returns tables of 100 columns: what is sent by kind and dtype, and the largest arrays."""
         return "\n".join(_lines(self))
 
-    def to_json(self) -> str:
-        """Returns all of it as JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
         fields = {"program": self.program, "devices": self.devices, "platform": self.platform}
-        rows = []
+        rows: list[dict[str, Any]] = []
         for one in self.collectives:
             place = None if one.place is None else one.place._asdict()
             rows.append(one._asdict() | {"sent": one.sent, "place": place})
-        more = {"sent": self.sent, "collectives": rows, "notes": self.notes}
-        return json.dumps(fields | more, indent=2)
+        return fields | {"sent": self.sent, "collectives": rows, "notes": list(self.notes)}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns `to_dict()` as JSON.
+
+        Args:
+            indent: as in `json.dumps`; None puts all into one line.
+        """
+        return json.dumps(self.to_dict(), indent=indent)
 
 
 def wire(step: Any) -> Wire:
@@ -95,7 +103,7 @@ def wire(step: Any) -> Wire:
         >>> mesh = Mesh(np.array(jax.devices()), "data")
         >>> def loss_fn(params, x):
         ...     w = jax.lax.all_gather(params["w"].astype(jnp.bfloat16), "data", tiled=True)
-        ...     return jnp.sum(x.astype(jnp.bfloat16) @ w)
+        ...     return jnp.sum(jnp.tanh(x.astype(jnp.bfloat16) @ w))
         >>> rows = {"in_specs": P("data"), "out_specs": P("data")}
         >>> step = jax.jit(jax.shard_map(jax.grad(loss_fn), mesh=mesh, **rows))
         >>> lowered = step.lower({"w": jnp.ones((64, 4))}, jnp.ones((16, 64)))
@@ -123,7 +131,8 @@ def _is_stage(value: Any) -> bool:
 
 def _other(step: Any) -> str:
     """Returns what a wrong argument is, and what to pass instead."""
-    name = getattr(step, "__name__", "step")
+    name = getattr(step, "__name__", "")
+    name = name if name.isidentifier() else "step"
     if isinstance(step, jax.stages.Traced):
         return "a traced one: pass what its `.lower()` returns"
     if callable(step) and hasattr(step, "lower"):
@@ -187,12 +196,15 @@ def _about(found: Iterable[Collective]) -> Iterator[str]:
 def _lines(wire: Wire) -> Iterator[str]:
     arrays = [one for one in wire.collectives if not one.is_scalar]
     scalars = [one for one in wire.collectives if one.is_scalar]
-    on = f"{wire.program} on {wire.devices} device{'s' * (wire.devices != 1)}"
+    on = f" on {wire.devices} device{'s' * (wire.devices != 1)}"
     on += f", compiled for {wire.platform}" if wire.platform else ""
+    if wire.collectives:
+        on += f": a device sends {_size(wire.sent)} a step"
+    else:
+        on += f": {' '.join(wire.notes) or 'no collectives'}"
+    yield _end(wire.program, _WIDTH - len(on)) + on
     if not wire.collectives:
-        yield f"{on}: {' '.join(wire.notes) or 'no collectives'}"
         return
-    yield f"{on}: a device sends {_size(wire.sent)} a step"
     if arrays:
         yield from ("", *_by_kind(arrays), "", *_largest(arrays, wire.devices))
     if scalars:
@@ -217,29 +229,46 @@ def _by_kind(arrays: list[Collective]) -> Iterator[str]:
 
 
 def _largest(arrays: list[Collective], devices: int) -> Iterator[str]:
-    ordered = sorted(arrays, key=lambda one: -one.sent)
-    shown, others = ordered[:_ROWS], ordered[_ROWS:]
+    groups: dict[Any, list[Collective]] = collections.defaultdict(list)
+    for one in arrays:  # parameters of layers, whose names differ in numbers alone, have one row
+        name = re.sub(r"\d+", "*", "".join(_carried(one)))
+        groups[name, one.kind, one.dtype, one.bytes, one.group, one.in_while, one.place].append(one)
+    ordered = sorted(groups.values(), key=lambda group: -sum(one.sent for one in group))
+    shown, others = ordered[:_ROWS], sum(ordered[_ROWS:], [])
     rows = [("sent", "kind", "dtype", "array", "times", "group")]
-    for one in shown:
-        times = f"{one.times}{'+' * one.in_while}"
-        rows.append((_size(one.sent), one.kind, one.dtype, _size(one.bytes), times, str(one.group)))
+    for group in shown:
+        one, times = group[0], sum(each.times for each in group)
+        sizes = _size(sum(each.sent for each in group)), _size(one.bytes)
+        counts = f"{times}{'+' * one.in_while}", str(one.group)
+        rows.append((sizes[0], one.kind, one.dtype, sizes[1], *counts))
     if all(one.group == devices for one in arrays):
         rows = [row[:-1] for row in rows]
     numbers = list(_table(rows, right=(0, 3, 4, 5)))
-    carried = [("", "carries"), *map(_carried, shown)]
+    yield from _with_names(numbers, shown)
+    if others:
+        total = _size(sum(one.sent for one in others))
+        yield f"and {_counted(others)} more, {total}: `to_json()` has them"
+
+
+def _with_names(numbers: list[str], groups: list[list[Collective]]) -> Iterator[str]:
+    """Adds what collectives carry, and their places, to lines of numbers."""
+    carried = [("", "carries"), *(_common([_carried(one) for one in group]) for group in groups)]
     longest = max(len(what) + len(name) for what, name in carried)
     left = _WIDTH - len(numbers[0]) - 4
     # Places are shortened first, then the names of parameters.
-    for places in zip(*(_places(one.place) for one in shown), strict=True):
+    for places in zip(*(_places(group[0].place) for group in groups), strict=True):
         if longest + max(map(len, places)) <= left:
             break
     width = min(longest, left - min(_PLACE, max(map(len, places))))
     for number, (what, name), place in zip(numbers, carried, ("place", *places), strict=True):
         cell = what + _end(name, width - len(what))
         yield f"{number}  {cell.ljust(width)}  {_end(place, left - width)}".rstrip()
-    if others:
-        total = _size(sum(one.sent for one in others))
-        yield f"and {_counted(others)} more, {total}: `to_json()` has them"
+
+
+def _common(carried: list[tuple[str, str]]) -> tuple[str, str]:
+    """Returns one name for names that differ in numbers: `params[*]['w']`."""
+    parts = zip(*(re.split(r"(\d+)", name) for _, name in carried), strict=True)
+    return carried[0][0], "".join(each[0] if len({*each}) == 1 else "*" for each in parts)
 
 
 def _carried(one: Collective) -> tuple[str, str]:

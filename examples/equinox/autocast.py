@@ -3,6 +3,7 @@
     python examples/equinox/autocast.py
     python examples/equinox/autocast.py "--mp_policy=c=f16; op.tanh: full" --mp_loss_scale=static=8
     python examples/equinox/autocast.py --mp_policy=full
+    python examples/equinox/autocast.py --audit
 
 The policy sets the dtype of matrix products and convolutions; autocast's rules set those of all
 other operations. Rules for modules (`*/eqx.nn.MLP: c=f32,m=highest`) and for operations
@@ -10,6 +11,7 @@ other operations. Rules for modules (`*/eqx.nn.MLP: c=f32,m=highest`) and for op
 """
 
 import sys
+from typing import Any
 
 import datasets
 import equinox as eqx
@@ -28,6 +30,7 @@ MP = jmpx.flags.define_mp_flags(default_policy="c=bf16")
 SEED = flags.DEFINE_integer("seed", 0, "Seeds initialization and batches.", lower_bound=0)
 EPOCHS = flags.DEFINE_integer("epochs", 15, "How many times to go over the data.", lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a step.", 1, 1024)
+AUDIT = flags.DEFINE_bool("audit", False, "Print the audit of the train step, and train nothing.")
 
 
 class Network(eqx.Module):
@@ -79,6 +82,24 @@ def accuracy_of(model: Network, data: datasets.Data) -> jax.Array:
     return (logits_of(model, data.images).argmax(axis=-1) == data.labels).mean()
 
 
+def make_state(optimizer: Any) -> tuple[Network, optax.OptState, jmpx.LossScale]:
+    model = Network(jax.random.key(SEED.value))
+    return model, optimizer.init(eqx.filter(model, eqx.is_array)), MP.loss_scale()
+
+
+def make_optimizer() -> optax.GradientTransformation:
+    return jmpx.skip_nonfinite(optax.adam(2e-3))  # counts the steps that are skipped
+
+
+def make() -> tuple[Any, tuple[Any, ...]]:
+    """Makes the train step and the shapes of its arguments, for `python -m jmpx audit`."""
+    optimizer = make_optimizer()
+    state = eqx.filter_eval_shape(make_state, optimizer)
+    images: Any = jax.ShapeDtypeStruct((BATCH_SIZE.value, 8, 8, 1), jnp.uint8)
+    labels: Any = jax.ShapeDtypeStruct((BATCH_SIZE.value,), jnp.int32)
+    return train_step, (*state, datasets.Data(images, labels), optimizer)
+
+
 def end_if_diverged(opt_state: optax.OptState, loss_scale: jmpx.LossScale) -> None:
     """Ends the program with one line where --mp_max_skips says that training has diverged."""
     try:
@@ -89,12 +110,14 @@ def end_if_diverged(opt_state: optax.OptState, loss_scale: jmpx.LossScale) -> No
 
 def main(argv: list[str]) -> None:
     del argv
+    if AUDIT.value:
+        step, args = make()
+        print(jmpx.audit(step)(*args))
+        return
     train_data, test_data = datasets.load("digits", None)
     rng = np.random.default_rng(SEED.value)
-    model = Network(jax.random.key(SEED.value))
-    optimizer = jmpx.skip_nonfinite(optax.adam(2e-3))  # counts the steps that are skipped
-    opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
-    loss_scale = MP.loss_scale()
+    optimizer = make_optimizer()
+    model, opt_state, loss_scale = make_state(optimizer)
     steps = len(train_data.labels) // BATCH_SIZE.value
     with tqdm(total=EPOCHS.value * steps, unit="step", leave=False) as progress:
         for epoch in range(1, EPOCHS.value + 1):

@@ -164,6 +164,36 @@ def all_devices() -> Mesh:
     return Mesh(jax.devices(), ("data",))
 
 
+def make_step_of_device(
+    policy_map: Any,
+    optimizer: optax.GradientTransformation,
+    skip_nonfinite: bool,
+    microbatches: int,
+    axis_name: str | None,
+) -> Callable[..., tuple[TrainState, jax.Array, jax.Array]]:
+    """Returns the train step of one device: `(state, batch) -> (state, loss, grads_finite)`."""
+
+    def loss_fn(model: VisionTransformer, batch: datasets.Data) -> jax.Array:
+        logits = logits_of(model, batch.images, policy_map)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
+
+    def step(state: TrainState, batch: datasets.Data) -> tuple[TrainState, jax.Array, jax.Array]:
+        # The view casts inside of the model; by a map, the gradient function casts nothing.
+        loss, loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
+            loss_fn,
+            state.loss_scale,
+            policy=policy_map,
+            axis_name=axis_name,
+            microbatches=microbatches,
+        )(state.model, batch)
+        model, opt_state = jmpx.optimizer_update(
+            state.model, optimizer, state.opt_state, grads, grads_finite | (not skip_nonfinite)
+        )
+        return TrainState(model, opt_state, loss_scale), loss, grads_finite
+
+    return step
+
+
 def make_step(
     policy_map: Any,
     optimizer: optax.GradientTransformation,
@@ -176,33 +206,13 @@ def make_step(
     gradients in float32. Then the gradients are averaged over devices, once, in the dtype that the
     policy map says, and one check decides whether the step is taken and how the loss scale changes.
     """
-
-    def loss_fn(model: VisionTransformer, batch: datasets.Data) -> jax.Array:
-        logits = logits_of(model, batch.images, policy_map)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
+    step = jax.shard_map(
+        make_step_of_device(policy_map, optimizer, skip_nonfinite, microbatches, "data"),
         mesh=all_devices(),
         in_specs=(PartitionSpec(), PartitionSpec("data")),
         out_specs=PartitionSpec(),
     )
-    def step(state: TrainState, batch: datasets.Data) -> tuple[TrainState, jax.Array, jax.Array]:
-        # The view casts inside of the model; by a map, the gradient function casts nothing.
-        loss, loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
-            loss_fn,
-            state.loss_scale,
-            policy=policy_map,
-            axis_name="data",
-            microbatches=microbatches,
-        )(state.model, batch)
-        model, opt_state = jmpx.optimizer_update(
-            state.model, optimizer, state.opt_state, grads, grads_finite | (not skip_nonfinite)
-        )
-        return TrainState(model, opt_state, loss_scale), loss, grads_finite
-
-    return step
+    return jax.jit(step)
 
 
 @functools.partial(jax.jit, static_argnames="policy_map")
@@ -250,30 +260,36 @@ def make_state(optimizer: optax.GradientTransformation, image_shape: tuple[int, 
     return TrainState(model, optimizer.init(eqx.filter(model, eqx.is_array)), MP.loss_scale())
 
 
-def optimizer_and_step(steps: int) -> tuple[optax.GradientTransformation, Callable[..., Any]]:
+def make_step_optimizer(steps: int) -> optax.GradientTransformation:
     # It counts the steps that are skipped in a row.
-    optimizer = jmpx.skip_nonfinite(make_optimizer(steps, LEARNING_RATE.value))
-    return optimizer, make_step(MP.policy_map, optimizer, MP.skip_nonfinite, ACCUMULATE.value)
+    return jmpx.skip_nonfinite(make_optimizer(steps, LEARNING_RATE.value))
 
 
 def make() -> tuple[Callable[..., Any], tuple[Any, datasets.Data]]:
     """Makes the train step and the shapes of its arguments, for `python -m jmpx audit`."""
     check_batch_size(BATCH_SIZE.value)
-    optimizer, step = optimizer_and_step(1)
+    optimizer = make_step_optimizer(1)
     image_shape = datasets.shape_of(DATASET.value)
     images: Any = jax.ShapeDtypeStruct((BATCH_SIZE.value, *image_shape), jnp.uint8)
     labels: Any = jax.ShapeDtypeStruct((BATCH_SIZE.value,), jnp.int32)
     state = jax.eval_shape(functools.partial(make_state, optimizer, image_shape))
+    step = make_step(MP.policy_map, optimizer, MP.skip_nonfinite, ACCUMULATE.value)
     return step, (state, datasets.Data(images, labels))
 
 
 def make_arrays() -> tuple[Callable[..., Any], tuple[TrainState, datasets.Data]]:
-    """Makes the train step and its first arguments, for `ranges` and `first-nonfinite`."""
+    """Makes a step and its first arguments, for `ranges` and `first-nonfinite`.
+
+    The step is that of one device, because these two cannot look inside of `jax.shard_map`.
+    """
     train_data, _ = datasets.load(DATASET.value, DATA_DIR.value)
-    check_batch_size(len(train_data.labels))
-    optimizer, step = optimizer_and_step(1)
+    optimizer = make_step_optimizer(1)
     batch = next(batches(train_data, BATCH_SIZE.value, np.random.default_rng(SEED.value)))
-    return step, (make_state(optimizer, batch.images.shape[1:]), batch)
+    state = make_state(optimizer, batch.images.shape[1:])
+    step = make_step_of_device(
+        MP.policy_map, optimizer, MP.skip_nonfinite, ACCUMULATE.value, axis_name=None
+    )
+    return step, (state, batch)
 
 
 def check_batch_size(images: int) -> None:
@@ -304,8 +320,9 @@ def train(history: History, train_data: datasets.Data, test_data: datasets.Data)
     sharded = NamedSharding(all_devices(), PartitionSpec("data"))
     replicated = NamedSharding(all_devices(), PartitionSpec())
 
-    optimizer, step = optimizer_and_step(steps)
+    optimizer = make_step_optimizer(steps)
     state = jax.device_put(make_state(optimizer, train_data.images.shape[1:]), replicated)
+    step = make_step(MP.policy_map, optimizer, MP.skip_nonfinite, ACCUMULATE.value)
 
     with tqdm(total=steps, unit="step", dynamic_ncols=True, leave=False) as progress:
         for epoch in range(1, EPOCHS.value + 1):

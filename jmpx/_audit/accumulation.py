@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
+from jmpx._audit.data import Finding
 from jmpx._audit.dependence import Dependence, Loop
-from jmpx._audit.graph import Graph
-from jmpx._audit.low_values import full_rule, largest_count, scopes_of_products
+from jmpx._audit.low_values import full_rule_or, largest_count, scopes_of_products
 from jmpx._audit.options import Options
 from jmpx._audit.recurrences import Recurrence, recurrences
-from jmpx._audit.report import Finding
+from jmpx._graph import Graph
 
 
 def accumulation(graph: Graph, options: Options) -> Iterator[Finding]:
@@ -68,6 +68,6 @@ def _average(graph: Graph, found: Recurrence, with_products: set[str]) -> Findin
         f"{what}: it may stay where it is if new values differ by less than {lost:.1%}.",
         graph.place(node),
         graph.path(node),
-        full_rule(graph, node, with_products) or advice,
+        full_rule_or(graph, node, with_products, advice),
         nbytes=found.way.value.nbytes * node.times,
     )

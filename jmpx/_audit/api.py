@@ -7,8 +7,8 @@ from typing import Any
 from jmpx._audit import summary
 from jmpx._audit.entries import entries
 from jmpx._audit.findings import Options, find
-from jmpx._audit.graph import Graph
 from jmpx._audit.report import Report
+from jmpx._graph import Graph
 from jmpx._messages import did_you_mean
 from jmpx._programs import Program, traced_program
 
@@ -83,4 +83,5 @@ def report_of(program: Program, options: Options) -> Report:
         findings=find(graph, options),
         entries=entries(graph),
         has_while=any(node.in_while for node in graph.nodes),
+        uncounted=summary.uncounted(graph),
     )

@@ -4,20 +4,28 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 from jmpx._audit.accumulation import accumulation
-from jmpx._audit.graph import Graph
+from jmpx._audit.data import SEVERITIES, Finding
 from jmpx._audit.hardware import hardware
 from jmpx._audit.leaks import leaks
 from jmpx._audit.low_precision import low_precision
 from jmpx._audit.options import Options as Options
-from jmpx._audit.data import Finding
 from jmpx._audit.rounding import rounding
+from jmpx._audit.streams import Streams
+from jmpx._graph import Graph
 
 Finder: TypeAlias = Callable[[Graph, Options], Iterator[Finding]]
 
-# Each looks at the graph once, and yields a finding for each operation that it is about.
-FINDERS: tuple[Finder, ...] = (leaks, rounding, low_precision, accumulation, hardware)
 
-_SEVERITIES = ("high", "medium", "low")
+def float32_and_casts(graph: Graph, options: Options) -> Iterator[Finding]:
+    """Yields the findings about float32 in a step of 16 bits, constants and casts."""
+    del options
+    streams = Streams(graph)
+    yield from leaks(graph, streams)
+    yield from rounding(graph, streams)
+
+
+# Each looks at the graph once, and yields a finding for each operation that it is about.
+FINDERS: tuple[Finder, ...] = (float32_and_casts, low_precision, accumulation, hardware)
 
 
 def find(graph: Graph, options: Options) -> tuple[Finding, ...]:
@@ -38,7 +46,7 @@ def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _sum(first: Finding, second: Finding) -> Finding:
-    worst = min(first, second, key=lambda finding: _SEVERITIES.index(finding.severity))
+    worst = min(first, second, key=lambda finding: SEVERITIES.index(finding.severity))
     return worst._replace(
         count=first.count + second.count,
         flops=first.flops + second.flops,
@@ -48,4 +56,4 @@ def _sum(first: Finding, second: Finding) -> Finding:
 
 def _rank(finding: Finding) -> tuple[object, ...]:
     size = (-finding.flops, -finding.nbytes, -finding.count)
-    return (_SEVERITIES.index(finding.severity), *size, finding.name, str(finding.place))
+    return (SEVERITIES.index(finding.severity), *size, finding.name, str(finding.place))

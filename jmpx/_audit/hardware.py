@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jmpx._audit.data import Finding
 from jmpx._audit.flops import flops, is_product
-from jmpx._audit.graph import Graph, Node
 from jmpx._audit.low_values import LOW
 from jmpx._audit.options import Options
-from jmpx._audit.report import Finding
 from jmpx._audit.units import count_text
+from jmpx._graph import Graph, Node
 from jmpx._places import where
 from jmpx._policy_strings import get_policy
 
@@ -30,16 +30,17 @@ def hardware(graph: Graph, options: Options) -> Iterator[Finding]:
         return
     bits = f"whose factors keep {_DIGITS[inside]} of 24 bits"
     if not any(value.dtype in LOW for node in products for value in node.operands):
-        products = count_text(len(found), "float32 product")
+        count = sum(node.times for node in found)
+        told = count_text(count, "float32 product")
         # One rule mends all of a model in float32, so that it is one finding.
         yield Finding(
             "platform-product",
             "high",
-            f"The hardware multiplies {products} in {inside}, {bits}.",
+            f"The hardware multiplies {told} in {inside}, {bits}.",
             graph.place(found[0]),
             "",
             "matmul=highest in the default policy, or jax.default_matmul_precision('highest')",
-            count=len(found),
+            count=count,
             flops=sum(map(flops, found)),
         )
         return
@@ -66,5 +67,6 @@ def _product(graph: Graph, node: Node, what: str) -> Finding:
         graph.place(node),
         graph.path(node),
         f"{selector}: m=highest" if selector else "precision='highest' of the product",
+        count=node.times,
         flops=flops(node),
     )

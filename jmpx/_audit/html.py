@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jmpx._audit.alike import alike_findings
 from jmpx._audit.data import SEVERITIES, Finding
 from jmpx._audit.scope_rows import COLUMNS, scope_rows
-from jmpx._audit.shares import WHILE, Share, Shares, shares
+from jmpx._audit.shares import Share, Shares, notes, shares
 from jmpx._audit.text import facts, is_rule, no_findings, severities, title
 from jmpx._audit.units import share_text
 
@@ -31,7 +31,7 @@ def report_html(report: "Report") -> str:
     parts = [
         f'<div style="font-size:1.15em;font-weight:600">{escape(title(report))}</div>',
         _shares(shares(report)),
-        f"<p>{escape(WHILE)}</p>" if report.has_while else "",
+        *(f"<p>{escape(note)}</p>" for note in notes(report)),
         _findings(report),
         _scopes(report),
     ]

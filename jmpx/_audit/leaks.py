@@ -6,25 +6,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmpx._audit.flops import flops
-from jmpx._audit.graph import Graph, Node, Value
-from jmpx._audit.options import Options
 from jmpx._audit.data import Finding
-from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Stream, Streams, compute_dtype
+from jmpx._audit.flops import flops
+from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Stream, Streams, outermost_dtype
 from jmpx._autocast.products import PRODUCTS
+from jmpx._graph import Graph, Node, Value
 from jmpx._jaxpr import Place
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16"}
 _LARGE = 0.05  # of all bytes that are saved for the backward pass
 
 
-def leaks(graph: Graph, options: Options) -> Iterator[Finding]:
+def leaks(graph: Graph, streams: Streams) -> Iterator[Finding]:
     """Yields the findings about float32 that leaks into a step of 16 bits."""
-    del options
-    streams = Streams(graph)
-    step = _Step(graph, streams)
-    if not step.is_half:
+    if not streams.is_half:
         return
+    step = _Step(graph, streams)
     yield from step.of_streams()
     yield from step.of_backward()
     yield from step.saved_others()
@@ -48,19 +45,8 @@ class _Step:
     def __init__(self, graph: Graph, streams: Streams) -> None:
         self._graph = graph
         self._streams = streams
-        self.is_half = self._is_half()
-        if self.is_half:
-            self._name = self._half_dtype()
-            self._backward = self._backward_products()
-
-    def _is_half(self) -> bool:
-        """Whether most products have 16-bit operands, or the outermost policy computes in them."""
-        half = sum(map(flops, self._streams.half_products))
-        if half and half >= sum(map(flops, self._streams.wide_products)):
-            return True
-        policies = filter(None, self._graph.program.policies.values())
-        outermost = next(policies, None)
-        return outermost is not None and compute_dtype(outermost) in HALF
+        self._name = self._half_dtype()
+        self._backward = self._backward_products()
 
     def _half_dtype(self) -> str:
         """Returns the name of the 16-bit dtype that most products have."""
@@ -70,7 +56,7 @@ class _Step:
                 value = _before_cast(value)
                 if value.dtype in HALF:
                     counts[value.dtype.name] += flops(node)
-        return counts.most_common(1)[0][0] if counts else "bfloat16"
+        return counts.most_common(1)[0][0] if counts else str(outermost_dtype(self._graph))
 
     def _key(self, node: Node) -> _Key:
         return _Key(self._graph.path(node), self._graph.place(node))
@@ -119,14 +105,13 @@ class _Step:
         node = stream.node
         left, right = (_before_cast(value) for value in node.operands[:2])
         is_mixed = left.dtype in HALF or right.dtype in HALF
-        operation = "product" if node.name.startswith("dot") else "convolution"
+        operation = "convolution" if node.name.startswith("conv") else "product"
         follow = self._consequences(stream, 1)
         if is_mixed and not (left.dtype in HALF and right.dtype in HALF):
             wide = left if left.dtype in WIDE else right
-            message = (
-                f"A {operation} of {left.dtype.name} and {right.dtype.name} runs in "
-                f"{wide.dtype.name}, because {self._named(wide)} is {wide.dtype.name}{follow}."
-            )
+            of = f"of {left.dtype.name} and {right.dtype.name} "
+            because = f", because of {self._named(wide)}" if _source(wide).node is None else ""
+            message = f"A {operation} {of}runs in {wide.dtype.name}{because}{follow}."
             rule = self._rule_of_product(node, wide)
             return self._finding("mixed-product", "high", node, message, rule)
         message = f"A {operation} runs in {node.results[0].dtype.name}{follow}."
@@ -145,8 +130,7 @@ class _Step:
         carries = [each for each in node.results[0].readers if each.name == "carry"]
         if cause is None and carries:
             message = f"A loop carries {self._name} values in float32{follow}."
-            rule = f"carry them in {self._name}; under jmpx.autocast: op.{carries[0].eqn.primitive}"
-            rule += f": {_SHORT[self._name]}"
+            rule = self._rule_of_carry(carries[0])
             return self._finding("promotion", severity, carries[0], message, rule)
         if cause is None:
             message = f"A {self._name} array is cast to float32 and goes on so{follow}."
@@ -160,17 +144,20 @@ class _Step:
             f"{stream.node.results[0].dtype.name} values that are no norm's, softmax's or loss's "
             f"own are {share:.0%} of what is saved for the backward pass."
         )
-        rule = self._rule(stream.node, stream.cause)
+        rule = "leave out the cast to float32, or compute it anew with jax.checkpoint"
+        if stream.cause is not None:
+            rule = self._rule(stream.node, stream.cause)
         return self._finding("saved-float32", "medium", stream.node, message, rule)
 
     def _consequences(self, stream: Stream, own: int) -> str:
         """Returns what follows from a leak, as a part of a sentence."""
         parts = []
-        others = len(stream.products) - own
+        others = sum(node.times for node in stream.products) - own * stream.node.times
         if others > 0:
-            parts.append(f"{others} {'more ' * own}product{'s' * (others > 1)} follow in float32")
+            products = "product follows" if others == 1 else "products follow"
+            parts.append(f"{others} {'more ' * own}{products} in float32")
         if stream.widened:
-            count = len(stream.widened)
+            count = sum(node.times for node in stream.widened)
             parts.append(f"it promotes {count} {self._name} array{'s' * (count > 1)} elsewhere")
         return f": {' and '.join(parts)}" if parts else ""
 
@@ -208,16 +195,19 @@ class _Step:
             finding = self._finding("saved-float32", "medium", node, message, rule)
             yield finding._replace(place=key.place, nbytes=nbytes)
 
+    def _argument(self, value: Value) -> str:
+        return self._graph.program.names[value.index]
+
     def _named(self, value: Value) -> str:
         """Returns what a wide value is, for a sentence."""
         dtype, source = value.dtype.name, _source(value)
         if source.kind == "input":
-            return f"the {dtype} argument `{self._graph.program.names[source.index]}`"
+            return f"the {dtype} argument `{self._argument(source)}`"
         if source.kind in ("literal", "const") and source.size == 1:
             number = float(np.asarray(source.constant).reshape(()))
             return f"the {dtype} number {number:.6g} (of NumPy, or an array)"
-        if source.kind == "const":
-            return f"a constant array, which is {dtype}"
+        if source.kind == "const" or not self._streams.is_variable(source):
+            return f"a constant {dtype} array"
         return f"a {dtype} array"
 
     def _rule(self, node: Node, cause: Value | None) -> str:
@@ -228,10 +218,17 @@ class _Step:
             selector = self._graph.selector(node)
             if selector is not None and any(self._graph.program.policies.values()):
                 return f"{selector}: c={short},o={short}"
-            return f"cast its operands with .astype(jnp.{self._name})"
+            what = "its operands" if source is None else f"`{self._argument(source)}`"
+            return f"cast {what} with .astype(jnp.{self._name})"
         if source.kind in ("literal", "const") and source.size == 1:
             return "write a Python number: math.sqrt(8) or float(...), not np.sqrt(8)"
+        if source.node is not None and source.node.name == "carry":
+            return self._rule_of_carry(source.node)
         return "cast it where it is made, with .astype(x.dtype)"
+
+    def _rule_of_carry(self, carry: Node) -> str:
+        loop = f"op.{carry.eqn.primitive.name}: {_SHORT[self._name]}"
+        return f"carry it in {self._name}; under jmpx.autocast: {loop}"
 
 
 def _before_cast(value: Value) -> Value:

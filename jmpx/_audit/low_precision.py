@@ -7,10 +7,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._audit.graph import Graph, Node, Value
+from jmpx._audit.data import Finding
 from jmpx._audit.low_values import (
     digits,
-    full_rule,
+    full_rule_or,
     is_low,
     largest_count,
     low_dtype,
@@ -18,8 +18,9 @@ from jmpx._audit.low_values import (
     source,
 )
 from jmpx._audit.options import Options
-from jmpx._audit.report import Finding
 from jmpx._audit.signs import is_at_most_zero, is_sum_of_exponentials
+from jmpx._graph import Graph, Node, Value
+from jmpx._places import where
 
 
 class _Hazard(NamedTuple):
@@ -53,7 +54,8 @@ class _Found(NamedTuple):
             hazard.message,
             self.graph.place(node),
             self.graph.path(node),
-            full_rule(self.graph, node, self.with_products) or advice,
+            full_rule_or(self.graph, node, self.with_products, advice),
+            count=node.times,
             nbytes=node.times * sum(value.nbytes for value in node.operands if is_low(value)),
         )
 
@@ -85,8 +87,9 @@ def _exponential(found: _Found, node: Node, dtype: np.dtype) -> Iterator[Finding
         return
     hazard = _EXPONENTIALS[node.name](node, dtype)
     if hazard is not None:
-        advice = f"write x.astype(jnp.float32) before it; where jmpx.autocast runs it in 16 bits, \
-op.{node.name}: f32"
+        advice = f"x.astype(jnp.float32) before {node.name}"
+        if where(node.scope).module is None:
+            advice += f"; where jmpx.autocast runs it in 16 bits: op.{node.name}: f32"
         yield found.finding("low-exp", node, hazard, advice)
 
 
@@ -192,15 +195,17 @@ def _sum(found: _Found, node: Node, dtype: np.dtype) -> Iterator[Finding]:
         # Where there are more terms than places can take, some place gets too many.
         places = node.operands[0].size * terms // max(node.operands[2].size, 1)
         severity = "high" if terms > limit * places else "medium"
-        what = f"adds up to {terms:,} terms to one place, one after the other"
-        message = f"{dtype.name}, where a sum of {limit} terms of one size does not grow on"
-        hazard = _Hazard(severity, f"{node.name} {what}, in {message}.")
-        advice = "add in float32, as x.astype(jnp.float32).at[indices].add(...)"
+        what = "The gradient of a lookup" if node.is_backward else node.name
+        what = f"{what} adds up to {terms:,} terms to one place in {dtype.name}"
+        hazard = _Hazard(
+            severity, f"{what}, one after the other: after {limit} it may stand still."
+        )
+        advice = "x.astype(jnp.float32) before it, and the cast to 16 bits behind it"
     else:
         what = f"{node.name} takes in {terms:,} terms in {dtype.name}"
         message = f"counts exactly only to {limit}, and may round each partial result"
         hazard = _Hazard("medium", f"{what}, which {message}.")
-        advice = "write dtype=jnp.float32 in the call, or x.astype(jnp.float32) before it"
+        advice = "dtype=jnp.float32 in the call, or x.astype(jnp.float32) before it"
     yield found.finding("low-sum", node, hazard, advice)
 
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jmpx._audit.dependence import Loop, loops_of
-from jmpx._audit.graph import Graph, Node, Value
 from jmpx._audit.low_values import is_low, is_view, number, source
+from jmpx._graph import Graph, Node, Value
 
 _FEW = 64  # An average is a few operations away from what it was; layers are many.
 
@@ -65,8 +65,8 @@ class Recurrence(NamedTuple):
 
 
 def is_decay(factor: float) -> bool:
-    """Whether a value that is multiplied by a factor decays."""
-    return 0 < factor < 1 - 1e-6
+    """Whether a value that is multiplied by a factor decays, and most of it is kept."""
+    return 0.5 <= factor < 1 - 1e-6
 
 
 def recurrences(graph: Graph) -> Iterator[Recurrence]:

@@ -1,6 +1,7 @@
 """The report of an audit: frozen data, which prints, checks and locks itself."""
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterable
 from typing import Any, Self
@@ -33,6 +34,7 @@ class Report:
         findings: what leaked, or needs more range or precision; the worst ones first.
         entries: the operations whose dtypes a lock file holds.
         has_while: whether the program has a while loop, which is counted for one trip.
+        uncounted: the names of operations whose FLOPs are not known, such as `"pallas_call"`.
 
     Example:
         >>> import jax
@@ -45,7 +47,7 @@ class Report:
         <Report of loss_fn: 2.05 kFLOP of products, 100.0 % bfloat16 x bfloat16, no findings>
         >>> print(report.to_text(width=80).splitlines()[2])
         Matrix products and convolutions: 2.05 kFLOP
-        >>> report.to_json()["products"]
+        >>> report.to_dict()["products"]
         [{'dtypes': 'bfloat16 x bfloat16', 'flops': 2048, 'count': 2}]
     """
 
@@ -60,6 +62,7 @@ class Report:
     findings: tuple[Finding, ...]
     entries: tuple[Entry, ...]
     has_while: bool
+    uncounted: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<{summary_line(self)}>"
@@ -84,13 +87,21 @@ class Report:
         """
         return report_text(self, width, all)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them.
 
         The keys are the names of the attributes of the report and of what it holds, besides
         `"version"`, a number that changes when the meaning of a key does.
         """
         return report_dict(self)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns `to_dict()` as JSON.
+
+        Args:
+            indent: as in `json.dumps`; None puts all into one line.
+        """
+        return json.dumps(self.to_dict(), indent=indent)
 
     def check(
         self,

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jmpx._audit.graph import Graph, Node, Value
-from jmpx._audit.low_values import full_rule, scopes_of_products
-from jmpx._audit.options import Options
 from jmpx._audit.data import Finding
-from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, compute_dtype, forward
+from jmpx._audit.low_values import full_rule, scopes_of_products
+from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Streams, call, compute_dtype
+from jmpx._graph import Graph, Node, Value
 
 _FLOAT16 = np.dtype(np.float16)
 _LARGEST, _SMALLEST = 65504.0, 2.0**-24  # of float16
@@ -18,13 +17,13 @@ _CHOICES = frozenset({"select_n", "pad", "concatenate", "max", "min", "clamp", "
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "rem"})
 
 
-def rounding(graph: Graph, options: Options) -> Iterator[Finding]:
+def rounding(graph: Graph, streams: Streams) -> Iterator[Finding]:
     """Yields the findings about constants and casts."""
-    del options
-    for node in forward(graph):
+    for node in streams.forward:
         if node.name == CAST:
             yield from _cast_constant(graph, node)
-            yield from _casts(graph, node)
+            if not streams.is_of_leak(node.results[0]):  # else it is a finding without this
+                yield from _casts(graph, node)
         elif node.name in _ARITHMETIC and node.results[0].dtype == _FLOAT16:
             yield from _lost_literal(graph, node)
 
@@ -121,12 +120,28 @@ def _casts(graph: Graph, node: Node) -> Iterator[Finding]:
     elif first.dtype in WIDE and source.dtype in HALF and result.dtype in WIDE:
         if _is_of_sum(first) or all(_is_sum(reader) for reader in result.readers):
             return  # jnp.sum and jnp.mean add 16-bit numbers in float32, and round the result
+        if before is None or not _is_only_widened(before.results[0]):
+            return  # others read it in 16 bits
+        if not graph.policy(node) and call(before) == call(node):
+            return  # as a library does it
         names = " to ".join(dtype.name for dtype in dtypes)
         text = f"A value is cast from {names}, with nothing between: its digits are lost."
         rule = _full_rule(graph, node) or (
             f"read the {first.dtype.name} value, or leave out the cast back"
         )
         yield _finding(graph, "cast-to-and-fro", "medium", node, text, rule)
+
+
+def _is_only_widened(value: Value) -> bool:
+    """Whether all operations of the forward pass that read a 16-bit value read it cast up."""
+    for reader in value.readers:
+        if reader.name == CAST or reader.is_backward:
+            is_fine = reader.is_backward or reader.results[0].dtype in WIDE
+        else:
+            is_fine = reader.name in MOVES and _is_only_widened(reader.results[0])
+        if not is_fine:
+            return False
+    return True
 
 
 def _full_rule(graph: Graph, node: Node) -> str | None:

@@ -8,7 +8,7 @@ from jmpx._audit.units import bytes_text, flop_text
 if TYPE_CHECKING:
     from jmpx._audit.report import Report
 
-WHILE = "In a while loop, operations are counted for one trip: nothing tells how many it makes."
+_WHILE = "In a while loop, operations are counted for one trip: nothing tells how many it makes."
 
 
 class Share(NamedTuple):
@@ -52,6 +52,15 @@ def shares(report: "Report") -> list[Shares]:
         _table("Saved for the backward pass", saved, bytes_text),
         _table("Written by casts", casts, bytes_text),
     ]
+
+
+def notes(report: "Report") -> list[str]:
+    """Returns sentences about what the tables do not count."""
+    found = [_WHILE] if report.has_while else []
+    if report.uncounted:
+        names = ", ".join(report.uncounted)
+        found.append(f"Not counted: {names}, whose FLOPs nothing tells.")
+    return found
 
 
 def _table(

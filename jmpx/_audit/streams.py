@@ -14,8 +14,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._audit.graph import Graph, Node, Value
+from jmpx._audit.flops import flops
 from jmpx._autocast.products import PRODUCTS, is_precise
+from jmpx._graph import Graph, Node, Value
 from jmpx._jaxpr import call_of
 from jmpx._places import where
 from jmpx._policy_strings import get_policy
@@ -100,9 +101,11 @@ class Streams:
     Attributes:
         found: all streams that are no part of another one.
         forward: the nodes of the forward pass, in the order of the program.
+        is_half: whether the step computes in 16 bits: most products have 16-bit operands, or the
+            outermost policy says so.
         saved: the bytes that are saved for the backward pass, of floats in all dtypes.
         saved_others: values saved for the backward pass that are wide and belong to no stream.
-        half_products: the products with a 16-bit operand, or that had one without a leak.
+        half_products: the products with a 16-bit operand, or that would have one without a leak.
         wide_products: the other products, without those that a user asks for.
         asked: the products that a user asks for in float32, and sums of products such as a norm.
     """
@@ -116,12 +119,22 @@ class Streams:
         self.half_products: list[Node] = []
         self.wide_products: list[Node] = []
         self.asked: list[Node] = []
+        self._variable: set[int] = set()  # the ids of values that depend on an argument
         for node in self.forward:
+            if any(map(self.is_variable, node.operands)):
+                self._variable.update(map(id, node.results))
             self._visit(node)
+        self.is_half = self._is_half()
         self.saved = 0
         self.saved_others: list[Value] = []
         self._count_saved()
         self.found = [stream for stream in self._streams if stream.into is None]
+
+    def _is_half(self) -> bool:
+        half = sum(map(flops, self.half_products))
+        if half and half >= sum(map(flops, self.wide_products)):
+            return True
+        return outermost_dtype(self._graph) in HALF
 
     def _visit(self, node: Node) -> None:
         if node.name in PRODUCTS:
@@ -221,10 +234,13 @@ class Streams:
                 part.is_island = True
         else:
             stream = self._leak(node, meeting)
-            (self.half_products if is_half or cast else self.wide_products).append(node)
+            is_meant_half = (
+                is_half or stream.node is not node or (cast and not self.is_written(node))
+            )
+            (self.half_products if is_meant_half else self.wide_products).append(node)
             stream.products.append(node)
             for part in parts:
-                if not part.is_island:
+                if not part.is_island and not part.widened:
                     self._merge(part, stream)
         if stream is not None:
             self._give(node, stream)
@@ -232,11 +248,20 @@ class Streams:
     def _leak(self, node: Node, meeting: Meeting) -> Stream:
         """Returns the stream because of which a product is wide."""
         leaks = [self._of[id(value)].whole for value in meeting.wide]
-        is_cause = all(stream.kind != "cast" for stream in leaks)
+        is_cause = all(stream.kind != "cast" or stream.widened for stream in leaks)
         if leaks and is_cause and not meeting.other:
             return leaks[0]
         cause = (meeting.other or meeting.wide or meeting.cast)[0]
         return self._start("product", node, cause)
+
+    def is_variable(self, value: Value) -> bool:
+        """Whether a value is an argument, or depends on one."""
+        return value.kind == "input" or id(value) in self._variable
+
+    def is_of_leak(self, value: Value) -> bool:
+        """Whether a value belongs to a stream that a finding is about."""
+        stream = self._of[id(value)].whole if id(value) in self._of else None
+        return self.is_half and stream is not None and bool(stream.products or stream.widened)
 
     def is_asked(self, node: Node) -> bool:
         """Whether the user asks that a node computes in float32: by a policy, rule or precision."""
@@ -246,7 +271,7 @@ class Streams:
         return module is not None and self._is_chosen(module.path)
 
     def _is_chosen(self, path: str) -> bool:
-        """Whether a module computes in float32 by a rule or a policy for it, or for one around it."""
+        """Whether a rule or a class policy of a module, or of one around it, asks for float32."""
         program = self._graph.program
         policy = program.policies.get(path, "")
         if not policy or compute_dtype(policy) not in WIDE:
@@ -256,7 +281,7 @@ class Streams:
 
     def _is_silent(self, value: Value, node: Node) -> bool:
         """Whether the cast of a value was not written by the user, but is part of an operation."""
-        return _call(self._casts[id(value)]) == _call(node)
+        return call(self._casts[id(value)]) == call(node)
 
     def is_written(self, node: Node) -> bool:
         """Whether the user's code casts an operand of a node up right before it."""
@@ -283,7 +308,7 @@ class Streams:
                     continue
                 if id(value) in self._of:
                     self._of[id(value)].whole.nbytes += value.nbytes
-                elif _is_computed(value):
+                elif self.is_variable(value) and _is_computed(value):
                     self.saved_others.append(value)
 
 
@@ -291,6 +316,11 @@ class Streams:
 def compute_dtype(policy: str) -> np.dtype:
     """Returns the dtype in which a policy computes."""
     return np.dtype(get_policy(policy).compute_dtype)
+
+
+def outermost_dtype(graph: Graph) -> np.dtype | None:
+    """Returns the dtype in which the outermost policy computes; None if there is no policy."""
+    return next(map(compute_dtype, filter(None, graph.program.policies.values())), None)
 
 
 def forward(graph: Graph) -> Iterator[Node]:
@@ -304,13 +334,13 @@ def forward(graph: Graph) -> Iterator[Node]:
             yield node
 
 
-def _call(node: Node) -> object:
+def call(node: Node) -> object:
     """Returns the user's call that an operation is a part of."""
     each: Node | None = node
     while each is not None:
-        call = call_of(each.eqn)
-        if call is not None:
-            return call
+        found = call_of(each.eqn)
+        if found is not None:
+            return found
         each = each.around
     return None
 
@@ -324,7 +354,7 @@ def _is_computed(value: Value) -> bool:
 
 
 def _is_inner(node: Node) -> bool:
-    """Whether a product is a sum of products, such as a norm, which has neither rows nor columns."""
+    """Whether a product has neither rows nor columns: a sum of products, such as a norm."""
     if node.name != "dot_general":
         return False
     (contracted, _), (batch, _) = node.eqn.params["dimension_numbers"]

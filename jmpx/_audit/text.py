@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jmpx._audit.alike import alike_findings
 from jmpx._audit.data import FINDING_NAMES, ONLY_WITH_PLATFORM, SEVERITIES, Finding, Scope
 from jmpx._audit.scope_rows import COLUMNS, ScopeRow, scope_rows
-from jmpx._audit.shares import WHILE, Shares, shares
+from jmpx._audit.shares import Shares, notes, shares
 from jmpx._audit.units import bytes_text, flop_text, share_text
 from jmpx._leaves import is_int
 from jmpx._messages import describe
@@ -46,7 +46,7 @@ def report_text(report: "Report", width: int | None, is_full: bool) -> str:
     blocks = [
         title(report),
         "\n".join(_share_lines(shares(report), width, is_full)),
-        _wrapped(WHILE, width) if report.has_while else "",
+        "\n".join(_wrapped(note, width) for note in notes(report)),
         *_finding_blocks(report, width, is_full),
         "\n".join(_scope_lines(report.scopes, width, is_full)),
     ]

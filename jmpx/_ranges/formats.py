@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._dtypes import DTypeLike, dtype_name, is_dtype, parse_dtype
+from jmpx._dtypes import DTypeLike, dtype_name, parse_dtype
 from jmpx._messages import describe, did_you_mean
 
 MANTISSA_BITS = 23  # of float32
@@ -79,15 +79,14 @@ def as_format(dtype: DTypeLike) -> Format:
     name = dtype.strip().lower() if isinstance(dtype, str) else describe(dtype)
     if name in _ALIASES:
         return _ALIASES[name]
+    end = "."
     try:
         name = dtype_name(parse_dtype(name) if isinstance(dtype, str) else dtype)
     except (KeyError, TypeError):
-        pass
+        end = did_you_mean(name, [*_ALIASES, *FORMATS])
     if name not in FORMATS:
-        known = [*_ALIASES, *FORMATS]
-        end = "." if is_dtype(dtype) else did_you_mean(name, known)
         raise ValueError(
-            f"Expected one of the formats 'float16', 'bfloat16', 'e4m3' (float8_e4m3fn) and 'e5m2' "
+            "Expected one of the formats 'float16', 'bfloat16', 'e4m3' (float8_e4m3fn) and 'e5m2' "
             f"(float8_e5m2), got {describe(dtype)}{end}"
         )
     return FORMATS[name]

@@ -1,13 +1,15 @@
 """Runs a program in float32, and measures the numbers that its equations compute."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._audit.graph import Graph, Node
+from jmpx._graph import Graph, Node
 from jmpx._jaxpr import Jaxpr
 from jmpx._leaves import is_floating_dtype
 from jmpx._ranges import statistics
@@ -15,6 +17,8 @@ from jmpx._ranges.sources import is_counted, is_gradient, masks
 from jmpx._ranges.widening import run_widened, widened
 from jmpx._watched import Site, evaluate
 
+_FEW = 150  # equations that are measured, of a program that is compiled as a whole
+_MOST = 1 << 24  # numbers that wait to be measured
 Key = tuple[int, ...]  # the ids of the equations around an equation, and its own
 
 
@@ -90,9 +94,9 @@ class Measured(NamedTuple):
 def measure(jaxpr: Jaxpr, arrays: Sequence[Any], plan: Plan) -> Measured:
     """Runs a program once in float32.
 
-    It runs one equation after the other, as JAX does outside of `jax.jit`; only loops and branches
-    are compiled as a whole. A program that is compiled with all measurements in it would take
-    minutes to compile where the layers of a model are written out.
+    A small program is compiled as a whole. Any other runs one equation after the other, as JAX does
+    outside of `jax.jit`, and only its loops and branches are compiled, because XLA would take
+    minutes for all measurements of a model whose layers are written out.
 
     Args:
         jaxpr: the program.
@@ -100,97 +104,143 @@ def measure(jaxpr: Jaxpr, arrays: Sequence[Any], plan: Plan) -> Measured:
         plan: what is measured.
     """
 
+    def run(arrays: list[Any]) -> tuple[_State, list[Any]]:
+        wide = list(map(widened, arrays))
+        floating = [array for array in wide if is_floating_dtype(array.dtype)]
+        state = _State.empty(plan)
+        _, state = evaluate(jaxpr, wide, _watcher(plan), state, run=run_widened, constant=widened)
+        return state, [_extremes(array, plan.masks) for array in floating]
+
+    run = jax.jit(run) if len(plan.nodes) <= _FEW else run
+    state, found = run(list(arrays))
+    extremes, totals = (np.asarray(array) for array in jax.tree.leaves(state))
+    entered = np.zeros((len(arrays), 2), np.uint32)
+    indices = [i for i, array in enumerate(arrays) if is_floating_dtype(array.dtype)]
+    for index, each in zip(indices, found, strict=True):
+        entered[index] = np.asarray(each)
+    counts = None if plan.extremes_only else statistics.as_integers(totals)
+    return Measured(extremes, counts, entered)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _extremes(array: Any, masks: tuple[float, ...]) -> Any:
+    return statistics.extremes(statistics.magnitudes(array), masks)
+
+
+def _watcher(plan: Plan) -> Callable[..., "_State"]:
+    """Returns the function that measures what an equation computed."""
+
     def watch(
         state: _State, site: Site, operands: list[Any], results: list[Any], trips: Any
     ) -> _State:
         position = plan.position(site)
-        if position is None:
-            return state
-        for result in results:
-            if is_floating_dtype(result.dtype):
-                found, counts = _measured(result, plan.masks, plan.extremes_only)
-                state.add(position, found, plan.rows[position], counts)
+        if position is not None:
+            state.waiting += [
+                (position, result) for result in results if is_floating_dtype(result.dtype)
+            ]
+            is_traced = any(isinstance(array, jax.core.Tracer) for _, array in state.waiting)
+            if not is_traced or sum(array.size for _, array in state.waiting) > _MOST:
+                return state.updated()
         return state
 
-    wide = list(map(widened, arrays))
-    state = _State.empty(len(plan.nodes), 0 if plan.extremes_only else len(plan.table))
-    _, state = evaluate(jaxpr, wide, watch, state, run=run_widened, constant=widened)
-    extremes, totals = (np.asarray(array) for array in jax.tree.leaves(state))
-    entered = [
-        np.asarray(_measured(array, plan.masks, True)[0])
-        if is_floating_dtype(array.dtype)
-        else np.asarray(statistics.no_extremes())
-        for array in wide
-    ]
-    counts = None if plan.extremes_only else statistics.as_integers(totals)
-    return Measured(extremes, counts, np.reshape(entered, (-1, 2)).astype(np.uint32))
-
-
-def _measured(array: Any, masks: tuple[float, ...], extremes_only: bool) -> Any:
-    return _measured_jitted(jnp.reshape(array, -1), masks, extremes_only)
-
-
-def _measure_array(array: Any, masks: tuple[float, ...], extremes_only: bool) -> tuple[Any, Any]:
-    bits = statistics.magnitudes(array)
-    counts = None if extremes_only else statistics.histogram(bits, masks)
-    return statistics.extremes(bits, masks), counts
-
-
-_measured_jitted = jax.jit(_measure_array, static_argnums=(1, 2))
-_add_counts = jax.jit(statistics.add_counts)
+    return watch
 
 
 @jax.tree_util.register_pytree_node_class
 class _State:
-    """What was measured so far: two tables, and what is not in them yet.
+    """What was measured so far: two tables, and the arrays that wait to be measured.
 
-    A table that is updated by every equation takes XLA long to compile. So measurements wait, and
-    go into the tables together where the state enters or leaves a loop, which flattens it.
+    XLA takes long to compile measurements of each single array. So while JAX traces, arrays wait
+    until there are many, or until the state enters or leaves a loop, which flattens it.
 
     Args:
+        plan: what is measured.
         extremes: the extremes of each node.
         totals: the sums of the counts of each row, as `statistics.add_counts` makes them.
     """
 
-    def __init__(self, extremes: Any, totals: Any) -> None:
-        self.extremes, self.totals = extremes, totals
-        self.found: dict[int, Any] = {}  # by node
-        self.counts: dict[int, Any] = {}  # by row
+    def __init__(self, plan: Plan, extremes: Any, totals: Any) -> None:
+        self.plan, self.extremes, self.totals = plan, extremes, totals
+        self.waiting: list[tuple[int, Any]] = []  # the positions of nodes, and arrays
 
     @classmethod
-    def empty(cls, nodes: int, rows: int) -> "_State":
+    def empty(cls, plan: Plan) -> "_State":
+        rows = 0 if plan.extremes_only else len(plan.table)
         totals = jnp.zeros((rows, statistics.SIZE, 2), jnp.uint32)
-        return cls(statistics.no_extremes((nodes,)), totals)
+        return cls(plan, jnp.array(statistics.no_extremes((len(plan.nodes),))), totals)
 
-    def add(self, node: int, extremes: Any, row: int, counts: Any) -> None:
-        """Adds what was measured of an array.
+    def updated(self) -> "_State":
+        """Returns the state with all arrays measured."""
+        if not self.waiting:
+            return self
+        positions, arrays = zip(*self.waiting, strict=True)
+        rows = [self.plan.rows[position] for position in positions]
+        unique = sorted(set(rows))
+        tables = _update(
+            self.extremes,
+            self.totals,
+            arrays,
+            nodes=np.asarray(positions, np.int32),
+            rows=np.asarray(unique, np.int32),
+            row_of=np.asarray([unique.index(row) for row in rows], np.int32),
+            masks=self.plan.masks,
+            extremes_only=self.plan.extremes_only,
+        )
+        return _State(self.plan, *tables)
 
-        Args:
-            node: the position of the node that computed it.
-            extremes: its extremes.
-            row: the position of the row that counts it.
-            counts: the count in each bin, or None.
-        """
-        known = self.found.get(node)
-        self.found[node] = extremes if known is None else statistics.merge_extremes(known, extremes)
-        if counts is not None:
-            total = self.counts.get(row)
-            if total is None:
-                total = jnp.zeros((statistics.SIZE, 2), jnp.uint32)
-            self.counts[row] = _add_counts(total, counts)
-
-    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
-        extremes, totals = self.extremes, self.totals
-        if self.found:
-            nodes = np.asarray(list(self.found))
-            new = statistics.merge_extremes(extremes[nodes], jnp.stack(list(self.found.values())))
-            extremes = extremes.at[nodes].set(new)
-        if self.counts:
-            rows = np.asarray(list(self.counts))
-            new = statistics.add_totals(totals[rows], jnp.stack(list(self.counts.values())))
-            totals = totals.at[rows].set(new)
-        return (extremes, totals), None
+    def tree_flatten(self) -> tuple[tuple[Any, Any], Plan]:
+        state = self.updated()
+        return (state.extremes, state.totals), self.plan
 
     @classmethod
-    def tree_unflatten(cls, _: None, leaves: Sequence[Any]) -> "_State":
-        return cls(*leaves)
+    def tree_unflatten(cls, plan: Plan, tables: Sequence[Any]) -> "_State":
+        return cls(plan, *tables)
+
+
+@functools.partial(jax.jit, static_argnames=("masks", "extremes_only"))
+def _update(
+    extremes: Any,
+    totals: Any,
+    arrays: Sequence[Any],
+    *,
+    nodes: Any,
+    rows: Any,
+    row_of: Any,
+    masks: tuple[float, ...],
+    extremes_only: bool,
+) -> tuple[Any, Any]:
+    """Measures arrays, and returns the new tables.
+
+    Args:
+        extremes: the extremes of each node.
+        totals: the sums of the counts of each row.
+        arrays: the arrays.
+        nodes: the position of the node of each array.
+        rows: the positions of the rows that count these arrays, each once.
+        row_of: the index in `rows` of each array.
+        masks: see `Ranges.masks`.
+        extremes_only: whether nothing is counted.
+    """
+    if len(arrays) == 1:
+        bits, parts = statistics.magnitudes(arrays[0]), np.uint16(0)
+        found = statistics.extremes(bits, masks)[None]
+    else:
+        bits = _joined([statistics.magnitudes(array) for array in arrays])
+        parts = _joined([jnp.full(array.shape, i, np.uint16) for i, array in enumerate(arrays)])
+        found = statistics.extremes_of_parts(bits, masks, parts, len(arrays))
+    largest = extremes[:, 0].at[nodes].max(found[:, 0])
+    extremes = jnp.stack([largest, extremes[:, 1].at[nodes].min(found[:, 1])], -1)
+    if not extremes_only:
+        bins = statistics.bins_of(bits, masks)
+        counts = statistics.count(bins, row_of[parts], len(rows))
+        totals = totals.at[rows].set(statistics.add_counts(totals[rows], counts))
+    return extremes, totals
+
+
+def _joined(arrays: Sequence[Any]) -> Any:
+    """Returns the numbers of all arrays as one array, in which XLA has to write them out.
+
+    Otherwise it would compile what reads the numbers once for each array.
+    """
+    joined = jnp.concatenate([jnp.reshape(array, -1) for array in arrays])
+    return jax.lax.optimization_barrier(joined)

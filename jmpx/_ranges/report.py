@@ -142,11 +142,11 @@ class Ranges:
         """Returns the ranges as text: formats, scopes, a loss scale and rules for float16.
 
         Args:
-            width: how many columns the text may have, 60 or more. Paths and rules are never broken.
+            width: how many columns the text may have, 72 or more. Paths and rules are never broken.
             all: whether to show every scope.
 
         Raises:
-            ValueError: if `width` is no whole number, or less than 60.
+            ValueError: if `width` is no whole number, or less than 72.
         """
         return ranges_text(self, width, all)
 

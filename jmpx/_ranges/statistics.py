@@ -49,13 +49,11 @@ def extremes(bits: Array, masks: Sequence[float] = ()) -> Array:
     Returns:
         Two integers; 0 and 2**32 - 1 if all numbers are zero, infinite, NaN or masked.
     """
-    counts = (bits > 0) & (bits < np.uint32(_INFINITY))
-    if masks:
-        counts &= ~is_mask(bits, masks)
+    large, small = _compared(bits, masks)
     # One reduction of two operands reads the array once.
     return jnp.stack(
         lax.reduce(
-            (jnp.where(counts, bits, np.uint32(0)), jnp.where(counts, bits, _NONE)),
+            (large, small),
             (np.uint32(0), _NONE),
             lambda a, b: (jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1])),
             tuple(range(bits.ndim)),
@@ -63,22 +61,40 @@ def extremes(bits: Array, masks: Sequence[float] = ()) -> Array:
     )
 
 
+def extremes_of_parts(bits: Array, masks: Sequence[float], parts: Array, size: int) -> Array:
+    """Returns the extremes of each part of an array, of shape (size, 2).
+
+    Args:
+        bits: from `magnitudes`, of one axis.
+        masks: magnitudes that do not count.
+        parts: the part of each number.
+        size: the number of parts.
+    """
+    large, small = _compared(bits, masks)
+    found = no_extremes((size,))
+    largest = found[:, 0].at[parts].max(large, mode="promise_in_bounds")
+    return jnp.stack([largest, found[:, 1].at[parts].min(small, mode="promise_in_bounds")], -1)
+
+
+def _compared(bits: Array, masks: Sequence[float]) -> tuple[Array, Array]:
+    """Returns the magnitudes whose maximum counts, and those whose minimum does."""
+    counts = (bits > 0) & (bits < np.uint32(_INFINITY))
+    if masks:
+        counts &= ~is_mask(bits, masks)
+    return jnp.where(counts, bits, np.uint32(0)), jnp.where(counts, bits, _NONE)
+
+
 def no_extremes(shape: tuple[int, ...] = ()) -> Array:
     """Returns the extremes of no numbers."""
     return jnp.broadcast_to(jnp.asarray([np.uint32(0), _NONE]), (*shape, 2))
 
 
-def merge_extremes(a: Array, b: Array) -> Array:
-    """Returns the extremes of two arrays together."""
-    return jnp.stack([jnp.maximum(a[..., 0], b[..., 0]), jnp.minimum(a[..., 1], b[..., 1])], -1)
-
-
-def histogram(bits: Array, masks: Sequence[float] = ()) -> Array:
-    """Returns how many numbers are in each bin, `SIZE` integers.
+def bins_of(bits: Array, masks: Sequence[float] = ()) -> Array:
+    """Returns the bin of each number, in 16 bits.
 
     Args:
         bits: from `magnitudes`.
-        masks: magnitudes that are counted in the bin `MASKED`.
+        masks: magnitudes whose bin is `MASKED`.
     """
     exponent, mantissa = bits >> MANTISSA_BITS, bits & np.uint32((1 << MANTISSA_BITS) - 1)
     is_subnormal = exponent == 0
@@ -94,8 +110,19 @@ def histogram(bits: Array, masks: Sequence[float] = ()) -> Array:
     bins = jnp.where(bits == 0, np.uint32(ZERO), bins)
     bins = jnp.where(bits == _INFINITY, np.uint32(INFINITE), bins)
     bins = jnp.where(bits > _INFINITY, np.uint32(NAN), bins)
-    counts = jnp.zeros(SIZE, jnp.uint32)
-    return counts.at[bins.reshape(-1)].add(np.uint32(1), mode="promise_in_bounds")
+    return bins.astype(jnp.uint16)
+
+
+def count(bins: Array, rows: Array, size: int) -> Array:
+    """Returns how many numbers are in each bin of each row, of shape (size, SIZE).
+
+    Args:
+        bins: the bin of each number.
+        rows: the row of each number, or one for all.
+        size: the number of rows.
+    """
+    counts = jnp.zeros((size, SIZE), jnp.uint32)
+    return counts.at[rows, bins].add(np.uint32(1), mode="promise_in_bounds")
 
 
 def add_counts(total: Array, counts: Array) -> Array:
@@ -108,12 +135,6 @@ def add_counts(total: Array, counts: Array) -> Array:
     low = total[..., 0] + counts
     high = total[..., 1] + (low < counts).astype(jnp.uint32)
     return jnp.stack([low, high], -1)
-
-
-def add_totals(a: Array, b: Array) -> Array:
-    """Returns the sum of two results of `add_counts`."""
-    total = add_counts(a, b[..., 0])
-    return total.at[..., 1].add(b[..., 1])
 
 
 def as_integers(total: jax.Array | np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from jmpx._ranges.formats import FORMATS, as_format
 if TYPE_CHECKING:
     from jmpx._ranges.report import Ranges
 
-_NARROWEST = 60
+_NARROWEST = 72
 _ROWS = 24  # how many scopes are shown, unless all are asked for
 _GAP = "  "
 
@@ -81,7 +81,7 @@ def _format_lines(ranges: "Ranges", scale: float) -> list[str]:
         histogram = merged(_histograms(found))
         for known in FORMATS.values() if histogram.numbers else ():
             cells = map(share, histogram.shares(known.name, factor))
-            rows.append([f"{kind}{_at(factor)}", f"in {known.name}", *cells])
+            rows.append([f"{kind}{_at(factor)}", known.name, *cells])
     for row, above in zip(rows[:0:-1], rows[-2::-1], strict=True):
         row[0] = "" if row[0] == above[0] else row[0]
     return _aligned(rows, "<<>>>")
@@ -105,6 +105,7 @@ def _scope_lines(ranges: "Ranges", scale: float, width: int, is_full: bool) -> l
             ]
         )
     tables = _aligned([["", *row[1:]] for row in rows], "<<><>>")
+    tables = [f"{_GAP}{cells}" for cells in tables]
     room = width - max(map(len, tables))
     lines = ["By scope, the magnitudes and what float16 does not hold:"]
     size = max((len(row[0]) for row in rows if len(row[0]) <= room), default=0)
@@ -180,8 +181,8 @@ def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "".join(
-            f"{cell:{side}{size}}" + _GAP if index == 0 and size else f"{_GAP}{cell:{side}{size}}"
-            for index, (cell, side, size) in enumerate(zip(row, sides, sizes, strict=True))
+            f"{cell:{side}{size}}{_GAP}"
+            for cell, side, size in zip(row, sides, sizes, strict=True)
             if size
         ).rstrip()
         for row in rows

@@ -135,7 +135,7 @@ def test_the_limit_of_the_message_is_where_a_sum_stops(dtype, limit, rng):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("decay", [0.5, 0.9, 0.99])
+@pytest.mark.parametrize("decay", [0.5, 0.75, 0.9, 0.99])
 def test_an_average_stays_where_the_message_says(dtype, decay, rng):
     def step(mean, x):
         return decay * mean + (1 - decay) * x
@@ -356,6 +356,13 @@ def test_averages_of_optax_in_16_bits_are_found():
 @pytest.mark.parametrize("name", ["adam", "adamw", "lion", "sgd", "rmsprop"])
 def test_optimizers_in_float32_have_none(name):
     assert not found(NAMES, *optimized(getattr(optax, name)(1e-3)))
+
+
+def test_the_gradient_of_a_penalty_is_no_average():
+    def loss(w, x):
+        return jnp.sum((x * w + 0.1 * w * w).astype(F32))
+
+    assert not found(NAMES, loss, shape(4, dtype=BF16), shape(4, dtype=BF16))
 
 
 @pytest.mark.usefixtures("standard_promotion")

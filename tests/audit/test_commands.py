@@ -134,12 +134,58 @@ def test_a_lock_that_cannot_be_read_or_written_is_one_line(capsys, tmp_path):
 # Commands that run the program
 
 
+def exp_fn(w, x):
+    with jax.named_scope("scores"):
+        h = x @ w
+    with jax.named_scope("weights"):
+        return jnp.exp(h).mean()
+
+
+def large():
+    return exp_fn, (jnp.full((4, 3), 4, "float16"), jnp.ones((2, 4), "float16"))
+
+
+def small():
+    return exp_fn, (jnp.full((4, 3), 0.5, "float16"), jnp.ones((2, 4), "float16"))
+
+
+def test_ranges_are_printed_and_drawn(capsys, tmp_path):
+    plot = tmp_path / "ranges.png"
+    assert run("ranges", "THIS:large", "--dtype", "float16", "--plot", str(plot)) == 0
+    *_, rules, last = capsys.readouterr().out.splitlines()
+    assert rules.startswith("policy map for float16: compute=float16,") and "*/weights: " in rules
+    assert last == f"wrote {plot}" and plot.read_bytes().startswith(b"\x89PNG")
+
+    assert run("ranges", "THIS:large", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {each["scope"] for each in found["activations"]} >= {"scores", "weights"}
+
+
+def test_ranges_that_cannot_be_drawn(capsys, tmp_path):
+    for plot in ("ranges.gif", str(tmp_path / "no" / "ranges.png")):
+        assert run("ranges", "THIS:small", "--plot", plot) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"Cannot draw {plot!r}: ")
+
+
+def test_the_first_nonfinite_is_printed(capsys):
+    assert run("first-nonfinite", "THIS:large") == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("exp makes an infinity") and "test_commands.py:" in printed
+    assert run("first-nonfinite", "THIS:large", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["scope"] == "weights"
+
+    assert run("first-nonfinite", "THIS:small") == 0
+    assert capsys.readouterr().out == "no operation makes an inf or NaN\n"
+    assert run("first-nonfinite", "THIS:small", "--json") == 0
+    assert json.loads(capsys.readouterr().out) is None
+
+
 @pytest.mark.parametrize("command", ["ranges", "first-nonfinite"])
 def test_a_run_needs_numbers(command, capsys):
-    assert error_of(capsys, command, "THIS:shapes") == (
-        f"{command} runs the program and needs numbers, but {__name__}:shapes returns a shape, the "
-        "jax.ShapeDtypeStruct args[0]: let it return arrays of a typical step."
-    )
+    line = error_of(capsys, command, "THIS:shapes")
+    assert line.startswith(f"The run of {__name__}:shapes failed: ")
+    assert "Expected arrays, got " in line and " runs the " in line
 
 
 # The flags of a program
@@ -230,6 +276,10 @@ def fails():
     raise RuntimeError("no\nsuch  file")
 
 
+def fails_at_length():
+    raise TypeError("all arrays differ " * 10_000)
+
+
 def untraceable():
     return (lambda w, x: w @ x), (SHAPES[0], SHAPES[0])
 
@@ -255,6 +305,7 @@ WRONG = {
     "THIS:SHAPES": "Expected audit to name a function that takes no arguments and returns a pair",
     "THIS:loss_fn": "failed: TypeError: loss_fn() missing 2 required positional arguments",
     "THIS:fails": "failed: RuntimeError: no such file (",
+    "THIS:fails_at_length": "failed: TypeError: all arrays differ all arrays",
     "THIS:untraceable": "The audit of THIS:untraceable failed: TypeError: ",
     "THIS:nothing": f"Expected THIS:nothing {RETURNS}a value of type NoneType.",
     "THIS:no_arguments": f"Expected THIS:no_arguments {RETURNS}(function, ShapeDtypeStruct).",
@@ -265,7 +316,7 @@ WRONG = {
 @pytest.mark.parametrize("target", WRONG)
 def test_a_wrong_target_is_one_line(target, capsys):
     line = error_of(capsys, "audit", target)
-    assert WRONG[target].replace("THIS", __name__) in line
+    assert WRONG[target].replace("THIS", __name__) in line and len(line) < 800
     if target in ("THIS:fails", "THIS:untraceable"):
         assert "test_commands.py:" in line
 
@@ -283,7 +334,7 @@ USAGE = {
     ("audit",): "MODULE:FUNCTION; usage: python -m jmpx audit MODULE:FUNCTION [options]",
     ("audti", "a:b"): "unknown command 'audti'; did you mean 'audit'?; usage: python -m jmpx",
     ("audit", "a:b", "c"): "unrecognized arguments: c; usage: python -m jmpx audit",
-    ("audit", "a:b", "--platform=gpu"): "invalid choice: 'gpu' (choose from",
+    ("audit", "a:b", "--platform=gup"): "invalid choice: 'gup' (choose from",
     ("first-nonfinite", "a:b", "--lock=c"): "unrecognized arguments: --lock=c; usage: python",
     ("ranges", "a:b", "--dtype"): "expected one argument; usage: python -m jmpx ranges",
 }
@@ -297,7 +348,12 @@ def test_wrong_arguments_are_one_line(arguments, capsys):
 HELP = {
     (): ["explain", "audit", "ranges", "first-nonfinite", "exit code"],
     ("explain",): ["--model", "POLICY"],
-    ("audit",): ["--lock PATH", "--platform {cpu,cuda,tpu}", "--json", "-- FLAGS OF THE PROGRAM"],
+    ("audit",): [
+        "--lock PATH",
+        "--platform {cpu,cuda,gpu,tpu}",
+        "--json",
+        "-- FLAGS OF THE PROGRAM",
+    ],
     ("ranges",): ["--dtype DTYPE", "--plot PATH", "--json"],
     ("first-nonfinite",): ["--json"],
 }

@@ -1,16 +1,12 @@
 """Planted leaks are found: each once, at its line, with what mends it."""
 
-import inspect
 import math
-import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.leaky import LINEAR, PLANTED, WIDTH, W, X, loss_of
-
-import jmpx
+from helpers.leaky import LINEAR, PLANTED, WIDTH, W, X, findings, line_of, loss_of, seen, shape
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -18,10 +14,6 @@ BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 POSITIONS = np.linspace(0, 1, WIDTH)
 THREE = jnp.array(np.float32(3))
 MASK = jnp.tri(WIDTH, dtype=bool)[3]
-
-
-def findings(fn, *args):
-    return jmpx.audit(fn)(*args).findings
 
 
 # Each takes activations in 16 bits and a float32 parameter; its leak is at the line with a mark.
@@ -161,17 +153,6 @@ both_dtypes = pytest.mark.parametrize(
 )
 
 
-def line_of(leak):
-    lines, start = inspect.getsourcelines(leak)
-    (line,) = [start + i for i, text in enumerate(lines) if text.rstrip().endswith("# <-")]
-    return line
-
-
-def seen(found):
-    assert all(os.path.samefile(finding.place.file, __file__) for finding in found), found
-    return sorted((finding.place.line, finding.name) for finding in found)
-
-
 def planted(leaks):
     return sorted((line_of(leak), LEAKS[leak]) for leak in leaks)
 
@@ -182,14 +163,10 @@ def planted(leaks):
 def test_each_leak_is_found_once_at_its_line(framework, leaks, dtype):
     loss, params = PLANTED[framework](leaks, dtype)
     found = findings(loss, params, shape(X, dtype))
-    assert seen(found) == planted(leaks)
+    assert seen(__file__, found) == planted(leaks)
     for finding in found:
         assert finding.scope.rpartition("/")[2] in {leak.__name__ for leak in leaks}
         assert finding.rule
-
-
-def shape(like, dtype):
-    return jax.ShapeDtypeStruct(like.shape, dtype)
 
 
 def in_scan(block, x, *weights):
@@ -219,7 +196,7 @@ def test_lines_under_transformations(way, leaks, dtype):
     if way == "checkpoint":
         leaks = [leak for leak in leaks if leak is not saved_gelu]  # It is not saved then.
     found = findings(loss, shape(W, dtype), W, shape(X, dtype))
-    assert seen([each for each in found if each.name in LEAKS.values()]) == planted(leaks)
+    assert seen(__file__, [each for each in found if each.name in LEAKS.values()]) == planted(leaks)
 
 
 # What the advice makes of a leak.
@@ -296,7 +273,7 @@ def test_rules_mend_products(framework):
     loss, params = PLANTED[framework](PRODUCTS, F32)
     policy_map = f"{LINEAR[framework]}: c=bf16,o=bf16"
     found = findings(lambda *args: loss(*args, policy_map), params, X)
-    assert seen(found) == planted(PRODUCTS)
+    assert seen(__file__, found) == planted(PRODUCTS)
     for finding in found:
         policy_map += f"; {finding.rule}"
     assert findings(lambda *args: loss(*args, policy_map), params, X) == ()

@@ -10,7 +10,6 @@ from helpers import BF16, F16, F32
 from helpers.findings_of import found, line_of
 from helpers.planted_layer import FRAMEWORKS, planted
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import jmpx
 import jmpx.flax
@@ -279,6 +278,31 @@ def test_a_sum_is_long_where_a_dtype_stops_counting(dtype, limit):
     assert f"{limit + 1:,} terms" in finding.message
 
 
+@pytest.mark.parametrize("dtype, limit", [(BF16, 256), (F16, 2048)])
+def test_a_scatter_stands_still_where_the_message_says(dtype, limit):
+    def total(terms):
+        return jnp.zeros(1, dtype).at[jnp.zeros(len(terms), jnp.int32)].add(terms)[0]
+
+    (finding,) = found(NAMES, total, jax.ShapeDtypeStruct((limit + 9,), dtype))
+    assert finding.severity == "high" and f"after {limit} " in finding.message
+    assert total(jnp.ones(limit + 9, dtype)) == limit
+
+
+def attention(x):
+    scores = x @ x.T
+    return jax.nn.softmax(scores) @ x
+
+
+def test_a_rule_for_a_module_with_products_says_so():
+    loss, args = planted("haiku", attention, "c=bf16,o=f32")
+    (finding,) = found(NAMES, loss, *args)
+    code, _, rule = finding.rule.partition("; or ")
+    assert code == "x.astype(jnp.float32) before exp"
+    rule = rule.removesuffix(", with its products")
+    loss, args = planted("haiku", attention, f"c=bf16,o=f32; {rule}")
+    assert not found(NAMES, loss, *args)
+
+
 def test_the_gradient_of_an_embedding_is_a_long_sum():
     """Each token adds to one row of the table, one after the other."""
 
@@ -292,72 +316,6 @@ def test_the_gradient_of_an_embedding_is_a_long_sum():
     assert finding.place.line == line_of(__file__, "lookup")
     few = jax.ShapeDtypeStruct((100,), jnp.int32)
     assert not found(NAMES, loss, table, few)
-
-
-# Sums over devices.
-
-
-def mesh():
-    return jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-def summed(dtype):
-    def local(x):
-        return lax.psum(x.astype(dtype), "data").astype(F32)  # psum
-
-    return jax.shard_map(local, mesh=mesh(), in_specs=P("data"), out_specs=P())
-
-
-def test_a_collective_in_16_bits_is_found_with_its_axis():
-    x = jax.ShapeDtypeStruct((4, 3), F32)
-    (finding,) = found(NAMES, lambda x: jnp.mean(summed(BF16)(x)), x)
-    assert finding.name == "low-collective" and "'data'" in finding.message
-    assert finding.place.line == line_of(__file__, "psum")
-    assert finding.rule.startswith("r=f32")
-    assert not found(NAMES, lambda x: jnp.mean(summed(F32)(x)), x)
-
-
-def step(policy):
-    """A step that averages its gradients over devices, by a policy."""
-
-    def loss(w, x):
-        return jnp.mean((x @ w.astype(x.dtype)).astype(F32))
-
-    def local(w, x):
-        result = jmpx.filter_value_and_grad(
-            loss, jmpx.NoOpLossScale(), policy=policy, axis_name="data"
-        )(w, x)
-        return result.value, result.grads
-
-    return jax.shard_map(
-        local, mesh=mesh(), in_specs=(P(), P("data")), out_specs=(P(), P()), check_vma=False
-    )
-
-
-def test_the_rule_for_a_collective_mends_it():
-    w, x = jax.ShapeDtypeStruct((3, 2), F32), jax.ShapeDtypeStruct((4, 3), F32)
-    (finding,) = found(NAMES, step("c=bf16,o=f32,r=bf16"), w, x)
-    assert finding.name == "low-collective"
-    rule = finding.rule.partition(" ")[0]
-    assert not found(NAMES, step(f"c=bf16,o=f32,{rule}"), w, x)
-
-
-def test_a_sum_over_a_mapped_axis_is_a_sum():
-    def loss(x):
-        total = jax.vmap(lambda row: lax.psum(row, "rows"), axis_name="rows")(x)
-        return jnp.mean(total.astype(F32))
-
-    (finding,) = found(NAMES, loss, jax.ShapeDtypeStruct((MANY, 2), BF16))
-    assert finding.name == "low-sum" and "300 terms" in finding.message
-    assert not found(NAMES, loss, jax.ShapeDtypeStruct((4, 2), BF16))
-
-
-def test_a_gather_in_16_bits_is_no_finding():
-    def local(x):
-        return lax.all_gather(x.astype(BF16), "data", tiled=True).astype(F32)
-
-    fn = jax.shard_map(local, mesh=mesh(), in_specs=P("data"), out_specs=P(), check_vma=False)
-    assert not found(NAMES, fn, jax.ShapeDtypeStruct((4, 3), F32))
 
 
 # Layers of the frameworks.

@@ -1,5 +1,6 @@
 """The program that an audit looks at: a loss with its gradient, or a step that contains one."""
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from helpers.four_frameworks import FRAMEWORKS
 from jax.core import Tracer
 
 import jmpx
+from jmpx._graph import Graph
 from jmpx._programs import traced_program
 
 POLICY = "c=bf16,o=f32; */inner: full"
@@ -94,6 +96,27 @@ def test_the_policies_that_held_are_known(name):
     by_name = {path.rpartition("/")[2]: policy for path, policy in policies.items()}
     assert by_name["inner"] == "params=float32,compute=float32,output=bfloat16"
     assert by_name["head"] == "params=float32,compute=bfloat16,output=bfloat16"
+
+
+def test_a_model_may_be_joined_with_a_part_that_is_closed_over():
+    model = eqx.nn.MLP(3, 2, 8, 1, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def loss(params, x):
+        return jnp.mean(jax.vmap(eqx.combine(params, static))(x) ** 2)
+
+    graph = Graph(traced_program(loss, (params, X)))
+    paths = {graph.path(node) for node in graph.nodes if node.name == "dot_general"}
+    assert len(paths) == 1 and "Linear" in paths.pop()  # the names that Equinox gives its layers
+
+
+def test_an_error_of_the_function_is_seen():
+    def loss(params, x):
+        raise ZeroDivisionError("planted")
+
+    with pytest.raises(ZeroDivisionError, match="planted") as caught:
+        traced_program(loss, ({"w": W}, X))
+    assert caught.value.__context__ is None
 
 
 def test_modules_of_nnx_stay_as_they_are(rng):

@@ -159,6 +159,13 @@ def test_a_while_loop_is_marked():
     assert "while" not in str(REPORT)
 
 
+def test_operations_of_unknown_cost_are_named():
+    marked = dataclasses.replace(REPORT, uncounted=("pallas_call", "ffi_call"))
+    assert "Not counted: pallas_call, ffi_call, whose" in str(marked)
+    assert "Not counted: pallas_call, ffi_call, whose" in marked._repr_html_()
+    assert "Not counted" not in str(REPORT)
+
+
 def test_a_rule_has_a_line_of_its_own():
     lines = [line.strip() for line in str(REPORT).splitlines()]
     assert {LEAK.rule, SAVED.rule, EXP.rule} <= set(lines)
@@ -252,6 +259,7 @@ reports = st.builds(
     findings=st.lists(findings, max_size=12).map(tuple),
     scopes=st.lists(scopes, max_size=20).map(tuple),
     has_while=st.booleans(),
+    uncounted=st.lists(words, max_size=2).map(tuple),
 )
 
 

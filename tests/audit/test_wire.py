@@ -1,6 +1,10 @@
 """`jmpx.wire`: what a user asks it, and what it prints."""
 
+import contextlib
+import io
 import json
+import re
+from importlib.util import find_spec
 from typing import Any
 
 import equinox as eqx
@@ -8,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tpu
 from collectives import partitioned
 from flax import nnx
+from helpers import ROOT
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -59,7 +65,7 @@ def by_hand(mesh, dtype):
     return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs)).lower(PARAMS, X)
 
 
-def under_jit(mesh, dtype=jnp.bfloat16):
+def under_jit(mesh, dtype=jnp.bfloat16, platforms=None):
     """The same under jit, where XLA's partitioner inserts what shardings need."""
 
     def loss_fn(params, x):
@@ -121,7 +127,7 @@ def test_under_jit_a_lowered_step_says_where_its_collectives_are(mesh):
     assert wire.collectives == () and wire.sent == 0
     assert str(wire) == (
         "jit_step on 8 devices: no collectives until XLA partitions it: "
-        "see jmpx.wire(lowered.compile())"
+        "jmpx.wire(lowered.compile())"
     )
     text, compiled = partitioned(lowered)  # as the note on CPUs says
     for given, size in ((text, 2), (compiled, 4)):
@@ -136,6 +142,18 @@ def test_under_jit_a_lowered_step_says_where_its_collectives_are(mesh):
         names = ("output 0", "output 1") if given is text else (
             "result[0]['head']['w']", "result[0]['layers']")  # fmt: skip
         assert results == {(), *((name,) for name in names)}
+
+
+@pytest.mark.slow  # a compiler of its own
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_compiled_for_a_tpu_the_dtypes_are_the_programs():
+    wire = jmpx.wire(under_jit(Mesh(tpu.devices(), ("data",)), platforms=("tpu",)).compile())
+    assert (wire.platform, wire.devices) == ("tpu", 8)
+    found = {(one.dtype, one.parameter, one.times) for one in wire.collectives}
+    assert {("bf16", "params['layers']", 3), ("bf16", "params['head']['w']", 1)} <= found
+    for name in ("result[0]['layers']", "result[0]['head']['w']"):
+        assert {one.dtype for one in wire.collectives if one.results == (name,)} == {"bf16"}
+    assert "Compiled for a CPU" not in str(wire)
 
 
 def test_what_is_outside_of_shard_map_is_left_to_the_partitioner(mesh):
@@ -215,6 +233,42 @@ def test_text_has_at_most_100_columns_and_the_largest_arrays_first(mesh, rng):
     }
 
 
+def test_layers_whose_names_differ_in_numbers_have_one_row(mesh):
+    def step(params):
+        return jax.tree.map(lambda x: lax.all_gather(x, "data", tiled=True), params)
+
+    layers = {f"block{i}": [f32(8, 4), f32(8, 4)] for i in range(3)} | {"head7": f32(8, 4)}
+    rows: Any = {"mesh": mesh, "in_specs": P("data"), "out_specs": P(), "check_vma": False}
+    wire = jmpx.wire(jax.jit(jax.shard_map(step, **rows)).lower(layers))
+    table = str(wire).partition("\n\n")[2].splitlines()[4:]
+    assert [(row.split()[6], row.split()[7]) for row in table] == [
+        ("6", "params['block*'][*]"),
+        ("1", "params['head7']"),
+    ]
+    assert table[0].startswith("672 B") and len(wire.collectives) == 7
+
+
+def test_the_place_of_a_gather_of_jmpx_is_the_users(mesh):
+    def loss_fn(params, x):
+        whole = jmpx.gather(params, "data", "c=bf16")  # this line
+        return jnp.mean((x @ whole["w"]).astype(jnp.float32) ** 2)
+
+    def step(params, x):
+        grad_fn = jmpx.filter_grad(
+            loss_fn, jmpx.NoOpLossScale(), policy="c=bf16,r=f32", axis_name="data",
+            sharded={"w": True}, uncast_argnums=0,
+        )  # fmt: skip
+        return grad_fn(params, x).grads
+
+    rows: Any = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data")}
+    wire = jmpx.wire(jax.jit(jax.shard_map(step, **rows)).lower({"w": f32(64, 4)}, f32(64, 64)))
+    line = loss_fn.__code__.co_firstlineno + 1
+    found = {(one.kind, one.dtype): str(one.place) for one in wire.collectives if not one.is_scalar}
+    where = f"tests/audit/test_wire.py:{line} (loss_fn)"
+    assert found[("all-gather", "bf16")].endswith(where)
+    assert found[("reduce-scatter", "f32")].endswith(where)
+
+
 def test_json_has_every_field(mesh):
     wire = jmpx.wire(by_hand(mesh, "bfloat16"))
     found = json.loads(wire.to_json())
@@ -259,6 +313,12 @@ WRONG = {
         TypeError,
         r"what its `.lower\(\)` returns",
     ),
+    "a lambda": (lambda: lambda x: x, TypeError, r"`jax.jit\(step\).lower\(\*args\)`"),
+    "half a text": (
+        lambda: "HloModule jit_f\n\n%a (",
+        ValueError,
+        r"The text of jit_f has no ENTRY",
+    ),
     "StableHLO": (lambda: jax.jit(plain).lower(1.0).as_text(), ValueError, r"pass the lowered"),
 }
 
@@ -268,4 +328,19 @@ def test_a_wrong_argument_is_refused_in_one_sentence(make, error, match):
     with pytest.raises(error, match=match) as caught:
         jmpx.wire(make())
     text = str(caught.value)
-    assert "\n" not in text and text.endswith(".") and text.startswith("jmpx.wire ")
+    assert "\n" not in text and text.endswith(".") and ": pass" in text
+
+
+@pytest.mark.usefixtures("standard_promotion")  # as in a reader's program
+def test_the_page_shows_what_its_program_prints():
+    page = (ROOT / "docs" / "wire.md").read_text()
+    blocks = re.findall(r"^```(python|text)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    names, printed = {}, ""
+    for kind, block in blocks:
+        if kind == "python":
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                exec(compile(block, "train.py", "exec"), names)
+            printed = output.getvalue()
+        else:
+            assert block == printed
+    assert [kind for kind, _ in blocks].count("text") == 3

@@ -76,8 +76,21 @@ def test_the_bytes_of_a_collective(mesh, kind):
         assert re.fullmatch(r".*test_wire_programs\.py:\d+ \((exchange)?\)", place)
 
 
+def test_a_ragged_exchange_counts_what_it_may_send(mesh):
+    def step(x, into, offsets, sizes, places, received):
+        return lax.ragged_all_to_all(
+            x, into, offsets, sizes, places, received, axis_name="data"
+        )  # fmt: skip
+
+    sizes = [jax.ShapeDtypeStruct((64,), jnp.int32)] * 4
+    program = mapped(mesh, step).lower(f32(128, 4), f32(128, 4), *sizes)
+    (one,) = jmpx.wire(program).collectives  # XLA:CPU cannot compile it
+    assert one[:4] == ("ragged-all-to-all", "f32", 16 * 4 * 4, 8)
+    assert one.sent == 16 * 4 * 4 * 7 / 8 and one.parameter == "x"
+
+
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "f8e4m3fn", "int8": "s8",
-          "uint16": "u16", "bool": "pred"}  # fmt: skip
+          "uint16": "u16", "bool": "pred", "complex64": "c64"}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -234,6 +247,24 @@ def test_which_parameter_a_gather_carries(mesh, take):
     for found in readings(program)[:2]:  # the compiler may sum before it gathers
         expected = "params['w']" if take in COPIES.values() else ""
         assert [one.parameter for one in found if one.kind == "all-gather"][-1] == expected
+
+
+def test_operations_that_carry_functions_or_odd_constants(mesh):
+    # A sum or a sort is no copy of its operand, whatever its function does; and no value of a
+    # constant may be asked for that JAX cannot return.
+    def step(x):
+        values = [
+            jnp.sort(x, 0), lax.top_k(x, 2)[0], jnp.cumsum(x, 0), jnp.fft.fft(x) * 1j,
+            lax.reduce_window(x, 0.0, lax.add, (2, 1), (1, 1), "SAME"), x.at[0].add(1.0),
+            jax.random.normal(jax.random.key(0), (3,)), lax.associative_scan(jnp.add, x),
+            lax.erf_inv(x / 9), jax.pure_callback(lambda x: x, f32(4, 4), x), x.sum(0),
+        ]  # fmt: skip
+        return [lax.psum(value.real, "data") for value in values]
+
+    found = jmpx.wire(lowered(mesh, step, (32, 4))).collectives
+    assert len(found) == 11
+    assert {(one.kind, one.parameter) for one in found} == {("all-reduce", "")}
+    assert [one.results for one in found] == [(f"result[{i}]",) for i in range(11)]
 
 
 def test_parameters_are_named_also_if_others_are_unused(mesh):

@@ -7,6 +7,10 @@ hand, those of the planted modules stay in float32. Modules are named after thei
 
 import contextlib
 import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
@@ -74,11 +78,11 @@ def haiku(leaks, dtype):
 
 
 class LinenLeak(nn.Module):
-    leak: object
+    leak: Any
 
     @nn.compact
     def __call__(self, x):
-        return self.leak(x, self.param("w", lambda key: jnp.ones(W.shape)))  # type: ignore
+        return self.leak(x, self.param("w", lambda key: jnp.ones(W.shape)))
 
 
 class LinenNet(nn.Module):
@@ -137,11 +141,11 @@ def of_nnx(leaks, dtype):
 
 
 class EquinoxLeak(eqx.Module):
-    leak: object = eqx.field(static=True)
+    leak: Any = eqx.field(static=True)
     w: jax.Array
 
     def __call__(self, x):
-        return self.leak(x, self.w)  # type: ignore
+        return self.leak(x, self.w)
 
 
 class EquinoxLinear(eqx.Module):
@@ -172,6 +176,30 @@ def equinox(leaks, dtype):
 
 
 # By framework: makes a loss of (parameters, inputs, policy map), and its parameters.
-PLANTED = {"haiku": haiku, "linen": linen, "nnx": of_nnx, "equinox": equinox}
+PLANTED: dict[str, Callable[..., Any]] = {
+    "haiku": haiku,
+    "linen": linen,
+    "nnx": of_nnx,
+    "equinox": equinox,
+}
 # The name of the class of its linear layers.
 LINEAR = {"haiku": "Linear", "linen": "Dense", "nnx": "Linear", "equinox": "EquinoxLinear"}
+
+
+def findings(fn, *args):
+    return jmpx.audit(fn)(*args).findings
+
+
+def shape(like, dtype):
+    return jax.ShapeDtypeStruct(like.shape, dtype)
+
+
+def line_of(leak):
+    lines, start = inspect.getsourcelines(leak)
+    (line,) = [start + i for i, text in enumerate(lines) if text.rstrip().endswith("# <-")]
+    return line
+
+
+def seen(file, found):
+    assert all(os.path.samefile(finding.place.file, file) for finding in found), found
+    return sorted((finding.place.line, finding.name) for finding in found)
