@@ -20,7 +20,7 @@ class Ranges:
     `print(ranges)` shows them. Numbers are counted where they are computed; operations that only
     move numbers, such as reshapes, count nothing, nor does a single number outside of modules and
     scopes, such as the loss. What `jax.checkpoint` computes again in the backward pass counts as
-    activations, both times.
+    activations, both times. What float32 cannot hold of float64 counts as infinite or zero.
 
     Attributes:
         title: the name of the function.
