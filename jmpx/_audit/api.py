@@ -7,8 +7,8 @@ from typing import Any
 from jmpx._audit import summary
 from jmpx._audit.entries import entries
 from jmpx._audit.findings import Options, find
-from jmpx._audit.graph import Graph
 from jmpx._audit.report import Report
+from jmpx._graph import Graph
 from jmpx._messages import did_you_mean
 from jmpx._programs import Program, traced_program
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from jmpx._audit.graph import Graph, Node, Value
+from jmpx._graph import Graph, Node, Value
 
 
 class Loop(NamedTuple):

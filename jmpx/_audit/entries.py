@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 
 from jmpx._audit.data import Entry
-from jmpx._audit.graph import Graph, Node, Value
 from jmpx._autocast.products import PRODUCTS
+from jmpx._graph import Graph, Node, Value
 from jmpx._leaves import is_floating_dtype
 
 _REDUCTIONS = frozenset(

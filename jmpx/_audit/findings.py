@@ -5,13 +5,13 @@ from typing import TypeAlias
 
 from jmpx._audit.accumulation import accumulation
 from jmpx._audit.data import SEVERITIES, Finding
-from jmpx._audit.graph import Graph
 from jmpx._audit.hardware import hardware
 from jmpx._audit.leaks import leaks
 from jmpx._audit.low_precision import low_precision
 from jmpx._audit.options import Options as Options
 from jmpx._audit.rounding import rounding
 from jmpx._audit.streams import Streams
+from jmpx._graph import Graph
 
 Finder: TypeAlias = Callable[[Graph, Options], Iterator[Finding]]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
-from jmpx._audit.graph import Node
 from jmpx._autocast.products import PRODUCTS
+from jmpx._graph import Node
 from jmpx._jaxpr import Equation, operation_name
 
 Shape = tuple[int, ...]

@@ -6,10 +6,10 @@ import numpy as np
 
 from jmpx._audit.data import Finding
 from jmpx._audit.flops import flops, is_product
-from jmpx._audit.graph import Graph, Node
 from jmpx._audit.low_values import LOW
 from jmpx._audit.options import Options
 from jmpx._audit.units import count_text
+from jmpx._graph import Graph, Node
 from jmpx._places import where
 from jmpx._policy_strings import get_policy
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from jmpx._audit.data import Finding
 from jmpx._audit.flops import flops
-from jmpx._audit.graph import Graph, Node, Value
 from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Stream, Streams, outermost_dtype
 from jmpx._autocast.products import PRODUCTS
+from jmpx._graph import Graph, Node, Value
 from jmpx._jaxpr import Place
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16"}
@@ -105,7 +105,7 @@ class _Step:
         node = stream.node
         left, right = (_before_cast(value) for value in node.operands[:2])
         is_mixed = left.dtype in HALF or right.dtype in HALF
-        operation = "product" if node.name.startswith("dot") else "convolution"
+        operation = "convolution" if node.name.startswith("conv") else "product"
         follow = self._consequences(stream, 1)
         if is_mixed and not (left.dtype in HALF and right.dtype in HALF):
             wide = left if left.dtype in WIDE else right

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._audit.data import Finding
-from jmpx._audit.graph import Graph, Node, Value
 from jmpx._audit.low_values import (
     digits,
     full_rule_or,
@@ -20,6 +19,7 @@ from jmpx._audit.low_values import (
 )
 from jmpx._audit.options import Options
 from jmpx._audit.signs import is_at_most_zero, is_sum_of_exponentials
+from jmpx._graph import Graph, Node, Value
 from jmpx._places import where
 
 

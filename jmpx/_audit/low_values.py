@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._audit.flops import is_product
-from jmpx._audit.graph import Graph, Node, Value
+from jmpx._graph import Graph, Node, Value
 from jmpx._places import where
 
 LOW = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16)))

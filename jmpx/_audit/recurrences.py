@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jmpx._audit.dependence import Loop, loops_of
-from jmpx._audit.graph import Graph, Node, Value
 from jmpx._audit.low_values import is_low, is_view, number, source
+from jmpx._graph import Graph, Node, Value
 
 _FEW = 64  # An average is a few operations away from what it was; layers are many.
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from jmpx._audit.data import Finding
-from jmpx._audit.graph import Graph, Node, Value
 from jmpx._audit.low_values import full_rule, scopes_of_products
 from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Streams, call, compute_dtype
+from jmpx._graph import Graph, Node, Value
 
 _FLOAT16 = np.dtype(np.float16)
 _LARGEST, _SMALLEST = 65504.0, 2.0**-24  # of float16

@@ -5,8 +5,8 @@ The exponential of such a number cannot overflow: so softmax subtracts the maxim
 
 import numpy as np
 
-from jmpx._audit.graph import Node, Value
 from jmpx._audit.low_values import number, source
+from jmpx._graph import Node, Value
 
 _DEPTH = 6  # Softmax needs three steps.
 _MOST = 32  # values that a search for a maximum looks at

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._audit.flops import flops
-from jmpx._audit.graph import Graph, Node, Value
 from jmpx._autocast.products import PRODUCTS, is_precise
+from jmpx._graph import Graph, Node, Value
 from jmpx._jaxpr import call_of
 from jmpx._places import where
 from jmpx._policy_strings import get_policy

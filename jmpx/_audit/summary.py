@@ -8,7 +8,7 @@ import numpy as np
 
 from jmpx._audit.data import Cast, Products, Scope
 from jmpx._audit.flops import flops, is_counted, is_product
-from jmpx._audit.graph import Graph, Node
+from jmpx._graph import Graph, Node
 from jmpx._leaves import is_floating_dtype
 from jmpx._places import where
 

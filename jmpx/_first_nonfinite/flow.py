@@ -5,9 +5,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jmpx._audit.graph import Graph, Node, Value
 from jmpx._first_nonfinite.numbers import NAN, is_inexact, worst_of
 from jmpx._first_nonfinite.search import Event, Search, Seen
+from jmpx._graph import Graph, Node, Value
 from jmpx._watched import Site
 
 _Key: TypeAlias = tuple[int, ...]  # the equations around an equation, and itself

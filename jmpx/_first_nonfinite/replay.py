@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmpx._audit.graph import Graph, Node, Value
 from jmpx._first_nonfinite.causes import Cause, cause_of_event, in_float32
 from jmpx._first_nonfinite.flow import Flow
 from jmpx._first_nonfinite.numbers import NAN, is_inexact, is_narrow, numbers_of, worst_of
@@ -14,6 +13,7 @@ from jmpx._first_nonfinite.report import NonFinite
 from jmpx._first_nonfinite.scales import Scale, is_scaling, run_unscaled, scale_of
 from jmpx._first_nonfinite.search import HAND_ON, Event, Search
 from jmpx._first_nonfinite.widening import run_wide, widen
+from jmpx._graph import Graph, Node, Value
 from jmpx._jaxpr import operation_name, place_of
 from jmpx._places import selector, where
 from jmpx._programs import Program

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jmpx._audit.graph import build
+from jmpx._graph import build
 from jmpx._programs import Program, traced_program
 from jmpx._ranges.collecting import collected
 from jmpx._ranges.measuring import Plan, measure

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jmpx._audit.graph import Graph, Node, Value
+from jmpx._graph import Graph, Node, Value
 from jmpx._ranges.data import Histogram, Operation, Range
 from jmpx._ranges.measuring import Measured, Plan, Row
 from jmpx._ranges.report import Ranges

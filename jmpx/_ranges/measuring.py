@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._audit.graph import Graph, Node
+from jmpx._graph import Graph, Node
 from jmpx._jaxpr import Jaxpr
 from jmpx._leaves import is_floating_dtype
 from jmpx._ranges import statistics

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jmpx._audit.graph import Graph, Node, Value
+from jmpx._graph import Graph, Node, Value
 from jmpx._leaves import is_floating_dtype
 from jmpx._ranges.formats import FORMATS
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jmpx
-from jmpx._audit.graph import Graph, Value
+from jmpx._graph import Graph, Value
 from jmpx._programs import traced_program
 
 

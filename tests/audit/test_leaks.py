@@ -1,17 +1,12 @@
 """Planted leaks are found: each once, at its line, with what mends it."""
 
-import inspect
 import math
-import os
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.leaky import LINEAR, PLANTED, WIDTH, W, X, loss_of
-
-import jmpx
+from helpers.leaky import LINEAR, PLANTED, WIDTH, W, X, findings, line_of, loss_of, seen, shape
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -19,10 +14,6 @@ BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 POSITIONS = np.linspace(0, 1, WIDTH)
 THREE = jnp.array(np.float32(3))
 MASK = jnp.tri(WIDTH, dtype=bool)[3]
-
-
-def findings(fn, *args):
-    return jmpx.audit(fn)(*args).findings
 
 
 # Each takes activations in 16 bits and a float32 parameter; its leak is at the line with a mark.
@@ -162,17 +153,6 @@ both_dtypes = pytest.mark.parametrize(
 )
 
 
-def line_of(leak):
-    lines, start = inspect.getsourcelines(leak)
-    (line,) = [start + i for i, text in enumerate(lines) if text.rstrip().endswith("# <-")]
-    return line
-
-
-def seen(found):
-    assert all(os.path.samefile(finding.place.file, __file__) for finding in found), found
-    return sorted((finding.place.line, finding.name) for finding in found)
-
-
 def planted(leaks):
     return sorted((line_of(leak), LEAKS[leak]) for leak in leaks)
 
@@ -183,14 +163,10 @@ def planted(leaks):
 def test_each_leak_is_found_once_at_its_line(framework, leaks, dtype):
     loss, params = PLANTED[framework](leaks, dtype)
     found = findings(loss, params, shape(X, dtype))
-    assert seen(found) == planted(leaks)
+    assert seen(__file__, found) == planted(leaks)
     for finding in found:
         assert finding.scope.rpartition("/")[2] in {leak.__name__ for leak in leaks}
         assert finding.rule
-
-
-def shape(like, dtype):
-    return jax.ShapeDtypeStruct(like.shape, dtype)
 
 
 def in_scan(block, x, *weights):
@@ -220,7 +196,7 @@ def test_lines_under_transformations(way, leaks, dtype):
     if way == "checkpoint":
         leaks = [leak for leak in leaks if leak is not saved_gelu]  # It is not saved then.
     found = findings(loss, shape(W, dtype), W, shape(X, dtype))
-    assert seen([each for each in found if each.name in LEAKS.values()]) == planted(leaks)
+    assert seen(__file__, [each for each in found if each.name in LEAKS.values()]) == planted(leaks)
 
 
 # What the advice makes of a leak.
@@ -297,88 +273,7 @@ def test_rules_mend_products(framework):
     loss, params = PLANTED[framework](PRODUCTS, F32)
     policy_map = f"{LINEAR[framework]}: c=bf16,o=bf16"
     found = findings(lambda *args: loss(*args, policy_map), params, X)
-    assert seen(found) == planted(PRODUCTS)
+    assert seen(__file__, found) == planted(PRODUCTS)
     for finding in found:
         policy_map += f"; {finding.rule}"
     assert findings(lambda *args: loss(*args, policy_map), params, X) == ()
-
-
-# Streams in float32, which blocks widen.
-
-
-class Block(eqx.Module):
-    w: jax.Array
-
-    def __call__(self, x):
-        return x + rms_norm(x).astype(BF16) @ self.w
-
-
-class Stream(eqx.Module):
-    blocks: list
-
-    def __call__(self, x):
-        x = x.astype(F32)  # <-
-        for block in self.blocks:
-            x = block(x)
-        return x.astype(BF16) @ self.blocks[0].w
-
-
-class Router(eqx.Module):
-    w: jax.Array
-
-    def __call__(self, x):
-        return jax.nn.softmax((x @ self.w).astype(F32))  # <-
-
-
-class Experts(eqx.Module):
-    router: Router
-    expert: Block
-
-    def __call__(self, x):
-        x = x + self.router(x)[..., :1] * self.expert(x)
-        return x @ self.expert.w
-
-
-def rms_norm(x):
-    wide = x.astype(F32)
-    return wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("make", "cls", "products"),
-    [
-        (lambda block: Stream([block] * 3), Stream, 0),
-        (lambda block: Experts(Router(block.w), block), Router, 1),
-    ],
-)
-def test_float32_that_widens_other_modules(make, cls, products):
-    model = make(Block(jnp.ones(W.shape, BF16)))
-    found = findings(lambda model, x: loss_of(model(x)), model, shape(X, BF16))
-    assert seen(found) == [(line_of(cls), "promotion")]
-    assert found[0].flops == products * 3 * flops_of_product()
-
-
-def flops_of_product():
-    return 2 * math.prod(X.shape) * WIDTH
-
-
-@pytest.mark.parametrize("length", [1, 5])
-def test_flops_are_those_of_both_passes(length):
-    def loss(w, half, x):
-        def body(x, _):
-            return (x * np.float32(2) @ half).astype(BF16) @ w.astype(BF16), None
-
-        return loss_of(jax.lax.scan(body, x, None, length=length)[0])
-
-    (found,) = findings(loss, W, shape(W, BF16), shape(X, BF16))
-    # The gradient is in `w` alone, so that of `half` is not computed.
-    assert found.flops == length * 2 * flops_of_product()
-    assert found.count == length
-
-
-def test_a_step_in_float32_may_have_some_16_bits():
-    def loss(w, x):
-        scores = (x @ w.astype(BF16)).astype(F32)
-        return loss_of(jnp.tanh(jnp.tanh(scores @ w) @ w) @ w)
-
-    assert findings(loss, W, shape(X, BF16)) == ()

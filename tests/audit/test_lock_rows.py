@@ -12,8 +12,8 @@ from helpers.four_frameworks import FRAMEWORKS, WIDTHS, X
 
 from jmpx._audit.api import audit
 from jmpx._audit.entries import entries
-from jmpx._audit.graph import build
 from jmpx._audit.lock import differences, text, write
+from jmpx._graph import build
 from jmpx._jaxpr import Place
 from jmpx._programs import traced_program
 

@@ -11,7 +11,7 @@ from helpers.four_frameworks import FRAMEWORKS
 from jax.core import Tracer
 
 import jmpx
-from jmpx._audit.graph import Graph
+from jmpx._graph import Graph
 from jmpx._programs import traced_program
 
 POLICY = "c=bf16,o=f32; */inner: full"

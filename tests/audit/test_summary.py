@@ -17,7 +17,7 @@ from models import Transformer, ViT
 import jmpx
 from jmpx._audit import summary
 from jmpx._audit.data import Cast, Products, Scope
-from jmpx._audit.graph import Graph
+from jmpx._graph import Graph
 from jmpx._programs import traced_program
 
 N = 8

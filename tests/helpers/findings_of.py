@@ -4,8 +4,8 @@ import pathlib
 from typing import Any
 
 from jmpx._audit.findings import find
-from jmpx._audit.graph import build
 from jmpx._audit.options import Options
+from jmpx._graph import build
 from jmpx._programs import traced_program
 
 

@@ -7,6 +7,8 @@ hand, those of the planted modules stay in float32. Modules are named after thei
 
 import contextlib
 import functools
+import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -182,3 +184,22 @@ PLANTED: dict[str, Callable[..., Any]] = {
 }
 # The name of the class of its linear layers.
 LINEAR = {"haiku": "Linear", "linen": "Dense", "nnx": "Linear", "equinox": "EquinoxLinear"}
+
+
+def findings(fn, *args):
+    return jmpx.audit(fn)(*args).findings
+
+
+def shape(like, dtype):
+    return jax.ShapeDtypeStruct(like.shape, dtype)
+
+
+def line_of(leak):
+    lines, start = inspect.getsourcelines(leak)
+    (line,) = [start + i for i, text in enumerate(lines) if text.rstrip().endswith("# <-")]
+    return line
+
+
+def seen(file, found):
+    assert all(os.path.samefile(finding.place.file, file) for finding in found), found
+    return sorted((finding.place.line, finding.name) for finding in found)

@@ -1,6 +1,7 @@
 """What CONTRIBUTING.md says: its table names files that exist, and the hooks run what CI runs."""
 
 import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -13,7 +14,28 @@ def test_every_file_that_the_table_names_exists():
     files = {name for name in named if "/" in name or name.endswith((".py", ".toml", ".cfg"))}
     assert len(files) > 30
     for name in files:
-        assert (ROOT / name).exists() or list(ROOT.glob(f"tests/*/{name}")), name
+        found = [*ROOT.glob(f"tests/*/{name}"), *ROOT.glob(f"jmpx/*/{name}")]
+        assert (ROOT / name).exists() or found, name
+
+
+def test_the_floors_of_the_readme_are_those_that_are_checked():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = contracts["contracts"][0]["layers"]
+    floors = {
+        name: str(number)
+        for number, layer in enumerate(reversed(layers), 1)
+        for name in layer.split(" | ")
+    }
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| ([\d, ]+) \| (`.*?`) \|", text, re.MULTILINE)
+    named = {
+        name: numbers.split(", ")
+        for numbers, files in rows
+        for name in re.findall(r"`(\w+)(?:\.py|/)`", files)
+        if name != "__init__"
+    }
+    assert named.keys() == floors.keys()
+    assert [name for name in floors if floors[name] not in named[name]] == []
 
 
 def test_every_hook_is_a_stage_of_ci():

@@ -9,7 +9,9 @@ HEAVY = (
     "jmpx._gradient jmpx._gradient_arguments jmpx._optimizer jmpx._optimizer_checks jmpx._jaxpr "
     "jmpx._gradient_policy jmpx._gradient_results jmpx._reduction jmpx._stateful jmpx._nnx_objects "
     "jmpx._state_dicts jmpx._function_casts jmpx._mixed_precision jmpx._loss_scale_strings "
-    "jmpx._loss_scale_fields jmpx._models jmpx._progress jmpx._skipping jmpx._gather jmpx._axes"
+    "jmpx._loss_scale_fields jmpx._models jmpx._progress jmpx._skipping jmpx._gather jmpx._axes "
+    "jmpx._audit jmpx._ranges jmpx._first_nonfinite jmpx._programs jmpx._wire jmpx._explain "
+    "jmpx._commands jmpx._targets"
 ).split()
 
 

@@ -1,0 +1,55 @@
+"""Types of what looks at a program. Run here, and checked by pyright."""
+
+# An ignored error must be there: it is what this file asserts.
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+
+from pathlib import Path
+from typing import Any, assert_type
+
+import jax
+import pytest
+from typed_models import Params, make_params, ones, predict
+
+import jmpx
+
+
+def loss_fn(params: Params, x: jax.Array) -> jax.Array:
+    return predict(params, x)["y"].sum()
+
+
+def test_audit(tmp_path: Path) -> None:
+    report = jmpx.audit(loss_fn)(make_params(), ones(4, 2))
+    assert_type(report, jmpx.Report)
+    assert_type(report.check("f32", at_least=0.5), jmpx.Report)
+    assert_type(report.products[0].flops, int)
+    assert_type([finding.name for finding in report.findings], list[str])
+    assert_type(report.saved, dict[str, int])
+    assert_type(report.to_text(width=80), str)
+    assert_type(report.to_dict(), dict[str, Any])
+    assert_type(report.to_json(), str)
+    report.lock(tmp_path / "precision.lock")
+    report.check_lock(tmp_path / "precision.lock")
+    with pytest.raises(TypeError):
+        jmpx.audit(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_wire() -> None:
+    found = jmpx.wire(jax.jit(loss_fn).lower(make_params(), ones(4, 2)))
+    assert_type(found, jmpx.Wire)
+    assert_type(found.sent, float)
+    assert_type(found.to_json(), str)
+
+
+def test_ranges(tmp_path: Path) -> None:
+    found = jmpx.ranges(loss_fn)(make_params(), ones(4, 2))
+    assert_type(found, jmpx.Ranges)
+    assert_type(found.loss_scale(head_room=2), float)
+    assert_type(found.rules("float16"), str)
+    assert_type(found.to_json(), str)
+    found.plot(tmp_path / "ranges.png")
+
+
+def test_first_nonfinite() -> None:
+    found = jmpx.first_nonfinite(loss_fn)(make_params(), ones(4, 2))
+    assert_type(found, jmpx.NonFinite | None)
+    assert found is None
