@@ -1,0 +1,1 @@
+"""The ranges of a train step: `jmpx.ranges`."""

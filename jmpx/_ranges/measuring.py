@@ -54,7 +54,7 @@ class Plan:
     def __init__(self, graph: Graph, extremes_only: bool) -> None:
         self.extremes_only = extremes_only
         self.masks = masks(graph)
-        self.nodes = [node for node in graph.nodes if is_counted(node)]
+        self.nodes = [node for node in graph.nodes if _is_measured(graph, node)]
         found: dict[Row, int] = {}
         self.rows = []
         for node in self.nodes:
@@ -66,6 +66,15 @@ class Plan:
     def position(self, site: Site) -> int | None:
         """Returns the position of an equation in `nodes`; None if it is not measured."""
         return self.positions.get((*map(id, site.around), id(site.equation)))
+
+
+def _is_measured(graph: Graph, node: Node) -> bool:
+    """Whether a node is counted, and is no single number outside of modules and scopes.
+
+    The loss, a loss scale and the numbers of an optimizer are float32 whatever the policy says.
+    """
+    is_single = all(value.shape == () for value in node.results)
+    return is_counted(node) and not (is_single and graph.selector(node) is None)
 
 
 def _key(node: Node) -> Key:

@@ -18,8 +18,9 @@ class Ranges:
     """What `jmpx.ranges` found: the magnitudes of activations and gradients, by scope.
 
     `print(ranges)` shows them. Numbers are counted where they are computed; operations that only
-    move numbers, such as reshapes, count nothing. What `jax.checkpoint` computes again in the
-    backward pass counts as activations, both times.
+    move numbers, such as reshapes, count nothing, nor does a single number outside of modules and
+    scopes, such as the loss. What `jax.checkpoint` computes again in the backward pass counts as
+    activations, both times. What float32 cannot hold of float64 counts as infinite or zero.
 
     Attributes:
         title: the name of the function.

@@ -12,8 +12,8 @@ from jmpx._ranges.formats import FORMATS
 # Their results hold numbers of their operands alone, which were counted where they were computed.
 _MOVES = frozenset(
     """
-    broadcast_in_dim reshape transpose squeeze expand_dims rev slice dynamic_slice tile copy
-    copy_p concatenate stack unstack split pad dynamic_update_slice name stop_gradient
+    broadcast_in_dim reshape transpose squeeze rev slice dynamic_slice tile copy
+    concatenate stack unstack split pad dynamic_update_slice name stop_gradient
     convert_element_type sharding_constraint reshard pvary pbroadcast device_put
     optimization_barrier all_gather all_gather_invariant all_gather_reduced all_to_all ppermute
     carry stack slice result join shard unshard

@@ -64,11 +64,9 @@ def test_activations_and_gradients_are_counted_by_hand(rng, way):
     layer, outside = by_scope(found)["layer"], by_scope(found)[""]
     # The product, its sine, and the cosine that the backward pass reads.
     assert layer.histogram.exponents == summed(*map(counted, (z, jnp.sin(z), jnp.cos(z))))
-    total = jnp.sum(jnp.sin(z) * np.float32(2**-9))
-    assert outside.histogram.exponents == summed(
-        counted(jnp.sin(z) * np.float32(2**-9)), counted(total)
-    )
-    assert outside.largest == max(np.abs(jnp.sin(z)).max() * 2.0**-9, abs(total))
+    # The loss is a single number, which does not count.
+    assert outside.histogram.exponents == counted(jnp.sin(z) * np.float32(2**-9))
+    assert outside.largest == np.abs(jnp.sin(z)).max() * 2.0**-9
     gradients = found.histogram("gradients")
     assert by_scope(found, "gradients")["layer"].largest == pytest.approx(
         max(np.abs(cotangent).max(), np.abs(np.asarray(x).T @ cotangent).max()), rel=1e-5
@@ -96,7 +94,7 @@ def unrolled(x):
     return jnp.sum(carry) + jnp.sum(jnp.stack(ys))
 
 
-def test_the_trips_of_a_scan_are_counted_as_if_written_out(rng, way):
+def test_the_trips_of_a_scan_are_counted_as_if_written_out(rng):
     x = normal(rng, 4, 3)
     loop, plain = (by_scope(jmpx.ranges(fn)(x)) for fn in (scanned, unrolled))
     assert loop["body"].histogram == plain["body"].histogram
@@ -283,6 +281,22 @@ def test_the_loss_scale_leaves_head_room(largest, options, scale):
     loss_scale = jmpx.get_loss_scale(line.split(": ")[1].split("  ")[0])
     assert float(loss_scale.loss_scale) == found.loss_scale()
     assert float(jmpx.DynamicLossScale(found.loss_scale()).loss_scale) == max(found.loss_scale(), 1)
+
+
+def test_the_numbers_of_a_loss_scale_do_not_count(rng):
+    w, x = normal(rng, 4, 3), normal(rng, 5, 4)
+
+    def step(w, scale):
+        def loss_fn(w):
+            return jnp.mean((x @ w) ** 2)
+
+        scale, finite, gradients = jmpx.filter_grad(loss_fn, scale, policy="full")(w)
+        return jmpx.select_tree(finite, w - 0.1 * gradients, w), scale
+
+    found = jmpx.ranges(step)(w, jmpx.DynamicLossScale(2**16))
+    plain = jmpx.ranges(lambda w: jnp.mean((x @ w) ** 2))(w)
+    assert found.loss_scale() == plain.loss_scale() / 2**16
+    assert found.rules(scale=2**-16) == "compute=float16,output=float32"
 
 
 def test_extremes_alone_are_the_same(rng):
