@@ -72,6 +72,8 @@ if TYPE_CHECKING:
         check_progress as check_progress,
         nonfinite as nonfinite,
     )
+    from jmpx._rounding import stochastic_round as stochastic_round
+    from jmpx._split_master import merge_master as merge_master, split_master as split_master
 else:
     _LATER = {
         "_autocast": ("Autocast", "autocast", "save_low_precision"),
@@ -88,6 +90,8 @@ else:
         "_mixed_precision": ("MixedPrecision", "get_mixed_precision"),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
         "_progress": ("NonfiniteCounts", "check_progress", "nonfinite"),
+        "_rounding": ("stochastic_round",),
+        "_split_master": ("merge_master", "split_master"),
     }
 
     def __getattr__(name):
@@ -147,6 +151,7 @@ __all__ = (
     "get_policy",
     "get_policy_map",
     "half_dtype",
+    "merge_master",
     "nonfinite",
     "optimizer_update",
     "policy_of",
@@ -155,4 +160,6 @@ __all__ = (
     "select_tree",
     "set_policy",
     "skip_nonfinite",
+    "split_master",
+    "stochastic_round",
 )
