@@ -44,8 +44,8 @@ def stochastic_round(tree: T, dtype: DTypeLike, key: jax.Array) -> T:
 
     Raises:
         TypeError: if `key` is not one key, or `dtype` is not a dtype.
-        ValueError: if `dtype` is none of the four, or a leaf is narrower than `dtype` or of a dtype
-            that JAX does not hold, such as float64 while 64-bit types are disabled.
+        ValueError: if `dtype` is none of the four, or a leaf is narrower than `dtype` or wider than
+            float32.
 
     Example:
         >>> import jax
@@ -89,6 +89,11 @@ def _round(path: Any, leaf: Any, dtype: ScalarType, key: jax.Array, place: int) 
     if not is_floating(leaf) or leaf.dtype == dtype:
         return leaf
     where = f"{leaf.dtype}{list(leaf.shape)} at tree{jax.tree_util.keystr(path)}"
+    if leaf.dtype.itemsize > 4:
+        raise ValueError(
+            f"Cannot round {where}, which is wider than float32: cast it first, as "
+            "jmpx.cast_to_float32 does."
+        )
     if leaf.dtype.itemsize < np.dtype(dtype).itemsize:
         raise ValueError(
             f"Cannot round {where} to {dtype_name(dtype)}, which is wider: use jmpx.cast_tree, "
@@ -96,64 +101,48 @@ def _round(path: Any, leaf: Any, dtype: ScalarType, key: jax.Array, place: int) 
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return cast_tree(leaf, dtype)
-    if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-        raise ValueError(
-            f"Cannot round {where}, a dtype that JAX does not hold here: cast it to float32 "
-            "first, as by jmpx.cast_to_float32."
-        )
     return _round_array(leaf, jax.random.fold_in(key, place), dtype)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _round_array(array: jax.Array, key: jax.Array, dtype: ScalarType) -> jax.Array:
     wide = at_least_float32(jnp.asarray(array))
-    bits = _bits(wide)
-    size, narrow = jnp.finfo(wide.dtype).bits, jnp.finfo(dtype)
-    magnitude = bits & _uint(bits, 2 ** (size - 1) - 1)
-    kept, fraction = _divide(magnitude, jnp.finfo(wide.dtype), narrow)
-    up = jax.random.bits(key, bits.shape, bits.dtype) < fraction
-    sign = bits >> _uint(bits, size - 1) << _uint(bits, narrow.bits - 1)
-    rounded = (kept + up.astype(bits.dtype)) | sign
-    cast = _bits(wide.astype(dtype))  # of what is too large, and of NaN
-    largest = _bits(np.asarray(float(narrow.max), wide.dtype))
-    chosen = jnp.where(magnitude > largest, cast, rounded.astype(cast.dtype))
+    bits = jax.lax.bitcast_convert_type(wide, jnp.uint32)
+    magnitude, sign = bits & 0x7FFFFFFF, bits >> 31
+    narrow = jnp.finfo(dtype)
+    lower, distance = _lower_neighbor(magnitude, narrow)
+    is_up = jax.random.bits(key, bits.shape, jnp.uint32) < distance
+    rounded = (lower + is_up.astype(jnp.uint32)) | (sign << (narrow.bits - 1))
+    is_larger = magnitude > np.float32(narrow.max).view(np.uint32)  # NaN, too
+    cast = jax.lax.bitcast_convert_type(wide.astype(dtype), jnp.dtype(f"uint{narrow.bits}"))
+    chosen = jnp.where(is_larger, cast, rounded.astype(cast.dtype))
     return jax.lax.bitcast_convert_type(chosen, dtype)
 
 
-def _divide(magnitude: jax.Array, wide: Any, narrow: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the bits of the lower neighbor in a narrow format, and the distance from it.
+def _lower_neighbor(magnitude: jax.Array, narrow: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the largest number of a narrow format that is not above one of float32.
 
     Args:
-        magnitude: the bits of numbers without their sign.
-        wide: the `jnp.finfo` of these numbers.
-        narrow: the `jnp.finfo` of the format to round to.
+        magnitude: the bits of float32 numbers without their sign.
+        narrow: the `jnp.finfo` of the narrow format.
 
     Returns:
-        The bits of the lower neighbor, and as many bits after the binary point of the distance.
+        The bits of that number, and the distance from it to the float32 number: 2**32 is the
+        distance between it and the next one.
     """
-    stored = (magnitude >> _uint(magnitude, wide.nmant)).astype(jnp.int32)
-    significand = magnitude & _uint(magnitude, 2**wide.nmant - 1)
-    significand |= (stored > 0).astype(magnitude.dtype) << _uint(magnitude, wide.nmant)
-    # Exponents as the wide format stores them, where those of subnormal numbers are 1.
-    exponent = jnp.maximum(stored, 1)
+    wide = jnp.finfo(jnp.float32)
+    stored = (magnitude >> wide.nmant).astype(jnp.int32)  # the exponent, as float32 has it
+    leading = (stored > 0).astype(jnp.uint32) << wide.nmant
+    significand = magnitude & (2**wide.nmant - 1) | leading
+    exponent = jnp.maximum(stored, 1)  # a subnormal number has that of the smallest normal one
     smallest = narrow.minexp - wide.minexp + 1
-    rounded_at = jnp.maximum(exponent, smallest)
-    dropped = rounded_at - exponent + (wide.nmant - narrow.nmant)  # bits of the significand
+    kept = jnp.maximum(exponent, smallest)
+    dropped = kept - exponent + (wide.nmant - narrow.nmant)  # so many bits of the significand
 
     def shift(count: jax.Array) -> jax.Array:
-        return jnp.clip(count, 0, wide.bits - 1).astype(magnitude.dtype)
+        return jnp.clip(count, 0, 31).astype(jnp.uint32)
 
-    kept = (rounded_at - smallest).astype(magnitude.dtype) << _uint(magnitude, narrow.nmant)
-    kept += significand >> shift(dropped)
-    # The bits before the binary point leave at the left.
-    fraction = significand << shift(wide.bits - dropped) >> shift(dropped - wide.bits)
-    return kept, fraction
-
-
-def _bits(array: Any) -> jax.Array:
-    return jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{array.dtype.itemsize * 8}"))
-
-
-def _uint(like: jax.Array, value: int) -> np.generic:
-    """Returns a number in the dtype of `like`."""
-    return np.asarray(value, like.dtype)[()]
+    lower = (kept - smallest).astype(jnp.uint32) << narrow.nmant
+    lower += significand >> shift(dropped)
+    # The bits that are not dropped are lost at the left.
+    return lower, significand << shift(32 - dropped) >> shift(dropped - 32)

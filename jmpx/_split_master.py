@@ -51,15 +51,18 @@ def split_master(tree: T) -> tuple[T, PyTree]:
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     halves = [_split(path, leaf) for path, leaf in leaves]
-    return structure.unflatten(h for h, _ in halves), structure.unflatten(l for _, l in halves)
+    return (
+        structure.unflatten(high for high, _ in halves),
+        structure.unflatten(low for _, low in halves),
+    )
 
 
 def merge_master(high: T, low: PyTree) -> T:
     """Returns the float32 parameters that `jmpx.split_master` split, bit for bit.
 
-    Two kinds of numbers come back with another last bit or payload, because no 32 bits are left
-    for them: of those beyond the largest bfloat16, 3.39e38, the odd ones but the largest come back
-    as the even one before; and a signaling NaN whose payload is all in its low half becomes quiet.
+    Two kinds come back otherwise, because no 32 bits are left for them: numbers beyond the largest
+    of bfloat16, 3.39e38, lose their last bit (float32's largest keeps it), and a signaling NaN
+    whose payload is all in its low half becomes a quiet one.
 
     Args:
         high: the tree of bfloat16 parameters.
@@ -100,10 +103,12 @@ def _split(path: Any, leaf: Any) -> tuple[Any, Any]:
             f"{reason}; pass the float32 parameters."
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return tuple(
-            leaf.update(dtype=dtype, weak_type=False) for dtype in (jnp.bfloat16, jnp.uint16)
-        )
+        return _with_dtype(leaf, jnp.bfloat16), _with_dtype(leaf, jnp.uint16)
     return _split_array(leaf)
+
+
+def _with_dtype(leaf: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
+    return leaf.update(dtype=dtype, weak_type=False)
 
 
 def _merge(path: Any, high: Any, low: Any) -> Any:
@@ -129,15 +134,15 @@ def _split_array(array: jax.Array) -> tuple[jax.Array, jax.Array]:
     sign, magnitude = bits >> 31 << 15, bits & 0x7FFFFFFF
     cut, low = magnitude >> 16, magnitude & 0xFFFF
     is_finite = cut < _INF
-    # All of float32 from `_LARGEST` on is rounded to it, twice as many numbers as it has low halves
-    # left. The last bit is dropped, and the largest of float32 takes the place of its neighbor.
+    # Finite float32 numbers are as many as pairs of a finite high half and a low one. Rounding
+    # leaves half of the low halves of zero unused, and so `_LARGEST` lacks as many: of the numbers
+    # from it on, two share one, and float32's largest comes back rather than its neighbor.
     low = jnp.where(is_finite & (cut == _LARGEST), low >> 1, low)
     rounded = jnp.minimum((magnitude + _HALF) >> 16, _LARGEST)
     quiet = jnp.where((cut == _INF) & (low > 0), cut | _QUIET, cut)
     high = jnp.where(is_finite, rounded, quiet) | sign
-    return jax.lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16), low.astype(
-        jnp.uint16
-    )
+    high = jax.lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
+    return high, low.astype(jnp.uint16)
 
 
 @jax.jit
