@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jmpx
 
-E4M3, E5M2 = (np.dtype(d) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2))
+E4M3, E5M2, F64 = (np.dtype(d) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2, np.float64))
 FORMATS = [BF16, F16, E4M3, E5M2]
 formats = pytest.mark.parametrize("dtype", FORMATS)
 
@@ -23,7 +23,7 @@ def bits_of(array):
     return array.view(f"u{array.dtype.itemsize}")
 
 
-def widened(array, dtype=np.dtype(np.float64)):
+def widened(array, dtype=F64):
     """Returns the numbers of an array in a wider dtype, without NumPy's warnings of NaN."""
     with np.errstate(all="ignore"):
         return np.asarray(array).astype(dtype)
