@@ -74,6 +74,11 @@ if TYPE_CHECKING:
     )
     from jmpx._rounding import stochastic_round as stochastic_round
     from jmpx._split_master import merge_master as merge_master, split_master as split_master
+    from jmpx._update_report import (
+        LostUpdates as LostUpdates,
+        UpdateReport as UpdateReport,
+        update_report as update_report,
+    )
 else:
     _LATER = {
         "_autocast": ("Autocast", "autocast", "save_low_precision"),
@@ -92,6 +97,7 @@ else:
         "_progress": ("NonfiniteCounts", "check_progress", "nonfinite"),
         "_rounding": ("stochastic_round",),
         "_split_master": ("merge_master", "split_master"),
+        "_update_report": ("LostUpdates", "UpdateReport", "update_report"),
     }
 
     def __getattr__(name):
@@ -118,6 +124,7 @@ __all__ = (
     "Gradients",
     "GradientsAndAux",
     "LossScale",
+    "LostUpdates",
     "MixedPrecision",
     "NoOpLossScale",
     "NonfiniteCounts",
@@ -126,6 +133,7 @@ __all__ = (
     "Rule",
     "SkipNonfiniteState",
     "StaticLossScale",
+    "UpdateReport",
     "ValueAndGradients",
     "all_finite",
     "autocast",
@@ -162,4 +170,5 @@ __all__ = (
     "skip_nonfinite",
     "split_master",
     "stochastic_round",
+    "update_report",
 )

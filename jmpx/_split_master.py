@@ -84,9 +84,10 @@ def merge_master(high: T, low: PyTree) -> T:
     leaves, structure = jax.tree_util.tree_flatten_with_path(high)
     try:
         lows = structure.flatten_up_to(low)
-    except ValueError as error:
+    except ValueError:
         raise ValueError(
-            f"The trees of jmpx.merge_master differ, {error}: pass both of one jmpx.split_master."
+            "The two trees of jmpx.merge_master differ in their structure: pass both trees of one "
+            "jmpx.split_master."
         ) from None
     return structure.unflatten(
         _merge(path, leaf, low_leaf) for (path, leaf), low_leaf in zip(leaves, lows, strict=True)

@@ -173,7 +173,9 @@ ERRORS = {
     "Cannot merge bfloat16[2] with uint16[3] at tree['w'], whose shapes differ": lambda: (
         jmpx.merge_master(HIGH, {"w": jnp.ones(3, np.uint16)})
     ),
-    "The trees of jmpx.merge_master differ": lambda: jmpx.merge_master(HIGH, {"v": LOW["w"]}),
+    "The two trees of jmpx.merge_master differ in their structure": lambda: jmpx.merge_master(
+        HIGH, {"v": LOW["w"]}
+    ),
     "Cannot merge bfloat16[2] with 1 at tree['w']": lambda: jmpx.merge_master(HIGH, {"w": 1}),
 }
 
