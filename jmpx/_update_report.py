@@ -79,8 +79,9 @@ def update_report(
     Near 1, neighbors in bfloat16 are 0.4 to 0.8 % apart, and adding less than half of that changes
     nothing. Parameters then stand still, and no loss or norm tells. The counts are made of the bits
     of parameters and updates, without a sum that XLA could keep in a wider dtype. It may be called
-    under `jax.jit`, `jax.lax.scan` and `jax.shard_map`, whose devices count what each of them has:
-    add the reports up, as by `jax.lax.psum(report, axis)`.
+    under `jax.jit` and `jax.lax.scan`; it reads parameters and updates once more, so that every
+    hundredth step may do. Under `jax.shard_map` each device counts what it has: add the reports up,
+    as by `jax.lax.psum(report, axis)`.
 
     Args:
         params: the parameters before the step, in the dtype in which they are stored.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import BF16, F32, normal
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jmpx
@@ -80,6 +80,10 @@ def test_normal_numbers_are_rebuilt_and_nearly_all_are_cast_as_usual(rng):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1))
+@example(0, 0x8000)
+@example(0x8000, 0xFFFF)
+@example(0x7F7F, 0x7FFF)
+@example(0x7F80, 5)
 def test_a_new_high_half_is_what_the_master_is_nearest_to_whatever_the_low_one(high, low):
     """Pruning, clipping and loading may replace parameters and leave their low halves."""
     high = np.array(high, np.uint16).view(BF16)

@@ -54,7 +54,8 @@ def within(rng, dtype, n):
 def test_the_mean_is_right(dtype, key, rng):
     smallest = float(jnp.finfo(dtype).smallest_normal)
     numbers = rng.uniform(-1, 1, 8) * smallest * np.array([0.02, 0.1, 0.5, 1, 2, 7, 50, 1000])
-    numbers, n = numbers.astype(F32), 20_000
+    far_below = float(jnp.finfo(dtype).smallest_subnormal) * 2.0**-10
+    numbers, n = np.append(numbers, far_below).astype(F32), 20_000
     rounded = jmpx.stochastic_round(np.tile(numbers, (n, 1)), dtype, key)
     below, above = neighbors(numbers, dtype)
     mean = widened(rounded).mean(0)
