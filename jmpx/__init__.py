@@ -77,6 +77,13 @@ if TYPE_CHECKING:
     )
     from jmpx._ranges.api import ranges as ranges
     from jmpx._ranges.report import Ranges as Ranges
+    from jmpx._rounding import stochastic_round as stochastic_round
+    from jmpx._split_master import merge_master as merge_master, split_master as split_master
+    from jmpx._update_report import (
+        LostUpdates as LostUpdates,
+        UpdateReport as UpdateReport,
+        update_report as update_report,
+    )
     from jmpx._wire import Wire as Wire, wire as wire
 else:
     _LATER = {
@@ -100,6 +107,9 @@ else:
         "_ranges.api": ("ranges",),
         "_ranges.report": ("Ranges",),
         "_wire": ("Wire", "wire"),
+        "_rounding": ("stochastic_round",),
+        "_split_master": ("merge_master", "split_master"),
+        "_update_report": ("LostUpdates", "UpdateReport", "update_report"),
     }
 
     def __getattr__(name):
@@ -126,6 +136,7 @@ __all__ = (
     "Gradients",
     "GradientsAndAux",
     "LossScale",
+    "LostUpdates",
     "MixedPrecision",
     "NoOpLossScale",
     "NonFinite",
@@ -137,6 +148,7 @@ __all__ = (
     "Rule",
     "SkipNonfiniteState",
     "StaticLossScale",
+    "UpdateReport",
     "ValueAndGradients",
     "Wire",
     "all_finite",
@@ -165,6 +177,7 @@ __all__ = (
     "get_policy",
     "get_policy_map",
     "half_dtype",
+    "merge_master",
     "nonfinite",
     "optimizer_update",
     "policy_of",
@@ -175,4 +188,7 @@ __all__ = (
     "set_policy",
     "skip_nonfinite",
     "wire",
+    "split_master",
+    "stochastic_round",
+    "update_report",
 )
