@@ -45,6 +45,8 @@ if TYPE_CHECKING:
         autocast as autocast,
         save_low_precision as save_low_precision,
     )
+    from jmpx._contracts import check_restored as check_restored, describe as describe
+    from jmpx._ema import Ema as Ema, EmaState as EmaState, ema as ema
     from jmpx._function_casts import (
         cast_function as cast_function,
         force_full_precision as force_full_precision,
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
         filter_grad as filter_grad,
         filter_value_and_grad as filter_value_and_grad,
     )
+    from jmpx._loss_scale_state import loss_scale_from as loss_scale_from
     from jmpx._loss_scale_strings import get_loss_scale as get_loss_scale
     from jmpx._mixed_precision import (
         MixedPrecision as MixedPrecision,
@@ -75,6 +78,8 @@ if TYPE_CHECKING:
 else:
     _LATER = {
         "_autocast": ("Autocast", "autocast", "save_low_precision"),
+        "_contracts": ("check_restored", "describe"),
+        "_ema": ("Ema", "EmaState", "ema"),
         "_function_casts": ("cast_function", "force_full_precision"),
         "_gather": ("gather",),
         "_gradient": (
@@ -84,6 +89,7 @@ else:
             "filter_grad",
             "filter_value_and_grad",
         ),
+        "_loss_scale_state": ("loss_scale_from",),
         "_loss_scale_strings": ("get_loss_scale",),
         "_mixed_precision": ("MixedPrecision", "get_mixed_precision"),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
@@ -111,6 +117,8 @@ __all__ = (
     "Autocast",
     "DynamicLossScale",
     "DynamicLossScaling",
+    "Ema",
+    "EmaState",
     "Gradients",
     "GradientsAndAux",
     "LossScale",
@@ -135,8 +143,11 @@ __all__ = (
     "cast_to_half_precision",
     "cast_tree",
     "check_progress",
+    "check_restored",
     "clear_policy",
     "current_policy",
+    "describe",
+    "ema",
     "filter_grad",
     "filter_value_and_grad",
     "force_full_precision",
@@ -147,6 +158,7 @@ __all__ = (
     "get_policy",
     "get_policy_map",
     "half_dtype",
+    "loss_scale_from",
     "nonfinite",
     "optimizer_update",
     "policy_of",
