@@ -203,7 +203,9 @@ def _can_hold(new: np.dtype, old: np.dtype) -> bool:
             and float(wide.max) >= float(narrow.max)
             and float(wide.smallest_subnormal) <= float(narrow.smallest_subnormal)
         )
-    return np.can_cast(old, new)
+    # NumPy's bytes, text and objects would hold anything.
+    is_number = jnp.issubdtype(new, jnp.number) or new == np.bool_
+    return is_number and np.can_cast(old, new)
 
 
 def _read(description: object) -> tuple[Mapping[str, str], Mapping[str, str] | None, Any]:

@@ -146,6 +146,13 @@ def test_integers_may_become_wider_and_not_narrower():
         jmpx.check_restored({"n": np.int32(3), "f": jnp.array(0.1)}, description)
 
 
+@pytest.mark.parametrize("dtype", ["V2", "O", "U8", "m8[s]"])
+@pytest.mark.parametrize("was", [jnp.bfloat16, np.int8, np.bool_])
+def test_what_is_no_number_holds_none(was, dtype):
+    with pytest.raises(ValueError, match="less precision"):
+        jmpx.check_restored({"w": np.zeros(1, dtype)}, saved({"w": np.zeros(1, was)}))
+
+
 def test_numbers_of_python_have_no_dtype_to_keep(key):
     jmpx.check_restored({"lr": np.array(0.1), "n": 3}, saved({"lr": 0.1, "n": jnp.array(3)}))
     with pytest.raises(ValueError, match="key in uint32 instead of key<fry>"):
