@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._leaves import NUMBERS, PyTree, is_array, is_floating
+from jmpx._leaves import NUMBERS, PyTree, is_array, is_floating, is_traceable
 from jmpx._loss_scale import LossScale
 from jmpx._messages import describe as describe_value
 from jmpx._mixed_precision import MixedPrecisionLike, get_mixed_precision
@@ -23,7 +23,7 @@ def describe(tree: PyTree, policy: MixedPrecisionLike | None = None) -> dict[str
     """Describes the precision of a train state, for the metadata of its checkpoint.
 
     Checkpoint libraries restore into another dtype without a word. `check_restored` compares what
-    they restored to this description.
+    they restored to this description. Where several processes hold one array, each calls both.
 
     Args:
         tree: any pytree of arrays: the parameters, or the whole train state. Loss scales in it are
@@ -105,7 +105,7 @@ bfloat16, to which its values stay rounded: restore it in bfloat16, or pass allo
     saved, rounded, policy = _read(description)
     leaves = dict(_leaves_by_path(tree))
     _check_paths(saved, leaves)
-    narrowed, widened = _compare(leaves, saved, rounded)
+    narrowed, widened = _compare(leaves, saved, None if allow_narrowing else rounded)
     under = f", under the policy {policy!r}, such as" if policy else ", such as"
     for found, allowed in ((narrowed, allow_narrowing), (widened, allow_widening)):
         if not found or allowed:
@@ -127,7 +127,10 @@ bfloat16, to which its values stay rounded: restore it in bfloat16, or pass allo
 def _compare(
     leaves: Mapping[str, Any], saved: Mapping[str, str], rounded: Mapping[str, str] | None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns what was narrowed and what was widened: the words of an error by paths."""
+    """Returns what was narrowed and what was widened: the words of an error by paths.
+
+    Values are looked at unless `rounded` is None.
+    """
     narrowed: dict[str, str] = {}
     widened: dict[str, str] = {}
     for path, leaf in leaves.items():
@@ -203,9 +206,8 @@ def _can_hold(new: np.dtype, old: np.dtype) -> bool:
             and float(wide.max) >= float(narrow.max)
             and float(wide.smallest_subnormal) <= float(narrow.smallest_subnormal)
         )
-    # NumPy's bytes, text and objects would hold anything.
-    is_number = jnp.issubdtype(new, jnp.number) or new == np.bool_
-    return is_number and np.can_cast(old, new)
+    # To NumPy, bytes, text and objects can hold anything.
+    return is_traceable(np.empty(0, new)) and np.can_cast(old, new)
 
 
 def _read(description: object) -> tuple[Mapping[str, str], Mapping[str, str] | None, Any]:
