@@ -169,6 +169,13 @@ def test_modules_and_shards_are_described(key, rng):
     jmpx.check_restored(jax.tree.map(np.asarray, state), saved(state))
 
 
+def test_a_trace_describes_what_it_closes_over(rng):
+    state = {"w": normal(rng, 3), "zeros": jnp.zeros(2)}
+    found = []
+    jax.jit(lambda x: found.append(jmpx.describe(state)) or x)(jnp.ones(2))
+    assert found == [jmpx.describe(state)]
+
+
 def test_a_trace_describes_dtypes():
     found = []
     jax.jit(lambda x: found.append(jmpx.describe({"x": x, "c": np.ones(2)})))(jnp.ones(2))
