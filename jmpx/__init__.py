@@ -47,6 +47,8 @@ if TYPE_CHECKING:
         autocast as autocast,
         save_low_precision as save_low_precision,
     )
+    from jmpx._contracts import check_restored as check_restored, describe as describe
+    from jmpx._ema import Ema as Ema, EmaState as EmaState, ema as ema
     from jmpx._first_nonfinite import NonFinite as NonFinite, first_nonfinite as first_nonfinite
     from jmpx._function_casts import (
         cast_function as cast_function,
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
         filter_grad as filter_grad,
         filter_value_and_grad as filter_value_and_grad,
     )
+    from jmpx._loss_scale_state import loss_scale_from as loss_scale_from
     from jmpx._loss_scale_strings import get_loss_scale as get_loss_scale
     from jmpx._mixed_precision import (
         MixedPrecision as MixedPrecision,
@@ -90,6 +93,8 @@ else:
         "_audit.api": ("audit",),
         "_audit.report": ("Report",),
         "_autocast": ("Autocast", "autocast", "save_low_precision"),
+        "_contracts": ("check_restored", "describe"),
+        "_ema": ("Ema", "EmaState", "ema"),
         "_first_nonfinite": ("NonFinite", "first_nonfinite"),
         "_function_casts": ("cast_function", "force_full_precision"),
         "_gather": ("gather",),
@@ -100,16 +105,17 @@ else:
             "filter_grad",
             "filter_value_and_grad",
         ),
+        "_loss_scale_state": ("loss_scale_from",),
         "_loss_scale_strings": ("get_loss_scale",),
         "_mixed_precision": ("MixedPrecision", "get_mixed_precision"),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
         "_progress": ("NonfiniteCounts", "check_progress", "nonfinite"),
         "_ranges.api": ("ranges",),
         "_ranges.report": ("Ranges",),
-        "_wire": ("Wire", "wire"),
         "_rounding": ("stochastic_round",),
         "_split_master": ("merge_master", "split_master"),
         "_update_report": ("LostUpdates", "UpdateReport", "update_report"),
+        "_wire": ("Wire", "wire"),
     }
 
     def __getattr__(name):
@@ -133,6 +139,8 @@ __all__ = (
     "Autocast",
     "DynamicLossScale",
     "DynamicLossScaling",
+    "Ema",
+    "EmaState",
     "Gradients",
     "GradientsAndAux",
     "LossScale",
@@ -164,8 +172,11 @@ __all__ = (
     "cast_to_half_precision",
     "cast_tree",
     "check_progress",
+    "check_restored",
     "clear_policy",
     "current_policy",
+    "describe",
+    "ema",
     "filter_grad",
     "filter_value_and_grad",
     "first_nonfinite",
@@ -177,6 +188,7 @@ __all__ = (
     "get_policy",
     "get_policy_map",
     "half_dtype",
+    "loss_scale_from",
     "merge_master",
     "nonfinite",
     "optimizer_update",
@@ -187,8 +199,8 @@ __all__ = (
     "select_tree",
     "set_policy",
     "skip_nonfinite",
-    "wire",
     "split_master",
     "stochastic_round",
     "update_report",
+    "wire",
 )

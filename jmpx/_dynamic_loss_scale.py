@@ -210,8 +210,8 @@ class DynamicLossScale(Scaling):
         overflows = jnp.minimum(self._overflows + 1, int(self.hysteresis) - 1)
         return jnp.where(finite, jnp.where(due, 0, self._finite_steps + 1), -overflows)
 
-    def _numbers(self) -> dict[str, int | float]:
-        """The numbers by their keys in strings, without defaults other than that of `init`.
+    def _concrete(self) -> tuple[np.float32, int]:
+        """The scale within its bounds, and the counter.
 
         Raises:
             TypeError: if a leaf is not one concrete number.
@@ -222,8 +222,17 @@ class DynamicLossScale(Scaling):
             raise TypeError(
                 f"Cannot write a loss scale whose loss_scale is {scale}: restore another one."
             )
+        return scale, int(counter)
+
+    def _numbers(self) -> dict[str, int | float]:
+        """The numbers by their keys in strings, without defaults other than that of `init`.
+
+        Raises:
+            TypeError: if a leaf is not one concrete number.
+        """
+        scale, counter = self._concrete()
         values = {key: getattr(self, name) for key, name in ARGUMENTS.items()}
-        values |= {"init": shortest(scale), "counter": int(counter)}
+        values |= {"init": shortest(scale), "counter": counter}
         defaults = {field.name: field.default for field in dataclasses.fields(DynamicLossScale)}
         return {
             key: plain_number(value)
@@ -241,6 +250,19 @@ class DynamicLossScale(Scaling):
             TypeError: if the scale or its counter is traced, or is not one number.
         """
         return {"type": "dynamic", **self._numbers()}
+
+    def state_dict(self) -> dict[str, str | int | float]:
+        """Returns what a checkpoint needs, as plain values for JSON and msgpack.
+
+        That is `{"type": "dynamic", "loss_scale": 32768.0, "counter": 0}`, without the
+        configuration, which a program gives anew: `jmpx.loss_scale_from(state, like=loss_scale)`
+        restores it.
+
+        Raises:
+            TypeError: if the scale or its counter is traced, or is not one number.
+        """
+        scale, counter = self._concrete()
+        return {"type": "dynamic", "loss_scale": float(scale), "counter": counter}
 
     def __str__(self) -> str:
         """Returns the string, which `jmpx.get_loss_scale` parses back to an equal loss scale.

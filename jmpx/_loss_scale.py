@@ -72,6 +72,10 @@ class NoOpLossScale:
         """Returns the mapping `{"type": "none"}`, which `jmpx.get_loss_scale` reads."""
         return {"type": "none"}
 
+    def state_dict(self) -> dict[str, str]:
+        """Returns `{"type": "none"}`, which `jmpx.loss_scale_from` reads from a checkpoint."""
+        return {"type": "none"}
+
     def __str__(self) -> str:
         """Returns the string `none`, which `jmpx.get_loss_scale` reads."""
         return "none"
@@ -139,6 +143,13 @@ class StaticLossScale(Scaling):
         `jmpx.get_loss_scale` reads it, and `json.dumps` takes it.
         """
         return {"type": "static", "init": shortest(self.loss_scale)}
+
+    def state_dict(self) -> dict[str, str | float]:
+        """Returns what `jmpx.loss_scale_from` reads from a checkpoint, such as JSON or msgpack.
+
+        That is `{"type": "static", "loss_scale": 1024.0}`.
+        """
+        return {"type": "static", "loss_scale": float(self.loss_scale)}
 
     def __str__(self) -> str:
         """Returns a string such as `static=1024`, which `jmpx.get_loss_scale` reads."""

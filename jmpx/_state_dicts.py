@@ -1,9 +1,27 @@
-"""State dicts of loss scales, which `flax.serialization` saves and restores."""
+"""State dicts of loss scales: what `flax.serialization` saves, and the log of what was restored."""
 
 import contextlib
 import dataclasses
 import functools
+import logging
 from typing import Any
+
+_LOG = logging.getLogger("jmpx")
+# What the classes save: those without state, and the dynamic one.
+_SAVED = ((), ("counter", "loss_scale"))
+
+
+def note_choice(chosen: object, saved: str, level: int) -> None:
+    """Logs the loss scale with which a run goes on, and that of the checkpoint.
+
+    Args:
+        chosen: the loss scale.
+        saved: that of the checkpoint, as its string.
+        level: of the log.
+    """
+    _LOG.log(
+        level, "The loss scale goes on as '%s'; that of the checkpoint was '%s'.", chosen, saved
+    )
 
 
 def _is_number(value: object) -> bool:
@@ -28,10 +46,13 @@ def register_states(
 
     def from_state_dict(template: Any, state: Any) -> Any:
         got = sorted(state) if isinstance(state, dict) else type(state).__name__
+        if got != sorted(names) and tuple(got) in _SAVED:  # The policy of the run has changed.
+            note_choice(template, f"dynamic: {state}" if state else "none", logging.WARNING)
+            return template
         if got != sorted(names):
             raise ValueError(
                 f"Expected the state of a {type(template).__name__} to hold {list(names)}, got "
-                f"{got}: restore it into a loss scale of the class that was saved."
+                f"{got}: the checkpoint is of another program, so restore another one."
             )
         for name, value in state.items():
             if _is_number(getattr(template, name)) and not _is_number(value):

@@ -1,0 +1,40 @@
+"""Types of averages, states of loss scales and descriptions. Run here, and checked by pyright."""
+
+from typing import Any, assert_type
+
+import jax
+from typed_models import make_params
+
+import jmpx
+
+
+def test_averages() -> None:
+    params = make_params()
+    average = jmpx.ema(0.999, debias=True)
+    assert_type(average, jmpx.Ema)
+    state = average.init(params)
+    assert_type(state, jmpx.EmaState)
+    averaged, state = average.update(params, state, jmpx.all_finite(params))
+    assert_type(state, jmpx.EmaState)
+    assert_type(state.count, jax.Array)
+    jmpx.check_restored(averaged, jmpx.describe(params))
+
+
+def test_states_of_loss_scales() -> None:
+    dynamic = jmpx.DynamicLossScale(8.0)
+    assert_type(dynamic.state_dict(), dict[str, str | int | float])
+    assert_type(jmpx.StaticLossScale(8).state_dict(), dict[str, str | float])
+    assert_type(jmpx.NoOpLossScale().state_dict(), dict[str, str])
+    scales: list[jmpx.LossScale] = [dynamic, jmpx.NoOpLossScale()]
+    for scale in scales:
+        jmpx.loss_scale_from(scale.state_dict(), like=scale)
+    assert_type(jmpx.loss_scale_from(dynamic.state_dict(), like=dynamic), jmpx.DynamicLossScale)
+    assert_type(jmpx.loss_scale_from(dynamic.state_dict(), "none"), jmpx.LossScale)
+
+
+def test_descriptions() -> None:
+    params = make_params()
+    description = jmpx.describe(params, "c=bf16,o=f32")
+    assert_type(description, dict[str, Any])
+    jmpx.describe(params, jmpx.MixedPrecision("f32", "none"))
+    jmpx.check_restored(params, description, allow_narrowing=True, allow_widening=False)
