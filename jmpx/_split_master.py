@@ -62,7 +62,8 @@ def merge_master(high: T, low: PyTree) -> T:
 
     Two kinds come back otherwise, because no 32 bits are left for them: numbers beyond the largest
     of bfloat16, 3.39e38, lose their last bit (float32's largest keeps it), and a signaling NaN
-    whose payload is all in its low half becomes a quiet one.
+    whose payload is all in its low half becomes a quiet one. Where a parameter was replaced and its
+    low half was not, the result is within half a unit of bfloat16's last place of the new one.
 
     Args:
         high: the tree of bfloat16 parameters.

@@ -68,7 +68,7 @@ class UpdateReport:
         """Returns the shares of all parameters and of the worst ones, and the remedy."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(self)):
             return "<traced update report: return it from the compiled function, then print it>"
-        return "\n".join(_lines(self))
+        return "\n".join(_lines(jax.device_get(self)))
 
 
 def update_report(
