@@ -1,7 +1,6 @@
 """The commands of `python -m jmpx` that look at a program: audit, ranges and first-nonfinite."""
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -148,8 +147,7 @@ def _made(target: Target) -> Iterator[Program]:
 
 def _print(found: Any, as_json: bool) -> None:
     """Prints a result, or its JSON."""
-    data = found.to_json() if as_json else str(found)
-    print(data if isinstance(data, str) else json.dumps(data, indent=2))
+    print(found.to_json() if as_json else found)
 
 
 def _notes(as_json: bool) -> TextIO:

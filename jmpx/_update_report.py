@@ -116,8 +116,8 @@ def update_report(
               33.3      100.0      100.0  all of 2
              100.0      100.0      100.0  ['norm'], bfloat16
                0.0      100.0      100.0  ['w'], float32
-        Remedy for bfloat16: keep float32 parameters, as params=float32 does, or round otherwise, by
-        jmpx.low_precision_params(optimizer, "stochastic") or "split".
+        Remedy for bfloat16: keep float32 parameters, as params=float32 does, or round their sums
+        with updates by jmpx.stochastic_round.
     """
     decay = None if weight_decay is None else _check_decay(weight_decay)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
@@ -253,14 +253,14 @@ def _remedy(report: UpdateReport, dtypes: dict[str, str]) -> str:
     if narrow:
         return (
             f"Remedy for {' and '.join(narrow)}: keep float32 parameters, as params=float32 does, "
-            'or round otherwise, by jmpx.low_precision_params(optimizer, "stochastic") or "split".'
+            "or round their sums with updates by jmpx.stochastic_round."
         )
     if losing:
         return "Remedy for float32: a larger learning rate; these updates are too small for it."
     every = _shares([*report.updates.values(), *report.decays.values()])
     if max(every) >= _WORTH_A_REMEDY:
         return (
-            "Little is lost as stored. To store 16 bits, use jmpx.low_precision_params(optimizer, "
-            '"stochastic") or "split".'
+            "Little is lost as stored. To store 16 bits, keep the 16 low bits, too, by "
+            "jmpx.split_master, or round by jmpx.stochastic_round."
         )
     return "Little is lost."

@@ -221,7 +221,7 @@ class _Step:
             what = "its operands" if source is None else f"`{self._argument(source)}`"
             return f"cast {what} with .astype(jnp.{self._name})"
         if source.kind in ("literal", "const") and source.size == 1:
-            return "write a Python number: math.sqrt(8) or float(...), not np.sqrt(8)"
+            return "write a Python number: math.sqrt(...) or float(...), not np.sqrt(...)"
         if source.node is not None and source.node.name == "carry":
             return self._rule_of_carry(source.node)
         return "cast it where it is made, with .astype(x.dtype)"

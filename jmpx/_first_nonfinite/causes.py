@@ -8,8 +8,8 @@ import numpy as np
 
 from jmpx._first_nonfinite.numbers import is_inexact, is_narrow, numbers_of
 from jmpx._first_nonfinite.search import Event
-from jmpx._first_nonfinite.widening import run_wide
 from jmpx._jaxpr import operation_name
+from jmpx._widening import run_widened, widened
 
 
 class Cause(NamedTuple):
@@ -125,7 +125,7 @@ def _largest_in_float32(event: Event, operands: Sequence[Any]) -> float | None:
     if not any(is_inexact(atom.aval) and is_narrow(atom.aval.dtype) for atom in atoms):
         return None
     try:
-        results = run_wide(eqn, list(operands))
+        results = run_widened(eqn, list(map(widened, operands)))
     except Exception:  # such as a sum over devices, or an operand that is no array
         return None
     found = [numbers_of(result) for result in results if is_inexact(result)]

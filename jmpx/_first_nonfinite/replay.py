@@ -12,12 +12,12 @@ from jmpx._first_nonfinite.numbers import NAN, is_inexact, is_narrow, numbers_of
 from jmpx._first_nonfinite.report import NonFinite
 from jmpx._first_nonfinite.scales import Scale, is_scaling, run_unscaled, scale_of
 from jmpx._first_nonfinite.search import HAND_ON, Event, Search
-from jmpx._first_nonfinite.widening import run_wide, widen
 from jmpx._graph import Graph, Node, Value
 from jmpx._jaxpr import operation_name, place_of
 from jmpx._places import selector, where
 from jmpx._programs import Program
 from jmpx._watched import Site
+from jmpx._widening import run_widened, widened
 
 
 class _Run(NamedTuple):
@@ -130,8 +130,8 @@ class Replay:
         values = (value for node in self.graph.nodes for value in node.results)
         if not any(is_inexact(value) and is_narrow(value.dtype) for value in values):
             return cause
-        wide = Search(self.program.jaxpr, run_wide, widen)
-        if self.run(wide, list(map(widen, run.arrays))).found is not None:
+        wide = Search(self.program.jaxpr, run_widened, widened)
+        if self.run(wide, list(map(widened, run.arrays))).found is not None:
             return cause
         reason = f"{cause.reason}, because of numbers that 16 bits lost before"
         return in_float32(reason, "all is finite", rule)

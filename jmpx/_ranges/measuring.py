@@ -14,8 +14,8 @@ from jmpx._jaxpr import Jaxpr
 from jmpx._leaves import is_floating_dtype
 from jmpx._ranges import statistics
 from jmpx._ranges.sources import is_counted, is_gradient, masks
-from jmpx._ranges.widening import run_widened, widened
 from jmpx._watched import Site, evaluate
+from jmpx._widening import run_widened, widened
 
 _FEW = 150  # equations that are measured, of a program that is compiled as a whole
 _MOST = 1 << 24  # numbers that wait to be measured

@@ -1,6 +1,7 @@
 """The ranges of a program: frozen data, which prints and draws itself, and gives advice."""
 
 import dataclasses
+import json
 import os
 from typing import Any
 
@@ -154,6 +155,14 @@ class Ranges:
     def __str__(self) -> str:
         return self.to_text()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
         return ranges_dict(self)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns `to_dict()` as JSON.
+
+        Args:
+            indent: as in `json.dumps`; None puts all into one line.
+        """
+        return json.dumps(self.to_dict(), indent=indent)

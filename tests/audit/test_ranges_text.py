@@ -85,14 +85,14 @@ def test_nothing_found_is_said(rng):
 
 
 def test_json_holds_what_the_ranges_hold(found):
-    data = json.loads(json.dumps(found.to_json()))
+    data = json.loads(found.to_json())
     assert [each["scope"] for each in data["gradients"]] == [e.scope for e in found.gradients]
     energy = data["activations"][1]
     histogram = found.activations[1].histogram
     assert energy["exponents"] == {str(e): n for e, n in histogram.exponents.items()}
     assert energy["largest"] == found.activations[1].largest
     assert energy["operations"][0]["place"].startswith("tests/audit/test_ranges_text.py:")
-    assert "exponents" not in Ranges("f", (Range("", None, ()),), ()).to_json()["activations"][0]
+    assert "exponents" not in Ranges("f", (Range("", None, ()),), ()).to_dict()["activations"][0]
 
 
 def test_scopes_are_found_by_path_by_name_and_by_glob(found):

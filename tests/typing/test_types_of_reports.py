@@ -34,7 +34,9 @@ def test_audit(tmp_path: Path) -> None:
 
 
 def test_wire() -> None:
-    found = jmpx.wire(jax.jit(loss_fn).lower(make_params(), ones(4, 2)))
+    # JAX does not annotate the arguments of a jitted function.
+    step: Any = jax.jit(loss_fn)  # pyright: ignore[reportUnknownMemberType]
+    found = jmpx.wire(step.lower(make_params(), ones(4, 2)))
     assert_type(found, jmpx.Wire)
     assert_type(found.sent, float)
     assert_type(found.to_json(), str)

@@ -36,12 +36,15 @@ def run_widened(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
     """Runs an equation that holds no jaxpr in float32 if it was traced in 16 or 8 bits.
 
     Where the result depends on the dtype, such as that of a bitcast, or the primitive is unknown,
-    it runs as it was traced, and the results are widened.
+    it runs as it was traced, and the results are widened. One that calls Python and has no results
+    is left out, as a print.
 
     Args:
         eqn: the equation.
         operands: its operands; none of them has 16 or 8 bits.
     """
+    if not eqn.outvars:
+        return []
     if not any(_is_narrow(_dtype(atom)) for atom in (*eqn.invars, *eqn.outvars)):
         return _jaxpr.bind(eqn, operands)
     name = operation_name(eqn.primitive.name)
