@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from helpers import BF16, F32
 from helpers.findings_of import found, line_of
+from helpers.planted_layer import FRAMEWORKS, planted
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -31,6 +33,21 @@ def test_a_collective_in_16_bits_is_found_with_its_axis():
     assert finding.place.line == line_of(__file__, "psum")
     assert finding.rule.startswith("r=f32")
     assert not found(NAMES, lambda x: jnp.mean(summed(F32)(x)), x)
+
+
+def add_over_devices(x):
+    return lax.psum(x, "data")  # in a module
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_collective_in_a_module_is_found_with_its_path(framework):
+    layer = jax.shard_map(add_over_devices, mesh=mesh(), in_specs=P("data"), out_specs=P())
+    loss, args = planted(framework, layer, "c=bf16,o=f32")
+    (finding,) = found(NAMES, loss, *args)
+    assert finding.name == "low-collective" and finding.scope.endswith("plant")
+    assert finding.place.line == line_of(__file__, "in a module")
+    loss, args = planted(framework, layer, "c=bf16,o=f32; */plant: full")
+    assert not found(NAMES, loss, *args)
 
 
 def step(policy):
