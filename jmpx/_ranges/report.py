@@ -82,7 +82,9 @@ class Ranges:
         """Returns a loss scale for the gradients: a static one, or where a dynamic one begins.
 
         It is the largest power of two with which the largest gradient, times `2**head_room`, does
-        not overflow. If the function scales its loss itself, it is a factor to that scale.
+        not overflow. If the function scales its loss itself, it is a factor to that scale. A loss
+        that is itself computed in float16, as all of the function is under `policy="c=f16"` of the
+        gradient functions, takes no more than 2**15, because the scale passes through its dtype.
 
         Args:
             head_room: by how many powers of two gradients may grow.

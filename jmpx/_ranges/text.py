@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jmpx._ranges.report import Ranges
 
 _NARROWEST = 72
+_IN_FLOAT16 = 2.0**15  # the largest power of two in float16, through which the scale may pass
 _ROWS = 24  # how many scopes are shown, unless all are asked for
 _GAP = "  "
 
@@ -153,6 +154,10 @@ def _advice_lines(ranges: "Ranges", scale: float, largest: float) -> list[str]:
         lines.append(
             f"Loss scale for float16: {scale_text(scale)}  (largest gradient {power(largest)})"
         )
+        if scale > _IN_FLOAT16:
+            lines.append(
+                f"A loss that is itself computed in float16 takes {scale_text(_IN_FLOAT16)}."
+            )
     known = as_format("float16")
     if any(overflowing(ranges.activations, ranges.gradients, known, scale)):
         lines.append("Policy map for float16, which keeps in float32 what would overflow:")

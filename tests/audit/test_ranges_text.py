@@ -51,6 +51,15 @@ def test_the_text_says_what_matters(found):
     assert found.rules() in text
 
 
+def test_the_text_says_what_a_loss_in_float16_takes(found):
+    said = "A loss that is itself computed in float16 takes dynamic,init=2**15."
+    assert (said in str(found)) == (found.loss_scale() > 2**15)
+    small = jmpx.ranges(lambda w, x: jnp.mean((x @ w) ** 2) / 2**20)(jnp.ones(4), jnp.eye(4))
+    assert small.loss_scale() > 2**15 and said in str(small)
+    large = jmpx.ranges(lambda w, x: jnp.mean((x @ w) ** 2))(jnp.ones(4), jnp.eye(4))
+    assert large.loss_scale() <= 2**15 and said not in str(large)
+
+
 def test_the_text_is_readable_at_80_columns(found):
     for width in (72, 80, 100):
         lines = found.to_text(width=width).splitlines()
