@@ -44,7 +44,7 @@ def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..
         >>> import jmpx
         >>> def loss_fn(params, x):
         ...     h = x.astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)
-        ...     return jnp.mean((h @ params["head"]).astype(jnp.float32) ** 2)  # a leak
+        ...     return jnp.mean((h.astype(jnp.float32) @ params["head"]) ** 2)  # a leak
         >>> params = {"w": jax.ShapeDtypeStruct((64, 64), "float32"),
         ...           "head": jax.ShapeDtypeStruct((64, 8), "float32")}
         >>> report = jmpx.audit(loss_fn)(params, jax.ShapeDtypeStruct((32, 64), "float32"))
