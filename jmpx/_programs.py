@@ -4,9 +4,11 @@ They take a loss, and differentiate it in its first argument, or a step that com
 itself, which the names that JAX gives to a backward pass tell.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -84,14 +86,20 @@ def _traced_program(
     marked = functools.partial(_marked, marks_objects)
     with listening() as sessions, split(marked, (fn, *args), kwargs) as (pure, state, args, kwargs):
         run = functools.partial(_run, pure, state)
-        traced = _trace(run, args, kwargs)
-        has_backward = _has_backward(traced.jaxpr)
-        is_loss = _returns_loss(traced) and not has_backward
-        if is_loss:
-            traced = _trace_gradient(run, args, kwargs)
+        # The name decides nothing: it saves a trace where it tells the truth.
+        traced = _guessed_gradient(run, args, kwargs) if "loss" in _name(fn).lower() else None
+        is_loss = has_backward = traced is not None
+        if traced is None:
+            traced = _trace(run, args, kwargs)
+            has_backward = _has_backward(traced.jaxpr)
+            is_loss = _returns_loss(traced) and not has_backward
+            if is_loss:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # The first trace has given each warning.
+                    traced = _trace_gradient(run, args, kwargs)
         met = [met for session in sessions for met in session.met]
     return Program(
-        getattr(fn, "__name__", type(fn).__name__),
+        _name(fn),
         traced.jaxpr,
         traced.arrays,
         _names(*args, **kwargs),
@@ -155,18 +163,46 @@ def _trace_gradient(fn: Callable[..., Any], args: Any, kwargs: Any) -> _jaxpr.Tr
 
         return jax.value_and_grad(loss, has_aux=True)([given[i] for i in indices])
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # The first trace has given each warning.
-        return _trace(gradient, args, kwargs)
+    return _trace(gradient, args, kwargs)
+
+
+def _guessed_gradient(fn: Callable[..., Any], args: Any, kwargs: Any) -> _jaxpr.Traced | None:
+    """Traces the gradient of what may be a loss; None if it is no loss or holds a gradient."""
+    with contextlib.suppress(Exception):  # A loss that fails does so again when it is traced alone.
+        traced = _trace_gradient(fn, args, kwargs)
+        if not _holds_gradient(traced.jaxpr):
+            return traced
+    return None
+
+
+_BACKWARD = "transpose("  # in the scopes of a backward pass
+_INNER_BACKWARD = re.compile(r"jvp\(.*transpose\(")  # of a backward pass that is differentiated
 
 
 def _has_backward(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr holds the backward pass of a gradient."""
-    stacks = (str(eqn.source_info.name_stack) for eqn in jaxpr.eqns)
-    if any("transpose(" in stack for stack in stacks):
-        return True
-    inner = (each for eqn in jaxpr.eqns for each in _jaxpr.inner_jaxprs(eqn.params))
-    return any(map(_has_backward, inner))
+    return any(
+        _BACKWARD in str(eqn.source_info.name_stack)
+        or any(map(_has_backward, _jaxpr.inner_jaxprs(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _holds_gradient(jaxpr: Jaxpr) -> bool:
+    """Whether the jaxpr of a gradient holds a gradient that the function itself computes."""
+    for eqn in jaxpr.eqns:
+        stack = str(eqn.source_info.name_stack)
+        if _INNER_BACKWARD.search(stack):
+            return True
+        # The forward pass of a jitted function holds no backward pass but its own.
+        holds = _holds_gradient if _BACKWARD in stack else _has_backward
+        if any(map(holds, _jaxpr.inner_jaxprs(eqn.params))):
+            return True
+    return False
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _names(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[str]:
@@ -177,7 +213,7 @@ def _names(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[str]:
         arguments = {}
     names = [name for name, value in arguments.items() if any(value is arg for arg in args)]
     names += [f"args[{i}]" for i in range(len(names), len(args))]
-    names = [getattr(fn, "__name__", "fn"), *names, *kwargs]
+    names = [_name(fn), *names, *kwargs]
     trees = zip(names, [fn, *args, *kwargs.values()], strict=True)
     return [
         name + jax.tree_util.keystr(path)

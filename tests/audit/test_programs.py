@@ -53,6 +53,36 @@ def test_a_step_that_contains_its_gradient_is_not_differentiated(fn):
     assert not program.is_differentiated and program.has_backward
 
 
+def with_penalty(params, x):
+    grads = jax.grad(loss_fn)(params, x)
+    return loss_fn(params, x) + jnp.sum(grads["w"] ** 2)
+
+
+def scaled(params, x):
+    def scan(total, _):
+        return total + jax.checkpoint(loss_fn)(params, x), None
+
+    return jax.lax.scan(scan, jnp.float32(0), length=2)[0]
+
+
+@pytest.mark.parametrize(
+    "fn", [loss_fn, with_aux, step, forward, with_penalty, jax.jit(with_penalty), scaled]
+)
+def test_the_name_of_a_function_decides_nothing(fn):
+    def as_named(name):
+        def call(*args):
+            return fn(*args)
+
+        call.__name__ = name
+        return traced_program(call, ({"w": W}, X))
+
+    by_name, plain = as_named("loss_fn"), as_named("fn")
+    assert str(by_name.jaxpr) == str(plain.jaxpr)
+    assert by_name.is_differentiated == plain.is_differentiated
+    assert by_name.has_backward == plain.has_backward
+    assert by_name.policies == plain.policies
+
+
 def test_a_step_of_the_gradient_functions_is_not_differentiated():
     def step(params, scale, x):
         result = jmpx.filter_value_and_grad(loss_fn, scale, policy="c=f16")(params, x)
