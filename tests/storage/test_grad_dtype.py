@@ -285,7 +285,7 @@ def test_second_moments_of_small_gradients_stay_alive(rng):
     """In bfloat16, 0.999 of a moment rounds to the moment, which so never comes near its limit."""
     params, wide = stored({"w": 1 + jnp.abs(normal(rng, 4))}, jnp.bfloat16)
     optimizer = jmpx.skip_nonfinite(lenient(optax.scale_by_adam()))
-    steps = 1000
+    steps = 4000
 
     def ratio(init, grad_dtype):
         def step(carry, _):
