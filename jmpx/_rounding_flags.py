@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 from absl import flags
 
 from jmpx._dtypes import dtype_name
-from jmpx._flag_types import EnumFlag, define, is_given
+from jmpx._flag_types import EnumFlag, is_given
 from jmpx._policy_map import PolicyMap
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # absl does not type its validators:
 # pyright: reportUnknownMemberType=false
+
+ParamsRounding: TypeAlias = Literal["nearest", "stochastic", "split"]
 
 # A flag belongs to the module that calls a function of jmpx.flags, and --help lists it there.
 flags.disclaim_key_flags()
@@ -26,35 +28,41 @@ class RoundingFlags:
     """The flag. Read it after the program has parsed its flags.
 
     Args:
-        rounding: `nearest`, `stochastic` or `split`.
+        holder: the flag itself.
     """
 
-    rounding: flags.FlagHolder[str]
+    holder: flags.FlagHolder[str]
+
+    @property
+    def rounding(self) -> ParamsRounding:
+        """How parameters are rounded."""
+        return cast("ParamsRounding", self.holder.value)
 
     def wrap(
         self, optimizer: "optax.GradientTransformation", **options: Any
     ) -> "optax.GradientTransformation":
         """Wraps an optimizer by `jmpx.low_precision_params`, unless parameters round to nearest."""
-        if self.rounding.value == "nearest":
+        rounding = self.rounding
+        if rounding == "nearest":
             return optimizer
         from jmpx._low_precision_params import low_precision_params  # few programs need it
 
-        return low_precision_params(optimizer, self.rounding.value, **options)
+        return low_precision_params(optimizer, rounding, **options)
 
 
 def define_rounding_flags(prefix: str, flag_values: flags.FlagValues) -> RoundingFlags:
     """Defines the flag of `jmpx.flags.define_mp_flags` that is about the rounding of parameters."""
     policy, rounding = f"{prefix}_policy", f"{prefix}_params_rounding"
-    holder: flags.FlagHolder[str] = define(
-        flags.EnumParser(["nearest", "stochastic", "split"], case_sensitive=False),
+    flag = EnumFlag(
         rounding,
         "nearest",
         "How updates of 16-bit parameters are rounded: nearest drops the small ones, stochastic "
         "rounds by chance, right on average, and split keeps the low bits of float32 beside "
         "bfloat16.",
-        flag_values,
-        flag_class=EnumFlag,
+        list(get_args(ParamsRounding)),
+        case_sensitive=False,
     )
+    holder = flags.DEFINE_flag(flag, flag_values)
 
     def agree(values: Mapping[str, Any]) -> bool:
         mistake = _mistake(values[policy], values[rounding], f"--{policy}", f"--{rounding}")

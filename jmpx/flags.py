@@ -12,7 +12,7 @@ from jmpx._loss_scale_flags import LOSS_SCALE, LossScaleFlags, define_loss_scale
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, PolicyMapLike, get_policy_map
 from jmpx._policy_strings import PolicyLike, get_policy
-from jmpx._rounding_flags import RoundingFlags, define_rounding_flags
+from jmpx._rounding_flags import ParamsRounding, RoundingFlags, define_rounding_flags
 from jmpx._skip_flags import SkipFlags, define_skip_flags
 
 if TYPE_CHECKING:
@@ -299,9 +299,9 @@ class MixedPrecisionFlags:
             )
 
     @property
-    def params_rounding(self) -> str:
+    def params_rounding(self) -> ParamsRounding:
         """How `--mp_params_rounding` rounds parameters: `nearest`, `stochastic` or `split`."""
-        return self._rounding.rounding.value
+        return self._rounding.rounding
 
     def low_precision_params(
         self, optimizer: "optax.GradientTransformation", **options: Any

@@ -1,5 +1,8 @@
 """`grad_dtype`: gradients that are wider, or narrower, than the parameters are stored."""
 
+# Optax types states as pytrees of arrays, which have no fields.
+# pyright: reportAttributeAccessIssue=false
+
 from typing import Any
 
 import equinox as eqx
@@ -303,6 +306,38 @@ def test_second_moments_of_small_gradients_stay_alive(rng):
     expected = 1 - 0.999**steps
     np.testing.assert_allclose(ratio(wide, "float32"), expected, rtol=0.01)
     assert (ratio(params, None) < expected / 2).all()
+
+
+def test_a_step_of_split_masters_is_that_of_float32_masters(rng):
+    """Whose loss reads their bfloat16 halves. The second batch has a NaN, and is skipped."""
+    masters = make_params(rng)
+    batches = [normal(rng, 6, 6) for _ in range(4)]
+    batches[1] = batches[1].at[0, 0].set(jnp.nan)
+    options = {"policy": "bf16", "microbatches": 2}
+
+    @jax.jit
+    def split_step(params, state, x):
+        _, finite, grads = gradients(params, x, grad_dtype="float32", **options)
+        return jmpx.optimizer_update(params, optimizer, state, grads, finite)
+
+    @jax.jit
+    def master_step(masters, state, x):
+        read = jmpx.cast_to_float32(jmpx.split_master(masters)[0])
+        _, finite, grads = gradients(read, x, **options)
+        return jmpx.optimizer_update(masters, plain, state, grads, finite)
+
+    plain = jmpx.skip_nonfinite(lenient(optax.adam(1e-3)))
+    inner = jmpx.low_precision_params(lenient(optax.adam(1e-3)), "split")
+    optimizer = jmpx.skip_nonfinite(inner)
+    params, _ = jmpx.split_master(masters)
+    state, plain_state = optimizer.init(masters), plain.init(masters)
+    for x in batches:
+        params, state = split_step(params, state, x)
+        masters, plain_state = master_step(masters, plain_state, x)
+        assert_same_bits(jmpx.merge_master(params, state.inner_state.low), masters)
+    assert state.total_skipped == 1 and set(dtypes(params)) == {"bfloat16"}
+    with pytest.warns(UserWarning, match="16 bits .* grad_dtype=jnp.float32"):
+        inner.update(gradients(params, x, **options).grads, state.inner_state, params)
 
 
 # Bad input
