@@ -212,6 +212,12 @@ def filter_value_and_grad(
         >>> value, scaling, grads_finite, grads = grad_fn(params, x)
         >>> value, grads_finite, grads["w"]
         (Array(9., dtype=float32), Array(True, dtype=bool), Array([6., 6., 6.], dtype=float32))
+        >>> params, noop = jmpx.cast_to_bfloat16(params), jmpx.NoOpLossScale()
+        >>> for dtype in None, "float32":
+        ...     grad_fn = jmpx.filter_value_and_grad(loss_fn, noop, policy="bf16", grad_dtype=dtype)
+        ...     grad_fn(params, x).grads["w"].dtype.name
+        'bfloat16'
+        'float32'
     """
     check_arguments(func, scaling)
     check_mask(sharded, axis_name)
