@@ -90,13 +90,13 @@ def _mistake(policy_map: PolicyMap | None, rounding: str, policy: str, flag: str
     narrow = [dtype_name(each) for each in stored if each and np.dtype(each).itemsize < 4]
     if not narrow:
         return (
-            f"{flag}={rounding} rounds parameters of 16 bits, of which {policy}='{policy_map}' "
-            f"has none: write params=bfloat16 in {policy}, or leave {flag} out"
+            f"{flag}={rounding} rounds parameters of 16 bits, of which {policy} has none: write "
+            f"params=bfloat16 in {policy}, or leave {flag} out"
         )
     others = [name for name in narrow if name != "bfloat16"]
     if rounding == "split" and others:
         return (
-            f"{flag}=split keeps the low bits of bfloat16 parameters, not of {others[0]} as in "
-            f"{policy}='{policy_map}': write params=bfloat16 there, or {flag}=stochastic"
+            f"{flag}=split keeps the low bits of bfloat16 parameters, and {policy} has {others[0]} "
+            f"ones: write params=bfloat16 there, or {flag}=stochastic"
         )
     return ""
