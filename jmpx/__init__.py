@@ -64,6 +64,10 @@ if TYPE_CHECKING:
     )
     from jmpx._loss_scale_state import loss_scale_from as loss_scale_from
     from jmpx._loss_scale_strings import get_loss_scale as get_loss_scale
+    from jmpx._low_precision_params import (
+        LowPrecisionParamsState as LowPrecisionParamsState,
+        low_precision_params as low_precision_params,
+    )
     from jmpx._mixed_precision import (
         MixedPrecision as MixedPrecision,
         get_mixed_precision as get_mixed_precision,
@@ -82,6 +86,10 @@ if TYPE_CHECKING:
     from jmpx._ranges.report import Ranges as Ranges
     from jmpx._rounding import stochastic_round as stochastic_round
     from jmpx._split_master import merge_master as merge_master, split_master as split_master
+    from jmpx._state_dtype import (
+        StateDtypeState as StateDtypeState,
+        with_state_dtype as with_state_dtype,
+    )
     from jmpx._update_report import (
         LostUpdates as LostUpdates,
         UpdateReport as UpdateReport,
@@ -107,6 +115,7 @@ else:
         ),
         "_loss_scale_state": ("loss_scale_from",),
         "_loss_scale_strings": ("get_loss_scale",),
+        "_low_precision_params": ("LowPrecisionParamsState", "low_precision_params"),
         "_mixed_precision": ("MixedPrecision", "get_mixed_precision"),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
         "_progress": ("NonfiniteCounts", "check_progress", "nonfinite"),
@@ -114,6 +123,7 @@ else:
         "_ranges.report": ("Ranges",),
         "_rounding": ("stochastic_round",),
         "_split_master": ("merge_master", "split_master"),
+        "_state_dtype": ("StateDtypeState", "with_state_dtype"),
         "_update_report": ("LostUpdates", "UpdateReport", "update_report"),
         "_wire": ("Wire", "wire"),
     }
@@ -145,6 +155,7 @@ __all__ = (
     "GradientsAndAux",
     "LossScale",
     "LostUpdates",
+    "LowPrecisionParamsState",
     "MixedPrecision",
     "NoOpLossScale",
     "NonFinite",
@@ -155,6 +166,7 @@ __all__ = (
     "Report",
     "Rule",
     "SkipNonfiniteState",
+    "StateDtypeState",
     "StaticLossScale",
     "UpdateReport",
     "ValueAndGradients",
@@ -189,6 +201,7 @@ __all__ = (
     "get_policy_map",
     "half_dtype",
     "loss_scale_from",
+    "low_precision_params",
     "merge_master",
     "nonfinite",
     "optimizer_update",
@@ -203,4 +216,5 @@ __all__ = (
     "stochastic_round",
     "update_report",
     "wire",
+    "with_state_dtype",
 )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jmpx._axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
 from jmpx._batches import GROUPS, MICROBATCHES, BatchArguments
 from jmpx._casts import at_least_float32
-from jmpx._gradient_arguments import ModelState, Uncast, partition, paths_of
+from jmpx._gradient_arguments import GradDtype, ModelState, Uncast, partition, paths_of
 from jmpx._gradient_policy import Precision, casts_checked, warning_of_convolutions
 from jmpx._gradient_results import ValueAndGradients
 from jmpx._groups import AXIS, BatchSharding, Groups, check_variables
@@ -37,6 +37,7 @@ class Options:
         has_aux: whether `func` returns `(loss, aux)`.
         use_mixed_precision: whether anything is cast, scaled and checked.
         find_precision: looks up what the policy says.
+        grad_dtype: the dtype of the gradients.
         uncast: the arguments that are not cast.
         axis_name: the name (or names) of the mapped axis.
         sharded: the mask of shards, or None.
@@ -51,6 +52,7 @@ class Options:
     has_aux: bool
     use_mixed_precision: bool
     find_precision: Callable[[], Precision]
+    grad_dtype: GradDtype
     uncast: Uncast
     axis_name: AxisName | None
     sharded: PyTree
@@ -80,7 +82,9 @@ def differentiate(
         args: the positional arguments of a call.
         kwargs: its keyword arguments.
     """
-    params, merge = partition(args)
+    stored, merge = partition(args)
+    options.grad_dtype.check()
+    params = options.grad_dtype.widen(stored) if options.use_mixed_precision else stored
     call = _Call(options, options.find_precision(), pure, merge, kwargs)
     checked, axes = None, ()
     if options.batch_sharding is None:
@@ -95,7 +99,10 @@ def differentiate(
             return one
 
         result = groups.run(run, parts.arrays)
-    grads = [grad.astype(param.dtype) for grad, param in zip(result.grads, params, strict=True)]
+    grads = options.grad_dtype.cast(result.grads, stored)
+    pairs = zip(grads, params, strict=True)
+    if any(grad.dtype.itemsize < param.dtype.itemsize for grad, param in pairs):
+        checked = None  # the last cast may overflow
     grads_finite, new_scaling = jnp.array(True), options.scaling
     if options.use_mixed_precision:
         grads_finite = all_finite(grads if checked is None else checked, axes or None)
@@ -185,9 +192,8 @@ class _Call(NamedTuple):
         old = options.model_state.get(args)
 
         def scaled_loss(params: list[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
-            model = self.merge(params)
-            inputs, keywords = cast((model, *args[1:]), self.kwargs)
-            with casts_checked(precision, options.func, model, inputs[0]):
+            inputs, keywords = cast((self.merge(params), *args[1:]), self.kwargs)
+            with casts_checked(precision, options.func, args[0], inputs[0]):
                 result, updates = self.pure(state, *inputs, **keywords)
             value, aux = _loss_and_aux(result, options.has_aux)
             new, aux = options.model_state.split(aux, old)

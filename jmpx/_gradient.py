@@ -9,7 +9,8 @@ from jax.typing import ArrayLike
 
 from jmpx._batches import BatchArguments, check_microbatches
 from jmpx._differentiation import Options, differentiate
-from jmpx._gradient_arguments import ModelState, Uncast, check_arguments
+from jmpx._dtypes import DTypeLike
+from jmpx._gradient_arguments import GradDtype, ModelState, Uncast, check_arguments
 from jmpx._gradient_policy import precision_finder
 from jmpx._gradient_results import Gradients, GradientsAndAux, ValueAndGradients
 from jmpx._groups import BatchSharding, check_batch_sharding
@@ -33,6 +34,7 @@ def filter_value_and_grad(
     use_mixed_precision: bool = True,
     *,
     policy: PolicyMapLike | None = None,
+    grad_dtype: DTypeLike | None = None,
     axis_name: AxisName | None = None,
     sharded: PyTree = None,
     batch_sharding: BatchSharding | None = None,
@@ -52,6 +54,7 @@ def filter_value_and_grad(
     use_mixed_precision: bool = True,
     *,
     policy: PolicyMapLike | None = None,
+    grad_dtype: DTypeLike | None = None,
     axis_name: AxisName | None = None,
     sharded: PyTree = None,
     batch_sharding: BatchSharding | None = None,
@@ -70,6 +73,7 @@ def filter_value_and_grad(
     use_mixed_precision: bool = True,
     *,
     policy: PolicyMapLike | None = None,
+    grad_dtype: DTypeLike | None = None,
     axis_name: AxisName | None = None,
     sharded: PyTree = None,
     batch_sharding: BatchSharding | None = None,
@@ -102,7 +106,8 @@ def filter_value_and_grad(
         scaling: a `NoOpLossScale`, `StaticLossScale` or `DynamicLossScale`.
         has_aux: whether `func` returns `(loss, aux)`.
         use_mixed_precision: if False, nothing is cast, scaled or checked, no field of the policy
-            counts, and the gradient is the plain one, averaged in its own dtype.
+            counts, and the gradient is the plain one, averaged in its own dtype, and cast to
+            `grad_dtype` at the end.
         policy: a policy, or anything else that `get_policy` takes, whose compute, matmul and reduce
             are used; None means `half`, whose dtype is looked up when the returned function is
             called. Or a policy map, or a string or mapping with rules, by which something inside of
@@ -111,6 +116,16 @@ def filter_value_and_grad(
             alone is used. A word of matmul holds forward and backward; a dot algorithm only
             where compute is float32, or `func` itself forces float32, because other products would
             take it, too.
+        grad_dtype: the dtype of the gradients of floating parameters; None means that of each
+            parameter. With float32, parameters that are stored in 16 or 8 bits get the gradients of
+            float32 parameters of the same values: sums over micro-batches and devices, and the
+            division by the loss scale, are in float32 and not rounded afterwards, so that the
+            second moments of small gradients do not become 0. For this, narrower parameters are
+            cast to float32 first (for float64 to float64). `func` gets them in the compute dtype as
+            ever; in float32 where it casts them itself, by a policy map, or by `jmpx.gather` with
+            `uncast_argnums=0`. The optimizer's state has to be float32, too: see
+            `jmpx.low_precision_params`. A narrower dtype saves memory of float32 gradients; step 5
+            sees what overflows in it.
         axis_name: the name (or names) of the mapped axis of `jax.pmap`, `jax.shard_map` or
             `jax.vmap` over which value and gradients are averaged: the value in float32, the
             gradients in the policy's reduce; unset, in float32 or the wider dtype of a parameter.
@@ -161,8 +176,9 @@ def filter_value_and_grad(
         `(value, scaling, grads_finite, grads)` or, with `has_aux`, as
         `((value, aux), scaling, grads_finite, grads)`: the unscaled loss in float32 of shape ();
         `aux` as `func` made it; the loss scale of the next step; a bool array of shape (); and
-        gradients of the structure, shapes and dtypes of the first argument, with None for what
-        cannot be differentiated. For an NNX module, they are an `nnx.State` of its parameters.
+        gradients of the structure and shapes of the first argument, in its dtypes or `grad_dtype`,
+        with None for what cannot be differentiated. For an NNX module, they are an `nnx.State` of
+        its parameters.
 
     Raises:
         TypeError: if `func` is not callable, `scaling` no loss scale, `policy` no policy, or
@@ -170,13 +186,14 @@ def filter_value_and_grad(
             if `func` does not return a floating scalar, if `sharded` contradicts what JAX knows, if
             it cannot be told what a parameter is without `sharded`, or if the arguments hold no
             batch to split.
-        ValueError: if `policy` is not a string of policies or maps, or if two arguments contradict
-            each other; when called, if one of `uncast_argnums`, `uncast_argnames`, `batch_argnums`
-            and `state_argnum` gives an argument that the call does not have, if there is no axis
-            `axis_name` or none of `batch_sharding` that XLA may split, if the number of parts does
-            not divide the batch, if model state has no mean over groups, if `func` changes an NNX
-            module that it closes over, or if compute or reduce is float64 while JAX's 64-bit types
-            are disabled.
+        ValueError: if `policy` is not a string of policies or maps, if `grad_dtype` is no floating
+            dtype of 16 bits or more, or if two arguments contradict each other; when called, if one
+            of `uncast_argnums`, `uncast_argnames`, `batch_argnums` and `state_argnum` gives an
+            argument that the call does not have, if there is no axis `axis_name` or none of
+            `batch_sharding` that XLA may split, if the number of parts does not divide the batch,
+            if model state has no mean over groups, if `func` changes an NNX module that it closes
+            over, or if compute, reduce or `grad_dtype` is float64 while JAX's 64-bit types are
+            disabled.
 
     Warns:
         UserWarning: if `policy` sets reduce and there is neither `axis_name` nor `batch_sharding`;
@@ -195,6 +212,12 @@ def filter_value_and_grad(
         >>> value, scaling, grads_finite, grads = grad_fn(params, x)
         >>> value, grads_finite, grads["w"]
         (Array(9., dtype=float32), Array(True, dtype=bool), Array([6., 6., 6.], dtype=float32))
+        >>> params, noop = jmpx.cast_to_bfloat16(params), jmpx.NoOpLossScale()
+        >>> for dtype in None, "float32":
+        ...     grad_fn = jmpx.filter_value_and_grad(loss_fn, noop, policy="bf16", grad_dtype=dtype)
+        ...     grad_fn(params, x).grads["w"].dtype.name
+        'bfloat16'
+        'float32'
     """
     check_arguments(func, scaling)
     check_mask(sharded, axis_name)
@@ -207,6 +230,7 @@ def filter_value_and_grad(
         has_aux=has_aux,
         use_mixed_precision=use_mixed_precision,
         find_precision=precision_finder(policy, use_mixed_precision, averages),
+        grad_dtype=GradDtype.of(grad_dtype),
         uncast=Uncast.of(func, uncast_argnums, uncast_argnames).including(state_argnum),
         axis_name=axis_name,
         sharded=sharded,
@@ -232,6 +256,7 @@ def filter_grad(
     use_mixed_precision: bool = True,
     *,
     policy: PolicyMapLike | None = None,
+    grad_dtype: DTypeLike | None = None,
     axis_name: AxisName | None = None,
     sharded: PyTree = None,
     batch_sharding: BatchSharding | None = None,
@@ -251,6 +276,7 @@ def filter_grad(
     use_mixed_precision: bool = True,
     *,
     policy: PolicyMapLike | None = None,
+    grad_dtype: DTypeLike | None = None,
     axis_name: AxisName | None = None,
     sharded: PyTree = None,
     batch_sharding: BatchSharding | None = None,
@@ -269,6 +295,7 @@ def filter_grad(
     use_mixed_precision: bool = True,
     *,
     policy: PolicyMapLike | None = None,
+    grad_dtype: DTypeLike | None = None,
     axis_name: AxisName | None = None,
     sharded: PyTree = None,
     batch_sharding: BatchSharding | None = None,
@@ -292,6 +319,8 @@ def filter_grad(
             plain one.
         policy: a policy, or anything else that `get_policy` takes; or a policy map, by which `func`
             itself casts. None means `half`.
+        grad_dtype: the dtype of the gradients, such as float32 for parameters of 16 bits; None
+            means that of each parameter.
         axis_name: the name (or names) of the mapped axis over which gradients are averaged.
         sharded: which parameters are shards of `axis_name`.
         batch_sharding: how `jax.jit` splits the batch over devices.
@@ -329,6 +358,7 @@ def filter_grad(
         has_aux,
         use_mixed_precision,
         policy=policy,
+        grad_dtype=grad_dtype,
         axis_name=axis_name,
         sharded=sharded,
         batch_sharding=batch_sharding,

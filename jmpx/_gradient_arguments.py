@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._casts import cast_like
+from jmpx._dtypes import DTypeLike, as_dtype, check_enabled, dtype_name
 from jmpx._leaves import (
     PyTree,
     can_replace,
     is_array,
+    is_floating,
     is_inexact_array,
     is_int,
     is_traceable,
@@ -159,6 +161,68 @@ def paths_of(tree: PyTree) -> list[str]:
     return [
         jax.tree_util.keystr(path) or "array" for path, leaf in leaves if is_inexact_array(leaf)
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class GradDtype:
+    """The dtype in which gradients come back.
+
+    Args:
+        dtype: that of floating gradients; None means the dtype of each parameter.
+    """
+
+    dtype: DTypeLike | None = None
+
+    @classmethod
+    def of(cls, dtype: DTypeLike | None) -> "GradDtype":
+        """Checks the dtype.
+
+        Raises:
+            TypeError: if it is no dtype.
+            ValueError: if it is not a floating dtype, or has 8 bits.
+        """
+        if dtype is None:
+            return cls()
+        dtype = as_dtype(dtype, " in grad_dtype")
+        if jnp.dtype(dtype).itemsize < 2:
+            raise ValueError(
+                f"Cannot return gradients in {dtype_name(dtype)}, as grad_dtype says, where most "
+                "are 0 or NaN: write grad_dtype=jnp.float32 or grad_dtype=jnp.bfloat16."
+            )
+        return cls(dtype)
+
+    def check(self) -> None:
+        """Refuses float64 while JAX's 64-bit types are disabled.
+
+        Raises:
+            ValueError: if this is float64 and they are disabled.
+        """
+        if self.dtype is not None:
+            check_enabled(self.dtype)
+
+    def widen(self, params: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns parameters in a dtype in which their gradients are not rounded below this one.
+
+        A gradient has the dtype of what is differentiated, so that this goes before the cast to the
+        compute dtype. It rounds nothing.
+        """
+        if self.dtype is None:
+            return list(params)
+        dtype = jnp.dtype(self.dtype)
+        wide = max(dtype, jnp.dtype(jnp.float32), key=lambda each: each.itemsize)
+
+        def is_narrow(param: jax.Array) -> bool:
+            return param.dtype != dtype and param.dtype.itemsize <= dtype.itemsize
+
+        return [p.astype(wide) if is_floating(p) and is_narrow(p) else p for p in params]
+
+    def cast(self, grads: Sequence[jax.Array], params: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns gradients in this dtype; complex ones, and all for None, in their parameters'."""
+        dtypes = [self.dtype if is_floating(param) else None for param in params]
+        triples = zip(grads, params, dtypes, strict=True)
+        return [
+            grad.astype(param.dtype if dtype is None else dtype) for grad, param, dtype in triples
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

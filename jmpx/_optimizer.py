@@ -8,20 +8,22 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._leaves import PyTree, is_none
+from jmpx._low_precision_params import LowPrecisionParams
 from jmpx._nnx_objects import holds_objects
 from jmpx._optimizer_checks import (
     check_limit,
     check_skip_by,
-    is_optimizer,
     refuse_skip,
     trained_part,
     warn_of_cast_masters,
     warn_of_inner_counts,
+    warn_of_later_steps,
     warn_of_multi_steps,
     warn_of_views,
 )
 from jmpx._skipping import SkipBy, refuse_beyond, take_or_keep
 from jmpx._stateful import parameters_of
+from jmpx._transformations import apply_update, with_extra_args
 from jmpx._tree import Flag, all_finite, as_flag
 
 if TYPE_CHECKING:
@@ -119,17 +121,9 @@ def skip_nonfinite(
     import optax
 
     check_skip_by(skip_by)
-    if not is_optimizer(optimizer):
-        raise TypeError(
-            f"Expected an optax gradient transformation, got {optimizer!r}: pass for example "
-            "optax.adam(1e-3)."
-        )
+    inner = with_extra_args(optimizer)
     if max_consecutive_skips is not None:
         max_consecutive_skips = check_limit(max_consecutive_skips, "max_consecutive_skips")
-    if isinstance(optimizer, optax.MultiSteps):  # It takes extra arguments, and does not say so.
-        multi_steps: Any = optimizer
-        optimizer = optax.GradientTransformationExtraArgs(multi_steps.init, multi_steps.update)
-    inner = optax.with_extra_args_support(optimizer)
     skipping = _SkipNonfinite(inner, skip_by, max_consecutive_skips)
     return optax.GradientTransformationExtraArgs(skipping.init, skipping.update)
 
@@ -234,7 +228,8 @@ def optimizer_update(
 
     Follows MPX's `optimizer_update` (arXiv 2507.03312, section 3.5), for any pytree. A skipped step
     leaves model and optimizer state, step counts and schedules included, as they were to the bit.
-    An optimizer made by `skip_nonfinite` counts the skipped steps.
+    An optimizer made by `skip_nonfinite` counts the skipped steps. Of one made by
+    `low_precision_params` the new parameters are taken as it rounds them.
 
     Args:
         model: any pytree; the leaves for which `grads` holds None are handed on untouched. An NNX
@@ -265,7 +260,8 @@ def optimizer_update(
     Warns:
         UserWarning: if `model` is a view, which holds rounded parameters; if all parameters and
             gradients are of 16 bits and the state was made of wider parameters; if `skip_nonfinite`
-            is inside of other transformations, where it does not count what this function skips.
+            is inside of other transformations, where it does not count what this function skips; if
+            an `optax.chain` has transformations after `low_precision_params`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -288,17 +284,22 @@ def optimizer_update(
     counts = isinstance(old_state, SkipNonfiniteState)
     if not counts and grads_finite is not True:
         warn_of_inner_counts(old_state, SkipNonfiniteState)
+    warn_of_later_steps(old_state)
+    inner_state = old_state.inner_state if counts else old_state
+    inner_args, low_precision = extra_args, _low_precision_of(optimizer)
     if counts:
         extra_args = {**extra_args, "grads_finite": True}  # `take` runs for a step that is taken.
 
     def take() -> tuple[PyTree, PyTree]:
         state: Any
+        if low_precision is not None:
+            return low_precision.step(grads, inner_state, params, **inner_args)
         updates, state = optimizer.update(grads, old_state, params, **extra_args)
-        stepped = jax.tree.map(_apply_update, updates, params, is_leaf=is_none)
+        stepped = jax.tree.map(apply_update, updates, params, is_leaf=is_none)
         return stepped, state.inner_state if counts else state
 
     def keep(new: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        return params, old_state.inner_state if counts else old_state
+        return params, inner_state
 
     new_state: Any
     stepped, new_state = take_or_keep(grads_finite, take, keep, skip_by)
@@ -308,6 +309,14 @@ def optimizer_update(
         new_state = _count_skip(optimizer, old_state, new_state, grads_finite, by_update)
     merge = lambda new, old: old if new is None else new  # noqa: E731
     return put_back(jax.tree.map(merge, stepped, before, is_leaf=is_none)), new_state
+
+
+def _low_precision_of(optimizer: Any) -> LowPrecisionParams | None:
+    """Returns the `low_precision_params` that an optimizer is, or that `skip_nonfinite` wraps."""
+    owner = getattr(optimizer.update, "__self__", None)
+    if isinstance(owner, _SkipNonfinite):
+        owner = getattr(owner.inner.update, "__self__", None)
+    return owner if isinstance(owner, LowPrecisionParams) else None
 
 
 def _parameters_of(
@@ -326,11 +335,3 @@ def _parameters_of(
             "the module itself: make it by optimizer.init(nnx.state(model, nnx.Param))."
         )
     return parameters_of(model)
-
-
-def _apply_update(update: Any, leaf: Any) -> Any:
-    if update is None:
-        return leaf
-    leaf = jnp.asarray(leaf)
-    with jax.numpy_dtype_promotion("standard"):  # The update of a bfloat16 leaf may be float32.
-        return jnp.asarray(leaf + update, leaf.dtype)

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._leaves import PyTree, is_array, is_floating, is_none, is_view
+from jmpx._low_precision_params import LowPrecisionParamsState
 from jmpx._messages import describe
+from jmpx._transformations import is_optimizer
 
 LARGEST_COUNT = 2**31 - 1  # an int32
 # By then a scale of 2**24 has been at its floor of 1 for half of the time.
@@ -64,11 +66,6 @@ def refuse_skip(optimizer: Any, extra_args: dict[str, Any]) -> None:
     )
 
 
-def is_optimizer(optimizer: object) -> bool:
-    """Whether `optimizer` has the two functions of an optax gradient transformation."""
-    return hasattr(optimizer, "init") and hasattr(optimizer, "update")
-
-
 def trained_part(model: PyTree, optimizer: object, grads: PyTree) -> PyTree:
     """Checks the arguments, and returns the model with None for leaves without a gradient."""
     if not is_optimizer(optimizer):
@@ -111,14 +108,35 @@ def warn_of_inner_counts(state: PyTree, counting: type) -> None:
         state: the state of the optimizer, which is not one of `skip_nonfinite` itself.
         counting: the class of the states of `skip_nonfinite`.
     """
-    is_counting = lambda node: isinstance(node, counting)  # noqa: E731
-    if any(map(is_counting, jax.tree.leaves(state, is_leaf=is_counting))):
+    if _holds(state, counting):
         warnings.warn(
             "Got an optimizer with a jmpx.skip_nonfinite inside of other transformations, which "
             "does not count the steps that optimizer_update skips: make it the outermost one, or "
             "let it skip alone by optimizer_update(..., grads_finite=True).",
             stacklevel=3,
         )
+
+
+def _holds(state: PyTree, cls: type) -> bool:
+    """Whether a state of class `cls` is in the state of an optimizer."""
+    is_one = lambda node: isinstance(node, cls)  # noqa: E731
+    return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
+
+
+def warn_of_later_steps(state: PyTree) -> None:
+    """Warns if an `optax.chain` has transformations after `low_precision_params`."""
+    is_chain = lambda node: type(node) is tuple and bool(node)  # noqa: E731
+    chains = [node for node in jax.tree.leaves(state, is_leaf=is_chain) if is_chain(node)]
+    for *earlier, last in chains:
+        if _holds(earlier, LowPrecisionParamsState):
+            warnings.warn(
+                "Got an optax.chain with transformations after jmpx.low_precision_params, which "
+                "change updates of parameters that it has rounded: put them inside, as in "
+                "low_precision_params(optax.chain(...), ...).",
+                stacklevel=3,
+            )
+            return
+        warn_of_later_steps(last)
 
 
 def warn_of_cast_masters(params: PyTree, optimizer: Any, state: PyTree, grads: PyTree) -> None:
@@ -130,6 +148,8 @@ def warn_of_cast_masters(params: PyTree, optimizer: Any, state: PyTree, grads: P
     """
     given = [leaf for leaf in jax.tree.leaves((params, grads)) if is_floating(leaf)]
     if not given or params is None or any(leaf.dtype.itemsize != 2 for leaf in given):
+        return
+    if _holds(state, LowPrecisionParamsState):  # It is made of wider ones, as it should be.
         return
     wide = [is_floating(x) and x.ndim > 0 and x.dtype.itemsize > 2 for x in jax.tree.leaves(state)]
     if not any(wide):

@@ -12,9 +12,12 @@ from jmpx._loss_scale_flags import LOSS_SCALE, LossScaleFlags, define_loss_scale
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, PolicyMapLike, get_policy_map
 from jmpx._policy_strings import PolicyLike, get_policy
+from jmpx._rounding_flags import ParamsRounding, RoundingFlags, define_rounding_flags
 from jmpx._skip_flags import SkipFlags, define_skip_flags
 
 if TYPE_CHECKING:
+    import optax  # pyright: ignore[reportMissingTypeStubs]
+
     from jmpx._mixed_precision import MixedPrecision
 
 # absl does not type its validators:
@@ -242,6 +245,7 @@ class MixedPrecisionFlags:
     _policy: flags.FlagHolder[PolicyMap]
     _skips: SkipFlags
     _loss_scale: LossScaleFlags
+    _rounding: RoundingFlags
 
     @property
     def policy_map(self) -> PolicyMap:
@@ -294,6 +298,22 @@ class MixedPrecisionFlags:
                 opt_state, loss_scale, grads, limit, f"--{self._skips.most.name}={limit}"
             )
 
+    @property
+    def params_rounding(self) -> ParamsRounding:
+        """How `--mp_params_rounding` rounds parameters: `nearest`, `stochastic` or `split`."""
+        return self._rounding.rounding
+
+    def low_precision_params(
+        self, optimizer: "optax.GradientTransformation", **options: Any
+    ) -> "optax.GradientTransformation":
+        """Wraps an optimizer as `--mp_params_rounding` says; with `nearest` returns it as it is.
+
+        Args:
+            optimizer: an optax gradient transformation.
+            **options: the keyword arguments of `jmpx.low_precision_params`, but for `rounding`.
+        """
+        return self._rounding.wrap(optimizer, **options)
+
     def loss_scale(self) -> LossScale:
         """Makes the loss scale that `--mp_loss_scale` or the flags for its parts describe.
 
@@ -327,10 +347,11 @@ def define_mp_flags(
       one of its rules computes in float16, else NoOp,
     - `--mp_scale_value`, `--mp_scale_period` and `--mp_min_scale`: the numbers of the loss scale,
     - `--mp_skip_nonfinite`: whether the program shall skip steps with non-finite gradients,
-    - `--mp_max_skips`: how many in a row before it ends, see `jmpx.check_progress`; 0 for any.
+    - `--mp_max_skips`: how many in a row before it ends, see `jmpx.check_progress`; 0 for any,
+    - `--mp_params_rounding`: how 16-bit parameters are rounded: `nearest`, `stochastic` or `split`.
 
     Flags that contradict each other are a usage error: `--mp_loss_scale` and one for a part of it,
-    or `--nomp_skip_nonfinite` and a limit.
+    `--nomp_skip_nonfinite` and a limit, `--mp_params_rounding=split` and float32 parameters.
 
     The environment variables `JMPX_POLICY` and `JMPX_LOSS_SCALE` set the defaults of `--mp_policy`
     and `--mp_loss_scale`, for any prefix, when this function runs; they go before `default_policy`.
@@ -345,7 +366,8 @@ def define_mp_flags(
 
     Returns:
         An object with `policy`, `policy_map`, `skip_nonfinite`, `max_consecutive_skips`,
-        `loss_scale()`, `mixed_precision()` and `check_progress(...)`, which read the flags.
+        `params_rounding`, `loss_scale()`, `mixed_precision()`, `low_precision_params(...)` and
+        `check_progress(...)`, which read the flags.
 
     Raises:
         absl.flags.DuplicateFlagError: if one of the flags exists already.
@@ -372,4 +394,5 @@ def define_mp_flags(
     skips = define_skip_flags(prefix, flag_values)
     flag = cast("Flag[PolicyMap]", flag_values[f"{prefix}_policy"])
     loss_scale = define_loss_scale_flags(prefix, flag, flag_values)
-    return MixedPrecisionFlags(policy, skips, loss_scale)
+    rounding = define_rounding_flags(prefix, flag_values)
+    return MixedPrecisionFlags(policy, skips, loss_scale, rounding)

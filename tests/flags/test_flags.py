@@ -146,7 +146,7 @@ def test_flags_belong_to_the_module_that_defines_them():
     values = flags.FlagValues()
     jmpx.flags.define_mp_flags(flag_values=values)
     owners = {name: values.find_module_defining_flag(name) for name in values}
-    assert len(owners) == 8 and set(owners.values()) == {__name__}
+    assert len(owners) == 9 and set(owners.values()) == {__name__}
 
 
 def test_importing_registers_nothing():

@@ -32,6 +32,7 @@ WRAPPERS = {
     "force_full_precision": jmpx.force_full_precision,
     "filter_grad": lambda f: jmpx.filter_grad(f, jmpx.NoOpLossScale()),
     "filter_value_and_grad": lambda f: jmpx.filter_value_and_grad(f, jmpx.NoOpLossScale()),
+    "grad_dtype": lambda f: jmpx.filter_grad(f, jmpx.NoOpLossScale(), grad_dtype="f32"),
 }
 
 
@@ -41,6 +42,13 @@ def test_a_function_keeps_its_signature_and_its_name(wrapper):
     assert inspect.signature(wrapped) == inspect.signature(loss_fn)
     assert (wrapped.__name__, wrapped.__doc__) == ("loss_fn", "Half of the mean.")
     wrapped(jnp.ones(3), jnp.ones(3), scale=2.0)
+
+
+def test_both_gradient_functions_take_the_same_arguments():
+    grad, value_and_grad = map(inspect.signature, (jmpx.filter_grad, jmpx.filter_value_and_grad))
+    assert list(grad.parameters.values()) == list(value_and_grad.parameters.values())
+    keywords = [p.name for p in grad.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert keywords[:2] == ["policy", "grad_dtype"]
 
 
 @pytest.mark.parametrize("wrapper", ["cast_function", "force_full_precision"])

@@ -4,11 +4,12 @@
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
 from contextlib import AbstractContextManager
-from typing import assert_type
+from typing import Literal, assert_type
 
 import equinox as eqx
 import jax
 import numpy as np
+import optax  # pyright: ignore[reportMissingTypeStubs]
 from absl import flags
 from flax import nnx
 from typed_models import ones
@@ -85,6 +86,8 @@ def test_flags() -> None:
     assert_type(mp.policy_map, jmpx.PolicyMap)
     assert_type(mp.skip_nonfinite, bool)
     assert_type(mp.max_consecutive_skips, int | None)
+    assert_type(mp.params_rounding, Literal["nearest", "stochastic", "split"])
+    assert_type(mp.low_precision_params(optax.sgd(0.5)), optax.GradientTransformation)
     assert_type(mp.loss_scale(), jmpx.LossScale)
     assert_type(mp.mixed_precision(), jmpx.MixedPrecision)
     values.optional = "f16"

@@ -118,6 +118,19 @@ def test_differentiated_functions_keep_the_signature(x: jax.Array) -> None:
         value_and_grad(make_params(), x, size=2.0)  # pyright: ignore[reportCallIssue]
 
 
+def test_gradients_in_a_dtype_of_their_own(x: jax.Array) -> None:
+    noop, params = jmpx.NoOpLossScale(), jmpx.cast_to_bfloat16(make_params())
+    grad = jmpx.filter_grad(loss_fn, noop, policy="bf16", grad_dtype=jnp.float32)
+    assert_type(grad(params, x), jmpx.Gradients[jmpx.NoOpLossScale])
+    for dtype in "float32", np.dtype(np.float32), np.float32, None:
+        value_and_grad = jmpx.filter_value_and_grad(
+            loss_and_count, noop, has_aux=True, policy="bf16", grad_dtype=dtype
+        )
+        assert_type(value_and_grad(params, x).value, tuple[jax.Array, int])
+    with pytest.raises(TypeError):
+        jmpx.filter_grad(loss_fn, noop, grad_dtype=32)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_policy_map_casts_inside(x: jax.Array) -> None:
     policy_map = jmpx.get_policy_map("c=bf16; op.tanh?: f32")
     cast_loss = jmpx.autocast(loss_fn, policy_map)

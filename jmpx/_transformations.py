@@ -1,0 +1,78 @@
+"""What all wrappers of optax optimizers share: which they take, in which dtype these compute."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jmpx._casts import at_least_float32
+from jmpx._leaves import PyTree, is_floating, is_int
+from jmpx._messages import describe
+
+if TYPE_CHECKING:
+    import optax
+
+
+def is_optimizer(optimizer: object) -> bool:
+    """Whether `optimizer` has the two functions of an optax gradient transformation."""
+    return hasattr(optimizer, "init") and hasattr(optimizer, "update")
+
+
+def with_extra_args(optimizer: Any) -> "optax.GradientTransformationExtraArgs":
+    """Returns an optax optimizer, or an `optax.MultiSteps`, as one that takes extra arguments.
+
+    Raises:
+        TypeError: if `optimizer` is neither.
+    """
+    import optax
+
+    if not is_optimizer(optimizer):
+        raise TypeError(
+            f"Expected an optax gradient transformation, got {optimizer!r}: pass for example "
+            "optax.adam(1e-3)."
+        )
+    if isinstance(optimizer, optax.MultiSteps):  # It takes extra arguments, and does not say so.
+        multi_steps: Any = optimizer
+        optimizer = optax.GradientTransformationExtraArgs(multi_steps.init, multi_steps.update)
+    return optax.with_extra_args_support(optimizer)
+
+
+def widen(tree: PyTree) -> PyTree:
+    """Returns a tree with its leaves of 8 and 16 bits in float32, which is exact."""
+    return jax.tree.map(lambda x: at_least_float32(x) if is_floating(x) else x, tree)
+
+
+def apply_update(update: Any, leaf: Any) -> Any:
+    """Returns a parameter plus its update, in the dtype of the parameter."""
+    if update is None:
+        return leaf
+    leaf = jnp.asarray(leaf)
+    with jax.numpy_dtype_promotion("standard"):  # The update of a bfloat16 leaf may be float32.
+        return jnp.asarray(leaf + update, leaf.dtype)
+
+
+def check_seed(seed: object) -> int:
+    """Returns the seed of roundings by chance.
+
+    Raises:
+        TypeError: if it is not a whole number.
+        ValueError: if it is below 0, or does not fit in 32 bits.
+    """
+    if not is_int(seed):
+        raise TypeError(f"Expected seed to be a whole number, got {describe(seed)}: give 0.")
+    if not 0 <= seed < 2**32:
+        raise ValueError(
+            f"Expected seed to be from 0 to 2**32 - 1, got {describe(seed)}: give for example 0."
+        )
+    return int(seed)
+
+
+def step_key(seed: int, stream: int, count: jax.Array) -> jax.Array:
+    """Returns the key of one step: made of a seed, so that the state holds plain numbers alone.
+
+    Args:
+        seed: the seed.
+        stream: tells apart what is rounded in the same step.
+        count: how many steps were before.
+    """
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), count)

@@ -1,0 +1,367 @@
+"""`grad_dtype`: gradients that are wider, or narrower, than the parameters are stored."""
+
+# Optax types states as pytrees of arrays, which have no fields.
+# pyright: reportAttributeAccessIssue=false
+
+from typing import Any
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import assert_same_bits, dtypes, enable_x64, lenient, leniently, normal
+from helpers.groups import over
+from helpers.maps import AXIS, DEVICES, over_devices
+from helpers.training import LOSS_SCALES, loss_fn, make_params
+from jax.sharding import PartitionSpec as P
+
+import jmpx
+import jmpx.equinox
+import jmpx.flax
+import jmpx.haiku
+
+NARROW = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
+
+
+def gradients(*args: Any, loss: Any = loss_fn, scaling: Any = None, **options: Any) -> Any:
+    scaling = jmpx.StaticLossScale(2.0**10) if scaling is None else scaling
+    return jmpx.filter_grad(loss, scaling, **{"policy": "c=bf16,o=f32", **options})(*args)
+
+
+def stored(params, dtype):
+    """Parameters as they are stored, and float32 ones of the same values."""
+    narrow = jmpx.cast_tree(params, dtype)
+    return narrow, jmpx.cast_to_float32(narrow)
+
+
+def is_rounded(grads, dtype):
+    """Whether all gradients are numbers of a narrower dtype."""
+    pairs = [(np.asarray(g), np.asarray(g.astype(dtype), g.dtype)) for g in jax.tree.leaves(grads)]
+    return all((grad == rounded).all() for grad, rounded in pairs)
+
+
+# Wider than the parameters
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("policy", ["c=bf16", "c=f16", "c=f32"])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_they_are_those_of_float32_parameters(dtype, policy, microbatches, rng):
+    params, wide = stored(make_params(rng), dtype)
+    scaling = jmpx.DynamicLossScale(2.0**10)
+    options = {"policy": policy, "microbatches": microbatches, "scaling": scaling}
+    x = normal(rng, 6, 6)
+    scaling, finite, grads = gradients(params, x, grad_dtype="float32", **options)
+    expected = gradients(wide, x, **options)
+    assert_same_bits((scaling, finite, grads), tuple(expected))
+    if policy == "c=f32" or microbatches > 1:
+        assert not is_rounded(grads, dtype)
+    given = gradients(params, x, **options).grads
+    assert jax.tree.map(lambda leaf: leaf.dtype, given) == {"b": dtype, "w": dtype}
+
+
+@pytest.mark.parametrize("policy", ["c=bf16", "c=bf16,r=f32"])
+@pytest.mark.parametrize("how", ["shard_map", "vmap"])
+def test_means_over_devices_are_not_rounded(how, policy, rng):
+    params, wide = stored(make_params(rng), jnp.bfloat16)
+    x = normal(rng, 2 * DEVICES, 6)
+
+    def mean(params, grad_dtype=None):
+        options = {"policy": policy, "axis_name": AXIS, "grad_dtype": grad_dtype}
+        run = lambda params, x: gradients(params, x, **options).grads  # noqa: E731
+        return over_devices(run, how, params, x, specs=(P(), P(AXIS)))
+
+    grads = mean(params, jnp.float32)
+    assert_same_bits(grads, mean(wide))
+    assert not is_rounded(grads, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("how", ["shard_map", "shard_map without vma"])
+def test_sums_of_shards_are_not_rounded(how, rng):
+    w, wide = stored(normal(rng, 2 * DEVICES, 3), jnp.bfloat16)
+    x = normal(rng, DEVICES, 2 * DEVICES)
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ jmpx.gather(w, AXIS, "c=bf16")).astype(jnp.float32) ** 2)
+
+    def mean(w, grad_dtype=None):
+        options = {"axis_name": AXIS, "sharded": True, "uncast_argnums": 0}
+        options = {"loss": loss, "grad_dtype": grad_dtype, **options}
+        return over_devices(lambda w, x: gradients(w, x, **options).grads, how, w, x)
+
+    grads = mean(w, "f32")
+    assert_same_bits(grads, mean(wide))
+    assert not is_rounded(grads, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_means_over_groups_are_not_rounded(microbatches, rng):
+    params, wide = stored(make_params(rng), jnp.float16)
+    x = normal(rng, 8, 6)
+    options = {"batch_sharding": over(4), "microbatches": microbatches}
+    run = lambda params, dtype: gradients(params, x, grad_dtype=dtype, **options).grads  # noqa: E731
+    grads = jax.jit(run, static_argnums=1)(params, "float32")
+    assert_same_bits(grads, jax.jit(run, static_argnums=1)(wide, None))
+    assert not is_rounded(grads, jnp.float16)
+
+
+def test_tiny_gradients_do_not_underflow_when_they_are_unscaled(rng):
+    """Those of float16 are below its range, once they are divided by the loss scale."""
+    w = jnp.asarray(1 + rng.random(3), jnp.float16)
+
+    def loss(w):
+        return ((w * 2.0**-14).astype(jnp.float32) * 2.0**-14).sum()
+
+    options = {"loss": loss, "policy": "f16", "scaling": jmpx.StaticLossScale(2.0**14)}
+    assert gradients(w, grad_dtype="f32", **options).grads.tolist() == [2.0**-28] * 3
+    assert gradients(w, **options).grads.tolist() == [0] * 3
+
+
+def test_other_leaves_and_aux_are_as_ever(rng):
+    params = {"c": jnp.ones(2, jnp.complex64), "w": normal(rng, 2).astype(jnp.bfloat16)}
+    params = {**params, "wide": normal(rng, 2), "steps": jnp.arange(2), "name": "net"}
+
+    def loss(params, x):
+        total = jnp.sum(jnp.abs(params["c"]) ** 2) + jnp.sum(params["wide"] * x)
+        return total + jnp.sum(params["w"] * x), {"steps": params["steps"], "x": x}
+
+    options = {"loss": loss, "has_aux": True, "policy": "f32", "grad_dtype": "float32"}
+    result = gradients(params, normal(rng, 2), **options)
+    assert result.grads["steps"] is result.grads["name"] is None
+    assert dtypes(result.grads) == ["complex64", "float32", "float32"]
+    assert_same_bits(result.aux["steps"], params["steps"])
+    value_and_grad = jmpx.filter_value_and_grad(
+        loss, jmpx.NoOpLossScale(), True, policy="f32", grad_dtype=jnp.float32
+    )
+    assert_same_bits(value_and_grad(params, result.aux["x"]).grads, result.grads)
+
+
+# What the function sees
+
+
+def seen_by(w, **options):
+    seen = []
+
+    def loss(w):
+        seen.append(w.dtype.name)
+        return (w * w).sum().astype(jnp.float32)
+
+    return gradients(w, loss=loss, **options).grads, seen
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"policy": "c=bf16"}, "bfloat16"),
+        ({"policy": "c=f16"}, "float16"),
+        ({"uncast_argnums": 0}, "float32"),
+        ({"use_mixed_precision": False}, "bfloat16"),
+    ],
+)
+def test_the_function_gets_the_compute_dtype_unless_it_casts_itself(options, expected, rng):
+    w = normal(rng, 3).astype(jnp.bfloat16)
+    grads, seen = seen_by(w, grad_dtype=jnp.float32, **options)
+    assert grads.dtype == jnp.float32 and set(seen) == {expected}
+
+
+def test_without_mixed_precision_the_plain_gradient_is_cast(rng):
+    w = normal(rng, 3).astype(jnp.float16)
+    grads, _ = seen_by(w, grad_dtype="f32", use_mixed_precision=False)
+    assert_same_bits(grads, (2 * w).astype(jnp.float32))
+
+
+def test_a_policy_map_casts_what_is_stored_in_16_bits_as_it_casts_float32(rng):
+    model = eqx.nn.MLP(6, 2, 4, 1, key=jax.random.key(0))
+    model, wide = stored(model, jnp.bfloat16)
+    policy = "p=bf16,c=bf16,o=f32; */layers/1: full"
+
+    def loss(model, x):
+        view = jmpx.equinox.with_policies(model, policy)
+        return (leniently(jax.vmap(view))(x) ** 2).mean()
+
+    x = normal(rng, 5, 6)
+    grads = gradients(model, x, loss=loss, policy=policy, grad_dtype="f32").grads
+    assert_same_bits(grads, gradients(wide, x, loss=loss, policy=policy).grads)
+    assert not is_rounded(grads.layers[1], jnp.bfloat16)
+    assert jax.tree.structure(grads) == jax.tree.structure(eqx.filter(model, eqx.is_inexact_array))
+
+
+def test_haiku_policies_read_them_so(rng):
+    network = hk.transform(lambda x: hk.nets.MLP([4, 2])(x))
+    policy = "p=bf16,c=bf16,o=f32; */linear_1: c=f32"
+    x = normal(rng, 5, 6)
+
+    def loss(params, x):
+        with jmpx.haiku.policies(policy):
+            return (leniently(network.apply)(params, None, x) ** 2).mean()
+
+    with jmpx.haiku.policies(policy):
+        params = leniently(network.init)(jax.random.key(0), x)
+    assert set(dtypes(params)) == {"bfloat16"}
+    grads = gradients(params, x, loss=loss, policy=policy, grad_dtype="f32").grads
+    wide = jmpx.cast_to_float32(params)
+    assert_same_bits(grads, gradients(wide, x, loss=loss, policy=policy).grads)
+    assert set(dtypes(grads)) == {"float32"}
+
+
+def test_modules_of_nnx_keep_their_state_and_their_storage(rng):
+    def make(dtype):
+        model = nnx.Sequential(
+            nnx.Linear(6, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+        )
+        params = jmpx.cast_tree(nnx.state(model, nnx.Param), jnp.bfloat16)
+        nnx.update(model, jmpx.cast_tree(params, dtype))
+        return model
+
+    def loss(model, x):
+        return (leniently(model)(x).astype(jnp.float32) ** 3).mean()
+
+    x = normal(rng, 5, 6)
+    models = model, wide = make(jnp.bfloat16), make(jnp.float32)
+    grads = [gradients(each, x, loss=loss, grad_dtype="f32").grads for each in models]
+    assert_same_bits(*grads)
+    assert set(dtypes(grads[0])) == {"float32"}
+    assert set(dtypes(nnx.state(model, nnx.Param))) == {"bfloat16"}
+    assert_same_bits(nnx.state(model, nnx.BatchStat), nnx.state(wide, nnx.BatchStat))
+    assert np.abs(model.layers[1].mean[...]).max() > 0
+
+
+def test_no_warning_of_casts_where_nothing_was_rounded(rng):
+    """A warning would be an error: bfloat16 parameters lose nothing in the cast to bfloat16."""
+    model, wide = stored(eqx.nn.Linear(6, 2, key=jax.random.key(0)), jnp.bfloat16)
+
+    def loss(model, x):
+        return jmpx.autocast(lambda model, x: (jax.vmap(model)(x) ** 2).mean(), "c=bf16")(model, x)
+
+    x = normal(rng, 5, 6)
+    assert gradients(model, x, loss=loss, grad_dtype="f32").grads.weight.dtype == jnp.float32
+    with pytest.warns(UserWarning, match="has cast its arguments to 16 bits"):
+        gradients(wide, x, loss=loss, grad_dtype="f32")
+
+
+# Narrower than the parameters, and float64
+
+
+@pytest.mark.parametrize("scale", LOSS_SCALES)
+@pytest.mark.parametrize(("factor", "finite"), [(2.0**15, True), (2.0**17, False)])
+def test_what_overflows_in_the_last_cast_is_seen(factor, finite, scale):
+    scaling = LOSS_SCALES[scale]()
+    options = {"loss": lambda w: (factor * w).sum(), "policy": "f32", "scaling": scaling}
+    for dtype in jnp.float32, jnp.bfloat16:  # the parameters
+        w = jnp.ones(2, dtype)
+        result = gradients(w, grad_dtype=jnp.float16, **options)
+        assert result.grads.dtype == jnp.float16 and result.grads_finite == finite
+        assert_same_bits(result.scaling, scaling.adjust(finite))
+        assert gradients(w, **options).grads_finite
+
+
+def test_16_bits_of_the_other_kind_are_rounded_once(rng):
+    w, wide = stored(normal(rng, 5), jnp.bfloat16)
+    options = {"loss": lambda w: jnp.sin(w).sum(), "policy": "f32"}
+    grads = gradients(w, grad_dtype="f16", **options).grads
+    assert_same_bits(grads, gradients(wide, **options).grads.astype(jnp.float16))
+    assert not is_rounded(grads.astype(jnp.float32), jnp.bfloat16)
+
+
+def test_float64_to_and_from(rng):
+    with enable_x64():
+        values = normal(rng, 5)
+        options = {"loss": lambda w: jnp.sin(w).sum(), "policy": "f64"}
+        grads = gradients(values, grad_dtype="float64", **options).grads
+        assert_same_bits(grads, jnp.cos(values.astype(jnp.float64)))
+        w = jnp.full(2, 1e30, jnp.float64)
+        options["loss"] = lambda w: (w * w).sum()
+        assert gradients(w, **options).grads_finite
+        options["loss"] = lambda w: (w * w * w).sum()
+        result = gradients(w, grad_dtype="float32", **options)
+        assert result.grads.dtype == jnp.float32 and not result.grads_finite
+
+
+# A training
+
+
+def test_second_moments_of_small_gradients_stay_alive(rng):
+    """In bfloat16, 0.999 of a moment rounds to the moment, which so never comes near its limit."""
+    params, wide = stored({"w": 1 + jnp.abs(normal(rng, 4))}, jnp.bfloat16)
+    optimizer = jmpx.skip_nonfinite(lenient(optax.scale_by_adam()))
+    steps = 4000
+
+    def ratio(init, grad_dtype):
+        def step(carry, _):
+            params, state, scaling = carry
+            scaling, finite, grads = gradients(
+                params, loss=lambda p: 1e-3 * p["w"].sum(), scaling=scaling, grad_dtype=grad_dtype
+            )
+            _, state = leniently(optimizer.update)(grads, state, grads_finite=finite)
+            return (params, state, scaling), None
+
+        run = jax.jit(lambda *carry: jax.lax.scan(step, carry, length=steps)[0], donate_argnums=1)
+        _, state, _ = run(params, optimizer.init(init), jmpx.DynamicLossScale(2.0**8))
+        return np.asarray(state.inner_state.nu["w"], np.float64) / 1e-3**2
+
+    expected = 1 - 0.999**steps
+    np.testing.assert_allclose(ratio(wide, "float32"), expected, rtol=0.01)
+    assert (ratio(params, None) < expected / 2).all()
+
+
+def test_a_step_of_split_masters_is_that_of_float32_masters(rng):
+    """Whose loss reads their bfloat16 halves. The second batch has a NaN, and is skipped."""
+    masters = make_params(rng)
+    batches = [normal(rng, 6, 6) for _ in range(4)]
+    batches[1] = batches[1].at[0, 0].set(jnp.nan)
+    options = {"policy": "bf16", "microbatches": 2}
+
+    @jax.jit
+    def split_step(params, state, x):
+        _, finite, grads = gradients(params, x, grad_dtype="float32", **options)
+        return jmpx.optimizer_update(params, optimizer, state, grads, finite)
+
+    @jax.jit
+    def master_step(masters, state, x):
+        read = jmpx.cast_to_float32(jmpx.split_master(masters)[0])
+        _, finite, grads = gradients(read, x, **options)
+        return jmpx.optimizer_update(masters, plain, state, grads, finite)
+
+    plain = jmpx.skip_nonfinite(lenient(optax.adam(1e-3)))
+    inner = jmpx.low_precision_params(lenient(optax.adam(1e-3)), "split")
+    optimizer = jmpx.skip_nonfinite(inner)
+    params, _ = jmpx.split_master(masters)
+    state, plain_state = optimizer.init(masters), plain.init(masters)
+    for x in batches:
+        params, state = split_step(params, state, x)
+        masters, plain_state = master_step(masters, plain_state, x)
+        assert_same_bits(jmpx.merge_master(params, state.inner_state.low), masters)
+    assert state.total_skipped == 1 and set(dtypes(params)) == {"bfloat16"}
+    with pytest.warns(UserWarning, match="16 bits .* grad_dtype=jnp.float32"):
+        inner.update(gradients(params, x, **options).grads, state.inner_state, params)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "match"),
+    [
+        ("bf61", ValueError, "^Unknown dtype 'bf61' in grad_dtype: expected a floating dtype"),
+        (jnp.int32, ValueError, "^Unknown dtype 'int32' in grad_dtype: expected a floating"),
+        (np.complex64, ValueError, "^Unknown dtype 'complex64' in grad_dtype"),
+        (float, TypeError, "^Unknown dtype <class 'float'> in grad_dtype"),
+        (3, TypeError, "^Unknown dtype 3 in grad_dtype"),
+        (jnp.float8_e5m2, ValueError, "^Cannot return gradients in float8_e5m2, as grad_dtype"),
+    ],
+)
+@pytest.mark.parametrize("make", [jmpx.filter_grad, jmpx.filter_value_and_grad])
+def test_other_dtypes_are_refused_when_the_function_is_made(make, dtype, error, match):
+    with pytest.raises(error, match=match):
+        make(loss_fn, jmpx.NoOpLossScale(), grad_dtype=dtype)
+
+
+@pytest.mark.parametrize("use_mixed_precision", [False, True])
+def test_float64_is_refused_while_it_is_disabled(use_mixed_precision, rng):
+    options = {"use_mixed_precision": use_mixed_precision, "grad_dtype": "f64"}
+    with pytest.raises(ValueError, match=r"^Cannot cast to float64 while .*jax_enable_x64"):
+        gradients(make_params(rng), normal(rng, 2, 6), **options)
