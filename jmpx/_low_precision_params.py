@@ -73,10 +73,10 @@ def low_precision_params(
     Put other transformations inside, as in `low_precision_params(optax.chain(...), ...)`: one that
     comes after it changes what was rounded. `jmpx.skip_nonfinite` belongs around it.
 
-    Where a 16-bit parameter and its new value differ by a factor of 2**15 or less, their difference
-    is exact in float32, and so is its sum with the parameter. Beyond, `optax.apply_updates` may
-    miss a tiny new value by up to 2**-24 of the old one; `jmpx.optimizer_update` takes the new
-    parameters as they are.
+    The difference of two bfloat16 numbers is exact in float32 if neither is more than 2**15 times
+    the other (2**12 in float16), and so is its sum with the old one. Beyond, `optax.apply_updates`
+    may miss a tiny new value, by 2**-24 of the old one at most; `jmpx.optimizer_update` takes the
+    new parameters as they are.
 
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`. It gets gradients and
