@@ -88,7 +88,8 @@ def update_report(
         updates: what `optimizer.update` returns for them: the same tree. Leaves without an array
             here, such as None, and parameters that are not floating are left out.
         weight_decay: the factor of one step, the learning rate times the decay, by which each
-            parameter would shrink: a number, also a traced one.
+            parameter would shrink: a number, also a traced one. `jmpx.low_precision_params` loses
+            none: leave it out there.
 
     Returns:
         The counts, by the path of the parameter; print them outside of `jax.jit`. Entries that are
@@ -251,9 +252,10 @@ def _remedy(report: UpdateReport, dtypes: dict[str, str]) -> str:
     }
     narrow = sorted(losing - {"float32", "float64"})
     if narrow:
+        split = ' or "split"' if narrow == ["bfloat16"] else ""
         return (
             f"Remedy for {' and '.join(narrow)}: keep float32 parameters, as params=float32 does, "
-            'or round otherwise, by jmpx.low_precision_params(optimizer, "stochastic") or "split".'
+            f'or round otherwise, by jmpx.low_precision_params(optimizer, "stochastic"){split}.'
         )
     if losing:
         return "Remedy for float32: a larger learning rate; these updates are too small for it."
