@@ -66,17 +66,17 @@ def low_precision_params(
 
     ```python
     optimizer = jmpx.skip_nonfinite(jmpx.low_precision_params(optax.adam(1e-3), "split"))
-    state = optimizer.init(params)          # of the float32 parameters
-    params, _ = jmpx.split_master(params)   # or jmpx.cast_to_bfloat16
+    state = optimizer.init(params)         # of the float32 parameters
+    params, _ = jmpx.split_master(params)  # for "stochastic", jmpx.cast_to_bfloat16 will do
     ```
 
     Put other transformations inside, as in `low_precision_params(optax.chain(...), ...)`: one that
     comes after it changes what was rounded. `jmpx.skip_nonfinite` belongs around it.
 
-    Where a 16-bit parameter and its new value differ by a factor of 2**15 or less, their difference
-    is exact in float32, and so is its sum with the parameter. Beyond, `optax.apply_updates` may
-    miss a tiny new value by up to 2**-24 of the old one; `jmpx.optimizer_update` takes the new
-    parameters as they are.
+    The difference of two bfloat16 numbers is exact in float32 if neither is more than 2**15 times
+    the other (2**12 in float16), and so is its sum with the old one. Beyond, `optax.apply_updates`
+    may miss a tiny new value, by 2**-24 of the old one at most; `jmpx.optimizer_update` takes the
+    new parameters as they are.
 
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`. It gets gradients and
@@ -133,11 +133,12 @@ def low_precision_params(
         )
     if state_dtype is not None:
         inner = with_state_dtype(inner, state_dtype, seed=seed)
-    low_precision = LowPrecisionParams(inner, rounding, check_seed(seed))
+    # optax's type of states knows no None.
+    low_precision: Any = LowPrecisionParams(inner, rounding, check_seed(seed))
     return optax.GradientTransformationExtraArgs(low_precision.init, low_precision.update)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LowPrecisionParams:
     """The functions of `low_precision_params`, and its arguments.
 
@@ -254,17 +255,21 @@ def _check_params(params: PyTree, rounding: Rounding) -> None:
 
 def _merged(params: PyTree, low: PyTree) -> PyTree:
     """Returns the float32 masters. Parameters that stayed float32 are their own."""
+    error = ValueError(
+        "Expected parameters of the structure and shapes that init was given, got others: give the "
+        "same part of the model to both, and restore a checkpoint into init(params)."
+    )
     leaves, structure = jax.tree.flatten(params, is_leaf=is_none)
     try:
         lows = structure.flatten_up_to(low)
     except ValueError:
-        raise ValueError(
-            "Expected parameters of the structure that init was given, got another: give the same "
-            "part of the model to both, and restore a checkpoint into init(params)."
-        ) from None
-    pairs = zip(leaves, lows, strict=True)
-    kept = structure.unflatten(low if _is_narrow(leaf) else None for leaf, low in pairs)
-    return merge_master(params, kept)
+        raise error from None
+    kept = []
+    for leaf, low_leaf in zip(leaves, lows, strict=True):
+        if _is_narrow(leaf) and getattr(low_leaf, "shape", None) != leaf.shape:
+            raise error
+        kept.append(low_leaf if _is_narrow(leaf) else None)
+    return merge_master(params, structure.unflatten(kept))
 
 
 def _split(masters: PyTree, params: PyTree, low: PyTree) -> tuple[PyTree, PyTree]:

@@ -123,20 +123,24 @@ def _holds(state: PyTree, cls: type) -> bool:
     return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
 
 
-def warn_of_later_steps(state: PyTree) -> None:
-    """Warns if an `optax.chain` has transformations after `low_precision_params`."""
+def _has_later_steps(state: PyTree) -> bool:
+    """Whether an `optax.chain` has transformations after `low_precision_params`."""
     is_chain = lambda node: type(node) is tuple and bool(node)  # noqa: E731
     chains = [node for node in jax.tree.leaves(state, is_leaf=is_chain) if is_chain(node)]
-    for *earlier, last in chains:
-        if _holds(earlier, LowPrecisionParamsState):
-            warnings.warn(
-                "Got an optax.chain with transformations after jmpx.low_precision_params, which "
-                "change updates of parameters that it has rounded: put them inside, as in "
-                "low_precision_params(optax.chain(...), ...).",
-                stacklevel=3,
-            )
-            return
-        warn_of_later_steps(last)
+    return any(
+        _holds(node[:-1], LowPrecisionParamsState) or _has_later_steps(node[-1]) for node in chains
+    )
+
+
+def warn_of_later_steps(state: PyTree) -> None:
+    """Warns if an `optax.chain` changes what `low_precision_params` has rounded."""
+    if _has_later_steps(state):
+        warnings.warn(
+            "Got an optax.chain with transformations after jmpx.low_precision_params, which change "
+            "updates of parameters that it has rounded: put them inside, as in "
+            "low_precision_params(optax.chain(...), ...).",
+            stacklevel=3,
+        )
 
 
 def warn_of_cast_masters(params: PyTree, optimizer: Any, state: PyTree, grads: PyTree) -> None:

@@ -88,7 +88,8 @@ def update_report(
         updates: what `optimizer.update` returns for them: the same tree. Leaves without an array
             here, such as None, and parameters that are not floating are left out.
         weight_decay: the factor of one step, the learning rate times the decay, by which each
-            parameter would shrink: a number, also a traced one.
+            parameter would shrink: a number, also a traced one. `jmpx.low_precision_params` loses
+            none: leave it out there.
 
     Returns:
         The counts, by the path of the parameter; print them outside of `jax.jit`. Entries that are
@@ -116,8 +117,8 @@ def update_report(
               33.3      100.0      100.0  all of 2
              100.0      100.0      100.0  ['norm'], bfloat16
                0.0      100.0      100.0  ['w'], float32
-        Remedy for bfloat16: keep float32 parameters, as params=float32 does, or round their sums
-        with updates by jmpx.stochastic_round.
+        Remedy for bfloat16: keep float32 parameters, as params=float32 does, or round otherwise, by
+        jmpx.low_precision_params(optimizer, "stochastic") or "split".
     """
     decay = None if weight_decay is None else _check_decay(weight_decay)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
@@ -251,16 +252,17 @@ def _remedy(report: UpdateReport, dtypes: dict[str, str]) -> str:
     }
     narrow = sorted(losing - {"float32", "float64"})
     if narrow:
+        split = ' or "split"' if narrow == ["bfloat16"] else ""
         return (
             f"Remedy for {' and '.join(narrow)}: keep float32 parameters, as params=float32 does, "
-            "or round their sums with updates by jmpx.stochastic_round."
+            f'or round otherwise, by jmpx.low_precision_params(optimizer, "stochastic"){split}.'
         )
     if losing:
         return "Remedy for float32: a larger learning rate; these updates are too small for it."
     every = _shares([*report.updates.values(), *report.decays.values()])
     if max(every) >= _WORTH_A_REMEDY:
         return (
-            "Little is lost as stored. To store 16 bits, keep the 16 low bits, too, by "
-            "jmpx.split_master, or round by jmpx.stochastic_round."
+            "Little is lost as stored. To store 16 bits, use jmpx.low_precision_params(optimizer, "
+            '"stochastic") or "split".'
         )
     return "Little is lost."

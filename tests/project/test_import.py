@@ -12,7 +12,8 @@ HEAVY = (
     "jmpx._loss_scale_fields jmpx._models jmpx._progress jmpx._skipping jmpx._gather jmpx._axes "
     "jmpx._audit jmpx._ranges jmpx._first_nonfinite jmpx._programs jmpx._wire jmpx._explain "
     "jmpx._commands jmpx._targets jmpx._graph jmpx._rounding jmpx._split_master "
-    "jmpx._update_report jmpx._ema jmpx._contracts jmpx._loss_scale_state"
+    "jmpx._update_report jmpx._low_precision_params jmpx._state_dtype jmpx._transformations "
+    "jmpx._ema jmpx._contracts jmpx._loss_scale_state"
 ).split()
 
 

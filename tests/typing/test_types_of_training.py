@@ -183,6 +183,21 @@ def test_a_train_step(x: jax.Array) -> None:
     assert state.optimizer_state.total_skipped == 0
 
 
+def test_16_bits() -> None:
+    optimizer = jmpx.low_precision_params(optax.sgd(0.5), "split", state_dtype="bf16", seed=1)
+    assert_type(optimizer, optax.GradientTransformationExtraArgs)
+    params = make_params()
+    optimizer_state = optimizer.init(params)
+    assert isinstance(optimizer_state, jmpx.LowPrecisionParamsState)
+    assert_type(optimizer_state.count, jax.Array | None)
+    assert isinstance(optimizer_state.inner_state, jmpx.StateDtypeState)
+    assert_type(optimizer_state.inner_state.count, jax.Array)
+    optimizer = jmpx.with_state_dtype(optax.MultiSteps(optax.sgd(0.5), 2), jnp.float32, seed=1)
+    assert_type(optimizer, optax.GradientTransformationExtraArgs)
+    with pytest.raises(ValueError):
+        jmpx.low_precision_params(optimizer, "kahan")  # pyright: ignore[reportArgumentType]
+
+
 def test_progress(x: jax.Array) -> None:
     optimizer = jmpx.skip_nonfinite(optax.sgd(0.5), skip_by="cond", max_consecutive_skips=9)
     params = make_params()

@@ -1,0 +1,449 @@
+"""`low_precision_params`: 16-bit parameters that learn as float32 ones do, or do so on average."""
+
+# Optax types states, updates and parameters as pytrees of arrays, which have no fields.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportIndexIssue=false
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import (
+    BF16,
+    F16,
+    F32,
+    apply_updates,
+    assert_same_bits,
+    dtypes,
+    lenient,
+    normal,
+    warns_once,
+)
+from jax.sharding import Mesh, PartitionSpec as P
+
+import jmpx
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adam": lambda: optax.adam(1e-2),
+    "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),
+    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)),
+}
+
+
+def make(name):
+    return lenient(OPTIMIZERS[name]())
+
+
+def make_params(rng):
+    return {"w": normal(rng, 3, 4), "layers": [normal(rng, 4), normal(rng)]}
+
+
+def grad_of(params):
+    """The float32 gradients at parameters of any dtype."""
+    loss = lambda p: sum(jnp.sum(jnp.sin(3 * leaf)) for leaf in jax.tree.leaves(p))  # noqa: E731
+    return jax.grad(loss)(jmpx.cast_to_float32(params))
+
+
+def train(optimizer, params, state, steps, by_optimizer_update=True):
+    """Trains 16-bit parameters; each step in Python, and so each operation compiled alone."""
+    for _ in range(steps):
+        grads = grad_of(params)
+        if by_optimizer_update:
+            params, state = jmpx.optimizer_update(params, optimizer, state, grads, True)
+        else:
+            updates, state = optimizer.update(grads, state, params)
+            params = apply_updates(params, updates)
+    return params, state
+
+
+# Split masters
+
+
+@pytest.mark.parametrize("way", ["optimizer_update", "apply_updates", "skip_nonfinite"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_split_is_the_training_of_float32_masters_to_the_bit(name, way, rng):
+    inner, masters = make(name), make_params(rng)
+    optimizer = jmpx.low_precision_params(inner, "split")
+    if way == "skip_nonfinite":
+        optimizer = jmpx.skip_nonfinite(optimizer)
+    state, inner_state = optimizer.init(masters), inner.init(masters)
+    params, _ = jmpx.split_master(masters)
+    params, state = train(optimizer, params, state, 6, way != "apply_updates")
+    for _ in range(6):
+        updates, inner_state = inner.update(
+            grad_of(jmpx.split_master(masters)[0]), inner_state, masters
+        )
+        masters = optax.apply_updates(masters, updates)
+    state = state.inner_state if way == "skip_nonfinite" else state
+    assert_same_bits(params, jmpx.split_master(masters)[0])
+    assert_same_bits(jmpx.merge_master(params, state.low), masters)
+    assert_same_bits(state.inner_state, inner_state)
+
+
+def test_so_it_is_in_a_compiled_scan_with_donated_buffers(rng):
+    # The learning rate is a power of two: a product with it is exact, fused with the sum or not.
+    inner, masters = optax.sgd(2.0**-5), make_params(rng)
+    optimizer = jmpx.skip_nonfinite(jmpx.low_precision_params(inner, "split"))
+
+    def step(carry, _):
+        params, state = carry
+        return jmpx.optimizer_update(params, optimizer, state, grad_of(params), True), None
+
+    def master_step(masters, _):
+        updates, _ = inner.update(grad_of(jmpx.split_master(masters)[0]), inner.init(masters))
+        return optax.apply_updates(masters, updates), None
+
+    scan = lambda step: lambda carry: jax.lax.scan(step, carry, length=20)[0]  # noqa: E731
+    expected = jax.jit(scan(master_step))(masters)
+    carry = jmpx.split_master(masters)[0], optimizer.init(masters)
+    params, state = jax.jit(scan(step), donate_argnums=0)(carry)
+    assert_same_bits(jmpx.merge_master(params, state.inner_state.low), expected)
+    assert int(state.total_skipped) == 0
+
+
+def test_small_steps_arrive_that_bfloat16_loses():
+    masters = {"w": jnp.ones(2)}
+    optimizer = jmpx.low_precision_params(optax.sgd(2.0**-10), "split")
+    params, state = jmpx.split_master(masters)[0], optimizer.init(masters)
+    for _ in range(1000):
+        updates, state = jax.jit(optimizer.update)({"w": jnp.full(2, -1.0)}, state, params)
+        params = apply_updates(params, updates)
+    assert (jmpx.merge_master(params, state.low)["w"] == 1 + 1000 * 2.0**-10).all()
+
+
+# Stochastic rounding
+
+
+@pytest.mark.parametrize(("dtype", "exponent"), [(BF16, -10), (F16, -13)])
+def test_stochastic_rounding_is_right_on_average_where_the_dtype_stalls(dtype, exponent):
+    steps, count = 1000, 4096
+    optimizer = jmpx.low_precision_params(optax.sgd(2.0**exponent), "stochastic")
+    grads = jnp.full(count, -1.0)
+
+    @jax.jit
+    def run(params):
+        def step(carry, _):
+            return jmpx.optimizer_update(carry[0], optimizer, carry[1], grads, True), None
+
+        carry = params, optimizer.init(params.astype(jnp.float32))
+        return jax.lax.scan(step, carry, length=steps)[0]
+
+    params, state = run(jnp.ones(count, dtype))
+    values, exact = np.asarray(params, np.float64), 1 + steps * 2.0**exponent
+    assert params.dtype == dtype and int(state.count) == steps
+    assert abs(values.mean() - exact) < 4 * values.std() / np.sqrt(count)
+    assert 0 < values.std() < 0.1
+    plain, _ = jmpx.optimizer_update(
+        jnp.ones(1, dtype), optax.sgd(2.0**exponent), optax.sgd(1.0).init(params), grads[:1], True
+    )
+    assert (plain == 1).all()
+
+
+def test_a_seed_repeats_and_each_step_and_leaf_draw_anew():
+    def rounded(seed, steps=1):
+        optimizer = jmpx.low_precision_params(optax.sgd(1.0), "stochastic", seed=seed)
+        grads = {"a": jnp.full(64, 2.0**-9), "b": jnp.full(64, 2.0**-9)}
+        state = optimizer.init(grads)
+        for _ in range(steps):
+            params = jax.tree.map(lambda g: jnp.full(64, -1, BF16), grads)
+            params, state = jmpx.optimizer_update(params, optimizer, state, grads, True)
+        return params
+
+    first = rounded(0)
+    assert_same_bits(first, rounded(0))
+    different = [first["a"], first["b"], rounded(1)["a"], rounded(0, steps=2)["a"]]
+    assert len({np.asarray(x).tobytes() for x in different}) == 4
+
+
+def test_no_gradient_moves_nothing(rng):
+    params = jmpx.cast_to_bfloat16(make_params(rng))
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape), params)
+    params["w"] = params["w"].at[0].set(-0.0)
+    optimizer = jmpx.low_precision_params(optax.sgd(0.1), "stochastic")
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    assert_same_bits(apply_updates(params, updates), params)
+
+
+# The updates
+
+
+@pytest.mark.parametrize(
+    ("rounding", "dtype", "factor"),
+    [("split", BF16, 2**15), ("stochastic", BF16, 2**15), ("stochastic", F16, 2**12)],
+)
+def test_what_is_returned_adds_up_to_the_new_parameters(rounding, dtype, factor, rng):
+    size, spread = 20_000, 12 if dtype == F16 else 60
+    old = (rng.normal(size=size) * 2.0 ** rng.uniform(-spread, spread, size)).astype(dtype)
+    # Half of them nearly cancel: the new parameter is a tiny part of the old one.
+    near = -old.astype(F32) * (1 + rng.normal(size=size) * 2.0 ** rng.uniform(-24, 0, size))
+    far = rng.normal(size=size) * 2.0 ** rng.uniform(-spread, spread, size)
+    change = np.where(rng.random(size) < 0.5, near, far).astype(F32)
+    optimizer = jmpx.low_precision_params(optax.sgd(-1.0), rounding)
+    state = optimizer.init(jnp.asarray(old, F32))
+    new, _ = jmpx.optimizer_update(jnp.asarray(old), optimizer, state, change, True)
+
+    @jax.jit  # in which XLA could keep a sum in float32
+    def by_hand(params):
+        updates, _ = optimizer.update(change, state, params)
+        assert updates.dtype == F32
+        return apply_updates(params, updates)
+
+    found = np.asarray(by_hand(jnp.asarray(old)), np.float64)
+    new, old = np.asarray(new, np.float64), old.astype(np.float64)
+    finite = np.isfinite(new)
+    np.testing.assert_array_equal(found[~finite], new[~finite])
+    found, new, old = found[finite], new[finite], old[finite]
+    exact = np.abs(old) <= factor * np.abs(new)
+    assert 0.5 < exact.mean() < 1
+    np.testing.assert_array_equal(found[exact], new[exact])
+    assert (np.abs(found - new) <= 2.0**-24 * np.abs(old)).all()
+
+
+def test_parameters_that_stayed_float32_are_updated_as_usual(rng):
+    masters, inner = make_params(rng), make("adam")
+    grads = grad_of(masters)
+    for rounding in ("split", "stochastic"):
+        optimizer = jmpx.low_precision_params(inner, rounding)
+        params = {**jmpx.split_master(masters)[0], "w": masters["w"]}
+        for by_optimizer_update in (True, False):
+            got, state = train(optimizer, params, optimizer.init(masters), 1, by_optimizer_update)
+            assert dtypes(got) == dtypes(params)
+            expected, _ = inner.update(grads, inner.init(masters), masters)
+            assert_same_bits(got["w"], masters["w"] + expected["w"])
+            assert dtypes(state) == dtypes(optimizer.init(masters))
+
+
+# Steps that are skipped
+
+
+@pytest.mark.parametrize("skip_by", ["cond", "where"])
+@pytest.mark.parametrize("rounding", ["split", "stochastic"])
+def test_nan_in_one_leaf_skips_everything(rounding, skip_by, rng):
+    masters = make_params(rng)
+    low = jmpx.low_precision_params(make("adam"), rounding)
+    params, _ = jmpx.split_master(masters)
+    grads = grad_of(params)
+    grads["layers"][1] = jnp.float32(jnp.nan)
+
+    def by_hand(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return apply_updates(params, updates), state
+
+    def by_us(params, state, grads):
+        finite = jmpx.all_finite(grads)
+        return jmpx.optimizer_update(params, optimizer, state, grads, finite, skip_by=skip_by)
+
+    for optimizer, step in (
+        (low, by_us),
+        (jmpx.skip_nonfinite(low, skip_by=skip_by), by_us),
+        (jmpx.skip_nonfinite(low, skip_by=skip_by), by_hand),
+    ):
+        state = optimizer.init(masters)
+        new, after = jax.jit(step)(params, state, grads)
+        assert_same_bits(new, params)
+        taken, _ = jax.jit(step)(params, state, grad_of(params))
+        assert not jnp.array_equal(taken["w"], params["w"])
+        if optimizer is not low:
+            assert int(after.total_skipped) == 1
+            after, state = after.inner_state, state.inner_state
+        assert_same_bits(after, state)
+
+
+# Gradients of 16 bits
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_gradients_of_16_bits_are_told_once(jit, rng):
+    masters = make_params(rng)
+    optimizer = jmpx.skip_nonfinite(jmpx.low_precision_params(make("adam"), "stochastic"))
+    params, state = jmpx.cast_to_bfloat16(masters), optimizer.init(masters)
+
+    def step(params, state, grads):
+        return jmpx.optimizer_update(params, optimizer, state, grads, jmpx.all_finite(grads))
+
+    run = jax.jit(step) if jit else step
+    grads = grad_of(params)
+    run(params, state, grads)  # nothing is said
+    narrow = {**grads, "w": grads["w"].astype(BF16)}
+    with warns_once(__file__, r"bfloat16\[3, 4\] at grads\['w'\].*grad_dtype="):
+        run(params, state, narrow)
+    _, after = run(params, state, jmpx.cast_to_bfloat16(grads))  # nothing more
+    assert after.inner_state.inner_state[0].nu["w"].dtype == F32
+
+
+# Around and inside of others
+
+
+def test_what_comes_after_it_in_a_chain_is_told(rng):
+    masters = make_params(rng)
+    params, _ = jmpx.split_master(masters)
+    low = jmpx.low_precision_params(optax.sgd(0.1), "split")
+    before, after = optax.chain(optax.clip(1.0), low), optax.chain(low, optax.scale(0.5))
+    train(before, params, before.init(masters), 1)  # nothing is said
+    for optimizer in (after, jmpx.skip_nonfinite(after), optax.chain(optax.clip(1.0), after)):
+        state, grads = optimizer.init(masters), grad_of(params)
+        with warns_once(__file__, "transformations after jmpx.low_precision_params"):
+            jmpx.optimizer_update(params, optimizer, state, grads, True)
+
+
+def test_multi_steps_inside_steps_as_with_masters(rng):
+    masters, grads = make_params(rng), [make_params(rng) for _ in range(4)]
+    multi: Any = lenient(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation())
+    optimizer = jmpx.low_precision_params(multi, "split")
+    params, state = jmpx.split_master(masters)[0], optimizer.init(masters)
+    expected, multi_state = masters, multi.init(masters)
+    for each in grads:
+        params, state = jmpx.optimizer_update(params, optimizer, state, each, True)
+        updates, multi_state = multi.update(each, multi_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    assert_same_bits(jmpx.merge_master(params, state.low), expected)
+
+
+def test_extra_arguments_are_handed_on(rng):
+    seen = []
+
+    def update(updates, state, params=None, *, value, **extra):
+        seen.append((value, dtypes(params)))
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    optimizer = jmpx.low_precision_params(inner, "stochastic")
+    params = jmpx.cast_to_bfloat16(make_params(rng))
+    jmpx.optimizer_update(
+        params, optimizer, optimizer.init(params), grad_of(params), True, value=3.0
+    )
+    assert seen == [(3.0, dtypes(grad_of(params)))]
+
+
+# Frameworks and devices
+
+
+@pytest.mark.parametrize("rounding", ["split", "stochastic"])
+def test_equinox_modules(rounding, rng, key):
+    model = eqx.nn.MLP(3, "scalar", 8, 1, key=key)
+    optimizer = jmpx.low_precision_params(make("adam"), rounding)
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    model = jmpx.split_master(model)[0]
+    x = normal(rng, 4, 3).astype(BF16)
+
+    @eqx.filter_jit
+    def step(model, state):
+        grads = eqx.filter_grad(lambda m: jnp.sum(jax.vmap(m)(x).astype(F32) ** 2))(model)
+        grads = jmpx.cast_to_float32(grads)
+        return jmpx.optimizer_update(model, optimizer, state, grads, jmpx.all_finite(grads))
+
+    new, after = step(*step(model, state))
+    assert dtypes(eqx.filter(new, eqx.is_array)) == dtypes(eqx.filter(model, eqx.is_array))
+    assert dtypes(after) == dtypes(state) and new.activation is model.activation
+    assert not jnp.array_equal(new.layers[0].weight, model.layers[0].weight)
+
+
+@pytest.mark.parametrize("rounding", ["split", "stochastic"])
+def test_nnx_modules(rounding, rng, standard_promotion):
+    x = normal(rng, 4, 3).astype(BF16)
+    results = []
+    for by_nnx in (True, False):
+        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        optimizer = jmpx.low_precision_params(make("adam"), rounding)
+        masters = nnx.state(model, nnx.Param)
+        of_nnx = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+        state = optimizer.init(masters)
+        nnx.update(model, jmpx.split_master(masters)[0])
+        grads = jmpx.cast_to_float32(nnx.grad(lambda m: jnp.sum(m(x) ** 2))(model))
+        for _ in range(2):
+            if by_nnx:
+                of_nnx.update(model, grads)
+            else:
+                model, state = jmpx.optimizer_update(model, optimizer, state, grads, True)
+        results.append(jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+        assert model.kernel[...].dtype == BF16
+    assert_same_bits(*results)
+
+
+def test_replicas_stay_alike_under_shard_map(rng):
+    mesh = Mesh(np.asarray(jax.devices()), ("d",))
+    optimizer = jmpx.low_precision_params(make("adam"), "stochastic")
+    params = jmpx.cast_to_bfloat16({"w": normal(rng, 16)})
+    x = normal(rng, 8, 16)
+
+    def per_device(params, state, x):
+        grads = {"w": jax.lax.pmean(x[0] * params["w"].astype(F32), "d")}
+        finite = jmpx.all_finite(grads)
+        return jmpx.optimizer_update(params, optimizer, state, grads, finite)
+
+    step = jax.shard_map(per_device, mesh=mesh, in_specs=(P(), P(), P("d")), out_specs=(P(), P()))
+    new, _ = jax.jit(step)(params, optimizer.init(params), x)
+    copies = {np.asarray(shard.data).tobytes() for shard in new["w"].addressable_shards}
+    assert len(copies) == 1 and new["w"].dtype == BF16
+
+
+# The state
+
+
+@pytest.mark.parametrize("rounding", ["split", "stochastic"])
+def test_the_state_is_of_plain_arrays_whose_dtypes_stay(rounding, rng):
+    masters = make_params(rng)
+    optimizer = jmpx.low_precision_params(make("adam"), rounding, state_dtype="bf16")
+    params, state = jmpx.split_master(masters)[0], optimizer.init(masters)
+    _, after = train(optimizer, params, state, 1)
+    assert dtypes(after) == dtypes(state)
+    assert after.inner_state.inner_state[0].nu["w"].dtype == BF16
+    assert all(isinstance(np.asarray(leaf), np.ndarray) for leaf in jax.tree.leaves(after))
+    assert jax.tree.structure(jax.eval_shape(optimizer.init, masters)) == jax.tree.structure(state)
+
+
+def test_bad_arguments_are_a_sentence():
+    adam = make("adam")
+    cases = [
+        (TypeError, "Expected an optax gradient transformation, got 3", (3, "split"), {}),
+        (ValueError, 'Expected rounding to be "stochastic" or "split", got \'kahan\'',
+         (adam, "kahan"), {}),
+        (ValueError, 'Expected rounding to be "stochastic" or "split", got None', (adam, None), {}),
+        (TypeError, "Expected seed to be a whole number, got 0.5", (adam, "split"), {"seed": 0.5}),
+        (ValueError, "Expected seed to be from 0 to", (adam, "split"), {"seed": -1}),
+        (ValueError, "Cannot keep optimizer state in float16", (adam, "split"),
+         {"state_dtype": "f16"}),
+    ]  # fmt: skip
+    for error, match, arguments, keywords in cases:
+        with pytest.raises(error, match=match):
+            jmpx.low_precision_params(*arguments, **keywords)
+
+
+def test_bad_parameters_and_states_are_a_sentence(rng):
+    masters = make_params(rng)
+    split, stochastic = (
+        jmpx.low_precision_params(make("adam"), rounding) for rounding in ("split", "stochastic")
+    )
+    params, _ = jmpx.split_master(masters)
+    grads, state = grad_of(params), split.init(masters)
+    half = jmpx.cast_to_float16(masters)
+    cases = [
+        (ValueError, "no 16 low bits to keep; pass the float32", lambda: split.init(params)),
+        (ValueError, r"of 16 bits for .* got float32\[4\] at params\['layers'\]\[0\], and none",
+         lambda: split.update(grads, state, masters)),
+        (ValueError, "got none: call optimizer.update", lambda: split.update(grads, state)),
+        (TypeError, "Expected a state of jmpx.low_precision_params, got a tuple",
+         lambda: split.update(grads, make("adam").init(masters), params)),
+        (ValueError, 'with rounding="split", got one of "stochastic"',
+         lambda: split.update(grads, stochastic.init(masters), params)),
+        (ValueError, 'with rounding="stochastic", got one of "split"',
+         lambda: stochastic.update(grads, state, params)),
+        (ValueError, r'Expected bfloat16 parameters for rounding="split", got float16\[4\]',
+         lambda: split.update(grads, state, half)),
+        (ValueError, "parameters of the structure and shapes that init was given",
+         lambda: split.update(grads["w"], state, params["w"])),
+        (ValueError, "parameters of the structure and shapes that init was given",
+         lambda: split.update(grads, state, {**params, "w": params["w"][:2]})),
+        (ValueError, "parameters of the structure and shapes that init was given",
+         lambda: split.update(grads, state, {"w": params["w"]})),
+    ]  # fmt: skip
+    for error, match, call in cases:
+        with pytest.raises(error, match=match):
+            call()

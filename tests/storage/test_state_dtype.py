@@ -1,0 +1,142 @@
+"""`with_state_dtype`: the state of any optimizer in a dtype of its own."""
+
+# Optax types states, updates and parameters as pytrees of arrays, which have no fields.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import BF16, F32, apply_updates, assert_same_bits, dtypes, enable_x64, lenient, normal
+
+import jmpx
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "chain": lambda: optax.chain(optax.clip(1.0), optax.adagrad(1e-2)),
+    "multi steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
+    "hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(1e-2),
+    "mu_dtype": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+}
+ADAM = lenient(optax.adam(1e-2))
+
+
+def make_params(rng, dtype=F32):
+    return {"w": normal(rng, 3, 4).astype(dtype), "b": normal(rng, 4).astype(dtype)}
+
+
+@pytest.mark.parametrize("params_dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_arrays_are_stored_in_the_dtype_and_scalars_as_they_are(name, dtype, params_dtype, rng):
+    optimizer = jmpx.with_state_dtype(lenient(OPTIMIZERS[name]()), dtype)
+    params, grads = make_params(rng, params_dtype), make_params(rng, params_dtype)
+    state = optimizer.init(params)
+    for _ in range(2):
+        before = dtypes(state)
+        updates, state = jax.jit(optimizer.update)(grads, state, params)
+        assert dtypes(state) == before  # which a scan can carry
+        params = apply_updates(params, updates)
+    arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim > 0]
+    assert arrays and all(leaf.dtype == dtype for leaf in arrays)
+    scalars = {leaf.dtype.name for leaf in jax.tree.leaves(state) if leaf.ndim == 0}
+    assert scalars <= {"int32", "float32"}
+    assert {u.dtype for u in updates.values()} == {np.dtype(F32)}
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum", "chain"])
+def test_in_float32_it_is_optax_itself(name, rng):
+    params, inner = make_params(rng), lenient(OPTIMIZERS[name]())
+    optimizer = jmpx.with_state_dtype(inner, "f32")
+    state, inner_state = optimizer.init(params), inner.init(params)
+    for _ in range(3):
+        grads = make_params(rng)
+        updates, state = optimizer.update(grads, state, params)
+        expected, inner_state = inner.update(grads, inner_state, params)
+        assert_same_bits((updates, state.inner_state), (expected, inner_state))
+    assert int(state.count) == 3
+
+
+def second_moments(optimizer, grads, steps):
+    params = jnp.zeros(grads.shape[-1:], grads.dtype)
+
+    def step(state, index):
+        return optimizer.update(grads[index % len(grads)], state, params)[1], None
+
+    run = jax.jit(lambda state: jax.lax.scan(step, state, jnp.arange(steps))[0])
+    state = run(optimizer.init(params))
+    inner = state.inner_state if isinstance(state, jmpx.StateDtypeState) else state
+    return np.asarray(inner[0].nu, np.float64)
+
+
+def test_second_moments_live_where_those_of_bfloat16_die():
+    # 4,000 equal gradients: the table of the docs.
+    steps, grads = 4000, jnp.full((1, 500), 0.3, BF16)
+    exact = (1 - 0.999**steps) * np.float64(grads[0, 0]) ** 2
+    share = lambda optimizer: second_moments(optimizer, grads, steps) / exact  # noqa: E731
+    assert share(ADAM).mean() < 0.5
+    np.testing.assert_allclose(share(jmpx.with_state_dtype(ADAM, "f32")), 1, rtol=1e-3)
+    by_chance = share(jmpx.with_state_dtype(ADAM, "bf16"))
+    assert abs(by_chance.mean() - 1) < 4 * by_chance.std() / np.sqrt(by_chance.size) + 1e-3
+    assert by_chance.std() < 0.03
+
+
+def test_moments_of_random_gradients_have_the_error_of_the_docs(rng):
+    grads = normal(rng, 200, 500)
+    exact = second_moments(ADAM, grads, 2000)
+    found = second_moments(jmpx.with_state_dtype(ADAM, "bf16"), grads, 2000)
+    error = found / exact - 1
+    assert abs(error.mean()) < 4 * error.std() / np.sqrt(error.size) + 1e-3
+    assert 0.02 < error.std() < 0.06
+
+
+def test_a_seed_repeats_and_another_rounds_otherwise(rng):
+    params, grads = make_params(rng), make_params(rng)
+
+    def moments(seed):
+        optimizer = jmpx.with_state_dtype(ADAM, "bf16", seed=seed)
+        return optimizer.update(grads, optimizer.init(params), params)[1].inner_state[0].nu
+
+    assert_same_bits(moments(0), moments(0))
+    assert not jnp.array_equal(moments(0)["w"], moments(1)["w"])
+
+
+def test_a_skipped_step_leaves_it_alone(rng):
+    params = make_params(rng)
+    optimizer = jmpx.skip_nonfinite(jmpx.with_state_dtype(ADAM, "bf16"))
+    state = optimizer.init(params)
+    grads = {**make_params(rng), "b": jnp.full(4, jnp.nan)}
+    step = jax.jit(lambda p, s, g: jmpx.optimizer_update(p, optimizer, s, g, jmpx.all_finite(g)))
+    new, after = step(params, state, grads)
+    assert_same_bits((new, after.inner_state), (params, state.inner_state))
+    new, after = step(params, state, params)
+    assert int(after.inner_state.count) == 1 and not jnp.array_equal(new["w"], params["w"])
+
+
+def test_float64_where_it_is_enabled(rng):
+    with pytest.raises(ValueError, match="float64 while JAX's 64-bit types are disabled"):
+        jmpx.with_state_dtype(ADAM, "f64")
+    with enable_x64():
+        params = {"w": jnp.ones(3, jnp.float64)}
+        for dtype in ("f64", "bf16"):
+            optimizer = jmpx.with_state_dtype(ADAM, dtype)
+            updates, state = optimizer.update(params, optimizer.init(params), params)
+            assert state.inner_state[0].nu["w"].dtype == jmpx.get_policy(f"p={dtype}").param_dtype
+            assert updates["w"].dtype == jnp.float64
+
+
+def test_bad_arguments_are_a_sentence():
+    cases = [
+        (ValueError, "Cannot keep optimizer state in float16", (ADAM, "float16"), {}),
+        (ValueError, "Cannot keep optimizer state in float8_e5m2", (ADAM, jnp.float8_e5m2), {}),
+        (ValueError, "Unknown dtype 'bf17' of optimizer state", (ADAM, "bf17"), {}),
+        (TypeError, "Unknown dtype None of optimizer state", (ADAM, None), {}),
+        (TypeError, "Expected an optax gradient transformation, got 'adam'", ("adam", "bf16"), {}),
+        (TypeError, "Expected seed to be a whole number", (ADAM, "bf16"), {"seed": True}),
+        (ValueError, "Expected seed to be from 0", (ADAM, "bf16"), {"seed": 2**32}),
+    ]
+    for error, match, arguments, keywords in cases:
+        with pytest.raises(error, match=match):
+            jmpx.with_state_dtype(*arguments, **keywords)
