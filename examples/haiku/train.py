@@ -4,6 +4,10 @@
     python examples/haiku/train.py "--mp_policy=c=f16,o=f32; */linear: c=f32,m=highest" \
         --mp_loss_scale=dynamic,init=2**15,period=500
 
+Parameters that are stored in 16 bits lose small updates, unless they are rounded otherwise:
+
+    python examples/haiku/train.py --mp_policy=bf16-true --mp_params_rounding=stochastic
+
 Where nobody may edit the command, the environment sets the same: JMPX_POLICY, JMPX_LOSS_SCALE.
 `--audit` trains nothing, and prints what of the train step runs in which dtype. So does jmpx, whose
 other commands look at the same step:
@@ -38,7 +42,6 @@ import jmpx.haiku
 PLOT_FORMATS = (".pdf", ".png", ".svg")
 DTYPES = {jnp.float32, jnp.bfloat16, jnp.float16}
 TEST_SHARE = 0.2
-PEAK_LEARNING_RATE = 3e-3
 
 
 def dtypes_of(policy: jmpx.Policy | jmpx.PolicyMap) -> set[Any]:
@@ -62,6 +65,9 @@ BN_POLICY = jmpx.flags.DEFINE_policy(
 SEED = flags.DEFINE_integer("seed", 0, "Seeds initialization and batches.", lower_bound=0)
 EPOCHS = flags.DEFINE_integer("epochs", 15, "How many times to go over the data.", lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a batch.", 1, 1437)
+LEARNING_RATE = flags.DEFINE_float(
+    "learning_rate", 3e-3, "Adam's first; it falls to 0 by a cosine.", lower_bound=0.0
+)
 PLOT = flags.DEFINE_string(
     "plot", None, "The .png file to draw loss, accuracy and loss scale into."
 )
@@ -164,8 +170,17 @@ def batches(data: Data, size: int, rng: np.random.Generator) -> Iterator[Data]:
 
 
 def make_optimizer(steps: int, skip_nonfinite: bool) -> optax.GradientTransformation:
-    optimizer = optax.adam(optax.cosine_decay_schedule(PEAK_LEARNING_RATE, steps))
+    optimizer = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE.value, steps))
+    optimizer = MP.low_precision_params(optimizer, seed=SEED.value)
     return jmpx.skip_nonfinite(optimizer) if skip_nonfinite else optimizer
+
+
+def grad_dtype() -> Any:
+    """Returns the dtype of gradients: None is that of the parameters.
+
+    Of 16-bit parameters they stay float32 up to an optimizer that keeps float32 moments.
+    """
+    return None if MP.params_rounding == "nearest" else jnp.float32
 
 
 def make_loss(network: hk.TransformedWithState) -> Any:
@@ -188,7 +203,7 @@ def make_step(network: hk.TransformedWithState, optimizer: Any) -> Any:
     def step(state: TrainState, batch: Data) -> tuple[TrainState, jax.Array, jax.Array]:
         # The policies cast inside of the network; by a map, the gradient function casts nothing.
         (loss, model_state), loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
-            loss_fn, state.loss_scale, has_aux=True, policy=MP.policy_map
+            loss_fn, state.loss_scale, True, policy=MP.policy_map, grad_dtype=grad_dtype()
         )(state.params, state.model_state, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
@@ -208,7 +223,25 @@ def make_network() -> hk.TransformedWithState:
 def make_state(network: hk.TransformedWithState, optimizer: Any, images: Any) -> TrainState:
     init = jax.jit(network.init, static_argnums=2)
     params, model_state = init(jax.random.key(SEED.value), images[:1], True)
-    return TrainState(params, model_state, optimizer.init(params), MP.loss_scale())
+    if MP.params_rounding == "nearest":
+        return TrainState(params, model_state, optimizer.init(params), MP.loss_scale())
+    masters = make_masters(images)  # the optimizer begins with float32, and keeps what it needs
+    params = jax.tree.map(as_stored, masters, params)
+    return TrainState(params, model_state, optimizer.init(masters), MP.loss_scale())
+
+
+def make_masters(images: Any) -> hk.Params:
+    """Returns the parameters as a network without policies makes them: float32."""
+    network = hk.transform_with_state(lambda x: ResNet()(x, True))
+    with jmpx.push_policy(hk.BatchNorm, "float32"):
+        return jax.jit(network.init)(jax.random.key(SEED.value), images[:1])[0]
+
+
+def as_stored(master: jax.Array, param: jax.Array) -> jax.Array:
+    """Returns a float32 parameter in the dtype in which the network stores it."""
+    if param.dtype == jnp.bfloat16:
+        return jmpx.split_master(master)[0]  # its low half is in the optimizer's state, if at all
+    return jmpx.cast_tree(master, param.dtype)
 
 
 def make() -> tuple[Any, tuple[Any, Data]]:

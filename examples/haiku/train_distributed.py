@@ -71,8 +71,7 @@ def begin(network: Any, optimizer: Any, images: np.ndarray, mesh: Mesh) -> Progr
 
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
     def make() -> Progress:
-        params, model_state = network.init(jax.random.key(train.SEED.value), images, True)
-        state = train.TrainState(params, model_state, optimizer.init(params), train.MP.loss_scale())
+        state = train.make_state(network, optimizer, images)
         return Progress(state, jnp.array(0, jnp.int32), jnp.array(0, jnp.float32))
 
     return make()
@@ -94,7 +93,12 @@ def make_step(
     def step(progress: Progress, batch: train.Data) -> tuple[Progress, jax.Array, jax.Array]:
         state = progress.state
         (loss, model_state), loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
-            loss_fn, state.loss_scale, has_aux=True, policy=train.MP.policy_map, axis_name="data"
+            loss_fn,
+            state.loss_scale,
+            has_aux=True,
+            policy=train.MP.policy_map,
+            grad_dtype=train.grad_dtype(),
+            axis_name="data",
         )(state.params, state.model_state, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
