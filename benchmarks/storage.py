@@ -168,8 +168,8 @@ def counting(small: bool = False) -> Iterator[Fields]:
 
 
 def regression(small: bool = False) -> Iterator[Fields]:
-    """Learns 128 weights of a linear function with noise of 0.01, whose square is the best loss."""
-    steps, inputs, examples = (100, 8, 64) if small else (4000, 128, 4096)
+    """Learns 100 weights of a linear function with noise of 0.01, whose square is the best loss."""
+    steps, inputs, examples = (100, 8, 64) if small else (4000, 100, 2048)
     for seed in range(1 if small else 5):
         rng = np.random.default_rng(seed)
         weights = rng.normal(size=inputs)
