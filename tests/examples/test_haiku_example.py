@@ -41,6 +41,21 @@ def test_it_reaches_97_percent_with_the_default_seed(name):
     assert "step/s" in result.stderr  # the progress bar
 
 
+@pytest.mark.slow  # three trainings in full
+def test_stochastic_rounding_trains_16_bit_parameters_where_plain_rounding_stalls():
+    accuracy = {}
+    for name, arguments in {
+        "float32": ["--mp_policy=float32"],
+        "nearest": ["--mp_policy=bf16-true"],
+        "stochastic": ["--mp_policy=bf16-true", "--mp_params_rounding=stochastic"],
+    }.items():
+        result = run(*arguments, "--learning_rate=1e-4", xla_flags=LESS_OPTIMIZED)
+        assert result.returncode == 0, result.stderr
+        accuracy[name] = float(re.findall(r"test accuracy ([\d.]+)%", result.stdout)[-1])
+    assert accuracy["stochastic"] > accuracy["float32"] - 1
+    assert accuracy["nearest"] < accuracy["float32"] - 5
+
+
 @pytest.mark.slow  # a training
 def test_a_scale_of_2_to_the_24_skips_steps_settles_and_is_drawn(tmp_path):
     plot = tmp_path / "training.png"
@@ -113,7 +128,9 @@ BAD = [
     ("--mp_policy=c=bf16,m=higest", "did you mean 'highest'"),
     ("--mp_loss_scale=dynamc", "did you mean 'dynamic'"),
     ("--mp_scale_value=-1", "positive number"),
+    ("--mp_params_rounding=split", "write params=bfloat16 in --mp_policy"),
     ("--batch_size=2000", "batch_size"),
+    ("--learning_rate=-1", "learning_rate"),
     ("--plot=/no/such/directory/x.png", "directory that can be written to"),
     ("--plot=training.gif", "must be a file ending in"),
     ("--mp_polcy=bf16", "Unknown command line flag 'mp_polcy'"),
