@@ -31,7 +31,7 @@ def test_counting_stalls_in_bfloat16_alone(capsys):
     assert mean.pop("bfloat16") == 1 and set(mean.values()) == {exact}
     assert list(bytes_each.values()) == [4, 2, 2, 4, 4]
     error = {r["way"]: r["error"] for r in lines if r["part"] == "averages"}
-    assert error["optax, bfloat16"] == 0.5 - 0.5 * 0.999**100  # it has not moved
+    assert error["optax, bfloat16"] == pytest.approx(0.5 - 0.5 * 0.999**100)  # it has not moved
     assert error["jmpx.ema of bfloat16"] < 1e-6
 
 
@@ -49,10 +49,12 @@ def test_kahan_keeps_what_an_update_loses(rng):
 
 
 def test_moments_and_roundings():
-    found = [*storage.moments(small=True)]
-    for fields in found:
-        narrow = fields["way"] == "bfloat16"
-        assert abs(fields["nu_over_exact"] - 1) > 0.01 if narrow else 0.005
+    for fields in storage.moments(small=True):
+        apart = abs(fields["nu_over_exact"] - 1)
+        if fields["way"] == "bfloat16":
+            assert apart > 0.02
+        else:
+            assert apart < 1e-5 + 4 * fields["nu_sd"] / 16**0.5 < 0.02
     rounded, split = storage.rounding(small=True)
     assert abs(rounded["mean_error_ulp"]) < 4 * rounded["standard_error_ulp"] < 0.1
     assert split["rebuilt"] == 1 and split["high_is_the_cast"] > 0.99
