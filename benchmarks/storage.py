@@ -60,22 +60,22 @@ class Way(NamedTuple):
 
 def nearest(optimizer: Optimizer, seed: int) -> Optimizer:
     """Returns the optimizer as optax runs it: its state is in the dtype of the parameters."""
-    init = lambda masters: optimizer.init(jmpx.split_master(masters)[0])  # noqa: E731
+    init = lambda params: optimizer.init(jmpx.split_master(params)[0])  # noqa: E731
     return optax.GradientTransformation(init, optimizer.update)
 
 
 def kahan(optimizer: Optimizer, seed: int) -> Optimizer:
     """Keeps what each update lost in bfloat16, and adds it to the next one: Kahan's summation."""
 
-    def init(masters: PyTree) -> PyTree:
-        params = jmpx.cast_to_float32(jmpx.split_master(masters)[0])
-        lost = jmpx.cast_to_bfloat16(jax.tree.map(jnp.subtract, masters, params))
-        return optimizer.init(masters), lost
+    def init(params: PyTree) -> PyTree:
+        stored = jmpx.cast_to_float32(jmpx.split_master(params)[0])
+        lost = jmpx.cast_to_bfloat16(jax.tree.map(jnp.subtract, params, stored))
+        return optimizer.init(params), lost
 
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, PyTree]:
         inner_state, lost = state
         old = jmpx.cast_to_float32(params)
-        updates, inner_state = optimizer.update(grads, inner_state, old)
+        updates, inner_state = optimizer.update(updates, inner_state, old)
         wanted = jax.tree.map(jnp.add, updates, jmpx.cast_to_float32(lost))
         new = jmpx.cast_to_bfloat16(jax.tree.map(jnp.add, old, wanted))
         taken = jax.tree.map(jnp.subtract, jmpx.cast_to_float32(new), old)
