@@ -76,10 +76,10 @@ def with_state_dtype(
         >>> import optax
         >>> import jmpx
         >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
-        >>> optimizer = jmpx.with_state_dtype(optax.adam(0.1), jnp.float32)
+        >>> optimizer = jmpx.with_state_dtype(optax.sgd(0.1, momentum=0.9), jnp.float32)
         >>> state = optimizer.init(params)
         >>> updates, state = optimizer.update(params, state, params)
-        >>> updates["w"].dtype.name, state.inner_state[0].nu["w"].dtype.name
+        >>> updates["w"].dtype.name, state.inner_state[0].trace["w"].dtype.name
         ('float32', 'float32')
     """
     import optax
