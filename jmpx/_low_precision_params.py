@@ -115,9 +115,9 @@ def low_precision_params(
         >>> optimizer = jmpx.low_precision_params(optax.sgd(2**-10), "split")
         >>> state = optimizer.init(params)
         >>> params, _ = jmpx.split_master(params)
+        >>> grads = {"w": jnp.full(2, -1.0)}
         >>> for _ in range(8):
-        ...     updates, state = optimizer.update({"w": jnp.full(2, -1.0)}, state, params)
-        ...     params = optax.apply_updates(params, updates)
+        ...     params, state = jmpx.optimizer_update(params, optimizer, state, grads, True)
         >>> params["w"]
         Array([1.00781, 1.00781], dtype=bfloat16)
         >>> float(jmpx.merge_master(params, state.low)["w"][0]) == 1 + 8 * 2**-10

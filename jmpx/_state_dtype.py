@@ -46,15 +46,15 @@ def with_state_dtype(
     """Keeps the state of an optimizer in a dtype of its own: float32, or bfloat16 to save memory.
 
     Optax makes state in the dtype of the parameters, and so the moments of bfloat16 parameters
-    stall: after 4,000 equal gradients g, the second moment of Adam is 0.256 g**2 rather than
-    0.982 g**2. With this, the optimizer gets parameters, gradients and state in float32, and its
-    updates are float32; only between the steps its state is in `dtype`.
+    stall: after 4,000 equal gradients g, the second moment of Adam is 0.25 to 0.5 g**2, by g,
+    rather than 0.982 g**2. With this, the optimizer gets parameters, gradients and state in
+    float32, and its updates are float32; only between the steps its state is in `dtype`.
 
     bfloat16 is rounded by chance, as by `jmpx.stochastic_round`, so that moments are right on
-    average. Rounded to the nearest, the second moment of Adam ends at 0.33 or 1.97 times the right
-    one, for equal or for normal gradients at b2=0.999. By chance, it has an error of 4 % (standard
-    deviation, normal gradients), and the first one of 0.5 % at b1=0.9. Where the first one alone is
-    to be short, `optax.adam(mu_dtype=...)` does.
+    average. Rounded to the nearest, a second moment at b2=0.999 ends at 0.33 times the right one
+    for gradients that are all 0.3, and at 1.97 times for normal ones. By chance, it has an error of
+    4 % (standard deviation, normal gradients), and a first moment one of 0.5 % at b1=0.9. Where the
+    first one alone is to be short, `optax.adam(mu_dtype=...)` does.
 
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`.
@@ -76,10 +76,10 @@ def with_state_dtype(
         >>> import optax
         >>> import jmpx
         >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
-        >>> optimizer = jmpx.with_state_dtype(optax.adam(0.1), jnp.float32)
+        >>> optimizer = jmpx.with_state_dtype(optax.sgd(0.1, momentum=0.9), jnp.float32)
         >>> state = optimizer.init(params)
         >>> updates, state = optimizer.update(params, state, params)
-        >>> updates["w"].dtype.name, state.inner_state[0].nu["w"].dtype.name
+        >>> updates["w"].dtype.name, state.inner_state[0].trace["w"].dtype.name
         ('float32', 'float32')
     """
     import optax

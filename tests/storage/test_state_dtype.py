@@ -72,11 +72,11 @@ def second_moments(optimizer, grads, steps):
 
 
 def test_second_moments_live_where_those_of_bfloat16_die():
-    # 4,000 equal gradients: the table of the docs.
+    # 4,000 equal gradients: the figure of the docstring.
     steps, grads = 4000, jnp.full((1, 500), 0.3, BF16)
     exact = (1 - 0.999**steps) * np.float64(grads[0, 0]) ** 2
     share = lambda optimizer: second_moments(optimizer, grads, steps) / exact  # noqa: E731
-    assert share(ADAM).mean() < 0.5
+    assert 0.25 < share(ADAM).mean() < 0.5
     np.testing.assert_allclose(share(jmpx.with_state_dtype(ADAM, "f32")), 1, rtol=1e-3)
     by_chance = share(jmpx.with_state_dtype(ADAM, "bf16"))
     assert abs(by_chance.mean() - 1) < 4 * by_chance.std() / np.sqrt(by_chance.size) + 1e-3
