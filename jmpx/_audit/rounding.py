@@ -19,11 +19,12 @@ _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "rem"})
 
 def rounding(graph: Graph, streams: Streams) -> Iterator[Finding]:
     """Yields the findings about constants and casts."""
+    with_products = scopes_of_products(graph)
     for node in streams.forward:
         if node.name == CAST:
             yield from _cast_constant(graph, node)
             if not streams.is_of_leak(node.results[0]):  # else it is a finding without this
-                yield from _casts(graph, node)
+                yield from _casts(graph, node, with_products)
         elif node.name in _ARITHMETIC and node.results[0].dtype == _FLOAT16:
             yield from _lost_literal(graph, node)
 
@@ -100,7 +101,7 @@ def _lost_literal(graph: Graph, node: Node) -> Iterator[Finding]:
 # Casts.
 
 
-def _casts(graph: Graph, node: Node) -> Iterator[Finding]:
+def _casts(graph: Graph, node: Node, with_products: set[str]) -> Iterator[Finding]:
     """Yields findings about a cast of what another cast made."""
     (source,), (result,) = node.operands, node.results
     before = _cast_before(source)
@@ -126,7 +127,7 @@ def _casts(graph: Graph, node: Node) -> Iterator[Finding]:
             return  # as a library does it
         names = " to ".join(dtype.name for dtype in dtypes)
         text = f"A value is cast from {names}, with nothing between: its digits are lost."
-        rule = _full_rule(graph, node) or (
+        rule = _full_rule(graph, node, with_products) or (
             f"read the {first.dtype.name} value, or leave out the cast back"
         )
         yield _finding(graph, "cast-to-and-fro", "medium", node, text, rule)
@@ -144,12 +145,12 @@ def _is_only_widened(value: Value) -> bool:
     return True
 
 
-def _full_rule(graph: Graph, node: Node) -> str | None:
+def _full_rule(graph: Graph, node: Node, with_products: set[str]) -> str | None:
     """Returns the rule for a module that computes in float32 under a policy of 16 bits."""
     policy = graph.policy(node)
     if not policy or compute_dtype(policy) in WIDE:
         return None
-    return full_rule(graph, node, scopes_of_products(graph))
+    return full_rule(graph, node, with_products)
 
 
 def _is_sum(node: Node | None) -> bool:
