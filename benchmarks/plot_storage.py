@@ -107,9 +107,9 @@ def draw(found: list[records.Record], out: Path) -> None:
         more = over_float32(found, way)
         panels[2].plot(more, [row] * len(more), **dots)
     panels[1].set(xscale="log", xlabel="regression, SGD: loss")
-    panels[2].set_xscale("symlog", linthresh=1e-4)
-    panels[2].set_xticks([-1e-3, 0, 1e-3, 1e-2, 1e-1])
-    panels[2].set(xlim=(-1e-2, 1), xlabel="language model: loss over float32's")
+    panels[2].set_xscale("symlog", linthresh=1e-3, linscale=0.4)
+    panels[2].set_xticks([0, 1e-3, 1e-2, 1e-1])
+    panels[2].set(xlim=(-3e-3, 1), xlabel="language model: loss over float32's")
     panels[0].set_yticks(range(len(COLOURS)), list(COLOURS))
     panels[0].invert_yaxis()
     for axes in panels:
