@@ -8,7 +8,8 @@ import numpy as np
 
 from jmpx._audit.data import Finding
 from jmpx._audit.flops import flops
-from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Stream, Streams, outermost_dtype
+from jmpx._audit.low_values import LOW
+from jmpx._audit.streams import CAST, MOVES, WIDE, Stream, Streams, outermost_dtype
 from jmpx._autocast.products import PRODUCTS
 from jmpx._graph import Graph, Node, Value
 from jmpx._jaxpr import Place
@@ -54,7 +55,7 @@ class _Step:
         for node in self._streams.half_products:
             for value in (*node.operands[:2], *node.results):
                 value = _before_cast(value)
-                if value.dtype in HALF:
+                if value.dtype in LOW:
                     counts[value.dtype.name] += flops(node)
         return counts.most_common(1)[0][0] if counts else str(outermost_dtype(self._graph))
 
@@ -104,10 +105,10 @@ class _Step:
     def _product(self, stream: Stream) -> Finding:
         node = stream.node
         left, right = (_before_cast(value) for value in node.operands[:2])
-        is_mixed = left.dtype in HALF or right.dtype in HALF
+        is_mixed = left.dtype in LOW or right.dtype in LOW
         operation = "convolution" if node.name.startswith("conv") else "product"
         follow = self._consequences(stream, 1)
-        if is_mixed and not (left.dtype in HALF and right.dtype in HALF):
+        if is_mixed and not (left.dtype in LOW and right.dtype in LOW):
             wide = left if left.dtype in WIDE else right
             of = f"of {left.dtype.name} and {right.dtype.name} "
             because = f", because of {self._named(wide)}" if _source(wide).node is None else ""
@@ -165,7 +166,7 @@ class _Step:
         """Yields findings about wide products of the backward pass whose forward ones are not."""
         for key, nodes in self._backward.items():
             dtypes = {value.dtype for node in nodes for value in node.operands[:2]}
-            name = "mixed-product" if dtypes & HALF else "float32-product"
+            name = "mixed-product" if dtypes & LOW else "float32-product"
             message = (
                 "The backward pass of a product runs in float32, because its result is float32 "
                 f"while its operands are {self._name}."
@@ -236,7 +237,7 @@ def _before_cast(value: Value) -> Value:
     each = value
     while each.node is not None and (each.node.name in MOVES or each.node.name == CAST):
         each = each.node.operands[0]
-        if each.dtype in HALF:
+        if each.dtype in LOW:
             return each
     return value
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from jmpx._audit.data import Finding
-from jmpx._audit.low_values import full_rule, scopes_of_products
-from jmpx._audit.streams import CAST, HALF, MOVES, WIDE, Streams, call, compute_dtype
+from jmpx._audit.low_values import LOW, full_rule, scopes_of_products
+from jmpx._audit.streams import CAST, MOVES, WIDE, Streams, call, compute_dtype
 from jmpx._graph import Graph, Node, Value
 
 _FLOAT16 = np.dtype(np.float16)
@@ -107,18 +107,18 @@ def _casts(graph: Graph, node: Node, with_products: set[str]) -> Iterator[Findin
     before = _cast_before(source)
     first = None if before is None else before.operands[0]
     dtypes = [value.dtype for value in (first, source, result) if value is not None]
-    if source.dtype in HALF and result.dtype in HALF and source.dtype != result.dtype:
+    if source.dtype in LOW and result.dtype in LOW and source.dtype != result.dtype:
         yield _rounded_twice(graph, node, source, first)
     elif first is None:
         return
-    elif first.dtype in HALF and source.dtype in WIDE and result.dtype in HALF:
+    elif first.dtype in LOW and source.dtype in WIDE and result.dtype in LOW:
         if first.dtype != result.dtype:
             yield _rounded_twice(graph, node, first, None)
         elif len(source.readers) == 1:
             text = f"A {first.dtype.name} value is cast to {source.dtype.name} and back unchanged."
             rule = "leave out both casts"
             yield _finding(graph, "cast-to-and-fro", "low", node, text, rule)
-    elif first.dtype in WIDE and source.dtype in HALF and result.dtype in WIDE:
+    elif first.dtype in WIDE and source.dtype in LOW and result.dtype in WIDE:
         if _is_of_sum(first) or all(_is_sum(reader) for reader in result.readers):
             return  # jnp.sum and jnp.mean add 16-bit numbers in float32, and round the result
         if before is None or not _is_only_widened(before.results[0]):

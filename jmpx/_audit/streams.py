@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._audit.flops import flops
+from jmpx._audit.low_values import LOW
 from jmpx._autocast.products import PRODUCTS, is_precise
 from jmpx._graph import Graph, Node, Value
 from jmpx._jaxpr import call_of
 from jmpx._places import where
 from jmpx._policy_strings import get_policy
 
-HALF = frozenset({np.dtype(jnp.bfloat16), np.dtype(jnp.float16)})
 WIDE = frozenset({np.dtype(jnp.float32), np.dtype(jnp.float64)})
 CAST = "convert_element_type"
 
@@ -134,7 +134,7 @@ class Streams:
         half = sum(map(flops, self.half_products))
         if half and half >= sum(map(flops, self.wide_products)):
             return True
-        return outermost_dtype(self._graph) in HALF
+        return outermost_dtype(self._graph) in LOW
 
     def _visit(self, node: Node) -> None:
         if node.name in PRODUCTS:
@@ -157,7 +157,7 @@ class Streams:
 
     def _cast(self, node: Node) -> None:
         (source,), (result,) = node.operands, node.results
-        if source.dtype in HALF:
+        if source.dtype in LOW:
             self._casts[id(result)] = node
             self._of[id(result)] = self._start("cast", node)
         elif id(source) in self._of:
@@ -168,7 +168,7 @@ class Streams:
         cast = [value for value in wide if id(value) in self._casts]
         of_stream = [v for v in wide if id(v) in self._of and id(v) not in self._casts]
         other = [value for value in wide if id(value) not in self._of]
-        return Meeting(cast, of_stream, other, any(value.dtype in HALF for value in operands))
+        return Meeting(cast, of_stream, other, any(value.dtype in LOW for value in operands))
 
     def _combine(self, node: Node) -> None:
         """Follows streams through a node that is neither a cast nor a product."""
@@ -299,7 +299,7 @@ class Streams:
     def _count_saved(self) -> None:
         for node in self.forward:
             for value in node.results:
-                if value.dtype not in WIDE and value.dtype not in HALF:
+                if value.dtype not in WIDE and value.dtype not in LOW:
                     continue
                 if not any(reader.is_backward for reader in value.readers):
                     continue
