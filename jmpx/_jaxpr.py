@@ -103,6 +103,19 @@ def _source_info() -> Any:
     return source_info_util
 
 
+def current_trace() -> object:
+    """Returns an object that equals those of the same trace: of one body of a jaxpr."""
+    return _opaque_trace_state()()
+
+
+@functools.cache
+def _opaque_trace_state() -> Callable[[], object]:
+    from jax.extend import core
+
+    name = "get_opaque_trace_state"  # in `jax.core` until some line between JAX 0.7 and 0.10
+    return getattr(core, name) if hasattr(core, name) else getattr(jax.core, name)
+
+
 def is_literal(atom: Atom) -> bool:
     """Whether an operand is a constant that is written into the jaxpr, its `val`."""
     return hasattr(atom, "val")  # The class is in `jax.extend`, whose import has a price.
