@@ -3,14 +3,15 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, overload
 
 import jax
 import numpy as np
 
 from jmpx import _jaxpr
 from jmpx._autocast.interpreter import Interpreter
+from jmpx._autocast.saving import Saving, get_saving
 from jmpx._autocast.unused import warn_of_algorithms, warn_unused
 from jmpx._autocast.value import Value
 from jmpx._contexts import note_cast
@@ -32,7 +33,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["_jmpx_fn"],
-    meta_fields=["_jmpx_policy_map", "_jmpx_output"],
+    meta_fields=["_jmpx_policy_map", "_jmpx_output", "_jmpx_save"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Autocast:
@@ -50,6 +51,7 @@ class Autocast:
         _jmpx_fn: the callable.
         _jmpx_policy_map: the policies of scopes and operations.
         _jmpx_output: "traced", None or a dtype; see `jmpx.autocast`.
+        _jmpx_save: what the backward pass keeps; see `jmpx.autocast`.
 
     Example:
         >>> import equinox as eqx, jax
@@ -62,6 +64,7 @@ class Autocast:
     _jmpx_fn: Callable[..., Any]
     _jmpx_policy_map: PolicyMap
     _jmpx_output: Any = "traced"
+    _jmpx_save: Saving | None = None
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -74,7 +77,7 @@ class Autocast:
         value = getattr(self._jmpx_fn, name)
         is_method = callable(value) and getattr(value, "__self__", None) is self._jmpx_fn
         if is_method and not name.startswith("_"):
-            return autocast(value, self._jmpx_policy_map, output=self._jmpx_output)
+            return _applied(value, self._jmpx_policy_map, self._jmpx_output, self._jmpx_save)
         return value
 
     def __dir__(self) -> Iterable[str]:
@@ -90,7 +93,8 @@ class Autocast:
             if dtype is not None:
                 check_computes(dtype)
         note_cast("jmpx.autocast")
-        interpreter, marks = Interpreter(policy_map, region_setting()), Marks(policy_map)
+        interpreter = Interpreter(policy_map, region_setting(), self._jmpx_save)
+        marks = Marks(policy_map)
         transform = functools.partial(_evaluate, interpreter, self._jmpx_output)
         result = call(transform, marks.call, (self._jmpx_fn, *args), kwargs)
         warn_unused(policy_map, interpreter.used, marks.seen, stacklevel=3)
@@ -165,11 +169,9 @@ def _module_class(base: Any) -> type:
     return AutocastModule
 
 
-def _wrap(fn: Callable[..., Any], policy_map: PolicyMap, output: Any) -> Autocast:
-    """Makes the `Autocast` of a callable that is a pytree or an object of NNX."""
-    if is_object(fn):
-        return _module_class(module_base())(fn, policy_map, output)
-    return Autocast(fn, policy_map, output)
+def _wrap(fn: Callable[..., Any], *fields: Any) -> Autocast:
+    """Makes the `Autocast` of a callable, which may be a pytree or an object of NNX."""
+    return (_module_class(module_base()) if is_object(fn) else Autocast)(fn, *fields)
 
 
 class _Decorator(Protocol):
@@ -185,6 +187,8 @@ def autocast(
     *,
     rules: Mapping[Any, DTypeLike] | None = ...,
     output: DTypeLike | None = ...,
+    save: Literal["products"] | None = ...,
+    pieces: str | Sequence[str] | None = ...,
 ) -> _Function: ...
 
 
@@ -195,6 +199,8 @@ def autocast(
     *,
     rules: Mapping[Any, DTypeLike] | None = ...,
     output: DTypeLike | None = ...,
+    save: Literal["products"] | None = ...,
+    pieces: str | Sequence[str] | None = ...,
 ) -> _Decorator: ...
 
 
@@ -204,6 +210,8 @@ def autocast(
     *,
     rules: Mapping[Any, DTypeLike] | None = None,
     output: DTypeLike | None = "traced",
+    save: Literal["products"] | None = None,
+    pieces: str | Sequence[str] | None = None,
 ) -> Any:
     """Makes a function run in mixed precision, operation by operation.
 
@@ -292,13 +300,18 @@ def autocast(
         ['bfloat16', 'float32', 'float32']
     """
     if fn is None:
-        return _Unapplied(policy, rules, output)
+        return _Unapplied(policy, rules, output, save, pieces)
     if not callable(fn):
         raise TypeError(f"Expected a function to run under autocast, got {fn!r}: {_WRITE}.")
     policy_map = _with_operations(get_policy_map(policy), rules or {})
     if output is not None and output != "traced":
         output = as_dtype(output)
-    wrapped = _wrap(fn, policy_map, output)
+    return _applied(fn, policy_map, output, get_saving(save, pieces))
+
+
+def _applied(fn: Callable[..., Any], *fields: Any) -> Any:
+    """Returns `autocast` of a callable, given the other fields of `Autocast`."""
+    wrapped = _wrap(fn, *fields)
     if is_object(fn) or not jax.tree_util.all_leaves([fn]):
         return wrapped
 
@@ -321,14 +334,19 @@ class _Unapplied(NamedTuple):
         policy: see `autocast`.
         rules: see `autocast`.
         output: see `autocast`.
+        save: see `autocast`.
+        pieces: see `autocast`.
     """
 
     policy: PolicyMapLike
     rules: Mapping[Any, DTypeLike] | None
     output: DTypeLike | None
+    save: Literal["products"] | None
+    pieces: str | Sequence[str] | None
 
     def __call__(self, fn: Callable[..., Any]) -> Any:
-        return autocast(fn, self.policy, rules=self.rules, output=self.output)
+        given = self._asdict()
+        return autocast(fn, given.pop("policy"), **given)
 
     def __enter__(self) -> NoReturn:
         raise TypeError(
