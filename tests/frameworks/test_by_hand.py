@@ -6,7 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.by_hand import FRAMEWORKS, loss_by_hand, loss_of
+from helpers.by_hand import FRAMEWORKS, loss_by_hand, loss_of, loss_with
 
 import jmpx
 
@@ -29,11 +29,7 @@ def low_products(counts):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_program_of_a_policy_is_that_of_casts_by_hand(framework):
     params, _, by_hand, with_policy = FRAMEWORKS[framework](WIDTH, X)
-
-    def loss_fn(params, x):
-        return loss_of(with_policy(params, x))
-
-    found = operations(jax.value_and_grad(loss_fn), params, X)
+    found = operations(jax.value_and_grad(loss_with(with_policy)), params, X)
     assert found == operations(jax.value_and_grad(loss_by_hand(by_hand)), params, X)
     assert low_products(found) == 23  # of six layers and the attention: all but one are three
 
