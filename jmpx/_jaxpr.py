@@ -215,6 +215,11 @@ def looks_for_nans(operands: Sequence[Any]) -> bool:
     return is_asked and not any(isinstance(array, jax.core.Tracer) for array in operands)
 
 
+def looks_for_leaks() -> bool:
+    """Whether JAX looks for tracers that outlive their trace."""
+    return getattr(jax.config, "jax_check_tracer_leaks")  # noqa: B009, unknown to pyright
+
+
 class Place(NamedTuple):
     """A line of the user's code.
 

@@ -40,7 +40,7 @@ class ParameterCasts:
 
     def _cast(self, policy: Policy, leaf: Any) -> Any:
         # JAX would find the casts of inner traces here, when it looks for leaks.
-        if not isinstance(leaf, jax.core.Tracer) or jax.config.jax_check_tracer_leaks:
+        if not isinstance(leaf, jax.core.Tracer) or _jaxpr.looks_for_leaks():
             return policy.cast_to_compute(leaf)
         casts, key = self._casts(), (id(leaf), jnp.dtype(policy.compute_dtype))
         if key not in casts:
