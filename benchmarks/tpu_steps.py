@@ -1,4 +1,4 @@
-"""The train steps that `tpu_compile.py` compiles: which model, written in which way, on how many chips.
+"""The train steps that `tpu_compile.py` compiles: which model, in which way, on how many chips.
 
 Transformers take the steps of `steps.py`. The ResNet is Haiku's, which keeps the averages of its
 BatchNorms as state, so its steps are here. In those by hand, of MPX and of the gradient functions,
@@ -74,7 +74,6 @@ TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], bool]] = {  # and whether
     "autocast": (autocast, False),
     "autocast, marked blocks": (autocast, True),
     "autocast, save": (partial(autocast, save="products"), False),
-    "autocast, bfloat16 carry": (partial(autocast, rules=CARRY), False),
     "autocast, marked blocks, bfloat16 carry": (partial(autocast, rules=CARRY), True),
     "autocast, save, bfloat16 carry": (partial(autocast, rules=CARRY, save="products"), False),
 }

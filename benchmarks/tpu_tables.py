@@ -22,8 +22,7 @@ WAYS = {  # how the tables name them, in this order
     "autocast, save": '`jmpx.autocast(..., save="products")`',
     "by hand, marked blocks": "by hand, each block under `jax.checkpoint`",
     "autocast, marked blocks": "autocast, each block under `jax.checkpoint`",
-    "autocast, bfloat16 carry": "autocast, `op.scan: bf16`",
-    "autocast, marked blocks, bfloat16 carry": "autocast, `op.scan: bf16`, blocks under `jax.checkpoint`",
+    "autocast, marked blocks, bfloat16 carry": "the same with `op.scan: bf16`",
     "autocast, save, bfloat16 carry": '`save="products"`, `op.scan: bf16`',
 }
 SHORT = [*WAYS][:1] + [*WAYS][2:9]
@@ -70,8 +69,8 @@ def title(group: Group) -> str:
 
 
 def ratio(ways: dict[str, Record], key: str, ours: str, theirs: str) -> float | None:
-    found = [ways.get(way, {}).get(key) for way in (ours, theirs)]
-    return found[0] / found[1] if all(found) else None
+    one, other = (ways.get(way, {}).get(key) for way in (ours, theirs))
+    return one / other if one and other else None
 
 
 def attention_share(model: str, tokens: int = 197, width: int = 768) -> float:
@@ -194,7 +193,7 @@ def sections(found: Iterable[Record] | None = None) -> list[str]:
 
 
 NOTE = (
-    "Compile times were taken on two cores that others used as well. Costs of scans are those of one "
-    "layer a turn and five times what a second layer in the turn adds; they are empty where that was "
-    "not compiled."
+    "Compile times were taken on two cores that many others used as well. Costs of scans are those "
+    "of one layer a turn and five times what a second layer in the turn adds; they are empty where "
+    "that was not compiled."
 )
