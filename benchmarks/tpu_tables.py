@@ -136,6 +136,7 @@ def short(found: Iterable[Record] | None = None) -> str:
     by_group = groups(found := load(found))
     columns = [group for group in (VIT, TEXT, IMAGES) if group in by_group]
     rows = [[WAYS[way], *(cell(by_group[g].get(way)) for g in columns)] for way in SHORT]
+    rows = [row for row in rows if any(row[1:])]
     peaks = table(("peak memory of a train step, MiB", *map(title, columns)), rows)
     held = [row for row in bars(found) if "peak memory" in row.measure or "save" in row.measure]
     return f"{peaks}\n\n{table_of_bars(held)}"
