@@ -112,9 +112,7 @@ def draw(found: list[Record], out: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = records.parser(__doc__)
-    parser.add_argument(
-        "--out", type=Path, default=tpu_tables.RESULTS.parent / "peak_memory.png"
-    )
+    parser.add_argument("--out", type=Path, default=tpu_tables.RESULTS.parent / "peak_memory.png")
     draw(records.read(tpu_tables.RESULTS), parser.parse_args(arguments).out)
 
 

@@ -112,7 +112,7 @@ HEADLINES = (
     "TPU v5e, cycles of a bfloat16 product: highest over unset",
 )
 COUNTS = {"instructions": "HLO instructions", "entry_ops": "entry ops", "bytes_accessed": "bytes"}
-RESIDUALS = {"autocast": 0.67, "autocast, save": 0.41}
+RESIDUALS = {"autocast": 0.67, "autocast, save": 0.12}
 TRACES = {"24 layers": 2.3, "24 layers, scanned": 1.3}
 EAGER = {  # shares of JMP's time, because milliseconds are those of one machine
     (2000, "to_cast", "casting 2000 arrays outside of jit"): 0.212,

@@ -22,8 +22,7 @@ WAYS = {  # how the tables name them, in this order
     "autocast, save": '`jmpx.autocast(..., save="products")`',
     "by hand, marked blocks": "by hand, each block under `jax.checkpoint`",
     "autocast, marked blocks": "autocast, each block under `jax.checkpoint`",
-    "autocast, bfloat16 carry": "autocast, `op.scan: bf16`",
-    "autocast, marked blocks, bfloat16 carry": "autocast, `op.scan: bf16`, blocks under `jax.checkpoint`",
+    "autocast, marked blocks, bfloat16 carry": "the same with `op.scan: bf16`",
     "autocast, save, bfloat16 carry": '`save="products"`, `op.scan: bf16`',
 }
 SHORT = [*WAYS][:1] + [*WAYS][2:9]
@@ -70,8 +69,8 @@ def title(group: Group) -> str:
 
 
 def ratio(ways: dict[str, Record], key: str, ours: str, theirs: str) -> float | None:
-    found = [ways.get(way, {}).get(key) for way in (ours, theirs)]
-    return found[0] / found[1] if all(found) else None
+    one, other = (ways.get(way, {}).get(key) for way in (ours, theirs))
+    return one / other if one and other else None
 
 
 def attention_share(model: str, tokens: int = 197, width: int = 768) -> float:
@@ -137,6 +136,7 @@ def short(found: Iterable[Record] | None = None) -> str:
     by_group = groups(found := load(found))
     columns = [group for group in (VIT, TEXT, IMAGES) if group in by_group]
     rows = [[WAYS[way], *(cell(by_group[g].get(way)) for g in columns)] for way in SHORT]
+    rows = [row for row in rows if any(row[1:])]
     peaks = table(("peak memory of a train step, MiB", *map(title, columns)), rows)
     held = [row for row in bars(found) if "peak memory" in row.measure or "save" in row.measure]
     return f"{peaks}\n\n{table_of_bars(held)}"
@@ -194,7 +194,7 @@ def sections(found: Iterable[Record] | None = None) -> list[str]:
 
 
 NOTE = (
-    "Compile times were taken on two cores that others used as well. Costs of scans are those of one "
-    "layer a turn and five times what a second layer in the turn adds; they are empty where that was "
-    "not compiled."
+    "Compile times were taken on two cores that many others used as well. Costs of scans are those "
+    "of one layer a turn and five times what a second layer in the turn adds; they are empty where "
+    "that was not compiled."
 )

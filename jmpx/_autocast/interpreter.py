@@ -1,6 +1,7 @@
 """Evaluates a jaxpr, one equation after the other, each by the rule of its primitive."""
 
 import copy
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +12,8 @@ import numpy as np
 from jmpx import _jaxpr
 from jmpx._autocast.binding import cast_operands, run_as_traced, run_overridden
 from jmpx._autocast.neighbours import Neighbours, find_neighbours
-from jmpx._autocast.pieces import Kind, Piece, find_pieces
-from jmpx._autocast.regions import Regions
+from jmpx._autocast.pieces import Kind, Piece, find_pieces, find_selected
+from jmpx._autocast.regions import Regions, matches_scope
 from jmpx._autocast.rules import Context, Retraced, lookup
 from jmpx._autocast.saving import Saving, checkpointed
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value
@@ -76,8 +77,10 @@ class Interpreter:
             plain = self._that_saves(None)
             plain._run(jaxpr.eqns, env, scope, neighbours, _jaxpr.last_uses(jaxpr))
         else:
-            for piece in find_pieces(jaxpr):
-                self._run_piece(piece, env, scope, neighbours)
+            for piece in self._pieces(jaxpr, scope, self.saving):
+                self._run_piece(piece, env, scope, neighbours, self.saving)
+                for var in piece.last:
+                    env.pop(var, None)
         return [_read(env, atom) for atom in jaxpr.outvars]
 
     def _run(
@@ -108,25 +111,44 @@ class Interpreter:
             for var in last:
                 del env[var]
 
+    def _pieces(self, jaxpr: Jaxpr, scope: str, saving: Saving) -> list[Piece]:
+        if not saving.selectors:
+            return find_pieces(jaxpr)
+        return find_selected(jaxpr, scope, functools.partial(self._selects, saving))
+
+    def _selects(self, saving: Saving, scope: str) -> bool:
+        found = [rule for rule in saving.selectors if matches_scope(rule, scope)]
+        self.used.rules.update(found)
+        return bool(found)
+
     def _run_piece(
-        self, piece: Piece, env: dict[Atom, Value], scope: str, neighbours: Neighbours
+        self,
+        piece: Piece,
+        env: dict[Atom, Value],
+        scope: str,
+        neighbours: Neighbours,
+        saving: Saving,
     ) -> None:
-        interpreter, saving = self._that_saves(None), self.saving
-        if piece.kind is Kind.INSIDE and saving is not None:
-            is_scan = piece.equations[0].primitive.name == "scan"
-            interpreter = self._that_saves(saving._replace(in_loop=saving.in_loop or is_scan))
-        kept: list[list[Atom]] = [[]] * len(piece.equations)
-        if piece.kind is not Kind.SAVED or saving is None:
-            interpreter._run(piece.equations, env, scope, neighbours, kept)
-            return
+        """Runs a piece as `_run` does; if it is to be saved, under `jax.checkpoint`."""
+        equations, plain = piece.equations, self._that_saves(None)
+        kept: list[list[Atom]] = [[]] * len(equations)
+        if piece.kind is Kind.SAVED:
 
-        def run(values: list[Value]) -> list[Value]:
-            inner = dict(zip(piece.inputs, values, strict=True))
-            interpreter._run(piece.equations, inner, scope, neighbours, kept)
-            return [inner[var] for var in piece.outputs]
+            def run(values: list[Value]) -> list[Value]:
+                inner = dict(zip(piece.inputs, values, strict=True))
+                plain._run(equations, inner, scope, neighbours, kept)
+                return [inner[var] for var in piece.outputs]
 
-        results = checkpointed(run, [env[var] for var in piece.inputs], saving)
-        env.update(zip(piece.outputs, results, strict=True))
+            results = checkpointed(run, [env[var] for var in piece.inputs], saving)
+            env.update(zip(piece.outputs, results, strict=True))
+        elif piece.kind is Kind.INSIDE:
+            in_loop = saving.in_loop or equations[0].primitive.name == "scan"
+            inside = self._that_saves(saving._replace(in_loop=in_loop))
+            inside._run(equations, env, scope, neighbours, kept)
+        else:
+            if piece.kind is not Kind.PLAIN:
+                self.used.left.add((piece.kind, _jaxpr.place_of(equations[0])))
+            plain._run(equations, env, scope, neighbours, kept)
 
     def _context(self, equation: Equation, scope: str, neighbours: Neighbours) -> Context:
         name, scope = operation_name(equation.primitive.name), _jaxpr.scope_within(scope, equation)

@@ -1,28 +1,31 @@
-"""The pieces of a jaxpr between which few arrays live: what `save="products"` checkpoints."""
+"""The pieces of a jaxpr that run under one `jax.checkpoint` each."""
 
 import enum
+import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from jmpx import _jaxpr
+from jmpx._autocast.cuts import Role, find_cuts, holds_product, variables
 from jmpx._jaxpr import Atom, Equation, Jaxpr, operation_name
-from jmpx._autocast.saving import is_weight_product
 
-# Functions that are called, whose jaxprs are cut as the one around them is.
-CALLS = frozenset({"jit", "pjit", "call", "closed_call", "cond", "shard_map"})
-LOOPS = frozenset({"while"})
-CHECKPOINTS = frozenset({"remat2", "checkpoint"})
+# Their jaxprs are cut as the one around them is.
+_CUT_INSIDE = frozenset({"jit", "call", "closed_call", "cond", "shard_map", "scan"})
+_CHECKPOINT = "remat2"
+_NOT_DIFFERENTIATED = "while"
+# They matter neither if an equation runs twice nor if it runs later.
+_HARMLESS = frozenset({"NamedAxisEffect"})
 
 
 class Kind(enum.Enum):
     """What becomes of a piece."""
 
     SAVED = "it is checkpointed"
-    INSIDE = "it is one equation, whose jaxprs are cut"
-    PLAIN = "it is as without cuts"
+    INSIDE = "it is one equation, whose jaxprs have pieces"
+    CHECKPOINT = "it is one equation, which the user checkpointed"
+    EFFECTS = "it is one equation, which has effects and holds products"
+    PLAIN = "it is as without pieces"
 
 
 class Piece(NamedTuple):
@@ -33,168 +36,165 @@ class Piece(NamedTuple):
         equations: the equations, in their order.
         inputs: the variables that they read, and others define.
         outputs: the variables that they define, and others read.
+        last: the variables that nothing reads after them.
     """
 
     kind: Kind
     equations: list[Equation]
     inputs: list[Atom]
     outputs: list[Atom]
+    last: list[Atom]
 
 
-_found: weakref.WeakKeyDictionary[Jaxpr, list[tuple[Kind, list[int]]]]
-_found = weakref.WeakKeyDictionary()
-_holding: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
+_Group = tuple[Kind, list[int]]  # indices of equations
+# Indices, as values that refer to their key would keep it alive.
+_found: weakref.WeakKeyDictionary[Jaxpr, list[_Group]] = weakref.WeakKeyDictionary()
 
 
 def find_pieces(jaxpr: Jaxpr) -> list[Piece]:
-    """Returns the pieces of a jaxpr, in their order."""
-    if jaxpr not in _found:
-        _found[jaxpr] = list(_grouped(jaxpr.eqns))
-    groups = [(kind, [jaxpr.eqns[i] for i in indices]) for kind, indices in _found[jaxpr]]
+    """Returns the pieces of a jaxpr, cut where little lives, in their order."""
+    return _pieces(jaxpr, _found_groups(jaxpr))
+
+
+def find_selected(jaxpr: Jaxpr, scope: str, is_selected: Callable[[str], bool]) -> list[Piece]:
+    """Returns the pieces of a jaxpr, in their order: the scopes that the user selected.
+
+    Args:
+        jaxpr: the jaxpr.
+        scope: the scope around it.
+        is_selected: whether the user selected a scope.
+    """
+    roles = [_role_of_selected(equation) for equation in jaxpr.eqns]
+    keys = [_outermost(equation, scope, is_selected) for equation in jaxpr.eqns]
+    return _pieces(jaxpr, _grouped_by_key(jaxpr.eqns, roles, keys))
+
+
+def takes_gradient(jaxpr: Jaxpr) -> bool:
+    """Whether a backward pass is part of a jaxpr."""
+    return any(
+        "transpose(" in str(equation.source_info.name_stack)
+        or any(map(takes_gradient, _jaxpr.inner_jaxprs(equation.params)))
+        for equation in jaxpr.eqns
+    )
+
+
+def _pieces(jaxpr: Jaxpr, groups: Iterable[_Group]) -> list[Piece]:
     read = {atom for atom in jaxpr.outvars if not _jaxpr.is_literal(atom)}
     pieces = []
-    for kind, equations in reversed(groups):
-        inputs, defined = _inputs(equations)
-        pieces.append(Piece(kind, equations, inputs, [v for v in defined if v in read]))
+    for kind, indices in reversed(list(groups)):
+        equations = [jaxpr.eqns[i] for i in indices]
+        defined = {var: None for equation in equations for var in equation.outvars}
+        used = {var: None for equation in equations for var in variables(equation)}
+        inputs = [var for var in used if var not in defined]
+        last = [var for var in (*inputs, *defined) if var not in read]
+        outputs = [var for var in defined if var in read]
+        pieces.append(Piece(kind, equations, inputs, outputs, last))
         read.update(inputs)
     return pieces[::-1]
 
 
-def _inputs(equations: Sequence[Equation]) -> tuple[list[Atom], list[Atom]]:
-    """Returns the variables that equations read and do not define, and those they define."""
-    defined: dict[Atom, None] = {}
-    inputs: dict[Atom, None] = {}
-    for equation in equations:
-        inputs.update((v, None) for v in _variables(equation) if v not in defined)
-        defined.update((v, None) for v in equation.outvars)
-    return list(inputs), list(defined)
+def _found_groups(jaxpr: Jaxpr) -> list[_Group]:
+    if jaxpr not in _found:
+        roles = [_role(equation, _has_pieces) for equation in jaxpr.eqns]
+        cuts = find_cuts(jaxpr.eqns, roles)
+        _found[jaxpr] = list(_grouped(jaxpr.eqns, roles, cuts))
+    return _found[jaxpr]
 
 
-def _variables(equation: Equation) -> list[Atom]:
-    return [atom for atom in equation.invars if not _jaxpr.is_literal(atom)]
+def _has_pieces(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr has more than one piece, or one that cannot join the equations around it."""
+    kinds = [kind for kind, _ in _found_groups(jaxpr) if kind is not Kind.PLAIN]
+    return kinds not in ([], [Kind.SAVED])
 
 
-def holds_product(equation: Equation) -> bool:
-    """Whether an equation is a weight product, or a jaxpr that it holds has one."""
-    return is_weight_product(equation.primitive, equation.params, equation.invars) or any(
-        map(_jaxpr_holds_product, _jaxpr.inner_jaxprs(equation.params))
-    )
-
-
-def _jaxpr_holds_product(jaxpr: Jaxpr) -> bool:
-    if jaxpr not in _holding:
-        _holding[jaxpr] = any(map(holds_product, jaxpr.eqns))
-    return _holding[jaxpr]
-
-
-class _Role(enum.Enum):
-    """What an equation is to the cuts."""
-
-    ORDINARY = 0
-    PRODUCT = 1  # stays in a piece, which it makes worth a checkpoint
-    INSIDE = 2  # is cut itself
-    ALONE = 3  # has to stay outside of pieces
-    LATER = 4  # has an effect and no results: runs after its piece
-
-
-def _role(equation: Equation) -> _Role:
+def _role(equation: Equation, has_pieces: Callable[[Jaxpr], bool]) -> Role:
     name = operation_name(equation.primitive.name)
     if _has_effects(equation):
         if not equation.outvars:
-            return _Role.LATER
-        return _Role.INSIDE if name in CALLS or name == "scan" else _Role.ALONE
+            return Role.LATER
+        return Role.INSIDE if name in _CUT_INSIDE else Role.ALONE
     if not holds_product(equation):
-        return _Role.ORDINARY
-    if name in CALLS:
-        jaxprs = _jaxpr.inner_jaxprs(equation.params)
-        return _Role.INSIDE if any(len(find_pieces(j)) > 1 for j in jaxprs) else _Role.PRODUCT
-    if name == "scan":
-        return _Role.INSIDE
-    return _Role.ALONE if name in LOOPS or name in CHECKPOINTS else _Role.PRODUCT
+        return Role.ORDINARY
+    if name in _CUT_INSIDE:
+        is_cut = name == "scan" or any(map(has_pieces, _jaxpr.inner_jaxprs(equation.params)))
+        return Role.INSIDE if is_cut else Role.PRODUCT
+    is_left = name in (_NOT_DIFFERENTIATED, _CHECKPOINT)
+    return Role.ALONE if is_left else Role.PRODUCT
+
+
+def _role_of_selected(equation: Equation) -> Role:
+    """Returns the role of an equation where the user selected the pieces: any call may hold one."""
+    role = _role(equation, lambda _: True)
+    is_call = operation_name(equation.primitive.name) in _CUT_INSIDE
+    return Role.INSIDE if is_call and equation.outvars else role
 
 
 def _has_effects(equation: Equation) -> bool:
-    """Whether it matters how often an equation runs, or when: not where it names a mapped axis."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+    return any(type(effect).__name__ not in _HARMLESS for effect in equation.effects)
 
 
-def _grouped(equations: Sequence[Equation]) -> Iterator[tuple[Kind, list[int]]]:
-    """Yields the kinds of pieces, and the indices of their equations."""
-    roles = list(map(_role, equations))
-    cuts = set(_cuts(equations, roles))
+def _kind_alone(equation: Equation, role: Role) -> Kind:
+    name = operation_name(equation.primitive.name)
+    if role is Role.INSIDE:
+        return Kind.INSIDE
+    if name == _NOT_DIFFERENTIATED or not holds_product(equation):
+        return Kind.PLAIN
+    return Kind.CHECKPOINT if name == _CHECKPOINT else Kind.EFFECTS
+
+
+def _grouped(
+    equations: Sequence[Equation], roles: Sequence[Role], cuts: set[int]
+) -> Iterator[_Group]:
     indices: list[int] = []
-
-    def flush() -> Iterator[tuple[Kind, list[int]]]:
-        later = [i for i in indices if roles[i] is _Role.LATER]
-        now = [i for i in indices if roles[i] is not _Role.LATER]
-        if now:
-            has_product = any(roles[i] is _Role.PRODUCT for i in now)
-            yield Kind.SAVED if has_product else Kind.PLAIN, now
-        if later:
-            yield Kind.PLAIN, later
-        indices.clear()
-
     for i, role in enumerate(roles):
-        if i in cuts:
-            yield from flush()
-        if role in (_Role.INSIDE, _Role.ALONE):
-            yield from flush()
-            yield Kind.INSIDE if role is _Role.INSIDE else Kind.PLAIN, [i]
+        is_alone = role in (Role.INSIDE, Role.ALONE)
+        if is_alone or i in cuts:
+            yield from _together(indices, roles)
+            indices = []
+        if is_alone:
+            yield _kind_alone(equations[i], role), [i]
         else:
             indices.append(i)
-    yield from flush()
+    yield from _together(indices, roles)
 
 
-def _cuts(equations: Sequence[Equation], roles: Sequence[_Role]) -> Iterator[int]:
-    """Yields the indices of equations before which few arrays live that depend on products.
+def _together(
+    indices: Sequence[int], roles: Sequence[Role], is_selected: bool | None = None
+) -> Iterator[_Group]:
+    """Yields the pieces that equations make: one, and what has effects in it after it."""
+    now = [i for i in indices if roles[i] is not Role.LATER]
+    later = [i for i in indices if roles[i] is Role.LATER]
+    if is_selected is None:
+        is_selected = any(roles[i] is Role.PRODUCT for i in now)
+    if now:
+        yield Kind.SAVED if is_selected else Kind.PLAIN, now
+    if later:
+        yield Kind.PLAIN, later
 
-    There is one at most between two equations that hold products.
+
+def _grouped_by_key(
+    equations: Sequence[Equation], roles: Sequence[Role], keys: Sequence[Hashable]
+) -> Iterator[_Group]:
+    """Yields pieces: of a key each; equations without one are in none."""
+    for key, group in itertools.groupby(range(len(equations)), lambda i: keys[i]):
+        indices: list[int] = []
+        for i in group:
+            is_inside = roles[i] is Role.INSIDE and (key is None or _has_effects(equations[i]))
+            if is_inside or roles[i] is Role.ALONE:
+                yield from _together(indices, roles, is_selected=key is not None)
+                indices = []
+                yield _kind_alone(equations[i], roles[i]), [i]
+            else:
+                indices.append(i)
+        yield from _together(indices, roles, is_selected=key is not None)
+
+
+def _outermost(equation: Equation, scope: str, is_selected: Callable[[str], bool]) -> Hashable:
+    """Returns what stands for the entering of the outermost selected scope; None if there is none.
+
+    Equal scopes that are entered one after the other, as by a loop over layers, are told apart.
     """
-    holders = [i for i, role in enumerate(roles) if role not in (_Role.ORDINARY, _Role.LATER)]
-    live = _live(equations, roles)
-    for before, after in zip(holders, holders[1:], strict=False):
-        costs = [
-            (sum(size for size, is_saved in live[i].values() if not is_saved), i)
-            for i in range(before + 1, after + 1)
-            if len(live[i]) <= 1
-        ]
-        if costs:
-            yield min(costs)[1]
-
-
-def _live(
-    equations: Sequence[Equation], roles: Sequence[_Role]
-) -> list[dict[Atom, tuple[int, bool]]]:
-    """Returns, for each equation, the arrays that it or a later one reads and earlier ones made.
-
-    Only floating arrays that depend on a product count, and of these not the small ones.
-
-    Returns:
-        For each equation, the arrays with their bytes, and whether a product made them.
-    """
-    made: dict[Atom, tuple[int, int, bool]] = {}
-    last: dict[Atom, int] = {}
-    for i, (equation, role) in enumerate(zip(equations, roles, strict=True)):
-        if role is _Role.LATER:
-            continue
-        variables = _variables(equation)
-        last.update((v, i) for v in variables if v in made)
-        if role is not _Role.ORDINARY or any(v in made for v in variables):
-            is_product = role is _Role.PRODUCT and not _jaxpr.holds_jaxpr(equation.params)
-            for var in equation.outvars:
-                made[var] = i, _bytes(var), is_product
-    bound = max((size for _, size, _ in made.values()), default=0) / 100
-    live: list[dict[Atom, tuple[int, bool]]] = [{} for _ in equations]
-    for var, end in last.items():
-        start, size, is_product = made[var]
-        if size > bound:
-            for i in range(start + 1, end + 1):
-                live[i][var] = size, is_product
-    return live
-
-
-def _bytes(atom: Atom) -> int:
-    dtype = getattr(atom.aval, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        return 0
-    return atom.aval.size * dtype.itemsize
+    for prefix, entered in _jaxpr.scopes_entered(scope, equation):
+        if is_selected(prefix):
+            return prefix, entered
+    return None

@@ -1,4 +1,4 @@
-"""Pieces under `jax.checkpoint`: the backward pass keeps what weight products made in them."""
+"""What autocast saves for the backward pass, and `jax.checkpoint` around pieces of a function."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,15 +9,19 @@ import numpy as np
 
 from jmpx._autocast.value import Array, Traits, Value
 from jmpx._jaxpr import Primitive, operation_name
+from jmpx._messages import describe, did_you_mean
+from jmpx._rules import Rule
 
 
 class Saving(NamedTuple):
-    """What autocast saves for the backward pass.
+    """What autocast saves for the backward pass: in each piece, the results of weight products.
 
     Args:
-        in_loop: whether it evaluates the body of a scan.
+        selectors: what each piece is, as rules without a dtype; without any, autocast decides.
+        in_loop: whether the body of a scan is evaluated.
     """
 
+    selectors: tuple[Rule, ...] = ()
     in_loop: bool = False
 
 
@@ -25,11 +29,38 @@ def get_saving(save: Any, pieces: Any) -> Saving | None:
     """Returns what the arguments of `autocast` with these names mean.
 
     Raises:
-        ValueError: if it is nothing that autocast can save.
+        TypeError: if `pieces` is neither a selector nor a sequence of them.
+        ValueError: if `save` is neither None nor "products", a selector is none of a module or a
+            scope, or `pieces` is given without `save`.
     """
+    if save is not None and save != "products":
+        near = did_you_mean(save, ["products"]) if isinstance(save, str) else "."
+        raise ValueError(f"Expected None or 'products' as save=, got {describe(save)}{near}")
+    if pieces is None:
+        return None if save is None else Saving()
+    selectors = (pieces,) if isinstance(pieces, str) else pieces
+    is_sequence = isinstance(selectors, Sequence)
+    if not is_sequence or not all(isinstance(each, str) for each in selectors):
+        raise TypeError(
+            "Expected a selector of modules or scopes as pieces=, such as 'Block' or '*/layers_*', "
+            f"or a sequence of them, got {describe(pieces)}."
+        )
     if save is None:
-        return None
-    return Saving()
+        raise ValueError(
+            f"Expected save='products' with pieces={describe(pieces)}: pieces= says between which "
+            "arrays, not what is saved."
+        )
+    return Saving(tuple(map(_selector, selectors)) or (_selector(""),))
+
+
+def _selector(text: str) -> Rule:
+    name = text.strip().removesuffix("?")
+    if not name or name.startswith("op.") or set(name) & set(":;,=| "):
+        raise ValueError(
+            "Expected a class, a path or a scope in pieces=, such as 'Block' or '*/layers_*', got "
+            f"{describe(text)}: pass several as a sequence."
+        )
+    return Rule(name, optional=text.strip().endswith("?"))
 
 
 def is_weight_product(
@@ -68,25 +99,25 @@ def checkpointed(
         saving: what is saved.
     """
     # JAX may keep the function, which must not keep the arrays alive.
-    is_given = [not isinstance(value.array, np.ndarray) for value in values]
-    constants = [None if g else value.array for value, g in zip(values, is_given, strict=True)]
+    constants = [v.array if isinstance(v.array, np.ndarray) else None for v in values]
     known = [(value.traits, value.constant) for value in values]
-    results: list[tuple[Traits, Any]] = []
+    results: list[tuple[Traits, Array | None]] = []
 
     def on_arrays(*arrays: Array) -> list[Array]:
         given = iter(arrays)
-        filled = [next(given) if g else c for g, c in zip(is_given, constants, strict=True)]
+        filled = [next(given) if constant is None else constant for constant in constants]
         outputs = run([_value(a, *each) for a, each in zip(filled, known, strict=True)])
         results[:] = [(output.traits, output.constant) for output in outputs]
         return [output.array for output in outputs]
 
     # The two passes over a scan's body are in two loops: nothing can merge their equations.
-    cached = jax.checkpoint(on_arrays, policy=saves_products, prevent_cse=not saving.in_loop)
-    arrays = cached(*(value.array for value, g in zip(values, is_given, strict=True) if g))
+    remat = jax.checkpoint(on_arrays, policy=saves_products, prevent_cse=not saving.in_loop)
+    pairs = zip(values, constants, strict=True)
+    arrays = remat(*(value.array for value, constant in pairs if constant is None))
     return [_value(array, *each) for array, each in zip(arrays, results, strict=True)]
 
 
-def _value(array: Any, traits: Traits, constant: Any) -> Value:
+def _value(array: Array, traits: Traits, constant: Array | None) -> Value:
     value = Value.of(array, traits)
     value.constant = constant
     return value
