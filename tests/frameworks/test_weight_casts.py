@@ -55,7 +55,11 @@ def test_adapters_cast_a_weight_once_beside_an_island_and_under_a_parent_that_ca
 @pytest.mark.parametrize("save", [None, "products"])
 def test_autocast_casts_a_weight_once(framework, body, save):
     params, apply, _ = FRAMEWORKS[framework](body)
-    assert_cast_once(jmpx.autocast(apply, "c=bf16", save=save), params)
+    if save and body is in_a_checkpoint:  # which is left as the user wrote it, with a warning
+        with pytest.warns(UserWarning, match="checkpoint"):
+            assert_cast_once(jmpx.autocast(apply, "c=bf16", save=save), params)
+    else:
+        assert_cast_once(jmpx.autocast(apply, "c=bf16", save=save), params)
 
 
 @pytest.mark.parametrize("framework", ["haiku", "equinox"])  # NNX promotes to the stored dtype
