@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 Params = Any  # nested dicts and lists of arrays
+SAVEABLE = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Transformer:
     causal: bool = True
     islands: bool = False
     scanned: bool = False
+    unroll: int = 1  # how many layers are written out in the body of the scan
+    checkpointed: bool = False  # each block keeps the results of its weight products alone
     deviation: float | None = None  # of the first weights; default: 1 / sqrt(inputs)
 
     def init(self, rng: np.random.Generator) -> Params:
@@ -58,10 +61,18 @@ class Transformer:
         return self._classify(params, self._blocks(params, x))
 
     def _blocks(self, params: Params, x: jax.Array) -> jax.Array:
+        block = self._block
+        if self.checkpointed:
+            # A scan is a barrier by itself.
+            block = jax.checkpoint(block, policy=SAVEABLE, prevent_cse=not self.scanned)
+
+        def body(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
+            return block(layer, x), None
+
         if self.scanned:
-            return lax.scan(lambda x, layer: (self._block(layer, x), None), x, params["layers"])[0]
+            return lax.scan(body, x, params["layers"], unroll=self.unroll)[0]
         for layer in params["layers"]:
-            x = self._block(layer, x)
+            x = block(layer, x)
         return x
 
     def _classify(self, params: Params, x: jax.Array) -> jax.Array:
@@ -151,6 +162,36 @@ class ViT(Transformer):
         side = self.image // self.patch
         x = images.reshape(len(images), side, self.patch, side, self.patch, 3)
         return x.swapaxes(2, 3).reshape(len(images), side**2, 3 * self.patch**2)
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel(Transformer):
+    """A decoder-only language model of GPT-2's width, with half of its layers."""
+
+    layers: int = 6
+    width: int = 768
+    heads: int = 12
+    hidden: int = 3072
+    classes: int = 32_000  # tokens that there are
+    islands: bool = True
+    length: int = 512
+
+    def init(self, rng: np.random.Generator) -> Params:
+        """Returns float32 parameters: 2 arrays besides those of the transformer."""
+        return super().init(rng) | {
+            "tokens": self._linear(rng, self.classes, self.width)["w"],
+            "positions": self._linear(rng, self.length, self.width)["w"],
+        }
+
+    def batch(self, rng: np.random.Generator, size: int = 8) -> tuple[jax.Array, jax.Array]:
+        """Returns tokens and the ones that follow them, both of shape (size, length)."""
+        text = jnp.asarray(rng.integers(self.classes, size=(size, self.length + 1)), jnp.int32)
+        return text[:, :-1], text[:, 1:]
+
+    def apply(self, params: Params, text: jax.Array) -> jax.Array:
+        """Returns the scores of the next tokens, of shape (size, length, classes)."""
+        x = params["tokens"][text] + params["positions"]
+        return self._classify(params, self._blocks(params, x))
 
 
 # The two models of MPX's paper (arXiv 2507.03312), and a tiny one to try a benchmark with.

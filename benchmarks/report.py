@@ -8,7 +8,8 @@ What compiles for a TPU runs where libtpu is installed, and keeps its lines else
 
 Every line that a benchmark prints is kept in `benchmarks/results/cpu.jsonl`; a benchmark that is
 run again replaces its lines there. `benchmarks/README.md` gets the rows of HEADLINES, between two
-marks, and `benchmarks/results/README.md` all rows and all tables.
+marks, and `benchmarks/results/README.md` all rows and all tables. Both get those of
+`tpu_compile.py`, which keeps its own lines (`tpu_tables.py`).
 """
 
 import importlib.util
@@ -18,10 +19,11 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import records
+import tpu_tables
 from records import Record
+from tables import Row, plain, table, table_of_bars
 from tqdm import tqdm
 
 FOLDER = Path(__file__).parent
@@ -86,21 +88,6 @@ def run(command: list[str]) -> list[Record]:
 
 # The bar: what has to hold, and what was measured.
 
-
-class Row(NamedTuple):
-    """A measure that may be at most `bar`, or at least with `least`."""
-
-    measure: str
-    value: float
-    bar: float
-    least: bool = False
-
-    def cells(self) -> tuple[str, ...]:
-        holds = self.value >= self.bar if self.least else self.value <= self.bar
-        bar = f"{'≥' if self.least else '≤'} {self.bar:g}"
-        return self.measure, f"{self.value:.4g}", bar, "yes" if holds else "**no**"
-
-
 HEADLINES = (
     "float16, HLO instructions: jmpx over handwritten_cond",
     "float16, HLO instructions: jmpx_where over handwritten",
@@ -108,7 +95,7 @@ HEADLINES = (
     "float16, compile time: jmp over jmpx_where",
     "gradient over float32's, on growth steps: largest",
     "residual bytes over float32's: autocast",
-    "residual bytes over float32's: autocast, save_low_precision",
+    "residual bytes over float32's: autocast, save",
     "trace time over no autocast's: 24 layers",
     "time over JMP's of casting 2000 arrays outside of jit",
     "milliseconds that `import jmpx` adds to `import jax`",
@@ -125,7 +112,7 @@ HEADLINES = (
     "TPU v5e, cycles of a bfloat16 product: highest over unset",
 )
 COUNTS = {"instructions": "HLO instructions", "entry_ops": "entry ops", "bytes_accessed": "bytes"}
-RESIDUALS = {"autocast": 0.67, "autocast, save_low_precision": 0.41}
+RESIDUALS = {"autocast": 0.67, "autocast, save": 0.12}
 TRACES = {"24 layers": 2.3, "24 layers, scanned": 1.3}
 EAGER = {  # shares of JMP's time, because milliseconds are those of one machine
     (2000, "to_cast", "casting 2000 arrays outside of jit"): 0.212,
@@ -229,28 +216,6 @@ def compiled_bars(found: list[Record]) -> Iterator[Row]:
 # The pages.
 
 
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [tuple(header), *map(tuple, rows)]
-    lines.insert(1, ("---",) * len(lines[0]))
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def table_of_bars(rows: Iterable[Row]) -> str:
-    return table(("measure", "measured", "bar", "holds"), (row.cells() for row in rows))
-
-
-def plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        return ", ".join(map(plain, value))
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {plain(v)}" for key, v in value.items())
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
 # Fields that say where and when; one line over each table says it.
 WHERE = {"benchmark", "date", "measured", "platform", "device_kind", "backend", "cores", "cuda"}
 WHERE |= {"python", "jax", "versions", "target", "libtpu"}
@@ -278,15 +243,20 @@ def details(found: list[Record]) -> str:
         chosen = [record for record in found if record["benchmark"] == name]
         if chosen:
             parts += [f"## {name}", where(chosen), table_of(chosen)]
+    parts += tpu_tables.sections()
     return "\n\n".join(parts) + "\n"
 
 
 def page(found: list[Record], text: str) -> str:
-    """Returns the text with the headlines between its marks."""
+    """Returns the text with the headlines between its marks, and what a TPU's compiler made."""
     rows = {row.measure: row for row in bars(found)}
     headlines = table_of_bars(rows[name] for name in HEADLINES if name in rows)
-    pattern = re.compile(f"{re.escape(MARKS[0])}.*{re.escape(MARKS[1])}", re.DOTALL)
-    return pattern.sub(lambda _: f"{MARKS[0]}\n\n{headlines}\n\n{MARKS[1]}", text)
+    return between(tpu_tables.MARKS, tpu_tables.short(), between(MARKS, headlines, text))
+
+
+def between(marks: tuple[str, str], new: str, text: str) -> str:
+    pattern = re.compile(f"{re.escape(marks[0])}.*?{re.escape(marks[1])}", re.DOTALL)
+    return pattern.sub(lambda _: f"{marks[0]}\n\n{new}\n\n{marks[1]}", text)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -15,6 +15,7 @@ from jmpx._adapters import Args, Kwargs, Method, Session, is_public, run_at_boun
 from jmpx._contexts import opened, refuse_other_tasks
 from jmpx._frameworks import Adapter
 from jmpx._marks import Module, in_module
+from jmpx._parameter_casts import ParameterCasts
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, PolicyMapLike
 from jmpx._registry import running
@@ -116,12 +117,14 @@ class _Session(Session):
     Attributes:
         has_run: whether a Linen module has run in it.
         calls: the running methods, the innermost last.
+        casts: the casts of parameters in the outermost of these calls.
     """
 
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
         super().__init__(name, policy_map)
         self.has_run = False
         self.calls: list[_Call] = []
+        self.casts = ParameterCasts()
 
     def intercept(
         self,
@@ -146,6 +149,8 @@ class _Session(Session):
                 return method(*args, **kwargs)
         finally:
             self.calls.pop()
+            if not self.calls:
+                self.casts.clear()
 
     def find_call(self, module: nn.Module) -> _Call:
         """Returns the call that a method of a module begins, or the call that it is part of."""
@@ -171,7 +176,8 @@ class _Session(Session):
         def create(*args: Any, **kwargs: Any) -> Any:
             return policy.cast_to_param(init(*args, **kwargs))
 
-        return policy.cast_to_compute(type(module).param(module, name, create, *args, **kwargs))
+        stored = type(module).param(module, name, create, *args, **kwargs)
+        return self.casts.to_compute(policy, stored)
 
     def warn_without_linen(self, stacklevel: int) -> None:
         """Warns once of a map under which no Linen module ran, while there are NNX modules."""

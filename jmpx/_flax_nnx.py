@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jmpx._adapters import (
@@ -105,21 +106,23 @@ class _Session(Session):
     """Makes the view of one model; an object that the model shares is shared in the view, too.
 
     Attributes:
-        views: the objects of the view, by the identity of those of the model.
+        views: the objects of the view, by the identity of those of the model and, for parameters,
+            the compute dtype: modules that share one may have different policies.
     """
 
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
         super().__init__(name, policy_map)
-        self.views: dict[int, Any] = {}
+        self.views: dict[tuple[int, Any], Any] = {}
 
     def view(self, value: Any, path: str, surrounding: Policy | None) -> Any:
         """Returns a value of the model as it is in the view: a module, a variable or another."""
-        if id(value) in self.views:
-            return self.views[id(value)]
+        policy = surrounding if isinstance(value, nnx.Param) else None
+        key = id(value), policy and jnp.dtype(policy.compute_dtype)
+        if key in self.views:
+            return self.views[key]
         if isinstance(value, nnx.Param):
-            view = value if surrounding is None else surrounding.cast_to_compute(value)
-            self.views[id(value)] = view
-            return view
+            self.views[key] = value if policy is None else policy.cast_to_compute(value)
+            return self.views[key]
         if not isinstance(value, nnx.Pytree):
             return value
         cls, policy = type(value), None
@@ -135,7 +138,7 @@ class _Session(Session):
             note_cast(_NAME)
             cls, surrounding = _view_class(cls, policy), policy
         view: Any = object.__new__(cls)
-        self.views[id(value)] = view
+        self.views[key] = view
         for name, attribute in vars(value).items():
             # Not by setattr: Flax 0.11 keeps the items of a list under integers.
             vars(view)[name] = _map_objects(

@@ -103,6 +103,19 @@ def _source_info() -> Any:
     return source_info_util
 
 
+def current_trace() -> object:
+    """Returns an object that equals those of the same trace: of one body of a jaxpr."""
+    return _opaque_trace_state()()
+
+
+@functools.cache
+def _opaque_trace_state() -> Callable[[], object]:
+    from jax.extend import core
+
+    name = "get_opaque_trace_state"  # in `jax.core` until some line between JAX 0.7 and 0.10
+    return getattr(core, name) if hasattr(core, name) else getattr(jax.core, name)
+
+
 def is_literal(atom: Atom) -> bool:
     """Whether an operand is a constant that is written into the jaxpr, its `val`."""
     return hasattr(atom, "val")  # The class is in `jax.extend`, whose import has a price.
@@ -172,6 +185,32 @@ def scope_within(scope: str, eqn: Equation) -> str:
     return f"{scope}/{inner}" if scope and inner else scope or inner
 
 
+def scopes_entered(scope: str, eqn: Equation) -> Iterator[tuple[str, int]]:
+    """Yields the scopes around an equation of an inner jaxpr, the outermost one first.
+
+    Args:
+        scope: the scope around that jaxpr.
+        eqn: the equation.
+
+    Yields:
+        The names of a scope and those around it, joined by slashes, and a number that tells apart
+        two times that the same scope was entered; 0 for those around the jaxpr.
+    """
+    prefix = ""
+    entered = [
+        (scope, 0),
+        *(
+            (each.name, id(each))
+            for each in eqn.source_info.name_stack.stack
+            if type(each).__name__ == "Scope"
+        ),
+    ]
+    for names, number in entered:
+        for name in filter(None, names.split("/")):
+            prefix = f"{prefix}/{name}" if prefix else name
+            yield prefix, number
+
+
 @functools.lru_cache(maxsize=4096)
 def _plain_scope(stack: str) -> str:
     return "/".join(filter(None, _WRAPPED.sub("", stack).split("/")))
@@ -200,6 +239,11 @@ def looks_for_nans(operands: Sequence[Any]) -> bool:
     """Whether JAX checks each operation for NaNs or infinities, and the operands are no tracers."""
     is_asked = any(getattr(jax.config, f"jax_debug_{what}") for what in ("nans", "infs"))
     return is_asked and not any(isinstance(array, jax.core.Tracer) for array in operands)
+
+
+def looks_for_leaks() -> bool:
+    """Whether JAX looks for tracers that outlive their trace."""
+    return getattr(jax.config, "jax_check_tracer_leaks")  # noqa: B009, unknown to pyright
 
 
 class Place(NamedTuple):

@@ -29,6 +29,7 @@ from jmpx._dtypes import computable
 from jmpx._frameworks import Adapter, ClassPolicies
 from jmpx._leaves import is_floating
 from jmpx._marks import in_module
+from jmpx._parameter_casts import ParameterCasts
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, PolicyMapLike, Rule, get_policy_map
 
@@ -137,6 +138,7 @@ class _Session(Session):
     Attributes:
         default: the default of the policy map.
         calls: the calls that cast, the innermost last.
+        casts: the casts of parameters in the outermost of these calls.
         class_policies: the policies that were taken out of Haiku's registry.
         is_reading: whether state is to be read as it is stored.
     """
@@ -145,6 +147,7 @@ class _Session(Session):
         super().__init__(_NAME, policy_map)
         self.default = policy_map.default
         self.calls: list[_Call] = []
+        self.casts = ParameterCasts()
         self.class_policies: dict[type, Policy] = {}
         self.is_reading = False
 
@@ -202,6 +205,7 @@ class _Session(Session):
             if not self.calls:
                 stack.enter_context(hk.custom_creator(self.create))
                 stack.enter_context(hk.custom_getter(self.get))
+                stack.callback(self.casts.clear)
             self.calls.append(call)
             stack.callback(self.calls.pop)
             yield
@@ -228,7 +232,7 @@ class _Session(Session):
     ) -> jax.Array:
         """Casts a stored parameter to the compute dtype of the innermost call."""
         del context
-        return next_getter(self.calls[-1].policy.cast_to_compute(value))
+        return next_getter(self.casts.to_compute(self.calls[-1].policy, value))
 
     def stored(self, name: str) -> PyTree:
         """Returns a state of the running module as it is stored; None without one."""

@@ -25,6 +25,8 @@ ELEMENTWISE = frozenset(
     add sub mul div rem max min clamp neg abs sqrt rsqrt square integer_pow pow exp exp2 log
     """.split()
 )
+# Results of these hold each number of their operand once, if the sizes are equal.
+RESHAPES = frozenset("broadcast_in_dim reshape transpose squeeze rev copy".split())
 
 
 def is_float32(atom: Atom) -> bool:
@@ -90,6 +92,8 @@ def bind(
     name = operation_name(equation.primitive.name)
     if name in COPIES:
         outputs[0].constant = values[0].constant
+    if name in RESHAPES and len(values) == 1:
+        _note_source(outputs[0], values[0], equation, params)
     if name in COPIES or name in ELEMENTWISE:
         outputs[0].uniform |= all(value.uniform for value in values)
         wide = [value for value in values if value.dtype == FLOAT32 and not value.yields]
@@ -98,6 +102,15 @@ def bind(
         if is_float32(var) and output.dtype.itemsize > 4:
             output.array = output.to(FLOAT32)
     return outputs
+
+
+def _note_source(result: Value, source: Value, equation: Equation, params: Any) -> None:
+    """Notes that a result is an operand in another shape, so that the two share their casts.
+
+    Only where both yield, as parameters do: an array that was computed need not be kept.
+    """
+    if result.yields and source.yields and result.array.size == source.array.size:
+        result.source = source, lambda array: bind_arrays(equation, [array], **params)[0]
 
 
 def bind_arrays(equation: Equation, arrays: Sequence[Array], **params: Any) -> list[Array]:

@@ -1,6 +1,5 @@
 """An array on its way through autocast: its dtype, whether it yields to others, its casts."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -49,9 +48,11 @@ class Value:
         power: see `Traits`.
         constant: an array that holds the same numbers in any shape, where they are known while
             tracing; None elsewhere.
+        source: the value that holds the same numbers in another shape, and the function that makes
+            this array of it; None without one. What both are cast to is cast once.
     """
 
-    __slots__ = ("_casts", "array", "constant", "power", "tangent", "uniform", "yields")
+    __slots__ = ("_casts", "array", "constant", "power", "source", "tangent", "uniform", "yields")
 
     def __init__(self, array: Array, yields: bool, tangent: bool = False) -> None:
         self.array = array
@@ -60,6 +61,7 @@ class Value:
         self.uniform: bool = array.size == 1
         self.power = False
         self.constant: Array | None = None
+        self.source: tuple[Value, Callable[[Array], Array]] | None = None
         self._casts: dict[tuple[np.dtype, bool], Array] = {}
 
     @classmethod
@@ -102,8 +104,16 @@ class Value:
             return self.array
         key = dtype, saturate
         if key not in self._casts:
-            self._casts[key] = _cast(self.array, dtype, saturate)
+            self._casts[key] = self._cast_anew(dtype, saturate)
         return self._casts[key]
+
+    def _cast_anew(self, dtype: np.dtype, saturate: bool) -> Array:
+        if self.source is not None:
+            source, reshape = self.source
+            return reshape(source._cast(dtype, saturate))
+        if not saturate:
+            return _cast(self.array, dtype)
+        return _saturate(self.array, self._cast(dtype, saturate=False))
 
     def fits(self, dtype: np.dtype) -> bool:
         """Whether `dtype` holds the numbers of an array that yields, with their digits.
@@ -127,7 +137,8 @@ def join(several: Sequence[Traits]) -> Traits:
 
 def finite_constant(number: complex, dtype: np.dtype) -> Array:
     """Returns a constant in `dtype`; if it is finite, it stays finite."""
-    return _cast(np.asarray(number), dtype, saturate=True)
+    array = np.asarray(number)
+    return _saturate(array, _cast(array, dtype))
 
 
 def _holds(dtype: np.dtype, array: Array) -> bool:
@@ -140,14 +151,19 @@ def _holds(dtype: np.dtype, array: Array) -> bool:
     return bool(kept.all())
 
 
-def _cast(array: Array, dtype: np.dtype, saturate: bool) -> Array:
+def _cast(array: Array, dtype: np.dtype) -> Array:
     if isinstance(array, jax.Array):
-        return (
-            _saturating_cast(dtype)(array) if saturate else lax.convert_element_type(array, dtype)
-        )
+        return lax.convert_element_type(array, dtype)
     with np.errstate(over="ignore"):  # a constant of the jaxpr: cast now, staging no operation
-        y = np.asarray(array, dtype)
-    return _saturated(np, np.asarray(array), y) if saturate else y
+        return np.asarray(array, dtype)
+
+
+def _saturate(x: Array, y: Array) -> Array:
+    """Returns `y`, the cast of `x`, with a large finite number where only `y` is infinite."""
+    if isinstance(x, jax.Array):
+        return _saturate_traced(x, y)
+    with np.errstate(over="ignore"):
+        return _saturated(np, np.asarray(x), y)
 
 
 def _saturated(xp: Any, x: Any, y: Any) -> Any:
@@ -166,16 +182,15 @@ def _saturated(xp: Any, x: Any, y: Any) -> Any:
     return xp.where(lost, xp.where(x > 0, bound, -bound), y)
 
 
-@functools.cache
-def _saturating_cast(dtype: np.dtype) -> Callable[[Array], Array]:
-    """Returns a cast that saturates, and has the derivative of a plain cast."""
+@jax.custom_jvp
+def _saturate_with_jvp(x: Array, y: Array) -> Array:
+    return _saturated(jnp, x, y)
 
-    @jax.custom_jvp
-    def cast(x: Array) -> Array:
-        return _saturated(jnp, x, lax.convert_element_type(x, dtype))
 
-    @cast.defjvp
-    def jvp(primals: Any, tangents: Any) -> Any:
-        return cast(*primals), lax.convert_element_type(tangents[0], dtype)
+_saturate_traced = jax.jit(_saturate_with_jvp)
 
-    return jax.jit(cast)
+
+@_saturate_with_jvp.defjvp
+def _saturate_jvp(primals: Any, tangents: Any) -> Any:
+    """Gives a saturated cast the derivative of a plain one."""
+    return _saturate_with_jvp(*primals), tangents[1]

@@ -191,7 +191,7 @@ def test_saved_bytes_are_those_of_the_table_in_the_readme(model, size, rng):
         found[way] = saved
     assert found["float32"]["float32"] > 2 * found["autocast"]["float32"]
     assert found["autocast"]["bfloat16"] > 0
-    assert "float32" not in found["autocast, save_low_precision"]
+    assert sum(found["autocast, save"].values()) < sum(found["autocast"].values()) / 2
 
 
 def test_saved_bytes_of_each_dtype():

@@ -1,0 +1,156 @@
+"""The benchmark of what a TPU's compiler makes of train steps; the compiler itself runs apart."""
+
+import json
+import re
+
+import cuda_lowering
+import jax
+import jax.numpy as jnp
+import plot_tpu
+import pytest
+import records
+import steps
+import tpu_compile
+import tpu_steps
+import tpu_tables
+from test_tpu import HLO, needs_libtpu
+from tpu_steps import Point
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
+DTYPES = {"float32": "f32", "float32, highest": "f32"}
+
+
+def line(way, peak_mib=1.0, status="ok", **fields):
+    point = {"model": "vit", "way": way, "layers": 6, "batch": 64}
+    point |= {"scanned": False, "unroll": 1, "chips": "one"} | fields
+    where = {"versions": {"jax": "1.2"}, "libtpu": "3", "target": "a chip", "date": "2026-11-22T"}
+    if status != "ok":
+        return {**point, "status": status, **where}
+    counts = dict.fromkeys(("instructions", "fusions", "converts", "copies"), 3)
+    costs = {"gflop": 2.0, "gb_accessed": 4.0, "compile_cpu_s": 9.0, "compile_s": 5.0} | fields
+    found = {"status": "ok", "peak_mib": peak_mib, "products": {}, "collectives": {"sum f32": 0.25}}
+    return {**point, **found, **counts, **costs, **where}
+
+
+def test_the_program_is_counted():
+    found = tpu_compile.counts(HLO)
+    assert (found["instructions"], found["fusions"], found["converts"], found["copies"]) == (
+        7,
+        1,
+        0,
+        0,
+    )
+    assert found["products"] == {"bf16 x bf16 -> bf16": 1, "bf16 x f32 -> f32, highest": 1}
+    more = HLO.replace("constant({...})", "convert(%p.1)").replace("tuple(", "copy-start(")
+    found = tpu_compile.counts(more)
+    assert (found["converts"], found["copies"]) == (1, 1)
+
+
+def test_every_point_is_there_once_and_every_way_has_a_name():
+    for small in (False, True):
+        keys = [tuple(fields.values()) for fields in tpu_compile.points(small)]
+        assert len(keys) == len(set(keys))
+    ways = {fields["way"] for fields in tpu_compile.points()}
+    assert ways <= {*tpu_steps.TRANSFORMER_WAYS} and ways <= {*tpu_tables.WAYS}
+    assert {f["way"] for f in tpu_compile.points() if f["model"] == "resnet"} <= {
+        *tpu_steps.RESNET_WAYS
+    }
+    there = {(*(f[key] for key in tpu_tables.GROUP), f["way"]) for f in tpu_compile.points()}
+    for group, _, *pair, _ in tpu_tables.wanted():
+        assert {(*group, way) for way in pair} <= there, group
+
+
+@pytest.mark.parametrize("way", tpu_steps.TRANSFORMER_WAYS)
+def test_a_step_returns_what_it_takes_and_multiplies_in_its_dtype(way):
+    if way.lower() in steps.PEERS:
+        pytest.importorskip(way.lower())
+    scanned = "carry" in way  # the rule of the others would match nothing
+    model = "language_model" if scanned else "vit"
+    traced = tpu_steps.trace(Point(model, way, 2, 2, scanned), jax.devices(), small=True)
+    (leaves, *_), _ = traced.in_avals
+    types = lambda arrays: [(x.shape, x.dtype) for x in arrays]  # noqa: E731
+    state, loss = traced.out_info
+    assert types(state) == types(leaves)
+    assert (loss.shape, loss.dtype) == ((), jnp.float32)
+    dots = cuda_lowering.count_dots(traced.lower(lowering_platforms=("cuda",)).as_text())
+    dtype = DTYPES.get(way, "bf16")
+    assert [*dots] == [f"{dtype} x {dtype}"]
+
+
+def test_integers_are_not_cast_by_hand():
+    found = steps.cast({"w": jnp.ones(2), "text": jnp.ones(2, jnp.int32)}, "bfloat16")
+    assert {name: str(x.dtype) for name, x in found.items()} == {"w": "bfloat16", "text": "int32"}
+
+
+def test_a_point_that_is_there_is_not_compiled_again(tmp_path, capsys):
+    out = tmp_path / "lines.jsonl"
+    first, *rest = tpu_compile.points()
+    tpu_compile.keep({**first, "status": "oom"}, out)
+    assert list(tpu_compile.missing([first, *rest], records.read(out))) == rest
+    tpu_compile.keep({**rest[0], "status": "ok"}, out)
+    tpu_compile.keep({**first, "status": "ok"}, out)  # in place of the older line
+    assert [found["status"] for found in records.read(out)] == ["ok", "ok"]
+    tpu_compile.main(["--list", f"--out={out}", "--only", "vit", "by hand"])
+    listed = capsys.readouterr().out.splitlines()
+    assert [text.split("\t")[:3] for text in listed[:1]] == [["there  ", "vit", "by hand"]]
+    assert all(re.match(r"(there  |missing)\tvit\tby hand\t", text) for text in listed)
+
+
+def test_without_the_compiler_a_line_says_what_to_install(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(tpu_compile.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        tpu_compile.main([f"--out={tmp_path / 'none'}"])
+    assert capsys.readouterr().err == f"{tpu_compile.INSTALL}\n"
+
+
+def test_costs_of_a_scan_count_every_layer():
+    once = line("by hand", scanned=True, gflop=5.0, gb_accessed=7.0)
+    twice = line("by hand", scanned=True, gflop=8.0, gb_accessed=9.0, unroll=2)
+    alone = line("autocast", scanned=True)
+    (ways,) = tpu_tables.groups([twice, once, alone]).values()
+    assert (ways["by hand"]["gflop"], ways["by hand"]["gb_accessed"]) == (5 + 5 * 3, 7 + 5 * 2)
+    assert ways["autocast"]["gflop"] is None  # it is not known
+
+
+def test_bars_and_tables():
+    peaks = {"by hand": 100.0, "float32": 200.0, "autocast": 90.0, "autocast, save": 55.0}
+    found = [line(way, peak) for way, peak in peaks.items()]
+    found += [line("float32", status="oom", batch=4096), line("by hand", chips="data")]
+    rows = {row.measure: row.cells()[1:] for row in tpu_tables.bars(found)}
+    start = "ViT of width 768, 6 layers, batch 64: peak memory, autocast, save over"
+    assert rows[f"{start} by hand"] == ("0.55", "≤ 0.54", "**no**")
+    assert rows[f"{start} float32"] == ("0.275", "≤ 0.44", "yes")
+    text = tpu_tables.short(found)
+    assert '| `jmpx.autocast(..., save="products")` | 55 |' in text
+    pages = "\n".join(tpu_tables.sections(found))
+    assert "too large" in pages and "sum f32: 0.2" in pages and "JAX 1.2, libtpu 3" in pages
+    assert tpu_tables.sections([]) == []
+
+
+def test_the_share_of_attention_is_that_of_the_compiler():
+    # 3,462 GFLOP with the products of attention computed twice, 3,411 without (ViT, 6 layers).
+    assert tpu_tables.attention_share("vit") == pytest.approx(3462 / 3411 - 1, rel=0.15)
+
+
+def test_the_picture(tmp_path):
+    found = [line(way, 500.0 * n, batch=n) for way in plot_tpu.LOOKS for n in (8, 16)]
+    found += [line("float32", 900.0, batch=n, model="resnet", layers=50) for n in (8, 16)]
+    assert [*plot_tpu.together(plot_tpu.lines(found, "vit")).values()] == [
+        [(8, 3.90625), (16, 7.8125)]
+    ]
+    plot_tpu.draw(found, tmp_path / "peak.png")
+    assert (tmp_path / "peak.png").read_bytes().startswith(b"\x89PNG")
+    assert plot_tpu.apart([1, 1.1, 5], 1) == pytest.approx([1, 2, 5])
+    assert plot_tpu.apart([1, 4.9, 5], 1) == pytest.approx([1, 4.45, 5.45])
+
+
+@pytest.mark.slow  # a compiler of its own
+@needs_libtpu
+def test_a_step_is_compiled(tmp_path):
+    out = tmp_path / "lines.jsonl"
+    only = ["--only", "vit", "gradient functions", "one"]
+    tpu_compile.main([f"--out={out}", "--small", *only])
+    tpu_compile.main([f"--out={out}", "--small", *only])  # nothing is left
+    (found,) = [json.loads(text) for text in out.read_text().splitlines()]
+    assert found["status"] == "ok" and found["peak_mib"] > 0 and found["gflop"] > 0
+    assert found["products"] and all(name.startswith("bf16 x bf16") for name in found["products"])

@@ -1,0 +1,113 @@
+"""What a TPU's compiler makes of train steps of one layer: memory, dtypes, casts and collectives.
+
+The first layer of the ViT-Base of MPX's paper, in a batch of 32: a smaller one holds more in
+parameters than in activations, where precision says less of its memory.
+"""
+
+import collections
+import functools
+import importlib.util
+
+import collectives
+import fsdp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tpu
+import tpu_compile
+from helpers import by_hand
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from models import ViT
+from tpu_matmul import read_products
+
+MISSING = [name for name in ("libtpu", "jmp", "mpx") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.slow,  # half a minute of a free core for each program
+    pytest.mark.usefixtures("standard_promotion"),  # as in a user's program
+    pytest.mark.skipif(MISSING != [], reason=f"without {MISSING}: pip install -e '.[bench,tpu]'"),
+]
+LOW = {"bf16 x bf16"}
+WIDTH = 128  # of the model of the adapters
+
+
+@functools.cache
+def step(way):
+    """Returns a train step of one layer, compiled for one chip."""
+    import tpu_steps  # which imports JMP and MPX
+
+    point = tpu_steps.Point("vit", way, layers=1, batch=32)
+    lowered = tpu_steps.trace(point, tpu.devices()).lower(lowering_platforms=("tpu",))
+    return lowered.compile()
+
+
+def peak(way):
+    return step(way).memory_analysis().peak_memory_in_bytes
+
+
+def dtypes_of_products(hlo):
+    return {product.dtypes.partition(" -> ")[0] for product in read_products(hlo)}
+
+
+def costs(program):
+    """Returns what each cast costs. A prefetch (`copy-start`) moves an array, and copies none."""
+    names = collections.Counter(tpu_compile.INSTRUCTION.findall(program.as_text()))
+    accessed = program.cost_analysis()["bytes accessed"]
+    return {"converts": names["convert"], "copies": names["copy"], "bytes": accessed}
+
+
+def assert_no_more(found, expected):
+    for name, number in found.items():
+        assert number <= 1.01 * expected[name], name
+
+
+def test_peak_memory_falls_from_float32_to_autocast_that_saves_products():
+    ways = "float32", "by hand", "autocast", "autocast, save"
+    float32, hand, autocast, save = map(peak, ways)
+    assert float32 > hand >= autocast > save
+
+
+@pytest.mark.parametrize("way", ["by hand", "autocast", "autocast, save"])
+def test_products_read_bfloat16(way):
+    assert dtypes_of_products(step(way).as_text()) == LOW
+
+
+def test_products_of_float32_are_not_all_in_bfloat16():
+    assert dtypes_of_products(step("float32").as_text()) > LOW
+
+
+def test_autocast_has_no_more_casts_and_copies_than_casts_by_hand():
+    assert_no_more(costs(step("autocast")), costs(step("by hand")))
+
+
+def test_a_module_policy_has_no_more_casts_and_copies_than_casts_by_hand():
+    """In Haiku; `test_by_hand.py` holds the adapters to the same operations before compiling."""
+    x = jax.ShapeDtypeStruct((32, 64, WIDTH), jnp.float32)
+    params, _, hand, with_policy = by_hand.FRAMEWORKS["haiku"](WIDTH, jnp.zeros(x.shape))
+    found, expected = (
+        tpu.compiled(jax.value_and_grad(loss_fn), (params, x))
+        for loss_fn in (by_hand.loss_with(with_policy), by_hand.loss_by_hand(hand))
+    )
+    assert dtypes_of_products(found.as_text()) == LOW
+    assert_no_more(costs(found), costs(expected))
+
+
+@pytest.mark.parametrize(("reduce", "dtype"), [("", "f32"), (",r=bf16", "bf16")])
+def test_chips_sum_gradients_in_the_dtype_of_the_policy(reduce, dtype):
+    model = ViT(1, WIDTH, 2, 2 * WIDTH, 16, image=32, patch=16)
+    mesh = Mesh(np.array(tpu.devices()), ("data",))
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    rng = np.random.default_rng(0)
+    arguments = model.init(rng), *model.batch(rng, 64)
+    grads_of = fsdp.with_jmpx(model.loss, f"c=bf16{reduce}", batch_sharding=rows)
+    shardings = jax.tree.map(lambda _: whole, arguments[0]), rows, rows
+
+    def grads(*args):
+        return jax.lax.with_sharding_constraint(grads_of(*args)[1], whole)
+
+    hlo = tpu.compiled(grads, arguments, shardings).as_text()
+    sent = collectives.table(collectives.read_hlo(hlo))
+    assert [*sent] == [f"all-reduce {dtype}"]
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[0])) / 2**20
+    expected = 2 * 7 / 8 * size / (2 if reduce else 1)  # to each other chip, and back
+    assert 0.9 * expected < sent[f"all-reduce {dtype}"] < 1.1 * expected
