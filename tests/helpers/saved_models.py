@@ -112,7 +112,7 @@ def _images(rng):
             var = ((h - mean) ** 2).mean(axis=(0, 1, 2))
             h = jax.nn.relu((h - mean) * lax.rsqrt(var + 1e-5) * scale)
             x = h if i == 0 else x + h
-        return x.mean(axis=(1, 2)) @ head + sum(means)[0]
+        return x.mean(axis=(1, 2)) @ head + jnp.stack(means).sum()
 
     return apply, (params, head), normal(rng, 2, 6, 6, 3), jnp.arange(2)
 

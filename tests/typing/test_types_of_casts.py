@@ -4,7 +4,6 @@
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
 from collections import UserDict
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, assert_type
