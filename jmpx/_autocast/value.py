@@ -48,11 +48,12 @@ class Value:
         power: see `Traits`.
         constant: an array that holds the same numbers in any shape, where they are known while
             tracing; None elsewhere.
+        casts: the array in other dtypes, by the dtype and whether finite numbers stay finite.
         source: the value that holds the same numbers in another shape, and the function that makes
             this array of it; None without one. What both are cast to is cast once.
     """
 
-    __slots__ = ("_casts", "array", "constant", "power", "source", "tangent", "uniform", "yields")
+    __slots__ = ("array", "casts", "constant", "power", "source", "tangent", "uniform", "yields")
 
     def __init__(self, array: Array, yields: bool, tangent: bool = False) -> None:
         self.array = array
@@ -61,8 +62,8 @@ class Value:
         self.uniform: bool = array.size == 1
         self.power = False
         self.constant: Array | None = None
+        self.casts: dict[tuple[np.dtype, bool], Array] = {}
         self.source: tuple[Value, Callable[[Array], Array]] | None = None
-        self._casts: dict[tuple[np.dtype, bool], Array] = {}
 
     @classmethod
     def of(cls, array: Array, traits: Traits) -> "Value":
@@ -103,9 +104,9 @@ class Value:
         if self.dtype == dtype:
             return self.array
         key = dtype, saturate
-        if key not in self._casts:
-            self._casts[key] = self._cast_anew(dtype, saturate)
-        return self._casts[key]
+        if key not in self.casts:
+            self.casts[key] = self._cast_anew(dtype, saturate)
+        return self.casts[key]
 
     def _cast_anew(self, dtype: np.dtype, saturate: bool) -> Array:
         if self.source is not None:
