@@ -139,7 +139,8 @@ class Interpreter:
                 plain._run(equations, inner, scope, neighbours, kept)
                 return [inner[var] for var in piece.outputs]
 
-            results = checkpointed(run, [env[var] for var in piece.inputs], saving)
+            values = [env[var] for var in piece.inputs]
+            results = checkpointed(run, values, piece.shared, saving)
             env.update(zip(piece.outputs, results, strict=True))
         elif piece.kind is Kind.INSIDE:
             in_loop = saving.in_loop or equations[0].primitive.name == "scan"

@@ -89,32 +89,45 @@ def saves_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
 
 
 def checkpointed(
-    run: Callable[[list[Value]], list[Value]], values: Sequence[Value], saving: Saving
+    run: Callable[[list[Value]], list[Value]],
+    values: Sequence[Value],
+    shared: Sequence[bool],
+    saving: Saving,
 ) -> list[Value]:
     """Runs a function of values under `jax.checkpoint`.
 
     Args:
         run: the function.
         values: its operands.
+        shared: which of its results come with the casts that it made of them. Cotangents of one
+            cast are summed in its dtype, those of two casts in the dtype of the result.
         saving: what is saved.
     """
     # JAX may keep the function, which must not keep the arrays alive.
     constants = [v.array if isinstance(v.array, np.ndarray) else None for v in values]
     known = [(value.traits, value.constant) for value in values]
     results: list[tuple[Traits, Array | None]] = []
+    casts: list[tuple[int, tuple[np.dtype, bool]]] = []
 
     def on_arrays(*arrays: Array) -> list[Array]:
         given = iter(arrays)
         filled = [next(given) if constant is None else constant for constant in constants]
         outputs = run([_value(a, *each) for a, each in zip(filled, known, strict=True)])
         results[:] = [(output.traits, output.constant) for output in outputs]
-        return [output.array for output in outputs]
+        pairs = zip(outputs, shared, strict=True)
+        casts[:] = [
+            (i, key) for i, (o, is_shared) in enumerate(pairs) if is_shared for key in o.casts
+        ]
+        return [output.array for output in outputs] + [outputs[i].casts[key] for i, key in casts]
 
     # The two passes over a scan's body are in two loops: nothing can merge their equations.
     remat = jax.checkpoint(on_arrays, policy=saves_products, prevent_cse=not saving.in_loop)
     pairs = zip(values, constants, strict=True)
     arrays = remat(*(value.array for value, constant in pairs if constant is None))
-    return [_value(array, *each) for array, each in zip(arrays, results, strict=True)]
+    outputs = [_value(array, *each) for array, each in zip(arrays, results, strict=False)]
+    for (i, key), array in zip(casts, arrays[len(outputs) :], strict=True):
+        outputs[i].casts[key] = array
+    return outputs
 
 
 def _value(array: Array, traits: Traits, constant: Array | None) -> Value:

@@ -5,11 +5,11 @@ import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
-from helpers import normal
-from helpers.autocast import eleven, seven
 from jax import lax
 
 import jmpx
+from helpers import normal
+from helpers.autocast import eleven, seven
 
 
 def _transformer(**options):
