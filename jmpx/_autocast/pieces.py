@@ -36,7 +36,6 @@ class Piece(NamedTuple):
         equations: the equations, in their order.
         inputs: the variables that they read, and others define.
         outputs: the variables that they define, and others read.
-        shared: which of these are read by others than checkpointed pieces.
         last: the variables that nothing reads after them.
     """
 
@@ -44,7 +43,6 @@ class Piece(NamedTuple):
     equations: list[Equation]
     inputs: list[Atom]
     outputs: list[Atom]
-    shared: list[bool]
     last: list[Atom]
 
 
@@ -82,7 +80,6 @@ def takes_gradient(jaxpr: Jaxpr) -> bool:
 
 def _pieces(jaxpr: Jaxpr, groups: Iterable[_Group]) -> list[Piece]:
     read = {atom for atom in jaxpr.outvars if not _jaxpr.is_literal(atom)}
-    shared = set(read)
     pieces = []
     for kind, indices in reversed(list(groups)):
         equations = [jaxpr.eqns[i] for i in indices]
@@ -91,10 +88,8 @@ def _pieces(jaxpr: Jaxpr, groups: Iterable[_Group]) -> list[Piece]:
         inputs = [var for var in used if var not in defined]
         last = [var for var in (*inputs, *defined) if var not in read]
         outputs = [var for var in defined if var in read]
-        is_shared = [var in shared for var in outputs]
-        pieces.append(Piece(kind, equations, inputs, outputs, is_shared, last))
+        pieces.append(Piece(kind, equations, inputs, outputs, last))
         read.update(inputs)
-        shared.update(() if kind is Kind.SAVED else inputs)
     return pieces[::-1]
 
 

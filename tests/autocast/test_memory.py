@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BF16, F16, F32, assert_same_bits, normal
+from helpers import F16, F32, normal
 from helpers.autocast import (
     LOW_DTYPES,
     assert_near,
@@ -21,7 +21,6 @@ from helpers.jaxprs import equations_of
 from jax.ad_checkpoint import checkpoint_name
 
 import jmpx
-
 
 SAVED = "autocast, save_low_precision"  # the benchmark's name of `save="products"`
 
@@ -61,8 +60,7 @@ def test_gradients_are_nearer_to_float32_than_those_of_a_bfloat16_model(rng):
     params = model.init(rng)
     ways = benchmark.losses(model, model.batch(rng, 4, 16))
     full, half, autocast, saving = (
-        benchmark.gradients(ways[way], params)
-        for way in ("float32", "bfloat16", "autocast", SAVED)
+        benchmark.gradients(ways[way], params) for way in ("float32", "bfloat16", "autocast", SAVED)
     )
     assert np.linalg.norm(autocast - full) <= np.linalg.norm(half - full)
     assert np.linalg.norm(saving - full) <= 1.1 * np.linalg.norm(half - full)
