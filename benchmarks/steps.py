@@ -233,6 +233,7 @@ def autocast_style(
     dtype: str,
     optimizer: Optimizer,
     rules: str = "",
+    with_loss: bool = False,
     **options: Any,
 ) -> Step:
     """Autocast does the casts, so the policy of the gradients is `full`."""
@@ -241,6 +242,8 @@ def autocast_style(
     def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
         return cross_entropy(apply(params, x), labels)
 
+    if with_loss:
+        loss_fn = jmpx.autocast(model.loss, f"compute={dtype}{rules}", **options)
     return jmpx_style(model, dtype, optimizer, loss_fn=loss_fn, policy="full")
 
 

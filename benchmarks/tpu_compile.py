@@ -45,6 +45,7 @@ BARS = ("by hand", "autocast, save", "autocast", "float32")
 MAIN = (*BARS, "MPX")
 MARKED = ("by hand, marked blocks", "autocast, marked blocks")
 REST = ("MPX", "JMP", "module policies", "gradient functions", *MARKED, "float32, highest")
+WITH_LOSS = "autocast, save, with the loss"
 CARRIES = ("autocast, marked blocks, bfloat16 carry", "autocast, save, bfloat16 carry")
 
 # model, layers, batch, chips, whether scanned, ways, and what these points tell. In this order: the
@@ -57,6 +58,8 @@ GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...], str]] = [
         "a scan keeps what its body saves, for each layer; its carry may be float32",
     ),
     ("language_model", 6, 16, "one", False, BARS, "attention over 512 tokens, and large logits"),
+    ("byte_model", 6, 16, "one", False, BARS[:2], "the same without large logits"),
+    ("language_model", 6, 16, "one", False, (WITH_LOSS,), "the logits in a piece, too"),
     ("resnet", 50, 32, "one", False, BARS[:2], "convolutions, and state; it compiles longest"),
     ("vit", 6, 64, "one", False, REST, "how others write it, and marks in the model"),
     ("vit", 2, 32, "data", False, MAIN, "in which dtypes eight chips sum their gradients"),

@@ -72,6 +72,7 @@ TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], bool]] = {  # and whether
     "autocast": (autocast, False),
     "autocast, marked blocks": (autocast, True),
     "autocast, save": (partial(autocast, save="products"), False),
+    "autocast, save, with the loss": (partial(autocast, save="products", with_loss=True), False),
     "autocast, marked blocks, bfloat16 carry": (partial(autocast, rules=CARRY), True),
     "autocast, save, bfloat16 carry": (partial(autocast, rules=CARRY, save="products"), False),
 }
@@ -86,7 +87,8 @@ def transformer(point: Point, small: bool) -> Transformer:
         width |= {"width": 128, "heads": 2, "hidden": 256}
     if point.model == "vit":
         return ViT(**form, **width, classes=1000, image=32 if small else 224, patch=16)
-    sizes: Any = {"classes": 256, "length": 64} if small else {}
+    sizes: Any = {"classes": 256} if small or point.model == "byte_model" else {}
+    sizes |= {"length": 64} if small else {}
     return LanguageModel(**form, **width, **sizes)
 
 

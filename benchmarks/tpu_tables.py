@@ -20,15 +20,17 @@ WAYS = {  # how the tables name them, in this order
     "gradient functions": "jmpx, gradient functions",
     "autocast": "jmpx.autocast",
     "autocast, save": '`jmpx.autocast(..., save="products")`',
+    "autocast, save, with the loss": "the same around the loss, too",
     "by hand, marked blocks": "by hand, each block under `jax.checkpoint`",
     "autocast, marked blocks": "autocast, each block under `jax.checkpoint`",
     "autocast, marked blocks, bfloat16 carry": "the same with `op.scan: bf16`",
     "autocast, save, bfloat16 carry": '`save="products"`, `op.scan: bf16`',
 }
-SHORT = [*WAYS][:1] + [*WAYS][2:9]
+SHORT = [*WAYS][:1] + [*WAYS][2:10]
 MODELS = {
     "vit": "ViT of width 768",
-    "language_model": "language model of width 768",
+    "language_model": "language model, 32,000 tokens",
+    "byte_model": "language model, 256 bytes",
     "resnet": "Haiku's ResNet-50",
 }
 GROUP = ("model", "layers", "batch", "scanned", "chips")
@@ -100,6 +102,7 @@ NAMES |= {name: name for name in ("instructions", "converts", "copies")}
 VIT = ("vit", 6, 64, False, "one")
 SCANNED = ("vit", 6, 32, True, "one")
 TEXT = ("language_model", 6, 16, False, "one")
+BYTES = ("byte_model", *TEXT[1:])
 IMAGES = ("resnet", 50, 32, False, "one")
 
 
@@ -112,6 +115,7 @@ def wanted() -> Iterator[tuple[Group, str, str, str, float]]:
     yield SCANNED, "peak_mib", SAVE, HAND, 0.45
     yield SCANNED, "peak_mib", f"{SAVE}, bfloat16 carry", f"{HAND}, marked blocks", 1
     yield TEXT, "peak_mib", SAVE, HAND, 0.7
+    yield BYTES, "peak_mib", SAVE, HAND, 0.7
     yield IMAGES, "peak_mib", SAVE, HAND, 0.7
     share = 1 + attention_share("language_model", LanguageModel().length)
     yield TEXT, "gflop", SAVE, "autocast", round(share + 0.005, 3)
@@ -134,7 +138,7 @@ def cell(record: Record | None) -> str:
 def short(found: Iterable[Record] | None = None) -> str:
     """Returns the bars, and the peak memory of each model in each way."""
     by_group = groups(found := load(found))
-    columns = [group for group in (VIT, TEXT, IMAGES) if group in by_group]
+    columns = [group for group in (VIT, TEXT, BYTES, IMAGES) if group in by_group]
     rows = [[WAYS[way], *(cell(by_group[g].get(way)) for g in columns)] for way in SHORT]
     rows = [row for row in rows if any(row[1:])]
     peaks = table(("peak memory of a train step, MiB", *map(title, columns)), rows)
