@@ -49,7 +49,7 @@ def losses(model: Transformer, batch: tuple[jax.Array, jax.Array]) -> dict[str, 
         "bfloat16": loss_of(in_bfloat16),
         "grampax": loss_of(grampax),
         "autocast": autocast,
-        "autocast, save_low_precision": jax.checkpoint(autocast, policy=jmpx.save_low_precision),
+        "autocast, save_low_precision": loss_of(jmpx.autocast(model.apply, save="products")),
     }
 
 

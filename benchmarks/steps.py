@@ -15,8 +15,8 @@ A step computes `run(state, *batch) -> state, loss` from `state = params, opt_st
 - jmpx_wrapped, jmpx_wrapped_cond: `skip_nonfinite` alone, with `optax.apply_updates`; it selects
   unless told otherwise.
 - jmpx_jmp_style: JMP's step with jmpx in its place.
-- autocast, autocast_saved: a model without casts under `jmpx.autocast`; the latter also under
-  `jax.checkpoint` with `save_low_precision`.
+- autocast, autocast_saved: a model without casts under `jmpx.autocast`; the latter
+  with `save="products"`.
 """
 
 import importlib
@@ -244,10 +244,10 @@ def autocast_style(
     model: Transformer,
     dtype: str,
     optimizer: Optimizer,
-    wrap: Callable[..., Any] = lambda apply: apply,
+    **saving: Any,
 ) -> Step:
     """Autocast does the casts, so the policy of the gradients is `full`."""
-    apply = wrap(jmpx.autocast(model.apply, f"compute={dtype}"))
+    apply = jmpx.autocast(model.apply, f"compute={dtype}", **saving)
 
     def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
         return cross_entropy(apply(params, x), labels)
@@ -256,7 +256,6 @@ def autocast_style(
 
 
 FLOAT16 = ("float16",)
-SAVED = partial(jax.checkpoint, policy=jmpx.save_low_precision)
 PEERS = ("jmp", "mpx")
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Step], tuple[str, ...]]] = {
     "handwritten": (handwritten, DTYPES),
@@ -272,7 +271,7 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[..., Step], tuple[str, ...]]] = {
     "jmpx_wrapped_cond": (partial(jmpx_wrapped, skip_by="cond"), FLOAT16),
     "jmpx_jmp_style": (partial(jmp_style, library="jmpx"), LOW),
     "autocast": (autocast_style, LOW),
-    "autocast_saved": (partial(autocast_style, wrap=SAVED), LOW),
+    "autocast_saved": (partial(autocast_style, save="products"), LOW),
 }
 
 

@@ -42,11 +42,7 @@ from jmpx._tree import all_finite as all_finite, select_tree as select_tree
 if TYPE_CHECKING:
     from jmpx._audit.api import audit as audit
     from jmpx._audit.report import Report as Report
-    from jmpx._autocast import (
-        Autocast as Autocast,
-        autocast as autocast,
-        save_low_precision as save_low_precision,
-    )
+    from jmpx._autocast import Autocast as Autocast, autocast as autocast
     from jmpx._contracts import check_restored as check_restored, describe as describe
     from jmpx._ema import Ema as Ema, EmaState as EmaState, ema as ema
     from jmpx._first_nonfinite import NonFinite as NonFinite, first_nonfinite as first_nonfinite
@@ -100,7 +96,7 @@ else:
     _LATER = {
         "_audit.api": ("audit",),
         "_audit.report": ("Report",),
-        "_autocast": ("Autocast", "autocast", "save_low_precision"),
+        "_autocast": ("Autocast", "autocast"),
         "_contracts": ("check_restored", "describe"),
         "_ema": ("Ema", "EmaState", "ema"),
         "_first_nonfinite": ("NonFinite", "first_nonfinite"),
@@ -208,7 +204,6 @@ __all__ = (
     "policy_of",
     "push_policy",
     "ranges",
-    "save_low_precision",
     "select_tree",
     "set_policy",
     "skip_nonfinite",

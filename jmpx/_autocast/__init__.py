@@ -2,5 +2,5 @@
 
 # These fill the registry of rules.
 from jmpx._autocast import control_flow, custom_vjp, kinds, primitives  # noqa: F401
-from jmpx._autocast.api import Autocast as Autocast, autocast as autocast
-from jmpx._autocast.saving import save_low_precision as save_low_precision
+from jmpx._autocast.api import autocast as autocast
+from jmpx._autocast.wrapped import Autocast as Autocast

@@ -1,175 +1,14 @@
 """Autocast as users call it: the function `autocast`, and the class `Autocast` of its results."""
 
-import contextlib
-import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, overload
 
-import jax
-import numpy as np
-
-from jmpx import _jaxpr
-from jmpx._autocast.interpreter import Interpreter
-from jmpx._autocast.unused import warn_of_algorithms, warn_unused
-from jmpx._autocast.value import Value
-from jmpx._contexts import note_cast
-from jmpx._dtypes import DTypeLike, as_dtype, check_computes
+from jmpx._autocast.saving import get_saving
+from jmpx._dtypes import DTypeLike, as_dtype
 from jmpx._jaxpr import operation_name
-from jmpx._leaves import is_floating
-from jmpx._made_once import made_once
-from jmpx._matmul import region_setting
-from jmpx._modules import Marks
-from jmpx._nnx_objects import is_object, module_base
 from jmpx._policy_map import PolicyMap, PolicyMapLike, Rule as PolicyRule, get_policy_map
-from jmpx._registry import refuse_creation
-from jmpx._scopes import RESTORE
-from jmpx._stateful import Pure, call
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["_jmpx_fn"],
-    meta_fields=["_jmpx_policy_map", "_jmpx_output"],
-)
-@dataclasses.dataclass(frozen=True, eq=False)
-class Autocast:
-    """A callable under autocast; `jmpx.autocast` makes it.
-
-    It is a pytree whose one child is the callable, so that the parameters of a module are trained,
-    saved and sharded as before. It has the attributes of the callable, such as a layer's `weight`.
-    Public methods of the callable that are called through it run under autocast, too. The callable
-    itself is its `__wrapped__`.
-
-    If the callable is an object of Flax's NNX, it is an `nnx.Module`, so that it can be an
-    attribute of other modules; attributes that are set on it are set on the object.
-
-    Args:
-        _jmpx_fn: the callable.
-        _jmpx_policy_map: the policies of scopes and operations.
-        _jmpx_output: "traced", None or a dtype; see `jmpx.autocast`.
-
-    Example:
-        >>> import equinox as eqx, jax
-        >>> import jmpx
-        >>> layer = jmpx.autocast(eqx.nn.Linear(3, 2, key=jax.random.key(0)))
-        >>> isinstance(layer, jmpx.Autocast), layer.weight.shape, type(layer.__wrapped__).__name__
-        (True, (2, 3), 'Linear')
-    """
-
-    _jmpx_fn: Callable[..., Any]
-    _jmpx_policy_map: PolicyMap
-    _jmpx_output: Any = "traced"
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self._jmpx_fn
-
-    def __getattr__(self, name: str) -> Any:
-        # Python, copy and pickle ask for special methods, also before there are any fields.
-        if "_jmpx_fn" not in vars(self) or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = getattr(self._jmpx_fn, name)
-        is_method = callable(value) and getattr(value, "__self__", None) is self._jmpx_fn
-        if is_method and not name.startswith("_"):
-            return autocast(value, self._jmpx_policy_map, output=self._jmpx_output)
-        return value
-
-    def __dir__(self) -> Iterable[str]:
-        return {*super().__dir__(), *dir(self._jmpx_fn)}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the callable under autocast."""
-        return self._jmpx_call(*args, **kwargs)
-
-    def _jmpx_call(self, *args: Any, **kwargs: Any) -> Any:
-        policy_map = self._jmpx_policy_map
-        for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
-            if dtype is not None:
-                check_computes(dtype)
-        note_cast("jmpx.autocast")
-        interpreter, marks = Interpreter(policy_map, region_setting()), Marks(policy_map)
-        transform = functools.partial(_evaluate, interpreter, self._jmpx_output)
-        result = call(transform, marks.call, (self._jmpx_fn, *args), kwargs)
-        warn_unused(policy_map, interpreter.used, marks.seen, stacklevel=3)
-        warn_of_algorithms(policy_map, interpreter.used, stacklevel=3)
-        return result
-
-
-def _evaluate(
-    interpreter: Interpreter, output: Any, pure: Pure, state: Any, args: Any, kwargs: Any
-) -> tuple[Any, Any]:
-    """Runs a pure function under autocast; its new state has the dtypes that were traced."""
-    is_inside = interpreter.regions.surrounding is not None
-    # A setting of jmpx around the call is for products that run in float32; the trace shows those
-    # whose precision the user's own code sets.
-    open_products = jax.default_matmul_precision(None) if is_inside else contextlib.nullcontext()
-    with refuse_creation(), open_products:
-        traced = _jaxpr.trace(pure, (state, *args), kwargs)
-    # As a loop's carry, state that is replaced does not yield: a moving average would stall.
-    values = [Value(array, yields=not pure.is_replaced(array)) for array in traced.arrays]
-    values = interpreter.evaluate(traced.jaxpr, values, "")
-    avals = traced.jaxpr.out_avals
-    with jax.named_scope(RESTORE):
-        outputs = [
-            _restored(value, aval, output if i < len(avals) - pure.size else "traced")
-            for i, (value, aval) in enumerate(zip(values, avals, strict=True))
-        ]
-    return traced.rebuild(outputs)
-
-
-def _restored(value: Value, traced: Any, output: Any) -> Any:
-    """Returns a result of the evaluation in the dtype that `output` says.
-
-    Args:
-        value: the result.
-        traced: its abstract value without autocast.
-        output: see `autocast`.
-    """
-    if output is None or not is_floating(value.array):
-        return value.array
-    if output != "traced":
-        return value.to(np.dtype(output))
-    array = value.to(traced.dtype)
-    return _jaxpr.weakly_typed(array) if traced.weak_type else array
-
-
-@made_once
-def _module_class(base: Any) -> type:
-    """Returns the class of an `Autocast` that is an `nnx.Module`.
-
-    Args:
-        base: `nnx.Module`, as this file does not import Flax.
-    """
-    names = [field.name for field in dataclasses.fields(Autocast)]
-
-    class AutocastModule(Autocast, base):
-        def __init__(self, *values: Any) -> None:
-            for name, value in zip(names, values, strict=True):
-                base.__setattr__(self, name, value)
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name in names:
-                base.__setattr__(self, name, value)
-            else:
-                setattr(self._jmpx_fn, name, value)
-
-        def __delattr__(self, name: str) -> None:
-            delattr(self._jmpx_fn, name)
-
-        def __reduce__(self) -> Any:  # pickle does not find the class by its name
-            return _wrap, tuple(getattr(self, name) for name in names)
-
-    return AutocastModule
-
-
-def _wrap(fn: Callable[..., Any], policy_map: PolicyMap, output: Any) -> Autocast:
-    """Makes the `Autocast` of a callable that is a pytree or an object of NNX."""
-    if is_object(fn):
-        return _module_class(module_base())(fn, policy_map, output)
-    return Autocast(fn, policy_map, output)
 
 
 class _Decorator(Protocol):
@@ -185,6 +24,8 @@ def autocast(
     *,
     rules: Mapping[Any, DTypeLike] | None = ...,
     output: DTypeLike | None = ...,
+    save: Literal["products"] | None = ...,
+    pieces: str | Sequence[str] | None = ...,
 ) -> _Function: ...
 
 
@@ -195,6 +36,8 @@ def autocast(
     *,
     rules: Mapping[Any, DTypeLike] | None = ...,
     output: DTypeLike | None = ...,
+    save: Literal["products"] | None = ...,
+    pieces: str | Sequence[str] | None = ...,
 ) -> _Decorator: ...
 
 
@@ -204,6 +47,8 @@ def autocast(
     *,
     rules: Mapping[Any, DTypeLike] | None = None,
     output: DTypeLike | None = "traced",
+    save: Literal["products"] | None = None,
+    pieces: str | Sequence[str] | None = None,
 ) -> Any:
     """Makes a function run in mixed precision, operation by operation.
 
@@ -245,6 +90,17 @@ def autocast(
     ignores dot algorithms such as `BF16_BF16_F32_X3` for convolutions. Out of reach are functions
     that JAX calls afterwards: the rule of a `custom_vmap`, and the transpose of a `linear_call`.
 
+    `save="products"` is for memory: of everything between, the backward pass then keeps what weight
+    products and convolutions made, and computes the rest again, such as norms, activation functions
+    and attention scores. Autocast cuts the function where one activation lives, as between the
+    blocks of a transformer, also in bodies of `scan` and in jitted functions, and puts
+    `jax.checkpoint` around each piece. No dtype changes, and no gradient but by what the compiler
+    fuses. Products of two activations run again: for the attention of a ViT 1 to 2 % more FLOPs, in
+    long sequences more. Turn it on where training needs less memory. `pieces` names the modules or
+    scopes that are the pieces instead, where autocast would cut elsewhere. Functions that the user
+    put under `jax.checkpoint` stay as they are, and while loops. What has effects but no results,
+    such as `jax.debug.print`, runs once, after its piece.
+
     Apply it to the model, `transformed.apply` or `module.apply`, and compute the loss from the
     float32 output. A function that creates Haiku parameters cannot be wrapped. If the function or
     its arguments hold objects of Flax's NNX, these get their new state back, as from `nnx.jit`;
@@ -265,23 +121,31 @@ def autocast(
             go after the rules of `policy`. A result never gets wider than it was traced.
         output: "traced" gives results in the dtypes that they have without autocast; None leaves
             them as they come; a dtype casts the floating ones.
+        save: what the backward pass keeps: None leaves that to JAX; "products" keeps the results of
+            weight products and convolutions.
+        pieces: with `save`, a selector of modules or scopes as in `policy`, such as `Block` or
+            `*/layers_*`, or a sequence of them: the outermost ones that match are one piece each,
+            and nothing else is one. None cuts where one activation lives.
 
     Returns:
         A function with the signature of `fn`; a `jmpx.Autocast` that holds `fn` if it is itself a
         pytree, such as a module of Equinox or NNX.
 
     Raises:
-        TypeError: if `fn` is not callable, or a dtype is not one.
-        ValueError: if a string is not a policy map, a dtype not a floating one, or, when called,
-            if `fn` creates Haiku parameters or changes an NNX module that it closes over, or a
+        TypeError: if `fn` is not callable, a dtype is not one, or `pieces` no selectors.
+        ValueError: if a string is not a policy map, a dtype not a floating one, `save` unknown or
+            missing where `pieces` is given, or, when called, if `fn` creates Haiku parameters or changes an NNX module that it closes over, or a
             compute dtype has 8 bits.
 
     Warns:
         UserWarning: when called, for each rule that is not optional and matched nothing, or whose
-            `matmul` no product gets; and once if convolutions have a dot algorithm.
+            `matmul` no product gets; once if convolutions have a dot algorithm; for each selector
+            in `pieces` that matched nothing; and once if `save` left something as it was: what is
+            under `jax.checkpoint` already, what has effects amid products, or all if the function
+            takes a gradient itself.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> import jmpx
         >>> @jmpx.autocast(policy="compute=bf16; op.tanh: f32", output=None)
         ... def f(w, b, x):
@@ -290,26 +154,29 @@ def autocast(
         >>> w, b, x = jnp.ones((3, 2)), jnp.ones(2), jnp.ones((4, 3))
         >>> [y.dtype.name for y in f(w, b, x)]
         ['bfloat16', 'float32', 'float32']
+
+        What the backward pass keeps of a model (see `jax.ad_checkpoint.print_saved_residuals`):
+
+        >>> def loss_fn(w, x):
+        ...     for _ in range(3):
+        ...         x = x + jnp.tanh(x @ w) ** 2
+        ...     return x.sum()
+        >>> w, x = jnp.ones((4, 4)), jnp.ones((64, 4))
+        >>> def kept_bytes(f):
+        ...     pullback = jax.eval_shape(lambda w: jax.vjp(f, w, x)[1], w)
+        ...     return sum(y.size * y.dtype.itemsize for y in jax.tree.leaves(pullback))
+        >>> kept_bytes(jmpx.autocast(loss_fn, save="products")) < kept_bytes(jmpx.autocast(loss_fn))
+        True
     """
     if fn is None:
-        return _Unapplied(policy, rules, output)
+        return _Unapplied(policy, rules, output, save, pieces)
     if not callable(fn):
         raise TypeError(f"Expected a function to run under autocast, got {fn!r}: {_WRITE}.")
     policy_map = _with_operations(get_policy_map(policy), rules or {})
     if output is not None and output != "traced":
         output = as_dtype(output)
-    wrapped = _wrap(fn, policy_map, output)
-    if is_object(fn) or not jax.tree_util.all_leaves([fn]):
-        return wrapped
+    return applied(fn, policy_map, output, get_saving(save, pieces))
 
-    @functools.wraps(fn, updated=())
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return wrapped._jmpx_call(*args, **kwargs)
-
-    return wrapper
-
-
-_jaxpr.import_extend()  # now, because the first call is often inside of a trace
 
 _WRITE = "write jmpx.autocast(f, policy) or decorate the function with @jmpx.autocast(policy=...)"
 
@@ -321,14 +188,19 @@ class _Unapplied(NamedTuple):
         policy: see `autocast`.
         rules: see `autocast`.
         output: see `autocast`.
+        save: see `autocast`.
+        pieces: see `autocast`.
     """
 
     policy: PolicyMapLike
     rules: Mapping[Any, DTypeLike] | None
     output: DTypeLike | None
+    save: Literal["products"] | None
+    pieces: str | Sequence[str] | None
 
     def __call__(self, fn: Callable[..., Any]) -> Any:
-        return autocast(fn, self.policy, rules=self.rules, output=self.output)
+        given = self._asdict()
+        return autocast(fn, given.pop("policy"), **given)
 
     def __enter__(self) -> NoReturn:
         raise TypeError(

@@ -1,5 +1,7 @@
 """Evaluates a jaxpr, one equation after the other, each by the rule of its primitive."""
 
+import copy
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +12,10 @@ import numpy as np
 from jmpx import _jaxpr
 from jmpx._autocast.binding import cast_operands, run_as_traced, run_overridden
 from jmpx._autocast.neighbours import Neighbours, find_neighbours
-from jmpx._autocast.regions import Regions
+from jmpx._autocast.pieces import Kind, Piece, find_pieces, find_selected
+from jmpx._autocast.regions import Regions, matches_scope
 from jmpx._autocast.rules import Context, Retraced, lookup
+from jmpx._autocast.saving import Saving, checkpointed
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value
 from jmpx._jaxpr import Atom, Equation, Jaxpr, operation_name
 from jmpx._marks import is_marking
@@ -29,20 +33,32 @@ class Interpreter:
     Args:
         policy_map: the policies of scopes and operations.
         surrounding: the algorithm of products that surrounds the call, see `Regions`.
+        saving: what is saved for the backward pass; None leaves that to JAX.
 
     Attributes:
         regions: the regions of the evaluation.
         used: what the evaluation met so far.
     """
 
-    def __init__(self, policy_map: PolicyMap, surrounding: str | None = None) -> None:
+    def __init__(
+        self, policy_map: PolicyMap, surrounding: str | None = None, saving: Saving | None = None
+    ) -> None:
         self.policy_map = policy_map
+        self.saving = saving
         self.regions = Regions(policy_map, surrounding)
         self.used = self.regions.used
 
     def fresh(self) -> "Interpreter":
         """Returns an interpreter of the same policy map that has met nothing yet."""
-        return Interpreter(self.policy_map, self.regions.surrounding)
+        return Interpreter(self.policy_map, self.regions.surrounding, self.saving)
+
+    def _that_saves(self, saving: Saving | None) -> "Interpreter":
+        """Returns an interpreter that notes what it meets here, and saves something else."""
+        if saving == self.saving:
+            return self
+        interpreter = copy.copy(self)
+        interpreter.saving = saving
+        return interpreter
 
     def evaluate(self, jaxpr: Jaxpr, values: Sequence[Value], scope: str) -> list[Value]:
         """Runs a jaxpr on values, and returns its results.
@@ -56,23 +72,83 @@ class Interpreter:
         for var, const in zip(jaxpr.constvars, _jaxpr.consts_of(jaxpr), strict=False):
             env[var] = Value.of_constant(const)
 
-        def read(atom: Atom) -> Value:
-            if _jaxpr.is_literal(atom):
-                return Value.of_constant(np.asarray(atom.val, atom.aval.dtype))
-            return env[atom]
-
         neighbours = find_neighbours(jaxpr)
-        for equation, last in zip(jaxpr.eqns, _jaxpr.last_uses(jaxpr), strict=True):
+        if self.saving is None or _jaxpr.looks_for_nans([value.array for value in values]):
+            plain = self._that_saves(None)
+            plain._run(jaxpr.eqns, env, scope, neighbours, _jaxpr.last_uses(jaxpr))
+        else:
+            for piece in self._pieces(jaxpr, scope, self.saving):
+                self._run_piece(piece, env, scope, neighbours, self.saving)
+                for var in piece.last:
+                    env.pop(var, None)
+        return [_read(env, atom) for atom in jaxpr.outvars]
+
+    def _run(
+        self,
+        equations: Sequence[Equation],
+        env: dict[Atom, Value],
+        scope: str,
+        neighbours: Neighbours,
+        last_uses: Sequence[Sequence[Atom]],
+    ) -> None:
+        """Runs equations, one after the other.
+
+        Args:
+            equations: the equations.
+            env: the values of variables; gets those that the equations define.
+            scope: the scope around the equations.
+            neighbours: see `Context`.
+            last_uses: for each equation the variables that nothing reads after it.
+        """
+        for equation, last in zip(equations, last_uses, strict=True):
             try:
                 context = self._context(equation, scope, neighbours)
-                results = _run(context, equation, list(map(read, equation.invars)))
+                results = _run(context, equation, [_read(env, atom) for atom in equation.invars])
             except Exception as error:
                 _jaxpr.note_source(error, equation)
                 raise
             env.update(zip(equation.outvars, results, strict=True))
             for var in last:
                 del env[var]
-        return list(map(read, jaxpr.outvars))
+
+    def _pieces(self, jaxpr: Jaxpr, scope: str, saving: Saving) -> list[Piece]:
+        if not saving.selectors:
+            return find_pieces(jaxpr)
+        return find_selected(jaxpr, scope, functools.partial(self._selects, saving))
+
+    def _selects(self, saving: Saving, scope: str) -> bool:
+        found = [rule for rule in saving.selectors if matches_scope(rule, scope)]
+        self.used.rules.update(found)
+        return bool(found)
+
+    def _run_piece(
+        self,
+        piece: Piece,
+        env: dict[Atom, Value],
+        scope: str,
+        neighbours: Neighbours,
+        saving: Saving,
+    ) -> None:
+        """Runs a piece as `_run` does; if it is to be saved, under `jax.checkpoint`."""
+        equations, plain = piece.equations, self._that_saves(None)
+        kept: list[list[Atom]] = [[]] * len(equations)
+        if piece.kind is Kind.SAVED:
+
+            def run(values: list[Value]) -> list[Value]:
+                inner = dict(zip(piece.inputs, values, strict=True))
+                plain._run(equations, inner, scope, neighbours, kept)
+                return [inner[var] for var in piece.outputs]
+
+            results = checkpointed(run, [env[var] for var in piece.inputs], saving)
+            env.update(zip(piece.outputs, results, strict=True))
+        elif piece.kind is Kind.INSIDE:
+            in_loop = saving.in_loop or equations[0].primitive.name == "scan"
+            inside = self._that_saves(saving._replace(in_loop=in_loop))
+            inside._run(equations, env, scope, neighbours, kept)
+        else:
+            if piece.kind is not Kind.PLAIN:
+                self.used.left.add((piece.kind, _jaxpr.place_of(equations[0])))
+            plain._run(equations, env, scope, neighbours, kept)
 
     def _context(self, equation: Equation, scope: str, neighbours: Neighbours) -> Context:
         name, scope = operation_name(equation.primitive.name), _jaxpr.scope_within(scope, equation)
@@ -102,7 +178,16 @@ class Interpreter:
         """
         traits = tuple(value.traits for value in values)
         dtypes, surrounding = tuple(result_dtypes), self.regions.surrounding
-        key = (traits, scope, dtypes, num_uncast, self.policy_map, surrounding, is_marking())
+        key = (
+            traits,
+            scope,
+            dtypes,
+            num_uncast,
+            self.policy_map,
+            surrounding,
+            self.saving,
+            is_marking(),
+        )
         known = _retraced.setdefault(jaxpr, {})
         if key not in known:
             known[key] = self._retrace(jaxpr, traits, scope, result_dtypes, num_uncast)
@@ -135,6 +220,12 @@ class Interpreter:
             for i, (var, each) in enumerate(zip(jaxpr.invars, traits, strict=True))
         ]
         return Retraced(jax.make_jaxpr(on_arrays)(*avals), results, interpreter.used)
+
+
+def _read(env: dict[Atom, Value], atom: Atom) -> Value:
+    if _jaxpr.is_literal(atom):
+        return Value.of_constant(np.asarray(atom.val, atom.aval.dtype))
+    return env[atom]
 
 
 def _run(context: Context, equation: Equation, values: list[Value]) -> list[Value]:

@@ -4,11 +4,13 @@ The rules of a policy map (`jmpx.Rule`) are called policy rules in this package,
 primitive has a rule, too: see `rules.py`.
 """
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import numpy as np
 
 from jmpx._autocast.value import FLOAT32
+from jmpx._jaxpr import Place
 from jmpx._marks import is_own_name, module_of, without_marks
 from jmpx._policy_map import PolicyMap, Rule as PolicyRule
 from jmpx._scopes import FULL_PRECISION
@@ -36,6 +38,7 @@ class Used(NamedTuple):
         operations: names of primitives.
         algorithms: algorithms of float32 products, also of those that have one of their own.
         ignored: algorithms that JAX ignores, because the product is a convolution.
+        left: what `save=` left as it was: why, and where in the user's code.
     """
 
     rules: set[PolicyRule]
@@ -43,11 +46,12 @@ class Used(NamedTuple):
     operations: set[str]
     algorithms: set[Algorithm]
     ignored: set[Algorithm]
+    left: set[tuple[Hashable, Place | None]]
 
     @classmethod
     def nothing(cls) -> "Used":
         """Returns what an evaluation has met before it starts."""
-        return cls(set(), set(), set(), set(), set())
+        return cls(set(), set(), set(), set(), set(), set())
 
     def note(self, algorithm: Algorithm, policy_map: PolicyMap) -> None:
         """Notes the algorithm of a product, and the policy rule that gives it."""
@@ -62,6 +66,7 @@ class Used(NamedTuple):
         self.operations.update(inner.operations)
         self.algorithms.update(inner.algorithms)
         self.ignored.update(inner.ignored)
+        self.left.update(inner.left)
 
 
 class Region(NamedTuple):
@@ -152,7 +157,7 @@ class Regions:
         for rank, rule in enumerate(self.policy_map.rules):
             if region.is_fixed and not self.give_algorithms:
                 break  # no rule can change it
-            if any(_matches(rule, each) for each in level):
+            if any(matches_scope(rule, each) for each in level):
                 region = region.changed(rule, rank, around)
                 if not region.is_fixed or rule.matmul is not None:
                     self.used.rules.add(rule)
@@ -197,7 +202,7 @@ class Regions:
         return found
 
 
-def _matches(rule: PolicyRule, scope: str) -> bool:
+def matches_scope(rule: PolicyRule, scope: str) -> bool:
     """Whether a policy rule is about the last name of a scope, which may mark a module."""
     module = module_of(scope)
     return rule.matches_scope(seen_scope(scope)) if module is None else rule.matches(*module)

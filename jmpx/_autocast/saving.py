@@ -1,54 +1,123 @@
-"""Which results of autocast the backward pass keeps: a policy of `jax.checkpoint`."""
+"""What autocast saves for the backward pass, and `jax.checkpoint` around pieces of a function."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
+import jax.core
 import numpy as np
 
-from jmpx._jaxpr import Primitive
-
-COMPARISONS = frozenset("eq ne lt le gt ge is_finite eq_to lt_to le_to".split())
-# Primitives that cost next to nothing to run again on what is saved.
-CHEAP = frozenset(
-    """
-    mul div sub neg abs sign max min clamp select_n integer_pow square convert_element_type
-    broadcast_in_dim reshape transpose squeeze rev slice pad concatenate split
-    """.split()
-)
+from jmpx._autocast.value import Array, Traits, Value
+from jmpx._jaxpr import Primitive, operation_name
+from jmpx._messages import describe, did_you_mean
+from jmpx._rules import Rule
 
 
-def save_low_precision(primitive: Primitive, *avals: Any, **params: Any) -> bool:
-    """Keeps no float32 intermediates for the backward pass: a policy of `jax.checkpoint`.
-
-    Results in 16 bits are saved, and so are masks and indices. Results in float32, such as a
-    softmax or the statistics of a norm, are computed again, and so are multiplications, casts and
-    changes of shape. The policy says what JAX asks the compiler to keep; peak memory is the
-    compiler's choice, and may even grow, so measure it.
+class Saving(NamedTuple):
+    """What autocast saves for the backward pass: in each piece, the results of weight products.
 
     Args:
-        primitive: the operation, a primitive of JAX.
-        *avals: the shapes and dtypes of its operands.
-        **params: its parameters.
-
-    Returns:
-        Whether to save the results.
-
-    Example:
-        >>> import functools, jax, jax.numpy as jnp
-        >>> import jmpx
-        >>> @functools.partial(jax.checkpoint, policy=jmpx.save_low_precision)
-        ... @jmpx.autocast
-        ... def loss_fn(w, x):
-        ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
-        >>> jax.grad(loss_fn)(jnp.ones((3, 2)), jnp.ones((4, 3))).shape
-        (3, 2)
+        selectors: what each piece is, as rules without a dtype; without any, autocast decides.
+        in_loop: whether the body of a scan is evaluated.
     """
-    if primitive.name in COMPARISONS:
-        return True
-    if primitive.name in CHEAP:
-        return False
-    said = [params.get(key) for key in ("new_dtype", "preferred_element_type", "dtype")]
-    dtypes = [dtype for dtype in said if dtype is not None]
-    dtypes = dtypes or [aval.dtype for aval in avals if hasattr(aval, "dtype")]
-    inexact = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
-    return all(np.dtype(dtype).itemsize <= 2 for dtype in inexact)
+
+    selectors: tuple[Rule, ...] = ()
+    in_loop: bool = False
+
+
+def get_saving(save: Any, pieces: Any) -> Saving | None:
+    """Returns what the arguments of `autocast` with these names mean.
+
+    Raises:
+        TypeError: if `pieces` is neither a selector nor a sequence of them.
+        ValueError: if `save` is neither None nor "products", a selector is none of a module or a
+            scope, or `pieces` is given without `save`.
+    """
+    if save is not None and save != "products":
+        near = did_you_mean(save, ["products"]) if isinstance(save, str) else "."
+        raise ValueError(f"Expected None or 'products' as save=, got {describe(save)}{near}")
+    if pieces is None:
+        return None if save is None else Saving()
+    selectors = (pieces,) if isinstance(pieces, str) else pieces
+    is_sequence = isinstance(selectors, Sequence)
+    if not is_sequence or not all(isinstance(each, str) for each in selectors):
+        raise TypeError(
+            "Expected a selector of modules or scopes as pieces=, such as 'Block' or '*/layers_*', "
+            f"or a sequence of them, got {describe(pieces)}."
+        )
+    if save is None:
+        raise ValueError(
+            f"Expected save='products' with pieces={describe(pieces)}: pieces= says between which "
+            "arrays, not what is saved."
+        )
+    return Saving(tuple(map(_selector, selectors)) or (_selector(""),))
+
+
+def _selector(text: str) -> Rule:
+    name = text.strip().removesuffix("?")
+    if not name or name.startswith("op.") or set(name) & set(":;,=| "):
+        raise ValueError(
+            "Expected a class, a path or a scope in pieces=, such as 'Block' or '*/layers_*', got "
+            f"{describe(text)}: pass several as a sequence."
+        )
+    return Rule(name, optional=text.strip().endswith("?"))
+
+
+def is_weight_product(
+    primitive: Primitive, params: dict[str, Any], operands: Sequence[Any]
+) -> bool:
+    """Whether an operation is a convolution, or a matrix product as a layer makes it of weights.
+
+    A product of two activations, such as the scores of an attention, has dimensions of the batch.
+
+    Args:
+        primitive: the operation.
+        params: its parameters.
+        operands: its operands, or their shapes and dtypes.
+    """
+    name = operation_name(primitive.name)
+    if name == "dot_general":
+        (contracted, _), (batch, _) = params["dimension_numbers"]
+        shape = getattr(operands[0], "aval", operands[0]).shape
+        return not batch and any(shape[axis] != 1 for axis in contracted)
+    return name in ("conv_general_dilated", "ragged_dot_general")
+
+
+def saves_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
+    """Whether the backward pass keeps the results of an operation: a policy of `jax.checkpoint`."""
+    return is_weight_product(primitive, params, avals)
+
+
+def checkpointed(
+    run: Callable[[list[Value]], list[Value]], values: Sequence[Value], saving: Saving
+) -> list[Value]:
+    """Runs a function of values under `jax.checkpoint`.
+
+    Args:
+        run: the function.
+        values: its operands.
+        saving: what is saved.
+    """
+    # JAX may keep the function, which must not keep the arrays alive.
+    constants = [v.array if isinstance(v.array, np.ndarray) else None for v in values]
+    known = [(value.traits, value.constant) for value in values]
+    results: list[tuple[Traits, Array | None]] = []
+
+    def on_arrays(*arrays: Array) -> list[Array]:
+        given = iter(arrays)
+        filled = [next(given) if constant is None else constant for constant in constants]
+        outputs = run([_value(a, *each) for a, each in zip(filled, known, strict=True)])
+        results[:] = [(output.traits, output.constant) for output in outputs]
+        return [output.array for output in outputs]
+
+    # The two passes over a scan's body are in two loops: nothing can merge their equations.
+    remat = jax.checkpoint(on_arrays, policy=saves_products, prevent_cse=not saving.in_loop)
+    pairs = zip(values, constants, strict=True)
+    arrays = remat(*(value.array for value, constant in pairs if constant is None))
+    return [_value(array, *each) for array, each in zip(arrays, results, strict=True)]
+
+
+def _value(array: Array, traits: Traits, constant: Array | None) -> Value:
+    value = Value.of(array, traits)
+    value.constant = constant
+    return value

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterable
 
+from jmpx._autocast.pieces import Kind
 from jmpx._autocast.products import CONVOLUTION, PRODUCTS
 from jmpx._autocast.regions import Used
 from jmpx._autocast.rules import is_registered, overridable
@@ -58,6 +59,12 @@ _FUNCTIONS = {
     ("acosh",): "arccosh",
     ("atanh",): "arctanh",
 }
+# Why `save=` left something as it was, and what to do.
+_LEFT = {
+    None: "it takes a gradient itself, so put autocast inside, as in jax.grad(jmpx.autocast(f))",
+    Kind.CHECKPOINT: "it is under jax.checkpoint, so leave that out where save= shall decide",
+    Kind.EFFECTS: "it has effects, such as a callback, so move these out of it",
+}
 INSTEAD = {name: ops for ops, names in _FUNCTIONS.items() for name in names.split()}
 
 
@@ -85,17 +92,54 @@ def warn_unused(policy_map: PolicyMap, used: Used, seen: Iterable[Module], stack
         seen: the modules that the arguments hold.
         stacklevel: that of `warnings.warn` in the caller.
     """
-    modules = {*seen, *(module for scope in used.scopes if (module := module_of(scope)))}
+    modules = _modules(used, seen)
     for rule in policy_map.rules:
         if rule in used.rules or any(rule.matches(*module) for module in modules):
             continue
         if rule.is_operation:
             kind, near = "operation", near_operation(rule.selector, used.operations)
         else:
-            kind = "module or scope" if modules else "scope"
-            known = _by_name(used.scopes, modules, rule.is_path)
-            near = did_you_mean(rule.selector.strip("*/"), known)
+            kind, near = _near_scope(rule, used, modules)
         warn_of(rule, policy_map, kind, near, stacklevel + 1)
+
+
+def _modules(used: Used, seen: Iterable[Module]) -> set[Module]:
+    return {*seen, *(module for scope in used.scopes if (module := module_of(scope)))}
+
+
+def _near_scope(rule: PolicyRule, used: Used, modules: set[Module]) -> tuple[str, str]:
+    """Returns what a selector could have matched, and the end of a warning that it did not."""
+    known = _by_name(used.scopes, modules, rule.is_path)
+    near = did_you_mean(rule.selector.strip("*/"), known)
+    return "module or scope" if modules else "scope", near
+
+
+def warn_of_saving(
+    selectors: Iterable[PolicyRule], used: Used, seen: Iterable[Module], stacklevel: int
+) -> None:
+    """Warns of selectors of pieces that matched nothing, and once of what is left as it was.
+
+    Args:
+        selectors: the selectors.
+        used: what the evaluation met.
+        seen: the modules that the arguments hold.
+        stacklevel: that of `warnings.warn` in the caller.
+    """
+    reasons = {reason for reason, _ in used.left}
+    modules = _modules(used, seen)
+    for rule in () if None in reasons else selectors:
+        if rule not in used.rules and not rule.optional:
+            kind, near = _near_scope(rule, used, modules)
+            message = f"{rule.selector!r} of pieces= matched no {kind}{near}"
+            warnings.warn(message, stacklevel=stacklevel + 1)
+    remedies = [text for reason, text in _LEFT.items() if reason in reasons]
+    if remedies:
+        places = ", ".join(sorted({str(place) for _, place in used.left if place is not None}))
+        warnings.warn(
+            f"save='products' leaves a part of the function as it is{places and f' ({places})'}: "
+            f"{'; '.join(remedies)}.",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def warn_of_algorithms(policy_map: PolicyMap, used: Used, stacklevel: int) -> None:

@@ -1,0 +1,197 @@
+"""What `autocast` returns: a callable that traces the user's, and evaluates the jaxpr."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmpx import _jaxpr
+from jmpx._autocast.interpreter import Interpreter
+from jmpx._autocast.pieces import takes_gradient
+from jmpx._autocast.saving import Saving
+from jmpx._autocast.unused import warn_of_algorithms, warn_of_saving, warn_unused
+from jmpx._autocast.value import Value
+from jmpx._contexts import note_cast
+from jmpx._dtypes import check_computes
+from jmpx._leaves import is_floating
+from jmpx._made_once import made_once
+from jmpx._matmul import region_setting
+from jmpx._modules import Marks
+from jmpx._nnx_objects import is_object, module_base
+from jmpx._policy_map import PolicyMap
+from jmpx._registry import refuse_creation
+from jmpx._scopes import RESTORE
+from jmpx._stateful import Pure, call
+
+_jaxpr.import_extend()  # now, because the first call is often inside of a trace
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["_jmpx_fn"],
+    meta_fields=["_jmpx_policy_map", "_jmpx_output", "_jmpx_save"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Autocast:
+    """A callable under autocast; `jmpx.autocast` makes it.
+
+    It is a pytree whose one child is the callable, so that the parameters of a module are trained,
+    saved and sharded as before. It has the attributes of the callable, such as a layer's `weight`.
+    Public methods of the callable that are called through it run under autocast, too. The callable
+    itself is its `__wrapped__`.
+
+    If the callable is an object of Flax's NNX, it is an `nnx.Module`, so that it can be an
+    attribute of other modules; attributes that are set on it are set on the object.
+
+    Args:
+        _jmpx_fn: the callable.
+        _jmpx_policy_map: the policies of scopes and operations.
+        _jmpx_output: "traced", None or a dtype; see `jmpx.autocast`.
+        _jmpx_save: what the backward pass keeps; see `jmpx.autocast`.
+
+    Example:
+        >>> import equinox as eqx, jax
+        >>> import jmpx
+        >>> layer = jmpx.autocast(eqx.nn.Linear(3, 2, key=jax.random.key(0)))
+        >>> isinstance(layer, jmpx.Autocast), layer.weight.shape, type(layer.__wrapped__).__name__
+        (True, (2, 3), 'Linear')
+    """
+
+    _jmpx_fn: Callable[..., Any]
+    _jmpx_policy_map: PolicyMap
+    _jmpx_output: Any = "traced"
+    _jmpx_save: Saving | None = None
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._jmpx_fn
+
+    def __getattr__(self, name: str) -> Any:
+        # Python, copy and pickle ask for special methods, also before there are any fields.
+        if "_jmpx_fn" not in vars(self) or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(self._jmpx_fn, name)
+        is_method = callable(value) and getattr(value, "__self__", None) is self._jmpx_fn
+        if is_method and not name.startswith("_"):
+            return applied(value, self._jmpx_policy_map, self._jmpx_output, self._jmpx_save)
+        return value
+
+    def __dir__(self) -> Iterable[str]:
+        return {*super().__dir__(), *dir(self._jmpx_fn)}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the callable under autocast."""
+        return self._jmpx_call(*args, **kwargs)
+
+    def _jmpx_call(self, *args: Any, **kwargs: Any) -> Any:
+        policy_map = self._jmpx_policy_map
+        for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
+            if dtype is not None:
+                check_computes(dtype)
+        note_cast("jmpx.autocast")
+        interpreter = Interpreter(policy_map, region_setting(), self._jmpx_save)
+        selectors = self._jmpx_save.selectors if self._jmpx_save else ()
+        marks = Marks(PolicyMap(policy_map.default, (*policy_map.rules, *selectors)))
+        transform = functools.partial(_evaluate, interpreter, self._jmpx_output)
+        result = call(transform, marks.call, (self._jmpx_fn, *args), kwargs)
+        warn_unused(policy_map, interpreter.used, marks.seen, stacklevel=3)
+        warn_of_algorithms(policy_map, interpreter.used, stacklevel=3)
+        warn_of_saving(selectors, interpreter.used, marks.seen, stacklevel=3)
+        return result
+
+
+def _evaluate(
+    interpreter: Interpreter, output: Any, pure: Pure, state: Any, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Runs a pure function under autocast; its new state has the dtypes that were traced."""
+    is_inside = interpreter.regions.surrounding is not None
+    # A setting of jmpx around the call is for products that run in float32; the trace shows those
+    # whose precision the user's own code sets.
+    open_products = jax.default_matmul_precision(None) if is_inside else contextlib.nullcontext()
+    with refuse_creation(), open_products:
+        traced = _jaxpr.trace(pure, (state, *args), kwargs)
+    # As a loop's carry, state that is replaced does not yield: a moving average would stall.
+    if interpreter.saving is not None and takes_gradient(traced.jaxpr):
+        interpreter.used.left.add((None, None))
+        interpreter.saving = None
+    values = [Value(array, yields=not pure.is_replaced(array)) for array in traced.arrays]
+    values = interpreter.evaluate(traced.jaxpr, values, "")
+    avals = traced.jaxpr.out_avals
+    with jax.named_scope(RESTORE):
+        outputs = [
+            _restored(value, aval, output if i < len(avals) - pure.size else "traced")
+            for i, (value, aval) in enumerate(zip(values, avals, strict=True))
+        ]
+    return traced.rebuild(outputs)
+
+
+def _restored(value: Value, traced: Any, output: Any) -> Any:
+    """Returns a result of the evaluation in the dtype that `output` says.
+
+    Args:
+        value: the result.
+        traced: its abstract value without autocast.
+        output: see `autocast`.
+    """
+    if output is None or not is_floating(value.array):
+        return value.array
+    if output != "traced":
+        return value.to(np.dtype(output))
+    array = value.to(traced.dtype)
+    return _jaxpr.weakly_typed(array) if traced.weak_type else array
+
+
+@made_once
+def _module_class(base: Any) -> type:
+    """Returns the class of an `Autocast` that is an `nnx.Module`.
+
+    Args:
+        base: `nnx.Module`, as this file does not import Flax.
+    """
+    names = [field.name for field in dataclasses.fields(Autocast)]
+
+    class AutocastModule(Autocast, base):
+        def __init__(self, *values: Any) -> None:
+            for name, value in zip(names, values, strict=True):
+                base.__setattr__(self, name, value)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in names:
+                base.__setattr__(self, name, value)
+            else:
+                setattr(self._jmpx_fn, name, value)
+
+        def __delattr__(self, name: str) -> None:
+            delattr(self._jmpx_fn, name)
+
+        def __reduce__(self) -> Any:  # pickle does not find the class by its name
+            return _wrap, tuple(getattr(self, name) for name in names)
+
+    return AutocastModule
+
+
+def _wrap(fn: Callable[..., Any], *fields: Any) -> Autocast:
+    """Makes the `Autocast` of a callable, which may be a pytree or an object of NNX."""
+    return (_module_class(module_base()) if is_object(fn) else Autocast)(fn, *fields)
+
+
+def applied(fn: Callable[..., Any], *fields: Any) -> Any:
+    """Returns a callable under autocast: an `Autocast` of a pytree, else a function.
+
+    Args:
+        fn: the callable.
+        *fields: the other fields of `Autocast`.
+    """
+    wrapped = _wrap(fn, *fields)
+    if is_object(fn) or not jax.tree_util.all_leaves([fn]):
+        return wrapped
+
+    @functools.wraps(fn, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return wrapped._jmpx_call(*args, **kwargs)
+
+    return wrapper
