@@ -242,9 +242,10 @@ def optimizer_update(
         skip_by: "cond" runs the update in a `lax.cond`, which a skipped step does not enter.
             "where" always computes the update and then selects. None, the default, takes "where" on
             TPUs and "cond" elsewhere, by the platform that the program is lowered for, so that one
-            compiled for a TPU on another machine has "where", too. On a GPU "where" may be faster, because it fuses with the optimizer, while a `lax.cond`
-            may wait for the host to read the flag: measure both. "where" is taken in any case for a
-            flag that is not traced, or that varies over the devices of a `jax.shard_map`.
+            compiled for a TPU on another machine has "where", too. On a GPU "where" may be faster,
+            because it fuses with the optimizer, while a `lax.cond` may wait for the host to read
+            the flag: measure both. "where" is taken in any case for a flag that is not traced, or
+            that varies over the devices of a `jax.shard_map`.
         **extra_args: other arguments of `optimizer.update`, such as `value=`.
 
     Returns:
