@@ -1,9 +1,10 @@
-"""Autocast as users call it: the function `autocast`, and the class `Autocast` of its results."""
+"""Autocast as users call it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, overload
 
 from jmpx._autocast.saving import get_saving
+from jmpx._autocast.wrapped import applied
 from jmpx._dtypes import DTypeLike, as_dtype
 from jmpx._jaxpr import operation_name
 from jmpx._policy_map import PolicyMap, PolicyMapLike, Rule as PolicyRule, get_policy_map
@@ -134,8 +135,8 @@ def autocast(
     Raises:
         TypeError: if `fn` is not callable, a dtype is not one, or `pieces` no selectors.
         ValueError: if a string is not a policy map, a dtype not a floating one, `save` unknown or
-            missing where `pieces` is given, or, when called, if `fn` creates Haiku parameters or changes an NNX module that it closes over, or a
-            compute dtype has 8 bits.
+            missing where `pieces` is given, or, when called, if `fn` creates Haiku parameters or
+            changes an NNX module that it closes over, or a compute dtype has 8 bits.
 
     Warns:
         UserWarning: when called, for each rule that is not optional and matched nothing, or whose
