@@ -139,7 +139,9 @@ class Interpreter:
                 plain._run(equations, inner, scope, neighbours, kept)
                 return [inner[var] for var in piece.outputs]
 
-            results = checkpointed(run, [env[var] for var in piece.inputs], saving)
+            last, values = set(piece.last), [env[var] for var in piece.inputs]
+            is_read = [var not in last for var in piece.inputs]
+            results = checkpointed(run, values, is_read, saving)
             env.update(zip(piece.outputs, results, strict=True))
         elif piece.kind is Kind.INSIDE:
             in_loop = saving.in_loop or equations[0].primitive.name == "scan"

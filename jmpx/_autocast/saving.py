@@ -1,5 +1,6 @@
 """What autocast saves for the backward pass, and `jax.checkpoint` around pieces of a function."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from jmpx._autocast.value import Array, Traits, Value
 from jmpx._jaxpr import Primitive, operation_name
 from jmpx._messages import describe, did_you_mean
 from jmpx._rules import Rule
+
+_Cast = tuple[np.dtype, bool]  # a key of `Value.casts`
 
 
 class Saving(NamedTuple):
@@ -89,32 +92,57 @@ def saves_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
 
 
 def checkpointed(
-    run: Callable[[list[Value]], list[Value]], values: Sequence[Value], saving: Saving
+    run: Callable[[list[Value]], list[Value]],
+    values: Sequence[Value],
+    is_read: Sequence[bool],
+    saving: Saving,
 ) -> list[Value]:
     """Runs a function of values under `jax.checkpoint`.
 
+    Casts go in and out with the values, so that each is made once: the cotangents of one cast are
+    summed in its dtype, those of two casts in the dtype of the value.
+
     Args:
         run: the function.
-        values: its operands.
+        values: its operands; get the casts that it makes of those that are read again.
+        is_read: which of the operands are read again afterwards.
         saving: what is saved.
     """
     # JAX may keep the function, which must not keep the arrays alive.
     constants = [v.array if isinstance(v.array, np.ndarray) else None for v in values]
-    known = [(value.traits, value.constant) for value in values]
+    known = [
+        (v.traits, v.constant, () if c is not None else tuple(v.casts))
+        for v, c in zip(values, constants, strict=True)
+    ]
     results: list[tuple[Traits, Array | None]] = []
+    made: list[tuple[int, _Cast]] = []  # of operands, then of results
 
     def on_arrays(*arrays: Array) -> list[Array]:
-        given = iter(arrays)
-        filled = [next(given) if constant is None else constant for constant in constants]
-        outputs = run([_value(a, *each) for a, each in zip(filled, known, strict=True)])
+        given, operands = iter(arrays), []
+        for constant, (traits, number, casts) in zip(constants, known, strict=True):
+            operands.append(_value(next(given) if constant is None else constant, traits, number))
+            operands[-1].casts.update((key, next(given)) for key in casts)
+        outputs = run(list(operands))
         results[:] = [(output.traits, output.constant) for output in outputs]
-        return [output.array for output in outputs]
+        made[:] = [
+            (i, key)
+            for i, value in enumerate((*operands, *outputs))
+            if i >= len(operands) or (is_read[i] and constants[i] is None)
+            for key in value.casts
+            if i >= len(operands) or key not in known[i][2]
+        ]
+        casts = [(*operands, *outputs)[i].casts[key] for i, key in made]
+        return [output.array for output in outputs] + casts
 
     # The two passes over a scan's body are in two loops: nothing can merge their equations.
     remat = jax.checkpoint(on_arrays, policy=saves_products, prevent_cse=not saving.in_loop)
     pairs = zip(values, constants, strict=True)
-    arrays = remat(*(value.array for value, constant in pairs if constant is None))
-    return [_value(array, *each) for array, each in zip(arrays, results, strict=True)]
+    given = [(v.array, *v.casts.values()) for v, constant in pairs if constant is None]
+    arrays = remat(*itertools.chain.from_iterable(given))
+    outputs = [_value(array, *each) for array, each in zip(arrays, results, strict=False)]
+    for (i, key), array in zip(made, arrays[len(outputs) :], strict=True):
+        (*values, *outputs)[i].casts[key] = array
+    return outputs
 
 
 def _value(array: Array, traits: Traits, constant: Array | None) -> Value:

@@ -49,9 +49,10 @@ class Value:
         power: see `Traits`.
         constant: an array that holds the same numbers in any shape, where they are known while
             tracing; None elsewhere.
+        casts: the array in other dtypes, by the dtype and whether finite numbers stay finite.
     """
 
-    __slots__ = ("_casts", "array", "constant", "power", "tangent", "uniform", "yields")
+    __slots__ = ("array", "casts", "constant", "power", "tangent", "uniform", "yields")
 
     def __init__(self, array: Array, yields: bool, tangent: bool = False) -> None:
         self.array = array
@@ -60,7 +61,7 @@ class Value:
         self.uniform: bool = array.size == 1
         self.power = False
         self.constant: Array | None = None
-        self._casts: dict[tuple[np.dtype, bool], Array] = {}
+        self.casts: dict[tuple[np.dtype, bool], Array] = {}
 
     @classmethod
     def of(cls, array: Array, traits: Traits) -> "Value":
@@ -101,9 +102,9 @@ class Value:
         if self.dtype == dtype:
             return self.array
         key = dtype, saturate
-        if key not in self._casts:
-            self._casts[key] = _cast(self.array, dtype, saturate)
-        return self._casts[key]
+        if key not in self.casts:
+            self.casts[key] = _cast(self.array, dtype, saturate)
+        return self.casts[key]
 
     def fits(self, dtype: np.dtype) -> bool:
         """Whether `dtype` holds the numbers of an array that yields, with their digits.

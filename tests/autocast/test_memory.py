@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BF16, F16, F32, assert_same_bits, normal
+from helpers import F16, F32, normal
 from helpers.autocast import (
     LOW_DTYPES,
     assert_near,
@@ -21,6 +21,8 @@ from helpers.jaxprs import equations_of
 from jax.ad_checkpoint import checkpoint_name
 
 import jmpx
+
+SAVED = "autocast, save_low_precision"  # the benchmark's name of `save="products"`
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,12 @@ def test_residuals(transformer):
     kept = {way: benchmark.residual_bytes(loss_fn, params) for way, loss_fn in ways.items()}
     ratios = {way: bytes_ / kept["float32"] for way, bytes_ in kept.items()}
     assert ratios["autocast"] < 0.66
-    assert ratios["autocast, save_low_precision"] < 0.27
+    assert ratios[SAVED] < 0.16
+    # Of each block the two activations between pieces, and what the first products of its halves
+    # made; of the head the scores, which the loss reads in float32, and the labels.
+    tokens, width = 8 * 128, 256
+    blocks, head = 4 * tokens * (2 + 3 + 4) * width * 2, tokens * 64 * 4 + tokens * 4
+    assert blocks <= kept[SAVED] <= blocks + head + 20 * tokens
     assert 0.85 < ratios["grampax"] < 0.9  # what it is worth to leave activations low
 
 
@@ -53,28 +60,10 @@ def test_gradients_are_nearer_to_float32_than_those_of_a_bfloat16_model(rng):
     params = model.init(rng)
     ways = benchmark.losses(model, model.batch(rng, 4, 16))
     full, half, autocast, saving = (
-        benchmark.gradients(ways[way], params)
-        for way in ("float32", "bfloat16", "autocast", "autocast, save_low_precision")
+        benchmark.gradients(ways[way], params) for way in ("float32", "bfloat16", "autocast", SAVED)
     )
     assert np.linalg.norm(autocast - full) <= np.linalg.norm(half - full)
     assert np.linalg.norm(saving - full) <= 1.1 * np.linalg.norm(half - full)
-
-
-def test_save_low_precision_alone(rng):
-    """A model cast by a policy: its 16-bit activations are kept, its float32 islands are not."""
-    w, x = normal(rng, 8, 8), normal(rng, 16, 8)
-
-    def loss_fn(w):
-        h = jnp.tanh(jnp.bfloat16(1) * x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
-        probabilities = jax.nn.softmax(h.astype(jnp.float32))
-        return jnp.sum(probabilities**2)
-
-    saved = jax.checkpoint(loss_fn, policy=jmpx.save_low_precision)
-    kept = jax.make_jaxpr(lambda w: jax.vjp(saved, w)[1])(w).jaxpr
-    kept = [v.aval for v in kept.outvars if v not in (*kept.invars, *kept.constvars)]
-    assert {aval.dtype for aval in kept} == {BF16}
-    assert benchmark.residual_bytes(saved, w) < 0.5 * benchmark.residual_bytes(loss_fn, w)
-    assert_same_bits(jax.grad(saved)(w), jax.grad(loss_fn)(w))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +101,6 @@ POLICIES = {
     "dots": jax.checkpoint_policies.dots_saveable,
     "names": jax.checkpoint_policies.save_only_these_names("h"),
     "all but names": jax.checkpoint_policies.save_anything_except_these_names("h"),
-    "low precision": jmpx.save_low_precision,
 }
 
 
@@ -130,13 +118,10 @@ def test_checkpoint_policies_are_followed(pair, name):
     around, plain = jmpx.autocast(both(remat(f))), both(remat(f))
     for cast in (inside, outside, around):
         assert_ran(cast, *pair, dot_general="bfloat16")
-    if name in ("names", "low precision"):
+    if name == "names":
         assert_near(*values(pair, inside, plain))
     assert products(around) == products(plain) >= products(both(f))
-    if name == "low precision":  # what it saves is 16 bits wide: no product runs again
-        assert products(inside) == products(outside) == products(both(f)) < products(plain)
-    else:
-        assert products(inside) == products(outside) == products(plain)
+    assert products(inside) == products(outside) == products(plain)
 
 
 def test_a_checkpoint_that_captured_a_constant(pair):

@@ -4,7 +4,6 @@
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
 from collections import UserDict
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, assert_type
@@ -160,7 +159,15 @@ def test_autocast_keeps_the_signature(x: jax.Array) -> None:
     def decorated(params: Params, x: jax.Array, *, scale: float = 1.0) -> dict[str, jax.Array]:
         return predict(params, x, scale=scale)
 
+    @jmpx.autocast(save="products", pieces=["head?"])
+    def saving(params: Params, x: jax.Array, *, scale: float = 1.0) -> dict[str, jax.Array]:
+        return predict(params, x, scale=scale)
+
     called = jmpx.autocast(predict, jmpx.get_policy_map("c=bf16"), output=jnp.float32)
+    assert_type(saving(make_params(), x, scale=2.0), dict[str, jax.Array])
+    assert_type(jmpx.autocast(predict, save="products")(make_params(), x), dict[str, jax.Array])
+    with pytest.raises(ValueError):
+        jmpx.autocast(predict, save="all")  # pyright: ignore[reportArgumentType, reportCallIssue]
     assert_type(plain(make_params(), x, scale=2.0), dict[str, jax.Array])
     assert_type(decorated(make_params(), x, scale=2.0), dict[str, jax.Array])
     assert_type(called(make_params(), x, scale=2.0), dict[str, jax.Array])
@@ -231,9 +238,7 @@ def test_casts_of_functions_keep_the_signature(x: jax.Array) -> None:
         half(make_params(), x, x)  # pyright: ignore[reportCallIssue]
 
 
-def test_autocast_of_a_pytree_and_checkpoint_policy(x: jax.Array) -> None:
+def test_autocast_of_a_pytree(x: jax.Array) -> None:
     wrapped = jmpx.autocast(jax.tree_util.Partial(predict, make_params()))
     assert isinstance(wrapped, jmpx.Autocast)
     assert wrapped(x)["y"].shape == (4, 3)  # pyright: ignore[reportUnknownMemberType]
-    policy: Callable[..., bool] = jmpx.save_low_precision
-    jax.checkpoint(predict, policy=policy)  # pyright: ignore[reportUnknownMemberType]

@@ -1,0 +1,248 @@
+"""Between which arrays `jmpx.autocast(save=)` cuts, what it leaves alone, and what it warns of."""
+
+import autocast as benchmark
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import normal, warns_once
+from helpers.four_frameworks import X, equinox_net
+from helpers.jaxprs import equations, equations_of, trace
+from jax import lax
+from jax.experimental import io_callback
+
+import jmpx
+import jmpx.equinox
+
+
+def pieces(fn, *args, **options):
+    """Returns how many products each checkpointed piece has, innermost functions included."""
+    cast = jmpx.autocast(fn, save="products", **options)
+    remats = [e for e in equations(trace(cast, *args)) if e.primitive.name == "remat2"]
+    inner = [list(equations(e.params["jaxpr"])) for e in remats]
+    return [sum(e.primitive.name == "dot_general" for e in eqns) for eqns in inner]
+
+
+def blocks(x, w, count=3, wrap=lambda f: f):
+    def block(x):
+        return x + jnp.tanh(x @ w) @ w
+
+    for _ in range(count):
+        x = wrap(block)(x)
+    return x
+
+
+def test_cuts(pair):
+    def scanned(x, w):
+        return lax.scan(lambda x, _: (blocks(x, w, 2), None), x, None, 3)[0]
+
+    def decoder(x, w):  # in which the encoder's output lives all along
+        encoded = blocks(x, w, 2)
+        for _ in range(9):
+            x = blocks(x, w, 1) + jnp.sin(encoded)
+        return x
+
+    # An input is no activation: after the first product, the product alone lives.
+    assert pieces(blocks, *pair) == [1, 1, 2, 2]
+    assert pieces(lambda x, w: blocks(x, w, 2, jax.jit), *pair) == [1, 1] * 2
+    assert pieces(jax.jit(lambda x, w: blocks(x, w, 2)), *pair) == [1, 1, 2]
+    assert pieces(scanned, *pair) == [1, 1, 2]
+    assert pieces(decoder, *pair) == [1, 1, 2] + [1, 1] + [2] * 8
+    assert pieces(lambda x, w: jnp.sin(x) + w[0, 0], *pair) == []  # without a product
+
+
+def test_what_depends_on_no_product_is_no_activation(rng):
+    """A mask, tables of angles and a cast of each parameter live all along, and hinder no cut."""
+    x, ws = normal(rng, 4, 8), [normal(rng, 8, 8) for _ in range(3)]
+
+    def fn(x, ws):
+        mask = x > 0
+        angles = jnp.outer(x[:, 0], jnp.arange(8.0))
+        transposed = [w.T * 2 for w in ws]
+        for w in transposed:
+            x = jnp.where(mask, jnp.tanh(x @ w), jnp.cos(angles) * x)
+        return x
+
+    assert pieces(fn, x, ws) == [1, 1, 1]
+
+
+def named(x, w):
+    x = x @ w
+    for i in range(2):
+        with jax.named_scope("block"):  # entered twice, one after the other
+            x = x + jnp.tanh(x @ w) @ w
+        with jax.named_scope(f"other_{i}"):
+            x = jnp.tanh(x @ w) @ w + x
+    return x
+
+
+@pytest.mark.parametrize(
+    "selector, expected",
+    [
+        ("block", [2, 2]),
+        ("other_0", [2]),
+        (("block", "*/other_1"), [2, 2, 2]),
+        ("other_*", [2, 2]),
+    ],
+)
+def test_selected_scopes(pair, selector, expected):
+    assert pieces(named, *pair, pieces=selector) == expected
+
+
+def test_the_same_scope_again_is_another_piece(pair):
+    def twice(x, w):
+        for _ in range(2):
+            with jax.named_scope("block"):
+                x = jnp.tanh(x @ w)
+        return x
+
+    assert pieces(twice, *pair, pieces="block") == [1, 1]
+    assert pieces(jax.jit(twice), *pair, pieces="block") == [1, 1]
+    scan = lambda x, w: lax.scan(lambda x, _: (twice(x, w), None), x, None, 2)[0]  # noqa: E731
+    assert pieces(scan, *pair, pieces="block") == [1, 1]
+    with jax.named_scope("outer"):
+        pass
+
+    def around(x, w):
+        with jax.named_scope("outer"):
+            return scan(x, w)
+
+    assert pieces(around, *pair, pieces="outer") == [2]
+
+
+def test_selected_classes():
+    model = equinox_net()
+    assert pieces(model, X, pieces="EquinoxBlock") == [2]
+    assert pieces(model, X, pieces=["EquinoxLinear"]) == [1, 1, 1, 1]
+
+
+def test_a_selector_that_matched_nothing(pair):
+    with warns_once(__file__, "'blok' of pieces= matched no scope; did you mean 'block'"):
+        jmpx.autocast(named, save="products", pieces=["blok", "other_0", "nothing?"])(*pair)
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"save": "product"}, ValueError, "got 'product'; did you mean 'products'"),
+        ({"save": True}, ValueError, "got True"),
+        ({"pieces": "Block"}, ValueError, "Expected save='products' with pieces='Block'"),
+        ({"save": "products", "pieces": 3}, TypeError, "got 3"),
+        ({"save": "products", "pieces": [3]}, TypeError, "got .3."),
+        ({"save": "products", "pieces": "op.exp"}, ValueError, "got 'op.exp'"),
+        ({"save": "products", "pieces": "a: full"}, ValueError, "got 'a: full'"),
+        ({"save": "products", "pieces": ()}, ValueError, "got ''"),
+    ],
+)
+def test_bad_arguments(options, error, words):
+    with pytest.raises(error, match=words):
+        jmpx.autocast(jnp.sin, **options)
+    with pytest.raises(error, match=words):
+        jmpx.autocast(**options)(jnp.sin)
+
+
+# What is left as it was.
+
+
+def test_the_users_checkpoints(pair):
+    def fn(x, w):
+        return blocks(blocks(x, w, 2, jax.checkpoint), w, 2)
+
+    with warns_once(__file__, r"as it is \(.*test_saving_pieces.py:\d+ .*leave that out"):
+        assert jmpx.autocast(fn, save="products")(*pair).shape == pair[0].shape
+
+
+def test_a_gradient_inside(pair):
+    def fn(x, w):
+        return jax.grad(lambda x: blocks(x, w).sum())(x)
+
+    for f in (fn, jax.jit(fn)):
+        with warns_once(__file__, "takes a gradient itself"):
+            cast = jmpx.autocast(f, save="products")
+            found = [e.primitive.name for e in equations_of(lambda *a, f=cast: f(*a), *pair)]
+        assert "remat2" not in found
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["inline", "jitted"])
+def test_effects_happen_once_and_in_order(pair, log, ordered, wrap):
+    x, w = pair
+
+    @wrap
+    def block(x, i):
+        h = x @ w
+        io_callback(lambda i: log.append(int(i)), None, i, ordered=ordered)
+        return x + jnp.tanh(h) @ w
+
+    def fn(x):
+        for i in range(3):
+            x = block(x, i)
+        return x.sum()
+
+    assert len(pieces(fn, x)) >= 3
+    jax.block_until_ready(jax.jit(jax.grad(jmpx.autocast(fn, save="products")))(x))
+    jax.effects_barrier()
+    assert log == [0, 1, 2] if ordered else sorted(log) == [0, 1, 2]
+
+
+def test_a_callback_that_returns_something(pair):
+    x, w = pair
+
+    def fn(x):
+        h = jnp.tanh(x @ w)
+        size = io_callback(lambda: np.float32(3), jax.ShapeDtypeStruct((), jnp.float32))
+        return ((x + h @ w * size) @ w).sum()
+
+    casts = jmpx.autocast(fn), jmpx.autocast(fn, save="products")
+    plain, saving = (jax.jit(jax.grad(cast)) for cast in casts)
+    np.testing.assert_array_equal(saving(x), plain(x))
+
+
+# With other transformations.
+
+
+def test_under_vmap_and_nested(pair):
+    x, w = pair
+    saving = jmpx.autocast(blocks, save="products")
+    plain = jmpx.autocast(blocks)
+    vmapped = [jax.vmap(f, (0, None))(x[:, None], w) for f in (saving, plain)]
+    np.testing.assert_array_equal(*vmapped)
+    outer = jmpx.autocast(lambda x, w: saving(x, w) @ w)
+    np.testing.assert_array_equal(outer(x, w), jmpx.autocast(lambda x, w: plain(x, w) @ w)(x, w))
+
+
+def test_in_shard_map(pair):
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("i",))
+    specs = jax.sharding.PartitionSpec("i"), jax.sharding.PartitionSpec()
+
+    def local(x, w):
+        return lax.pmean(blocks(x, w), "i")
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[1])
+    assert pieces(mapped, *pair) == [1, 1, 2, 2]
+    plain, saving = jmpx.autocast(mapped), jmpx.autocast(mapped, save="products")
+    grads = [
+        jax.jit(jax.grad(lambda w, f=f: f(pair[0], w).sum()))(pair[1]) for f in (plain, saving)
+    ]
+    np.testing.assert_allclose(*grads, rtol=2e-2, atol=2e-2)
+
+
+def test_output_and_decorators(pair):
+    @jmpx.autocast(policy="c=f16", output=None, save="products")
+    def fn(x, w):
+        return blocks(x, w)
+
+    assert (
+        fn(*pair).dtype == jmpx.autocast(blocks, "c=f16", output=None)(*pair).dtype == jnp.float16
+    )
+
+
+def test_the_cost_of_tracing(rng):
+    """Equations that are made while the gradients are traced: at most 1.3 times as many."""
+    model = benchmark.Transformer(4, 8, 2, 16, classes=4)
+    params, ways = model.init(rng), benchmark.losses(model, model.batch(rng, 2, 6))
+
+    def count(way):
+        return len(equations_of(jax.grad(ways[way]), params))
+
+    assert count("autocast, save_low_precision") < 1.6 * count("autocast")
