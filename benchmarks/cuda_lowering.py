@@ -41,7 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--batch", type=int, default=8)
     args = parser.parse_args(arguments)
-    points = steps.points(("handwritten", "jmpx", "autocast"), ("float32", *steps.LOW))
+    points = steps.points(
+        ("handwritten", "jmpx", "autocast", "autocast_saved"), ("float32", *steps.LOW)
+    )
     for point in tqdm(points, unit="step"):
         traced = steps.trace(point, MODELS[args.model], args.batch).step
         text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -15,8 +15,8 @@ the device's peak (`peak_bytes`, null where a device reports none), which needs 
 own. Where it finds the step in JAX's compilation cache, XLA allocates nothing to choose kernels;
 else `peak_is_upper_bound` says that the peak was reached before the step ran. `compiled_bytes` is
 XLA's own count of arguments, results and temporaries. A step that runs out of memory is a line, too
-(status `oom`). `--missing FILE` measures nothing: it prints the arguments of the points of the grid
-that the file lacks.
+(status `oom`), and so is one that ends its process. `--missing FILE` measures nothing: it prints
+the arguments of the points of the grid that the file lacks.
 """
 
 import argparse
@@ -124,6 +124,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--measure", choices=["time", "memory"], default="time")
     parser.add_argument("--rounds", type=int, default=20, help="turns that a step is timed for")
     parser.add_argument("--platform", default="gpu", help="what the device has to be")
+    parser.add_argument("--died", type=int, metavar="STATUS", help="say how the process ended")
     parser.add_argument("--missing", type=Path, metavar="FILE", help="print the points to measure")
     return parser.parse_args(arguments)
 
@@ -139,7 +140,10 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(255)  # which ends xargs, too
     point = Point(args.implementation, args.dtype)
     where = {"measure": args.measure, "model": args.model, "batch": batches[0]}
-    found = measure(**where, point=point, rounds=args.rounds)
+    if args.died is None:
+        found = measure(**where, point=point, rounds=args.rounds)
+    else:
+        found = {"status": "error", "message": f"the process ended with status {args.died}"}
     records.emit("gpu_vit", **where, **point._asdict(), **found)
 
 

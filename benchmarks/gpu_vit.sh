@@ -14,5 +14,9 @@ trap 'rm -rf "$JAX_COMPILATION_CACHE_DIR"' EXIT
 export JAX_COMPILATION_CACHE_DIR
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 points=$(python "$vit" --model="$model" --missing="$out" "$@")
-printf '%s' "$points" | xargs -r -L1 python "$vit" --platform="${PLATFORM:-gpu}" |
+# xargs would stop after a process that a signal ends: such a point is a line, too.
+measure='python "$0" "$@" && exit; status=$?
+((status < 128 || status == 255)) && exit "$status"
+python "$0" "$@" --died="$status"'
+printf '%s' "$points" | xargs -r -L1 bash -c "$measure" "$vit" --platform="${PLATFORM:-gpu}" |
   python -m tqdm --unit=point --total="$(printf '%s' "$points" | grep -c .)" >> "$out"

@@ -4,13 +4,13 @@ A step computes `run(state, *batch) -> state, loss` from `state = params, opt_st
 `scaling` is whatever the implementation carries to scale its loss. The implementations:
 
 - handwritten: float16 has a dynamic loss scale, checks the gradients as they arrive and selects
-  with `where`; the flag is an output. Other dtypes neither scale nor skip.
+  with `where`; the flag is an output. Other dtypes neither scale nor skip, unless `scales` says so.
 - handwritten_cond: skips with `lax.cond`. handwritten_late: checks the gradients after they are
   unscaled, as JMP and MPX do, and selects with `where`.
 - jmp, mpx: as the users of JMP and of MPX (PyPI: mixed-precision-for-JAX) write it. MPX scales and
   skips in bfloat16, too.
-- jmpx: `filter_value_and_grad` with `optimizer_update`, which skips with `lax.cond` unless told
-  otherwise; jmpx_where selects.
+- jmpx: `filter_value_and_grad` with `optimizer_update`, which skips as its platform does best: with
+  `lax.cond` on CPUs and GPUs, with `where` on TPUs; jmpx_where always selects.
 - jmpx_counting, jmpx_counting_where: the same with an optimizer made by `skip_nonfinite`.
 - jmpx_wrapped, jmpx_wrapped_cond: `skip_nonfinite` alone, with `optax.apply_updates`; it selects
   unless told otherwise.
@@ -107,7 +107,10 @@ def handwritten(
     optimizer: Optimizer,
     skip: Callable[..., Any] = by_where,
     late: bool = False,
+    scales: bool | None = None,
 ) -> Step:
+    scales = dtype == "float16" if scales is None else scales
+
     def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
         return model.loss(cast(params, dtype), cast(x, dtype), labels)
 
@@ -137,7 +140,7 @@ def handwritten(
         counter = jnp.where(finite & ~due, counter + 1, 0)
         return (params, opt_state, (scale, counter, finite)), loss  # the flag is an output
 
-    if dtype != "float16":
+    if not scales:
         return Step(plain, (), optimizer)
     return Step(scaled, (jnp.float32(START), jnp.int32(0), jnp.array(True)), optimizer)
 
@@ -145,7 +148,14 @@ def handwritten(
 # As the libraries' users write it.
 
 
-def jmp_style(model: Transformer, dtype: str, optimizer: Optimizer, library: str) -> Step:
+def jmp_style(
+    model: Transformer,
+    dtype: str,
+    optimizer: Optimizer,
+    library: str,
+    scales: bool | None = None,
+) -> Step:
+    scales = dtype == "float16" if scales is None else scales
     jmp = importlib.import_module(library)
     policy = jmp.get_policy(f"params=float32,compute={dtype},output=float32")
 
@@ -159,21 +169,24 @@ def jmp_style(model: Transformer, dtype: str, optimizer: Optimizer, library: str
         grads, loss = jax.grad(scaled_loss, has_aux=True)(params, loss_scale, *batch)
         grads = loss_scale.unscale(grads)
         new = update(optimizer, grads, params, opt_state)
-        if dtype == "float16":
+        if scales:
             finite = jmp.all_finite(grads)
             loss_scale = loss_scale.adjust(finite)
             new = jmp.select_tree(finite, new, (params, opt_state))
         return (*new, loss_scale), loss
 
-    if dtype == "float16":
+    if scales:
         return Step(run, jmp.DynamicLossScale(jnp.float32(START)), optimizer)
     return Step(run, jmp.NoOpLossScale(), optimizer)
 
 
-def mpx_style(model: Transformer, dtype: str, optimizer: Optimizer) -> Step:
+def mpx_style(
+    model: Transformer, dtype: str, optimizer: Optimizer, scales: bool | None = None
+) -> Step:
     import mpx
 
-    start = START if dtype == "float16" else 1.0
+    scales = dtype == "float16" if scales is None else scales
+    start = START if scales else 1.0
 
     def run(state: PyTree, *batch: jax.Array) -> Any:
         params, opt_state, scaling = state
@@ -193,9 +206,10 @@ def jmpx_style(
     counting: bool = False,
     loss_fn: Callable[..., jax.Array] | None = None,
     policy: str | None = None,
+    scales: bool | None = None,
     **skip: Any,
 ) -> Step:
-    scaled = dtype == "float16"
+    scaled = dtype == "float16" if scales is None else scales
     optimizer = jmpx.skip_nonfinite(optimizer) if counting else optimizer
 
     def run(state: PyTree, *batch: jax.Array) -> Any:

@@ -117,6 +117,8 @@ class Graph:
 
     Args:
         program: the program.
+        platform: such as "tpu": of a `lax.platform_dependent`, the branch of this platform is in
+            the graph, and no other; None for the platform of this machine.
 
     Attributes:
         program: the program.
@@ -126,12 +128,12 @@ class Graph:
         outputs: its results.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, platform: str | None = None) -> None:
         self.program = program
         self.nodes: list[Node] = []
         jaxpr = _open(program.jaxpr)
         self.inputs = [Value(var.aval, "input", index=i) for i, var in enumerate(jaxpr.invars)]
-        self.outputs = _Builder(self.nodes).run(program.jaxpr, self.inputs, None)
+        self.outputs = _Builder(self.nodes, platform).run(program.jaxpr, self.inputs, None)
         for value in self.outputs:
             value.is_output = True
 
@@ -169,10 +171,11 @@ class _Builder:
 
     Args:
         nodes: the list.
+        platform: the platform whose branches count; None for this machine's.
     """
 
-    def __init__(self, nodes: list[Node]) -> None:
-        self.nodes = nodes
+    def __init__(self, nodes: list[Node], platform: str | None) -> None:
+        self.nodes, self.platform = nodes, platform
         self.consts: dict[int, Value] = {}
         self.stacks: dict[tuple[str, int], tuple[Any, str, bool]] = {}
 
@@ -196,6 +199,9 @@ class _Builder:
             return env[atom]
 
         for eqn in inner.eqns:
+            if eqn.primitive.name == "platform_index":  # read by `_Builder.cond_` alone
+                env[eqn.outvars[0]] = Value(eqn.outvars[0].aval, "literal")
+                continue
             node = self.node(operation_name(eqn.primitive.name), eqn, around)
             results = self.equation(node, list(map(read, eqn.invars)))
             env.update(zip(eqn.outvars, results, strict=True))
@@ -294,6 +300,9 @@ class _Builder:
 
     def cond_(self, node: Node, operands: list[Value]) -> list[Value]:
         node.operands = operands
+        branch = _jaxpr.platform_branch(node.eqn, self.platform)
+        if branch is not None:
+            return self.run(node.eqn.params["branches"][branch], operands[1:], node)
         branches = [self.run(each, operands[1:], node) for each in node.eqn.params["branches"]]
         columns = zip(zip(*branches, strict=True), node.eqn.outvars, strict=True)
         return [self.tie("join", node, list(values), var.aval) for values, var in columns]

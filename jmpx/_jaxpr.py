@@ -388,6 +388,33 @@ def scan_counts(eqn: Equation) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
+_PLATFORMS = {"gpu": ("cuda", "rocm")}  # as JAX names them when it lowers a program
+
+
+def platform_branch(eqn: Equation, platform: str | None = None) -> int | None:
+    """Returns which branch of a `lax.platform_dependent` runs on a platform.
+
+    The others are in the jaxpr alone: JAX does not lower them.
+
+    Args:
+        eqn: an equation.
+        platform: such as "tpu"; None for the one that runs what is not told where to run.
+
+    Returns:
+        The number of the branch; None if the equation is another, or has no branch for this
+        platform.
+    """
+    branches = eqn.params.get("branches_platforms")
+    if eqn.primitive.name != "cond" or branches is None:
+        return None
+    platform = platform or jax.default_backend()
+    names = _PLATFORMS.get(platform, (platform,))
+    for number, platforms in enumerate(branches):
+        if platforms is None or any(name in platforms for name in names):
+            return number
+    return None
+
+
 def manual_axes(eqn: Equation) -> Any:
     """Returns the names of the axes that a shard_map makes manual."""
     params = eqn.params  # JAX 0.7 calls them manual_axes

@@ -221,7 +221,7 @@ def optimizer_update(
     grads: PyTree,
     grads_finite: Flag,
     *,
-    skip_by: SkipBy = "cond",
+    skip_by: SkipBy | None = None,
     **extra_args: Any,
 ) -> tuple[ModelT, StateT]:
     """Takes an optimizer step, unless the gradients were not finite.
@@ -240,11 +240,12 @@ def optimizer_update(
         grads: gradients of the structure of `model`, as `filter_grad` returns them.
         grads_finite: whether to take the step: a scalar bool, traced or not.
         skip_by: "cond" runs the update in a `lax.cond`, which a skipped step does not enter.
-            "where" always computes the update and then selects. "cond" is the default because it
-            compiles to fewer instructions, copies and temporary memory on a CPU. On a GPU "where"
-            may be faster, because it fuses with the optimizer, while a `lax.cond` may wait for the
-            host to read the flag: measure both. "where" is taken in any case for a flag that is not
-            traced, or that varies over the devices of a `jax.shard_map`.
+            "where" always computes the update and then selects. None, the default, takes "where" on
+            TPUs and "cond" elsewhere, by the platform that the program is lowered for, so that one
+            compiled for a TPU on another machine has "where", too. On a GPU "where" may be faster,
+            because it fuses with the optimizer, while a `lax.cond` may wait for the host to read
+            the flag: measure both. "where" is taken in any case for a flag that is not traced, or
+            that varies over the devices of a `jax.shard_map`.
         **extra_args: other arguments of `optimizer.update`, such as `value=`.
 
     Returns:
@@ -255,7 +256,7 @@ def optimizer_update(
         TypeError: if `grads_finite` is not a scalar bool, the arguments are not in this order, the
             state of an NNX module's optimizer was made of the module itself, or `skip_by` is given
             by its old name `skip`.
-        ValueError: if `skip_by` is neither "cond" nor "where".
+        ValueError: if `skip_by` is neither "cond" nor "where" nor None.
 
     Warns:
         UserWarning: if `model` is a view, which holds rounded parameters; if all parameters and
@@ -274,7 +275,8 @@ def optimizer_update(
         >>> model["w"]
         Array([0.5, 0.5], dtype=float32)
     """
-    check_skip_by(skip_by)
+    if skip_by is not None:
+        check_skip_by(skip_by)
     refuse_skip(optimizer, extra_args)
     warn_of_views(model)
     before, put_back = _parameters_of(model, optimizer_state, grads)

@@ -8,7 +8,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from jmpx._leaves import PyTree, is_array
+from jmpx._leaves import PyTree, is_array, is_traceable
 from jmpx._tree import Flag, as_flag, select_tree
 
 T = TypeVar("T")
@@ -16,7 +16,7 @@ SkipBy: TypeAlias = Literal["cond", "where"]
 
 
 def take_or_keep(
-    grads_finite: Flag, take: Callable[[], T], keep: Callable[[Any], T], skip_by: SkipBy
+    grads_finite: Flag, take: Callable[[], T], keep: Callable[[Any], T], skip_by: SkipBy | None
 ) -> T:
     """Returns `take()` if the gradients are finite, and `keep(take())` if the step is skipped.
 
@@ -24,17 +24,40 @@ def take_or_keep(
     type. If their types differ, because the state holds a Python number or because the flag varies
     over the devices of a `jax.shard_map`, "where" is taken. Some optimizers widen their state at
     the first step: a skipped step widens it, too.
+
+    Where `skip_by` is None, both ways are in the jaxpr, and JAX lowers the one of the platform that
+    the program is compiled for. They share one trace of `take`.
     """
     if grads_finite is True:
         return take()
     finite = as_flag(grads_finite, "grads_finite")
     kept = lambda new: jax.tree.map(_in_dtype_of, keep(new), new)  # noqa: E731
-    if skip_by == "cond" and isinstance(finite, jax.core.Tracer):
-        shapes = _common_shapes(finite, take, kept)
-        if shapes is not None:
-            return jax.lax.cond(finite, take, lambda: kept(shapes))
-    new = take()
-    return select_tree(finite, new, kept(new))
+
+    def by_where(take: Callable[[], T]) -> T:
+        new = take()
+        return select_tree(finite, new, kept(new))
+
+    if skip_by == "where" or not isinstance(finite, jax.core.Tracer):
+        return by_where(take)
+    once = _traced_once(take)
+    shapes = _common_shapes(finite, once, kept)
+    if shapes is None:
+        return by_where(take)
+    by_cond = lambda: jax.lax.cond(finite, once, lambda: kept(shapes))  # noqa: E731
+    if skip_by == "cond":
+        return by_cond()
+    return jax.lax.platform_dependent(tpu=lambda: by_where(once), default=by_cond)
+
+
+def _traced_once(take: Callable[[], T]) -> Callable[[], Any]:
+    """Returns a function that JAX traces once for all its calls; it returns None if not arrays."""
+
+    @jax.jit
+    def optimizer_update() -> T | None:
+        new = take()
+        return new if all(map(is_traceable, jax.tree.leaves(new))) else None
+
+    return optimizer_update
 
 
 def _in_dtype_of(old: Any, new: Any) -> Any:
@@ -43,14 +66,14 @@ def _in_dtype_of(old: Any, new: Any) -> Any:
 
 
 def _common_shapes(
-    finite: jax.Array, take: Callable[[], T], keep: Callable[[Any], T]
+    finite: jax.Array, take: Callable[[], Any], keep: Callable[[Any], Any]
 ) -> PyTree | None:
     """Returns the shapes of `take()` if it and `keep` return arrays of the same types, or None."""
     found: list[PyTree] = []
 
     def compare() -> None:
         new = take()
-        if not all(map(is_array, jax.tree.leaves(new))):
+        if new is None:
             return
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), new)
         old = keep(shapes)

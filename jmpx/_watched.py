@@ -70,7 +70,9 @@ _WATCHED = {
 
 def _watched_jaxprs(eqn: Equation) -> list[Jaxpr]:
     keys = _WATCHED.get(eqn.primitive.name, ())
-    return _jaxpr.inner_jaxprs({key: eqn.params[key] for key in keys})
+    jaxprs = _jaxpr.inner_jaxprs({key: eqn.params[key] for key in keys})
+    branch = _jaxpr.platform_branch(eqn)
+    return jaxprs if branch is None else [jaxprs[branch]]
 
 
 class _Around(NamedTuple):
@@ -294,6 +296,9 @@ def _first_trip() -> jax.Array:
 def _cond(
     watcher: _Watcher, site: Site, operands: list[Any], state: Any, trips: Trips
 ) -> tuple[list[Any], Any]:
+    if _jaxpr.platform_branch(site.equation) is not None:
+        return watcher.inner(site, operands[1:], state, trips)
+
     def branch(index: int) -> Callable[..., Any]:
         return lambda state, *operands: watcher.inner(site, operands, state, trips, index)
 

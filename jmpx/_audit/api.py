@@ -26,7 +26,9 @@ def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..
             a tuple that begins with one. Or a step that computes its gradients itself. Any other
             function is looked at as it is, without a gradient.
         platform: `"tpu"`, `"gpu"` (or `"cuda"`) or `"cpu"`, to find also the float32 products that
-            the hardware would multiply in fewer bits; None looks for none of these.
+            the hardware would multiply in fewer bits; None looks for none of these. Of a
+            `lax.platform_dependent`, the branch of this platform is looked at, with None that of
+            this machine.
 
     Returns:
         A function of the arguments of `fn`, arrays or `jax.ShapeDtypeStruct`s, that returns a
@@ -70,7 +72,7 @@ def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..
 
 def report_of(program: Program, options: Options) -> Report:
     """Returns the report of a program that was traced."""
-    graph = Graph(program)
+    graph = Graph(program, options.platform)
     return Report(
         title=program.name,
         is_step=not program.is_differentiated,

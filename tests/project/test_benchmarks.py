@@ -1,6 +1,9 @@
 """The benchmarks, each at its smallest size: what they print, and what they say of correctness."""
 
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import cuda_lowering
 import gpu_vit
@@ -107,6 +110,39 @@ def test_a_step_that_fails_is_a_line(monkeypatch):
     monkeypatch.setattr(steps, "trace", full)
     found = gpu_vit.measure("time", "tiny", 2, Point("jmpx", "bfloat16"), 1)
     assert found == {"status": "oom", "message": "RuntimeError: RESOURCE_EXHAUSTED: Out of memory"}
+
+
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+  *tqdm*) cat ;;
+  *--missing*) printf '%s\\n' --batch=1 --batch=2 --batch=3 --batch=4 ;;
+  *--died*) echo "died: $*" ;;
+  *--batch=2*) kill -9 $$ ;;
+  *--batch=4*) exit {status} ;;
+  *) echo "measured: $*" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("status", "code"), [(0, 0), (1, 123), (255, 124)])
+def test_a_point_whose_process_dies_is_a_line_and_ends_nothing(status, code, tmp_path):
+    python, out = tmp_path / "python", tmp_path / "results.jsonl"
+    python.write_text(PYTHON.format(status=status))
+    python.chmod(0o755)
+    script = Path(gpu_vit.__file__).with_suffix(".sh")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PLATFORM": "cpu"}
+    run = subprocess.run(["bash", script, out, "tiny"], env=environment, capture_output=True)
+    assert run.returncode == code
+    rest = f"{Path(gpu_vit.__file__)} --platform=cpu --batch="
+    lines = (f"measured: {rest}1", f"died: {rest}2 --died=137", f"measured: {rest}3")
+    assert out.read_text().splitlines() == [*lines]
+
+
+def test_a_process_that_died_is_an_error(capsys):
+    gpu_vit.main(["--platform=cpu", "--batch=2", "--measure=memory", "--died=134"])
+    (record,) = printed(capsys)
+    assert record["status"] == "error" and record["implementation"] == "jmpx"
+    assert record["message"] == "the process ended with status 134"
 
 
 def test_a_missing_gpu_is_one_line(capsys):
@@ -216,10 +252,12 @@ def test_products_lowered_for_cuda_have_16_bit_operands(capsys):
     # Forwards six products a block and two more, backwards twice as many but the images' own.
     products = 3 * (6 * TINY.layers + 2) - 1
     found = printed(capsys)
-    assert len(found) == 7
+    assert len(found) == 9
     for record in found:
         dtype = short[record["dtype"]]
-        assert record["dots"] == {f"{dtype} x {dtype}": products}
+        # Those of attention, which are no weight's, are not saved but computed again.
+        again = 2 * TINY.layers if record["implementation"] == "autocast_saved" else 0
+        assert record["dots"] == {f"{dtype} x {dtype}": products + again}
 
 
 def test_products_of_a_function_count_as_often_as_it_is_called():
