@@ -89,8 +89,9 @@ def _lives(equations: Sequence[Equation], roles: Sequence[Role]) -> list[Life]:
 
 def _size(atom: Atom) -> int:
     dtype = getattr(atom.aval, "dtype", None)
-    is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-    return atom.aval.size * dtype.itemsize if is_floating else 0
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return 0
+    return atom.aval.size * dtype.itemsize
 
 
 def _cuts(holders: Sequence[int], lives: Sequence[Life]) -> Iterator[int]:
