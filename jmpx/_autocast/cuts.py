@@ -1,6 +1,7 @@
 """Where to cut a jaxpr: where few arrays live, so that little has to be saved."""
 
 import enum
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -15,6 +16,11 @@ from jmpx._jaxpr import Atom, Equation, Jaxpr
 # which the encoder's output lives all along.
 _MANY = 16
 
+# What a piece computes again between two places at which it could be cut, over what lives at one:
+# besides the activation itself, what its norms and activation functions hold in float32.
+_AGAIN = 2.0
+_OF_FLOAT32 = 0.5  # jaxprs are traced in float32, and products run in 16 bits
+
 _holding: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
 
 
@@ -26,6 +32,9 @@ class Role(enum.Enum):
     INSIDE = "it holds jaxprs that are cut themselves"
     ALONE = "it is in no piece"
     LATER = "it has an effect and no results, and runs after its piece"
+
+
+HOLDING = frozenset({Role.PRODUCT, Role.INSIDE, Role.ALONE})  # equations that may hold products
 
 
 class Life(NamedTuple):
@@ -63,14 +72,96 @@ def _has_product(jaxpr: Jaxpr) -> bool:
 
 
 def find_cuts(equations: Sequence[Equation], roles: Sequence[Role]) -> set[int]:
-    """Returns the indices of equations before which one array at most lives.
+    """Returns the indices of equations before which the jaxpr is best cut.
 
-    Only large floating arrays count that depend on a product: what is computed from parameters or
-    inputs alone, such as a mask, is no activation. There is one cut at most between two equations
-    that hold products: the one at which the least has to be saved.
+    One array at most lives there. Only large floating arrays count that depend on a product: what
+    is computed from parameters or inputs alone, such as a mask, is no activation. There is one such
+    place at most between two equations that hold products: the one at which the least has to be
+    saved. Of these places some are taken, see `_fewest`.
     """
-    holders = [i for i, role in enumerate(roles) if role not in (Role.ORDINARY, Role.LATER)]
-    return set(_cuts(holders, _lives(equations, roles)))
+    holders = [i for i, role in enumerate(roles) if role in HOLDING]
+    lives = _lives(equations, roles)
+    places = sorted(set(_cuts(holders, lives)))
+    made = [
+        sum(map(_size, equation.outvars)) * _OF_FLOAT32 * (role is Role.PRODUCT)
+        for equation, role in zip(equations, roles, strict=True)
+    ]
+    products = [0.0, *itertools.accumulate(made)]
+    alone = [i for i, role in enumerate(roles) if role in HOLDING and role is not Role.PRODUCT]
+    chosen: set[int] = set()
+    for start, stop in itertools.pairwise([0, *alone, len(equations)]):
+        within = [place for place in places if start < place < stop]
+        kept = [_kept(place, lives) for place in within]
+        chosen.update(_fewest(within, kept, [products[end] for end in (*within, stop)]))
+    return chosen
+
+
+def _kept(place: int, lives: Sequence[Life]) -> float:
+    """Returns the bytes that a cut keeps, and that products do not keep anyway."""
+    return sum(life.size for life in lives if life.start < place <= life.end and not life.is_saved)
+
+
+def _fewest(places: Sequence[int], kept: Sequence[float], products: Sequence[float]) -> list[int]:
+    """Returns the places to cut at, so that the peak of memory is the lowest.
+
+    A cut keeps what lives there. But a piece is computed again as a whole when its backward pass
+    begins, and what lives at the places inside of it then lives at once, besides the products and
+    cuts of all earlier pieces, whose backward passes come later. So the first pieces may be long.
+
+    Args:
+        places: where cuts are possible.
+        kept: the bytes that each of them keeps.
+        products: the bytes of products before each of them, and before the end.
+    """
+    highest = products[-1] + sum(kept)
+    low, high, best = 0.0, highest, list(places)
+    while high - low > highest / 1000:
+        peak = (low + high) / 2
+        found = _below(peak, places, kept, products)
+        low, high, best = (peak, high, best) if found is None else (low, peak, found)
+    return best
+
+
+def _below(
+    peak: float, places: Sequence[int], kept: Sequence[float], products: Sequence[float]
+) -> list[int] | None:
+    """Returns the cuts that keep the least of those by which memory stays below a peak, if any."""
+    between = [0.0, *itertools.accumulate(kept)]
+    least: list[tuple[float, list[int]] | None] = [(0.0, [])]  # before each place and the end
+    for end, made in enumerate(products):
+        found: list[tuple[float, list[int]]] = []
+        for start in range(end, -1, -1):
+            again = _AGAIN * (between[end] - between[start])
+            if made + again > peak:
+                break
+            before = least[start]
+            if before is not None and before[0] + made + again <= peak:
+                found.append(before)
+        if end == len(places):
+            return min(found)[1] if found else None
+        sums = [(total + kept[end], [*cuts, places[end]]) for total, cuts in found]
+        least.append(min(sums) if sums else None)
+    return None
+
+
+def find_head(jaxpr: Jaxpr, roles: Sequence[Role]) -> int | None:
+    """Returns the index of the last product if it makes results larger than what it reads.
+
+    Such are the logits of a language model. The backward pass begins with their cotangent, and
+    needs of the head only what it reads: a checkpoint around it would save nothing, and keep XLA
+    from computing the cotangent in 16 bits, because it has to pass into the checkpoint as it is.
+    """
+    head = max((i for i, role in enumerate(roles) if role in HOLDING), default=None)
+    if head is None or roles[head] is not Role.PRODUCT:
+        return None
+    equation = jaxpr.eqns[head]
+    if _jaxpr.holds_jaxpr(equation.params):
+        return None
+    made = {var for later in jaxpr.eqns[head:] for var in later.outvars}
+    results = [_size(var) for var in jaxpr.outvars if not _jaxpr.is_literal(var) and var in made]
+    size = sum(map(_size, equation.outvars))
+    read = [life.size for life in _lives(jaxpr.eqns, roles) if life.start < head <= life.end]
+    return head if sum(read) < size <= max(results, default=0) else None
 
 
 def _lives(equations: Sequence[Equation], roles: Sequence[Role]) -> list[Life]:

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jmpx
 
-SAVED = "autocast, save_low_precision"  # the benchmark's name of `save="products"`
+SAVED = "autocast, save"
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """Between which arrays `jmpx.autocast(save=)` cuts, what it leaves alone, and what it warns of."""
 
+import itertools
+
 import autocast as benchmark
 import jax
 import jax.numpy as jnp
@@ -8,11 +10,13 @@ import pytest
 from helpers import normal, warns_once
 from helpers.four_frameworks import X, equinox_net
 from helpers.jaxprs import equations, equations_of, trace
+from hypothesis import given, strategies as st
 from jax import lax
 from jax.experimental import io_callback
 
 import jmpx
 import jmpx.equinox
+from jmpx._autocast import cuts
 
 
 def pieces(fn, *args, **options):
@@ -46,8 +50,8 @@ def test_cuts(pair):
     assert pieces(blocks, *pair) == [1, 1, 2, 2]
     assert pieces(lambda x, w: blocks(x, w, 2, jax.jit), *pair) == [1, 1] * 2
     assert pieces(jax.jit(lambda x, w: blocks(x, w, 2)), *pair) == [1, 1, 2]
-    assert pieces(scanned, *pair) == [1, 1, 2]
-    assert pieces(decoder, *pair) == [1, 1, 2] + [1, 1] + [2] * 8
+    assert pieces(scanned, *pair) == [4]  # a cut would keep its array for each turn
+    assert pieces(decoder, *pair) == [1, 1, 8, 6, 4, 2]
     assert pieces(lambda x, w: jnp.sin(x) + w[0, 0], *pair) == []  # without a product
 
 
@@ -245,4 +249,47 @@ def test_the_cost_of_tracing(rng):
     def count(way):
         return len(equations_of(jax.grad(ways[way]), params))
 
-    assert count("autocast, save_low_precision") < 1.6 * count("autocast")
+    assert count("autocast, save") < 1.6 * count("autocast")
+
+
+def test_a_head_larger_than_what_it_reads_is_in_no_piece(rng):
+    """The backward pass begins with the head's results: a piece would save nothing of them."""
+    x, w = normal(rng, 4, 8), normal(rng, 8, 8)
+
+    def logits(x, w, head):
+        return jnp.tanh(blocks(x, w)) @ head + 1.0
+
+    def loss(x, w, head):
+        return jnp.square(logits(x, w, head)).sum()
+
+    for classes, outside in ((4, 0), (64, 1)):
+        head = normal(rng, 8, classes)
+        assert sum(pieces(logits, x, w, head)) == 7 - outside
+        assert sum(pieces(loss, x, w, head)) == 7  # its results are read in the function
+
+
+def test_first_pieces_are_long_and_the_last_ones_short(pair):
+    """When the backward pass comes to the first pieces, the products of later ones are gone."""
+    # Where a product alone lives, a cut keeps nothing more.
+    assert pieces(lambda x, w: blocks(x, w, 12), *pair) == [1, 1, 10, 6, 4, 2]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7))
+def test_the_cuts_that_need_the_least_memory(sizes):
+    """Against all subsets of the places."""
+    kept, made = [float(k) for k, _ in sizes], [float(p) for _, p in sizes]
+    products = [*itertools.accumulate([*made, 3.0])]
+
+    def peak(chosen):
+        ends = [*chosen, len(kept)]
+        peaks, total, start = [], 0.0, 0
+        for end in ends:
+            peaks.append(total + products[end] + 2 * sum(kept[start:end]))
+            if end < len(kept):
+                total, start = total + kept[end], end + 1
+        return max(peaks)
+
+    every = [c for n in range(len(kept) + 1) for c in itertools.combinations(range(len(kept)), n)]
+    found = cuts._fewest(range(len(kept)), kept, products)
+    bound = (products[-1] + sum(kept)) / 1000
+    assert peak(found) <= min(map(peak, every)) + bound
