@@ -93,10 +93,10 @@ def autocast(
 
     `save="products"` is for memory: of everything between, the backward pass then keeps what weight
     products and convolutions made, and computes the rest again, such as norms, activation functions
-    and attention scores. Autocast cuts the function where one activation lives, as between the
-    blocks of a transformer, also in bodies of `scan` and in jitted functions, and puts
-    `jax.checkpoint` around each piece. No dtype changes, and no gradient but by what the compiler
-    fuses. Products of two activations run again: for the attention of a ViT 1 to 2 % more FLOPs, in
+    and attention scores. Autocast cuts the function at some of the places where one activation
+    lives, as between the blocks of a transformer, also in jitted functions, and puts
+    `jax.checkpoint` around each piece; the body of a `scan` is one piece. No dtype changes, and no
+    gradient but by what the compiler fuses. Products of two activations run again: for the attention of a ViT 1 to 2 % more FLOPs, in
     long sequences more. Turn it on where training needs less memory. `pieces` names the modules or
     scopes that are the pieces instead, where autocast would cut elsewhere. Functions that the user
     put under `jax.checkpoint` stay as they are, and while loops. What has effects but no results,
@@ -126,7 +126,7 @@ def autocast(
             weight products and convolutions.
         pieces: with `save`, a selector of modules or scopes as in `policy`, such as `Block` or
             `*/layers_*`, or a sequence of them: the outermost ones that match are one piece each,
-            and nothing else is one. None cuts where one activation lives.
+            and nothing else is one. None finds them.
 
     Returns:
         A function with the signature of `fn`; a `jmpx.Autocast` that holds `fn` if it is itself a
