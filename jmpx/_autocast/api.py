@@ -96,11 +96,12 @@ def autocast(
     and attention scores. Autocast cuts the function at some of the places where one activation
     lives, as between the blocks of a transformer, also in jitted functions, and puts
     `jax.checkpoint` around each piece; the body of a `scan` is one piece. No dtype changes, and no
-    gradient but by what the compiler fuses. Products of two activations run again: for the attention of a ViT 1 to 2 % more FLOPs, in
-    long sequences more. Turn it on where training needs less memory. `pieces` names the modules or
-    scopes that are the pieces instead, where autocast would cut elsewhere. Functions that the user
-    put under `jax.checkpoint` stay as they are, and while loops. What has effects but no results,
-    such as `jax.debug.print`, runs once, after its piece.
+    gradient but by what the compiler fuses. Products of two activations run again: for the
+    attention of a ViT 1 to 2 % more FLOPs, in long sequences more. Turn it on where training needs
+    less memory. `pieces` names the modules or scopes that are the pieces instead, where autocast
+    would cut elsewhere. Functions that the user put under `jax.checkpoint` stay as they are, and
+    while loops. What has effects but no results, such as `jax.debug.print`, runs once, after its
+    piece.
 
     Apply it to the model, `transformed.apply` or `module.apply`, and compute the loss from the
     float32 output. A function that creates Haiku parameters cannot be wrapped. If the function or
