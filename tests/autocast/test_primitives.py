@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import Primitive, primitives
 
 import jmpx
-from jmpx._autocast import binding, neighbours, rules, saving
+from jmpx._autocast import binding, neighbours, rules
 from jmpx._autocast.kinds import low, promote
 from jmpx._jaxpr import operation_name
 
@@ -53,8 +53,7 @@ NAMES = {
     "choosers": neighbours.CHOOSERS,
     "copies": neighbours.COPIES,
     "elementwise": binding.ELEMENTWISE,
-    "comparisons": saving.COMPARISONS,
-    "cheap": saving.CHEAP,
+    "reshapes": binding.RESHAPES,
 }
 
 
