@@ -18,8 +18,7 @@ _MANY = 16
 
 # What a piece computes again between two places at which it could be cut, over what lives at one:
 # besides the activation itself, what its norms and activation functions hold in float32.
-_AGAIN = 2.0
-_OF_FLOAT32 = 0.5  # jaxprs are traced in float32, and products run in 16 bits
+_AGAIN = 2
 
 _holding: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
 
@@ -83,10 +82,10 @@ def find_cuts(equations: Sequence[Equation], roles: Sequence[Role]) -> set[int]:
     lives = _lives(equations, roles)
     places = sorted(set(_cuts(holders, lives)))
     made = [
-        sum(map(_size, equation.outvars)) * _OF_FLOAT32 * (role is Role.PRODUCT)
+        sum(map(_size, equation.outvars)) if role is Role.PRODUCT else 0
         for equation, role in zip(equations, roles, strict=True)
     ]
-    products = [0.0, *itertools.accumulate(made)]
+    products = [0, *itertools.accumulate(made)]
     alone = [i for i, role in enumerate(roles) if role in HOLDING and role is not Role.PRODUCT]
     chosen: set[int] = set()
     for start, stop in itertools.pairwise([0, *alone, len(equations)]):
@@ -96,17 +95,18 @@ def find_cuts(equations: Sequence[Equation], roles: Sequence[Role]) -> set[int]:
     return chosen
 
 
-def _kept(place: int, lives: Sequence[Life]) -> float:
+def _kept(place: int, lives: Sequence[Life]) -> int:
     """Returns the bytes that a cut keeps, and that products do not keep anyway."""
     return sum(life.size for life in lives if life.start < place <= life.end and not life.is_saved)
 
 
-def _fewest(places: Sequence[int], kept: Sequence[float], products: Sequence[float]) -> list[int]:
+def _fewest(places: Sequence[int], kept: Sequence[int], products: Sequence[int]) -> list[int]:
     """Returns the places to cut at, so that the peak of memory is the lowest.
 
     A cut keeps what lives there. But a piece is computed again as a whole when its backward pass
     begins, and what lives at the places inside of it then lives at once, besides the products and
     cuts of all earlier pieces, whose backward passes come later. So the first pieces may be long.
+    Where a cut keeps nothing, there is one.
 
     Args:
         places: where cuts are possible.
@@ -119,17 +119,18 @@ def _fewest(places: Sequence[int], kept: Sequence[float], products: Sequence[flo
         peak = (low + high) / 2
         found = _below(peak, places, kept, products)
         low, high, best = (peak, high, best) if found is None else (low, peak, found)
-    return best
+    free = [place for place, size in zip(places, kept, strict=True) if not size]
+    return sorted({*best, *free})
 
 
 def _below(
-    peak: float, places: Sequence[int], kept: Sequence[float], products: Sequence[float]
+    peak: float, places: Sequence[int], kept: Sequence[int], products: Sequence[int]
 ) -> list[int] | None:
     """Returns the cuts that keep the least of those by which memory stays below a peak, if any."""
-    between = [0.0, *itertools.accumulate(kept)]
-    least: list[tuple[float, list[int]] | None] = [(0.0, [])]  # before each place and the end
+    between = [0, *itertools.accumulate(kept)]
+    least: list[tuple[int, list[int]] | None] = [(0, [])]  # before each place and the end
     for end, made in enumerate(products):
-        found: list[tuple[float, list[int]]] = []
+        found: list[tuple[int, list[int]]] = []
         for start in range(end, -1, -1):
             again = _AGAIN * (between[end] - between[start])
             if made + again > peak:

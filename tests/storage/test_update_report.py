@@ -198,7 +198,7 @@ def test_the_text_knows_the_remedy():
     assert last(F16, 1.0, 1e-6).startswith("Remedy for float16: keep float32 parameters")
     assert last(F16, 1.0, 1e-6).endswith('jmpx.low_precision_params(optimizer, "stochastic").')
     assert last(F32, 1e-9).startswith("Remedy for float32: a larger learning rate")
-    assert last(F32, 1e-4).startswith("Little is lost as stored. To store 16 bits, keep the 16 ")
+    assert last(F32, 1e-4).startswith("Little is lost as stored. To store 16 bits, use jmpx.low_")
     assert last(F32, 1.0) == last(F32, 0.0) == "Little is lost."
 
 
