@@ -113,7 +113,7 @@ class Interpreter:
 
     def _pieces(self, jaxpr: Jaxpr, scope: str, saving: Saving) -> list[Piece]:
         if not saving.selectors:
-            return find_pieces(jaxpr, saving.in_loop)
+            return find_pieces(jaxpr)
         return find_selected(jaxpr, scope, functools.partial(self._selects, saving))
 
     def _selects(self, saving: Saving, scope: str) -> bool:

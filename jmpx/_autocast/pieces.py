@@ -1,7 +1,6 @@
 """The pieces of a jaxpr that run under one `jax.checkpoint` each."""
 
 import enum
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -9,7 +8,6 @@ from typing import NamedTuple
 
 from jmpx import _jaxpr
 from jmpx._autocast.cuts import (
-    HOLDING,
     Role,
     find_cuts,
     find_head,
@@ -56,18 +54,12 @@ class Piece(NamedTuple):
 
 _Group = tuple[Kind, list[int]]  # indices of equations
 # Indices, as values that refer to their key would keep it alive.
-_found: weakref.WeakKeyDictionary[Jaxpr, dict[bool, list[_Group]]] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[Jaxpr, list[_Group]] = weakref.WeakKeyDictionary()
 
 
-def find_pieces(jaxpr: Jaxpr, in_loop: bool = False) -> list[Piece]:
-    """Returns the pieces of a jaxpr, cut where little lives, in their order.
-
-    Args:
-        jaxpr: the jaxpr.
-        in_loop: whether it runs in the body of a scan, which is one piece: what a cut keeps it
-            would keep for each turn, and what is computed again lives in one turn at a time.
-    """
-    return _pieces(jaxpr, _found_groups(jaxpr, in_loop))
+def find_pieces(jaxpr: Jaxpr) -> list[Piece]:
+    """Returns the pieces of a jaxpr, cut where little lives, in their order."""
+    return _pieces(jaxpr, _found_groups(jaxpr))
 
 
 def find_selected(jaxpr: Jaxpr, scope: str, is_selected: Callable[[str], bool]) -> list[Piece]:
@@ -107,25 +99,20 @@ def _pieces(jaxpr: Jaxpr, groups: Iterable[_Group]) -> list[Piece]:
     return pieces[::-1]
 
 
-def _found_groups(jaxpr: Jaxpr, in_loop: bool) -> list[_Group]:
-    known = _found.setdefault(jaxpr, {})
-    if in_loop not in known:
-        has_pieces = functools.partial(_has_pieces, in_loop=in_loop)
-        roles = [_role(equation, has_pieces) for equation in jaxpr.eqns]
-        cuts, head = set[int](), None
-        if not in_loop:
-            cuts, head = find_cuts(jaxpr.eqns, roles), find_head(jaxpr, roles)
+def _found_groups(jaxpr: Jaxpr) -> list[_Group]:
+    if jaxpr not in _found:
+        roles = [_role(equation, _has_pieces) for equation in jaxpr.eqns]
+        head = find_head(jaxpr, roles)
         if head is not None:  # it is in no piece, and what it reads ends the last one
-            before = max((i for i in range(head) if roles[i] in HOLDING), default=-1)
-            cuts = {cut for cut in cuts if cut <= before} | {head}
             roles[head] = Role.ORDINARY
-        known[in_loop] = list(_grouped(jaxpr.eqns, roles, cuts))
-    return known[in_loop]
+        cuts = find_cuts(jaxpr.eqns, roles) | ({head} if head is not None else set())
+        _found[jaxpr] = list(_grouped(jaxpr.eqns, roles, cuts))
+    return _found[jaxpr]
 
 
-def _has_pieces(jaxpr: Jaxpr, in_loop: bool) -> bool:
+def _has_pieces(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr has more than one piece, or one that cannot join the equations around it."""
-    kinds = [kind for kind, _ in _found_groups(jaxpr, in_loop) if kind is not Kind.PLAIN]
+    kinds = [kind for kind, _ in _found_groups(jaxpr) if kind is not Kind.PLAIN]
     return kinds not in ([], [Kind.SAVED])
 
 

@@ -50,7 +50,7 @@ def test_cuts(pair):
     assert pieces(blocks, *pair) == [1, 1, 2, 2]
     assert pieces(lambda x, w: blocks(x, w, 2, jax.jit), *pair) == [1, 1] * 2
     assert pieces(jax.jit(lambda x, w: blocks(x, w, 2)), *pair) == [1, 1, 2]
-    assert pieces(scanned, *pair) == [4]  # a cut would keep its array for each turn
+    assert pieces(scanned, *pair) == [1, 1, 2]
     assert pieces(decoder, *pair) == [1, 1, 8, 6, 4, 2]
     assert pieces(lambda x, w: jnp.sin(x) + w[0, 0], *pair) == []  # without a product
 
