@@ -70,7 +70,9 @@ def _spellings(word: str) -> dict[str, str]:
     return {**KINDS, **names, "no-op": "none", "null": "none", "constant": "static"}
 
 
-def find_key(word: str, kind: str, given: Mapping[str, object], where: str) -> str:
+def find_key(
+    word: str, kind: str, given: Mapping[str, object], where: str, written: str | None = None
+) -> str:
     """Returns the key that a word names.
 
     Args:
@@ -78,6 +80,7 @@ def find_key(word: str, kind: str, given: Mapping[str, object], where: str) -> s
         kind: the kind of loss scale.
         given: the keys before it.
         where: where the word stands.
+        written: what stands there in its place, as the number of `dynamic=8`, which means `init`.
 
     Raises:
         ValueError: if it names none, one that the kind does not take, or one that is given.
@@ -97,8 +100,9 @@ def find_key(word: str, kind: str, given: Mapping[str, object], where: str) -> s
         takes = (
             "takes its factor alone, as 'static=1024'" if kind == "static" else "takes no number"
         )
+        found = describe_value(key if written is None else written.strip())
         raise ValueError(
-            f"Unexpected {key!r} {where}: {kind!r} {takes}, so leave it out or write 'dynamic'."
+            f"Unexpected {found} {where}: {kind!r} {takes}, so leave it out or write 'dynamic'."
         )
     if key in given:
         raise ValueError(f"Duplicate key {key!r} {where}: give each key at most once.")

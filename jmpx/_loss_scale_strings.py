@@ -195,7 +195,8 @@ def parse_loss_scale(
     numbers: dict[str, int | float] = {}
     places = {"type": where}
     if equals:
-        find_key("init", kind, numbers, f"{position(number, start + len(word) + 1)} {of}")
+        place = f"{position(number, start + len(word) + 1)} {of}"
+        find_key("init", kind, numbers, place, written=number)
         fields[0] = f"init={number}"
     start += len(word) - len("init") if equals else len(fields.pop(0)) + 1
     for field in fields:

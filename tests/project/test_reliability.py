@@ -17,6 +17,7 @@ import reliability
 import soak
 import threads
 from helpers import ROOT, run_python
+from jax.experimental.compilation_cache import compilation_cache
 from killed_training import FORMATS, digest
 
 import jmpx
@@ -238,7 +239,17 @@ def test_the_soak_notices_another_scale_or_skip(what, run, monkeypatch):
 # threads.py
 
 
-def test_threads_see_their_own_policies():
+@pytest.fixture
+def without_cache():
+    """Keeps nothing of what is compiled: a thread would read files that another is writing."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+def test_threads_see_their_own_policies(without_cache):
     checks, failures = threads.run_all(1)
     assert not failures and checks > 200
 
