@@ -161,8 +161,10 @@ def find_head(jaxpr: Jaxpr, roles: Sequence[Role]) -> int | None:
     made = {var for later in jaxpr.eqns[head:] for var in later.outvars}
     results = [_size(var) for var in jaxpr.outvars if not _jaxpr.is_literal(var) and var in made]
     size = sum(map(_size, equation.outvars))
+    if size > max(results, default=0):
+        return None
     read = [life.size for life in _lives(jaxpr.eqns, roles) if life.start < head <= life.end]
-    return head if sum(read) < size <= max(results, default=0) else None
+    return head if sum(read) < size else None
 
 
 def _lives(equations: Sequence[Equation], roles: Sequence[Role]) -> list[Life]:

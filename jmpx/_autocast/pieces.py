@@ -7,13 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jmpx import _jaxpr
-from jmpx._autocast.cuts import (
-    Role,
-    find_cuts,
-    find_head,
-    holds_product,
-    variables,
-)
+from jmpx._autocast.cuts import Role, find_cuts, find_head, holds_product, variables
 from jmpx._jaxpr import Atom, Equation, Jaxpr, operation_name
 
 # Their jaxprs are cut as the one around them is.
