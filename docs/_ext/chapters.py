@@ -1,0 +1,53 @@
+"""The chapters of the manual: a table of contents that names the pages which exist.
+
+A page that no chapter names is put in the last but one, so that no page is lost.
+"""
+
+from pathlib import Path
+
+CHAPTERS = {
+    "First steps": ["start", "which_way", "notebooks/first_steps"],
+    "What it does": ["policies", "loss_scaling", "autocast", "how_it_works"],
+    "In your framework": [
+        "haiku",
+        "equinox",
+        "flax_linen",
+        "flax_train_state",
+        "flax_nnx",
+        "plain_jax",
+        "flags",
+    ],
+    "Look at a program": ["audit", "nonfinite", "matmul", "wire"],
+    "Larger runs": ["sharding", "storage", "checkpoints", "recipes"],
+    "Coming from": ["coming_from_jmp", "coming_from_torch", "coming_from_others"],
+    "More": [],
+    "Reference": ["reference/index"],
+    "The project": ["project/changelog", "project/contributing", "releasing"],
+}
+OTHERS = "More"
+
+
+def toctrees(docs: Path, names: set[str]) -> str:
+    """Returns the tables of contents of the pages `names` in the folder `docs`."""
+    named = {page for pages in CHAPTERS.values() for page in pages}
+    chapters = CHAPTERS | {OTHERS: sorted(n for n in names - named if "/" not in n)}
+    blocks = []
+    for caption, pages in chapters.items():
+        there = [page for page in pages if page in names]
+        if there:
+            lines = ["```{toctree}", ":hidden:", f":caption: {caption}", "", *there, "```"]
+            blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def add_chapters(app, docname, source):
+    """Appends the tables of contents to the first page."""
+    if docname == "index":
+        pages = set(app.env.found_docs) - {"index"}
+        source[0] += "\n\n" + toctrees(Path(app.srcdir), pages) + "\n"
+
+
+def setup(app):
+    """Is called by Sphinx."""
+    app.connect("source-read", add_chapters)
+    return {"parallel_read_safe": True}
