@@ -19,8 +19,8 @@ extensions = [
     "sphinx_copybutton",
     "chapters",
     "docstrings",
+    "pages",
     "public_names",
-    "repository_files",
 ]
 exclude_patterns = ["README.md", "description.md", "_*", "**.ipynb_checkpoints"]
 
@@ -28,8 +28,8 @@ exclude_patterns = ["README.md", "description.md", "_*", "**.ipynb_checkpoints"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 
-# A notebook runs at each build, and one that fails is an error.
-nb_execution_mode = "force"
+# A notebook runs where it or its outputs are new, and one that fails is an error.
+nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
@@ -43,7 +43,7 @@ add_module_names = True
 python_maximum_signature_line_length = 80
 napoleon_use_ivar = True
 napoleon_use_rtype = False
-toc_object_entries = False
+toc_object_entries_show_parents = "hide"
 
 # Pages load nothing from other hosts: no widgets, no fonts.
 nb_ipywidgets_js = {}
@@ -51,8 +51,10 @@ nb_ipywidgets_js = {}
 html_theme = "sphinx_book_theme"
 html_title = f"jmpx {version}"
 html_static_path = ["_static"]
+html_favicon = "_static/icon.svg"
 html_css_files = ["jmpx.css"]
 html_copy_source = False
+html_context = {"default_mode": "auto"}
 html_show_sphinx = False
 html_show_copyright = False
 html_last_updated_fmt = None
@@ -61,7 +63,11 @@ html_theme_options = {
     "show_toc_level": 2,
     "use_download_button": False,
     "use_fullscreen_button": False,
-    "search_as_you_type": True,
+    "pygments_dark_style": "github-dark",
+    "navbar_start": [],
+    "navbar_center": [],
+    "navbar_end": [],
+    "navbar_persistent": [],
 }
 # A copied block is the program without its prompts and output.
 copybutton_prompt_text = r">>> |\.\.\. "

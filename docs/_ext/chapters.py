@@ -35,7 +35,7 @@ def toctrees(docs: Path, names: set[str]) -> str:
     for caption, pages in chapters.items():
         there = [page for page in pages if page in names]
         if there:
-            lines = ["```{toctree}", ":hidden:", f":caption: {caption}", "", *there, "```"]
+            lines = ["```{toctree}", ":maxdepth: 1", f":caption: {caption}", "", *there, "```"]
             blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
