@@ -3,6 +3,7 @@
 import re
 
 _CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)(\w?)")
+_BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _PAGE = re.compile(r"(?:``)?docs/(\w+)\.md(?:``)?")
 
 
@@ -12,8 +13,16 @@ def _literal(match):
     return f"``{text}``" + (f"\\ {suffix}" if suffix else "")
 
 
+def _code_block(match):
+    """Returns a fenced block as a directive."""
+    indent, language, code = match.groups()
+    lines = "".join(f"   {line}\n" if line else "\n" for line in code.splitlines())
+    return f"{indent}.. code-block:: {language}\n\n{lines}"
+
+
 def to_restructured_text(text: str) -> str:
     """Returns a docstring with literals and links as reStructuredText writes them."""
+    text = _BLOCK.sub(_code_block, text)
     parts = re.split(r"(^[ ]*(?:>>>|\.\.\.) .*$)", text, flags=re.MULTILINE)
     for i in range(0, len(parts), 2):  # the others are programs
         prose = _CODE.sub(_literal, parts[i])
@@ -33,8 +42,16 @@ def skip(app, what, name, obj, would_skip, options):
     return None
 
 
+def hide_private_fields(app, what, name, obj, options, signature, return_annotation):
+    """Shows no signature of a class that another function makes, of fields of its own."""
+    if what == "class" and signature and signature.startswith("(_"):
+        return "", None
+    return None
+
+
 def setup(app):
     """Is called by Sphinx."""
+    app.connect("autodoc-process-signature", hide_private_fields)
     app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-docstring", convert, priority=100)  # before Napoleon
     return {"parallel_read_safe": True}
