@@ -1,7 +1,9 @@
 """What docs/flags.md shows of the commands is what they print."""
 
 import re
+import sys
 
+import jax
 import pytest
 from helpers import ROOT
 
@@ -16,19 +18,24 @@ def blocks(language):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """The page's program, in the working directory."""
+    """The page's program, in the working directory; JAX's promotion is a user's."""
     (program,) = (block for block in blocks("python") if ">>>" not in block)
     (tmp_path / "train.py").write_text(program)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("train", None)
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+    sys.modules.pop("train", None)
 
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
         (["explain", "c=bf16,o=f32; LayerNorm: full"], 0),
-        (["audit", "train.py:make"], 0),
-        (["ranges", "train.py:make", "--dtype", "float16"], 0),
-        (["first-nonfinite", "train.py:make"], 1),
+        (["audit", "train:make"], 0),
+        (["ranges", "train:make", "--dtype", "float16"], 0),
+        (["first-nonfinite", "train:make"], 1),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
