@@ -1,27 +1,19 @@
 """The chapters of the manual: a table of contents that names the pages which exist.
 
-A page that no chapter names is put in the last but one, so that no page is lost.
+A page that no chapter names is put into one of its own, so that no page is lost.
 """
 
 from pathlib import Path
 
 CHAPTERS = {
-    "First steps": ["start", "which_way", "notebooks/first_steps"],
-    "What it does": ["policies", "loss_scaling", "autocast", "how_it_works"],
-    "In your framework": [
-        "haiku",
-        "equinox",
-        "flax_linen",
-        "flax_train_state",
-        "flax_nnx",
-        "plain_jax",
-        "flags",
-    ],
+    "First steps": ["start", "which_way", "notebooks/first_steps", "how_it_works"],
+    "What a program says": ["policies", "loss_scaling", "autocast", "casts", "flags"],
+    "Frameworks": ["haiku", "equinox", "flax_linen", "flax_nnx", "plain_jax"],
     "Look at a program": ["audit", "nonfinite", "matmul", "wire"],
     "Larger runs": ["sharding", "storage", "checkpoints", "recipes"],
     "Coming from": ["coming_from_jmp", "coming_from_torch", "coming_from_others"],
     "More": [],
-    "Reference": ["reference/index"],
+    "Reference": ["results", "reference/index"],
     "The project": ["project/changelog", "project/contributing", "releasing"],
 }
 OTHERS = "More"
