@@ -39,7 +39,13 @@ def add_chapters(app, docname, source):
         source[0] += "\n\n" + toctrees(Path(app.srcdir), pages) + "\n"
 
 
+def outdated(app, env, added, changed, removed):
+    """Has the first page written again where the pages are other ones."""
+    return ["index"] if added or removed else []
+
+
 def setup(app):
     """Is called by Sphinx."""
+    app.connect("env-get-outdated", outdated)
     app.connect("source-read", add_chapters)
     return {"parallel_read_safe": True}
