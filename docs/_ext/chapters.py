@@ -3,8 +3,6 @@
 A page that no chapter names is put into one of its own, so that no page is lost.
 """
 
-from pathlib import Path
-
 CHAPTERS = {
     "First steps": ["start", "which_way", "notebooks/first_steps", "how_it_works"],
     "What a program says": ["policies", "loss_scaling", "autocast", "casts", "flags"],
@@ -19,8 +17,8 @@ CHAPTERS = {
 OTHERS = "More"
 
 
-def toctrees(docs: Path, names: set[str]) -> str:
-    """Returns the tables of contents of the pages `names` in the folder `docs`."""
+def toctrees(names: set[str]) -> str:
+    """Returns the tables of contents of the pages `names`."""
     named = {page for pages in CHAPTERS.values() for page in pages}
     chapters = CHAPTERS | {OTHERS: sorted(n for n in names - named if "/" not in n)}
     blocks = []
@@ -36,7 +34,7 @@ def add_chapters(app, docname, source):
     """Appends the tables of contents to the first page."""
     if docname == "index":
         pages = set(app.env.found_docs) - {"index"}
-        source[0] += "\n\n" + toctrees(Path(app.srcdir), pages) + "\n"
+        source[0] += "\n\n" + toctrees(pages) + "\n"
 
 
 def outdated(app, env, added, changed, removed):
