@@ -5,7 +5,7 @@ A page that no chapter names is put into one of its own, so that no page is lost
 
 CHAPTERS = {
     "First steps": ["start", "which_way", "notebooks/first_steps", "how_it_works"],
-    "What a program says": ["policies", "loss_scaling", "autocast", "casts", "flags"],
+    "What to write": ["policies", "loss_scaling", "autocast", "casts", "flags"],
     "Frameworks": ["haiku", "equinox", "flax_linen", "flax_nnx", "plain_jax"],
     "Look at a program": ["audit", "nonfinite", "matmul", "wire"],
     "Larger runs": ["sharding", "storage", "checkpoints", "recipes"],

@@ -13,7 +13,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util import logging
 
 LOGGER = logging.getLogger(__name__)
-_NAME = re.compile(r"(jmpx(?:\.[A-Za-z]\w*)+)(?:\(.*\))?$", re.DOTALL)
+_NAME = re.compile(r"(?:with |@)?(jmpx(?:\.[A-Za-z]\w*)+)(?:\(.*\):?)?$", re.DOTALL)
 _MODULES = ("haiku", "equinox", "flax", "flags")
 _OLD = ("project/",)  # the changelog has names of the past
 

@@ -18,8 +18,7 @@ pytestmark = pytest.mark.slow
 
 EXTENSIONS = ("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton", "matplotlib")
 DESKTOP, PHONE = 1280, 390  # pixels
-# Pages without a text of their own, to which no page needs to lead.
-GENERATED = {"genindex.html", "search.html"}
+GENERATED = {"search.html"}  # without a text of its own; no page needs to lead to it
 # What attributes load into a page, besides images and scripts; an `a` only leads elsewhere.
 LOADING = {"stylesheet", "preload", "prefetch", "preconnect", "dns-prefetch", "icon"}
 OUTSIDE = re.compile(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//")  # in a style sheet
