@@ -34,6 +34,8 @@ from jmpx._policy_map import PolicyMapLike
 with required_package("equinox", "Equinox"):
     import equinox as eqx
 
+__all__ = ("with_policies",)
+
 T = TypeVar("T")
 
 _NAME = "jmpx.equinox.with_policies"

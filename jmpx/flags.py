@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
     from jmpx._mixed_precision import MixedPrecision
 
+__all__ = (
+    "DEFINE_loss_scale",
+    "DEFINE_policy",
+    "DEFINE_policy_map",
+    "MixedPrecisionFlags",
+    "define_mp_flags",
+)
+
 # absl does not type its validators:
 # pyright: reportUnknownMemberType=false
 

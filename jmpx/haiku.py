@@ -44,6 +44,8 @@ with required_package("haiku", "Haiku"):
         run_method,
     )
 
+__all__ = ("policies",)
+
 _store: Any = hk.mixed_precision  # Any, because it is annotated with JMP's policies
 
 _NAME = "jmpx.haiku.policies"

@@ -11,7 +11,7 @@ from helpers import ROOT, assert_same_bits, leniently, normal, run_python_blocks
 import jmpx
 import jmpx.flax
 
-PAGE = ROOT / "docs" / "flax_train_state.md"
+PAGE = ROOT / "docs" / "flax_linen.md"
 
 
 def to_bfloat16(tree):
@@ -115,5 +115,5 @@ def test_a_skipped_step_keeps_the_whole_state(rng):
 
 
 def test_the_page_runs():
-    assert PAGE.read_text().count("```python") == 3
+    assert PAGE.read_text().count("```python") == 4
     run_python_blocks(PAGE)

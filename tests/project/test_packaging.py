@@ -3,7 +3,6 @@
 import configparser
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -11,12 +10,8 @@ import zipfile
 
 import pytest
 from helpers import ROOT, run_python_blocks
+from helpers.packaging import copy_repository
 
-FOLDERS = (".ci", "benchmarks", "docs", "examples", "jmpx", "tests")
-FILES = """
-    .pre-commit-config.yaml CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in README.md
-    pyproject.toml setup.cfg
-""".split()
 KINDS = ("sdist", "wheel", "editable")
 BUILD = """
 import sys
@@ -46,12 +41,7 @@ def built(tmp_path_factory):
     """The repository's files in a folder that git does not know, and all that is built there."""
     pytest.importorskip("setuptools", minversion="77")  # as pyproject.toml asks of a build
     source = tmp_path_factory.mktemp("source")
-    for name in FOLDERS:
-        ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".*_cache")
-        shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in FILES:
-        shutil.copy(ROOT / name, source / name)
-    files = {str(p.relative_to(source)) for p in source.rglob("*") if p.is_file()}
+    files = copy_repository(source)
     folders = {kind: tmp_path_factory.mktemp("out") / kind for kind in KINDS}
     for folder in folders.values():
         folder.mkdir()

@@ -1,0 +1,57 @@
+"""Docstrings as Markdown writes them: `code` in single backticks, and the names of pages."""
+
+import re
+
+_CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)(\w?)")
+_BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_PAGE = re.compile(r"(?:``)?docs/(\w+)\.md(?:``)?")
+
+
+def _literal(match):
+    """Returns reStructuredText of a literal, which ends where a word goes on: `Param`s."""
+    text, suffix = match.groups()
+    return f"``{text}``" + (f"\\ {suffix}" if suffix else "")
+
+
+def _code_block(match):
+    """Returns a fenced block as a directive."""
+    indent, language, code = match.groups()
+    lines = "".join(f"   {line}\n" if line else "\n" for line in code.splitlines())
+    return f"{indent}.. code-block:: {language}\n\n{lines}"
+
+
+def to_restructured_text(text: str) -> str:
+    """Returns a docstring with literals and links as reStructuredText writes them."""
+    text = _BLOCK.sub(_code_block, text)
+    parts = re.split(r"(^[ ]*(?:>>>|\.\.\.) .*$)", text, flags=re.MULTILINE)
+    for i in range(0, len(parts), 2):  # the others are programs
+        prose = _CODE.sub(_literal, parts[i])
+        parts[i] = _PAGE.sub(r":doc:`/\1`", prose)
+    return "".join(parts)
+
+
+def convert(app, what, name, obj, options, lines):
+    """Converts the lines of a docstring in place."""
+    lines[:] = to_restructured_text("\n".join(lines)).split("\n")
+
+
+def skip(app, what, name, obj, would_skip, options):
+    """Leaves out the fields of a class, which the docstring of the class describes."""
+    if what == "class" and not (callable(obj) or isinstance(obj, property | classmethod)):
+        return True
+    return None
+
+
+def hide_private_fields(app, what, name, obj, options, signature, return_annotation):
+    """Shows no signature of a class that another function makes, of fields of its own."""
+    if what == "class" and signature and signature.startswith("(_"):
+        return "", None
+    return None
+
+
+def setup(app):
+    """Is called by Sphinx."""
+    app.connect("autodoc-process-signature", hide_private_fields)
+    app.connect("autodoc-skip-member", skip)
+    app.connect("autodoc-process-docstring", convert, priority=100)  # before Napoleon
+    return {"parallel_read_safe": True}

@@ -1,0 +1,170 @@
+"""Headless Chromium, driven through a pipe by its DevTools protocol: no driver, no packages.
+
+`open_page` says what a page asked for, what its console said, and runs expressions in it.
+"""
+
+import base64
+import contextlib
+import itertools
+import json
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = """
+    --headless --no-sandbox --disable-gpu --disable-quic --disable-dev-shm-usage --no-first-run
+    --disable-background-networking --disable-component-update --disable-sync --disable-extensions
+    --hide-scrollbars --remote-debugging-pipe
+""".split()
+
+
+def find_chromium() -> str | None:
+    """Returns the path of a Chromium of this machine, None if there is none."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Browser:
+    """A running Chromium with one page."""
+
+    def __init__(self, executable: str, profile: str):
+        command = [executable, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        # It reads commands from file descriptor 3, and writes to 4: here its input and its output.
+        shell = ["sh", "-c", 'exec "$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1', "sh"]
+        self._process = subprocess.Popen(
+            [*shell, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        self._numbers = itertools.count(1)
+        self._unread = b""
+        self._session: str | None = None
+        self.events: list[dict[str, Any]] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Sends a command and returns its result."""
+        message: dict[str, Any] = {
+            "id": next(self._numbers),
+            "method": method,
+            "params": parameters,
+        }
+        if self._session:
+            message["sessionId"] = self._session
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._read(60)
+            if answer.get("id") == message["id"]:
+                if "error" in answer:
+                    raise RuntimeError(f"{method}: {answer['error']}")
+                return answer["result"]
+
+    def _read(self, timeout: float) -> dict[str, Any]:
+        """Returns the next message, after noting it if it is an event."""
+        assert self._process.stdout is not None
+        end = time.monotonic() + timeout
+        while b"\0" not in self._unread:
+            ready, _, _ = select.select([self._process.stdout], [], [], end - time.monotonic())
+            if not ready:
+                raise TimeoutError(f"Chromium said nothing for {timeout} seconds.")
+            read = self._process.stdout.read(65536)
+            if not read:
+                raise RuntimeError(f"Chromium ended, with code {self._process.wait()}.")
+            self._unread += read
+        text, _, self._unread = self._unread.partition(b"\0")
+        message = json.loads(text)
+        if "method" in message:
+            self.events.append(message)
+        return message
+
+    def open_page(self, url: str, width: int = 1280, height: int = 900) -> None:
+        """Opens a page of a size, and waits until it has loaded; `events` are of it alone."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        self.call("Page.navigate", url="about:blank")
+        self.events.clear()
+        self.call("Page.navigate", url=url)
+        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
+            self._read(60)
+        # What scripts do once the page is there, such as the requests that they make.
+        script = "new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))"
+        self.evaluate(script)
+
+    def evaluate(self, expression: str) -> Any:
+        """Returns the value of a JavaScript expression in the page."""
+        result = self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
+        if "exceptionDetails" in result:
+            raise RuntimeError(f"{expression}: {result['exceptionDetails']}")
+        return result["result"].get("value")
+
+    def wait_for(self, condition: str, seconds: float = 10) -> None:
+        """Waits until a JavaScript expression is true in the page."""
+        end = time.monotonic() + seconds
+        while not self.evaluate(condition):
+            if time.monotonic() > end:
+                raise TimeoutError(f"{condition} was not true within {seconds} seconds.")
+            time.sleep(0.05)
+
+    def requests(self) -> list[str]:
+        """Returns the addresses that the page has asked for."""
+        sent = (e["params"] for e in self.events if e["method"] == "Network.requestWillBeSent")
+        return [each["request"]["url"] for each in sent]
+
+    def complaints(self) -> list[str]:
+        """Returns errors and warnings of the console, exceptions, and requests that failed."""
+        found = []
+        for event in self.events:
+            method, values = event["method"], event["params"]
+            if method == "Runtime.exceptionThrown":
+                found.append(str(values["exceptionDetails"]))
+            elif method == "Runtime.consoleAPICalled" and values["type"] in ("error", "warning"):
+                found.append(" ".join(str(each.get("value")) for each in values["args"]))
+            elif method == "Log.entryAdded" and values["entry"]["level"] in ("error", "warning"):
+                found.append(f"{values['entry']['text']} {values['entry'].get('url', '')}")
+            elif method == "Network.loadingFailed" and not values.get("canceled"):
+                found.append(f"a request failed: {values['errorText']}")
+            elif method == "Network.responseReceived" and values["response"]["status"] >= 400:
+                found.append(f"{values['response']['status']}: {values['response']['url']}")
+        return found
+
+    def screenshot(self, whole: bool = False) -> bytes:
+        """Returns the page as a PNG: what is seen of it, or the whole of it."""
+        taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        return base64.b64decode(taken["data"])
+
+    def close(self) -> None:
+        """Ends Chromium."""
+        self._session = None
+        with contextlib.suppress(Exception):
+            self.call("Browser.close")
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+@contextlib.contextmanager
+def chromium(executable: str, profile: str) -> Iterator[Browser]:
+    """Runs Chromium while the context lasts."""
+    browser = Browser(executable, profile)
+    try:
+        yield browser
+    finally:
+        browser.close()

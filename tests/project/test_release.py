@@ -1,0 +1,120 @@
+"""A release as docs/releasing.md makes it, in empty environments on both lines of JAX."""
+
+import ast
+import configparser
+import os
+import re
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from helpers import ROOT
+from helpers.packaging import copy_repository
+
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+OLDEST = re.sub(">=", "==", SETUP["options"]["install_requires"])
+SHOWN = r"^default +float32 +bfloat16 +float32$"
+# What the tests of the source distribution are: few, because CI runs all of them elsewhere.
+TESTED = ("tests/policies/test_policy_strings.py", "tests/flags", "tests/project/test_readme.py")
+
+
+def version():
+    tree = ast.parse((ROOT / "jmpx" / "__init__.py").read_text())
+    (found,) = (
+        node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        if [ast.unparse(target) for target in node.targets] == ["__version__"]
+    )
+    return str(found)
+
+
+def test_the_version_has_one_home():
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", version())
+    assert SETUP["metadata"]["version"] == "attr: jmpx.__version__"
+    assert "version" not in (ROOT / "CITATION.cff").read_text().replace("cff-version", "")
+    assert "jmpx.__version__" in (ROOT / "docs" / "conf.py").read_text()
+
+
+def test_the_citation_is_that_of_the_metadata():
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation.keys() >= {"cff-version", "message", "title", "authors"}
+    assert citation["license"] == SETUP["metadata"]["license"]
+    assert set(citation["keywords"]) == set(SETUP["metadata"]["keywords"].split(", "))
+
+
+def run(*command, cwd):
+    """Runs a command in a folder, where Python finds nothing but what is installed."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The source distribution and the wheel that was built from it."""
+    for name in ("build", "twine"):
+        pytest.importorskip(name, reason=f"{name} is in the release extra")
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    copy_repository(source)
+    run(sys.executable, "-m", "build", "--outdir", out, source, cwd=out)
+    sdist, wheel = sorted(out.iterdir(), key=lambda path: path.suffix)
+    return sdist, wheel
+
+
+def empty_environment(folder, *arguments):
+    """Returns the Python of a new environment, in which pip has installed the arguments."""
+    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    python = folder / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", *arguments, cwd=folder.parent)
+    return python
+
+
+@pytest.mark.slow
+def test_the_index_would_take_it(built):
+    sdist, wheel = built
+    assert sdist.name == f"jmpx-{version()}.tar.gz"
+    assert wheel.name == f"jmpx-{version()}-py3-none-any.whl"
+    said = run(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel, cwd=sdist.parent)
+    assert said.count("PASSED") == 2 and "WARNING" not in said
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_library_and_nothing_else(built):
+    names = zipfile.ZipFile(built[1]).namelist()
+    assert {name.split("/")[0] for name in names} == {"jmpx", f"jmpx-{version()}.dist-info"}
+    assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["oldest", "newest"])
+def test_the_wheel_works_in_an_empty_environment(built, line, tmp_path):
+    pins = OLDEST.split() if line == "oldest" else []
+    python = empty_environment(tmp_path / "venv", built[1], *pins)
+    said = run(python, "-I", "-m", "jmpx", "c=bf16,o=f32; LayerNorm: full", cwd=tmp_path)
+    assert re.search(SHOWN, said, re.MULTILINE), said
+    program = (
+        "import jax, jmpx, jmpx.flags; print(jmpx.__version__, jmpx.__file__, jax.__version__)"
+    )
+    found, file, jax = run(python, "-I", "-c", program, cwd=tmp_path).split()
+    assert found == version() and file.startswith(str(tmp_path))
+    assert (f"jax=={jax}" in pins) == (line == "oldest")
+
+
+@pytest.mark.slow
+def test_the_tests_pass_from_the_source_distribution(built, tmp_path):
+    run("tar", "xzf", built[0], "-C", tmp_path, "--strip-components=1", cwd=tmp_path)
+    python = empty_environment(tmp_path / "venv", f"{tmp_path}[test]")
+    said = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTED, cwd=tmp_path)
+    assert re.search(r"^\d\d+ passed", said, re.MULTILINE), said
