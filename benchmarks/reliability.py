@@ -1,6 +1,6 @@
 """The results of the scripts that try to make jmpx fail, and their table.
 
-    python benchmarks/reliability.py                       # prints it, and puts it into README.md
+    python benchmarks/reliability.py                       # prints it, and puts it into PAGES
 
 `kills.py`, `soak.py`, `threads.py` and `fuzz_strings.py` append a line of JSON for each case to
 `benchmarks/results/reliability.jsonl`. The table has the last line of each case and version of JAX.
@@ -15,8 +15,9 @@ from typing import Any
 import records
 from records import Record
 
-PAGE = Path(__file__).parent / "README.md"
-RESULTS = Path(__file__).parent / "results" / "reliability.jsonl"
+FOLDER = Path(__file__).parent
+PAGES = FOLDER / "README.md", FOLDER.parent / "docs" / "reliability.md"
+RESULTS = FOLDER / "results" / "reliability.jsonl"
 MARKS = "<!-- table, by reliability.py -->", "<!-- end of it -->"
 HEADER = "| what | how often | outcome | JAX |\n| --- | --- | --- | --- |"
 
@@ -97,7 +98,8 @@ def main(arguments: list[str] | None = None) -> None:
     made = records.parser(__doc__)
     made.add_argument("--out", type=Path, default=RESULTS, help="where the lines are kept")
     found = records.read(made.parse_args(arguments).out)
-    PAGE.write_text(page(found, PAGE.read_text()))
+    for path in PAGES:
+        path.write_text(page(found, path.read_text()))
     print(table(found))
 
 

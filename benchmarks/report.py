@@ -1,4 +1,4 @@
-"""Runs the benchmarks that need no GPU, and writes their tables into two pages.
+"""Runs the benchmarks that need no GPU, and writes their tables into pages.
 
     python benchmarks/report.py                      # all of it: half an hour on two quiet cores
     python benchmarks/report.py --only autocast import_time
@@ -9,7 +9,8 @@ What compiles for a TPU runs where libtpu is installed, and keeps its lines else
 Every line that a benchmark prints is kept in `benchmarks/results/cpu.jsonl`; a benchmark that is
 run again replaces its lines there. `benchmarks/README.md` gets the rows of HEADLINES, between two
 marks, and `benchmarks/results/README.md` all rows and all tables. Both get those of
-`tpu_compile.py`, which keeps its own lines (`tpu_tables.py`).
+`tpu_compile.py`, which keeps its own lines (`tpu_tables.py`). The repository's README and
+`docs/cost.md` get the two tables for visitors, of programs and of peak memory.
 """
 
 import importlib.util
@@ -30,6 +31,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "cpu.jsonl"
 PAGE, DETAILS = FOLDER / "README.md", FOLDER / "results" / "README.md"
 MARKS = "<!-- table, by report.py -->", "<!-- end -->"
+VISITED = FOLDER.parent / "README.md", FOLDER.parent / "docs" / "cost.md"
 
 # A step of jmpx, and the hand-written step that skips in the same way.
 FLOAT16 = {
@@ -213,6 +215,52 @@ def compiled_bars(found: list[Record]) -> Iterator[Row]:
         yield Row("float16, compile time: jmp over jmpx_where", ratio, 6, least=True)
 
 
+# The tables for visitors.
+
+
+STEPS = {  # how a step is written, and what it skips with
+    "handwritten_cond": ("by hand", "`cond`"),
+    "jmpx": ("jmpx", "`cond`, the default on CPUs"),
+    "handwritten": ("by hand", "`where`"),
+    "jmpx_where": ("jmpx", "`where`"),
+    "mpx": ("MPX", "`where`"),
+    "jmp": ("JMP", "`where`"),
+}
+MODELS = (tpu_tables.VIT, tpu_tables.BYTES, tpu_tables.TEXT, tpu_tables.IMAGES)
+WAYS = ("float32", "by hand", "JMP", "MPX", "autocast", "autocast, save")
+
+
+def programs(found: list[Record]) -> str:
+    """Returns the sizes of compiled float16 steps, and how long they compile."""
+    compiled = [record for record in found if record["benchmark"] == "compiled_step"]
+    float16 = [r for r in compiled if (r["dtype"], r["layers"]) == ("float16", 12)]
+    chosen = {record["implementation"]: record for record in float16}
+    rows = [
+        (*words, plain(chosen[name]["instructions"]), f"{chosen[name]['compile_cpu_s']:.1f}")
+        for name, words in STEPS.items()
+        if name in chosen
+    ]
+    return table(("the step", "skips with", "HLO instructions", "CPU seconds to compile"), rows)
+
+
+def peaks(found: Iterable[Record] | None = None) -> str:
+    """Returns the peak memory of train steps on a TPU."""
+    by_group = tpu_tables.groups(tpu_tables.load(found))
+    rows = (
+        (tpu_tables.WAYS[way], *(tpu_tables.cell(by_group.get(m, {}).get(way)) for m in MODELS))
+        for way in WAYS
+    )
+    return table(("MiB", *map(tpu_tables.title, MODELS)), rows)
+
+
+def visited(found: list[Record], text: str) -> str:
+    """Returns the text with the two tables for visitors, in place of those with their headers."""
+    for new in (programs(found), peaks()):
+        header = re.escape(new.partition("\n")[0])
+        text = re.sub(rf"^{header}\n(\|.*\n)*", lambda _, new=new: f"{new}\n", text, flags=re.M)
+    return text
+
+
 # The pages.
 
 
@@ -271,6 +319,8 @@ def main(arguments: list[str] | None = None) -> None:
         RESULTS.write_text("".join(json.dumps(record) + "\n" for record in found))
     DETAILS.write_text(details(found))
     PAGE.write_text(page(found, PAGE.read_text()))
+    for path in VISITED:
+        path.write_text(visited(found, path.read_text()))
 
 
 if __name__ == "__main__":

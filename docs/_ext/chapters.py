@@ -11,8 +11,8 @@ CHAPTERS = {
     "Larger runs": ["sharding", "storage", "checkpoints", "recipes"],
     "Coming from": ["coming_from_jmp", "coming_from_torch", "coming_from_others"],
     "More": [],
-    "Reference": ["results", "reference/index"],
-    "The project": ["project/changelog", "project/contributing", "releasing"],
+    "Reference": ["cost", "reliability", "results", "reference/index"],
+    "The project": ["project/changelog", "project/contributing", "how_it_is_built", "releasing"],
 }
 OTHERS = "More"
 

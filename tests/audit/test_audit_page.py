@@ -115,14 +115,3 @@ def test_its_table_has_every_finding():
 def test_findings_have_a_name_and_a_severity_of_the_table(reports):
     for finding in (finding for report in reports for finding in report.findings):
         assert finding.name in FINDING_NAMES and finding.severity in SEVERITIES
-
-
-def test_the_readme_shows_parts_of_these_reports():
-    readme = (ROOT / "README.md").read_text()
-    section = readme.partition("### See the precision")[2].partition("\n### ")[0]
-    parts = re.findall(r"^```text\n(.*?)\n```$", section, re.MULTILINE | re.DOTALL)
-    assert len(parts) == len(REPORTS) == 2
-    for part, report in zip(parts, REPORTS, strict=True):
-        lines = [line for line in part.splitlines() if line not in ("", "...")]
-        shown = iter(report.splitlines())
-        assert [line for line in lines if line not in shown] == []  # in this order

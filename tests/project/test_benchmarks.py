@@ -18,6 +18,7 @@ import records
 import report
 import steps
 import underflow
+from helpers import ROOT
 from models import MODELS
 from steps import Point
 
@@ -283,6 +284,10 @@ def test_the_pages_are_made_of_the_results():
     assert report.details(found) == report.DETAILS.read_text()
     assert {record["benchmark"] for record in found} == set(report.COMMANDS)
     assert {row.measure for row in report.bars(found)} >= set(report.HEADLINES)
+    for path in (ROOT / "README.md", ROOT / "docs" / "cost.md"):
+        text = path.read_text()
+        assert path in report.VISITED and report.visited(found, text) == text
+        assert report.programs(found) in text and report.peaks() in text
     late = report.Row("bytes", value=1.02, bar=1.01)
     assert late.cells() == ("bytes", "1.02", "≤ 1.01", "**no**")
     assert report.Row("compile", value=7, bar=6, least=True).cells()[-1] == "yes"

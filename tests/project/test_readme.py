@@ -1,28 +1,68 @@
-"""The README: its Python runs, its commands are the ones that CI runs."""
+"""The README: it is short, its Python runs, its links lead to files, CI runs its two commands."""
 
 import re
+from pathlib import Path
 
 from helpers import ROOT, run_python, run_python_blocks
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+COMMANDS = re.findall(r"^```sh\n(.*?)\n```$", README, re.MULTILINE | re.DOTALL)
+PROSE = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
+LINKS = re.findall(r"(!?)\[[^\]]*\]\(([^)]*)\)", PROSE)
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= 150
 
 
 def test_python_blocks_run_from_top_to_bottom():
-    assert len(BLOCKS) >= 5 and all(block.startswith(">>> ") for block in BLOCKS)
+    assert len(BLOCKS) == 3 and all(block.startswith(">>> ") for block in BLOCKS)
     run_python_blocks(ROOT / "README.md")
 
 
-def test_the_commands_are_single_lines_that_name_what_exists():
-    commands = re.findall(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    assert len(commands) >= 2
-    for command in commands:
-        for line in command.strip().splitlines():
-            assert not line.endswith("\\")
-            for path in re.findall(r"\S+\.py", line):
-                assert (ROOT / path).exists(), path
+def test_it_has_two_commands_in_single_lines_that_name_what_exists():
+    assert len(COMMANDS) == 2
+    for line in COMMANDS:
+        assert "\n" not in line and not line.endswith("\\")
+    shown = [*COMMANDS, *re.findall(r"`([^`]*)`", PROSE)]
+    files = {file for line in shown for file in re.findall(r"[\w/]+\.(?:py|sh)\b", line)}
+    assert files >= {
+        "examples/haiku/train.py",
+        "benchmarks/tpu_compile.py",
+        "benchmarks/gpu_vit.sh",
+    }
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
-def test_ci_takes_the_test_command_from_the_readme():
-    shown = run_python(str(ROOT / ".ci" / "readme_command.py"), "pytest").stdout.strip()
-    assert shown in README and "pip install" in shown and "pytest" in shown
+def test_ci_takes_both_commands_from_the_readme():
+    for word, command in zip(("examples/haiku/train.py", "pytest"), COMMANDS, strict=True):
+        shown = run_python(str(ROOT / ".ci" / "readme_command.py"), word).stdout.strip()
+        assert shown == command and "pip install" in shown
+
+
+def anchors(page):
+    """Returns what the headings of a page are called in links, on GitHub and on the site."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_its_links_lead_to_files_and_headings_that_exist():
+    broken = []
+    for _, target in LINKS:
+        name, _, heading = target.partition("#")
+        path = ROOT / name
+        there = target.startswith("https://") or path.is_file()
+        if there and heading:
+            there = heading in anchors(path)
+        if not there:
+            broken.append(target)
+    assert broken == []
+
+
+def test_it_shows_pictures_and_leads_to_the_manual():
+    pictures = {Path(target).name for image, target in LINKS if image}
+    assert pictures >= {"which_way.svg", "layers.png"}
+    pages = {target.partition("#")[0] for _, target in LINKS if target.startswith("docs/")}
+    assert {"docs/start.md", "docs/cost.md", "docs/reliability.md", "docs/index.md"} <= pages
