@@ -41,6 +41,12 @@ def test_ci_takes_both_commands_from_the_readme():
         assert shown == command and "pip install" in shown
 
 
+def test_the_description_for_the_package_index_begins_as_it_does():
+    texts = (README, (ROOT / "docs" / "description.md").read_text())
+    first, description = (text.split("\n\n")[1].split() for text in texts)
+    assert first == description and len(first) > 50
+
+
 def anchors(page):
     """Returns what the headings of a page are called in links, on GitHub and on the site."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
