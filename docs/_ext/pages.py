@@ -62,8 +62,21 @@ class TrimmedPrograms(SphinxTransform):
                 block.rawsource = block.astext()  # is compared with the text to be highlighted
 
 
+class UnbrokenFlags(SphinxTransform):
+    """Marks short literals such as `--mp_policy`, which browsers would break after a hyphen."""
+
+    default_priority = 5
+
+    def apply(self, **kwargs):
+        """Goes through the literals of a page."""
+        for literal in self.document.findall(nodes.literal):
+            if "-" in literal.astext() and len(literal.astext()) <= 30:
+                literal["classes"].append("unbroken")
+
+
 def setup(app):
     """Is called by Sphinx."""
     app.add_transform(RepositoryFiles)
     app.add_transform(TrimmedPrograms)
+    app.add_transform(UnbrokenFlags)
     return {"parallel_read_safe": True}

@@ -17,7 +17,7 @@ from helpers.browser import chromium, find_chromium
 pytestmark = pytest.mark.slow
 
 EXTENSIONS = ("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton", "matplotlib")
-DESKTOP, PHONE = 1280, 390  # pixels
+DESKTOP, PHONE = 1280, 375  # pixels
 GENERATED = {"search.html"}  # without a text of its own; no page needs to lead to it
 # What attributes load into a page, besides images and scripts; an `a` only leads elsewhere.
 LOADING = {"stylesheet", "preload", "prefetch", "preconnect", "dns-prefetch", "icon"}

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from helpers import ROOT, enable_x64, run_python_blocks
+from helpers import enable_x64
 from helpers.four_frameworks import BATCH, FRAMEWORKS, WIDTHS, X, in_words_of
 from helpers.products import default_precision, products_of
 
@@ -359,10 +359,6 @@ def test_a_class_policy_without_matmul_inherits_it(framework):
         assert ways(run, XS) == ["bf16 DEFAULT", f"f32 {X3}"]
         run = routed(framework, "full; */router: m=high", compute)  # a rule goes before it
         assert ways(run, XS) == ["f32 HIGH", "f32 HIGH"]
-
-
-def test_the_page_runs():
-    run_python_blocks(ROOT / "docs" / "matmul.md")
 
 
 # What the page says of derivatives that the user's code defines.

@@ -8,14 +8,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import F16, F32, ROOT, assert_same_bits, normal, run_python_blocks
+from helpers import F16, F32, assert_same_bits, normal
 from helpers.nnx_net import Average, assert_same_state, make, squares, state_of
 
 import jmpx
 import jmpx.flax
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-PAGE = ROOT / "docs" / "flax_nnx.md"
 
 
 def gradient(f, policy="full", scaling=None, **options):
@@ -245,11 +244,6 @@ def test_an_optimizer_state_of_the_module_itself_is_refused(rng):
 # The recipe.
 
 VIEW = "c=f16,o=f32; BatchNorm: full"
-
-
-def test_the_page_runs():
-    assert PAGE.read_text().count("```python") == 6
-    run_python_blocks(PAGE)
 
 
 def train_step(model, optimizer, loss_scale, x, y, viewed=True):

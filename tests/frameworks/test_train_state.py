@@ -6,12 +6,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from helpers import ROOT, assert_same_bits, leniently, normal, run_python_blocks
+from helpers import assert_same_bits, leniently, normal
 
 import jmpx
 import jmpx.flax
-
-PAGE = ROOT / "docs" / "flax_linen.md"
 
 
 def to_bfloat16(tree):
@@ -112,8 +110,3 @@ def test_a_skipped_step_keeps_the_whole_state(rng):
     kept = jmpx.select_tree(jnp.array(False), state.apply_gradients(grads=grads), state)
     assert kept.step == 0 and kept.apply_fn == state.apply_fn
     assert_same_bits((kept.params, kept.opt_state), (state.params, state.opt_state))
-
-
-def test_the_page_runs():
-    assert PAGE.read_text().count("```python") == 4
-    run_python_blocks(PAGE)

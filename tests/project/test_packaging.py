@@ -9,7 +9,7 @@ import tarfile
 import zipfile
 
 import pytest
-from helpers import ROOT, run_python_blocks
+from helpers import ROOT
 from helpers.packaging import copy_repository
 
 KINDS = ("sdist", "wheel", "editable")
@@ -33,7 +33,6 @@ def test_the_description_stands_without_the_repository():
     assert targets
     for target in targets:
         assert "".join(target).startswith("https://"), target
-    run_python_blocks(description())
 
 
 @pytest.fixture(scope="module")

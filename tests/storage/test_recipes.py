@@ -1,4 +1,4 @@
-"""The recipes of docs/checkpoints.md run, and what they promise of libraries holds."""
+"""What docs/checkpoints.md promises of libraries holds."""
 
 import equinox as eqx
 import jax
@@ -7,21 +7,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from helpers import ROOT, assert_same_bits, normal, run_python_blocks
+from helpers import assert_same_bits, normal
 
 import jmpx
-
-
-@pytest.mark.filterwarnings("ignore")  # Orbax's own
-def test_the_recipes_run_from_top_to_bottom():
-    run_python_blocks(ROOT / "docs" / "checkpoints.md")
 
 
 def as_half(tree):
     return jmpx.cast_tree(tree, jnp.bfloat16)
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # Orbax's own
 def test_what_orbax_casts_without_a_word_is_refused(tmp_path, rng):
     state = {"w": normal(rng, 8)}
     description = jmpx.describe(state)

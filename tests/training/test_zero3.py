@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import ROOT, lenient, normal, run_python_blocks
+from helpers import lenient, normal
 from helpers.collectives import wire_bytes
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -170,7 +170,3 @@ def test_a_mask_says_what_is_sharded_in_older_maps(how, rng):
     whole, batch = w.reshape(-1, 3), x.reshape(-1, 2 * DEVICES)
     expected = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(whole)
     np.testing.assert_allclose(grads.reshape(whole.shape), expected, rtol=0.01, atol=0.01)
-
-
-def test_the_program_in_the_documentation():
-    run_python_blocks(ROOT / "docs" / "sharding.md")

@@ -1,7 +1,0 @@
-"""The programs of docs/storage.md run, and print what it says."""
-
-from helpers import ROOT, run_python_blocks
-
-
-def test_the_page_runs_from_top_to_bottom():
-    run_python_blocks(ROOT / "docs" / "storage.md")
