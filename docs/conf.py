@@ -10,7 +10,8 @@ import jmpx  # noqa: E402
 
 project = "jmpx"
 version = release = jmpx.__version__
-copyright = "the jmpx authors"
+author = "the jmpx authors"
+copyright = author
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",

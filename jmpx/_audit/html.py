@@ -13,7 +13,7 @@ from jmpx._audit.data import SEVERITIES, Finding
 from jmpx._audit.scope_rows import COLUMNS, scope_rows
 from jmpx._audit.shares import Share, Shares, notes, shares
 from jmpx._audit.text import facts, is_rule, no_findings, severities, title
-from jmpx._audit.units import share_text
+from jmpx._audit.units import count_text, share_text
 
 if TYPE_CHECKING:
     from jmpx._audit.report import Report
@@ -112,7 +112,7 @@ def _scopes(report: "Report") -> str:
     if not every:
         return ""
     table = _scope_table([(row.name, *row.cells) for row in alike])
-    heading = f"{len(every):,} scopes"
+    heading = count_text(len(every), "scope")
     if len(alike) < len(every):
         table += _unfolds("each of them", _scope_table([(row.name, *row.cells) for row in every]))
     return _unfolds(heading, table)

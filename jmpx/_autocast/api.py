@@ -57,8 +57,8 @@ def autocast(
 
     - matrix products and convolutions run in the compute dtype;
     - operations that need range or digits run in float32: exponentials, logarithms, fractional
-      powers, sums and other statistics, special functions, linear algebra, and comparisons of two
-      dtypes;
+      powers, sums and other statistics, special functions but erf, linear algebra, and comparisons
+      of two dtypes;
     - all others run in the widest dtype of their operands. Inputs, parameters and constants yield
       to the results of matrix products: a float32 bias leaves a bfloat16 activation bfloat16.
 
