@@ -16,9 +16,12 @@ from jmpx._jaxpr import Atom, Equation, Jaxpr
 # which the encoder's output lives all along.
 _MANY = 16
 
-# What a piece computes again between two places at which it could be cut, over what lives at one:
-# besides the activation itself, what its norms and activation functions hold in float32.
-_AGAIN = 2
+# The part of what a piece computes again that lives at once, as the compiler of TPUs was seen to
+# plan it: most of it is fused into what reads it.
+_AGAIN = 1 / 16
+
+# What a product takes in 16 bits, over what it takes in float32, in which it was traced.
+_SAVED = 1 / 2
 
 _holding: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
 
@@ -79,20 +82,30 @@ def find_cuts(equations: Sequence[Equation], roles: Sequence[Role]) -> set[int]:
     saved. Of these places some are taken, see `_fewest`.
     """
     holders = [i for i, role in enumerate(roles) if role in HOLDING]
-    lives = _lives(equations, roles)
+    lives, sizes = _lives(equations, roles)
     places = sorted(set(_cuts(holders, lives)))
-    made = [
-        sum(map(_size, equation.outvars)) if role is Role.PRODUCT else 0
-        for equation, role in zip(equations, roles, strict=True)
-    ]
-    products = [0, *itertools.accumulate(made)]
+    saved = list(_sums(sizes, roles, {Role.PRODUCT}))
+    again = list(_sums(sizes, roles, {Role.ORDINARY}))
     alone = [i for i, role in enumerate(roles) if role in HOLDING and role is not Role.PRODUCT]
     chosen: set[int] = set()
     for start, stop in itertools.pairwise([0, *alone, len(equations)]):
         within = [place for place in places if start < place < stop]
-        kept = [_kept(place, lives) for place in within]
-        chosen.update(_fewest(within, kept, [products[end] for end in (*within, stop)]))
+        ends = (*within, stop)
+        chosen.update(
+            _fewest(
+                within,
+                [_kept(place, lives) for place in within],
+                [_SAVED * saved[end] for end in ends],
+                [_AGAIN * (again[end] - again[start]) for end in ends],
+            )
+        )
     return chosen
+
+
+def _sums(sizes: Sequence[int], roles: Sequence[Role], counted: set[Role]) -> Iterator[int]:
+    """Returns the bytes that equations of some roles make before each equation, and in all."""
+    made = (size if role in counted else 0 for size, role in zip(sizes, roles, strict=True))
+    return itertools.accumulate(made, initial=0)
 
 
 def _kept(place: int, lives: Sequence[Life]) -> int:
@@ -100,44 +113,55 @@ def _kept(place: int, lives: Sequence[Life]) -> int:
     return sum(life.size for life in lives if life.start < place <= life.end and not life.is_saved)
 
 
-def _fewest(places: Sequence[int], kept: Sequence[int], products: Sequence[int]) -> list[int]:
+def _fewest(
+    places: Sequence[int],
+    kept: Sequence[int],
+    products: Sequence[float],
+    again: Sequence[float],
+) -> list[int]:
     """Returns the places to cut at, so that the peak of memory is the lowest.
 
     A cut keeps what lives there. But a piece is computed again as a whole when its backward pass
-    begins, and what lives at the places inside of it then lives at once, besides the products and
-    cuts of all earlier pieces, whose backward passes come later. So the first pieces may be long.
-    Where a cut keeps nothing, there is one.
+    begins, and a part of what it makes then lives at once, besides the products and cuts of all
+    earlier pieces, whose backward passes come later. So the first pieces may be long. Where a cut
+    keeps nothing, there is one.
 
     Args:
         places: where cuts are possible.
         kept: the bytes that each of them keeps.
         products: the bytes of products before each of them, and before the end.
+        again: the bytes that would live at once if all before each of them, and before the end,
+            were computed again.
     """
-    highest = products[-1] + sum(kept)
+    highest = products[-1] + again[-1] + sum(kept)
     low, high, best = 0.0, highest, list(places)
     while high - low > highest / 1000:
         peak = (low + high) / 2
-        found = _below(peak, places, kept, products)
+        found = _below(peak, places, kept, products, again)
         low, high, best = (peak, high, best) if found is None else (low, peak, found)
     free = [place for place, size in zip(places, kept, strict=True) if not size]
     return sorted({*best, *free})
 
 
 def _below(
-    peak: float, places: Sequence[int], kept: Sequence[int], products: Sequence[int]
+    peak: float,
+    places: Sequence[int],
+    kept: Sequence[int],
+    products: Sequence[float],
+    again: Sequence[float],
 ) -> list[int] | None:
     """Returns the cuts that keep the least of those by which memory stays below a peak, if any."""
-    between = [0, *itertools.accumulate(kept)]
     least: list[tuple[int, list[int]] | None] = [(0, [])]  # before each place and the end
+    before = [0.0, *again]  # what was made before the beginning of a piece
     for end, made in enumerate(products):
         found: list[tuple[int, list[int]]] = []
         for start in range(end, -1, -1):
-            again = _AGAIN * (between[end] - between[start])
-            if made + again > peak:
+            needed = made + again[end] - before[start]
+            if needed > peak:
                 break
-            before = least[start]
-            if before is not None and before[0] + made + again <= peak:
-                found.append(before)
+            so_far = least[start]
+            if so_far is not None and so_far[0] + needed <= peak:
+                found.append(so_far)
         if end == len(places):
             return min(found)[1] if found else None
         sums = [(total + kept[end], [*cuts, places[end]]) for total, cuts in found]
@@ -163,12 +187,15 @@ def find_head(jaxpr: Jaxpr, roles: Sequence[Role]) -> int | None:
     size = sum(map(_size, equation.outvars))
     if size > max(results, default=0):
         return None
-    read = [life.size for life in _lives(jaxpr.eqns, roles) if life.start < head <= life.end]
+    lives, _ = _lives(jaxpr.eqns, roles)
+    read = [life.size for life in lives if life.start < head <= life.end]
     return head if sum(read) < size else None
 
 
-def _lives(equations: Sequence[Equation], roles: Sequence[Role]) -> list[Life]:
+def _lives(equations: Sequence[Equation], roles: Sequence[Role]) -> tuple[list[Life], list[int]]:
+    """Returns the lives of large arrays that depend on a product, and what each equation makes."""
     made: dict[Atom, Life] = {}
+    sizes = [0] * len(equations)
     for i, (equation, role) in enumerate(zip(equations, roles, strict=True)):
         if role is Role.LATER:
             continue
@@ -177,8 +204,10 @@ def _lives(equations: Sequence[Equation], roles: Sequence[Role]) -> list[Life]:
         if read or role is not Role.ORDINARY:
             is_product = role is Role.PRODUCT and not _jaxpr.holds_jaxpr(equation.params)
             made.update((var, Life(i, i, _size(var), is_product)) for var in equation.outvars)
+            sizes[i] = sum(map(_size, equation.outvars))
     bound = max((life.size for life in made.values()), default=0) / 100
-    return [life for life in made.values() if life.size > bound and life.end > life.start]
+    lives = [life for life in made.values() if life.size > bound and life.end > life.start]
+    return lives, sizes
 
 
 def _size(atom: Atom) -> int:
