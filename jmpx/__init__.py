@@ -139,7 +139,7 @@ else:
         return sorted({*globals(), *__all__})
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = (
     "Autocast",

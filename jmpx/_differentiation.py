@@ -265,14 +265,20 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
     """Splits the result of the user's function, and checks that its loss is a floating scalar."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
-            f"Expected the function to return (loss, aux), as has_aux=True says, got {result!r}: "
-            "return a pair, or leave has_aux out."
+            "Expected the function to return (loss, aux), as has_aux=True says, got "
+            f"{_spell(result)}: return a pair, or leave has_aux out."
         )
     loss: Any
     loss, aux = result if has_aux else (result, None)
     if isinstance(loss, float) or (is_array(loss) and is_floating(loss) and loss.ndim == 0):
         return jnp.asarray(loss), aux
     raise TypeError(
-        f"Expected the function to return a floating scalar as its loss, got {spell(loss)}: reduce "
-        "it, for example with jnp.mean, and return anything else through has_aux=True."
+        f"Expected the function to return a floating scalar as its loss, got {_spell(loss)}: "
+        "reduce it, for example with jnp.mean, and return anything else through has_aux=True."
     )
+
+
+def _spell(result: Any) -> str:
+    """Returns a result as messages name it: of a container its type, because it holds tracers."""
+    is_leaf = result is None or is_array(result) or isinstance(result, int | float | complex)
+    return spell(result) if is_leaf else f"a {type(result).__name__}"

@@ -93,8 +93,8 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
     """
     if not isinstance(module, nnx.Module):
         raise TypeError(
-            f"Expected an nnx.Module, got {module!r}: for Linen use jmpx.flax.policies, for "
-            "Equinox jmpx.equinox.with_policies."
+            f"Expected an nnx.Module, got a {type(module).__name__}: for Linen use "
+            "jmpx.flax.policies, for Equinox jmpx.equinox.with_policies."
         )
     session = _Session(_NAME, policy_map)
     view = session.view(module, "", None)

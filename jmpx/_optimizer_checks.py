@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._leaves import PyTree, is_array, is_floating, is_none, is_view
+from jmpx._leaves import PyTree, is_array, is_floating, is_none, is_view, spell
 from jmpx._low_precision_params import LowPrecisionParamsState
 from jmpx._messages import describe
 from jmpx._transformations import is_optimizer
@@ -77,8 +77,8 @@ def trained_part(model: PyTree, optimizer: object, grads: PyTree) -> PyTree:
         is_flag = isinstance(leaf, bool) or getattr(leaf, "dtype", None) == jnp.bool_
         if is_flag or not (is_array(leaf) or isinstance(leaf, int | float | complex)):
             raise TypeError(
-                f"Expected gradients as the fourth argument, arrays or None, got a "
-                f"{type(leaf).__name__} among them: {_ORDER}."
+                f"Expected gradients as the fourth argument, arrays of numbers or None, got "
+                f"{spell(leaf) if is_flag else describe(leaf)} among them: {_ORDER}."
             )
     try:
         return jax.tree.map(lambda g, p: None if g is None else p, grads, model, is_leaf=is_none)

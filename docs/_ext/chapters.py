@@ -7,7 +7,7 @@ CHAPTERS = {
     "First steps": ["start", "which_way", "notebooks/first_steps", "how_it_works"],
     "What to write": ["policies", "loss_scaling", "autocast", "casts", "flags"],
     "Frameworks": ["haiku", "equinox", "flax_linen", "flax_nnx", "plain_jax"],
-    "Look at a program": ["audit", "nonfinite", "matmul", "wire"],
+    "Look at a program": ["audit", "nonfinite", "errors", "matmul", "wire"],
     "Larger runs": ["sharding", "storage", "checkpoints", "recipes"],
     "Coming from": ["coming_from_jmp", "coming_from_torch", "coming_from_others"],
     "More": [],

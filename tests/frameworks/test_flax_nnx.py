@@ -396,7 +396,7 @@ def test_a_list_is_not_called_and_takes_no_policy(rng, log):
 
 
 def test_bad_arguments():
-    with pytest.raises(TypeError, match="Expected an nnx.Module"):
+    with pytest.raises(TypeError, match="Expected an nnx.Module, got a dict: "):
         jmpx.flax.with_policies({"w": jnp.ones(3)}, "bf16")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="Unknown dtype 'bf61'"):
         jmpx.flax.with_policies(Net(nnx.Rngs(0)), "c=bf61")

@@ -38,11 +38,19 @@ def test_the_version_has_one_home():
     assert "jmpx.__version__" in (ROOT / "docs" / "conf.py").read_text()
 
 
+def test_the_changelog_has_a_section_of_the_version():
+    titles = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert titles[0] == "Unreleased"
+    if ".dev" not in version():
+        assert re.fullmatch(rf"{re.escape(version())} \(\d{{4}}-\d\d-\d\d\)", titles[1])
+
+
 def test_the_citation_is_that_of_the_metadata():
     yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation.keys() >= {"cff-version", "message", "title", "authors"}
     assert citation["license"] == SETUP["metadata"]["license"]
+    assert citation.get("repository-code") == SETUP["metadata"].get("url")
     assert set(citation["keywords"]) == set(SETUP["metadata"]["keywords"].split(", "))
 
 

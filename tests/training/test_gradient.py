@@ -313,6 +313,16 @@ BAD = [
     (lambda: jmpx.filter_grad(jnp.sum, GOOD)(), TypeError, "first positional argument"),  # pyright: ignore[reportCallIssue]
     (lambda: jmpx.filter_grad(jnp.abs, GOOD)(jnp.ones(2)), TypeError, "floating scalar"),
     (lambda: jmpx.filter_grad(jnp.argmax, GOOD)(jnp.ones(2)), TypeError, "floating scalar"),
+    (
+        lambda: jmpx.filter_grad(lambda w: (w.sum(), w), GOOD)(jnp.ones(2)),  # pyright: ignore[reportArgumentType]
+        TypeError,
+        "scalar as its loss, got a tuple: ",
+    ),
+    (
+        lambda: jmpx.filter_grad(jnp.sum, GOOD, has_aux=True)(jnp.ones(2)),  # pyright: ignore[reportArgumentType]
+        TypeError,
+        r"has_aux=True says, got float\d\d\[\]: return a pair",
+    ),
     (lambda: jmpx.filter_grad(lambda w: "x", GOOD)(jnp.ones(2)), TypeError, "floating scalar"),  # pyright: ignore[reportArgumentType]
     (lambda: jmpx.filter_grad(jnp.sum, GOOD, True)(jnp.ones(2)), TypeError, r"\(loss, aux\)"),  # pyright: ignore[reportArgumentType, reportCallIssue]
 ]

@@ -335,8 +335,10 @@ def test_gradients_are_arrays_or_none(rng):
     model = {"w": jnp.ones(2), "act": jnp.tanh}
     optimizer = optax.sgd(0.1)
     state = optimizer.init({"w": model["w"], "act": None})
-    with pytest.raises(TypeError, match="arrays or None, got a .* among them: the arguments are"):
+    with pytest.raises(TypeError, match="numbers or None, got .* among them: the arguments are"):
         jmpx.optimizer_update({"w": model["w"], "act": None}, optimizer, state, model, True)
+    with pytest.raises(TypeError, match=r"numbers or None, got bool\[\] among them: "):
+        jmpx.optimizer_update(model["w"], optimizer, state, jnp.array(True), model["w"])
     with pytest.raises(TypeError, match="Expected gradients of the structure of the model"):
         jmpx.optimizer_update(model, optimizer, state, {"v": jnp.ones(2)}, True)
 

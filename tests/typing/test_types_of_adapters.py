@@ -82,6 +82,7 @@ def test_flags() -> None:
     assert_type(optional_map.value, jmpx.PolicyMap | None)
     assert_type(needed.value, jmpx.Policy)
     assert_type(needed_map.value, jmpx.PolicyMap)
+    assert_type(mp, jmpx.flags.MixedPrecisionFlags)
     assert_type(mp.policy, jmpx.Policy)
     assert_type(mp.policy_map, jmpx.PolicyMap)
     assert_type(mp.skip_nonfinite, bool)
