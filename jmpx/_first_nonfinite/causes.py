@@ -33,8 +33,12 @@ class Cause(NamedTuple):
 
 
 _GUARD = (
-    "add a small number to what it reads (1e-8 is zero in float16), or replace the zeros by "
-    "jnp.where before it, not after"
+    "add a small number to what it reads, one that the dtype holds (1e-8 is zero in float16: write "
+    "1e-4), or replace the zeros by jnp.where before it, not after"
+)
+_ANYWHERE = (
+    ": the rule is for jmpx.autocast, and for all such operations; to select this one, name its "
+    "line by jax.named_scope"
 )
 _SUBTRACT = "subtract the largest number first, as jax.nn.softmax and jax.nn.logsumexp do"
 # operation -> (which operand is bad, what happens then, what to do)
@@ -110,7 +114,7 @@ def in_float32(reason: str, what: str, rule: str) -> Cause:
     if not rule:
         how = ": write it so there, or name it by jax.named_scope, for a rule to select"
     else:
-        how = ": the rule is for jmpx.autocast" if rule.startswith("op.") else ""
+        how = _ANYWHERE if rule.startswith("op.") else ""
     return Cause(reason, f"In float32 {what}{how}", rule, is_of_dtype=True)
 
 
@@ -141,7 +145,9 @@ def _of_numbers(name: str, event: Event, operands: Sequence[Any], results: Seque
         operand = np.asarray(operands[1 if name in _DIVISIONS else 0])
         is_power = name == "integer_pow" and event.site.equation.params["y"] >= 0
         if not is_power and not np.iscomplexobj(operand) and bool(is_bad(operand).any()):
-            return Cause(f"It {what}, here or in a derivative", f"No dtype mends it: {remedy}")
+            return Cause(
+                f"It {what}, here or in a derivative", f"No dtype of its own mends it: {remedy}"
+            )
     dtype = next(x.dtype for x in results if is_inexact(x))
     return Cause(
         f"It gives more than {dtype.name}'s largest number, {float(jnp.finfo(dtype).max):.3g}",
