@@ -12,7 +12,10 @@ CHAPTERS = {
     "Coming from": ["coming_from_jmp", "coming_from_torch", "coming_from_others"],
     "More": [],
     "Reference": ["cost", "reliability", "results", "reference/index"],
-    "The project": ["project/changelog", "project/contributing", "how_it_is_built", "releasing"],
+    "The project": [
+        *("project/changelog", "project/contributing", "project/first_runs"),
+        *("how_it_is_built", "releasing"),
+    ],
 }
 OTHERS = "More"
 
