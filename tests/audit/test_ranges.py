@@ -94,6 +94,7 @@ def unrolled(x):
     return jnp.sum(carry) + jnp.sum(jnp.stack(ys))
 
 
+@pytest.mark.thorough
 def test_the_trips_of_a_scan_are_counted_as_if_written_out(rng):
     x = normal(rng, 4, 3)
     loop, plain = (by_scope(jmpx.ranges(fn)(x)) for fn in (scanned, unrolled))
@@ -129,6 +130,7 @@ def custom(x):
 custom.defvjp(lambda x: (x * 3.0, None), lambda _, g: (g * 2.0**-20,))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "wrap", [jax.jit, jax.checkpoint, custom, jax.nn.relu, jax.vmap], ids=lambda f: f.__name__
 )
@@ -162,6 +164,7 @@ def test_what_a_checkpoint_computes_again_counts_as_activations(rng):
     assert again.loss_scale() == plain.loss_scale()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_what_was_traced_in_16_bits_runs_in_float32(dtype, rng):
     table = normal(rng, 6, 4).astype(dtype)  # an argument, too
