@@ -42,6 +42,7 @@ def make_grad_fn(name, has_aux, **options) -> Any:
     return MAKERS[name](loss_and_aux if has_aux else loss_fn, scaling, has_aux, **options)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ["eager", "jit", "eqx.filter_jit", "nnx.jit"])
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize(("name", "has_aux"), FIELDS)
@@ -94,6 +95,7 @@ def test_a_scan_carries_them(rng):
     assert values.shape == (3,)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["shard_map", "vmap"])
 def test_a_prefix_of_one_is_made_by_its_class(how, rng):
     params, x = make_problem(rng)
