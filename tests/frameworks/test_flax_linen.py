@@ -61,6 +61,7 @@ RULES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("model", [Compact(), Setup()], ids=["compact", "setup"])
 @pytest.mark.parametrize(("rules", "norm", "head"), RULES)
 def test_it_is_the_hand_cast_computation_to_the_bit(rng, model, rules, norm, head):
@@ -300,6 +301,7 @@ def test_a_bound_module_outlives_the_context(rng, log):
     assert_same_bits(bound(x), plain)
 
 
+@pytest.mark.thorough
 def test_it_promotes_nothing_itself(rng):
     class Net(nn.Module):
         @nn.compact
@@ -312,6 +314,7 @@ def test_it_promotes_nothing_itself(rng):
         jax.grad(lambda params: Net().apply(params, x).mean())(variables)
 
 
+@pytest.mark.thorough
 def test_rules_that_matched_nothing():
     x = jnp.ones((2, 4))
     with warns_once(__file__, "'LayerNom: .*did you mean 'LayerNorm'"):

@@ -258,6 +258,7 @@ def test_a_whole_step_under_jit(rng):
     assert int(model.dropout.rngs.count[...]) == 1  # pyright: ignore[reportOptionalMemberAccess]
 
 
+@pytest.mark.thorough
 def test_attention(rng):
     model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=False)
     model, x = randomized(rng, model), normal(rng, 2, 5, 8)
@@ -267,6 +268,7 @@ def test_attention(rng):
     assert_same_bits(y, expected)
 
 
+@pytest.mark.thorough
 def test_attention_keeps_its_cache(rng):
     model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=True)
     model.init_cache((2, 5, 8), dtype=BF16)

@@ -62,6 +62,7 @@ AROUND = {"": lambda f: f, "nnx.jit": nnx.jit, "jax.jit": with_jax_jit}
 COMPILED = ["callable", "part and whole", "partial of a method", "inside a gradient"]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("position", "around"),
     [*((p, "") for p in POSITIONS), *((p, a) for p in COMPILED for a in ("nnx.jit", "jax.jit"))],
@@ -88,6 +89,7 @@ def test_dropout_draws_anew(rng):
         assert_same_bits(wrapped(x), reference(x))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("policy", "output"), [("c=bf16", "traced"), ("c=f16", None), ("c=f16", "bf16")]
 )

@@ -120,6 +120,7 @@ def of_each(reads):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mask", [None, True])
 def test_a_varying_parameter_that_is_gathered_is_a_shard(mask, rng):
     weights, batch = {name: normal(rng, 8, 3) for name in READS}, normal(rng, 12, 8)
@@ -241,6 +242,7 @@ def test_what_may_be_both_is_refused_without_a_mask(name, rng):
     assert "by sharded= which parameters are shards." in str(error.value).split("\n")[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", MAPS)
 def test_with_a_mask_shards_and_replicas_have_the_gradient_of_the_mean_loss(how, rng):
     batch = normal(rng, 12, 8)
@@ -283,6 +285,7 @@ def test_with_a_mask_shards_and_replicas_have_the_gradient_of_the_mean_loss(how,
 # What makes no shard of a replica
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("vma", [True, False])
 @pytest.mark.parametrize("kind", ["cast", "stacked"])
 def test_varying_replicas_are_averaged(kind, vma, rng):
@@ -341,6 +344,7 @@ def contrastive(embed, x, everything):
     return -jax.nn.log_softmax(mine @ everything(mine).T).mean()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("closed_over", [False, True])
 @pytest.mark.parametrize("how", MAPS)
 def test_a_contrastive_loss_gathers_activations(how, closed_over, rng):

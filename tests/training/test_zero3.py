@@ -83,6 +83,7 @@ def make_tokens(rng):
     return jnp.asarray(rng.integers(0, 32, (2 * DEVICES, 5)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ["shard_map", "shard_map without vma"])
 @pytest.mark.parametrize(
     ("reduce", "sent"), [("", 4), (",r=f32", 4), (",r=bf16", 2), (",r=f16", 2)]
@@ -101,6 +102,7 @@ def test_the_bytes_on_the_wire(reduce, sent, how, rng):
     }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("how", "sharded"),
     [
