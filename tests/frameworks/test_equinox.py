@@ -45,7 +45,7 @@ def test_a_view_goes_through_transformations(net, rng, wrap):
     assert_same_bits(wrap(with_policies(net, policy_map))(x), expected)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy_map", ISLANDS)
 @pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
 def test_gradients_have_the_models_structure_and_are_those_by_hand(net, rng, policy_map, jit):
@@ -209,6 +209,7 @@ def test_casts_go_through_the_policy(net, rng):
     assert set(calls) == {"compute", "output"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**20])
 def test_a_float16_train_step_with_a_dynamic_loss_scale(net, rng, scale):
     x, y = normal(rng, 16, 6), normal(rng, 16, 2)

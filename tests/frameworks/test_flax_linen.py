@@ -74,6 +74,7 @@ def test_it_is_the_hand_cast_computation_to_the_bit(rng, model, rules, norm, hea
     assert_same_bits(model.apply(variables, x), plain)  # and nothing is left behind
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [Compact(), Setup()], ids=["compact", "setup"])
 def test_gradients_are_those_of_the_hand_cast_computation(rng, model):
     x = normal(rng, 5, 4)

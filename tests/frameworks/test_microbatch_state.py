@@ -157,7 +157,7 @@ def test_adapters_cast_inside_of_micro_batches(framework, rng, key):
     assert "bf16" in dtypes_of(1) and dtypes_of(2) == dtypes_of(1)
 
 
-AROUND = {"eager": lambda f: f, "nnx.jit": nnx.jit}
+AROUND = {"nnx.jit": nnx.jit, "eager": lambda f: f}
 
 
 class Net(nnx.Module):

@@ -126,6 +126,7 @@ def test_state_that_is_only_read_yields(rng):
     assert read(model, x).dtype == BF16
 
 
+@pytest.mark.thorough
 def test_other_objects_among_the_arguments(rng):
     # Many rows, so that no unit has a small variance, by which BatchNorm divides the rounding.
     model, x = make(rng), normal(rng, 64, 3)
@@ -240,6 +241,7 @@ def test_a_model_that_is_closed_over(rng, way):
     assert_same_state(model, before)  # nothing half-changed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", CLOSURES)
 def test_a_model_that_is_closed_over_and_does_not_change(rng, way):
     model = nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))

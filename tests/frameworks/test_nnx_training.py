@@ -45,6 +45,7 @@ def test_value_gradients_and_state_are_those_of_nnx(rng, jit, mixed):
     np.testing.assert_allclose(model.head.kernel[...], before - 0.5 * grads.head.kernel[...])  # pyright: ignore[reportOperatorIssue]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("policy", "jit"), [("c=bf16", False), ("c=f16", True)])
 def test_only_parameters_are_cast(rng, policy, jit):
     seen = {}
@@ -92,6 +93,7 @@ def test_state_set_in_16_bits_comes_back_as_it_was_stored(rng):
     assert model.mean[...].dtype == F32 and (model.mean[...] != 0).any()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("where", ["inside", "around", "view"])
 def test_autocast_views_and_gradients_nest(rng, where):
     model, x = make(rng, momentum=1.0), normal(rng, 6, 3)

@@ -287,7 +287,7 @@ def test_an_audit_counts_one_branch_of_the_users_own(platform):
     assert sum(product.flops for product in products) == {"gpu": 40, "tpu": 0}.get(platform, 24)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("jit", [True, False])
 def test_values_are_watched_in_one_way(jit, rng):
     _, step, (params, state, _) = make(rng)

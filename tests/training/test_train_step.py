@@ -212,7 +212,7 @@ def test_vmap_over_seeds(kind, rng):
         assert_close(jax.tree.map(lambda leaf, seed=seed: leaf[seed], final), expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("how", "kind"),
     [
