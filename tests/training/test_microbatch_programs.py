@@ -140,7 +140,7 @@ def test_maps_average_micro_batches_and_devices(how, rng):
         got = jax.jit(on_shards(run, 4, vma=how == "shard_map"))(params, x)
     if how in ("vmap", "pmap"):
         got = jax.tree.map(lambda leaf: leaf[3], got)
-    value, grads = jax.value_and_grad(loss_fn)(params, x)
+    value, grads = jax.jit(jax.value_and_grad(loss_fn))(params, x)
     assert_close((got.value, got.grads), (value, grads))
     assert bool(got.grads_finite) and int(got.scaling.counter) == 1
 
@@ -181,7 +181,7 @@ def test_model_state_varies_over_devices_as_the_function_makes_it_vary(vma, kind
     )
     state = {"mean": jnp.zeros(6), "steps": jnp.array(0)}
     grads, steps, means = jax.jit(mapped)(params, x, state)
-    assert_close(grads, jax.grad(loss_fn)(params, x))
+    assert_close(grads, jax.jit(jax.grad(loss_fn))(params, x))
     parts = np.asarray(x).reshape(4, 2, 2, 6).mean(2)  # devices, micro-batches, features
     if kind != "of each device":
         parts = parts.mean(0, keepdims=True)
@@ -227,14 +227,14 @@ def test_shards_that_each_micro_batch_gathers_get_the_gradients_of_the_whole(
     )
     lowered = jax.jit(mapped).lower(w, x)
     assert operations(lowered, in_loops=True).count("stablehlo.reduce_scatter") == 1
-    assert_close(lowered.compile()(w, x), jax.grad(loss)(w, x))
+    assert_close(lowered.compile()(w, x), jax.jit(jax.grad(loss))(w, x))
 
 
 @pytest.mark.thorough
 def test_other_transformations_go_through(rng):
     params, x = make_params(rng), normal(rng, 8, 6)
     func = functools.partial(filter_grad, policy="full", microbatches=4)
-    plain = jax.grad(loss_fn)(params, x)
+    plain = jax.jit(jax.grad(loss_fn))(params, x)
     assert_close(func(jax.checkpoint(loss_fn), NO_SCALE)(params, x).grads, plain)
     with jax.disable_jit():
         assert_close(func(loss_fn, NO_SCALE)(params, x).grads, plain)

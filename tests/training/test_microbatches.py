@@ -231,7 +231,7 @@ def test_arguments_that_are_not_cast_are_split_too():
 
 def test_without_mixed_precision_the_gradient_is_the_plain_one(rng):
     params, x = make_params(rng), normal(rng, 8, 6)
-    plain = jax.value_and_grad(loss_fn)(params, x)
+    plain = jax.jit(jax.value_and_grad(loss_fn))(params, x)
     loss, _, finite, grads = filter_value_and_grad(
         loss_fn, jmpx.DynamicLossScale(), use_mixed_precision=False, microbatches=4
     )(params, x)

@@ -164,7 +164,8 @@ def test_values_against_float64(how, reduce, scale, rng):
         )
         value, _, finite, grads = mapped(run, how)(params, batch)
         wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, batch))
-        each = [jax.value_and_grad(loss_fn)(wide[0], part) for part in wide[1]]
+        one_device = jax.jit(jax.value_and_grad(loss_fn))
+        each = [one_device(wide[0], part) for part in wide[1]]
     assert finite.all()
     np.testing.assert_allclose(value, np.mean([v for v, _ in each]), rtol=1e-6)
     for name, grad in grads.items():
@@ -408,7 +409,8 @@ def test_without_mixed_precision_it_is_the_plain_mean(how, rng):
     lowered = mapped(run, how).lower(*args).as_text()
     assert "f16" not in re.sub(r"bf16|loc\(.*", "", lowered)
     grads = mapped(run, how)(*args)[3]
-    each = [jax.grad(loss_fn)(args[0], x) for x in args[1]]
+    one_device = jax.jit(jax.grad(loss_fn))
+    each = [one_device(args[0], x) for x in args[1]]
     for name, grad in grads.items():
         np.testing.assert_allclose(grad[0], np.mean([g[name] for g in each], 0), atol=1e-6)
     # It reduces nothing in a dtype, and warns of nothing: nothing of the policy is used.

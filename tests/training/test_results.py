@@ -109,7 +109,7 @@ def test_a_prefix_of_one_is_made_by_its_class(how, rng):
         axes = ValueAndGradients(None, None, None, {"w": None})  # pyright: ignore[reportArgumentType]
         mapped = jax.vmap(grad_fn, in_axes=(None, 0), out_axes=axes, axis_name="data")
         result = jax.jit(mapped)(params, x[:, None])
-    value, grads = jax.value_and_grad(loss_fn)(params, x)
+    value, grads = jax.jit(jax.value_and_grad(loss_fn))(params, x)
     np.testing.assert_allclose(result.value, value, rtol=1e-6)
     np.testing.assert_allclose(result.grads["w"], grads["w"], rtol=1e-5)
 
