@@ -23,6 +23,7 @@ def gradient(f, policy="full", scaling=None, **options):
     return jmpx.filter_value_and_grad(f, scaling, policy=policy, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("jit", "mixed"), [(False, True), (True, True), (True, False)])
 def test_value_gradients_and_state_are_those_of_nnx(rng, jit, mixed):
     model, x = make(rng), normal(rng, 6, 3)
@@ -285,6 +286,7 @@ class Plain(nnx.Module):
         return self.head(self.dropout(nnx.relu(self.norm(self.inner(x)))))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("viewed", [True, False])
 def test_a_skipped_step_leaves_random_streams_alone_advanced(rng, viewed):
     model = Plain(nnx.Rngs(0))

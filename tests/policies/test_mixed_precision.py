@@ -340,6 +340,7 @@ def lines_run(function, *args):
     return count
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", LONG)
 def test_long_strings_take_linear_time(shape):
     for read in READERS:

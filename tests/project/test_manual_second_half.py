@@ -29,6 +29,7 @@ def train(tmp_path, monkeypatch):
     sys.modules.pop("train", None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [

@@ -107,6 +107,7 @@ def resumed(form, folder, template):
 
 
 # Threads of Orbax outlive the event loop of a checkpoint that cannot be read.
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @every_format
 def test_a_torn_checkpoint_is_told_and_the_one_before_it_is_used(
@@ -249,6 +250,7 @@ def without_cache():
     compilation_cache.reset_cache()
 
 
+@pytest.mark.thorough
 def test_threads_see_their_own_policies(without_cache):
     checks, failures = threads.run_all(1)
     assert not failures and checks > 200
@@ -336,6 +338,7 @@ def test_the_fuzzer_notices(what, monkeypatch, tmp_path):
     assert json.loads(line).startswith("get_policy of 'ab")
 
 
+@pytest.mark.thorough
 def test_the_fuzzer_notices_a_parser_of_quadratic_time(monkeypatch):
     def parse(text):
         again = (text.count("b", start) for _ in range(8) for start in range(len(text)))
@@ -410,6 +413,7 @@ for module in pkgutil.walk_packages(jmpx.__path__, "jmpx."):
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("others", ["", "step = jmpx.autocast(step)"])
 def test_the_first_step_of_a_program_is_traced_once(others):
     result = run_python("-c", FIRST_STEP.replace("OTHERS", others))

@@ -88,6 +88,7 @@ def test_extra_arguments_are_handed_on(rng):
 # Frameworks and devices
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rounding", ["split", "stochastic"])
 def test_equinox_modules(rounding, rng, key):
     model = eqx.nn.MLP(3, "scalar", 8, 1, key=key)
@@ -108,6 +109,7 @@ def test_equinox_modules(rounding, rng, key):
     assert not jnp.array_equal(new.layers[0].weight, model.layers[0].weight)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rounding", ["split", "stochastic"])
 def test_nnx_modules(rounding, rng, standard_promotion):
     x = normal(rng, 4, 3).astype(BF16)

@@ -27,6 +27,7 @@ def make_params(rng, dtype=F32):
     return {"w": normal(rng, 3, 4).astype(dtype), "b": normal(rng, 4).astype(dtype)}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("params_dtype", [F32, BF16])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
