@@ -79,6 +79,7 @@ def masked_words(line):
     return tuple(w for w in words if not re.fullmatch(r"[\d.,%<>]+|#*\.*|[kMGKi]*(FLOP|B)", w))
 
 
+@pytest.mark.thorough
 def test_its_python_runs(reports):
     assert sys.modules["model"].Block
     run_python_blocks(PAGE)

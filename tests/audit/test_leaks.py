@@ -157,7 +157,7 @@ def planted(leaks):
     return sorted((line_of(leak), LEAKS[leak]) for leak in leaks)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @overflows
 @both_dtypes
 @pytest.mark.parametrize("framework", PLANTED)

@@ -164,7 +164,7 @@ def test_what_a_checkpoint_computes_again_counts_as_activations(rng):
     assert again.loss_scale() == plain.loss_scale()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_what_was_traced_in_16_bits_runs_in_float32(dtype, rng):
     table = normal(rng, 6, 4).astype(dtype)  # an argument, too

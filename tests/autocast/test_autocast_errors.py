@@ -156,7 +156,7 @@ def of_equinox(x):
     return jmpx.autocast(apply), "apply"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("library", [of_linen, of_haiku, of_equinox])
 def test_lines_of_libraries_are_left_out(library):
     x = jnp.asarray([[1.0, 2.0], [0.5, 0.5]], jnp.float32)

@@ -226,6 +226,7 @@ BAD = [
 ]
 
 
+@pytest.mark.thorough
 def test_a_wrong_flag_starts_nothing():
     outcomes = run_wrong_flags(SCRIPT, [[argument] for argument, _ in BAD])
     for (argument, message), (status, output) in zip(BAD, outcomes, strict=True):

@@ -117,6 +117,7 @@ def test_a_run_that_diverges_ends_with_one_line():
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.thorough
 def test_a_wrong_variable_says_its_name():
     result = run(JMPX_LOSS_SCALE="static=-1")
     assert result.returncode == 1 and "Traceback" not in result.stderr

@@ -297,6 +297,7 @@ def outcomes():
     return run_wrong_flags(FOLDER / "train_vit.py", [arguments for arguments, _ in BAD])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(len(BAD)), ids=[message for _, message in BAD])
 def test_a_wrong_flag_ends_with_one_clear_line(number):
     status, output = outcomes()[number]

@@ -80,7 +80,7 @@ class Tied(eqx.Module):
         return jax.vmap(linear)(jax.vmap(embedding)(tokens))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shared", ["", "; /shared: bf16", "; */pytree/*: bf16", "; Shared: f32"])
 def test_shared(rng, key, shared):
     model, tokens = Tied(key), jnp.asarray(rng.integers(0, 7, 5))
@@ -129,7 +129,7 @@ def batched(model, *args):
     return jax.vmap(model, (0, None), (0, None), axis_name="batch")(*args)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mode", ["ema", "batch"])
 @pytest.mark.parametrize("rules", ["", "; BatchNorm: full", "; BatchNorm: bf16", "; /norm: c=f16"])
 @leniently  # BatchNorm divides a float by an int32

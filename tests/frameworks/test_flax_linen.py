@@ -61,7 +61,7 @@ RULES = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("model", [Compact(), Setup()], ids=["compact", "setup"])
 @pytest.mark.parametrize(("rules", "norm", "head"), RULES)
 def test_it_is_the_hand_cast_computation_to_the_bit(rng, model, rules, norm, head):

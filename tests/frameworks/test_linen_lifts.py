@@ -71,7 +71,7 @@ class Loop(nn.Module):
         return last, ys
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "rules", ["", "; LayerNorm: full", "; Step: full", "; */step: c=f32,o=f16"]
 )
@@ -142,7 +142,7 @@ LIFTS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", LIFTS)
 def test_lifted_modules(rng, name):
     model, x = lifted(LIFTS[name]), normal(rng, 3, 4)

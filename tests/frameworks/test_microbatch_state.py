@@ -262,7 +262,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     ("what", "around"),
     [

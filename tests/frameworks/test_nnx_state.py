@@ -188,6 +188,7 @@ def test_objects_that_are_returned(rng):
         assert_same_bits(out["new"][...], out["y"])
 
 
+@pytest.mark.thorough
 def test_arrays_that_do_not_change_stay_the_same_arrays(rng):
     model, x = make(rng), normal(rng, 6, 3)
     kernel, variable = model.inner.kernel[...], model.inner.kernel

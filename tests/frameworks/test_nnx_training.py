@@ -84,6 +84,7 @@ def test_only_parameters_are_cast(rng, policy, jit):
     assert set(state_of(nnx.merge(*nnx.split(grads)))) == {"w", "lora", "norm/scale", "norm/bias"}
 
 
+@pytest.mark.thorough
 def test_state_set_in_16_bits_comes_back_as_it_was_stored(rng):
     def loss(model, x):
         model.mean[...] = model.linear(x)[0].astype(F16)
@@ -250,6 +251,7 @@ def test_an_optimizer_state_of_the_module_itself_is_refused(rng):
 VIEW = "c=f16,o=f32; BatchNorm: full"
 
 
+@pytest.mark.thorough
 def test_the_page_runs():
     assert PAGE.read_text().count("```python") == 6
     run_python_blocks(PAGE)
@@ -286,7 +288,7 @@ class Plain(nnx.Module):
         return self.head(self.dropout(nnx.relu(self.norm(self.inner(x)))))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("viewed", [True, False])
 def test_a_skipped_step_leaves_random_streams_alone_advanced(rng, viewed):
     model = Plain(nnx.Rngs(0))
@@ -312,6 +314,7 @@ def test_a_skipped_step_leaves_random_streams_alone_advanced(rng, viewed):
     assert all((moved[p] != before[p]).any() for p in ("0/norm/mean", "0/head/kernel", "1/step"))
 
 
+@pytest.mark.thorough
 def test_it_converges_as_float32_does(rng):
     x = normal(rng, 128, 3)
     y = jnp.tanh(x @ normal(rng, 3, 1))

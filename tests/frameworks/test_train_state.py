@@ -115,6 +115,7 @@ def test_a_skipped_step_keeps_the_whole_state(rng):
     assert_same_bits((kept.params, kept.opt_state), (state.params, state.opt_state))
 
 
+@pytest.mark.thorough
 def test_the_page_runs():
     assert PAGE.read_text().count("```python") == 4
     run_python_blocks(PAGE)

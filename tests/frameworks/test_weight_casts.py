@@ -75,7 +75,7 @@ def test_gradient_functions_cast_a_weight_once(framework, body):
     assert_cast_once(jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy="c=bf16"), params)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough
 @every_framework
 @pytest.mark.parametrize("body", [in_a_loop, in_a_checkpoint])
 def test_a_cast_does_not_leak_into_another_trace(framework, body, rng):

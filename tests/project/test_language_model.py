@@ -39,7 +39,7 @@ def test_a_prediction_sees_no_later_character(little_text, rng):
     assert (scores[0][:, 5:] != scores[1][:, 5:]).any(axis=-1).all()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["bfloat16", "autocast bfloat16"])
 def test_sixteen_bits_round_the_loss(name, little_text):
     precision = language_model.PRECISIONS[name]

@@ -19,7 +19,7 @@ def pages():
     )
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("page", pages())
 def test_a_page_runs_from_top_to_bottom(page):
     run_python_blocks(DOCS / page)

@@ -107,7 +107,7 @@ def resumed(form, folder, template):
 
 
 # Threads of Orbax outlive the event loop of a checkpoint that cannot be read.
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @every_format
 def test_a_torn_checkpoint_is_told_and_the_one_before_it_is_used(
@@ -413,7 +413,7 @@ for module in pkgutil.walk_packages(jmpx.__path__, "jmpx."):
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("others", ["", "step = jmpx.autocast(step)"])
 def test_the_first_step_of_a_program_is_traced_once(others):
     result = run_python("-c", FIRST_STEP.replace("OTHERS", others))

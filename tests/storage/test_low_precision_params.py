@@ -73,7 +73,7 @@ def test_small_steps_arrive_that_bfloat16_loses():
 # Stochastic rounding
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "exponent"), [(BF16, -10), (F16, -13)])
 def test_stochastic_rounding_is_right_on_average_where_the_dtype_stalls(dtype, exponent):
     steps, count = 1000, 4096

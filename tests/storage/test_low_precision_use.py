@@ -22,6 +22,7 @@ import jmpx
 # Gradients of 16 bits
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("jit", [False, True])
 def test_gradients_of_16_bits_are_told_once(jit, rng):
     masters = make_params(rng)
@@ -109,7 +110,7 @@ def test_equinox_modules(rounding, rng, key):
     assert not jnp.array_equal(new.layers[0].weight, model.layers[0].weight)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("rounding", ["split", "stochastic"])
 def test_nnx_modules(rounding, rng, standard_promotion):
     x = normal(rng, 4, 3).astype(BF16)

@@ -1,5 +1,6 @@
 """The programs of docs/storage.md run, and print what it says."""
 
+import pytest
 from helpers import ROOT, run_python_blocks
 
 

@@ -131,6 +131,7 @@ def test_an_nnx_module(of):
     assert mean.shape == (DEVICES, 8) and (np.asarray(mean) == np.float32(ROUNDED)).all()
 
 
+@pytest.mark.thorough
 def test_statistics_of_an_nnx_module_are_updated(rng):
     graph, parts, others = split_params(Net())
     x = normal(rng, 4, 8)

@@ -163,7 +163,7 @@ def test_parameters_and_inputs_stay_in_the_dtypes_that_they_have(rng):
     assert grads["h"].dtype == jnp.bfloat16 and grads["n"] is None
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["jmpx.haiku", "jmpx.flax, Linen"])
 def test_a_context_around_the_gradient_function(name):
     policies = jmpx.haiku.policies if name == "jmpx.haiku" else jmpx.flax.policies

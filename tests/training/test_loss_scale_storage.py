@@ -189,7 +189,7 @@ def test_flax_refuses_what_is_no_state_of_a_loss_scale():
         serialization.from_state_dict(jmpx.DynamicLossScale(), {"scale": 1.0, "counter": 0})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "imports",
     [

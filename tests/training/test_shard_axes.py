@@ -146,7 +146,7 @@ def test_tensor_parallelism(axis_name, vma, rng):
         np.testing.assert_allclose(grad, expected[name], 1e-4, 1e-6, err_msg=name)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["auto", "explicit", "vmap"])
 def test_other_meshes(kind, rng):
     """An axis that XLA splits, axes of explicit sharding, and a map in a map."""

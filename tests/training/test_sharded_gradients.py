@@ -120,7 +120,7 @@ def of_each(reads):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mask", [None, True])
 def test_a_varying_parameter_that_is_gathered_is_a_shard(mask, rng):
     weights, batch = {name: normal(rng, 8, 3) for name in READS}, normal(rng, 12, 8)

@@ -133,7 +133,7 @@ def test_numbers_of_devices_that_are_no_power_of_two(devices, how, rng):
     np.testing.assert_allclose(grads["replica"][0], expected["replica"], 0, bound)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mixed", [True, False])
 def test_parameters_of_all_dtypes(mixed, rng):
     """Complex, wide and narrow ones, and integers, which have no gradient."""

@@ -157,7 +157,7 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(rng):
     assert after[0].count == 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["vmap", "pmap"])
 def test_a_mask_says_what_is_sharded_in_older_maps(how, rng):
     w, x = normal(rng, DEVICES, 2, 3), normal(rng, DEVICES, 4, 2 * DEVICES)
