@@ -85,6 +85,7 @@ def test_its_python_runs(reports):
     run_python_blocks(PAGE)
 
 
+@pytest.mark.thorough
 def test_its_reports_are_real(reports):
     for report, shown in zip(reports, REPORTS, strict=True):
         exact, masked = parts(str(report))

@@ -184,7 +184,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(5)
 @overflows
 @both_dtypes
 @pytest.mark.parametrize("way", WAYS)

@@ -50,6 +50,7 @@ def way(request, monkeypatch):
     monkeypatch.setattr(measuring, "_FEW", 150 if request.param == "compiled" else 0)
 
 
+@pytest.mark.sampled(2)
 def test_activations_and_gradients_are_counted_by_hand(rng, way):
     x, w = normal(rng, 5, 4), normal(rng, 4, 3)
 

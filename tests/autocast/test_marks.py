@@ -99,7 +99,7 @@ def test_caches_keep_marks_apart(framework):
         assert set().union(*products(jmpx.autocast(jitted), model, X).values()) == cast
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("outer, inner", [("full", "bf16"), ("bf16", "full"), ("bf16", None)])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_autocast_within_autocast(framework, outer, inner):

@@ -199,7 +199,7 @@ CASES += [
 ]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("transform, product", CASES)
 def test_products_of_a_region(pair, transform, product):
     f = model(TRANSFORMS[transform](IN_REGION[product]))
@@ -254,7 +254,7 @@ def test_a_kernel(pair):
 IN_MODELS = {"plain": lambda f: f, "custom_jvp": by_jvp, "custom_vjp": by_vjp}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("selector", ["*/head", "<Own>Head"])
 @pytest.mark.parametrize(
     "framework, inside",

@@ -36,7 +36,7 @@ def test_it_computes_what_the_casts_written_by_hand_do(net, rng, policy_map):
     assert_same_bits(with_policies(net, policy_map)(x), by_hand(net, x, **ISLANDS[policy_map]))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrap", [jax.vmap, eqx.filter_vmap, eqx.filter_checkpoint])
 def test_a_view_goes_through_transformations(net, rng, wrap):
     policy_map = list(ISLANDS)[2]

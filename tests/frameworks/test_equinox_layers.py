@@ -80,7 +80,7 @@ class Tied(eqx.Module):
         return jax.vmap(linear)(jax.vmap(embedding)(tokens))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("shared", ["", "; /shared: bf16", "; */pytree/*: bf16", "; Shared: f32"])
 def test_shared(rng, key, shared):
     model, tokens = Tied(key), jnp.asarray(rng.integers(0, 7, 5))
@@ -129,7 +129,7 @@ def batched(model, *args):
     return jax.vmap(model, (0, None), (0, None), axis_name="batch")(*args)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("mode", ["ema", "batch"])
 @pytest.mark.parametrize("rules", ["", "; BatchNorm: full", "; BatchNorm: bf16", "; /norm: c=f16"])
 @leniently  # BatchNorm divides a float by an int32
@@ -202,7 +202,7 @@ def test_spectral_norm(rng, key):
     assert dtypes(new) == before
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("cls", [eqx.nn.GRUCell, eqx.nn.LSTMCell])
 @pytest.mark.parametrize("rules", ["", "; /cell: full", "; /cell: f16"])
 @pytest.mark.parametrize("dtype", [F32, BF16])

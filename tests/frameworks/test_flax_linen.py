@@ -61,7 +61,7 @@ RULES = [
 ]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("model", [Compact(), Setup()], ids=["compact", "setup"])
 @pytest.mark.parametrize(("rules", "norm", "head"), RULES)
 def test_it_is_the_hand_cast_computation_to_the_bit(rng, model, rules, norm, head):
@@ -92,6 +92,7 @@ def test_gradients_are_those_of_the_hand_cast_computation(rng, model):
         assert np.linalg.norm(grad - reference) < 0.05 * np.linalg.norm(reference)
 
 
+@pytest.mark.thorough
 def test_with_the_gradient_functions(rng):
     x = normal(rng, 5, 4)
     params = init(rng, Compact(), x)["params"]

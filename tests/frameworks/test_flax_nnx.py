@@ -100,6 +100,7 @@ def test_it_is_the_hand_cast_computation_to_the_bit(rng, rules, norm, head):
     assert_same_bits(model(x), plain)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("jit", [False, True])
 def test_gradients_are_those_of_the_hand_cast_computation(rng, jit):
     model, x = randomized(rng, Net(nnx.Rngs(0))), normal(rng, 5, 4)

@@ -17,7 +17,7 @@ import jmpx.flax
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("rules", ["", "; BatchNorm: full"])
 def test_batch_norm(rng, log, train, rules):
@@ -71,7 +71,7 @@ class Loop(nn.Module):
         return last, ys
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     "rules", ["", "; LayerNorm: full", "; Step: full", "; */step: c=f32,o=f16"]
 )

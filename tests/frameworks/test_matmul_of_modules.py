@@ -329,7 +329,7 @@ def set_and_cleared(cls, policy):
         jmpx.clear_policy(cls)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @every_framework
 @pytest.mark.parametrize("attached", [pushed, set_and_cleared])
 @pytest.mark.parametrize(

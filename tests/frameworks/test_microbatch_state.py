@@ -97,7 +97,7 @@ def equinox_case(key, x):
 CASES = {"haiku": haiku_case, "linen": linen_case, "equinox": equinox_case}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["c=bf16", "c=f16", "full"])
 @pytest.mark.parametrize("framework", CASES)
 def test_model_state_is_that_of_one_call_after_the_other(framework, policy, rng, key):
@@ -262,7 +262,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(
     ("what", "around"),
     [

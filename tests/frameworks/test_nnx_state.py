@@ -62,7 +62,7 @@ AROUND = {"": lambda f: f, "nnx.jit": nnx.jit, "jax.jit": with_jax_jit}
 COMPILED = ["callable", "part and whole", "partial of a method", "inside a gradient"]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     ("position", "around"),
     [*((p, "") for p in POSITIONS), *((p, a) for p in COMPILED for a in ("nnx.jit", "jax.jit"))],

@@ -51,7 +51,7 @@ def test_adapters_cast_a_weight_once_beside_an_island_and_under_a_parent_that_ca
     assert_cast_once(under(f"c=f32; {model}: c=f16; {linear}: c=bf16; {scale}: c=bf16"), params)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @every_framework
 @every_body
 @pytest.mark.parametrize("save", [None, "products"])

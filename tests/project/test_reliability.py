@@ -256,6 +256,7 @@ def test_threads_see_their_own_policies(without_cache):
     assert not failures and checks > 200
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shared", ["the registry", "contexts"])
 def test_policies_that_threads_share_are_noticed(shared, monkeypatch):
     """If threads had one store of policies or contexts, they would see each other's."""

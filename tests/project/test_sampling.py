@@ -34,7 +34,7 @@ def test_slow_case(n): pass
 @pytest.fixture(params=[0, 1])
 def way(request): return request.param
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("a", "b"), [(0, 0), (1, 1)])
 def test_fixture(way, a, b): pass
 """

@@ -177,7 +177,7 @@ def test_parameters_that_stayed_float32_are_updated_as_usual(rng):
 # Steps that are skipped
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("skip_by", ["cond", "where"])
 @pytest.mark.parametrize("rounding", ["split", "stochastic"])
 def test_nan_in_one_leaf_skips_everything(rounding, skip_by, rng):

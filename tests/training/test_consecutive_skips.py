@@ -63,7 +63,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("limit", [1, 2, 4])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("skip", SKIPS)

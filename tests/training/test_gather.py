@@ -148,7 +148,7 @@ def test_only_a_float16_sum_is_divided_and_multiplied_in_float32(reduce, rng):
 # Dtypes of the collectives
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 @pytest.mark.parametrize("reduce", [None, "float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("how", ["shard_map", "shard_map without vma", "pmap"])

@@ -237,7 +237,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("over", [over_vmap, over_shard_map])
 def test_one_sentence_says_what_is_wrong(over, name):

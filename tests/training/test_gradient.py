@@ -37,7 +37,7 @@ def test_value_and_gradients_equal_the_hand_written_ones(kind, policy, jit, rng)
         np.testing.assert_allclose(grad, expected[name], rtol=4 * rounding, atol=rounding)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("power", [-10, 0, 10, 15])
 @pytest.mark.parametrize("step", ["growth", "shrink", "neither"])
 def test_the_gradient_ratio_is_exactly_1_on_growth_and_shrink_steps(step, power, rng):

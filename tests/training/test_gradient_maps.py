@@ -119,7 +119,7 @@ MAPS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "key"),
     [*((name, "string") for name in CASES), *(("jmpx.autocast", key) for key in MAPS)],
@@ -334,7 +334,7 @@ def test_an_error_inside_leaves_no_mark():
 # The reduction of the default
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("reduce", [None, "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["jmpx.haiku", "jmpx.flax, Linen", "jmpx.equinox"])
 def test_the_reduce_of_the_default_counts(name, reduce):

@@ -186,7 +186,7 @@ def test_casts_come_before_gathers(way, how, rng):
     assert summed == ({"bf16"} if how is plain else {"f32"})
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("reduce", BITS)
 @pytest.mark.parametrize("compute", ["bf16", "f16"])

@@ -75,7 +75,7 @@ BATCH_STATE = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", BATCH_STATE)
 def test_state_that_has_no_mean_is_refused(kind, rng):
     state, new = BATCH_STATE[kind]

@@ -72,7 +72,7 @@ def low_dynamic(loss_scale):
     return jmpx.DynamicLossScale(loss_scale, min_loss_scale=0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("power", [-126, -3, 0, 15, 24, 126])
 @pytest.mark.parametrize("kind", [jmpx.StaticLossScale, low_dynamic])
 def test_powers_of_two_are_exact_to_the_extremes(kind, power, rng):

@@ -288,6 +288,7 @@ VALUES = st.recursive(
 KEYS = st.sampled_from(["type", *ARGUMENTS]) | st.text(max_size=4)
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(
     st.dictionaries(KEYS, VALUES, max_size=4),

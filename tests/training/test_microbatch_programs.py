@@ -145,7 +145,7 @@ def test_maps_average_micro_batches_and_devices(how, rng):
     assert bool(got.grads_finite) and int(got.scaling.counter) == 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["counted", "of each device", "averaged"])
 @pytest.mark.parametrize("vma", [True, False])
 def test_model_state_varies_over_devices_as_the_function_makes_it_vary(vma, kind, rng):
@@ -197,7 +197,7 @@ GATHERS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize(("vma", "mask"), [(True, {}), (True, True), (False, True)])
 def test_shards_that_each_micro_batch_gathers_get_the_gradients_of_the_whole(

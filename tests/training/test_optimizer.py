@@ -247,7 +247,7 @@ def test_a_cond_holds_all_of_the_optimizer(name, skip, rng):
     assert "sqrt" in str(jaxpr)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("skip", ["cond", "where"])
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_in_a_scan_and_under_vmap(name, skip, rng):

@@ -29,7 +29,7 @@ def counts_of(tree):
     return {path: tuple(map(int, counts)) for path, counts in tree.items()}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_counts_as_numpy_does(dtype, jit, rng):

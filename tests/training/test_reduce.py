@@ -76,7 +76,7 @@ def all_reduces(text):
 # The dtype of the sums
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("compute", "scale"),
     [("bfloat16", "NoOp"), ("bfloat16", "Static"), ("float16", "Dynamic"), ("float32", "Dynamic")],
@@ -194,7 +194,7 @@ def test_a_sum_in_fewer_bits_is_rounded_to_them(how, reduce, divisor, rng):
     np.testing.assert_allclose(rounded, exact, rtol=error)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("reduce", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("devices", [1, 3, 6])
 def test_the_mean_is_divided_in_float32(devices, reduce, rng):

@@ -42,7 +42,7 @@ def make_grad_fn(name, has_aux, **options) -> Any:
     return MAKERS[name](loss_and_aux if has_aux else loss_fn, scaling, has_aux, **options)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("how", ["eager", "jit", "eqx.filter_jit", "nnx.jit"])
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize(("name", "has_aux"), FIELDS)

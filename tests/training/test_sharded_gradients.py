@@ -242,7 +242,7 @@ def test_what_may_be_both_is_refused_without_a_mask(name, rng):
     assert "by sharded= which parameters are shards." in str(error.value).split("\n")[0]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", MAPS)
 def test_with_a_mask_shards_and_replicas_have_the_gradient_of_the_mean_loss(how, rng):
     batch = normal(rng, 12, 8)

@@ -81,7 +81,7 @@ def test_both_gathers_give_the_same_bits_in_float32(how, rng):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", MAPS)
 def test_a_loss_that_is_the_same_on_all_devices(how, rng):
     """The user averages it: each of its gradients is that of the mean loss all the same."""
@@ -193,7 +193,7 @@ def test_micro_batches(how, rng):
 
 
 # JAX 0.7 warns of a pmap in a jit.
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:.*includes a pmap:UserWarning")
 @pytest.mark.parametrize(("kind", "expected"), [("replica", 0), ("tiled", 1), ("jmpx", 1)])
 @pytest.mark.parametrize("how", [how for how in MAPS if how != "vmap"])
@@ -210,7 +210,7 @@ def test_the_number_of_reductions_of_the_flag(how, kind, expected, rng):
     assert flag_reductions(text) == expected
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "bad"), [*((how, "overflow") for how in MAPS), ("shard_map", "nan"), ("pmap", "nan")]
 )

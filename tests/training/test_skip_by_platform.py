@@ -190,7 +190,7 @@ def test_the_default_does_what_a_cond_does(way, rng):
     assert_same_bits(found, arguments[:2])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("finite", [True, False])
 def test_it_can_be_differentiated(finite, jit, rng):

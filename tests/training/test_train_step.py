@@ -198,7 +198,7 @@ def assert_close(state, expected):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_vmap_over_seeds(kind, rng):
     x, y = make_batches(rng, steps=3, bad=(1,))

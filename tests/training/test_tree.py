@@ -277,7 +277,7 @@ def test_wrappers_refuse_what_cannot_be_called():
 # all_finite
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("dtype", [*FLOATS, jnp.complex64, jnp.float8_e5m2])
 @pytest.mark.parametrize("leaves", [1, 7])

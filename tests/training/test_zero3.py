@@ -102,7 +102,7 @@ def test_the_bytes_on_the_wire(reduce, sent, how, rng):
     }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("how", "sharded"),
     [
