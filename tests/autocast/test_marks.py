@@ -66,7 +66,7 @@ def hidden(net, differentiable=True):
     return f
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_no_mark_leaves_autocast(framework):
     apply, model, _, _ = FRAMEWORKS[framework]

@@ -40,7 +40,7 @@ def call(name, model, x):
     return model(x, x, x) if name == "Attention" else model(x)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_layers_of_equinox(name, dtype, rng):

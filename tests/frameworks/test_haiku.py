@@ -274,7 +274,7 @@ def test_public_methods_are_boundaries_and_private_ones_are_not(x):
     assert SEEN["after"] == BF16
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rule", ["", "; BatchNorm: full", "; batch_norm/*: full"])
 @pytest.mark.parametrize("decay", [0.9, 0.999])
 def test_moving_averages_are_kept_and_taken_in_float32(decay, rule, rng):

@@ -206,6 +206,7 @@ def test_conditionals_and_variables_that_are_mapped(rng):
     np.testing.assert_allclose(z, Net().apply(variables, x, False), atol=0.1)
 
 
+@pytest.mark.thorough
 def test_policies_of_classes(rng, log):
     x = normal(rng, 3, 4)
     model = lifted(nn.remat)

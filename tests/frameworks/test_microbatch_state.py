@@ -262,7 +262,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("what", "around"),
     [

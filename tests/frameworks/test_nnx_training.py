@@ -46,7 +46,7 @@ def test_value_gradients_and_state_are_those_of_nnx(rng, jit, mixed):
     np.testing.assert_allclose(model.head.kernel[...], before - 0.5 * grads.head.kernel[...])  # pyright: ignore[reportOperatorIssue]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("policy", "jit"), [("c=bf16", False), ("c=f16", True)])
 def test_only_parameters_are_cast(rng, policy, jit):
     seen = {}
@@ -121,6 +121,7 @@ def test_autocast_views_and_gradients_nest(rng, where):
     assert np.linalg.norm(flat[0] - flat[1]) < 0.03 * np.linalg.norm(flat[1])
 
 
+@pytest.mark.thorough
 def test_aux_keywords_and_containers(rng):
     models, x = {"a": make(rng), "b": make(rng)}, normal(rng, 6, 3)
     teacher = make(rng)

@@ -174,6 +174,7 @@ def test_policies_come_back_from_dicts(policy):
     assert jmpx.get_policy_map(plain).default == policy
 
 
+@pytest.mark.thorough
 @given(policy_maps())
 @settings(deadline=None)
 def test_policy_maps_come_back_from_dicts(policy_map):

@@ -185,6 +185,7 @@ def test_it_is_a_value(precision):
     assert precision != str(precision)
 
 
+@pytest.mark.thorough
 @given(mixed_precisions())
 @settings(deadline=None)
 def test_it_comes_back_from_its_string_and_its_dict(precision):

@@ -51,6 +51,7 @@ class Zeros(np.random.Generator):
         return jnp.zeros(size)
 
 
+@pytest.mark.thorough
 def test_the_model_computes_in_the_dtype_of_its_parameters_but_for_its_islands(rng):
     params, (images, _) = TINY.init(rng), TINY.batch(rng, 2)
     half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
@@ -100,6 +101,7 @@ def test_a_step_is_timed(capsys):
     assert record["compiled_bytes"] == sum(parts) - 2 * parts[-1] > parts[1]
 
 
+@pytest.mark.thorough
 def test_memory_is_measured():
     found = gpu_vit.measure("memory", "tiny", 2, Point("jmpx", "bfloat16"), 1)
     assert found["status"] == "ok" and found["peak_bytes"] is None  # CPUs report none

@@ -81,6 +81,7 @@ def test_the_parts_put_together_are_the_batch_in_order(batch, explicit):
         np.testing.assert_array_equal(np.concatenate([bits(part) for part in split]), bits(leaf))
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
     count=st.integers(2, 9),

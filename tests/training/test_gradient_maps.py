@@ -230,6 +230,7 @@ def test_each_function_warns_for_itself():
             jmpx.filter_grad(plain_loss, NOOP, policy=policy)(params, X)
 
 
+@pytest.mark.thorough
 def test_other_casts_do_not_follow_a_map():
     policy = "c=bf16; Linear: f32"
     loss = jmpx.cast_function(plain_loss, jnp.bfloat16)

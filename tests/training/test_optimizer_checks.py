@@ -298,7 +298,7 @@ TRUE_BFLOAT16 = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("gradients", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", TRUE_BFLOAT16)
 def test_training_that_stores_16_bits_is_not(name, gradients, rng):

@@ -326,6 +326,7 @@ FINE = {
 }
 
 
+@pytest.mark.thorough
 def test_what_gathers_no_parameter_goes_on(rng):
     weights, batch = {name: normal(rng, 8, 3) for name in FINE}, normal(rng, 12, 8)
     of_all = lambda params, x: sum((FINE[n](w, x) for n, w in params.items()), jnp.zeros(()))  # noqa: E731

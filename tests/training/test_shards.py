@@ -115,7 +115,7 @@ def test_a_loss_that_is_the_same_on_all_devices(how, rng):
     np.testing.assert_allclose(value, [total] * DEVICES, rtol=1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("devices", "how"), list(zip([3, 1, 6, 3], MAPS, strict=True)))
 def test_numbers_of_devices_that_are_no_power_of_two(devices, how, rng):
     params = {"tiled": normal(rng, 2 * devices, 4), "replica": normal(rng, 2 * devices, 4)}
