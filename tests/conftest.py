@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import LOG, QUICK_XLA, normal
+from sampling import pytest_collection_modifyitems as pytest_collection_modifyitems
 
 import jmpx
 

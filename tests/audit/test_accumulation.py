@@ -89,6 +89,7 @@ def all_plants(x):
 EXPECTED = {(name, severity, line_of(__file__, mark)) for name, severity, mark in PLANTS.values()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_each_planted_accumulation_is_found_once_and_mended(framework):
     loss, args = planted(framework, all_plants, "c=bf16,o=f32", rows=MANY)
@@ -207,6 +208,7 @@ def layers_with_context(x):
 CLEAN = (residual, reversible, gated, counted, leaky, in_float32, stacked, written, mixed_up)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("layer", [*CLEAN, layers_with_context])
 def test_what_does_not_accumulate_is_not_found(layer, dtype):

@@ -79,6 +79,7 @@ def masked_words(line):
     return tuple(w for w in words if not re.fullmatch(r"[\d.,%<>]+|#*\.*|[kMGKi]*(FLOP|B)", w))
 
 
+@pytest.mark.thorough
 def test_its_reports_are_real(reports):
     for report, shown in zip(reports, REPORTS, strict=True):
         exact, masked = parts(str(report))

@@ -51,6 +51,7 @@ def softmax_loss(logits):
     return -jax.nn.log_softmax(logits.astype(F32))[..., 0].mean()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("cls", "scanned", "dtype"),
     [(ViT, False, F32), (ViT, False, BF16), (ViT, True, BF16), (Transformer, True, BF16)],
@@ -59,6 +60,7 @@ def test_cast_by_hand(cls, scanned, dtype):
     assert findings(*transformer(cls, dtype, scanned=scanned, islands=True)) == ()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("cls", "policy"),
     [(ViT, "c=bf16"), (Transformer, "c=f16"), (Transformer, "c=bf16; op.scan: bf16")],
@@ -79,6 +81,7 @@ def test_autocast_carries_float32_unless_told():
     assert finding.rule.endswith("op.scan: bf16")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "policy_map",
     [
@@ -163,6 +166,7 @@ def of_nnx():
 FRAMEWORKS = {"haiku": haiku, "linen": linen, "nnx": of_nnx}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("compute", ["bf16", "f16", "f32"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -156,6 +156,7 @@ PLANTED = [
 ]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("loss", "factor", "operation", "is_backward", "cause", "rule"),
     PLANTED,
@@ -212,6 +213,7 @@ FINE = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("loss", FINE)
 def test_an_infinity_that_goes_nowhere_is_not_reported(loss):
     assert jmpx.first_nonfinite(FINE[loss])(HALF, HALF) is None

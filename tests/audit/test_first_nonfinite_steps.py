@@ -109,6 +109,7 @@ def test_an_overflow_at_the_floor_is_told_with_its_rule(scale):
 HALF_INSIDE = "p=f32,c=f16,o=f32"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_module_is_named_and_its_rule_mends_it(framework):
     _, model, with_policies, _ = FRAMEWORKS[framework]
@@ -222,6 +223,7 @@ def test_nothing_is_printed_and_nothing_raises(capfd):
     assert "[" not in capfd.readouterr().out
 
 
+@pytest.mark.thorough
 def test_the_page_runs_and_its_report_is_real():
     page = ROOT / "docs" / "nonfinite.md"
     names = run_python_blocks(page)

@@ -59,6 +59,7 @@ def convolutions(draw):
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(convolutions())
 def test_a_convolution_counts_the_taps_that_xla_counts(case):
@@ -166,6 +167,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_xla_counts_the_same_for_work_on_elements(case):
     f, *args = CASES[case]

@@ -140,6 +140,7 @@ def resnet(image=224):
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # Haiku divides floats by integers
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "model",
     [linen_block, equinox_transformer, vit, pytest.param(resnet, marks=pytest.mark.slow)],
@@ -152,6 +153,7 @@ def test_products_equal_a_count_by_hand_and_all_work_is_what_xla_counts(model):
     assert total > products
 
 
+@pytest.mark.thorough
 def test_a_resnet_forward_equals_a_count_by_hand():
     loss, args, _ = resnet(64)
     assert flops(loss, *args)[1] == resnet_products(2, 64)[0]

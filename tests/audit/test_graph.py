@@ -181,6 +181,7 @@ def test_places_are_lines_of_the_user(rng, fn):
     }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("under", ["nothing", "policies", "autocast"])
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_products_are_in_their_modules(name, under):

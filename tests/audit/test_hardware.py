@@ -17,6 +17,7 @@ def doubled(x):
     return x @ (2 * jnp.eye(4, dtype=x.dtype))  # product
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("platform, inside", [("tpu", "bfloat16"), ("gpu", "TF32")])
 def test_a_model_in_float32_has_one_finding(framework, platform, inside):
@@ -30,6 +31,7 @@ def test_a_model_in_float32_has_one_finding(framework, platform, inside):
     assert not found(NAMES, loss, *args, platform=platform)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_rule_for_float32_asks_for_what_it_does_not_get(framework):
     policy = "c=bf16,o=f32; */plant: c=f32"

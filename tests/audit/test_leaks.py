@@ -157,6 +157,7 @@ def planted(leaks):
     return sorted((line_of(leak), LEAKS[leak]) for leak in leaks)
 
 
+@pytest.mark.sampled(7)
 @overflows
 @both_dtypes
 @pytest.mark.parametrize("framework", PLANTED)
@@ -183,6 +184,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(5)
 @overflows
 @both_dtypes
 @pytest.mark.parametrize("way", WAYS)
@@ -268,6 +270,7 @@ def test_mended_leaks(dtype):
 PRODUCTS = [mixed_product, mixed_einsum, product_of_arguments]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("framework", PLANTED)
 def test_rules_mend_products(framework):
     loss, params = PLANTED[framework](PRODUCTS, F32)

@@ -109,6 +109,7 @@ HELPERS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", HELPERS)
 def test_code_may_move_into_a_helper(name):
     def helped(*args):
@@ -272,6 +273,7 @@ def line_of(marker):
     return 1 + next(i for i, line in enumerate(lines) if line.endswith(f"  # {marker}"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_changed_dtype_is_found_with_its_line(name, tmp_path):
     changed, expected = PLANTED[name]

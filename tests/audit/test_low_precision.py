@@ -73,6 +73,7 @@ def all_plants(x):
 EXPECTED = {(*PLANTS[layer], layer.__name__) for layer in PLANTS}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_each_planted_hazard_is_found_once_and_its_rule_mends_it(framework):
     loss, args = planted(framework, all_plants, "c=bf16,o=f32", rows=MANY)
@@ -176,6 +177,7 @@ CLEAN = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("layer", CLEAN)
 def test_what_is_no_hazard_is_not_found(layer, dtype):

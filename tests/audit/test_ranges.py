@@ -50,6 +50,7 @@ def way(request, monkeypatch):
     monkeypatch.setattr(measuring, "_FEW", 150 if request.param == "compiled" else 0)
 
 
+@pytest.mark.sampled(2)
 def test_activations_and_gradients_are_counted_by_hand(rng, way):
     x, w = normal(rng, 5, 4), normal(rng, 4, 3)
 
@@ -94,6 +95,7 @@ def unrolled(x):
     return jnp.sum(carry) + jnp.sum(jnp.stack(ys))
 
 
+@pytest.mark.thorough
 def test_the_trips_of_a_scan_are_counted_as_if_written_out(rng):
     x = normal(rng, 4, 3)
     loop, plain = (by_scope(jmpx.ranges(fn)(x)) for fn in (scanned, unrolled))
@@ -129,6 +131,7 @@ def custom(x):
 custom.defvjp(lambda x: (x * 3.0, None), lambda _, g: (g * 2.0**-20,))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "wrap", [jax.jit, jax.checkpoint, custom, jax.nn.relu, jax.vmap], ids=lambda f: f.__name__
 )
@@ -162,6 +165,7 @@ def test_what_a_checkpoint_computes_again_counts_as_activations(rng):
     assert again.loss_scale() == plain.loss_scale()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_what_was_traced_in_16_bits_runs_in_float32(dtype, rng):
     table = normal(rng, 6, 4).astype(dtype)  # an argument, too

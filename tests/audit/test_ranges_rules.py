@@ -166,6 +166,7 @@ def error(found, expected):
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_rules_keep_what_would_overflow(framework, rng, standard_promotion):
     apply, make, adapter = FRAMEWORKS[framework]

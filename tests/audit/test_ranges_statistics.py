@@ -119,6 +119,7 @@ def test_every_shape_is_measured(shape):
     assert histogram.exponents == ({1: int(np.prod(shape))} if np.prod(shape) else {})
 
 
+@pytest.mark.thorough
 def test_parts_are_measured_as_the_whole_is(rng):
     arrays = [np.ldexp(rng.normal(size=n), n).astype(np.float32) for n in (1, 5, 9)]
     arrays[1][:] = 0

@@ -128,6 +128,7 @@ def test_an_unknown_scope_is_named(found, scope):
         found.histogram("gradient")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "start"), [("a.png", b"\x89PNG"), ("a.SVG", b"<?xml"), ("a.pdf", b"%PDF")]
 )
@@ -136,6 +137,7 @@ def test_pictures_are_written(found, tmp_path, name, start):
     assert (tmp_path / name).read_bytes().startswith(start)
 
 
+@pytest.mark.thorough
 def test_a_picture_says_what_float16_loses(found, tmp_path):
     import matplotlib
 
@@ -161,6 +163,7 @@ def test_a_picture_needs_counts(tmp_path):
         found.plot(tmp_path / "a.png")
 
 
+@pytest.mark.thorough
 def test_matplotlib_is_imported_by_the_picture_alone():
     code = (
         "import sys, jax.numpy as jnp, jmpx\n"

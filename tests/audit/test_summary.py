@@ -165,6 +165,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_saved_bytes_are_those_that_jax_gives_to_the_backward_pass(name, rng):
     args = normal(rng, N, N, N), normal(rng, N, N)
@@ -176,6 +177,7 @@ def test_saved_bytes_are_those_that_jax_gives_to_the_backward_pass(name, rng):
 SMALL = Transformer(layers=1, width=32, heads=2, hidden=64)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "model, size",
     [(SMALL, (2, 16)), pytest.param(Transformer(), (8, 128), marks=pytest.mark.slow)],

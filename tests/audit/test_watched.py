@@ -108,6 +108,7 @@ def at_once(fn):
     return fn
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("piece", [*PIECES, *NOT_DIFFERENTIABLE])
 def test_a_watched_program_gives_the_same_bits(piece, rng):
     fn = (PIECES | NOT_DIFFERENTIABLE)[piece]
@@ -116,6 +117,7 @@ def test_a_watched_program_gives_the_same_bits(piece, rng):
     assert not any(site.is_backward for site in found)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("piece", PIECES)
 def test_so_does_its_gradient(piece, rng):
     fn = PIECES[piece]
@@ -123,6 +125,7 @@ def test_so_does_its_gradient(piece, rng):
     assert any(site.is_backward for site in found) and not found[0].is_backward
 
 
+@pytest.mark.thorough
 @settings(max_examples=6, deadline=None)
 @given(st.lists(st.sampled_from(sorted(PIECES)), min_size=1, max_size=3), st.integers(0, 2**32))
 def test_and_any_composition(pieces, seed):

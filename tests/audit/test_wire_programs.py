@@ -233,6 +233,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("take", [*COPIES.values(), *OTHERS.values()], ids=[*COPIES, *OTHERS])
 @pytest.mark.usefixtures("standard_promotion")
 def test_which_parameter_a_gather_carries(mesh, take):

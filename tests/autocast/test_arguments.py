@@ -131,6 +131,7 @@ NUMPY = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("policy", ["c=bf16", "c=full"])
 @pytest.mark.parametrize("name", NUMPY)
 def test_arguments_of_numpy_are_as_wide_as_jax_makes_them(name, policy):

@@ -80,6 +80,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_a_nan_names_the_line_that_made_it(transform):
     f = TRANSFORMS[transform](of_negative(log_of))
@@ -155,6 +156,7 @@ def of_equinox(x):
     return jmpx.autocast(apply), "apply"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("library", [of_linen, of_haiku, of_equinox])
 def test_lines_of_libraries_are_left_out(library):
     x = jnp.asarray([[1.0, 2.0], [0.5, 0.5]], jnp.float32)

@@ -98,6 +98,7 @@ def callback_with(x, captured):
     return jax.pure_callback(lambda h: h * np.asarray(captured), spec, x @ x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("f", [relu_of_a_product, callback_with])
 def test_what_a_function_captured_is_freed(pair, f):
     def call():

@@ -17,6 +17,7 @@ COMPARISONS = {
 } | {"greater_equal": jnp.greater_equal}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", LOW_DTYPES)
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_comparisons_round_neither_side(rng, name, policy):
@@ -81,6 +82,7 @@ def of_choices(policy):
     return together({name: functools.partial(sides_of, name) for name in CHOICES})
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", LOW_DTYPES)
 @pytest.mark.parametrize("name", CHOICES)
 def test_gradients_of_maxima(name, policy):

@@ -85,6 +85,7 @@ CONTROL = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*BRANCHES, *LOOPS])
 def test_control_flow(pair, name):
     check((BRANCHES | LOOPS)[name], *pair)
@@ -101,11 +102,13 @@ def total_of(fn):
     return total
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CONTROL)
 def test_control_flow_and_its_gradients(pair, name):
     check_sides(lambda f: jax.grad(f, (0, 1), has_aux=True), total_of(CONTROL[name]), *pair)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BRANCHES)
 def test_gradients_of_branches(pair, name):
     gradient = functools.partial(jax.grad, argnums=(0, 1), has_aux=True)

@@ -101,6 +101,7 @@ CUSTOM_JVP = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CUSTOM_JVP)
 def test_custom_jvp_rules_are_used(pair, name):
     check_sides(both, lambda x, w: CUSTOM_JVP[name](x, w).sum(), *pair)
@@ -141,6 +142,7 @@ CUSTOM_VJP = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CUSTOM_VJP)
 def test_custom_vjp_rules_are_used(pair, name):
     # The operations of a custom_vjp run in float32. Once JAX has differentiated it, it is gone, and
@@ -242,12 +244,14 @@ def of_rules_by_hand(policy):
     return together({name: functools.partial(sides_of, name) for name in names})
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name, policy", BY_HAND_OF)
 def test_custom_jvp_of_an_activation_and_a_parameter(name, policy):
     *got, slope, tangent = of_rules_by_hand(policy)[name]
     assert_near(got, [slope, tangent] * 2, 1e-2 if policy == "c=f16" else 8e-2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 def test_a_large_tangent_overflows(wrap):
     x, h = activation([1.0, -1.0])

@@ -25,6 +25,7 @@ MASKS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [*MASKS, "input", "least input", "in scan"])
 def test_rows_that_are_masked_as_a_whole(rng, name):
     keep = jnp.tril(jnp.ones((4, 4), bool), -1)  # no key for the first row
@@ -67,6 +68,7 @@ NORMS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NORMS)
 def test_squares_beyond_float16(rng, name):
     x, w = normal(rng, 4, 4) * 300, normal(rng, 4, 4)
@@ -99,6 +101,7 @@ POSITIONS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", POSITIONS)
 def test_positions_keep_their_digits(pair, name):
     def rotated(x, w):

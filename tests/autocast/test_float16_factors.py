@@ -69,6 +69,7 @@ def of_factors(policy):
     return together({name: functools.partial(both, name) for name in names})
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name, policy", FACTORS_OF)
 def test_factors_and_divisors(name, policy):
     low, expected, slope, expected_slope = of_factors(policy)[name]
@@ -88,6 +89,7 @@ def test_factors_of_an_array_that_was_closed_over():
     np.testing.assert_allclose(got.astype(F32), x * TABLE, rtol=2e-3)
 
 
+@pytest.mark.thorough
 def test_the_result_of_a_factor_is_rounded_and_its_range_kept(rng):
     """Compares constants of all sizes with the results of NumPy's float16."""
     x, h = activation(np.float16(rng.normal(size=16)))

@@ -53,6 +53,7 @@ THROUGH = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("through", THROUGH)
 @pytest.mark.parametrize("mark", MARKS)
 def test_regions_of_float32(pair, mark, through):

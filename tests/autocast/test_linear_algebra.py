@@ -47,6 +47,7 @@ LINALG = {
 FACTORIZATIONS = "cholesky eigh fft geqrf householder_product lu qr svd triangular_solve".split()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LINALG)
 def test_linear_algebra_runs_in_float32(pair, name):
     def fn(x, w):

@@ -66,6 +66,7 @@ def hidden(net, differentiable=True):
     return f
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_no_mark_leaves_autocast(framework):
     apply, model, _, _ = FRAMEWORKS[framework]
@@ -98,6 +99,7 @@ def test_caches_keep_marks_apart(framework):
         assert set().union(*products(jmpx.autocast(jitted), model, X).values()) == cast
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("outer, inner", [("full", "bf16"), ("bf16", "full"), ("bf16", None)])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_autocast_within_autocast(framework, outer, inner):
@@ -157,6 +159,7 @@ def test_equinox_state_passes():
     assert float(new.get(model.norm.batch_state_index)[0][0]) == pytest.approx(0.03)
 
 
+@pytest.mark.thorough
 def test_nnx_modules_come_back_as_they_were():
     model = NNXNet(nnx.Rngs(0))
     model.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))  # pyright: ignore[reportAttributeAccessIssue]

@@ -199,6 +199,7 @@ CASES += [
 ]
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("transform, product", CASES)
 def test_products_of_a_region(pair, transform, product):
     f = model(TRANSFORMS[transform](IN_REGION[product]))
@@ -215,6 +216,7 @@ def test_products_of_a_region(pair, transform, product):
 DEEP = [name for name in TRANSFORMS if name not in ("autocast", "jvp")]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("transform", DEEP)
 def test_products_that_full_precision_marks(pair, transform):
     f = model(deeply(transform)(IN_REGION["dot"]))
@@ -252,6 +254,7 @@ def test_a_kernel(pair):
 IN_MODELS = {"plain": lambda f: f, "custom_jvp": by_jvp, "custom_vjp": by_vjp}
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("selector", ["*/head", "<Own>Head"])
 @pytest.mark.parametrize(
     "framework, inside",
@@ -347,6 +350,7 @@ BY_HAND = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BY_HAND)
 def test_backward_passes_by_hand_are_used(pair, name):
     def loss(x, w):

@@ -228,6 +228,7 @@ NO_PRODUCT = "has no effect, because no float32 product gets it: "
 IGNORES = f"JAX ignores '{X3}' for convolutions"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "policy, words",
     [
@@ -327,6 +328,7 @@ def program(parts):
     return loss
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(st.lists(PARTS, min_size=1, max_size=3), st.sampled_from(["bf16", "f16", "f32"]))
 def test_an_algorithm_changes_precisions_alone(parts, dtype):

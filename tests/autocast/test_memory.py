@@ -55,6 +55,7 @@ def test_products_as_lowered_for_cuda(transformer):
     assert benchmark.dot_operands(f, jnp.eye(4)) == {"bf16 x bf16": 3, "f32 x f32": 3}
 
 
+@pytest.mark.thorough
 def test_gradients_are_nearer_to_float32_than_those_of_a_bfloat16_model(rng):
     model = benchmark.Transformer(1, 32, 2, 64, scanned=True)
     params = model.init(rng)
@@ -66,6 +67,7 @@ def test_gradients_are_nearer_to_float32_than_those_of_a_bfloat16_model(rng):
     assert np.linalg.norm(saving - full) <= 1.1 * np.linalg.norm(half - full)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "policy, loss_scale",
     [("c=f16", jmpx.DynamicLossScale(2**12)), ("c=bf16", jmpx.NoOpLossScale())],
@@ -129,6 +131,7 @@ def test_a_checkpoint_that_captured_a_constant(pair):
     check_sides(jax.grad, jax.checkpoint(lambda x: jnp.tanh(x @ w + w[0]).sum()), x)
 
 
+@pytest.mark.thorough
 def test_a_learned_scale_costs_no_memory(rng):
     w, x = normal(rng, 16, 16), normal(rng, 64, 16)
 

@@ -59,6 +59,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(
     "op, dtype", [(op, dtype) for dtype, ops in OPERATIONS.items() for op in ops]
 )
@@ -201,6 +202,7 @@ DIFFERENTIATED = set(
 )
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", EXACT)
 def test_operations_on_products(rng, name):
     fn, operation, dtypes = EXACT[name]

@@ -44,6 +44,7 @@ def dtypes_of_operations(fn, *args):
 EXACT = {"xla_allow_excess_precision": False}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_changes(rng, name):
     """Only under XLA's optimizations do gradients differ, by the order of float32 sums."""
@@ -60,6 +61,7 @@ def test_nothing_changes(rng, name):
     assert benchmark.residual_bytes(saving, params) < benchmark.residual_bytes(plain, params)
 
 
+@pytest.mark.thorough
 def test_eagerly_the_bits_are_the_same(rng):
     apply, params, x, labels = MODELS["unrolled"](rng)
     plain, saving = losses(apply, x, labels, rng.choice(list(LOW_DTYPES)))

@@ -250,6 +250,7 @@ def test_output_and_decorators(pair):
     )
 
 
+@pytest.mark.thorough
 def test_the_cost_of_tracing(rng):
     """Equations of the traced gradients: those that are computed again come on top."""
     model = benchmark.Transformer(4, 8, 2, 16, classes=4)

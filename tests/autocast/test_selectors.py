@@ -46,6 +46,7 @@ STRINGS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("policy", STRINGS)
 def test_one_string_means_the_same(framework, policy):
@@ -59,6 +60,7 @@ def test_one_string_means_the_same(framework, policy):
 SELECTORS = "<Linear> <Own>Head <Own>Block <Own>Base <Own>Net */inner *outer *block/* *".split()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_string_means_the_same(framework, seed, rng):
@@ -93,6 +95,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(
     "transform, place",

@@ -46,6 +46,7 @@ def test_jit_with_shardings_and_donation_inside(pair, mesh):
     assert donated.is_deleted()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", AXIS_TYPES)
 def test_meshes(pair, mesh, kind):
     def f(x, w, b):

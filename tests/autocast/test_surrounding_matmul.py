@@ -68,6 +68,7 @@ def test_the_policy_of_autocast_goes_first(road, policy, pair):
     assert ways["f32"] == ["HIGH"] * 3 and len(ways["bf16"]) == 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("road", ROADS)
 def test_inner_functions_are_traced_anew_under_another_setting(road, pair):
     inner = jax.jit(jax.checkpoint(loss))

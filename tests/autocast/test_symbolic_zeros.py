@@ -84,6 +84,7 @@ SYMBOLIC = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SYMBOLIC)
 def test_symbolic_zeros_reach_the_rules(name):
     x, y = jnp.full((2, 2), 0.5, F32), jnp.full((2, 2), 0.25, F32)

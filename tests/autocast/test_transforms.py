@@ -27,6 +27,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transformations(positive, transform):
     check_sides(transform, loss_fn, *positive)

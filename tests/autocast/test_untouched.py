@@ -184,6 +184,7 @@ AS_TRACED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", AS_TRACED)
 def test_what_keeps_its_dtypes_gets_float32(rng, name):
     w, x = (jnp.clip(whole(rng, 4, 4), -1, 1) for _ in range(2))

@@ -70,6 +70,7 @@ def test_a_model_that_holds_one_trains(rng):
     assert isinstance(model.layers[1], jmpx.Autocast)
 
 
+@pytest.mark.thorough
 def test_constant_loss_scaling_through_vjp(rng):
     """The recipe of Grampax's README."""
     x = normal(rng, 4, 3)
@@ -153,6 +154,7 @@ def test_methods_run_under_autocast(rng):
         jmpx.autocast(coder, "c=bf16; op.tahn: full").encode(x)
 
 
+@pytest.mark.thorough
 def test_a_weight_is_tied_through_it(rng):
     key = jax.random.key(0)
     embedding, linear = eqx.nn.Embedding(5, 4, key=key), eqx.nn.Linear(4, 5, key=key)

@@ -36,6 +36,7 @@ def test_all_names_exactly_what_is_public():
     assert list(jmp.__all__) == sorted(jmp.__all__)
 
 
+@pytest.mark.thorough
 def test_haiku_runs_with_jmpx_in_jmps_place():
     result = run(
         """

@@ -62,6 +62,7 @@ def make_problem(rng):
     return model, batch
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("filtered", [eqx.is_array, eqx.is_inexact_array])
 def test_example_2_trains_the_model_of_example_1(filtered, rng):
     model, batch = make_problem(rng)
@@ -75,17 +76,21 @@ def test_example_2_trains_the_model_of_example_1(filtered, rng):
         model, state = mpx.optimizer_update(model, optimizer, state, grads, grads_finite)
         return model, state, scaling
 
+    @eqx.filter_jit
+    def full_step(model):
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, batch)
+        return loss, jax.tree.map(lambda p, g: p - 0.1 * g if eqx.is_array(p) else p, model, grads)
+
     DTYPES.clear()
-    before, full = loss_fn(model, batch), model
+    before, full = full_step(model)
     assert DTYPES == {("scores", "float32"), ("normed", "float32")}
     DTYPES.clear()
     for _ in range(20):
         model, state, scaling = step(model, state, scaling, batch)
     assert DTYPES == {("scores", HALF_NAME), ("normed", HALF_NAME)}
-    for _ in range(20):
-        grads = eqx.filter_grad(loss_fn)(full, batch)
-        full = jax.tree.map(lambda p, g: p - 0.1 * g if eqx.is_array(p) else p, full, grads)
-    loss, full_loss = loss_fn(model, batch), loss_fn(full, batch)
+    for _ in range(19):
+        _, full = full_step(full)
+    (loss, _), (full_loss, _) = full_step(model), full_step(full)
     assert full_loss < before
     np.testing.assert_allclose(before - loss, before - full_loss, rtol=2e-2)
     assert scaling.loss_scale == 2.0**15  # five growths, none of which halved a gradient
@@ -94,12 +99,13 @@ def test_example_2_trains_the_model_of_example_1(filtered, rng):
 
 def test_gradients_have_the_format_of_the_model_and_agree(rng):
     model, batch = make_problem(rng)
-    expected = eqx.filter_grad(loss_fn)(model, batch)
+    loss, expected = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))(model, batch)
     scaling = mpx.DynamicLossScaling(jnp.float32(2**10), jnp.float32(1.0), period=1)
-    value, new, finite, grads = mpx.filter_value_and_grad(loss_fn, scaling)(model, batch)
+    gradient = eqx.filter_jit(mpx.filter_value_and_grad(loss_fn, scaling))
+    value, new, finite, grads = gradient(model, batch)
     assert new.loss_scale == 2**11 and bool(finite)  # a growth step
     assert jax.tree.structure(grads) == jax.tree.structure(expected)
-    np.testing.assert_allclose(value, loss_fn(model, batch), rtol=1e-2)
+    np.testing.assert_allclose(value, loss, rtol=1e-2)
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
     for grad, reference in zip(*map(jax.tree.leaves, (grads, expected)), strict=True):
         assert grad.dtype == jnp.float32
@@ -113,10 +119,12 @@ def test_filter_grad_returns_in_the_papers_order(rng):
     def with_aux(model, batch):
         return loss_fn(model, batch), {"n": 3}
 
-    new, finite, grads, aux = mpx.filter_grad(with_aux, scaling, True, True)(model, batch)
+    gradient = eqx.filter_jit(mpx.filter_grad(with_aux, scaling, True, True))
+    new, finite, grads, aux = gradient(model, batch)
     assert isinstance(new, mpx.DynamicLossScale) and finite.dtype == jnp.bool_
     assert isinstance(grads, Attention) and aux == {"n": 3}
-    (_, aux), *_ = mpx.filter_value_and_grad(with_aux, scaling, has_aux=True)(model, batch)
+    gradient = eqx.filter_jit(mpx.filter_value_and_grad(with_aux, scaling, has_aux=True))
+    (_, aux), *_ = gradient(model, batch)
     assert aux == {"n": 3}
 
 
@@ -124,7 +132,7 @@ def test_optimizer_update_takes_any_optax_optimizer_and_skips(rng):
     model, batch = make_problem(rng)
     optimizer = optax.adamw(1e-2)
     state = leniently(optimizer.init)(eqx.filter(model, eqx.is_array))
-    grads = eqx.filter_grad(loss_fn)(model, batch)
+    grads = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, batch)
     update = leniently(mpx.optimizer_update)
     same, same_state = update(model, optimizer, state, grads, jnp.array(False))
     assert eqx.tree_equal(same, model) and eqx.tree_equal(same_state, state)

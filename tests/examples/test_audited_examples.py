@@ -58,6 +58,7 @@ def probes():
     return started
 
 
+@pytest.mark.thorough  # processes
 @pytest.mark.parametrize("path", EXAMPLES)
 def test_the_step_of_an_example_computes_in_bfloat16_and_has_no_findings(path):
     is_light, loads_no_data, prints_report, failed, is_same = answer(probes()[path])

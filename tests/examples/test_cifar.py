@@ -117,6 +117,7 @@ class Payload:
         return self.call
 
 
+@pytest.mark.thorough
 def test_a_hostile_archive_is_refused_with_one_sentence(rng, tmp_path):
     marker = tmp_path / "ran"
     contents = contents_of("cifar10", rng)

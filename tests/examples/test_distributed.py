@@ -76,6 +76,7 @@ def same_everywhere(log):
     return {number: (step.scale, step.was_taken, step.digests[0]) for number, step in first.items()}
 
 
+@pytest.mark.thorough  # many processes
 def test_a_nan_or_an_overflow_on_one_device_skips_the_step_on_all(unbroken):
     result, log, _ = unbroken
     steps = same_everywhere(log)
@@ -119,6 +120,7 @@ def check_killed_and_resumed(train, unbroken, folder, at, before, after, **fault
     assert epochs(resumed) == epochs(unbroken[0])[-len(epochs(resumed)) :] != []
 
 
+@pytest.mark.thorough  # many processes
 def test_a_killed_process_ends_all_and_the_resumed_run_has_the_bits(train, unbroken, tmp_path):
     check_killed_and_resumed(
         train, unbroken, tmp_path, [8, 1], (2, 2), (2, 2), saved=str(tmp_path / str(EVERY))
@@ -159,6 +161,7 @@ def files_of(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.thorough  # many processes
 def test_a_checkpoint_of_another_model_ends_with_one_sentence(train, unbroken):
     before = files_of(unbroken[2])
     result, _ = train(1, 4, unbroken[2], channels=5)
@@ -223,6 +226,7 @@ BAD = [
 ]
 
 
+@pytest.mark.thorough
 def test_a_wrong_flag_starts_nothing():
     outcomes = run_wrong_flags(SCRIPT, [[argument] for argument, _ in BAD])
     for (argument, message), (status, output) in zip(BAD, outcomes, strict=True):

@@ -90,12 +90,14 @@ def test_rules_of_a_policy_map_and_a_16_bit_batch_norm():
     assert "*/linear: compute=float32,matmul=highest | static=1024)" in result.stdout
 
 
+@pytest.mark.thorough
 def test_a_rule_that_matches_nothing_is_warned_of_at_once():
     result = run("--mp_policy=c=bf16; BatchNrm: full", "--epochs=1")  # -W error: it ends there
     assert result.returncode == 1 and "epoch" not in result.stdout
     assert "did you mean 'BatchNorm'?" in result.stderr
 
 
+@pytest.mark.thorough
 def test_a_reduction_that_one_device_does_not_make_is_warned_of():
     result = run("--mp_policy=c=bf16,r=bf16", "--epochs=1")  # -W error: it ends there
     assert result.returncode == 1 and "epoch" not in result.stdout
@@ -115,6 +117,7 @@ def test_a_run_that_diverges_ends_with_one_line():
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.thorough
 def test_a_wrong_variable_says_its_name():
     result = run(JMPX_LOSS_SCALE="static=-1")
     assert result.returncode == 1 and "Traceback" not in result.stderr

@@ -81,6 +81,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_ends_all_and_the_last_line_says_whose(start, tmp_path, name):
     deeds, sentence, seen = FAILURES[name]
@@ -110,6 +111,7 @@ def wait_for_all(folder, count):
     return pids(folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 def test_a_signal_to_the_launcher_ends_all(start, tmp_path, name):
     launcher = start(DEAF, DEAF)

@@ -186,6 +186,7 @@ def answers():
     return dict(zip(codes, map(json.loads, result.stdout.splitlines()), strict=True))
 
 
+@pytest.mark.thorough
 def test_micro_batches_give_the_update_of_their_mean_in_float32():
     differences = answers()["micro-batches"]
     assert differences["size"] > 0.1
@@ -194,11 +195,13 @@ def test_micro_batches_give_the_update_of_their_mean_in_float32():
     assert differences["bfloat16"] < 1e-6
 
 
+@pytest.mark.thorough
 def test_an_overflow_in_one_micro_batch_skips_the_step_as_one():
     seen = answers()["overflow"]
     assert seen == [[True, True, False, 1024, 4], [False, True, True, 512, 0], True]
 
 
+@pytest.mark.thorough
 def test_the_islands_of_the_default_compute_in_float32():
     dtypes = answers()["dtypes"]
     assert dtypes == [  # of the softmax, of the GELU, of LayerNorm's weights, the head's and others
@@ -222,6 +225,7 @@ print(json.dumps([sums_of(f"c=f16,o=f32{reduce}") for reduce in ("", ",r=bf16", 
 """
 
 
+@pytest.mark.thorough
 def test_gradients_are_summed_over_devices_once_and_in_the_dtype_of_the_policy():
     assert answer(start_probe(SETUP + SUMS, devices=4)) == [["f32"], ["bf16"], ["f16"]]
 
@@ -264,6 +268,7 @@ def test_four_devices_share_a_batch_and_give_the_losses_of_one():
         assert (replicated, shares4, count4) == (True, [[60, 8, 8, 1]], 4)
 
 
+@pytest.mark.thorough
 def test_a_batch_that_devices_cannot_share_ends_with_one_line():
     result = run_vit("--batch_size=90", devices=4)
     assert result.returncode == 1
@@ -292,6 +297,7 @@ def outcomes():
     return run_wrong_flags(FOLDER / "train_vit.py", [arguments for arguments, _ in BAD])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(len(BAD)), ids=[message for _, message in BAD])
 def test_a_wrong_flag_ends_with_one_clear_line(number):
     status, output = outcomes()[number]

@@ -169,6 +169,7 @@ def run(tmp_path, *arguments, **environment):
     return run_python(str(program), *arguments, **environment)
 
 
+@pytest.mark.thorough
 def test_a_program_that_nobody_edits(tmp_path):
     variables = {"JMPX_POLICY": "c=f16,o=f32", "JMPX_LOSS_SCALE": "auto, init=2**10"}
     result = run(tmp_path, **variables)

@@ -133,6 +133,7 @@ def test_every_adapter_of_the_table_is_one():
     assert all(isinstance(adapter, Adapter) for adapter in adapters)
 
 
+@pytest.mark.thorough
 def test_asking_the_adapters_imports_no_framework():
     result = run_python(
         "-c",

@@ -26,6 +26,7 @@ def low_products(counts):
     return sum(n for line, n in counts.items() if "dot_general" in line and "xf32" not in line)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_program_of_a_policy_is_that_of_casts_by_hand(framework):
     params, _, by_hand, with_policy = FRAMEWORKS[framework](WIDTH, X)

@@ -29,12 +29,14 @@ ISLANDS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy_map", ISLANDS)
 def test_it_computes_what_the_casts_written_by_hand_do(net, rng, policy_map):
     x = normal(rng, 6)
     assert_same_bits(with_policies(net, policy_map)(x), by_hand(net, x, **ISLANDS[policy_map]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrap", [jax.vmap, eqx.filter_vmap, eqx.filter_checkpoint])
 def test_a_view_goes_through_transformations(net, rng, wrap):
     policy_map = list(ISLANDS)[2]
@@ -43,8 +45,9 @@ def test_a_view_goes_through_transformations(net, rng, wrap):
     assert_same_bits(wrap(with_policies(net, policy_map))(x), expected)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("policy_map", ISLANDS)
-@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", [eqx.filter_jit, lambda f: f], ids=["jit", "eager"])
 def test_gradients_have_the_models_structure_and_are_those_by_hand(net, rng, policy_map, jit):
     x = normal(rng, 4, 6)
 
@@ -133,6 +136,7 @@ def test_what_each_layer_sees():
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seen_through", ["call", "vmap", "filter_vmap", "scan", "checkpoint"])
 def test_an_island_inside_a_method_is_a_boundary_under_transformations(rng, seen_through):
     class Outer(eqx.Module):
@@ -159,6 +163,7 @@ def test_an_island_inside_a_method_is_a_boundary_under_transformations(rng, seen
     assert LOG == [("probe", "bfloat16", "bfloat16")]
 
 
+@pytest.mark.thorough
 def test_none_reads_the_registry_only(net, rng):
     x = normal(rng, 6)
     assert_same_bits(with_policies(net)(x), net(x))
@@ -204,6 +209,7 @@ def test_casts_go_through_the_policy(net, rng):
     assert set(calls) == {"compute", "output"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**20])
 def test_a_float16_train_step_with_a_dynamic_loss_scale(net, rng, scale):
     x, y = normal(rng, 16, 6), normal(rng, 16, 2)

@@ -40,6 +40,7 @@ def call(name, model, x):
     return model(x, x, x) if name == "Attention" else model(x)
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_layers_of_equinox(name, dtype, rng):
@@ -53,6 +54,7 @@ def test_layers_of_equinox(name, dtype, rng):
     assert_same_bits(call(name, island, x), expected.astype(F32))
 
 
+@pytest.mark.thorough
 def test_dropout_and_embedding(rng, key):
     x = normal(rng, 50)
     view = with_policies(eqx.nn.Dropout(0.4), "bf16")
@@ -78,6 +80,7 @@ class Tied(eqx.Module):
         return jax.vmap(linear)(jax.vmap(embedding)(tokens))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shared", ["", "; /shared: bf16", "; */pytree/*: bf16", "; Shared: f32"])
 def test_shared(rng, key, shared):
     model, tokens = Tied(key), jnp.asarray(rng.integers(0, 7, 5))
@@ -126,6 +129,7 @@ def batched(model, *args):
     return jax.vmap(model, (0, None), (0, None), axis_name="batch")(*args)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("mode", ["ema", "batch"])
 @pytest.mark.parametrize("rules", ["", "; BatchNorm: full", "; BatchNorm: bf16", "; /norm: c=f16"])
 @leniently  # BatchNorm divides a float by an int32
@@ -151,6 +155,7 @@ def test_batch_norm_keeps_its_statistics(mode, rules, rng, key):
     assert {seen[1] for seen in LOG} == {"bfloat16"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [F16, BF16])
 @leniently
 def test_batch_norm_that_is_stored_in_16_bits_stays_so(dtype, rng):
@@ -181,6 +186,7 @@ def test_batch_norm_in_a_sequential_and_in_a_train_step(rng, key):
     assert jax.tree.structure(grads) == jax.tree.structure(eqx.filter(model, eqx.is_inexact_array))
 
 
+@pytest.mark.thorough
 @leniently
 def test_spectral_norm(rng, key):
     def make(key):
@@ -196,6 +202,7 @@ def test_spectral_norm(rng, key):
     assert dtypes(new) == before
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("cls", [eqx.nn.GRUCell, eqx.nn.LSTMCell])
 @pytest.mark.parametrize("rules", ["", "; /cell: full", "; /cell: f16"])
 @pytest.mark.parametrize("dtype", [F32, BF16])

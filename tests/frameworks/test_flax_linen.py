@@ -61,6 +61,7 @@ RULES = [
 ]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("model", [Compact(), Setup()], ids=["compact", "setup"])
 @pytest.mark.parametrize(("rules", "norm", "head"), RULES)
 def test_it_is_the_hand_cast_computation_to_the_bit(rng, model, rules, norm, head):
@@ -73,6 +74,7 @@ def test_it_is_the_hand_cast_computation_to_the_bit(rng, model, rules, norm, hea
     assert_same_bits(model.apply(variables, x), plain)  # and nothing is left behind
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [Compact(), Setup()], ids=["compact", "setup"])
 def test_gradients_are_those_of_the_hand_cast_computation(rng, model):
     x = normal(rng, 5, 4)
@@ -90,6 +92,7 @@ def test_gradients_are_those_of_the_hand_cast_computation(rng, model):
         assert np.linalg.norm(grad - reference) < 0.05 * np.linalg.norm(reference)
 
 
+@pytest.mark.thorough
 def test_with_the_gradient_functions(rng):
     x = normal(rng, 5, 4)
     params = init(rng, Compact(), x)["params"]
@@ -300,6 +303,7 @@ def test_a_bound_module_outlives_the_context(rng, log):
     assert_same_bits(bound(x), plain)
 
 
+@pytest.mark.thorough
 def test_it_promotes_nothing_itself(rng):
     class Net(nn.Module):
         @nn.compact
@@ -312,6 +316,7 @@ def test_it_promotes_nothing_itself(rng):
         jax.grad(lambda params: Net().apply(params, x).mean())(variables)
 
 
+@pytest.mark.thorough
 def test_rules_that_matched_nothing():
     x = jnp.ones((2, 4))
     with warns_once(__file__, "'LayerNom: .*did you mean 'LayerNorm'"):

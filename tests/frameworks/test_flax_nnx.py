@@ -100,6 +100,7 @@ def test_it_is_the_hand_cast_computation_to_the_bit(rng, rules, norm, head):
     assert_same_bits(model(x), plain)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("jit", [False, True])
 def test_gradients_are_those_of_the_hand_cast_computation(rng, jit):
     model, x = randomized(rng, Net(nnx.Rngs(0))), normal(rng, 5, 4)
@@ -258,6 +259,7 @@ def test_a_whole_step_under_jit(rng):
     assert int(model.dropout.rngs.count[...]) == 1  # pyright: ignore[reportOptionalMemberAccess]
 
 
+@pytest.mark.thorough
 def test_attention(rng):
     model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=False)
     model, x = randomized(rng, model), normal(rng, 2, 5, 8)
@@ -267,6 +269,7 @@ def test_attention(rng):
     assert_same_bits(y, expected)
 
 
+@pytest.mark.thorough
 def test_attention_keeps_its_cache(rng):
     model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=True)
     model.init_cache((2, 5, 8), dtype=BF16)

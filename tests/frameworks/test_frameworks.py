@@ -257,6 +257,7 @@ def problem(rng):
     return weights, normal(rng, 4, SIZE)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("policy_map", "computes", "stream", "result"), TABLE)
 def test_the_same_dtypes_in_every_layer_and_agreeing_gradients(
     policy_map, computes, stream, result, problem

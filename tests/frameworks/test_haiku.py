@@ -88,6 +88,7 @@ def test_parameters_are_created_in_the_param_dtype(x):
 ISLANDS = ["*/body: full", "net/body: c=f32", "*body*: full", "Dense: c=bf16; */body: full"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", ISLANDS)
 def test_one_instance_among_many_is_an_island_of_master_weights(rule, x):
     params, y = run(f"c=bf16,o=f32; {rule}", x)
@@ -144,6 +145,7 @@ def test_class_policies_hold_where_no_rule_matches(set_policy, x):
     jmpx.clear_policy(Dense)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("set_policy", [jmpx.set_policy, hk.mixed_precision.set_policy])
 def test_an_island_in_a_class_with_a_policy_reads_the_master_weights(set_policy, x):
     set_policy(Net, jmpx.get_policy("p=f32,c=bf16,o=f16"))
@@ -272,6 +274,7 @@ def test_public_methods_are_boundaries_and_private_ones_are_not(x):
     assert SEEN["after"] == BF16
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rule", ["", "; BatchNorm: full", "; batch_norm/*: full"])
 @pytest.mark.parametrize("decay", [0.9, 0.999])
 def test_moving_averages_are_kept_and_taken_in_float32(decay, rule, rng):

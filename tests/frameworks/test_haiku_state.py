@@ -126,6 +126,7 @@ def x(rng):
     return rng.normal(size=(4, 3)).astype(np.float32)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy_map", MAPS)
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.filterwarnings("ignore:The rule")  # most modules hold no `inner`

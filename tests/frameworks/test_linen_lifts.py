@@ -17,6 +17,7 @@ import jmpx.flax
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("rules", ["", "; BatchNorm: full"])
 def test_batch_norm(rng, log, train, rules):
@@ -70,6 +71,7 @@ class Loop(nn.Module):
         return last, ys
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     "rules", ["", "; LayerNorm: full", "; Step: full", "; */step: c=f32,o=f16"]
 )
@@ -98,6 +100,7 @@ def test_the_outermost_module_may_be_lifted(rng):
         assert (last.dtype, ys.dtype) == (dtype, jnp.float16)
 
 
+@pytest.mark.thorough
 def test_recurrent_cells(rng):
     xs = normal(rng, 2, 5, 4)
     model = nn.RNN(nn.LSTMCell(4), return_carry=True)
@@ -139,6 +142,7 @@ LIFTS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", LIFTS)
 def test_lifted_modules(rng, name):
     model, x = lifted(LIFTS[name]), normal(rng, 3, 4)
@@ -202,6 +206,7 @@ def test_conditionals_and_variables_that_are_mapped(rng):
     np.testing.assert_allclose(z, Net().apply(variables, x, False), atol=0.1)
 
 
+@pytest.mark.thorough
 def test_policies_of_classes(rng, log):
     x = normal(rng, 3, 4)
     model = lifted(nn.remat)

@@ -93,6 +93,7 @@ CONVOLUTIONS = {
 every_convolution = pytest.mark.parametrize("run", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 
 
+@pytest.mark.sampled(7)
 @every_convolution
 @pytest.mark.parametrize(
     ("policy_map", "dtype", "how"),

@@ -235,6 +235,7 @@ def ways(f, *args):
     return [(*product.dtypes, product.how) for product in products_of(f, *args)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("framework", "lift"), CASES)
 def test_a_region_holds_through_the_transforms_of_a_framework(framework, lift):
     _, loss, params = RUNS[framework](lift)
@@ -245,6 +246,7 @@ def test_a_region_holds_through_the_transforms_of_a_framework(framework, lift):
     assert found.count(INSIDE) >= each and set(found) == {OUTSIDE, INSIDE}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("framework", "lift"), [c for c in CASES if c[0] in ("haiku", "linen")])
 def test_parameters_are_created_in_the_region(framework, lift):
     init, _, _ = RUNS[framework](lift)

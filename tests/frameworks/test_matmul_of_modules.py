@@ -87,6 +87,7 @@ def gradients(apply, model):
     return jax.value_and_grad(loss, (0, 1)), model, X
 
 
+@pytest.mark.sampled(5)
 @every_framework
 @pytest.mark.parametrize("policy_map", MAPS)
 def test_the_products_of_a_region_and_no_others_use_the_algorithm(framework, policy_map):
@@ -95,6 +96,7 @@ def test_the_products_of_a_region_and_no_others_use_the_algorithm(framework, pol
     assert layers_of(*program) == MAPS[policy_map]
 
 
+@pytest.mark.sampled(2)
 @every_framework
 def test_without_matmul_what_surrounds_holds(framework):
     _, model, adapter, _ = FRAMEWORKS[framework]
@@ -241,6 +243,7 @@ def test_a_precision_of_ones_own_goes_before_the_policy(framework):
     assert ways(run, XS) == ["f32 HIGHEST", "f32 HIGH"]
 
 
+@pytest.mark.sampled(3)
 @every_framework
 @pytest.mark.parametrize("rule", ["", "; */router: full", "; */router: m=high"])
 @pytest.mark.parametrize("matmul", ["highest", "BF16_BF16_F32_X3"])
@@ -255,6 +258,7 @@ def test_a_context_of_ones_own_inside_a_region_holds_unless_a_rule_says_otherwis
     assert ways(run, XS) == ["f32 HIGH" if "m=" in rule else "f32 DEFAULT"]
 
 
+@pytest.mark.sampled(2)
 @every_framework
 def test_a_jitted_function_is_traced_anew_in_another_region(framework):
     jitted = jax.jit(dot)
@@ -275,6 +279,7 @@ def test_a_jitted_function_is_traced_anew_in_another_region(framework):
     ]
 
 
+@pytest.mark.sampled(2)
 @every_framework
 def test_an_exception_ends_the_region(framework):
     def compute(x, w):
@@ -324,6 +329,7 @@ def set_and_cleared(cls, policy):
         jmpx.clear_policy(cls)
 
 
+@pytest.mark.sampled(7)
 @every_framework
 @pytest.mark.parametrize("attached", [pushed, set_and_cleared])
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ def equinox_case(key, x):
 CASES = {"haiku": haiku_case, "linen": linen_case, "equinox": equinox_case}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["c=bf16", "c=f16", "full"])
 @pytest.mark.parametrize("framework", CASES)
 def test_model_state_is_that_of_one_call_after_the_other(framework, policy, rng, key):
@@ -156,7 +157,7 @@ def test_adapters_cast_inside_of_micro_batches(framework, rng, key):
     assert "bf16" in dtypes_of(1) and dtypes_of(2) == dtypes_of(1)
 
 
-AROUND = {"eager": lambda f: f, "nnx.jit": nnx.jit}
+AROUND = {"nnx.jit": nnx.jit, "eager": lambda f: f}
 
 
 class Net(nnx.Module):
@@ -188,6 +189,7 @@ def nnx_gradients(count, loss=nnx_loss, **options):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("around", AROUND)
 def test_an_nnx_module_changes_as_by_one_call_after_the_other(around, rng):
     x, y = normal(rng, 4 * COUNT, 3), normal(rng, 4 * COUNT, 2)
@@ -260,6 +262,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("what", "around"),
     [
@@ -283,6 +286,7 @@ def test_an_nnx_module_may_change_the_values_of_arrays_alone(what, around, rng):
     assert_same_bits(state_of(model), before)  # nothing is half-written
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("value", [jnp.ones(2), np.ones(2, np.float32), jnp.ones(2, jnp.bfloat16)])
 def test_an_nnx_module_may_set_an_array_to_another(value, rng):
     def loss(model, x, y):

@@ -36,6 +36,7 @@ def test_policies_of_a_linen_program_say_nothing(rng):
     assert model is not None
 
 
+@pytest.mark.thorough
 def test_without_flax_nothing_is_imported():
     program = """
 import sys, jax.numpy as jnp, jmpx

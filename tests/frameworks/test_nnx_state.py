@@ -62,6 +62,7 @@ AROUND = {"": lambda f: f, "nnx.jit": nnx.jit, "jax.jit": with_jax_jit}
 COMPILED = ["callable", "part and whole", "partial of a method", "inside a gradient"]
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     ("position", "around"),
     [*((p, "") for p in POSITIONS), *((p, a) for p in COMPILED for a in ("nnx.jit", "jax.jit"))],
@@ -88,6 +89,7 @@ def test_dropout_draws_anew(rng):
         assert_same_bits(wrapped(x), reference(x))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("policy", "output"), [("c=bf16", "traced"), ("c=f16", None), ("c=f16", "bf16")]
 )
@@ -124,6 +126,7 @@ def test_state_that_is_only_read_yields(rng):
     assert read(model, x).dtype == BF16
 
 
+@pytest.mark.thorough
 def test_other_objects_among_the_arguments(rng):
     # Many rows, so that no unit has a small variance, by which BatchNorm divides the rounding.
     model, x = make(rng), normal(rng, 64, 3)
@@ -185,6 +188,7 @@ def test_objects_that_are_returned(rng):
         assert_same_bits(out["new"][...], out["y"])
 
 
+@pytest.mark.thorough
 def test_arrays_that_do_not_change_stay_the_same_arrays(rng):
     model, x = make(rng), normal(rng, 6, 3)
     kernel, variable = model.inner.kernel[...], model.inner.kernel
@@ -238,6 +242,7 @@ def test_a_model_that_is_closed_over(rng, way):
     assert_same_state(model, before)  # nothing half-changed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", CLOSURES)
 def test_a_model_that_is_closed_over_and_does_not_change(rng, way):
     model = nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))

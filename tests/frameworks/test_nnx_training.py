@@ -22,6 +22,7 @@ def gradient(f, policy="full", scaling=None, **options):
     return jmpx.filter_value_and_grad(f, scaling, policy=policy, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("jit", "mixed"), [(False, True), (True, True), (True, False)])
 def test_value_gradients_and_state_are_those_of_nnx(rng, jit, mixed):
     model, x = make(rng), normal(rng, 6, 3)
@@ -44,6 +45,7 @@ def test_value_gradients_and_state_are_those_of_nnx(rng, jit, mixed):
     np.testing.assert_allclose(model.head.kernel[...], before - 0.5 * grads.head.kernel[...])  # pyright: ignore[reportOperatorIssue]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("policy", "jit"), [("c=bf16", False), ("c=f16", True)])
 def test_only_parameters_are_cast(rng, policy, jit):
     seen = {}
@@ -81,6 +83,7 @@ def test_only_parameters_are_cast(rng, policy, jit):
     assert set(state_of(nnx.merge(*nnx.split(grads)))) == {"w", "lora", "norm/scale", "norm/bias"}
 
 
+@pytest.mark.thorough
 def test_state_set_in_16_bits_comes_back_as_it_was_stored(rng):
     def loss(model, x):
         model.mean[...] = model.linear(x)[0].astype(F16)
@@ -91,6 +94,7 @@ def test_state_set_in_16_bits_comes_back_as_it_was_stored(rng):
     assert model.mean[...].dtype == F32 and (model.mean[...] != 0).any()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("where", ["inside", "around", "view"])
 def test_autocast_views_and_gradients_nest(rng, where):
     model, x = make(rng, momentum=1.0), normal(rng, 6, 3)
@@ -116,6 +120,7 @@ def test_autocast_views_and_gradients_nest(rng, where):
     assert np.linalg.norm(flat[0] - flat[1]) < 0.03 * np.linalg.norm(flat[1])
 
 
+@pytest.mark.thorough
 def test_aux_keywords_and_containers(rng):
     models, x = {"a": make(rng), "b": make(rng)}, normal(rng, 6, 3)
     teacher = make(rng)
@@ -277,6 +282,7 @@ class Plain(nnx.Module):
         return self.head(self.dropout(nnx.relu(self.norm(self.inner(x)))))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("viewed", [True, False])
 def test_a_skipped_step_leaves_random_streams_alone_advanced(rng, viewed):
     model = Plain(nnx.Rngs(0))
@@ -302,6 +308,7 @@ def test_a_skipped_step_leaves_random_streams_alone_advanced(rng, viewed):
     assert all((moved[p] != before[p]).any() for p in ("0/norm/mean", "0/head/kernel", "1/step"))
 
 
+@pytest.mark.thorough
 def test_it_converges_as_float32_does(rng):
     x = normal(rng, 128, 3)
     y = jnp.tanh(x @ normal(rng, 3, 1))

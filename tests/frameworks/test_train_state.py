@@ -82,6 +82,7 @@ def first_state(rng, features, tx):
     return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("step", [with_gradients, with_casts, with_policies])
 @pytest.mark.parametrize(
     ("loss_scale", "jit"),

@@ -35,6 +35,7 @@ def assert_cast_once(fn, params):
     assert max(max(counts.values()) for counts in bodies) == 1
 
 
+@pytest.mark.sampled(5)
 @every_framework
 @every_body
 def test_adapters_cast_a_weight_once(framework, body):
@@ -50,6 +51,7 @@ def test_adapters_cast_a_weight_once_beside_an_island_and_under_a_parent_that_ca
     assert_cast_once(under(f"c=f32; {model}: c=f16; {linear}: c=bf16; {scale}: c=bf16"), params)
 
 
+@pytest.mark.sampled(5)
 @every_framework
 @every_body
 @pytest.mark.parametrize("save", [None, "products"])
@@ -73,6 +75,7 @@ def test_gradient_functions_cast_a_weight_once(framework, body):
     assert_cast_once(jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy="c=bf16"), params)
 
 
+@pytest.mark.thorough
 @every_framework
 @pytest.mark.parametrize("body", [in_a_loop, in_a_checkpoint])
 def test_a_cast_does_not_leak_into_another_trace(framework, body, rng):

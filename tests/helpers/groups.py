@@ -37,7 +37,7 @@ def jitted(*args: Any, **options: Any) -> Any:
 def in_float64(params, *args, loss=loss_fn):
     with enable_x64():
         wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, *args))
-        return jax.device_get(jax.value_and_grad(loss)(*wide))
+        return jax.device_get(jax.jit(jax.value_and_grad(loss))(*wide))
 
 
 def assert_near(result, reference, tolerance=2e-6):

@@ -153,9 +153,9 @@ def _equinox(rng):
 
 
 MODELS = {
+    "mlp": _mlp(lambda x, w1, w2, _: jnp.tanh(x @ w1) @ w2),
     "unrolled": _transformer(),
     "scanned": _transformer(scanned=True),
-    "mlp": _mlp(lambda x, w1, w2, _: jnp.tanh(x @ w1) @ w2),
     "jitted layers": _mlp(jax.jit(_block, static_argnums=3)),
     "dropout": _mlp(_dropout),
     "integers": _mlp(_integers),

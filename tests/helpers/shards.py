@@ -65,7 +65,7 @@ def in_float64(loss_fn, params, batch):
     """The gradient of the mean loss over the whole batch, on one device."""
     with enable_x64():
         wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), (params, batch))
-        return jax.tree.map(np.asarray, jax.value_and_grad(loss_fn)(*wide))
+        return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss_fn))(*wide))
 
 
 def whole(name, grad):

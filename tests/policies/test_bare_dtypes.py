@@ -93,6 +93,7 @@ ONES = np.ones((3, 3), np.float32)
 every_taker = pytest.mark.parametrize("taker", TAKERS)
 
 
+@pytest.mark.sampled(3)
 @every_taker
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.dtype("float32")])
 def test_every_taker_of_a_policy_takes_a_dtype(taker, dtype):

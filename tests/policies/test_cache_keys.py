@@ -120,6 +120,7 @@ def plain_case():
 CASES = [haiku_case, haiku_map_case, linen_case, equinox_case, nnx_case, plain_case]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_sweep_by_set_policy_compares_what_it_says(case):
     cls, traces, call = case()
@@ -196,6 +197,7 @@ def test_local_classes_of_one_name_are_told_apart():
     assert len(traces) == 2
 
 
+@pytest.mark.thorough
 def test_ten_thousand_changes_leave_nothing_behind():
     _, traces, call = plain_case()
     call()
@@ -245,6 +247,7 @@ def test_a_push_inside_of_a_traced_function_holds_for_its_own_part():
     jax.jit(lambda x: x)(X)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("transform", [jax.checkpoint, jax.vmap, jax.grad, jax.linearize, None])
 def test_transforms_see_the_policy_too(transform):
     @jax.jit

@@ -42,6 +42,7 @@ def test_reduce_of_a_class_policy_is_warned_of_once(cls):
             pass
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("policy", "stored"),
     [

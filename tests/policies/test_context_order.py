@@ -84,6 +84,7 @@ def test_interleaved_generators(kind):
     assert run() == F32
 
 
+@pytest.mark.thorough
 @everywhere
 def test_a_generator_that_fails_and_one_that_is_forgotten(kind):
     make, run = CONTEXTS[kind]

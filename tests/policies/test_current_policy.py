@@ -174,6 +174,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("run", RUNS)
 def test_it_is_the_policy_of_the_innermost_running_method(run, transform):

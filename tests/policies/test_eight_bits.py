@@ -71,6 +71,7 @@ COMPUTES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", COMPUTES)
 def test_8_bits_are_refused_as_a_compute_dtype(way):
     assert len(FLOAT8) >= 5
@@ -95,6 +96,7 @@ def test_8_bits_remain_a_dtype_to_parse_and_to_store_in(name):
     assert str(jmpx.get_policy_map(f"Linear: {name}")).endswith(f"Linear: compute={name}")
 
 
+@pytest.mark.thorough
 def test_statistics_of_a_model_that_is_stored_in_8_bits_are_float32():
     network = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(x, True))
     with jmpx.haiku.policies("p=float8_e4m3fn,c=bf16"):

@@ -74,6 +74,7 @@ def gradient_ways(f, x, w):
     return [product.how for product in products_of(jax.value_and_grad(loss, (0, 1)), x, w)]
 
 
+@pytest.mark.sampled(19)
 @every_form
 @pytest.mark.parametrize("matmul", WORDS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])

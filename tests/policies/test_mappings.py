@@ -174,6 +174,7 @@ def test_policies_come_back_from_dicts(policy):
     assert jmpx.get_policy_map(plain).default == policy
 
 
+@pytest.mark.thorough
 @given(policy_maps())
 @settings(deadline=None)
 def test_policy_maps_come_back_from_dicts(policy_map):
@@ -205,6 +206,7 @@ def test_a_rule_keeps_its_dtypes_as_a_policy_does():
 READERS = (jmpx.get_policy, jmpx.get_policy_map, jmpx.get_loss_scale, jmpx.get_mixed_precision)
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(any_value() | nearly_mixed_precisions())
 def test_any_nested_value_gives_a_value_or_one_sentence(value):

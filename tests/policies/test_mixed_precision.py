@@ -185,6 +185,7 @@ def test_it_is_a_value(precision):
     assert precision != str(precision)
 
 
+@pytest.mark.thorough
 @given(mixed_precisions())
 @settings(deadline=None)
 def test_it_comes_back_from_its_string_and_its_dict(precision):
@@ -340,6 +341,7 @@ def lines_run(function, *args):
     return count
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", LONG)
 def test_long_strings_take_linear_time(shape):
     for read in READERS:

@@ -101,6 +101,7 @@ ISLANDS = [
 ]
 
 
+@pytest.mark.sampled(5)
 @every_framework
 @pytest.mark.parametrize("policy", ISLANDS)
 def test_the_dtypes_are_those_in_which_the_products_run(framework, policy, ask):
@@ -120,6 +121,7 @@ ALGORITHMS = [
 SPELLED = {"": "DEFAULT", "tensorfloat32": "HIGH", "BF16_BF16_F32_X3": "bf16 f32 x3"}
 
 
+@pytest.mark.sampled(5)
 @every_framework
 @pytest.mark.parametrize("policy", ALGORITHMS)
 def test_the_algorithms_are_those_by_which_the_products_multiply(framework, policy, ask):
@@ -357,6 +359,7 @@ def test_an_algorithm_that_jax_ignores_is_noted(ask):
     assert "matmul=BF16_BF16_F32_X3 does not hold for convolutions" in line
 
 
+@pytest.mark.thorough
 def test_as_a_command(tmp_path):
     (tmp_path / "net.py").write_text(
         "import equinox as eqx, jax\n"

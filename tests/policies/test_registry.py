@@ -149,6 +149,7 @@ def test_a_policy_runs_a_haiku_module_in_its_dtypes(rng):
     assert jmpx.current_policy() is None
 
 
+@pytest.mark.thorough
 def test_batch_norm_under_16_bits_keeps_its_averages_in_16_bits_unless_it_is_full(rng):
     x = rng.normal(size=(16, 3)).astype(np.float32)
 

@@ -82,6 +82,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_that_is_no_operation_names_what_to_write(name):
     function, x = FUNCTIONS[name], np.full((2, 2), 0.5, np.float32)

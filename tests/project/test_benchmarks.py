@@ -52,6 +52,7 @@ class Zeros(np.random.Generator):
         return jnp.zeros(size)
 
 
+@pytest.mark.thorough
 def test_the_model_computes_in_the_dtype_of_its_parameters_but_for_its_islands(rng):
     params, (images, _) = TINY.init(rng), TINY.batch(rng, 2)
     half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
@@ -64,6 +65,7 @@ def test_the_model_computes_in_the_dtype_of_its_parameters_but_for_its_islands(r
     np.testing.assert_allclose(normal[0], (np.arange(4) - 1.5) / 1.25**0.5, atol=1e-3)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("point", steps.points(steps.IMPLEMENTATIONS, steps.DTYPES), ids=" ".join)
 def test_every_step_returns_what_it_takes(point):
     traced = steps.trace(point, TINY, 2)
@@ -81,6 +83,7 @@ def test_every_step_returns_what_it_takes(point):
 # gpu_vit.py
 
 
+@pytest.mark.thorough
 def test_a_step_is_timed(capsys):
     gpu_vit.main(["--platform=cpu", "--batch=2", "--rounds=3", "--implementation=handwritten"])
     (record,) = printed(capsys)
@@ -99,6 +102,7 @@ def test_a_step_is_timed(capsys):
     assert record["compiled_bytes"] == sum(parts) - 2 * parts[-1] > parts[1]
 
 
+@pytest.mark.thorough
 def test_memory_is_measured():
     found = gpu_vit.measure("memory", "tiny", 2, Point("jmpx", "bfloat16"), 1)
     assert found["status"] == "ok" and found["peak_bytes"] is None  # CPUs report none
@@ -220,6 +224,7 @@ def test_every_implementation_and_dtype_has_a_look():
 # The others.
 
 
+@pytest.mark.thorough
 def test_underflow(capsys):
     # Gradients shrink with the loss: one image is learned soonest, and float16 then loses most.
     underflow.main(["--model=tiny", "--batch=1", "--steps=1600"])
@@ -247,6 +252,7 @@ def test_gradients_on_steps_that_change_the_scale(name):
         assert (found[kind]["smallest_ratio"], found[kind]["largest_ratio"]) == (ratio, ratio)
 
 
+@pytest.mark.thorough
 def test_products_lowered_for_cuda_have_16_bit_operands(capsys):
     cuda_lowering.main(["--batch=2"])
     short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}

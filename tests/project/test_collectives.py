@@ -59,6 +59,7 @@ JIT = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", JIT)
 def test_what_the_partitioner_inserts(way, problem, monkeypatch):
     name = "batch_sharding, c=bf16, 2 micro-batches"

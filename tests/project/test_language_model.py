@@ -28,6 +28,7 @@ def little_text(monkeypatch):
     return short
 
 
+@pytest.mark.thorough
 def test_a_prediction_sees_no_later_character(little_text, rng):
     params = language_model.init(TINY, little_text.characters, seed=0)
     text = rng.integers(little_text.characters, size=(1, TINY.context), dtype=np.int32)
@@ -38,6 +39,7 @@ def test_a_prediction_sees_no_later_character(little_text, rng):
     assert (scores[0][:, 5:] != scores[1][:, 5:]).any(axis=-1).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["bfloat16", "autocast bfloat16"])
 def test_sixteen_bits_round_the_loss(name, little_text):
     precision = language_model.PRECISIONS[name]

@@ -107,6 +107,7 @@ def resumed(form, folder, template):
 
 
 # Threads of Orbax outlive the event loop of a checkpoint that cannot be read.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @every_format
 def test_a_torn_checkpoint_is_told_and_the_one_before_it_is_used(
@@ -249,11 +250,13 @@ def without_cache():
     compilation_cache.reset_cache()
 
 
+@pytest.mark.thorough
 def test_threads_see_their_own_policies(without_cache):
     checks, failures = threads.run_all(1)
     assert not failures and checks > 200
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shared", ["the registry", "contexts"])
 def test_policies_that_threads_share_are_noticed(shared, monkeypatch):
     """If threads had one store of policies or contexts, they would see each other's."""
@@ -336,6 +339,7 @@ def test_the_fuzzer_notices(what, monkeypatch, tmp_path):
     assert json.loads(line).startswith("get_policy of 'ab")
 
 
+@pytest.mark.thorough
 def test_the_fuzzer_notices_a_parser_of_quadratic_time(monkeypatch):
     def parse(text):
         again = (text.count("b", start) for _ in range(8) for start in range(len(text)))
@@ -412,6 +416,7 @@ for module in pkgutil.walk_packages(jmpx.__path__, "jmpx."):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("others", ["", "step = jmpx.autocast(step)"])
 def test_the_first_step_of_a_program_is_traced_once(others):
     result = run_python("-c", FIRST_STEP.replace("OTHERS", others))

@@ -48,6 +48,7 @@ def test_kahan_keeps_what_an_update_loses(rng):
     assert error["bfloat16, Kahan"] < 2**-7 < 0.1 < error["bfloat16"]
 
 
+@pytest.mark.thorough
 def test_moments_and_roundings():
     for fields in storage.moments(small=True):
         apart = abs(fields["nu_over_exact"] - 1)

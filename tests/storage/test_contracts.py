@@ -82,6 +82,7 @@ HOLDS = {  # which values are all those of which wider dtype
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("got", NAMES)
 @pytest.mark.parametrize("was", NAMES)
 def test_narrowing_and_widening_are_refused_unless_asked(was, got, rng):

@@ -39,6 +39,7 @@ def steps_of(average, first, params):
     return state.average
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("debias", [False, True])
 @pytest.mark.parametrize("decay", [0, 0.5, 0.9999, 1 - 2.0**-24])
 @pytest.mark.parametrize("dtype", DTYPES)

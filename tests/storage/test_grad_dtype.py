@@ -47,6 +47,7 @@ def is_rounded(grads, dtype):
 # Wider than the parameters
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("policy", ["c=bf16", "c=f16", "c=f32"])
 @pytest.mark.parametrize("dtype", NARROW)
@@ -64,6 +65,7 @@ def test_they_are_those_of_float32_parameters(dtype, policy, microbatches, rng):
     assert jax.tree.map(lambda leaf: leaf.dtype, given) == {"b": dtype, "w": dtype}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["c=bf16", "c=bf16,r=f32"])
 @pytest.mark.parametrize("how", ["shard_map", "vmap"])
 def test_means_over_devices_are_not_rounded(how, policy, rng):
@@ -174,6 +176,7 @@ def test_without_mixed_precision_the_plain_gradient_is_cast(rng):
     assert_same_bits(grads, (2 * w).astype(jnp.float32))
 
 
+@pytest.mark.thorough
 def test_a_policy_map_casts_what_is_stored_in_16_bits_as_it_casts_float32(rng):
     model = eqx.nn.MLP(6, 2, 4, 1, key=jax.random.key(0))
     model, wide = stored(model, jnp.bfloat16)
@@ -190,6 +193,7 @@ def test_a_policy_map_casts_what_is_stored_in_16_bits_as_it_casts_float32(rng):
     assert jax.tree.structure(grads) == jax.tree.structure(eqx.filter(model, eqx.is_inexact_array))
 
 
+@pytest.mark.thorough
 def test_haiku_policies_read_them_so(rng):
     network = hk.transform(lambda x: hk.nets.MLP([4, 2])(x))
     policy = "p=bf16,c=bf16,o=f32; */linear_1: c=f32"
@@ -208,6 +212,7 @@ def test_haiku_policies_read_them_so(rng):
     assert set(dtypes(grads)) == {"float32"}
 
 
+@pytest.mark.thorough
 def test_modules_of_nnx_keep_their_state_and_their_storage(rng):
     def make(dtype):
         model = nnx.Sequential(
@@ -230,6 +235,7 @@ def test_modules_of_nnx_keep_their_state_and_their_storage(rng):
     assert np.abs(model.layers[1].mean[...]).max() > 0
 
 
+@pytest.mark.thorough
 def test_no_warning_of_casts_where_nothing_was_rounded(rng):
     """A warning would be an error: bfloat16 parameters lose nothing in the cast to bfloat16."""
     model, wide = stored(eqx.nn.Linear(6, 2, key=jax.random.key(0)), jnp.bfloat16)
@@ -267,6 +273,7 @@ def test_16_bits_of_the_other_kind_are_rounded_once(rng):
     assert not is_rounded(grads.astype(jnp.float32), jnp.bfloat16)
 
 
+@pytest.mark.thorough
 def test_float64_to_and_from(rng):
     with enable_x64():
         values = normal(rng, 5)

@@ -17,6 +17,7 @@ import jmpx
 # Split masters
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", ["optimizer_update", "apply_updates", "skip_nonfinite"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_split_is_the_training_of_float32_masters_to_the_bit(name, way, rng):
@@ -72,6 +73,7 @@ def test_small_steps_arrive_that_bfloat16_loses():
 # Stochastic rounding
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "exponent"), [(BF16, -10), (F16, -13)])
 def test_stochastic_rounding_is_right_on_average_where_the_dtype_stalls(dtype, exponent):
     steps, count = 1000, 4096
@@ -125,6 +127,7 @@ def test_no_gradient_moves_nothing(rng):
 # The updates
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("rounding", "dtype", "factor"),
     [("split", BF16, 2**15), ("stochastic", BF16, 2**15), ("stochastic", F16, 2**12)],
@@ -174,6 +177,7 @@ def test_parameters_that_stayed_float32_are_updated_as_usual(rng):
 # Steps that are skipped
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("skip_by", ["cond", "where"])
 @pytest.mark.parametrize("rounding", ["split", "stochastic"])
 def test_nan_in_one_leaf_skips_everything(rounding, skip_by, rng):

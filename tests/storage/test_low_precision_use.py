@@ -22,6 +22,7 @@ import jmpx
 # Gradients of 16 bits
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("jit", [False, True])
 def test_gradients_of_16_bits_are_told_once(jit, rng):
     masters = make_params(rng)
@@ -88,6 +89,7 @@ def test_extra_arguments_are_handed_on(rng):
 # Frameworks and devices
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rounding", ["split", "stochastic"])
 def test_equinox_modules(rounding, rng, key):
     model = eqx.nn.MLP(3, "scalar", 8, 1, key=key)
@@ -108,6 +110,7 @@ def test_equinox_modules(rounding, rng, key):
     assert not jnp.array_equal(new.layers[0].weight, model.layers[0].weight)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rounding", ["split", "stochastic"])
 def test_nnx_modules(rounding, rng, standard_promotion):
     x = normal(rng, 4, 3).astype(BF16)

@@ -27,6 +27,7 @@ def make_params(rng, dtype=F32):
     return {"w": normal(rng, 3, 4).astype(dtype), "b": normal(rng, 4).astype(dtype)}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("params_dtype", [F32, BF16])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -71,6 +72,7 @@ def second_moments(optimizer, grads, steps):
     return np.asarray(inner[0].nu, np.float64)
 
 
+@pytest.mark.thorough
 def test_second_moments_live_where_those_of_bfloat16_die():
     # 4,000 equal gradients: the figure of the docstring.
     steps, grads = 4000, jnp.full((1, 500), 0.3, BF16)
@@ -115,6 +117,7 @@ def test_a_skipped_step_leaves_it_alone(rng):
     assert int(after.inner_state.count) == 1 and not jnp.array_equal(new["w"], params["w"])
 
 
+@pytest.mark.thorough
 def test_float64_where_it_is_enabled(rng):
     with pytest.raises(ValueError, match="float64 while JAX's 64-bit types are disabled"):
         jmpx.with_state_dtype(ADAM, "f64")

@@ -67,6 +67,7 @@ def test_the_mean_is_right(dtype, key, rng):
 PAIRS = [(BF16, F16), (F16, BF16), (F16, E4M3), (BF16, E5M2), *((F32, each) for each in FORMATS)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stored, dtype", PAIRS)
 def test_each_result_is_a_neighbor_and_both_occur(stored, dtype, key, rng):
     if stored.itemsize < dtype.itemsize or stored == dtype:
@@ -95,6 +96,7 @@ def test_what_the_dtype_has_stays(dtype, key):
     np.testing.assert_array_equal(bits_of(rounded), bits_of(values))
 
 
+@pytest.mark.sampled(3)
 @formats
 @pytest.mark.parametrize("jit", [False, True])
 def test_nan_and_what_is_too_large_become_what_a_cast_makes_of_them(dtype, jit, key, rng):

@@ -64,6 +64,7 @@ def draw(rng, dtype, n=3000):
     return params[changes != 0], changes[changes != 0]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F16, F32, E4M3, E5M2])
 def test_it_counts_what_rounding_to_the_nearest_loses(dtype, jit, rng):
@@ -76,6 +77,7 @@ def test_it_counts_what_rounding_to_the_nearest_loses(dtype, jit, rng):
     assert report.dtypes == (("['a'][0]", dtype.name),) and report.decays == {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("factor", [2.0**-9, 2.0**-12 * 1.1, 1e-6, 2.0**-25])
 def test_weight_decay_is_counted_alone(dtype, factor, rng):

@@ -55,6 +55,7 @@ def bits(leaf):
     return np.asarray(leaf)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(batch=batches(), explicit=st.booleans())
 def test_the_parts_put_together_are_the_batch_in_order(batch, explicit):
@@ -80,6 +81,7 @@ def test_the_parts_put_together_are_the_batch_in_order(batch, explicit):
         np.testing.assert_array_equal(np.concatenate([bits(part) for part in split]), bits(leaf))
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
     count=st.integers(2, 9),
@@ -228,6 +230,7 @@ def test_an_error_of_the_function_is_its_own():
     assert "batch_sharding" not in str(error.value)
 
 
+@pytest.mark.thorough
 def test_named_examples_let_keyword_arguments_go_whole():
     loss = lambda params, x, *, table: loss_fn(params, x) + 0 * table.sum()  # noqa: E731
     result = value_and_grad(loss, batch_argnums=1)(PARAMS, X, table=jnp.ones((16, 3)))

@@ -89,6 +89,7 @@ def one_warning(name):
     assert warning.filename == __file__
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", [None, "half", "c=bf16", "c=f16,o=f32"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_cast_inside_of_a_cast_warns_once(name, policy):
@@ -121,6 +122,7 @@ def test_parameters_that_are_left_uncast_are_right(name, numbers):
     assert value == np.float32(ROUNDED)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["jmpx.haiku.policies", "jmpx.flax.policies"])
 def test_a_context_outside_of_the_gradient_function_warns_too(name):
     policies = {
@@ -328,6 +330,7 @@ def test_callables_without_a_signature_name_what_is_passed():
 # the policy is found at the call
 
 
+@pytest.mark.thorough
 def test_making_a_gradient_function_starts_no_backend():
     result = run_python(
         "-c",

@@ -63,6 +63,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("limit", [1, 2, 4])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("skip", SKIPS)
@@ -217,6 +218,7 @@ os._exit(0)  # JAX would print the errors once more
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("way", "skip"), [("update", "where"), ("optimizer_update", "cond")])
 def test_it_raises_in_compiled_programs(way, skip):
     flags = f"--xla_force_host_platform_device_count=2 {QUICK_XLA}"

@@ -32,6 +32,7 @@ SAME = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("ours", "by_hand"), SAME)
 def test_a_float16_step_costs_what_the_hand_written_one_does(ours, by_hand):
     ours, by_hand = counts(ours), counts(by_hand)
@@ -49,11 +50,13 @@ def test_the_default_way_to_skip_is_the_smaller_one():
         assert cond[name] < where[name], name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ours", ["jmpx", "jmpx_jmp_style"])
 def test_without_scaling_and_skipping_nothing_is_added(ours):
     assert counts(ours, "bfloat16") == counts("handwritten", "bfloat16")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("skip", ["where", "cond"])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_step_grows_with_the_leaves_and_not_with_their_square(mapped, skip):

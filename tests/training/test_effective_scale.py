@@ -47,6 +47,7 @@ BOUNDS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_one_scale_holds_in_every_method(origin, rng):
     x = rng.normal(size=4).astype(np.float32)
@@ -106,6 +107,7 @@ def constructed(configuration):
     return jmpx.DynamicLossScale(**configuration)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=25)
 @given(CONFIGURATIONS, st.lists(st.booleans(), min_size=6, max_size=6))
 def test_whatever_can_be_constructed_works(configuration, steps):
@@ -192,6 +194,7 @@ def test_a_static_scale_of_0_holds_a_place_and_cannot_scale(rng):
             use(jnp.ones(2))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", [3.0, 2.0**15 + 1, 1000.1, 2.0**15, 1 / 3])
 @pytest.mark.parametrize("kind", ["Static", "Dynamic"])
 def test_float64_gradients_keep_their_digits(kind, number, rng):
@@ -269,6 +272,7 @@ def test_the_loop_of_jmp_costs_what_the_hand_written_one_does():
 # MPX's trajectory
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("factor", [2, 4, 3])
 @pytest.mark.parametrize("start", [2.0**4, 2.0**15, 60_000.0])
 def test_dynamic_loss_scaling_takes_mpxs_steps(start, factor, rng):

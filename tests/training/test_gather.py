@@ -79,6 +79,7 @@ def with_reduce(compute, reduce):
 # Values
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("compute", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("how", MAPS)
 def test_values_and_gradients_against_float64(how, compute, rng):
@@ -104,6 +105,7 @@ def test_values_and_gradients_against_float64(how, compute, rng):
         np.testing.assert_allclose(grads["whole"], each["whole"], rtol=once, atol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("how", MAPS)
 def test_in_float32_it_is_all_gather_bit_for_bit(how, axis, rng):
@@ -146,6 +148,7 @@ def test_only_a_float16_sum_is_divided_and_multiplied_in_float32(reduce, rng):
 # Dtypes of the collectives
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 @pytest.mark.parametrize("reduce", [None, "float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("how", ["shard_map", "shard_map without vma", "pmap"])
@@ -168,6 +171,7 @@ def test_the_dtype_of_the_sum_of_a_vmap(reduce, rng):
     assert [aval.dtype.name for aval in sums if aval.ndim == 3][-1] == (reduce or "float32")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float64", "float8_e5m2"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_gradients_come_in_the_dtype_that_is_stored(compute, stored, rng):
@@ -225,6 +229,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize("how", ["shard_map", "vmap"])
 def test_it_transforms_as_a_function_of_jax_does(how, name, rng):

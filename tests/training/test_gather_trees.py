@@ -79,6 +79,7 @@ def test_complex_and_integer_leaves_do_not_stop_gradients(rng):
     np.testing.assert_allclose(over_vmap(run, z, n), DEVICES * jnp.sign(z), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_an_equinox_module(rng, key):
     model = eqx.nn.MLP(8, 8, 16, 1, key=key)
     split = lambda x: x.reshape(DEVICES, -1, *x.shape[1:]) if eqx.is_array(x) else x  # noqa: E731
@@ -130,6 +131,7 @@ def test_an_nnx_module(of):
     assert mean.shape == (DEVICES, 8) and (np.asarray(mean) == np.float32(ROUNDED)).all()
 
 
+@pytest.mark.thorough
 def test_statistics_of_an_nnx_module_are_updated(rng):
     graph, parts, others = split_params(Net())
     x = normal(rng, 4, 8)
@@ -150,6 +152,7 @@ def test_statistics_of_an_nnx_module_are_updated(rng):
     )
 
 
+@pytest.mark.thorough
 def test_haiku_parameters_with_a_tree_of_axes(rng, key):
     def forward(x):
         return hk.Linear(8)(jnp.tanh(hk.Linear(16)(x)))
@@ -234,6 +237,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("over", [over_vmap, over_shard_map])
 def test_one_sentence_says_what_is_wrong(over, name):

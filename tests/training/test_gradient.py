@@ -14,6 +14,7 @@ from helpers.training import LOSS_SCALES, POLICIES, by_hand, loss_fn, make_param
 import jmpx
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", LOSS_SCALES)
@@ -36,6 +37,7 @@ def test_value_and_gradients_equal_the_hand_written_ones(kind, policy, jit, rng)
         np.testing.assert_allclose(grad, expected[name], rtol=4 * rounding, atol=rounding)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("power", [-10, 0, 10, 15])
 @pytest.mark.parametrize("step", ["growth", "shrink", "neither"])
 def test_the_gradient_ratio_is_exactly_1_on_growth_and_shrink_steps(step, power, rng):
@@ -103,6 +105,7 @@ SCALES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCALES)
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("bad", [np.inf, np.nan, 1.0, "largest"])

@@ -37,6 +37,7 @@ def replicate(run, how, params, batch):
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["NoOp", "Dynamic"])
 @pytest.mark.parametrize("how", MAPS)
 # JAX 0.10 announces the end of pmap with a DeprecationWarning.

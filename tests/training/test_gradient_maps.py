@@ -119,6 +119,7 @@ MAPS = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "key"),
     [*((name, "string") for name in CASES), *(("jmpx.autocast", key) for key in MAPS)],
@@ -162,6 +163,7 @@ def test_parameters_and_inputs_stay_in_the_dtypes_that_they_have(rng):
     assert grads["h"].dtype == jnp.bfloat16 and grads["n"] is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["jmpx.haiku", "jmpx.flax, Linen"])
 def test_a_context_around_the_gradient_function(name):
     policies = jmpx.haiku.policies if name == "jmpx.haiku" else jmpx.flax.policies
@@ -181,6 +183,7 @@ SET = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", [*SET, "push_policy", "hk.push_policy"])
 def test_class_policies_of_haiku_cast(how):
     params = {"linear": {"w": jnp.ones((3, 1))}}
@@ -206,6 +209,7 @@ def test_class_policies_of_haiku_cast(how):
 # Where nothing casts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", [v for k, v in MAPS.items()], ids=list(MAPS))
 @pytest.mark.parametrize("make", [jmpx.filter_grad, jmpx.filter_value_and_grad])
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
@@ -226,6 +230,7 @@ def test_each_function_warns_for_itself():
             jmpx.filter_grad(plain_loss, NOOP, policy=policy)(params, X)
 
 
+@pytest.mark.thorough
 def test_other_casts_do_not_follow_a_map():
     policy = "c=bf16; Linear: f32"
     loss = jmpx.cast_function(plain_loss, jnp.bfloat16)
@@ -260,6 +265,7 @@ def test_without_mixed_precision_nothing_is_asked():
 # Functions that JAX has traced already
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_jitted_function_that_is_not_traced_again(name):
     loss, make = CASES[name]
@@ -329,6 +335,7 @@ def test_an_error_inside_leaves_no_mark():
 # The reduction of the default
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("reduce", [None, "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["jmpx.haiku", "jmpx.flax, Linen", "jmpx.equinox"])
 def test_the_reduce_of_the_default_counts(name, reduce):
@@ -407,6 +414,7 @@ def test_a_mapping_is_what_its_string_is(name):
     assert program(mapping) == program(text)
 
 
+@pytest.mark.thorough
 def test_half_in_a_mapping_starts_no_backend():
     result = run_python(
         "-c",

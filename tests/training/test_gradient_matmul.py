@@ -60,6 +60,7 @@ def products(fn, *args):
     return found
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("scaling", [NOOP, jmpx.DynamicLossScale()], ids=["NoOp", "Dynamic"])
 @pytest.mark.parametrize("compute", ["f32", "bf16", "f16"])
 @pytest.mark.parametrize("word", WORDS)

@@ -174,6 +174,7 @@ def arrays_of(way, rng):
     return arrays, lambda p, x: loss(eqx.combine(p, rest), x), policy
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", [plain, groups, by_hand])
 @pytest.mark.parametrize("way", WAYS)
 def test_casts_come_before_gathers(way, how, rng):
@@ -185,6 +186,7 @@ def test_casts_come_before_gathers(way, how, rng):
     assert summed == ({"bf16"} if how is plain else {"f32"})
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("reduce", BITS)
 @pytest.mark.parametrize("compute", ["bf16", "f16"])

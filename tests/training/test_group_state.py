@@ -18,6 +18,7 @@ import jmpx
 import jmpx.flax
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("devices", [2, 3, 6])
 def test_state_is_averaged_and_equal_state_keeps_its_bits(devices, rng):
     params, x = make_params(rng), normal(rng, EXAMPLES, 6)
@@ -74,6 +75,7 @@ BATCH_STATE = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", BATCH_STATE)
 def test_state_that_has_no_mean_is_refused(kind, rng):
     state, new = BATCH_STATE[kind]
@@ -97,6 +99,7 @@ class Net(nnx.Module):
         return self.dropout(self.norm(self.inner(x)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_statistics_and_random_streams_of_nnx(microbatches, rng):
     x = normal(rng, EXAMPLES, 6)
@@ -172,6 +175,7 @@ def equinox_model(x):
     return model, state, apply
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", [haiku_model, linen_model, equinox_model])
 def test_running_statistics_through_state_argnum(make, rng):
     x = normal(rng, EXAMPLES, 6)

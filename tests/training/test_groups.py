@@ -43,6 +43,7 @@ SHARDS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("mesh", "scale"), [*((mesh, "Dynamic") for mesh in MESHES), ("8", "NoOp"), ("8", "Static")]
 )
@@ -60,6 +61,7 @@ def test_it_runs_without_jit(rng):
     assert_near(value_and_grad()(params, x), in_float64(params, x))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("how", ["named", "set_mesh"])
 def test_sharded_parameters(how, shards, rng):
@@ -89,6 +91,7 @@ def test_an_explicit_mesh_through_auto_axes(how, rng):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("argnums", [1, -2, (1, 2), [2, 1], (1, -1)])
 def test_which_arguments_are_split(argnums, rng):
     params, x, y = make_params(rng), normal(rng, EXAMPLES, 6), normal(rng, EXAMPLES, 3)
@@ -142,6 +145,7 @@ def test_a_float16_sum_overflows_only_where_the_mean_does(rng):
     np.testing.assert_allclose(fine.grads, x.mean(0), rtol=8 * 2.0**-11)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["c=f16", "c=f16,r=f16", "c=bf16,r=f32"])
 def test_an_overflow_in_one_group_skips_the_step_for_all(policy, rng):
     params, x = make_params(rng), normal(rng, 8, 6)
@@ -155,6 +159,7 @@ def test_an_overflow_in_one_group_skips_the_step_for_all(policy, rng):
         assert bad.scaling.loss_scale == 2.0**9 and bad.scaling.counter == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["c=f16", "c=bf16,reduce=bfloat16", "c=f16,reduce=float16"])
 def test_the_mean_is_that_of_a_loop_over_the_groups(policy, rng):
     params, x = make_params(rng), normal(rng, EXAMPLES, 6)
@@ -180,6 +185,7 @@ def test_without_mixed_precision_the_mean_is_plain(rng):
 # What else comes back
 
 
+@pytest.mark.thorough
 def test_aux_gets_an_axis_of_groups(rng):
     params, x = make_params(rng), normal(rng, EXAMPLES, 6)
 

@@ -99,6 +99,7 @@ def follows_the_model(run, loss_scale, model, steps):
     assert last.hysteresis == loss_scale.hysteresis and last.period == loss_scale.period
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=40)
 @given(
     period=st.integers(1, 5),
@@ -115,6 +116,7 @@ def test_every_sequence_of_flags_follows_the_model(period, hysteresis, low, high
     follows_the_model(run_scanned, scale, model, steps)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
 @pytest.mark.parametrize("run", RUNS)
 def test_in_every_transformation(run, hysteresis, rng):

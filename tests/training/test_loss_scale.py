@@ -72,6 +72,7 @@ def low_dynamic(loss_scale):
     return jmpx.DynamicLossScale(loss_scale, min_loss_scale=0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("power", [-126, -3, 0, 15, 24, 126])
 @pytest.mark.parametrize("kind", [jmpx.StaticLossScale, low_dynamic])
 def test_powers_of_two_are_exact_to_the_extremes(kind, power, rng):
@@ -278,6 +279,7 @@ ROUND_TRIPS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("trip", ROUND_TRIPS)
 @pytest.mark.parametrize("loss_scale", [*KINDS.values(), CONFIGURED], ids=[*KINDS, "configured"])
 def test_round_trips_keep_everything(trip, loss_scale):

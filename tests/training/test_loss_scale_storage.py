@@ -28,6 +28,7 @@ def test_numbers_are_kept_as_numpys_and_arrays_as_jaxs():
     assert isinstance(scale.adjust(True).loss_scale, jax.Array)
 
 
+@pytest.mark.thorough
 def test_no_backend_starts_before_a_step_runs():
     code = """
         import socket
@@ -103,6 +104,7 @@ TRIPS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("trip", TRIPS)
 def test_numpys_numbers_go_where_arrays_go(trip):
     numbers = jmpx.DynamicLossScale(8.0, period=2)
@@ -187,6 +189,7 @@ def test_flax_refuses_what_is_no_state_of_a_loss_scale():
         serialization.from_state_dict(jmpx.DynamicLossScale(), {"scale": 1.0, "counter": 0})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "imports",
     [
@@ -206,6 +209,7 @@ def test_flax_knows_loss_scales_in_every_order_of_imports(imports):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.thorough
 def test_a_registration_of_the_users_own_stays():
     code = """
         import flax.serialization, jmpx

@@ -269,6 +269,7 @@ WORDS = [*ARGUMENTS, "dynamic", "static", "none", "auto", *"=,;-. e20_:|(+\n\0ß
 TEXTS = st.text() | st.lists(st.sampled_from(WORDS)).map("".join)
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(TEXTS | TEXTS.map("dynamic,init=".__add__) | TEXTS.map("auto=2**4,".__add__))
 def test_any_text_is_a_loss_scale_or_one_sentence(text):
@@ -287,6 +288,7 @@ VALUES = st.recursive(
 KEYS = st.sampled_from(["type", *ARGUMENTS]) | st.text(max_size=4)
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(
     st.dictionaries(KEYS, VALUES, max_size=4),

@@ -51,6 +51,7 @@ def test_one_micro_batch_is_the_program_without(rng):
     assert all(eqn.primitive.name != "scan" for eqn in equations(one.jaxpr))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axis_name", [None, "data"])
 def test_the_function_is_traced_once_and_no_longer_program_is_made_for_more(axis_name, rng):
     calls, sizes = [], []
@@ -71,6 +72,7 @@ def test_the_function_is_traced_once_and_no_longer_program_is_made_for_more(axis
     assert len(set(sizes)) == 1
 
 
+@pytest.mark.thorough
 def test_memory_of_activations_is_that_of_one():
     """As XLA plans it for the CPU."""
     w, x = jnp.ones((8, 128, 128)), jnp.ones((256, 128))
@@ -93,6 +95,7 @@ def test_memory_of_activations_is_that_of_one():
     assert sixteen < four
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("reduce", ["f32", "bf16"])
 @pytest.mark.parametrize("how", ["shard_map", "shard_map without vma", "batch_sharding"])
 def test_devices_are_averaged_once_and_outside_of_the_loop(how, reduce, rng):
@@ -117,6 +120,7 @@ def test_devices_are_averaged_once_and_outside_of_the_loop(how, reduce, rng):
     assert_close(got, gradients()(params, x).grads, 2e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["jit", "vmap", "pmap", "shard_map", "shard_map without vma"])
 # JAX 0.10 announces the end of pmap with a DeprecationWarning.
 @pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
@@ -136,11 +140,12 @@ def test_maps_average_micro_batches_and_devices(how, rng):
         got = jax.jit(on_shards(run, 4, vma=how == "shard_map"))(params, x)
     if how in ("vmap", "pmap"):
         got = jax.tree.map(lambda leaf: leaf[3], got)
-    value, grads = jax.value_and_grad(loss_fn)(params, x)
+    value, grads = jax.jit(jax.value_and_grad(loss_fn))(params, x)
     assert_close((got.value, got.grads), (value, grads))
     assert bool(got.grads_finite) and int(got.scaling.counter) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["counted", "of each device", "averaged"])
 @pytest.mark.parametrize("vma", [True, False])
 def test_model_state_varies_over_devices_as_the_function_makes_it_vary(vma, kind, rng):
@@ -176,7 +181,7 @@ def test_model_state_varies_over_devices_as_the_function_makes_it_vary(vma, kind
     )
     state = {"mean": jnp.zeros(6), "steps": jnp.array(0)}
     grads, steps, means = jax.jit(mapped)(params, x, state)
-    assert_close(grads, jax.grad(loss_fn)(params, x))
+    assert_close(grads, jax.jit(jax.grad(loss_fn))(params, x))
     parts = np.asarray(x).reshape(4, 2, 2, 6).mean(2)  # devices, micro-batches, features
     if kind != "of each device":
         parts = parts.mean(0, keepdims=True)
@@ -192,6 +197,7 @@ GATHERS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize(("vma", "mask"), [(True, {}), (True, True), (False, True)])
 def test_shards_that_each_micro_batch_gathers_get_the_gradients_of_the_whole(
@@ -221,13 +227,14 @@ def test_shards_that_each_micro_batch_gathers_get_the_gradients_of_the_whole(
     )
     lowered = jax.jit(mapped).lower(w, x)
     assert operations(lowered, in_loops=True).count("stablehlo.reduce_scatter") == 1
-    assert_close(lowered.compile()(w, x), jax.grad(loss)(w, x))
+    assert_close(lowered.compile()(w, x), jax.jit(jax.grad(loss))(w, x))
 
 
+@pytest.mark.thorough
 def test_other_transformations_go_through(rng):
     params, x = make_params(rng), normal(rng, 8, 6)
     func = functools.partial(filter_grad, policy="full", microbatches=4)
-    plain = jax.grad(loss_fn)(params, x)
+    plain = jax.jit(jax.grad(loss_fn))(params, x)
     assert_close(func(jax.checkpoint(loss_fn), NO_SCALE)(params, x).grads, plain)
     with jax.disable_jit():
         assert_close(func(loss_fn, NO_SCALE)(params, x).grads, plain)

@@ -39,6 +39,7 @@ def carries(func, *args):
     ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", LOSS_SCALES)
 @pytest.mark.parametrize("policy", TOLERANCE)
 def test_they_give_the_gradients_of_the_whole_batch(policy, kind, rng):
@@ -58,6 +59,7 @@ def test_they_give_the_gradients_of_the_whole_batch(policy, kind, rng):
             assert error < TOLERANCE[policy], (count, name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [{"policy": "c=bf16"}, {"use_mixed_precision": False}])
 @pytest.mark.parametrize("params", [F32, BF16, F16])
 def test_their_gradients_are_summed_in_float32_and_rounded_once(params, options, rng):
@@ -86,6 +88,7 @@ def test_rounding_does_not_grow_with_their_number(rng):
     assert np.linalg.norm(together - exact) < 1e-6 * np.linalg.norm(exact)
 
 
+@pytest.mark.thorough
 def test_wide_and_complex_parameters_keep_their_dtype(rng):
     with enable_x64():
         params = {
@@ -114,6 +117,7 @@ def test_wide_and_complex_parameters_keep_their_dtype(rng):
             )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("where", [None, 0, 1, 3])
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_there_is_one_scale_one_flag_and_one_adjustment(where, bad, rng):
@@ -145,6 +149,7 @@ def nested_loss(params, batch, key, noise=0.0, *, shift):
     return jnp.mean(hidden**2) + noise * jax.random.uniform(key).astype(hidden.dtype)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
 @pytest.mark.parametrize("argnums", [None, 1, [1], -3])
 def test_batches_may_be_nested_and_other_arguments_go_whole(argnums, as_array, rng, key):
@@ -157,6 +162,7 @@ def test_batches_may_be_nested_and_other_arguments_go_whole(argnums, as_array, r
     np.testing.assert_allclose(parts.grads, whole.grads, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_key_for_each_example_is_split(key):
     """A key that goes whole draws the same numbers in each micro-batch."""
 
@@ -225,7 +231,7 @@ def test_arguments_that_are_not_cast_are_split_too():
 
 def test_without_mixed_precision_the_gradient_is_the_plain_one(rng):
     params, x = make_params(rng), normal(rng, 8, 6)
-    plain = jax.value_and_grad(loss_fn)(params, x)
+    plain = jax.jit(jax.value_and_grad(loss_fn))(params, x)
     loss, _, finite, grads = filter_value_and_grad(
         loss_fn, jmpx.DynamicLossScale(), use_mixed_precision=False, microbatches=4
     )(params, x)
@@ -243,6 +249,7 @@ def stateful_loss(w, x, state, change=lambda state: {}):
     return jnp.mean((x @ w) ** 2), {**new, **change(new)}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("aux", ["state", "pair", "triple"])
 def test_model_state_goes_from_one_to_the_next(aux, count, rng):

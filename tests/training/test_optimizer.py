@@ -42,6 +42,7 @@ def grads_like(params, rng, bad=None):
     return grads
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("jit", "bad", "skip"),
     [(True, np.inf, "cond"), (True, np.nan, "where"), (False, -np.inf, "cond")],
@@ -84,6 +85,7 @@ def test_optimizer_update_skips_to_the_bit_and_then_goes_on(name, jit, bad, skip
             )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("given", "skip"), [(False, "where"), (True, "cond")])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_skip_nonfinite_skips_to_the_bit_and_counts(name, given, skip, rng):
@@ -131,6 +133,7 @@ def test_skip_nonfinite_takes_the_flag_that_it_is_given(rng):
     assert jnp.isinf(updates["w"]).all() and state.total_skipped == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_may_donate_its_first_state(name, rng):
     optimizer, params = jmpx.skip_nonfinite(make_optimizer(name)), make_params(rng)
@@ -244,6 +247,7 @@ def test_a_cond_holds_all_of_the_optimizer(name, skip, rng):
     assert "sqrt" in str(jaxpr)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("skip", ["cond", "where"])
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_in_a_scan_and_under_vmap(name, skip, rng):
@@ -269,6 +273,7 @@ def test_steps_in_a_scan_and_under_vmap(name, skip, rng):
         np.testing.assert_array_equal(state.consecutive_skipped, [0, 1])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("vma", [True, False])
 @pytest.mark.parametrize("skip", ["cond", "where"])
 @pytest.mark.parametrize("name", STEPS)

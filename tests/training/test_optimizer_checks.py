@@ -65,6 +65,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "way", "skip", "bfloat16"), CASES)
 def test_they_run_as_optax_runs_them(name, way, skip, bfloat16, rng):
     plain = lenient(WIDENING[name]())
@@ -262,6 +263,7 @@ WIDE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "dtype", "jit"),
     [
@@ -296,6 +298,7 @@ TRUE_BFLOAT16 = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("gradients", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", TRUE_BFLOAT16)
 def test_training_that_stores_16_bits_is_not(name, gradients, rng):

@@ -10,6 +10,7 @@ import pytest
 import jmpx
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
 @pytest.mark.parametrize("shape", [(), (3,), (0,)])
 def test_all_finite_of_long_doubles(dtype, shape):

@@ -29,6 +29,7 @@ def counts_of(tree):
     return {path: tuple(map(int, counts)) for path, counts in tree.items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_counts_as_numpy_does(dtype, jit, rng):
@@ -255,6 +256,7 @@ def test_states_on_several_devices(spec):
 # check_progress: what it costs
 
 
+@pytest.mark.thorough
 def test_it_computes_nothing_on_the_device():
     events = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))

@@ -76,6 +76,7 @@ def all_reduces(text):
 # The dtype of the sums
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("compute", "scale"),
     [("bfloat16", "NoOp"), ("bfloat16", "Static"), ("float16", "Dynamic"), ("float32", "Dynamic")],
@@ -113,6 +114,7 @@ def test_the_value_is_averaged_in_float32(rng):
     assert value.dtype == jnp.float32 and (value == 1024.5).all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", MAPS)
 def test_unset_it_is_the_mean_written_by_hand(how, rng):
     """The program that there was before `reduce=`: unscale, average, check."""
@@ -149,6 +151,7 @@ def test_unset_it_is_the_mean_written_by_hand(how, rng):
 ERROR = {"float32": 1e-6, "bfloat16": 8 * 2.0**-8, "float16": 8 * 2.0**-11, "float64": 1e-7}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("how", "scale"), [*((how, "Dynamic") for how in MAPS), ("pmap", "NoOp"), ("pmap", "Static")]
 )
@@ -161,7 +164,8 @@ def test_values_against_float64(how, reduce, scale, rng):
         )
         value, _, finite, grads = mapped(run, how)(params, batch)
         wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, batch))
-        each = [jax.value_and_grad(loss_fn)(wide[0], part) for part in wide[1]]
+        one_device = jax.jit(jax.value_and_grad(loss_fn))
+        each = [one_device(wide[0], part) for part in wide[1]]
     assert finite.all()
     np.testing.assert_allclose(value, np.mean([v for v, _ in each]), rtol=1e-6)
     for name, grad in grads.items():
@@ -172,6 +176,7 @@ def test_values_against_float64(how, reduce, scale, rng):
         assert (grad == grad[:1]).all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("reduce", "divisor"), [("bfloat16", 1), ("float16", DEVICES)])
 @pytest.mark.parametrize("how", ["shard_map", "pmap"])
 def test_a_sum_in_fewer_bits_is_rounded_to_them(how, reduce, divisor, rng):
@@ -189,6 +194,7 @@ def test_a_sum_in_fewer_bits_is_rounded_to_them(how, reduce, divisor, rng):
     np.testing.assert_allclose(rounded, exact, rtol=error)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("reduce", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("devices", [1, 3, 6])
 def test_the_mean_is_divided_in_float32(devices, reduce, rng):
@@ -206,6 +212,7 @@ def test_the_mean_is_divided_in_float32(devices, reduce, rng):
     np.testing.assert_allclose(grads, np.tile(batch.mean(0), (devices, 1)), rtol=3e-7)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", MAPS)
 def test_a_float16_sum_overflows_only_where_the_mean_does(how, rng):
     loss = lambda w, x: (w * x).sum()  # noqa: E731
@@ -218,6 +225,7 @@ def test_a_float16_sum_overflows_only_where_the_mean_does(how, rng):
     assert not finite.any() and np.isinf(grads).all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", MAPS)
 def test_the_loss_scale_protects_a_float16_sum_from_underflow(how, rng):
     loss = lambda w, x: (w * x).sum()  # noqa: E731
@@ -243,6 +251,7 @@ OVERFLOWS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("reduce", OVERFLOWS)
 @pytest.mark.parametrize("how", MAPS)
 def test_an_overflow_in_the_sum_is_seen_by_all_devices(how, reduce):
@@ -298,6 +307,7 @@ def test_complex_gradients_keep_their_dtype(rng):
     np.testing.assert_allclose(results[1]["w"], results[0]["w"], atol=0.1)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("reduce", BITS)
 def test_gradients_have_the_dtypes_of_parameters(reduce, stored, rng):
@@ -389,6 +399,7 @@ def test_without_reduce_no_warning(options):
     jmpx.filter_grad(jnp.sum, jmpx.NoOpLossScale(), **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", MAPS)
 def test_without_mixed_precision_it_is_the_plain_mean(how, rng):
     run = gradients(
@@ -398,7 +409,8 @@ def test_without_mixed_precision_it_is_the_plain_mean(how, rng):
     lowered = mapped(run, how).lower(*args).as_text()
     assert "f16" not in re.sub(r"bf16|loc\(.*", "", lowered)
     grads = mapped(run, how)(*args)[3]
-    each = [jax.grad(loss_fn)(args[0], x) for x in args[1]]
+    one_device = jax.jit(jax.grad(loss_fn))
+    each = [one_device(args[0], x) for x in args[1]]
     for name, grad in grads.items():
         np.testing.assert_allclose(grad[0], np.mean([g[name] for g in each], 0), atol=1e-6)
     # It reduces nothing in a dtype, and warns of nothing: nothing of the policy is used.

@@ -42,6 +42,7 @@ def make_grad_fn(name, has_aux, **options) -> Any:
     return MAKERS[name](loss_and_aux if has_aux else loss_fn, scaling, has_aux, **options)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("how", ["eager", "jit", "eqx.filter_jit", "nnx.jit"])
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize(("name", "has_aux"), FIELDS)
@@ -103,12 +104,12 @@ def test_a_prefix_of_one_is_made_by_its_class(how, rng):
         specs = ValueAndGradients(P(), P(), P(), {"w": P()})  # pyright: ignore[reportArgumentType]
         mesh = Mesh(jax.devices()[:4], "data")
         mapped = jax.shard_map(grad_fn, mesh=mesh, in_specs=(P(), P("data")), out_specs=specs)
-        result = mapped(params, x)
+        result = jax.jit(mapped)(params, x)
     else:
         axes = ValueAndGradients(None, None, None, {"w": None})  # pyright: ignore[reportArgumentType]
         mapped = jax.vmap(grad_fn, in_axes=(None, 0), out_axes=axes, axis_name="data")
-        result = mapped(params, x[:, None])
-    value, grads = jax.value_and_grad(loss_fn)(params, x)
+        result = jax.jit(mapped)(params, x[:, None])
+    value, grads = jax.jit(jax.value_and_grad(loss_fn))(params, x)
     np.testing.assert_allclose(result.value, value, rtol=1e-6)
     np.testing.assert_allclose(result.grads["w"], grads["w"], rtol=1e-5)
 

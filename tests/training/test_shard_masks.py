@@ -42,6 +42,7 @@ def make_model(kind, rng, key):
 FRAMEWORKS = ["dict", "Equinox", "Haiku", "Linen", "NNX"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_masks_of_nested_parameters(framework, rng, key):
     """Each device has a whole model: what the mask calls a shard is divided, not averaged."""

@@ -33,6 +33,7 @@ def hundredfold_tangents(x):
 hundredfold_tangents.defjvp(lambda x, t: (x[0], 100 * t[0]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", MAPS)
 def test_custom_derivatives_hold(how, rng):
     w, batch = normal(rng, 8, 3), normal(rng, 12, 8)
@@ -47,6 +48,7 @@ def test_custom_derivatives_hold(how, rng):
     np.testing.assert_allclose(grads, np.stack([expected] * 4), rtol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("vma", [True, False])
 def test_it_compiles_to_the_same_and_calls_the_function_once(vma, rng, monkeypatch):
     calls = []

@@ -120,6 +120,7 @@ def of_each(reads):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mask", [None, True])
 def test_a_varying_parameter_that_is_gathered_is_a_shard(mask, rng):
     weights, batch = {name: normal(rng, 8, 3) for name in READS}, normal(rng, 12, 8)
@@ -128,7 +129,7 @@ def test_a_varying_parameter_that_is_gathered_is_a_shard(mask, rng):
     by_hand = lambda w, x: jax.grad(of_each(READS))(w, x)  # noqa: E731
     sums = over_devices(by_hand, "shard_map without vma", weights, batch)
     if "invariant" in READS:  # whose backward pass sums nothing where JAX does not track
-        one_device = jax.grad(square)(weights["invariant"], batch)
+        one_device = jax.jit(jax.grad(square))(weights["invariant"], batch)
         sums["invariant"] = DEVICES * one_device.reshape(DEVICES, 2, 3)
     for name, grad in grads.items():
         np.testing.assert_allclose(grad, sums[name] / DEVICES, 1e-5, 1e-6, err_msg=name)
@@ -241,6 +242,7 @@ def test_what_may_be_both_is_refused_without_a_mask(name, rng):
     assert "by sharded= which parameters are shards." in str(error.value).split("\n")[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", MAPS)
 def test_with_a_mask_shards_and_replicas_have_the_gradient_of_the_mean_loss(how, rng):
     batch = normal(rng, 12, 8)
@@ -283,6 +285,7 @@ def test_with_a_mask_shards_and_replicas_have_the_gradient_of_the_mean_loss(how,
 # What makes no shard of a replica
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("vma", [True, False])
 @pytest.mark.parametrize("kind", ["cast", "stacked"])
 def test_varying_replicas_are_averaged(kind, vma, rng):
@@ -304,7 +307,8 @@ def test_varying_replicas_are_averaged(kind, vma, rng):
     grads = over_devices(run, how, w, batch, specs=specs)
     replicas = w if kind == "stacked" else [w[0]] * 4
     parts = zip(replicas, batch.reshape(4, 3, 8), strict=True)
-    each = [jax.grad(square)(replica, x) for replica, x in parts]
+    one_device = jax.jit(jax.grad(square))
+    each = [one_device(replica, x) for replica, x in parts]
     for one in grads:
         np.testing.assert_allclose(one, np.mean(each, axis=0), rtol=1e-5, atol=1e-6)
 
@@ -322,6 +326,7 @@ FINE = {
 }
 
 
+@pytest.mark.thorough
 def test_what_gathers_no_parameter_goes_on(rng):
     weights, batch = {name: normal(rng, 8, 3) for name in FINE}, normal(rng, 12, 8)
     of_all = lambda params, x: sum((FINE[n](w, x) for n, w in params.items()), jnp.zeros(()))  # noqa: E731
@@ -341,6 +346,7 @@ def contrastive(embed, x, everything):
     return -jax.nn.log_softmax(mine @ everything(mine).T).mean()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("closed_over", [False, True])
 @pytest.mark.parametrize("how", MAPS)
 def test_a_contrastive_loss_gathers_activations(how, closed_over, rng):
@@ -384,7 +390,7 @@ def test_a_parameter_that_is_equal_on_all_devices_is_no_shard(rng):
     part = lambda w: gather(jax.lax.dynamic_slice_in_dim(w, jax.lax.axis_index(AXIS) * 2, 2))  # noqa: E731
     run = gradients(lambda p, x: square(part(p["full"]["w"]), x), sharded=False)
     grads = over_devices(run, "shard_map", params, batch, specs=WHOLE)[-1]["full"]["w"]
-    expected = jax.grad(square)(params["full"]["w"], batch)
+    expected = jax.jit(jax.grad(square))(params["full"]["w"], batch)
     np.testing.assert_allclose(grads, [expected] * 4, rtol=1e-5, atol=1e-6)
 
 

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
 ERRORS = {"full": 1e-5, "c=bf16": 0.05, "c=f32,r=bf16": 0.02, "c=f32,r=f16": 5e-3}
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("how", "policy"),
     [(how, policy) for how in MAPS for policy in ERRORS if "r=" not in policy or how != "vmap"],
@@ -80,6 +81,7 @@ def test_both_gathers_give_the_same_bits_in_float32(how, rng):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", MAPS)
 def test_a_loss_that_is_the_same_on_all_devices(how, rng):
     """The user averages it: each of its gradients is that of the mean loss all the same."""
@@ -113,6 +115,7 @@ def test_a_loss_that_is_the_same_on_all_devices(how, rng):
     np.testing.assert_allclose(value, [total] * DEVICES, rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("devices", "how"), list(zip([3, 1, 6, 3], MAPS, strict=True)))
 def test_numbers_of_devices_that_are_no_power_of_two(devices, how, rng):
     params = {"tiled": normal(rng, 2 * devices, 4), "replica": normal(rng, 2 * devices, 4)}
@@ -130,6 +133,7 @@ def test_numbers_of_devices_that_are_no_power_of_two(devices, how, rng):
     np.testing.assert_allclose(grads["replica"][0], expected["replica"], 0, bound)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mixed", [True, False])
 def test_parameters_of_all_dtypes(mixed, rng):
     """Complex, wide and narrow ones, and integers, which have no gradient."""
@@ -167,6 +171,7 @@ def test_parameters_of_all_dtypes(mixed, rng):
                 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", MAPS)
 def test_micro_batches(how, rng):
     params, batch = make_weights(rng), normal(rng, 16, 8)
@@ -188,6 +193,7 @@ def test_micro_batches(how, rng):
 
 
 # JAX 0.7 warns of a pmap in a jit.
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:.*includes a pmap:UserWarning")
 @pytest.mark.parametrize(("kind", "expected"), [("replica", 0), ("tiled", 1), ("jmpx", 1)])
 @pytest.mark.parametrize("how", [how for how in MAPS if how != "vmap"])
@@ -204,6 +210,7 @@ def test_the_number_of_reductions_of_the_flag(how, kind, expected, rng):
     assert flag_reductions(text) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "bad"), [*((how, "overflow") for how in MAPS), ("shard_map", "nan"), ("pmap", "nan")]
 )

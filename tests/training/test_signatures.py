@@ -36,6 +36,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_function_keeps_its_signature_and_its_name(wrapper):
     wrapped = WRAPPERS[wrapper](loss_fn)

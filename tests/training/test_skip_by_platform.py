@@ -60,6 +60,7 @@ def operations(step, arguments, platform, **skip):
     return collections.Counter(OPERATION.findall(lowered))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("counting", [False, True])
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_each_platform_gets_its_own_way_and_no_other(platform, counting, rng):
@@ -174,6 +175,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_default_does_what_a_cond_does(way, rng):
     _, step, arguments = make(rng)
@@ -188,6 +190,7 @@ def test_the_default_does_what_a_cond_does(way, rng):
     assert_same_bits(found, arguments[:2])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("finite", [True, False])
 def test_it_can_be_differentiated(finite, jit, rng):
@@ -251,6 +254,7 @@ def parts(report):
     return {name: getattr(report, name) for name in names}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("counting", [False, True])
 @pytest.mark.parametrize("platform", [None, "cpu", "gpu", "cuda", "tpu"])
 def test_an_audit_counts_the_way_of_its_platform(platform, counting, rng):
@@ -283,6 +287,7 @@ def test_an_audit_counts_one_branch_of_the_users_own(platform):
     assert sum(product.flops for product in products) == {"gpu": 40, "tpu": 0}.get(platform, 24)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jit", [True, False])
 def test_values_are_watched_in_one_way(jit, rng):
     _, step, (params, state, _) = make(rng)
@@ -330,6 +335,7 @@ def test_a_tpu_compiles_what_it_compiles_for_where():
         assert found[name] <= 1.01 * by_hand[name]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("way", ["plain", "handwritten cond", "jmpx", "jmp", "jmpx sum"])
 def test_every_step_of_the_benchmark_can_be_lowered(way, monkeypatch):

@@ -109,6 +109,7 @@ def jmp_step(state, batch):
     return State(params, model, optimizer, state.loss_scale.adjust(finite)), loss
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", SCALES)
 def test_one_step_function_for_all_loss_scales(kind, rng):
     batches = make_batches(rng)
@@ -178,6 +179,7 @@ def run_by_loop(state, batches):
     return state, jnp.stack(losses)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_scan_over_steps(kind, rng):
     batches = make_batches(rng, bad=(1,))
@@ -196,6 +198,7 @@ def assert_close(state, expected):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_vmap_over_seeds(kind, rng):
     x, y = make_batches(rng, steps=3, bad=(1,))
@@ -209,6 +212,7 @@ def test_vmap_over_seeds(kind, rng):
         assert_close(jax.tree.map(lambda leaf, seed=seed: leaf[seed], final), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "kind"),
     [
@@ -253,6 +257,7 @@ def test_data_parallel_replicas_agree(how, kind, rng):
     assert jmpx.all_finite(running)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_donation_and_lowering(kind, rng):
     batches = make_batches(rng, steps=2)

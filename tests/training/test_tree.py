@@ -221,6 +221,7 @@ def test_force_full_precision_gives_back_the_dtype_that_came_in(rng):
     assert ones(3).dtype == jnp.float16  # no floating input: as it is
 
 
+@pytest.mark.thorough
 def test_force_full_precision_as_decorator_and_under_transformations(rng):
     @jmpx.force_full_precision
     def softmax(x, axis=-1):
@@ -276,6 +277,7 @@ def test_wrappers_refuse_what_cannot_be_called():
 # all_finite
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("dtype", [*FLOATS, jnp.complex64, jnp.float8_e5m2])
 @pytest.mark.parametrize("leaves", [1, 7])
