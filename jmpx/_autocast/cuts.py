@@ -17,8 +17,8 @@ from jmpx._jaxpr import Atom, Equation, Jaxpr
 _MANY = 16
 
 # The part of what a piece computes again that lives at once, as the compiler of TPUs was seen to
-# plan it: most of it is fused into what reads it. With it, transformers get more cuts than a
-# ResNet, whose norms make less of each activation: both need less memory so than by one rule.
+# plan it: most of it is fused into what reads it. So a transformer, which makes much of each
+# activation by its attention, is cut more often than a ResNet.
 _AGAIN = 1 / 16
 
 # What a product takes in 16 bits, over what it takes in float32, in which it was traced.
