@@ -58,7 +58,7 @@ GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...], str]] = [
         "a scan keeps what its body saves, for each layer; its carry may be float32",
     ),
     ("language_model", 6, 16, "one", False, BARS, "attention over 512 tokens, and large logits"),
-    ("byte_model", 6, 16, "one", False, BARS[:2], "the same without large logits"),
+    ("byte_model", 6, 16, "one", False, (*BARS, *REST[:2]), "the same without large logits"),
     ("language_model", 6, 16, "one", False, (WITH_LOSS,), "the logits in a piece, too"),
     ("resnet", 50, 32, "one", False, BARS[:2], "convolutions, and state; it compiles longest"),
     ("vit", 6, 64, "one", False, REST, "how others write it, and marks in the model"),
