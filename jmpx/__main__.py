@@ -27,7 +27,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jmpx._explain import explain
+from jmpx._explain import FLAGS_REMEDY, explain
 from jmpx._messages import did_you_mean
 
 _COMMANDS = {
@@ -149,9 +149,13 @@ def _with_command(parser: _Parser, arguments: list[str]) -> tuple[list[str], lis
         if len(arguments) > 1 and near != ".":
             parser.error(f"unknown command {first!r}{near.rstrip('.')}")
         arguments = ["explain", *arguments]
-    if arguments[0] == "explain" or "--" not in arguments:
+    if "--" not in arguments:
         return arguments, []
     end = arguments.index("--")
+    if arguments[0] == "explain":
+        if any(argument.startswith("-") for argument in arguments[end + 1 :]):
+            parser.error(FLAGS_REMEDY)
+        return arguments, []
     return arguments[:end], arguments[end + 1 :]
 
 

@@ -27,7 +27,8 @@ def describe(tree: PyTree, policy: MixedPrecisionLike | None = None) -> dict[str
 
     Args:
         tree: any pytree of arrays: the parameters, or the whole train state. Loss scales in it are
-            left out: `loss_scale_from` restores them. Shapes of `jax.eval_shape` will do.
+            left out: `loss_scale_from` restores them. Shapes of `jax.eval_shape` will do, or those
+            of `eqx.filter_eval_shape` for what holds a model of Equinox.
         policy: the policy of the run: anything that `get_mixed_precision` takes. Its loss scale is
             left out.
 
@@ -105,6 +106,7 @@ bfloat16, to which its values stay rounded: restore it in bfloat16, or pass allo
     saved, rounded, policy = _read(description)
     leaves = dict(_leaves_by_path(tree))
     _check_paths(saved, leaves)
+    _check_keys(saved, leaves)
     narrowed, widened = _compare(leaves, saved, None if allow_narrowing else rounded)
     under = f", under the policy {policy!r}, such as" if policy else ", such as"
     for found, allowed in ((narrowed, allow_narrowing), (widened, allow_widening)):
@@ -190,7 +192,7 @@ def _change(was: str, got: str) -> str | None:
     """Returns "narrowed" or "widened", or None for integers that hold what they held."""
     try:
         old, new = np.dtype(was), np.dtype(got)
-    except TypeError:  # a PRNG key, or a dtype of another library
+    except TypeError:  # a dtype of another library
         return "narrowed"
     if not _can_hold(new, old):
         return "narrowed"
@@ -242,5 +244,21 @@ def _check_paths(saved: Mapping[str, str], leaves: Mapping[str, Any]) -> None:
         ]
         raise ValueError(
             f"Expected the {len(saved)} leaves that were described, got {' and '.join(parts)}: "
-            "check the part of the state that was given to jmpx.describe."
+            "build the state as it was when it was saved, with the same wrappers of its optimizer, "
+            "and check the part of it that was given to jmpx.describe."
         )
+
+
+def _check_keys(saved: Mapping[str, str], leaves: Mapping[str, Any]) -> None:
+    """Refuses raw numbers for a random key, a key for raw numbers, and a key of another kind."""
+    for path, leaf in leaves.items():
+        got, was = _name(leaf), saved[path]
+        if got == was or "key<" not in got + was:
+            continue
+        if not got.startswith("key<"):
+            what, remedy = f"raw numbers in {got}", "make a key of them by jax.random.wrap_key_data"
+        elif not was.startswith("key<"):
+            what, remedy = f"a {got}", "take its numbers by jax.random.key_data"
+        else:
+            what, remedy = f"a {got}", "make it by the impl that it was saved with"
+        raise ValueError(f"Restored the random key {path} as {what} instead of {was}: {remedy}.")

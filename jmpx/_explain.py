@@ -12,6 +12,11 @@ from jmpx._rules import Rule
 if TYPE_CHECKING:
     from jmpx._models import Report
 
+FLAGS_REMEDY = (
+    "explain parses no flags of a program, so use audit MODULE:FUNCTION -- FLAGS, whose table has "
+    "the policy of each module"
+)
+
 _Row: TypeAlias = tuple[tuple[str, ...], dict[str, str]]
 
 
@@ -29,11 +34,21 @@ def explain(precision: str, model: str | None) -> list[str]:
     mixed = get_mixed_precision(precision)
     lines = [table(mixed.policy_map), _loss_scale_line(precision, mixed.loss_scale)]
     if model is not None:
-        from jmpx._models import RETURNS, report  # here, because it needs most of jmpx
-        from jmpx._targets import load
-
-        lines += _lines_of(report(mixed.policy_map, load(model, "--model", RETURNS)))
+        lines += _lines_about(model, mixed.policy_map)
     return lines
+
+
+def _lines_about(model: str, policy_map: PolicyMap) -> list[str]:
+    """Returns the lines that tell which rule each module of a model has."""
+    from jmpx._models import RETURNS, report  # here, because it needs most of jmpx
+    from jmpx._targets import load
+
+    try:
+        return list(_lines_of(report(policy_map, load(model, "--model", RETURNS))))
+    except ValueError as error:
+        if type(error.__cause__).__name__ != "UnparsedFlagAccessError":  # absl's
+            raise
+        raise ValueError(f"{error}: {FLAGS_REMEDY}.") from error
 
 
 def table(policy_map: PolicyMap) -> str:

@@ -12,6 +12,7 @@ from jmpx._loss_scale import DynamicLossScale, LossScale
 from jmpx._loss_scale_numbers import as_text, shortest
 from jmpx._loss_scale_strings import LossScaleLike, get_loss_scale
 from jmpx._messages import describe, did_you_mean
+from jmpx._mixed_precision import MixedPrecision
 from jmpx._scaling import HIGHEST_SCALE, LONGEST_PERIOD, as_number
 from jmpx._state_dicts import note_choice
 
@@ -27,10 +28,12 @@ def loss_scale_from(state: Mapping[str, Any], like: LossScaleT) -> LossScaleT: .
 
 
 @overload
-def loss_scale_from(state: Mapping[str, Any], like: LossScaleLike) -> LossScale: ...
+def loss_scale_from(
+    state: Mapping[str, Any], like: LossScaleLike | MixedPrecision
+) -> LossScale: ...
 
 
-def loss_scale_from(state: Mapping[str, Any], like: LossScaleLike) -> LossScale:
+def loss_scale_from(state: Mapping[str, Any], like: LossScaleLike | MixedPrecision) -> LossScale:
     """Makes the loss scale with which a run goes on from a checkpoint.
 
     Its class and its configuration are those of `like`, the loss scale that the run would begin
@@ -45,7 +48,8 @@ def loss_scale_from(state: Mapping[str, Any], like: LossScaleLike) -> LossScale:
     Args:
         state: what `state_dict()` of a loss scale returned, or what `flax.serialization` made of
             one. Its values may be numbers or arrays of shape ().
-        like: a loss scale, or its string or mapping, as `jmpx.get_loss_scale` takes it.
+        like: a loss scale, or its string or mapping, as `jmpx.get_loss_scale` takes it; or a
+            `jmpx.MixedPrecision`, whose loss scale is taken.
 
     Returns:
         The loss scale, whose leaves are NumPy arrays if it is dynamic and was restored.
@@ -65,7 +69,7 @@ def loss_scale_from(state: Mapping[str, Any], like: LossScaleLike) -> LossScale:
         >>> print(jmpx.loss_scale_from(state, like="none"))  # bfloat16 from now on
         none
     """
-    like = get_loss_scale(like)
+    like = like.loss_scale if isinstance(like, MixedPrecision) else get_loss_scale(like)
     kind, numbers = _read(state)
     text = as_text(kind, {{"loss_scale": "init"}.get(key, key): n for key, n in numbers.items()})
     if kind != "dynamic" or not isinstance(like, DynamicLossScale):
@@ -82,6 +86,11 @@ def _read(state: object) -> tuple[str, dict[str, Any]]:
     if not isinstance(state, Mapping):
         raise TypeError(
             f"Expected the state of a loss scale as a mapping, got {describe(state)}: {_REMEDY}."
+        )
+    if isinstance(state.get("loss_scale"), Mapping):
+        raise ValueError(
+            "Expected the state of a loss scale, got a mapping that holds one: give its "
+            "'loss_scale' alone."
         )
     kind = _kind_of(state)
     keys = [key for key in state if key != "type"]

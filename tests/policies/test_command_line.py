@@ -5,6 +5,7 @@ import sys
 
 import haiku as hk
 import pytest
+from absl import flags
 from helpers.four_frameworks import FRAMEWORKS, HAIKU, LINEN, X
 
 import jmpx
@@ -175,6 +176,25 @@ def test_an_error_while_the_model_is_traced(capsys, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "make", lambda: (product, (X, X)))
     line = error_of(capsys, "--model", f"{__name__}:make", "c=bf16")
     assert line.startswith("Tracing the model failed: TypeError: ") and "command_line.py:" in line
+
+
+def by_flags(x):
+    values = flags.FlagValues()
+    flags.DEFINE_string("norm", "layer", "", flag_values=values)
+    return x if values.norm == "layer" else x + 1
+
+
+@pytest.mark.parametrize("made", [lambda: by_flags(X), lambda: (by_flags, (X,))])
+def test_a_model_that_reads_flags_is_for_audit(made, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "make", made)
+    line = error_of(capsys, "--model", f"{__name__}:make", "c=bf16")
+    assert "flag --norm before" in line and "use audit MODULE:FUNCTION -- FLAGS" in line
+
+
+def test_flags_of_a_program_are_for_audit(capsys):
+    line = error_of(capsys, "explain", "--model", "a:make", "c=bf16", "--", "--norm=layer")
+    assert "use audit MODULE:FUNCTION -- FLAGS" in line
+    assert main(["explain", "--", "c=bf16"]) == 0  # what follows may be the policy
 
 
 @pytest.mark.parametrize("package", ["haiku", "equinox", "flax"])

@@ -154,10 +154,40 @@ def test_what_is_no_number_holds_none(was, dtype):
         jmpx.check_restored({"w": np.zeros(1, dtype)}, saved({"w": np.zeros(1, was)}))
 
 
-def test_numbers_of_python_have_no_dtype_to_keep(key):
+def test_numbers_of_python_have_no_dtype_to_keep():
     jmpx.check_restored({"lr": np.array(0.1), "n": 3}, saved({"lr": 0.1, "n": jnp.array(3)}))
-    with pytest.raises(ValueError, match="key in uint32 instead of key<fry>"):
-        jmpx.check_restored({"key": jax.random.key_data(key)}, saved({"key": key}))
+
+
+RAW = np.zeros(2, np.uint32)
+KEYS = {
+    "raw": (RAW, jax.random.key(0), "key as raw numbers in uint32 instead of key<fry>: .*wrap_key"),
+    "wrapped": (jax.random.key(0), RAW, "key as a key<fry> instead of uint32: .*key_data"),
+    "impl": (
+        jax.random.key(0, impl="rbg"),
+        jax.random.key(0),
+        "key as a key<rbg> instead of key<fry>: .*impl",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("allowed", [False, True])
+def test_another_kind_of_random_key_is_refused_with_its_remedy(name, allowed):
+    restored, was, match = KEYS[name]
+    jmpx.check_restored({"key": was}, saved({"key": was}))
+    with pytest.raises(ValueError, match=match):
+        jmpx.check_restored(
+            {"key": restored},
+            saved({"key": was}),
+            allow_narrowing=allowed,
+            allow_widening=allowed,
+        )
+
+
+def test_an_optimizer_of_other_wrappers_is_refused_with_its_remedy():
+    wrapped = jmpx.skip_nonfinite(optax.adam(0.1)).init(W)
+    with pytest.raises(ValueError, match="with the same wrappers of its optimizer"):
+        jmpx.check_restored(optax.adam(0.1).init(W), saved(wrapped))
 
 
 def test_modules_and_shards_are_described(key, rng):

@@ -121,6 +121,11 @@ BAD = {
     "kind": ({"type": "dynamik"}, ValueError, "did you mean 'dynamic'"),
     "kind of no text": ({"type": 3}, ValueError, "got 3"),
     "missing": ({"type": "dynamic", "loss_scale": 8.0}, ValueError, r"got \['loss_scale'\]"),
+    "whole": (
+        {"loss_scale": DYNAMIC, "description": {}},
+        ValueError,
+        "give its 'loss_scale' alone",
+    ),
     "of torch": ({"scale": 8.0, "_growth_tracker": 0}, ValueError, r"got \['scale', "),
     "too much": ({"type": "none", "counter": 1}, ValueError, r"to hold \[\], got \['counter'\]"),
     "text": ({**DYNAMIC, "loss_scale": "8"}, TypeError, "loss_scale in the state .* got '8'"),
@@ -142,6 +147,11 @@ def test_a_torn_state_ends_with_one_sentence(name, like):
     with pytest.raises(error, match=match) as caught:
         loss_scale_from(state, like)
     assert str(caught.value).count(". ") == 0
+
+
+def test_a_mixed_precision_stands_for_its_loss_scale():
+    mp = jmpx.get_mixed_precision("c=f16 | dynamic, init=2, period=7")
+    assert str(loss_scale_from(DYNAMIC, mp)) == str(loss_scale_from(DYNAMIC, mp.loss_scale))
 
 
 def test_what_is_no_loss_scale_is_refused():

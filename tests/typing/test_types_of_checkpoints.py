@@ -30,6 +30,8 @@ def test_states_of_loss_scales() -> None:
         jmpx.loss_scale_from(scale.state_dict(), like=scale)
     assert_type(jmpx.loss_scale_from(dynamic.state_dict(), like=dynamic), jmpx.DynamicLossScale)
     assert_type(jmpx.loss_scale_from(dynamic.state_dict(), "none"), jmpx.LossScale)
+    mp = jmpx.get_mixed_precision("c=f16")
+    assert_type(jmpx.loss_scale_from(dynamic.state_dict(), mp), jmpx.LossScale)
 
 
 def test_descriptions() -> None:
