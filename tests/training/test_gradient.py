@@ -322,7 +322,7 @@ BAD = [
         "scalar as its loss, got a tuple: ",
     ),
     (
-        lambda: jmpx.filter_grad(jnp.sum, GOOD, has_aux=True)(jnp.ones(2)),  # pyright: ignore[reportArgumentType]
+        lambda: jmpx.filter_grad(jnp.sum, GOOD, has_aux=True)(jnp.ones(2)),  # pyright: ignore[reportArgumentType, reportCallIssue]
         TypeError,
         r"has_aux=True says, got float\d\d\[\]: return a pair",
     ),
