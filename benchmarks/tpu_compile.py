@@ -70,8 +70,7 @@ GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...], str]] = [
     ("language_model", 6, 16, "one", False, REST[:2], "the same programs as by hand?"),
     ("language_model", 6, 4, "one", False, MAIN, "the picture's left end"),
     ("language_model", 6, 32, "one", False, MAIN, "the picture's right end"),
-    ("resnet", 50, 32, "one", False, (*MAIN, *REST[1:3]), "BatchNorm as others write it"),
-    ("resnet", 50, 128, "one", False, MAIN, "the picture's right end"),
+    ("resnet", 50, 32, "one", False, (*MAIN, "JMP"), "BatchNorm as others write it"),
     ("vit", 6, 32, "one", True, ("autocast", MARKED[1], CARRIES[0]), "what the scan's carry costs"),
     ("vit", 12, 64, "one", False, BARS[:2], "whether six layers tell of the paper's twelve"),
 ]
