@@ -20,9 +20,10 @@ from collections.abc import Iterator, Sequence
 from typing import IO, TypeAlias
 
 REFUSED = 2  # the exit status of a process that said in one sentence why it does not go on
+LOST = 4  # of one whose collective failed: as a rule, because another process had ended before
 PLACE = "JMPX_EXAMPLE_PLACE"  # the environment variable that tells a process who it is
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SECONDS_TO_REFUSE = 10
+SECONDS_FOR_OTHERS = 10  # to say what they met
 LAST_LINES = 20
 
 # The number of a process and its exit status; or None and the signal that is to end the launcher.
@@ -61,7 +62,7 @@ def launch(count: int, devices: int, advice: str) -> int:
             await_end = functools.partial(wait_for, processes[index], index, events)
             threading.Thread(target=await_end, daemon=True).start()
         for _ in range(count):
-            index, status = events.get()
+            index, status = next_event(events)
             if index is None:
                 end(processes)
                 name = signal.Signals(status).name
@@ -102,6 +103,19 @@ def wait_for(process: subprocess.Popen[bytes], index: int, events: Events) -> No
     events.put((index, process.wait()))
 
 
+def next_event(events: Events) -> tuple[int | None, int]:
+    """Returns an event; that of a process which lost the others only if none of them failed.
+
+    A process that ends closes its connections before the launcher hears of its end.
+    """
+    event = first = events.get()
+    with contextlib.suppress(queue.Empty):
+        while event[1] == LOST or (first[1] == LOST and event[1] == 0):
+            event = events.get(timeout=SECONDS_FOR_OTHERS)
+        return event
+    return first
+
+
 def end(processes: list[subprocess.Popen[bytes]]) -> None:
     """Ends processes at once: one that waits for a collective heeds no milder signal."""
     for process in processes:
@@ -120,7 +134,7 @@ def refuse_with(
     What one refuses, all do, as a rule. Process 0 writes its sentence where it is seen.
     """
     with contextlib.suppress(subprocess.TimeoutExpired):
-        processes[0].wait(SECONDS_TO_REFUSE)
+        processes[0].wait(SECONDS_FOR_OTHERS)
     end(processes)
     if processes[0].returncode != REFUSED:
         show(index, REFUSED, logs)
@@ -201,8 +215,10 @@ def ending_at_once() -> Iterator[None]:
 def report(error: BaseException) -> int:
     """Writes what ended the process, and returns its exit status."""
     if not isinstance(error, SystemExit):
+        import jax  # here, because the launcher does without
+
         traceback.print_exc()
-        return 1
+        return LOST if isinstance(error, jax.errors.JaxRuntimeError) else 1
     if not isinstance(error.code, str):
         return error.code or 0
     print(error.code, file=sys.stderr)

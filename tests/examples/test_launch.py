@@ -12,7 +12,7 @@ from helpers.distributed import FOLDER, gone, is_running, pids
 PROGRAM = """
 import os, signal, sys, time
 import launch
-launch.SECONDS_TO_REFUSE = 1
+launch.SECONDS_FOR_OTHERS = 1
 folder, *deeds = sys.argv[1:]
 if not launch.is_launched():
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # A shell's background jobs ignore SIGINT.
@@ -32,6 +32,13 @@ with launch.ending_at_once():
 WAIT = "time.sleep(600)"
 DEAF = "[signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(600)"
 RAISE = "raise ArithmeticError('planted')"
+LOSE = "import jax; raise jax.errors.JaxRuntimeError('Connection closed by peer')"
+AFTER_0 = """
+with open(f'{folder}/0.pid') as file:
+    first = file.read()
+while os.path.exists('/proc/' + first):
+    time.sleep(0.01)
+"""
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
@@ -74,6 +81,21 @@ FAILURES = {
         "process 1 was ended by SIGABRT, so all 2 were ended.",
         "process 1: planted",
     ),
+    "a raise that another process met first": (
+        [LOSE, AFTER_0 + RAISE],
+        "process 1 ended with status 1, so all 2 were ended.",
+        "process 1: ArithmeticError: planted",
+    ),
+    "a kill that others met first": (
+        [LOSE, f"{AFTER_0}sys.exit(0)", AFTER_0 + LOSE, f"{AFTER_0}time.sleep(0.5); {KILL}"],
+        "process 3 was ended by SIGKILL, so all 4 were ended.",
+        "jax.errors.JaxRuntimeError: Connection closed by peer",
+    ),
+    "a connection": (
+        [WAIT, LOSE],
+        "process 1 ended with status 4, so all 2 were ended.",
+        "process 1: jax.errors.JaxRuntimeError: Connection closed by peer",
+    ),
     "a status": (["sys.exit(3)", WAIT], "process 0 ended with status 3, so all 2 were ended.", ""),
     "after others": (["0", KILL], "process 1 was ended by SIGKILL, so all 2 were ended.", ""),
     "a kill": ([DEAF, DEAF, KILL], "process 2 was ended by SIGKILL, so all 3 were ended.", ""),
@@ -81,7 +103,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_ends_all_and_the_last_line_says_whose(start, tmp_path, name):
     deeds, sentence, seen = FAILURES[name]
