@@ -51,7 +51,13 @@ class ClassPolicies(Protocol):
 
 
 class Marker(Protocol):
-    """Has the modules in a pytree mark their calls, for `jmpx.autocast`."""
+    """Has the modules in a pytree mark their calls, for `jmpx.autocast`.
+
+    Attributes:
+        made: the classes of marked modules, and the classes in whose place they are.
+    """
+
+    made: dict[type, type]
 
     def mark(self, tree: T) -> T:
         """Returns a pytree whose modules mark their calls."""

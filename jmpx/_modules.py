@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
-from jmpx._frameworks import imported_adapters
+from jmpx._frameworks import Marker, imported_adapters
 from jmpx._marks import Module, is_marking, marking
 from jmpx._policy_map import PolicyMap, Rule
 
@@ -82,10 +82,26 @@ def call_marked(
         for marker in markers:
             stack.callback(marker.unmark, None)
         stack.enter_context(_all_marked())
-        result = fn(*args, **kwargs)
+        try:
+            result = fn(*args, **kwargs)
+        except ValueError as error:
+            _note_marks(error, markers)
+            raise
     for marker in markers:
         result = marker.unmark(result)
     return result
+
+
+def _note_marks(error: ValueError, markers: Iterable[Marker]) -> None:
+    """Adds a note to JAX's error of two trees that differ in the class of a module."""
+    marked = {cls for marker in markers for cls in marker.made.values() if repr(cls) in str(error)}
+    names = ", ".join(sorted(cls.__name__ for cls in marked))
+    if names:
+        error.add_note(
+            f"jmpx gives the modules in arguments ({names}) subclasses while it traces, so that "
+            "rules can select them: where the function joins such a part of a model with another "
+            "part, as equinox.combine does, pass both parts as arguments."
+        )
 
 
 def _mark_call(mark: Callable[[Any], Any], call: _Call[R]) -> _Call[R]:

@@ -174,3 +174,21 @@ def test_an_error_of_a_function_that_autocast_only_traces_has_no_note():
     assert notes_of(caught.value) == []
     frames = traceback.extract_tb(caught.value.__traceback__)
     assert any(frame.filename == str(HERE) and frame.name == "<lambda>" for frame in frames)
+
+
+def test_a_module_joined_with_a_part_that_is_closed_over_says_what_to_pass():
+    layer, x = (
+        eqx.nn.Linear(3, 4, key=jax.random.key(0)),
+        jax.random.normal(jax.random.key(1), (3,)),
+    )
+    arrays, rest = eqx.partition(layer, eqx.is_array)
+
+    def joined(arrays, rest, x):
+        return eqx.combine(arrays, rest)(x)
+
+    policy = "c=bf16; Linear: full"
+    with pytest.raises(ValueError, match="equinox.nn") as caught:
+        jmpx.autocast(lambda arrays, x: joined(arrays, rest, x), policy)(arrays, x)
+    (note,) = (note for note in caught.value.__notes__ if "jmpx" in note)
+    assert "(Linear)" in note and "pass both parts as arguments" in note
+    np.testing.assert_array_equal(jmpx.autocast(joined, policy)(arrays, rest, x), layer(x))
