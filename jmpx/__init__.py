@@ -41,11 +41,14 @@ from jmpx._tree import all_finite as all_finite, select_tree as select_tree
 # fast.
 if TYPE_CHECKING:
     from jmpx._audit.api import audit as audit
-    from jmpx._audit.report import Report as Report
+    from jmpx._audit.report import Audit as Audit
     from jmpx._autocast import Autocast as Autocast, autocast as autocast
     from jmpx._contracts import check_restored as check_restored, describe as describe
     from jmpx._ema import Ema as Ema, EmaState as EmaState, ema as ema
-    from jmpx._first_nonfinite import NonFinite as NonFinite, first_nonfinite as first_nonfinite
+    from jmpx._first_nonfinite import (
+        FirstNonfinite as FirstNonfinite,
+        first_nonfinite as first_nonfinite,
+    )
     from jmpx._function_casts import (
         cast_function as cast_function,
         force_full_precision as force_full_precision,
@@ -95,11 +98,11 @@ if TYPE_CHECKING:
 else:
     _LATER = {
         "_audit.api": ("audit",),
-        "_audit.report": ("Report",),
+        "_audit.report": ("Audit",),
         "_autocast": ("Autocast", "autocast"),
         "_contracts": ("check_restored", "describe"),
         "_ema": ("Ema", "EmaState", "ema"),
-        "_first_nonfinite": ("NonFinite", "first_nonfinite"),
+        "_first_nonfinite": ("FirstNonfinite", "first_nonfinite"),
         "_function_casts": ("cast_function", "force_full_precision"),
         "_gather": ("gather",),
         "_gradient": (
@@ -142,11 +145,13 @@ else:
 __version__ = "0.2.0"
 
 __all__ = (
+    "Audit",
     "Autocast",
     "DynamicLossScale",
     "DynamicLossScaling",
     "Ema",
     "EmaState",
+    "FirstNonfinite",
     "Gradients",
     "GradientsAndAux",
     "LossScale",
@@ -154,12 +159,10 @@ __all__ = (
     "LowPrecisionParamsState",
     "MixedPrecision",
     "NoOpLossScale",
-    "NonFinite",
     "NonfiniteCounts",
     "Policy",
     "PolicyMap",
     "Ranges",
-    "Report",
     "Rule",
     "SkipNonfiniteState",
     "StateDtypeState",

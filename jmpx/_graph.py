@@ -326,8 +326,3 @@ def _is_call(inner: Jaxpr, eqn: Equation) -> bool:
         *zip(inner.outvars, eqn.outvars, strict=True),
     )
     return all(a.aval.shape == b.aval.shape for a, b in pairs if hasattr(a.aval, "shape"))
-
-
-def build(program: Program) -> Graph:
-    """Returns the graph of a program."""
-    return Graph(program)

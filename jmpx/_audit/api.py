@@ -7,7 +7,7 @@ from typing import Any
 from jmpx._audit import summary
 from jmpx._audit.entries import entries
 from jmpx._audit.findings import Options, find
-from jmpx._audit.report import Report
+from jmpx._audit.report import Audit
 from jmpx._graph import Graph
 from jmpx._messages import did_you_mean
 from jmpx._programs import Program, traced_program
@@ -15,7 +15,7 @@ from jmpx._programs import Program, traced_program
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
 
 
-def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Report]:
+def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Audit]:
     """Tells which operations of a train step run in which dtype, and where precision leaks.
 
     The function is traced, never run: shapes suffice, and no memory is taken. Modules of Haiku,
@@ -32,7 +32,7 @@ def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..
 
     Returns:
         A function of the arguments of `fn`, arrays or `jax.ShapeDtypeStruct`s, that returns a
-        `jmpx.Report`: shares of FLOPs by dtype, bytes that are saved for the backward pass, casts,
+        `jmpx.Audit`: shares of FLOPs by dtype, bytes that are saved for the backward pass, casts,
         a table of modules, and findings, each with the line of your code and a rule to paste.
         `report.check(...)` makes it one line of a test.
 
@@ -64,16 +64,16 @@ def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..
     options = Options(platform=None if platform is None else PLATFORMS[platform])
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
-    def run(*args: Any, **kwargs: Any) -> Report:
+    def run(*args: Any, **kwargs: Any) -> Audit:
         return report_of(traced_program(fn, args, kwargs), options)
 
     return run
 
 
-def report_of(program: Program, options: Options) -> Report:
+def report_of(program: Program, options: Options) -> Audit:
     """Returns the report of a program that was traced."""
     graph = Graph(program, options.platform)
-    return Report(
+    return Audit(
         title=program.name,
         is_step=not program.is_differentiated,
         platform=options.platform,

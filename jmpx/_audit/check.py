@@ -13,20 +13,20 @@ from jmpx._dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._messages import describe, did_you_mean
 
 if TYPE_CHECKING:
-    from jmpx._audit.report import Report
+    from jmpx._audit.report import Audit
 
 _AT_LEAST = 0.95
 _WIDTH = 100
 
 
 def check_report(
-    report: "Report",
+    report: "Audit",
     compute: DTypeLike | None,
     at_least: float | None,
     allow: str | Iterable[str],
     severity: str,
 ) -> None:
-    """Raises an AssertionError if the report fails; the arguments are those of `Report.check`."""
+    """Raises an AssertionError if the report fails; the arguments are those of `Audit.check`."""
     names = _allowed(allow)
     failing = _known_severities(severity)
     problems = list(_too_few(report, compute, at_least))
@@ -63,7 +63,7 @@ def _known_severities(severity: str) -> tuple[str, ...]:
     return SEVERITIES[: SEVERITIES.index(severity) + 1]
 
 
-def _too_few(report: "Report", compute: DTypeLike | None, at_least: float | None) -> Iterator[str]:
+def _too_few(report: "Audit", compute: DTypeLike | None, at_least: float | None) -> Iterator[str]:
     """Yields what is wrong with the share of products in a dtype, if anything is."""
     if at_least is not None and not _is_share(at_least):
         raise ValueError(
@@ -95,7 +95,7 @@ def _is_share(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
 
 
-def _by_dtypes(report: "Report", whole: int) -> str:
+def _by_dtypes(report: "Audit", whole: int) -> str:
     largest = sorted(report.products, key=lambda each: -each.flops)
     return "\n".join(f"  {each.dtypes}: {share_text(each.flops, whole)}" for each in largest)
 

@@ -16,7 +16,7 @@ from jmpx._audit.text import facts, is_rule, no_findings, severities, title
 from jmpx._audit.units import count_text, share_text
 
 if TYPE_CHECKING:
-    from jmpx._audit.report import Report
+    from jmpx._audit.report import Audit
 
 _FINDINGS = 8  # these are open; the others unfold
 _GRAY, _BLUE = "rgba(128,128,128,0.2)", "rgba(66,133,244,0.4)"
@@ -26,7 +26,7 @@ _LEFT, _RIGHT = "text-align:left", "text-align:right"
 _CELL = "padding:2px 0.5em 2px 0;white-space:nowrap;border:0"
 
 
-def report_html(report: "Report") -> str:
+def report_html(report: "Audit") -> str:
     """Returns the report as HTML."""
     parts = [
         f'<div style="font-size:1.15em;font-weight:600">{escape(title(report))}</div>',
@@ -76,7 +76,7 @@ def _row(cells: Iterable[str], sides: str, tag: str = "td") -> str:
     return f'<tr style="background:none">{inner}</tr>'
 
 
-def _findings(report: "Report") -> str:
+def _findings(report: "Audit") -> str:
     if not report.findings:
         return f"<p>{escape(no_findings(report))}</p>"
     findings = alike_findings(report.findings)
@@ -107,7 +107,7 @@ def _finding(finding: Finding) -> str:
     return f'<div style="{style}">{inner}</div>'
 
 
-def _scopes(report: "Report") -> str:
+def _scopes(report: "Audit") -> str:
     alike, every = (scope_rows(report.scopes, is_full) for is_full in (False, True))
     if not every:
         return ""

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 from jmpx._leaves import is_int
 
 if TYPE_CHECKING:
-    from jmpx._audit.report import Report
+    from jmpx._audit.report import Audit
 
 _VERSION = 1  # of the keys and of what they mean
 
 
-def report_dict(report: "Report") -> dict[str, Any]:
+def report_dict(report: "Audit") -> dict[str, Any]:
     """Returns the report as dicts, lists, strings and numbers."""
     fields = [field.name for field in dataclasses.fields(report)]
     return {"version": _VERSION, **{name: _plain(getattr(report, name)) for name in fields}}

@@ -16,7 +16,7 @@ from jmpx._dtypes import DTypeLike
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Report:
+class Audit:
     """What `jmpx.audit` says of a program.
 
     `print(report)` shows it, a notebook shows it as a table, and `report.check` makes a test of it.
@@ -44,7 +44,7 @@ class Report:
         >>> w = jax.ShapeDtypeStruct((8, 8), "bfloat16")
         >>> report = jmpx.audit(loss_fn)(w, w).check("bfloat16")
         >>> report
-        <Report of loss_fn: 2.05 kFLOP of products, 100.0 % bfloat16 x bfloat16, no findings>
+        <Audit of loss_fn: 2.05 kFLOP of products, 100.0 % bfloat16 x bfloat16, no findings>
         >>> print(report.to_text(width=80).splitlines()[2])
         Matrix products and convolutions: 2.05 kFLOP
         >>> report.to_dict()["products"]

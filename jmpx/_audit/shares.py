@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jmpx._audit.units import bytes_text, flop_text
 
 if TYPE_CHECKING:
-    from jmpx._audit.report import Report
+    from jmpx._audit.report import Audit
 
 _WHILE = "In a while loop, operations are counted for one trip: nothing tells how many it makes."
 
@@ -41,7 +41,7 @@ class Shares(NamedTuple):
     rows: list[Share]
 
 
-def shares(report: "Report") -> list[Shares]:
+def shares(report: "Audit") -> list[Shares]:
     """Returns the tables that a report begins with."""
     products = [(each.dtypes, each.flops, each.count) for each in report.products]
     saved = [(dtype, nbytes, None) for dtype, nbytes in report.saved.items()]
@@ -54,7 +54,7 @@ def shares(report: "Report") -> list[Shares]:
     ]
 
 
-def notes(report: "Report") -> list[str]:
+def notes(report: "Audit") -> list[str]:
     """Returns sentences about what the tables do not count."""
     found = [_WHILE] if report.has_while else []
     if report.uncounted:

@@ -16,7 +16,7 @@ from jmpx._leaves import is_int
 from jmpx._messages import describe
 
 if TYPE_CHECKING:
-    from jmpx._audit.report import Report
+    from jmpx._audit.report import Audit
 
 _WIDTH = 100
 _NARROWEST = 60
@@ -31,7 +31,7 @@ _KEPT = "\N{NO-BREAK SPACE}"  # a space at which lines do not break
 _RULE = re.compile(r"\S+: ")  # a rule of a policy map; other advice is a sentence or code
 
 
-def report_text(report: "Report", width: int | None, is_full: bool) -> str:
+def report_text(report: "Audit", width: int | None, is_full: bool) -> str:
     """Returns the report as text: the shares, the findings, the scopes.
 
     Args:
@@ -53,19 +53,19 @@ def report_text(report: "Report", width: int | None, is_full: bool) -> str:
     return "\n\n".join(filter(None, blocks))
 
 
-def title(report: "Report") -> str:
+def title(report: "Audit") -> str:
     """Returns what was audited."""
     gradient = "" if report.is_step else " and its gradient"
     return f"Audit of {report.title}{gradient}{f' on {report.platform}' if report.platform else ''}"
 
 
-def summary_line(report: "Report") -> str:
+def summary_line(report: "Audit") -> str:
     """Returns a report in one line: the largest share of products, and how many findings."""
     products = shares(report)[0].rows
     parts = [f"{flop_text(products[0].whole)} of products" if products else "no products"]
     parts += [f"{share_text(row.part, row.whole)} {row.label}" for row in products[:1]]
     parts.append(severities(alike_findings(report.findings)) or "no findings")
-    return f"Report of {report.title}: {', '.join(parts)}"
+    return f"Audit of {report.title}: {', '.join(parts)}"
 
 
 def _columns(width: int | None) -> int:
@@ -148,7 +148,7 @@ def _bar(part: int, whole: int, size: int) -> str:
 # Findings
 
 
-def _finding_blocks(report: "Report", width: int, is_full: bool) -> Iterator[str]:
+def _finding_blocks(report: "Audit", width: int, is_full: bool) -> Iterator[str]:
     """Yields the findings, or what was looked for if there are none."""
     if not report.findings:
         yield _wrapped(no_findings(report), width)
@@ -160,7 +160,7 @@ def _finding_blocks(report: "Report", width: int, is_full: bool) -> Iterator[str
     yield from _left_out(len(findings) - len(shown), "findings")
 
 
-def no_findings(report: "Report") -> str:
+def no_findings(report: "Audit") -> str:
     """Returns the sentence of a report without findings: what the audit looked for."""
     left_out = () if report.platform else ONLY_WITH_PLATFORM
     names = [name for name in FINDING_NAMES if name not in left_out]

@@ -9,11 +9,11 @@ import jax.core
 import numpy as np
 
 from jmpx._first_nonfinite.replay import Replay
-from jmpx._first_nonfinite.report import NonFinite
+from jmpx._first_nonfinite.report import FirstNonfinite
 from jmpx._programs import Program, traced_program
 
 
-def first_nonfinite(fn: Callable[..., Any]) -> Callable[..., NonFinite | None]:
+def first_nonfinite(fn: Callable[..., Any]) -> Callable[..., FirstNonfinite | None]:
     """Finds the operation that makes the first infinity or NaN, and the rule that mends it.
 
     It runs the function once, equation by equation inside of one compiled program, and looks at
@@ -31,8 +31,9 @@ def first_nonfinite(fn: Callable[..., Any]) -> Callable[..., NonFinite | None]:
             as it is. Nothing of it prints, and the modules among its arguments stay as they are.
 
     Returns:
-        A function of the arguments of `fn` that returns a `jmpx.NonFinite`, which prints as the
-        operation, its line, module, operands and what mends it; or None if all results are finite.
+        A function of the arguments of `fn` that returns a `jmpx.FirstNonfinite`, which prints as
+        the operation, its line, module, operands and what mends it; or None if all results are
+        finite.
 
     Raises:
         TypeError: if `fn` is not callable; when called, if an argument is a shape or is traced.
@@ -58,7 +59,7 @@ def first_nonfinite(fn: Callable[..., Any]) -> Callable[..., NonFinite | None]:
         )
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
-    def run(*args: Any, **kwargs: Any) -> NonFinite | None:
+    def run(*args: Any, **kwargs: Any) -> FirstNonfinite | None:
         program = traced_program(fn, args, kwargs)
         _check_arrays(program)
         with jax.debug_nans(False), jax.debug_infs(False):  # They would stop before it is named.

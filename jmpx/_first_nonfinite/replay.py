@@ -9,7 +9,7 @@ import numpy as np
 from jmpx._first_nonfinite.causes import Cause, cause_of_event, in_float32
 from jmpx._first_nonfinite.flow import Flow
 from jmpx._first_nonfinite.numbers import NAN, is_inexact, is_narrow, numbers_of, worst_of
-from jmpx._first_nonfinite.report import NonFinite
+from jmpx._first_nonfinite.report import FirstNonfinite
 from jmpx._first_nonfinite.scales import Scale, is_scaling, run_unscaled, scale_of
 from jmpx._first_nonfinite.search import HAND_ON, Event, Search
 from jmpx._graph import Graph, Node, Value
@@ -46,7 +46,7 @@ class Replay:
         flow = Flow(self.graph, search, search.look(arrays), arrays)
         return _Run(search, arrays, flow, flow.origin())
 
-    def find(self) -> NonFinite | None:
+    def find(self) -> FirstNonfinite | None:
         """Returns the first one; None if all results are finite."""
         scale, first = self.scale, self.run(self.search, self.program.arrays)
         if first.found is None:
@@ -89,13 +89,15 @@ class Replay:
 
     def describe(
         self, run: _Run, scale: float | None, cause: Cause | None = None
-    ) -> NonFinite | None:
+    ) -> FirstNonfinite | None:
         """Returns what a run found as the user sees it."""
         if isinstance(run.found, Value):
             return self.given(run.found, run.arrays, scale)
         return None if run.found is None else self.made(run, run.found, scale, cause)
 
-    def made(self, run: _Run, event: Event, scale: float | None, cause: Cause | None) -> NonFinite:
+    def made(
+        self, run: _Run, event: Event, scale: float | None, cause: Cause | None
+    ) -> FirstNonfinite:
         """Describes an operation that made an infinity or a NaN."""
         site, eqn = event.site, event.site.equation
         node = run.flow.node(site)
@@ -108,7 +110,7 @@ class Replay:
                 cause = self.cause_in_16_bits(run, cause, rule)
             cause = self.or_scale(cause, site)
         seen = [numbers_of(x) for x in results if is_inexact(x)]
-        return NonFinite(
+        return FirstNonfinite(
             kind="inf" if any(each.infs for each in seen) else "NaN",
             operation=operation_name(eqn.primitive.name),
             given="",
@@ -144,12 +146,12 @@ class Replay:
         hint = "; or lower the loss scale: pass it as an argument, and it is told to how much"
         return cause._replace(remedy=cause.remedy + hint)
 
-    def given(self, value: Value, arrays: Sequence[Any], scale: float | None) -> NonFinite:
+    def given(self, value: Value, arrays: Sequence[Any], scale: float | None) -> FirstNonfinite:
         """Describes an argument or a constant that is not finite."""
         is_input = value.kind == "input"
         array = arrays[value.index] if is_input else np.asarray(value.constant, value.dtype)
         reader = value.readers[0] if value.readers and not is_input else None
-        return NonFinite(
+        return FirstNonfinite(
             kind="NaN" if worst_of(array) == NAN else "inf",
             operation="",
             given=self.program.names[value.index] if is_input else "a constant",

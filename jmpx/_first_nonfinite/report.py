@@ -13,7 +13,7 @@ _INDENT = 11
 
 
 @dataclasses.dataclass(frozen=True)
-class NonFinite:
+class FirstNonfinite:
     """The first infinity or NaN of a program that reaches its results.
 
     Attributes:

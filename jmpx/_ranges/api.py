@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jmpx._graph import build
+from jmpx._graph import Graph
 from jmpx._programs import Program, traced_program
 from jmpx._ranges.collecting import collected
 from jmpx._ranges.measuring import Plan, measure
@@ -70,7 +70,7 @@ def ranges(fn: Callable[..., Any], *, extremes_only: bool = False) -> Callable[.
     def call(*args: Any, **kwargs: Any) -> Ranges:
         program = traced_program(fn, args, kwargs)
         _refuse_shapes(program)
-        graph = build(program)
+        graph = Graph(program)
         plan = Plan(graph, extremes_only)
         return collected(graph, plan, measure(program.jaxpr, program.arrays, plan))
 

@@ -13,13 +13,13 @@ from helpers.four_frameworks import FRAMEWORKS, WIDTHS, X
 from jmpx._audit.api import audit
 from jmpx._audit.entries import entries
 from jmpx._audit.lock import differences, text, write
-from jmpx._graph import build
+from jmpx._graph import Graph
 from jmpx._jaxpr import Place
 from jmpx._programs import traced_program
 
 
 def entries_of(fn, *args):
-    return entries(build(traced_program(fn, args)))
+    return entries(Graph(traced_program(fn, args)))
 
 
 def rows_of(fn, *args):

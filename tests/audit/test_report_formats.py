@@ -11,7 +11,7 @@ import pytest
 from helpers.reports import CLEAN, LEAK, REPORT
 
 from jmpx._audit.data import Cast, Entry, Finding, Products, Scope
-from jmpx._audit.report import Report
+from jmpx._audit.report import Audit
 from jmpx._jaxpr import Place
 
 VOID = {"br", "hr", "img", "meta", "link", "input"}
@@ -29,7 +29,7 @@ def rebuilt(plain):
         fields[key] = tuple(cls(**item) for item in fields[key])
     for key, cls in (("findings", Finding), ("entries", Entry)):
         fields[key] = placed(cls, fields[key])
-    return Report(**{**fields, "uncounted": tuple(fields["uncounted"])})
+    return Audit(**{**fields, "uncounted": tuple(fields["uncounted"])})
 
 
 @pytest.mark.parametrize("report", [REPORT, CLEAN, dataclasses.replace(REPORT, platform="tpu")])
@@ -78,11 +78,11 @@ def test_a_report_is_a_frozen_value():
 
 def test_its_repr_is_one_line():
     assert repr(REPORT) == (
-        "<Report of loss_fn: 12.0 GFLOP of products, 75.0 % bfloat16 x bfloat16, 1 high, 1 medium, "
+        "<Audit of loss_fn: 12.0 GFLOP of products, 75.0 % bfloat16 x bfloat16, 1 high, 1 medium, "
         "1 low>"
     )
     nothing = dataclasses.replace(CLEAN, products=())
-    assert repr(nothing) == "<Report of loss_fn: no products, no findings>"
+    assert repr(nothing) == "<Audit of loss_fn: no products, no findings>"
 
 
 class Page(html.parser.HTMLParser):

@@ -5,13 +5,13 @@ from typing import Any
 
 from jmpx._audit.findings import find
 from jmpx._audit.options import Options
-from jmpx._graph import build
+from jmpx._graph import Graph
 from jmpx._programs import traced_program
 
 
 def found(names, fn, *args, platform=None) -> list[Any]:
     """The findings of some names in a function's step, the worst first."""
-    graph = build(traced_program(fn, args))
+    graph = Graph(traced_program(fn, args))
     return [each for each in find(graph, Options(platform)) if each.name in names]
 
 

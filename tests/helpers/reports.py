@@ -3,7 +3,7 @@
 import dataclasses
 
 from jmpx._audit.data import Cast, Entry, Finding, Products, Scope
-from jmpx._audit.report import Report
+from jmpx._audit.report import Audit
 from jmpx._jaxpr import Place
 
 POLICY = "params=float32,compute=bfloat16,output=float32"
@@ -30,7 +30,7 @@ SAVED = Finding(
     48 << 20,
 )
 EXP = Finding("low-exp", "low", "An exp in bfloat16 has 3 digits.", None, "", "op.exp: full")
-REPORT = Report(
+REPORT = Audit(
     title="loss_fn",
     is_step=False,
     platform=None,

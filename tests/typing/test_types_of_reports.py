@@ -19,8 +19,8 @@ def loss_fn(params: Params, x: jax.Array) -> jax.Array:
 
 def test_audit(tmp_path: Path) -> None:
     report = jmpx.audit(loss_fn)(make_params(), ones(4, 2))
-    assert_type(report, jmpx.Report)
-    assert_type(report.check("f32", at_least=0.5), jmpx.Report)
+    assert_type(report, jmpx.Audit)
+    assert_type(report.check("f32", at_least=0.5), jmpx.Audit)
     assert_type(report.products[0].flops, int)
     assert_type([finding.name for finding in report.findings], list[str])
     assert_type(report.saved, dict[str, int])
@@ -53,5 +53,5 @@ def test_ranges(tmp_path: Path) -> None:
 
 def test_first_nonfinite() -> None:
     found = jmpx.first_nonfinite(loss_fn)(make_params(), ones(4, 2))
-    assert_type(found, jmpx.NonFinite | None)
+    assert_type(found, jmpx.FirstNonfinite | None)
     assert found is None
