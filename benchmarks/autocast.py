@@ -8,9 +8,11 @@ the machine.
 gradient_error: the norm of the gradients' difference from float32's, relative to float32's norm.
 dots: the operands of all matrix products, forward and backward, lowered for CUDA.
 trace_ms: processor time until the gradients of 24 layers are traced, the blocks written out or
-scanned, with and without autocast in turns; medians, and their ratio.
+scanned, with and without autocast in turns; medians, and their ratio. That of save= is to a float32
+model with a jax.checkpoint around each block, because checkpoints are what takes the time.
 """
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -102,14 +104,24 @@ def measure_traces(rng: np.random.Generator, rounds: int) -> Iterator[records.Re
     """Yields the trace times of a deep narrow model."""
     for way, scanned in {"24 layers": False, "24 layers, scanned": True}.items():
         model = Transformer(layers=24, width=64, hidden=128, scanned=scanned)
-        params, ways = model.init(rng), losses(model, model.batch(rng, 2, 16))
-        times: dict[str, list[float]] = {"float32": [], "autocast": []}
+        params, batch = model.init(rng), model.batch(rng, 2, 16)
+        marked = dataclasses.replace(model, checkpointed=True)
+        ways = losses(model, batch) | {"float32, checkpoint": losses(marked, batch)["float32"]}
+        names = ("float32", "autocast", "float32, checkpoint", "autocast, save")
+        times: dict[str, list[float]] = {name: [] for name in names}
         for _ in tqdm(range(rounds + 1), desc=f"trace {way}"):
             for name, seconds in times.items():
                 seconds.append(1000 * trace_seconds(ways[name], params))
-        plain, autocast = (statistics.median(seconds[1:]) for seconds in times.values())
-        found = {"trace_ms": round(plain), "autocast_trace_ms": round(autocast)}
-        yield {"way": way, **found, "ratio": round(autocast / plain, 2)}
+        plain, autocast, checkpoint, save = (statistics.median(times[n][1:]) for n in names)
+        yield {
+            "way": way,
+            "trace_ms": round(plain),
+            "autocast_trace_ms": round(autocast),
+            "ratio": round(autocast / plain, 2),
+            "checkpoint_trace_ms": round(checkpoint),
+            "save_trace_ms": round(save),
+            "save_ratio": round(save / checkpoint, 2),
+        }
 
 
 def main(arguments: list[str] | None = None) -> None:
