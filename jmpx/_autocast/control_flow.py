@@ -11,6 +11,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jmpx import _jaxpr
 from jmpx._autocast.binding import bind_arrays, is_float32, run_as_traced
+from jmpx._autocast.reads import product_dtypes
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
 from jmpx._jaxpr import Atom, Equation, Jaxpr
@@ -62,13 +63,35 @@ def _carry(context: Context, equation: Equation, values: list[Value], start: int
     ]
 
 
+def _slices(context: Context, equation: Equation, values: list[Value], start: int) -> list[Value]:
+    """Returns the arrays of which each turn of a scan reads a slice.
+
+    What products alone read, as they read weights, is cast as a whole: so the backward pass
+    collects the cotangents of the slices in 16 bits, which they are in, and casts them once.
+
+    Args:
+        context: the context of the scan.
+        equation: the scan.
+        values: its operands.
+        start: the number of operands before these arrays.
+    """
+    dtypes = product_dtypes(equation.params["jaxpr"], context.scope, context.interpreter.regions)
+    triples = zip(equation.invars[start:], values[start:], dtypes[start:], strict=True)
+    return [
+        Value(value.to(dtype), value.yields, value.tangent)
+        if dtype is not None and is_float32(atom)
+        else value
+        for atom, value, dtype in triples
+    ]
+
+
 @register("scan", everywhere=True)
 def scan(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Retraces the body of a scan, which returns its carry in the dtypes in which it came."""
     num_consts, num_carry = _jaxpr.scan_counts(equation)
     end = num_consts + num_carry
     carry = _carry(context, equation, values[:end], num_consts)
-    operands = [*values[:num_consts], *carry, *values[end:]]
+    operands = [*values[:num_consts], *carry, *_slices(context, equation, values, end)]
     retraced = context.interpreter.retrace(
         equation.params["jaxpr"],
         operands,

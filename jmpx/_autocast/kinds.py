@@ -17,7 +17,6 @@ from jmpx._autocast.binding import (
     bind_arrays,
     cast_operands,
     float32_values,
-    is_floating,
     promoted,
     result_dtype,
     rounded,
@@ -25,7 +24,7 @@ from jmpx._autocast.binding import (
     run_in,
     run_recomputed,
 )
-from jmpx._autocast.products import is_precise, without_algorithm
+from jmpx._autocast.products import is_precise, low_dtype, without_algorithm
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Value
 from jmpx._jaxpr import Equation
@@ -35,9 +34,8 @@ def low(context: Context, equation: Equation, values: list[Value]) -> list[Value
     """Runs in the compute dtype; in float32 if the user asked for more than default precision."""
     if is_precise(equation):
         return run_as_traced(context, equation, values, yields=False)
-    dtype = context.region.dtype
-    dtypes = {atom.aval.dtype for atom in equation.invars if is_floating(atom)}
-    if FLOAT32 not in dtypes or not dtypes <= {FLOAT32, dtype}:
+    dtype = low_dtype(equation, context.region.dtype)
+    if dtype == FLOAT32:
         return full(context, equation, values)
     params = result_dtype(equation, dtype) | without_algorithm(context, equation)
     return run_in(dtype, equation, values, yields=False, **params)

@@ -21,7 +21,7 @@ from jmpx._autocast.kinds import (
     promote_finite,
     scale_checking,
 )
-from jmpx._autocast.products import is_precise, with_algorithms
+from jmpx._autocast.products import is_outer, is_precise, with_algorithms
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Value
 from jmpx._jaxpr import Equation
@@ -34,9 +34,7 @@ def dot_general(context: Context, equation: Equation, values: list[Value]) -> li
 
     The angles of a rotary embedding are one: positions times frequencies.
     """
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    shape = equation.invars[0].aval.shape
-    if all(shape[axis] == 1 for axis in contracted) and not is_precise(equation):
+    if is_outer(equation) and not is_precise(equation):
         dtype, yields = promoted(equation, values), all_yield(equation, values)
         params = with_algorithms(context, equation, dtype)
         return run_in(dtype, equation, values, yields, **params)

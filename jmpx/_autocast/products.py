@@ -35,6 +35,27 @@ def is_precise(equation: Equation) -> bool:
     return any(p not in (None, lax.Precision.DEFAULT) for p in asked)
 
 
+def is_outer(equation: Equation) -> bool:
+    """Whether a matrix product sums nothing, as an outer product does."""
+    if operation_name(equation.primitive.name) != "dot_general":
+        return False
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    return all(shape[axis] == 1 for axis in contracted)
+
+
+def low_dtype(equation: Equation, dtype: np.dtype) -> np.dtype:
+    """Returns the dtype in which a product runs where the compute dtype is `dtype`.
+
+    It is float32 if the user asked for more than default precision, or an operand is of a dtype of
+    its own.
+    """
+    atoms = [atom for atom in equation.invars if jnp.issubdtype(atom.aval.dtype, jnp.floating)]
+    dtypes = {atom.aval.dtype for atom in atoms}
+    is_low = FLOAT32 in dtypes and dtypes <= {FLOAT32, dtype} and not is_precise(equation)
+    return dtype if is_low else FLOAT32
+
+
 def with_algorithms(
     context: Context, equation: Equation, dtype: np.dtype = FLOAT32
 ) -> dict[str, Any]:
