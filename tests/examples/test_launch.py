@@ -32,7 +32,11 @@ with launch.ending_at_once():
 WAIT = "time.sleep(600)"
 DEAF = "[signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(600)"
 RAISE = "raise ArithmeticError('planted')"
-LOSE = "import jax; raise jax.errors.JaxRuntimeError('Connection closed by peer')"
+LOSE = """
+import jax
+class Lost(jax.errors.JaxRuntimeError): ...
+raise Lost('Connection closed by peer')
+"""
 AFTER_0 = """
 with open(f'{folder}/0.pid') as file:
     first = file.read()
@@ -89,12 +93,12 @@ FAILURES = {
     "a kill that others met first": (
         [LOSE, f"{AFTER_0}sys.exit(0)", AFTER_0 + LOSE, f"{AFTER_0}time.sleep(0.5); {KILL}"],
         "process 3 was ended by SIGKILL, so all 4 were ended.",
-        "jax.errors.JaxRuntimeError: Connection closed by peer",
+        "Lost: Connection closed by peer",
     ),
     "a connection": (
         [WAIT, LOSE],
         "process 1 ended with status 4, so all 2 were ended.",
-        "process 1: jax.errors.JaxRuntimeError: Connection closed by peer",
+        "process 1: Lost: Connection closed by peer",
     ),
     "a status": (["sys.exit(3)", WAIT], "process 0 ended with status 3, so all 2 were ended.", ""),
     "after others": (["0", KILL], "process 1 was ended by SIGKILL, so all 2 were ended.", ""),
