@@ -99,7 +99,7 @@ HEADLINES = (
     "residual bytes over float32's: autocast",
     "residual bytes over float32's: autocast, save",
     "trace time over no autocast's: 24 layers",
-    "trace time of save= over a checkpoint's by hand: 24 layers",
+    "trace time of save= over one checkpoint's: 24 layers",
     "time over JMP's of casting 2000 arrays outside of jit",
     "milliseconds that `import jmpx` adds to `import jax`",
     "FSDP, MiB sent: batch_sharding, c=bf16, fsdp_partitioner",
@@ -143,7 +143,7 @@ def bars(found: list[Record]) -> Iterator[Row]:
             yield Row(measure, record["of_float32"], RESIDUALS[way])
         elif way in TRACES:
             yield Row(f"trace time over no autocast's: {way}", record["ratio"], TRACES[way])
-            measure = f"trace time of save= over a checkpoint's by hand: {way}"
+            measure = f"trace time of save= over one checkpoint's: {way}"
             yield Row(measure, record["save_ratio"], TRACES[way])
     eager = by_name.get("eager_casts", [])
     later = {(r["library"], r["leaves"], r["case"]): r["later_ms"] for r in eager}
