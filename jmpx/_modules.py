@@ -15,6 +15,9 @@ R = TypeVar("R")
 # The arguments of a call are `Any`, because a function under autocast may take anything.
 _Call: TypeAlias = tuple[Callable[..., R], tuple[Any, ...], dict[str, Any]]
 
+# How JAX's errors of two trees that differ begin, from JAX 0.10 on and in JAX 0.7.
+_DIFFERENT_TREES = ("pytree structure error", "Custom node type mismatch")
+
 
 @contextlib.contextmanager
 def marked_calls(rules: Iterable[Rule]) -> Iterator[None]:
@@ -94,7 +97,10 @@ def call_marked(
 
 def _note_marks(error: ValueError, markers: Iterable[Marker]) -> None:
     """Adds a note to JAX's error of two trees that differ in the class of a module."""
-    marked = {cls for marker in markers for cls in marker.made.values() if repr(cls) in str(error)}
+    text = str(error)
+    if not text.startswith(_DIFFERENT_TREES):
+        return
+    marked = {cls for marker in markers for cls in marker.made.values() if repr(cls) in text}
     names = ", ".join(sorted(cls.__name__ for cls in marked))
     if names:
         error.add_note(

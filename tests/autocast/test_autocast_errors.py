@@ -192,3 +192,15 @@ def test_a_module_joined_with_a_part_that_is_closed_over_says_what_to_pass():
     (note,) = (note for note in caught.value.__notes__ if "jmpx" in note)
     assert "(Linear)" in note and "pass both parts as arguments" in note
     np.testing.assert_array_equal(jmpx.autocast(joined, policy)(arrays, rest, x), layer(x))
+
+
+def test_a_users_error_that_names_a_module_has_no_such_note():
+    layer = eqx.nn.Linear(3, 4, key=jax.random.key(0))
+
+    @jmpx.autocast(policy="c=bf16; Linear: full")
+    def refuse(layer):
+        raise ValueError(f"no {eqx.nn.Linear}")
+
+    with pytest.raises(ValueError, match="equinox.nn") as caught:
+        refuse(layer)
+    assert not any("jmpx" in note for note in getattr(caught.value, "__notes__", ()))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BF16, F32, assert_same_bits, normal
+from helpers import BF16, assert_same_bits, normal
 from helpers.autocast import LOW_DTYPES
 from helpers.jaxprs import equations_of
 from jax import lax
@@ -121,13 +121,16 @@ def test_the_bits_are_those_of_a_loop_that_is_written_out(rng, name):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *results)
 
 
-def test_a_rule_for_products_decides(rng):
+RULES = {
+    "c=bf16; op.dot_general: f32": "float32",
+    "full; op.dot_general: bf16": "bfloat16",
+    "c=f16; op.dot_general: bf16": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("policy", RULES)
+def test_a_rule_for_products_decides(rng, policy):
     x, ws = normal(rng, 3, 4), normal(rng, 5, 4, 4)
-    for rule, expected in (
-        ("op.dot_general: f32", "float32"),
-        ("op.dot_general: bf16", "bfloat16"),
-    ):
-        cast = jmpx.autocast(scanned(lambda x, w: x @ w), f"c=bf16; {rule}")
-        assert dtypes_of_slices(cast, x, ws) == {expected}
-    arrays = jmpx.autocast(scanned(lambda x, w: x @ w), "c=bf16", output=None)(x, ws)
-    assert arrays.dtype == BF16 and ws.dtype == F32
+    cast = jmpx.autocast(scanned(lambda x, w: x @ w), policy, output=None)
+    assert dtypes_of_slices(cast, x, ws) == {RULES[policy]}
+    assert cast(x, ws).dtype.name == RULES[policy]
