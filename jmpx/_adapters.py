@@ -24,16 +24,20 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jmpx._casts import cast_like
+from jmpx import _jaxpr
+from jmpx._casts import cast_like, cast_tree
 from jmpx._contexts import Context, Hook, entered, opened, refuse_other_tasks
+from jmpx._dtype_fields import FieldCensus
 from jmpx._dtypes import DTypeLike
+from jmpx._leaves import is_floating
 from jmpx._made_once import made_once
 from jmpx._marks import Module, in_module
 from jmpx._matmul import is_algorithm, matmul_of
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMapLike, get_policy_map, warn_unused
-from jmpx._registry import policy_of, running
+from jmpx._registry import in_loop, policy_of, running
 
 T = TypeVar("T")
 
@@ -42,6 +46,8 @@ PyTree: TypeAlias = Any  # JAX has no type for pytrees
 Method: TypeAlias = Callable[..., Any]
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
+
+_jaxpr.import_extend()  # now, because `in_loop` is often asked first inside of a trace
 
 _PLAIN = "_jmpx_plain_class"  # the attribute of a lookalike that holds the plain class
 
@@ -93,6 +99,7 @@ class Session:
 
     Attributes:
         seen: the modules that were met.
+        census: the parameters that `dtype` fields keep from the policy map.
         coarse: the convolutions for which JAX ignores the algorithm of their policy, with its name.
         met: these modules with their policies, in the order of their first calls; empty outside of
             `listening`.
@@ -106,6 +113,7 @@ class Session:
         self.name = name
         self.policy_map = None if policy_map is None else get_policy_map(policy_map)
         self.seen: set[Module] = set()
+        self.census = FieldCensus()
         self.coarse: dict[Module, str | None] = {}
         self.met: dict[Met, None] = {}
         self._listeners = opened(_Listener)
@@ -175,13 +183,14 @@ class Session:
             self.coarse.setdefault(Module(cls, path), matmul_of(policy))
 
     def warn(self, stacklevel: int) -> None:
-        """Warns of each rule that matched no module, and of an algorithm that JAX ignores.
+        """Warns of rules and of an algorithm without effect, and of `dtype` fields that go before.
 
         Args:
             stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
         """
         if self.policy_map is not None:
             warn_unused(self.policy_map, self.seen, stacklevel + 1)
+            self.census.warn(self.policy_map, self.name, stacklevel + 1)
         if self.coarse:
             warn_of_convolution(*next(iter(self.coarse.items())), stacklevel + 1)
 
@@ -269,6 +278,59 @@ def run_at_boundary(
     if isinstance(result, tuple) and result and jax.tree.structure(result[0]) == structure:
         return (jax.tree.map(cast_like, result[0], carry), *to_output(result[1:]))
     return to_output(result)
+
+
+def run_reading(
+    policy: Policy,
+    method: Method,
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    by: str,
+    passes: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Runs a call that is no boundary, of a module that reads parameters itself.
+
+    What is made inside of a model, such as noise, is often float32. Floating arguments are cast, so
+    that it does not widen the products of this module and all that follows.
+
+    Args:
+        policy: the policy under which the module reads its parameters.
+        method: the method.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        by: the function that casts, as the user calls it.
+        passes: whether a node of a pytree passes as it is; None if none does.
+
+    Returns:
+        The result as the method returns it. Inside of a loop or a branch of JAX, where results have
+        to keep the dtype of a carry, it is at least as wide as the widest floating argument was.
+    """
+    dtypes = _floating_dtypes((args, kwargs), passes) if in_loop() else []
+    args, kwargs = cast_except(policy.cast_to_compute, (args, kwargs), passes)
+    with running(policy, by):
+        result = method(*args, **kwargs)
+    if not dtypes:
+        return result
+    widest = functools.reduce(jnp.promote_types, dtypes)
+    return cast_except(lambda tree: jax.tree.map(_at_least(widest), tree), result, passes)
+
+
+def _floating_dtypes(tree: PyTree, passes: Callable[[Any], bool] | None) -> list[np.dtype]:
+    """Returns the dtypes of the floating leaves in a pytree, without the nodes that pass."""
+    leaves = jax.tree.leaves(tree, is_leaf=passes)
+    cast = [leaf for leaf in leaves if passes is None or not passes(leaf)]
+    return [np.dtype(leaf.dtype) for leaf in cast if is_floating(leaf)]
+
+
+def _at_least(dtype: np.dtype) -> Callable[[Any], Any]:
+    """Returns a function that casts a floating leaf which is narrower than a dtype."""
+
+    def widen(leaf: Any) -> Any:
+        is_narrow = is_floating(leaf) and leaf.dtype.itemsize < dtype.itemsize
+        return cast_tree(leaf, dtype) if is_narrow else leaf
+
+    return widen
 
 
 def cast_except(

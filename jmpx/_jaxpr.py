@@ -110,10 +110,38 @@ def current_trace() -> object:
 
 @functools.cache
 def _opaque_trace_state() -> Callable[[], object]:
+    return _of_core("get_opaque_trace_state")
+
+
+def _of_core(name: str) -> Any:
+    """Returns a function of traces, in `jax.core` until some line between JAX 0.7 and 0.10."""
     from jax.extend import core
 
-    name = "get_opaque_trace_state"  # in `jax.core` until some line between JAX 0.7 and 0.10
     return getattr(core, name) if hasattr(core, name) else getattr(jax.core, name)
+
+
+# Bodies that JAX traces and that may return what they like. The dtypes of others are compared: with
+# the carry of a loop, with the other branches, with what a backward pass is given.
+_FREE_BODIES = ("jit", "checkpoint / remat", "shard_map", "pmap")
+
+
+def enclosing_bodies() -> list[bool]:
+    """Returns which bodies of jaxprs are being traced now, the innermost first.
+
+    Returns:
+        For each body, whether it is one of a loop, a branch or the like, whose results are to have
+        certain dtypes, rather than a jitted or checkpointed function. `jax.vmap`, `jax.grad` and
+        `jax.linearize` make no body.
+    """
+    bodies = []
+    with _of_core("take_current_trace")() as trace:
+        while trace is not None:
+            frame = getattr(trace, "frame", None)
+            if frame is not None:
+                name = getattr(getattr(frame, "debug_info", None), "traced_for", None)
+                bodies.append(name not in _FREE_BODIES)
+            trace = getattr(trace, "parent_trace", None)
+    return bodies
 
 
 def is_literal(atom: Atom) -> bool:

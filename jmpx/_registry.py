@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
+from jmpx import _jaxpr
 from jmpx._contexts import Context, entered, note_cast, opened_here, set_fact
 from jmpx._dtypes import dtype_name
 from jmpx._frameworks import ClassPolicies, adapters_of, imported_adapters
@@ -34,11 +35,13 @@ class _Registry(threading.local):
             keeps, for JAX's caches to compare. A local class lives as long as its policy does here
             and in JAX's caches.
         running: the policies of the methods that run, the innermost last.
+        bodies: how many bodies of jaxprs were being traced when the outermost of them began.
     """
 
     def __init__(self) -> None:
         self.policies: dict[_Key, Policy] = {}
         self.running: list[Policy | None] = []
+        self.bodies = 0
 
 
 _registry = _Registry()
@@ -266,6 +269,8 @@ def running(policy: Policy | None, by: str) -> Iterator[None]:
     if policy is not None:
         note_cast(by)
     outer = _registry.running[-1] if _registry.running else None
+    if not _registry.running:
+        _registry.bodies = len(_jaxpr.enclosing_bodies())
     _registry.running.append(policy)
     try:
         with _products(policy, outer):
@@ -285,6 +290,14 @@ def _products(policy: Policy | None, outer: Policy | None) -> AbstractContextMan
     matmul = matmul_of(policy)
     is_inherited = outer is not None and matmul_of(outer) == matmul
     return matmul_region(None if is_inherited else matmul, policy.compute_dtype)
+
+
+def in_loop() -> bool:
+    """Whether a loop or a branch of JAX is traced inside of the outermost method that runs."""
+    if not _registry.running:
+        return False
+    bodies = _jaxpr.enclosing_bodies()
+    return any(bodies[: len(bodies) - _registry.bodies])
 
 
 def current_policy() -> Policy | None:
