@@ -13,9 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import LOG, QUICK_XLA, normal
+from hypothesis import settings
 from sampling import pytest_collection_modifyitems as pytest_collection_modifyitems
 
 import jmpx
+
+# A newcomer's run is the same each time. New draws are for `--hypothesis-profile=new_draws`, with
+# which CI runs all properties once more: a finding there is kept by `@example`.
+settings.register_profile("same_draws", derandomize=True)
+settings.register_profile("new_draws", derandomize=False, print_blob=True)
+settings.load_profile("same_draws")
 
 # XLA reads its flags when the first device is asked for.
 os.environ["XLA_FLAGS"] = " ".join(
@@ -54,6 +61,23 @@ def pytest_make_parametrize_id(val):
 def rng(request) -> np.random.Generator:
     """Random inputs: other ones for each test, the same ones each time it runs."""
     return np.random.default_rng(list(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def seed_arguments(request) -> list[str]:
+    """The arguments with which a script of `benchmarks/` draws what it drew before, or anew."""
+    is_new = request.config.getoption("--hypothesis-profile") == "new_draws"
+    return [] if is_new else ["--seed=0"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Says how to keep what a property found."""
+    report = yield
+    if report.failed and call.when == "call" and item.get_closest_marker("hypothesis"):
+        words = "Add the falsifying example as @hypothesis.example(...): then it runs each time."
+        report.sections.append(("To keep this finding", words))
+    return report
 
 
 @pytest.fixture

@@ -58,10 +58,10 @@ every_format = pytest.mark.parametrize("form", ["npz", "equinox", "orbax"])
 
 @pytest.mark.slow  # trainings in processes of their own
 @every_format
-def test_a_killed_training_loses_nothing(form, run):
+def test_a_killed_training_loses_nothing(form, run, seed_arguments):
     if form == "orbax":
         pytest.importorskip("orbax.checkpoint")
-    (record,) = run(kills, f"--formats={form}", "--kills=1", "--steps=150")
+    (record,) = run(kills, f"--formats={form}", "--kills=1", "--steps=150", *seed_arguments)
     assert not record["failures"]
     figures = record["figures"]
     assert figures["lines"] == 150 + figures["repeated"] and figures["kills"] == 1
@@ -205,8 +205,9 @@ def test_a_training_that_cannot_resume_says_so_in_one_line(states, tmp_path):
 
 
 @pytest.mark.slow  # 150 steps with each of two loss scales
-def test_every_step_is_that_of_the_plain_model(run):
-    found = run(soak, "--steps=150", "--scales", "hysteresis 3", "backoff 0.5, factor 1.1")
+def test_every_step_is_that_of_the_plain_model(run, seed_arguments):
+    scales = ["--scales", "hysteresis 3", "backoff 0.5, factor 1.1"]
+    found = run(soak, "--steps=150", *seed_arguments, *scales)
     assert [record["failures"] for record in found] == [[], []]
     for record in found:
         assert record["figures"]["traces"] == 1 and record["figures"]["planted"] == 30
@@ -286,8 +287,8 @@ def test_a_policy_of_the_main_thread_is_not_one_of_a_worker():
 # fuzz_strings.py
 
 
-def test_inputs_made_by_chance_give_values_or_sentences(run):
-    (record,) = run(fuzz_strings, "--inputs=1500")
+def test_inputs_made_by_chance_give_values_or_sentences(run, seed_arguments):
+    (record,) = run(fuzz_strings, "--inputs=1500", *seed_arguments)
     assert not record["failures"] and record["figures"]["executions"] == 1500
 
 
