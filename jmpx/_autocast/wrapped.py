@@ -119,8 +119,9 @@ def _evaluate(
         interpreter.used.left.add((None, None))
         interpreter.saving = None
     values = [Value(array, yields=not pure.is_replaced(array)) for array in traced.arrays]
-    values = interpreter.evaluate(traced.jaxpr, values, "")
     avals = traced.jaxpr.out_avals
+    # A loss outside may take the logarithm of a probability that leaves.
+    values = interpreter.evaluate(traced.jaxpr, values, "", exposed=[True] * len(avals))
     with jax.named_scope(RESTORE):
         outputs = [
             _restored(value, aval, output if i < len(avals) - pure.size else "traced")
