@@ -72,16 +72,17 @@ def autocast(
     in float32 and round the result if float16 cannot hold a factor or a divisor, or if it is one
     number that is known only when the program runs, such as a count or a learned scale. An epsilon
     that float16 cannot hold is lost in a sum, `h + 1e-8`, as it is in torch, unless the sum is
-    exposed (see below): add it to a mean or a total, which is float32. Integer powers (`h**2`, `h**3`) run in bfloat16, but in float32 instead
-    of float16, because they and their derivatives overflow there; operations on their results are
-    float32, too, up to a matrix product or a bounded function, such as the tanh of a gelu.
+    exposed (see below): add it to a mean or a total, which is float32. Integer powers (`h**2`,
+    `h**3`) run in bfloat16, but in float32 instead of float16, because they and their derivatives
+    overflow there; operations on their results are float32, too, up to a matrix product or a
+    bounded function, such as the tanh of a gelu.
 
-    A sigmoid in bfloat16 is exactly 1 from a logit of 6 on, and `log(1 - p)` infinite. So `logistic`,
-    `tanh`, `erf` and `erfc` run in float32 where their result is exposed: where it reaches a
-    logarithm, a root, a denominator or another function that is infinite at a bound, or a result of
-    the function, through copies, sums, clamps, selections, powers and products with one number or
-    itself. A product of two arrays ends the way: `silu`, `gelu`, GLUs and LSTMs stay in 16 bits.
-    Maximum, minimum and clamp by a constant that 16 bits round to 0, 1 or -1, such as
+    A sigmoid in bfloat16 is exactly 1 from a logit of 6 on, and `log(1 - p)` infinite. So
+    `logistic`, `tanh`, `erf` and `erfc` run in float32 where their result is exposed: where it
+    reaches a logarithm, a root, a denominator or another function that is infinite at a bound, or a
+    result of the function, through copies, sums, clamps, selections, powers and products with one
+    number or itself. A product of two arrays ends the way: `silu`, `gelu`, GLUs and LSTMs stay in
+    16 bits. Maximum, minimum and clamp by a constant that 16 bits round to 0, 1 or -1, such as
     `jnp.clip(p, 1e-7, 1 - 1e-7)`, run in float32, and so do exposed sums and selections with one.
 
     A loop's carry keeps its float32, so that sums over many steps are right; `op.scan: bf16` and
