@@ -17,6 +17,7 @@ from jmpx._autocast.regions import Regions, matches_scope
 from jmpx._autocast.rules import Context, Retraced, lookup
 from jmpx._autocast.saving import Saving, checkpointed
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value
+from jmpx._autocast.wide import note_products
 from jmpx._jaxpr import Atom, Equation, Jaxpr, operation_name
 from jmpx._marks import is_marking
 from jmpx._policy_map import PolicyMap
@@ -106,7 +107,9 @@ class Interpreter:
         for equation, last in zip(equations, last_uses, strict=True):
             try:
                 context = self._context(equation, scope, neighbours)
-                results = _run(context, equation, [_read(env, atom) for atom in equation.invars])
+                values = [_read(env, atom) for atom in equation.invars]
+                note_products(context, equation, values)
+                results = _run(context, equation, values)
             except Exception as error:
                 _jaxpr.note_source(error, equation)
                 raise

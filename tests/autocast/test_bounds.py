@@ -144,7 +144,8 @@ def test_a_loss_outside_of_autocast(f, policy):
         return lambda x: -jnp.log(2 - f(x) - f(jnp.zeros(()))).sum()
 
     grads = jax.grad(loss_of(lambda x: cast(x)["p"] if x.ndim else f(x)))(x)
-    np.testing.assert_allclose(grads, jax.grad(loss_of(f))(x), rtol=5e-3)
+    expected = jax.grad(loss_of(f))(x)
+    np.testing.assert_allclose(grads, expected, rtol=5e-3, atol=1e-6)  # float16 has subnormals
 
 
 def lstm(x):
@@ -168,7 +169,7 @@ GATES = {
     "silu": jax.nn.silu,
     "gelu": jax.nn.gelu,
     "exact gelu": lambda h: jax.nn.gelu(h, approximate=False),
-    "glu": lambda h: jax.nn.glu(jnp.concatenate([h, h])),
+    "glu": lambda h: jax.nn.glu(jnp.concatenate([h, h], -1)),
     "normalized": normalized,
     "hidden": lambda h: jnp.tanh(h) @ jnp.ones((3, 2)),
     "jit": jax.jit(lambda h: jax.jit(jax.nn.sigmoid)(h) * h),

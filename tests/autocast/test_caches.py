@@ -13,6 +13,9 @@ from jax import lax
 
 import jmpx
 
+# Other tests are about this warning.
+pytestmark = pytest.mark.filterwarnings("ignore:JAX cannot trace")
+
 
 def test_a_jitted_function_is_called_often_and_in_several_dtypes(pair):
     @jax.jit
