@@ -26,6 +26,7 @@ from jmpx._dtypes import check_computes
 from jmpx._leaves import is_floating
 from jmpx._made_once import made_once
 from jmpx._matmul import region_setting
+from jmpx._messages import user_stacklevel
 from jmpx._modules import Marks
 from jmpx._nnx_objects import is_object, module_base
 from jmpx._policy_map import PolicyMap
@@ -105,11 +106,12 @@ class Autocast:
         shares: list[float | None] = []
         transform = functools.partial(_evaluate, interpreter, self._jmpx_output, shares)
         result = call(transform, marks.call, (self._jmpx_fn, *args), kwargs)
-        warn_unused(policy_map, interpreter.used, marks.seen, stacklevel=3)
-        warn_of_operations(policy_map, interpreter.used, stacklevel=3)
-        warn_of_algorithms(policy_map, interpreter.used, stacklevel=3)
-        warn_of_products(policy_map, interpreter.used, *shares, stacklevel=3)
-        warn_of_saving(selectors, interpreter.used, marks.seen, stacklevel=3)
+        level = user_stacklevel("jax", "flax", "haiku", "equinox")
+        warn_unused(policy_map, interpreter.used, marks.seen, stacklevel=level)
+        warn_of_operations(policy_map, interpreter.used, stacklevel=level)
+        warn_of_algorithms(policy_map, interpreter.used, stacklevel=level)
+        warn_of_products(policy_map, interpreter.used, *shares, stacklevel=level)
+        warn_of_saving(selectors, interpreter.used, marks.seen, stacklevel=level)
         return result
 
 
