@@ -88,7 +88,9 @@ def autocast(
     A loop's carry keeps its float32, so that sums over many steps are right; `op.scan: bf16` and
     `op.while: bf16` carry activations in 16 bits. A product with `precision="highest"` runs in
     float32, and so does code that `jmpx.full_precision` marks. A cast from float32 to float32
-    leaves no trace in JAX and is not seen. A function with `jax.custom_vjp` runs in float32.
+    leaves no trace in JAX and is not seen. A function with `jax.custom_vjp` runs in float32, as JAX
+    cannot trace its backward pass again, and so do kernels and functions with a partitioning of
+    their own: cast their operands before the call (`q.astype(jnp.bfloat16)`).
 
     `matmul` (`*/router: c=f32,m=highest`) is the algorithm of products and convolutions that run in
     float32, forward and backward, also in functions with `jax.custom_vjp` and in code that
@@ -149,8 +151,10 @@ def autocast(
             changes an NNX module that it closes over, or a compute dtype has 8 bits.
 
     Warns:
-        UserWarning: when called, for each rule that is not optional and matched nothing, or whose
-            `matmul` no product gets; once if convolutions have a dot algorithm; for each selector
+        UserWarning: when called, for each rule that is not optional and matched nothing, whose
+            `matmul` no product gets, or whose operation has no dtype of its own; once if products
+            of functions that JAX cannot trace again stay in float32, or none at all runs in the 16
+            bits that the policy gives; once if convolutions have a dot algorithm; for each selector
             in `pieces` that matched nothing; and once if `save` left something as it was: what is
             under `jax.checkpoint` already, what has effects amid products, or all if the function
             takes a gradient itself.
