@@ -82,7 +82,7 @@ def _stays_wide(context: Context, equation: Equation, values: Sequence[Value]) -
     Of a kernel that is no jaxpr only operands tell: at least two matrices, one of them in 16 bits.
     """
     pairs = [(a, v) for a, v in zip(equation.invars, values, strict=True) if is_float32(a)]
-    if all(atom.aval.size == 1 for atom, _ in pairs):
+    if all(getattr(atom.aval, "size", 0) == 1 for atom, _ in pairs):
         return False
     regions = context.interpreter.fresh().regions  # that a rule matches inside has no effect
     if _has_wide_product(equation, context.scope, regions):
