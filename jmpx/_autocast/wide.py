@@ -28,7 +28,7 @@ _KERNEL = "pallas_call"  # its jaxpr is that of one of many programs
 
 # Parts of the names of other kernels: `ffi_call`, those of jax-triton and of cuDNN. Of primitives
 # without a rule the rest moves data.
-_KERNELS = ("call", "kernel", "attention", "matmul", "gemm")
+_KERNELS = ("ffi_call", "custom_call", "kernel", "attention", "matmul", "gemm")
 
 REMEDY = (
     "cast the operands before the call, as in `q.astype(jnp.bfloat16)`, or mark it with "

@@ -51,8 +51,8 @@ def probit(h):
     return -jnp.log(jax.scipy.stats.norm.cdf(-h)).sum()
 
 
-def noisy_or(h):
-    return -jnp.log(1 - jnp.prod(jax.nn.sigmoid(h), axis=-1)).sum()
+def surest(h):
+    return -jnp.log(1 - jnp.max(jax.nn.sigmoid(h), axis=-1)).sum()
 
 
 def dice(h):
@@ -75,7 +75,7 @@ def quantile(h):
 
 
 LOSSES = [
-    cross_entropy, focal, squashed_log_prob, change_of_variables, undone, probit, noisy_or, dice,
+    cross_entropy, focal, squashed_log_prob, change_of_variables, undone, probit, surest, dice,
     odds, deviation, quantile,
 ]  # fmt: skip
 
@@ -130,7 +130,7 @@ def test_losses_of_probabilities_and_their_gradients(policy, loss, wrapper):
     value, grad = jax.value_and_grad(wrapped)(jnp.asarray(LOGITS))
     got, got_grad = jax.value_and_grad(jmpx.autocast(lambda x: wrapped(h(x)), policy))(x)
     assert np.isfinite(value) and np.isfinite(grad).all()
-    np.testing.assert_allclose(got, value, rtol=2e-3)
+    np.testing.assert_allclose(got, value, rtol=5e-3)
     np.testing.assert_allclose(got_grad, grad, rtol=2e-2, atol=2e-2 * np.abs(grad).max())
 
 
