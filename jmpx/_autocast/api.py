@@ -71,15 +71,26 @@ def autocast(
     added to an array or put into one: finite numbers stay finite. Multiplication and division run
     in float32 and round the result if float16 cannot hold a factor or a divisor, or if it is one
     number that is known only when the program runs, such as a count or a learned scale. An epsilon
-    that float16 cannot hold is lost in a sum, `h + 1e-8`, as it is in torch: add it to a mean or a
-    total, which is float32. Integer powers (`h**2`, `h**3`) run in bfloat16, but in float32 instead
-    of float16, because they and their derivatives overflow there; operations on their results are
-    float32, too, up to a matrix product or a bounded function, such as the tanh of a gelu.
+    that float16 cannot hold is lost in a sum, `h + 1e-8`, as it is in torch, unless the sum is
+    exposed (see below): add it to a mean or a total, which is float32. Integer powers (`h**2`,
+    `h**3`) run in bfloat16, but in float32 instead of float16, because they and their derivatives
+    overflow there; operations on their results are float32, too, up to a matrix product or a
+    bounded function, such as the tanh of a gelu.
+
+    A sigmoid in bfloat16 is exactly 1 from a logit of 6 on, and `log(1 - p)` infinite. So
+    `logistic`, `tanh`, `erf` and `erfc` run in float32 where their result is exposed: where it
+    reaches a logarithm, a root, a denominator or another function that is infinite at a bound, or a
+    result of the function, through copies, sums, clamps, selections, powers and products with one
+    number or itself. A product of two arrays ends the way: `silu`, `gelu`, GLUs and LSTMs stay in
+    16 bits. Maximum, minimum and clamp by a constant that 16 bits round to 0, 1 or -1, such as
+    `jnp.clip(p, 1e-7, 1 - 1e-7)`, run in float32, and so do exposed sums and selections with one.
 
     A loop's carry keeps its float32, so that sums over many steps are right; `op.scan: bf16` and
     `op.while: bf16` carry activations in 16 bits. A product with `precision="highest"` runs in
     float32, and so does code that `jmpx.full_precision` marks. A cast from float32 to float32
-    leaves no trace in JAX and is not seen. A function with `jax.custom_vjp` runs in float32.
+    leaves no trace in JAX and is not seen. A function with `jax.custom_vjp` runs in float32, as JAX
+    cannot trace its backward pass again, and so do kernels and functions with a partitioning of
+    their own: cast their operands before the call (`q.astype(jnp.bfloat16)`).
 
     `matmul` (`*/router: c=f32,m=highest`) is the algorithm of products and convolutions that run in
     float32, forward and backward, also in functions with `jax.custom_vjp` and in code that
@@ -140,8 +151,10 @@ def autocast(
             changes an NNX module that it closes over, or a compute dtype has 8 bits.
 
     Warns:
-        UserWarning: when called, for each rule that is not optional and matched nothing, or whose
-            `matmul` no product gets; once if convolutions have a dot algorithm; for each selector
+        UserWarning: when called, for each rule that is not optional and matched nothing, whose
+            `matmul` no product gets, or whose operation has no dtype of its own; once if products
+            of functions that JAX cannot trace again stay in float32, or none at all runs in the 16
+            bits that the policy gives; once if convolutions have a dot algorithm; for each selector
             in `pieces` that matched nothing; and once if `save` left something as it was: what is
             under `jax.checkpoint` already, what has effects amid products, or all if the function
             takes a gradient itself.

@@ -13,18 +13,20 @@ import numpy as np
 from jax import lax
 
 from jmpx import _jaxpr
-from jmpx._autocast.neighbours import COPIES
+from jmpx._autocast.exposed import COPIES, ELEMENTWISE
 from jmpx._autocast.products import with_algorithms, without_algorithm
 from jmpx._autocast.rules import Context, lookup
 from jmpx._autocast.value import FLOAT32, Array, Value, finite_constant, join
 from jmpx._jaxpr import Atom, Equation, operation_name
 
-# If each operand of these is uniform, the result is: all its elements are one number.
-ELEMENTWISE = frozenset(
-    """
-    add sub mul div rem max min clamp neg abs sqrt rsqrt square integer_pow pow exp exp2 log
-    """.split()
-)
+# What a program computes of constants while it is traced is a constant, too: `1 - EPSILON`.
+_FOLDED = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "neg": np.negative,
+}
 # Results of these hold each number of their operand once, if the sizes are equal.
 RESHAPES = frozenset("broadcast_in_dim reshape transpose squeeze rev copy".split())
 
@@ -91,7 +93,10 @@ def bind(
     outputs = [Value(result, yields, tangent) for result in results]
     name = operation_name(equation.primitive.name)
     if name in COPIES:
-        outputs[0].constant = values[0].constant
+        outputs[0].constant, outputs[0].onto_bound = values[0].constant, values[0].onto_bound
+    elif name in _FOLDED and all(_is_known_number(value) for value in values):
+        with np.errstate(all="ignore"):
+            outputs[0].note_constant(_FOLDED[name](*(value.constant for value in values)))
     if name in RESHAPES and len(values) == 1:
         _note_source(outputs[0], values[0], equation, params)
     if name in COPIES or name in ELEMENTWISE:
@@ -102,6 +107,10 @@ def bind(
         if is_float32(var) and output.dtype.itemsize > 4:
             output.array = output.to(FLOAT32)
     return outputs
+
+
+def _is_known_number(value: Value) -> bool:
+    return value.constant is not None and value.dtype == FLOAT32 and value.array.size == 1
 
 
 def _note_source(result: Value, source: Value, equation: Equation, params: Any) -> None:

@@ -17,6 +17,7 @@ from jmpx._autocast.regions import Regions, matches_scope
 from jmpx._autocast.rules import Context, Retraced, lookup
 from jmpx._autocast.saving import Saving, checkpointed
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value
+from jmpx._autocast.wide import note_products
 from jmpx._jaxpr import Atom, Equation, Jaxpr, operation_name
 from jmpx._marks import is_marking
 from jmpx._policy_map import PolicyMap
@@ -60,19 +61,22 @@ class Interpreter:
         interpreter.saving = saving
         return interpreter
 
-    def evaluate(self, jaxpr: Jaxpr, values: Sequence[Value], scope: str) -> list[Value]:
+    def evaluate(
+        self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, *, exposed: Sequence[bool] = ()
+    ) -> list[Value]:
         """Runs a jaxpr on values, and returns its results.
 
         Args:
             jaxpr: the jaxpr, closed or open.
             values: its operands.
             scope: the scope around it.
+            exposed: which of its results are exposed; see `exposed.py`.
         """
         env = dict(zip(jaxpr.invars, values, strict=True))
         for var, const in zip(jaxpr.constvars, _jaxpr.consts_of(jaxpr), strict=False):
             env[var] = Value.of_constant(const)
 
-        neighbours = find_neighbours(jaxpr)
+        neighbours = find_neighbours(jaxpr, exposed)
         if self.saving is None or _jaxpr.looks_for_nans([value.array for value in values]):
             plain = self._that_saves(None)
             plain._run(jaxpr.eqns, env, scope, neighbours, _jaxpr.last_uses(jaxpr))
@@ -103,7 +107,9 @@ class Interpreter:
         for equation, last in zip(equations, last_uses, strict=True):
             try:
                 context = self._context(equation, scope, neighbours)
-                results = _run(context, equation, [_read(env, atom) for atom in equation.invars])
+                values = [_read(env, atom) for atom in equation.invars]
+                note_products(context, equation, values)
+                results = _run(context, equation, values)
             except Exception as error:
                 _jaxpr.note_source(error, equation)
                 raise
@@ -165,6 +171,7 @@ class Interpreter:
         values: Sequence[Value],
         scope: str,
         *,
+        exposed: Sequence[bool] = (),
         result_dtypes: Sequence[np.dtype] = (),
         num_uncast: int = 0,
     ) -> Retraced:
@@ -174,25 +181,18 @@ class Interpreter:
             jaxpr: the jaxpr, closed or open.
             values: its operands; only their traits count.
             scope: the scope around it.
+            exposed: which of its results are exposed; see `exposed.py`.
             result_dtypes: the dtypes of its first results; the others come in any.
             num_uncast: how many of the first operands come in the dtypes that were traced, and
                 are cast inside.
         """
         traits = tuple(value.traits for value in values)
-        dtypes, surrounding = tuple(result_dtypes), self.regions.surrounding
-        key = (
-            traits,
-            scope,
-            dtypes,
-            num_uncast,
-            self.policy_map,
-            surrounding,
-            self.saving,
-            is_marking(),
-        )
+        given = traits, scope, tuple(exposed), tuple(result_dtypes), num_uncast
+        surrounding = self.policy_map, self.regions.surrounding, self.saving, is_marking()
+        key = given, surrounding
         known = _retraced.setdefault(jaxpr, {})
         if key not in known:
-            known[key] = self._retrace(jaxpr, traits, scope, result_dtypes, num_uncast)
+            known[key] = self._retrace(jaxpr, *given)
         self.used.add(known[key].used)
         return known[key]
 
@@ -201,6 +201,7 @@ class Interpreter:
         jaxpr: Jaxpr,
         traits: Sequence[Traits],
         scope: str,
+        exposed: Sequence[bool],
         result_dtypes: Sequence[np.dtype],
         num_uncast: int,
     ) -> Retraced:
@@ -211,7 +212,7 @@ class Interpreter:
             inputs = [Value.of(array, each) for array, each in zip(arrays, traits, strict=True)]
             for i in range(num_uncast):
                 inputs[i] = Value.of(inputs[i].to(traits[i].dtype), traits[i])
-            outputs = interpreter.evaluate(jaxpr, inputs, scope)
+            outputs = interpreter.evaluate(jaxpr, inputs, scope, exposed=exposed)
             for i, dtype in enumerate(result_dtypes):
                 outputs[i] = Value.of(outputs[i].to_finite(dtype), outputs[i].traits)
             results[:] = [output.traits for output in outputs]

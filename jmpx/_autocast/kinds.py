@@ -57,8 +57,25 @@ def promote(context: Context, equation: Equation, values: list[Value]) -> list[V
     return run_in(dtype, equation, values, yields)
 
 
+def limit(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs as `promote`; in float32 if a constant, such as 1 - 1e-7, would become 0, 1 or -1."""
+    rule = full if _moves_bound(equation, values) else promote
+    return rule(context, equation, values)
+
+
+def _moves_bound(equation: Equation, values: Sequence[Value]) -> bool:
+    """Whether a constant that is near to 0, 1 or -1 would become it in the dtype of `promote`."""
+    dtype = promoted(equation, values)
+    return any(dtype in value.onto_bound for value in float32_values(equation, values))
+
+
 def promote_finite(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs as `promote`; finite numbers stay finite, such as a mask of -1e9 in float16."""
+    """Runs as `promote`; finite numbers stay finite, such as a mask of -1e9 in float16.
+
+    It runs in float32 if the result must not be rounded onto a bound, and a constant would be.
+    """
+    if context.is_exposed(equation) and _moves_bound(equation, values):
+        return full(context, equation, values)
     dtype, yields = promoted(equation, values), all_yield(equation, values)
     return run_in(dtype, equation, values, yields, Value.to_finite)
 
@@ -105,6 +122,12 @@ def bounded(context: Context, equation: Equation, values: list[Value]) -> list[V
     if all(value.power for value in values):
         return run_in(context.region.dtype, equation, values, all_yield(equation, values))
     return promote(context, equation, values)
+
+
+def saturating(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+    """Runs as `bounded`; in float32 if a result that is rounded onto 1 would break its readers."""
+    rule = full if context.is_exposed(equation) else bounded
+    return rule(context, equation, values)
 
 
 def through_float32(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
@@ -156,7 +179,7 @@ KINDS = {
         eq_to ne lt lt_to le le_to gt ge
     """,
     promote: """
-        add_any max min clamp neg abs sign floor ceil round is_finite
+        add_any neg abs sign floor ceil round is_finite
         sqrt cbrt one_minus_square sin cos
         reduce_max reduce_min argmax argmin cummax cummin top_k approx_top_k
         reduce_window_max reduce_window_min select_and_gather_add
@@ -165,6 +188,9 @@ KINDS = {
         sharding_constraint reshard pvary pbroadcast
         all_gather all_gather_invariant all_gather_reduced all_to_all ppermute
         empty empty2
+    """,
+    limit: """
+        max min clamp
     """,
     promote_finite: """
         add select_n concatenate stack pad dynamic_update_slice
@@ -175,8 +201,9 @@ KINDS = {
     power: """
         square integer_pow polynomial
     """,
-    bounded: """
-        atan tanh logistic erf erfc
+    bounded: "atan",
+    saturating: """
+        tanh logistic erf erfc
     """,
     update: """
         scatter scatter_max scatter_min

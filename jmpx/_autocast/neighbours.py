@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jmpx._autocast.exposed import COPIES, find_exposed
 from jmpx._jaxpr import Atom, Equation, Jaxpr, is_literal, operation_name
 
 # If a consumer on the right reads a producer on the left, the producer runs in float32, too: the
@@ -22,14 +23,6 @@ POWERS = frozenset({"square", "integer_pow"})
 # Primitives that choose among numbers. Their derivatives compare the numbers with the chosen one.
 CHOOSERS = frozenset({"max", "min", "scatter_max", "scatter_min"})
 
-# Primitives whose results hold only numbers of their first operand.
-COPIES = frozenset(
-    """
-    broadcast_in_dim reshape transpose squeeze rev slice tile copy name stop_gradient
-    convert_element_type sharding_constraint reshard pvary
-    """.split()
-)
-
 _CHOOSING = CHOOSERS | COPIES | {"gather", "eq"}
 
 
@@ -41,20 +34,28 @@ class Neighbours(NamedTuple):
         slopes: `n * x` next to `x**n`: part of its derivative, and as likely to overflow.
         choices: comparisons of a number with the maximum of it and others, as the derivative of a
             maximum makes them. The maximum was rounded, so the number has to be rounded, too.
+        exposed: variables that must not be rounded onto a bound; see `exposed.py`.
     """
 
     statistics: set[Atom]
     slopes: set[Atom]
     choices: set[Atom]
+    exposed: frozenset[Atom]
 
 
 _Named = Sequence[tuple[str, Equation]]
 
 
-def find_neighbours(jaxpr: Jaxpr) -> Neighbours:
-    """Returns the results of a jaxpr whose dtypes depend on the equations next to their own."""
+def find_neighbours(jaxpr: Jaxpr, exposed: Sequence[bool]) -> Neighbours:
+    """Returns the results of a jaxpr whose dtypes depend on the equations next to their own.
+
+    Args:
+        jaxpr: the jaxpr, closed or open.
+        exposed: which of its results are exposed outside.
+    """
     named = [(operation_name(eqn.primitive.name), eqn) for eqn in jaxpr.eqns]
-    return Neighbours(_statistics(named), _slopes(named), _choices(named))
+    found = _statistics(named), _slopes(named), _choices(named)
+    return Neighbours(*found, find_exposed(jaxpr, exposed))
 
 
 def _statistics(named: _Named) -> set[Atom]:

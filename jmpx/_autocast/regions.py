@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jmpx._autocast.value import FLOAT32
-from jmpx._jaxpr import Place
+from jmpx._jaxpr import Equation, Place
 from jmpx._marks import is_own_name, module_of, without_marks
 from jmpx._policy_map import PolicyMap, Rule as PolicyRule
 from jmpx._scopes import FULL_PRECISION
@@ -39,6 +39,8 @@ class Used(NamedTuple):
         algorithms: algorithms of float32 products, also of those that have one of their own.
         ignored: algorithms that JAX ignores, because the product is a convolution.
         left: what `save=` left as it was: why, and where in the user's code.
+        products: how products ran that were to run in 16 bits; see `wide.py`.
+        wide: equations whose products were to run in 16 bits, and cannot.
     """
 
     rules: set[PolicyRule]
@@ -47,11 +49,13 @@ class Used(NamedTuple):
     algorithms: set[Algorithm]
     ignored: set[Algorithm]
     left: set[tuple[Hashable, Place | None]]
+    products: set[Hashable]
+    wide: set[Equation]
 
     @classmethod
     def nothing(cls) -> "Used":
         """Returns what an evaluation has met before it starts."""
-        return cls(set(), set(), set(), set(), set(), set())
+        return cls(*(set() for _ in cls._fields))
 
     def note(self, algorithm: Algorithm, policy_map: PolicyMap) -> None:
         """Notes the algorithm of a product, and the policy rule that gives it."""
@@ -61,12 +65,8 @@ class Used(NamedTuple):
 
     def add(self, inner: "Used") -> None:
         """Adds what the evaluation of an inner jaxpr met."""
-        self.rules.update(inner.rules)
-        self.scopes.update(inner.scopes)
-        self.operations.update(inner.operations)
-        self.algorithms.update(inner.algorithms)
-        self.ignored.update(inner.ignored)
-        self.left.update(inner.left)
+        for name in self._fields:
+            getattr(self, name).update(getattr(inner, name))
 
 
 class Region(NamedTuple):

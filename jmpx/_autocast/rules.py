@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from jmpx._autocast.exposed import exposed_within
 from jmpx._autocast.neighbours import Neighbours
 from jmpx._autocast.regions import Region, Regions, Used
 from jmpx._autocast.value import Traits, Value
@@ -42,7 +43,9 @@ class Interpreter(Protocol):
         """Returns an interpreter of the same policy map that has met nothing yet."""
         ...
 
-    def evaluate(self, jaxpr: Jaxpr, values: Sequence[Value], scope: str) -> list[Value]:
+    def evaluate(
+        self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, *, exposed: Sequence[bool] = ()
+    ) -> list[Value]:
         """Runs a jaxpr on values, and returns its results."""
         ...
 
@@ -52,6 +55,7 @@ class Interpreter(Protocol):
         values: Sequence[Value],
         scope: str,
         *,
+        exposed: Sequence[bool] = (),
         result_dtypes: Sequence[np.dtype] = (),
         num_uncast: int = 0,
     ) -> Retraced:
@@ -75,6 +79,14 @@ class Context(NamedTuple):
     region: Region
     override: np.dtype | None
     neighbours: Neighbours
+
+    def is_exposed(self, equation: Equation) -> bool:
+        """Whether the first result of the equation must not be rounded onto a bound."""
+        return equation.outvars[0] in self.neighbours.exposed
+
+    def exposed_within(self, equation: Equation) -> tuple[bool, ...]:
+        """Returns which results are exposed of the jaxpr that the equation holds."""
+        return exposed_within(equation, self.neighbours.exposed)
 
 
 PrimitiveRule = Callable[[Context, Equation, list[Value]], list[Value]]

@@ -3,10 +3,13 @@
 import warnings
 from collections.abc import Iterable
 
+import numpy as np
+
 from jmpx._autocast.pieces import Kind
 from jmpx._autocast.products import CONVOLUTION, PRODUCTS
 from jmpx._autocast.regions import Used
 from jmpx._autocast.rules import is_registered, overridable
+from jmpx._autocast.wide import REMEDY
 from jmpx._marks import Module, module_of, without_marks
 from jmpx._messages import did_you_mean
 from jmpx._policy_map import PolicyMap, Rule as PolicyRule, warn_of
@@ -65,6 +68,15 @@ _LEFT = {
     Kind.CHECKPOINT: "it is under jax.checkpoint, so leave that out where save= shall decide",
     Kind.EFFECTS: "it has effects, such as a callback, so move these out of it",
 }
+# Why a rule that gives 16 bits to an operation has no effect.
+_HOLDS = (
+    "it holds other operations: write rules for these, such as 'op.dot_general', or for a scope"
+)
+_WITHOUT_EFFECT = {
+    **dict.fromkeys("call closed_call jit remat2 cond shard_map custom_jvp_call".split(), _HOLDS),
+    "custom_vjp_call": f"JAX cannot trace such a function again: {REMEDY}",
+    "convert_element_type": "a cast keeps the dtype that was written: leave the rule out",
+}
 INSTEAD = {name: ops for ops, names in _FUNCTIONS.items() for name in names.split()}
 
 
@@ -101,6 +113,25 @@ def warn_unused(policy_map: PolicyMap, used: Used, seen: Iterable[Module], stack
         else:
             kind, near = _near_scope(rule, used, modules)
         warn_of(rule, policy_map, kind, near, stacklevel + 1)
+
+
+def warn_of_operations(policy_map: PolicyMap, used: Used, stacklevel: int) -> None:
+    """Warns of policy rules that give 16 bits to operations that have no dtype of their own.
+
+    Args:
+        policy_map: the policy map.
+        used: what the evaluation met.
+        stacklevel: that of `warnings.warn` in the caller.
+    """
+    for rule in policy_map.rules:
+        why = _WITHOUT_EFFECT.get(rule.selector.removeprefix("op.")) if rule.is_operation else None
+        is_low = rule.compute is not None and np.dtype(rule.compute).itemsize <= 2
+        if why is not None and is_low and rule in used.rules and not rule.optional:
+            warnings.warn(
+                f"The rule {str(rule)!r} of policy map {str(policy_map)!r} has no effect, because "
+                f"{why}.",
+                stacklevel=stacklevel + 1,
+            )
 
 
 def _modules(used: Used, seen: Iterable[Module]) -> set[Module]:

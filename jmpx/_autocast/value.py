@@ -1,5 +1,6 @@
 """An array on its way through autocast: its dtype, whether it yields to others, its casts."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from jax import lax
 
 Array = jax.Array | np.ndarray  # a tracer, an array, or a constant of a jaxpr
 FLOAT32 = np.dtype(np.float32)
+_LOW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 
 class Traits(NamedTuple):
@@ -26,6 +28,7 @@ class Traits(NamedTuple):
             be transposed and an overflow shows.
         uniform: whether all its elements are the same number.
         power: whether it is float32 only because a power in float16 could overflow.
+        onto_bound: the 16-bit dtypes in which a constant that is none of 0, 1 and -1 becomes one.
     """
 
     dtype: np.dtype
@@ -33,6 +36,7 @@ class Traits(NamedTuple):
     tangent: bool = False
     uniform: bool = False
     power: bool = False
+    onto_bound: frozenset[np.dtype] = frozenset()
 
 
 class Value:
@@ -46,6 +50,7 @@ class Value:
     Attributes:
         uniform: see `Traits`.
         power: see `Traits`.
+        onto_bound: see `Traits`.
         constant: an array that holds the same numbers in any shape, where they are known while
             tracing; None elsewhere.
         casts: the array in other dtypes, by the dtype and whether finite numbers stay finite.
@@ -53,7 +58,17 @@ class Value:
             this array of it; None without one. What both are cast to is cast once.
     """
 
-    __slots__ = ("array", "casts", "constant", "power", "source", "tangent", "uniform", "yields")
+    __slots__ = (
+        "array",
+        "casts",
+        "constant",
+        "onto_bound",
+        "power",
+        "source",
+        "tangent",
+        "uniform",
+        "yields",
+    )
 
     def __init__(self, array: Array, yields: bool, tangent: bool = False) -> None:
         self.array = array
@@ -61,6 +76,7 @@ class Value:
         self.tangent = tangent
         self.uniform: bool = array.size == 1
         self.power = False
+        self.onto_bound: frozenset[np.dtype] = frozenset()
         self.constant: Array | None = None
         self.casts: dict[tuple[np.dtype, bool], Array] = {}
         self.source: tuple[Value, Callable[[Array], Array]] | None = None
@@ -71,6 +87,7 @@ class Value:
         value = cls(array, traits.yields, traits.tangent)
         value.uniform |= traits.uniform
         value.power = traits.power
+        value.onto_bound = traits.onto_bound
         return value
 
     @classmethod
@@ -78,8 +95,12 @@ class Value:
         """Returns the value of a constant of a jaxpr."""
         value = cls(array, yields=True)
         if not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True):
-            value.constant = array
+            value.note_constant(array)
         return value
+
+    def note_constant(self, array: Array) -> None:
+        """Notes an array that holds the same numbers in any shape, as they are known."""
+        self.constant, self.onto_bound = array, _onto_bound(array)
 
     @property
     def dtype(self) -> np.dtype:
@@ -87,7 +108,9 @@ class Value:
 
     @property
     def traits(self) -> Traits:
-        return Traits(self.dtype, self.yields, self.tangent, self.uniform, self.power)
+        return Traits(
+            self.dtype, self.yields, self.tangent, self.uniform, self.power, self.onto_bound
+        )
 
     def to(self, dtype: np.dtype) -> Array:
         """Returns the array in `dtype`; each cast is made once, however many equations read it."""
@@ -150,6 +173,29 @@ def _holds(dtype: np.dtype, array: Array) -> bool:
     normal = np.abs(rounded) >= float(jnp.finfo(dtype).smallest_normal)
     kept = (np.isfinite(rounded) & normal) | (rounded == numbers) | ~np.isfinite(numbers)
     return bool(kept.all())
+
+
+def _onto_bound(array: Array) -> frozenset[np.dtype]:
+    """Returns the 16-bit dtypes in which a number that is none of 0, 1 and -1 becomes one of them.
+
+    Weights that a function closes over are constants, too: large arrays are not looked at.
+    """
+    if array.dtype != FLOAT32 or array.size > 2**16:
+        return frozenset()
+    numbers = np.asarray(array)
+    return _number_onto_bound(numbers.item()) if numbers.size == 1 else _any_onto_bound(numbers)
+
+
+def _any_onto_bound(numbers: np.ndarray) -> frozenset[np.dtype]:
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = {dtype: numbers.astype(dtype).astype(FLOAT32) for dtype in _LOW}
+    moved = {dtype: np.isin(r, (-1, 0, 1)) & (r != numbers) for dtype, r in rounded.items()}
+    return frozenset(dtype for dtype in _LOW if moved[dtype].any())
+
+
+@functools.lru_cache(maxsize=4096)
+def _number_onto_bound(number: float) -> frozenset[np.dtype]:
+    return _any_onto_bound(np.asarray(number, FLOAT32))
 
 
 def _cast(array: Array, dtype: np.dtype) -> Array:

@@ -13,13 +13,20 @@ from jmpx import _jaxpr
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.pieces import takes_gradient
 from jmpx._autocast.saving import Saving
-from jmpx._autocast.unused import warn_of_algorithms, warn_of_saving, warn_unused
+from jmpx._autocast.unused import (
+    warn_of_algorithms,
+    warn_of_operations,
+    warn_of_saving,
+    warn_unused,
+)
 from jmpx._autocast.value import Value
+from jmpx._autocast.wide import warn_of_products, wide_share
 from jmpx._contexts import note_cast
 from jmpx._dtypes import check_computes
 from jmpx._leaves import is_floating
 from jmpx._made_once import made_once
 from jmpx._matmul import region_setting
+from jmpx._messages import user_stacklevel
 from jmpx._modules import Marks
 from jmpx._nnx_objects import is_object, module_base
 from jmpx._policy_map import PolicyMap
@@ -96,18 +103,31 @@ class Autocast:
         interpreter = Interpreter(policy_map, region_setting(), self._jmpx_save)
         selectors = self._jmpx_save.selectors if self._jmpx_save else ()
         marks = Marks(PolicyMap(policy_map.default, (*policy_map.rules, *selectors)))
-        transform = functools.partial(_evaluate, interpreter, self._jmpx_output)
+        shares: list[float | None] = []
+        transform = functools.partial(_evaluate, interpreter, self._jmpx_output, shares)
         result = call(transform, marks.call, (self._jmpx_fn, *args), kwargs)
-        warn_unused(policy_map, interpreter.used, marks.seen, stacklevel=3)
-        warn_of_algorithms(policy_map, interpreter.used, stacklevel=3)
-        warn_of_saving(selectors, interpreter.used, marks.seen, stacklevel=3)
+        level = user_stacklevel("jax", "flax", "haiku", "equinox")
+        warn_unused(policy_map, interpreter.used, marks.seen, stacklevel=level)
+        warn_of_operations(policy_map, interpreter.used, stacklevel=level)
+        warn_of_algorithms(policy_map, interpreter.used, stacklevel=level)
+        warn_of_products(policy_map, interpreter.used, *shares, stacklevel=level)
+        warn_of_saving(selectors, interpreter.used, marks.seen, stacklevel=level)
         return result
 
 
 def _evaluate(
-    interpreter: Interpreter, output: Any, pure: Pure, state: Any, args: Any, kwargs: Any
+    interpreter: Interpreter,
+    output: Any,
+    shares: list[float | None],
+    pure: Pure,
+    state: Any,
+    args: Any,
+    kwargs: Any,
 ) -> tuple[Any, Any]:
-    """Runs a pure function under autocast; its new state has the dtypes that were traced."""
+    """Runs a pure function under autocast; its new state has the dtypes that were traced.
+
+    It puts into `shares` which share of its products autocast had to leave in float32.
+    """
     is_inside = interpreter.regions.surrounding is not None
     # A setting of jmpx around the call is for products that run in float32; the trace shows those
     # whose precision the user's own code sets.
@@ -119,8 +139,11 @@ def _evaluate(
         interpreter.used.left.add((None, None))
         interpreter.saving = None
     values = [Value(array, yields=not pure.is_replaced(array)) for array in traced.arrays]
-    values = interpreter.evaluate(traced.jaxpr, values, "")
     avals = traced.jaxpr.out_avals
+    # A loss outside may take the logarithm of a probability that leaves.
+    values = interpreter.evaluate(traced.jaxpr, values, "", exposed=[True] * len(avals))
+    wide = interpreter.used.wide
+    shares[:] = [wide_share(traced.jaxpr, wide) if wide else None]
     with jax.named_scope(RESTORE):
         outputs = [
             _restored(value, aval, output if i < len(avals) - pure.size else "traced")

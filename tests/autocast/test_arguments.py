@@ -131,6 +131,7 @@ NUMPY = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:No product runs in 16 bits")  # of float64
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("policy", ["c=bf16", "c=full"])
 @pytest.mark.parametrize("name", NUMPY)

@@ -13,6 +13,11 @@ from jax import lax
 
 import jmpx
 
+# Other tests are about these warnings.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:JAX cannot trace", "ignore:No product runs in 16 bits"
+)
+
 
 def test_a_jitted_function_is_called_often_and_in_several_dtypes(pair):
     @jax.jit

@@ -24,6 +24,9 @@ from jax.scipy.special import xlogy
 
 import jmpx
 
+# Other tests are about this warning.
+pytestmark = pytest.mark.filterwarnings("ignore:JAX cannot trace")
+
 # Derivatives that the user wrote.
 
 ACTIVATIONS = {

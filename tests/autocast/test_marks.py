@@ -66,6 +66,7 @@ def hidden(net, differentiable=True):
     return f
 
 
+@pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that
 @pytest.mark.thorough
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_no_mark_leaves_autocast(framework):

@@ -26,6 +26,9 @@ HIGH, HIGHEST = (
     (precision, precision) for precision in (lax.Precision.HIGH, lax.Precision.HIGHEST)
 )
 
+# Other tests are about this warning.
+pytestmark = pytest.mark.filterwarnings("ignore:JAX cannot trace")
+
 
 def products(f, *args):
     """The dtypes in which the products of a function run, and their precision."""

@@ -15,6 +15,11 @@ from jmpx._autocast.products import PRODUCTS
 HIGH, HIGHEST, DEFAULT = (
     (lax.Precision(word), lax.Precision(word)) for word in ("high", "highest", "default")
 )
+
+# Other tests are about these warnings.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:JAX cannot trace", "ignore:No product runs in 16 bits"
+)
 X3 = "BF16_BF16_F32_X3"
 PRESET = lax.DotAlgorithmPreset[X3]
 

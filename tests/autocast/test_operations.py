@@ -11,13 +11,18 @@ from jax import lax
 
 import jmpx
 
+
+def gate(h):
+    return h[::-1] * jnp.tanh(h)
+
+
 OPERATIONS = {
     "bfloat16": [
         lambda h: h @ h,
-        jnp.tanh,
+        gate,
         jax.nn.relu,
         jax.nn.gelu,
-        jax.nn.sigmoid,
+        jax.nn.silu,
         jnp.sqrt,
         jnp.sin,
         lambda h: h**2,
@@ -31,13 +36,15 @@ OPERATIONS = {
         lambda h: h * jax.random.normal(jax.random.key(0), h.shape),
         lambda h: jnp.sort(h),
         lambda h: lax.top_k(h, 1)[0],
-        lambda h: lax.cond(h[0, 0] > 0, jnp.tanh, jnp.abs, h),
-        lambda h: jax.jit(jnp.tanh)(h),
-        lambda h: jax.checkpoint(jnp.tanh)(h),
+        lambda h: lax.cond(h[0, 0] > 0, gate, jnp.abs, h),
+        lambda h: jax.jit(gate)(h),
+        lambda h: jax.checkpoint(gate)(h),
         lambda h: lax.conv(h[None, None], jnp.ones((1, 1, 2, 2)), (1, 1), "SAME"),
     ],
     "float32": [
         jnp.exp,
+        jnp.tanh,  # the last operation: a loss outside may read its distance from 1
+        jax.nn.sigmoid,
         lambda h: jnp.log(jnp.abs(h) + 1.0),
         lambda h: jnp.abs(h) ** 1.5,
         jnp.sum,

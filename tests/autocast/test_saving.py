@@ -44,6 +44,7 @@ def dtypes_of_operations(fn, *args):
 EXACT = {"xla_allow_excess_precision": False}
 
 
+@pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_changes(rng, name):

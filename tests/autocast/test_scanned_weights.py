@@ -13,6 +13,9 @@ from jax import lax
 
 import jmpx
 
+# Other tests are about this warning.
+pytestmark = pytest.mark.filterwarnings("ignore:No product runs in 16 bits")
+
 
 def in_scan(x, w):
     halves = w.reshape(2, 2, 4)

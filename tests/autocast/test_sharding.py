@@ -34,10 +34,10 @@ def test_jit_with_shardings_and_donation_inside(pair, mesh):
         jax.jit, in_shardings=(rows, all_of_it), out_shardings=rows, donate_argnums=0
     )
     def f(x, w):
-        return lax.with_sharding_constraint(jnp.tanh(x @ w), rows)
+        return lax.with_sharding_constraint(jnp.sin(x @ w), rows)
 
     x, w = pair
-    check(lambda x, w: f(x + 0, w), x, w, dot_general="bfloat16", tanh="bfloat16")
+    check(lambda x, w: f(x + 0, w), x, w, dot_general="bfloat16", sin="bfloat16")
     eager = jmpx.autocast(lambda x, w: f(x + 0, w))(x, w)
     assert eager.sharding == rows
     donated = jnp.array(x)
@@ -70,7 +70,7 @@ def test_meshes(pair, mesh, kind):
 
 
 def collect(x, w):
-    h = jnp.tanh(x @ w)
+    h = jnp.sin(x @ w)
     gathered = lax.all_gather(h, "d").sum(0)
     moved = lax.ppermute(h, "d", [(0, 1), (1, 0)])
     scattered = lax.psum_scatter(gathered, "d", tiled=True)
@@ -93,12 +93,12 @@ def sharded(request, mesh):
 def test_shard_map(pair, sharded):
     def body(x, w):
         total, (moved, scattered) = collect(x, w)
-        carry = lax.scan(lambda c, _: (jnp.tanh(c @ w), None), moved, None, length=2)[0]
+        carry = lax.scan(lambda c, _: (jnp.sin(c @ w), None), moved, None, length=2)[0]
         return total[None], carry, scattered
 
     check_sides(sharded(P("d")), body, *pair)
     cast = jmpx.autocast(sharded(P("d"))(body))
-    assert_ran(cast, *pair, all_gather="bfloat16", ppermute="bfloat16", tanh="bfloat16")
+    assert_ran(cast, *pair, all_gather="bfloat16", ppermute="bfloat16", sin="bfloat16")
 
 
 def test_gradients_of_shard_map(pair, sharded):
@@ -109,6 +109,7 @@ def test_gradients_of_shard_map(pair, sharded):
     assert_ran(both(jmpx.autocast(sharded(P())(body))), *pair, dot_general="bfloat16")
 
 
+@pytest.mark.filterwarnings("ignore:JAX cannot trace xla_pmap")  # JAX 0.7's
 def test_pmap(pair):
     x, w = pair
     x = x.reshape(2, 2, 4)
@@ -137,13 +138,13 @@ def test_sums_over_devices_run_in_float32(rng):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
     f = jax.shard_map(
-        lambda x: lax.psum(jnp.tanh(x @ x), "d"), mesh=mesh, in_specs=spec("d"), out_specs=spec()
+        lambda x: lax.psum(jnp.sin(x @ x), "d"), mesh=mesh, in_specs=spec("d"), out_specs=spec()
     )
     f, x = jmpx.autocast(f, output=None), normal(rng, 24, 3)
     sums = [eqn for eqn in equations_of(f, x) if eqn.primitive.name.startswith("psum")]
     assert [var.aval.dtype for eqn in sums for var in eqn.invars] == [F32]
     blocks = jnp.asarray(x, jnp.bfloat16).reshape(8, 3, 3)
-    expected = jnp.tanh(blocks @ blocks).astype(jnp.float32).sum(axis=0).astype(jnp.bfloat16)
+    expected = jnp.sin(blocks @ blocks).astype(jnp.float32).sum(axis=0).astype(jnp.bfloat16)
     assert f(x).dtype == jnp.bfloat16
     np.testing.assert_allclose(
         f(x).astype(jnp.float32), expected.astype(jnp.float32), rtol=2e-2, atol=2e-2

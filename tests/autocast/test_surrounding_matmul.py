@@ -8,6 +8,11 @@ from helpers.products import products_of
 
 import jmpx
 
+# Other tests are about these warnings.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:JAX cannot trace", "ignore:No product runs in 16 bits"
+)
+
 X3 = "BF16_BF16_F32_X3"
 HOW = {"high": "HIGH", "highest": "HIGHEST", X3: "bf16 f32 x3"}
 

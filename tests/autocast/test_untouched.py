@@ -184,6 +184,7 @@ AS_TRACED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", AS_TRACED)
 def test_what_keeps_its_dtypes_gets_float32(rng, name):

@@ -1,0 +1,186 @@
+"""Products that run in float32 although autocast was to give them 16 bits, and warnings of them.
+
+JAX traces the backward pass that a user wrote for `jax.custom_vjp` only when it differentiates, and
+in the dtypes of the forward pass: autocast cannot evaluate it in others. Neither can it a function
+with a partitioning of its own, nor a kernel.
+"""
+
+import enum
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx import _jaxpr
+from jmpx._autocast.binding import is_float32
+from jmpx._autocast.products import PRODUCTS, is_outer, is_precise, low_dtype
+from jmpx._autocast.regions import Regions, Used
+from jmpx._autocast.rules import Context, lookup
+from jmpx._autocast.value import FLOAT32, Value
+from jmpx._jaxpr import Equation, Jaxpr, operation_name
+from jmpx._policy_map import PolicyMap
+from jmpx._product_flops import PRODUCT_FLOPS
+
+_CUSTOM_VJP = "custom_vjp_call"
+_KERNEL = "pallas_call"  # its jaxpr is that of one of many programs
+
+# Parts of the names of other kernels: `ffi_call`, those of jax-triton and of cuDNN. Of primitives
+# without a rule the rest moves data.
+_KERNELS = ("ffi_call", "custom_call", "kernel", "attention", "matmul", "gemm")
+
+REMEDY = (
+    "cast the operands before the call, as in `q.astype(jnp.bfloat16)`, or mark it with "
+    "jmpx.full_precision where float32 is meant"
+)
+
+
+class Ran(enum.Enum):
+    """How a product ran that was to run in 16 bits."""
+
+    LOW = "in 16 bits"
+    PRECISE = (
+        "their precision is above the default, so leave out `precision=` and "
+        "jax.default_matmul_precision where 16 bits are meant"
+    )
+    OTHER = "their operands are of another dtype, such as float64, and autocast casts float32 alone"
+
+
+def note_products(context: Context, equation: Equation, values: Sequence[Value]) -> None:
+    """Notes how an equation runs, if it is a product or holds some, and is to run in 16 bits."""
+    name, override = operation_name(equation.primitive.name), context.override
+    dtype = context.region.dtype if override is None else override
+    if dtype.itemsize > 2 or context.region.is_fixed:
+        return
+    used = context.interpreter.regions.used
+    if name in PRODUCTS:
+        how = _how(equation, dtype) if override is None else Ran.LOW
+        used.products.update(set() if how is None else {how})
+    elif _is_opaque(name, equation) and _stays_wide(context, equation, values):
+        used.wide.add(equation)
+
+
+def _how(equation: Equation, dtype: np.dtype) -> Ran | None:
+    dtypes = {atom.aval.dtype for atom in equation.invars}
+    widest = max((d.itemsize for d in dtypes if jnp.issubdtype(d, jnp.floating)), default=0)
+    if not widest or is_outer(equation):
+        return None
+    if widest <= 2 or low_dtype(equation, dtype) != FLOAT32:
+        return Ran.LOW
+    return Ran.PRECISE if is_precise(equation) else Ran.OTHER
+
+
+def _is_opaque(name: str, equation: Equation) -> bool:
+    """Whether autocast runs an equation as it was traced, whatever it holds."""
+    return name == _CUSTOM_VJP or lookup(equation) is None
+
+
+def _stays_wide(context: Context, equation: Equation, values: Sequence[Value]) -> bool:
+    """Whether an opaque equation computes products in float32, which autocast would give 16 bits.
+
+    Of a kernel that is no jaxpr only operands tell: at least two matrices, one of them in 16 bits.
+    """
+    pairs = [(a, v) for a, v in zip(equation.invars, values, strict=True) if is_float32(a)]
+    if all(getattr(atom.aval, "size", 0) == 1 for atom, _ in pairs):
+        return False
+    regions = context.interpreter.fresh().regions  # that a rule matches inside has no effect
+    if _has_wide_product(equation, context.scope, regions):
+        return True
+    return any(value.dtype.itemsize == 2 for _, value in pairs) and _has_kernel(equation)
+
+
+def _has_wide_product(equation: Equation, scope: str, regions: Regions) -> bool:
+    """Whether a product in the jaxprs of an equation runs in float32 where 16 bits were to be."""
+    for inner in (inner for jaxpr in _jaxpr.inner_jaxprs(equation.params) for inner in jaxpr.eqns):
+        within = _jaxpr.scope_within(scope, inner)
+        if _is_wide_product(inner) and not regions.region(within).is_full:
+            return True
+        if _has_wide_product(inner, within, regions):
+            return True
+    return False
+
+
+def _is_wide_product(equation: Equation) -> bool:
+    is_product = operation_name(equation.primitive.name) in PRODUCTS
+    is_wide = is_product and all(map(is_float32, equation.invars[:2]))
+    return is_wide and not is_precise(equation) and not is_outer(equation)
+
+
+def _has_kernel(equation: Equation) -> bool:
+    """Whether an equation is a call of code that is no jaxpr, or holds one, on matrices."""
+    jaxprs = _jaxpr.inner_jaxprs(equation.params)
+    if jaxprs:
+        return any(_has_kernel(inner) for jaxpr in jaxprs for inner in jaxpr.eqns)
+    name = operation_name(equation.primitive.name)
+    matrices = [a for a in equation.invars if is_float32(a) and len(a.aval.shape) > 1]
+    return len(matrices) > 1 and any(word in name for word in _KERNELS)
+
+
+def wide_share(jaxpr: Jaxpr, wide: Iterable[Equation]) -> float | None:
+    """Returns which share of the FLOPs of all products equations have; None if it is not known.
+
+    Args:
+        jaxpr: the jaxpr of the whole function.
+        wide: the equations, at any depth in it.
+    """
+    total, found = _flops(jaxpr, set(wide), is_within=False)
+    return found / total if total and np.isfinite(total) else None
+
+
+def _flops(jaxpr: Jaxpr, wide: set[Equation], is_within: bool) -> tuple[float, float]:
+    """Returns the FLOPs of all products, and of those in `wide`; NaN where they are not known."""
+    total = found = 0.0
+    for equation in jaxpr.eqns:
+        name, is_wide = operation_name(equation.primitive.name), is_within or equation in wide
+        if name in PRODUCTS:
+            flops = _flops_of(name, equation)
+            total, found = total + flops, found + flops * is_wide
+            continue
+        jaxprs = _jaxpr.inner_jaxprs(equation.params)
+        if is_wide and (name == _KERNEL or (not jaxprs and _has_kernel(equation))):
+            return float("nan"), float("nan")
+        times = equation.params["length"] if name == "scan" else 1
+        for inner in jaxprs:
+            more, more_found = _flops(inner, wide, is_wide)
+            total, found = total + times * more, found + times * more_found
+    return total, found
+
+
+def _flops_of(name: str, equation: Equation) -> float:
+    sizes: list[Any] = [size for atom in equation.invars for size in atom.aval.shape]
+    if not all(isinstance(size, int) for size in sizes):  # of a symbolic shape
+        return float("nan")
+    is_float = jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating)
+    return float(PRODUCT_FLOPS[name](equation)) if is_float else 0.0
+
+
+def warn_of_products(
+    policy_map: PolicyMap, used: Used, share: float | None, stacklevel: int
+) -> None:
+    """Warns of functions that stay float32, and where no product at all runs in 16 bits.
+
+    Args:
+        policy_map: the policy map.
+        used: what the evaluation met.
+        share: which share of the FLOPs of products the functions in `used.wide` have, if known.
+        stacklevel: that of `warnings.warn` in the caller.
+    """
+    if used.wide:
+        warnings.warn(_sentence(used.wide, share), stacklevel=stacklevel + 1)
+    elif used.products and Ran.LOW not in used.products:
+        reasons = " and ".join(how.value for how in Ran if how in used.products)
+        warnings.warn(
+            f"No product runs in 16 bits under autocast with policy map {str(policy_map)!r}: "
+            f"{reasons}.",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _sentence(wide: Iterable[Equation], share: float | None) -> str:
+    found = {f"{e.primitive.name} at {_jaxpr.place_of(e) or 'a line of a library'}" for e in wide}
+    part = "" if share is None else f", with {100 * share:.0f} % of the FLOPs of all products"
+    return (
+        f"JAX cannot trace {' and '.join(sorted(found))} again in 16 bits, so autocast leaves "
+        f"float32 there{part}: {REMEDY}."
+    )

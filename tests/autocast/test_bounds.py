@@ -1,0 +1,296 @@
+"""Numbers that must not be rounded onto a bound: probabilities, and constants such as 1 - 1e-7."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import normal
+from helpers.autocast import LOW_DTYPES, activation, dtypes_of
+from jax import lax
+
+import jmpx
+
+SATURATING = ("logistic", "tanh", "erf", "erfc")
+
+
+def ran(f, *args):
+    """Returns the dtypes in which saturating functions run, forward and backward."""
+    found = dtypes_of(f, *args)
+    return set().union(*(found.get(name, set()) for name in SATURATING))
+
+
+# Losses, as public programs write them. Each takes logits.
+
+
+def cross_entropy(h):
+    p = jax.nn.sigmoid(h)
+    labels = (jnp.arange(h.size) % 2).reshape(h.shape).astype(h.dtype)
+    return -(labels * jnp.log(p) + (1 - labels) * jnp.log(1 - p)).sum()
+
+
+def focal(h):
+    p = jax.nn.sigmoid(h)
+    return -(0.25 * (1 - p) ** 2 * jnp.log(p) + 0.75 * p**2 * jnp.log(1 - p)).sum()
+
+
+def squashed_log_prob(h):
+    return (-(h**2) / 2 - jnp.log(1 - jnp.tanh(h) ** 2 + 1e-6)).sum()
+
+
+def change_of_variables(h):
+    return jnp.log1p(-jnp.square(jnp.tanh(h))).sum()
+
+
+def undone(h):
+    return (jnp.arctanh(0.99 * jnp.tanh(h)) ** 2).sum()
+
+
+def probit(h):
+    return -jnp.log(jax.scipy.stats.norm.cdf(-h)).sum()
+
+
+def surest(h):
+    return -jnp.log(1 - jnp.max(jax.nn.sigmoid(h), axis=-1)).sum()
+
+
+def dice(h):
+    p = jax.nn.sigmoid(h)
+    return 1 - 2 * p[0].sum() / (p.sum() + 1)
+
+
+def odds(h):
+    p = jnp.where(h > 0, jax.nn.sigmoid(h), 0.5)
+    return (p / (1 - p)).mean()
+
+
+def deviation(h):
+    p = jax.nn.sigmoid(h)
+    return lax.rsqrt(p - p**2).sum() + jnp.sqrt(1 - p).sum()
+
+
+def quantile(h):
+    return (lax.erf_inv(2 * jax.nn.sigmoid(h) - 1) ** 2).sum()
+
+
+LOSSES = [
+    cross_entropy, focal, squashed_log_prob, change_of_variables, undone, probit, surest, dice,
+    odds, deviation, quantile,
+]  # fmt: skip
+
+
+def by_scan(loss):
+    def f(h):
+        return lax.scan(lambda c, row: (c + loss(row), None), jnp.float32(0), h)[0]
+
+    return f
+
+
+def by_carry(loss):
+    """Gives the loss what another turn of a loop computed."""
+
+    def f(h):
+        p = lax.fori_loop(0, 3, lambda i, p: jnp.where(i == 0, jax.nn.sigmoid(h), p), h)
+        return loss(jnp.log(p) - jnp.log(1 - p))
+
+    return f
+
+
+def by_rule(loss):
+    @jax.custom_jvp
+    def f(h):
+        return loss(h)
+
+    f.defjvp(functools.partial(jax.jvp, loss))
+    return f
+
+
+WRAPPERS = {
+    "plain": lambda loss: loss,
+    "jit": jax.jit,
+    "jitted sigmoid": lambda loss: lambda h: loss(h) + cross_entropy(jax.jit(jnp.negative)(h)),
+    "checkpoint": jax.checkpoint,
+    "custom_jvp": by_rule,
+    "cond": lambda loss: lambda h: lax.cond(h[0, 0] < 99, loss, lambda h: h.sum(), h),
+    "scan": by_scan,
+    "carry": by_carry,
+    "vmap": lambda loss: lambda h: jax.vmap(loss, 1)(h[:, None]).sum(),
+}
+LOGITS = np.array([[-7.0, -2.5, 0.5], [6.5, 7.0, 5.0]], np.float32)
+
+
+@pytest.mark.sampled(23)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("policy", LOW_DTYPES)
+def test_losses_of_probabilities_and_their_gradients(policy, loss, wrapper):
+    x, h = activation(LOGITS)
+    wrapped = WRAPPERS[wrapper](loss)
+    value, grad = jax.value_and_grad(wrapped)(jnp.asarray(LOGITS))
+    got, got_grad = jax.value_and_grad(jmpx.autocast(lambda x: wrapped(h(x)), policy))(x)
+    assert np.isfinite(value) and np.isfinite(grad).all()
+    np.testing.assert_allclose(got, value, rtol=5e-3)
+    np.testing.assert_allclose(got_grad, grad, rtol=2e-2, atol=2e-2 * np.abs(grad).max())
+
+
+@pytest.mark.parametrize("policy", LOW_DTYPES)
+@pytest.mark.parametrize("f", [jax.nn.sigmoid, jnp.tanh, lax.erf, lax.erfc])
+def test_a_loss_outside_of_autocast(f, policy):
+    x, h = activation(LOGITS / 2)
+    cast = jmpx.autocast(lambda x: {"p": f(h(x))}, policy)
+
+    def loss_of(f):
+        return lambda x: -jnp.log(2 - f(x) - f(jnp.zeros(()))).sum()
+
+    grads = jax.grad(loss_of(lambda x: cast(x)["p"] if x.ndim else f(x)))(x)
+    expected = jax.grad(loss_of(f))(x)
+    np.testing.assert_allclose(grads, expected, rtol=5e-3, atol=1e-6)  # float16 has subnormals
+
+
+def lstm(x):
+    def step(carry, x):
+        h, c = carry
+        i, f, g, o = jnp.split(jnp.concatenate([x, h], -1) @ jnp.ones((6, 12)) / 9, 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    return lax.scan(step, (jnp.zeros(3), jnp.zeros(3)), x)
+
+
+def normalized(h):
+    """A gate before a norm, whose rsqrt reads it through a product of two arrays."""
+    h = jax.nn.silu(h)
+    return (h - h.mean()) * lax.rsqrt(h.var() + 1e-6)
+
+
+GATES = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "exact gelu": lambda h: jax.nn.gelu(h, approximate=False),
+    "glu": lambda h: jax.nn.glu(jnp.concatenate([h, h], -1)),
+    "normalized": normalized,
+    "hidden": lambda h: jnp.tanh(h) @ jnp.ones((3, 2)),
+    "jit": jax.jit(lambda h: jax.jit(jax.nn.sigmoid)(h) * h),
+    "squeeze": lambda h: h * jax.nn.sigmoid(h.mean(0) @ jnp.ones((3, 3))),
+    "scan": lambda h: lax.scan(lambda c, row: (c, jax.nn.silu(row)), 0.0, h)[1],
+    "exponential": lambda h: jax.nn.softmax(30 * jnp.tanh(h / 30)) @ h.T,
+}
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("policy", LOW_DTYPES)
+@pytest.mark.parametrize("name", GATES)
+def test_gates_stay_in_16_bits(name, policy):
+    x, h = activation(LOGITS)
+    f = jmpx.autocast(lambda x: GATES[name](h(x)), policy)
+    low = {LOW_DTYPES[policy].name}
+    assert ran(f, x) == low
+    assert ran(jax.grad(lambda x: f(x).sum()), x) == low
+
+
+def test_an_lstm_stays_in_16_bits(rng):
+    found = dtypes_of(jmpx.autocast(lstm), normal(rng, 5, 3))
+    # What a loop carries stays float32, and so does the cell, of which one tanh is taken.
+    assert found["logistic"] == {"bfloat16"}
+    assert found["tanh"] == {"bfloat16", "float32"}
+
+
+def test_a_rule_goes_before(rng):
+    w, x = normal(rng, 3, 3), normal(rng, 3, 3)
+    f = jmpx.autocast(lambda x: jax.nn.sigmoid(x @ w), "c=bf16; op.logistic: bf16")
+    assert ran(f, x) == {"bfloat16"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("policy", LOW_DTYPES)
+@pytest.mark.parametrize("loss", [cross_entropy, focal, probit])
+def test_trains_where_float32_trains(rng, loss, policy):
+    x, w = normal(rng, 32, 4), 1.5 * normal(rng, 4, 4)
+
+    def train(model):
+        step = jax.jit(lambda w: w - 3e-3 * jax.grad(lambda w: loss(model(w)) / 32)(w))
+        return functools.reduce(lambda w, _: step(w), range(100), w)
+
+    def model(w):
+        return x @ w
+
+    expected, got = train(model), train(jmpx.autocast(model, policy))
+    inside = functools.reduce(
+        lambda w, _: w - 3e-3 * jax.grad(jmpx.autocast(lambda w: loss(x @ w) / 32, policy))(w),
+        range(20),
+        w,
+    )
+    assert np.isfinite(inside).all()
+    np.testing.assert_allclose(got, expected, rtol=0.02, atol=0.05)
+
+
+# Constants.
+
+EPSILON = jnp.float32(1e-7)
+
+
+def below_one(kind):
+    """Returns 1 - 1e-7 as programs have it."""
+    return {
+        "number": 1 - 1e-7,
+        "NumPy": np.float32(1 - 1e-7),
+        "array": np.array([1 - 1e-7, 0.5, 1 - 1e-7, 0.999], np.float32),
+        "computed": 1 - EPSILON,
+        "filled": jnp.full(4, 1 - 1e-7),
+        "negated": -jnp.float32(-1 + 1e-7),
+    }[kind]
+
+
+CLAMPS = {
+    "clip": lambda h, top: jnp.clip(h, np.finfo(np.float32).tiny, top),
+    "clamp": lambda h, top: lax.clamp(jnp.full_like(h, 1e-9), h, jnp.broadcast_to(top, h.shape)),
+    "min": lambda h, top: jnp.minimum(jnp.maximum(h, 1e-9), top),
+    "where": lambda h, top: jnp.where(h < 0.5, jnp.maximum(h, 1e-9), jnp.where(h > top, top, h)),
+    "sum": lambda h, top: (h + 1e-9) + (top - 1.5 * h) / 2,
+}
+PLACES = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "scan": lambda f: lambda h: lax.scan(lambda c, row: (c, f(row)), 0.0, h)[1],
+    "vmap": jax.vmap,
+    "checkpoint": jax.checkpoint,
+}
+
+
+@pytest.mark.sampled(41)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["number", "NumPy", "array", "computed", "filled", "negated"])
+@pytest.mark.parametrize("clamp", CLAMPS)
+@pytest.mark.parametrize("policy", LOW_DTYPES)
+def test_constants_that_would_become_a_bound(policy, clamp, kind, place):
+    x, h = activation(np.array([[0, 1, 0.5, 1], [1, 0.25, 0, 1]], np.float32))
+    clamp = CLAMPS[clamp]
+
+    def f(h):
+        p = clamp(h, below_one(kind))
+        return jnp.log(p) + jnp.log(1 - p)
+
+    if kind == "computed" and place in ("scan", "checkpoint"):
+        pytest.skip("what a loop computes of its operands is no constant in it")
+    f = PLACES[place](f)
+    got, expected = jmpx.autocast(lambda x: f(h(x)), policy)(x), f(x)
+    assert np.isfinite(expected).all()
+    np.testing.assert_allclose(got, expected, rtol=3e-4)
+
+
+@pytest.mark.parametrize("policy, constant", [("c=bf16", 0.999), ("c=f16", 1e-8)])
+def test_clamps_by_other_constants_stay_in_16_bits(policy, constant):
+    x, h = activation(LOGITS)
+    low = LOW_DTYPES[policy]
+    for f in (
+        jax.nn.relu6,
+        lambda h: jnp.clip(h, -1, 1),
+        lambda h: jnp.clip(h, -20, 2),
+        lambda h: jnp.maximum(h, 0.99),
+        lambda h: (h + constant) * h,  # an epsilon is lost here, as the docstring says
+    ):
+        assert jmpx.autocast(lambda x, f=f: f(h(x)), policy, output=None)(x).dtype == low
+    f = jmpx.autocast(lambda x: jnp.maximum(h(x), constant), policy, output=None)
+    assert f(x).dtype == np.float32
