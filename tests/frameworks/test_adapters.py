@@ -16,9 +16,10 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 from jmpx import _frameworks
-from jmpx._adapters import public_methods
+from jmpx._adapters import noted_carries, public_methods
 from jmpx._frameworks import Adapter
 from jmpx._marks import in_module
+from jmpx._registry import running
 
 # A made-up framework: its modules run through `interceptors`, and it has a store of its own.
 
@@ -220,3 +221,51 @@ class NNXDoubling(nnx.Module):
 def test_partial_methods_are_boundaries(view):
     y = view.twice(jnp.ones(2))
     assert y.dtype == jnp.float32 and y.tolist() == [2, 2]
+
+
+class Cell: ...
+
+
+class Around: ...
+
+
+def called(cls, dtype):
+    """A call of a module under a policy, whose result is in a dtype."""
+    policy = jmpx.get_policy("c=bf16,o=f32")
+    with noted_carries(cls, policy), running(policy, "with_policies"):
+        return dtype() if callable(dtype) else jnp.zeros(2, dtype)
+
+
+X = jnp.zeros(2)
+CHANGES = {
+    "scan": lambda: jax.lax.scan(lambda c, _: (called(Cell, "bfloat16"), None), X, length=2)[0],
+    "while": lambda: jax.lax.while_loop(jnp.any, lambda c: called(Cell, "bfloat16"), X),
+    "fori": lambda: jax.lax.fori_loop(0, 2, lambda _, c: called(Cell, "bfloat16"), X),
+    "cond": lambda: jax.lax.cond(True, lambda: called(Cell, "bfloat16"), lambda: X),
+}
+
+
+@pytest.mark.parametrize("loop", CHANGES)
+def test_an_error_of_a_carry_has_the_rule_that_mends_it(loop):
+    def model():
+        called(Dense, "bfloat16")  # before the loop
+        return CHANGES[loop]()
+
+    with pytest.raises(TypeError, match="dtypes do not match") as error:
+        called(Around, model)
+    (note,) = (note for note in error.value.__notes__ if "policy map" in note)
+    assert "'Cell: compute=bfloat16,output=float32'" in note
+    assert "Dense" not in note and "Around" not in note
+
+
+def test_other_errors_have_no_note():
+    def shapes():
+        return jax.lax.scan(lambda c, _: (called(Cell, "float32")[:1], None), X, length=2)
+
+    def without_modules():
+        return jax.lax.scan(lambda c, _: (c.astype("bfloat16"), None), X, length=2)
+
+    for model in (shapes, without_modules):
+        with pytest.raises(TypeError) as error:
+            called(Around, model)
+        assert not any("policy map" in note for note in error.value.__notes__)
