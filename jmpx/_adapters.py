@@ -271,15 +271,20 @@ def run_at_boundary(
     args, kwargs = cast_except(policy.cast_to_compute, (args, kwargs), passes)
     with running(policy, by):
         result = method(*args, **kwargs)
+    return _with_carry(result, carry, to_output)
+
+
+def _with_carry(result: Any, carry: PyTree, cast: Callable[[PyTree], PyTree]) -> Any:
+    """Returns a result cast, but the new carry in it, if there is one, as the old one."""
     if carry is None:
-        return to_output(result)
+        return cast(result)
     structure = jax.tree.structure(carry)
     if jax.tree.structure(result) == structure:  # the carry alone, as in `nn.remat_scan`
         return jax.tree.map(cast_like, result, carry)
     # The carry and the output of a step, as in `nn.scan`.
     if isinstance(result, tuple) and result and jax.tree.structure(result[0]) == structure:
-        return (jax.tree.map(cast_like, result[0], carry), *to_output(result[1:]))
-    return to_output(result)
+        return (jax.tree.map(cast_like, result[0], carry), *cast(result[1:]))
+    return cast(result)
 
 
 def run_reading(
@@ -289,6 +294,7 @@ def run_reading(
     kwargs: Kwargs,
     *,
     by: str,
+    carry: PyTree = None,
     passes: Callable[[Any], bool] | None = None,
 ) -> Any:
     """Runs a call that is no boundary, of a module that reads parameters itself.
@@ -302,35 +308,51 @@ def run_reading(
         args: its positional arguments.
         kwargs: its keyword arguments.
         by: the function that casts, as the user calls it.
+        carry: the carry among the arguments, if the method is a step of a loop.
         passes: whether a node of a pytree passes as it is; None if none does.
 
     Returns:
-        The result as the method returns it. Inside of a loop or a branch of JAX, where results have
-        to keep the dtype of a carry, it is at least as wide as the widest floating argument was.
+        The result as the method returns it, but a new carry in the dtypes of the old one. Inside of
+        a loop or a branch of JAX, where results have to keep the dtype of a carry, each array is at
+        least as wide as the widest floating argument of its shape was, or of all if none has it.
     """
-    dtypes = _floating_dtypes((args, kwargs), passes) if in_loop() else []
+    came = _floating_leaves((args, kwargs), passes) if in_loop() else []
+
+    def widen(tree: PyTree) -> PyTree:
+        return cast_except(lambda tree: jax.tree.map(_as_wide_as(came), tree), tree, passes)
+
     args, kwargs = cast_except(policy.cast_to_compute, (args, kwargs), passes)
     with running(policy, by):
         result = method(*args, **kwargs)
-    if not dtypes:
-        return result
-    widest = max(dtypes, key=lambda dtype: dtype.itemsize)  # strict promotion allows no more
-    return cast_except(lambda tree: jax.tree.map(_at_least(widest), tree), result, passes)
+    return _with_carry(result, carry, widen)
 
 
-def _floating_dtypes(tree: PyTree, passes: Callable[[Any], bool] | None) -> list[np.dtype]:
-    """Returns the dtypes of the floating leaves in a pytree, without the nodes that pass."""
+class _Came(NamedTuple):
+    """A floating argument as it came."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def _floating_leaves(tree: PyTree, passes: Callable[[Any], bool] | None) -> list[_Came]:
+    """Returns the floating leaves in a pytree, without the nodes that pass."""
     leaves = jax.tree.leaves(tree, is_leaf=passes)
     cast = [leaf for leaf in leaves if passes is None or not passes(leaf)]
-    return [np.dtype(leaf.dtype) for leaf in cast if is_floating(leaf)]
+    # JAX takes NumPy's float64 as float32, unless it has 64-bit types.
+    canonical = jax.dtypes.canonicalize_dtype
+    return [_Came(leaf.shape, canonical(leaf.dtype)) for leaf in cast if is_floating(leaf)]
 
 
-def _at_least(dtype: np.dtype) -> Callable[[Any], Any]:
-    """Returns a function that casts a floating leaf which is narrower than a dtype."""
+def _as_wide_as(came: list[_Came]) -> Callable[[Any], Any]:
+    """Returns a function that casts a floating leaf which is narrower than the arguments alike."""
 
     def widen(leaf: Any) -> Any:
-        is_narrow = is_floating(leaf) and leaf.dtype.itemsize < dtype.itemsize
-        return cast_tree(leaf, dtype) if is_narrow else leaf
+        if not came or not is_floating(leaf):
+            return leaf
+        alike = [each for each in came if each.shape == leaf.shape] or came
+        # By their sizes, because strict promotion knows no common dtype.
+        widest = max((each.dtype for each in alike), key=lambda dtype: dtype.itemsize)
+        return cast_tree(leaf, widest) if leaf.dtype.itemsize < widest.itemsize else leaf
 
     return widen
 

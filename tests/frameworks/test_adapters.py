@@ -8,6 +8,7 @@ import types
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from helpers import run_python
@@ -16,7 +17,7 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 from jmpx import _frameworks
-from jmpx._adapters import noted_carries, public_methods
+from jmpx._adapters import noted_carries, public_methods, run_reading
 from jmpx._frameworks import Adapter
 from jmpx._marks import in_module
 from jmpx._registry import running
@@ -269,3 +270,39 @@ def test_other_errors_have_no_note():
         with pytest.raises(TypeError) as error:
             called(Around, model)
         assert not any("policy map" in note for note in error.value.__notes__)
+
+
+def results(args, shapes, in_loop=True, carry=None):
+    """The dtypes of bfloat16 results of a call that reads, in a branch of JAX or outside."""
+    policy, dtypes = jmpx.get_policy("c=bf16"), []
+
+    def read():
+        out = tuple(jnp.zeros(shape, jnp.bfloat16) for shape in shapes)
+        run = functools.partial(run_reading, policy, lambda *_: out, args, {}, by="", carry=carry)
+        dtypes.extend(leaf.dtype.name for leaf in jax.tree.leaves(run()))
+        return 0
+
+    with running(policy, "with_policies"):
+        jax.eval_shape(lambda: jax.lax.cond(True, read, lambda: 0) if in_loop else read())
+    return dtypes
+
+
+B, F = jnp.zeros(3, "bfloat16"), jnp.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "expected"),
+    [
+        ((F,), {"in_loop": False}, ["bfloat16", "bfloat16"]),
+        ((F,), {}, ["float32", "float32"]),
+        ((B,), {}, ["bfloat16", "bfloat16"]),
+        ((B, F), {}, ["float32", "float32"]),
+        ((B, jnp.zeros(5)), {}, ["bfloat16", "float32"]),  # a mask, or a cache, beside `x`
+        ((F, jnp.zeros(2, "bfloat16")), {}, ["float32", "bfloat16"]),
+        ((np.zeros(3),), {}, ["float32", "float32"]),  # NumPy's float64
+        ((jnp.arange(3),), {}, ["bfloat16", "bfloat16"]),
+        ((F, B), {"in_loop": False, "carry": (F, B[:2])}, ["float32", "bfloat16"]),
+    ],
+)
+def test_a_call_that_reads_keeps_the_widest_dtype_in_a_loop(args, options, expected):
+    assert results(args, ((3,), (2,)), **options) == expected
