@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._dtypes import computable, dtype_name
+from jmpx._dtypes import as_dtype, computable, dtype_name
 from jmpx._leaves import is_floating
 from jmpx._marks import Module
 from jmpx._policy import Policy
@@ -89,6 +89,16 @@ def reading_policy(policy: Policy, field: np.dtype | None) -> Policy:
     if field is None or field == np.dtype(policy.compute_dtype):
         return policy
     return dataclasses.replace(policy, compute_dtype=field)
+
+
+def spelled_as(written: Any, dtype: np.dtype) -> Any:
+    """Returns a dtype in the form of another: a name, a NumPy dtype or one of JAX's scalar types.
+
+    Code that reads the field may look it up, or ask it for its size.
+    """
+    if isinstance(written, str):
+        return dtype.name
+    return dtype if isinstance(written, np.dtype) else as_dtype(dtype)
 
 
 class FieldCensus:

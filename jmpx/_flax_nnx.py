@@ -1,12 +1,14 @@
 """Flax's NNX: the view of a model, in which each part has the policy that a map gives it."""
 
+import dataclasses
 import functools
 import threading
+import types
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jmpx._adapters import (
@@ -16,11 +18,14 @@ from jmpx._adapters import (
     inherited_policy,
     lookalike,
     marking_lookalike,
+    noted_carries,
     plain_class,
     public_methods,
     run_at_boundary,
+    run_reading,
 )
 from jmpx._contexts import note_cast
+from jmpx._dtype_fields import FieldInCall, Selected, field_in_call, reading_policy, spelled_as
 from jmpx._frameworks import Adapter
 from jmpx._made_once import made_once
 from jmpx._marks import Module
@@ -33,6 +38,7 @@ T = TypeVar("T")
 _NAME = "jmpx.flax.with_policies"
 
 _CONVOLUTIONS = (nnx.Conv, nnx.ConvTranspose)
+_NO_FIELD = types.SimpleNamespace()
 
 
 class _Thread(threading.local):
@@ -97,9 +103,26 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
             "jmpx.flax.policies, for Equinox jmpx.equinox.with_policies."
         )
     session = _Session(_NAME, policy_map)
-    view = session.view(module, "", None)
+    view = session.view(module, "", _Around())
     session.warn(stacklevel=2)
     return view
+
+
+@dataclasses.dataclass(frozen=True)
+class _Around:
+    """What surrounds a value of the model.
+
+    Args:
+        module: the module that reads the parameters in the value; None outside of all modules.
+        surrounding: the surrounding policy of calls of the modules in the value.
+        reading: the policy under which parameters in the value are read.
+        selected: what a rule makes of the `dtype` fields of the layers in the value.
+    """
+
+    module: Module | None = None
+    surrounding: Policy | None = None
+    reading: Policy | None = None
+    selected: Selected | None = None
 
 
 class _Session(Session):
@@ -114,41 +137,76 @@ class _Session(Session):
         super().__init__(name, policy_map)
         self.views: dict[tuple[int, Any], Any] = {}
 
-    def view(self, value: Any, path: str, surrounding: Policy | None) -> Any:
+    def view(self, value: Any, path: str, around: _Around) -> Any:
         """Returns a value of the model as it is in the view: a module, a variable or another."""
-        policy = surrounding if isinstance(value, nnx.Param) else None
-        key = id(value), policy and jnp.dtype(policy.compute_dtype)
-        if key in self.views:
-            return self.views[key]
         if isinstance(value, nnx.Param):
-            self.views[key] = value if policy is None else policy.cast_to_compute(value)
-            return self.views[key]
+            return self.parameter(value, around)
         if not isinstance(value, nnx.Pytree):
             return value
-        cls, policy = type(value), None
-        if isinstance(value, nnx.Module) and not _is_container(value):
-            policy = self.boundary_policy(plain_class(cls), path, surrounding)
-            if policy is None and surrounding is not None and _has_statistics(value):
-                policy = inherited_policy(surrounding)
-            self.note(plain_class(cls), path, policy, surrounding)
-            if isinstance(value, _CONVOLUTIONS) and value.precision is None:
-                in_force = surrounding if policy is None else policy
-                self.note_convolution(plain_class(cls), path, in_force)
-        if policy is not None:
-            note_cast(_NAME)
-            cls, surrounding = _view_class(cls, policy), policy
+        key = id(value), None
+        if key in self.views:
+            return self.views[key]
+        cls, attributes = type(value), dict(vars(value))
+        if _is_called(value):
+            cls, around, field = self.module(value, path, around)
+            if _notes_dtype(value):
+                attributes["dtype"] = None
+            elif field.is_ruled and field.value is not None:
+                attributes["dtype"] = spelled_as(attributes["dtype"], field.value)
         view: Any = object.__new__(cls)
         self.views[key] = view
-        for name, attribute in vars(value).items():
+        for name, attribute in attributes.items():
             # Not by setattr: Flax 0.11 keeps the items of a list under integers.
             vars(view)[name] = _map_objects(
-                attribute, (path, str(name)), lambda node, at: self.view(node, at, surrounding)
+                attribute, (path, str(name)), lambda node, at: self.view(node, at, around)
             )
-        if isinstance(value, nnx.Embed) and value.dtype == value.embedding[...].dtype:
-            # Without a dtype of its own, the layer has noted the dtype of its table; it would
-            # promote to that dtype.
-            view.dtype = None
         return view
+
+    def parameter(self, value: nnx.Param, around: _Around) -> nnx.Param:
+        """Returns a parameter, cast to the dtype in which the module around it reads it."""
+        policy = around.reading
+        if policy is None or around.module is None:
+            return value
+        self.census.note_parameter(around.module, id(value), value)
+        key = id(value), np.dtype(policy.compute_dtype)
+        if key not in self.views:
+            self.views[key] = policy.cast_to_compute(value)
+        return self.views[key]
+
+    def module(
+        self, value: nnx.Module, path: str, around: _Around
+    ) -> tuple[type, _Around, FieldInCall]:
+        """Returns what a module is in the view.
+
+        Args:
+            value: the module.
+            path: its path.
+            around: what surrounds it.
+
+        Returns:
+            Its class, what surrounds the values of its attributes, and its `dtype` field.
+        """
+        module, surrounding = Module(plain_class(type(value)), path), around.surrounding
+        policy = self.boundary_policy(*module, surrounding)
+        rule = self.explicit_policy(*module, surrounding)
+        layer = _NO_FIELD if _notes_dtype(value) else value
+        field = field_in_call(layer, rule, around.selected)
+        self.census.note_layer(module, field)
+        if policy is None and surrounding is not None and _has_statistics(value):
+            policy = inherited_policy(surrounding)
+        self.note(*module, policy, surrounding)
+        in_force = surrounding if policy is None else policy
+        if isinstance(value, _CONVOLUTIONS) and value.precision is None:
+            self.note_convolution(*module, in_force)
+        if in_force is None:
+            return type(value), _Around(module, selected=field.selected), field
+        reading = reading_policy(in_force, field.value)
+        cls, reads = type(value), _reads(value)
+        if policy is not None or reads:
+            note_cast(_NAME)
+            cls = _view_class(cls, reading if reads else in_force, policy is not None)
+        inside = _Around(module, in_force, reading, field.selected)
+        return cls, inside, field
 
 
 def _map_objects(tree: PyTree, parts: tuple[str, ...], func: Callable[[Any, str], Any]) -> PyTree:
@@ -172,40 +230,76 @@ def _has_statistics(module: nnx.Module) -> bool:
     return any(isinstance(value, nnx.BatchStat) for value in vars(module).values())
 
 
+def _reads(module: nnx.Module) -> bool:
+    """Whether its calls cast their arguments: it reads variables, or is a step of a loop."""
+    is_cell = isinstance(module, nnx.RNNCellBase)
+    return is_cell or _has_statistics(module) or _holds_parameter(module, set())
+
+
+def _holds_parameter(value: nnx.Pytree, seen: set[int]) -> bool:
+    """Whether there is a parameter in an object, other than in modules that are called."""
+    seen.add(id(value))
+    nodes = filter(_is_object, jax.tree.leaves(list(vars(value).values()), is_leaf=_is_object))
+    return any(
+        isinstance(node, nnx.Param)
+        or (
+            isinstance(node, nnx.Pytree)
+            and not _is_called(node)
+            and id(node) not in seen
+            and _holds_parameter(node, seen)
+        )
+        for node in nodes
+    )
+
+
+def _is_called(value: Any) -> TypeGuard[nnx.Module]:
+    return isinstance(value, nnx.Module) and not _is_container(value)
+
+
+def _notes_dtype(module: nnx.Module) -> bool:
+    """Whether it is an `nnx.Embed` without a dtype of its own: it has noted that of its table.
+
+    It would promote to that dtype.
+    """
+    return isinstance(module, nnx.Embed) and module.dtype == module.embedding[...].dtype
+
+
 def _is_object(value: Any) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
 @made_once  # so that views of one model have one graph definition, and jit's cache is hit
-def _view_class(cls: type, policy: Policy) -> type:
-    """Returns the lookalike whose public methods cast."""
+def _view_class(cls: type, policy: Policy, is_boundary: bool) -> type:
+    """Returns the lookalike whose public methods cast, their results too if they are boundaries."""
+    run = run_at_boundary if is_boundary else run_reading
     names = public_methods(cls, nnx.Module)
-    methods = {name: _casting(getattr(cls, name), name, policy) for name in names}
+    methods = {name: _casting(getattr(cls, name), name, policy, run) for name in names}
     return lookalike(cls, {**methods, "__jmpx_view__": True})
 
 
-def _casting(method: Method, name: str, policy: Policy) -> Method:
-    """Returns a public method that casts at its boundary."""
+def _casting(method: Method, name: str, policy: Policy, run: Callable[..., Any]) -> Method:
+    """Returns a public method that casts."""
 
     @functools.wraps(method)
     def wrapper(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        running = _thread.running
-        if running and running[-1] is self:
+        stack = _thread.running
+        if stack and stack[-1] is self:
             return method(self, *args, **kwargs)  # part of the call that casts already
         is_step = isinstance(self, nnx.RNNCellBase) and name == "__call__"
-        running.append(self)
+        stack.append(self)
         try:
-            return run_at_boundary(
-                policy,
-                functools.partial(method, self),
-                args,
-                kwargs,
-                by=_NAME,
-                carry=args[0] if args and is_step else None,
-                passes=_is_object,  # a copy of an `nnx.Rngs` would not advance the original's count
-            )
+            with noted_carries(plain_class(type(self)), policy):
+                return run(
+                    policy,
+                    functools.partial(method, self),
+                    args,
+                    kwargs,
+                    by=_NAME,
+                    carry=args[0] if args and is_step else None,
+                    passes=_is_object,  # a copied `nnx.Rngs` would not advance the original's count
+                )
         finally:
-            running.pop()
+            stack.pop()
 
     return wrapper
 
@@ -265,11 +359,7 @@ def _modules(roots: list[Any]) -> list[tuple[nnx.Module, str]]:
 
     for root in roots:
         visit(root, "")
-    return [
-        (value, path)
-        for value, path in found.values()
-        if isinstance(value, nnx.Module) and not _is_container(value)
-    ]
+    return [(value, path) for value, path in found.values() if _is_called(value)]
 
 
 class _Adapter(Adapter):
