@@ -137,15 +137,18 @@ class Block(nnx.Module):
         return self.open(self.other(self.first(x)))
 
 
-@pytest.mark.parametrize("written", [jnp.float32, F32, "float32"])
-def test_layers_inside_follow_if_the_field_was_handed_to_them(rng, log, written):
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [(jnp.float32, jnp.bfloat16), (F32, BF16), ("float32", "bfloat16")],
+)
+def test_layers_inside_follow_if_the_field_was_handed_to_them(rng, log, written, expected):
     model, x = Block(written, nnx.Rngs(0)), normal(rng, 2, 6)
     policy_map = f"{MIXED}; Block: c=bf16; */open: c=f32"
     found = dots(lambda x: jmpx.flax.with_policies(model, policy_map)(x), x)
     products = [tuple(map(np.dtype, product.split("x"))) for product in found]
     assert products == [2 * (BF16,), 2 * (F16,), 2 * (F32,)]
-    assert log == [("bfloat16", "bfloat16", "float16", None)]
-    assert type(log[0][0]) is type(model.dtype) and model.first.dtype == F32
+    assert log == [(expected, expected, F16, None)]
+    assert model.dtype is model.first.dtype is written
 
 
 def test_the_policy_of_a_class_sets_the_field(rng):
