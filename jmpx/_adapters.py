@@ -271,11 +271,17 @@ def run_at_boundary(
     args, kwargs = cast_except(policy.cast_to_compute, (args, kwargs), passes)
     with running(policy, by):
         result = method(*args, **kwargs)
-    return _with_carry(result, carry, to_output)
+    return cast_result(to_output, result, carry)
 
 
-def _with_carry(result: Any, carry: PyTree, cast: Callable[[PyTree], PyTree]) -> Any:
-    """Returns a result cast, but the new carry in it, if there is one, as the old one."""
+def cast_result(cast: Callable[[PyTree], PyTree], result: Any, carry: PyTree) -> Any:
+    """Returns the result of a call cast, but a new carry in the dtypes of the old one.
+
+    Args:
+        cast: casts what is no carry.
+        result: the result.
+        carry: the old carry, if the call is a step of a loop; else None.
+    """
     if carry is None:
         return cast(result)
     structure = jax.tree.structure(carry)
@@ -324,7 +330,7 @@ def run_reading(
     args, kwargs = cast_except(policy.cast_to_compute, (args, kwargs), passes)
     with running(policy, by):
         result = method(*args, **kwargs)
-    return _with_carry(result, carry, widen)
+    return cast_result(widen, result, carry)
 
 
 class _Came(NamedTuple):

@@ -107,16 +107,22 @@ class FieldCensus:
     Attributes:
         sizes: the elements of each parameter that a module reads, by the module and the parameter.
         fields: the fields, if no rule set them, of the modules that were met.
+        changed: the modules whose fields a rule set to another dtype.
     """
 
     def __init__(self) -> None:
         self.sizes: dict[Module, dict[Hashable, int]] = {}
         self.fields: dict[Module, np.dtype] = {}
+        self.changed: set[Module] = set()
 
     def note_layer(self, module: Module, field: FieldInCall) -> None:
         """Notes a module that was met, and its field."""
-        if field.value is not None and not field.is_ruled:
+        if field.value is None:
+            return
+        if not field.is_ruled:
             self.fields[module] = field.value
+        elif field.selected is not None and field.selected.written != field.value:
+            self.changed.add(module)
 
     def note_parameter(self, module: Module, name: Hashable, stored: Any) -> None:
         """Notes a parameter, any pytree, that a module reads itself."""

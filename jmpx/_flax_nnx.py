@@ -194,6 +194,8 @@ class _Session(Session):
         self.census.note_layer(module, field)
         if policy is None and surrounding is not None and _has_statistics(value):
             policy = inherited_policy(surrounding)
+        if rule is None:
+            policy = _wide_enough(policy, surrounding, value)
         self.note(*module, policy, surrounding)
         in_force = surrounding if policy is None else policy
         if isinstance(value, _CONVOLUTIONS) and value.precision is None:
@@ -228,6 +230,24 @@ def _is_container(module: nnx.Module) -> bool:
 def _has_statistics(module: nnx.Module) -> bool:
     """Whether it keeps running statistics. They stay in float32, and would make its results so."""
     return any(isinstance(value, nnx.BatchStat) for value in vars(module).values())
+
+
+def _wide_enough(
+    policy: Policy | None, surrounding: Policy | None, module: nnx.Module
+) -> Policy | None:
+    """Returns the boundary policy of a module, whose attention computes in the dtype of its cache.
+
+    Flax writes keys and values into the cache as they are, which JAX refuses in another dtype.
+    """
+    cache = getattr(module, "cached_key", None)
+    in_force = surrounding if policy is None else policy
+    if not isinstance(module, nnx.MultiHeadAttention) or cache is None or in_force is None:
+        return policy
+    dtype, compute = np.dtype(cache[...].dtype), np.dtype(in_force.compute_dtype)
+    if dtype.itemsize <= compute.itemsize:
+        return policy
+    policy = inherited_policy(in_force) if policy is None else policy
+    return dataclasses.replace(policy, compute_dtype=dtype)
 
 
 def _reads(module: nnx.Module) -> bool:

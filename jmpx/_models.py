@@ -15,11 +15,12 @@ import jax
 import numpy as np
 
 from jmpx import _jaxpr
-from jmpx._adapters import Session, inherited_policy, listening
+from jmpx._adapters import Met, Session, inherited_policy, listening
 from jmpx._autocast import Autocast, autocast
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.value import Value
+from jmpx._dtype_fields import reading_policy
 from jmpx._leaves import is_floating_dtype, is_traceable
 from jmpx._marks import Module
 from jmpx._matmul import matmul_of
@@ -36,6 +37,7 @@ RETURNS = (
 _BY_AUTOCAST = "under jmpx.autocast, because the function runs no module of Haiku or Linen:"
 _ABOUT_ONE_SESSION = re.compile("The rule .* matched no |No Linen module ran")
 _OUTERMOST = "(outermost)"  # what has no path
+_SETS_FIELD = "sets its dtype field"
 
 
 class Row(NamedTuple):
@@ -232,22 +234,33 @@ def _refuse_others(sessions: list[Session], policy_map: PolicyMap) -> None:
 def _rows(session: Session, policy_map: PolicyMap) -> Iterator[Row]:
     """Yields the rows of a session, in the order of the modules' first calls."""
     creates = session.name.endswith(".policies")  # a view takes parameters as they are stored
-    for module, boundary, surrounding in session.met:
-        around = policy_map.default if surrounding is None else surrounding
-        policy = _known_fields(inherited_policy(around) if boundary is None else boundary)
-        rule = policy_map.rule_for(*module)
-        if rule is not None:
-            origin = rule.label
-        elif policy_of(module.cls) is not None:
-            origin = "class policy"
-        elif policy.compute_dtype != np.dtype(around.compute_dtype):
-            origin = "its statistics"
-        else:
-            origin = "default" if surrounding is None else "inherited"
+    for met in session.met:
+        origin, policy = _origin(met, session, policy_map)
         fields = given_fields(policy)
         if not creates:
             del fields["params"]
-        yield Row((module.path or _OUTERMOST, module.cls.__name__, origin), fields)
+        yield Row((met.module.path or _OUTERMOST, met.module.cls.__name__, origin), fields)
+
+
+def _origin(met: Met, session: Session, policy_map: PolicyMap) -> tuple[str, Policy]:
+    """Returns where the policy of a module is from, and what holds in it."""
+    module, boundary, surrounding = met
+    around = policy_map.default if surrounding is None else surrounding
+    policy = _known_fields(inherited_policy(around) if boundary is None else boundary)
+    field, rule = session.census.fields.get(module), policy_map.rule_for(*module)
+    sets = f" ({_SETS_FIELD})" if module in session.census.changed else ""
+    if rule is not None:
+        return f"{rule.label}{sets}", policy
+    if policy_of(module.cls) is not None:
+        return f"class policy{sets}", policy
+    # At a boundary, the field of a module without parameters is for the modules inside alone.
+    decides = boundary is None or module in session.census.sizes
+    if field is not None and decides and field != np.dtype(policy.compute_dtype):
+        policy = reading_policy(policy, field)
+        return "its dtype field", policy.with_output_dtype(field) if boundary is None else policy
+    if policy.compute_dtype != np.dtype(around.compute_dtype):
+        return "its state", policy
+    return ("default" if surrounding is None else "inherited") + sets, policy
 
 
 def _known_fields(policy: Policy) -> Policy:

@@ -213,7 +213,7 @@ def statistics_of(framework):
 @pytest.mark.usefixtures("standard_promotion")
 def test_modules_that_keep_the_dtype_of_their_statistics_say_so(framework, ask):
     tables, _ = ask(statistics_of(framework), "c=bf16")
-    own = [row for row in only(tables) if row["rule"] == "its statistics"]
+    own = [row for row in only(tables) if row["rule"] == "its state"]
     names = {"haiku": ["ExponentialMovingAverage"] * 2, "equinox": ["BatchNorm"]}
     assert [row["class"] for row in own] == names.get(framework, [])
     assert all(row["compute"] == "float32" and row["output"] == "bfloat16" for row in own)
@@ -300,7 +300,7 @@ def test_the_modules_in_an_equinox_container_inherit_from_it(ask):
         tables, _ = ask(lambda model=model: model, "c=bf16; Box: c=f16; */0: o=f32")
         found = {row["class"]: (row["rule"], row["compute"], row["output"]) for row in only(tables)}
         assert found["Box"] == ("Box", "float16", "bfloat16")
-        assert found["BatchNorm"] == ("its statistics", "float32", "bfloat16")
+        assert found["BatchNorm"] == ("its state", "float32", "bfloat16")
         assert found["Linear"] == ("*/0", "bfloat16", "float32")
 
 
