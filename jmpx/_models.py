@@ -21,6 +21,7 @@ from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.value import Value
 from jmpx._dtype_fields import reading_policy
+from jmpx._dtypes import dtype_name
 from jmpx._leaves import is_floating_dtype, is_traceable
 from jmpx._marks import Module
 from jmpx._matmul import matmul_of
@@ -72,7 +73,7 @@ class Report(NamedTuple):
 
     Args:
         tables: the rows.
-        notes: sentences about rules that are in force nowhere.
+        notes: sentences about rules that are in force nowhere, and what else there is to know.
     """
 
     tables: list[Table]
@@ -106,7 +107,8 @@ def report(policy_map: PolicyMap, made: Any) -> Report:
     modules = [met.module for session in own for met in session.met]
     # A session warns of the rules that its own modules do not match; the notes are about all.
     others = [text for text in _texts(caught) if not _ABOUT_ONE_SESSION.match(text)]
-    return Report(tables, [*_notes(policy_map, modules), *others])
+    about_casts = [text for session in own for text in _note_on_casts(session, policy_map)]
+    return Report(tables, [*_notes(policy_map, modules), *others, *about_casts[:1]])
 
 
 def _split(made: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -261,6 +263,24 @@ def _origin(met: Met, session: Session, policy_map: PolicyMap) -> tuple[str, Pol
     if policy.compute_dtype != np.dtype(around.compute_dtype):
         return "its state", policy
     return ("default" if surrounding is None else "inherited") + sets, policy
+
+
+def _note_on_casts(session: Session, policy_map: PolicyMap) -> Iterator[str]:
+    """Yields how to keep a layer wide, if results are to be wide and no module inside hands on so.
+
+    A layer casts its inputs, also those that the user's code has cast before it.
+    """
+    compute, output = policy_map.default.compute_dtype, np.dtype(policy_map.default.output_dtype)
+    inside = [met for met in session.met if met.surrounding is not None]
+    policies = [_origin(met, session, policy_map)[1] for met in inside]
+    is_kept = any(output == p.compute_dtype and output == p.output_dtype for p in policies)
+    if inside and output.itemsize > np.dtype(compute).itemsize and not is_kept:
+        path, name = inside[-1].module.path, dtype_name(output)
+        yield (
+            f"A cast to {name} in front of a layer, as by x.astype(), does not keep the layer in "
+            f"{name}: a rule does, such as '{path if '/' in path else f'*/{path}'}: "
+            f"compute={name},output={name}'."
+        )
 
 
 def _known_fields(policy: Policy) -> Policy:
