@@ -58,9 +58,18 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
     structure and the dtypes of its parameters. In the view each `nnx.Param` is the stored one, cast
     to the compute dtype of the innermost policy. All other variables are the model's own: where the
     view updates running statistics, caches or random streams, the model's change, and keep their
-    dtype (make a cache of keys and values in the compute dtype). Attributes that are set on the
-    view, as `sow` and `eval` do, are set on the view alone. A layer that is given a `dtype`
-    computes in that dtype inside. A recurrent cell returns its carry in the dtype in which it came.
+    dtype. Attributes that are set on the view, as `sow` and `eval` do, are set on the view alone.
+
+    Public methods cast where a rule, a class policy or the map's default gives the module a policy.
+    Those of other modules that read an `nnx.Param` themselves cast their floating arguments to the
+    compute dtype, and those of modules with running statistics their result, too. In a loop or a
+    branch of JAX, a result that no rule casts stays as wide as the arguments were. A recurrent cell
+    returns its carry in the dtype in which it came. An `nnx.MultiHeadAttention` with a cache in a
+    wider dtype computes in that dtype.
+
+    A rule or a class policy sets the `dtype` attribute of a layer, and of the layers inside that
+    were given the same one, in the view alone. Without a rule a layer computes in its `dtype`. A
+    `dtype` that an `nnx.Embed` has from its table does not count.
 
     The `matmul` of a policy holds for the products in its region, forward and backward, but not in
     what a `jax.custom_vjp` or `jax.custom_jvp` defines: JAX traces that later. See docs/matmul.md.
@@ -82,8 +91,9 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
         ValueError: if the string is not of the grammar.
 
     Warns:
-        UserWarning: of each rule that matched no module; once if a convolution computes in float32
-            under a dot algorithm, which JAX ignores for it.
+        UserWarning: of each rule that matched no module; if the `dtype` of layers keeps most of the
+            parameters from the compute dtype of the map's default; once if a convolution computes
+            in float32 under a dot algorithm, which JAX ignores for it.
 
     Example:
         >>> from flax import nnx
