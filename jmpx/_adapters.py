@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import operator
 import re
 import threading
 import warnings
@@ -268,7 +269,7 @@ def run_at_boundary(
     def to_output(tree: PyTree) -> PyTree:
         return cast_except(policy.cast_to_output, tree, passes)
 
-    args, kwargs = cast_except(policy.cast_to_compute, (args, kwargs), passes)
+    args, kwargs = _cast_arguments(policy, args, kwargs, passes)
     with running(policy, by):
         result = method(*args, **kwargs)
     return cast_result(to_output, result, carry)
@@ -325,12 +326,30 @@ def run_reading(
     came = _floating_leaves((args, kwargs), passes) if in_loop() else []
 
     def widen(tree: PyTree) -> PyTree:
+        if not came:
+            return tree
         return cast_except(lambda tree: jax.tree.map(_as_wide_as(came), tree), tree, passes)
 
-    args, kwargs = cast_except(policy.cast_to_compute, (args, kwargs), passes)
+    args, kwargs = _cast_arguments(policy, args, kwargs, passes)
     with running(policy, by):
         result = method(*args, **kwargs)
     return cast_result(widen, result, carry)
+
+
+def _cast_arguments(
+    policy: Policy, args: Args, kwargs: Kwargs, passes: Callable[[Any], bool] | None
+) -> tuple[Args, Kwargs]:
+    """Returns the arguments of a call in the compute dtype.
+
+    One in which nothing is cast stays the same object, as a list to which a module appends must.
+    """
+
+    def cast(argument: Any) -> Any:
+        new = cast_except(policy.cast_to_compute, argument, passes)
+        old_leaves, leaves = (jax.tree.leaves(tree, is_leaf=passes) for tree in (argument, new))
+        return argument if all(map(operator.is_, old_leaves, leaves)) else new
+
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
 
 
 class _Came(NamedTuple):
@@ -353,7 +372,7 @@ def _as_wide_as(came: list[_Came]) -> Callable[[Any], Any]:
     """Returns a function that casts a floating leaf which is narrower than the arguments alike."""
 
     def widen(leaf: Any) -> Any:
-        if not came or not is_floating(leaf):
+        if not is_floating(leaf):
             return leaf
         alike = [each for each in came if each.shape == leaf.shape] or came
         # By their sizes, because strict promotion knows no common dtype.

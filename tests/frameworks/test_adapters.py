@@ -306,3 +306,15 @@ B, F = jnp.zeros(3, "bfloat16"), jnp.zeros(3)
 )
 def test_a_call_that_reads_keeps_the_widest_dtype_in_a_loop(args, options, expected):
     assert results(args, ((3,), (2,)), **options) == expected
+
+
+def test_an_argument_in_which_nothing_is_cast_is_the_same_object():
+    """A module may append to a list, or fill a dictionary."""
+    notes, sums = [], {}
+
+    def method(x, notes, sums):
+        notes.append(x.dtype.name)
+        sums["x"] = x.sum()
+
+    run_reading(jmpx.get_policy("c=bf16"), method, (F, notes), {"sums": sums}, by="")
+    assert notes == ["bfloat16"] and sums["x"].dtype == jnp.bfloat16
