@@ -320,8 +320,9 @@ def run_reading(
 
     Returns:
         The result as the method returns it, but a new carry in the dtypes of the old one. Inside of
-        a loop or a branch of JAX, where results have to keep the dtype of a carry, each array is at
-        least as wide as the widest floating argument of its shape was, or of all if none has it.
+        a loop or a branch of JAX, where results have to keep the dtype of a carry, only arguments
+        that are wider than the compute dtype are cast, and each array of the result is at least as
+        wide as the widest floating argument of its shape was, or of all if none has it.
     """
     came = _floating_leaves((args, kwargs), passes) if in_loop() else []
 
@@ -330,7 +331,8 @@ def run_reading(
             return tree
         return cast_except(lambda tree: jax.tree.map(_as_wide_as(came), tree), tree, passes)
 
-    args, kwargs = _cast_arguments(policy, args, kwargs, passes)
+    keeps = _passes_narrow(policy, passes) if came else passes
+    args, kwargs = _cast_arguments(policy, args, kwargs, keeps)
     with running(policy, by):
         result = method(*args, **kwargs)
     return cast_result(widen, result, carry)
@@ -350,6 +352,17 @@ def _cast_arguments(
         return argument if all(map(operator.is_, old_leaves, leaves)) else new
 
     return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+
+def _passes_narrow(policy: Policy, passes: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
+    """Returns whether a node passes as it is, or is an array that is no wider than a policy's."""
+    size = np.dtype(policy.compute_dtype).itemsize
+
+    def is_kept(node: Any) -> bool:
+        is_narrow = is_floating(node) and node.dtype.itemsize <= size
+        return is_narrow or (passes is not None and passes(node))
+
+    return is_kept
 
 
 class _Came(NamedTuple):

@@ -272,13 +272,17 @@ def test_other_errors_have_no_note():
         assert not any("policy map" in note for note in error.value.__notes__)
 
 
-def results(args, shapes, in_loop=True, carry=None):
-    """The dtypes of bfloat16 results of a call that reads, in a branch of JAX or outside."""
-    policy, dtypes = jmpx.get_policy("c=bf16"), []
+def results(args, shapes, in_loop=True, carry=None, policy="c=bf16", echo=False):
+    """The dtypes of the results of a call that reads, in a branch of JAX or outside.
+
+    The results are the arguments if it is to echo them, else arrays in bfloat16.
+    """
+    policy, dtypes = jmpx.get_policy(policy), []
 
     def read():
         out = tuple(jnp.zeros(shape, jnp.bfloat16) for shape in shapes)
-        run = functools.partial(run_reading, policy, lambda *_: out, args, {}, by="", carry=carry)
+        method = lambda *args: args if echo else out  # noqa: E731
+        run = functools.partial(run_reading, policy, method, args, {}, by="", carry=carry)
         dtypes.extend(leaf.dtype.name for leaf in jax.tree.leaves(run()))
         return 0
 
@@ -302,6 +306,8 @@ B, F = jnp.zeros(3, "bfloat16"), jnp.zeros(3)
         ((np.zeros(3),), {}, ["float32", "float32"]),  # NumPy's float64
         ((jnp.arange(3),), {}, ["bfloat16", "bfloat16"]),
         ((F, B), {"in_loop": False, "carry": (F, B[:2])}, ["float32", "bfloat16"]),
+        ((B,), {"policy": "full", "echo": True}, ["bfloat16"]),
+        ((B,), {"policy": "full", "echo": True, "in_loop": False}, ["float32"]),
     ],
 )
 def test_a_call_that_reads_keeps_the_widest_dtype_in_a_loop(args, options, expected):
