@@ -321,13 +321,16 @@ def run_reading(
     Returns:
         The result as the method returns it, but a new carry in the dtypes of the old one. Inside of
         a loop or a branch of JAX, where results have to keep the dtype of a carry, only arguments
-        that are wider than the compute dtype are cast, and each array of the result is at least as
-        wide as the widest floating argument of its shape was, or of all if none has it.
+        that are wider than the compute dtype are cast. If there are any, each array of the result
+        is at least as wide as the widest floating argument of its shape was, or of all if none has
+        it.
     """
     came = _floating_leaves((args, kwargs), passes) if in_loop() else []
+    size = np.dtype(policy.compute_dtype).itemsize
+    is_narrowed = any(each.dtype.itemsize > size for each in came)
 
     def widen(tree: PyTree) -> PyTree:
-        if not came:
+        if not is_narrowed:
             return tree
         return cast_except(lambda tree: jax.tree.map(_as_wide_as(came), tree), tree, passes)
 

@@ -307,6 +307,7 @@ B, F = jnp.zeros(3, "bfloat16"), jnp.zeros(3)
         ((jnp.arange(3),), {}, ["bfloat16", "bfloat16"]),
         ((F, B), {"in_loop": False, "carry": (F, B[:2])}, ["float32", "bfloat16"]),
         ((B,), {"policy": "full", "echo": True}, ["bfloat16"]),
+        ((B, F), {"policy": "full"}, ["bfloat16", "bfloat16"]),  # as without the call
         ((B,), {"policy": "full", "echo": True, "in_loop": False}, ["float32"]),
     ],
 )
