@@ -1,10 +1,11 @@
 """Flax's NNX: the view of a model, in which each part has the policy that a map gives it."""
 
+import contextlib
 import dataclasses
 import functools
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard, TypeVar
 
 import jax
@@ -24,9 +25,11 @@ from jmpx._adapters import (
     run_at_boundary,
     run_reading,
 )
+from jmpx._casts import cast_like
 from jmpx._contexts import note_cast
 from jmpx._dtype_fields import FieldInCall, Selected, field_in_call, reading_policy, spelled_as
 from jmpx._frameworks import Adapter
+from jmpx._leaves import is_floating
 from jmpx._made_once import made_once
 from jmpx._marks import Module
 from jmpx._policy import Policy
@@ -318,7 +321,7 @@ def _casting(method: Method, name: str, policy: Policy, run: Callable[..., Any])
         is_step = isinstance(self, nnx.RNNCellBase) and name == "__call__"
         stack.append(self)
         try:
-            with noted_carries(plain_class(type(self)), policy):
+            with noted_carries(plain_class(type(self)), policy), _kept_state(self):
                 return run(
                     policy,
                     functools.partial(method, self),
@@ -332,6 +335,30 @@ def _casting(method: Method, name: str, policy: Policy, run: Callable[..., Any])
             stack.pop()
 
     return wrapper
+
+
+@contextlib.contextmanager
+def _kept_state(module: nnx.Module) -> Iterator[None]:
+    """Gives the variables of a module that are no parameters their dtypes back after a call."""
+    own = [value for value in vars(module).values() if isinstance(value, nnx.Variable)]
+    before = [(v, _array_in(v)) for v in own if not isinstance(v, nnx.Param)]
+    yield
+    for variable, old in before:
+        new = _array_in(variable)
+        if is_floating(old) and is_floating(new) and new.dtype != old.dtype:
+            _set_value(variable, cast_like(new, old))
+
+
+def _array_in(variable: nnx.Variable) -> Any:
+    leaves = jax.tree.leaves(variable)
+    return leaves[0] if len(leaves) == 1 else None
+
+
+def _set_value(variable: Any, value: jax.Array) -> None:
+    if hasattr(variable, "set_value"):
+        variable.set_value(value)
+    else:  # Flax 0.12.0
+        variable.value = value
 
 
 # Under autocast

@@ -162,6 +162,32 @@ def test_islands_and_states_keep_their_dtypes(rng, log):
     assert (model.layer.sum[...] == 1 + 2**-20).all()
 
 
+@standard_promotion
+def test_a_state_that_a_call_replaces_keeps_its_dtype(rng):
+    class Last(nnx.Module):
+        def __init__(self):
+            self.weight = nnx.Param(jnp.eye(4))
+            self.last = nnx.Variable(jnp.zeros((2, 4)))
+
+        def __call__(self, x):
+            y = x @ self.weight[...]
+            if hasattr(self.last, "set_value"):
+                self.last.set_value(y)
+            else:  # Flax 0.12.0
+                self.last.value = y
+            return y
+
+    def scanned(model, x):
+        axes = nnx.StateAxes({nnx.Param: None, ...: nnx.Carry})
+        scan = nnx.scan(lambda m, x: m(x), in_axes=(axes, 0), out_axes=0)
+        return scan(model.layer, jnp.ones((3, 2, 4)))
+
+    for call in (lambda m, x: m.layer(noise(x)), scanned):
+        model = Model(call, layer=Last())
+        jmpx.flax.with_policies(model, MIXED)(normal(rng, 2, 4))
+        assert model.layer.last.dtype == F32 and model.layer.last[...].any()
+
+
 def test_without_a_policy_around_nothing_is_cast(rng, log):
     model = Model(lambda m, x: m.second(m.first(x)), first=Square(), second=linear())
     with jmpx.push_policy(nnx.Linear, "c=bf16"):
