@@ -17,6 +17,9 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import operator
+import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -30,7 +33,7 @@ from jmpx import _jaxpr
 from jmpx._casts import cast_like, cast_tree
 from jmpx._contexts import Context, Hook, entered, opened, refuse_other_tasks
 from jmpx._dtype_fields import FieldCensus
-from jmpx._dtypes import DTypeLike
+from jmpx._dtypes import DTypeLike, dtype_name
 from jmpx._leaves import is_floating
 from jmpx._made_once import made_once
 from jmpx._marks import Module, in_module
@@ -266,18 +269,29 @@ def run_at_boundary(
     def to_output(tree: PyTree) -> PyTree:
         return cast_except(policy.cast_to_output, tree, passes)
 
-    args, kwargs = cast_except(policy.cast_to_compute, (args, kwargs), passes)
+    args, kwargs = _cast_arguments(policy, args, kwargs, passes)
     with running(policy, by):
         result = method(*args, **kwargs)
+    return cast_result(to_output, result, carry)
+
+
+def cast_result(cast: Callable[[PyTree], PyTree], result: Any, carry: PyTree) -> Any:
+    """Returns the result of a call cast, but a new carry in the dtypes of the old one.
+
+    Args:
+        cast: casts what is no carry.
+        result: the result.
+        carry: the old carry, if the call is a step of a loop; else None.
+    """
     if carry is None:
-        return to_output(result)
+        return cast(result)
     structure = jax.tree.structure(carry)
     if jax.tree.structure(result) == structure:  # the carry alone, as in `nn.remat_scan`
         return jax.tree.map(cast_like, result, carry)
     # The carry and the output of a step, as in `nn.scan`.
     if isinstance(result, tuple) and result and jax.tree.structure(result[0]) == structure:
-        return (jax.tree.map(cast_like, result[0], carry), *to_output(result[1:]))
-    return to_output(result)
+        return (jax.tree.map(cast_like, result[0], carry), *cast(result[1:]))
+    return cast(result)
 
 
 def run_reading(
@@ -287,6 +301,7 @@ def run_reading(
     kwargs: Kwargs,
     *,
     by: str,
+    carry: PyTree = None,
     passes: Callable[[Any], bool] | None = None,
 ) -> Any:
     """Runs a call that is no boundary, of a module that reads parameters itself.
@@ -300,37 +315,148 @@ def run_reading(
         args: its positional arguments.
         kwargs: its keyword arguments.
         by: the function that casts, as the user calls it.
+        carry: the carry among the arguments, if the method is a step of a loop.
         passes: whether a node of a pytree passes as it is; None if none does.
 
     Returns:
-        The result as the method returns it. Inside of a loop or a branch of JAX, where results have
-        to keep the dtype of a carry, it is at least as wide as the widest floating argument was.
+        The result as the method returns it, but a new carry in the dtypes of the old one. Inside of
+        a loop or a branch of JAX, where results have to keep the dtype of a carry, only arguments
+        that are wider than the compute dtype are cast. If there are any, each array of the result
+        is at least as wide as the widest floating argument of its shape was, or of all if none has
+        it.
     """
-    dtypes = _floating_dtypes((args, kwargs), passes) if in_loop() else []
-    args, kwargs = cast_except(policy.cast_to_compute, (args, kwargs), passes)
+    came = _floating_leaves((args, kwargs), passes) if in_loop() else []
+    size = np.dtype(policy.compute_dtype).itemsize
+    is_narrowed = any(each.dtype.itemsize > size for each in came)
+
+    def widen(tree: PyTree) -> PyTree:
+        if not is_narrowed:
+            return tree
+        return cast_except(lambda tree: jax.tree.map(_as_wide_as(came), tree), tree, passes)
+
+    keeps = _passes_narrow(policy, passes) if came else passes
+    args, kwargs = _cast_arguments(policy, args, kwargs, keeps)
     with running(policy, by):
         result = method(*args, **kwargs)
-    if not dtypes:
-        return result
-    widest = functools.reduce(jnp.promote_types, dtypes)
-    return cast_except(lambda tree: jax.tree.map(_at_least(widest), tree), result, passes)
+    return cast_result(widen, result, carry)
 
 
-def _floating_dtypes(tree: PyTree, passes: Callable[[Any], bool] | None) -> list[np.dtype]:
-    """Returns the dtypes of the floating leaves in a pytree, without the nodes that pass."""
+def _cast_arguments(
+    policy: Policy, args: Args, kwargs: Kwargs, passes: Callable[[Any], bool] | None
+) -> tuple[Args, Kwargs]:
+    """Returns the arguments of a call in the compute dtype.
+
+    One in which nothing is cast stays the same object, as a list to which a module appends must.
+    """
+
+    def cast(argument: Any) -> Any:
+        new = cast_except(policy.cast_to_compute, argument, passes)
+        old_leaves, leaves = (jax.tree.leaves(tree, is_leaf=passes) for tree in (argument, new))
+        return argument if all(map(operator.is_, old_leaves, leaves)) else new
+
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+
+def _passes_narrow(policy: Policy, passes: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
+    """Returns whether a node passes as it is, or is an array that is no wider than a policy's."""
+    size = np.dtype(policy.compute_dtype).itemsize
+
+    def is_kept(node: Any) -> bool:
+        is_narrow = is_floating(node) and node.dtype.itemsize <= size
+        return is_narrow or (passes is not None and passes(node))
+
+    return is_kept
+
+
+class _Came(NamedTuple):
+    """A floating argument as it came."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def _floating_leaves(tree: PyTree, passes: Callable[[Any], bool] | None) -> list[_Came]:
+    """Returns the floating leaves in a pytree, without the nodes that pass."""
     leaves = jax.tree.leaves(tree, is_leaf=passes)
     cast = [leaf for leaf in leaves if passes is None or not passes(leaf)]
-    return [np.dtype(leaf.dtype) for leaf in cast if is_floating(leaf)]
+    # JAX takes NumPy's float64 as float32, unless it has 64-bit types.
+    canonical = jax.dtypes.canonicalize_dtype
+    return [_Came(leaf.shape, canonical(leaf.dtype)) for leaf in cast if is_floating(leaf)]
 
 
-def _at_least(dtype: np.dtype) -> Callable[[Any], Any]:
-    """Returns a function that casts a floating leaf which is narrower than a dtype."""
+def _as_wide_as(came: list[_Came]) -> Callable[[Any], Any]:
+    """Returns a function that casts a floating leaf which is narrower than the arguments alike."""
 
     def widen(leaf: Any) -> Any:
-        is_narrow = is_floating(leaf) and leaf.dtype.itemsize < dtype.itemsize
-        return cast_tree(leaf, dtype) if is_narrow else leaf
+        if not is_floating(leaf):
+            return leaf
+        alike = [each for each in came if each.shape == leaf.shape] or came
+        # By their sizes, because strict promotion knows no common dtype.
+        widest = max((each.dtype for each in alike), key=lambda dtype: dtype.itemsize)
+        return cast_tree(leaf, widest) if leaf.dtype.itemsize < widest.itemsize else leaf
 
     return widen
+
+
+class _Thread(threading.local):
+    """The calls of `noted_carries` that are open in this thread.
+
+    Attributes:
+        inside: for each call, the innermost last, the classes of the modules that it called in
+            loops or branches of JAX, with their compute dtypes.
+    """
+
+    def __init__(self) -> None:
+        self.inside: list[dict[type, DTypeLike]] = []
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def noted_carries(cls: type, policy: Policy | None) -> Iterator[None]:
+    """Adds the rule that mends it to JAX's error of a carry or a branch in another dtype.
+
+    Put it around each call of a module under a policy. An error of a loop is raised in the call
+    around the loop; the modules that returned inside of the loop are named.
+
+    Args:
+        cls: the plain class of the module.
+        policy: the policy under which the call runs; None if it runs under none.
+    """
+    inside: dict[type, DTypeLike] = {}
+    _thread.inside.append(inside)
+    try:
+        yield
+    except TypeError as error:
+        _note_carry(error, inside)
+        raise
+    finally:
+        _thread.inside.pop()
+    if policy is not None and _thread.inside and in_loop():
+        _thread.inside[-1][cls] = policy.compute_dtype
+
+
+_OTHER_DTYPES = re.compile(r"has type (\w+)\[.* has type (\w+)\[.* the dtypes do not match")
+
+
+def _note_carry(error: TypeError, inside: dict[type, DTypeLike]) -> None:
+    """Adds a note with rules for modules to JAX's error of dtypes that differ, if it is one."""
+    dtypes = _OTHER_DTYPES.search(str(error))
+    if dtypes is None or not inside:
+        return
+    is_loop = "carry" in str(error)  # the carry that came in is named first
+    kept = dtypes[1] if is_loop else max(dtypes.groups(), key=lambda name: np.dtype(name).itemsize)
+    rules = " or ".join(
+        f"'{cls.__name__}: compute={dtype_name(compute)},output={kept}'"
+        for cls, compute in inside.items()
+    )
+    error.add_note(
+        "A loop of JAX keeps the dtype of its carry, and branches return equal dtypes, but a "
+        "module inside returned another dtype than it was given, as its policy says: give it a "
+        f"rule in the policy map with the dtype of the carry, {rules}, or begin with a carry in "
+        "the other dtype."
+    )
 
 
 def cast_except(

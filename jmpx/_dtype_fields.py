@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._dtypes import computable, dtype_name
+from jmpx._dtypes import as_dtype, computable, dtype_name
 from jmpx._leaves import is_floating
 from jmpx._marks import Module
 from jmpx._policy import Policy
@@ -91,22 +91,38 @@ def reading_policy(policy: Policy, field: np.dtype | None) -> Policy:
     return dataclasses.replace(policy, compute_dtype=field)
 
 
+def spelled_as(written: Any, dtype: np.dtype) -> Any:
+    """Returns a dtype in the form of another: a name, a NumPy dtype or one of JAX's scalar types.
+
+    Code that reads the field may look it up, or ask it for its size.
+    """
+    if isinstance(written, str):
+        return dtype.name
+    return dtype if isinstance(written, np.dtype) else as_dtype(dtype)
+
+
 class FieldCensus:
     """Counts the parameters that `dtype` fields keep from the compute dtype of a policy map.
 
     Attributes:
         sizes: the elements of each parameter that a module reads, by the module and the parameter.
         fields: the fields, if no rule set them, of the modules that were met.
+        changed: the modules whose fields a rule set to another dtype.
     """
 
     def __init__(self) -> None:
         self.sizes: dict[Module, dict[Hashable, int]] = {}
         self.fields: dict[Module, np.dtype] = {}
+        self.changed: set[Module] = set()
 
     def note_layer(self, module: Module, field: FieldInCall) -> None:
         """Notes a module that was met, and its field."""
-        if field.value is not None and not field.is_ruled:
+        if field.value is None:
+            return
+        if not field.is_ruled:
             self.fields[module] = field.value
+        elif field.selected is not None and field.selected.written != field.value:
+            self.changed.add(module)
 
     def note_parameter(self, module: Module, name: Hashable, stored: Any) -> None:
         """Notes a parameter, any pytree, that a module reads itself."""

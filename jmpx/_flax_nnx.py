@@ -1,12 +1,15 @@
 """Flax's NNX: the view of a model, in which each part has the policy that a map gives it."""
 
+import contextlib
+import dataclasses
 import functools
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard, TypeVar
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jmpx._adapters import (
@@ -16,12 +19,17 @@ from jmpx._adapters import (
     inherited_policy,
     lookalike,
     marking_lookalike,
+    noted_carries,
     plain_class,
     public_methods,
     run_at_boundary,
+    run_reading,
 )
+from jmpx._casts import cast_like
 from jmpx._contexts import note_cast
+from jmpx._dtype_fields import FieldInCall, Selected, field_in_call, reading_policy, spelled_as
 from jmpx._frameworks import Adapter
+from jmpx._leaves import is_floating
 from jmpx._made_once import made_once
 from jmpx._marks import Module
 from jmpx._policy import Policy
@@ -33,6 +41,7 @@ T = TypeVar("T")
 _NAME = "jmpx.flax.with_policies"
 
 _CONVOLUTIONS = (nnx.Conv, nnx.ConvTranspose)
+_NO_FIELD = types.SimpleNamespace()
 
 
 class _Thread(threading.local):
@@ -52,9 +61,18 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
     structure and the dtypes of its parameters. In the view each `nnx.Param` is the stored one, cast
     to the compute dtype of the innermost policy. All other variables are the model's own: where the
     view updates running statistics, caches or random streams, the model's change, and keep their
-    dtype (make a cache of keys and values in the compute dtype). Attributes that are set on the
-    view, as `sow` and `eval` do, are set on the view alone. A layer that is given a `dtype`
-    computes in that dtype inside. A recurrent cell returns its carry in the dtype in which it came.
+    dtype. Attributes that are set on the view, as `sow` and `eval` do, are set on the view alone.
+
+    Public methods cast where a rule, a class policy or the map's default gives the module a policy.
+    Those of other modules that read an `nnx.Param` themselves cast their floating arguments to the
+    compute dtype, and those of modules with running statistics their result, too. In a loop or a
+    branch of JAX, a result that no rule casts stays as wide as the arguments were. A recurrent cell
+    returns its carry in the dtype in which it came. An `nnx.MultiHeadAttention` with a cache in a
+    wider dtype computes in that dtype.
+
+    A rule or a class policy sets the `dtype` attribute of a layer, and of the layers inside that
+    were given the same one, in the view alone. Without a rule a layer computes in its `dtype`. A
+    `dtype` that an `nnx.Embed` has from its table does not count.
 
     The `matmul` of a policy holds for the products in its region, forward and backward, but not in
     what a `jax.custom_vjp` or `jax.custom_jvp` defines: JAX traces that later. See docs/matmul.md.
@@ -76,8 +94,9 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
         ValueError: if the string is not of the grammar.
 
     Warns:
-        UserWarning: of each rule that matched no module; once if a convolution computes in float32
-            under a dot algorithm, which JAX ignores for it.
+        UserWarning: of each rule that matched no module; if the `dtype` of layers keeps most of the
+            parameters from the compute dtype of the map's default; once if a convolution computes
+            in float32 under a dot algorithm, which JAX ignores for it.
 
     Example:
         >>> from flax import nnx
@@ -97,9 +116,26 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
             "jmpx.flax.policies, for Equinox jmpx.equinox.with_policies."
         )
     session = _Session(_NAME, policy_map)
-    view = session.view(module, "", None)
+    view = session.view(module, "", _Around())
     session.warn(stacklevel=2)
     return view
+
+
+@dataclasses.dataclass(frozen=True)
+class _Around:
+    """What surrounds a value of the model.
+
+    Args:
+        module: the module that reads the parameters in the value; None outside of all modules.
+        surrounding: the surrounding policy of calls of the modules in the value.
+        reading: the policy under which parameters in the value are read.
+        selected: what a rule makes of the `dtype` fields of the layers in the value.
+    """
+
+    module: Module | None = None
+    surrounding: Policy | None = None
+    reading: Policy | None = None
+    selected: Selected | None = None
 
 
 class _Session(Session):
@@ -114,41 +150,78 @@ class _Session(Session):
         super().__init__(name, policy_map)
         self.views: dict[tuple[int, Any], Any] = {}
 
-    def view(self, value: Any, path: str, surrounding: Policy | None) -> Any:
+    def view(self, value: Any, path: str, around: _Around) -> Any:
         """Returns a value of the model as it is in the view: a module, a variable or another."""
-        policy = surrounding if isinstance(value, nnx.Param) else None
-        key = id(value), policy and jnp.dtype(policy.compute_dtype)
-        if key in self.views:
-            return self.views[key]
         if isinstance(value, nnx.Param):
-            self.views[key] = value if policy is None else policy.cast_to_compute(value)
-            return self.views[key]
+            return self.parameter(value, around)
         if not isinstance(value, nnx.Pytree):
             return value
-        cls, policy = type(value), None
-        if isinstance(value, nnx.Module) and not _is_container(value):
-            policy = self.boundary_policy(plain_class(cls), path, surrounding)
-            if policy is None and surrounding is not None and _has_statistics(value):
-                policy = inherited_policy(surrounding)
-            self.note(plain_class(cls), path, policy, surrounding)
-            if isinstance(value, _CONVOLUTIONS) and value.precision is None:
-                in_force = surrounding if policy is None else policy
-                self.note_convolution(plain_class(cls), path, in_force)
-        if policy is not None:
-            note_cast(_NAME)
-            cls, surrounding = _view_class(cls, policy), policy
+        key = id(value), None
+        if key in self.views:
+            return self.views[key]
+        cls, attributes = type(value), dict(vars(value))
+        if _is_called(value):
+            cls, around, field = self.module(value, path, around)
+            if _notes_dtype(value):
+                attributes["dtype"] = None
+            elif field.is_ruled and field.value is not None:
+                attributes["dtype"] = spelled_as(attributes["dtype"], field.value)
         view: Any = object.__new__(cls)
         self.views[key] = view
-        for name, attribute in vars(value).items():
+        for name, attribute in attributes.items():
             # Not by setattr: Flax 0.11 keeps the items of a list under integers.
             vars(view)[name] = _map_objects(
-                attribute, (path, str(name)), lambda node, at: self.view(node, at, surrounding)
+                attribute, (path, str(name)), lambda node, at: self.view(node, at, around)
             )
-        if isinstance(value, nnx.Embed) and value.dtype == value.embedding[...].dtype:
-            # Without a dtype of its own, the layer has noted the dtype of its table; it would
-            # promote to that dtype.
-            view.dtype = None
         return view
+
+    def parameter(self, value: nnx.Param, around: _Around) -> nnx.Param:
+        """Returns a parameter, cast to the dtype in which the module around it reads it."""
+        policy = around.reading
+        if policy is None or around.module is None:
+            return value
+        self.census.note_parameter(around.module, id(value), value)
+        key = id(value), np.dtype(policy.compute_dtype)
+        if key not in self.views:
+            self.views[key] = policy.cast_to_compute(value)
+        return self.views[key]
+
+    def module(
+        self, value: nnx.Module, path: str, around: _Around
+    ) -> tuple[type, _Around, FieldInCall]:
+        """Returns what a module is in the view.
+
+        Args:
+            value: the module.
+            path: its path.
+            around: what surrounds it.
+
+        Returns:
+            Its class, what surrounds the values of its attributes, and its `dtype` field.
+        """
+        module, surrounding = Module(plain_class(type(value)), path), around.surrounding
+        policy = self.boundary_policy(*module, surrounding)
+        rule = self.explicit_policy(*module, surrounding)
+        layer = _NO_FIELD if _notes_dtype(value) else value
+        field = field_in_call(layer, rule, around.selected)
+        self.census.note_layer(module, field)
+        if policy is None and surrounding is not None and _has_statistics(value):
+            policy = inherited_policy(surrounding)
+        if rule is None:
+            policy = _wide_enough(policy, surrounding, value)
+        self.note(*module, policy, surrounding)
+        in_force = surrounding if policy is None else policy
+        if isinstance(value, _CONVOLUTIONS) and value.precision is None:
+            self.note_convolution(*module, in_force)
+        if in_force is None:
+            return type(value), _Around(module, selected=field.selected), field
+        reading = reading_policy(in_force, field.value)
+        cls, reads = type(value), _reads(value)
+        if policy is not None or reads:
+            note_cast(_NAME)
+            cls = _view_class(cls, reading if reads else in_force, policy is not None)
+        inside = _Around(module, in_force, reading, field.selected)
+        return cls, inside, field
 
 
 def _map_objects(tree: PyTree, parts: tuple[str, ...], func: Callable[[Any, str], Any]) -> PyTree:
@@ -172,42 +245,120 @@ def _has_statistics(module: nnx.Module) -> bool:
     return any(isinstance(value, nnx.BatchStat) for value in vars(module).values())
 
 
+def _wide_enough(
+    policy: Policy | None, surrounding: Policy | None, module: nnx.Module
+) -> Policy | None:
+    """Returns the boundary policy of a module, whose attention computes in the dtype of its cache.
+
+    Flax writes keys and values into the cache as they are, which JAX refuses in another dtype.
+    """
+    cache = getattr(module, "cached_key", None)
+    in_force = surrounding if policy is None else policy
+    if not isinstance(module, nnx.MultiHeadAttention) or cache is None or in_force is None:
+        return policy
+    dtype, compute = np.dtype(cache[...].dtype), np.dtype(in_force.compute_dtype)
+    if dtype.itemsize <= compute.itemsize:
+        return policy
+    policy = inherited_policy(in_force) if policy is None else policy
+    return dataclasses.replace(policy, compute_dtype=dtype)
+
+
+def _reads(module: nnx.Module) -> bool:
+    """Whether its calls cast their arguments: it reads variables, or is a step of a loop."""
+    is_cell = isinstance(module, nnx.RNNCellBase)
+    return is_cell or _has_statistics(module) or _holds_parameter(module, set())
+
+
+def _holds_parameter(value: nnx.Pytree, seen: set[int]) -> bool:
+    """Whether there is a parameter in an object, other than in modules that are called."""
+    seen.add(id(value))
+    nodes = filter(_is_object, jax.tree.leaves(list(vars(value).values()), is_leaf=_is_object))
+    return any(
+        isinstance(node, nnx.Param)
+        or (
+            isinstance(node, nnx.Pytree)
+            and not _is_called(node)
+            and id(node) not in seen
+            and _holds_parameter(node, seen)
+        )
+        for node in nodes
+    )
+
+
+def _is_called(value: Any) -> TypeGuard[nnx.Module]:
+    return isinstance(value, nnx.Module) and not _is_container(value)
+
+
+def _notes_dtype(module: nnx.Module) -> bool:
+    """Whether it is an `nnx.Embed` without a dtype of its own: it has noted that of its table.
+
+    It would promote to that dtype.
+    """
+    return isinstance(module, nnx.Embed) and module.dtype == module.embedding[...].dtype
+
+
 def _is_object(value: Any) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
 @made_once  # so that views of one model have one graph definition, and jit's cache is hit
-def _view_class(cls: type, policy: Policy) -> type:
-    """Returns the lookalike whose public methods cast."""
+def _view_class(cls: type, policy: Policy, is_boundary: bool) -> type:
+    """Returns the lookalike whose public methods cast, their results too if they are boundaries."""
+    run = run_at_boundary if is_boundary else run_reading
     names = public_methods(cls, nnx.Module)
-    methods = {name: _casting(getattr(cls, name), name, policy) for name in names}
+    methods = {name: _casting(getattr(cls, name), name, policy, run) for name in names}
     return lookalike(cls, {**methods, "__jmpx_view__": True})
 
 
-def _casting(method: Method, name: str, policy: Policy) -> Method:
-    """Returns a public method that casts at its boundary."""
+def _casting(method: Method, name: str, policy: Policy, run: Callable[..., Any]) -> Method:
+    """Returns a public method that casts."""
 
     @functools.wraps(method)
     def wrapper(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        running = _thread.running
-        if running and running[-1] is self:
+        stack = _thread.running
+        if stack and stack[-1] is self:
             return method(self, *args, **kwargs)  # part of the call that casts already
         is_step = isinstance(self, nnx.RNNCellBase) and name == "__call__"
-        running.append(self)
+        stack.append(self)
         try:
-            return run_at_boundary(
-                policy,
-                functools.partial(method, self),
-                args,
-                kwargs,
-                by=_NAME,
-                carry=args[0] if args and is_step else None,
-                passes=_is_object,  # a copy of an `nnx.Rngs` would not advance the original's count
-            )
+            with noted_carries(plain_class(type(self)), policy), _kept_state(self):
+                return run(
+                    policy,
+                    functools.partial(method, self),
+                    args,
+                    kwargs,
+                    by=_NAME,
+                    carry=args[0] if args and is_step else None,
+                    passes=_is_object,  # a copied `nnx.Rngs` would not advance the original's count
+                )
         finally:
-            running.pop()
+            stack.pop()
 
     return wrapper
+
+
+@contextlib.contextmanager
+def _kept_state(module: nnx.Module) -> Iterator[None]:
+    """Gives the variables of a module that are no parameters their dtypes back after a call."""
+    own = [value for value in vars(module).values() if isinstance(value, nnx.Variable)]
+    before = [(v, _array_in(v)) for v in own if not isinstance(v, nnx.Param)]
+    yield
+    for variable, old in before:
+        new = _array_in(variable)
+        if is_floating(old) and is_floating(new) and new.dtype != old.dtype:
+            _set_value(variable, cast_like(new, old))
+
+
+def _array_in(variable: nnx.Variable) -> Any:
+    leaves = jax.tree.leaves(variable)
+    return leaves[0] if len(leaves) == 1 else None
+
+
+def _set_value(variable: Any, value: jax.Array) -> None:
+    if hasattr(variable, "set_value"):
+        variable.set_value(value)
+    else:  # Flax 0.12.0
+        variable.value = value
 
 
 # Under autocast
@@ -265,11 +416,7 @@ def _modules(roots: list[Any]) -> list[tuple[nnx.Module, str]]:
 
     for root in roots:
         visit(root, "")
-    return [
-        (value, path)
-        for value, path in found.values()
-        if isinstance(value, nnx.Module) and not _is_container(value)
-    ]
+    return [(value, path) for value, path in found.values() if _is_called(value)]
 
 
 class _Adapter(Adapter):

@@ -15,11 +15,13 @@ import jax
 import numpy as np
 
 from jmpx import _jaxpr
-from jmpx._adapters import Session, inherited_policy, listening
+from jmpx._adapters import Met, Session, inherited_policy, listening
 from jmpx._autocast import Autocast, autocast
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.value import Value
+from jmpx._dtype_fields import reading_policy
+from jmpx._dtypes import dtype_name
 from jmpx._leaves import is_floating_dtype, is_traceable
 from jmpx._marks import Module
 from jmpx._matmul import matmul_of
@@ -36,6 +38,7 @@ RETURNS = (
 _BY_AUTOCAST = "under jmpx.autocast, because the function runs no module of Haiku or Linen:"
 _ABOUT_ONE_SESSION = re.compile("The rule .* matched no |No Linen module ran")
 _OUTERMOST = "(outermost)"  # what has no path
+_SETS_FIELD = "sets its dtype field"
 
 
 class Row(NamedTuple):
@@ -70,7 +73,7 @@ class Report(NamedTuple):
 
     Args:
         tables: the rows.
-        notes: sentences about rules that are in force nowhere.
+        notes: sentences about rules that are in force nowhere, and what else there is to know.
     """
 
     tables: list[Table]
@@ -104,7 +107,8 @@ def report(policy_map: PolicyMap, made: Any) -> Report:
     modules = [met.module for session in own for met in session.met]
     # A session warns of the rules that its own modules do not match; the notes are about all.
     others = [text for text in _texts(caught) if not _ABOUT_ONE_SESSION.match(text)]
-    return Report(tables, [*_notes(policy_map, modules), *others])
+    about_casts = [text for session in own for text in _note_on_casts(session, policy_map)]
+    return Report(tables, [*_notes(policy_map, modules), *others, *about_casts[:1]])
 
 
 def _split(made: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -232,22 +236,51 @@ def _refuse_others(sessions: list[Session], policy_map: PolicyMap) -> None:
 def _rows(session: Session, policy_map: PolicyMap) -> Iterator[Row]:
     """Yields the rows of a session, in the order of the modules' first calls."""
     creates = session.name.endswith(".policies")  # a view takes parameters as they are stored
-    for module, boundary, surrounding in session.met:
-        around = policy_map.default if surrounding is None else surrounding
-        policy = _known_fields(inherited_policy(around) if boundary is None else boundary)
-        rule = policy_map.rule_for(*module)
-        if rule is not None:
-            origin = rule.label
-        elif policy_of(module.cls) is not None:
-            origin = "class policy"
-        elif policy.compute_dtype != np.dtype(around.compute_dtype):
-            origin = "its statistics"
-        else:
-            origin = "default" if surrounding is None else "inherited"
+    for met in session.met:
+        origin, policy = _origin(met, session, policy_map)
         fields = given_fields(policy)
         if not creates:
             del fields["params"]
-        yield Row((module.path or _OUTERMOST, module.cls.__name__, origin), fields)
+        yield Row((met.module.path or _OUTERMOST, met.module.cls.__name__, origin), fields)
+
+
+def _origin(met: Met, session: Session, policy_map: PolicyMap) -> tuple[str, Policy]:
+    """Returns where the policy of a module is from, and what holds in it."""
+    module, boundary, surrounding = met
+    around = policy_map.default if surrounding is None else surrounding
+    policy = _known_fields(inherited_policy(around) if boundary is None else boundary)
+    field, rule = session.census.fields.get(module), policy_map.rule_for(*module)
+    sets = f" ({_SETS_FIELD})" if module in session.census.changed else ""
+    if rule is not None:
+        return f"{rule.label}{sets}", policy
+    if policy_of(module.cls) is not None:
+        return f"class policy{sets}", policy
+    # At a boundary, the field of a module without parameters is for the modules inside alone.
+    decides = boundary is None or module in session.census.sizes
+    if field is not None and decides and field != np.dtype(policy.compute_dtype):
+        policy = reading_policy(policy, field)
+        return "its dtype field", policy.with_output_dtype(field) if boundary is None else policy
+    if policy.compute_dtype != np.dtype(around.compute_dtype):
+        return "its state", policy
+    return ("default" if surrounding is None else "inherited") + sets, policy
+
+
+def _note_on_casts(session: Session, policy_map: PolicyMap) -> Iterator[str]:
+    """Yields how to keep a layer wide, if results are to be wide and no module inside hands on so.
+
+    A layer casts its inputs, also those that the user's code has cast before it.
+    """
+    compute, output = policy_map.default.compute_dtype, np.dtype(policy_map.default.output_dtype)
+    inside = [met for met in session.met if met.surrounding is not None]
+    policies = [_origin(met, session, policy_map)[1] for met in inside]
+    is_kept = any(output == p.compute_dtype and output == p.output_dtype for p in policies)
+    if inside and output.itemsize > np.dtype(compute).itemsize and not is_kept:
+        path, name = inside[-1].module.path, dtype_name(output)
+        yield (
+            f"A cast to {name} in front of a layer, as by x.astype(), does not keep the layer in "
+            f"{name}: a rule does, such as '{path if '/' in path else f'*/{path}'}: "
+            f"compute={name},output={name}'."
+        )
 
 
 def _known_fields(policy: Policy) -> Policy:

@@ -8,6 +8,7 @@ import types
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from helpers import run_python
@@ -16,9 +17,10 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 from jmpx import _frameworks
-from jmpx._adapters import public_methods
+from jmpx._adapters import noted_carries, public_methods, run_reading
 from jmpx._frameworks import Adapter
 from jmpx._marks import in_module
+from jmpx._registry import running
 
 # A made-up framework: its modules run through `interceptors`, and it has a store of its own.
 
@@ -220,3 +222,106 @@ class NNXDoubling(nnx.Module):
 def test_partial_methods_are_boundaries(view):
     y = view.twice(jnp.ones(2))
     assert y.dtype == jnp.float32 and y.tolist() == [2, 2]
+
+
+class Cell: ...
+
+
+class Around: ...
+
+
+def called(cls, dtype):
+    """A call of a module under a policy, whose result is in a dtype."""
+    policy = jmpx.get_policy("c=bf16,o=f32")
+    with noted_carries(cls, policy), running(policy, "with_policies"):
+        return dtype() if callable(dtype) else jnp.zeros(2, dtype)
+
+
+X = jnp.zeros(2)
+CHANGES = {
+    "scan": lambda: jax.lax.scan(lambda c, _: (called(Cell, "bfloat16"), None), X, length=2)[0],
+    "while": lambda: jax.lax.while_loop(jnp.any, lambda c: called(Cell, "bfloat16"), X),
+    "fori": lambda: jax.lax.fori_loop(0, 2, lambda _, c: called(Cell, "bfloat16"), X),
+    "cond": lambda: jax.lax.cond(True, lambda: called(Cell, "bfloat16"), lambda: X),
+}
+
+
+@pytest.mark.parametrize("loop", CHANGES)
+def test_an_error_of_a_carry_has_the_rule_that_mends_it(loop):
+    def model():
+        called(Dense, "bfloat16")  # before the loop
+        return CHANGES[loop]()
+
+    with pytest.raises(TypeError, match="dtypes do not match") as error:
+        called(Around, model)
+    (note,) = (note for note in error.value.__notes__ if "policy map" in note)
+    assert "'Cell: compute=bfloat16,output=float32'" in note
+    assert "Dense" not in note and "Around" not in note
+
+
+def test_other_errors_have_no_note():
+    def shapes():
+        return jax.lax.scan(lambda c, _: (called(Cell, "float32")[:1], None), X, length=2)
+
+    def without_modules():
+        return jax.lax.scan(lambda c, _: (c.astype("bfloat16"), None), X, length=2)
+
+    for model in (shapes, without_modules):
+        with pytest.raises(TypeError) as error:
+            called(Around, model)
+        assert not any("policy map" in note for note in error.value.__notes__)
+
+
+def results(args, shapes, in_loop=True, carry=None, policy="c=bf16", echo=False):
+    """The dtypes of the results of a call that reads, in a branch of JAX or outside.
+
+    The results are the arguments if it is to echo them, else arrays in bfloat16.
+    """
+    policy, dtypes = jmpx.get_policy(policy), []
+
+    def read():
+        out = tuple(jnp.zeros(shape, jnp.bfloat16) for shape in shapes)
+        method = lambda *args: args if echo else out  # noqa: E731
+        run = functools.partial(run_reading, policy, method, args, {}, by="", carry=carry)
+        dtypes.extend(leaf.dtype.name for leaf in jax.tree.leaves(run()))
+        return 0
+
+    with running(policy, "with_policies"):
+        jax.eval_shape(lambda: jax.lax.cond(True, read, lambda: 0) if in_loop else read())
+    return dtypes
+
+
+B, F = jnp.zeros(3, "bfloat16"), jnp.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "expected"),
+    [
+        ((F,), {"in_loop": False}, ["bfloat16", "bfloat16"]),
+        ((F,), {}, ["float32", "float32"]),
+        ((B,), {}, ["bfloat16", "bfloat16"]),
+        ((B, F), {}, ["float32", "float32"]),
+        ((B, jnp.zeros(5)), {}, ["bfloat16", "float32"]),  # a mask, or a cache, beside `x`
+        ((F, jnp.zeros(2, "bfloat16")), {}, ["float32", "bfloat16"]),
+        ((np.zeros(3),), {}, ["float32", "float32"]),  # NumPy's float64
+        ((jnp.arange(3),), {}, ["bfloat16", "bfloat16"]),
+        ((F, B), {"in_loop": False, "carry": (F, B[:2])}, ["float32", "bfloat16"]),
+        ((B,), {"policy": "full", "echo": True}, ["bfloat16"]),
+        ((B, F), {"policy": "full"}, ["bfloat16", "bfloat16"]),  # as without the call
+        ((B,), {"policy": "full", "echo": True, "in_loop": False}, ["float32"]),
+    ],
+)
+def test_a_call_that_reads_keeps_the_widest_dtype_in_a_loop(args, options, expected):
+    assert results(args, ((3,), (2,)), **options) == expected
+
+
+def test_an_argument_in_which_nothing_is_cast_is_the_same_object():
+    """A module may append to a list, or fill a dictionary."""
+    notes, sums = [], {}
+
+    def method(x, notes, sums):
+        notes.append(x.dtype.name)
+        sums["x"] = x.sum()
+
+    run_reading(jmpx.get_policy("c=bf16"), method, (F, notes), {"sums": sums}, by="")
+    assert notes == ["bfloat16"] and sums["x"].dtype == jnp.bfloat16

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmpx._dtype_fields import FieldCensus, Selected, dtype_field, field_in_call, reading_policy
+from jmpx._dtype_fields import (
+    FieldCensus,
+    Selected,
+    dtype_field,
+    field_in_call,
+    reading_policy,
+    spelled_as,
+)
 from jmpx._marks import Module
 from jmpx._policy_map import get_policy_map
 from jmpx._policy_strings import get_policy
@@ -61,6 +68,15 @@ def test_the_field_is_the_dtype_in_which_a_layer_reads():
     assert reading_policy(policy, None) is policy
     assert reading_policy(policy, BF16) is policy
     assert reading_policy(policy, F32) == get_policy("c=f32,o=f32")
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [(jnp.float32, jnp.bfloat16), (F32, BF16), ("float32", "bfloat16"), (np.float32, jnp.bfloat16)],
+)
+def test_a_field_is_set_in_the_form_in_which_it_was_written(written, expected):
+    found = spelled_as(written, BF16)
+    assert found == expected and type(found) is type(expected)
 
 
 class Dense: ...

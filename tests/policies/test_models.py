@@ -213,10 +213,67 @@ def statistics_of(framework):
 @pytest.mark.usefixtures("standard_promotion")
 def test_modules_that_keep_the_dtype_of_their_statistics_say_so(framework, ask):
     tables, _ = ask(statistics_of(framework), "c=bf16")
-    own = [row for row in only(tables) if row["rule"] == "its statistics"]
+    own = [row for row in only(tables) if row["rule"] == "its state"]
     names = {"haiku": ["ExponentialMovingAverage"] * 2, "equinox": ["BatchNorm"]}
     assert [row["class"] for row in own] == names.get(framework, [])
     assert all(row["compute"] == "float32" and row["output"] == "bfloat16" for row in own)
+
+
+@every_framework
+@pytest.mark.parametrize(
+    ("policy", "is_told"),
+    [
+        ("c=bf16,o=f32", True),
+        ("c=bf16,o=f32; */first: full", True),  # hands bfloat16 on
+        ("c=bf16,o=f32; */head: c=f32,o=f32", False),
+        ("c=bf16", False),
+        ("full", False),
+    ],
+)
+def test_a_cast_in_front_of_a_layer_does_not_keep_it_wide(framework, policy, is_told, ask):
+    _, others = ask(MADE[framework], policy)
+    assert len(others) == is_told
+    for line in others:
+        path = in_words_of(framework, "<net/>head")
+        rule = f"{path if '/' in path else f'*/{path}'}: compute=float32,output=float32"
+        assert "x.astype()" in line and f"'{rule}'" in line
+        assert ask(MADE[framework], f"{policy}; {rule}")[1] == []  # the remedy
+
+
+def with_fields(framework):
+    class Linen(nn.Module):
+        dtype: type = jnp.float32
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3, name="last")(nn.Dense(9, name="first", dtype=self.dtype)(x))
+
+    class NNX(nnx.Module):
+        def __init__(self, rngs):
+            self.dtype = jnp.float32
+            self.first = nnx.Linear(3, 9, dtype=jnp.float32, rngs=rngs)
+            self.last = nnx.Linear(9, 3, rngs=rngs)
+
+    return {"linen": lambda: (Linen(), (X,)), "nnx": lambda: NNX(nnx.Rngs(0))}[framework]
+
+
+@pytest.mark.parametrize("framework", ["nnx"])
+def test_fields_that_decide_and_fields_that_are_set_say_so(framework, ask):
+    tables, others = ask(with_fields(framework), "c=bf16")
+    assert [(row["rule"], row["compute"], row["output"]) for row in only(tables)] == [
+        ("default", "bfloat16", "bfloat16"),
+        ("its dtype field", "float32", "float32"),
+        ("inherited", "bfloat16", "bfloat16"),
+    ]
+    assert len(others) == 1 and others[0].startswith("The dtype field of 1 of 2 layers")
+    rule = f"{framework.capitalize() if framework == 'linen' else 'NNX'}: c=bf16"
+    tables, others = ask(with_fields(framework), f"c=bf16; {rule}")
+    assert [(row["rule"], row["compute"]) for row in only(tables)] == [
+        (f"{rule.partition(':')[0]} (sets its dtype field)", "bfloat16"),
+        ("inherited (sets its dtype field)", "bfloat16"),
+        ("inherited", "bfloat16"),
+    ]
+    assert others == []
 
 
 def huge(framework):
@@ -300,7 +357,7 @@ def test_the_modules_in_an_equinox_container_inherit_from_it(ask):
         tables, _ = ask(lambda model=model: model, "c=bf16; Box: c=f16; */0: o=f32")
         found = {row["class"]: (row["rule"], row["compute"], row["output"]) for row in only(tables)}
         assert found["Box"] == ("Box", "float16", "bfloat16")
-        assert found["BatchNorm"] == ("its statistics", "float32", "bfloat16")
+        assert found["BatchNorm"] == ("its state", "float32", "bfloat16")
         assert found["Linear"] == ("*/0", "bfloat16", "float32")
 
 
@@ -370,4 +427,5 @@ def test_as_a_command(tmp_path):
     result = run_python(*arguments, PYTHONPATH=str(tmp_path))
     assert result.returncode == 0, result.stderr
     tables, others = read(result.stdout)
-    assert [row["rule"] for row in only(tables)] == ["default", "*/0", "inherited"] and not others
+    assert [row["rule"] for row in only(tables)] == ["default", "*/0", "inherited"]
+    assert len(others) == 1 and others[0].startswith("A cast to float32 in front of a layer")
