@@ -13,6 +13,7 @@ FINDING_NAMES: dict[str, str] = {
     "constant-range": "a constant that is infinite or zero in float16",
     "cast-to-and-fro": "a cast to another dtype and back",
     "double-rounding": "a rounding to 16 bits of what was rounded to 16 bits before",
+    "rounded-logits": "logits that are rounded to 16 bits before the softmax of a loss",
     "low-exp": "an exponential, a logarithm or a reciprocal square root in 16 bits",
     "low-sum": "a long sum in 16 bits",
     "low-carry": "a loop that accumulates in 16 bits",

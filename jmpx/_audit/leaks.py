@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jmpx._audit.data import Finding
+from jmpx._audit.dependence import reaches_end
 from jmpx._audit.flops import flops
-from jmpx._audit.low_values import LOW
-from jmpx._audit.streams import CAST, MOVES, WIDE, Stream, Streams, outermost_dtype
+from jmpx._audit.low_values import LOW, MOVES
+from jmpx._audit.streams import CAST, WIDE, Stream, Streams, outermost_dtype
 from jmpx._autocast.products import PRODUCTS
 from jmpx._graph import Graph, Node, Value
 from jmpx._jaxpr import Place
@@ -18,11 +19,17 @@ _SHORT = {"bfloat16": "bf16", "float16": "f16"}
 _LARGE = 0.05  # of all bytes that are saved for the backward pass
 
 
-def leaks(graph: Graph, streams: Streams) -> Iterator[Finding]:
-    """Yields the findings about float32 that leaks into a step of 16 bits."""
+def leaks(graph: Graph, streams: Streams, explained: set[int]) -> Iterator[Finding]:
+    """Yields the findings about float32 that leaks into a step of 16 bits.
+
+    Args:
+        graph: the graph.
+        streams: the streams in it.
+        explained: the ids of nodes that another finding is about.
+    """
     if not streams.is_half:
         return
-    step = _Step(graph, streams)
+    step = _Step(graph, streams, explained)
     yield from step.of_streams()
     yield from step.of_backward()
     yield from step.saved_others()
@@ -41,13 +48,14 @@ class _Step:
     Args:
         graph: its graph.
         streams: the streams in its forward part.
+        explained: the ids of nodes that another finding is about.
     """
 
-    def __init__(self, graph: Graph, streams: Streams) -> None:
+    def __init__(self, graph: Graph, streams: Streams, explained: set[int]) -> None:
         self._graph = graph
         self._streams = streams
         self._name = self._half_dtype()
-        self._backward = self._backward_products()
+        self._backward = self._backward_products(explained)
 
     def _half_dtype(self) -> str:
         """Returns the name of the 16-bit dtype that most products have."""
@@ -62,14 +70,20 @@ class _Step:
     def _key(self, node: Node) -> _Key:
         return _Key(self._graph.path(node), self._graph.place(node))
 
-    def _backward_products(self) -> dict[_Key, list[Node]]:
+    def _backward_products(self, explained: set[int]) -> dict[_Key, list[Node]]:
         """Returns the wide products of the backward pass, by where their forward products are."""
         found: dict[_Key, list[Node]] = {}
         for node in self._graph.nodes:
             if node.is_backward and node.name in PRODUCTS:
                 if any(value.dtype in WIDE for value in node.operands[:2]):
                     found.setdefault(self._key(node), []).append(node)
-        for node in self._streams.asked:
+        # The sum of products in float32 is right where a loss reads it, and costs its backward pass.
+        kept = [
+            node
+            for node in self._streams.half_products
+            if id(node) in explained or _is_read_by_loss(node)
+        ]
+        for node in (*self._streams.asked, *kept):
             found.pop(self._key(node), None)
         return found
 
@@ -186,7 +200,7 @@ class _Step:
         for key, values in by_place.items():
             nbytes = sum(value.nbytes for value in values)
             node = values[0].node
-            if node is None or nbytes <= _LARGE * self._streams.saved:
+            if node is None or reaches_end(node, avoided=LOW) or nbytes <= _LARGE * self._streams.saved:
                 continue
             message = (
                 "float32 values that are computed from float32 arguments are "
@@ -230,6 +244,13 @@ class _Step:
     def _rule_of_carry(self, carry: Node) -> str:
         loop = f"op.{carry.eqn.primitive.name}: {_SHORT[self._name]}"
         return f"carry it in {self._name}; under jmpx.autocast: {loop}"
+
+
+def _is_read_by_loss(product: Node) -> bool:
+    """Whether a product of 16 bits is summed in float32, and an end of the forward pass reads it."""
+    is_wide = product.results[0].dtype in WIDE
+    is_low = all(value.dtype in LOW for value in product.operands[:2])
+    return is_wide and is_low and reaches_end(product, avoided=LOW)
 
 
 def _before_cast(value: Value) -> Value:

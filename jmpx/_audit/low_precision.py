@@ -17,7 +17,6 @@ from jmpx._audit.low_values import (
     scopes_of_products,
     source,
 )
-from jmpx._audit.options import Options
 from jmpx._audit.signs import is_at_most_zero, is_sum_of_exponentials
 from jmpx._graph import Graph, Node, Value
 from jmpx._places import where
@@ -60,16 +59,20 @@ class _Found(NamedTuple):
         )
 
 
-def low_precision(graph: Graph, options: Options) -> Iterator[Finding]:
+def low_precision(graph: Graph, explained: set[int]) -> Iterator[Finding]:
     """Yields `low-exp`, `low-sum` and `low-collective`.
 
     A backward pass repeats what its forward pass did, on whose line it is found. Only a sum that
     it adds, of the gradients of one row of a table or one parameter, is its own.
+
+    Args:
+        graph: the graph.
+        explained: the ids of nodes that another finding is about.
     """
     found = _Found(graph, scopes_of_products(graph))
     for node in graph.nodes:
         dtype = None if node.is_structure else low_dtype(node)
-        if dtype is None:
+        if dtype is None or id(node) in explained:
             continue
         if node.name in _EXPONENTIALS:
             yield from _exponential(found, node, dtype)

@@ -18,6 +18,13 @@ VIEWS = frozenset(
     pvary reduce_precision reshape reshard rev sharding_constraint squeeze stop_gradient transpose
     """.split()
 )
+# Operations that move numbers and compute none.
+MOVES = frozenset(
+    """
+    broadcast_in_dim reshape transpose squeeze expand_dims rev slice copy copy_p dynamic_slice
+    gather name stop_gradient optimization_barrier device_put stack result shard unshard
+    """.split()
+)
 _SHARDS = frozenset({"shard", "unshard"})
 
 
@@ -83,6 +90,18 @@ def scopes_of_products(graph: Graph) -> set[str]:
             paths.add(path)
             path = path.rpartition("/")[0]
     return paths
+
+
+def modules_with_parts(graph: Graph) -> set[str]:
+    """Returns the paths of the modules that hold others, to which a rule for them would extend."""
+    found = {where(scope).module for scope in {node.scope for node in graph.nodes}}
+    paths = {module.path for module in found if module is not None}
+    parents = {path.rpartition("/")[0] for path in paths if path}
+    for path in list(parents):
+        while path:
+            path = path.rpartition("/")[0]
+            parents.add(path)
+    return parents
 
 
 def full_rule(graph: Graph, node: Node, with_products: set[str]) -> str | None:

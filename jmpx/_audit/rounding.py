@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from jmpx._audit.data import Finding
-from jmpx._audit.low_values import LOW, full_rule, scopes_of_products
-from jmpx._audit.streams import CAST, MOVES, WIDE, Streams, call, compute_dtype
+from jmpx._audit.low_values import LOW, MOVES, full_rule, scopes_of_products
+from jmpx._audit.streams import CAST, WIDE, Streams, call, compute_dtype
 from jmpx._graph import Graph, Node, Value
 
 _FLOAT16 = np.dtype(np.float16)
@@ -17,13 +17,19 @@ _CHOICES = frozenset({"select_n", "pad", "concatenate", "max", "min", "clamp", "
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "rem"})
 
 
-def rounding(graph: Graph, streams: Streams) -> Iterator[Finding]:
-    """Yields the findings about constants and casts."""
+def rounding(graph: Graph, streams: Streams, explained: set[int]) -> Iterator[Finding]:
+    """Yields the findings about constants and casts.
+
+    Args:
+        graph: the graph.
+        streams: the streams in it.
+        explained: the ids of nodes that another finding is about.
+    """
     with_products = scopes_of_products(graph)
     for node in streams.forward:
         if node.name == CAST:
             yield from _cast_constant(graph, node)
-            if not streams.is_of_leak(node.results[0]):  # else it is a finding without this
+            if id(node) not in explained and not streams.is_of_leak(node.results[0]):  # else it is a finding without this
                 yield from _casts(graph, node, with_products)
         elif node.name in _ARITHMETIC and node.results[0].dtype == _FLOAT16:
             yield from _lost_literal(graph, node)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._audit.flops import flops
-from jmpx._audit.low_values import LOW
+from jmpx._audit.low_values import LOW, MOVES
 from jmpx._autocast.products import PRODUCTS, is_precise
 from jmpx._graph import Graph, Node, Value
 from jmpx._jaxpr import call_of
@@ -25,13 +25,6 @@ from jmpx._policy_strings import get_policy
 WIDE = frozenset({np.dtype(jnp.float32), np.dtype(jnp.float64)})
 CAST = "convert_element_type"
 
-# Operations that move numbers and compute none.
-MOVES = frozenset(
-    """
-    broadcast_in_dim reshape transpose squeeze expand_dims rev slice copy copy_p dynamic_slice
-    gather name stop_gradient optimization_barrier device_put stack result shard unshard
-    """.split()
-)
 # Operations for whose sake a part of a model is computed in float32, as a norm or a softmax is.
 _OF_ISLANDS = frozenset(
     """
