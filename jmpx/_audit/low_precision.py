@@ -12,8 +12,10 @@ from jmpx._audit.low_values import (
     digits,
     full_rule_or,
     is_low,
+    is_view,
     largest_count,
     low_dtype,
+    number,
     scopes_of_products,
     source,
 )
@@ -157,6 +159,35 @@ def _sensitive(node: Node, dtype: np.dtype) -> _Hazard:
     return _Hazard("medium", f"{node.name} in {dtype.name} {message}.")
 
 
+def _capped(node: Node, dtype: np.dtype) -> _Hazard | None:
+    """Returns the hazard of a soft-cap, `cap * tanh(x / cap)`; other uses of tanh have none."""
+    scaled = source(node.operands[0]).node
+    cap = _factor(node.results[0])
+    if dtype != jnp.bfloat16 or cap < _LEAST_CAP or scaled is None or _number_in(scaled) is None:
+        return None
+    step = cap * float(jnp.finfo(dtype).eps) / 2
+    return _Hazard("medium", f"A soft-cap in {dtype.name}: numbers near {cap:g} are {step:.2g} apart.")
+
+
+def _factor(value: Value) -> float:
+    """Returns the size of the number that an array is multiplied by; 0 without one."""
+    for reader in value.readers:
+        if is_view(reader):
+            return _factor(reader.results[0])
+        if reader.name == "mul":
+            return abs(_number_in(reader) or 0)
+    return 0
+
+
+def _number_in(node: Node) -> float | None:
+    """Returns the number by which a node multiplies or divides; None if it does not."""
+    if node.name not in ("mul", "div"):
+        return None
+    return next((n for n in map(number, node.operands) if n is not None), None)
+
+
+_LEAST_CAP = 4.0  # smaller factors belong to activations
+
 _EXPONENTIALS: dict[str, Callable[[Node, np.dtype], _Hazard | None]] = {
     name: hazard
     for names, hazard in (
@@ -164,6 +195,7 @@ _EXPONENTIALS: dict[str, Callable[[Node, np.dtype], _Hazard | None]] = {
         ("log log1p", _logarithm),
         ("rsqrt", _root),
         ("pow", _power),
+        ("tanh", _capped),
         ("sin cos tan", _periodic),
         ("acos acosh asin asinh atanh erf_inv lgamma digamma cumlogsumexp", _sensitive),
     )
@@ -224,6 +256,14 @@ def _window(node: Node) -> int:
     return math.prod(node.eqn.params["window_dimensions"])
 
 
+def _reduced_by(node: Node) -> int:
+    """Returns how many terms a reduction with a function of the user takes in, if that adds."""
+    jaxpr = node.eqn.params["jaxpr"]
+    if not any(eqn.primitive.name in ("add", "mul") for eqn in jaxpr.eqns):
+        return 0
+    return _window(node) if node.name == "reduce_window" else _reduced(node)
+
+
 def _scattered(node: Node) -> int:
     """Returns how many updates a scatter may add to one place; 0 if each place gets one."""
     operand, indices, updates = node.operands[:3]
@@ -252,6 +292,8 @@ def _are_distinct(indices: Value) -> bool:
 
 
 _SUMS: dict[str, Callable[[Node], int]] = {
+    "reduce": _reduced_by,
+    "reduce_window": _reduced_by,
     "reduce_sum": _reduced,
     "reduce_prod": _reduced,
     "cumsum": _cumulative,

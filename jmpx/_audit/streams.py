@@ -256,6 +256,19 @@ class Streams:
         stream = self._of[id(value)].whole if id(value) in self._of else None
         return self.is_half and stream is not None and bool(stream.products or stream.widened)
 
+    def origin(self, value: Value) -> Node | None:
+        """Returns what made the first wide value that a wide value is computed from."""
+        node = value.node
+        while node is not None:
+            if id(node.results[0]) in self._of:
+                return self._of[id(node.results[0])].whole.node
+            operands = node.operands[:1] if node.name == "carry" else node.operands
+            before = [each.node for each in operands if each.dtype in WIDE and each.node]
+            if not before:
+                break
+            node = before[0]
+        return node
+
     def is_asked(self, node: Node) -> bool:
         """Whether the user asks that a node computes in float32: by a policy, rule or precision."""
         if where(node.scope).is_full or (node.name in PRODUCTS and is_precise(node.eqn)):
