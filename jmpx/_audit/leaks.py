@@ -131,7 +131,7 @@ class _Step:
         carries = [each for each in node.results[0].readers if each.name == "carry"]
         if cause is None and carries:
             message = f"A loop carries {self._name} values in float32{follow}."
-            rule = self._rule_of_carry(carries[0])
+            rule = self._rule_of_carry()
             return self._finding("promotion", severity, carries[0], message, rule)
         if cause is None:
             message = f"A {self._name} array is cast to float32 and goes on so{follow}."
@@ -224,12 +224,11 @@ class _Step:
         if source.kind in ("literal", "const") and source.size == 1:
             return "write a Python number: math.sqrt(...) or float(...), not np.sqrt(...)"
         if source.node is not None and source.node.name == "carry":
-            return self._rule_of_carry(source.node)
+            return self._rule_of_carry()
         return "cast it where it is made, with .astype(x.dtype)"
 
-    def _rule_of_carry(self, carry: Node) -> str:
-        loop = f"op.{carry.eqn.primitive.name}: {_SHORT[self._name]}"
-        return f"carry it in {self._name}; under jmpx.autocast: {loop}"
+    def _rule_of_carry(self) -> str:
+        return f"carry it in {self._name}"
 
 
 def _before_cast(value: Value) -> Value:

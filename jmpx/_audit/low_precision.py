@@ -20,7 +20,6 @@ from jmpx._audit.low_values import (
 from jmpx._audit.options import Options
 from jmpx._audit.signs import is_at_most_zero, is_sum_of_exponentials
 from jmpx._graph import Graph, Node, Value
-from jmpx._places import where
 
 
 class _Hazard(NamedTuple):
@@ -88,8 +87,6 @@ def _exponential(found: _Found, node: Node, dtype: np.dtype) -> Iterator[Finding
     hazard = _EXPONENTIALS[node.name](node, dtype)
     if hazard is not None:
         advice = f"x.astype(jnp.float32) before {node.name}"
-        if where(node.scope).module is None:
-            advice += f"; where jmpx.autocast runs it in 16 bits: op.{node.name}: f32"
         yield found.finding("low-exp", node, hazard, advice)
 
 
