@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jmpx._added_rules import in_force
 from jmpx._casts import cast_like
 from jmpx._contexts import Context, Hook, entered, opened, refuse_other_tasks
 from jmpx._dtypes import DTypeLike
@@ -104,7 +105,7 @@ class Session:
 
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
         self.name = name
-        self.policy_map = None if policy_map is None else get_policy_map(policy_map)
+        self.policy_map = None if policy_map is None else in_force(get_policy_map(policy_map), name)
         self.seen: set[Module] = set()
         self.coarse: dict[Module, str | None] = {}
         self.met: dict[Met, None] = {}

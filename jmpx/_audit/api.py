@@ -6,8 +6,9 @@ from typing import Any
 
 from jmpx._audit import summary
 from jmpx._audit.entries import entries
-from jmpx._audit.findings import Options, find
+from jmpx._audit.options import Options
 from jmpx._audit.report import Audit
+from jmpx._audit.trying import tried
 from jmpx._graph import Graph
 from jmpx._messages import did_you_mean
 from jmpx._programs import Program, traced_program
@@ -82,7 +83,7 @@ def report_of(program: Program, options: Options) -> Audit:
         saved=summary.saved(graph),
         casts=summary.casts(graph),
         scopes=summary.scopes(graph),
-        findings=find(graph, options),
+        findings=tried(graph, options),
         entries=entries(graph),
         has_while=any(node.in_while for node in graph.nodes),
         uncounted=summary.uncounted(graph),

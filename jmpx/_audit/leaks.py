@@ -15,11 +15,9 @@ from jmpx._audit.streams import CAST, WIDE, Stream, Streams, compute_dtype, oute
 from jmpx._autocast.products import PRODUCTS
 from jmpx._graph import Graph, Node, Value
 from jmpx._jaxpr import Place
-from jmpx._marks import Module
 from jmpx._places import where
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16"}
-_FIELDS = "fields"  # the cause of products whose layers have a dtype
 _SMALL = (0.01, 0.001)  # shares below which a leak is one step less severe
 _LARGE = 0.05  # of all bytes that are saved for the backward pass
 
@@ -135,7 +133,8 @@ class _Step:
             elif stream.nbytes and not stream.is_island:
                 saved.setdefault(self._graph.place(stream.node), []).append(stream)
         for cause, streams in causes.items():
-            finding = self._of_fields(streams) if cause == _FIELDS else self._product(streams)
+            is_field = isinstance(cause, str)
+            finding = self._of_fields(cause, streams) if is_field else self._product(streams)
             yield self._sized(finding, streams)
         for streams in saved.values():  # a line may run in many layers
             share = sum(stream.nbytes for stream in streams) / self._streams.saved
@@ -154,10 +153,11 @@ class _Step:
         )
 
     def _cause(self, stream: Stream) -> object:
-        """Returns what is equal for the products that one change of the code mends."""
+        """Returns what is equal for the products that one change mends; of fields, their class."""
         node, wide = stream.node, self._wide(stream.node)
-        if self._is_of_field(node, wide):
-            return _FIELDS
+        layer = self._with_field(node, wide)
+        if layer:
+            return layer
         origin = None if wide is None else self._origin(wide)
         if origin is None or self._graph.place(origin) in (None, self._graph.place(node)):
             return id(stream)
@@ -174,44 +174,40 @@ class _Step:
         """Returns what made the first float32 array that a wide value is computed from."""
         return None if _source(value).node is None else self._streams.origin(value)
 
-    def _is_of_field(self, node: Node, wide: Value | None) -> bool:
-        """Whether a product is wide because of the dtype that a field of its layer names."""
+    def _with_field(self, node: Node, wide: Value | None) -> str:
+        """Returns the class of the layer whose dtype field makes a product wide, else nothing."""
         module, policy = where(node.scope).module, self._graph.policy(node)
         if module is None or not policy or compute_dtype(policy) not in LOW:
-            return False
+            return ""
         if wide is None:
             is_of_layer = not self._streams.is_written(node)
         else:
             is_of_layer = _source(wide).kind == "input"
-        return is_of_layer and "dtype" in inspect.signature(module.cls).parameters
+        has_field = "dtype" in inspect.signature(module.cls).parameters
+        return module.cls.__name__ if is_of_layer and has_field else ""
 
-    def _of_fields(self, streams: list[Stream]) -> Finding:
-        """Returns the finding about all layers whose dtype fields keep their products wide."""
-        nodes = [stream.node for stream in streams]
-        names = dict.fromkeys(module.cls.__name__ for module in map(self._module, nodes) if module)
-        half = f"c={_SHORT[self._name]},o={_SHORT[self._name]}"
-        layers = f"{len(nodes)} layers, of {', '.join(names)}," if len(nodes) > 1 else "a layer"
-        message = f"The dtype of {layers} is float32, and keeps the products in float32."
-        rule = "; ".join(f"{name}: {half}" for name in names)
-        return self._finding("float32-product", "high", nodes[0], message, rule)
-
-    def _module(self, node: Node) -> Module | None:
-        return where(node.scope).module
+    def _of_fields(self, layer: str, streams: list[Stream]) -> Finding:
+        """Returns the finding about all layers of a class whose dtype fields are float32."""
+        count = sum(stream.node.times for stream in streams)
+        products = "product" if count == 1 else f"{count} products"
+        message = f"The dtype that {layer} was made with keeps its {products} in float32."
+        rule = f"{layer}: c={_SHORT[self._name]},o={_SHORT[self._name]}"
+        return self._finding("float32-product", "high", streams[0].node, message, rule)
 
     def _product(self, streams: list[Stream]) -> Finding:
         node, count = streams[0].node, len(streams)
         operation = "convolution" if node.name.startswith("conv") else "product"
         first = f"A {operation}" if count == 1 else f"{count} {operation}s"
-        runs = "runs" if count == 1 else "run, the first of them here,"
+        runs, here = ("runs", "") if count == 1 else ("run", ", the first of them here")
         wide = self._wide(node)
         follow = self._consequences(streams, 1)
         if wide is None:
-            message = f"{first} {runs} in {node.results[0].dtype.name}{follow}."
+            message = f"{first} {runs} in {node.results[0].dtype.name}{here}{follow}."
             rule = self._rule_of_product(node, None)
             return self._finding("float32-product", "high", node, message, rule)
         of = " and ".join(_before_cast(value).dtype.name for value in node.operands[:2])
         because = f", because of {self._named(wide)}{self._made_at(wide, node)}"
-        message = f"{first} of {of} {runs} in {wide.dtype.name}{because}{follow}."
+        message = f"{first} of {of} {runs} in {wide.dtype.name}{here}{because}{follow}."
         rule = self._rule_of_product(node, wide)
         return self._finding("mixed-product", "high", node, message, rule)
 
@@ -233,7 +229,7 @@ class _Step:
         carries = [each for each in node.results[0].readers if each.name == "carry"]
         if cause is None and carries:
             message = f"A loop carries {self._name} values in float32{follow}."
-            rule = self._rule_of_carry(carries[0])
+            rule = self._rule_of_carry()
             return self._finding("promotion", severity, carries[0], message, rule)
         if cause is None:
             message = f"A {self._name} array is cast to float32 and goes on so{follow}."
@@ -291,7 +287,11 @@ class _Step:
         for key, values in by_place.items():
             nbytes = sum(value.nbytes for value in values)
             node = values[0].node
-            if node is None or reaches_end(node, avoided=LOW) or nbytes <= _LARGE * self._streams.saved:
+            if (
+                node is None
+                or reaches_end(node, avoided=LOW)
+                or nbytes <= _LARGE * self._streams.saved
+            ):
                 continue
             message = (
                 "float32 values that are computed from float32 arguments are "
@@ -330,12 +330,11 @@ class _Step:
         if source.kind in ("literal", "const") and source.size == 1:
             return "write a Python number: math.sqrt(...) or float(...), not np.sqrt(...)"
         if source.node is not None and source.node.name == "carry":
-            return self._rule_of_carry(source.node)
+            return self._rule_of_carry()
         return "cast it where it is made, with .astype(x.dtype)"
 
-    def _rule_of_carry(self, carry: Node) -> str:
-        loop = f"op.{carry.eqn.primitive.name}: {_SHORT[self._name]}"
-        return f"carry it in {self._name}; under jmpx.autocast: {loop}"
+    def _rule_of_carry(self) -> str:
+        return f"carry it in {self._name}"
 
 
 def _is_read_by_loss(product: Node) -> bool:

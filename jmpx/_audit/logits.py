@@ -17,6 +17,7 @@ from jmpx._audit.signs import is_at_most_zero
 from jmpx._graph import Graph, Node, Value
 from jmpx._places import where
 
+_AUTOCAST = "jmpx.autocast"
 _ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
 # Between a product and the softmax: biases, temperatures, masks and soft-caps.
 _BETWEEN = frozenset("add sub mul div neg tanh max min clamp select_n concatenate pad".split())
@@ -139,12 +140,12 @@ def _rule(graph: Graph, product: Node, dtype: np.dtype, parents: set[str]) -> st
     if product.name == "dot_general" and is_low:  # JAX ignores the algorithm of a convolution
         policy += f",matmul={_ALGORITHMS[dtype.name]}"
     selector, module = graph.selector(product), where(product.scope).module
-    if module is not None and module.path not in parents and selector is not None:
+    takers = graph.program.takers
+    is_selected = _AUTOCAST in takers if module is None else module.path not in parents
+    if takers and selector is not None and is_selected:
         return f"{selector}: {policy}"
-    advice = "leave out the cast to 16 bits"
+    if _AUTOCAST in takers:
+        return f"jax.named_scope around the product, and a rule for the scope with {policy}"
     if is_low:
-        advice = "preferred_element_type=jnp.float32 in the product, and no cast behind it"
-    if any(graph.program.policies.values()):
-        return advice
-    scope = "" if selector else "jax.named_scope('head') around it, and "
-    return f"{advice}; under jmpx.autocast: {scope}{selector or '*/head'}: {policy}"
+        return "preferred_element_type=jnp.float32 in the product, and no cast behind it"
+    return "leave out the cast to 16 bits"

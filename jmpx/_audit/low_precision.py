@@ -21,7 +21,6 @@ from jmpx._audit.low_values import (
 )
 from jmpx._audit.signs import is_at_most_zero, is_sum_of_exponentials
 from jmpx._graph import Graph, Node, Value
-from jmpx._places import where
 
 
 class _Hazard(NamedTuple):
@@ -93,8 +92,6 @@ def _exponential(found: _Found, node: Node, dtype: np.dtype) -> Iterator[Finding
     hazard = _EXPONENTIALS[node.name](node, dtype)
     if hazard is not None:
         advice = f"x.astype(jnp.float32) before {node.name}"
-        if where(node.scope).module is None:
-            advice += f"; where jmpx.autocast runs it in 16 bits: op.{node.name}: f32"
         yield found.finding("low-exp", node, hazard, advice)
 
 
@@ -166,7 +163,8 @@ def _capped(node: Node, dtype: np.dtype) -> _Hazard | None:
     if dtype != jnp.bfloat16 or cap < _LEAST_CAP or scaled is None or _number_in(scaled) is None:
         return None
     step = cap * float(jnp.finfo(dtype).eps) / 2
-    return _Hazard("medium", f"A soft-cap in {dtype.name}: numbers near {cap:g} are {step:.2g} apart.")
+    message = f"A soft-cap by tanh in {dtype.name}: numbers near {cap:g} are {step:.2g} apart."
+    return _Hazard("medium", message)
 
 
 def _factor(value: Value) -> float:

@@ -115,22 +115,13 @@ def full_rule(graph: Graph, node: Node, with_products: set[str]) -> str | None:
     Returns:
         The rule; None outside of modules, and for a module with products, which would slow down.
     """
-    return None if _path(node) in with_products else _full_rule(graph, node)
+    module = where(node.scope).module
+    if module is None or (module.path or module.cls.__name__) in with_products:
+        return None
+    selector = graph.selector(node)
+    return None if selector is None else f"{selector}: full"
 
 
 def full_rule_or(graph: Graph, node: Node, with_products: set[str], advice: str) -> str:
     """Returns `full_rule`, or advice: what to do in the code."""
-    rule = _full_rule(graph, node)
-    if rule is None:
-        return advice
-    return f"{advice}; or {rule}, with its products" if _path(node) in with_products else rule
-
-
-def _path(node: Node) -> str:
-    module = where(node.scope).module
-    return "" if module is None else module.path or module.cls.__name__
-
-
-def _full_rule(graph: Graph, node: Node) -> str | None:
-    selector = graph.selector(node) if where(node.scope).module else None
-    return None if selector is None else f"{selector}: full"
+    return full_rule(graph, node, with_products) or advice

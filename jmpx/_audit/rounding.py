@@ -33,7 +33,9 @@ def rounding(graph: Graph, streams: Streams, explained: set[int]) -> Iterator[Fi
     for node in streams.forward:
         if node.name == CAST:
             yield from _cast_constant(graph, node)
-            if id(node) not in explained and not streams.is_of_leak(node.results[0]):  # else it is a finding without this
+            if id(node) not in explained and not streams.is_of_leak(
+                node.results[0]
+            ):  # else it is a finding without this
                 yield from _casts(graph, node, with_products)
         elif node.name in _ARITHMETIC and node.results[0].dtype == _FLOAT16:
             yield from _lost_literal(graph, node)

@@ -1,0 +1,135 @@
+"""Remedies are tried before they are printed: the program is traced again under each rule."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jmpx._audit.alike import alike_groups, common, pattern
+from jmpx._audit.candidates import LEAKS, Candidates, as_rule
+from jmpx._audit.data import SEVERITIES, Finding
+from jmpx._audit.findings import find
+from jmpx._audit.flops import flops, is_product
+from jmpx._audit.low_values import is_low
+from jmpx._audit.options import Options
+from jmpx._graph import Graph
+from jmpx._rules import Rule, parse_rule
+
+MOST = 16  # rules that are tried in one audit; each is one more trace
+
+# What to write instead of a rule that mends nothing.
+_IN_CODE = {
+    "float32-product": "cast both operands to 16 bits with .astype",
+    "mixed-product": "cast the wider operand with .astype(x.dtype)",
+    "promotion": "cast it where it is made, with .astype(x.dtype)",
+    "saved-float32": "leave out the cast to float32, or compute it anew with jax.checkpoint",
+    "rounded-logits": "preferred_element_type=jnp.float32 in the product, and no cast behind it",
+    "cast-to-and-fro": "read the value before its first cast, or leave out the cast back",
+    "low-average": "keep it in float32",
+    "platform-product": "precision='highest' of the product",
+}
+_WIDER = "x.astype(jnp.float32) before it"
+
+
+class _Seen(NamedTuple):
+    """What an audit saw of a program.
+
+    Attributes:
+        findings: the severities of its findings, by what tells them apart.
+        half: the FLOPs of its products in 16 bits.
+    """
+
+    findings: dict[object, str]
+    half: int
+
+    @classmethod
+    def of(cls, graph: Graph, findings: Sequence[Finding]) -> "_Seen":
+        half = (
+            flops(node)
+            for node in graph.nodes
+            if is_product(node) and all(map(is_low, node.operands[:2]))
+        )
+        return cls({_key(finding): finding.severity for finding in findings}, sum(half))
+
+
+def _key(finding: Finding) -> object:
+    return finding.name, finding.place, finding.scope
+
+
+def tried(graph: Graph, options: Options) -> tuple[Finding, ...]:
+    """Returns the findings in a graph, each with a rule that was seen to mend it, or with advice.
+
+    A rule mends a finding if the program, traced with the rule at the end of its policy maps, has
+    neither the finding nor another one as bad, and no fewer FLOPs of products in 16 bits, but for
+    those of the finding itself. Layers that are alike share a rule. At most 16 rules are tried.
+    """
+    findings = find(graph, options)
+    candidates = Candidates(graph)
+    trials = _Trials(graph, options, candidates, _Seen.of(graph, findings))
+    remedies = {}
+    for group in alike_groups(findings):
+        remedy = trials.remedy(group, _common([candidates.of(each) for each in group]))
+        remedies |= {_key(each): remedy.format(_advice(each)) for each in group}
+    return tuple(each._replace(rule=remedies[_key(each)]) for each in findings)
+
+
+def _common(candidates: Sequence[list[str]]) -> list[str]:
+    """Returns the rules for a group of layers out of those for each of them."""
+    columns = zip(*candidates, strict=False)
+    return [common(column) for column in columns if len(set(map(pattern, column))) == 1]
+
+
+class _Trials:
+    """Programs that are traced again, each rule once.
+
+    Args:
+        graph: the program as it is.
+        options: those of the audit.
+        candidates: its rules.
+        before: what the audit saw of it.
+    """
+
+    def __init__(
+        self, graph: Graph, options: Options, candidates: Candidates, before: _Seen
+    ) -> None:
+        self._graph, self._options = graph, options
+        self._candidates, self._before = candidates, before
+        self._seen: dict[Rule, _Seen | None] = {}  # None if the program cannot be traced so
+
+    def remedy(self, group: Sequence[Finding], candidates: Sequence[str]) -> str:
+        """Returns the first rule that mends a group, else a sentence with `{}` for the advice."""
+        own = 0 if group[0].name in LEAKS else sum(finding.flops for finding in group)
+        for text in candidates:
+            rule = parse_rule(text, text, 0)
+            if not own and self._candidates.lowers_share(rule):
+                continue
+            if rule not in self._seen and len(self._seen) == MOST:
+                return f"{{}}; rules for it were not tried, after {MOST} others"
+            if self._mends(rule, group, own):
+                return text
+        return "no rule mends it: {}" if candidates else "{}"
+
+    def _mends(self, rule: Rule, group: Sequence[Finding], own: int) -> bool:
+        if rule not in self._seen:
+            self._seen[rule] = self._traced(rule)
+        after = self._seen[rule]
+        if after is None or any(_key(finding) in after.findings for finding in group):
+            return False
+        worst = SEVERITIES.index(group[0].severity)
+        is_new = (
+            key not in self._before.findings and SEVERITIES.index(severity) <= worst
+            for key, severity in after.findings.items()
+        )
+        return after.half >= self._before.half - own and not any(is_new)
+
+    def _traced(self, rule: Rule) -> _Seen | None:
+        try:
+            program = self._graph.program.with_rules(rule)
+        except Exception:  # such as the carry of a user's loop, which would change its dtype
+            return None
+        graph = Graph(program, self._options.platform)
+        return _Seen.of(graph, find(graph, self._options))
+
+
+def _advice(finding: Finding) -> str:
+    """Returns what to do in the code."""
+    is_advice = as_rule(finding.rule) is None
+    return finding.rule if is_advice else _IN_CODE.get(finding.name, _WIDER)
