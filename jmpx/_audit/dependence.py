@@ -45,9 +45,9 @@ def reaches_end(node: Node, avoided: frozenset[np.dtype] = frozenset()) -> bool:
         for value in pending.pop().results:
             if value.dtype in avoided:
                 continue
-            readers = [each for each in value.readers if not each.is_backward]
-            if value.is_output or (not readers and value.shape == ()):
+            if value.is_output or (not value.readers and value.shape == ()):
                 return True
+            readers = [each for each in value.readers if not each.is_backward]
             new = [each for each in readers if id(each) not in seen and not is_product(each)]
             seen.update(map(id, new))
             pending += new

@@ -100,7 +100,7 @@ class _Step:
             if node.is_backward and node.name in PRODUCTS:
                 if any(value.dtype in WIDE for value in node.operands[:2]):
                     found.setdefault(self._key(node), []).append(node)
-        # The sum of products in float32 is right where a loss reads it, and costs its backward pass.
+        # A float32 sum is right where a loss reads it, and makes this of the backward pass.
         kept = [
             node
             for node in self._streams.half_products
@@ -338,7 +338,7 @@ class _Step:
 
 
 def _is_read_by_loss(product: Node) -> bool:
-    """Whether a product of 16 bits is summed in float32, and an end of the forward pass reads it."""
+    """Whether a product of 16 bits is summed in float32 for a loss, or another end."""
     is_wide = product.results[0].dtype in WIDE
     is_low = all(value.dtype in LOW for value in product.operands[:2])
     return is_wide and is_low and reaches_end(product, avoided=LOW)

@@ -35,8 +35,7 @@ class Logits:
 
     Attributes:
         found: the findings, one for each product that makes such logits.
-        explained: the ids of the nodes from these products to the softmaxes, which are no findings of
-            their own.
+        explained: the ids of the nodes from these products to the softmaxes: of no other finding.
     """
 
     def __init__(self, graph: Graph) -> None:

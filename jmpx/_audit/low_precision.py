@@ -87,12 +87,21 @@ def low_precision(graph: Graph, explained: set[int]) -> Iterator[Finding]:
 
 
 def _exponential(found: _Found, node: Node, dtype: np.dtype) -> Iterator[Finding]:
-    if node.is_backward or all(source(v).constant is not None for v in node.operands):
+    if node.is_backward or _is_derivative(node) or all(source(v).constant is not None for v in node.operands):
         return
     hazard = _EXPONENTIALS[node.name](node, dtype)
     if hazard is not None:
         advice = f"x.astype(jnp.float32) before {node.name}"
         yield found.finding("low-exp", node, hazard, advice)
+
+
+def _is_derivative(node: Node) -> bool:
+    """Whether an exponential is the derivative of an error function, `exp(-x**2)`."""
+    negated = node.operands[0].node
+    squared = negated.operands[0].node if negated is not None and negated.name == "neg" else None
+    return squared is not None and any(
+        reader.name in ("erf", "erfc") for reader in squared.operands[0].readers
+    )
 
 
 def _worst(dtype: np.dtype) -> str:

@@ -6,9 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._audit.data import Finding
-from jmpx._audit.low_values import LOW, MOVES, full_rule, scopes_of_products
-from jmpx._audit.low_values import number as number_of
-from jmpx._audit.low_values import source as unmoved
+from jmpx._audit.low_values import (
+    LOW,
+    MOVES,
+    full_rule,
+    number as number_of,
+    scopes_of_products,
+    source as unmoved,
+)
 from jmpx._audit.streams import CAST, WIDE, Streams, call, compute_dtype
 from jmpx._graph import Graph, Node, Value
 
@@ -162,6 +167,9 @@ def _casts(graph: Graph, node: Node, with_products: set[str]) -> Iterator[Findin
     before = _cast_before(source)
     first = None if before is None else before.operands[0]
     dtypes = [value.dtype for value in (first, source, result) if value is not None]
+    rounding = node if result.dtype in LOW else before
+    if rounding is not None and _is_of_autocast(graph, rounding):
+        return
     if source.dtype in LOW and result.dtype in LOW and source.dtype != result.dtype:
         yield _rounded_twice(graph, node, source, first)
     elif first is None:
@@ -186,6 +194,16 @@ def _casts(graph: Graph, node: Node, with_products: set[str]) -> Iterator[Findin
             f"read the {first.dtype.name} value, or leave out the cast back"
         )
         yield _finding(graph, "cast-to-and-fro", "medium", node, text, rule)
+
+
+def _is_of_autocast(graph: Graph, node: Node) -> bool:
+    """Whether autocast made a cast, as a part of an operation of the user before or behind it."""
+    if "jmpx.autocast" not in graph.program.takers:
+        return False
+    maker = node.operands[0].node
+    around = [each for each in (maker, *node.results[0].readers) if each is not None]
+    own = call(node)
+    return own is not None and any(call(each) == own for each in around)
 
 
 def _is_only_widened(value: Value) -> bool:

@@ -18,7 +18,7 @@ _LEAST_SHARE = 0.005  # of the work of a scope, for a dtype to be named
 def products(graph: Graph) -> tuple[Products, ...]:
     """Returns the matrix products and convolutions by operand dtypes, the most FLOPs first.
 
-    Of a product with a dot algorithm of 16 bits, such as BF16_BF16_F32, they are the dtypes of that.
+    Of a product with an algorithm of 16 bits, such as BF16_BF16_F32, they are that algorithm's.
 
     The backward pass swaps operands, so both orders of two dtypes are one row.
     """
