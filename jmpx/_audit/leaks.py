@@ -159,9 +159,10 @@ class _Step:
         if layer:
             return layer
         origin = None if wide is None else self._origin(wide)
-        if origin is None or self._graph.place(origin) in (None, self._graph.place(node)):
+        if origin is None:
             return id(stream)
-        return self._key(origin)
+        is_elsewhere = self._graph.place(origin) not in (None, self._graph.place(node))
+        return self._key(origin) if is_elsewhere else id(origin)
 
     def _wide(self, node: Node) -> Value | None:
         """Returns the operand of a product that is wide, where the other one has 16 bits."""
@@ -218,7 +219,9 @@ class _Step:
         return "" if place in (None, self._graph.place(node)) else f" that is made at {place}"
 
     def _rule_of_product(self, node: Node, wide: Value | None) -> str:
-        if self._streams.is_written(node):
+        maker = None if wide is None else _source(wide).node
+        is_carried = maker is not None and maker.name == "carry"
+        if self._streams.is_written(node) and not is_carried:
             return f"leave out its cast to float32, so that both operands are {self._name}"
         return self._rule(node, wide)
 
@@ -312,6 +315,8 @@ class _Step:
         if source.kind in ("literal", "const") and source.size == 1:
             number = float(np.asarray(source.constant).reshape(()))
             return f"the {dtype} number {number:.6g} (of NumPy, or an array)"
+        if source.node is not None and source.node.name == "carry":
+            return f"the {dtype} carry of a loop"
         if source.kind == "const" or not self._streams.is_variable(source):
             return f"a constant {dtype} array"
         return f"a {dtype} array"

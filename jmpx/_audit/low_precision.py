@@ -87,7 +87,8 @@ def low_precision(graph: Graph, explained: set[int]) -> Iterator[Finding]:
 
 
 def _exponential(found: _Found, node: Node, dtype: np.dtype) -> Iterator[Finding]:
-    if node.is_backward or _is_derivative(node) or all(source(v).constant is not None for v in node.operands):
+    is_constant = all(source(value).constant is not None for value in node.operands)
+    if node.is_backward or is_constant or _is_derivative(node):
         return
     hazard = _EXPONENTIALS[node.name](node, dtype)
     if hazard is not None:

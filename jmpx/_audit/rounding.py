@@ -38,9 +38,8 @@ def rounding(graph: Graph, streams: Streams, explained: set[int]) -> Iterator[Fi
     for node in streams.forward:
         if node.name == CAST:
             yield from _cast_constant(graph, node)
-            if id(node) not in explained and not streams.is_of_leak(
-                node.results[0]
-            ):  # else it is a finding without this
+            is_told = id(node) in explained or streams.is_of_leak(node.results[0])
+            if not is_told and not _is_of_autocast(graph, node):
                 yield from _casts(graph, node, with_products)
         elif node.name in _ARITHMETIC and node.results[0].dtype == _FLOAT16:
             yield from _lost_literal(graph, node)
@@ -83,13 +82,17 @@ def _is_bound(value: Value) -> bool:
 
 def _moved_bound(graph: Graph, node: Node) -> Iterator[Finding]:
     """Yields a finding where a bound such as 1 - 1e-7 rounds onto what it is to keep away from."""
-    bound, name = number_of(node.operands[0]), node.results[0].dtype.name
-    if bound is None or bound in _ENDS:
+    constant, dtype = unmoved(node.operands[0]).constant, node.results[0].dtype
+    if constant is None or np.size(constant) > _MANY:
         return
+    bounds = np.asarray(constant).ravel()
     with np.errstate(over="ignore"):
-        rounded = float(np.asarray(bound, node.results[0].dtype))
-    if rounded in _ENDS:
-        text = f"The bound {bound:.8g} is {rounded:g} in {name}: it keeps nothing away from there."
+        rounded = np.asarray(bounds.astype(dtype), np.float64)
+    for bound in bounds[np.isin(rounded, _ENDS) & ~np.isin(bounds, _ENDS)][:1]:
+        end = float(np.asarray(bound, dtype))
+        text = (
+            f"The bound {bound:.8g} is {end:g} in {dtype.name}: it keeps nothing away from there."
+        )
         rule = "clip in float32, with x.astype(jnp.float32), up to what reads the result"
         yield _finding(graph, "constant-range", "high", node, text, rule)
 
@@ -167,9 +170,6 @@ def _casts(graph: Graph, node: Node, with_products: set[str]) -> Iterator[Findin
     before = _cast_before(source)
     first = None if before is None else before.operands[0]
     dtypes = [value.dtype for value in (first, source, result) if value is not None]
-    rounding = node if result.dtype in LOW else before
-    if rounding is not None and _is_of_autocast(graph, rounding):
-        return
     if source.dtype in LOW and result.dtype in LOW and source.dtype != result.dtype:
         yield _rounded_twice(graph, node, source, first)
     elif first is None:
@@ -197,12 +197,12 @@ def _casts(graph: Graph, node: Node, with_products: set[str]) -> Iterator[Findin
 
 
 def _is_of_autocast(graph: Graph, node: Node) -> bool:
-    """Whether autocast made a cast, as a part of an operation of the user before or behind it."""
-    if "jmpx.autocast" not in graph.program.takers:
+    """Whether autocast rounds what a cast returns: as a part of what the user wrote around it."""
+    rounding = node if node.results[0].dtype in LOW else _cast_before(node.operands[0])
+    if rounding is None or "jmpx.autocast" not in graph.program.takers:
         return False
-    maker = node.operands[0].node
-    around = [each for each in (maker, *node.results[0].readers) if each is not None]
-    own = call(node)
+    own, maker = call(rounding), rounding.operands[0].node
+    around = [each for each in (maker, *rounding.results[0].readers) if each is not None]
     return own is not None and any(call(each) == own for each in around)
 
 

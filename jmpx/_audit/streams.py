@@ -313,7 +313,8 @@ class Streams:
                 if value.dtype not in WIDE or self.is_asked(node):
                     continue
                 if id(value) in self._of:
-                    self._of[id(value)].whole.nbytes += value.nbytes
+                    own = self._of[id(value)]  # A loss that a leak reaches keeps its own bytes.
+                    (own if own.is_island else own.whole).nbytes += value.nbytes
                 elif self.is_variable(value) and _is_computed(value):
                     self.saved_others.append(value)
 
