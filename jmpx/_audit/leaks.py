@@ -188,10 +188,10 @@ class _Step:
         return module.cls.__name__ if is_of_layer and has_field else ""
 
     def _of_fields(self, layer: str, streams: list[Stream]) -> Finding:
-        """Returns the finding about all layers of a class whose dtype fields are float32."""
+        """Returns the finding about all layers of a class that fields keep in float32."""
         count = sum(stream.node.times for stream in streams)
         products = "product" if count == 1 else f"{count} products"
-        message = f"The dtype that {layer} was made with keeps its {products} in float32."
+        message = f"{layer} keeps its {products} in float32: its dtype is float32, or an input's."
         rule = f"{layer}: c={_SHORT[self._name]},o={_SHORT[self._name]}"
         return self._finding("float32-product", "high", streams[0].node, message, rule)
 
