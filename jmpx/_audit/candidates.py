@@ -10,8 +10,7 @@ from jmpx._audit.flops import is_product
 from jmpx._audit.low_values import is_low
 from jmpx._audit.streams import CAST, MOVES, WIDE
 from jmpx._graph import Graph, Node
-from jmpx._marks import Module, module_of
-from jmpx._places import selector, where
+from jmpx._places import modules_of, selector, where
 from jmpx._policy_strings import get_policy
 from jmpx._rules import Rule, parse_rule
 
@@ -45,18 +44,18 @@ class Candidates:
         self._nodes: dict[str, list[Node]] = {}
         for node in graph.nodes:
             self._nodes.setdefault(graph.path(node), []).append(node)
-        products = list(filter(is_product, graph.nodes))
-        around = [each for each in map(_modules, {node.scope for node in graph.nodes}) if each]
-        outermost = frozenset.intersection(*around) if around else frozenset()
-        self._outermost = outermost.intersection(*(_modules(node.scope) for node in products[:1]))
-        halves = {node.scope for node in products if all(map(is_low, node.operands[:2]))}
-        self._multiplying = {module for scope in halves for module in _modules(scope)}
+        self._outermost = graph.outermost()
+        halves = {
+            node.scope
+            for node in graph.nodes
+            if is_product(node) and all(map(is_low, node.operands[:2]))
+        }
+        self._multiplying = {module for scope in halves for module in modules_of(scope)}
 
     def of(self, finding: Finding) -> list[str]:
         """Returns rules that may mend a finding; none where no policy map is in force.
 
-        None is for the outermost module, whose policy is that of the whole model; a layer alone is
-        one only if it multiplies.
+        None is for the outermost module, whose policy is that of the whole model.
         """
         if not self._graph.program.takers:
             return []
@@ -137,11 +136,6 @@ class Candidates:
             yield select, compute, output
         if module is not None and module.cls.__name__ != select:
             yield module.cls.__name__, compute, output
-
-
-def _modules(scope: str) -> frozenset[Module]:
-    """Returns the modules around an operation of a scope."""
-    return frozenset(filter(None, map(module_of, scope.split("/"))))
 
 
 def _scopes_of_makers(nodes: list[Node]) -> Iterator[str]:

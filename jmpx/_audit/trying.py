@@ -13,7 +13,7 @@ from jmpx._audit.options import Options
 from jmpx._graph import Graph
 from jmpx._rules import Rule, parse_rule
 
-MOST = 16  # rules that are tried in one audit; each is one more trace
+MOST = 12  # rules that are tried in one audit; each is one more trace
 
 # What to write instead of a rule that mends nothing.
 _IN_CODE = {
@@ -59,7 +59,7 @@ def tried(graph: Graph, options: Options) -> tuple[Finding, ...]:
 
     A rule mends a finding if the program, traced with the rule at the end of its policy maps, has
     neither the finding nor another one as bad, and no fewer FLOPs of products in 16 bits, but for
-    those of the finding itself. Layers that are alike share a rule. At most 16 rules are tried.
+    those of the finding itself. Layers that are alike share a rule. At most 12 rules are tried.
     """
     findings = find(graph, options)
     candidates = Candidates(graph)
