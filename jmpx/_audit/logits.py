@@ -15,6 +15,7 @@ from jmpx._audit.flops import flops, is_product, multiplied
 from jmpx._audit.low_values import LOW, MOVES, is_view, modules_with_parts
 from jmpx._audit.signs import is_at_most_zero
 from jmpx._graph import Graph, Node, Value
+from jmpx._marks import Module
 from jmpx._places import where
 
 _AUTOCAST = "jmpx.autocast"
@@ -132,7 +133,7 @@ def _findings(graph: Graph, products: list[_Rounded]) -> Iterator[Finding]:
         )
 
 
-def _rule(graph: Graph, product: Node, dtype: np.dtype, parents: set[str]) -> str:
+def _rule(graph: Graph, product: Node, dtype: np.dtype, parents: set[Module]) -> str:
     """Returns the rule that keeps logits in float32, or what to write."""
     is_low = dtype.name in multiplied(product)
     policy = "compute=float32,output=float32"
@@ -140,7 +141,7 @@ def _rule(graph: Graph, product: Node, dtype: np.dtype, parents: set[str]) -> st
         policy += f",matmul={_ALGORITHMS[dtype.name]}"
     selector, module = graph.selector(product), where(product.scope).module
     takers = graph.program.takers
-    is_selected = _AUTOCAST in takers if module is None else module.path not in parents
+    is_selected = _AUTOCAST in takers if module is None else module not in parents
     if takers and selector is not None and is_selected:
         return f"{selector}: {policy}"
     if _AUTOCAST in takers:

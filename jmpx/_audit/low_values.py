@@ -7,7 +7,8 @@ import numpy as np
 
 from jmpx._audit.flops import is_product
 from jmpx._graph import Graph, Node, Value
-from jmpx._places import where
+from jmpx._marks import Module
+from jmpx._places import modules_of, where
 
 LOW = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16)))
 
@@ -92,16 +93,10 @@ def scopes_of_products(graph: Graph) -> set[str]:
     return paths
 
 
-def modules_with_parts(graph: Graph) -> set[str]:
-    """Returns the paths of the modules that hold others, to which a rule for them would extend."""
-    found = {where(scope).module for scope in {node.scope for node in graph.nodes}}
-    paths = {module.path for module in found if module is not None}
-    parents = {path.rpartition("/")[0] for path in paths if path}
-    for path in list(parents):
-        while path:
-            path = path.rpartition("/")[0]
-            parents.add(path)
-    return parents
+def modules_with_parts(graph: Graph) -> set[Module]:
+    """Returns the modules that hold others, to which a rule for them would extend."""
+    scopes = {node.scope for node in graph.nodes}
+    return {each for scope in scopes for each in modules_of(scope) if each != where(scope).module}
 
 
 def full_rule(graph: Graph, node: Node, with_products: set[str]) -> str | None:
