@@ -7,7 +7,8 @@ import numpy as np
 
 from jmpx._audit.flops import is_product
 from jmpx._graph import Graph, Node, Value
-from jmpx._places import where
+from jmpx._marks import Module
+from jmpx._places import modules_of, where
 
 LOW = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16)))
 
@@ -16,6 +17,13 @@ VIEWS = frozenset(
     """
     broadcast_in_dim convert_element_type copy copy_p device_put mesh_cast name pbroadcast pcast
     pvary reduce_precision reshape reshard rev sharding_constraint squeeze stop_gradient transpose
+    """.split()
+)
+# Operations that move numbers and compute none.
+MOVES = frozenset(
+    """
+    broadcast_in_dim reshape transpose squeeze expand_dims rev slice copy copy_p dynamic_slice
+    gather name stop_gradient optimization_barrier device_put stack result shard unshard
     """.split()
 )
 _SHARDS = frozenset({"shard", "unshard"})
@@ -83,6 +91,12 @@ def scopes_of_products(graph: Graph) -> set[str]:
             paths.add(path)
             path = path.rpartition("/")[0]
     return paths
+
+
+def modules_with_parts(graph: Graph) -> set[Module]:
+    """Returns the modules that hold others, to which a rule for them would extend."""
+    scopes = {node.scope for node in graph.nodes}
+    return {each for scope in scopes for each in modules_of(scope) if each != where(scope).module}
 
 
 def full_rule(graph: Graph, node: Node, with_products: set[str]) -> str | None:
