@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from jmpx._audit.alike import alike_groups, common, pattern
-from jmpx._audit.candidates import LEAKS, Candidates, as_rule
+from jmpx._audit.candidates import LEAKS, Candidates, as_rule, is_half_product
 from jmpx._audit.data import SEVERITIES, Finding
 from jmpx._audit.findings import find
-from jmpx._audit.flops import flops, is_product
-from jmpx._audit.low_values import is_low
+from jmpx._audit.flops import flops
 from jmpx._audit.options import Options
 from jmpx._graph import Graph
 from jmpx._jaxpr import Place
@@ -46,11 +45,7 @@ class _Seen(NamedTuple):
 
     @classmethod
     def of(cls, graph: Graph, findings: Sequence[Finding]) -> "_Seen":
-        half = (
-            flops(node)
-            for node in graph.nodes
-            if is_product(node) and all(map(is_low, node.operands[:2]))
-        )
+        half = (flops(node) for node in graph.nodes if is_half_product(node))
         return cls({_key(finding): finding.severity for finding in findings}, sum(half))
 
 
@@ -63,9 +58,12 @@ def tried(graph: Graph, options: Options) -> tuple[Finding, ...]:
 
     A rule mends a finding if the program, traced with the rule at the end of its policy maps, has
     neither the finding nor another one as bad, and no fewer FLOPs of products in 16 bits, but for
-    those of the finding itself. Layers that are alike share a rule. At most 12 rules are tried.
+    those of the finding itself. Layers that are alike share a rule. At most 12 rules are tried, and
+    none where no policy map is in force.
     """
     findings = find(graph, options)
+    if not graph.program.takers:
+        return tuple(each._replace(rule=_advice(each)) for each in findings)
     candidates = Candidates(graph)
     trials = _Trials(graph, options, candidates, _Seen.of(graph, findings))
     remedies = {}
