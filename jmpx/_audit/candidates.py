@@ -124,7 +124,8 @@ class Candidates:
         for select, compute, output in self._selectors(scope):
             if compute not in WIDE:
                 yield f"{select}: full"
-            if output not in WIDE and not self._is_autocast:
+            is_whole = compute in WIDE and output in WIDE
+            if not is_whole and not self._is_autocast:
                 yield f"{select}: c=f32,o=f32"
 
     def _selectors(self, scope: str) -> Iterator[tuple[str, np.dtype | None, np.dtype | None]]:

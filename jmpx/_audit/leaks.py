@@ -221,7 +221,9 @@ class _Step:
     def _rule_of_product(self, node: Node, wide: Value | None) -> str:
         maker = None if wide is None else _source(wide).node
         is_carried = maker is not None and maker.name == "carry"
-        if self._streams.is_written(node) and not is_carried:
+        policy = self._graph.policy(node)
+        is_of_policy = bool(policy) and compute_dtype(policy) in WIDE  # which casts what goes in
+        if self._streams.is_written(node) and not (is_carried or is_of_policy):
             return f"leave out its cast to float32, so that both operands are {self._name}"
         return self._rule(node, wide)
 
