@@ -90,9 +90,12 @@ class Candidates:
     def _narrowing(self, finding: Finding, nodes: list[Node]) -> Iterator[str]:
         """Yields rules for what should be in 16 bits: where it was made, and of loops."""
         short = self._half()
-        for scope in _scopes_of_makers(nodes) if as_rule(finding.rule) else ():
-            for select, compute, _ in self._selectors(scope):
-                yield f"{select}: c={'f32' if compute in WIDE else short},o={short}"
+        for scope in _scopes_of_makers(nodes):
+            for select, compute, output in self._selectors(scope):
+                if compute in WIDE and output in WIDE:
+                    yield f"{select}: c=f32,o={short}"
+                elif as_rule(finding.rule) and compute not in WIDE:
+                    yield f"{select}: c={short},o={short}"
         if self._is_autocast:
             loops = (node.eqn.primitive.name for node in nodes if node.is_structure)
             yield from (f"op.{name}: {short}" for name in loops if name in _LOOPS)
