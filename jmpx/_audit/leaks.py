@@ -224,7 +224,9 @@ class _Step:
         policy = self._graph.policy(node)
         is_of_policy = bool(policy) and compute_dtype(policy) in WIDE  # which casts what goes in
         if self._streams.is_written(node) and not (is_carried or is_of_policy):
-            return f"leave out its cast to float32, so that both operands are {self._name}"
+            advice = f"leave out its cast to float32, so that both operands are {self._name}"
+            # A loss is to read the float32 sums, of which the operands take no part.
+            return f"{advice}, with preferred_element_type" if reaches_end(node) else advice
         return self._rule(node, wide)
 
     def _promotion(self, stream: Stream) -> Finding:

@@ -42,7 +42,7 @@ class Logits:
     def __init__(self, graph: Graph) -> None:
         self.explained: set[int] = set()
         products: dict[int, _Rounded] = {}
-        for node in graph.nodes:
+        for node in graph.nodes if graph.program.has_backward else ():
             if node.name == "log" and not node.is_backward and reaches_end(node):
                 for exponential in _exponentials(node.operands[0]):
                     found, between = _rounded(exponential.operands[0])

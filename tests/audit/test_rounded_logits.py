@@ -129,7 +129,7 @@ def error(grads, exact):
     return max(float(jnp.linalg.norm(a.astype(F32) - b) / jnp.linalg.norm(b)) for a, b in pairs)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("road", ROADS)
 def test_the_rule_mends_the_gradient_of_a_close_teacher(road, dtype, rng):
@@ -231,6 +231,7 @@ def shapes(dtype):
     return [jax.ShapeDtypeStruct(*each) for each in sizes]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("loss", ROUNDED, ids=lambda loss: loss.__name__)
 def test_it_is_found_once_at_the_product(loss, dtype):
@@ -279,7 +280,19 @@ def regression(w, x, teacher):
     return jnp.mean(((x @ w).astype(F32) - teacher) ** 2)
 
 
+def scores_of_a_search(w, x, teacher):
+    return jax.nn.log_softmax(x @ w) + teacher.astype(x.dtype)  # no loss
+
+
+def routed(w, x, teacher):
+    gates = jax.nn.softmax((x @ w).astype(F32)).astype(x.dtype)
+    best, experts = jax.lax.top_k(gates, 2)
+    return jnp.mean(((gates @ w.T) * best.sum() + experts.sum().astype(x.dtype)).astype(F32) ** 2)
+
+
 KEPT = (
+    scores_of_a_search,
+    routed,
     kept,
     kept_with_bias,
     kept_by_algorithm,
@@ -291,13 +304,16 @@ KEPT = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("loss", KEPT, ids=lambda loss: loss.__name__)
 def test_what_reads_float32_logits_is_not_found(loss, dtype):
     """A product whose float32 result a loss reads is right: nothing tells to leave it out."""
-    assert found(NAMES, loss, *shapes(dtype)) == []
+    names = [each.name for each in found(NAMES, loss, *shapes(dtype))]
+    assert set(names) <= ({"low-exp"} if loss is scores_of_a_search else set())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_preferred_dtype_mends_plain_code(dtype, rng):
     w, x, teacher = near_teacher(rng, dtype)
