@@ -20,7 +20,9 @@ def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..
     """Tells which operations of a train step run in which dtype, and where precision leaks.
 
     The function is traced, never run: shapes suffice, and no memory is taken. Modules of Haiku,
-    Equinox, Linen and NNX are known by their paths, other code by `jax.named_scope`.
+    Equinox, Linen and NNX are known by their paths, other code by `jax.named_scope`. A rule that
+    it proposes has been tried: the function was traced once more with the rule in its policy maps,
+    for at most 12 rules.
 
     Args:
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
@@ -34,7 +36,8 @@ def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..
     Returns:
         A function of the arguments of `fn`, arrays or `jax.ShapeDtypeStruct`s, that returns a
         `jmpx.Audit`: shares of FLOPs by dtype, bytes that are saved for the backward pass, casts,
-        a table of modules, and findings, each with the line of your code and a rule to paste.
+        a table of modules, and findings, each with the line of your code and a rule to paste, or
+        what to write there.
         `report.check(...)` makes it one line of a test.
 
     Raises:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from jmpx._audit.data import Finding
-from jmpx._audit.flops import is_product
-from jmpx._audit.low_values import is_low
+from jmpx._audit.flops import is_product, multiplied
+from jmpx._audit.low_values import LOW, is_low
 from jmpx._audit.streams import CAST, MOVES, WIDE
 from jmpx._graph import Graph, Node
+from jmpx._jaxpr import Place
 from jmpx._places import modules_of, selector, where
 from jmpx._policy_strings import get_policy
 from jmpx._rules import Rule, parse_rule
@@ -31,6 +32,11 @@ def as_rule(text: str) -> Rule | None:
         return None
 
 
+def is_half_product(node: Node) -> bool:
+    """Whether a node is a product that is multiplied in 16 bits."""
+    return is_product(node) and all(np.dtype(name) in LOW for name in multiplied(node))
+
+
 class Candidates:
     """The rules that may mend the findings in a graph.
 
@@ -44,46 +50,52 @@ class Candidates:
         self._nodes: dict[str, list[Node]] = {}
         for node in graph.nodes:
             self._nodes.setdefault(graph.path(node), []).append(node)
+        self._by_place: dict[str, dict[Place | None, list[Node]]] = {}
         self._outermost = graph.outermost()
-        halves = {
-            node.scope
-            for node in graph.nodes
-            if is_product(node) and all(map(is_low, node.operands[:2]))
-        }
+        halves = {node.scope for node in graph.nodes if is_half_product(node)}
         self._multiplying = {module for scope in halves for module in modules_of(scope)}
 
     def of(self, finding: Finding) -> list[str]:
-        """Returns rules that may mend a finding; none where no policy map is in force.
+        """Returns rules that may mend a finding.
 
         None is for the outermost module, whose policy is that of the whole model.
         """
-        if not self._graph.program.takers:
-            return []
         rules = {text: as_rule(text) for text in (finding.rule, *self._of_nodes(finding))}
         return [text for text, rule in rules.items() if rule and not self._is_of_all(rule)]
 
     def lowers_share(self, rule: Rule) -> bool:
         """Whether a rule certainly has products in 16 bits run in float32."""
-        is_wide = rule.compute is not None and np.dtype(rule.compute) in WIDE
-        return is_wide and any(rule.matches(*module) for module in self._multiplying)
+        if rule.compute is None or rule.matmul or np.dtype(rule.compute) not in WIDE:
+            return False
+        return any(rule.matches(*module) for module in self._multiplying)
 
     def _is_of_all(self, rule: Rule) -> bool:
         return any(rule.matches(*module) for module in self._outermost)
 
     def _of_nodes(self, finding: Finding) -> Iterator[str]:
-        around = self._nodes.get(finding.scope, ())
-        nodes = [node for node in around if self._graph.place(node) == finding.place]
+        nodes = self._nodes_of(finding)
         if finding.name in LEAKS:
             yield from self._narrowing(finding, nodes)
         elif finding.name not in _OF_FINDER:
             yield from self._widening(finding, nodes)
 
+    def _nodes_of(self, finding: Finding) -> list[Node]:
+        """Returns the nodes in the scope of a finding that are on its line."""
+        if finding.scope not in self._by_place:
+            places = self._by_place.setdefault(finding.scope, {})
+            for node in self._nodes.get(finding.scope, ()):
+                places.setdefault(self._graph.place(node), []).append(node)
+        return self._by_place[finding.scope].get(finding.place, [])
+
     def _narrowing(self, finding: Finding, nodes: list[Node]) -> Iterator[str]:
         """Yields rules for what should be in 16 bits: where it was made, and of loops."""
         short = self._half()
-        for scope in _scopes_of_makers(nodes) if as_rule(finding.rule) else ():
-            for select, compute, _ in self._selectors(scope):
-                yield f"{select}: c={'f32' if compute in WIDE else short},o={short}"
+        for scope in _scopes_of_makers(nodes):
+            for select, compute, output in self._selectors(scope):
+                if compute in WIDE and output in WIDE:
+                    yield f"{select}: c=f32,o={short}"
+                elif as_rule(finding.rule) and compute not in WIDE:
+                    yield f"{select}: c={short},o={short}"
         if self._is_autocast:
             loops = (node.eqn.primitive.name for node in nodes if node.is_structure)
             yield from (f"op.{name}: {short}" for name in loops if name in _LOOPS)
@@ -115,7 +127,8 @@ class Candidates:
         for select, compute, output in self._selectors(scope):
             if compute not in WIDE:
                 yield f"{select}: full"
-            if output not in WIDE and not self._is_autocast:
+            is_whole = compute in WIDE and output in WIDE
+            if not is_whole and not self._is_autocast:
                 yield f"{select}: c=f32,o=f32"
 
     def _selectors(self, scope: str) -> Iterator[tuple[str, np.dtype | None, np.dtype | None]]:

@@ -34,7 +34,7 @@ class Finding(NamedTuple):
         message: one sentence: what happens, and why it matters.
         place: the line of the user's code; None where there is none.
         scope: the module's path, else the named scopes; empty outside of all.
-        rule: what to paste, such as `"*/head: f32"`, or what to do.
+        rule: what to paste, such as `"*/head: f32"`, which was seen to mend it; else what to do.
         count: how many operations do so, at this place in this scope.
         flops: their floating-point operations; 0 where these say nothing.
         nbytes: the bytes of their values; 0 where these say nothing.

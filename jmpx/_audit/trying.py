@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from jmpx._audit.alike import alike_groups, common, pattern
-from jmpx._audit.candidates import LEAKS, Candidates, as_rule
+from jmpx._audit.candidates import LEAKS, Candidates, as_rule, is_half_product
 from jmpx._audit.data import SEVERITIES, Finding
 from jmpx._audit.findings import find
-from jmpx._audit.flops import flops, is_product
-from jmpx._audit.low_values import is_low
+from jmpx._audit.flops import flops
 from jmpx._audit.options import Options
 from jmpx._graph import Graph
 from jmpx._jaxpr import Place
@@ -46,11 +45,7 @@ class _Seen(NamedTuple):
 
     @classmethod
     def of(cls, graph: Graph, findings: Sequence[Finding]) -> "_Seen":
-        half = (
-            flops(node)
-            for node in graph.nodes
-            if is_product(node) and all(map(is_low, node.operands[:2]))
-        )
+        half = (flops(node) for node in graph.nodes if is_half_product(node))
         return cls({_key(finding): finding.severity for finding in findings}, sum(half))
 
 
@@ -62,10 +57,13 @@ def tried(graph: Graph, options: Options) -> tuple[Finding, ...]:
     """Returns the findings in a graph, each with a rule that was seen to mend it, or with advice.
 
     A rule mends a finding if the program, traced with the rule at the end of its policy maps, has
-    neither the finding nor another one as bad, and no fewer FLOPs of products in 16 bits, but for
-    those of the finding itself. Layers that are alike share a rule. At most 12 rules are tried.
+    neither the finding nor a new one that is worse, and no fewer FLOPs of products in 16 bits, but
+    for those of the finding itself. A rule without a new finding as bad goes first. Layers that are
+    alike share a rule. At most 12 rules are tried, and none where no policy map is in force.
     """
     findings = find(graph, options)
+    if not graph.program.takers:
+        return tuple(each._replace(rule=_advice(each)) for each in findings)
     candidates = Candidates(graph)
     trials = _Trials(graph, options, candidates, _Seen.of(graph, findings))
     remedies = {}
@@ -101,30 +99,31 @@ class _Trials:
     def remedy(self, group: Sequence[Finding], candidates: Sequence[str]) -> str:
         """Returns the first rule that mends a group, else a sentence with `{}` for the advice."""
         own = 0 if group[0].name in LEAKS else sum(finding.flops for finding in group)
+        rank, second = SEVERITIES.index(group[0].severity), ""
         for text in candidates:
             rule = parse_rule(text, text, 0)
             if not own and self._candidates.lowers_share(rule):
                 continue
             if rule not in self._seen and len(self._seen) == MOST:
-                return f"{{}}; rules for it were not tried, after {MOST} others"
-            if self._mends(rule, group, own):
+                return second or f"{{}}; rules for it were not tried, after {MOST} others"
+            new = self._worst_new(rule, group, own)
+            if new is not None and new > rank:
                 return text
-        return "no rule mends it: {}" if candidates else "{}"
+            # Another rule mends what is as bad: where a norm returns float32, that of a layer.
+            second = second or (text if new == rank else "")
+        return second or ("no rule mends it: {}" if candidates else "{}")
 
-    def _mends(self, rule: Rule, group: Sequence[Finding], own: int) -> bool:
+    def _worst_new(self, rule: Rule, group: Sequence[Finding], own: int) -> int | None:
+        """Returns how bad new findings are under a rule, 0 the worst; None if it mends nothing."""
         if rule not in self._seen:
             self._seen[rule] = self._traced(rule)
-        after = self._seen[rule]
-        if after is None or any(_key(finding) in after.findings for finding in group):
-            return False
-        worst = SEVERITIES.index(group[0].severity)
-        is_new = (
-            key not in self._before.findings and SEVERITIES.index(severity) <= worst
-            for key, severity in after.findings.items()
-            # What is 16 bits from now on may be the logits, for which another rule is found then.
-            if not (group[0].name in LEAKS and key[0] == "rounded-logits")
-        )
-        return after.half >= self._before.half - own and not any(is_new)
+        before, after = self._before, self._seen[rule]
+        if after is None or after.half < before.half - own:
+            return None
+        if any(_key(finding) in after.findings for finding in group):
+            return None
+        new = [after.findings[key] for key in after.findings if key not in before.findings]
+        return min(map(SEVERITIES.index, new), default=len(SEVERITIES))
 
     def _traced(self, rule: Rule) -> _Seen | None:
         try:

@@ -18,9 +18,9 @@ def first_nonfinite(fn: Callable[..., Any]) -> Callable[..., FirstNonfinite | No
 
     It runs the function once, equation by equation inside of one compiled program, and looks at
     each result; then it follows what is not finite from the results back to where it came from. It
-    looks into loops, jitted functions and the backward pass. A rule is told only after the function
-    ran with it, in its policy maps, and what was found was gone; at most six are tried. An infinity that goes nowhere is not
-    reported: exp(-inf) of a mask is 0, and `jnp.where` may drop a log(0).
+    looks into loops, jitted functions and the backward pass. An infinity that goes nowhere is not
+    reported: exp(-inf) of a mask is 0, and `jnp.where` may drop a log(0). A rule is told only after
+    the function ran with it in its policy maps, and what was found was gone; at most six are tried.
 
     `jax_debug_nans` stops at each overflow, also at those that a dynamic loss scale expects. With
     this, a step that was skipped is replayed: see `docs/nonfinite.md`.
