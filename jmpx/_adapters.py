@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx import _jaxpr
+from jmpx._added_rules import in_force
 from jmpx._casts import cast_like, cast_tree
 from jmpx._contexts import Context, Hook, entered, opened, refuse_other_tasks
 from jmpx._dtype_fields import FieldCensus
@@ -114,7 +115,7 @@ class Session:
 
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
         self.name = name
-        self.policy_map = None if policy_map is None else get_policy_map(policy_map)
+        self.policy_map = None if policy_map is None else in_force(get_policy_map(policy_map), name)
         self.seen: set[Module] = set()
         self.census = FieldCensus()
         self.coarse: dict[Module, str | None] = {}

@@ -8,7 +8,8 @@ import numpy as np
 
 from jmpx import _jaxpr
 from jmpx._jaxpr import Equation, Jaxpr, Place, operation_name, place_of
-from jmpx._places import selector, where
+from jmpx._marks import Module
+from jmpx._places import modules_of, selector, where
 from jmpx._programs import Program
 
 Aval: TypeAlias = Any  # of an array, a random key, a token or a mutable reference
@@ -144,6 +145,16 @@ class Graph:
     def selector(self, node: Node) -> str | None:
         """Returns a selector of policy map rules for the innermost module or scope of a node."""
         return selector(node.scope)
+
+    def outermost(self) -> frozenset[Module]:
+        """Returns the modules that all others are in: a rule for one would be for all of a model.
+
+        A layer alone is none.
+        """
+        scopes = [modules_of(scope) for scope in {node.scope for node in self.nodes}]
+        around = [modules for modules in scopes if modules]
+        outermost = frozenset.intersection(*around) if around else frozenset()
+        return outermost if frozenset().union(*around) > outermost else frozenset()
 
     def place(self, node: Node) -> Place | None:
         """Returns the line of the user's code that a node is from, or its call is."""

@@ -281,16 +281,25 @@ class Place(NamedTuple):
         file: the path of the file.
         line: the number of the line.
         function: the name of the function that the line is in.
+        caller: of a line in an installed package, the user's own line that called it; else None.
     """
 
     file: str
     line: int
     function: str
+    caller: "Place | None" = None
 
     def __str__(self) -> str:
-        """Returns for example `model.py:12 (apply)`, relative to the working directory."""
-        file = self.file.removeprefix(os.getcwd() + os.sep)
-        return f"{file}:{self.line} ({self.function})"
+        """Returns for example `model.py:12 (apply)`, relative to the working directory.
+
+        Of an installed package, it is relative to the folder of packages, and the caller follows.
+        """
+        folders = [os.getcwd() + os.sep, *_packages()] if self.caller else [os.getcwd() + os.sep]
+        file = self.file
+        for folder in folders:
+            file = file.removeprefix(folder)
+        called = f", called at {self.caller}" if self.caller else ""
+        return f"{file}:{self.line} ({self.function}){called}"
 
 
 _LIBRARIES = ("jax", "jaxlib", "jmpx", "flax", "haiku", "equinox", "jaxtyping", "optax", "chex")
@@ -310,13 +319,23 @@ def place_of(eqn: Equation, called: str = "") -> Place | None:
         The line; None if no frame is of the user, as in a jitted function of a library.
     """
     traceback = eqn.source_info.traceback
+    found: Place | None = None
     for frame in () if traceback is None else traceback.frames:
         name = frame.function_name.rpartition(".")[2]
         if not is_of_library(frame.file_name):
-            return Place(frame.file_name, frame.line_num, name)
+            place = Place(frame.file_name, frame.line_num, name)
+            if not place.file.startswith(_packages()):
+                return place if found is None else found._replace(caller=place)
+            found = found or place
         if called and name == called:
-            return None
-    return None
+            break
+    return found
+
+
+@functools.cache
+def _packages() -> tuple[str, ...]:
+    """Returns the folders of installed packages, with a separator at their ends."""
+    return tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 
 
 def call_of(eqn: Equation) -> object:
@@ -339,8 +358,7 @@ def is_of_library(file: str) -> bool:
     folders = [os.path.dirname(module.__file__ or "") for module in modules]
     if file.startswith(tuple(folder + os.sep for folder in folders)) or file.startswith("<frozen"):
         return True
-    installed = tuple(map(sysconfig.get_path, ("purelib", "platlib")))
-    return file.startswith(sysconfig.get_path("stdlib")) and not file.startswith(installed)
+    return file.startswith(sysconfig.get_path("stdlib")) and not file.startswith(_packages())
 
 
 def note_source(error: Exception, eqn: Equation) -> None:

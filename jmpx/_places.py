@@ -48,6 +48,11 @@ def where(scope: str) -> Where:
     return Where("/".join(filter(None, (outer, inner))), module, inner, FULL_PRECISION in parts)
 
 
+def modules_of(scope: str) -> frozenset[Module]:
+    """Returns the modules around an operation of a scope."""
+    return frozenset(filter(None, map(module_of, scope.split("/"))))
+
+
 @functools.lru_cache(maxsize=4096)
 def selector(scope: str) -> str | None:
     """Returns a selector of policy map rules that matches a scope; None if none does.

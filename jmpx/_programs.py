@@ -11,17 +11,39 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jmpx import _jaxpr
-from jmpx._adapters import Met, inherited_policy, listening
+from jmpx._adapters import Met, Session, inherited_policy, listening
+from jmpx._added_rules import rules_added
 from jmpx._jaxpr import Jaxpr
 from jmpx._leaves import is_floating, is_traceable
 from jmpx._modules import call_marked
+from jmpx._policy_map import Rule
 from jmpx._stateful import Pure, split
+
+
+class _Call(NamedTuple):
+    """What is traced, and how.
+
+    Attributes:
+        fn: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        marks_objects: whether modules in the arguments mark their calls.
+        rules: what is added to each policy map.
+        is_loss: whether the gradient is added; None to find out.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    marks_objects: bool = True
+    rules: tuple[Rule, ...] = ()
+    is_loss: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,6 +60,8 @@ class Program:
         has_backward: whether there is a backward pass at all.
         policies: the policies that held in the modules that an adapter ran, by the modules' paths.
         chosen: the paths of the modules among them to which a rule or their class gives the policy.
+        takers: the functions that took a policy map, as the user calls them; rules can go there.
+        call: what was traced.
     """
 
     name: str
@@ -48,6 +72,18 @@ class Program:
     has_backward: bool
     policies: dict[str, str]
     chosen: frozenset[str]
+    takers: frozenset[str]
+    call: _Call
+
+    def with_rules(self, *rules: Rule) -> "Program":
+        """Traces the program again, with rules at the end of its policy maps.
+
+        Raises:
+            Exception: if the program cannot be traced so, such as a loop whose carry would change.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The first trace has given each warning.
+            return _traced_program(self.call._replace(rules=rules, is_loss=self.is_differentiated))
 
 
 def traced_program(
@@ -70,44 +106,61 @@ def traced_program(
             f"Expected a loss or a train step to look at, got {fn!r}: pass the function itself, "
             "and its arguments to what comes back."
         )
+    call = _Call(fn, args, kwargs or {})
     try:
-        return _traced_program(fn, args, kwargs or {}, marks_objects=True)
+        return _traced_program(call)
     except Exception:
         # A module in an argument that marks its calls is of another class, so that the function
         # cannot join it with a part of the module that it closes over, as by `eqx.combine`.
         pass
-    return _traced_program(fn, args, kwargs or {}, marks_objects=False)
+    return _traced_program(call._replace(marks_objects=False))
 
 
-def _traced_program(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], marks_objects: bool
-) -> Program:
-    """Traces a function, see `traced_program`; modules in arguments mark their calls if asked."""
-    marked = functools.partial(_marked, marks_objects)
-    with listening() as sessions, split(marked, (fn, *args), kwargs) as (pure, state, args, kwargs):
+def _traced_program(call: _Call) -> Program:
+    """Traces a function, see `traced_program`."""
+    marked = functools.partial(_marked, call.marks_objects)
+    arguments = (call.fn, *call.args), call.kwargs
+    with (
+        listening() as sessions,
+        rules_added(call.rules) as takers,
+        split(marked, *arguments) as (pure, state, args, kwargs),
+    ):
         run = functools.partial(_run, pure, state)
-        # The name decides nothing: it saves a trace where it tells the truth.
-        traced = _guessed_gradient(run, args, kwargs) if "loss" in _name(fn).lower() else None
-        is_loss = has_backward = traced is not None
-        if traced is None:
-            traced = _trace(run, args, kwargs)
-            has_backward = _has_backward(traced.jaxpr)
-            is_loss = _returns_loss(traced) and not has_backward
-            if is_loss:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # The first trace has given each warning.
-                    traced = _trace_gradient(run, args, kwargs)
+        traced, is_loss = _traced(call, run, args, kwargs)
         met = [met for session in sessions for met in session.met]
+        chosen = {each.module.path for s in sessions for each in s.met if _is_chosen(s, each)}
     return Program(
-        _name(fn),
+        _name(call.fn),
         traced.jaxpr,
         traced.arrays,
         _names(*args, **kwargs),
         is_differentiated=is_loss,
-        has_backward=is_loss or has_backward,
+        has_backward=is_loss or _has_backward(traced.jaxpr),
         policies=dict(map(_policy_of, met)),
-        chosen=frozenset(each.module.path for each in met if each.boundary and each.surrounding),
+        chosen=frozenset(chosen),
+        takers=frozenset(takers),
+        call=call,
     )
+
+
+def _traced(
+    call: _Call, run: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[_jaxpr.Traced, bool]:
+    """Traces what `run` runs, with its gradient if it is a loss; returns whether it is one."""
+    if call.is_loss is not None:
+        trace = _trace_gradient if call.is_loss else _trace
+        return trace(run, args, kwargs), call.is_loss
+    # The name decides nothing: it saves a trace where it tells the truth.
+    is_named = "loss" in _name(call.fn).lower()
+    traced = _guessed_gradient(run, args, kwargs) if is_named else None
+    if traced is not None:
+        return traced, True
+    traced = _trace(run, args, kwargs)
+    if not _returns_loss(traced) or _has_backward(traced.jaxpr):
+        return traced, False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The first trace has given each warning.
+        return _trace_gradient(run, args, kwargs), True
 
 
 def _marked(marks_objects: bool, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -221,6 +274,13 @@ def _names(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[str]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if _is_array(leaf)
     ]
+
+
+def _is_chosen(session: Session, met: Met) -> bool:
+    """Whether a rule or its class gives a module its policy, and not the default of the map."""
+    if met.boundary is None or met.surrounding is not None:
+        return met.boundary is not None
+    return session.explicit_policy(*met.module, None) is not None
 
 
 def _policy_of(met: Met) -> tuple[str, str]:

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from jmpx._audit.data import Finding
 from jmpx._audit.dependence import Dependence, Loop
 from jmpx._audit.low_values import full_rule_or, largest_count, scopes_of_products
-from jmpx._audit.options import Options
 from jmpx._audit.recurrences import Recurrence, recurrences
 from jmpx._graph import Graph
 
 
-def accumulation(graph: Graph, options: Options) -> Iterator[Finding]:
+def accumulation(graph: Graph) -> Iterator[Finding]:
     """Yields `low-carry` and `low-average`."""
     found = list(recurrences(graph))
     if not found:

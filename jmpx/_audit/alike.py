@@ -32,15 +32,20 @@ def _range(numbers: Sequence[str]) -> str:
     return numbers[0] if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
+def alike_groups(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Returns the findings of each line in layers that are alike."""
+    groups: dict[object, list[Finding]] = {}
+    for each in findings:
+        key = (each.name, each.severity, each.place, pattern(each.scope), pattern(each.rule))
+        groups.setdefault((*key, _DECIMAL.sub("*", each.message)), []).append(each)
+    return list(groups.values())
+
+
 def alike_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Returns findings with those of one line in layers that are alike as one.
 
     Its rule selects all of these layers.
     """
-    groups: dict[object, list[Finding]] = {}
-    for each in findings:
-        key = (each.name, each.severity, each.place, pattern(each.scope), pattern(each.rule))
-        groups.setdefault((*key, _DECIMAL.sub("*", each.message)), []).append(each)
     return tuple(
         group[0]._replace(
             message=_ranged([each.message for each in group]),
@@ -50,5 +55,5 @@ def alike_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
             flops=sum(each.flops for each in group),
             nbytes=sum(each.nbytes for each in group),
         )
-        for group in groups.values()
+        for group in alike_groups(findings)
     )

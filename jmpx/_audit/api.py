@@ -6,8 +6,9 @@ from typing import Any
 
 from jmpx._audit import summary
 from jmpx._audit.entries import entries
-from jmpx._audit.findings import Options, find
+from jmpx._audit.options import Options
 from jmpx._audit.report import Audit
+from jmpx._audit.trying import tried
 from jmpx._graph import Graph
 from jmpx._messages import did_you_mean
 from jmpx._programs import Program, traced_program
@@ -19,7 +20,9 @@ def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..
     """Tells which operations of a train step run in which dtype, and where precision leaks.
 
     The function is traced, never run: shapes suffice, and no memory is taken. Modules of Haiku,
-    Equinox, Linen and NNX are known by their paths, other code by `jax.named_scope`.
+    Equinox, Linen and NNX are known by their paths, other code by `jax.named_scope`. A rule that
+    it proposes has been tried: the function was traced once more with the rule in its policy maps,
+    for at most 12 rules.
 
     Args:
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
@@ -33,7 +36,8 @@ def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..
     Returns:
         A function of the arguments of `fn`, arrays or `jax.ShapeDtypeStruct`s, that returns a
         `jmpx.Audit`: shares of FLOPs by dtype, bytes that are saved for the backward pass, casts,
-        a table of modules, and findings, each with the line of your code and a rule to paste.
+        a table of modules, and findings, each with the line of your code and a rule to paste, or
+        what to write there.
         `report.check(...)` makes it one line of a test.
 
     Raises:
@@ -82,7 +86,7 @@ def report_of(program: Program, options: Options) -> Audit:
         saved=summary.saved(graph),
         casts=summary.casts(graph),
         scopes=summary.scopes(graph),
-        findings=find(graph, options),
+        findings=tried(graph, options),
         entries=entries(graph),
         has_while=any(node.in_while for node in graph.nodes),
         uncounted=summary.uncounted(graph),

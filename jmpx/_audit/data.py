@@ -10,10 +10,11 @@ FINDING_NAMES: dict[str, str] = {
     "mixed-product": "a matrix product or convolution of two dtypes",
     "promotion": "a value that makes 16-bit values float32, such as a constant",
     "saved-float32": "large float32 values that are kept for the backward pass",
-    "constant-range": "a constant that is infinite or zero in float16",
+    "constant-range": "a constant that 16 bits turn into infinity, zero or the bound of a range",
     "cast-to-and-fro": "a cast to another dtype and back",
     "double-rounding": "a rounding to 16 bits of what was rounded to 16 bits before",
-    "low-exp": "an exponential, a logarithm or a reciprocal square root in 16 bits",
+    "rounded-logits": "logits that are rounded to 16 bits before the softmax of a loss",
+    "low-exp": "an exponential, a logarithm, a reciprocal square root or a soft-cap in 16 bits",
     "low-sum": "a long sum in 16 bits",
     "low-carry": "a loop that accumulates in 16 bits",
     "low-average": "a moving average in 16 bits, which stops to move once its changes are small",
@@ -33,7 +34,7 @@ class Finding(NamedTuple):
         message: one sentence: what happens, and why it matters.
         place: the line of the user's code; None where there is none.
         scope: the module's path, else the named scopes; empty outside of all.
-        rule: what to paste, such as `"*/head: f32"`, or what to do.
+        rule: what to paste, such as `"*/head: f32"`, which was seen to mend it; else what to do.
         count: how many operations do so, at this place in this scope.
         flops: their floating-point operations; 0 where these say nothing.
         nbytes: the bytes of their values; 0 where these say nothing.

@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+
+from jmpx._audit.flops import is_product
 from jmpx._graph import Graph, Node, Value
 
 
@@ -28,6 +31,27 @@ def loops_of(graph: Graph) -> Iterator[Loop]:
             together = []
         if is_carry and node is not None:
             together.append(node)
+
+
+def reaches_end(node: Node, avoided: frozenset[np.dtype] = frozenset()) -> bool:
+    """Whether a result reaches an end of the forward pass, such as a loss, before a product.
+
+    Args:
+        node: what computes the result.
+        avoided: dtypes that it is not to have on its way.
+    """
+    pending, seen = [node], {id(node)}
+    while pending:
+        for value in pending.pop().results:
+            if value.dtype in avoided:
+                continue
+            if value.is_output or (not value.readers and value.shape == ()):
+                return True
+            readers = [each for each in value.readers if not each.is_backward]
+            new = [each for each in readers if id(each) not in seen and not is_product(each)]
+            seen.update(map(id, new))
+            pending += new
+    return False
 
 
 class Dependence:

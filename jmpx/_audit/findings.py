@@ -1,36 +1,32 @@
 """The findings of an audit: what looks for them, and how they are merged and sorted."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias
+from collections.abc import Iterable
 
 from jmpx._audit.accumulation import accumulation
 from jmpx._audit.data import SEVERITIES, Finding
 from jmpx._audit.hardware import hardware
 from jmpx._audit.leaks import leaks
+from jmpx._audit.logits import Logits
 from jmpx._audit.low_precision import low_precision
 from jmpx._audit.options import Options as Options
 from jmpx._audit.rounding import rounding
 from jmpx._audit.streams import Streams
 from jmpx._graph import Graph
 
-Finder: TypeAlias = Callable[[Graph, Options], Iterator[Finding]]
-
-
-def float32_and_casts(graph: Graph, options: Options) -> Iterator[Finding]:
-    """Yields the findings about float32 in a step of 16 bits, constants and casts."""
-    del options
-    streams = Streams(graph)
-    yield from leaks(graph, streams)
-    yield from rounding(graph, streams)
-
-
-# Each looks at the graph once, and yields a finding for each operation that it is about.
-FINDERS: tuple[Finder, ...] = (float32_and_casts, low_precision, accumulation, hardware)
-
 
 def find(graph: Graph, options: Options) -> tuple[Finding, ...]:
     """Returns all findings in a graph, the worst first."""
-    return merged(finding for finder in FINDERS for finding in finder(graph, options))
+    streams, logits = Streams(graph), Logits(graph)
+    # Each looks at the graph once, and yields a finding for each operation that it is about.
+    found = (
+        logits.found,
+        leaks(graph, streams, logits.explained),
+        rounding(graph, streams, logits.explained),
+        low_precision(graph, logits.explained),
+        accumulation(graph),
+        hardware(graph, options),
+    )
+    return merged(finding for findings in found for finding in findings)
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:

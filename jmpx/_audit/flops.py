@@ -72,6 +72,20 @@ def is_product(node: Node) -> bool:
     return node.name in PRODUCTS
 
 
+_ALGORITHMS = {"BF16_BF16_": "bfloat16", "F16_F16_": "float16"}  # by how their names start
+
+
+def multiplied(node: Node) -> list[str]:
+    """Returns the names of the dtypes that a product multiplies in."""
+    precision = node.eqn.params.get("precision")
+    name = getattr(precision, "name", "")
+    if not name.endswith(("_X3", "_X6", "_X9")):  # which multiply several parts of each number
+        for start, dtype in _ALGORITHMS.items():
+            if name.startswith(start):
+                return [dtype, dtype]
+    return [value.dtype.name for value in node.operands[:2]]
+
+
 def flops_of(eqn: Equation, name: str = "") -> int:
     """Returns the FLOPs of one run of an equation; 0 if `is_counted` is false.
 

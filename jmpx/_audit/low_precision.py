@@ -12,15 +12,15 @@ from jmpx._audit.low_values import (
     digits,
     full_rule_or,
     is_low,
+    is_view,
     largest_count,
     low_dtype,
+    number,
     scopes_of_products,
     source,
 )
-from jmpx._audit.options import Options
 from jmpx._audit.signs import is_at_most_zero, is_sum_of_exponentials
 from jmpx._graph import Graph, Node, Value
-from jmpx._places import where
 
 
 class _Hazard(NamedTuple):
@@ -60,16 +60,20 @@ class _Found(NamedTuple):
         )
 
 
-def low_precision(graph: Graph, options: Options) -> Iterator[Finding]:
+def low_precision(graph: Graph, explained: set[int]) -> Iterator[Finding]:
     """Yields `low-exp`, `low-sum` and `low-collective`.
 
     A backward pass repeats what its forward pass did, on whose line it is found. Only a sum that
     it adds, of the gradients of one row of a table or one parameter, is its own.
+
+    Args:
+        graph: the graph.
+        explained: the ids of nodes that another finding is about.
     """
     found = _Found(graph, scopes_of_products(graph))
     for node in graph.nodes:
         dtype = None if node.is_structure else low_dtype(node)
-        if dtype is None:
+        if dtype is None or id(node) in explained:
             continue
         if node.name in _EXPONENTIALS:
             yield from _exponential(found, node, dtype)
@@ -83,14 +87,22 @@ def low_precision(graph: Graph, options: Options) -> Iterator[Finding]:
 
 
 def _exponential(found: _Found, node: Node, dtype: np.dtype) -> Iterator[Finding]:
-    if node.is_backward or all(source(v).constant is not None for v in node.operands):
+    is_constant = all(source(value).constant is not None for value in node.operands)
+    if node.is_backward or is_constant or _is_derivative(node):
         return
     hazard = _EXPONENTIALS[node.name](node, dtype)
     if hazard is not None:
         advice = f"x.astype(jnp.float32) before {node.name}"
-        if where(node.scope).module is None:
-            advice += f"; where jmpx.autocast runs it in 16 bits: op.{node.name}: f32"
         yield found.finding("low-exp", node, hazard, advice)
+
+
+def _is_derivative(node: Node) -> bool:
+    """Whether an exponential is the derivative of an error function, `exp(-x**2)`."""
+    negated = node.operands[0].node
+    squared = negated.operands[0].node if negated is not None and negated.name == "neg" else None
+    return squared is not None and any(
+        reader.name in ("erf", "erfc") for reader in squared.operands[0].readers
+    )
 
 
 def _worst(dtype: np.dtype) -> str:
@@ -154,6 +166,36 @@ def _sensitive(node: Node, dtype: np.dtype) -> _Hazard:
     return _Hazard("medium", f"{node.name} in {dtype.name} {message}.")
 
 
+def _capped(node: Node, dtype: np.dtype) -> _Hazard | None:
+    """Returns the hazard of a soft-cap, `cap * tanh(x / cap)`; other uses of tanh have none."""
+    scaled = source(node.operands[0]).node
+    cap = _factor(node.results[0])
+    if dtype != jnp.bfloat16 or cap < _LEAST_CAP or scaled is None or _number_in(scaled) is None:
+        return None
+    step = cap * float(jnp.finfo(dtype).eps) / 2
+    message = f"A soft-cap by tanh in {dtype.name}: numbers near {cap:g} are {step:.2g} apart."
+    return _Hazard("medium", message)
+
+
+def _factor(value: Value) -> float:
+    """Returns the size of the number that an array is multiplied by; 0 without one."""
+    for reader in value.readers:
+        if is_view(reader):
+            return _factor(reader.results[0])
+        if reader.name == "mul":
+            return abs(_number_in(reader) or 0)
+    return 0
+
+
+def _number_in(node: Node) -> float | None:
+    """Returns the number by which a node multiplies or divides; None if it does not."""
+    if node.name not in ("mul", "div"):
+        return None
+    return next((n for n in map(number, node.operands) if n is not None), None)
+
+
+_LEAST_CAP = 4.0  # smaller factors belong to activations
+
 _EXPONENTIALS: dict[str, Callable[[Node, np.dtype], _Hazard | None]] = {
     name: hazard
     for names, hazard in (
@@ -161,6 +203,7 @@ _EXPONENTIALS: dict[str, Callable[[Node, np.dtype], _Hazard | None]] = {
         ("log log1p", _logarithm),
         ("rsqrt", _root),
         ("pow", _power),
+        ("tanh", _capped),
         ("sin cos tan", _periodic),
         ("acos acosh asin asinh atanh erf_inv lgamma digamma cumlogsumexp", _sensitive),
     )
@@ -221,6 +264,14 @@ def _window(node: Node) -> int:
     return math.prod(node.eqn.params["window_dimensions"])
 
 
+def _reduced_by(node: Node) -> int:
+    """Returns how many terms a reduction with a function of the user takes in, if that adds."""
+    jaxpr = node.eqn.params["jaxpr"]
+    if not any(eqn.primitive.name in ("add", "mul") for eqn in jaxpr.eqns):
+        return 0
+    return _window(node) if node.name == "reduce_window" else _reduced(node)
+
+
 def _scattered(node: Node) -> int:
     """Returns how many updates a scatter may add to one place; 0 if each place gets one."""
     operand, indices, updates = node.operands[:3]
@@ -249,6 +300,8 @@ def _are_distinct(indices: Value) -> bool:
 
 
 _SUMS: dict[str, Callable[[Node], int]] = {
+    "reduce": _reduced_by,
+    "reduce_window": _reduced_by,
     "reduce_sum": _reduced,
     "reduce_prod": _reduced,
     "cumsum": _cumulative,

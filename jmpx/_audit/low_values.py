@@ -7,7 +7,8 @@ import numpy as np
 
 from jmpx._audit.flops import is_product
 from jmpx._graph import Graph, Node, Value
-from jmpx._places import where
+from jmpx._marks import Module
+from jmpx._places import modules_of, where
 
 LOW = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16)))
 
@@ -16,6 +17,13 @@ VIEWS = frozenset(
     """
     broadcast_in_dim convert_element_type copy copy_p device_put mesh_cast name pbroadcast pcast
     pvary reduce_precision reshape reshard rev sharding_constraint squeeze stop_gradient transpose
+    """.split()
+)
+# Operations that move numbers and compute none.
+MOVES = frozenset(
+    """
+    broadcast_in_dim reshape transpose squeeze expand_dims rev slice copy copy_p dynamic_slice
+    gather name stop_gradient optimization_barrier device_put stack result shard unshard
     """.split()
 )
 _SHARDS = frozenset({"shard", "unshard"})
@@ -85,6 +93,12 @@ def scopes_of_products(graph: Graph) -> set[str]:
     return paths
 
 
+def modules_with_parts(graph: Graph) -> set[Module]:
+    """Returns the modules that hold others, to which a rule for them would extend."""
+    scopes = {node.scope for node in graph.nodes}
+    return {each for scope in scopes for each in modules_of(scope) if each != where(scope).module}
+
+
 def full_rule(graph: Graph, node: Node, with_products: set[str]) -> str | None:
     """Returns the policy map rule that computes the module of a node in float32.
 
@@ -96,22 +110,13 @@ def full_rule(graph: Graph, node: Node, with_products: set[str]) -> str | None:
     Returns:
         The rule; None outside of modules, and for a module with products, which would slow down.
     """
-    return None if _path(node) in with_products else _full_rule(graph, node)
+    module = where(node.scope).module
+    if module is None or (module.path or module.cls.__name__) in with_products:
+        return None
+    selector = graph.selector(node)
+    return None if selector is None else f"{selector}: full"
 
 
 def full_rule_or(graph: Graph, node: Node, with_products: set[str], advice: str) -> str:
     """Returns `full_rule`, or advice: what to do in the code."""
-    rule = _full_rule(graph, node)
-    if rule is None:
-        return advice
-    return f"{advice}; or {rule}, with its products" if _path(node) in with_products else rule
-
-
-def _path(node: Node) -> str:
-    module = where(node.scope).module
-    return "" if module is None else module.path or module.cls.__name__
-
-
-def _full_rule(graph: Graph, node: Node) -> str | None:
-    selector = graph.selector(node) if where(node.scope).module else None
-    return None if selector is None else f"{selector}: full"
+    return full_rule(graph, node, with_products) or advice

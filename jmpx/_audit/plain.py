@@ -8,7 +8,7 @@ from jmpx._leaves import is_int
 if TYPE_CHECKING:
     from jmpx._audit.report import Audit
 
-_VERSION = 1  # of the keys and of what they mean
+_VERSION = 2  # of the keys and of what they mean
 
 
 def report_dict(report: "Audit") -> dict[str, Any]:

@@ -2,28 +2,44 @@
 
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 import numpy as np
 
 from jmpx._audit.data import Finding
-from jmpx._audit.low_values import LOW, full_rule, scopes_of_products
-from jmpx._audit.streams import CAST, MOVES, WIDE, Streams, call, compute_dtype
+from jmpx._audit.low_values import (
+    LOW,
+    MOVES,
+    full_rule,
+    number as number_of,
+    scopes_of_products,
+    source as unmoved,
+)
+from jmpx._audit.streams import CAST, WIDE, Streams, call, compute_dtype
 from jmpx._graph import Graph, Node, Value
 
 _FLOAT16 = np.dtype(np.float16)
 _LARGEST, _SMALLEST = 65504.0, 2.0**-24  # of float16
+_ENDS = (-1.0, 0.0, 1.0)  # what bounds keep away from
 _MANY = 2**20  # of more numbers, a constant is not looked at
 # These hand a constant on among other operands.
 _CHOICES = frozenset({"select_n", "pad", "concatenate", "max", "min", "clamp", "neg"})
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "rem"})
 
 
-def rounding(graph: Graph, streams: Streams) -> Iterator[Finding]:
-    """Yields the findings about constants and casts."""
+def rounding(graph: Graph, streams: Streams, explained: set[int]) -> Iterator[Finding]:
+    """Yields the findings about constants and casts.
+
+    Args:
+        graph: the graph.
+        streams: the streams in it.
+        explained: the ids of nodes that another finding is about.
+    """
     with_products = scopes_of_products(graph)
     for node in streams.forward:
         if node.name == CAST:
             yield from _cast_constant(graph, node)
-            if not streams.is_of_leak(node.results[0]):  # else it is a finding without this
+            is_told = id(node) in explained or streams.is_of_leak(node.results[0])
+            if not is_told and not _is_of_autocast(graph, node):
                 yield from _casts(graph, node, with_products)
         elif node.name in _ARITHMETIC and node.results[0].dtype == _FLOAT16:
             yield from _lost_literal(graph, node)
@@ -42,15 +58,42 @@ _LARGER = "use a larger number, such as 1e-4, or compute this in float32"
 
 
 def _cast_constant(graph: Graph, node: Node) -> Iterator[Finding]:
-    """Yields a finding where a constant is cast to float16, which cannot hold it."""
-    source = node.operands[0]
-    if node.results[0].dtype != _FLOAT16 or source.dtype == _FLOAT16:
-        return
-    number = _beyond(source)
+    """Yields a finding where a constant is cast to 16 bits, which cannot hold it."""
+    source, result = node.operands[0], node.results[0]
+    if source.dtype not in WIDE or any(each.name == "is_finite" for each in result.readers):
+        return  # What asks whether it is finite replaces it, as autocast does.
+    number = _beyond(source) if result.dtype == _FLOAT16 else None
     if number is not None:
         became, rule = ("inf", _INSTEAD) if abs(number) > 1 else ("0", _LARGER)
         sign = "-" if became == "inf" and number < 0 else ""
         text = f"The constant {number:g} is {sign}{became} in float16."
+        yield _finding(graph, "constant-range", "high", node, text, rule)
+    elif result.dtype in LOW and _is_bound(result):
+        yield from _moved_bound(graph, node)
+
+
+def _is_bound(value: Value) -> bool:
+    """Whether numbers are kept above or below a value."""
+    return any(
+        each.name in ("max", "min", "clamp") or each.name in MOVES and _is_bound(each.results[0])
+        for each in value.readers
+    )
+
+
+def _moved_bound(graph: Graph, node: Node) -> Iterator[Finding]:
+    """Yields a finding where a bound such as 1 - 1e-7 rounds onto what it is to keep away from."""
+    constant, dtype = unmoved(node.operands[0]).constant, node.results[0].dtype
+    if constant is None or np.size(constant) > _MANY:
+        return
+    bounds = np.asarray(constant).ravel()
+    with np.errstate(over="ignore"):
+        rounded = np.asarray(bounds.astype(dtype), np.float64)
+    for bound in bounds[np.isin(rounded, _ENDS) & ~np.isin(bounds, _ENDS)][:1]:
+        end = float(np.asarray(bound, dtype))
+        text = (
+            f"The bound {bound:.8g} is {end:g} in {dtype.name}: it keeps nothing away from there."
+        )
+        rule = "clip in float32, with x.astype(jnp.float32), up to what reads the result"
         yield _finding(graph, "constant-range", "high", node, text, rule)
 
 
@@ -66,7 +109,27 @@ def _beyond(value: Value, depth: int = 8) -> float | None:
     if node.name in _CHOICES:
         found = (_beyond(each, depth - 1) for each in node.operands if each.dtype in WIDE)
         return next((number for number in found if number is not None), None)
+    if node.name == "mul":
+        return _beyond_mask(*node.operands)
     return None
+
+
+def _beyond_mask(left: Value, right: Value) -> float | None:
+    """Returns the number beyond float16 that a mask of ones is multiplied by; None without one."""
+    for factor, mask in ((left, right), (right, left)):
+        number = number_of(factor)
+        if number is not None and abs(number) >= _LARGEST + 16 and _has_ones(mask):
+            return number
+    return None
+
+
+def _has_ones(value: Value) -> bool:
+    """Whether an array is an argument, of booleans or integers, or 1 minus such a mask."""
+    value = unmoved(value)
+    node = value.node
+    if node is None or not jnp.issubdtype(value.dtype, jnp.floating):
+        return value.kind != "literal"
+    return node.name == "sub" and number_of(node.operands[0]) == 1
 
 
 def _beyond_numbers(constant: object) -> float | None:
@@ -131,6 +194,16 @@ def _casts(graph: Graph, node: Node, with_products: set[str]) -> Iterator[Findin
             f"read the {first.dtype.name} value, or leave out the cast back"
         )
         yield _finding(graph, "cast-to-and-fro", "medium", node, text, rule)
+
+
+def _is_of_autocast(graph: Graph, node: Node) -> bool:
+    """Whether autocast rounds what a cast returns: as a part of what the user wrote around it."""
+    rounding = node if node.results[0].dtype in LOW else _cast_before(node.operands[0])
+    if rounding is None or "jmpx.autocast" not in graph.program.takers:
+        return False
+    own, maker = call(rounding), rounding.operands[0].node
+    around = [each for each in (maker, *rounding.results[0].readers) if each is not None]
+    return own is not None and any(call(each) == own for each in around)
 
 
 def _is_only_widened(value: Value) -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._audit.flops import flops
-from jmpx._audit.low_values import LOW
+from jmpx._audit.low_values import LOW, MOVES
 from jmpx._autocast.products import PRODUCTS, is_precise
 from jmpx._graph import Graph, Node, Value
 from jmpx._jaxpr import call_of
@@ -25,13 +25,6 @@ from jmpx._policy_strings import get_policy
 WIDE = frozenset({np.dtype(jnp.float32), np.dtype(jnp.float64)})
 CAST = "convert_element_type"
 
-# Operations that move numbers and compute none.
-MOVES = frozenset(
-    """
-    broadcast_in_dim reshape transpose squeeze expand_dims rev slice copy copy_p dynamic_slice
-    gather name stop_gradient optimization_barrier device_put stack result shard unshard
-    """.split()
-)
 # Operations for whose sake a part of a model is computed in float32, as a norm or a softmax is.
 _OF_ISLANDS = frozenset(
     """
@@ -263,6 +256,19 @@ class Streams:
         stream = self._of[id(value)].whole if id(value) in self._of else None
         return self.is_half and stream is not None and bool(stream.products or stream.widened)
 
+    def origin(self, value: Value) -> Node | None:
+        """Returns what made the first wide value that a wide value is computed from."""
+        node = value.node
+        while node is not None:
+            if id(node.results[0]) in self._of:
+                return self._of[id(node.results[0])].whole.node
+            operands = node.operands[:1] if node.name == "carry" else node.operands
+            before = [each.node for each in operands if each.dtype in WIDE and each.node]
+            if not before:
+                break
+            node = before[0]
+        return node
+
     def is_asked(self, node: Node) -> bool:
         """Whether the user asks that a node computes in float32: by a policy, rule or precision."""
         if where(node.scope).is_full or (node.name in PRODUCTS and is_precise(node.eqn)):
@@ -307,7 +313,8 @@ class Streams:
                 if value.dtype not in WIDE or self.is_asked(node):
                     continue
                 if id(value) in self._of:
-                    self._of[id(value)].whole.nbytes += value.nbytes
+                    own = self._of[id(value)]  # A loss that a leak reaches keeps its own bytes.
+                    (own if own.is_island else own.whole).nbytes += value.nbytes
                 elif self.is_variable(value) and _is_computed(value):
                     self.saved_others.append(value)
 

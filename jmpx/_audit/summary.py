@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jmpx._audit.data import Cast, Products, Scope
-from jmpx._audit.flops import flops, is_counted, is_product
+from jmpx._audit.flops import flops, is_counted, is_product, multiplied
 from jmpx._graph import Graph, Node
 from jmpx._leaves import is_floating_dtype
 from jmpx._places import where
@@ -18,12 +18,14 @@ _LEAST_SHARE = 0.005  # of the work of a scope, for a dtype to be named
 def products(graph: Graph) -> tuple[Products, ...]:
     """Returns the matrix products and convolutions by operand dtypes, the most FLOPs first.
 
+    Of a product with an algorithm of 16 bits, such as BF16_BF16_F32, they are that algorithm's.
+
     The backward pass swaps operands, so both orders of two dtypes are one row.
     """
     found: dict[str, tuple[int, int]] = {}
     for node in graph.nodes:
         if is_product(node):
-            dtypes = " x ".join(sorted(value.dtype.name for value in node.operands[:2]))
+            dtypes = " x ".join(sorted(multiplied(node)))
             total, count = found.get(dtypes, (0, 0))
             found[dtypes] = total + flops(node), count + node.times
     rows = (Products(dtypes, *counts) for dtypes, counts in found.items())

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jmpx import _jaxpr
+from jmpx._added_rules import in_force
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.pieces import takes_gradient
 from jmpx._autocast.saving import Saving
@@ -95,7 +96,7 @@ class Autocast:
         return self._jmpx_call(*args, **kwargs)
 
     def _jmpx_call(self, *args: Any, **kwargs: Any) -> Any:
-        policy_map = self._jmpx_policy_map
+        policy_map = in_force(self._jmpx_policy_map, "jmpx.autocast")
         for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
             if dtype is not None:
                 check_computes(dtype)

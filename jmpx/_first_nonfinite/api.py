@@ -19,7 +19,8 @@ def first_nonfinite(fn: Callable[..., Any]) -> Callable[..., FirstNonfinite | No
     It runs the function once, equation by equation inside of one compiled program, and looks at
     each result; then it follows what is not finite from the results back to where it came from. It
     looks into loops, jitted functions and the backward pass. An infinity that goes nowhere is not
-    reported: exp(-inf) of a mask is 0, and `jnp.where` may drop a log(0).
+    reported: exp(-inf) of a mask is 0, and `jnp.where` may drop a log(0). A rule is told only after
+    the function ran with it in its policy maps, and what was found was gone; at most six are tried.
 
     `jax_debug_nans` stops at each overflow, also at those that a dynamic loss scale expects. With
     this, a step that was skipped is replayed: see `docs/nonfinite.md`.
@@ -44,9 +45,10 @@ def first_nonfinite(fn: Callable[..., Any]) -> Callable[..., FirstNonfinite | No
         >>> import jmpx
         >>> def loss_fn(params, x):
         ...     logits = x @ params["w"]
-        ...     return jnp.exp(logits).sum()
-        >>> params = {"w": jnp.ones((2, 3), jnp.float16)}
-        >>> found = jmpx.first_nonfinite(loss_fn)(params, 6 * jnp.ones((4, 2), jnp.float16))
+        ...     return jnp.exp(logits).mean()
+        >>> loss_fn = jmpx.autocast(loss_fn, "c=f16; op.exp: f16")
+        >>> params = {"w": jnp.ones((2, 3))}
+        >>> found = jmpx.first_nonfinite(loss_fn)(params, 6 * jnp.ones((4, 2)))
         >>> found.operation, found.place.function, found.rule
         ('exp', 'loss_fn', 'op.exp: f32')
         >>> print(found.results[0], found.results[0].infs)

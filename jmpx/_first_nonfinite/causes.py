@@ -19,13 +19,28 @@ class Cause(NamedTuple):
         reason: the reason, a sentence without its full stop.
         remedy: what to do, another one.
         rule: what to paste; empty if no rule mends it.
+        in_code: what to write in the code if no rule mends what float32 does; empty if the remedy
+            says it, or float32 does not mend it.
         is_of_dtype: whether it is finite in float32.
     """
 
     reason: str
     remedy: str
     rule: str = ""
+    in_code: str = ""
     is_of_dtype: bool = False
+
+    def with_rule(self, rule: str, *, is_tried: bool) -> "Cause":
+        """Returns the cause with the rule that was seen to mend it.
+
+        Args:
+            rule: the rule; empty if none mends it.
+            is_tried: whether rules were tried.
+        """
+        how = _ANYWHERE if rule.startswith("op.") else ""
+        if not rule and self.in_code:
+            how = f"{', but no rule mends it' if is_tried else ''}: {self.in_code}"
+        return self._replace(remedy=self.remedy + how, rule=rule)
 
     def __str__(self) -> str:
         """Returns both sentences."""
@@ -72,7 +87,7 @@ _OF_INFINITIES = {
 
 
 def cause_of_event(
-    event: Event, operands: Sequence[Any], results: Sequence[Any], rule: str, maker: str
+    event: Event, operands: Sequence[Any], results: Sequence[Any], maker: str
 ) -> Cause:
     """Returns why an equation made an infinity or a NaN.
 
@@ -80,7 +95,6 @@ def cause_of_event(
         event: the equation.
         operands: what it read.
         results: what it made.
-        rule: the rule that has it run in float32.
         maker: the operation that made its first operand, or `const` or `literal`; else empty.
     """
     name = operation_name(event.site.equation.primitive.name)
@@ -97,25 +111,22 @@ def cause_of_event(
     dtype = next(dtypes)
     beyond = f"beyond {dtype.name}, whose largest number is {float(jnp.finfo(dtype).max):g}"
     if name != "convert_element_type":
-        return in_float32(f"It gives up to {largest:.4g}, {beyond}", "it is finite", rule)
+        return in_float32(f"It gives up to {largest:.4g}, {beyond}")
     if maker not in ("const", "literal"):
         what = f" {maker} gives" if maker else " it reads"
-        return in_float32(f"What{what}, up to {largest:.4g}, is {beyond}", "it is finite", rule)
+        cause = in_float32(f"What{what}, up to {largest:.4g}, is {beyond}")
+        return cause._replace(in_code="keep it in float32")
     return Cause(
         f"The constant {np.asarray(operands[0]).flat[0]:g} is {beyond}",
         "Write jnp.finfo(x.dtype).min where it masks something, or keep it in float32",
-        rule,
         is_of_dtype=True,
     )
 
 
-def in_float32(reason: str, what: str, rule: str) -> Cause:
+def in_float32(reason: str, what: str = "it is finite") -> Cause:
     """Returns the cause of what float32 mends."""
-    if not rule:
-        how = ": write it so there, or name it by jax.named_scope, for a rule to select"
-    else:
-        how = _ANYWHERE if rule.startswith("op.") else ""
-    return Cause(reason, f"In float32 {what}{how}", rule, is_of_dtype=True)
+    in_code = "cast what it reads with .astype(jnp.float32)"
+    return Cause(reason, f"In float32 {what}", in_code=in_code, is_of_dtype=True)
 
 
 def _largest_in_float32(event: Event, operands: Sequence[Any]) -> float | None:

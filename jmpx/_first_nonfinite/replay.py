@@ -9,13 +9,15 @@ import numpy as np
 from jmpx._first_nonfinite.causes import Cause, cause_of_event, in_float32
 from jmpx._first_nonfinite.flow import Flow
 from jmpx._first_nonfinite.numbers import NAN, is_inexact, is_narrow, numbers_of, worst_of
+from jmpx._first_nonfinite.remedies import rules_for
 from jmpx._first_nonfinite.report import FirstNonfinite
 from jmpx._first_nonfinite.scales import Scale, is_scaling, run_unscaled, scale_of
 from jmpx._first_nonfinite.search import HAND_ON, Event, Search
 from jmpx._graph import Graph, Node, Value
 from jmpx._jaxpr import operation_name, place_of
-from jmpx._places import selector, where
+from jmpx._places import where
 from jmpx._programs import Program
+from jmpx._rules import parse_rule
 from jmpx._watched import Site
 from jmpx._widening import run_widened, widened
 
@@ -38,7 +40,7 @@ class Replay:
     """
 
     def __init__(self, program: Program, tree: Any) -> None:
-        self.program, self.graph = program, Graph(program)
+        self.program, self.graph, self.tree = program, Graph(program), tree
         self.search = Search(program.jaxpr)
         self.scale = scale_of(tree, program.arrays, self.search.sites)
 
@@ -103,11 +105,12 @@ class Replay:
         node = run.flow.node(site)
         operands, results = run.search.operands_of(event, run.arrays)
         policy = "" if node is None else self.graph.policy(node)
-        rule = _rule(site)
         if cause is None:
-            cause = cause_of_event(event, operands, results, rule, _maker(node))
+            cause = cause_of_event(event, operands, results, _maker(node))
             if event.is_made and not cause.is_of_dtype:
-                cause = self.cause_in_16_bits(run, cause, rule)
+                cause = self.cause_in_16_bits(run, cause)
+            if cause.is_of_dtype and node is not None:
+                cause = self.with_rule(cause, node, scale)
             cause = self.or_scale(cause, site)
         seen = [numbers_of(x) for x in results if is_inexact(x)]
         return FirstNonfinite(
@@ -127,7 +130,47 @@ class Replay:
             rule=cause.rule,
         )
 
-    def cause_in_16_bits(self, run: _Run, cause: Cause, rule: str) -> Cause:
+    def with_rule(self, cause: Cause, node: Node, scale: float | None) -> Cause:
+        """Returns a cause with the rule under which all is finite.
+
+        If there is none, it has the one under which something else is found, that reads other
+        numbers than those of the node.
+        """
+        rules = rules_for(self.graph, node)
+        moving = ""
+        for rule in rules:
+            found = self.under(rule, scale)
+            if found == ():
+                return cause.with_rule(rule, is_tried=True)
+            moving = moving or ("" if found is None or self.key(node) in found else rule)
+        return cause.with_rule(moving, is_tried=bool(rules))
+
+    def under(self, rule: str, scale: float | None) -> tuple[object, ...] | None:
+        """Replays the program with a rule at the end of its policy maps.
+
+        Returns:
+            What tells the operation apart that is found, and the one that made its operand; nothing
+            if all is finite. None if the program cannot be traced so, or something else is found.
+        """
+        try:
+            program = self.program.with_rules(parse_rule(rule, rule, 0))
+        except Exception:  # such as the carry of a user's loop, which would change its dtype
+            return None
+        other = Replay(program, self.tree)
+        run = other.run(other.search, program.arrays)
+        if other.scale is not None and scale is not None and scale != other.scale.number:
+            run = other.at_scale(other.scale, scale)
+        node = run.flow.node(run.found.site) if isinstance(run.found, Event) else None
+        if node is None:
+            return () if run.found is None else None
+        maker = _source(node)
+        return other.key(node), None if maker.node is None else other.key(maker.node)
+
+    def key(self, node: Node) -> tuple[Any, ...]:
+        """Returns what tells a node apart from others, in this program and with a rule."""
+        return node.name, self.graph.place(node), self.graph.path(node), node.is_backward
+
+    def cause_in_16_bits(self, run: _Run, cause: Cause) -> Cause:
         """Returns the cause of what is finite if the whole program computes in float32."""
         values = (value for node in self.graph.nodes for value in node.results)
         if not any(is_inexact(value) and is_narrow(value.dtype) for value in values):
@@ -136,7 +179,7 @@ class Replay:
         if self.run(wide, list(map(widened, run.arrays))).found is not None:
             return cause
         reason = f"{cause.reason}, because of numbers that 16 bits lost before"
-        return in_float32(reason, "all is finite", rule)
+        return in_float32(reason, "all is finite")
 
     def or_scale(self, cause: Cause, site: Site) -> Cause:
         """Returns a cause that also tells of a loss scale that no argument holds."""
@@ -169,26 +212,19 @@ class Replay:
         )
 
 
+def _source(node: Node) -> Value:
+    """Returns the first operand of a node as it was computed; the node itself if it has none."""
+    value = (node.operands or node.results)[0]
+    while value.node is not None and value.node.name in HAND_ON:
+        value = value.node.operands[0]
+    return value
+
+
 def _maker(node: Node | None) -> str:
     """Returns the operation that made the first operand of a node, or `const` or `literal`."""
     if node is None or not node.operands:
         return ""
-    value = node.operands[0]
-    while value.node is not None and value.node.name in HAND_ON:
-        value = value.node.operands[0]
+    value = _source(node)
     if value.node is not None:
         return "" if value.node.is_structure else value.node.name
     return "" if value.kind == "input" else value.kind
-
-
-def _rule(site: Site) -> str:
-    """Returns the rule that has an operation run in float32; empty if nothing selects it."""
-    selected, name = selector(site.scope), operation_name(site.equation.primitive.name)
-    if selected is not None:
-        # A module that computes in float32 returns the dtype of those around it, unless told, and
-        # what overflowed in it would overflow there.
-        is_result = where(site.scope).module is not None and not site.is_backward
-        return f"{selected}: {'c=f32,o=f32' if is_result else 'f32'}"
-    # A rule for operations is for those of the forward pass, and a cast is none of autocast's.
-    is_cast = name == "convert_element_type"
-    return "" if site.is_backward or is_cast else f"op.{name}: f32"

@@ -87,11 +87,10 @@ class FirstNonfinite:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data as dictionaries, lists, texts and numbers."""
-        place = lambda at: None if at is None else at._asdict()  # noqa: E731
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return data | {
-            "place": place(self.place),
-            "trips": [{"trip": trip, "place": place(at)} for trip, at in self.trips],
+            "place": _plain(self.place),
+            "trips": [{"trip": trip, "place": _plain(at)} for trip, at in self.trips],
             "operands": [each._asdict() for each in self.operands],
             "results": [each._asdict() for each in self.results],
         }
@@ -103,6 +102,11 @@ class FirstNonfinite:
             indent: as in `json.dumps`.
         """
         return json.dumps(self.to_dict(), indent=indent)
+
+
+def _plain(place: Place | None) -> dict[str, Any] | None:
+    """Returns a line, and the user's own that called it, as a dictionary."""
+    return None if place is None else place._asdict() | {"caller": _plain(place.caller)}
 
 
 def _a(kind: str) -> str:

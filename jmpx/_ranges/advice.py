@@ -3,12 +3,16 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
 from jmpx._dtypes import DTypeLike
 from jmpx._leaves import is_int
 from jmpx._loss_scale_numbers import format_number
 from jmpx._messages import describe
+from jmpx._policy_map import get_policy_map
 from jmpx._ranges.data import Operation, Range, overflows
 from jmpx._ranges.formats import Format, as_format
+from jmpx._rules import Rule
 from jmpx._scaling import HIGHEST_SCALE, LOWEST_SCALE
 
 _FULL = "compute=float32"
@@ -33,6 +37,11 @@ def scale_for(gradients: Sequence[Range], head_room: int, dtype: DTypeLike) -> f
         return 1.0  # bfloat16 has the range of float32
     mantissa, exponent = math.frexp(known.largest / largest)
     return min(max(2.0 ** (exponent - 1 - head_room), LOWEST_SCALE), HIGHEST_SCALE)
+
+
+def scale_or_1(gradients: Sequence[Range], dtype: DTypeLike) -> float:
+    """Returns the loss scale that is recommended; 1 without gradients that are not zero."""
+    return scale_for(gradients, 2, dtype) if any(each.largest for each in gradients) else 1.0
 
 
 def scale_text(scale: float) -> str:
@@ -83,6 +92,29 @@ def policy_text(
     parts += [f"{selector}: {policy}" for selector, policy in ordered]
     parts += [f"op.{name}?: {_FULL}" for name in operations]
     return "; ".join(parts)
+
+
+def not_kept(
+    activations: Sequence[Range], gradients: Sequence[Range], known: Format, scale: float
+) -> list[str]:
+    """Returns the scopes whose overflowing numbers no rule of `policy_text` keeps in float32."""
+    rules = get_policy_map(policy_text(activations, gradients, known.name, scale)).rules
+    names = {rule.selector for rule in rules}
+    left = {}
+    for each, found, enters in overflowing(activations, gradients, known, scale):
+        if each.selector is None:
+            is_kept = not enters and {f"op.{operation.name}" for operation in found} <= names
+        else:
+            # The last rule that matches applies.
+            last = [rule for rule in rules if _selects(rule, each)][-1:]
+            is_kept = [np.dtype(rule.compute) for rule in last] == [np.float32]
+        if not is_kept:
+            left[each.scope] = None
+    return list(left)
+
+
+def _selects(rule: Rule, each: Range) -> bool:
+    return rule.selector == each.selector or (rule.is_path and rule.matches_scope(each.scope))
 
 
 def _lowered(ranges: Sequence[Range], kept: dict[str, str], known: Format) -> dict[str, str]:

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from jmpx._dtypes import DTypeLike
-from jmpx._ranges.advice import policy_text, scale_for
+from jmpx._ranges.advice import policy_text, scale_for, scale_or_1
 from jmpx._ranges.data import Histogram, Range, Shares, merged
 from jmpx._ranges.plain import ranges_dict
 from jmpx._ranges.plot import plot_ranges
@@ -103,7 +103,7 @@ class Ranges:
         """
         return scale_for(self.gradients, head_room, dtype)
 
-    def rules(self, dtype: DTypeLike = "float16", scale: float = 1) -> str:
+    def rules(self, dtype: DTypeLike = "float16", scale: float | None = None) -> str:
         """Returns a policy map string that keeps in float32 what would overflow.
 
         A scope is kept if an operation in it computes a number beyond the dtype, or takes one from
@@ -113,15 +113,18 @@ class Ranges:
 
         Args:
             dtype: `float16` or `bfloat16`, in which all the rest computes.
-            scale: the loss scale, by which gradients are multiplied, a power of two.
+            scale: the loss scale, by which gradients are multiplied, a power of two; None for the
+                one that `loss_scale` recommends for the dtype.
 
         Returns:
-            A string such as `"compute=float16,output=float32; */head: compute=float32"`.
+            A string such as `"compute=float16,output=float32; */head: compute=float32"`; without a
+            rule if nothing overflows.
 
         Raises:
             ValueError: if the dtype is another one, or the scale is no power of two.
         """
-        return policy_text(self.activations, self.gradients, dtype, scale)
+        factor = scale_or_1(self.gradients, dtype) if scale is None else scale
+        return policy_text(self.activations, self.gradients, dtype, factor)
 
     def plot(
         self, path: str | os.PathLike[str], scope: str | None = None, scale: float = 1

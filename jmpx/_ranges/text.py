@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jmpx._leaves import is_int
 from jmpx._messages import describe
-from jmpx._ranges.advice import overflowing, scale_text
+from jmpx._ranges.advice import not_kept, scale_or_1, scale_text
 from jmpx._ranges.data import Histogram, Range, Shares, merged, overflows
 from jmpx._ranges.formats import FORMATS, as_format
 
@@ -27,7 +27,7 @@ def ranges_text(ranges: "Ranges", width: int, is_full: bool) -> str:
             f"{describe(width)}: pass width=80, or nothing for 100."
         )
     largest = max((each.largest for each in ranges.gradients), default=0.0)
-    scale = ranges.loss_scale() if largest else 1.0
+    scale = scale_or_1(ranges.gradients, "float16")
     blocks = [
         [_title(ranges)],
         _format_lines(ranges, scale),
@@ -159,10 +159,17 @@ def _advice_lines(ranges: "Ranges", scale: float, largest: float) -> list[str]:
                 f"A loss that is itself computed in float16 takes {scale_text(_IN_FLOAT16)}."
             )
     known = as_format("float16")
-    if any(overflowing(ranges.activations, ranges.gradients, known, scale)):
+    rules = ranges.rules("float16", scale)
+    left = not_kept(ranges.activations, ranges.gradients, known, scale)
+    if ":" in rules:
         lines.append("Policy map for float16, which keeps in float32 what would overflow:")
-        lines.append(f"{_GAP}{ranges.rules('float16', scale)}")
-    elif ranges.activations:
+        lines.append(f"{_GAP}{rules}")
+    if left:
+        names = ", ".join(scope or "(no scope)" for scope in left[:3])
+        names += f" and {len(left) - 3} more" if len(left) > 3 else ""
+        lines.append(f"No rule keeps in float32 what overflows in {names}:")
+        lines.append(f"{_GAP}cast it in the code, or name it by jax.named_scope for autocast.")
+    elif ":" not in rules and ranges.activations:
         lines.append("Nothing overflows in float16.")
     every = merged(_histograms((*ranges.activations, *ranges.gradients)))
     if every.masked:

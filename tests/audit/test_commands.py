@@ -161,6 +161,23 @@ def test_ranges_are_printed_and_drawn(capsys, tmp_path):
     assert {each["scope"] for each in found["activations"]} >= {"scores", "weights"}
 
 
+def steep_fn(w, x):
+    with jax.named_scope("steep"):
+        h = x @ w
+    return jnp.mean(h - jax.lax.stop_gradient(h)) * 1e10
+
+
+def steep():
+    return steep_fn, (jnp.ones((4, 3)), jnp.ones((2, 4)))
+
+
+def test_the_rules_are_those_at_the_loss_scale_that_is_printed(capsys):
+    assert run("ranges", "THIS:steep", "--dtype", "float16") == 0
+    *_, nothing, _, rules = capsys.readouterr().out.splitlines()
+    assert nothing == "Nothing overflows in float16."
+    assert rules == "policy map for float16: compute=float16,output=float32"
+
+
 def test_ranges_that_cannot_be_drawn(capsys, tmp_path):
     for plot in ("ranges.gif", str(tmp_path / "no" / "ranges.png")):
         assert run("ranges", "THIS:small", "--plot", plot) == 2

@@ -131,42 +131,42 @@ def in_an_own_backward_pass(w, x):
 
 
 BEYOND = "beyond float16, whose largest number is 65504"
-# The loss, a factor of x, the operation, whether the pass is backward, part of the cause, the rule.
+# The loss, a factor of x, the operation, whether the pass is backward, part of the cause.
 PLANTED = [
-    (overflowing_exp, 12, "exp", False, BEYOND, "op.exp: f32"),
-    (overflowing_sum, 1000, "reduce_sum", False, BEYOND, "op.reduce_sum: f32"),
-    (overflowing_product, 300, "dot_general", False, BEYOND, "op.dot_general: f32"),
-    (overflowing_cast, 1, "convert_element_type", False, BEYOND, ""),
-    (masked_rows, 1, "convert_element_type", False, "The constant -1e+09 is beyond", ""),
-    (masked_by_infinity, 1, "sub", False, "It computes inf - inf", ""),
-    (division, 1, "div", False, "It divides by zero", ""),
-    (logarithm, 1, "log", False, "It reads zero or less", ""),
-    (negative_root, 1, "sqrt", False, "It reads less than zero", ""),
-    (slope_of_root, 1, "div", False, "It divides by zero, here or in a derivative", ""),
-    (slope_overflows, 1, "mul", True, BEYOND, ""),
-    (underflow, 1, "div", False, "because of numbers that 16 bits lost", "op.div: f32"),
-    (in_a_scan, 1, "mul", False, BEYOND, "op.mul: f32"),
-    (in_a_while_loop, 1, "mul", False, BEYOND, "op.mul: f32"),
-    (in_a_scan_backward, 1, "mul", True, BEYOND, ""),
-    (in_jit, 12, "exp", False, BEYOND, "op.exp: f32"),
-    (in_a_branch, 2, "exp", False, BEYOND, "op.exp: f32"),
-    (in_a_checkpoint, 12, "exp", False, BEYOND, "op.exp: f32"),
-    (in_vmap, 12, "exp", False, BEYOND, "op.exp: f32"),
-    (in_an_own_backward_pass, 1, "mul", True, BEYOND, ""),
+    (overflowing_exp, 12, "exp", False, BEYOND),
+    (overflowing_sum, 1000, "reduce_sum", False, BEYOND),
+    (overflowing_product, 300, "dot_general", False, BEYOND),
+    (overflowing_cast, 1, "convert_element_type", False, BEYOND),
+    (masked_rows, 1, "convert_element_type", False, "The constant -1e+09 is beyond"),
+    (masked_by_infinity, 1, "sub", False, "It computes inf - inf"),
+    (division, 1, "div", False, "It divides by zero"),
+    (logarithm, 1, "log", False, "It reads zero or less"),
+    (negative_root, 1, "sqrt", False, "It reads less than zero"),
+    (slope_of_root, 1, "div", False, "It divides by zero, here or in a derivative"),
+    (slope_overflows, 1, "mul", True, BEYOND),
+    (underflow, 1, "div", False, "because of numbers that 16 bits lost"),
+    (in_a_scan, 1, "mul", False, BEYOND),
+    (in_a_while_loop, 1, "mul", False, BEYOND),
+    (in_a_scan_backward, 1, "mul", True, BEYOND),
+    (in_jit, 12, "exp", False, BEYOND),
+    (in_a_branch, 2, "exp", False, BEYOND),
+    (in_a_checkpoint, 12, "exp", False, BEYOND),
+    (in_vmap, 12, "exp", False, BEYOND),
+    (in_an_own_backward_pass, 1, "mul", True, BEYOND),
 ]
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
-    ("loss", "factor", "operation", "is_backward", "cause", "rule"),
+    ("loss", "factor", "operation", "is_backward", "cause"),
     PLANTED,
     ids=[planted[0].__name__ for planted in PLANTED],
 )
-def test_a_planted_cause_is_found_on_its_line(loss, factor, operation, is_backward, cause, rule):
+def test_a_planted_cause_is_found_on_its_line(loss, factor, operation, is_backward, cause):
     found = find(loss, HALF, HALF * factor)
     assert found.operation == operation and found.is_backward == is_backward
     assert line_of(found) == marked_line(loss)
-    assert cause in found.cause and found.rule == rule
+    assert cause in found.cause and found.rule == ""
     assert any(each.infs or each.nans for each in found.results)
     assert found.loss_scale is None and not found.given
 

@@ -120,6 +120,29 @@ def small_epsilon(x, w):
     return x / (jnp.abs(x) + 1e-9)  # <-
 
 
+def mask_times_number(x, w):
+    return x - 1e9 * MASK  # <-
+
+
+def inverted_mask(x, w):
+    mask = MASK.astype(jnp.int32)
+    return x + (1.0 - mask) * -1e9  # <-
+
+
+def float_mask(x, w):
+    mask = jax.lax.stop_gradient(w[0])
+    return x + ((1 - mask) * -1e9).astype(x.dtype)  # <-
+
+
+def moved_bound(x, w):
+    return jnp.clip(x, -0.5, 1 - 1e-7)  # <-
+
+
+def moved_lower_bound(x, w):
+    bounds = np.full(WIDTH, -1 + 1e-6, np.float32)
+    return jnp.maximum(x, jnp.asarray(bounds).astype(x.dtype))  # <-
+
+
 PROMOTIONS = [
     numpy_scalar,
     numpy_constant,
@@ -130,6 +153,8 @@ PROMOTIONS = [
 ]
 MIXED = [mixed_product, mixed_einsum, cast_product, wide_result]
 RANGES = [mask_in_where, mask_of_floats, constant_mask, filled_mask, small_epsilon]
+RANGES += [mask_times_number, inverted_mask, float_mask]
+BOUNDS = [moved_bound, moved_lower_bound]
 LEAKS = {
     **dict.fromkeys(PROMOTIONS, "promotion"),
     float32_product: "float32-product",
@@ -140,11 +165,11 @@ LEAKS = {
     up_and_down: "cast-to-and-fro",
     rounded_twice: "double-rounding",
     rounded_by_way_of_float32: "double-rounding",
-    **dict.fromkeys(RANGES, "constant-range"),
+    **dict.fromkeys([*RANGES, *BOUNDS], "constant-range"),
 }
 
 
-IN_FLOAT16 = [*RANGES]
+IN_FLOAT16 = [*RANGES, *BOUNDS]
 IN_BFLOAT16 = [leak for leak in LEAKS if leak not in RANGES]
 # Overflow in a cast is what some of these plant.
 overflows = pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
@@ -242,6 +267,18 @@ def larger_epsilon(x, w):
     return x / (jnp.abs(x) + 1e-4)
 
 
+def mask_times_float16(x, w):
+    return x - 6e4 * MASK
+
+
+def scaled_argument(x, w):
+    return x + (w[0] * 1e-9 * 1e9).astype(x.dtype)
+
+
+def plain_bounds(x, w):
+    return jnp.clip(jnp.clip(x, -1, 1), 0.01, 0.99)
+
+
 def sum_of_list(x, w):
     return sum([x, x])
 
@@ -256,6 +293,9 @@ MENDED = [
     smallest_mask,
     minus_infinity,
     larger_epsilon,
+    mask_times_float16,
+    scaled_argument,
+    plain_bounds,
     sum_of_list,
 ]
 

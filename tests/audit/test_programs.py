@@ -128,6 +128,34 @@ def test_the_policies_that_held_are_known(name):
     assert by_name["head"] == "params=float32,compute=bfloat16,output=bfloat16"
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_program_with_further_rules_is_the_one_whose_map_has_them(name):
+    _, model, adapted, _ = FRAMEWORKS[name]
+    rule = jmpx.get_policy_map(f"{POLICY}; */head: c=f16,o=f32").rules[-1]
+
+    def traced(policy_map):
+        run = jax.jit(lambda *args: jnp.mean(adapted(policy_map)(*args)))
+        return run, traced_program(run, (model, X))
+
+    (run, program), (_, expected) = traced(POLICY), traced(f"{POLICY}; {rule}")
+    before = jax.make_jaxpr(run)(model, jnp.ones((4, 3)))
+    tried = program.with_rules(rule)
+    assert str(tried.jaxpr) == str(expected.jaxpr) != str(program.jaxpr)
+    assert tried.policies == expected.policies and program.takers
+    assert str(jax.make_jaxpr(run)(model, jnp.ones((4, 3)))) == str(before)
+
+
+def test_autocast_takes_further_rules_too():
+    def traced(policy_map):
+        return traced_program(jmpx.autocast(loss_fn, policy_map), ({"w": W}, X))
+
+    (rule,) = jmpx.get_policy_map("op.dot_general: f32").rules
+    program, expected = traced("c=bf16"), traced("c=bf16; op.dot_general: f32")
+    assert program.takers == {"jmpx.autocast"}
+    assert str(program.with_rules(rule).jaxpr) == str(expected.jaxpr) != str(program.jaxpr)
+
+
 def test_a_model_may_be_joined_with_a_part_that_is_closed_over():
     model = eqx.nn.MLP(3, 2, 8, 1, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_array)

@@ -284,6 +284,47 @@ def test_gradients_that_overflow_at_a_scale_are_kept(rng):
     assert "float32" in found.rules("bfloat16") and ":" not in found.rules("bfloat16")
 
 
+def huge_gradients(w, x):
+    with jax.named_scope("steep"):
+        h = x @ w
+    return jnp.mean(h - jax.lax.stop_gradient(h)) * 1e10
+
+
+def huge_argument(w, x):
+    return jnp.mean(jnp.tanh(1e6 * x @ w))
+
+
+def huge_scope(w, x):
+    with jax.named_scope("steep"):
+        return jnp.mean(jnp.tanh(1e6 * x @ w) * 1e-6)
+
+
+def nothing_huge(w, x):
+    return jnp.mean(jnp.tanh(x @ w))
+
+
+def large_input(w, x):
+    return jnp.mean(jnp.tanh(x @ (w * 1e-6)))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "factor", "says"),
+    [
+        (huge_gradients, 1, "Nothing overflows in float16."),
+        (huge_argument, 1, "op.mul?: compute=float32"),
+        (huge_scope, 1, "*/steep: compute=float32"),
+        (nothing_huge, 1, "Nothing overflows in float16."),
+        (large_input, 1e6, "No rule keeps in float32 what overflows in (no scope):"),
+    ],
+)
+def test_rules_are_told_where_something_overflows(loss_fn, factor, says):
+    found = jmpx.ranges(loss_fn)(jnp.full((3, 3), 0.1), jnp.full((2, 3), 0.1 * factor))
+    text, rules = str(found), found.rules()
+    assert says in text
+    assert ("Nothing overflows" in text) == (":" not in rules and "No rule" not in text)
+    assert (rules in text) == (":" in rules)
+
+
 @pytest.mark.parametrize("dtype", ["e4m3", "float8_e5m2", "float32"])
 def test_rules_are_for_dtypes_to_compute_in(dtype):
     found = Ranges("f", (), ())

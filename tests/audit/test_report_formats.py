@@ -44,7 +44,7 @@ def test_json_holds_everything(report):
 def test_the_keys_of_json():
     # Programs read these: other keys need another version.
     plain = REPORT.to_dict()
-    assert plain["version"] == 1
+    assert plain["version"] == 2
     assert list(plain) == [
         *("version", "title", "is_step", "platform", "products", "other_flops", "saved", "casts"),
         *("scopes", "findings", "entries", "has_while", "uncounted"),
@@ -60,7 +60,7 @@ def test_the_keys_of_json():
         ],
         "entries": ["scope", "operation", "dtypes", "place"],
     }
-    assert list(plain["findings"][0]["place"]) == ["file", "line", "function"]
+    assert list(plain["findings"][0]["place"]) == ["file", "line", "function", "caller"]
 
 
 def test_numbers_of_numpy_are_plain_in_json():

@@ -232,12 +232,13 @@ paths = st.lists(words, max_size=6).map("/".join)
 sizes, counts = st.integers(0, 10**16), st.integers(0, 10**6)
 dtypes = st.sampled_from(["bfloat16", "float32", "float8_e5m2", "int32"])
 sentences = st.lists(words, min_size=1, max_size=40).map(" ".join)
+places = st.builds(Place, paths, st.integers(1, 9999), words, st.none())
 findings = st.builds(
     Finding,
     st.sampled_from(list(FINDING_NAMES)),
     st.sampled_from(SEVERITIES),
     sentences,
-    st.none() | st.builds(Place, paths, st.integers(1, 9999), words),
+    st.none() | st.builds(Place, paths, st.integers(1, 9999), words, st.none() | places),
     paths,
     sentences,
     st.integers(1, 10**6),
@@ -268,7 +269,9 @@ reports = st.builds(
 def test_no_line_is_wider_than_asked_for(report, width, is_full):
     for line in report.to_text(width=width, all=is_full).splitlines():
         # What is copied is never broken: a path, and the function in it.
-        copied = len(line.split(",")) <= 2 and re.fullmatch(r"[a-z]* +(in )?\S+( \(\w+\))?,?", line)
+        copied = len(line.split(",")) <= 2 and re.fullmatch(
+            r"[a-z]* +(in |called at )?\S+( \(\w+\))?,?", line
+        )
         assert len(line) <= width or copied or " " not in line.strip(), line
         assert line == line.rstrip()
 

@@ -1,0 +1,47 @@
+"""Rules that every policy map gets while a program is traced again, to see what they mend."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jmpx._contexts import Context, entered, opened
+from jmpx._policy_map import PolicyMap
+from jmpx._rules import Rule
+
+
+class _Added(NamedTuple):
+    """What a context adds, and the functions that took a policy map inside of it."""
+
+    rules: tuple[Rule, ...]
+    takers: set[str]
+
+
+@contextlib.contextmanager
+def rules_added(rules: Sequence[Rule]) -> Iterator[set[str]]:
+    """Adds rules to the end of each policy map that is taken while the context lasts.
+
+    The rules are part of the key of JAX's caches, so that jitted functions are traced anew.
+
+    Args:
+        rules: the rules; without any, it is only noted who takes a map.
+
+    Yields:
+        The functions that took a policy map, as the user calls them, such as `jmpx.autocast`.
+    """
+    added = _Added(tuple(rules), set())
+    with entered(Context("rules_added", added, key=added.rules)):
+        yield added.takers
+
+
+def in_force(policy_map: PolicyMap, by: str) -> PolicyMap:
+    """Returns the policy map that a function follows: the one that it was given, or a longer one.
+
+    Args:
+        policy_map: the policy map that the user gave.
+        by: the function, as the user calls it.
+    """
+    for added in opened(_Added):
+        added.takers.add(by)
+        if added.rules:
+            policy_map = PolicyMap(policy_map.default, (*policy_map.rules, *added.rules))
+    return policy_map
