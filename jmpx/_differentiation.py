@@ -141,6 +141,9 @@ def _kept(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
             return new
         # What all devices share would else differ where each of them has a flag of its own.
         axes = tuple(sorted(varying_axes(finite) - varying_axes(new), key=str))
+        place = jax.typeof(new).sharding
+        if jax.typeof(old).sharding.spec != place.spec:  # on an Explicit mesh
+            old = jax.sharding.reshard(old, place)
         return select_tree(holds_on_all(finite, axes) if axes else finite, new, old)
 
     return jax.tree.map(keep, new, old, is_leaf=is_none)

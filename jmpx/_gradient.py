@@ -99,6 +99,12 @@ def filter_value_and_grad(
     Their `nnx.Param`s are cast and, in the first argument, differentiated. Their other variables,
     such as running statistics, keep the dtype in which they are stored.
 
+    With a static or a dynamic loss scale, model state comes back as it was where a gradient is not
+    finite: the variables of NNX objects, but for random counters, which go on, and the argument of
+    `state_argnum`. Other state in aux is the caller's to select, as all of it is with a
+    `NoOpLossScale`, which adds nothing to the program:
+    `jmpx.select_tree(grads_finite, new_state, old_state)`.
+
     Args:
         func: a function of pytrees that returns a loss, a floating scalar; with `has_aux` a pair of
             a loss and any pytree. The floating and complex arrays in its first argument are
@@ -164,8 +170,9 @@ def filter_value_and_grad(
             PRNG keys of shape (), from which each part draws the same.
         state_argnum: the position of model state that `func` returns anew, as its aux or as the
             first element of an aux that is a tuple, such as running statistics of Haiku, Linen or
-            Equinox. It is not cast, and not split; between micro-batches, the values of its arrays
-            may change and nothing else. Objects of NNX need no such word.
+            Equinox. It is not cast, and not split, and a step that overflowed hands it back as it
+            was; between micro-batches, the values of its arrays may change and nothing else.
+            Objects of NNX need no such word.
         uncast_argnums: the positions of arguments that are not cast, such as targets that float16
             cannot hold, or positions in a sequence. Negative ones count from the end. If the first
             argument is not cast, `func` casts the parameters itself.

@@ -261,3 +261,18 @@ def test_devices_that_share_their_state_keep_it_together(axis_name, rng):
     state, finite = jax.jit(mapped)(normal(rng, 3, 2), x)
     assert finite.any() != (axis_name is not None)
     assert_same_bits(state, STATE)
+
+
+def test_state_that_is_split_anew_on_an_explicit_mesh_is_selected(rng):
+    mesh = jax.make_mesh((4,), (AXIS,), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x, state = normal(rng, 8, 3).at[3].mul(1e6), {"h": jnp.zeros((8, 2))}
+
+        def loss_fn(params, state, x):
+            h = x @ params
+            return squared(h), {"h": h.astype(jnp.float32)}
+
+        f = jax.jit(grad_fn(loss_fn, "dynamic", policy="c=f16"))
+        (_, new), _, finite, _ = f(normal(rng, 3, 2), state, jax.device_put(x, P(AXIS)))
+    assert not finite
+    assert_same_bits(new, state)
