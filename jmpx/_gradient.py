@@ -167,7 +167,8 @@ def filter_value_and_grad(
         batch_argnums: the positions of the arguments of which `microbatches` and `batch_sharding`
             split the first axis of each array; by default all but the first and that of
             `state_argnum`. Others go whole, into each part, as keyword arguments do, and by default
-            PRNG keys of shape (), from which each part draws the same.
+            PRNG keys of shape (), from which each part draws the same. Without this argument, an
+            array in a keyword argument is refused, unless its shape is ().
         state_argnum: the position of model state that `func` returns anew, as its aux or as the
             first element of an aux that is a tuple, such as running statistics of Haiku, Linen or
             Equinox. It is not cast, and not split, and a step that overflowed hands it back as it
