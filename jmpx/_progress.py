@@ -10,7 +10,13 @@ import numpy as np
 
 from jmpx._casts import at_least_float32
 from jmpx._leaves import PyTree, is_array, is_floating, is_inexact_array, is_traceable
-from jmpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from jmpx._loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    is_loss_scale,
+)
 from jmpx._loss_scale_numbers import format_number, shortest
 from jmpx._messages import describe
 from jmpx._optimizer_checks import LARGEST_COUNT, MAX_CONSECUTIVE_SKIPS, check_limit
@@ -143,8 +149,7 @@ def raise_if_stuck(
     opt_state: PyTree, loss_scale: LossScale, grads: PyTree, limit: int, source: str
 ) -> None:
     """Does what `check_progress` does, for a limit that the error calls by `source`."""
-    has_methods = all(hasattr(loss_scale, name) for name in ("scale", "unscale", "adjust"))
-    if isinstance(loss_scale, type) or not has_methods:
+    if not is_loss_scale(loss_scale):
         raise TypeError(
             "Expected a loss scale as the second argument of jmpx.check_progress, got "
             f"{describe(loss_scale)}: pass the one of the step, or jmpx.NoOpLossScale()."

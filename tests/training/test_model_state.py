@@ -210,7 +210,10 @@ def test_an_overflow_in_one_micro_batch_skips_them_all(bad, rng):
 
 def averaged(params, state, x):
     """A loss with state, without a framework; the state is the mean of the inputs."""
-    return squared(x @ params), {"mean": jnp.mean(x, 0, dtype=jnp.float32), "steps": state["steps"] + 1}
+    return squared(x @ params), {
+        "mean": jnp.mean(x, 0, dtype=jnp.float32),
+        "steps": state["steps"] + 1,
+    }
 
 
 STATE = {"mean": jnp.zeros(3), "steps": jnp.zeros((), jnp.int32)}
