@@ -11,7 +11,13 @@ from jmpx._axes import axis_names, check_axis, is_mapped, tracked_axes, vary, va
 from jmpx._batches import GROUPS, MICROBATCHES, BatchArguments
 from jmpx._casts import at_least_float32
 from jmpx._gradient_arguments import GradDtype, ModelState, Uncast, partition, paths_of
-from jmpx._gradient_policy import Precision, casts_checked, warning_of_convolutions
+from jmpx._gradient_policy import (
+    Precision,
+    casts_checked,
+    scale_needed,
+    warn_of_no_scale,
+    warning_of_convolutions,
+)
 from jmpx._gradient_results import ValueAndGradients
 from jmpx._groups import AXIS, BatchSharding, Groups, check_variables
 from jmpx._leaves import (
@@ -94,7 +100,9 @@ def differentiate(
     stored, merge = partition(args)
     options.grad_dtype.check()
     params = options.grad_dtype.widen(stored) if options.use_mixed_precision else stored
-    call = _Call(options, options.find_precision(), pure, merge, kwargs)
+    precision = options.find_precision()
+    warn_of_no_scale(precision, options.scaling)
+    call = _Call(options, precision, pure, merge, kwargs)
     old_state = options.model_state.get(args)
     checked, axes = None, ()
     if options.batch_sharding is None:
@@ -240,7 +248,8 @@ class _Call(NamedTuple):
 
         run = shards.find(scaled_loss, params)
         run = warning_of_convolutions(run, params, precision.matmul)
-        (_, (value, aux, states)), scaled = jax.value_and_grad(run, has_aux=True)(params)
+        with scale_needed(precision, options.scale, options.func, run, params):
+            (_, (value, aux, states)), scaled = jax.value_and_grad(run, has_aux=True)(params)
         return Backward(value, aux, states, [options.to_float32(grad) for grad in scaled])
 
 
