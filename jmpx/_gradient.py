@@ -206,8 +206,10 @@ def filter_value_and_grad(
     Warns:
         UserWarning: if `policy` sets reduce and there is neither `axis_name` nor `batch_sharding`;
             when called, if parameters that were cast to 16 bits are cast again in `func`, if
-            `policy` is a map and nothing in `func` casts, or if `func` has a convolution under a
-            dot algorithm, which JAX ignores there.
+            `policy` is a map and nothing in `func` casts, if it computes in float16 and `scaling`
+            is a `NoOpLossScale` (a `StaticLossScale(1)` says that this is meant), if `scaling` is
+            dynamic, `policy` float32 and nothing in `func` runs in 16 bits, or if `func` has a
+            convolution under a dot algorithm, which JAX ignores there.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -354,7 +356,7 @@ def filter_grad(
         >>> import jax.numpy as jnp
         >>> import jmpx
         >>> loss_fn = lambda w: (2.0**-14 * (2.0**-14 * w)).sum()  # float16 ends at 2**-24
-        >>> for scaling in jmpx.NoOpLossScale(), jmpx.StaticLossScale(2**14):
+        >>> for scaling in jmpx.StaticLossScale(1), jmpx.StaticLossScale(2**14):
         ...     _, _, grad = jmpx.filter_grad(loss_fn, scaling, policy="c=f16")(jnp.ones(2))
         ...     float(grad[0]) == 2.0**-28
         False
