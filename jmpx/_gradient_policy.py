@@ -233,7 +233,7 @@ def _holds_few_bits(jaxpr: Any) -> bool:
         *jaxpr.constvars,
         *(var for eqn in jaxpr.eqns for var in eqn.outvars),
     ]
-    dtypes = {getattr(var.aval, "dtype", None) for var in variables} - {None}
+    dtypes = {var.aval.dtype for var in variables if hasattr(var.aval, "dtype")}
     return any(is_floating_dtype(dtype) and dtype.itemsize < 4 for dtype in dtypes) or any(
         _holds_few_bits(getattr(inner, "jaxpr", inner))
         for eqn in jaxpr.eqns

@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import pickle
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -192,7 +193,7 @@ def test_adjust_follows_the_model(start, counter, period, factor, low, high, bac
 def test_a_compiled_step_adjusts_to_the_bits_of_an_eager_one(has_backoff, rng):
     """Also for factors that are no power of two, of which XLA rewrites a division."""
     for factor, backoff in zip(rng.uniform(1.01, 9, 4), rng.uniform(0.01, 0.99, 4), strict=True):
-        factors = {"factor": float(factor), "backoff_factor": float(backoff)}
+        factors: dict[str, Any] = {"factor": float(factor), "backoff_factor": float(backoff)}
         if not has_backoff:
             del factors["backoff_factor"]
             backoff = 1 / factor

@@ -1,5 +1,7 @@
 """Model state comes back as it was where gradients are not finite, and as it is made elsewhere."""
 
+from typing import Any
+
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -146,7 +148,9 @@ def test_without_a_scale_nothing_is_added(rng):
 
     texts = [jax.jit(f).lower(params, state, x).as_text() for f in (taken, by_hand)]
     assert texts[0].count("stablehlo.select") == texts[1].count("stablehlo.select")
-    compiled = [jax.jit(f).lower(params, state, x).compile().as_text() for f in (taken, by_hand)]
+    compiled: list[Any] = [
+        jax.jit(f).lower(params, state, x).compile().as_text() for f in (taken, by_hand)
+    ]
     assert compiled[0].count(" = ") == compiled[1].count(" = ")
     (_, aux), *_ = grad_fn(loss_fn, "none")(params, state, x)
     assert not jmpx.all_finite(aux)
@@ -259,8 +263,8 @@ def test_devices_that_share_their_state_keep_it_together(axis_name, rng):
         (_, state), _, finite, _ = f(params if axis_name else everywhere(params), STATE, x)
         return state, finite[None] if axis_name is None else everywhere(finite[None])
 
-    specs = {"in_specs": (P(), P(AXIS)), "out_specs": (P(), P(AXIS))}
-    mapped = jax.shard_map(step, mesh=mesh_of(4), **specs)
+    specs = (P(), P(AXIS))
+    mapped = jax.shard_map(step, mesh=mesh_of(4), in_specs=specs, out_specs=specs)
     state, finite = jax.jit(mapped)(normal(rng, 3, 2), x)
     assert finite.any() != (axis_name is not None)
     assert_same_bits(state, STATE)
