@@ -27,7 +27,10 @@ _CANONICAL = {alias: name for name, aliases in _ALIASES.items() for alias in (na
 
 _TF32 = "TF32 is an algorithm of float32 products, so write compute=float32,matmul=tensorfloat32"
 _EIGHT_BITS = "8 bits are for storage, so write params=float8_e4m3fn or params=float8_e5m2"
-_INTEGER = "integers have no gradient, so quantize by a library for that, such as Qwix"
+_INTEGER = (
+    "expected a floating dtype, because integers have no gradient: to quantize, use a library for "
+    "that, such as Qwix"
+)
 # What is often taken for the name of a dtype -> what to write.
 _NO_DTYPES = {
     **dict.fromkeys(("tf32", "tensorfloat32"), _TF32),
