@@ -122,6 +122,7 @@ def nnx_net(key, x):
     return net, apply, (net.first.kernel[...], net.s.w[...])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("framework", [haiku, linen, equinox, nnx_net])
 def test_a_float64_island_in_a_float32_model(framework, rng):
     with enable_x64():

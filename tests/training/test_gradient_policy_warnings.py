@@ -38,6 +38,7 @@ def arguments(rng):
     return normal(rng, 3, 2), normal(rng, 4, 3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 @pytest.mark.parametrize("policy", ["c=f16", "16-mixed", jnp.float16, "float16"])
 def test_float16_without_a_loss_scale(policy, wrap, arguments):
@@ -110,6 +111,7 @@ CASTS = {
 NETWORK = hk.transform(lambda x: hk.Linear(2)(x))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASTS)
 def test_whatever_casts_inside_is_seen(name, arguments, standard_promotion):
     w, x = arguments
