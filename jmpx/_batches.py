@@ -86,12 +86,13 @@ class BatchArguments:
             args: all positional arguments of a call.
             count: the number of parts.
             what: the name of the parts, for error messages.
-            keywords: the keyword arguments of the call, which go whole.
+            keywords: the keyword arguments of the call, which go whole. Their arrays need the
+                word `batch_argnums`.
 
         Raises:
             TypeError: if an array has no axis to split, or nothing is left to be split.
             ValueError: if there is no such argument, if arrays differ in their number of examples,
-                if `count` does not divide it, or if a keyword argument seems to hold examples.
+                if `count` does not divide it, or if a keyword argument may hold examples.
         """
         leaves, treedef = jax.tree.flatten(args, is_leaf=is_whole)
         owners = [
@@ -107,7 +108,7 @@ class BatchArguments:
         ]
         self._check([(owners[index], leaves[index]) for index in indices], count, what)
         if self.numbers is None:
-            _check_keywords(keywords or {}, leaves[indices[0]].shape[0], what)
+            _check_keywords(keywords or {}, what)
         arrays = [
             jnp.reshape(leaves[i], (count, leaves[i].shape[0] // count, *leaves[i].shape[1:]))
             for i in indices
@@ -175,18 +176,19 @@ class BatchArguments:
             )
 
 
-def _check_keywords(keywords: Mapping[str, PyTree], examples: int, what: str) -> None:
-    """Refuses a keyword argument that goes whole, and has an array with as many rows as the batch.
+def _check_keywords(keywords: Mapping[str, PyTree], what: str) -> None:
+    """Refuses keyword arguments with arrays that have an axis: whether it is of examples is unsaid.
 
-    A batch beside a part of it would broadcast in silence where the part is one example.
+    A batch beside a part of it would broadcast in silence where the part is one example. How long
+    the axis is says nothing: a table may have as many rows as one batch, and others than the next.
     """
     for name, value in keywords.items():
         for leaf in jax.tree.leaves(value, is_leaf=is_whole):
-            if is_traceable(leaf) and leaf.shape[:1] == (examples,):
+            if is_traceable(leaf) and leaf.ndim:
                 raise ValueError(
                     f"Cannot tell whether the keyword argument {name!r} holds examples, because "
-                    f"{spell(leaf)} in it has as many rows as the batch that is split into "
-                    f"{what}: pass it by position, or name the arguments that hold examples by "
+                    f"{spell(leaf)} in it has an axis, and the batch is split into {what}: pass it "
+                    "by position if it is to be split, or name the arguments that hold examples by "
                     "batch_argnums, and keyword arguments go whole."
                 )
 

@@ -237,6 +237,21 @@ def casts_watched(key: Hashable) -> Iterator[dict[str, None]]:
         set_fact(topic, outer)
 
 
+@contextlib.contextmanager
+def casts_noted() -> Iterator[dict[str, None]]:
+    """Notes what casts while the context lasts, but not what was jitted and traced before.
+
+    Yields:
+        The names of what casts, in order.
+    """
+    watches = _thread.state.watches
+    watches.append({})
+    try:
+        yield watches[-1]
+    finally:
+        watches.pop()
+
+
 def note_cast(by: str) -> None:
     """Tells the gradient functions that are running, if any, that something inside of them casts.
 

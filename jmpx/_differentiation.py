@@ -11,10 +11,25 @@ from jmpx._axes import axis_names, check_axis, is_mapped, tracked_axes, vary, va
 from jmpx._batches import GROUPS, MICROBATCHES, BatchArguments
 from jmpx._casts import at_least_float32
 from jmpx._gradient_arguments import GradDtype, ModelState, Uncast, partition, paths_of
-from jmpx._gradient_policy import Precision, casts_checked, warning_of_convolutions
+from jmpx._gradient_policy import (
+    Precision,
+    casts_checked,
+    scale_needed,
+    warn_of_no_scale,
+    warning_of_convolutions,
+)
 from jmpx._gradient_results import ValueAndGradients
 from jmpx._groups import AXIS, BatchSharding, Groups, check_variables
-from jmpx._leaves import PyTree, is_array, is_floating, is_inexact_array, spell
+from jmpx._leaves import (
+    PyTree,
+    can_replace,
+    is_array,
+    is_floating,
+    is_inexact_array,
+    is_none,
+    is_traceable,
+    spell,
+)
 from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._microbatches import Backward, accumulate
 from jmpx._nnx_objects import sparing
@@ -22,7 +37,7 @@ from jmpx._reduction import unscaled_mean
 from jmpx._sharding import find_exchanges
 from jmpx._shards import Parameters, read_mask
 from jmpx._stateful import Pure
-from jmpx._tree import AxisName, all_finite
+from jmpx._tree import AxisName, all_finite, holds_on_all, select_tree
 
 Axes = frozenset[Hashable]
 
@@ -85,7 +100,10 @@ def differentiate(
     stored, merge = partition(args)
     options.grad_dtype.check()
     params = options.grad_dtype.widen(stored) if options.use_mixed_precision else stored
-    call = _Call(options, options.find_precision(), pure, merge, kwargs)
+    precision = options.find_precision()
+    warn_of_no_scale(precision, options.scaling)
+    call = _Call(options, precision, pure, merge, kwargs)
+    old_state = options.model_state.get(args)
     checked, axes = None, ()
     if options.batch_sharding is None:
         result, checked, axes = call.mean(params, state, args, options.axis_name)
@@ -108,9 +126,35 @@ def differentiate(
         grads_finite = all_finite(grads if checked is None else checked, axes or None)
         new_scaling = options.scaling.adjust(grads_finite)
     updates, model_state = result.state
+    if not isinstance(options.scale, NoOpLossScale):
+        updates = _kept(grads_finite, updates, pure.before())
+        model_state = _kept(grads_finite, model_state, old_state)
     aux = options.model_state.join(model_state, result.aux)
     value = (result.value, aux) if options.has_aux else result.value
     return ValueAndGradients(value, new_scaling, grads_finite, merge(grads, others=None)), updates
+
+
+def _kept(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """Returns new model state, but the old one where the gradients are not finite.
+
+    Averages of a batch that overflowed hold infinities, and would do so for ever. What cannot be
+    selected stays new: a leaf that is no array, whose shape or dtype has changed, or that has
+    become the same on all devices.
+    """
+
+    def keep(new: Any, old: Any) -> Any:
+        if not (is_traceable(new) and is_traceable(old) and can_replace(new, old)):
+            return new
+        if not varying_axes(old) <= varying_axes(new):
+            return new
+        # What all devices share would else differ where each of them has a flag of its own.
+        axes = tuple(sorted(varying_axes(finite) - varying_axes(new), key=str))
+        place = jax.typeof(new).sharding
+        if jax.typeof(old).sharding.spec != place.spec:  # on an Explicit mesh
+            old = jax.sharding.reshard(old, place)
+        return select_tree(holds_on_all(finite, axes) if axes else finite, new, old)
+
+    return jax.tree.map(keep, new, old, is_leaf=is_none)
 
 
 class _Call(NamedTuple):
@@ -204,7 +248,8 @@ class _Call(NamedTuple):
 
         run = shards.find(scaled_loss, params)
         run = warning_of_convolutions(run, params, precision.matmul)
-        (_, (value, aux, states)), scaled = jax.value_and_grad(run, has_aux=True)(params)
+        with scale_needed(precision, options.scale, options.func, run, params):
+            (_, (value, aux, states)), scaled = jax.value_and_grad(run, has_aux=True)(params)
         return Backward(value, aux, states, [options.to_float32(grad) for grad in scaled])
 
 

@@ -25,6 +25,29 @@ _SCALAR_TYPES: dict[str, ScalarType] = {name: getattr(jnp, name) for name in _AL
 _CANONICAL = {alias: name for name, aliases in _ALIASES.items() for alias in (name, *aliases)}
 
 
+_TF32 = "TF32 is an algorithm of float32 products, so write compute=float32,matmul=tensorfloat32"
+_EIGHT_BITS = "8 bits are for storage, so write params=float8_e4m3fn or params=float8_e5m2"
+_INTEGER = (
+    "expected a floating dtype, because integers have no gradient: to quantize, use a library for "
+    "that, such as Qwix"
+)
+# What is often taken for the name of a dtype -> what to write.
+_NO_DTYPES = {
+    **dict.fromkeys(("tf32", "tensorfloat32"), _TF32),
+    **dict.fromkeys(("fp8", "f8", "float8", "e4m3", "e5m2"), _EIGHT_BITS),
+    **dict.fromkeys(("int8", "int4", "i8", "i4", "uint8", "uint4", "s8", "u8"), _INTEGER),
+    "o0": "level O0 of NVIDIA's Apex is float32",
+    "o1": "level O1 of NVIDIA's Apex is jmpx.autocast(f, 'compute=float16')",
+    "o2": "level O2 of NVIDIA's Apex is 16-mixed",
+    "o3": "level O3 of NVIDIA's Apex is 16-true",
+}
+
+
+def no_dtype(name: str) -> str | None:
+    """Returns what to write for a word that is often taken for a dtype; None for any other."""
+    return _NO_DTYPES.get(name.strip().lower())
+
+
 def dtype_names() -> list[str]:
     """Returns every accepted dtype name, canonical and short, `half` included."""
     return [*_CANONICAL, "half"]
@@ -103,7 +126,9 @@ def as_dtype(dtype: DTypeLike | None, place: str = "") -> ScalarType:
     try:
         return parse_dtype(name)
     except KeyError:
-        raise ValueError(f"Unknown dtype {name!r}{place}: {expected}") from None
+        reason = no_dtype(name)
+        reason = expected if reason is None else f"{reason}."
+        raise ValueError(f"Unknown dtype {name!r}{place}: {reason}") from None
 
 
 def dtype_name(dtype: DTypeLike) -> str:

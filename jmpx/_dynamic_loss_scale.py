@@ -119,11 +119,10 @@ class DynamicLossScale(Scaling):
             raise ValueError(
                 f"Expected a factor between 1 and 2**126, such as 2, got {self.factor}."
             )
-        backoff = 1 / self.factor if self.backoff_factor is None else self.backoff_factor
-        if not LOWEST_SCALE <= backoff < 1:
+        if not LOWEST_SCALE <= self._backoff < 1:
             raise ValueError(
                 "Expected a backoff_factor of at least 2**-126 and below 1, which lets the scale "
-                f"shrink, got {backoff}: leave it out for 1 / factor, with a factor above 1."
+                f"shrink, got {self._backoff}: leave it out for 1 / factor, with a factor above 1."
             )
         if self.min_loss_scale > HIGHEST_SCALE:
             raise ValueError(
@@ -136,6 +135,15 @@ class DynamicLossScale(Scaling):
                 f"Expected max_loss_scale to be at least min_loss_scale and at least 2**-126, got "
                 f"{self.max_loss_scale} and {self.min_loss_scale}: swap them, or leave one out."
             )
+
+    @property
+    def _backoff(self) -> float:
+        """What the scale is multiplied by when it shrinks.
+
+        A product is the same in every program. XLA turns some divisions by a constant into one, so
+        that a compiled step would shrink the scale to another number than an eager one.
+        """
+        return 1 / self.factor if self.backoff_factor is None else self.backoff_factor
 
     @property
     def _bounds(self) -> tuple[float, float]:
@@ -179,10 +187,7 @@ class DynamicLossScale(Scaling):
         finite = as_flag(grads_finite, "grads_finite")
         scale = jnp.asarray(self._effective_scale)
         grown = scale * float(self.factor)
-        if self.backoff_factor is None:
-            shrunk = scale / float(self.factor)
-        else:
-            shrunk = scale * self.backoff_factor
+        shrunk = scale * self._backoff
         due = self._finite_steps >= int(self.period) - 1
         if self.hysteresis != 1:
             shrunk = jnp.where(self._overflows >= int(self.hysteresis) - 1, shrunk, scale)

@@ -3,10 +3,13 @@
 import copy
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any, Self, TypeVar, cast
 
 from absl import flags
+
+from jmpx._messages import did_you_mean, user_stacklevel
 
 # absl does not type its validators:
 # pyright: reportUnknownMemberType=false
@@ -125,6 +128,17 @@ def define_with_variable(
         check = functools.partial(_refuse_default, flag, mistake)
         flags.register_validator(name, check, mistake, flag_values)
     return holder
+
+
+def warn_of_variables(known: tuple[str, ...]) -> None:
+    """Warns of environment variables that are meant for jmpx, and that it does not read."""
+    for name, value in os.environ.items():
+        if name.startswith("JMPX_") and name not in known and value.strip():
+            warnings.warn(
+                f"The environment variable {name} does nothing: jmpx reads {' and '.join(known)}"
+                f"{did_you_mean(name, list(known))}",
+                stacklevel=user_stacklevel(),
+            )
 
 
 def _refuse_default(flag: Flag[Any], mistake: str, value: object) -> bool:

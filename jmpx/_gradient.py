@@ -99,6 +99,12 @@ def filter_value_and_grad(
     Their `nnx.Param`s are cast and, in the first argument, differentiated. Their other variables,
     such as running statistics, keep the dtype in which they are stored.
 
+    With a static or a dynamic loss scale, model state comes back as it was where a gradient is not
+    finite: the variables of NNX objects, but for random counters, which go on, and the argument of
+    `state_argnum`. Other state in aux is the caller's to select, as all of it is with a
+    `NoOpLossScale`, which adds nothing to the program:
+    `jmpx.select_tree(grads_finite, new_state, old_state)`.
+
     Args:
         func: a function of pytrees that returns a loss, a floating scalar; with `has_aux` a pair of
             a loss and any pytree. The floating and complex arrays in its first argument are
@@ -161,11 +167,13 @@ def filter_value_and_grad(
         batch_argnums: the positions of the arguments of which `microbatches` and `batch_sharding`
             split the first axis of each array; by default all but the first and that of
             `state_argnum`. Others go whole, into each part, as keyword arguments do, and by default
-            PRNG keys of shape (), from which each part draws the same.
+            PRNG keys of shape (), from which each part draws the same. Without this argument, an
+            array in a keyword argument is refused, unless its shape is ().
         state_argnum: the position of model state that `func` returns anew, as its aux or as the
             first element of an aux that is a tuple, such as running statistics of Haiku, Linen or
-            Equinox. It is not cast, and not split; between micro-batches, the values of its arrays
-            may change and nothing else. Objects of NNX need no such word.
+            Equinox. It is not cast, and not split, and a step that overflowed hands it back as it
+            was; between micro-batches, the values of its arrays may change and nothing else.
+            Objects of NNX need no such word.
         uncast_argnums: the positions of arguments that are not cast, such as targets that float16
             cannot hold, or positions in a sequence. Negative ones count from the end. If the first
             argument is not cast, `func` casts the parameters itself.
@@ -198,8 +206,10 @@ def filter_value_and_grad(
     Warns:
         UserWarning: if `policy` sets reduce and there is neither `axis_name` nor `batch_sharding`;
             when called, if parameters that were cast to 16 bits are cast again in `func`, if
-            `policy` is a map and nothing in `func` casts, or if `func` has a convolution under a
-            dot algorithm, which JAX ignores there.
+            `policy` is a map and nothing in `func` casts, if it computes in float16 and `scaling`
+            is a `NoOpLossScale` (a `StaticLossScale(1)` says that this is meant), if `scaling` is
+            dynamic, `policy` float32 and nothing in `func` runs in 16 bits, or if `func` has a
+            convolution under a dot algorithm, which JAX ignores there.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -346,7 +356,7 @@ def filter_grad(
         >>> import jax.numpy as jnp
         >>> import jmpx
         >>> loss_fn = lambda w: (2.0**-14 * (2.0**-14 * w)).sum()  # float16 ends at 2**-24
-        >>> for scaling in jmpx.NoOpLossScale(), jmpx.StaticLossScale(2**14):
+        >>> for scaling in jmpx.StaticLossScale(1), jmpx.StaticLossScale(2**14):
         ...     _, _, grad = jmpx.filter_grad(loss_fn, scaling, policy="c=f16")(jnp.ones(2))
         ...     float(grad[0]) == 2.0**-28
         False

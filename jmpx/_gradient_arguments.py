@@ -21,6 +21,8 @@ from jmpx._leaves import (
     is_traceable,
     spell,
 )
+from jmpx._loss_scale import in_place_of_loss_scale, is_loss_scale
+from jmpx._messages import describe
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -35,10 +37,11 @@ def check_arguments(func: object, scaling: object) -> None:
         raise TypeError(
             f"Expected a function to differentiate, got {func!r}: pass the callable itself."
         )
-    if not all(hasattr(scaling, name) for name in ("scale", "unscale", "adjust")):
+    if not is_loss_scale(scaling):
+        example = "pass for example jmpx.NoOpLossScale() or jmpx.DynamicLossScale()"
         raise TypeError(
-            f"Expected a loss scale as the second argument, got {scaling!r}: pass for example "
-            "jmpx.NoOpLossScale() or jmpx.DynamicLossScale()."
+            f"Expected a loss scale as the second argument, got {describe(scaling)}: "
+            f"{in_place_of_loss_scale(scaling, example)}."
         )
 
 

@@ -10,12 +10,14 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 
-from jmpx._contexts import casts_watched, parameters_cast
+from jmpx._contexts import casts_noted, casts_watched, parameters_cast
 from jmpx._dtypes import DTypeLike, dtype_name
 from jmpx._frameworks import imported_adapters
 from jmpx._jaxpr import Jaxpr, evaluate, inner_jaxprs, trace
-from jmpx._leaves import PyTree, is_floating
+from jmpx._leaves import PyTree, is_floating, is_floating_dtype
+from jmpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from jmpx._mappings import is_list, is_mapping
 from jmpx._matmul import is_algorithm, matmul_region
 from jmpx._messages import user_stacklevel
@@ -161,6 +163,82 @@ def casts_checked(
             "policies, with_policies or jmpx.autocast inside of the function, or give the "
             "gradient function a policy without rules, which casts its arguments."
         )
+
+
+def warn_of_no_scale(precision: Precision, scaling: LossScale) -> None:
+    """Warns if gradients are computed in float16 without a loss scale."""
+    policy_map, dtypes = precision.policy_map, {precision.compute_dtype}
+    if policy_map is not None:
+        dtypes = {policy_map.default.compute_dtype, *(rule.compute for rule in policy_map.rules)}
+    if type(scaling) is NoOpLossScale and jnp.float16 in dtypes:
+        _warn(
+            "The gradient function computes in float16 without a loss scale, so that gradients "
+            "below 2**-24 become 0: give it jmpx.DynamicLossScale() and carry that from step to "
+            "step, compute in bfloat16, or write jmpx.StaticLossScale(1) if it is meant so."
+        )
+
+
+@contextlib.contextmanager
+def scale_needed(
+    precision: Precision,
+    scaling: LossScale,
+    func: Callable[..., Any],
+    run: Callable[[list[jax.Array]], Any],
+    params: list[jax.Array],
+) -> Iterator[None]:
+    """Runs a pass in float32 with a dynamic loss scale, and warns if nothing casts in it.
+
+    Only where neither jmpx nor a framework casts, the pass is traced once more, to look for casts
+    by hand; no more for a function where there are any.
+
+    Args:
+        precision: what the gradient function does.
+        scaling: the loss scale.
+        func: the function that the user differentiates.
+        run: the pass.
+        params: its arguments.
+    """
+    in_float32 = precision.policy_map is None and precision.compute_dtype == jnp.float32
+    if type(scaling) is not DynamicLossScale or not in_float32:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        casts = stack.enter_context(casts_noted())
+        for adapter in imported_adapters():
+            stack.enter_context(adapter.noted_casts())
+        yield
+    code, is_float32 = _code_of(func), False
+    if casts or code in _casting_by_hand:
+        return
+    with contextlib.suppress(Exception):  # A function may run once only, or not with tracers.
+        is_float32 = not _holds_few_bits(trace(run, (params,), {}).jaxpr.jaxpr)
+    if not is_float32:
+        _casting_by_hand.add(code)
+    else:
+        _warn(
+            "The gradient function has a dynamic loss scale, and nothing in it runs in float16: "
+            "its policy is float32, and nothing inside casts: give it a policy that computes in "
+            "float16, such as policy='c=f16', or jmpx.NoOpLossScale()."
+        )
+
+
+# The code of functions that cast by hand, as far as `scale_needed` could tell.
+_casting_by_hand: set[object] = set()
+
+
+def _holds_few_bits(jaxpr: Any) -> bool:
+    """Whether a jaxpr has a floating array of 16 bits or fewer."""
+    variables = [
+        *jaxpr.invars,
+        *jaxpr.constvars,
+        *(var for eqn in jaxpr.eqns for var in eqn.outvars),
+    ]
+    dtypes = {var.aval.dtype for var in variables if hasattr(var.aval, "dtype")}
+    return any(is_floating_dtype(dtype) and dtype.itemsize < 4 for dtype in dtypes) or any(
+        _holds_few_bits(getattr(inner, "jaxpr", inner))
+        for eqn in jaxpr.eqns
+        for inner in inner_jaxprs(eqn.params)
+    )
 
 
 def _code_of(func: Callable[..., Any]) -> object:

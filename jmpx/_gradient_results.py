@@ -79,7 +79,7 @@ class GradientsAndAux(NamedTuple, Generic[ScalingT, AuxT]):
         >>> import jax.numpy as jnp
         >>> import jmpx
         >>> loss_fn = lambda w: (w.sum(), {"size": w.size})
-        >>> jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), has_aux=True)(jnp.ones(2)).aux
+        >>> jmpx.filter_grad(loss_fn, jmpx.StaticLossScale(8), has_aux=True)(jnp.ones(2)).aux
         {'size': 2}
     """
 

@@ -198,6 +198,21 @@ def DynamicLossScaling(  # MPX has a class of this name.
 LossScale = Union[NoOpLossScale, StaticLossScale, DynamicLossScale]  # noqa: UP007 (as in JMP)
 
 
+def is_loss_scale(value: object) -> bool:
+    """Whether a value has the methods of a loss scale. A class has none that can be called."""
+    names = ("scale", "unscale", "adjust")
+    return not isinstance(value, type) and all(hasattr(value, name) for name in names)
+
+
+def in_place_of_loss_scale(value: object, otherwise: str) -> str:
+    """Returns the remedy for a value that is no loss scale: to call it, if that makes one."""
+    for made in (NoOpLossScale, StaticLossScale, DynamicLossScale, DynamicLossScaling):
+        if value is made:
+            number = "2.0**15" if made is StaticLossScale else ""
+            return f"call it, as jmpx.{made.__name__}({number}), which makes a loss scale"
+    return otherwise
+
+
 def is_at_least_1(scaling: LossScale) -> bool:
     """Whether the scale is always at least 1, so that unscaling cannot overflow."""
     if type(scaling) is DynamicLossScale:  # A subclass may scale in another way.

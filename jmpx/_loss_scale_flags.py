@@ -1,6 +1,7 @@
 """The flags that select a loss scale: one that says all of it, and one for each of its parts."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from jmpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticL
 from jmpx._loss_scale_fields import KEYS, build, decide
 from jmpx._loss_scale_numbers import as_text, format_number
 from jmpx._loss_scale_strings import get_loss_scale, parse_loss_scale
+from jmpx._messages import user_stacklevel
 from jmpx._policy_map import PolicyMap
 
 # absl does not type its validators:
@@ -88,11 +90,16 @@ class LossScaleFlags:
     parts: dict[str, Flag[Any]]
 
     def loss_scale(self) -> LossScale:
-        """Makes the loss scale.
+        """Makes the loss scale, and warns of parts that it does not have.
 
         Raises:
             ValueError: if numbers contradict each other.
         """
+        loss_scale = self._made()
+        self._warn_of_unused(str(loss_scale.to_dict()["type"]))
+        return loss_scale
+
+    def _made(self) -> LossScale:
         in_force = self._in_force()
         kind, numbers = in_force or (_KINDS[str(self.kind.value)], self._values())
         if in_force is not None:
@@ -104,6 +111,17 @@ class LossScaleFlags:
             return StaticLossScale(numbers["init"])
         start, period, least = (numbers[key] for key in ("init", "period", "min"))
         return DynamicLossScale(start, period=int(period), min_loss_scale=least)
+
+    def _warn_of_unused(self, kind: str) -> None:
+        """Warns of a part that is set, and that a loss scale of this kind does not have."""
+        for key, flag in self.parts.items():
+            if key not in KEYS[kind] and flag.value != flag.default and not self.whole.is_given:
+                warnings.warn(
+                    f"--{flag.name}={flag.value} does nothing, because the loss scale is {kind!r} "
+                    f"with --{self.policy.name}='{self.policy.value}': leave it out, or ask for a "
+                    f"dynamic one, by --{self.kind.name}=Dynamic.",
+                    stacklevel=user_stacklevel(),
+                )
 
     def text(self) -> str | None:
         """Returns the string of the loss scale; None if the flags for parts alone describe it."""
@@ -147,7 +165,7 @@ class LossScaleFlags:
                     self._check_part(key, flag)
             return True
         try:
-            self.loss_scale()
+            self._made()
         except ValueError as error:
             raise flags.IllegalFlagValueError(str(error)) from None
         return True

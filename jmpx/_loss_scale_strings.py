@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TypeAlias, TypeVar, overload
 
-from jmpx._loss_scale import LossScale
+from jmpx._loss_scale import LossScale, in_place_of_loss_scale
 from jmpx._loss_scale_fields import (
     KINDS,
     as_number_of,
@@ -118,7 +118,8 @@ def read_loss_scale(found: Found, policy_map: PolicyMap | None) -> LossScale:
         paths = {"type": child(path, "type")} | {key: each.path for key, each in given.items()}
         return make_loss_scale(fields, lambda key: f"at {paths[key]}", policy_map)
     what = "the string of a loss scale, a mapping or a loss scale"
-    raise refuse_value(what, spec, path, f"write for example {_EXAMPLE}, or 'none'")
+    remedy = in_place_of_loss_scale(spec, f"write for example {_EXAMPLE}, or 'none'")
+    raise refuse_value(what, spec, path, remedy)
 
 
 def make_loss_scale(

@@ -12,7 +12,9 @@ from jmpx._low_precision_params import LowPrecisionParams
 from jmpx._nnx_objects import holds_objects
 from jmpx._optimizer_checks import (
     check_limit,
+    check_optimizer,
     check_skip_by,
+    check_state,
     refuse_skip,
     trained_part,
     warn_of_cast_masters,
@@ -153,6 +155,7 @@ class _SkipNonfinite(NamedTuple):
         grads_finite: Flag | None = None,
         **extra_args: Any,
     ) -> "tuple[optax.Updates, SkipNonfiniteState]":
+        check_state(state)
         warn_of_views((updates, params))
         warn_of_cast_masters(params, self.inner, state.inner_state, updates)
         if grads_finite is None:
@@ -277,10 +280,11 @@ def optimizer_update(
     """
     if skip_by is not None:
         check_skip_by(skip_by)
+    check_optimizer(optimizer)
     refuse_skip(optimizer, extra_args)
     warn_of_views(model)
     before, put_back = _parameters_of(model, optimizer_state, grads)
-    params = trained_part(before, optimizer, grads)
+    params = trained_part(before, grads)
     warn_of_cast_masters(params, optimizer, optimizer_state, grads)
     old_state: Any = optimizer_state
     counts = isinstance(old_state, SkipNonfiniteState)

@@ -12,7 +12,7 @@ import numpy as np
 from jmpx._leaves import PyTree, is_array, is_floating, is_none, is_view, spell
 from jmpx._low_precision_params import LowPrecisionParamsState
 from jmpx._messages import describe
-from jmpx._transformations import is_optimizer
+from jmpx._transformations import in_place_of_optimizer, is_optimizer, name_of
 
 LARGEST_COUNT = 2**31 - 1  # an int32
 # By then a scale of 2**24 has been at its floor of 1 for half of the time.
@@ -66,13 +66,27 @@ def refuse_skip(optimizer: Any, extra_args: dict[str, Any]) -> None:
     )
 
 
-def trained_part(model: PyTree, optimizer: object, grads: PyTree) -> PyTree:
-    """Checks the arguments, and returns the model with None for leaves without a gradient."""
+def check_optimizer(optimizer: object) -> None:
+    """Refuses what is no optax gradient transformation, such as an `nnx.Optimizer`."""
     if not is_optimizer(optimizer):
         raise TypeError(
-            f"Expected an optax gradient transformation as the second argument, got a "
-            f"{type(optimizer).__name__}: {_ORDER}."
+            "Expected an optax gradient transformation as the second argument, got "
+            f"{name_of(optimizer)}: {in_place_of_optimizer(optimizer, _ORDER)}."
         )
+
+
+def check_state(state: Any) -> None:
+    """Refuses a state that the optimizer of `skip_nonfinite` has not made."""
+    if not hasattr(state, "inner_state"):
+        raise TypeError(
+            "Expected the state of an optimizer of jmpx.skip_nonfinite, got a "
+            f"{type(state).__name__}: make it by the init of the wrapped optimizer, as "
+            "jmpx.skip_nonfinite(optimizer).init(params), and not by that of the one inside."
+        )
+
+
+def trained_part(model: PyTree, grads: PyTree) -> PyTree:
+    """Checks the gradients, and returns the model with None for leaves without a gradient."""
     for leaf in jax.tree.leaves(grads):
         is_flag = isinstance(leaf, bool) or getattr(leaf, "dtype", None) == jnp.bool_
         if is_flag or not (is_array(leaf) or isinstance(leaf, int | float | complex)):

@@ -11,6 +11,7 @@ from jmpx._dtypes import (
     describe_dtypes,
     dtype_names,
     is_dtype,
+    no_dtype,
     parse_dtype,
 )
 from jmpx._mappings import (
@@ -378,7 +379,7 @@ def _parse_matmul(value: str, quoted: str, start: int) -> str:
 
 def _unknown_matmul(value: str, place: str) -> ValueError:
     what = f"Unknown algorithm {value.strip()!r}" if value.strip() else "Missing algorithm"
-    near = did_you_mean(value, matmul_names())
+    near = did_you_mean(value, {name: name for name in matmul_names()} | {"tf32": "tensorfloat32"})
     return ValueError(f"{what} {place}: expected one of {describe_matmuls()}{near}")
 
 
@@ -391,6 +392,9 @@ def _parse_dtype(value: str, quoted: str, start: int, presets: Iterable[str] = (
 
 
 def _unknown_dtype(value: str, place: str, presets: Iterable[str] = ()) -> ValueError:
+    reason = no_dtype(value)
+    if reason is not None:
+        return ValueError(f"Unknown dtype {value.strip()!r} {place}: {reason}.")
     accepted = ", ".join([describe_dtypes(), *presets])
     what = f"Unknown dtype {value.strip()!r}" if value.strip() else "Missing dtype"
     near = did_you_mean(value, [*dtype_names(), *presets])

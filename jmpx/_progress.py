@@ -1,5 +1,6 @@
 """Whether training makes progress: which gradients are not finite, and for how long none were."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,12 +11,20 @@ import numpy as np
 
 from jmpx._casts import at_least_float32
 from jmpx._leaves import PyTree, is_array, is_floating, is_inexact_array, is_traceable
-from jmpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from jmpx._loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    is_loss_scale,
+)
 from jmpx._loss_scale_numbers import format_number, shortest
 from jmpx._messages import describe
 from jmpx._optimizer_checks import LARGEST_COUNT, MAX_CONSECUTIVE_SKIPS, check_limit
 
 _NAMED_LEAVES = 3  # in a message
+_LARGEST_START = 40  # No run begins with more than 2**40, the range of float16: 2**-24 to 2**16.
+_CARRY = "return it from the step"
 
 
 class NonfiniteCounts(NamedTuple):
@@ -112,7 +121,8 @@ def check_progress(
 
     Raises:
         FloatingPointError: if more steps than `max_consecutive` were skipped in a row. It tells how
-            many, the loss scale, and whether it can still fall.
+            many, the loss scale, and whether it can still fall, or never changed, as one does that
+            the step closes over.
         TypeError: if `opt_state` holds no state of `skip_nonfinite`, `loss_scale` is not a loss
             scale, a value is traced, as under `jax.jit`, or `max_consecutive` is no whole number.
         ValueError: if `max_consecutive` is less than 1.
@@ -143,8 +153,7 @@ def raise_if_stuck(
     opt_state: PyTree, loss_scale: LossScale, grads: PyTree, limit: int, source: str
 ) -> None:
     """Does what `check_progress` does, for a limit that the error calls by `source`."""
-    has_methods = all(hasattr(loss_scale, name) for name in ("scale", "unscale", "adjust"))
-    if isinstance(loss_scale, type) or not has_methods:
+    if not is_loss_scale(loss_scale):
         raise TypeError(
             "Expected a loss scale as the second argument of jmpx.check_progress, got "
             f"{describe(loss_scale)}: pass the one of the step, or jmpx.NoOpLossScale()."
@@ -165,7 +174,7 @@ def raise_if_stuck(
         )
     count = max(int(_read(counter).max()) for counter in counters)
     if count > limit:
-        where, remedy = _about(loss_scale)
+        where, remedy = _about(loss_scale, count)
         raise FloatingPointError(
             f"Skipped {count} optimizer steps in a row, more than {source}, {where}"
             f"{_named(grads)}: {remedy}."
@@ -206,8 +215,8 @@ def _parts(array: Any) -> list[Any]:
     return list({str(shard.index): shard.data for shard in array.addressable_shards}.values())
 
 
-def _about(loss_scale: LossScale) -> tuple[str, str]:
-    """Returns what a message says of a loss scale, and the remedy."""
+def _about(loss_scale: LossScale, count: int) -> tuple[str, str]:
+    """Returns what a message says of a loss scale after `count` skipped steps, and the remedy."""
     cause = "look for the cause in the data and by jmpx.nonfinite(grads)"
     remedy = f"lower the learning rate, or {cause}"
     if isinstance(loss_scale, NoOpLossScale):
@@ -223,10 +232,19 @@ def _about(loss_scale: LossScale) -> tuple[str, str]:
     text = format_number(shortest(floor))
     if scale == floor:
         return f"with the loss scale at its floor of {text}", remedy
+    where = f"with the loss scale at {format_number(shortest(scale))}, above its floor of {text}"
+    if _began_at(loss_scale, scale, count) > _LARGEST_START:
+        return f"{where}, so it never changed", f"{_CARRY}, and pass that one to the next step"
     return (
-        f"with the loss scale at {format_number(shortest(scale))}, above its floor of {text}",
-        "begin with a smaller scale, or allow more steps in a row",
+        where,
+        f"begin with a smaller scale, allow more steps in a row, or, if it never changed, {_CARRY}",
     )
+
+
+def _began_at(loss_scale: DynamicLossScale, scale: Any, count: int) -> float:
+    """Returns the binary logarithm of the scale from which so many overflows lead to `scale`."""
+    shrinks = max(count + 1 - int(loss_scale.hysteresis), 0)
+    return float(np.log2(scale)) - shrinks * math.log2(loss_scale._backoff)
 
 
 def _named(grads: PyTree) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping
 
 from jmpx._dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._mappings import (
@@ -14,7 +15,7 @@ from jmpx._mappings import (
     unknown_key,
 )
 from jmpx._matmul import as_matmul, matmul_of
-from jmpx._messages import describe, position
+from jmpx._messages import describe, did_you_mean, position
 from jmpx._policy import ATTRIBUTES, Policy
 from jmpx._policy_strings import (
     DESCRIBED_KEYS,
@@ -230,10 +231,12 @@ def read_rule(found: Found) -> Rule:
 
 def _read_mapping(rule: MappingLike, path: str) -> Rule:
     given = read_keys(rule, path, _KEYS)
+    if _is_short(given):  # as YAML reads `- LayerNorm: full`
+        ((selector, policy),) = given.items()
+        given = {"select": Found(selector, policy.path), "policy": policy}
     if "select" not in given:
         raise ValueError(
-            f"Missing key 'select' at {path}, got {describe(list(given))}: write {_EXAMPLE}; YAML "
-            "reads the former as a mapping, too, unless it is in quotes."
+            f"Missing key 'select' at {path}, got {describe(list(given))}: write {_EXAMPLE}."
         )
     for name in given:
         if name not in _KEYS.values():
@@ -258,6 +261,14 @@ def _read_mapping(rule: MappingLike, path: str) -> Rule:
             f"{{'select': {name!r}, 'compute': 'float32'}}."
         )
     return Rule(name, **fields, optional=optional)
+
+
+def _is_short(given: Mapping[str, Found]) -> bool:
+    """Whether a mapping is a selector and its policy, and no key of a rule that is misspelt."""
+    if len(given) != 1:
+        return False
+    (word,) = given
+    return word not in _KEYS.values() and did_you_mean(word, list(_KEYS)) == "."
 
 
 def _read_selector(select: Found, optional: Found | None) -> tuple[str, bool]:

@@ -1,6 +1,8 @@
 """How a loss scale scales: the product with a pytree, and the numbers that a scale may be."""
 
 import functools
+import importlib.abc
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -133,14 +135,49 @@ def _multiply(tree: T, factor: Callable[[np.dtype], ArrayLike]) -> T:
 
 
 def register_with_flax(*classes: type, names: tuple[str, ...] = ()) -> None:
-    """Lets `flax.serialization` save and restore loss scales, if Flax has been imported.
+    """Lets `flax.serialization` save and restore loss scales, now or when it is imported.
 
     Args:
         *classes: classes of loss scales.
         names: their leaves.
     """
-    serialization = sys.modules.get("flax.serialization")
-    if serialization is not None:
+
+    def register(serialization: Any) -> None:
         from jmpx._state_dicts import register_states  # here, because few programs need it
 
         register_states(serialization, classes, names)
+
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is not None:
+        register(serialization)
+    elif not any(isinstance(each, _Finder) and each.key == classes for each in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(classes, register))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds `flax.serialization` once, as the next finders do, and has it registered with.
+
+    Args:
+        key: tells apart what is to be registered.
+        register: is called with the module as soon as it is imported.
+    """
+
+    def __init__(self, key: object, register: Callable[[Any], None]) -> None:
+        self.key, self.register = key, register
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """Returns the spec of the module; None of any other, and when it was found before."""
+        if name != "flax.serialization" or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            run = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                self.register(module)
+
+            loader.exec_module = exec_module
+        return spec

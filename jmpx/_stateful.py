@@ -63,6 +63,14 @@ class Pure:
         """Returns what each new array of the last call replaces; None for a new variable."""
         return []
 
+    def before(self) -> list[Leaf]:
+        """Returns what each new array of the last call goes back to where a step is skipped.
+
+        None stands for a new variable, and for a random counter, which goes on in any case: a
+        skipped step has drawn its numbers.
+        """
+        return []
+
     def advance(self, state: Sequence[Leaf], updates: Sequence[Leaf]) -> list[Leaf]:
         """Returns the state with the new arrays of the last call in it, for a next call.
 
@@ -236,6 +244,14 @@ class _Split(Pure):
     def stored(self) -> list[Leaf]:
         pairs = zip(self.own, self.sources, strict=True)
         return [None if i is None else self.originals[i] for i, source in pairs if source is None]
+
+    def before(self) -> list[Leaf]:
+        is_variable = lambda node: isinstance(node, nnx().Variable)  # noqa: E731
+        variables = jax.tree.leaves([new.rest for new in self.new], is_leaf=is_variable)
+        is_random = [isinstance(v, nnx().RngState) for v in variables for _ in jax.tree.leaves(v)]
+        changed = [r for r, s in zip(is_random, self.sources, strict=True) if s is None]
+        pairs = zip(changed, self.stored(), strict=True)
+        return [None if is_random else old for is_random, old in pairs]
 
     def advance(self, state: Sequence[Leaf], updates: Sequence[Leaf]) -> list[Leaf]:
         new, arrays = list(state), iter(updates)

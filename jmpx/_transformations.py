@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jmpx._casts import at_least_float32
 from jmpx._leaves import PyTree, is_floating, is_int
 from jmpx._messages import describe
+from jmpx._nnx_objects import is_object
 
 if TYPE_CHECKING:
     import optax
@@ -16,6 +17,22 @@ if TYPE_CHECKING:
 def is_optimizer(optimizer: object) -> bool:
     """Whether `optimizer` has the two functions of an optax gradient transformation."""
     return hasattr(optimizer, "init") and hasattr(optimizer, "update")
+
+
+def name_of(value: object) -> str:
+    """Returns a value as errors name it; an object of NNX, whose text is long, by its type."""
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__name__}" if is_object(value) else describe(value)
+
+
+def in_place_of_optimizer(value: object, otherwise: str) -> str:
+    """Returns the remedy for a value that is no optimizer: of an `nnx.Optimizer` what it holds."""
+    if not (is_object(value) and hasattr(value, "tx")):
+        return otherwise
+    return (
+        "pass what it wraps, optimizer.tx, and the state that this makes, "
+        "optimizer.tx.init(nnx.state(model, nnx.Param))"
+    )
 
 
 def with_extra_args(optimizer: Any) -> "optax.GradientTransformationExtraArgs":
@@ -28,8 +45,8 @@ def with_extra_args(optimizer: Any) -> "optax.GradientTransformationExtraArgs":
 
     if not is_optimizer(optimizer):
         raise TypeError(
-            f"Expected an optax gradient transformation, got {optimizer!r}: pass for example "
-            "optax.adam(1e-3)."
+            f"Expected an optax gradient transformation, got {name_of(optimizer)}: "
+            f"{in_place_of_optimizer(optimizer, 'pass for example optax.adam(1e-3)')}."
         )
     if isinstance(optimizer, optax.MultiSteps):  # It takes extra arguments, and does not say so.
         multi_steps: Any = optimizer

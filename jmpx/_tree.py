@@ -55,9 +55,12 @@ def all_finite(tree: PyTree, axis_name: AxisName | None = None) -> jax.Array:
     # that reads the result, so that a train step grows with the square of the number of leaves.
     # XLA does not do so with integers that are compared to 0.
     finite = (jnp.stack(flags).astype(jnp.int32) > 0).all() if flags else jnp.array(True)
-    if axis_name is None:
-        return finite
-    return jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
+    return finite if axis_name is None else holds_on_all(finite, axis_name)
+
+
+def holds_on_all(flag: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Whether a flag is true on every device of a mapped axis, or of several."""
+    return jax.lax.pmin(flag.astype(jnp.int32), axis_name) == 1
 
 
 def _is_finite(leaf: Any) -> jax.Array | np.bool_:

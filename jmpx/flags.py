@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from absl import flags
 
-from jmpx._flag_types import Flag, Parser, define, define_with_variable, is_given
+from jmpx._flag_types import Flag, Parser, define, define_with_variable, is_given, warn_of_variables
 from jmpx._leaves import PyTree
 from jmpx._loss_scale import LossScale
 from jmpx._loss_scale_flags import LOSS_SCALE, LossScaleFlags, define_loss_scale_flags
@@ -389,6 +389,7 @@ def define_mp_flags(
         >>> float(mp.loss_scale().loss_scale)
         1024.0
     """
+    warn_of_variables(("JMPX_POLICY", "JMPX_LOSS_SCALE"))
     policy: flags.FlagHolder[PolicyMap] = define_with_variable(
         _POLICY_MAP,
         f"{prefix}_policy",

@@ -21,7 +21,7 @@ from typing import IO, TypeAlias
 
 REFUSED = 2  # the exit status of a process that said in one sentence why it does not go on
 LOST = 4  # of one whose collective failed: as a rule, because another process had ended before
-PLACE = "JMPX_EXAMPLE_PLACE"  # the environment variable that tells a process who it is
+PLACE = "EXAMPLE_PLACE"  # the environment variable that tells a process who it is
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_FOR_OTHERS = 10  # to say what they met
 LAST_LINES = 20

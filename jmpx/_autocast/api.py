@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, overlo
 
 from jmpx._autocast.saving import get_saving
 from jmpx._autocast.wrapped import applied
-from jmpx._dtypes import DTypeLike, as_dtype
+from jmpx._dtypes import DTypeLike, as_dtype, is_dtype
 from jmpx._jaxpr import operation_name
 from jmpx._policy_map import PolicyMap, PolicyMapLike, Rule as PolicyRule, get_policy_map
 
@@ -185,7 +185,7 @@ def autocast(
     """
     if fn is None:
         return _Unapplied(policy, rules, output, save, pieces)
-    if not callable(fn):
+    if not callable(fn) or is_dtype(fn):
         raise TypeError(f"Expected a function to run under autocast, got {fn!r}: {_WRITE}.")
     policy_map = _with_operations(get_policy_map(policy), rules or {})
     if output is not None and output != "traced":

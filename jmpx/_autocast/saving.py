@@ -53,7 +53,12 @@ def get_saving(save: Any, pieces: Any) -> Saving | None:
             f"Expected save='products' with pieces={describe(pieces)}: pieces= says between which "
             "arrays, not what is saved."
         )
-    return Saving(tuple(map(_selector, selectors)) or (_selector(""),))
+    if not selectors:
+        raise ValueError(
+            f"Expected at least one class, path or scope in pieces=, got {describe(pieces)}: name "
+            "what is to be a piece, or leave pieces out, and autocast finds where to cut."
+        )
+    return Saving(tuple(map(_selector, selectors)))
 
 
 def _selector(text: str) -> Rule:

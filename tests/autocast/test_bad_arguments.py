@@ -1,6 +1,7 @@
 """Wrong arguments of autocast are refused in one sentence that says what to write."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jmpx
@@ -10,6 +11,8 @@ import jmpx
     "wrong, error, words",
     [
         (lambda: jmpx.autocast("c=f16"), TypeError, "Expected a function .* got 'c=f16'"),  # pyright: ignore[reportArgumentType, reportCallIssue]
+        (lambda: jmpx.autocast(jnp.float16), TypeError, "float16'>: write jmpx.autocast.f, policy"),
+        (lambda: jmpx.autocast(np.dtype("f2")), TypeError, "'float16'.: write jmpx.autocast.f, po"),  # pyright: ignore[reportArgumentType, reportCallIssue]
         (lambda: jmpx.autocast(jnp.sin, "c=bf61"), ValueError, "did you mean 'bf16'"),
         (lambda: jmpx.autocast(jnp.sin, rules={"exp": "bf61"}), ValueError, "Unknown dtype 'bf61'"),
         (lambda: jmpx.autocast(jnp.sin, rules={jnp.exp: "bf16"}), TypeError, "lax.exp_p or 'exp'"),

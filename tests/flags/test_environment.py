@@ -71,8 +71,6 @@ WHOLE = Dynamic(64, period=7, max_loss_scale=1024, hysteresis=2)
         (ENV, ["--mp_scale_period=9"], Dynamic(64, 0, 9, max_loss_scale=1024, hysteresis=2)),
         (ENV, ["--mp_min_scale=0.5"], Dynamic(64, 0, 7, 2, 0.5, 1024, hysteresis=2)),
         ("static=16", ["--mp_scale_value=8"], Static(8)),
-        ("static=16", ["--mp_scale_period=8"], Static(16)),
-        ("none", ["--mp_scale_value=8", "--mp_policy=f16"], NoOp()),
         ("auto,init=16", [], NoOp()),
         ("auto,init=16", ["--mp_policy=f16"], Dynamic(16)),
         ("auto,init=16", ["--mp_policy=f16", "--mp_scale_period=5"], Dynamic(16, period=5)),
@@ -183,3 +181,30 @@ def test_a_program_that_nobody_edits(tmp_path):
     assert "Traceback" not in result.stderr and "jmpx/" not in result.stderr
     message = "environment variable JMPX_POLICY=c=f17: Unknown dtype 'f17' at position 2"
     assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("JMPX_POLCY", "; did you mean 'JMPX_POLICY'?"), ("JMPX_DTYPE", "JMPX_LOSS_SCALE")],
+)
+def test_a_variable_that_nothing_reads_is_warned_of(name, near, monkeypatch):
+    monkeypatch.setenv(name, "16-mixed")
+    with pytest.warns(UserWarning, match=f"{name} does nothing: ") as caught:
+        mp, _ = define()
+    assert near in str(caught[0].message) and caught[0].filename == __file__
+    assert mp.policy == jmpx.get_policy("f32")
+    monkeypatch.setenv(name, " ")
+    define()
+
+
+@pytest.mark.parametrize(
+    ("text", "argument", "expected"),
+    [("static=16", "--mp_scale_period=8", Static(16)), ("none", "--mp_scale_value=8", NoOp())],
+)
+def test_a_part_that_the_variable_has_no_use_for_is_warned_of(
+    text, argument, expected, monkeypatch
+):
+    monkeypatch.setenv("JMPX_LOSS_SCALE", text)
+    mp, _ = define(argument, "--mp_policy=f16")
+    with pytest.warns(UserWarning, match=f"{argument}.* does nothing, because the loss scale is"):
+        assert mp.loss_scale() == expected

@@ -302,3 +302,28 @@ def test_mixed_precision():
     assert mixed.policy_map == jmpx.get_policy_map("c=f16; BatchNorm: full")
     assert mixed.loss_scale == Dynamic(period=500)
     assert str(mixed).endswith("; BatchNorm: compute=float32 | dynamic,init=32768,period=500")
+
+
+UNUSED = [
+    (
+        ["--mp_policy=bf16", "--mp_scale_value=1024"],
+        "--mp_scale_value=1024.0 does nothing, .*'none'",
+    ),
+    (["--mp_policy=f32", "--mp_scale_period=5"], "--mp_scale_period=5 does nothing"),
+    (["--mp_policy=f16", "--mp_scale_type=NoOp", "--mp_min_scale=2"], "--mp_min_scale=2.0 does"),
+    (["--mp_policy=f16", "--mp_scale_type=Static", "--mp_scale_period=5"], "'static'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), UNUSED, ids=str)
+def test_a_part_that_the_kind_does_not_have_is_warned_of(arguments, message):
+    mp, _ = define(*arguments)
+    with pytest.warns(UserWarning, match=message) as caught:
+        mp.loss_scale()
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_parts_of_a_dynamic_scale_are_not():
+    for arguments in (["--mp_policy=f16"], ["--mp_policy=bf16", "--mp_scale_type=Dynamic"]):
+        mp, _ = define(*arguments, "--mp_scale_value=64", "--mp_scale_period=5")
+        assert mp.loss_scale() == Dynamic(64, period=5)

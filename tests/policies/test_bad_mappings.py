@@ -21,6 +21,7 @@ POLICIES = [
     ({"compute": ["bf16"]}, "Expected a dtype at compute, got ['bf16']: ", "'bfloat16'"),
     ({"compute": {"a": 1}}, "Expected a dtype at compute, got {'a': 1}: ", "'bfloat16'"),
     ({"compute": jnp.ones((2, 2))}, "Expected a dtype at compute, got Array([[1., 1.], ", "write"),
+    ({"compute": "TF32"}, "Unknown dtype 'TF32' at compute: ", "matmul=tensorfloat32"),
     ({"output": jnp.int32}, "Unknown dtype 'int32' at output: ", "expected a floating dtype"),
     ({"output": float}, "Unknown dtype <class 'float'> at output: ", "expected a floating dtype"),
     ({"matmul": "higest"}, "Unknown algorithm 'higest' at matmul: ", "did you mean 'highest'?"),
@@ -102,11 +103,8 @@ MAPS = [
     ),
     ({"rules": [None]}, "Expected a rule at rules[0], got None: ", "leave it out"),
     ({"rules": [["X", "f32"]]}, "Expected a rule at rules[0], got ['X', 'f32']: ", "'select'"),
-    (
-        {"rules": [{"LayerNorm": "full"}]},
-        "Missing key 'select' at rules[0], got ['LayerNorm']: ",
-        "YAML",
-    ),
+    ({"rules": [{"selct": "X"}]}, "Missing key 'select' at rules[0], got ['selct']: ", "'select'"),
+    ({"rules": [{"X": None}]}, "Expected a policy string, ", "at rules[0].X, got None: "),
     ({"rules": [{}]}, "Missing key 'select' at rules[0], got []: ", "'select'"),
     ({"rules": [{"select": "X"}]}, "Missing policy for 'X' at rules[0]: ", "'compute': 'float32'"),
     ({"rules": [{"select": "X", "policy": {}}]}, "Empty mapping at rules[0].policy ", "'compute'"),
@@ -277,7 +275,14 @@ def test_the_same_mistake_in_a_mixed_precision(row):
         ("policy: bf16\nloss_scale:", "at loss_scale, got None"),
         ("policy:\nrules: []", "at policy, got None"),
         ("policy: {compute: bf16, on: f32}", "Expected a string as a key at policy, got True"),
-        ("policy: bf16\nrules: [LayerNorm: full]", "at rules[0], got ['LayerNorm']"),
+        ("policy: bf16\nrules: [LayerNorm: on]", "at rules[0].LayerNorm, got True"),
+        (
+            "policy: bf16\nrules: [Layer Norm: full]",
+            "selector 'Layer Norm' at rules[0]['Layer Norm']",
+        ),
+        ("policy: bf16\nrules: [{LayerNorm: full, Dense: bf16}]", "'select' at rules[0], got ["),
+        ("policy: bf16\nrules: [compute: full]", "'select' at rules[0], got ['compute']"),
+        ("policy: bf16\nrules: [LayerNorm: tf32]", "'tf32' at position 0 of policy 'tf32'"),
         ("policy: bf16\nrules:\n  LayerNorm: full", "Expected a list of rules at rules, got"),
     ],
 )
@@ -286,3 +291,21 @@ def test_traps_of_yaml(text, place):
     assert isinstance(message, str) and place in message
     none = yaml.safe_load("policy: f16\nloss_scale: none")
     assert jmpx.get_mixed_precision(none).loss_scale == jmpx.NoOpLossScale()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "LayerNorm: full",
+        "LayerNorm?: full",
+        "'*/head/*': c=f32,o=f32",
+        "op.exp: f32",
+        "haiku.LayerNorm: {compute: f32, output: bf16}",
+        "LayerNorm: full;",
+    ],
+)
+def test_a_rule_of_yaml_needs_no_quotes(rule):
+    """YAML reads `- LayerNorm: full` as a mapping of one key."""
+    mixed = jmpx.get_mixed_precision(yaml.safe_load(f"policy: bf16\nrules:\n- {rule}\n"))
+    text = rule.replace("'", "").replace("{compute: f32, output: bf16}", "c=f32,o=bf16")
+    assert mixed.policy_map == jmpx.get_policy_map(f"bf16; {text}")

@@ -173,3 +173,35 @@ def test_globs_of_many_stars_come_to_an_end(times):
     assert _matches_path("*a" * times + "*", text)
     rule = jmpx.get_policy_map("*a" * times + "*b: full").rules[0]
     assert not rule.matches(Own, text) and rule.matches(Own, text + "b")
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("tf32", "matmul=tensorfloat32"),
+        ("fp8", "params=float8_e4m3fn"),
+        ("float8", "params=float8_e4m3fn"),
+        ("int8", "integers have no gradient"),
+        ("O1", "jmpx.autocast"),
+        ("o2", "16-mixed"),
+    ],
+)
+def test_what_is_often_taken_for_a_dtype_gets_its_own_sentence(word, remedy):
+    for text in (word, f"c={word}", f"c = {word.upper()},o=f32"):
+        for parse in (
+            jmpx.get_policy,
+            jmpx.get_policy_map,
+            lambda t: jmpx.get_policy_map(f"f32; A: {t}"),
+        ):
+            with pytest.raises(
+                ValueError, match=f"(?i)Unknown dtype '{word}' at position"
+            ) as error:
+                parse(text)
+            assert remedy in str(error.value) and "did you mean" not in str(error.value)
+    with pytest.raises(ValueError, match=remedy.replace(".", r"\.")):
+        jmpx.cast_tree({}, word)
+
+
+def test_the_short_name_of_an_algorithm_is_suggested():
+    with pytest.raises(ValueError, match="did you mean 'tensorfloat32'"):
+        jmpx.get_policy("f32,m=tf32")

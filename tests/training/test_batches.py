@@ -230,6 +230,16 @@ def test_an_error_of_the_function_is_its_own():
     assert "batch_sharding" not in str(error.value)
 
 
+@pytest.mark.parametrize("examples", [8, 16, 24])
+def test_no_length_decides_whether_an_array_is_split(examples):
+    """Class weights of eight rows are refused beside eight examples as beside any other number."""
+    x, weights = jnp.ones((examples, 6)), jnp.ones(8)
+    with pytest.raises(ValueError, match=r"'weights' .*float32\[8\] in it .* by batch_argnums"):
+        call(x, weights=weights)
+    assert call(x, weights=weights, batch_argnums=1).grads_finite
+    assert call(x, weights=weights[0], key=jax.random.key(0)).grads_finite
+
+
 @pytest.mark.thorough
 def test_named_examples_let_keyword_arguments_go_whole():
     loss = lambda params, x, *, table: loss_fn(params, x) + 0 * table.sum()  # noqa: E731

@@ -283,7 +283,10 @@ def test_dynamic_loss_scaling_takes_mpxs_steps(start, factor, rng):
     flags = [*[True] * 26, *[False] * 16, *(rng.random(40) < 0.8)]
     for finite in flags:
         theirs, ours = leniently(theirs.adjust)(jnp.array(bool(finite))), ours.adjust(bool(finite))
-        assert (value(ours), ours.counter) == (float(theirs.loss_scaling), theirs.counter)
+        assert ours.counter == theirs.counter
+        # A third is a product here, so that eager and compiled steps agree, and a division there.
+        tolerance = 1e-5 if factor == 3 else 0
+        np.testing.assert_allclose(value(ours), float(theirs.loss_scaling), rtol=tolerance)
         seen.add(value(ours))
     assert 65504.0 in seen and 2.0 in seen  # the ceiling and the floor
     assert value(jmpx.DynamicLossScale(65504.0, period=1).adjust(True)) == 2 * 65504

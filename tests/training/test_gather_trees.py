@@ -283,8 +283,8 @@ def loss_fn(w, x):
 
 
 def gradient(w, x, **options):
-    grads = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), **options)(w, x).grads
-    return grads
+    # Float16 without a loss scale would be another warning.
+    return jmpx.filter_grad(loss_fn, jmpx.StaticLossScale(1), **options)(w, x).grads
 
 
 W, X = jnp.full((DEVICES, 1), ROUNDED, jnp.float32), jnp.full((DEVICES, 1), ROUNDED, jnp.float32)

@@ -214,7 +214,7 @@ def test_class_policies_of_haiku_cast(how):
 @pytest.mark.parametrize("make", [jmpx.filter_grad, jmpx.filter_value_and_grad])
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_one_warning_where_nothing_casts(wrap, make, policy):
-    grad_fn = make(plain_loss, NOOP, policy=policy)
+    grad_fn = make(plain_loss, jmpx.StaticLossScale(1), policy=policy)
     step = wrap(lambda params, x: tuple(grad_fn(params, x)))
     with warns_once(__file__, NO_CAST):
         step(CASES["jmpx.autocast"][1](), X)

@@ -111,14 +111,14 @@ def test_by_default_keys_numbers_and_keyword_arguments_go_whole(rng, key):
     params, x = make_params(rng), normal(rng, EXAMPLES, 6)
     seen = []
 
-    def loss(params, batch, key, number, *, table):
-        seen.append((batch["x"].shape, batch["keys"].shape, key.shape, number, table.shape))
+    def loss(params, batch, key, number, *, scale):
+        seen.append((batch["x"].shape, batch["keys"].shape, key.shape, number, scale.shape))
         return loss_fn(params, batch["x"]) + jax.random.normal(key) * number
 
     batch = {"x": x, "keys": jax.random.split(key, EXAMPLES), "none": None, "text": "unread"}
-    result = value_and_grad(loss)(params, batch, key, 0, table=jnp.ones((5, 2)))
+    result = value_and_grad(loss)(params, batch, key, 0, scale=jnp.ones(()))
     assert_near(result, in_float64(params, x))
-    assert seen == [((3, 6), (3,), (), 0, (5, 2))]
+    assert seen == [((3, 6), (3,), (), 0, ())]
 
 
 # The sum

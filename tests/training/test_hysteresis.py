@@ -143,7 +143,7 @@ def adjust_before(loss_scale, finite):
     """The adjustment as it was before hysteresis."""
     finite = jnp.asarray(finite)
     scale = jnp.minimum(jnp.maximum(loss_scale.loss_scale, np.float32(1)), np.float32(2.0**126))
-    grown, shrunk = scale * 2.0, scale / 2.0
+    grown, shrunk = scale * 2.0, scale * 0.5
     due = loss_scale.counter >= loss_scale.period - 1
     new = jnp.where(finite, jnp.where(due, grown, scale), shrunk)
     counter = jnp.where(finite & ~due, loss_scale.counter + 1, 0)

@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import pickle
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +187,24 @@ def test_adjust_follows_the_model(start, counter, period, factor, low, high, bac
     assert list(zip(map(float, scales), map(int, counters), strict=True)) == expected
     assert (last.period, last.factor, last.min_loss_scale) == (period, factor, low)
     assert (last.max_loss_scale, last.backoff_factor) == (high, backoff)
+
+
+@pytest.mark.parametrize("has_backoff", [False, True])
+def test_a_compiled_step_adjusts_to_the_bits_of_an_eager_one(has_backoff, rng):
+    """Also for factors that are no power of two, of which XLA rewrites a division."""
+    for factor, backoff in zip(rng.uniform(1.01, 9, 4), rng.uniform(0.01, 0.99, 4), strict=True):
+        factors: dict[str, Any] = {"factor": float(factor), "backoff_factor": float(backoff)}
+        if not has_backoff:
+            del factors["backoff_factor"]
+            backoff = 1 / factor
+        compiled = jax.jit(lambda scale, finite: scale.adjust(finite))
+        for start in 2.0 ** rng.uniform(10, 40, 6):
+            scale = jmpx.DynamicLossScale(start, period=1, **factors)
+            for finite in (True, False):
+                eager = scale.adjust(finite).loss_scale
+                np.testing.assert_array_equal(eager, compiled(scale, finite).loss_scale)
+                exact = float(scale.loss_scale) * (factor if finite else backoff)
+                np.testing.assert_allclose(eager, exact, rtol=2**-22)
 
 
 def test_it_grows_on_finite_step_number_period():

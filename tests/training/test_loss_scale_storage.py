@@ -196,6 +196,9 @@ def test_flax_refuses_what_is_no_state_of_a_loss_scale():
         "import jmpx, flax",  # jmpx first, and no adapter
         "import flax, jmpx",
         "import jmpx; early = jmpx.StaticLossScale(8); import jmpx.flax",
+        "import jmpx; early = jmpx.StaticLossScale(8); import flax",
+        "import jmpx; early = jmpx.DynamicLossScale(8); import flax.linen",
+        "import jmpx; jmpx.StaticLossScale(8); early = jmpx.NoOpLossScale(); import flax.nnx",
     ],
 )
 def test_flax_knows_loss_scales_in_every_order_of_imports(imports):
@@ -204,6 +207,7 @@ def test_flax_knows_loss_scales_in_every_order_of_imports(imports):
         from flax import serialization
         scale = globals().get("early") or jmpx.StaticLossScale(8)
         assert serialization.from_bytes(scale, serialization.to_bytes(scale)) == scale
+        assert isinstance(serialization.to_state_dict(scale), dict)
     """
     result = run_python("-c", textwrap.dedent(code))
     assert result.returncode == 0, result.stderr

@@ -154,7 +154,7 @@ def nested_loss(params, batch, key, noise=0.0, *, shift):
 @pytest.mark.parametrize("argnums", [None, 1, [1], -3])
 def test_batches_may_be_nested_and_other_arguments_go_whole(argnums, as_array, rng, key):
     batch = Batch(as_array(normal(rng, 12, 3)), {"y": as_array(normal(rng, 12)), "name": "train"})
-    w, shift = normal(rng, 3), normal(rng, 1)
+    w, shift = normal(rng, 3), normal(rng)
     grad_fn = functools.partial(filter_value_and_grad, nested_loss, NO_SCALE, policy="full")
     whole = grad_fn()(w, batch, key, 0.5, shift=shift)
     parts = grad_fn(microbatches=3, batch_argnums=argnums)(w, batch, key, 0.5, shift=shift)

@@ -400,3 +400,35 @@ def test_an_optimizer_may_have_an_argument_of_that_name(rng):
     for skip in (jnp.zeros(2), 3, "never"):
         jmpx.optimizer_update(params, optimizer, (), params, True, skip=skip)
     assert given[0] == "where" and given[2:] == [3, "never"]
+
+
+# What is not the optimizer, or not its state
+
+
+def test_an_optimizer_of_nnx_is_refused_with_what_to_pass():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    grads = nnx.state(model, nnx.Param)
+    for state in (None, optimizer, optimizer.opt_state):
+        with pytest.raises(
+            TypeError, match=r"got flax\.nnx.*Optimizer: pass .*optimizer\.tx"
+        ) as error:
+            jmpx.optimizer_update(model, optimizer, state, grads, True)
+        assert "\n" not in str(error.value)
+    with pytest.raises(TypeError, match=r"optimizer\.tx\.init\(nnx\.state\(") as error:
+        jmpx.skip_nonfinite(optimizer)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+def test_the_state_of_the_optimizer_inside_is_refused(inner, jit):
+    params, optimizer = {"w": jnp.ones(2)}, jmpx.skip_nonfinite(inner)
+    message = r"got a tuple: make it by the init of the wrapped optimizer"
+    with pytest.raises(TypeError, match=message):
+        jit(optimizer.update)(params, inner.init(params), params)
+    update = lambda state, finite: jmpx.optimizer_update(params, optimizer, state, params, finite)  # noqa: E731
+    with pytest.raises(TypeError, match=message):
+        jit(update)(inner.init(params), jnp.array(True))
+    with pytest.raises(TypeError, match="got a dict: make it by"):
+        update(optimizer.init(params)._asdict(), True)

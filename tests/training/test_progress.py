@@ -147,7 +147,7 @@ def test_at_its_floor_means_that_it_can_fall_no_further(name):
         text = message(state_after(51), scaling)
         assert ("at its floor of" in text) != can_fall
         assert ("above its floor of" in text) == can_fall
-        assert ("begin with a smaller scale" in text) == can_fall
+        assert ("never changed" in text) == can_fall
         numbers = re.findall(r"(?:loss scale at|floor of) ([\d.*e-]+)[,:]", text)
         floats = [float(jmpx.get_loss_scale(f"static={number}").loss_scale) for number in numbers]
         assert floats[0] == np.float32(scaling.loss_scale)
@@ -167,15 +167,44 @@ def restored(scaling, number):
     [
         (jmpx.NoOpLossScale(), "=50, without a loss scale: lower the learning rate, or"),
         (jmpx.StaticLossScale(2.0**20), "with the static loss scale 1048576: lower it or the"),
-        (jmpx.DynamicLossScaling(2.0**10), "at 1024, above its floor of 1: begin with a smaller"),
+        (jmpx.DynamicLossScale(2.0**10, backoff_factor=0.8), "above its floor of 1: begin with a"),
         (restored(jmpx.DynamicLossScale(), 0.125), "at its floor of 1: lower"),
-        (restored(jmpx.DynamicLossScale(max_loss_scale=8), 64), "at 8, above its floor of 1: "),
+        (
+            restored(jmpx.DynamicLossScale(max_loss_scale=8), 64),
+            "at 8, above its floor of 1, so it",
+        ),
         (restored(jmpx.DynamicLossScale(), math.nan), "at nan, above its floor of 1: "),
         (jmpx.DynamicLossScale(2.0**-20, min_loss_scale=2.0**-20), "at its floor of 2**-20: "),
     ],
 )
 def test_the_message_tells_the_scale(scaling, expected):
     assert expected in message(state_after(51), scaling)
+
+
+@pytest.mark.parametrize("most", [50, 3])
+@pytest.mark.parametrize("carried", [False, True])
+def test_a_loss_scale_that_is_closed_over_is_told(most, carried):
+    """The step adjusts it, and forgets what that gives."""
+    optimizer = jmpx.skip_nonfinite(optax.sgd(0.1))
+    begin = jmpx.DynamicLossScale(2.0**15)
+    params, x = jnp.ones(2), jnp.array([jnp.nan, 1.0])
+
+    @jax.jit
+    def step(state, scale):
+        scale = scale if carried else begin
+        loss_fn = lambda w, x: (w * x).sum()  # noqa: E731
+        scale, finite, grads = jmpx.filter_grad(loss_fn, scale, policy="c=f16")(params, x)
+        return jmpx.optimizer_update(params, optimizer, state, grads, finite)[1], scale
+
+    state, scale = optimizer.init(params), begin
+    for _ in range(most + 1):
+        state, adjusted = step(state, scale)
+        scale = adjusted if carried else scale
+    text = message(state, scale, max_consecutive=most)
+    assert ("never changed" in text) == (not carried or most == 3)
+    if not carried:
+        assert "return it from the step" in text
+        assert ("so it never changed: return it from the step, and" in text) == (most == 50)
 
 
 def test_the_message_names_the_first_gradients_that_are_not_finite(rng):

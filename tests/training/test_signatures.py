@@ -66,3 +66,20 @@ def test_a_decorated_method_is_one(rng):
     x = jnp.asarray(rng.normal(size=3), jnp.float16)
     assert module.method(x).dtype == jnp.float16
     assert list(inspect.signature(Halve.method).parameters) == ["self", "x", "power"]
+
+
+@pytest.mark.parametrize(
+    "name", ["NoOpLossScale", "StaticLossScale", "DynamicLossScale", "DynamicLossScaling"]
+)
+def test_the_class_of_a_loss_scale_in_place_of_one(name):
+    cls = getattr(jmpx, name)
+    calls = [
+        lambda: jmpx.filter_grad(jnp.sum, cls),
+        lambda: jmpx.get_loss_scale(cls),
+        lambda: jmpx.MixedPrecision("c=f16", cls),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=rf": call it, as jmpx\.{name}\("):
+            call()
+    with pytest.raises(TypeError, match="Expected a loss scale as the second argument, got Array"):
+        jmpx.filter_grad(jnp.sum, jnp.ones(3))  # pyright: ignore[reportArgumentType, reportCallIssue]
