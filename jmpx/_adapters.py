@@ -269,15 +269,26 @@ def run_at_boundary(
     args, kwargs = cast_except(policy.cast_to_compute, (args, kwargs), passes)
     with running(policy, by):
         result = method(*args, **kwargs)
+    return cast_result(to_output, result, carry)
+
+
+def cast_result(cast: Callable[[PyTree], PyTree], result: Any, carry: PyTree) -> Any:
+    """Returns the result of a call cast, but a new carry in the dtypes of the old one.
+
+    Args:
+        cast: casts what is no carry.
+        result: the result.
+        carry: the old carry, if the call is a step of a loop; else None.
+    """
     if carry is None:
-        return to_output(result)
+        return cast(result)
     structure = jax.tree.structure(carry)
     if jax.tree.structure(result) == structure:  # the carry alone, as in `nn.remat_scan`
         return jax.tree.map(cast_like, result, carry)
     # The carry and the output of a step, as in `nn.scan`.
     if isinstance(result, tuple) and result and jax.tree.structure(result[0]) == structure:
-        return (jax.tree.map(cast_like, result[0], carry), *to_output(result[1:]))
-    return to_output(result)
+        return (jax.tree.map(cast_like, result[0], carry), *cast(result[1:]))
+    return cast(result)
 
 
 def run_reading(

@@ -6,14 +6,30 @@ import functools
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
+import numpy as np
 from flax import linen as nn
 
-from jmpx._adapters import Args, Kwargs, Method, Session, is_public, run_at_boundary
+from jmpx._adapters import (
+    Args,
+    Kwargs,
+    Method,
+    PyTree,
+    Session,
+    cast_result,
+    inherited_policy,
+    is_public,
+    run_at_boundary,
+    run_reading,
+)
 from jmpx._contexts import opened, refuse_other_tasks
+from jmpx._dtype_fields import FieldInCall, field_in_call, reading_policy
+from jmpx._dtypes import as_dtype, dtype_name
 from jmpx._frameworks import Adapter
+from jmpx._leaves import is_floating
 from jmpx._marks import Module, in_module
 from jmpx._parameter_casts import ParameterCasts
 from jmpx._policy import Policy
@@ -92,18 +108,27 @@ class _Call:
             body of a lifted transform run as part of the call that casts.
         boundary_policy: the boundary policy of the module's calls, None if they do not cast.
         surrounding: the surrounding policy.
+        field: the `dtype` field of the module.
         is_cast: whether a public method is running, so that its inputs are cast already.
+        lifted: the names of the lifted transforms in whose body the method runs.
     """
 
     module: Module
     boundary_policy: Policy | None
     surrounding: Policy | None
+    field: FieldInCall
     is_cast: bool = False
+    lifted: tuple[str, ...] = ()
 
     @property
     def policy(self) -> Policy | None:
         """The policy under which the method runs."""
         return self.surrounding if self.boundary_policy is None else self.boundary_policy
+
+    @property
+    def reading(self) -> Policy | None:
+        """The policy under which the module reads its own parameters."""
+        return None if self.policy is None else reading_policy(self.policy, self.field.value)
 
 
 # The maps of the sessions that have ended: a Linen module ran under each, or a warning said that
@@ -138,19 +163,42 @@ class _Session(Session):
         # Interceptors do not see the methods of `nn.Module` itself; an attribute hides `param`.
         object.__setattr__(module, "param", functools.partial(self.param, module))
         call = self.find_call(module)
-        policy = call.boundary_policy
         casts = not call.is_cast and _is_public(type(module), context.method_name)
-        self.calls.append(dataclasses.replace(call, is_cast=call.is_cast or casts))
+        carry = args[0] if args and self.is_step(module, casts) else None
+        lifted = _lifted_by(module)
+        self.calls.append(dataclasses.replace(call, is_cast=call.is_cast or casts, lifted=lifted))
         try:
-            if casts and policy is not None:
-                carry = args[0] if args and _is_loop_body(module) else None
-                return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
-            with running(call.policy, _NAME):
-                return method(*args, **kwargs)
+            with _field_set(module, call.field.value):
+                if casts:
+                    return self.run_public(call, module, method, args, kwargs, carry)
+                with running(call.policy, _NAME):
+                    return cast_result(_as_it_is, method(*args, **kwargs), carry)
         finally:
             self.calls.pop()
             if not self.calls:
                 self.casts.clear()
+
+    def run_public(
+        self,
+        call: _Call,
+        module: nn.Module,
+        method: Method,
+        args: Args,
+        kwargs: Kwargs,
+        carry: PyTree,
+    ) -> Any:
+        """Runs a public method, whose inputs are cast at a boundary or if it reads parameters."""
+        self.census.note_layer(call.module, call.field)
+        reads = _reads(module)
+        policy = call.reading if reads else call.policy
+        if policy is not None and call.boundary_policy is not None:
+            return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
+        if call.reading is not None and (reads or module.is_initializing()):
+            result = _run_reading(call.reading, module, method, args, kwargs)
+        else:
+            with running(policy, _NAME):
+                result = method(*args, **kwargs)
+        return cast_result(_as_it_is, result, carry)
 
     def find_call(self, module: nn.Module) -> _Call:
         """Returns the call that a method of a module begins, or the call that it is part of."""
@@ -159,17 +207,27 @@ class _Session(Session):
         if outer is not None and outer.module == called:
             return outer
         surrounding = None if outer is None else outer.policy
-        call = _Call(called, self.boundary_policy(*called, surrounding), surrounding)
+        rule = self.explicit_policy(*called, surrounding)
+        field = field_in_call(module, rule, None if outer is None else outer.field.selected)
+        call = _Call(called, self.boundary_policy(*called, surrounding), surrounding, field)
         self.note(*called, call.boundary_policy, surrounding)
         if isinstance(module, _CONVOLUTIONS) and module.precision is None:
             self.note_convolution(*called, call.policy)
         return call
 
+    def is_step(self, module: nn.Module, casts: bool) -> bool:
+        """Whether a method begins a step of a loop: of a recurrent cell, or lifted by Linen."""
+        if isinstance(module, nn.RNNCellBase) and casts:
+            return True
+        lifted = _lifted_by(module)
+        is_body = any(f"{name}(" in "".join(lifted[-1:]) for name in ("scan", "while_loop"))
+        return is_body and not (self.calls and self.calls[-1].lifted == lifted)
+
     def param(
         self, module: nn.Module, name: str, init: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Stands in for `module.param`: creates in the param dtype, reads in the compute dtype."""
-        policy = self.calls[-1].policy if self.calls else None
+        policy = self.calls[-1].reading if self.calls else None
         if policy is None:
             return type(module).param(module, name, init, *args, **kwargs)
 
@@ -177,6 +235,7 @@ class _Session(Session):
             return policy.cast_to_param(init(*args, **kwargs))
 
         stored = type(module).param(module, name, create, *args, **kwargs)
+        self.census.note_parameter(self.calls[-1].module, name, stored)
         return self.casts.to_compute(policy, stored)
 
     def warn_without_linen(self, stacklevel: int) -> None:
@@ -217,10 +276,73 @@ def _intercept(
     return sessions[-1].intercept(method, args, kwargs, context)
 
 
-def _is_loop_body(module: nn.Module) -> bool:
-    """Whether a module is a step of a loop: a recurrent cell, or lifted by `scan`."""
-    lifted_by = () if module.scope is None else module.scope.debug_path[-1:]  # such as `scan(f)`
-    return isinstance(module, nn.RNNCellBase) or "scan(" in "".join(lifted_by)
+def _as_it_is(tree: PyTree) -> PyTree:
+    return tree
+
+
+def _run_reading(
+    policy: Policy, module: nn.Module, method: Method, args: Args, kwargs: Kwargs
+) -> Any:
+    """Runs a call that is no boundary, of a module that reads parameters or statistics itself.
+
+    Statistics are in float32, and would make the results of the module so. While a module creates
+    its parameters nobody knows that it reads any, so its result is cast in place of its inputs:
+    what is made of it, such as a cache, gets the dtype that it has in later calls.
+    """
+    to_compute = inherited_policy(policy).cast_to_output
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        return to_compute(result) if _has_own(module, "batch_stats") else result
+
+    if _reads(module):
+        return run_reading(policy, run, args, kwargs, by=_NAME)
+    with running(policy, _NAME):
+        result = run(*args, **kwargs)
+    if not _reads(module):
+        return result
+
+    def created(*cast: Any) -> Any:
+        is_cast = any(new is not old for new, old in zip(cast, inputs, strict=True))
+        return to_compute(result) if is_cast else result
+
+    inputs = jax.tree.leaves((args, kwargs))
+    return run_reading(policy, created, tuple(inputs), {}, by=_NAME)
+
+
+@contextlib.contextmanager
+def _field_set(module: nn.Module, dtype: np.dtype | None) -> Iterator[None]:
+    """Sets the `dtype` field of a module for a call; None leaves it.
+
+    The value is of the kind that the user wrote: a name, a `np.dtype` or a scalar type.
+    """
+    written = vars(module).get("dtype")
+    if dtype is None or np.dtype(written) == dtype:
+        yield
+        return
+    kind = {str: dtype_name, np.dtype: np.dtype}.get(type(written), as_dtype)
+    object.__setattr__(module, "dtype", kind(dtype))  # a module is frozen
+    try:
+        yield
+    finally:
+        object.__setattr__(module, "dtype", written)
+
+
+def _reads(module: nn.Module) -> bool:
+    """Whether a module itself reads parameters or running statistics."""
+    return _has_own(module, "params") or _has_own(module, "batch_stats")
+
+
+def _has_own(module: nn.Module, collection: str) -> bool:
+    """Whether a module itself holds a floating array of a collection, not a module inside."""
+    variables = {} if module.scope is None else module.scope.variables().get(collection, {})
+    own = [value for value in variables.values() if not isinstance(value, Mapping)]
+    return any(map(is_floating, jax.tree.leaves(own)))
+
+
+def _lifted_by(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of a module and those around it, with lifted transforms: `scan(block)`."""
+    return () if module.scope is None else tuple(module.scope.debug_path)
 
 
 def _written_class(cls: type) -> type:
