@@ -299,6 +299,7 @@ def run_reading(
     *,
     by: str,
     passes: Callable[[Any], bool] | None = None,
+    keeps: bool = False,
 ) -> Any:
     """Runs a call that is no boundary, of a module that reads parameters itself.
 
@@ -312,29 +313,33 @@ def run_reading(
         kwargs: its keyword arguments.
         by: the function that casts, as the user calls it.
         passes: whether a node of a pytree passes as it is; None if none does.
+        keeps: whether the result is to be as wide as the arguments outside of loops, too.
 
     Returns:
         The result as the method returns it. Inside of a loop or a branch of JAX, where results have
         to keep the dtype of a carry, it is at least as wide as the widest floating argument was.
     """
-    dtypes = _floating_dtypes((args, kwargs), passes) if in_loop() else []
+    dtypes = _floating_dtypes((args, kwargs), passes) if keeps or in_loop() else []
     args, kwargs = cast_except(policy.cast_to_compute, (args, kwargs), passes)
     with running(policy, by):
         result = method(*args, **kwargs)
     if not dtypes:
         return result
     widest = functools.reduce(jnp.promote_types, dtypes)
-    return cast_except(lambda tree: jax.tree.map(_at_least(widest), tree), result, passes)
+    return cast_except(lambda tree: jax.tree.map(at_least(widest), tree), result, passes)
 
 
 def _floating_dtypes(tree: PyTree, passes: Callable[[Any], bool] | None) -> list[np.dtype]:
-    """Returns the dtypes of the floating leaves in a pytree, without the nodes that pass."""
+    """Returns the dtypes of the floating leaves in a pytree, without the nodes that pass.
+
+    They are those that JAX computes in: float64 of NumPy is float32 for it, unless x64 is on.
+    """
     leaves = jax.tree.leaves(tree, is_leaf=passes)
     cast = [leaf for leaf in leaves if passes is None or not passes(leaf)]
-    return [np.dtype(leaf.dtype) for leaf in cast if is_floating(leaf)]
+    return [jax.dtypes.canonicalize_dtype(leaf.dtype) for leaf in cast if is_floating(leaf)]
 
 
-def _at_least(dtype: np.dtype) -> Callable[[Any], Any]:
+def at_least(dtype: np.dtype) -> Callable[[Any], Any]:
     """Returns a function that casts a floating leaf which is narrower than a dtype."""
 
     def widen(leaf: Any) -> Any:
