@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jmpx._adapters import (
     Method,
     PyTree,
     Session,
+    at_least,
     cast_result,
     inherited_policy,
     is_public,
@@ -34,7 +36,7 @@ from jmpx._marks import Module, in_module
 from jmpx._parameter_casts import ParameterCasts
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, PolicyMapLike
-from jmpx._registry import running
+from jmpx._registry import in_loop, running
 
 _NAME = "jmpx.flax.policies"
 
@@ -111,6 +113,7 @@ class _Call:
         field: the `dtype` field of the module.
         is_cast: whether a public method is running, so that its inputs are cast already.
         lifted: the names of the lifted transforms in whose body the method runs.
+        keeps: whether calls inside return what is as wide as their arguments, for a wide state.
     """
 
     module: Module
@@ -119,6 +122,7 @@ class _Call:
     field: FieldInCall
     is_cast: bool = False
     lifted: tuple[str, ...] = ()
+    keeps: bool = False
 
     @property
     def policy(self) -> Policy | None:
@@ -129,6 +133,12 @@ class _Call:
     def reading(self) -> Policy | None:
         """The policy under which the module reads its own parameters."""
         return None if self.policy is None else reading_policy(self.policy, self.field.value)
+
+    @property
+    def result_dtype(self) -> np.dtype | None:
+        """The dtype that a policy of the call or a field gives to the result; None without."""
+        policy = self.boundary_policy
+        return self.field.value if policy is None else np.dtype(policy.output_dtype)
 
 
 # The maps of the sessions that have ended: a Linen module ran under each, or a warning said that
@@ -143,6 +153,7 @@ class _Session(Session):
         has_run: whether a Linen module has run in it.
         calls: the running methods, the innermost last.
         casts: the casts of parameters in the outermost of these calls.
+        in_loops: the calls in loops and branches in it whose result has a dtype of its own.
     """
 
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
@@ -150,6 +161,7 @@ class _Session(Session):
         self.has_run = False
         self.calls: list[_Call] = []
         self.casts = ParameterCasts()
+        self.in_loops: dict[Module, _Call] = {}
 
     def intercept(
         self,
@@ -164,19 +176,33 @@ class _Session(Session):
         object.__setattr__(module, "param", functools.partial(self.param, module))
         call = self.find_call(module)
         casts = not call.is_cast and _is_public(type(module), context.method_name)
-        carry = args[0] if args and self.is_step(module, casts) else None
-        lifted = _lifted_by(module)
-        self.calls.append(dataclasses.replace(call, is_cast=call.is_cast or casts, lifted=lifted))
+        carry = args[0] if args and self.is_step(module, context.method_name) else None
+        state = _state_dtype(module, call.reading) if casts else None
+        self.calls.append(
+            dataclasses.replace(
+                call,
+                is_cast=call.is_cast or casts,
+                lifted=_lifted_by(module),
+                keeps=call.keeps or state is not None,
+            )
+        )
         try:
             with _field_set(module, call.field.value):
                 if casts:
+                    self.census.note_layer(call.module, call.field)
+                    if state is not None and _own(module, "cache"):
+                        args, kwargs = jax.tree.map(at_least(state), (args, kwargs))
                     return self.run_public(call, module, method, args, kwargs, carry)
                 with running(call.policy, _NAME):
                     return cast_result(_as_it_is, method(*args, **kwargs), carry)
+        except TypeError as error:
+            _note_rules(error, self.in_loops.values())
+            raise
         finally:
             self.calls.pop()
             if not self.calls:
                 self.casts.clear()
+                self.in_loops.clear()
 
     def run_public(
         self,
@@ -188,13 +214,15 @@ class _Session(Session):
         carry: PyTree,
     ) -> Any:
         """Runs a public method, whose inputs are cast at a boundary or if it reads parameters."""
-        self.census.note_layer(call.module, call.field)
         reads = _reads(module)
         policy = call.reading if reads else call.policy
+        if call.result_dtype is not None and in_loop():
+            self.in_loops[call.module] = call
         if policy is not None and call.boundary_policy is not None:
             return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
         if call.reading is not None and (reads or module.is_initializing()):
-            result = _run_reading(call.reading, module, method, args, kwargs)
+            run = functools.partial(run_reading, by=_NAME, keeps=call.keeps)
+            result = _run_reading(run, call.reading, module, method, args, kwargs)
         else:
             with running(policy, _NAME):
                 result = method(*args, **kwargs)
@@ -209,19 +237,21 @@ class _Session(Session):
         surrounding = None if outer is None else outer.policy
         rule = self.explicit_policy(*called, surrounding)
         field = field_in_call(module, rule, None if outer is None else outer.field.selected)
-        call = _Call(called, self.boundary_policy(*called, surrounding), surrounding, field)
+        keeps = outer is not None and outer.keeps
+        boundary = self.boundary_policy(*called, surrounding)
+        call = _Call(called, boundary, surrounding, field, keeps=keeps)
         self.note(*called, call.boundary_policy, surrounding)
         if isinstance(module, _CONVOLUTIONS) and module.precision is None:
             self.note_convolution(*called, call.policy)
         return call
 
-    def is_step(self, module: nn.Module, casts: bool) -> bool:
+    def is_step(self, module: nn.Module, method_name: str) -> bool:
         """Whether a method begins a step of a loop: of a recurrent cell, or lifted by Linen."""
-        if isinstance(module, nn.RNNCellBase) and casts:
+        lifted, outer = _lifted_by(module), self.calls[-1:]
+        if isinstance(module, nn.RNNCellBase) and method_name == "__call__":
             return True
-        lifted = _lifted_by(module)
         is_body = any(f"{name}(" in "".join(lifted[-1:]) for name in ("scan", "while_loop"))
-        return is_body and not (self.calls and self.calls[-1].lifted == lifted)
+        return is_body and [call.lifted for call in outer] != [lifted]
 
     def param(
         self, module: nn.Module, name: str, init: Callable[..., Any], *args: Any, **kwargs: Any
@@ -276,12 +306,46 @@ def _intercept(
     return sessions[-1].intercept(method, args, kwargs, context)
 
 
+_NOTE = "Under jmpx.flax.policies the result of"
+_TYPES = re.compile(r"must have equal.* has type (\w+)\[.* has type (\w+)\[", re.DOTALL)
+
+
+def _note_rules(error: TypeError, calls: Iterable[_Call]) -> None:
+    """Adds a note to JAX's error of a carry or a branch whose dtype changes: rules that keep it.
+
+    Args:
+        error: the error.
+        calls: the calls in loops and branches whose result has a dtype of its own.
+    """
+    found = _TYPES.search(str(error))
+    if found is None or any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+        return
+    wanted, got = found.groups()
+    rules = {}
+    for call in calls:
+        if call.result_dtype == got:
+            policy = call.boundary_policy  # without one, the rule sets the field
+            compute = wanted if policy is None else dtype_name(policy.compute_dtype)
+            rules[call.module.cls.__name__] = f"compute={compute},output={wanted}"
+    if rules:
+        text = "; ".join(f"{name}: {policy}" for name, policy in rules.items())
+        error.add_note(
+            f"{_NOTE} {', '.join(rules)} is {got} there, by a rule, the policy of a class or a "
+            f"dtype field: where it makes this value, write '{text}' behind the other rules."
+        )
+
+
 def _as_it_is(tree: PyTree) -> PyTree:
     return tree
 
 
 def _run_reading(
-    policy: Policy, module: nn.Module, method: Method, args: Args, kwargs: Kwargs
+    run_reading: Callable[..., Any],
+    policy: Policy,
+    module: nn.Module,
+    method: Method,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Runs a call that is no boundary, of a module that reads parameters or statistics itself.
 
@@ -293,21 +357,21 @@ def _run_reading(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
-        return to_compute(result) if _has_own(module, "batch_stats") else result
+        return to_compute(result) if _own(module, "batch_stats") else result
 
     if _reads(module):
-        return run_reading(policy, run, args, kwargs, by=_NAME)
+        return run_reading(policy, run, args, kwargs)
     with running(policy, _NAME):
         result = run(*args, **kwargs)
     if not _reads(module):
         return result
+    inputs = jax.tree.leaves((args, kwargs))
 
     def created(*cast: Any) -> Any:
         is_cast = any(new is not old for new, old in zip(cast, inputs, strict=True))
         return to_compute(result) if is_cast else result
 
-    inputs = jax.tree.leaves((args, kwargs))
-    return run_reading(policy, created, tuple(inputs), {}, by=_NAME)
+    return run_reading(policy, created, tuple(inputs), {})
 
 
 @contextlib.contextmanager
@@ -328,16 +392,34 @@ def _field_set(module: nn.Module, dtype: np.dtype | None) -> Iterator[None]:
         object.__setattr__(module, "dtype", written)
 
 
-def _reads(module: nn.Module) -> bool:
-    """Whether a module itself reads parameters or running statistics."""
-    return _has_own(module, "params") or _has_own(module, "batch_stats")
-
-
-def _has_own(module: nn.Module, collection: str) -> bool:
-    """Whether a module itself holds a floating array of a collection, not a module inside."""
+def _own(module: nn.Module, collection: str) -> list[Any]:
+    """Returns the floating arrays of a collection that a module itself holds."""
     variables = {} if module.scope is None else module.scope.variables().get(collection, {})
     own = [value for value in variables.values() if not isinstance(value, Mapping)]
-    return any(map(is_floating, jax.tree.leaves(own)))
+    return list(filter(is_floating, jax.tree.leaves(own)))
+
+
+def _reads(module: nn.Module) -> bool:
+    """Whether a module itself reads parameters or running statistics."""
+    return bool(_own(module, "params") or _own(module, "batch_stats"))
+
+
+# Collections that are no state: what is written there may have any dtype.
+_NO_STATE = ("params", "batch_stats", "intermediates")
+
+
+def _state_dtype(module: nn.Module, policy: Policy | None) -> np.dtype | None:
+    """Returns the dtype of state that a module holds, if it is wider than the compute dtype.
+
+    What is written there often has to be as wide: the keys of a cache that was made outside.
+    """
+    if policy is None or module.scope is None:
+        return None
+    names = [name for name in module.scope.variables() if name not in _NO_STATE]
+    dtypes = [np.dtype(leaf.dtype) for name in names for leaf in _own(module, name)]
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
+    is_wide = widest is not None and widest.itemsize > np.dtype(policy.compute_dtype).itemsize
+    return widest if is_wide else None
 
 
 def _lifted_by(module: nn.Module) -> tuple[str, ...]:
