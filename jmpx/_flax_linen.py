@@ -220,6 +220,8 @@ class _Session(Session):
             self.in_loops[call.module] = call
         if policy is not None and call.boundary_policy is not None:
             return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
+        if policy is not None and isinstance(module, nn.OptimizedLSTMCell):
+            args = _cast_hidden(policy, args)
         if call.reading is not None and (reads or module.is_initializing()):
             run = functools.partial(run_reading, by=_NAME, keeps=call.keeps)
             result = _run_reading(run, call.reading, module, method, args, kwargs)
@@ -374,6 +376,17 @@ def _run_reading(
     return run_reading(policy, created, tuple(inputs), {})
 
 
+def _cast_hidden(policy: Policy, args: Args) -> Args:
+    """Casts what an `OptimizedLSTMCell` multiplies itself: not the sum that its carry begins with.
+
+    It owns no parameters: modules inside of it hand them to it.
+    """
+    if len(args) != 2 or not isinstance(args[0], tuple) or len(args[0]) != 2:
+        return args  # of a subclass, or of another method
+    (cell, hidden), inputs = args
+    return (cell, policy.cast_to_compute(hidden)), policy.cast_to_compute(inputs)
+
+
 @contextlib.contextmanager
 def _field_set(module: nn.Module, dtype: np.dtype | None) -> Iterator[None]:
     """Sets the `dtype` field of a module for a call; None leaves it.
@@ -384,8 +397,9 @@ def _field_set(module: nn.Module, dtype: np.dtype | None) -> Iterator[None]:
     if dtype is None or np.dtype(written) == dtype:
         yield
         return
-    kind = {str: dtype_name, np.dtype: np.dtype}.get(type(written), as_dtype)
-    object.__setattr__(module, "dtype", kind(dtype))  # a module is frozen
+    value = dtype if isinstance(written, np.dtype) else as_dtype(dtype)
+    value = dtype.name if isinstance(written, str) else value
+    object.__setattr__(module, "dtype", value)  # a module is frozen
     try:
         yield
     finally:
