@@ -49,14 +49,19 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
 
     Put it around `init` and `apply`, in a jitted function or around its call. Calls of public
     methods cast where a rule, a class policy or the map's default gives them a policy; `setup` and
-    private methods run as part of the call around them. A layer that is given a `dtype` computes in
-    that dtype inside.
+    private methods run as part of the call around them. A module that reads a parameter itself
+    casts its floating inputs to its compute dtype in any case; one with running statistics returns
+    what its surroundings compute in.
+
+    A rule or class policy sets the `dtype` field of the layer that it selects for the call, and of
+    layers inside that have the same value. Without a rule the field is the layer's compute dtype.
 
     Where a module asks for a parameter by `self.param`, it gets the stored one cast to the compute
     dtype of the innermost policy; in `setup`, that is the policy of the module's first call. `init`
     creates parameters in the param dtype of that policy. `self.variables` holds the stored
-    parameters. Other collections, such as `batch_stats`, are left alone. The body of an `nn.scan`
-    and a recurrent cell return their carry in the dtype in which it came.
+    parameters. Other collections, such as `batch_stats`, are left alone. Recurrent cells and the
+    bodies of `nn.scan` and `nn.while_loop` return their carry in the dtype in which it came. Inside
+    of loops, branches and derivatives of JAX other results are as wide as what came in.
 
     The `matmul` of a policy holds for the products in its region, forward and backward, but not in
     what a `jax.custom_vjp` or `jax.custom_jvp` defines: JAX traces that later. See docs/matmul.md.
@@ -78,7 +83,8 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
             context of jmpx at entry, or runs a module while this context lasts.
 
     Warns:
-        UserWarning: at the end, of each rule that matched none of the modules that ran; once if a
+        UserWarning: at the end, of each rule that matched none of the modules that ran; if `dtype`
+            fields keep most parameters from the map's compute dtype, with the rule; once if a
             convolution ran in float32 under a dot algorithm, which JAX ignores for it. And once
             for a map under which no Linen module ran while an NNX module exists, which needs
             `with_policies`. A Linen module that was compiled ahead of time counts as one that did

@@ -148,7 +148,7 @@ LIFTS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LIFTS)
 @BLOCKS
 def test_fields_of_lifted_modules(rng, block, name):
@@ -217,6 +217,7 @@ class Noisy(nn.Module):
         return nn.Dense(10)(x), nn.Dense(11)(y)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LOW)
 def test_what_is_made_inside_does_not_widen_the_layers(rng, name):
     model, x, low = Noisy(), normal(rng, 3, 4), jnp.dtype(LOW[name]).name
@@ -243,6 +244,7 @@ class Wide(nn.Module):
         return x * w if index is None else (x * w)[index]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("made", [jnp.ones, np.ones], ids=["jax", "numpy"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_floating_inputs_alone_are_cast(made, dtype):
@@ -273,6 +275,7 @@ def test_rules_and_parents_that_own_nothing_keep_theirs(rng):
     assert products(run, init(rng, Net(), x)) == {4: "float32", 5: "bfloat16"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("made_in_context", [False, True])
 def test_a_cache_keeps_its_dtype(rng, made_in_context):
     class Decoder(nn.Module):
