@@ -7,7 +7,7 @@ import gc
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -29,9 +29,16 @@ from jmpx._adapters import (
 )
 from jmpx._contexts import opened, refuse_other_tasks
 from jmpx._dtype_fields import FieldInCall, field_in_call, reading_policy
-from jmpx._dtypes import as_dtype, dtype_name
+from jmpx._dtypes import dtype_name
 from jmpx._frameworks import Adapter
-from jmpx._leaves import is_floating
+from jmpx._linen_modules import (
+    field_set,
+    lifted_by,
+    own,
+    reads,
+    state_dtype,
+    written_class,
+)
 from jmpx._marks import Module, in_module
 from jmpx._parameter_casts import ParameterCasts
 from jmpx._policy import Policy
@@ -183,20 +190,20 @@ class _Session(Session):
         call = self.find_call(module)
         casts = not call.is_cast and _is_public(type(module), context.method_name)
         carry = args[0] if args and self.is_step(module, context.method_name) else None
-        state = _state_dtype(module, call.reading) if casts else None
+        state = state_dtype(module, call.reading) if casts else None
         self.calls.append(
             dataclasses.replace(
                 call,
                 is_cast=call.is_cast or casts,
-                lifted=_lifted_by(module),
+                lifted=lifted_by(module),
                 keeps=call.keeps or state is not None,
             )
         )
         try:
-            with _field_set(module, call.field.value):
+            with field_set(module, call.field.value):
                 if casts:
                     self.census.note_layer(call.module, call.field)
-                    if state is not None and _own(module, "cache"):
+                    if state is not None and own(module, "cache"):
                         args, kwargs = jax.tree.map(at_least(state), (args, kwargs))
                     return self.run_public(call, module, method, args, kwargs, carry)
                 with running(call.policy, _NAME):
@@ -220,15 +227,15 @@ class _Session(Session):
         carry: PyTree,
     ) -> Any:
         """Runs a public method, whose inputs are cast at a boundary or if it reads parameters."""
-        reads = _reads(module)
-        policy = call.reading if reads else call.policy
+        has_own = reads(module)
+        policy = call.reading if has_own else call.policy
         if call.result_dtype is not None and in_loop():
             self.in_loops[call.module] = call
         if policy is not None and call.boundary_policy is not None:
             return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
         if policy is not None and isinstance(module, nn.OptimizedLSTMCell):
             args = _cast_hidden(policy, args)
-        if call.reading is not None and (reads or module.is_initializing()):
+        if call.reading is not None and (has_own or module.is_initializing()):
             run = functools.partial(run_reading, by=_NAME, keeps=call.keeps)
             result = _run_reading(run, call.reading, module, method, args, kwargs)
         else:
@@ -238,7 +245,7 @@ class _Session(Session):
 
     def find_call(self, module: nn.Module) -> _Call:
         """Returns the call that a method of a module begins, or the call that it is part of."""
-        called = Module(_written_class(type(module)), "/".join(module.path))
+        called = Module(written_class(type(module)), "/".join(module.path))
         outer = self.calls[-1] if self.calls else None
         if outer is not None and outer.module == called:
             return outer
@@ -255,7 +262,7 @@ class _Session(Session):
 
     def is_step(self, module: nn.Module, method_name: str) -> bool:
         """Whether a method begins a step of a loop: of a recurrent cell, or lifted by Linen."""
-        lifted, outer = _lifted_by(module), self.calls[-1:]
+        lifted, outer = lifted_by(module), self.calls[-1:]
         if isinstance(module, nn.RNNCellBase) and method_name == "__call__":
             return True
         is_body = any(f"{name}(" in "".join(lifted[-1:]) for name in ("scan", "while_loop"))
@@ -365,13 +372,13 @@ def _run_reading(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
-        return to_compute(result) if _own(module, "batch_stats") else result
+        return to_compute(result) if own(module, "batch_stats") else result
 
-    if _reads(module):
+    if reads(module):
         return run_reading(policy, run, args, kwargs)
     with running(policy, _NAME):
         result = run(*args, **kwargs)
-    if not _reads(module):
+    if not reads(module):
         return result
     inputs = jax.tree.leaves((args, kwargs))
 
@@ -393,67 +400,6 @@ def _cast_hidden(policy: Policy, args: Args) -> Args:
     return (cell, policy.cast_to_compute(hidden)), policy.cast_to_compute(inputs)
 
 
-@contextlib.contextmanager
-def _field_set(module: nn.Module, dtype: np.dtype | None) -> Iterator[None]:
-    """Sets the `dtype` field of a module for a call; None leaves it.
-
-    The value is of the kind that the user wrote: a name, a `np.dtype` or a scalar type.
-    """
-    written = vars(module).get("dtype")
-    if dtype is None or np.dtype(written) == dtype:
-        yield
-        return
-    value = dtype if isinstance(written, np.dtype) else as_dtype(dtype)
-    value = dtype.name if isinstance(written, str) else value
-    object.__setattr__(module, "dtype", value)  # a module is frozen
-    try:
-        yield
-    finally:
-        object.__setattr__(module, "dtype", written)
-
-
-def _own(module: nn.Module, collection: str) -> list[Any]:
-    """Returns the floating arrays of a collection that a module itself holds."""
-    variables = {} if module.scope is None else module.scope.variables().get(collection, {})
-    own = [value for value in variables.values() if not isinstance(value, Mapping)]
-    return list(filter(is_floating, jax.tree.leaves(own)))
-
-
-def _reads(module: nn.Module) -> bool:
-    """Whether a module itself reads parameters or running statistics."""
-    return bool(_own(module, "params") or _own(module, "batch_stats"))
-
-
-# Collections that are no state: what is written there may have any dtype.
-_NO_STATE = ("params", "batch_stats", "intermediates")
-
-
-def _state_dtype(module: nn.Module, policy: Policy | None) -> np.dtype | None:
-    """Returns the dtype of state that a module holds, if it is wider than the compute dtype.
-
-    What is written there often has to be as wide: the keys of a cache that was made outside.
-    """
-    if policy is None or module.scope is None:
-        return None
-    names = [name for name in module.scope.variables() if name not in _NO_STATE]
-    dtypes = [np.dtype(leaf.dtype) for name in names for leaf in _own(module, name)]
-    widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
-    is_wide = widest is not None and widest.itemsize > np.dtype(policy.compute_dtype).itemsize
-    return widest if is_wide else None
-
-
-def _lifted_by(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of a module and those around it, with lifted transforms: `scan(block)`."""
-    return () if module.scope is None else tuple(module.scope.debug_path)
-
-
-def _written_class(cls: type) -> type:
-    """Returns the class that the user wrote, for one that `nn.scan`, `nn.remat` or alike made."""
-    while cls.__module__ == nn.remat.__module__:
-        cls = cls.__bases__[0]
-    return cls
-
-
 def _is_public(cls: type, name: str) -> bool:
     """Whether a method is public. Bodies of lifted functions run as methods, but are none."""
     return name != "setup" and is_public(name) and hasattr(cls, name)
@@ -464,7 +410,7 @@ def _mark(method: Method, args: Args, kwargs: Kwargs, context: nn.module.Interce
     module = context.module
     if module.scope is None or not _is_public(type(module), context.method_name):
         return method(*args, **kwargs)
-    with in_module(_written_class(type(module)), "/".join(module.path)):
+    with in_module(written_class(type(module)), "/".join(module.path)):
         return method(*args, **kwargs)
 
 
