@@ -217,7 +217,7 @@ class Noisy(nn.Module):
         return nn.Dense(10)(x), nn.Dense(11)(y)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LOW)
 def test_what_is_made_inside_does_not_widen_the_layers(rng, name):
     model, x, low = Noisy(), normal(rng, 3, 4), jnp.dtype(LOW[name]).name
