@@ -304,6 +304,7 @@ def run_reading(
     by: str,
     carry: PyTree = None,
     passes: Callable[[Any], bool] | None = None,
+    keeps: bool = False,
 ) -> Any:
     """Runs a call that is no boundary, of a module that reads parameters itself.
 
@@ -318,6 +319,7 @@ def run_reading(
         by: the function that casts, as the user calls it.
         carry: the carry among the arguments, if the method is a step of a loop.
         passes: whether a node of a pytree passes as it is; None if none does.
+        keeps: whether the result is to be as wide as the arguments outside of loops, too.
 
     Returns:
         The result as the method returns it, but a new carry in the dtypes of the old one. Inside of
@@ -326,7 +328,7 @@ def run_reading(
         is at least as wide as the widest floating argument of its shape was, or of all if none has
         it.
     """
-    came = _floating_leaves((args, kwargs), passes) if in_loop() else []
+    came = _floating_leaves((args, kwargs), passes) if keeps or in_loop() else []
     size = np.dtype(policy.compute_dtype).itemsize
     is_narrowed = any(each.dtype.itemsize > size for each in came)
 
@@ -335,8 +337,8 @@ def run_reading(
             return tree
         return cast_except(lambda tree: jax.tree.map(_as_wide_as(came), tree), tree, passes)
 
-    keeps = _passes_narrow(policy, passes) if came else passes
-    args, kwargs = _cast_arguments(policy, args, kwargs, keeps)
+    passing = _passes_narrow(policy, passes) if came else passes
+    args, kwargs = _cast_arguments(policy, args, kwargs, passing)
     with running(policy, by):
         result = method(*args, **kwargs)
     return cast_result(widen, result, carry)
@@ -393,8 +395,17 @@ def _as_wide_as(came: list[_Came]) -> Callable[[Any], Any]:
             return leaf
         alike = [each for each in came if each.shape == leaf.shape] or came
         # By their sizes, because strict promotion knows no common dtype.
-        widest = max((each.dtype for each in alike), key=lambda dtype: dtype.itemsize)
-        return cast_tree(leaf, widest) if leaf.dtype.itemsize < widest.itemsize else leaf
+        return at_least(max((each.dtype for each in alike), key=lambda dtype: dtype.itemsize))(leaf)
+
+    return widen
+
+
+def at_least(dtype: np.dtype) -> Callable[[Any], Any]:
+    """Returns a function that casts a floating leaf which is narrower than a dtype."""
+
+    def widen(leaf: Any) -> Any:
+        is_narrow = is_floating(leaf) and leaf.dtype.itemsize < dtype.itemsize
+        return cast_tree(leaf, dtype) if is_narrow else leaf
 
     return widen
 

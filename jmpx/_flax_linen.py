@@ -4,21 +4,46 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
+import numpy as np
 from flax import linen as nn
 
-from jmpx._adapters import Args, Kwargs, Method, Session, is_public, run_at_boundary
+from jmpx._adapters import (
+    Args,
+    Kwargs,
+    Method,
+    PyTree,
+    Session,
+    at_least,
+    cast_result,
+    inherited_policy,
+    is_public,
+    run_at_boundary,
+    run_reading,
+)
 from jmpx._contexts import opened, refuse_other_tasks
+from jmpx._dtype_fields import FieldInCall, field_in_call, reading_policy
+from jmpx._dtypes import dtype_name
 from jmpx._frameworks import Adapter
+from jmpx._linen_modules import (
+    field_set,
+    lifted_by,
+    own,
+    reads,
+    state_dtype,
+    written_class,
+)
 from jmpx._marks import Module, in_module
 from jmpx._parameter_casts import ParameterCasts
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, PolicyMapLike
-from jmpx._registry import running
+from jmpx._registry import in_loop, running
 
 _NAME = "jmpx.flax.policies"
 
@@ -31,14 +56,19 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
 
     Put it around `init` and `apply`, in a jitted function or around its call. Calls of public
     methods cast where a rule, a class policy or the map's default gives them a policy; `setup` and
-    private methods run as part of the call around them. A layer that is given a `dtype` computes in
-    that dtype inside.
+    private methods run as part of the call around them. A module that reads a parameter itself
+    casts its floating inputs to its compute dtype in any case; one with running statistics returns
+    what its surroundings compute in.
+
+    A rule or class policy sets the `dtype` field of the layer that it selects for the call, and of
+    layers inside that have the same value. Without a rule the field is the layer's compute dtype.
 
     Where a module asks for a parameter by `self.param`, it gets the stored one cast to the compute
     dtype of the innermost policy; in `setup`, that is the policy of the module's first call. `init`
     creates parameters in the param dtype of that policy. `self.variables` holds the stored
-    parameters. Other collections, such as `batch_stats`, are left alone. The body of an `nn.scan`
-    and a recurrent cell return their carry in the dtype in which it came.
+    parameters. Other collections, such as `batch_stats`, are left alone. Recurrent cells and the
+    bodies of `nn.scan` and `nn.while_loop` return their carry in the dtype in which it came. Inside
+    of loops, branches and derivatives of JAX other results are as wide as what came in.
 
     The `matmul` of a policy holds for the products in its region, forward and backward, but not in
     what a `jax.custom_vjp` or `jax.custom_jvp` defines: JAX traces that later. See docs/matmul.md.
@@ -60,7 +90,8 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
             context of jmpx at entry, or runs a module while this context lasts.
 
     Warns:
-        UserWarning: at the end, of each rule that matched none of the modules that ran; once if a
+        UserWarning: at the end, of each rule that matched none of the modules that ran; if `dtype`
+            fields keep most parameters from the map's compute dtype, with the rule; once if a
             convolution ran in float32 under a dot algorithm, which JAX ignores for it. And once
             for a map under which no Linen module ran while an NNX module exists, which needs
             `with_policies`. A Linen module that was compiled ahead of time counts as one that did
@@ -92,18 +123,35 @@ class _Call:
             body of a lifted transform run as part of the call that casts.
         boundary_policy: the boundary policy of the module's calls, None if they do not cast.
         surrounding: the surrounding policy.
+        field: the `dtype` field of the module.
         is_cast: whether a public method is running, so that its inputs are cast already.
+        lifted: the names of the lifted transforms in whose body the method runs.
+        keeps: whether calls inside return what is as wide as their arguments, for a wide state.
     """
 
     module: Module
     boundary_policy: Policy | None
     surrounding: Policy | None
+    field: FieldInCall
     is_cast: bool = False
+    lifted: tuple[str, ...] = ()
+    keeps: bool = False
 
     @property
     def policy(self) -> Policy | None:
         """The policy under which the method runs."""
         return self.surrounding if self.boundary_policy is None else self.boundary_policy
+
+    @property
+    def reading(self) -> Policy | None:
+        """The policy under which the module reads its own parameters."""
+        return None if self.policy is None else reading_policy(self.policy, self.field.value)
+
+    @property
+    def result_dtype(self) -> np.dtype | None:
+        """The dtype that a policy of the call or a field gives to the result; None without."""
+        policy = self.boundary_policy
+        return self.field.value if policy is None else np.dtype(policy.output_dtype)
 
 
 # The maps of the sessions that have ended: a Linen module ran under each, or a warning said that
@@ -118,6 +166,7 @@ class _Session(Session):
         has_run: whether a Linen module has run in it.
         calls: the running methods, the innermost last.
         casts: the casts of parameters in the outermost of these calls.
+        in_loops: the calls in loops and branches in it whose result has a dtype of its own.
     """
 
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
@@ -125,6 +174,7 @@ class _Session(Session):
         self.has_run = False
         self.calls: list[_Call] = []
         self.casts = ParameterCasts()
+        self.in_loops: dict[Module, _Call] = {}
 
     def intercept(
         self,
@@ -138,38 +188,91 @@ class _Session(Session):
         # Interceptors do not see the methods of `nn.Module` itself; an attribute hides `param`.
         object.__setattr__(module, "param", functools.partial(self.param, module))
         call = self.find_call(module)
-        policy = call.boundary_policy
         casts = not call.is_cast and _is_public(type(module), context.method_name)
-        self.calls.append(dataclasses.replace(call, is_cast=call.is_cast or casts))
+        carry = args[0] if args and self.is_step(module, context.method_name) else None
+        state = state_dtype(module, call.reading) if casts else None
+        self.calls.append(
+            dataclasses.replace(
+                call,
+                is_cast=call.is_cast or casts,
+                lifted=lifted_by(module),
+                keeps=call.keeps or state is not None,
+            )
+        )
         try:
-            if casts and policy is not None:
-                carry = args[0] if args and _is_loop_body(module) else None
-                return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
-            with running(call.policy, _NAME):
-                return method(*args, **kwargs)
+            with field_set(module, call.field.value):
+                if casts:
+                    self.census.note_layer(call.module, call.field)
+                    if state is not None and own(module, "cache"):
+                        args, kwargs = jax.tree.map(at_least(state), (args, kwargs))
+                    return self.run_public(call, module, method, args, kwargs, carry)
+                with running(call.policy, _NAME):
+                    return cast_result(_as_it_is, method(*args, **kwargs), carry)
+        except TypeError as error:
+            _note_rules(error, self.in_loops.values())
+            raise
         finally:
             self.calls.pop()
             if not self.calls:
                 self.casts.clear()
+                self.in_loops.clear()
+
+    def run_public(
+        self,
+        call: _Call,
+        module: nn.Module,
+        method: Method,
+        args: Args,
+        kwargs: Kwargs,
+        carry: PyTree,
+    ) -> Any:
+        """Runs a public method, whose inputs are cast at a boundary or if it reads parameters."""
+        has_own = reads(module)
+        policy = call.reading if has_own else call.policy
+        if call.result_dtype is not None and in_loop():
+            self.in_loops[call.module] = call
+        if policy is not None and call.boundary_policy is not None:
+            return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
+        if policy is not None and isinstance(module, nn.OptimizedLSTMCell):
+            args = _cast_hidden(policy, args)
+        if call.reading is not None and (has_own or module.is_initializing()):
+            run = functools.partial(run_reading, by=_NAME, keeps=call.keeps)
+            result = _run_reading(run, call.reading, module, method, args, kwargs)
+        else:
+            with running(policy, _NAME):
+                result = method(*args, **kwargs)
+        return cast_result(_as_it_is, result, carry)
 
     def find_call(self, module: nn.Module) -> _Call:
         """Returns the call that a method of a module begins, or the call that it is part of."""
-        called = Module(_written_class(type(module)), "/".join(module.path))
+        called = Module(written_class(type(module)), "/".join(module.path))
         outer = self.calls[-1] if self.calls else None
         if outer is not None and outer.module == called:
             return outer
         surrounding = None if outer is None else outer.policy
-        call = _Call(called, self.boundary_policy(*called, surrounding), surrounding)
+        rule = self.explicit_policy(*called, surrounding)
+        field = field_in_call(module, rule, None if outer is None else outer.field.selected)
+        keeps = outer is not None and outer.keeps
+        boundary = self.boundary_policy(*called, surrounding)
+        call = _Call(called, boundary, surrounding, field, keeps=keeps)
         self.note(*called, call.boundary_policy, surrounding)
         if isinstance(module, _CONVOLUTIONS) and module.precision is None:
             self.note_convolution(*called, call.policy)
         return call
 
+    def is_step(self, module: nn.Module, method_name: str) -> bool:
+        """Whether a method begins a step of a loop: of a recurrent cell, or lifted by Linen."""
+        lifted, outer = lifted_by(module), self.calls[-1:]
+        if isinstance(module, nn.RNNCellBase) and method_name == "__call__":
+            return True
+        is_body = any(f"{name}(" in "".join(lifted[-1:]) for name in ("scan", "while_loop"))
+        return is_body and [call.lifted for call in outer] != [lifted]
+
     def param(
         self, module: nn.Module, name: str, init: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Stands in for `module.param`: creates in the param dtype, reads in the compute dtype."""
-        policy = self.calls[-1].policy if self.calls else None
+        policy = self.calls[-1].reading if self.calls else None
         if policy is None:
             return type(module).param(module, name, init, *args, **kwargs)
 
@@ -177,6 +280,7 @@ class _Session(Session):
             return policy.cast_to_param(init(*args, **kwargs))
 
         stored = type(module).param(module, name, create, *args, **kwargs)
+        self.census.note_parameter(self.calls[-1].module, name, stored)
         return self.casts.to_compute(policy, stored)
 
     def warn_without_linen(self, stacklevel: int) -> None:
@@ -217,17 +321,83 @@ def _intercept(
     return sessions[-1].intercept(method, args, kwargs, context)
 
 
-def _is_loop_body(module: nn.Module) -> bool:
-    """Whether a module is a step of a loop: a recurrent cell, or lifted by `scan`."""
-    lifted_by = () if module.scope is None else module.scope.debug_path[-1:]  # such as `scan(f)`
-    return isinstance(module, nn.RNNCellBase) or "scan(" in "".join(lifted_by)
+_NOTE = "Under jmpx.flax.policies the result of"
+_TYPES = re.compile(r"must have equal.* has type (\w+)\[.* has type (\w+)\[", re.DOTALL)
 
 
-def _written_class(cls: type) -> type:
-    """Returns the class that the user wrote, for one that `nn.scan`, `nn.remat` or alike made."""
-    while cls.__module__ == nn.remat.__module__:
-        cls = cls.__bases__[0]
-    return cls
+def _note_rules(error: TypeError, calls: Iterable[_Call]) -> None:
+    """Adds a note to JAX's error of a carry or a branch whose dtype changes: rules that keep it.
+
+    Args:
+        error: the error.
+        calls: the calls in loops and branches whose result has a dtype of its own.
+    """
+    found = _TYPES.search(str(error))
+    if found is None or any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+        return
+    wanted, got = found.groups()
+    rules = {}
+    for call in calls:
+        if call.result_dtype == got:
+            policy = call.boundary_policy  # without one, the rule sets the field
+            compute = wanted if policy is None else dtype_name(policy.compute_dtype)
+            rules[call.module.cls.__name__] = f"compute={compute},output={wanted}"
+    if rules:
+        text = "; ".join(f"{name}: {policy}" for name, policy in rules.items())
+        error.add_note(
+            f"{_NOTE} {', '.join(rules)} is {got} there, by a rule, the policy of a class or a "
+            f"dtype field: where it makes this value, write '{text}' behind the other rules."
+        )
+
+
+def _as_it_is(tree: PyTree) -> PyTree:
+    return tree
+
+
+def _run_reading(
+    run_reading: Callable[..., Any],
+    policy: Policy,
+    module: nn.Module,
+    method: Method,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """Runs a call that is no boundary, of a module that reads parameters or statistics itself.
+
+    Statistics are in float32, and would make the results of the module so. While a module creates
+    its parameters nobody knows that it reads any, so its result is cast in place of its inputs:
+    what is made of it, such as a cache, gets the dtype that it has in later calls.
+    """
+    to_compute = inherited_policy(policy).cast_to_output
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        return to_compute(result) if own(module, "batch_stats") else result
+
+    if reads(module):
+        return run_reading(policy, run, args, kwargs)
+    with running(policy, _NAME):
+        result = run(*args, **kwargs)
+    if not reads(module):
+        return result
+    inputs = jax.tree.leaves((args, kwargs))
+
+    def created(*cast: Any) -> Any:
+        is_cast = any(new is not old for new, old in zip(cast, inputs, strict=True))
+        return to_compute(result) if is_cast else result
+
+    return run_reading(policy, created, tuple(inputs), {})
+
+
+def _cast_hidden(policy: Policy, args: Args) -> Args:
+    """Casts what an `OptimizedLSTMCell` multiplies itself: not the sum that its carry begins with.
+
+    It owns no parameters: modules inside of it hand them to it.
+    """
+    if len(args) != 2 or not isinstance(args[0], tuple) or len(args[0]) != 2:
+        return args  # of a subclass, or of another method
+    (cell, hidden), inputs = args
+    return (cell, policy.cast_to_compute(hidden)), policy.cast_to_compute(inputs)
 
 
 def _is_public(cls: type, name: str) -> bool:
@@ -240,7 +410,7 @@ def _mark(method: Method, args: Args, kwargs: Kwargs, context: nn.module.Interce
     module = context.module
     if module.scope is None or not _is_public(type(module), context.method_name):
         return method(*args, **kwargs)
-    with in_module(_written_class(type(module)), "/".join(module.path)):
+    with in_module(written_class(type(module)), "/".join(module.path)):
         return method(*args, **kwargs)
 
 

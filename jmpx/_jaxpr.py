@@ -124,14 +124,17 @@ def _of_core(name: str) -> Any:
 # the carry of a loop, with the other branches, with what a backward pass is given.
 _FREE_BODIES = ("jit", "checkpoint / remat", "shard_map", "pmap")
 
+# The traces of functions that are differentiated, whose results have the dtypes of cotangents.
+_DERIVATIVES = ("JVPTrace", "LinearizeTrace")
+
 
 def enclosing_bodies() -> list[bool]:
-    """Returns which bodies of jaxprs are being traced now, the innermost first.
+    """Returns which bodies are being traced now, the innermost first.
 
     Returns:
-        For each body, whether it is one of a loop, a branch or the like, whose results are to have
-        certain dtypes, rather than a jitted or checkpointed function. `jax.vmap`, `jax.grad` and
-        `jax.linearize` make no body.
+        For each body, whether it is one of a loop, a branch, a derivative or the like, whose
+        results are to have certain dtypes, rather than a jitted or checkpointed function.
+        `jax.vmap` makes no body.
     """
     bodies = []
     with _of_core("take_current_trace")() as trace:
@@ -140,6 +143,8 @@ def enclosing_bodies() -> list[bool]:
             if frame is not None:
                 name = getattr(getattr(frame, "debug_info", None), "traced_for", None)
                 bodies.append(name not in _FREE_BODIES)
+            elif type(trace).__name__ in _DERIVATIVES:
+                bodies.append(True)
             trace = getattr(trace, "parent_trace", None)
     return bodies
 

@@ -35,7 +35,7 @@ class _Registry(threading.local):
             keeps, for JAX's caches to compare. A local class lives as long as its policy does here
             and in JAX's caches.
         running: the policies of the methods that run, the innermost last.
-        bodies: how many bodies of jaxprs were being traced when the outermost of them began.
+        bodies: how many bodies were being traced when the outermost of them began.
     """
 
     def __init__(self) -> None:
@@ -293,11 +293,11 @@ def _products(policy: Policy | None, outer: Policy | None) -> AbstractContextMan
 
 
 def in_loop() -> bool:
-    """Whether a loop or a branch of JAX is traced inside of the outermost method that runs."""
+    """Whether a loop, a branch or a derivative of JAX is traced inside of the outermost method."""
     if not _registry.running:
         return False
     bodies = _jaxpr.enclosing_bodies()
-    return any(bodies[: len(bodies) - _registry.bodies])
+    return any(bodies[: max(len(bodies) - _registry.bodies, 0)])
 
 
 def current_policy() -> Policy | None:

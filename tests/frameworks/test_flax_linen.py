@@ -260,16 +260,6 @@ def test_partitioned_parameters_keep_their_boxes(rng):
     assert_same_bits(y, expected)
 
 
-def test_a_layer_with_a_dtype_of_its_own_computes_in_it(rng):
-    model, x = nn.Dense(3, dtype=F32), normal(rng, 3, 4)
-    variables = init(rng, model, x)
-    with jmpx.flax.policies("c=bf16"):
-        y = model.apply(variables, x)
-    expected = model.apply(cast(variables, BF16), x.astype(BF16))
-    assert expected.dtype == F32
-    assert_same_bits(y, expected.astype(BF16))
-
-
 def test_custom_policies_cast_by_their_own_casts(rng, log):
     class Clipped(jmpx.Policy):
         def cast_to_compute(self, tree):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import BF16, F32, LOG, MIXED, assert_same_bits, dtypes, normal
+from helpers.jaxprs import equations_of
 from helpers.linen import Watched, cast, init
 
 import jmpx
@@ -112,6 +113,182 @@ def test_recurrent_cells(rng):
         assert set(dtypes(result)) == {"float32"}
         for got, expected in zip(jax.tree.leaves(result), jax.tree.leaves(full), strict=True):
             np.testing.assert_allclose(got, expected, atol=0.05)
+
+
+class Decoder(nn.Module):
+    """A step whose carry is that of a cell and its last output, both made in float32."""
+
+    @nn.compact
+    def __call__(self, carry, x):
+        state, last = carry
+        state, y = nn.LSTMCell(4)(state, x + last)
+        y = nn.Dense(4)(y)
+        return (state, y), y
+
+
+class Decoding(nn.Module):
+    lift: str
+    carry: jnp.dtype
+
+    @nn.compact
+    def __call__(self, xs):
+        zeros = jnp.zeros_like(xs[0], self.carry)
+        carry = ((zeros, zeros), zeros)
+        if self.lift == "scan":
+            scan = nn.scan(Decoder, variable_broadcast="params", split_rngs={"params": False})
+            return scan(name="cell")(carry, xs)
+        cell = Decoder(name="cell")
+        if self.lift == "function":
+            body = nn.scan(
+                lambda cell, carry, x: cell(carry, x),
+                variable_broadcast="params",
+                split_rngs={"params": False},
+            )
+            return body(cell, carry, xs)
+        if self.is_initializing():
+            return cell(carry, xs[0])
+        return jax.lax.scan(lambda carry, x: cell(carry, x), carry, xs)
+
+
+DECODER_RULES = [
+    "",
+    "; LSTMCell: c=bf16,o=f32",
+    "; Dense: o=f32",
+    "; Decoder: full",
+    "; */cell: f32",
+]
+# A user's own loop cannot be changed: there it is the test below that holds.
+CARRIES = [
+    *(
+        (lift, rules, carry)
+        for lift in ("scan", "function")
+        for rules in DECODER_RULES
+        for carry in (F32, BF16)
+    ),
+    *(("jax", rules, F32) for rules in DECODER_RULES[:3]),
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("lift", "rules", "carry"), CARRIES)
+def test_cells_keep_a_carry_of_any_dtype(rng, lift, rules, carry):
+    xs = normal(rng, 5, 2, 4)
+    variables = init(rng, Decoding(lift, F32), xs)
+    expected = Decoding(lift, F32).apply(variables, xs)
+    with jmpx.flax.policies(MIXED + rules):
+        results = Decoding(lift, carry).apply(variables, xs)
+    assert set(dtypes(results)) == {"float32"}
+    for got, reference in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
+        np.testing.assert_allclose(got, reference, atol=0.2)
+
+
+@pytest.mark.parametrize(
+    ("policy_map", "carry", "rule"),
+    [
+        ("c=bf16; Cell: c=bf16,o=f32", BF16, "'Cell: compute=bfloat16,output=bfloat16'"),
+        ("c=bf16; Cell: c=f16", F32, "'Cell: compute=float16,output=float32'"),
+    ],
+)
+def test_the_error_of_a_users_own_loop_names_the_rule(rng, policy_map, carry, rule):
+    class Cell(nn.Module):
+        @nn.compact
+        def __call__(self, carry, x):
+            return nn.Dense(4)(carry) + nn.Dense(4)(x)
+
+    class Net(nn.Module):
+        carry: jnp.dtype
+
+        @nn.compact
+        def __call__(self, xs):
+            cell, first = Cell(name="cell"), jnp.zeros((2, 4), self.carry)
+            if self.is_initializing():
+                return cell(first, xs[0])
+            return jax.lax.scan(lambda carry, x: (cell(carry, x), None), first, xs)[0]
+
+    xs = normal(rng, 5, 2, 4)
+    variables = init(rng, Net(F32), xs)
+    with pytest.raises(TypeError, match="must have equal types") as caught:
+        with jmpx.flax.policies(policy_map):
+            Net(carry).apply(variables, xs)
+    notes = [note for note in caught.value.__notes__ if "jmpx" in note]
+    assert len(notes) == 1 and rule in notes[0]
+    with jmpx.flax.policies(f"{policy_map}; {rule[1:-1]}"):  # and it is right
+        Net(carry).apply(variables, xs)
+
+
+class InLoops(nn.Module):
+    """A layer in each loop, branch and derivative, of an array that was made in float32."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x):
+        layer, norm = nn.Dense(4), nn.BatchNorm(use_running_average=True)
+        if self.is_initializing():
+            return norm(layer(x))
+        x = jnp.ones(x.shape, F32)
+
+        def run(_, x):
+            return norm(layer(x))
+
+        if self.kind == "cond":
+            return nn.cond(True, run, lambda _, x: x, self, x)
+        if self.kind == "switch":
+            return nn.switch(1, [run, lambda _, x: x, lambda _, x: layer(x)], self, x)
+        if self.kind == "lax.cond":
+            return jax.lax.cond(True, lambda x: run(self, x), lambda x: x, x)
+        if self.kind == "while":
+            carry = nn.while_loop(
+                lambda _, c: c[0] < 2, lambda _, c: (c[0] + 1, run(self, c[1])), self, (0, x)
+            )
+            return carry[1]
+        if self.kind == "numpy":  # which is float64
+            scan = nn.scan(
+                lambda _, c, __: (c + layer(np.ones((3, 4))), None),
+                variable_broadcast="params",
+                split_rngs={"params": False},
+                length=2,
+            )
+            return scan(self, x, None)[0]
+        if self.kind == "nn.vjp":
+            return nn.vjp(run, self, x)[1](jnp.ones(x.shape, F32))[1]
+        return jax.vjp(lambda x: run(self, x), x)[1](jnp.ones(x.shape, F32))[0]
+
+
+KINDS = ["cond", "switch", "lax.cond", "while", "numpy", "nn.vjp", "jax.vjp"]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_in_loops_are_as_wide_as_what_came_in(rng, kind):
+    model, x = InLoops(kind), normal(rng, 3, 4)
+    variables = init(rng, model, x)
+    with jmpx.flax.policies(MIXED):
+        y = model.apply(variables, x)
+    assert y.dtype == F32
+    np.testing.assert_allclose(y, model.apply(variables, x), atol=0.2, rtol=0.1)
+
+
+CELLS = ["LSTMCell", "OptimizedLSTMCell", "GRUCell", "MGUCell", "SimpleCell"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_all_products_of_cells_run_in_16_bits(rng, cell, dtype):
+    xs, name = normal(rng, 2, 5, 4), jnp.dtype(dtype).name
+    model = nn.RNN(getattr(nn, cell)(4), return_carry=True)
+    variables = init(rng, model, xs)
+
+    def run(variables):
+        with jmpx.flax.policies(f"c={name},o=f32"):
+            return model.apply(variables, xs)
+
+    eqns = [eqn for eqn in equations_of(run, variables) if eqn.primitive.name == "dot_general"]
+    assert {var.aval.dtype.name for eqn in eqns for var in eqn.invars} == {name}
+    results = run(variables), model.apply(variables, xs)
+    for got, full in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(got, full, atol=0.1)
 
 
 class Block(nn.Module):
