@@ -42,6 +42,7 @@ from jmpx._matmul import is_algorithm, matmul_of
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMapLike, get_policy_map, warn_unused
 from jmpx._registry import in_loop, policy_of, running
+from jmpx._rules import Rule
 
 T = TypeVar("T")
 
@@ -80,17 +81,19 @@ def required_package(package: str, framework: str) -> Iterator[None]:
 
 
 class Met(NamedTuple):
-    """A module that a session met.
+    """A module that a session met, or an array of a view that has a rule of its own.
 
     Args:
-        module: the module.
+        module: the module, or the class and path of the array.
         boundary: its boundary policy; None if its calls do not cast.
         surrounding: the surrounding policy; None for the outermost call.
+        rule: the rule of an array; None for a module.
     """
 
     module: Module
     boundary: Policy | None
     surrounding: Policy | None
+    rule: Rule | None = None
 
 
 class Session:
@@ -103,6 +106,9 @@ class Session:
 
     Attributes:
         seen: the modules that were met.
+        paths: their paths.
+        arrays: the paths of the floating arrays of a view.
+        ruled: those of them that have rules of their own.
         census: the parameters that `dtype` fields keep from the policy map.
         coarse: the convolutions for which JAX ignores the algorithm of their policy, with its name.
         met: these modules with their policies, in the order of their first calls; empty outside of
@@ -117,6 +123,9 @@ class Session:
         self.name = name
         self.policy_map = None if policy_map is None else in_force(get_policy_map(policy_map), name)
         self.seen: set[Module] = set()
+        self.paths: set[str] = set()
+        self.arrays: set[str] = set()
+        self.ruled: set[str] = set()
         self.census = FieldCensus()
         self.coarse: dict[Module, str | None] = {}
         self.met: dict[Met, None] = {}
@@ -147,6 +156,7 @@ class Session:
         """
         refuse_other_tasks(f"cast a {cls.__name__}")
         self.seen.add(Module(cls, path))
+        self.paths.add(path)
         policy = self.explicit_policy(cls, path, surrounding)
         if policy is None and surrounding is None and self.policy_map is not None:
             return self.policy_map.default
@@ -167,6 +177,38 @@ class Session:
             # One of JMP, which Haiku's registry may hold.
             policy = Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
         return dataclasses.replace(policy, matmul_precision=matmul)  # inherited, as by a rule
+
+    def array_policy(self, path: str, surrounding: Policy | None) -> Policy | None:
+        """Returns the policy of a floating array in a view, and notes the array.
+
+        That is the last glob that matches the array and no module around it: a glob of both is a
+        rule for modules. The modules around have asked for their policies before.
+
+        Args:
+            path: the path of the array.
+            surrounding: the policy that casts the arrays around it; None if none does.
+
+        Returns:
+            The policy, None for an array that no rule selects.
+        """
+        rules = () if self.policy_map is None else self.policy_map.rules
+        ends = [end for end, letter in enumerate(path) if letter == "/"]
+        around = [outer for outer in ("", *(path[:end] for end in ends)) if outer in self.paths]
+        selecting = [
+            rule
+            for rule in rules
+            if rule.is_path
+            and rule.matches(object, path)
+            and not any(rule.matches(object, outer) for outer in around)
+        ]
+        self.arrays.add(path)
+        if not selecting or self.policy_map is None:
+            return None
+        self.ruled.add(path)
+        policy = selecting[-1].resolve(self.policy_map.default, surrounding)
+        if self._listeners:
+            self.met[Met(Module(jax.Array, path), policy, surrounding, selecting[-1])] = None
+        return policy
 
     def note(
         self, cls: type, path: str, boundary: Policy | None, surrounding: Policy | None
@@ -193,7 +235,7 @@ class Session:
             stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
         """
         if self.policy_map is not None:
-            warn_unused(self.policy_map, self.seen, stacklevel + 1)
+            warn_unused(self.policy_map, self.seen, stacklevel + 1, arrays=self.arrays)
             self.census.warn(self.policy_map, self.name, stacklevel + 1)
         if self.coarse:
             warn_of_convolution(*next(iter(self.coarse.items())), stacklevel + 1)

@@ -120,31 +120,25 @@ def _of_core(name: str) -> Any:
     return getattr(core, name) if hasattr(core, name) else getattr(jax.core, name)
 
 
-# Bodies that JAX traces and that may return what they like. The dtypes of others are compared: with
-# the carry of a loop, with the other branches, with what a backward pass is given.
-_FREE_BODIES = ("jit", "checkpoint / remat", "shard_map", "pmap")
-
 # The traces of functions that are differentiated, whose results have the dtypes of cotangents.
 _DERIVATIVES = ("JVPTrace", "LinearizeTrace")
 
 
-def enclosing_bodies() -> list[bool]:
+def enclosing_bodies() -> list[str | None]:
     """Returns which bodies are being traced now, the innermost first.
 
     Returns:
-        For each body, whether it is one of a loop, a branch, a derivative or the like, whose
-        results are to have certain dtypes, rather than a jitted or checkpointed function.
-        `jax.vmap` makes no body.
+        For each body, JAX's name of the transformation, None if it is unknown. `jax.vmap` makes no
+        body.
     """
     bodies = []
     with _of_core("take_current_trace")() as trace:
         while trace is not None:
             frame = getattr(trace, "frame", None)
             if frame is not None:
-                name = getattr(getattr(frame, "debug_info", None), "traced_for", None)
-                bodies.append(name not in _FREE_BODIES)
+                bodies.append(getattr(getattr(frame, "debug_info", None), "traced_for", None))
             elif type(trace).__name__ in _DERIVATIVES:
-                bodies.append(True)
+                bodies.append("derivative")
             trace = getattr(trace, "parent_trace", None)
     return bodies
 

@@ -23,10 +23,9 @@ from jmpx._autocast.value import Value
 from jmpx._dtype_fields import reading_policy
 from jmpx._dtypes import dtype_name
 from jmpx._leaves import is_floating_dtype, is_traceable
-from jmpx._marks import Module
 from jmpx._matmul import matmul_of
 from jmpx._policy import Policy, given_fields
-from jmpx._policy_map import PolicyMap, warn_unused
+from jmpx._policy_map import PolicyMap, Rule, warn_unused
 from jmpx._registry import policy_of
 from jmpx._scopes import FULL_PRECISION
 from jmpx._targets import attempt
@@ -104,11 +103,11 @@ def report(policy_map: PolicyMap, made: Any) -> Report:
         return attempt("Tracing under autocast failed", lambda: _by_autocast(fn, args, policy_map))
     header = ("path", "class", "rule")
     tables = [Table(f"under {s.name}:", header, list(_rows(s, policy_map))) for s in own]
-    modules = [met.module for session in own for met in session.met]
+    met = [each for session in own for each in session.met]
     # A session warns of the rules that its own modules do not match; the notes are about all.
     others = [text for text in _texts(caught) if not _ABOUT_ONE_SESSION.match(text)]
     about_casts = [text for session in own for text in _note_on_casts(session, policy_map)]
-    return Report(tables, [*_notes(policy_map, modules), *others, *about_casts[:1]])
+    return Report(tables, [*_notes(policy_map, met), *others, *about_casts[:1]])
 
 
 def _split(made: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -241,15 +240,23 @@ def _rows(session: Session, policy_map: PolicyMap) -> Iterator[Row]:
         fields = given_fields(policy)
         if not creates:
             del fields["params"]
-        yield Row((met.module.path or _OUTERMOST, met.module.cls.__name__, origin), fields)
+        if met.rule is not None:
+            del fields["output"]  # an array is stored, and returns nothing
+        kind = met.module.cls.__name__ if met.rule is None else "array"
+        yield Row((met.module.path or _OUTERMOST, kind, origin), fields)
+
+
+def _rule_of(met: Met, policy_map: PolicyMap) -> Rule | None:
+    """Returns the rule that is in force for a module or an array, None without one."""
+    return policy_map.rule_for(*met.module) if met.rule is None else met.rule
 
 
 def _origin(met: Met, session: Session, policy_map: PolicyMap) -> tuple[str, Policy]:
     """Returns where the policy of a module is from, and what holds in it."""
-    module, boundary, surrounding = met
+    module, boundary, surrounding, _ = met
     around = policy_map.default if surrounding is None else surrounding
     policy = _known_fields(inherited_policy(around) if boundary is None else boundary)
-    field, rule = session.census.fields.get(module), policy_map.rule_for(*module)
+    field, rule = session.census.fields.get(module), _rule_of(met, policy_map)
     sets = f" ({_SETS_FIELD})" if module in session.census.changed else ""
     if rule is not None:
         return f"{rule.label}{sets}", policy
@@ -271,7 +278,7 @@ def _note_on_casts(session: Session, policy_map: PolicyMap) -> Iterator[str]:
     A layer casts its inputs, also those that the user's code has cast before it.
     """
     compute, output = policy_map.default.compute_dtype, np.dtype(policy_map.default.output_dtype)
-    inside = [met for met in session.met if met.surrounding is not None]
+    inside = [met for met in session.met if met.surrounding is not None and met.rule is None]
     policies = [_origin(met, session, policy_map)[1] for met in inside]
     is_kept = any(output == p.compute_dtype and output == p.output_dtype for p in policies)
     if inside and output.itemsize > np.dtype(compute).itemsize and not is_kept:
@@ -289,12 +296,13 @@ def _known_fields(policy: Policy) -> Policy:
     return Policy(*dtypes, matmul_precision=matmul_of(policy))
 
 
-def _notes(policy_map: PolicyMap, modules: list[Module]) -> Iterator[str]:
-    """Yields a sentence about each rule that is in force for none of the modules."""
-    yield from _warnings_of(policy_map, lambda: warn_unused(policy_map, modules, stacklevel=1))
-    winners = {id(policy_map.rule_for(*module)) for module in modules}
+def _notes(policy_map: PolicyMap, met: list[Met]) -> Iterator[str]:
+    """Yields a sentence about each rule that is in force for none of the modules and arrays."""
+    found = [each.module for each in met]
+    yield from _warnings_of(policy_map, lambda: warn_unused(policy_map, found, stacklevel=1))
+    winners = {id(_rule_of(each, policy_map)) for each in met}
     for rule in policy_map.rules:
-        matched = any(rule.matches(*module) for module in modules)
+        matched = any(rule.matches(*module) for module in found)
         if matched and id(rule) not in winners:
             yield f"The rule {str(rule)!r} is never the last one that matches a module."
         if rule.optional and not matched:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, TypeAlias
 
 from jmpx._dtypes import is_dtype
@@ -273,7 +273,12 @@ def _read_rules(found: Found) -> list[Rule]:
     raise refuse_value("a list of rules", value, path, remedy)
 
 
-def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stacklevel: int) -> None:
+def warn_unused(
+    policy_map: PolicyMap,
+    seen: Iterable[tuple[type, str]],
+    stacklevel: int,
+    arrays: Collection[str] = (),
+) -> None:
     """Warns of each rule that matched no module of an adapter, unless the rule is optional.
 
     The warning suggests the nearest class or path that exists. Rules for operations never match a
@@ -284,6 +289,7 @@ def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stackle
         seen: the class and path of every module that asked for its policy. If there is none, only
             rules for operations are reported.
         stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
+        arrays: the paths of the arrays that a glob may select, too.
     """
     seen = list(seen)
     for rule in policy_map.rules:
@@ -293,9 +299,12 @@ def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stackle
                 f"write '{rule.selector}?' where one string serves both."
             )
             warn_of(rule, policy_map, "module", end, stacklevel + 1)
-        elif seen and not any(rule.matches(cls, path) for cls, path in seen):
+        elif seen and not (
+            any(rule.matches(cls, path) for cls, path in seen)
+            or (rule.is_path and any(rule.matches(object, path) for path in arrays))
+        ):
             kind = "path" if rule.is_path else "class"
-            warn_of(rule, policy_map, kind, _near(rule, seen), stacklevel + 1)
+            warn_of(rule, policy_map, kind, _near(rule, seen, arrays), stacklevel + 1)
 
 
 def warn_of(rule: Rule, policy_map: PolicyMap, kind: str, near: str, stacklevel: int) -> None:
@@ -315,11 +324,11 @@ def warn_of(rule: Rule, policy_map: PolicyMap, kind: str, near: str, stacklevel:
         )
 
 
-def _near(rule: Rule, seen: Iterable[tuple[type, str]]) -> str:
+def _near(rule: Rule, seen: Iterable[tuple[type, str]], arrays: Iterable[str]) -> str:
     """Returns the end of a warning, which suggests the nearest class or path to a rule."""
     paths = sorted({path for _, path in seen})
     if rule.is_path:
-        return did_you_mean(rule.selector.strip("*/"), _by_last_name(paths))
+        return did_you_mean(rule.selector.strip("*/"), _by_last_name([*sorted(arrays), *paths]))
     names = {path.rpartition("/")[2] for path in paths} - {""}
     classes = {base.__name__ for cls, _ in seen for base in cls.__mro__[:-1]}
     choices = {name: f"*/{name}" for name in sorted(names)} | {

@@ -27,6 +27,11 @@ from jmpx._policy_strings import PolicyLike, get_policy
 _Key: TypeAlias = type | tuple[str, str]
 
 
+# Bodies that JAX traces and that may return what they like. The dtypes of others are compared: with
+# the carry of a loop, with the other branches, with what a backward pass is given.
+_FREE_BODIES = frozenset({"checkpoint / remat", "shard_map", "pmap"})
+
+
 class _Registry(threading.local):
     """What is set in one thread.
 
@@ -293,11 +298,16 @@ def _products(policy: Policy | None, outer: Policy | None) -> AbstractContextMan
 
 
 def in_loop() -> bool:
-    """Whether a loop, a branch or a derivative of JAX is traced inside of the outermost method."""
-    if not _registry.running:
-        return False
+    """Whether a loop, a branch or a derivative of JAX is traced inside of the outermost method.
+
+    Where none runs yet, as for a part of a view that is called by itself, any loop counts.
+    """
     bodies = _jaxpr.enclosing_bodies()
-    return any(bodies[: max(len(bodies) - _registry.bodies, 0)])
+    if not _registry.running:
+        return not {*_FREE_BODIES, "jit", "derivative"}.issuperset(bodies)  # those of a train step
+    # JAX may take what it has traced for a jitted function in a loop for a call outside, or the
+    # other way round, so an inner jit counts as a loop.
+    return not _FREE_BODIES.issuperset(bodies[: max(len(bodies) - _registry.bodies, 0)])
 
 
 def current_policy() -> Policy | None:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,16 @@ from jmpx._adapters import (
     inherited_policy,
     lookalike,
     marking_lookalike,
+    noted_carries,
     plain_class,
     public_methods,
     required_package,
     run_at_boundary,
+    run_reading,
 )
 from jmpx._contexts import note_cast
-from jmpx._dtypes import computable
+from jmpx._dtype_fields import Selected, field_in_call
+from jmpx._dtypes import as_dtype, computable
 from jmpx._frameworks import Adapter
 from jmpx._leaves import is_floating, is_view
 from jmpx._made_once import made_once
@@ -54,9 +57,18 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
     compute dtype of the innermost policy. A module that has a policy makes a boundary: its
     `__call__` and its other public methods cast their floating arguments to the compute dtype and
     their result to the output dtype, also under `jax.vmap`, `equinox.filter_checkpoint` and the
-    like. Inside a method, `self` is the plain module, so that one method that calls another casts
-    nothing in between. The map's default is the policy of the model as a whole. A mere container, a
-    module without public methods or an `equinox.nn.Shared`, gives its policy to each module in it.
+    like. Any other module with floating arrays of its own casts its floating arguments to the
+    compute dtype around it, so that noise or a one-hot that is made inside does not widen what
+    follows. Inside a method, `self` is the plain module, so that one method that calls another
+    casts nothing in between. The map's default is the policy of the model as a whole. A mere
+    container, a module without public methods or an `equinox.nn.Shared`, gives its policy to each
+    module in it.
+
+    Within JAX's loops and branches, the latter modules return at least the dtype that came in, as a
+    carry has to keep its dtype. A glob that matches an array and no module around it (`*/freqs:
+    full`) sets the dtype of that array alone. A rule sets the floating static field `dtype` of a
+    module that it selects, such as that of `RotaryPositionalEmbedding`, and the same field of
+    modules inside with the same value.
 
     `isinstance`, attributes, the order of the leaves and their paths are those of the model. The
     types of the view's nodes are subclasses, so its tree definition differs: compute with a view,
@@ -66,8 +78,9 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
     Three kinds of values pass a boundary as they are: `equinox.nn.State`, everything that can be
     called (functions, modules), and whatever has no floating dtype. `BatchNorm` and `SpectralNorm`
     compute under every policy in the dtype in which they are stored, which is that of their running
-    statistics. `GRUCell` and `LSTMCell` return their hidden state in the dtype in which it came. A
-    parameter tied by `equinox.nn.Shared` is cast by the policy of the module that stores it.
+    statistics. `GRUCell` and `LSTMCell` return their hidden state in the dtype in which it came to
+    them, also where they are the model: that is the dtype of the loop's carry. A parameter tied by
+    `equinox.nn.Shared` is cast by the policy of the module that stores it.
 
     The `matmul` of a policy holds for the products in its region, forward and backward, but not in
     what a `jax.custom_vjp` or `jax.custom_jvp` defines: JAX traces that later. See docs/matmul.md.
@@ -87,8 +100,8 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
         ValueError: if the string is not of the grammar of policy maps.
 
     Warns:
-        UserWarning: for each rule that matches no module; once if a convolution computes in float32
-            under a dot algorithm, which JAX ignores for it.
+        UserWarning: for each rule that matches no module and no array; once if a convolution
+            computes in float32 under a dot algorithm, which JAX ignores for it.
 
     Example:
         >>> import equinox as eqx, jax, jax.numpy as jnp
@@ -110,48 +123,77 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
             "model itself, or make views of the modules in it one by one."
         )
     session = _Session(_NAME, policy_map)
-    view = session.view(model, "", None, None)
+    view = session.view(model, "", _Around(None, None, None))
     session.warn(stacklevel=2)
     return view
+
+
+class _Around(NamedTuple):
+    """What holds in the nodes around one in a model.
+
+    Args:
+        surrounding: the surrounding policy of calls of the modules in the node.
+        inner: the policy that casts the leaves in the node. It differs from `surrounding` in a
+            module that has a policy but is never called, because it is a mere container.
+        selected: what a rule makes of `dtype` fields; None without one.
+    """
+
+    surrounding: Policy | None
+    inner: Policy | None
+    selected: Selected | None
 
 
 class _Session(Session):
     """Makes the view of one model."""
 
-    def view(
-        self, node: PyTree, path: str, surrounding: Policy | None, inner: Policy | None
-    ) -> PyTree:
+    def view(self, node: PyTree, path: str, around: _Around) -> PyTree:
         """Returns a node of the model as it is in the view: a module, a container or a leaf.
 
         Args:
             node: the node.
             path: its path.
-            surrounding: the surrounding policy of calls of the modules in the node.
-            inner: the policy that casts the leaves in the node. It differs from `surrounding` in a
-                module that has a policy but is never called, because it is a mere container.
+            around: what holds in the nodes around it.
         """
         if _keeps_dtype(node):
             return node
         if jax.tree_util.all_leaves([node]):
-            return node if inner is None else inner.cast_to_compute(node)
-        is_module = isinstance(node, eqx.Module)
-        policy = self.module_policy(node, path, surrounding, inner) if is_module else None
-        if policy is not None and _is_called(type(node)):
-            view = _map_children(node, path, lambda n, at: self.view(n, at, policy, policy))
-            return _as_instance(view, _view_class(type(node), policy))
-        inner = inner if policy is None else policy
-        return _map_children(node, path, lambda n, at: self.view(n, at, surrounding, inner))
+            own = self.array_policy(path, around.inner) if is_floating(node) else None
+            policy = around.inner if own is None else own
+            return node if policy is None else policy.cast_to_compute(node)
+        if isinstance(node, eqx.Module):
+            return self.module_view(node, path, around)
+        return _map_children(node, path, lambda child, at: self.view(child, at, around))
 
-    def module_policy(
-        self, module: eqx.Module, path: str, surrounding: Policy | None, inner: Policy | None
-    ) -> Policy | None:
+    def module_view(self, module: eqx.Module, path: str, around: _Around) -> eqx.Module:
+        """Returns a module as it is in the view; see `view`."""
+        policy, surrounding = self.module_policy(module, path, around), around.surrounding
+        is_boundary = policy is not None and _is_called(type(module))
+        rule = self.explicit_policy(plain_class(type(module)), path, surrounding)
+        field = field_in_call(module, rule, around.selected)
+        surrounding = policy if is_boundary else surrounding
+        inner = _Around(surrounding, policy or around.inner, field.selected)
+        view = _map_children(module, path, lambda child, at: self.view(child, at, inner))
+        if field.is_ruled and field.value is not None:
+            vars(view)["dtype"] = as_dtype(field.value)
+        if surrounding is None or not (is_boundary or (policy is None and _reads(module))):
+            return view
+        kind = _view_class(type(module), surrounding, is_boundary, self.ruled_in(path))
+        return _as_instance(view, kind)
+
+    def ruled_in(self, path: str) -> frozenset[str]:
+        """Returns the arrays in a module that have rules of their own, by their paths in it."""
+        start = f"{path}/" if path else ""
+        inside = filter(lambda at: at.startswith(start), self.ruled)
+        return frozenset(at.removeprefix(start) for at in inside)
+
+    def module_policy(self, module: eqx.Module, path: str, around: _Around) -> Policy | None:
         """Returns the policy of a module itself, None if it has only those around it."""
         if is_view(module):
             raise TypeError(
                 f"Expected a model with its stored parameters, got a view at {path!r}: call "
                 "jmpx.equinox.with_policies once, on the model itself."
             )
-        cls = plain_class(type(module))
+        cls, (surrounding, inner, _) = plain_class(type(module)), around
         policy = self.boundary_policy(cls, path, surrounding)
         has_statistics = isinstance(module, _WITH_STATISTICS)
         if inner is not surrounding and self.explicit_policy(cls, path, surrounding) is None:
@@ -191,6 +233,19 @@ def _is_called(cls: type) -> bool:
     return any(public_methods(cls, eqx.Module)) and not issubclass(cls, eqx.nn.Shared)
 
 
+def _reads(node: PyTree) -> bool:
+    """Whether it is a module with floating arrays of its own, which its public methods read."""
+    if not isinstance(node, eqx.Module) or _is_internal(node) or not _is_called(type(node)):
+        return False
+    own = jax.tree.leaves(node, is_leaf=lambda child: child is not node and _is_part(child))
+    return any(map(is_floating, own))
+
+
+def _is_part(node: Any) -> bool:
+    """Whether the arrays in a node are not those of the module around it."""
+    return isinstance(node, eqx.Module) or _keeps_dtype(node)
+
+
 class _Lookalike:
     """Hides lookalikes from the user's `__init_subclass__`."""
 
@@ -226,41 +281,61 @@ def _mixin(cls: type) -> type:
 
 
 @made_once  # so that views of one model have one tree definition, and jit's cache is hit
-def _view_class(cls: type, policy: Policy) -> type:
-    """Returns the lookalike whose public methods cast."""
+def _view_class(cls: type, policy: Policy, is_boundary: bool, ruled: frozenset[str]) -> type:
+    """Returns the lookalike whose public methods cast.
+
+    Args:
+        cls: the class of a module.
+        policy: the policy by which they cast.
+        is_boundary: whether they cast at a boundary, rather than their arguments alone.
+        ruled: the paths of the arrays in the module that have rules of their own.
+    """
     names = public_methods(cls, eqx.Module)
-    methods = {name: _casting(cls, name, policy) for name in names}
-    return lookalike(cls, {**methods, "__jmpx_view__": True}, _mixin(cls))
+    methods = {name: _casting(cls, name, policy, is_boundary, ruled) for name in names}
+    return lookalike(cls, {**methods, "__jmpx_view__": is_boundary}, _mixin(cls))
 
 
-def _casting(cls: type, name: str, policy: Policy) -> Method:
-    """Returns a public method that casts at its boundary."""
+def _casting(
+    cls: type, name: str, policy: Policy, is_boundary: bool, ruled: frozenset[str]
+) -> Method:
+    """Returns a public method that casts; see `_view_class`."""
 
     @functools.wraps(inspect.getattr_static(cls, name), updated=())
     def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        # Parameters that were put in place since the view was made, as a tied or a normalized
-        # weight is, are not cast yet.
-        module = cast_except(policy.cast_to_compute, _as_instance(self, cls), _has_a_policy)
+        plain = getattr(_cast_late(_as_instance(self, cls), policy, ruled), name)
         hidden = next(iter(args[1:2]), kwargs.get("hidden"))
-        return run_at_boundary(
-            policy,
-            getattr(module, name),
-            args,
-            kwargs,
-            by=_NAME,
-            carry=hidden if issubclass(cls, _CELLS) else None,
-            passes=_passes,
-        )
+        carry = hidden if issubclass(cls, _CELLS) else None
+        run = run_at_boundary if is_boundary else run_reading
+        with noted_carries(plain_class(cls), policy):
+            return run(policy, plain, args, kwargs, by=_NAME, carry=carry, passes=_passes)
 
     return method
 
 
+def _cast_late(module: eqx.Module, policy: Policy, ruled: frozenset[str]) -> eqx.Module:
+    """Casts parameters that were put in place since the view was made.
+
+    A tied or a normalized weight is one of them.
+    """
+
+    def cast(node: PyTree, path: str) -> PyTree:
+        if path in ruled or _has_a_policy(node):
+            return node
+        is_leaf = jax.tree_util.all_leaves([node])
+        return policy.cast_to_compute(node) if is_leaf else _map_children(node, path, cast)
+
+    if ruled:
+        return _map_children(module, "", cast)
+    return cast_except(policy.cast_to_compute, module, _has_a_policy)
+
+
 def _has_a_policy(node: Any) -> bool:
-    return _keeps_dtype(node) or is_view(node)
+    """Whether nothing is cast in a node by the policy around it."""
+    return _keeps_dtype(node) or getattr(type(node), "__jmpx_view__", False)
 
 
 def _passes(node: Any) -> bool:
-    return _has_a_policy(node) or callable(node)
+    return _keeps_dtype(node) or is_view(node) or callable(node)
 
 
 def _as_instance(module: Any, cls: type[T]) -> T:

@@ -6,6 +6,9 @@ functions of jmpx's registry read and write it, so `hk.mixed_precision` and jmpx
 """
 
 import contextlib
+import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +23,10 @@ from jmpx._adapters import (
     PyTree,
     Session,
     is_public,
+    noted_carries,
     required_package,
     run_at_boundary,
+    run_reading,
 )
 from jmpx._casts import cast_like, cast_tree
 from jmpx._contexts import note_cast, opened, opened_here, refuse_other_tasks
@@ -74,6 +79,12 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
     dtype, and casts the stored ones to its compute dtype. The policy of a class applies where no
     rule of the map matches; it goes before the default.
 
+    Any other module with floating parameters of its own casts its floating arguments to the compute
+    dtype around it, so that noise, a one-hot or a state of zeros that is made inside does not widen
+    what follows. Within JAX's loops and branches it returns at least the dtype that came in, as a
+    carry has to keep its dtype. A recurrent core (`hk.RNNCore`) returns its state in the dtype in
+    which it came. `init` creates the parameters, so there it casts no arguments of such modules.
+
     A state keeps the dtype in which it is stored, whatever `hk.set_state` is given. A state that is
     first set in a 16-bit dtype of the policy is stored in the param dtype, or in float32 where that
     is narrower. `ExponentialMovingAverage`, `SpectralNorm`, their trees and `VectorQuantizerEMA`
@@ -115,7 +126,8 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
         'float32'
     """
     session = _Session(get_policy_map(policy_map))
-    with session.opened(_interception):
+    # A loop around the outermost module, as that of `hk.layer_stack` may be, is in no other call.
+    with session.opened(_interception), noted_carries(hk.Module, None):
         try:
             yield
         finally:
@@ -124,10 +136,17 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
 
 
 class _Call(NamedTuple):
-    """A running method that casts: its module, and the boundary policy."""
+    """A running method that casts.
+
+    Args:
+        module: its module.
+        policy: the policy of the modules inside.
+        own: the policy by which the parameters of the module itself are cast.
+    """
 
     module: hk.Module
     policy: Policy
+    own: Policy
 
 
 class _Session(Session):
@@ -175,7 +194,7 @@ class _Session(Session):
         module = context.module
         self.take_over(type(module))
         is_part = any(call.module is module for call in self.calls)  # of a call that casts
-        if is_part or not is_public(context.method_name):
+        if is_part or not is_public(context.method_name) or _is_lift(module):
             return method(*args, **kwargs)
         policy = self.call_policy(module)
         outer = self.calls[-1].policy if self.calls else None
@@ -183,10 +202,35 @@ class _Session(Session):
         if is_convolution(context, kwargs):
             in_force = outer if policy is None else policy
             self.note_convolution(type(module), module.module_name, in_force)
+        carry = _state_of_core(args, kwargs, context)
         if policy is None:
+            run = functools.partial(self.run_inside, module)
+        else:
+            run = functools.partial(self.run_at_boundary, _Call(module, policy, policy), carry)
+        if carry is None:
+            return run(method, args, kwargs)
+        return _with_state_like(carry, run(_state_first(method), args, kwargs))
+
+    def run_at_boundary(
+        self, call: _Call, carry: PyTree, method: Method, args: Args, kwargs: Kwargs
+    ) -> Any:
+        """Runs a method at a boundary."""
+        with self.called(call):
+            return run_at_boundary(call.policy, method, args, kwargs, by=_NAME, carry=carry)
+
+    def run_inside(self, module: hk.Module, method: Method, args: Args, kwargs: Kwargs) -> Any:
+        """Runs a method that is no boundary, of a module that may read parameters itself."""
+        policy = self.calls[-1].policy
+        if hk.running_init():
+            # No module has parameters yet. So they come as wide as the arguments, which are not
+            # cast: an operation that refuses two dtypes, such as a convolution, gets one.
+            with self.called(_Call(module, policy, _as_wide_as(policy, (args, kwargs)))):
+                return method(*args, **kwargs)
+        own = hk.get_params().get(module.module_name, {})
+        if not any(map(is_floating, jax.tree.leaves(own))):
             return method(*args, **kwargs)
-        with self.called(_Call(module, policy)):
-            return run_at_boundary(policy, method, args, kwargs, by=_NAME)
+        with self.called(_Call(module, policy, policy)):
+            return run_reading(policy, method, args, kwargs, by=_NAME)
 
     def call_policy(self, module: hk.Module) -> Policy | None:
         """Returns the boundary policy of a call of a module."""
@@ -208,6 +252,7 @@ class _Session(Session):
                 stack.enter_context(hk.custom_creator(self.create))
                 stack.enter_context(hk.custom_getter(self.get))
                 stack.callback(self.casts.clear)
+            stack.enter_context(noted_carries(type(call.module), call.policy))
             self.calls.append(call)
             stack.callback(self.calls.pop)
             yield
@@ -234,7 +279,7 @@ class _Session(Session):
     ) -> jax.Array:
         """Casts a stored parameter to the compute dtype of the innermost call."""
         del context
-        return next_getter(self.casts.to_compute(self.calls[-1].policy, value))
+        return next_getter(self.casts.to_compute(self.calls[-1].own, value))
 
     def stored(self, name: str) -> PyTree:
         """Returns a state of the running module as it is stored; None without one."""
@@ -259,6 +304,44 @@ class _Session(Session):
         if jax.tree.structure(value) != jax.tree.structure(stored):
             return value
         return jax.tree.map(cast_like, value, stored)
+
+
+def _is_lift(module: hk.Module) -> bool:
+    """Whether `hk.lift` or `hk.layer_stack` made it: it takes and returns stored parameters."""
+    return hasattr(module, "prefix_name")  # its class is not public
+
+
+def _as_wide_as(policy: Policy, args: PyTree) -> Policy:
+    """Returns a policy that computes in the widest floating dtype of its own and of arguments."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(args) if is_floating(leaf)]
+    own = jnp.dtype(policy.compute_dtype)
+    widest = max([own, *dtypes], key=lambda dtype: dtype.itemsize)
+    return dataclasses.replace(policy, compute_dtype=widest)
+
+
+def _state_of_core(args: Args, kwargs: Kwargs, context: hk.MethodContext) -> PyTree:
+    """Returns the state in the arguments of a step of a recurrent core; None for other calls."""
+    if not isinstance(context.module, hk.RNNCore) or context.method_name != "__call__":
+        return None
+    named = (kwargs[name] for name in ("prev_state", "state") if name in kwargs)
+    return next(itertools.chain(args[1:2], named), None)
+
+
+def _state_first(method: Method) -> Method:
+    """Returns the step of a core with its new state before its output, as loops have a carry."""
+    return lambda *args, **kwargs: _reversed_pair(method(*args, **kwargs))
+
+
+def _with_state_like(old: PyTree, result: Any) -> Any:
+    """Returns the output of a step of a core and its new state, in the dtypes of the old one."""
+    pair = _reversed_pair(result)
+    if pair is result or jax.tree.structure(pair[1]) != jax.tree.structure(old):
+        return pair
+    return pair[0], jax.tree.map(cast_like, pair[1], old)
+
+
+def _reversed_pair(result: Any) -> Any:
+    return result[::-1] if isinstance(result, tuple) and len(result) == 2 else result
 
 
 def _state_dtype(policy: Policy) -> np.dtype:

@@ -286,8 +286,11 @@ def results(args, shapes, in_loop=True, carry=None, policy="c=bf16", echo=False)
         dtypes.extend(leaf.dtype.name for leaf in jax.tree.leaves(run()))
         return 0
 
-    with running(policy, "with_policies"):
-        jax.eval_shape(lambda: jax.lax.cond(True, read, lambda: 0) if in_loop else read())
+    def model():
+        with running(policy, "with_policies"):
+            return jax.lax.cond(True, read, lambda: 0) if in_loop else read()
+
+    jax.eval_shape(model)
     return dtypes
 
 
