@@ -1,6 +1,7 @@
 """What a gradient function does when it is called: passes, means, one check, one loss scale."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from jmpx._casts import at_least_float32
 from jmpx._gradient_arguments import GradDtype, ModelState, Uncast, partition, paths_of
 from jmpx._gradient_policy import Precision, casts_checked, warning_of_convolutions
 from jmpx._gradient_results import ValueAndGradients
-from jmpx._groups import AXIS, BatchSharding, Groups, check_variables
+from jmpx._groups import AXIS, BatchSharding, Groups, as_placed, check_variables
 from jmpx._leaves import PyTree, is_array, is_floating, is_inexact_array, spell
 from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._microbatches import Backward, accumulate
@@ -91,14 +92,11 @@ def differentiate(
         result, checked, axes = call.mean(params, state, args, options.axis_name)
     else:
         groups = Groups(options.batch_sharding)
-        parts = options.batch.split(args, groups.count, GROUPS, kwargs)
-
-        def run(arrays: Sequence[jax.Array]) -> Backward:
-            one, *_ = call.mean(params, state, parts.merge(arrays), AXIS)
-            check_variables(one.state[0], pure.stored())
-            return one
-
-        result = groups.run(run, parts.arrays)
+        run = functools.partial(_mean_of_groups, groups, options, call.precision, pure)
+        result = groups.in_auto_axes(run, (params, options.scaling, state, args, kwargs))
+        if groups.explicit_axes:
+            before = (pure.stored(), options.model_state.get(args))
+            result = result._replace(state=as_placed(result.state, before))
     grads = options.grad_dtype.cast(result.grads, stored)
     pairs = zip(grads, params, strict=True)
     if any(grad.dtype.itemsize < param.dtype.itemsize for grad, param in pairs):
@@ -111,6 +109,30 @@ def differentiate(
     aux = options.model_state.join(model_state, result.aux)
     value = (result.value, aux) if options.has_aux else result.value
     return ValueAndGradients(value, new_scaling, grads_finite, merge(grads, others=None)), updates
+
+
+def _mean_of_groups(
+    groups: Groups,
+    options: Options,
+    precision: Precision,
+    pure: Pure,
+    params: list[jax.Array],
+    scaling: LossScale,
+    state: list[Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, Any],
+) -> Backward:
+    """Returns the mean value and gradients over the groups of a batch."""
+    options = dataclasses.replace(options, scaling=scaling)
+    call = _Call(options, precision, pure, partition(args)[1], kwargs)
+    parts = options.batch.split(args, groups.count, GROUPS, kwargs)
+
+    def run(arrays: Sequence[jax.Array]) -> Backward:
+        one, *_ = call.mean(params, state, parts.merge(arrays), AXIS)
+        check_variables(one.state[0], pure.stored())
+        return one
+
+    return groups.run(run, parts.arrays)
 
 
 class _Call(NamedTuple):
