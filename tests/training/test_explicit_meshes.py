@@ -271,3 +271,35 @@ def test_micro_batches_keep_their_examples_split(rng):
     np.testing.assert_array_equal(np.asarray(aux).reshape(24, 6), x)
     expected = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
     np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-6)
+
+
+def reports(params, x):
+    """What the reports say of a step: shares, ranges, and the cause of an infinity."""
+
+    def run(params, x, **options):
+        loss = lambda params, x: jnp.mean(jnp.tanh(x @ params) ** 2)  # noqa: E731
+        return jmpx.filter_grad(loss, jmpx.NoOpLossScale(), policy="c=bf16", **options)(params, x)
+
+    step = lambda params, x: run(params, x).grads  # noqa: E731
+    groups = lambda params, x: run(params, x, batch_sharding=P("data")).grads  # noqa: E731
+    divided = lambda params, x: jnp.mean(x @ params / 0.0)  # noqa: E731
+    return [
+        *(str(jmpx.ranges(func)(params, x)) for func in (step, groups)),
+        str(jmpx.first_nonfinite(divided)(params, x)),
+        *(str(jmpx.audit(func)(params, x)).splitlines()[2:4] for func in (step, groups)),
+        str(jmpx.wire(jax.jit(groups).lower(params, x).compile())),
+    ]
+
+
+@pytest.mark.thorough
+def test_reports(rng):
+    params, x, found = normal(rng, 16, 8), normal(rng, 24, 16), []
+    for kind in KINDS:
+        mesh = make_mesh(4, axis_type=kind)
+        with jax.set_mesh(mesh):
+            args = (
+                jax.device_put(v, NamedSharding(mesh, s))
+                for v, s in [(params, P()), (x, P("data"))]
+            )
+            found.append(reports(*args))
+    assert found[0] == found[1]
