@@ -135,7 +135,11 @@ class Session:
 
     def opened(self, hook: Hook) -> AbstractContextManager[None]:
         """Returns the context that keeps the session open; JAX's caches tell policy maps apart."""
-        return entered(Context(self.name, self, key=(self.policy_map,), hook=hook))
+        context = Context(self.name, self, (self.policy_map,), hook, self.give_back)
+        return entered(context)
+
+    def give_back(self) -> None:
+        """Gives back what the session has replaced; it ends in the thread in which it began."""
 
     def boundary_policy(self, cls: type, path: str, surrounding: Policy | None) -> Policy | None:
         """Returns the policy at whose boundary a call of a module casts, and notes the module.

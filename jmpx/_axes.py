@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 
 from jmpx._messages import describe, did_you_mean
 from jmpx._tree import AxisName
@@ -96,3 +98,17 @@ def _as_varying(array: jax.Array, missing: tuple[Hashable, ...]) -> jax.Array:
     if hasattr(lax, "pcast"):
         return lax.pcast(array, missing, to="varying")
     return lax.pvary(array, missing)  # JAX 0.7
+
+
+def as_whole(array: Any) -> Any:
+    """Returns an array of numbers whole on each device, if axes are `Explicit` here.
+
+    There, arrays that are split in several ways cannot be put together.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    is_numbers = isinstance(array, jax.Array) and not jnp.issubdtype(
+        array.dtype, jax.dtypes.extended
+    )
+    if AxisType.Explicit not in here.axis_types or not is_numbers:
+        return array
+    return jax.sharding.reshard(array, PartitionSpec())

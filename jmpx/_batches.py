@@ -1,11 +1,13 @@
 """The arguments of a gradient function that hold examples, and how they are split into parts."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jmpx._leaves import PyTree, is_int, is_traceable, spell
 from jmpx._nnx_objects import is_whole
@@ -109,10 +111,7 @@ class BatchArguments:
         self._check([(owners[index], leaves[index]) for index in indices], count, what)
         if self.numbers is None:
             _check_keywords(keywords or {}, what)
-        arrays = [
-            jnp.reshape(leaves[i], (count, leaves[i].shape[0] // count, *leaves[i].shape[1:]))
-            for i in indices
-        ]
+        arrays = [_split(jnp.asarray(leaves[index]), count) for index in indices]
 
         def merge(parts: Sequence[jax.Array]) -> tuple[PyTree, ...]:
             merged = list(leaves)
@@ -174,6 +173,19 @@ class BatchArguments:
                 f"Cannot split the {first.shape[0]} examples of argument {number}, "
                 f"{spell(first)}, into {count} {what} of one size: make {count} divide them."
             )
+
+
+def _split(array: jax.Array, count: int) -> jax.Array:
+    """Splits the first axis of an array in two; of explicit sharding, the examples stay split."""
+    shape = (count, array.shape[0] // count, *array.shape[1:])
+    sharding = jax.typeof(array).sharding
+    if not any(sharding.spec):
+        return array.reshape(shape)
+    first, *rest = sharding.spec
+    names = first if isinstance(first, tuple) else (first,)
+    size = math.prod(sharding.mesh.shape[name] for name in names if name is not None)
+    spec = PartitionSpec(None, None if shape[1] % size else first, *rest)
+    return jax.lax.reshape(array, shape, out_sharding=NamedSharding(sharding.mesh, spec))
 
 
 def _check_keywords(keywords: Mapping[str, PyTree], what: str) -> None:

@@ -3,8 +3,13 @@
 Contexts are per thread, as JAX's user contexts and the frameworks' interceptors are. Coroutines and
 generators may leave them in another order than that in which they were entered. So leaving a
 context restores nothing: the contexts that are still open say what is in force.
+
+A generator may also be closed or collected in another thread than that which entered its context.
+Only the thread that entered can change what holds in it. So it is told, and ends the context
+itself, before it looks into a cache of JAX or runs a module again.
 """
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
@@ -34,12 +39,56 @@ class Context:
         hook: hooks into a framework. All open contexts of one hook share it: it is entered with the
             first and left with the last of them, because a framework's stack of hooks has to be
             left in the reverse order.
+        undo: gives back what the context has replaced, in the thread that entered it, while the
+            context still counts as open; None if there is nothing to give back.
     """
 
     name: str
     value: object
     key: Hashable = None
     hook: Hook | None = None
+    undo: Callable[[], None] | None = None
+
+
+class _Epoch:
+    """The time between two endings of a thread's contexts by other threads."""
+
+    is_over = False
+
+
+class _Key:
+    """A thread's part of the key of JAX's caches: what is in force in it.
+
+    JAX finds what it has stored under the same object without a call of Python, so that it would
+    not be noticed that another thread has ended a context. So a thread puts an equal object in
+    place of this one after each comparison, and wherever what is in force is looked up: nothing
+    that depends on it is stored under the object by which JAX looks for it next. Once an epoch is
+    over, its keys are equal to none, because a trace may have begun in a context that had ended
+    when the trace did.
+
+    Args:
+        value: what is in force.
+        epoch: the epoch of the thread.
+    """
+
+    __slots__ = ("epoch", "value")
+
+    def __init__(self, value: frozenset[tuple[str, Hashable]], epoch: _Epoch) -> None:
+        self.value = value
+        self.epoch = epoch
+
+    def __hash__(self) -> int:
+        catch_up()
+        return hash(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        catch_up()
+        if not isinstance(other, _Key) or self.epoch.is_over or other.epoch.is_over:
+            return False
+        return self.value == other.value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
 
 
 class _State:
@@ -51,6 +100,9 @@ class _State:
         facts: what else JAX's caches know, by topic.
         casts: the names of what has cast inside a gradient function; None outside of one.
         watches: for each open `casts_watched`, the names of what has cast inside of it.
+        told: what JAX's caches know to be in force.
+        late: the open contexts that another thread has left.
+        epoch: what the keys of JAX's caches have in common until this thread leaves these.
     """
 
     def __init__(self) -> None:
@@ -59,6 +111,9 @@ class _State:
         self.facts: dict[str, Hashable] = {}
         self.casts: dict[str, None] | None = None
         self.watches: list[dict[str, None]] = []
+        self.told: frozenset[tuple[str, Hashable]] = frozenset()
+        self.late: collections.deque[Context] = collections.deque()
+        self.epoch = _Epoch()
 
 
 class _Thread(threading.local):
@@ -86,7 +141,29 @@ def _tell_jax() -> None:
     """Makes what is in force now this thread's part of the key of JAX's caches."""
     state = _thread.state
     keys = {context.name: context.key for context in state.open if context.key is not None}
-    _trace_key(frozenset({**state.facts, **keys}.items()) or None).__enter__()
+    state.told = frozenset({**state.facts, **keys}.items())
+    _renew_key()
+
+
+def _renew_key() -> None:
+    state = _thread.state
+    _trace_key(_Key(state.told, state.epoch) if state.told else None).__enter__()
+
+
+def catch_up() -> None:
+    """Leaves the contexts of this thread that other threads have left, and renews its key.
+
+    To be called before it is looked up what is in force, and before JAX compares keys.
+    """
+    state = _thread.state
+    if state.late:
+        state.epoch.is_over = True
+        state.epoch = _Epoch()
+        while state.late:
+            _leave(state.late.popleft())
+        _tell_jax()
+    elif state.told:
+        _renew_key()
 
 
 def set_fact(topic: str, value: Hashable) -> None:
@@ -117,6 +194,7 @@ def refuse_other_tasks(action: str) -> None:
     Raises:
         ValueError: if another task is inside a context.
     """
+    catch_up()
     inside = _entered.get()
     others = [context for context in _thread.state.open if context not in inside]
     if others:
@@ -129,7 +207,10 @@ def refuse_other_tasks(action: str) -> None:
 
 @contextlib.contextmanager
 def entered(context: Context) -> Iterator[None]:
-    """Keeps a context open; contexts may be left in any order.
+    """Keeps a context open; contexts may be left in any order, and in any thread.
+
+    A context that is left in another thread ends in its own one at the next call of a jitted
+    function or of a module there.
 
     Raises:
         ValueError: at entry, if another task of this thread is inside a context.
@@ -146,38 +227,30 @@ def entered(context: Context) -> Iterator[None]:
     try:
         yield
     finally:
-        state.open.remove(context)
-        _entered.set(tuple(other for other in _entered.get() if other is not context))
-        # A generator that nobody closed may end in another thread, which has stacks of its own.
         if state is _thread.state:
+            _leave(context)
             _tell_jax()
             if hook is not None and hook not in [other.hook for other in state.open]:
                 state.hooks.pop(hook).close()
+        else:
+            state.late.append(context)
+
+
+def _leave(context: Context) -> None:
+    """Ends a context in its own thread; its hook may be left later, as an idle one does nothing."""
+    try:
+        if context.undo is not None:
+            context.undo()
+    finally:
+        _thread.state.open.remove(context)
+        _entered.set(tuple(other for other in _entered.get() if other is not context))
 
 
 def opened(kind: type[T]) -> list[T]:
     """Returns the values of a type that open contexts of this thread hold, the innermost last."""
+    catch_up()
     values = (context.value for context in _thread.state.open)
     return [value for value in values if isinstance(value, kind)]
-
-
-def opened_here(value: T, name: str) -> list[T]:
-    """Returns `opened(type(value))`, in which `value` must be.
-
-    Args:
-        value: the value of a context that is being left.
-        name: the name of the context, for the message.
-
-    Raises:
-        ValueError: if the context was entered in another thread.
-    """
-    values = opened(type(value))
-    if value not in values:
-        raise ValueError(
-            f"Cannot give back the policies that {name} replaced in the thread that entered it: "
-            "end a context, or close the generator that holds it, in its own thread."
-        )
-    return values
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """What a gradient function does when it is called: passes, means, one check, one loss scale."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from jmpx._gradient_policy import (
     warning_of_convolutions,
 )
 from jmpx._gradient_results import ValueAndGradients
-from jmpx._groups import AXIS, BatchSharding, Groups, check_variables
+from jmpx._groups import AXIS, BatchSharding, Groups, as_placed, check_variables
 from jmpx._leaves import (
     PyTree,
     can_replace,
@@ -109,14 +110,10 @@ def differentiate(
         result, checked, axes = call.mean(params, state, args, options.axis_name)
     else:
         groups = Groups(options.batch_sharding)
-        parts = options.batch.split(args, groups.count, GROUPS, kwargs)
-
-        def run(arrays: Sequence[jax.Array]) -> Backward:
-            one, *_ = call.mean(params, state, parts.merge(arrays), AXIS)
-            check_variables(one.state[0], pure.stored())
-            return one
-
-        result = groups.run(run, parts.arrays)
+        run = functools.partial(_mean_of_groups, groups, options, call.precision, pure)
+        result = groups.in_auto_axes(run, (params, options.scaling, state, args, kwargs))
+        if groups.explicit_axes:
+            result = result._replace(state=as_placed(result.state, (pure.stored(), old_state)))
     grads = options.grad_dtype.cast(result.grads, stored)
     pairs = zip(grads, params, strict=True)
     if any(grad.dtype.itemsize < param.dtype.itemsize for grad, param in pairs):
@@ -155,6 +152,30 @@ def _kept(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
         return select_tree(holds_on_all(finite, axes) if axes else finite, new, old)
 
     return jax.tree.map(keep, new, old, is_leaf=is_none)
+
+
+def _mean_of_groups(
+    groups: Groups,
+    options: Options,
+    precision: Precision,
+    pure: Pure,
+    params: list[jax.Array],
+    scaling: LossScale,
+    state: list[Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, Any],
+) -> Backward:
+    """Returns the mean value and gradients over the groups of a batch."""
+    options = dataclasses.replace(options, scaling=scaling)
+    call = _Call(options, precision, pure, partition(args)[1], kwargs)
+    parts = options.batch.split(args, groups.count, GROUPS, kwargs)
+
+    def run(arrays: Sequence[jax.Array]) -> Backward:
+        one, *_ = call.mean(params, state, parts.merge(arrays), AXIS)
+        check_variables(one.state[0], pure.stored())
+        return one
+
+    return groups.run(run, parts.arrays)
 
 
 class _Call(NamedTuple):

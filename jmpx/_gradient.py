@@ -141,13 +141,16 @@ def filter_value_and_grad(
             a copy of a parameter, or a shard of it that `func` gathers, by `jmpx.gather` or by
             `lax.all_gather`: the gradient of a shard is summed by the gather's backward pass, and
             divided here by the number of devices.
-        sharded: which parameters are shards of `axis_name`: a bool, or a pytree of bools that is a
-            prefix of the first argument. Under `jax.shard_map` JAX knows which parameters differ
-            between devices, so that it may be left out: those that `func` gathers are shards, and
-            those that only their own device reads are copies, which may differ. Any other has to be
-            told, such as a part of a tensor or an expert, whose activations travel. With
-            `check_vma=False`, and under `jax.pmap` and `jax.vmap`, JAX does not know: a gathered
-            parameter has to be told, and all others are averaged unless this says otherwise.
+        sharded: which parameters are shards of `axis_name`: True for a shard that `func` gathers,
+            False for a copy, "own" for a part that nobody gathers, such as an expert or a part of a
+            tensor, whose activations travel; or a pytree of these that is a prefix of the first
+            argument. True is refused where nothing gathers the parameter, and False where it is
+            gathered as it is. Under `jax.shard_map` JAX knows which parameters differ between
+            devices, so that it may be left out: those that `func` gathers are shards, and those
+            that only their own device reads are copies, which may differ. Any other has to be told.
+            With `check_vma=False`, and under `jax.pmap` and `jax.vmap`, JAX does not know: a
+            gathered parameter has to be told, and all others are averaged unless this says
+            otherwise.
         batch_sharding: for `jax.jit` without a mapped axis: the `jax.sharding.NamedSharding` of the
             batch, or its `PartitionSpec` under `jax.set_mesh`, whose first entry names the mesh
             axes that split the first axis of the batch. XLA sums gradients in the compute dtype by
@@ -191,7 +194,7 @@ def filter_value_and_grad(
     Raises:
         TypeError: if `func` is not callable, `scaling` no loss scale, `policy` no policy, or
             another argument of another type; when called, if there is no argument to differentiate,
-            if `func` does not return a floating scalar, if `sharded` contradicts what JAX knows, if
+            if `func` does not return a floating scalar, if `sharded` contradicts the program, if
             it cannot be told what a parameter is without `sharded`, or if the arguments hold no
             batch to split.
         ValueError: if `policy` is not a string of policies or maps, if `grad_dtype` is no floating

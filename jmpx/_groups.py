@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jmpx._casts import at_least_float32, cast_like
-from jmpx._leaves import PyTree, is_floating, spell
+from jmpx._leaves import PyTree, is_floating, is_none, is_traceable, spell
 from jmpx._messages import did_you_mean
 from jmpx._microbatches import Backward, split_arrays
 
@@ -72,12 +72,49 @@ class Groups:
         for axis in self.axes:
             _check_axis(axis, self.mesh)
         self.count = math.prod(self.mesh.shape[axis] for axis in self.axes)
+        axes = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        self.explicit_axes = tuple(str(axis) for axis, kind in axes if kind == AxisType.Explicit)
 
     def constrain(self, array: jax.Array) -> jax.Array:
         """Returns an array of shape (groups, ...) with one group on each device of the axes."""
         others = (PartitionSpec.UNCONSTRAINED,) * (array.ndim - 1)
-        sharding = NamedSharding(self.mesh, PartitionSpec(self.axes, *others))  # pyright: ignore[reportArgumentType]
+        mesh = jax.sharding.get_abstract_mesh() if self.explicit_axes else self.mesh
+        sharding = NamedSharding(mesh, PartitionSpec(self.axes, *others))  # pyright: ignore[reportArgumentType]
         return jax.lax.with_sharding_constraint(array, sharding)
+
+    def in_auto_axes(self, run: Callable[..., Backward], inputs: tuple[PyTree, ...]) -> Backward:
+        """Calls a function where all axes of the mesh are `Auto`, if some are `Explicit` here.
+
+        Args:
+            run: computes values and gradients of groups.
+            inputs: its arguments, the first of which are the parameters in a list. All arrays that
+                it reads have to be among them.
+
+        Returns:
+            Its result: gradients are sharded as the parameters are, aux over the groups, and all
+            else is whole on each device.
+        """
+        if not self.explicit_axes:
+            return run(*inputs)
+        arrays, merge = split_arrays(inputs)
+        rebuild: list[Callable[[Sequence[Any]], PyTree]] = []
+
+        def body(arrays: Sequence[jax.Array]) -> Backward:
+            result = run(*merge(arrays))
+            aux, merge_aux = split_arrays(result.aux)
+            state, merge_state = split_arrays(result.state)
+            rebuild[:] = [merge_aux, merge_state]
+            return result._replace(aux=aux, state=state)
+
+        def place(*spec: Any) -> Any:
+            return NamedSharding(self.mesh.abstract_mesh, PartitionSpec(*spec))
+
+        grads = [place(*jax.typeof(param).sharding.spec) for param in inputs[0]]
+        places = Backward(place(), place(self.axes), place(), grads)
+        automatic = jax.sharding.auto_axes(body, axes=self.explicit_axes, out_sharding=places)
+        result = automatic(arrays)
+        merge_aux, merge_state = rebuild
+        return result._replace(aux=merge_aux(result.aux), state=merge_state(result.state))
 
     def run(
         self, run: Callable[[Sequence[jax.Array]], Backward], arrays: Sequence[jax.Array]
@@ -140,6 +177,24 @@ def check_variables(new: Sequence[jax.Array], stored: Sequence[Any]) -> None:
             )
 
 
+def as_placed(new: PyTree, old: PyTree) -> PyTree:
+    """Returns new model state, whose arrays are split as those are that they replace.
+
+    Where the axes of a mesh are `Explicit`, the sharding of an array is a part of its type, which
+    the carry of a loop keeps.
+    """
+
+    def place(new: Any, old: Any) -> Any:
+        if not (is_traceable(new) and is_traceable(old)) or new.shape != old.shape:
+            return new
+        sharding = jax.typeof(old).sharding
+        if sharding.spec == jax.typeof(new).sharding.spec:
+            return new
+        return jax.sharding.reshard(new, sharding)
+
+    return jax.tree.map(place, new, old, is_leaf=is_none)
+
+
 def _mean(array: jax.Array) -> jax.Array:
     """Returns the mean of an array of model state over the groups, the same bits if it is equal."""
     if not _differs(array):
@@ -176,7 +231,7 @@ def _mesh_of(batch_sharding: BatchSharding) -> Any:
 
 
 def _check_axis(axis: str, mesh: Any) -> None:
-    """Refuses an axis over which XLA splits nothing here: unknown, explicit or mapped."""
+    """Refuses an axis over which nothing is split here: it is unknown, or mapped."""
     names = [str(name) for name in mesh.axis_names]
     if axis not in names:
         if names:
@@ -185,12 +240,6 @@ def _check_axis(axis: str, mesh: Any) -> None:
             where = "set one by jax.set_mesh, or give a jax.sharding.NamedSharding."
         raise ValueError(f"Cannot find a mesh with the axis {axis!r} of batch_sharding: {where}")
     kind = dict(zip(names, mesh.axis_types, strict=True))[axis]
-    if kind == AxisType.Explicit:
-        raise ValueError(
-            f"Cannot split a batch over the axis {axis!r} of batch_sharding, which is Explicit in "
-            "its mesh: make the mesh with axis_types=(jax.sharding.AxisType.Auto,) for each axis, "
-            "or call the gradient function inside of jax.sharding.auto_axes."
-        )
     if kind == AxisType.Manual:
         raise ValueError(
             f"Cannot split a batch over the axis {axis!r} of batch_sharding, which jax.shard_map "

@@ -78,7 +78,7 @@ def _like(param: jax.Array) -> jax.Array:
     dtype = param.dtype
     if is_floating(param):
         dtype = at_least_float32(jax.ShapeDtypeStruct((), dtype)).dtype
-    return vary([jnp.zeros(param.shape, dtype)], varying_axes(param))[0]
+    return vary([jnp.zeros_like(param, dtype)], varying_axes(param))[0]
 
 
 def _settled(

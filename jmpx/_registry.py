@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 from jmpx import _jaxpr
-from jmpx._contexts import Context, entered, note_cast, opened_here, set_fact
+from jmpx._contexts import Context, catch_up, entered, note_cast, opened, set_fact
 from jmpx._dtypes import dtype_name
 from jmpx._frameworks import ClassPolicies, adapters_of, imported_adapters
 from jmpx._matmul import matmul_of, matmul_region
@@ -90,6 +90,7 @@ def _attach(cls: type, policy: Policy | None, cached: Policy | None) -> None:
         cached: the policy for `_Registry.policies`, None to remove it. It differs from `policy`
             where a framework's store has a policy that was not set by jmpx.
     """
+    catch_up()
     store = _store_of(cls)
     if store is not None and policy is None:
         store.clear(cls)
@@ -186,6 +187,7 @@ def policy_of(cls: type) -> Policy | None:
         'params=float32,compute=bfloat16,output=bfloat16'
         >>> jmpx.clear_policy(Block)
     """
+    catch_up()
     store = _store_of(cls)
     return _registry.policies.get(_key(cls)) if store is None else store.get(cls)
 
@@ -206,7 +208,7 @@ class _Push:
 
     def undo(self) -> None:
         """Gives the policy at entry back: to the class, or to a later push that is still open."""
-        pushes = opened_here(self, "jmpx.push_policy")
+        pushes = opened(_Push)
         after = pushes[pushes.index(self) + 1 :]
         later = [push for push in after if _key(push.cls) == _key(self.cls)]
         if later:
@@ -255,12 +257,9 @@ def push_policy(cls: type, policy: PolicyLike) -> Iterator[None]:
         store.check_push(cls, policy)
     hook = None if store is None else store.interception
     push = _Push(cls, policy_of(cls), _registry.policies.get(_key(cls)))
-    with entered(Context("jmpx.push_policy", push, hook=hook)):
+    with entered(Context("jmpx.push_policy", push, hook=hook, undo=push.undo)):
         _attach(cls, policy, policy)
-        try:
-            yield
-        finally:
-            push.undo()
+        yield
 
 
 @contextlib.contextmanager

@@ -24,6 +24,9 @@ _EXCHANGES = ("all_gather", "all_to_all", "ragged_all_to_all", "ppermute", "pgat
 # Primitives that name axes, and send nothing along them: they change what JAX knows of an array.
 _SEND_NOTHING = ("pvary", "preduced", "reduced_vary_cast", "vary_unreduced_cast")
 
+# Primitives of which nobody sees what they do with their operands.
+_HIDING = ("pure_callback", "io_callback", "ffi_call", "pallas_call", "custom_partitioning")
+
 # The operands of which the result holds elements; the others are indices and masks, through which
 # no gradient passes.
 _PICKED_FROM = {
@@ -41,12 +44,14 @@ class Gather(NamedTuple):
         operation: the name of the primitive.
         axes: the mapped axes over which it does so.
         in_groups: whether it does so within groups of an axis, by `axis_index_groups`.
+        by_place: whether each device picks what it gives by its place on an axis, as from a copy.
     """
 
     params: frozenset[int]
     operation: str
     axes: frozenset[Hashable]
     in_groups: bool
+    by_place: bool
 
 
 class Exchange(NamedTuple):
@@ -76,12 +81,16 @@ class Source(NamedTuple):
         params: the parameters that contribute to it, by whatever way a gradient can go back.
         gathers: the gathers that contribute to it.
         exchanges: all operations that bring it something that depends on parameters of others.
+        hidden: the parameters that contribute to it by an operation into which nobody sees.
+        by_place: whether it depends on the place of its device on a mapped axis.
     """
 
     origin: frozenset[int] | None
     params: frozenset[int] = _NOTHING
     gathers: frozenset[Gather] = _NO_GATHER
     exchanges: frozenset[Exchange] = _NO_EXCHANGE
+    hidden: frozenset[int] = _NOTHING
+    by_place: bool = False
 
 
 def find_exchanges(
@@ -125,7 +134,19 @@ def _join(sources: Sequence[Source]) -> Source:
         _union([source.params for source in sources]),
         _union([source.gathers for source in sources]),
         _union([source.exchanges for source in sources]),
+        _union([source.hidden for source in sources]),
+        any(source.by_place for source in sources),
     )
+
+
+def _picked(name: str, operands: Sequence[Source]) -> Source:
+    """Returns the source of an operation's result, before what the operation itself adds."""
+    elements = _PICKED_FROM.get(name, slice(None))
+    source = _join(operands[elements])
+    indices = [operand for operand in operands if operand not in operands[elements]]
+    # An index that comes as data may be the device's place.
+    by_place = name == "axis_index" or any(o.by_place or o.origin is None for o in indices)
+    return source._replace(by_place=source.by_place or by_place)
 
 
 def _union(sets: Sequence[frozenset[S]]) -> frozenset[S]:
@@ -214,15 +235,18 @@ class _Search:
     def operation(self, eqn: Equation, operands: list[Source]) -> list[Source]:
         """Returns the sources of an operation's results."""
         name = eqn.primitive.name
-        source = _join(operands[_PICKED_FROM.get(name, slice(None))])
+        source = _picked(name, operands)
         if name == "stop_gradient":
             source = Source(None)
         axes = _axes_of(eqn)
         over = axes & self.axes
         if source.origin and over and name.startswith(_EXCHANGES):
             in_groups = eqn.params.get("axis_index_groups") is not None
-            gather = Gather(source.origin, name, over, in_groups)
+            gather = Gather(source.origin, name, over, in_groups, source.by_place)
             source = source._replace(gathers=source.gathers | {gather})
+        # What is inside of an operation comes here if it could not be followed.
+        if name.startswith(_HIDING) or (axes and any(inner_jaxprs(eqn.params))):
+            source = source._replace(hidden=source.hidden | source.params)
         if axes and source.params:
             new = {Exchange(param, name, axis) for param in source.params for axis in axes}
             source = source._replace(exchanges=source.exchanges.union(new))

@@ -2,11 +2,13 @@
 
 A replica is a parameter of which each device has a copy: its gradient is the mean over the devices.
 A shard is a part of a parameter that no other device has. The function gathers it, and the gather's
-backward pass sums the gradient over the devices, so that it is divided by their number once.
+backward pass sums the gradient over the devices, so that it is divided by their number once. So is
+that of an own part, which nobody gathers: what the other devices do with its results comes back to
+it, as in tensor and expert parallelism.
 """
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 
@@ -19,21 +21,25 @@ from jmpx._tree import AxisName
 Axes = frozenset[Hashable]
 _NOTHING: Axes = frozenset()
 
+# What a mask says of a parameter: True of a shard, False of a replica, "own" of an own part.
+Says: TypeAlias = bool | Literal["own"]
+
 
 def check_mask(sharded: PyTree, axis_name: AxisName | None) -> None:
-    """Refuses a mask of shards that is no pytree of bools, or that has no axis to speak of.
+    """Refuses a mask of shards that says anything else, or that has no axis to speak of.
 
     Raises:
-        TypeError: if a leaf of the mask is not a bool.
+        TypeError: if a leaf of the mask is neither a bool nor "own".
         ValueError: if there is a mask and no axis.
     """
     if sharded is None:
         return
     for leaf in jax.tree.leaves(sharded):
-        if not isinstance(leaf, bool):
+        if not (isinstance(leaf, bool) or (isinstance(leaf, str) and leaf == "own")):
             raise TypeError(
                 f"Expected sharded to be a bool or a pytree of bools, got the leaf "
-                f"{describe(leaf)}: say True for the parameters of which each device holds a shard."
+                f"{describe(leaf)}: say True for the parameters of which each device holds a shard "
+                'that the function gathers, and "own" for a part that nobody gathers.'
             )
     if axis_name is None:
         raise ValueError(
@@ -53,7 +59,7 @@ class Parameters(NamedTuple):
 
     paths: list[str]
     varying: list[Axes]
-    sharded: list[bool] | None
+    sharded: list[Says] | None
 
     def find_shards(self, loss: Source, axis_name: AxisName) -> list[Axes]:
         """Returns for each parameter the axes over which it is a shard: none for a replica.
@@ -64,7 +70,8 @@ class Parameters(NamedTuple):
         replica if the loss of a device depends on that device's parameter alone. Otherwise it may
         be either: a copy in a model whose activations are gathered or averaged, or a part of one
         whose activations are exchanged, as in tensor and expert parallelism. Where JAX tracks
-        nothing, the mask alone decides.
+        nothing, the mask decides. What it calls a shard has to be gathered, and what it calls a
+        replica must not be, unless each device picks the part that it gives from its copy.
 
         Args:
             loss: what the loss is computed from.
@@ -117,7 +124,8 @@ class Parameters(NamedTuple):
     ) -> Axes:
         name = f"the first argument's {self.paths[index]}"
         varying = self.varying[index] & tracked
-        gathered = _NOTHING.union(*(g.axes for g in loss.gathers if index in g.params))
+        gathers = [gather for gather in loss.gathers if index in gather.params]
+        gathered = _NOTHING.union(*(gather.axes for gather in gathers))
         exchanges = [e for e in loss.exchanges if e.param == index and e.axis not in gathered]
         exchanges.sort(key=str)
         if self.sharded is None:
@@ -125,34 +133,43 @@ class Parameters(NamedTuple):
                 if exchange.axis in varying:
                     raise TypeError(_neither(name, exchange))
             return varying & gathered
-        if not self.sharded[index]:
-            if varying & gathered:
-                raise TypeError(
-                    f"Cannot average the gradient of {name} over {_spell(varying & gathered)} as "
-                    "that of a replica, as sharded=False says, because the function gathers it "
-                    "there as a shard: say sharded=True for it."
-                )
+        says = self.sharded[index]
+        if says is False:
+            may_vary = varying.union(*(g.axes - tracked for g in gathers if not g.by_place))
+            _check_replica(name, may_vary & gathered)
             return _NOTHING
         untracked = frozenset(axes) - tracked
-        if untracked:
-            known = varying | (gathered & untracked)
-            unknown = [e.axis for e in exchanges if e.axis in untracked]
-            if len(axes) == 1:
-                return untracked
-            if unknown or not known:
-                raise TypeError(
-                    f"Cannot tell over which of {_spell(axes)} {name} is a shard, as sharded=True "
-                    "says, because JAX does not track there which arrays vary: give one axis_name, "
-                    "or use jax.shard_map without check_vma=False."
-                )
-            return known
-        if not varying:
+        if not (varying or untracked):
             raise TypeError(
-                f"Expected a shard, as sharded=True says, but {name} is the same on all devices of "
-                f"{_spell(tracked)}: split it by in_specs of jax.shard_map, or say sharded=False "
-                "for it."
+                f"Expected a shard, as sharded={says!r} says, but {name} is the same on all "
+                f"devices of {_spell(tracked)}: split it by in_specs of jax.shard_map, or say "
+                "sharded=False for it."
             )
-        return varying
+        if says is True and index in loss.params - loss.hidden and not gathered:
+            raise TypeError(
+                f"Expected the function to gather {name} over {_spell(axes)}, as sharded=True "
+                "says, but it does not: say sharded=False if each device has a copy of it, or "
+                'sharded="own" if it is a part with which its device alone computes, such as an '
+                "expert."
+            )
+        unknown = [e.axis for e in exchanges if e.axis in untracked]
+        known = varying | (gathered & untracked)
+        if len(axes) > 1 and untracked and (unknown or not known):
+            raise TypeError(
+                f"Cannot tell over which of {_spell(axes)} {name} is a shard, as sharded={says!r} "
+                "says, because JAX does not track there which arrays vary: give one axis_name, or "
+                "use jax.shard_map without check_vma=False."
+            )
+        return known if len(axes) > 1 else varying | untracked
+
+
+def _check_replica(name: str, gathered: Axes) -> None:
+    if gathered:
+        raise TypeError(
+            f"Cannot average the gradient of {name} over {_spell(gathered)} as that of a replica, "
+            "as sharded=False says, because the function gathers it there as a shard: say "
+            "sharded=True for it."
+        )
 
 
 def _neither(name: str, exchange: Exchange) -> str:
@@ -160,7 +177,7 @@ def _neither(name: str, exchange: Exchange) -> str:
         f"Cannot tell whether {name} is a shard or a replica, because it differs along "
         f"{_spell([exchange.axis])} and the function does not gather it, but the loss of each "
         f"device depends on those of others, by {exchange.operation}: say by sharded= which "
-        "parameters are shards."
+        'parameters are shards, and "own" for a part that nobody gathers.'
     )
 
 
@@ -169,11 +186,11 @@ def _spell(axes: Any) -> str:
     return f"the axis {names[0]}" if len(names) == 1 else f"the axes {' and '.join(names)}"
 
 
-def read_mask(sharded: PyTree, tree: PyTree) -> list[bool] | None:
+def read_mask(sharded: PyTree, tree: PyTree) -> list[Says] | None:
     """Returns what a mask says of each differentiable array of a pytree; None without a mask.
 
     Args:
-        sharded: a bool, or a pytree of bools whose structure is a prefix of that of `tree`.
+        sharded: a bool or "own", or a pytree of them whose structure is a prefix of that of `tree`.
         tree: the first argument of a gradient function.
 
     Raises:
@@ -193,14 +210,14 @@ def read_mask(sharded: PyTree, tree: PyTree) -> list[bool] | None:
 
 
 class _Repeated(NamedTuple):
-    values: list[bool]
+    values: list[Says]
 
 
 def _is_repeated(node: object) -> bool:
     return isinstance(node, _Repeated)
 
 
-def _repeat(says: bool, tree: PyTree) -> _Repeated:
+def _repeat(says: Says, tree: PyTree) -> _Repeated:
     return _Repeated([says for leaf in jax.tree.leaves(tree) if is_inexact_array(leaf)])
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx import _jaxpr
-from jmpx._axes import vary
+from jmpx._axes import as_whole, vary
 from jmpx._jaxpr import Atom, Equation, Jaxpr
 
 State = TypeVar("State")
@@ -216,7 +216,8 @@ class _Watcher:
                 rule = _RULES.get(eqn.primitive.name)
                 if rule is None:
                     results = self.run(eqn, operands)
-                    state = self.watch(state, site, operands, results, trips)
+                    seen = ([*map(as_whole, each)] for each in (operands, results))
+                    state = self.watch(state, site, *seen, trips)
                 else:
                     results, state = rule(self, site, operands, state, trips)
             env.update(zip(eqn.outvars, results, strict=True))

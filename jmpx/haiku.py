@@ -29,7 +29,7 @@ from jmpx._adapters import (
     run_reading,
 )
 from jmpx._casts import cast_like, cast_tree
-from jmpx._contexts import note_cast, opened, opened_here, refuse_other_tasks
+from jmpx._contexts import note_cast, opened, refuse_other_tasks
 from jmpx._dtypes import computable
 from jmpx._frameworks import Adapter, ClassPolicies
 from jmpx._leaves import is_floating
@@ -128,10 +128,7 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
     session = _Session(get_policy_map(policy_map))
     # A loop around the outermost module, as that of `hk.layer_stack` may be, is in no other call.
     with session.opened(_interception), noted_carries(hk.Module, None):
-        try:
-            yield
-        finally:
-            session.give_back()
+        yield
     session.warn(stacklevel=3)  # past contextlib, to the with statement
 
 
@@ -181,8 +178,6 @@ class _Session(Session):
 
     def give_back(self) -> None:
         """Puts the policies of classes back into Haiku's registry."""
-        if self.class_policies:
-            opened_here(self, _NAME)
         for cls, policy in self.class_policies.items():
             if _store.get_policy(cls) is None:
                 _store.set_policy(cls, policy)

@@ -1,10 +1,13 @@
 """Where to cut a jaxpr: where few arrays live, so that little has to be saved."""
 
+import collections
 import enum
 import itertools
+import math
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -215,7 +218,22 @@ def _size(atom: Atom) -> int:
     dtype = getattr(atom.aval, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return 0
-    return atom.aval.size * dtype.itemsize
+    return math.prod(map(_length, atom.aval.shape)) * dtype.itemsize
+
+
+# The size of a symbol of `jax.export`, which is known only when the exported function is called,
+# and the functions that JAX's text of a symbolic dimension may hold.
+_SYMBOL = 128
+_FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod, "max": max, "min": min}
+
+
+def _length(dimension: Any) -> int:
+    """Returns a dimension; a symbolic one, as `2*b`, as if its symbols were `_SYMBOL`."""
+    if isinstance(dimension, int):
+        return dimension
+    names = collections.defaultdict(lambda: _SYMBOL, _FUNCTIONS)
+    text = str(dimension).replace("^", "**")  # JAX can neither evaluate nor compare it
+    return max(1, eval(text, {"__builtins__": {}}, names))
 
 
 def _cuts(holders: Sequence[int], lives: Sequence[Life]) -> Iterator[int]:

@@ -9,6 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._axes import as_whole
 from jmpx._graph import Graph, Node
 from jmpx._jaxpr import Jaxpr
 from jmpx._leaves import is_floating_dtype
@@ -118,7 +119,7 @@ def measure(jaxpr: Jaxpr, arrays: Sequence[Any], plan: Plan) -> Measured:
         floating = [array for array in wide if is_floating_dtype(array.dtype)]
         state = _State.empty(plan)
         _, state = evaluate(jaxpr, wide, _watcher(plan), state, run=run_widened, constant=widened)
-        return state, [_extremes(array, plan.masks) for array in floating]
+        return state, [_extremes(as_whole(array), plan.masks) for array in floating]
 
     run = jax.jit(run) if len(plan.nodes) <= _FEW else run
     state, found = run(list(arrays))
@@ -188,7 +189,7 @@ class _State:
         tables = _update(
             self.extremes,
             self.totals,
-            arrays,
+            list(map(as_whole, arrays)),
             nodes=np.asarray(positions, np.int32),
             rows=np.asarray(unique, np.int32),
             row_of=np.asarray([unique.index(row) for row in rows], np.int32),

@@ -1,17 +1,21 @@
 """`jmpx.autocast(save="products")` changes what is kept, and neither numbers nor dtypes."""
 
 import collections
+import functools
 
 import autocast as benchmark
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits
+from helpers import assert_same_bits, normal
 from helpers.autocast import LOW_DTYPES
 from helpers.jaxprs import equations_of
 from helpers.saved_models import MODELS
+from jax import export
 
 import jmpx
+from jmpx._autocast.cuts import _length
 
 # Equations that hold a jaxpr, and casts, of which each piece makes its own.
 _AROUND = {"jit", "remat2", "convert_element_type", "copy"}
@@ -69,3 +73,36 @@ def test_eagerly_the_bits_are_the_same(rng, name):
     apply, params, x, labels = MODELS[name](rng)
     plain, saving = losses(apply, x, labels, rng.choice(list(LOW_DTYPES)))
     assert_same_bits(jax.grad(saving)(params), jax.grad(plain)(params))
+
+
+def attention(x, w, up, down):
+    scores = jax.nn.softmax((x @ w) @ jnp.swapaxes(x, -1, -2) / 4)
+    x = x + scores @ x
+    return x + jax.nn.gelu(x @ up) @ down
+
+
+@pytest.mark.parametrize("shape", ["b, 6, 8", "b, s, 8", "2*b, s + 1, 8"])
+def test_an_exported_function_with_symbolic_sizes(shape, rng):
+    params = [(normal(rng, 8, 8), normal(rng, 8, 16), normal(rng, 16, 8)) for _ in range(3)]
+
+    def loss(params, x, save="products"):
+        def apply(params, x):
+            return functools.reduce(lambda x, weights: attention(x, *weights) / 2, params, x)
+
+        return jnp.mean(jmpx.autocast(apply, save=save)(params, x).astype(jnp.float32) ** 2)
+
+    x = jax.ShapeDtypeStruct(export.symbolic_shape(shape), jnp.float32)
+    assert any(eqn.primitive.name == "remat2" for eqn in equations_of(loss, params, x))
+    exported = export.export(jax.jit(jax.grad(loss)))(params, x)
+    batch = normal(rng, 4, 6, 8)
+    plain = jax.jit(jax.grad(functools.partial(loss, save=None)))(params, batch)
+    grads = exported.call(params, batch)
+    assert any(np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05, atol=0.02), grads, plain)
+
+
+def test_a_symbolic_size_counts_as_a_number():
+    """JAX simplifies what it can, and can compare few of them."""
+    text = "b, 2*b - 1, b*s^2, floordiv(b, 3), mod(b, 5), max(b, s) + 1, s - 300"
+    sizes = list(map(_length, export.symbolic_shape(text)))
+    assert sizes == [128, 255, 128**3, 42, 3, 129, 1]

@@ -1,11 +1,24 @@
 """Contexts of policies in threads."""
 
 import asyncio
+import gc
 import threading
 
+import haiku as hk
+import jax
+import jax.numpy as jnp
 import pytest
 from helpers import BF16, F16, F32
-from helpers.contexts import CONTEXTS, HaikuModule, LinenModule, everywhere, nothing_stays_behind
+from helpers.contexts import (
+    CONTEXTS,
+    EquinoxModule,
+    HaikuModule,
+    LinenModule,
+    X,
+    everywhere,
+    nothing_stays_behind,
+    run_haiku,
+)
 
 import jmpx
 import jmpx.equinox
@@ -48,39 +61,124 @@ def test_a_thread_started_by_a_task_has_no_context(kind):
     assert asyncio.run(main()) == F32
 
 
-@pytest.mark.parametrize("kind", ["haiku", "linen"])
-def test_a_context_that_ends_in_another_thread_is_over(kind):
+def steps(make, policy="c=bf16"):
+    with make(policy):
+        yield
+
+
+def in_another_thread(func):
+    thread = threading.Thread(target=func)
+    thread.start()
+    thread.join()
+
+
+def end_elsewhere(held, how):
+    """Ends the generators in a list in another thread: closes them, or drops the last reference."""
+
+    def end():
+        while held:
+            generator = held.pop(0)
+            if how == "close":
+                generator.close()
+            del generator
+        gc.collect()
+
+    in_another_thread(end)
+
+
+def started(make, *policies):
+    generators = [steps(make, policy) for policy in policies]
+    for generator in generators:
+        next(generator)
+    return generators
+
+
+ENDS = pytest.mark.parametrize("how", ["close", "collect"])
+
+
+@everywhere
+@ENDS
+def test_a_context_that_ends_in_another_thread_is_over(kind, how):
+    """For a module that is called, what is traced now, and what was compiled inside of it."""
     make, run = CONTEXTS[kind]
-
-    def steps():
-        with make("c=bf16"):
-            yield
-
-    generator = steps()
-    next(generator)
-    thread = threading.Thread(target=generator.close)
-    thread.start()
-    thread.join()
+    module = jax.jit(lambda x: jnp.zeros((), run(x)))
+    around = jax.jit(lambda x: (module(x), x))  # traced without a call of the module
+    calls = [module, lambda x: around(x)[0], jax.jit(lambda x: jnp.zeros((), run(x)))]
+    held = started(make, "c=bf16")
+    assert [call(X).dtype for call in calls[:2]] == [BF16, BF16]
+    end_elsewhere(held, how)
+    assert [call(X).dtype for call in calls] == [F32] * 3
     assert run() == F32
+    for policy, dtype in [("c=bf16", BF16), ("c=f16", F16)]:
+        with make(policy):
+            assert [run(), *(call(X).dtype for call in calls)] == [dtype] * 4
+    assert [call(X).dtype for call in calls] == [F32] * 3
+
+
+@everywhere
+def test_what_was_compiled_before_a_context_is_not_traced_again_after_it(kind):
+    make, run = CONTEXTS[kind]
+    traces = []
+    call = jax.jit(lambda x: traces.append(run(x)) or x)
+    call(X)
+    end_elsewhere(started(make, "c=bf16"), "close")
+    call(X)
+    call(X)
+    assert traces == [F32]
+
+
+@everywhere
+@ENDS
+def test_the_contexts_around_one_that_ends_in_another_thread_go_on(kind, how):
+    make, run = CONTEXTS[kind]
+    call = jax.jit(lambda x: jnp.zeros((), run(x)))
     with make("c=f16"):
-        assert run() == F16
+        held = started(make, "c=bf16", "c=f32", "c=bf16")
+        assert call(X).dtype == run() == BF16
+        inner = held.pop(1)
+        end_elsewhere(held, how)
+        assert call(X).dtype == run() == F32
+        inner.close()
+        assert call(X).dtype == run() == F16
+    assert call(X).dtype == run() == F32
 
 
-@pytest.mark.parametrize("kind", ["push_haiku", "push_linen"])
-def test_a_push_that_ends_in_another_thread_says_so(kind):
+@everywhere
+def test_a_context_that_ends_while_its_thread_traces(kind):
+    """What is traced partly under a policy is not kept for a later context of that policy."""
+    make, run = CONTEXTS[kind]
+    held, dtypes = started(make, "c=bf16"), []
+
+    @jax.jit
+    def call(x):
+        before = run(x)
+        end_elsewhere(held, "close")
+        dtypes.append((before, run(x)))
+        return x
+
+    call(X)
+    assert dtypes == [(BF16, F32)]
+    call(X)
+    with make("c=bf16"):
+        call(X)
+    assert dtypes == [(BF16, F32), (F32, F32), (BF16, BF16)]
+
+
+@everywhere
+def test_a_policy_that_is_set_after_a_context_has_ended_in_another_thread_stays(kind):
     make, _ = CONTEXTS[kind]
-    errors = []
+    end_elsewhere(started(make, "c=bf16"), "close")
+    for cls in (HaikuModule, LinenModule, EquinoxModule):
+        jmpx.set_policy(cls, "c=f16")
+        assert jmpx.policy_of(cls) == jmpx.get_policy("c=f16")
+        jmpx.clear_policy(cls)
 
-    def end(context):
-        try:
-            context.__exit__(None, None, None)
-        except ValueError as error:
-            errors.append(str(error))
 
-    context = make("c=bf16")
-    context.__enter__()
-    thread = threading.Thread(target=end, args=(context,))
-    thread.start()
-    thread.join()
-    assert len(errors) == 1 and "in its own thread" in errors[0]
-    jmpx.clear_policy({"push_haiku": HaikuModule}.get(kind, LinenModule))
+def test_haiku_gets_class_policies_back_from_a_context_that_ends_in_another_thread():
+    policy = jmpx.get_policy("c=f16")
+    with hk.mixed_precision.push_policy(HaikuModule, policy):  # pyright: ignore[reportArgumentType]
+        held = started(jmpx.haiku.policies, "c=bf16")
+        assert run_haiku() == F16  # by jmpx, which has taken the policy over
+        end_elsewhere(held, "close")
+        assert run_haiku() == F16
+        assert hk.mixed_precision.get_policy(HaikuModule) is policy

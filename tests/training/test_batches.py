@@ -8,7 +8,7 @@ from helpers import normal
 from helpers.groups import make_mesh, over, value_and_grad
 from helpers.training import loss_fn, make_params
 from hypothesis import given, settings, strategies as st
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jmpx
 from jmpx._batches import GROUPS, MICROBATCHES, BatchArguments
@@ -162,7 +162,6 @@ def named(*spec, mesh=None):
     return NamedSharding(make_mesh(4, 2) if mesh is None else mesh, P(*spec))
 
 
-EXPLICIT = make_mesh(4, 2, axis_type=AxisType.Explicit)
 SHARDINGS = {
     "no mesh": (
         P("data"),
@@ -174,7 +173,6 @@ SHARDINGS = {
     "another axis": (named(None, "data"), "to split the first axis"),
     "any axis": (named(P.UNCONSTRAINED), "to split the first axis"),
     "of no axes": (named(()), "to split the first axis"),
-    "explicit": (named("data", mesh=EXPLICIT), "'data' .* is Explicit .*AxisType.Auto.*auto_axes"),
 }
 
 

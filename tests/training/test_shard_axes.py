@@ -93,8 +93,8 @@ def test_a_sum_in_float16_has_room_for_shards(rng):
 def test_of_several_untracked_axes_a_gather_says_which(rng):
     params, batch = normal(rng, 8, 4), normal(rng, 2, 4, 3, 8)
 
-    def run(loss_fn):
-        grad_fn = gradients(loss_fn, axis_name=("data", "fsdp"), sharded=True)
+    def run(loss_fn, says=True):
+        grad_fn = gradients(loss_fn, axis_name=("data", "fsdp"), sharded=says)
         inner = jax.vmap(grad_fn, in_axes=(0, 0), axis_name="fsdp")
         return jax.vmap(inner, in_axes=(None, 0), axis_name="data")(params.reshape(4, 2, 4), batch)
 
@@ -108,7 +108,7 @@ def test_of_several_untracked_axes_a_gather_says_which(rng):
         lambda w, x: square(gather(w, "fsdp"), x) * jax.lax.psum(w.sum(), "data"),
     ):
         with pytest.raises(TypeError, match="over which of the axes 'data' and 'fsdp' .* array is"):
-            run(loss_fn)
+            run(loss_fn, "own")
 
 
 def tensor_parallel(params, x, axis=None):
@@ -122,7 +122,7 @@ def test_tensor_parallelism(axis_name, vma, rng):
     params = {"columns": normal(rng, 8, 4), "rows": normal(rng, 4, 3), "bias": normal(rng, 4)}
     specs = {"columns": P(None, "model"), "rows": P("model"), "bias": P()}
     batch = normal(rng, 6, 8)
-    mask = None if axis_name == "data" else {"columns": True, "rows": True, "bias": False}
+    mask = None if axis_name == "data" else {"columns": "own", "rows": "own", "bias": False}
     grad_fn = gradients(
         lambda params, x: tensor_parallel(params, x, "model"),
         jmpx.DynamicLossScale(16.0),

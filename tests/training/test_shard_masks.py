@@ -17,14 +17,14 @@ import jmpx
 def make_model(kind, rng, key):
     """Parameters of a layer with 3 inputs and 2 outputs, a function of them, and masks of them.
 
-    The masks say that the weight is a shard, and the bias is none.
+    The masks say that the weight is a part of the device's own, and the bias is none.
     """
-    mask = {"w": True, "b": False}
+    mask = {"w": "own", "b": False}
     if kind == "dict":
         return {"w": normal(rng, 3, 2), "b": normal(rng, 2)}, lambda p, x: x @ p["w"] + p["b"], mask
     if kind == "Equinox":
         model = eqx.nn.Linear(3, 2, key=key)
-        mask = jax.tree.map(lambda leaf: leaf.ndim == 2, model)
+        mask = jax.tree.map(lambda leaf: leaf.ndim == 2 and "own", model)
         return model, lambda model, x: jax.vmap(model)(x), mask
     if kind == "Haiku":
         net = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(2)(x)))
@@ -32,10 +32,10 @@ def make_model(kind, rng, key):
         return params, net.apply, {"linear": mask}
     if kind == "Linen":
         layer = linen.Dense(2)
-        mask = {"params": {"kernel": True, "bias": False}}
+        mask = {"params": {"kernel": "own", "bias": False}}
         return layer.init(key, jnp.ones((1, 3))), lambda p, x: jnp.asarray(layer.apply(p, x)), mask
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    mask = jax.tree.map(lambda leaf: leaf.ndim == 2, nnx.state(model, nnx.Param))
+    mask = jax.tree.map(lambda leaf: leaf.ndim == 2 and "own", nnx.state(model, nnx.Param))
     return model, lambda model, x: model(x), mask
 
 
@@ -45,7 +45,7 @@ FRAMEWORKS = ["dict", "Equinox", "Haiku", "Linen", "NNX"]
 @pytest.mark.thorough
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_masks_of_nested_parameters(framework, rng, key):
-    """Each device has a whole model: what the mask calls a shard is divided, not averaged."""
+    """Each device has a whole model: what the mask calls its own is divided, not averaged."""
     model, call, mask = make_model(framework, rng, key)
     batch = normal(rng, DEVICES, 2, 3)
     loss_fn = lambda model, x: jnp.mean(call(model, x).astype(jnp.float32) ** 2)  # noqa: E731
@@ -59,7 +59,7 @@ def test_masks_of_nested_parameters(framework, rng, key):
 
         return jax.vmap(run, axis_name=AXIS)(batch)
 
-    shards, mixed, means = (grads_of(each) for each in (True, mask, False))
+    shards, mixed, means = (grads_of(each) for each in ("own", mask, False))
     assert len(means) == len(jax.tree.leaves(mask)) == 2
     for says, shard, either, mean in zip(jax.tree.leaves(mask), shards, mixed, means, strict=True):
         np.testing.assert_allclose(shard.sum(0), mean[0], rtol=1e-5, atol=1e-6)
@@ -74,7 +74,7 @@ BAD_MASKS = [
     ({"a": [True], "n": False, "c": True}, ValueError, r"says nothing of \['a'\]\[1\]\['b'\]"),
     ({"a": True, "n": False, "c": None}, ValueError, r"says nothing of \['c'\]"),
     ({"a": 1, "n": True, "c": True}, TypeError, "pytree of bools, got the leaf 1: say True for"),
-    (AXIS, TypeError, "pytree of bools, got the leaf 'data'"),
+    (AXIS, TypeError, "the leaf 'data': say True for .* \"own\" for a part that nobody gathers"),
     (np.ones(10**6, bool), TypeError, r"got the leaf array\(.{1,99}: say"),
     (
         {"a": True, "n": False, "c": True, "d": True},
@@ -100,7 +100,7 @@ def test_masks_that_do_not_fit(mask, error, message):
     assert "\n" not in str(info.value).split("\n-----")[0]
 
 
-@pytest.mark.parametrize("mask", [True, False, {"a": [True, {"b": False}], "n": True, "c": False}])
+@pytest.mark.parametrize("mask", ["own", False, {"a": [True, {"b": False}], "n": True, "c": "own"}])
 def test_masks_that_are_prefixes(mask):
     run = lambda x: gradients(lambda p, x: x.sum() * p["c"].sum(), sharded=mask)(PARAMS, x)[0]  # noqa: E731
     assert jax.vmap(run, axis_name=AXIS)(jnp.ones((2, 3))).tolist() == [6, 6]

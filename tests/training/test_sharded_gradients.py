@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import normal
 from helpers.maps import AXIS, DEVICES, MAPS, everywhere, over_devices
-from helpers.shards import gradients
+from helpers.shards import gradients, in_float64
 from jax.sharding import PartitionSpec as P
 
 import jmpx
@@ -239,7 +239,8 @@ def test_what_may_be_both_is_refused_without_a_mask(name, rng):
     message = r"Cannot tell whether the first argument's \['full'\]\['w'\] is a shard or a replica"
     with pytest.raises(TypeError, match=message) as error:
         over_devices(gradients(loss_fn), "shard_map", params, batch)
-    assert "by sharded= which parameters are shards." in str(error.value).split("\n")[0]
+    remedy = 'by sharded= which parameters are shards, and "own" for a part that nobody gathers.'
+    assert remedy in str(error.value).split("\n")[0]
 
 
 @pytest.mark.thorough
@@ -257,7 +258,7 @@ def test_with_a_mask_shards_and_replicas_have_the_gradient_of_the_mean_loss(how,
     def run(params, x):
         if how == "shard_map":
             params["replicas"] = jax.tree.map(everywhere, params["replicas"])
-        mask = {"shards": True, "replicas": False}
+        mask = {"shards": "own", "replicas": False}
         return gradients(loss_fn, sharded=mask)(params, x)
 
     specs = ({"shards": P(AXIS), "replicas": P()}, P(AXIS))
@@ -399,3 +400,91 @@ def test_a_gathered_shard_is_no_replica(rng):
     loss_fn = lambda p, x: square(gather(p["full"]["w"]), x)  # noqa: E731
     with pytest.raises(TypeError, match=r"average the gradient of .*\['w'\].*say sharded=True"):
         over_devices(gradients(loss_fn, sharded=False), "shard_map", params, batch)
+
+
+# A mask is believed where it may be right, and refused where it is seen to be wrong.
+
+
+def picked(w):
+    return gather(jax.lax.dynamic_slice_in_dim(w, jax.lax.axis_index(AXIS) * 2, 2))
+
+
+USES = {
+    "gathered": lambda w, x: square(gather(w), x),
+    "jmpx": lambda w, x: square(jmpx.gather(w, AXIS, "full"), x),
+    "in layers": lambda w, x: square(
+        jax.lax.scan(lambda c, _: (c, gather(w)), 0, length=2)[1][1], x
+    ),
+    "replica": square,
+    "contrasts": lambda w, x: -jax.nn.log_softmax((x @ w) @ gather(x @ w).T).mean(),
+    "picked": lambda w, x: square(picked(w), x),
+    "picked by rows": lambda w, x: square(
+        gather(w[jax.lax.axis_index(AXIS) * 2 + jnp.arange(2)]), x
+    ),
+    "experts": experts,
+    "pieces": pieces_of_a_product,
+}
+SPLIT_USES = ("gathered", "jmpx", "in layers", "experts", "pieces")
+# What is said of each, and is wrong; what JAX does not track may be an own part.
+WRONG = {
+    "gathered": [False],
+    "jmpx": [False],
+    "in layers": [False],
+    "replica": [True],
+    "contrasts": [True],
+    "picked": [],
+    "picked by rows": [],
+    "experts": [True],
+    "pieces": [True],
+}
+RIGHT = {
+    **dict.fromkeys(("gathered", "jmpx", "in layers"), [True, "own"]),
+    **dict.fromkeys(("replica", "contrasts", "picked", "picked by rows"), [False]),
+    **dict.fromkeys(("experts", "pieces"), ["own"]),
+}
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("how", MAPS)
+@pytest.mark.parametrize(("use", "says"), [(use, says) for use in RIGHT for says in RIGHT[use]])
+def test_masks_that_are_right(use, says, how, rng):
+    w, batch = normal(rng, 8, 3) / 3, normal(rng, 12, 8)
+    run = gradients(lambda w, x: USES[use](w, x), sharded=says)
+    specs = SPLIT if use in SPLIT_USES else WHOLE
+    value, _, _, grads = over_devices(run, how, w, batch, specs=specs)
+    whole = {"contrasts": lambda w, x: -jax.nn.log_softmax((x @ w) @ (x @ w).T).mean()}
+    one_device = whole.get(use, square)
+    loss, expected = in_float64(one_device, w, batch)
+    np.testing.assert_allclose(value, [loss] * DEVICES, rtol=1e-5)
+    expected = expected.reshape(4, 2, 3) if use in SPLIT_USES else [expected] * DEVICES
+    np.testing.assert_allclose(grads, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("how", MAPS)
+@pytest.mark.parametrize(("use", "says"), [(use, says) for use in WRONG for says in WRONG[use]])
+def test_masks_that_are_seen_to_be_wrong(use, says, how, rng):
+    w, batch = {"w": normal(rng, 8, 3), "b": normal(rng, 3)}, normal(rng, 12, 8)
+    loss_fn = lambda p, x: USES[use](p["w"], x) + p["b"].sum()  # noqa: E731
+    specs = ({"w": SPLIT[0] if use in SPLIT_USES else WHOLE[0], "b": P()}, P(AXIS))
+    with pytest.raises(
+        TypeError, match=f"as sharded={says} says, .* say sharded={not says} "
+    ) as error:
+        run = gradients(loss_fn, sharded={"w": says, "b": False})
+        over_devices(run, how, w, batch, specs=specs)
+    assert "['w']" in str(error.value)
+
+
+def test_what_nobody_sees_may_be_a_gather(rng):
+    """A callback may gather: a mask that calls its parameter a shard is believed."""
+    w, batch = normal(rng, 2, 3), normal(rng, 4, 3, 2)
+
+    @jax.custom_vjp
+    def called_back(w):
+        return jax.pure_callback(lambda w: w, jax.typeof(w), w, vmap_method="sequential")
+
+    called_back.defvjp(lambda w: (called_back(w), None), lambda _, g: (g,))
+    run = gradients(lambda w, x: jnp.mean((x @ called_back(w)) ** 2), sharded=True)
+    *_, grads = jax.vmap(run, in_axes=(None, 0), axis_name=AXIS)(w, batch)
+    each = jax.vmap(jax.grad(lambda w, x: jnp.mean((x @ w) ** 2)), in_axes=(None, 0))(w, batch)
+    np.testing.assert_allclose(grads, each / DEVICES, rtol=1e-5, atol=1e-6)
