@@ -115,7 +115,7 @@ FORMS = {
 LOOPS = list(FORMS)[6:]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_made_inside_is_multiplied_in_16_bits(form, dtype, key, rng):

@@ -237,7 +237,7 @@ def sequence(rng, core):
     return normal(rng, 3, 2, *images.get(core, (SIZE,)))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("unroll", UNROLLS)
 @pytest.mark.parametrize("outer", [True, False])
@@ -257,7 +257,7 @@ def test_recurrent_cores_compute_what_they_do_in_float32(core, rng):
 RULES = ["c=bf16; Linear?: full", "c=bf16; RNNCore: full", "c=f16,o=f32; GRU?: f32"]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("unroll", UNROLLS)
 @pytest.mark.parametrize("policy_map", RULES)
@@ -265,6 +265,7 @@ def test_recurrent_cores_run_under_rules(core, unroll, policy_map, rng):
     multiplied(unrolled(core, unroll), sequence(rng, core), policy_map)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("rule", ["", "; LSTM?: full", "; GRU?: c=f32,o=f16"])
 @pytest.mark.parametrize("core", ["LSTM", "GRU", "VanillaRNN"])
