@@ -483,16 +483,17 @@ def noted_carries(cls: type, policy: Policy | None) -> Iterator[None]:
         policy: the policy under which the call runs; None if it runs under none.
     """
     inside: dict[type, DTypeLike] = {}
-    _thread.inside.append(inside)
+    calls = _thread.inside  # of this thread, where a generator may end in another one
+    calls.append(inside)
     try:
         yield
     except TypeError as error:
         _note_carry(error, inside)
         raise
     finally:
-        _thread.inside.pop()
-    if policy is not None and _thread.inside and in_loop():
-        _thread.inside[-1][cls] = policy.compute_dtype
+        calls[:] = [call for call in calls if call is not inside]
+    if policy is not None and calls and in_loop():
+        calls[-1][cls] = policy.compute_dtype
 
 
 _OTHER_DTYPES = re.compile(r"has type (\w+)\[.* has type (\w+)\[.* the dtypes do not match")

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
-from jmpx import _jaxpr
 from jmpx._contexts import Context, catch_up, entered, note_cast, opened, set_fact
 from jmpx._dtypes import dtype_name
 from jmpx._frameworks import ClassPolicies, adapters_of, imported_adapters
@@ -274,7 +273,7 @@ def running(policy: Policy | None, by: str) -> Iterator[None]:
         note_cast(by)
     outer = _registry.running[-1] if _registry.running else None
     if not _registry.running:
-        _registry.bodies = len(_jaxpr.enclosing_bodies())
+        _registry.bodies = len(_enclosing_bodies())
     _registry.running.append(policy)
     try:
         with _products(policy, outer):
@@ -296,12 +295,18 @@ def _products(policy: Policy | None, outer: Policy | None) -> AbstractContextMan
     return matmul_region(None if is_inherited else matmul, policy.compute_dtype)
 
 
+def _enclosing_bodies() -> list[str | None]:
+    from jmpx._jaxpr import enclosing_bodies  # here, so that the import of jmpx stays light
+
+    return enclosing_bodies()
+
+
 def in_loop() -> bool:
     """Whether a loop, a branch or a derivative of JAX is traced inside of the outermost method.
 
     Where none runs yet, as for a part of a view that is called by itself, any loop counts.
     """
-    bodies = _jaxpr.enclosing_bodies()
+    bodies = _enclosing_bodies()
     if not _registry.running:
         return not {*_FREE_BODIES, "jit", "derivative"}.issuperset(bodies)  # those of a train step
     # JAX may take what it has traced for a jitted function in a loop for a call outside, or the

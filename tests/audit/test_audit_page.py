@@ -97,7 +97,7 @@ def test_its_test_fails_for_the_leaks_and_passes_when_they_are_mended(reports):
             "jmpx": types.SimpleNamespace(audit=lambda fn, r=report: lambda: r),
         }
         exec(re.sub(r"^(>>>|\.\.\.) ?", "", block, flags=re.MULTILINE), names)
-        expected = pytest.raises(AssertionError, match="68.02 % of the FLOPs")
+        expected = pytest.raises(AssertionError, match="97.04 % of the FLOPs")
         with expected if fails else contextlib.nullcontext():
             names["test_precision"]()
 

@@ -57,6 +57,7 @@ every_format = pytest.mark.parametrize("form", ["npz", "equinox", "orbax"])
 
 
 @pytest.mark.slow  # trainings in processes of their own
+@pytest.mark.hypothesis
 @every_format
 def test_a_killed_training_loses_nothing(form, run, seed_arguments):
     if form == "orbax":
@@ -205,6 +206,7 @@ def test_a_training_that_cannot_resume_says_so_in_one_line(states, tmp_path):
 
 
 @pytest.mark.slow  # 150 steps with each of two loss scales
+@pytest.mark.hypothesis
 def test_every_step_is_that_of_the_plain_model(run, seed_arguments):
     scales = ["--scales", "hysteresis 3", "backoff 0.5, factor 1.1"]
     found = run(soak, "--steps=150", *seed_arguments, *scales)
@@ -287,6 +289,7 @@ def test_a_policy_of_the_main_thread_is_not_one_of_a_worker():
 # fuzz_strings.py
 
 
+@pytest.mark.hypothesis  # CI runs it with new draws, as a property
 def test_inputs_made_by_chance_give_values_or_sentences(run, seed_arguments):
     (record,) = run(fuzz_strings, "--inputs=1500", *seed_arguments)
     assert not record["failures"] and record["figures"]["executions"] == 1500

@@ -217,7 +217,7 @@ def test_groups_of_an_explicit_mesh_against_float64(how, rng):
 
     def run(params, x, state, offset, scaling):
         found = jmpx.filter_value_and_grad(
-            loss, scaling, has_aux=True, policy="c=f32", state_argnum=2,
+            loss, scaling, has_aux=True, policy="c=f32", state_argnum=2, batch_argnums=1,
             batch_sharding=P("data") if how == "set_mesh" else NamedSharding(mesh, P("data")),
         )(params, x, state, offset=offset, name="text")  # fmt: skip
         (value, (state, aux)), scaling, finite, grads = found
