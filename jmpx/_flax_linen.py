@@ -4,14 +4,12 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from flax import linen as nn
 
 from jmpx._adapters import (
@@ -24,12 +22,12 @@ from jmpx._adapters import (
     cast_result,
     inherited_policy,
     is_public,
+    noted_carries,
     run_at_boundary,
     run_reading,
 )
 from jmpx._contexts import opened, refuse_other_tasks
 from jmpx._dtype_fields import FieldInCall, field_in_call, reading_policy
-from jmpx._dtypes import dtype_name
 from jmpx._frameworks import Adapter
 from jmpx._linen_modules import (
     field_set,
@@ -43,7 +41,7 @@ from jmpx._marks import Module, in_module
 from jmpx._parameter_casts import ParameterCasts
 from jmpx._policy import Policy
 from jmpx._policy_map import PolicyMap, PolicyMapLike
-from jmpx._registry import in_loop, running
+from jmpx._registry import running
 
 _NAME = "jmpx.flax.policies"
 
@@ -147,12 +145,6 @@ class _Call:
         """The policy under which the module reads its own parameters."""
         return None if self.policy is None else reading_policy(self.policy, self.field.value)
 
-    @property
-    def result_dtype(self) -> np.dtype | None:
-        """The dtype that a policy of the call or a field gives to the result; None without."""
-        policy = self.boundary_policy
-        return self.field.value if policy is None else np.dtype(policy.output_dtype)
-
 
 # The maps of the sessions that have ended: a Linen module ran under each, or a warning said that
 # none did. In later sessions a module may run compiled, which cannot be noticed.
@@ -166,7 +158,6 @@ class _Session(Session):
         has_run: whether a Linen module has run in it.
         calls: the running methods, the innermost last.
         casts: the casts of parameters in the outermost of these calls.
-        in_loops: the calls in loops and branches in it whose result has a dtype of its own.
     """
 
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
@@ -174,7 +165,6 @@ class _Session(Session):
         self.has_run = False
         self.calls: list[_Call] = []
         self.casts = ParameterCasts()
-        self.in_loops: dict[Module, _Call] = {}
 
     def intercept(
         self,
@@ -205,17 +195,14 @@ class _Session(Session):
                     self.census.note_layer(call.module, call.field)
                     if state is not None and own(module, "cache"):
                         args, kwargs = jax.tree.map(at_least(state), (args, kwargs))
-                    return self.run_public(call, module, method, args, kwargs, carry)
+                    with noted_carries(call.module.cls, call.reading):
+                        return self.run_public(call, module, method, args, kwargs, carry)
                 with running(call.policy, _NAME):
                     return cast_result(_as_it_is, method(*args, **kwargs), carry)
-        except TypeError as error:
-            _note_rules(error, self.in_loops.values())
-            raise
         finally:
             self.calls.pop()
             if not self.calls:
                 self.casts.clear()
-                self.in_loops.clear()
 
     def run_public(
         self,
@@ -229,8 +216,6 @@ class _Session(Session):
         """Runs a public method, whose inputs are cast at a boundary or if it reads parameters."""
         has_own = reads(module)
         policy = call.reading if has_own else call.policy
-        if call.result_dtype is not None and in_loop():
-            self.in_loops[call.module] = call
         if policy is not None and call.boundary_policy is not None:
             return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
         if policy is not None and isinstance(module, nn.OptimizedLSTMCell):
@@ -319,35 +304,6 @@ def _intercept(
     for session in sessions:  # an outer one casts nothing, but has not missed its modules either
         session.has_run = True
     return sessions[-1].intercept(method, args, kwargs, context)
-
-
-_NOTE = "Under jmpx.flax.policies the result of"
-_TYPES = re.compile(r"must have equal.* has type (\w+)\[.* has type (\w+)\[", re.DOTALL)
-
-
-def _note_rules(error: TypeError, calls: Iterable[_Call]) -> None:
-    """Adds a note to JAX's error of a carry or a branch whose dtype changes: rules that keep it.
-
-    Args:
-        error: the error.
-        calls: the calls in loops and branches whose result has a dtype of its own.
-    """
-    found = _TYPES.search(str(error))
-    if found is None or any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
-        return
-    wanted, got = found.groups()
-    rules = {}
-    for call in calls:
-        if call.result_dtype == got:
-            policy = call.boundary_policy  # without one, the rule sets the field
-            compute = wanted if policy is None else dtype_name(policy.compute_dtype)
-            rules[call.module.cls.__name__] = f"compute={compute},output={wanted}"
-    if rules:
-        text = "; ".join(f"{name}: {policy}" for name, policy in rules.items())
-        error.add_note(
-            f"{_NOTE} {', '.join(rules)} is {got} there, by a rule, the policy of a class or a "
-            f"dtype field: where it makes this value, write '{text}' behind the other rules."
-        )
 
 
 def _as_it_is(tree: PyTree) -> PyTree:

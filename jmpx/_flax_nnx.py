@@ -153,7 +153,7 @@ class _Session(Session):
     def view(self, value: Any, path: str, around: _Around) -> Any:
         """Returns a value of the model as it is in the view: a module, a variable or another."""
         if isinstance(value, nnx.Param):
-            return self.parameter(value, around)
+            return self.parameter(value, path, around)
         if not isinstance(value, nnx.Pytree):
             return value
         key = id(value), None
@@ -175,9 +175,14 @@ class _Session(Session):
             )
         return view
 
-    def parameter(self, value: nnx.Param, around: _Around) -> nnx.Param:
-        """Returns a parameter, cast to the dtype in which the module around it reads it."""
-        policy = around.reading
+    def parameter(self, value: nnx.Param, path: str, around: _Around) -> nnx.Param:
+        """Returns a parameter, cast to the dtype in which the module around it reads it.
+
+        A rule for this parameter alone goes before.
+        """
+        is_cast = any(map(is_floating, jax.tree.leaves(value)))
+        policy = self.array_policy(path, around.surrounding) if is_cast else None
+        policy = around.reading if policy is None else policy
         if policy is None or around.module is None:
             return value
         self.census.note_parameter(around.module, id(value), value)

@@ -8,24 +8,19 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from jmpx._dtypes import as_dtype
+from jmpx._dtype_fields import spelled_as
 from jmpx._leaves import is_floating
 from jmpx._policy import Policy
 
 
 @contextlib.contextmanager
 def field_set(module: nn.Module, dtype: np.dtype | None) -> Iterator[None]:
-    """Sets the `dtype` field of a module for a call; None leaves it.
-
-    The value is of the kind that the user wrote: a name, a `np.dtype` or a scalar type.
-    """
+    """Sets the `dtype` field of a module for a call; None leaves it."""
     written = vars(module).get("dtype")
     if dtype is None or np.dtype(written) == dtype:
         yield
         return
-    value = dtype if isinstance(written, np.dtype) else as_dtype(dtype)
-    value = dtype.name if isinstance(written, str) else value
-    object.__setattr__(module, "dtype", value)  # a module is frozen
+    object.__setattr__(module, "dtype", spelled_as(written, dtype))  # a module is frozen
     try:
         yield
     finally:

@@ -210,7 +210,7 @@ def test_the_error_of_a_users_own_loop_names_the_rule(rng, policy_map, carry, ru
     with pytest.raises(TypeError, match="must have equal types") as caught:
         with jmpx.flax.policies(policy_map):
             Net(carry).apply(variables, xs)
-    notes = [note for note in caught.value.__notes__ if "jmpx" in note]
+    notes = [note for note in caught.value.__notes__ if "policy map" in note]
     assert len(notes) == 1 and rule in notes[0]
     with jmpx.flax.policies(f"{policy_map}; {rule[1:-1]}"):  # and it is right
         Net(carry).apply(variables, xs)

@@ -199,3 +199,43 @@ def test_gradients_through_a_field_that_is_set(rng):
     for grad in (nnx.grad(loss), nnx.jit(nnx.grad(loss))):
         grads = jax.tree.leaves(grad(model, x))
         assert {leaf.dtype for leaf in grads} == {F32} and len(grads) == 6
+
+
+# Parameters with rules of their own
+
+
+class Fourier(nnx.Module):
+    def __init__(self, rngs):
+        self.freqs = nnx.Param(jnp.array([1.003, 100.7]))
+        self.layer = nnx.Linear(2, 2, rngs=rngs)
+
+    def __call__(self, t):
+        features = jnp.sin(t.astype(F32) * self.freqs[...].astype(F32))
+        return self.layer(features.astype(self.layer.kernel.dtype))
+
+
+class Embedded(nnx.Module):
+    def __init__(self, rngs):
+        self.embedding = Fourier(rngs)
+
+    def __call__(self, t):
+        return self.embedding(t)
+
+
+@pytest.mark.parametrize(
+    ("rules", "freqs", "kernel"),
+    [
+        ("", BF16, BF16),
+        ("; */freqs: full", F32, BF16),
+        ("; */kernel: full; */freqs: f16", F16, F32),
+        ("; */freqs: f16; */freqs: full; Fourier: f16", F32, F16),  # a module's is another's
+        ("; */freqs: full; embedding/*: f16", F32, F16),  # the latter is one for modules
+    ],
+)
+def test_a_glob_selects_a_parameter(rules, freqs, kernel):
+    model = Embedded(nnx.Rngs(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # each rule is used
+        view = jmpx.flax.with_policies(model, f"c=bf16{rules}")
+    assert [view.embedding.freqs.dtype, view.embedding.layer.kernel.dtype] == [freqs, kernel]
+    assert view(jnp.ones(2)).dtype == BF16

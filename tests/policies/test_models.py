@@ -257,7 +257,8 @@ def with_fields(framework):
     return {"linen": lambda: (Linen(), (X,)), "nnx": lambda: NNX(nnx.Rngs(0))}[framework]
 
 
-@pytest.mark.parametrize("framework", ["nnx"])
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_fields_that_decide_and_fields_that_are_set_say_so(framework, ask):
     tables, others = ask(with_fields(framework), "c=bf16")
     assert [(row["rule"], row["compute"], row["output"]) for row in only(tables)] == [
