@@ -126,6 +126,8 @@ def _share_lines(tables: Sequence[Shares], width: int, is_full: bool) -> Iterato
     shown = [row for table in tables for row in table.rows[:limit]]
     cells = [(r.label, share_text(r.part, r.whole), r.amount, r.times) for r in shown]
     room = width - len(_GAP) - sum(size + len(_GAP) for size in _sizes(cells))
+    if room < 0:  # long names of dtypes: what is known best from the other columns goes
+        cells = [(label, share, amount, "") for label, share, amount, _ in cells]
     bars = [_bar(row.part, row.whole, min(room, _BAR)) for row in shown]
     rows = [(label, bar, *rest) for (label, *rest), bar in zip(cells, bars, strict=True)]
     lines = iter(_aligned(rows, "<<>>>") if rows else [])

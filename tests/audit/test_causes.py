@@ -200,6 +200,7 @@ def test_a_library_names_its_own_line_and_the_callers(tmp_path, monkeypatch):
     file = folder / "layers.py"
     file.write_text("def scaled(x, number):\n    return x * number\n")
     spec = importlib.util.spec_from_file_location("somebody_layers", file)
+    assert spec and spec.loader
     layers = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(layers)
     monkeypatch.setattr(_jaxpr, "_packages", lambda: (f"{folder.parent}{os.sep}",))

@@ -1,5 +1,7 @@
 """Logits that are rounded before the softmax of a loss: they are found, and the rules mend them."""
 
+from typing import Any
+
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -135,7 +137,8 @@ def error(grads, exact):
 def test_the_rule_mends_the_gradient_of_a_close_teacher(road, dtype, rng):
     """The gradient is a difference of probabilities; both factors of its products are exact."""
     w, x, teacher = near_teacher(rng, dtype)
-    model, loss = ROADS[road](w)
+    made: tuple[Any, Any] = ROADS[road](w)
+    model, loss = made
     policy = f"c={dtype.name},o=f32"
     (finding,) = findings(loss, model, x, teacher, policy)
     assert (finding.name, finding.severity) == ("rounded-logits", "high")

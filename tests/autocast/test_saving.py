@@ -2,6 +2,7 @@
 
 import collections
 import functools
+from typing import Any
 
 import autocast as benchmark
 import jax
@@ -85,7 +86,7 @@ def attention(x, w, up, down):
 def test_an_exported_function_with_symbolic_sizes(shape, rng):
     params = [(normal(rng, 8, 8), normal(rng, 8, 16), normal(rng, 16, 8)) for _ in range(3)]
 
-    def loss(params, x, save="products"):
+    def loss(params, x, save: Any = "products"):
         def apply(params, x):
             return functools.reduce(lambda x, weights: attention(x, *weights) / 2, params, x)
 

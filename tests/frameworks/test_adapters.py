@@ -4,6 +4,7 @@ import contextlib
 import functools
 import sys
 import types
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -230,7 +231,7 @@ class Cell: ...
 class Around: ...
 
 
-def called(cls, dtype):
+def called(cls, dtype) -> Any:
     """A call of a module under a policy, whose result is in a dtype."""
     policy = jmpx.get_policy("c=bf16,o=f32")
     with noted_carries(cls, policy), running(policy, "with_policies"):

@@ -1,6 +1,7 @@
 """Arrays that a model of NNX makes inside, and the carries of its loops."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,11 @@ standard_promotion = pytest.mark.usefixtures("standard_promotion")
 
 class Model(nnx.Module):
     """Calls a function with itself."""
+
+    encoder: Any
+    decoder: Any
+    layer: Any
+    head: Any
 
     def __init__(self, call, **parts):
         self.call = call

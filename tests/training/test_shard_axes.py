@@ -1,7 +1,7 @@
 """Sharded parameters on meshes of several axes, and on axes of other kinds."""
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ def test_a_sum_in_float16_has_room_for_shards(rng):
 def test_of_several_untracked_axes_a_gather_says_which(rng):
     params, batch = normal(rng, 8, 4), normal(rng, 2, 4, 3, 8)
 
-    def run(loss_fn, says=True):
+    def run(loss_fn, says: bool | Literal["own"] = True):
         grad_fn = gradients(loss_fn, axis_name=("data", "fsdp"), sharded=says)
         inner = jax.vmap(grad_fn, in_axes=(0, 0), axis_name="fsdp")
         return jax.vmap(inner, in_axes=(None, 0), axis_name="data")(params.reshape(4, 2, 4), batch)
