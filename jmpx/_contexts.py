@@ -5,8 +5,8 @@ generators may leave them in another order than that in which they were entered.
 context restores nothing: the contexts that are still open say what is in force.
 
 A generator may also be closed or collected in another thread than that which entered its context.
-Only the thread that entered can change what holds in it. So it is told, and ends the context
-itself, before it looks into a cache of JAX or runs a module again.
+Only the thread that entered can change what holds in it. So that is an error, and the thread that
+entered ends the context itself before it runs a module again.
 """
 
 import collections
@@ -50,47 +50,6 @@ class Context:
     undo: Callable[[], None] | None = None
 
 
-class _Epoch:
-    """The time between two endings of a thread's contexts by other threads."""
-
-    is_over = False
-
-
-class _Key:
-    """A thread's part of the key of JAX's caches: what is in force in it.
-
-    JAX finds what it has stored under the same object without a call of Python, so that it would
-    not be noticed that another thread has ended a context. So a thread puts an equal object in
-    place of this one after each comparison, and wherever what is in force is looked up: nothing
-    that depends on it is stored under the object by which JAX looks for it next. Once an epoch is
-    over, its keys are equal to none, because a trace may have begun in a context that had ended
-    when the trace did.
-
-    Args:
-        value: what is in force.
-        epoch: the epoch of the thread.
-    """
-
-    __slots__ = ("epoch", "value")
-
-    def __init__(self, value: frozenset[tuple[str, Hashable]], epoch: _Epoch) -> None:
-        self.value = value
-        self.epoch = epoch
-
-    def __hash__(self) -> int:
-        catch_up()
-        return hash(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        catch_up()
-        if not isinstance(other, _Key) or self.epoch.is_over or other.epoch.is_over:
-            return False
-        return self.value == other.value
-
-    def __repr__(self) -> str:
-        return repr(self.value)
-
-
 class _State:
     """What is in force in one thread.
 
@@ -100,9 +59,8 @@ class _State:
         facts: what else JAX's caches know, by topic.
         casts: the names of what has cast inside a gradient function; None outside of one.
         watches: for each open `casts_watched`, the names of what has cast inside of it.
-        told: what JAX's caches know to be in force.
         late: the open contexts that another thread has left.
-        epoch: what the keys of JAX's caches have in common until this thread leaves these.
+        epochs: how often this thread has found such contexts.
     """
 
     def __init__(self) -> None:
@@ -111,9 +69,8 @@ class _State:
         self.facts: dict[str, Hashable] = {}
         self.casts: dict[str, None] | None = None
         self.watches: list[dict[str, None]] = []
-        self.told: frozenset[tuple[str, Hashable]] = frozenset()
         self.late: collections.deque[Context] = collections.deque()
-        self.epoch = _Epoch()
+        self.epochs = 0
 
 
 class _Thread(threading.local):
@@ -141,29 +98,24 @@ def _tell_jax() -> None:
     """Makes what is in force now this thread's part of the key of JAX's caches."""
     state = _thread.state
     keys = {context.name: context.key for context in state.open if context.key is not None}
-    state.told = frozenset({**state.facts, **keys}.items())
-    _renew_key()
-
-
-def _renew_key() -> None:
-    state = _thread.state
-    _trace_key(_Key(state.told, state.epoch) if state.told else None).__enter__()
+    told: dict[str, Hashable] = {**state.facts, **keys}
+    if told and state.epochs:
+        told["epochs"] = state.epochs
+    _trace_key(frozenset(told.items()) or None).__enter__()
 
 
 def catch_up() -> None:
-    """Leaves the contexts of this thread that other threads have left, and renews its key.
+    """Leaves the contexts of this thread that other threads have left.
 
-    To be called before it is looked up what is in force, and before JAX compares keys.
+    To be called before it is looked up what is in force. A trace that has begun in a context which
+    had ended is stored under the key of that context, so the keys of this thread are others now.
     """
     state = _thread.state
     if state.late:
-        state.epoch.is_over = True
-        state.epoch = _Epoch()
+        state.epochs += 1
         while state.late:
             _leave(state.late.popleft())
         _tell_jax()
-    elif state.told:
-        _renew_key()
 
 
 def set_fact(topic: str, value: Hashable) -> None:
@@ -207,13 +159,12 @@ def refuse_other_tasks(action: str) -> None:
 
 @contextlib.contextmanager
 def entered(context: Context) -> Iterator[None]:
-    """Keeps a context open; contexts may be left in any order, and in any thread.
-
-    A context that is left in another thread ends in its own one at the next call of a jitted
-    function or of a module there.
+    """Keeps a context open; contexts of a thread may be left in any order.
 
     Raises:
-        ValueError: at entry, if another task of this thread is inside a context.
+        ValueError: at entry, if another task of this thread is inside a context; at the end, if it
+            is left in another thread. Its own thread then leaves it when it looks up next what is
+            in force.
     """
     refuse_other_tasks(f"enter {context.name}")
     state, hook = _thread.state, context.hook
@@ -234,6 +185,11 @@ def entered(context: Context) -> Iterator[None]:
                 state.hooks.pop(hook).close()
         else:
             state.late.append(context)
+            raise ValueError(
+                f"Cannot leave {context.name} in another thread than the one that entered it, where "
+                "compiled functions go on under its policies until a module is traced or a context "
+                "of jmpx is entered: close the generator that holds it in its own thread."
+            )
 
 
 def _leave(context: Context) -> None:
