@@ -186,9 +186,9 @@ def entered(context: Context) -> Iterator[None]:
         else:
             state.late.append(context)
             raise ValueError(
-                f"Cannot leave {context.name} in another thread than the one that entered it, where "
-                "compiled functions go on under its policies until a module is traced or a context "
-                "of jmpx is entered: close the generator that holds it in its own thread."
+                f"Cannot leave {context.name} in another thread than the one that entered it, "
+                "where compiled functions go on under its policies until a module is traced or a "
+                "context of jmpx is entered: close the generator that holds it in its own thread."
             )
 
 
