@@ -215,7 +215,7 @@ SUMS = """
 def sums_of(policy):
     optimizer = train_vit.make_optimizer(10, 1e-3)
     step = train_vit.make_step(jmpx.get_policy_map(policy), optimizer, True, 2)
-    state = state_of(optimizer, jmpx.NoOpLossScale())
+    state = state_of(optimizer, jmpx.StaticLossScale(1))
     lowered = step.lower(state, batch)
     text = lowered.as_text()
     assert "stablehlo.all_reduce" not in operations(lowered, in_loops=True)
