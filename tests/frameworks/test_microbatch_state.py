@@ -97,13 +97,10 @@ def equinox_case(key, x):
 CASES = {"haiku": haiku_case, "linen": linen_case, "equinox": equinox_case}
 
 
-def assert_same_or_next(a, b):
+def assert_same_but_for_a_rounding(a, b):
     """XLA may round a product and a sum at once in one of two programs: JAX 0.7.2 does."""
     for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            np.testing.assert_array_max_ulp(x, y, maxulp=1)
-        else:
-            np.testing.assert_array_equal(x, y)
+        np.testing.assert_allclose(x, y, rtol=0, atol=2.0**-24 if x.dtype == jnp.float32 else 0)
 
 
 @pytest.mark.sampled(4)
@@ -127,7 +124,7 @@ def test_model_state_is_that_of_one_call_after_the_other(framework, policy, rng,
         aux = each[-1].value[1]
         state = aux[0] if framework == "linen" else aux
     aux = together.value[1]
-    assert_same_or_next(aux[0] if framework == "linen" else aux, state)
+    assert_same_but_for_a_rounding(aux[0] if framework == "linen" else aux, state)
     assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (state, first)), strict=True))
     if framework == "linen":
         assert_same_bits(aux[1], jnp.stack([result.value[1][1] for result in each]))
