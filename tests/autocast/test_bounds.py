@@ -120,7 +120,7 @@ WRAPPERS = {
 LOGITS = np.array([[-7.0, -2.5, 0.5], [6.5, 7.0, 5.0]], np.float32)
 
 
-@pytest.mark.sampled(23)
+@pytest.mark.sampled(47)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("policy", LOW_DTYPES)

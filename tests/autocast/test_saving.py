@@ -82,6 +82,7 @@ def attention(x, w, up, down):
     return x + jax.nn.gelu(x @ up) @ down
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", ["b, 6, 8", "b, s, 8", "2*b, s + 1, 8"])
 def test_an_exported_function_with_symbolic_sizes(shape, rng):
     params = [(normal(rng, 8, 8), normal(rng, 8, 16), normal(rng, 16, 8)) for _ in range(3)]

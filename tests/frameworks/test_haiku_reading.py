@@ -248,7 +248,7 @@ def test_recurrent_cores_multiply_in_16_bits(core, unroll, outer, dtype, rng):
     assert found == (set() if core == "IdentityCore" else {dtype})
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("core", CORES)
 def test_recurrent_cores_compute_what_they_do_in_float32(core, rng):
     assert_close(unrolled(core, hk.dynamic_unroll), sequence(rng, core), "c=bf16,o=f32")

@@ -1,7 +1,6 @@
 """Contexts of policies in threads."""
 
 import asyncio
-import gc
 import threading
 
 import haiku as hk
@@ -82,7 +81,6 @@ def end_elsewhere(held, how):
                 with pytest.raises(ValueError, match="^Cannot leave .* in its own thread.$"):
                     generator.close()
             del generator
-        gc.collect()
 
     in_another_thread(end)
 

@@ -228,6 +228,7 @@ def test_an_error_of_the_function_is_its_own():
     assert "batch_sharding" not in str(error.value)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("examples", [8, 16, 24])
 def test_no_length_decides_whether_an_array_is_split(examples):
     """Class weights of eight rows are refused beside eight examples as beside any other number."""
