@@ -22,7 +22,7 @@ from jmpx._autocast.unused import (
 )
 from jmpx._autocast.value import Array, Value
 from jmpx._autocast.wide import warn_of_products, wide_share
-from jmpx._contexts import note_cast
+from jmpx._contexts import AUTOCAST, fact, fact_set, note_cast
 from jmpx._dtypes import check_computes
 from jmpx._jaxpr import Jaxpr
 from jmpx._leaves import is_floating
@@ -116,6 +116,9 @@ def evaluated(
 ) -> tuple[Any, Any]:
     """Runs a pure function under autocast, and warns of what has no effect.
 
+    While autocast traces a function under the same policies, this is a plain call: the operations
+    of the inner function are those of the outer one.
+
     Args:
         policy_map: the policies of scopes and operations.
         save: what the backward pass keeps; None leaves that to JAX.
@@ -130,7 +133,10 @@ def evaluated(
         The result of the function, in the dtypes that `output` says, and the new state of its
         objects, in the dtypes that were traced.
     """
-    policy_map = in_force(policy_map, by)
+    key = policy_map.default, policy_map.rules, save
+    if output == "traced" and fact(AUTOCAST) == key:
+        return pure(state, *args, **kwargs)
+    policy_map = in_force(policy_map, "jmpx.autocast")
     for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
         if dtype is not None:
             check_computes(dtype)
@@ -139,7 +145,8 @@ def evaluated(
     used, selectors = interpreter.used, save.selectors if save else ()
     marks = Marks(PolicyMap(policy_map.default, (*policy_map.rules, *selectors)))
     pure.invoke = marks.call
-    traced = _traced(interpreter, pure, state, args, kwargs)
+    with fact_set(AUTOCAST, key):
+        traced = _traced(interpreter, pure, state, args, kwargs)
     # As a loop's carry, state that is replaced does not yield: a moving average would stall.
     values = [Value(array, yields=not pure.is_replaced(array)) for array in traced.arrays]
     results = _evaluate(interpreter, output, traced.jaxpr, values, pure.size)
