@@ -1,6 +1,7 @@
 """Rules that every policy map gets while a program is traced again, to see what they mend."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -43,5 +44,6 @@ def in_force(policy_map: PolicyMap, by: str) -> PolicyMap:
     for added in opened(_Added):
         added.takers.add(by)
         if added.rules:
-            policy_map = PolicyMap(policy_map.default, (*policy_map.rules, *added.rules))
+            rules = (*policy_map.rules, *added.rules)
+            policy_map = dataclasses.replace(policy_map, rules=rules)
     return policy_map

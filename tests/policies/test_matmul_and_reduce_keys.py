@@ -76,7 +76,6 @@ def test_they_follow_a_dtype_or_a_preset(dtypes):
         ("bf61,m=high", "Unknown dtype 'bf61' at position 0 of policy 'bf61,m=high'"),
         ("full,m=hihg", "Unknown algorithm 'hihg' at position 7 of policy 'full,m=hihg'"),
         ("full,o=bf16,m=high", "Missing key for 'full' at position 0"),
-        ("m=high,full", "Missing key for 'full' at position 7"),
         (" ,m=high", "Empty part at position 1"),
         ("full,m=high,m=high", "Duplicate key 'matmul' at position 12"),
     ],

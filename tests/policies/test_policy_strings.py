@@ -128,7 +128,12 @@ def test_a_used_map_warns_again_and_is_what_it_was(adapter):
     assert pickle.dumps(policy_map) == before
     for other in (same, pickle.loads(before), copy.deepcopy(policy_map), copy.copy(policy_map)):
         assert other == policy_map and hash(other) == hash(policy_map)
-    assert not hasattr(policy_map, "unused") and set(vars(policy_map)) == {"default", "rules"}
+    assert not hasattr(policy_map, "unused") and set(vars(policy_map)) == {
+        "default",
+        "rules",
+        "by",
+        "save",
+    }
 
 
 def model_of_globs(glob, path):
