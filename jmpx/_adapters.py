@@ -5,6 +5,8 @@
 - The *surrounding policy* of a call is the policy under which the call around it runs; the
   outermost call has none. Of nested calls or contexts, the *innermost* one began last.
 - A *session* is one use of a policy map: a `policies` context, or one making of a view.
+- A *pool* collects the sessions of one policy map, so that a rule which matches a module of any
+  framework counts as used.
 - A *view* is a model that `with_policies` made: its parameters are cast, and its modules cast at
   their boundaries.
 - The *carry* of a loop is the value that each step takes and hands to the next one. It keeps its
@@ -39,8 +41,9 @@ from jmpx._leaves import is_floating
 from jmpx._made_once import made_once
 from jmpx._marks import Module, in_module
 from jmpx._matmul import is_algorithm, matmul_of
+from jmpx._messages import user_stacklevel
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMapLike, get_policy_map, warn_unused
+from jmpx._policy_map import PolicyMap, PolicyMapLike, get_policy_map, warn_unused
 from jmpx._registry import in_loop, policy_of, running
 from jmpx._rules import Rule
 
@@ -121,7 +124,7 @@ class Session:
 
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
         self.name = name
-        self.policy_map = None if policy_map is None else in_force(get_policy_map(policy_map), name)
+        self.policy_map = None if policy_map is None else _for_modules(policy_map, name)
         self.seen: set[Module] = set()
         self.paths: set[str] = set()
         self.arrays: set[str] = set()
@@ -132,6 +135,10 @@ class Session:
         self._listeners = opened(_Listener)
         for listener in self._listeners:
             listener.append(self)
+        pools = [pool for pool in opened(_Pool) if pool.policy_map == self.policy_map]
+        self.is_pooled = bool(pools)
+        for pool in pools[:1]:
+            pool.sessions.append(self)
 
     def opened(self, hook: Hook) -> AbstractContextManager[None]:
         """Returns the context that keeps the session open; JAX's caches tell policy maps apart."""
@@ -235,14 +242,61 @@ class Session:
     def warn(self, stacklevel: int) -> None:
         """Warns of rules and of an algorithm without effect, and of `dtype` fields that go before.
 
+        In a context of `pooled` that warns, of all sessions at once.
+
         Args:
             stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
         """
-        if self.policy_map is not None:
-            warn_unused(self.policy_map, self.seen, stacklevel + 1, arrays=self.arrays)
-            self.census.warn(self.policy_map, self.name, stacklevel + 1)
-        if self.coarse:
-            warn_of_convolution(*next(iter(self.coarse.items())), stacklevel + 1)
+        if not self.is_pooled:
+            _warn([self], self.policy_map, stacklevel + 1)
+
+
+def _for_modules(policy_map: PolicyMapLike, name: str) -> PolicyMap:
+    """Returns the policy map that an adapter follows.
+
+    Raises:
+        ValueError: if the map is written for another way than by modules.
+    """
+    return in_force(get_policy_map(policy_map).applied_by("modules", name), name)
+
+
+def _warn(sessions: list[Session], policy_map: PolicyMap | None, stacklevel: int) -> None:
+    """Warns once of all sessions under a policy map; see `Session.warn`."""
+    if policy_map is not None:
+        seen = {module for session in sessions for module in session.seen}
+        arrays = {path for session in sessions for path in session.arrays}
+        warn_unused(policy_map, seen, stacklevel + 1, arrays=arrays)
+        for session in sessions:
+            session.census.warn(policy_map, session.name, stacklevel + 1)
+    coarse = [item for session in sessions for item in session.coarse.items()]
+    if coarse:
+        warn_of_convolution(*coarse[0], stacklevel + 1)
+
+
+class _Pool(NamedTuple):
+    """The sessions of one policy map that began in a context of `pooled`."""
+
+    policy_map: PolicyMap
+    sessions: list[Session]
+
+
+@contextlib.contextmanager
+def pooled(policy_map: PolicyMap, name: str) -> Iterator[PolicyMap]:
+    """Has the sessions of all frameworks under one policy map warn together, at the end.
+
+    Args:
+        policy_map: the policy map.
+        name: the function that applies it, as the user calls it.
+
+    Yields:
+        The policy map that the sessions follow.
+    """
+    pool = _Pool(_for_modules(policy_map, name), [])
+    with entered(Context("pooled", pool)):
+        yield pool.policy_map
+    if pool.sessions:
+        level = user_stacklevel("jax", "flax", "haiku", "equinox")
+        _warn(pool.sessions, pool.policy_map, level + 1)
 
 
 def ignores_matmul(matmul: str | None, dtype: DTypeLike) -> bool:
@@ -602,6 +656,15 @@ def marking_lookalike(
 def _copied_attributes(method: object) -> tuple[str, ...]:
     """Returns what `functools.wraps` copies: the attributes of a function, not of an object."""
     return functools.WRAPPER_UPDATES if inspect.isfunction(method) else ()
+
+
+def is_optimizer_state(node: Any) -> bool:
+    """Whether a node of a pytree is a state of Optax or jmpx, whose arrays nobody casts.
+
+    Averages of gradients have the structure of the model, and its modules in them.
+    """
+    package = type(node).__module__.partition(".")[0]
+    return package in ("optax", "jmpx") and not jax.tree_util.all_leaves([node])
 
 
 def plain_class(cls: type) -> type:
