@@ -34,7 +34,7 @@ import numpy as np
 from jmpx import _jaxpr
 from jmpx._added_rules import in_force
 from jmpx._casts import cast_like, cast_tree
-from jmpx._contexts import Context, Hook, entered, opened, refuse_other_tasks
+from jmpx._contexts import Context, Hook, entered, excuse_casts, opened, refuse_other_tasks
 from jmpx._dtype_fields import FieldCensus
 from jmpx._dtypes import DTypeLike, dtype_name
 from jmpx._leaves import is_floating
@@ -125,6 +125,7 @@ class Session:
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
         self.name = name
         self.policy_map = None if policy_map is None else _for_modules(policy_map, name)
+        excuse_casts(name, self.policy_map)
         self.seen: set[Module] = set()
         self.paths: set[str] = set()
         self.arrays: set[str] = set()
@@ -289,11 +290,11 @@ def pooled(policy_map: PolicyMap, name: str) -> Iterator[PolicyMap]:
         name: the function that applies it, as the user calls it.
 
     Yields:
-        The policy map that the sessions follow.
+        The policy map to give to the adapters.
     """
     pool = _Pool(_for_modules(policy_map, name), [])
     with entered(Context("pooled", pool)):
-        yield pool.policy_map
+        yield policy_map.applied_by("modules", name)
     if pool.sessions:
         level = user_stacklevel("jax", "flax", "haiku", "equinox")
         _warn(pool.sessions, pool.policy_map, level + 1)
