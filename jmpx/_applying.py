@@ -114,10 +114,10 @@ def apply_policy(
             f"Expected a function to run under a policy, got {func!r}: write "
             f"jmpx.apply_policy(f, policy), or decorate it with @jmpx.apply_policy(policy=...)."
         )
-    find = application_finder(policy, func, Uncast.of(func, uncast), _NAME)
+    applying = Applying.of(policy, func, Uncast.of(func, uncast), _NAME)
 
     def transform(pure: Pure, state: list[Leaf], args: Any, kwargs: Any) -> Any:
-        application = find()
+        application = applying.now()
         with application.products():
             return application.run(pure, state, args, kwargs)
 
@@ -128,26 +128,42 @@ def apply_policy(
     return wrapper
 
 
-def application_finder(
-    policy: PolicyMapLike | MixedPrecision | None,
-    func: Callable[..., Any],
-    uncast: Uncast,
-    name: str,
-) -> Callable[[], "Application"]:
-    """Checks a policy now, and returns a function that returns how to apply it.
+class Applying(NamedTuple):
+    """A policy that was checked when a function was made, to be applied when that is called.
 
-    That is called when the user's function is: only then may `half` ask JAX for its backend, which
-    starts it.
+    Only then may `half` ask JAX for its backend, which starts it.
+
+    Attributes:
+        given: the policy: the user's, if that says `half`.
+        policy_map: the policy map, with float16 in place of `half`.
+        func: the function, as the user gave it.
+        uncast: the arguments that are left as they are.
+        name: the function that applies the policy, as the user calls it.
     """
-    given: Any = "half" if policy is None else policy
-    try:
-        checked = _parse(_with_float16(given))
-    except (TypeError, ValueError):
-        checked = _parse(given)  # raises the same error, which shows what the user wrote
-    _warn_of_rules(checked, name)
-    if not (isinstance(given, str) or is_mapping(given)) or _with_float16(given) == given:
-        given = checked
-    return lambda: Application(_parse(given), func, uncast, name)
+
+    given: Any
+    policy_map: PolicyMap
+    func: Callable[..., Any]
+    uncast: Uncast
+    name: str
+
+    @classmethod
+    def of(cls, policy: Any, func: Callable[..., Any], uncast: Uncast, name: str) -> "Applying":
+        """Checks a policy, and warns of rules that it will not follow."""
+        given = "half" if policy is None else policy
+        try:
+            checked = _parse(_with_float16(given))
+        except (TypeError, ValueError):
+            checked = _parse(given)  # raises the same error, which shows what the user wrote
+        _warn_of_rules(checked, name)
+        says_half = isinstance(given, str) or is_mapping(given)
+        if not says_half or _with_float16(given) == given:
+            given = checked
+        return cls(given, checked, func, uncast, name)
+
+    def now(self) -> "Application":
+        """Returns what applies the policy in one call."""
+        return Application(_parse(self.given), self.func, self.uncast, self.name)
 
 
 def _with_float16(policy: Any, depth: int = 4) -> Any:
@@ -201,6 +217,12 @@ class Application(NamedTuple):
         """The policy that casts arguments; None if they are not cast."""
         is_by_arguments = self.policy_map is not None and self.way == "arguments"
         return self.policy_map.default if is_by_arguments else None
+
+    @property
+    def matmul(self) -> str | None:
+        """The algorithm of products in a function whose arguments are cast."""
+        policy = self.arguments_policy
+        return None if policy is None else policy.matmul_precision
 
     @property
     def reduce_dtype(self) -> DTypeLike | None:

@@ -1,32 +1,25 @@
-"""What the policy of a gradient function does, and warnings where it does not do what it says."""
+"""Warnings of a gradient function whose policy does not do what it says."""
 
 import contextlib
-import functools
-import inspect
-import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jmpx._contexts import casts_noted, casts_watched, parameters_cast
-from jmpx._dtypes import DTypeLike, dtype_name
+from jmpx._applying import Application, code_of
+from jmpx._contexts import casts_noted
+from jmpx._dtypes import dtype_name
 from jmpx._frameworks import imported_adapters
 from jmpx._jaxpr import Jaxpr, evaluate, inner_jaxprs, trace
-from jmpx._leaves import PyTree, is_floating, is_floating_dtype
+from jmpx._leaves import is_floating_dtype
 from jmpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
-from jmpx._mappings import is_list, is_mapping
-from jmpx._matmul import is_algorithm, matmul_region
+from jmpx._matmul import is_algorithm
 from jmpx._messages import user_stacklevel
-from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap, PolicyMapLike, get_policy_map
-from jmpx._policy_strings import KEYS, get_policy, without_last_semicolon
+from jmpx._policy_map import PolicyMap
 
 R = TypeVar("R")
-_HALF = re.compile(r"\bhalf\b", re.IGNORECASE)
 
 
 def warn_of_reduce(policy_map: PolicyMap) -> None:
@@ -35,9 +28,9 @@ def warn_of_reduce(policy_map: PolicyMap) -> None:
     if reduce_dtype is not None:
         _warn(
             f"reduce={dtype_name(reduce_dtype)} of the gradient function's policy reduces nothing "
-            "without an axis or a sharding: give the name of the axis of jax.shard_map or "
-            "jax.pmap as over=jmpx.Over(...), under jax.jit alone the sharding of the batch as "
-            "batch=jmpx.Batch(sharding=...), or leave reduce out."
+            "without a mean over devices: give over=jmpx.Over(...) with the axis of jax.shard_map "
+            "or jax.pmap, under jax.jit alone batch=jmpx.Batch(sharding=...) with that of the "
+            "batch, or leave reduce out."
         )
 
 
