@@ -50,6 +50,9 @@ class Context:
     undo: Callable[[], None] | None = None
 
 
+AUTOCAST = "autocast traces"  # the topic of what autocast traces for: its policies
+
+
 class _State:
     """What is in force in one thread.
 
@@ -135,6 +138,22 @@ def set_fact(topic: str, value: Hashable) -> None:
     if value is not None:
         facts[topic] = value
     _tell_jax()
+
+
+def fact(topic: str) -> Hashable:
+    """Returns what this thread has made part of JAX's cache keys for a topic; None if nothing."""
+    return _thread.state.facts.get(topic)
+
+
+@contextlib.contextmanager
+def fact_set(topic: str, value: Hashable) -> Iterator[None]:
+    """Makes a value part of the key of JAX's caches in this thread while the context lasts."""
+    outer = fact(topic)
+    set_fact(topic, value)
+    try:
+        yield
+    finally:
+        set_fact(topic, outer)
 
 
 def refuse_other_tasks(action: str) -> None:
@@ -275,16 +294,14 @@ def casts_watched(key: Hashable) -> Iterator[dict[str, None]]:
         The names of what has cast in this call and in earlier ones of the same key: in a later
         call, a jitted function casts without being traced.
     """
-    state, topic = _thread.state, "casts are watched"
-    outer = state.facts.get(topic)
+    watches, topic = _thread.state.watches, "casts are watched"
     casts = _watched.setdefault(key, {})
-    state.watches.append(casts)
-    set_fact(topic, (outer, key))
+    watches.append(casts)
     try:
-        yield casts
+        with fact_set(topic, (fact(topic), key)):
+            yield casts
     finally:
-        state.watches.pop()
-        set_fact(topic, outer)
+        watches.pop()
 
 
 @contextlib.contextmanager

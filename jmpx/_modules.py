@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 from jmpx._frameworks import Marker, imported_adapters
 from jmpx._marks import Module, is_marking, marking
 from jmpx._policy_map import PolicyMap, Rule
+from jmpx._stateful import apply
 
 R = TypeVar("R")
 
@@ -126,6 +127,8 @@ def calling(change: Callable[[Any], Any], call: _Call[R]) -> _Call[R]:
         call: the function, its positional and its keyword arguments.
     """
     fn, args, kwargs = call
+    if fn is apply:
+        return _mark_call(mark, (args[0], args[1:], kwargs))
     if isinstance(fn, functools.partial):
         return calling(change, (fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}))
     owner, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
