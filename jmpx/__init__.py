@@ -42,6 +42,7 @@ from jmpx._tree import all_finite as all_finite, select_tree as select_tree
 if TYPE_CHECKING:
     from jmpx._audit.api import audit as audit
     from jmpx._audit.report import Audit as Audit
+    from jmpx._applying import apply_policy as apply_policy
     from jmpx._autocast import Autocast as Autocast, autocast as autocast
     from jmpx._batches import Batch as Batch
     from jmpx._contracts import check_restored as check_restored, describe as describe
@@ -101,6 +102,7 @@ else:
     _LATER = {
         "_audit.api": ("audit",),
         "_audit.report": ("Audit",),
+        "_applying": ("apply_policy",),
         "_autocast": ("Autocast", "autocast"),
         "_batches": ("Batch",),
         "_contracts": ("check_restored", "describe"),
@@ -177,6 +179,7 @@ __all__ = (
     "ValueAndGradients",
     "Wire",
     "all_finite",
+    "apply_policy",
     "audit",
     "autocast",
     "cast_function",

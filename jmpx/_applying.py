@@ -393,7 +393,9 @@ def _by_operations(
     from jmpx._autocast.wrapped import evaluated
 
     saving = get_saving(policy_map.save, None)
-    return evaluated(policy_map, saving, "traced", pure, state, args, kwargs)
+    return evaluated(
+        policy_map, saving, "traced", pure, state, args, kwargs, by=application.name
+    )
 
 
 def code_of(func: Callable[..., Any]) -> object:

@@ -25,7 +25,7 @@ def loss_fn(params, x, y):
 
 @pytest.fixture
 def problem(rng):
-    x, y = normal(rng, (4, 3)), normal(rng, (4, 2))
+    x, y = normal(rng, 4, 3), normal(rng, 4, 2)
     return NET.init(jax.random.key(int(rng.integers(1000))), x), x, y
 
 
