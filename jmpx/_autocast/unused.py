@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from jmpx._autocast.multiplied import CONVOLUTION, PRODUCTS
 from jmpx._autocast.pieces import Kind
-from jmpx._autocast.products import CONVOLUTION, PRODUCTS
 from jmpx._autocast.regions import Used
 from jmpx._autocast.rules import is_registered, overridable
 from jmpx._autocast.wide import REMEDY

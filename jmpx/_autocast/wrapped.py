@@ -12,6 +12,7 @@ import numpy as np
 from jmpx import _jaxpr
 from jmpx._added_rules import in_force
 from jmpx._autocast.interpreter import Interpreter
+from jmpx._autocast.neighbours import Ends
 from jmpx._autocast.pieces import takes_gradient
 from jmpx._autocast.saving import Saving
 from jmpx._autocast.unused import (
@@ -25,7 +26,7 @@ from jmpx._autocast.wide import warn_of_products, wide_share
 from jmpx._contexts import AUTOCAST, fact, fact_set, note_cast
 from jmpx._dtypes import check_computes
 from jmpx._jaxpr import Jaxpr
-from jmpx._leaves import is_floating
+from jmpx._leaves import is_floating, is_traceable
 from jmpx._made_once import made_once
 from jmpx._matmul import region_setting
 from jmpx._messages import user_stacklevel
@@ -112,6 +113,7 @@ def evaluated(
     args: Any,
     kwargs: Any,
     *,
+    is_parameter: Callable[[Any], bool] | None = None,
     by: str = "jmpx.autocast",
 ) -> tuple[Any, Any]:
     """Runs a pure function under autocast, and warns of what has no effect.
@@ -127,6 +129,10 @@ def evaluated(
         state: the state of its objects.
         args: its positional arguments.
         kwargs: its keyword arguments.
+        is_parameter: tells of an array among the state and the arguments whether it is a parameter,
+            which yields everywhere. The others, and arrays that the function closes over, then keep
+            their dtype where no way leads from them to a product, as those of targets in a loss.
+            None has all inputs yield everywhere.
         by: what runs it under autocast, as the user calls it.
 
     Returns:
@@ -149,7 +155,12 @@ def evaluated(
         traced = _traced(interpreter, pure, state, args, kwargs)
     # As a loop's carry, state that is replaced does not yield: a moving average would stall.
     values = [Value(array, yields=not pure.is_replaced(array)) for array in traced.arrays]
-    results = _evaluate(interpreter, output, traced.jaxpr, values, pure.size)
+    if is_parameter is not None:
+        leaves = filter(is_traceable, jax.tree.leaves(((state, *args), kwargs)))
+        for value, leaf in zip(values, leaves, strict=True):
+            value.data = value.yields and not is_parameter(leaf)
+    keeps_data = is_parameter is not None
+    results = _evaluate(interpreter, output, traced.jaxpr, values, pure.size, keeps_data)
     share = wide_share(traced.jaxpr, used.wide) if used.wide else None
     level = user_stacklevel("jax", "flax", "haiku", "equinox")
     warn_unused(policy_map, used, marks.seen, stacklevel=level)
@@ -172,7 +183,12 @@ def _traced(
 
 
 def _evaluate(
-    interpreter: Interpreter, output: Any, jaxpr: Jaxpr, values: list[Value], state_size: int
+    interpreter: Interpreter,
+    output: Any,
+    jaxpr: Jaxpr,
+    values: list[Value],
+    state_size: int,
+    keeps_data: bool,
 ) -> list[Array]:
     """Returns the results of a function's jaxpr.
 
@@ -181,6 +197,7 @@ def _evaluate(
         output: see `autocast`.
         jaxpr: the jaxpr.
         values: its operands.
+        keeps_data: whether data keeps its dtype where it leads to no product.
         state_size: how many of its last results are state, which has the dtypes that were traced.
     """
     if interpreter.saving is not None and takes_gradient(jaxpr):
@@ -188,7 +205,8 @@ def _evaluate(
         interpreter.saving = None
     avals = jaxpr.out_avals
     # A loss outside may take the logarithm of a probability that leaves.
-    values = interpreter.evaluate(jaxpr, values, "", exposed=[True] * len(avals))
+    ends = Ends((True,) * len(avals), () if keeps_data else None)
+    values = interpreter.evaluate(jaxpr, values, "", ends=ends)
     with jax.named_scope(RESTORE):
         return [
             _restored(value, aval, output if i < len(avals) - state_size else "traced")
