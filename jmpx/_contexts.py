@@ -39,8 +39,9 @@ class Context:
         hook: hooks into a framework. All open contexts of one hook share it: it is entered with the
             first and left with the last of them, because a framework's stack of hooks has to be
             left in the reverse order.
-        undo: gives back what the context has replaced, in the thread that entered it, while the
-            context still counts as open; None if there is nothing to give back.
+        undo: gives back what the contexts of one value have replaced, in the thread that entered
+            them, while the last of them still counts as open; None if there is nothing to give
+            back.
     """
 
     name: str
@@ -218,11 +219,13 @@ def entered(context: Context) -> Iterator[None]:
 
 def _leave(context: Context) -> None:
     """Ends a context in its own thread; its hook may be left later, as an idle one does nothing."""
+    still_open = _thread.state.open
+    is_last = [other.value is context.value for other in still_open].count(True) == 1
     try:
-        if context.undo is not None:
+        if context.undo is not None and is_last:
             context.undo()
     finally:
-        _thread.state.open.remove(context)
+        still_open.remove(context)
         _entered.set(tuple(other for other in _entered.get() if other is not context))
 
 
@@ -231,6 +234,11 @@ def opened(kind: type[T]) -> list[T]:
     catch_up()
     values = (context.value for context in _thread.state.open)
     return [value for value in values if isinstance(value, kind)]
+
+
+def is_held(value: object) -> bool:
+    """Whether an open context of this thread holds a value, this very object."""
+    return any(context.value is value for context in _thread.state.open)
 
 
 @contextlib.contextmanager
