@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         LowPrecisionParamsState as LowPrecisionParamsState,
         low_precision_params as low_precision_params,
     )
+    from jmpx._metrics import metrics as metrics
     from jmpx._mixed_precision import (
         MixedPrecision as MixedPrecision,
         get_mixed_precision as get_mixed_precision,
@@ -120,6 +121,7 @@ else:
         "_loss_scale_state": ("loss_scale_from",),
         "_loss_scale_strings": ("get_loss_scale",),
         "_low_precision_params": ("LowPrecisionParamsState", "low_precision_params"),
+        "_metrics": ("metrics",),
         "_mixed_precision": ("MixedPrecision", "get_mixed_precision"),
         "_optimizer": ("SkipNonfiniteState", "optimizer_update", "skip_nonfinite"),
         "_progress": ("NonfiniteCounts", "check_progress", "nonfinite"),
@@ -211,6 +213,7 @@ __all__ = (
     "loss_scale_from",
     "low_precision_params",
     "merge_master",
+    "metrics",
     "nonfinite",
     "optimizer_update",
     "policy_of",

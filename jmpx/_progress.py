@@ -158,7 +158,7 @@ def raise_if_stuck(
             "Expected a loss scale as the second argument of jmpx.check_progress, got "
             f"{describe(loss_scale)}: pass the one of the step, or jmpx.NoOpLossScale()."
         )
-    counters = _counters(opt_state)
+    counters = counts_of(opt_state, "consecutive_skipped")
     if not counters:
         raise TypeError(
             "Expected the state of an optimizer of jmpx.skip_nonfinite, got a "
@@ -181,8 +181,8 @@ def raise_if_stuck(
         )
 
 
-def _counters(opt_state: PyTree) -> list[Any]:
-    """Returns the counts of steps skipped in a row, wherever a pytree has them.
+def counts_of(opt_state: PyTree, name: str) -> list[Any]:
+    """Returns the counts of `skip_nonfinite` of this name, wherever a pytree has them.
 
     They are found by their name, because a checkpoint and an `nnx.State` hold dicts in place of a
     `SkipNonfiniteState`.
@@ -191,9 +191,9 @@ def _counters(opt_state: PyTree) -> list[Any]:
 
     def visit(node: Any) -> bool:  # With all leaves and paths it would take longer.
         if isinstance(node, tuple):
-            found.append(getattr(node, "consecutive_skipped", None))
+            found.append(getattr(node, name, None))
         elif not is_array(node) and isinstance(node, Mapping):
-            found.append(node.get("consecutive_skipped"))
+            found.append(node.get(name))
         return False
 
     jax.tree.leaves(opt_state, is_leaf=visit)

@@ -213,6 +213,15 @@ def test_progress(x: jax.Array) -> None:
         assert_type(count.nan, jax.Array)
 
 
+def test_metrics() -> None:
+    state = jmpx.skip_nonfinite(optax.sgd(0.5)).init(make_params())
+    metrics = jmpx.metrics(state, jmpx.DynamicLossScale(8.0))
+    assert_type(metrics, dict[str, jax.Array])
+    assert metrics.keys() > jmpx.metrics(loss_scale=jmpx.NoOpLossScale()).keys()
+    with pytest.raises(TypeError):
+        jmpx.metrics(state, 8.0)  # pyright: ignore[reportArgumentType]
+
+
 def test_an_update_keeps_the_types_of_model_and_state() -> None:
     optimizer, params = optax.sgd(0.5), {"w": ones(3)}
     state = (optax.EmptyState(), optax.EmptyState())
