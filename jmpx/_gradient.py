@@ -128,19 +128,19 @@ def filter_value_and_grad(
             division by the loss scale, are in float32 and not rounded afterwards, so that the
             second moments of small gradients do not become 0. For this, narrower parameters are
             cast to float32 first (for float64 to float64). `func` gets them in the compute dtype as
-            ever; in float32 where it casts them itself, by a policy map, or by `jmpx.gather` with
-            `uncast_argnums=0`. The optimizer's state has to be float32, too: see
-            `jmpx.low_precision_params`. A narrower dtype saves memory of float32 gradients; step 5
-            sees what overflows in it.
+            ever; in float32 where it casts them itself, by a policy map, or by
+            `jmpx.distributed.gather` with `uncast_argnums=0`. The optimizer's state has to be
+            float32, too: see `jmpx.optim.low_precision_params`. A narrower dtype saves memory of
+            float32 gradients; step 5 sees what overflows in it.
         axis_name: the name (or names) of the mapped axis of `jax.pmap`, `jax.shard_map` or
             `jax.vmap` over which value and gradients are averaged: the value in float32, the
             gradients in the policy's reduce; unset, in float32 or the wider dtype of a parameter.
             In float16 they are divided by the number of devices before they are summed. They are
             scaled then, so that small ones do not underflow, and a sum that overflows is seen by
             step 5. The flag and the loss scale are the same on the whole axis. Each device may hold
-            a copy of a parameter, or a shard of it that `func` gathers, by `jmpx.gather` or by
-            `lax.all_gather`: the gradient of a shard is summed by the gather's backward pass, and
-            divided here by the number of devices.
+            a copy of a parameter, or a shard of it that `func` gathers, by
+            `jmpx.distributed.gather` or by `lax.all_gather`: the gradient of a shard is summed by
+            the gather's backward pass, and divided here by the number of devices.
         sharded: which parameters are shards of `axis_name`: True for a shard that `func` gathers,
             False for a copy, "own" for a part that nobody gathers, such as an expert or a part of a
             tensor, whose activations travel; or a pytree of these that is a prefix of the first
@@ -225,7 +225,7 @@ def filter_value_and_grad(
         >>> value, scaling, grads_finite, grads = grad_fn(params, x)
         >>> value, grads_finite, grads["w"]
         (Array(9., dtype=float32), Array(True, dtype=bool), Array([6., 6., 6.], dtype=float32))
-        >>> params, noop = jmpx.cast_to_bfloat16(params), jmpx.NoOpLossScale()
+        >>> params, noop = jmpx.cast_tree(params, jnp.bfloat16), jmpx.NoOpLossScale()
         >>> for dtype in None, "float32":
         ...     grad_fn = jmpx.filter_value_and_grad(loss_fn, noop, policy="bf16", grad_dtype=dtype)
         ...     grad_fn(params, x).grads["w"].dtype.name

@@ -55,7 +55,7 @@ def reports(folder):
         importlib.invalidate_caches()
         with jax.numpy_dtype_promotion("standard"):
             loss_fn, args = importlib.import_module("model").make()
-            found.insert(0, jmpx.audit(loss_fn)(*args))
+            found.insert(0, jmpx.inspect.audit(loss_fn)(*args))
     yield found
     del sys.modules["model"]
 

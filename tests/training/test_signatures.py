@@ -28,7 +28,7 @@ class Halve(eqx.Module):
 
 
 WRAPPERS = {
-    "cast_function": lambda f: jmpx.cast_function(f, "bf16", "f32"),
+    "cast_function": lambda f: jmpx.mpx.cast_function(f, "bf16", "f32"),
     "force_full_precision": jmpx.force_full_precision,
     "filter_grad": lambda f: jmpx.filter_grad(f, jmpx.NoOpLossScale()),
     "filter_value_and_grad": lambda f: jmpx.filter_value_and_grad(f, jmpx.NoOpLossScale()),
