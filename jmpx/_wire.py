@@ -18,7 +18,7 @@ from jmpx._messages import describe
 from jmpx._stablehlo import read_stablehlo
 
 _WIDTH, _PROSE, _PLACE, _ROWS = 100, 80, 16, 20  # characters, and lines
-_NONE_YET = "no collectives until XLA partitions it: jmpx.inspect.collectives(lowered.compile())"
+_NONE_YET = "no collectives until XLA partitions it: give lowered.compile()"
 _MORE = (
     "XLA's partitioner may insert more collectives: `jmpx.inspect.collectives(lowered.compile())` "
     "shows them."

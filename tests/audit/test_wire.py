@@ -125,10 +125,8 @@ def test_under_jit_a_lowered_step_says_where_its_collectives_are(mesh):
     lowered = under_jit(mesh)
     wire = jmpx.inspect.collectives(lowered)
     assert wire.collectives == () and wire.sent == 0
-    assert str(wire) == (
-        "jit_step on 8 devices: no collectives until XLA partitions it: "
-        "jmpx.inspect.collectives(lowered.compile())"
-    )
+    none_yet = "no collectives until XLA partitions it: give lowered.compile()"
+    assert str(wire) == f"jit_step on 8 devices: {none_yet}"
     text, compiled = partitioned(lowered)  # as the note on CPUs says
     for given, size in ((text, 2), (compiled, 4)):
         wire = jmpx.inspect.collectives(given)

@@ -204,7 +204,7 @@ def test_the_text_knows_the_remedy():
         'jmpx.optim.low_precision_params(optimizer, "stochastic").'
     )
     assert last(F32, 1e-9).startswith("Remedy for float32: a larger learning rate")
-    assert last(F32, 1e-4).startswith("Little is lost as stored. To store 16 bits, use jmpx.low_")
+    assert last(F32, 1e-4).startswith("Little is lost as stored. To store 16 bits, use jmpx.optim.")
     assert last(F32, 1.0) == last(F32, 0.0) == "Little is lost."
 
 
