@@ -94,7 +94,9 @@ def test_its_test_fails_for_the_leaks_and_passes_when_they_are_mended(reports):
     for report, fails in zip(reports, (True, False), strict=True):
         names: dict[str, Any] = {
             "model": model,
-            "jmpx": types.SimpleNamespace(audit=lambda fn, r=report: lambda: r),
+            "jmpx": types.SimpleNamespace(
+                inspect=types.SimpleNamespace(audit=lambda fn, r=report: lambda: r)
+            ),
         }
         exec(re.sub(r"^(>>>|\.\.\.) ?", "", block, flags=re.MULTILINE), names)
         expected = pytest.raises(AssertionError, match="97.04 % of the FLOPs")
