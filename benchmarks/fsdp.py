@@ -42,7 +42,7 @@ PyTree = Any
 Gradients = Callable[[PyTree, jax.Array, jax.Array], tuple[jax.Array, PyTree]]
 Way = Callable[[Transformer, Mesh], Gradients]
 
-cast = jmpx.cast_to_bfloat16
+cast = jmpx.mpx.cast_to_bfloat16
 
 
 # Ways to compute gradients under jit, where XLA inserts the collectives.
@@ -178,7 +178,7 @@ def gathered_by(gather: Callable[[jax.Array], jax.Array]) -> Way:
 def gathered_by_jmpx(policy: str, microbatches: int = 1) -> Way:
     def make(model: Transformer, mesh: Mesh) -> Gradients:
         def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
-            return model.loss(jmpx.gather(params, "data", policy), x, labels)
+            return model.loss(jmpx.distributed.gather(params, "data", policy), x, labels)
 
         batch, over = jmpx.Batch(microbatches=microbatches), jmpx.Over("data")
         options: Any = {"uncast": 0, "batch": batch, "over": over}
@@ -187,7 +187,7 @@ def gathered_by_jmpx(policy: str, microbatches: int = 1) -> Way:
     return make
 
 
-GROUPS, GATHER = "batch_sharding", "jmpx.gather"  # the ways that jmpx offers
+GROUPS, GATHER = "batch_sharding", "jmpx.distributed.gather"  # the ways that jmpx offers
 UNDER_JIT: dict[str, Way] = {
     "float32": plain,
     "c=bf16": with_policy("c=bf16"),

@@ -354,7 +354,11 @@ def _opened(
 
 
 def _call_with_views(
-    application: Application, views: Sequence[Views], fn: Callable[..., Any], *args: Any, **kwargs: Any
+    application: Application,
+    views: Sequence[Views],
+    fn: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Calls a function with views in place of the models among its arguments."""
     given = args, kwargs
@@ -393,9 +397,7 @@ def _by_operations(
     from jmpx._autocast.wrapped import evaluated
 
     saving = get_saving(policy_map.save, None)
-    return evaluated(
-        policy_map, saving, "traced", pure, state, args, kwargs, by=application.name
-    )
+    return evaluated(policy_map, saving, "traced", pure, state, args, kwargs, by=application.name)
 
 
 def code_of(func: Callable[..., Any]) -> object:

@@ -260,7 +260,7 @@ class DynamicLossScale(Scaling):
         """Returns what a checkpoint needs, as plain values for JSON and msgpack.
 
         That is `{"type": "dynamic", "loss_scale": 32768.0, "counter": 0}`, without the
-        configuration, which a program gives anew: `jmpx.loss_scale_from(state, like=loss_scale)`
+        configuration, which a program gives anew: `jmpx.restore_loss_scale(state, like=loss_scale)`
         restores it.
 
         Raises:

@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
-from jmpx._frameworks import Marker, imported_adapters
+from jmpx._frameworks import imported_adapters
 from jmpx._marks import Module, is_marking, marking
 from jmpx._policy_map import PolicyMap, Rule
 from jmpx._stateful import apply

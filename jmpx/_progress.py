@@ -37,8 +37,8 @@ class NonfiniteCounts(NamedTuple):
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> counts = jmpx.nonfinite([jnp.array([1.0, jnp.nan])])["[0]"]
-        >>> isinstance(counts, jmpx.NonfiniteCounts), int(counts.inf), int(counts.nan)
+        >>> counts = jmpx.inspect.nonfinite([jnp.array([1.0, jnp.nan])])["[0]"]
+        >>> isinstance(counts, jmpx.inspect.NonfiniteCounts), int(counts.inf), int(counts.nan)
         (True, 0, 1)
     """
 
@@ -64,7 +64,8 @@ def nonfinite(tree: PyTree) -> dict[str, NonfiniteCounts]:
         >>> import jax.numpy as jnp
         >>> import jmpx
         >>> grads = {"w": jnp.array([jnp.inf, jnp.nan, jnp.nan]), "b": jnp.ones(2)}
-        >>> {path: (int(inf), int(nan)) for path, (inf, nan) in jmpx.nonfinite(grads).items()}
+        >>> counts = jmpx.inspect.nonfinite(grads)
+        >>> {path: (int(inf), int(nan)) for path, (inf, nan) in counts.items()}
         {"['b']": (0, 0), "['w']": (1, 2)}
     """
     return {path: _count(leaf) for path, leaf in _inexact_leaves(tree).items()}
@@ -137,13 +138,13 @@ def check_progress(
         >>> for _ in range(3):
         ...     _, state = optimizer.update(grads, state, params)
         ...     scaling = scaling.adjust(state.grads_finite)
-        >>> jmpx.check_progress(state, scaling, grads, max_consecutive=3)
-        >>> jmpx.check_progress(state, scaling, grads, max_consecutive=2)
+        >>> jmpx.inspect.check_progress(state, scaling, grads, max_consecutive=3)
+        >>> jmpx.inspect.check_progress(state, scaling, grads, max_consecutive=2)
         Traceback (most recent call last):
         ...
         FloatingPointError: Skipped 3 optimizer steps in a row, more than max_consecutive=2, with
         the loss scale at its floor of 1, and infinities or NaN in grads (1 NaN): lower the
-        learning rate, or look for the cause in the data and by jmpx.nonfinite(grads).
+        learning rate, or look for the cause in the data and by jmpx.inspect.nonfinite(grads).
     """
     limit = check_limit(max_consecutive, "max_consecutive")
     raise_if_stuck(opt_state, loss_scale, grads, limit, f"max_consecutive={limit}")
@@ -155,7 +156,7 @@ def raise_if_stuck(
     """Does what `check_progress` does, for a limit that the error calls by `source`."""
     if not is_loss_scale(loss_scale):
         raise TypeError(
-            "Expected a loss scale as the second argument of jmpx.check_progress, got "
+            "Expected a loss scale as the second argument of jmpx.inspect.check_progress, got "
             f"{describe(loss_scale)}: pass the one of the step, or jmpx.NoOpLossScale()."
         )
     counters = counts_of(opt_state, "consecutive_skipped")
@@ -169,7 +170,7 @@ def raise_if_stuck(
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise TypeError(
             "Cannot check progress where the number of skipped steps is traced, as under jax.jit: "
-            "call jmpx.check_progress outside, between steps, or let "
+            "call jmpx.inspect.check_progress outside, between steps, or let "
             "jmpx.skip_nonfinite(max_consecutive_skips=) raise from inside."
         )
     count = max(int(_read(counter).max()) for counter in counters)
@@ -217,7 +218,7 @@ def _parts(array: Any) -> list[Any]:
 
 def _about(loss_scale: LossScale, count: int) -> tuple[str, str]:
     """Returns what a message says of a loss scale after `count` skipped steps, and the remedy."""
-    cause = "look for the cause in the data and by jmpx.nonfinite(grads)"
+    cause = "look for the cause in the data and by jmpx.inspect.nonfinite(grads)"
     remedy = f"lower the learning rate, or {cause}"
     if isinstance(loss_scale, NoOpLossScale):
         return "without a loss scale", remedy

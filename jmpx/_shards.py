@@ -38,7 +38,7 @@ class Over:
     same on the whole axis.
 
     Each device may hold a copy of a parameter, or a shard of it that the function gathers, by
-    `jmpx.gather` or by `lax.all_gather`: the gradient of a shard is summed by the gather's backward
+    `jmpx.distributed.gather` or by `lax.all_gather`: the gradient of a shard is summed by the gather's backward
     pass, and divided here by the number of devices. Under `jax.shard_map` JAX knows which
     parameters differ between devices, so that `sharded` may be left out: those that the function
     gathers are shards, and those that only their own device reads are copies, which may differ. Any

@@ -141,8 +141,8 @@ def autocast(
             and nothing else is one. None finds them.
 
     Returns:
-        A function with the signature of `fn`; a `jmpx.Autocast` that holds `fn` if it is itself a
-        pytree, such as a module of Equinox or NNX.
+        A function with the signature of `fn`; a `jmpx.types.Autocast` that holds `fn` if it is
+        itself a pytree, such as a module of Equinox or NNX.
 
     Raises:
         TypeError: if `fn` is not callable, a dtype is not one, or `pieces` no selectors.

@@ -67,8 +67,10 @@ class Autocast:
         >>> import equinox as eqx, jax
         >>> import jmpx
         >>> layer = jmpx.autocast(eqx.nn.Linear(3, 2, key=jax.random.key(0)))
-        >>> isinstance(layer, jmpx.Autocast), layer.weight.shape, type(layer.__wrapped__).__name__
-        (True, (2, 3), 'Linear')
+        >>> isinstance(layer, jmpx.types.Autocast), layer.weight.shape
+        (True, (2, 3))
+        >>> type(layer.__wrapped__).__name__
+        'Linear'
     """
 
     _jmpx_fn: Callable[..., Any]

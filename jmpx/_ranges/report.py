@@ -16,7 +16,7 @@ from jmpx._ranges.text import ranges_text
 
 @dataclasses.dataclass(frozen=True)
 class Ranges:
-    """What `jmpx.ranges` found: the magnitudes of activations and gradients, by scope.
+    """What `jmpx.inspect.ranges` found: the magnitudes of activations and gradients, by scope.
 
     `print(ranges)` shows them. Numbers are counted where they are computed; operations that only
     move numbers, such as reshapes, count nothing, nor does a single number outside of modules and
@@ -97,7 +97,8 @@ class Ranges:
         Example:
             >>> import jax.numpy as jnp
             >>> import jmpx
-            >>> found = jmpx.ranges(lambda w, x: jnp.mean((x @ w) ** 2))(jnp.ones(4), jnp.eye(4))
+            >>> loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
+            >>> found = jmpx.inspect.ranges(loss_fn)(jnp.ones(4), jnp.eye(4))
             >>> str(jmpx.DynamicLossScale(found.loss_scale()))
             'dynamic,init=16384'
         """

@@ -143,9 +143,11 @@ TRANSFORMS = {
     "nnx.remat": lambda f: nnx.remat(f),
     "nnx.grad": lambda f: lambda m, x: nnx.value_and_grad(f)(m, x)[0],
     "filter_grad": lambda f: lambda m, x: step(f)(m, x)[0],
-    "nnx.vmap": lambda f: lambda m, x: nnx.vmap(
-        f, in_axes=(nnx.StateAxes({nnx.RngState: None, ...: None}), 0)
-    )(m, x).mean(),
+    "nnx.vmap": lambda f: (
+        lambda m, x: nnx.vmap(f, in_axes=(nnx.StateAxes({nnx.RngState: None, ...: None}), 0))(
+            m, x
+        ).mean()
+    ),
 }
 
 

@@ -203,7 +203,7 @@ def test_a_state_is_a_value(rng):
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda f: jmpx.cast_function(f, "bf16"), jmpx.force_full_precision]
+    "wrap", [lambda f: jmpx.mpx.cast_function(f, "bf16"), jmpx.force_full_precision]
 )
 def test_functions_that_cast(rng, wrap):
     model, x = make(rng, momentum=1.0), normal(rng, 6, 3)

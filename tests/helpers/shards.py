@@ -42,7 +42,7 @@ READS = {
     "tiled": gather,
     "untiled": lambda w: jax.lax.all_gather(w, AXIS).reshape(-1, *w.shape[1:]),
     "own": gather_with_float32_sum,
-    "jmpx": lambda w: jmpx.gather(w, AXIS, "full"),
+    "jmpx": lambda w: jmpx.distributed.gather(w, AXIS, "full"),
     "replica": lambda w: w,
     "cast": lambda w: w,
 }

@@ -75,8 +75,8 @@ def test_what_the_partitioner_inserts(way, problem, monkeypatch):
 SHARD_MAP = {
     "all_gather of bf16": {"all-gather bf16": 0.5, "reduce-scatter bf16": 0.5},
     "gather by hand": {"all-gather bf16": 0.5, "reduce-scatter f32": 1},
-    "jmpx.gather, c=bf16": {"all-gather bf16": 0.5, "reduce-scatter f32": 1},
-    "jmpx.gather, c=bf16,r=bf16": {"all-gather bf16": 0.5, "reduce-scatter bf16": 0.5},
+    "jmpx.distributed.gather, c=bf16": {"all-gather bf16": 0.5, "reduce-scatter f32": 1},
+    "jmpx.distributed.gather, c=bf16,r=bf16": {"all-gather bf16": 0.5, "reduce-scatter bf16": 0.5},
 }
 
 

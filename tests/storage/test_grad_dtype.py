@@ -36,7 +36,7 @@ def gradients(*args: Any, loss: Any = loss_fn, scaling: Any = None, **options: A
 def stored(params, dtype):
     """Parameters as they are stored, and float32 ones of the same values."""
     narrow = jmpx.cast_tree(params, dtype)
-    return narrow, jmpx.cast_to_float32(narrow)
+    return narrow, jmpx.cast_to_full(narrow)
 
 
 def is_rounded(grads, dtype):
@@ -90,7 +90,9 @@ def test_sums_of_shards_are_not_rounded(how, rng):
     x = normal(rng, DEVICES, 2 * DEVICES)
 
     def loss(w, x):
-        return jnp.mean(jnp.tanh(x @ jmpx.gather(w, AXIS, "c=bf16")).astype(jnp.float32) ** 2)
+        return jnp.mean(
+            jnp.tanh(x @ jmpx.distributed.gather(w, AXIS, "c=bf16")).astype(jnp.float32) ** 2
+        )
 
     def mean(w, grad_dtype=None):
         options = {"over": jmpx.Over(AXIS, sharded=True), "uncast": 0}
@@ -209,7 +211,7 @@ def test_haiku_policies_read_them_so(rng):
         params = leniently(network.init)(jax.random.key(0), x)
     assert set(dtypes(params)) == {"bfloat16"}
     grads = gradients(params, x, loss=loss, policy=policy, grad_dtype="f32").grads
-    wide = jmpx.cast_to_float32(params)
+    wide = jmpx.cast_to_full(params)
     assert_same_bits(grads, gradients(wide, x, loss=loss, policy=policy).grads)
     assert set(dtypes(grads)) == {"float32"}
 
@@ -331,19 +333,19 @@ def test_a_step_of_split_masters_is_that_of_float32_masters(rng):
 
     @jax.jit
     def master_step(masters, state, x):
-        read = jmpx.cast_to_float32(jmpx.split_master(masters)[0])
+        read = jmpx.cast_to_full(jmpx.optim.split_master(masters)[0])
         _, finite, grads = gradients(read, x, **options)
         return jmpx.optimizer_update(masters, plain, state, grads, finite)
 
     plain = jmpx.skip_nonfinite(lenient(optax.adam(1e-3)))
-    inner = jmpx.low_precision_params(lenient(optax.adam(1e-3)), "split")
+    inner = jmpx.optim.low_precision_params(lenient(optax.adam(1e-3)), "split")
     optimizer = jmpx.skip_nonfinite(inner)
-    params, _ = jmpx.split_master(masters)
+    params, _ = jmpx.optim.split_master(masters)
     state, plain_state = optimizer.init(masters), plain.init(masters)
     for x in batches:
         params, state = split_step(params, state, x)
         masters, plain_state = master_step(masters, plain_state, x)
-        assert_same_bits(jmpx.merge_master(params, state.inner_state.low), masters)
+        assert_same_bits(jmpx.optim.merge_master(params, state.inner_state.low), masters)
     assert state.total_skipped == 1 and set(dtypes(params)) == {"bfloat16"}
     with pytest.warns(UserWarning, match="16 bits .* grad_dtype=jnp.float32"):
         inner.update(gradients(params, x, **options).grads, state.inner_state, params)

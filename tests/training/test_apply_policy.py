@@ -69,9 +69,7 @@ def assert_close(one, other):
 def test_each_way_casts_as_it_does_by_hand(policy, problem):
     params, x, _ = problem
     for run in (lambda f: f, jax.jit):
-        assert_equal(
-            run(jmpx.apply_policy(model, policy))(params, x), run(WAYS[policy])(params, x)
-        )
+        assert_equal(run(jmpx.apply_policy(model, policy))(params, x), run(WAYS[policy])(params, x))
 
 
 @pytest.mark.parametrize("policy", WAYS)
@@ -228,7 +226,9 @@ def test_rules_without_effect_are_one_pool(problem):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jmpx.apply_policy(model, "c=bf16; */linear_1: full; */linear_0: full")(params, x)
-    message = message_of(jmpx.apply_policy(model, "c=bf16; */linear_1: full; */hed: full"), params, x)
+    message = message_of(
+        jmpx.apply_policy(model, "c=bf16; */linear_1: full; */hed: full"), params, x
+    )
     assert "'*/hed: compute=float32'" in message
 
 

@@ -211,7 +211,7 @@ def test_of_nested_gradient_functions_the_outermost_that_casts_warns():
 
 
 def test_arguments_in_16_bits_already_are_not_rounded_and_warn_of_nothing():
-    model = jmpx.cast_to_bfloat16(equinox_model())
+    model = jmpx.cast_tree(equinox_model(), jnp.bfloat16)
     jmpx.filter_grad(equinox_inside, SCALE, policy="c=bf16")(model, X.astype(jnp.bfloat16))
 
 
@@ -219,8 +219,8 @@ def test_arguments_in_16_bits_already_are_not_rounded_and_warn_of_nothing():
     "inside",
     [
         jmpx.force_full_precision,
-        lambda f: jmpx.cast_function(f, jnp.float32),
-        lambda f: lambda *args: f(*jmpx.cast_to_float32(args)),
+        lambda f: jmpx.mpx.cast_function(f, jnp.float32),
+        lambda f: lambda *args: f(*jmpx.cast_to_full(args)),
         lambda f: lambda model, x: f(jmpx.equinox.with_policies(model), x),  # no policy at all
     ],
 )

@@ -62,26 +62,28 @@ def step(optimizer, to_stored=lambda params: params):
 
 
 def averaged(params, x, y):
-    averages = jmpx.ema(0.9)
+    averages = jmpx.optim.ema(0.9)
     return averages.update(params, averages.init(params))
 
 
 SGD = optax.sgd(0.1, momentum=0.5)
 TREES = {
     "cast_tree": lambda p, x, y: jmpx.cast_tree(p, "bf16"),
-    "cast_function": lambda p, x, y: jmpx.cast_function(lambda p: jax.tree.map(jnp.sin, p), "bf16")(
-        p
-    ),
+    "cast_function": lambda p, x, y: jmpx.mpx.cast_function(
+        lambda p: jax.tree.map(jnp.sin, p), "bf16"
+    )(p),
     "force_full_precision": lambda p, x, y: jmpx.force_full_precision(lambda x: x + 1)(x),
     "all_finite": lambda p, x, y: jmpx.all_finite((p, x)),
     "select_tree": lambda p, x, y: jmpx.select_tree(
         jmpx.all_finite(p), p, jmpx.cast_tree(p, "f32")
     ),
-    "scale": lambda p, x, y: jmpx.DynamicLossScale(8.0).unscale(jmpx.cast_to_float16(p)),
+    "scale": lambda p, x, y: jmpx.DynamicLossScale(8.0).unscale(jmpx.cast_tree(p, jnp.float16)),
     "ema": averaged,
-    "split_master": lambda p, x, y: jmpx.split_master(p),
-    "merge_master": lambda p, x, y: jmpx.merge_master(*jmpx.split_master(p)),
-    "stochastic_round": lambda p, x, y: jmpx.stochastic_round(p, jnp.bfloat16, jax.random.key(0)),
+    "split_master": lambda p, x, y: jmpx.optim.split_master(p),
+    "merge_master": lambda p, x, y: jmpx.optim.merge_master(*jmpx.optim.split_master(p)),
+    "stochastic_round": lambda p, x, y: jmpx.optim.stochastic_round(
+        p, jnp.bfloat16, jax.random.key(0)
+    ),
     "gradients": gradients(),
     "gradients, 16 bits": gradients("c=bf16"),
     "grad_dtype": gradients(grad_dtype="bf16"),
@@ -92,9 +94,9 @@ TREES = {
     "sharding, microbatches": gradients(batch=jmpx.Batch(microbatches=2, sharding=P("data"))),
     "optimizer_update": step(SGD),
     "skip_nonfinite": step(jmpx.skip_nonfinite(SGD)),
-    "with_state_dtype": step(jmpx.with_state_dtype(SGD, jnp.bfloat16)),
+    "with_state_dtype": step(jmpx.optim.with_state_dtype(SGD, jnp.bfloat16)),
     "low_precision_params": step(
-        jmpx.low_precision_params(SGD, "stochastic"), jmpx.cast_to_bfloat16
+        jmpx.optim.low_precision_params(SGD, "stochastic"), jmpx.mpx.cast_to_bfloat16
     ),
     "autocast": lambda p, x, y: jax.value_and_grad(jmpx.autocast(loss_fn, "f16"))(p, x, y),
     "autocast, save": lambda p, x, y: jax.grad(jmpx.autocast(loss_fn, save="products"))(p, x, y),
@@ -291,10 +293,10 @@ def reports(params, x):
     groups = lambda params, x: run(params, x, batch=over_data).grads  # noqa: E731
     divided = lambda params, x: jnp.mean(x @ params / 0.0)  # noqa: E731
     return [
-        *(str(jmpx.ranges(func)(params, x)) for func in (step, groups)),
-        str(jmpx.first_nonfinite(divided)(params, x)),
-        *(str(jmpx.audit(func)(params, x)).splitlines()[2:4] for func in (step, groups)),
-        str(jmpx.wire(jax.jit(groups).lower(params, x).compile())),
+        *(str(jmpx.inspect.ranges(func)(params, x)) for func in (step, groups)),
+        str(jmpx.inspect.first_nonfinite(divided)(params, x)),
+        *(str(jmpx.inspect.audit(func)(params, x)).splitlines()[2:4] for func in (step, groups)),
+        str(jmpx.inspect.collectives(jax.jit(groups).lower(params, x).compile())),
     ]
 
 

@@ -233,7 +233,7 @@ def test_each_function_warns_for_itself():
 @pytest.mark.thorough
 def test_other_casts_do_not_follow_a_map():
     policy = "c=bf16; Linear: f32"
-    loss = jmpx.cast_function(plain_loss, jnp.bfloat16)
+    loss = jmpx.mpx.cast_function(plain_loss, jnp.bfloat16)
     with warns_once(__file__, NO_CAST):
         jmpx.filter_grad(lambda p, x: loss(p, x).astype(jnp.float32), NOOP, policy=policy)(
             CASES["jmpx.autocast"][1](), X

@@ -103,7 +103,7 @@ CASTS = {
     "by hand in a scan": lambda w, x: jax.lax.scan(lambda c, x: (c, by_hand(w, x)), 0, x[None])[1][
         0
     ],
-    "cast_function": lambda w, x: jmpx.cast_function(loss_fn, jnp.float16, jnp.float32)(w, x),
+    "cast_function": lambda w, x: jmpx.mpx.cast_function(loss_fn, jnp.float16, jnp.float32)(w, x),
     "autocast": lambda w, x: loss_fn(*jmpx.autocast(lambda w, x: (w * 1.0, x), "c=f16")(w, x)),
     "equinox": lambda w, x: jnp.mean(jax.vmap(jmpx.equinox.with_policies(w, "c=f16,o=f32"))(x)),
     "nnx": lambda w, x: jnp.mean(jmpx.flax.with_policies(w, "c=f16,o=f32")(x)),
@@ -128,7 +128,7 @@ def test_whatever_casts_inside_is_seen(name, arguments, standard_promotion):
 
 
 def test_parameters_in_16_bits_are_seen(arguments):
-    w, x = jmpx.cast_to_float16(arguments)
+    w, x = jmpx.cast_tree(arguments, jnp.float16)
     jmpx.filter_grad(lambda w, x: loss_fn(w, x), dynamic(), policy="full")(w, x)
 
 

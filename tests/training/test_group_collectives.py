@@ -70,7 +70,7 @@ def by_autocast(rng):
 
 def by_function_cast(rng):
     params, apply = mlp(rng)
-    cast = jmpx.cast_function(apply, jnp.bfloat16)
+    cast = jmpx.mpx.cast_function(apply, jnp.bfloat16)
     return params, lambda p, x: mean_square(cast(p, x)), "full"
 
 
@@ -154,7 +154,7 @@ def by_hand(loss, policy):
             axis_name="group",
             spmd_axis_name="data",
         )
-        return jmpx.ValueAndGradients(*mapped(params, parts))
+        return jmpx.types.ValueAndGradients(*mapped(params, parts))
 
     return run
 

@@ -87,7 +87,8 @@ def test_an_explicit_mesh_through_auto_axes(how, rng):
         )
         value, grads = jax.jit(run)(params, jax.device_put(x, NamedSharding(mesh, P("data"))))
     assert_near(
-        jmpx.ValueAndGradients(value, jmpx.NoOpLossScale(), value, grads), in_float64(params, x)
+        jmpx.types.ValueAndGradients(value, jmpx.NoOpLossScale(), value, grads),
+        in_float64(params, x),
     )
 
 

@@ -201,7 +201,7 @@ def test_model_state_varies_over_devices_as_the_function_makes_it_vary(vma, kind
 
 GATHERS = {
     "lax": lambda w: jax.lax.all_gather(w, "data", tiled=True),
-    "jmpx": lambda w: jmpx.gather(w, "data", "full"),
+    "jmpx": lambda w: jmpx.distributed.gather(w, "data", "full"),
 }
 
 

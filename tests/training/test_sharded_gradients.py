@@ -50,7 +50,7 @@ def ring(w):
 # Ways to read a whole weight of shape (8, 3) from its shard of shape (2, 3).
 READS = {
     "gather": gather,
-    "jmpx.gather": lambda w: jmpx.gather(w, AXIS, "full"),
+    "jmpx.distributed.gather": lambda w: jmpx.distributed.gather(w, AXIS, "full"),
     "untiled": lambda w: jax.lax.all_gather(w, AXIS).reshape(8, 3),
     "over several axes": lambda w: jax.lax.all_gather(w, (AXIS,), tiled=True),
     "cast": lambda w: gather(w.astype(jnp.bfloat16)).astype(jnp.float32),
@@ -413,7 +413,7 @@ def picked(w):
 
 USES = {
     "gathered": lambda w, x: square(gather(w), x),
-    "jmpx": lambda w, x: square(jmpx.gather(w, AXIS, "full"), x),
+    "jmpx": lambda w, x: square(jmpx.distributed.gather(w, AXIS, "full"), x),
     "in layers": lambda w, x: square(
         jax.lax.scan(lambda c, _: (c, gather(w)), 0, length=2)[1][1], x
     ),
