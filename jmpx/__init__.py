@@ -67,6 +67,8 @@ if TYPE_CHECKING:
 
     __all__: tuple[str, ...]
 else:
+    # These two add parts to the keys of JAX's caches, which have to be there before the first trace.
+    from jmpx import _contexts, _matmul  # noqa: F401
     from jmpx._later import later
 
     __getattr__, __dir__, __all__ = later(

@@ -128,7 +128,7 @@ def calling(change: Callable[[Any], Any], call: _Call[R]) -> _Call[R]:
     """
     fn, args, kwargs = call
     if fn is apply:
-        return _mark_call(mark, (args[0], args[1:], kwargs))
+        return calling(change, (args[0], args[1:], kwargs))
     if isinstance(fn, functools.partial):
         return calling(change, (fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}))
     owner, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")

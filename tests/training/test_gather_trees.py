@@ -1,4 +1,4 @@
-"""`jmpx.distributed.gather`: which trees it takes, what it refuses, how it stands with what casts around it."""
+"""`gather`: which trees it takes, what it refuses, how it stands with what casts around it."""
 
 import dataclasses
 from typing import Any
