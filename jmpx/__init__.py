@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from jmpx._audit.api import audit as audit
     from jmpx._audit.report import Audit as Audit
     from jmpx._autocast import Autocast as Autocast, autocast as autocast
+    from jmpx._batches import Batch as Batch
     from jmpx._contracts import check_restored as check_restored, describe as describe
     from jmpx._ema import Ema as Ema, EmaState as EmaState, ema as ema
     from jmpx._first_nonfinite import (
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     from jmpx._ranges.api import ranges as ranges
     from jmpx._ranges.report import Ranges as Ranges
     from jmpx._rounding import stochastic_round as stochastic_round
+    from jmpx._shards import Over as Over
     from jmpx._split_master import merge_master as merge_master, split_master as split_master
     from jmpx._state_dtype import (
         StateDtypeState as StateDtypeState,
@@ -100,6 +102,7 @@ else:
         "_audit.api": ("audit",),
         "_audit.report": ("Audit",),
         "_autocast": ("Autocast", "autocast"),
+        "_batches": ("Batch",),
         "_contracts": ("check_restored", "describe"),
         "_ema": ("Ema", "EmaState", "ema"),
         "_first_nonfinite": ("FirstNonfinite", "first_nonfinite"),
@@ -121,6 +124,7 @@ else:
         "_ranges.api": ("ranges",),
         "_ranges.report": ("Ranges",),
         "_rounding": ("stochastic_round",),
+        "_shards": ("Over",),
         "_split_master": ("merge_master", "split_master"),
         "_state_dtype": ("StateDtypeState", "with_state_dtype"),
         "_update_report": ("LostUpdates", "UpdateReport", "update_report"),
@@ -147,6 +151,7 @@ __version__ = "0.2.0"
 __all__ = (
     "Audit",
     "Autocast",
+    "Batch",
     "DynamicLossScale",
     "DynamicLossScaling",
     "Ema",
@@ -160,6 +165,7 @@ __all__ = (
     "MixedPrecision",
     "NoOpLossScale",
     "NonfiniteCounts",
+    "Over",
     "Policy",
     "PolicyMap",
     "Ranges",

@@ -9,18 +9,27 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
-from jmpx._batches import GROUPS, MICROBATCHES, BatchArguments
+from jmpx._batches import GROUPS, MICROBATCHES, Batch, BatchArguments, as_batch
 from jmpx._casts import at_least_float32
-from jmpx._gradient_arguments import GradDtype, ModelState, Uncast, partition, paths_of
+from jmpx._dtypes import DTypeLike
+from jmpx._gradient_arguments import (
+    GradDtype,
+    ModelState,
+    check_arguments,
+    partition,
+    paths_of,
+    refuse_unknown,
+)
 from jmpx._gradient_policy import (
     Precision,
     casts_checked,
+    precision_finder,
     scale_needed,
     warn_of_no_scale,
     warning_of_convolutions,
 )
 from jmpx._gradient_results import ValueAndGradients
-from jmpx._groups import AXIS, BatchSharding, Groups, as_placed, check_variables
+from jmpx._groups import AXIS, Groups, as_placed, check_variables
 from jmpx._leaves import (
     PyTree,
     can_replace,
@@ -34,11 +43,13 @@ from jmpx._leaves import (
 from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._microbatches import Backward, accumulate
 from jmpx._nnx_objects import sparing
+from jmpx._policy_map import PolicyMapLike
 from jmpx._reduction import unscaled_mean
 from jmpx._sharding import find_exchanges
-from jmpx._shards import Parameters, read_mask
+from jmpx._shards import Over, Parameters, check_over, read_mask
 from jmpx._stateful import Pure
-from jmpx._tree import AxisName, all_finite, holds_on_all, select_tree
+from jmpx._tree import all_finite, holds_on_all, select_tree
+from jmpx._uncast import Uncast, UncastLike
 
 Axes = frozenset[Hashable]
 
@@ -55,12 +66,9 @@ class Options:
         find_precision: looks up what the policy says.
         grad_dtype: the dtype of the gradients.
         uncast: the arguments that are not cast.
-        axis_name: the name (or names) of the mapped axis.
-        sharded: the mask of shards, or None.
-        batch_sharding: the sharding of the batch under `jax.jit`, or None.
-        microbatches: how many micro-batches a batch is split into.
-        batch: the arguments that are split.
         model_state: the argument that holds model state.
+        batch: how a batch is split.
+        over: the mapped axis, and which parameters are its shards; None if there is none.
     """
 
     func: Callable[..., Any]
@@ -70,12 +78,56 @@ class Options:
     find_precision: Callable[[], Precision]
     grad_dtype: GradDtype
     uncast: Uncast
-    axis_name: AxisName | None
-    sharded: PyTree
-    batch_sharding: BatchSharding | None
-    microbatches: int
-    batch: BatchArguments
     model_state: ModelState
+    batch: Batch
+    over: Over | None
+
+    @classmethod
+    def of(
+        cls,
+        func: Callable[..., Any],
+        scaling: LossScale,
+        has_aux: bool = False,
+        use_mixed_precision: bool = True,
+        *,
+        policy: PolicyMapLike | None = None,
+        grad_dtype: DTypeLike | None = None,
+        uncast: UncastLike = (),
+        state_argnum: int | None = None,
+        batch: Batch | None = None,
+        over: Over | None = None,
+        **unknown: Any,
+    ) -> "Options":
+        """Checks what the user gave.
+
+        Raises:
+            TypeError: if an argument is of another type, or an option unknown.
+            ValueError: if an argument has no such value, or two contradict each other.
+        """
+        refuse_unknown(unknown)
+        check_arguments(func, scaling)
+        check_over(over)
+        batch = as_batch(batch)
+        _check_one_mean(batch, over)
+        averages = over is not None or batch.sharding is not None
+        BatchArguments.of(batch.argnums, state_argnum)
+        return cls(
+            func=func,
+            scaling=scaling,
+            has_aux=has_aux,
+            use_mixed_precision=use_mixed_precision,
+            find_precision=precision_finder(policy, use_mixed_precision, averages),
+            grad_dtype=GradDtype.of(grad_dtype),
+            uncast=Uncast.of(func, uncast).including(state_argnum),
+            model_state=ModelState.of(state_argnum, has_aux),
+            batch=batch,
+            over=over,
+        )
+
+    @property
+    def batch_arguments(self) -> BatchArguments:
+        """The arguments that are split."""
+        return BatchArguments.of(self.batch.argnums, self.model_state.argnum)
 
     @property
     def scale(self) -> LossScale:
@@ -84,6 +136,16 @@ class Options:
 
     def to_float32(self, array: jax.Array) -> jax.Array:
         return at_least_float32(array) if self.use_mixed_precision else array
+
+
+def _check_one_mean(batch: Batch, over: Over | None) -> None:
+    """Refuses a batch that `jax.jit` splits over devices beside a mapped axis."""
+    if batch.sharding is not None and over is not None:
+        raise ValueError(
+            f"Cannot average over both batch=jmpx.Batch(sharding={batch.sharding}) and "
+            f"over=jmpx.Over({over.axis_name!r}): a sharding is for jax.jit alone, and over for "
+            "the mapped axis of jax.shard_map, jax.pmap or jax.vmap, so leave one of them out."
+        )
 
 
 def differentiate(
@@ -106,10 +168,10 @@ def differentiate(
     call = _Call(options, precision, pure, merge, kwargs)
     old_state = options.model_state.get(args)
     checked, axes = None, ()
-    if options.batch_sharding is None:
-        result, checked, axes = call.mean(params, state, args, options.axis_name)
+    if options.batch.sharding is None:
+        result, checked, axes = call.mean(params, state, args, options.over)
     else:
-        groups = Groups(options.batch_sharding)
+        groups = Groups(options.batch.sharding)
         run = functools.partial(_mean_of_groups, groups, options, call.precision, pure)
         result = groups.in_auto_axes(run, (params, options.scaling, state, args, kwargs))
         if groups.explicit_axes:
@@ -168,10 +230,10 @@ def _mean_of_groups(
     """Returns the mean value and gradients over the groups of a batch."""
     options = dataclasses.replace(options, scaling=scaling)
     call = _Call(options, precision, pure, partition(args)[1], kwargs)
-    parts = options.batch.split(args, groups.count, GROUPS, kwargs)
+    parts = options.batch_arguments.split(args, groups.count, GROUPS, kwargs)
 
     def run(arrays: Sequence[jax.Array]) -> Backward:
-        one, *_ = call.mean(params, state, parts.merge(arrays), AXIS)
+        one, *_ = call.mean(params, state, parts.merge(arrays), Over(AXIS))
         check_variables(one.state[0], pure.stored())
         return one
 
@@ -200,7 +262,7 @@ class _Call(NamedTuple):
         params: list[jax.Array],
         state: list[Any],
         args: tuple[PyTree, ...],
-        axis_name: AxisName | None,
+        over: Over | None,
     ) -> tuple[Backward, list[jax.Array] | None, tuple[Hashable, ...]]:
         """Returns the mean value and gradients over micro-batches and over an axis.
 
@@ -209,10 +271,10 @@ class _Call(NamedTuple):
             and the axes along which devices still have to agree on that.
         """
         options, precision = self.options, self.precision
-        shards = _Shards(self.merge(params), options.sharded, axis_name)
+        shards = _Shards(self.merge(params), over)
         params = vary(params, shards.axes)
         with precision.products():  # around all: a custom_vjp is traced backward, too
-            if options.microbatches == 1:
+            if options.batch.microbatches == 1:
                 backward = self.run(params, state, args, shards)
             else:
                 backward = self.accumulate(params, state, args, shards)
@@ -220,12 +282,12 @@ class _Call(NamedTuple):
             backward.value,
             backward.grads,
             options.scale,
-            axis_name,
+            None if over is None else over.axis_name,
             precision.reduce_dtype,
             shards.found,
         )
         mean = backward._replace(value=value, grads=grads)
-        if axis_name is not None:
+        if over is not None:
             return mean, None, shards.disagreeing(grads, value)
         # Unscaling by 1 or more keeps finite gradients finite, and scaled ones are there already.
         return mean, backward.grads if is_at_least_1(options.scaling) else None, ()
@@ -236,8 +298,9 @@ class _Call(NamedTuple):
         """Runs all micro-batches of a batch, each from the state that the one before it left."""
         options, model_state = self.options, self.options.model_state
         before = (state, model_state.get(args))
-        keywords = self.kwargs if options.batch_sharding is None else None  # checked already
-        parts = options.batch.split(args, options.microbatches, MICROBATCHES, keywords)
+        keywords = self.kwargs if options.batch.sharding is None else None  # checked already
+        count = options.batch.microbatches
+        parts = options.batch_arguments.split(args, count, MICROBATCHES, keywords)
 
         def run(states: tuple[list[Any], PyTree], arrays: Sequence[jax.Array]) -> Backward:
             inputs = model_state.put(parts.merge(arrays), states[1])
@@ -262,7 +325,7 @@ class _Call(NamedTuple):
                 result, updates = self.pure(state, *inputs, **keywords)
             value, aux = _loss_and_aux(result, options.has_aux)
             new, aux = options.model_state.split(aux, old)
-            if options.microbatches > 1:
+            if options.batch.microbatches > 1:
                 options.model_state.check(new, old)
             value = shards.of_each_device(options.to_float32(value))
             return options.scale.scale(value), (value, aux, (updates, new))
@@ -279,20 +342,19 @@ class _Shards:
 
     Args:
         model: the first argument.
-        mask: what the user says.
-        axis_name: the name (or names) of the mapped axis, or None.
+        over: the mapped axis, or None.
     """
 
-    def __init__(self, model: PyTree, mask: PyTree, axis_name: AxisName | None) -> None:
+    def __init__(self, model: PyTree, over: Over | None) -> None:
         self.axes: tuple[Hashable, ...] = ()
         self.found: list[Axes] = []
-        if axis_name is None:
+        if over is None:
             return
-        check_axis(axis_name)
-        self.axes = axis_names(axis_name)
+        check_axis(over.axis_name)
+        self.axes = axis_names(over.axis_name)
         self.shared_over: Axes = frozenset()
         varying = [varying_axes(leaf) for leaf in jax.tree.leaves(model) if is_inexact_array(leaf)]
-        self.parameters = Parameters(paths_of(model), varying, read_mask(mask, model))
+        self.parameters = Parameters(paths_of(model), varying, read_mask(over.sharded, model))
 
     def of_each_device(self, value: jax.Array) -> jax.Array:
         """Returns a loss as one of each device, also where it is the same on all.

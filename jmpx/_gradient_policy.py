@@ -128,9 +128,9 @@ def _warn_of_reduce(policy: Policy | PolicyMap) -> None:
     if default.reduce_dtype is not None:
         _warn(
             f"reduce={dtype_name(default.reduce_dtype)} of the gradient function's policy reduces "
-            "nothing without axis_name or batch_sharding: give the name of the axis of "
-            "jax.shard_map or jax.pmap as axis_name, under jax.jit alone the sharding of the batch "
-            "as batch_sharding, or leave reduce out."
+            "nothing without a mean over devices: give over=jmpx.Over(...) with the axis of "
+            "jax.shard_map or jax.pmap, under jax.jit alone batch=jmpx.Batch(sharding=...) with "
+            "that of the batch, or leave reduce out."
         )
 
 
@@ -270,7 +270,7 @@ def _warn_of_casts(names: str) -> None:
             f"The gradient function has cast its arguments to 16 bits before {names} inside of it "
             "casts them again, so that parts which are to run in float32 get rounded parameters: "
             'pass policy="full" or the policy map itself to the gradient function, or leave its '
-            "first argument uncast by uncast_argnums=0."
+            "first argument uncast by uncast=0."
         )
 
 
