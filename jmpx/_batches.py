@@ -94,9 +94,7 @@ def as_batch(batch: object) -> Batch:
     if is_int(batch):
         example = f"microbatches={batch}"
     elif isinstance(batch, BatchSharding):
-        example = (
-            "sharding=...) with this sharding, as in jmpx.Batch(sharding=PartitionSpec('data')"
-        )
+        example = "sharding=..."
     raise TypeError(
         f"Expected batch to be a jmpx.Batch, got {describe(batch)}: write "
         f"batch=jmpx.Batch({example})."

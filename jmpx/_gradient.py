@@ -37,9 +37,10 @@ class GradientOptions(TypedDict, total=False):
 
 def _with_options_spelled(function: FunctionT) -> FunctionT:
     """Gives a function with `**options` the signature in which `help` shows them one by one."""
-    given = inspect.signature(Options.of).parameters.values()
-    hidden = {"use_mixed_precision", "unknown"}
-    vars(function)["__signature__"] = inspect.Signature([p for p in given if p.name not in hidden])
+    own, made = (inspect.signature(each).parameters.values() for each in (function, Options.of))
+    parameters = [p for p in own if p.kind is not p.VAR_KEYWORD]
+    parameters += [p for p in made if p.kind is p.KEYWORD_ONLY]
+    vars(function)["__signature__"] = inspect.Signature(parameters)
     return function
 
 
@@ -115,7 +116,7 @@ def filter_value_and_grad(  # noqa: D417, because the options are documented one
         >>> value, grads_finite, grads["w"]
         (Array(9., dtype=float32), Array(True, dtype=bool), Array([6., 6., 6.], dtype=float32))
     """
-    return value_and_gradients_of(Options.of(func, scaling, has_aux, **options))
+    return value_and_gradients_of(Options.of(func, scaling, has_aux, True, **options))
 
 
 @overload
@@ -177,7 +178,7 @@ def filter_grad(  # noqa: D417, because the options are documented one by one
         False
         True
     """
-    return gradients_of(Options.of(func, scaling, has_aux, **options))
+    return gradients_of(Options.of(func, scaling, has_aux, True, **options))
 
 
 def value_and_gradients_of(options: Options) -> Callable[..., ValueAndGradients[Any, Any]]:

@@ -183,8 +183,8 @@ def make_step_of_device(
             loss_fn,
             state.loss_scale,
             policy=policy_map,
-            axis_name=axis_name,
-            microbatches=microbatches,
+            over=None if axis_name is None else jmpx.Over(axis_name),
+            batch=jmpx.Batch(microbatches=microbatches),
         )(state.model, batch)
         model, opt_state = jmpx.optimizer_update(
             state.model, optimizer, state.opt_state, grads, grads_finite | (not skip_nonfinite)

@@ -98,7 +98,7 @@ def make_step(
             has_aux=True,
             policy=train.MP.policy_map,
             grad_dtype=train.grad_dtype(),
-            axis_name="data",
+            over=jmpx.Over("data"),
         )(state.params, state.model_state, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)

@@ -255,8 +255,8 @@ def test_the_place_of_a_gather_of_jmpx_is_the_users(mesh):
 
     def step(params, x):
         grad_fn = jmpx.filter_grad(
-            loss_fn, jmpx.NoOpLossScale(), policy="c=bf16,r=f32", axis_name="data",
-            sharded={"w": True}, uncast_argnums=0,
+            loss_fn, jmpx.NoOpLossScale(), policy="c=bf16,r=f32",
+            over=jmpx.Over("data", sharded={"w": True}), uncast=0,
         )  # fmt: skip
         return grad_fn(params, x).grads
 

@@ -23,13 +23,14 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
+from jmpx import _mpx as mpx
 
 NARROW = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 
 
 def gradients(*args: Any, loss: Any = loss_fn, scaling: Any = None, **options: Any) -> Any:
     scaling = jmpx.StaticLossScale(2.0**10) if scaling is None else scaling
-    return jmpx.filter_grad(loss, scaling, **{"policy": "c=bf16,o=f32", **options})(*args)
+    return mpx.filter_grad(loss, scaling, **{"policy": "c=bf16,o=f32", **options})(*args)
 
 
 def stored(params, dtype):
@@ -54,7 +55,8 @@ def is_rounded(grads, dtype):
 def test_they_are_those_of_float32_parameters(dtype, policy, microbatches, rng):
     params, wide = stored(make_params(rng), dtype)
     scaling = jmpx.DynamicLossScale(2.0**10)
-    options = {"policy": policy, "microbatches": microbatches, "scaling": scaling}
+    batch = jmpx.Batch(microbatches=microbatches)
+    options = {"policy": policy, "batch": batch, "scaling": scaling}
     x = normal(rng, 6, 6)
     scaling, finite, grads = gradients(params, x, grad_dtype="float32", **options)
     expected = gradients(wide, x, **options)
@@ -73,7 +75,7 @@ def test_means_over_devices_are_not_rounded(how, policy, rng):
     x = normal(rng, 2 * DEVICES, 6)
 
     def mean(params, grad_dtype=None):
-        options = {"policy": policy, "axis_name": AXIS, "grad_dtype": grad_dtype}
+        options = {"policy": policy, "over": jmpx.Over(AXIS), "grad_dtype": grad_dtype}
         run = lambda params, x: gradients(params, x, **options).grads  # noqa: E731
         return over_devices(run, how, params, x, specs=(P(), P(AXIS)))
 
@@ -91,7 +93,7 @@ def test_sums_of_shards_are_not_rounded(how, rng):
         return jnp.mean(jnp.tanh(x @ jmpx.gather(w, AXIS, "c=bf16")).astype(jnp.float32) ** 2)
 
     def mean(w, grad_dtype=None):
-        options = {"axis_name": AXIS, "sharded": True, "uncast_argnums": 0}
+        options = {"over": jmpx.Over(AXIS, sharded=True), "uncast": 0}
         options = {"loss": loss, "grad_dtype": grad_dtype, **options}
         return over_devices(lambda w, x: gradients(w, x, **options).grads, how, w, x)
 
@@ -104,7 +106,7 @@ def test_sums_of_shards_are_not_rounded(how, rng):
 def test_means_over_groups_are_not_rounded(microbatches, rng):
     params, wide = stored(make_params(rng), jnp.float16)
     x = normal(rng, 8, 6)
-    options = {"batch_sharding": over(4), "microbatches": microbatches}
+    options = {"batch": jmpx.Batch(microbatches=microbatches, sharding=over(4))}
     run = lambda params, dtype: gradients(params, x, grad_dtype=dtype, **options).grads  # noqa: E731
     grads = jax.jit(run, static_argnums=1)(params, "float32")
     assert_same_bits(grads, jax.jit(run, static_argnums=1)(wide, None))
@@ -160,7 +162,7 @@ def seen_by(w, **options):
     [
         ({"policy": "c=bf16"}, "bfloat16"),
         ({"policy": "c=f16"}, "float16"),
-        ({"uncast_argnums": 0}, "float32"),
+        ({"uncast": 0}, "float32"),
         ({"use_mixed_precision": False}, "bfloat16"),
     ],
 )
@@ -320,7 +322,7 @@ def test_a_step_of_split_masters_is_that_of_float32_masters(rng):
     masters = make_params(rng)
     batches = [normal(rng, 6, 6) for _ in range(4)]
     batches[1] = batches[1].at[0, 0].set(jnp.nan)
-    options = {"policy": "bf16", "microbatches": 2}
+    options = {"policy": "bf16", "batch": jmpx.Batch(microbatches=2)}
 
     @jax.jit
     def split_step(params, state, x):

@@ -85,11 +85,11 @@ TREES = {
     "gradients": gradients(),
     "gradients, 16 bits": gradients("c=bf16"),
     "grad_dtype": gradients(grad_dtype="bf16"),
-    "microbatches": gradients(microbatches=2),
-    "microbatches that cannot be split": gradients(microbatches=12),
-    "batch_sharding": gradients(batch_sharding=P("data")),
-    "batch_sharding, two axes": gradients(batch_sharding=P(("data", "model"))),
-    "batch_sharding, microbatches": gradients(batch_sharding=P("data"), microbatches=2),
+    "microbatches": gradients(batch=jmpx.Batch(microbatches=2)),
+    "microbatches that cannot be split": gradients(batch=jmpx.Batch(microbatches=12)),
+    "sharding": gradients(batch=jmpx.Batch(sharding=P("data"))),
+    "sharding, two axes": gradients(batch=jmpx.Batch(sharding=P(("data", "model")))),
+    "sharding, microbatches": gradients(batch=jmpx.Batch(microbatches=2, sharding=P("data"))),
     "optimizer_update": step(SGD),
     "skip_nonfinite": step(jmpx.skip_nonfinite(SGD)),
     "with_state_dtype": step(jmpx.with_state_dtype(SGD, jnp.bfloat16)),
@@ -179,8 +179,8 @@ def nnx_loss(key):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", [haiku_loss, linen_loss, equinox_loss, nnx_loss])
-@pytest.mark.parametrize("batch_sharding", [None, P("data")])
-def test_policies_of_frameworks(make, batch_sharding, rng, key):
+@pytest.mark.parametrize("sharding", [None, P("data")])
+def test_policies_of_frameworks(make, sharding, rng, key):
     params, loss = make(key)
     batch, results = (normal(rng, 24, 16), normal(rng, 24, 8)), []
     for kind in KINDS:
@@ -194,7 +194,7 @@ def test_policies_of_frameworks(make, batch_sharding, rng, key):
                 loss,
                 jmpx.NoOpLossScale(),
                 policy="full",
-                batch_sharding=batch_sharding,
+                batch=jmpx.Batch(sharding=sharding),
             )
             results.append(jax.tree.leaves(jax.jit(lambda *a, f=grad_fn: f(*a).grads)(*args)))
     for a, b in zip(*results, strict=True):
@@ -215,10 +215,12 @@ def test_groups_of_an_explicit_mesh_against_float64(how, rng):
         h = x @ params["w"] + params["b"] + offset
         return jnp.mean(h**2), (state * 2 + h.mean(0).astype(jnp.float32), {"h": h, "text": "aux"})
 
+    sharding = P("data") if how == "set_mesh" else NamedSharding(mesh, P("data"))
+
     def run(params, x, state, offset, scaling):
         found = jmpx.filter_value_and_grad(
-            loss, scaling, has_aux=True, policy="c=f32", state_argnum=2, batch_argnums=1,
-            batch_sharding=P("data") if how == "set_mesh" else NamedSharding(mesh, P("data")),
+            loss, scaling, has_aux=True, policy="c=f32", state_argnum=2,
+            batch=jmpx.Batch(argnums=1, sharding=sharding),
         )(params, x, state, offset=offset, name="text")  # fmt: skip
         (value, (state, aux)), scaling, finite, grads = found
         assert aux["text"] == "aux" and aux["h"].shape == (4, 6, 3)
@@ -259,7 +261,11 @@ def test_micro_batches_keep_their_examples_split(rng):
 
     def run(w, x):
         found = jmpx.filter_value_and_grad(
-            loss, jmpx.NoOpLossScale(), has_aux=True, policy="c=f32", microbatches=3
+            loss,
+            jmpx.NoOpLossScale(),
+            has_aux=True,
+            policy="c=f32",
+            batch=jmpx.Batch(microbatches=3),
         )(w, x)
         return found.value[1], found.grads
 
@@ -281,7 +287,8 @@ def reports(params, x):
         return jmpx.filter_grad(loss, jmpx.NoOpLossScale(), policy="c=bf16", **options)(params, x)
 
     step = lambda params, x: run(params, x).grads  # noqa: E731
-    groups = lambda params, x: run(params, x, batch_sharding=P("data")).grads  # noqa: E731
+    over_data = jmpx.Batch(sharding=P("data"))
+    groups = lambda params, x: run(params, x, batch=over_data).grads  # noqa: E731
     divided = lambda params, x: jnp.mean(x @ params / 0.0)  # noqa: E731
     return [
         *(str(jmpx.ranges(func)(params, x)) for func in (step, groups)),

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jmpx
 import jmpx.equinox
+from jmpx import _mpx as mpx
 
 AXIS, DEVICES = "data", 8
 SPLIT = P(AXIS)
@@ -139,7 +140,7 @@ def test_statistics_of_an_nnx_module_are_updated(rng):
     def run(parts):
         model = nnx.merge(graph, parts, jax.tree.map(jnp.copy, others))  # of this trace
         loss = lambda model, x: jnp.mean(jmpx.gather(model, AXIS, "full")(x) ** 2)  # noqa: E731
-        options = {"policy": "full", "axis_name": AXIS, "sharded": True}
+        options = {"policy": "full", "over": jmpx.Over(AXIS, sharded=True)}
         grads = jmpx.filter_grad(loss, jmpx.NoOpLossScale(), **options)(model, x).grads
         return model.mean[...], grads["linear"]["kernel"][...]
 
@@ -284,7 +285,7 @@ def loss_fn(w, x):
 
 def gradient(w, x, **options):
     # Float16 without a loss scale would be another warning.
-    return jmpx.filter_grad(loss_fn, jmpx.StaticLossScale(1), **options)(w, x).grads
+    return mpx.filter_grad(loss_fn, jmpx.StaticLossScale(1), **options)(w, x).grads
 
 
 W, X = jnp.full((DEVICES, 1), ROUNDED, jnp.float32), jnp.full((DEVICES, 1), ROUNDED, jnp.float32)
@@ -300,7 +301,7 @@ def test_parameters_that_are_rounded_before_warn_once(policy):
     "options",
     [
         {"policy": "full"},
-        {"policy": "c=bf16", "uncast_argnums": 0},
+        {"policy": "c=bf16", "uncast": 0},
         {"policy": "c=bf16; Head: full"},  # a policy map: the gather counts as what casts
         {"policy": "c=bf16", "use_mixed_precision": False},
     ],
@@ -308,7 +309,7 @@ def test_parameters_that_are_rounded_before_warn_once(policy):
 )
 def test_the_remedies_are_silent_and_right(options):
     grads = over_vmap(lambda w, x: gradient(w, x, **options), W, X)
-    x = X.astype(jnp.bfloat16) if "uncast_argnums" in options else X
+    x = X.astype(jnp.bfloat16) if "uncast" in options else X
     np.testing.assert_array_equal(grads, np.full((DEVICES, 1), x.astype(np.float32).sum()))
 
 

@@ -341,7 +341,7 @@ def test_an_error_inside_leaves_no_mark():
 def test_the_reduce_of_the_default_counts(name, reduce):
     loss, make = CASES[name]
     text = RULES if reduce is None else RULES.replace("o=f32", f"o=f32,reduce={reduce}")
-    grad_fn = jmpx.filter_value_and_grad(loss, NOOP, policy=text, axis_name="data")
+    grad_fn = jmpx.filter_value_and_grad(loss, NOOP, policy=text, over=jmpx.Over("data"))
     arrays, static = eqx.partition(make(), eqx.is_array)
 
     def run(arrays, x):
@@ -404,7 +404,7 @@ def test_a_mapping_is_what_its_string_is(name):
             return jax.vmap(model)(x).sum().astype(jnp.float32)
 
         def run(x):
-            grad_fn = jmpx.filter_value_and_grad(loss, NOOP, policy=policy, axis_name="data")
+            grad_fn = jmpx.filter_value_and_grad(loss, NOOP, policy=policy, over=jmpx.Over("data"))
             return tuple(grad_fn(model, x))[1:]
 
         mapped = jax.vmap(run, axis_name="data")
@@ -425,7 +425,8 @@ def test_half_in_a_mapping_starts_no_backend():
         jax.local_devices = lambda *a, **k: started.append(1) or devices(*a, **k)
         import jmpx
         for policy, _ in {MAPPINGS}.values():
-            jmpx.filter_grad(lambda w: w.sum(), jmpx.NoOpLossScale(), policy=policy, axis_name="a")
+            noop, over = jmpx.NoOpLossScale(), jmpx.Over("a")
+            jmpx.filter_grad(lambda w: w.sum(), noop, policy=policy, over=over)
         print(len(started))
         jmpx.get_policy(policy["policy"])
         print(len(started))

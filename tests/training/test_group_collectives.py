@@ -1,4 +1,4 @@
-"""Which collectives XLA's partitioner makes of `batch_sharding`, and in which dtypes."""
+"""Which collectives XLA's partitioner makes of groups, and in which dtypes."""
 
 import collections
 import functools
@@ -131,13 +131,15 @@ def plain(loss, policy):
 
 def groups(loss, policy):
     scaling, sharding = jmpx.DynamicLossScale(2.0**8), NamedSharding(make_mesh(8), P("data"))
-    return jmpx.filter_value_and_grad(loss, scaling, policy=policy, batch_sharding=sharding)
+    return jmpx.filter_value_and_grad(
+        loss, scaling, policy=policy, batch=jmpx.Batch(sharding=sharding)
+    )
 
 
 def by_hand(loss, policy):
     """Groups that the user makes, of a gradient function with a mapped axis."""
     scaling = jmpx.DynamicLossScale(2.0**8)
-    grad_fn = jmpx.filter_value_and_grad(loss, scaling, policy=policy, axis_name="group")
+    grad_fn = jmpx.filter_value_and_grad(loss, scaling, policy=policy, over=jmpx.Over("group"))
 
     def run(params, x):
         parts = x.reshape(8, -1, SIZE)

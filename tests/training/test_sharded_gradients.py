@@ -159,7 +159,9 @@ def test_where_nothing_is_tracked_a_gathered_parameter_has_to_be_told(how, optio
     message = r"whether the first argument's \['full'\]\['w'\] is a shard, .* over the axis 'data'"
     with pytest.raises(TypeError, match=message) as error:
         over_devices(gradients(loss_fn, **options), how, params, batch)
-    assert "say which parameters are shards by sharded=, or use" in str(error.value).split("\n")[0]
+    assert (
+        "parameters are shards by sharded= of jmpx.Over, or use" in str(error.value).split("\n")[0]
+    )
 
 
 @pytest.mark.parametrize("read", [read for read in READS if read not in ("invariant", "joined")])
@@ -239,7 +241,7 @@ def test_what_may_be_both_is_refused_without_a_mask(name, rng):
     message = r"Cannot tell whether the first argument's \['full'\]\['w'\] is a shard or a replica"
     with pytest.raises(TypeError, match=message) as error:
         over_devices(gradients(loss_fn), "shard_map", params, batch)
-    remedy = 'by sharded= which parameters are shards, and "own" for a part that nobody gathers.'
+    remedy = 'of jmpx.Over which parameters are shards, and "own" for a part that nobody gathers.'
     assert remedy in str(error.value).split("\n")[0]
 
 

@@ -66,8 +66,8 @@ def sharded_gradients(policy, scaling, how="shard_map", **options):
             sharded_loss(policy),
             scaling,
             policy=policy,
-            axis_name=AXIS,
-            uncast_argnums=0,
+            over=jmpx.Over(AXIS),
+            uncast=0,
             **options,
         )
         return grad_fn(params, tokens)
@@ -136,7 +136,7 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(rng):
 
     def run(params, state, x):
         _, scale, finite, grads = jmpx.filter_value_and_grad(
-            loss, scaling, policy="c=f16,o=f32", axis_name=AXIS, uncast_argnums=0
+            loss, scaling, policy="c=f16,o=f32", over=jmpx.Over(AXIS), uncast=0
         )(params, x)
         params, state = jmpx.optimizer_update(params, optimizer, state, grads, finite)
         return params, state, scale.loss_scale, finite[None]
@@ -166,7 +166,7 @@ def test_a_mask_says_what_is_sharded_in_older_maps(how, rng):
         return jnp.mean((x @ jmpx.gather(w, AXIS, "c=f32,r=f16")) ** 2)
 
     def run(w, x):
-        options = {"policy": "full", "axis_name": AXIS, "sharded": True}
+        options = {"policy": "full", "over": jmpx.Over(AXIS, sharded=True)}
         return jmpx.filter_grad(loss, jmpx.NoOpLossScale(), **options)(w, x).grads
 
     grads = (jax.vmap if how == "vmap" else jax.pmap)(run, axis_name=AXIS)(w, x)

@@ -219,3 +219,25 @@ def test_an_update_keeps_the_types_of_model_and_state() -> None:
     model, new_state = jmpx.optimizer_update(params, optimizer, state, params, True)
     assert_type(model, dict[str, jax.Array])
     assert_type(new_state, tuple[optax.EmptyState, optax.EmptyState])
+
+
+def test_options_of_a_gradient_function(x: jax.Array) -> None:
+    batch = jmpx.Batch(argnums=(1,), microbatches=2)
+    assert_type(batch, jmpx.Batch)
+    assert_type(batch.microbatches, int)
+    noop, params = jmpx.NoOpLossScale(), make_params()
+    grad = jmpx.filter_grad(loss_fn, noop, policy="f32", batch=batch, uncast=(1, "scale"))
+    assert_type(grad(params, x), jmpx.Gradients[jmpx.NoOpLossScale])
+    over = jmpx.Over("data", sharded=False)
+    assert_type(over, jmpx.Over)
+    grad = jmpx.filter_grad(loss_fn, noop, policy="bf16", over=over, batch=None)
+    mapped = jax.vmap(grad, in_axes=(None, 0), axis_name="data")(params, ones(2, 4, 2))
+    assert isinstance(mapped, jmpx.Gradients)
+    with pytest.raises(TypeError):
+        jmpx.filter_grad(loss_fn, noop, batch=8)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError):
+        jmpx.filter_grad(loss_fn, noop, over="data")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError):
+        jmpx.filter_grad(loss_fn, noop, axis_name="data")  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError):
+        jmpx.Batch(microbatches="2")  # pyright: ignore[reportArgumentType]
