@@ -9,6 +9,7 @@ import pytest
 from helpers import leniently
 
 import jmpx as mpx
+from jmpx import _mpx
 
 HALF = mpx.half_dtype()
 HALF_NAME = np.dtype(HALF).name
@@ -119,7 +120,7 @@ def test_filter_grad_returns_in_the_papers_order(rng):
     def with_aux(model, batch):
         return loss_fn(model, batch), {"n": 3}
 
-    gradient = eqx.filter_jit(mpx.filter_grad(with_aux, scaling, True, True))
+    gradient = eqx.filter_jit(_mpx.filter_grad(with_aux, scaling, True, True))
     new, finite, grads, aux = gradient(model, batch)
     assert isinstance(new, mpx.DynamicLossScale) and finite.dtype == jnp.bool_
     assert isinstance(grads, Attention) and aux == {"n": 3}

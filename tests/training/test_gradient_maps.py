@@ -19,6 +19,7 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
+from jmpx import _mpx as mpx
 
 NOOP = jmpx.NoOpLossScale()
 RULES = "c=bf16,o=f32; Second: f32"
@@ -258,7 +259,7 @@ def test_a_policy_casts_as_ever_and_asks_for_nothing_inside(policy):
 
 
 def test_without_mixed_precision_nothing_is_asked():
-    grad_fn = jmpx.filter_grad(plain_loss, NOOP, False, False, policy="c=bf16; Linear: full")
+    grad_fn = mpx.filter_grad(plain_loss, NOOP, False, False, policy="c=bf16; Linear: full")
     grad_fn(CASES["jmpx.autocast"][1](), X)
 
 
