@@ -5,7 +5,7 @@ from typing import Any, Unpack
 
 from jmpx._differentiation import Options
 from jmpx._gradient import GradientOptions, gradients_of, value_and_gradients_of
-from jmpx._gradient_results import Gradients, GradientsAndAux, ValueAndGradients
+from jmpx._gradient_results import ValueAndGradients
 from jmpx._loss_scale import LossScale
 
 
@@ -56,7 +56,7 @@ def filter_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[GradientOptions],
-) -> Callable[..., Gradients[Any] | GradientsAndAux[Any, Any]]:
+) -> Callable[..., Any]:
     """Makes a function that computes gradients, as MPX's of this name.
 
     It is `jmpx.filter_grad` with MPX's fourth argument.

@@ -14,7 +14,9 @@ from helpers.maps import AXIS
 from jmpx import _mpx as mpx
 
 
-def gradients(loss_fn, scaling=None, *, axis_name: Any = AXIS, sharded: Any = None, **options: Any):
+def gradients(
+    loss_fn, scaling=None, *, axis_name: Any = AXIS, sharded: Any = None, **options: Any
+) -> Any:
     scaling = jmpx.StaticLossScale(8) if scaling is None else scaling
     over = None if axis_name is None else jmpx.Over(axis_name, sharded)
     options = {"policy": "full", "over": over, **options}
