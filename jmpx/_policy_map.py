@@ -57,6 +57,8 @@ class PolicyMap:
         'params=float32,compute=bfloat16,output=float32; BatchNorm: compute=float32'
     """
 
+    __module__ = "jmpx"
+
     default: Policy
     rules: tuple[Rule, ...] = ()
 
