@@ -19,7 +19,7 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
-from jmpx import _mpx as mpx
+import jmpx.mpx as mpx
 
 NOOP = jmpx.NoOpLossScale()
 RULES = "c=bf16,o=f32; Second: f32"
