@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 from jmpx._policy import Policy
+from jmpx._policy_map import PolicyMap
 
 T = TypeVar("T")
 
@@ -68,6 +69,32 @@ class Marker(Protocol):
         ...
 
 
+class Views(Protocol):
+    """Replaces the modules in pytrees by views under one policy map, for `jmpx.apply_policy`.
+
+    Attributes:
+        made: the classes of modules in views, and the classes in whose place they are.
+    """
+
+    made: dict[type, type]
+
+    def view(self, tree: T) -> T:
+        """Returns a pytree with a view in place of each outermost module in it.
+
+        A view of this policy map stays as it is, and so do optimizer states. A train state is
+        walked into, so that the paths of rules begin at each model.
+        """
+        ...
+
+    def stored(self, tree: T) -> T:
+        """Returns a result of the function with models in place of their views.
+
+        Leaves have the values of the model where the function left them alone, and the dtypes in
+        which the model stores them where it has changed them.
+        """
+        ...
+
+
 class Adapter:
     """What an adapter offers: by default nothing, so that a subclass overrides what it needs.
 
@@ -96,6 +123,14 @@ class Adapter:
         Args:
             matches: whether the calls of a module of this class and path are to be marked.
         """
+        return None
+
+    def applied(self, policy_map: PolicyMap) -> AbstractContextManager[None]:
+        """Casts, while the context lasts, what modules are called with, if calls are reported."""
+        return contextlib.nullcontext()
+
+    def views(self, policy_map: PolicyMap) -> Views | None:
+        """Returns what makes views, if the framework's modules can be found in pytrees."""
         return None
 
     def refuse_creation(self) -> AbstractContextManager[None]:

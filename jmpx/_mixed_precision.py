@@ -60,6 +60,8 @@ class MixedPrecision:
         500
     """
 
+    __module__ = "jmpx"
+
     policy_map: PolicyMap
     loss_scale: LossScale = "auto"  # pyright: ignore[reportAssignmentType]
 
@@ -80,12 +82,13 @@ class MixedPrecision:
         """The policy.
 
         Raises:
-            ValueError: if the policy map has rules, which a policy cannot hold.
+            ValueError: if the policy map has rules or `by`, which a policy cannot hold.
         """
-        if self.policy_map.rules:
+        if self.policy_map.rules or self.policy_map.by is not None:
+            what = "rules" if self.policy_map.rules else "by"
             raise ValueError(
-                f"Cannot read one policy from the policy map '{self.policy_map}', whose rules it "
-                "would drop: read policy_map, whose .default is the policy without them."
+                f"Cannot read one policy from the policy map '{self.policy_map}', whose {what} it "
+                "would drop: read policy_map, whose .default is the policy alone."
             )
         return self.policy_map.default
 

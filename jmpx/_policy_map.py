@@ -1,9 +1,9 @@
-"""Policy maps: a default policy, and rules for the parts of a model that differ from it."""
+"""Policy maps: a default policy, rules for parts that differ from it, and how it is applied."""
 
 import dataclasses
 import warnings
 from collections.abc import Collection, Iterable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from jmpx._dtypes import is_dtype
 from jmpx._mappings import (
@@ -22,12 +22,14 @@ from jmpx._policy import ATTRIBUTES, Policy
 from jmpx._policy_strings import (
     DESCRIBED_KEYS,
     DTYPES,
+    HOW,
     KEYS,
     NO_LOSS_SCALE,
     PolicyLike,
     complete,
     get_policy,
     parse_fields,
+    parse_how,
     read_fields,
     refuse_bar,
     without_last_semicolon,
@@ -36,12 +38,14 @@ from jmpx._rules import Rule, parse_rule, read_rule
 
 # The keys of a mapping that holds more than one policy.
 _SECTIONS = {name: name for name in ("policy", "rules", "loss_scale")}
-_DESCRIBED_KEYS = f"'policy', 'rules' and 'loss_scale', or of a policy's {DESCRIBED_KEYS}"
+_DESCRIBED_KEYS = (
+    f"'policy', 'rules', 'loss_scale', 'by' and 'save', or of a policy's {DESCRIBED_KEYS}"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyMap:
-    """A default policy, and rules for the parts of a model that differ from it.
+    """A default policy, rules for the parts of a model that differ from it, and a way to apply it.
 
     A frozen, hashable, picklable value. `str()` gives a string that parses back to an equal map.
     Make one with `get_policy_map`, which explains the grammar.
@@ -49,16 +53,72 @@ class PolicyMap:
     Args:
         default: the policy of the outermost call as a whole.
         rules: the rules. If several match a call, the last one of them applies.
+        by: how `jmpx.apply_policy` and the gradient functions apply the map: "arguments",
+            "modules" or "operations"; None leaves it to the rules, see `way`.
+        save: "products" saves memory where the map is applied by operations, see `jmpx.autocast`.
+
+    Raises:
+        ValueError: if `by` or `save` is unknown, or `save` stands beside another way than
+            operations.
 
     Example:
         >>> import jmpx
         >>> policy_map = jmpx.get_policy_map("c=bf16,o=f32; BatchNorm: full")
         >>> str(policy_map)
         'params=float32,compute=bfloat16,output=float32; BatchNorm: compute=float32'
+        >>> policy_map.way
+        'modules'
     """
+
+    __module__ = "jmpx"
 
     default: Policy
     rules: tuple[Rule, ...] = ()
+    by: str | None = None
+    save: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in HOW:
+            word = getattr(self, name)
+            if word is not None and word not in HOW[name]:
+                parse_how(name, str(word), "of a policy map")
+        if self.save is not None and self.way != "operations":
+            raise ValueError(
+                f"Cannot apply save={self.save} of policy map {str(self)!r} by {self.way}: it says "
+                "what operations keep for the backward pass, so write by=operations beside it, or "
+                "leave it out."
+            )
+
+    @property
+    def way(self) -> str:
+        """How the map is applied: "arguments", "modules" or "operations".
+
+        That is `by`. Without it, rules for classes or paths mean modules, rules for operations
+        alone mean operations, and no rules mean arguments.
+        """
+        if self.by is not None:
+            return self.by
+        if not self.rules:
+            return "arguments"
+        return "operations" if all(rule.is_operation for rule in self.rules) else "modules"
+
+    def applied_by(self, way: str, name: str) -> "PolicyMap":
+        """Returns the map without `by` and `save`, for a function that applies maps in one way.
+
+        Args:
+            way: the way of the function.
+            name: the function, as the user calls it.
+
+        Raises:
+            ValueError: if the map is written for another way.
+        """
+        if self.by not in (None, way) or (self.save is not None and way != "operations"):
+            raise ValueError(
+                f"Cannot apply policy map {str(self)!r} by {name}, which is for by={way}: give the "
+                "map to jmpx.apply_policy, or as policy= to the gradient function, which do what "
+                "it says, or leave by out."
+            )
+        return dataclasses.replace(self, by=None, save=None)
 
     def rule_for(self, cls: type, path: str) -> Rule | None:
         """Returns the last rule that matches a module, or None.
@@ -81,11 +141,16 @@ class PolicyMap:
             True
         """
         rules = [rule.to_dict() for rule in self.rules]
-        return {"policy": self.default.to_dict(), "rules": rules}
+        return {"policy": self.default.to_dict(), "rules": rules, **self._how()}
 
     def __str__(self) -> str:
         """Returns the policy map string."""
-        return "; ".join(map(str, (self.default, *self.rules)))
+        how = [f"{name}={word}" for name, word in self._how().items()]
+        return "; ".join([",".join([*how[:1], str(self.default), *how[1:]]), *map(str, self.rules)])
+
+    def _how(self) -> dict[str, str]:
+        words = {name: getattr(self, name) for name in HOW}
+        return {name: word for name, word in words.items() if word is not None}
 
 
 # What `get_policy_map` takes.
@@ -110,14 +175,25 @@ def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
     If several rules match, the last one applies. A question mark at the end of a selector
     (`BatchNorm?: full`) makes the rule optional: no warning is given if it matches nothing.
 
+    How `jmpx.apply_policy` and the gradient functions apply the map stands in the default part:
+
+    - `by=arguments` casts the floating arguments of the function, and nothing inside of it,
+    - `by=modules` casts at the calls of modules, as rules for classes and paths need it,
+    - `by=operations` casts each operation, as `jmpx.autocast` does; `save=products` may stand
+      beside it, which saves memory.
+
+    Without `by`, rules for classes or paths mean modules, rules for operations alone mean
+    operations, and no rules mean arguments.
+
     A rule sets only the fields that it names, and a dtype without a key sets compute. The other
     fields are inherited: params from the default, compute and output from the compute dtype of the
     surrounding call, matmul from that call. Only the default may set reduce.
 
     A mapping, of any kind that `get_policy` takes, has the default under `policy` and the list of
-    rules under `rules`. The keys of a rule are `select`, those of a policy, and `optional: true`,
-    which says the same as a question mark. Each of these values may also be its string, and
-    `policy` the string of a whole map. A mapping that has the keys of a policy is the default.
+    rules under `rules`; `by` and `save` stand beside these. The keys of a rule are `select`, those
+    of a policy, and `optional: true`, which says the same as a question mark. Each of these values
+    may also be its string, and `policy` the string of a whole map. A mapping that has the keys of a
+    policy is the default.
 
     Args:
         policy_map: a policy map string; or a mapping; or a policy or a dtype, which gives a map
@@ -163,14 +239,21 @@ def parse_policy_map(text: str, quoted: str) -> PolicyMap:
     Raises:
         ValueError: if the string does not follow the grammar.
     """
-    default, rules = _parse_parts(text, quoted)
-    return PolicyMap(get_policy("float32") if default is None else default, tuple(rules))
+    fields, rules = _parse_parts(text, quoted)
+    return _with_fields(fields or {}, rules)
 
 
-def _parse_parts(text: str, quoted: str) -> tuple[Policy | None, list[Rule]]:
-    """Parses the default, None if there is none, and the rules of a policy map string."""
+def _with_fields(fields: dict[str, Any], rules: Iterable[Rule]) -> PolicyMap:
+    """Returns the policy map of what its default part sets, and of rules."""
+    how = {name: fields.get(name) for name in HOW}
+    own = {name: value for name, value in fields.items() if name not in HOW}
+    return PolicyMap(complete(own), tuple(rules), **how)
+
+
+def _parse_parts(text: str, quoted: str) -> tuple[dict[str, Any] | None, list[Rule]]:
+    """Parses the default part, None if there is none, and the rules of a policy map string."""
     refuse_bar(text, f"policy map {quoted}")
-    default: Policy | None = None
+    default: dict[str, Any] | None = None
     rules: list[Rule] = []
     start = 0
     for part in without_last_semicolon(text).split(";"):
@@ -182,7 +265,7 @@ def _parse_parts(text: str, quoted: str) -> tuple[Policy | None, list[Rule]]:
         if ":" in part:
             rules.append(parse_rule(part, quoted, start))
         elif default is None:
-            default = complete(parse_fields(part, quoted, start, bare=DTYPES))
+            default = parse_fields(part, quoted, start, bare=DTYPES)
         else:
             raise ValueError(
                 f"Second default {part.strip()!r} {position(part, start)} of policy map "
@@ -193,25 +276,49 @@ def _parse_parts(text: str, quoted: str) -> tuple[Policy | None, list[Rule]]:
 
 
 def read_sections(mapping: MappingLike) -> dict[str, Found]:
-    """Returns the policy, the rules and the loss scale of a mapping, those of them that it has.
+    """Returns the policy, the rules and the like of a mapping, by their names in `get_policy_map`.
 
-    A mapping that has none of these keys is a policy.
+    A mapping that has no section is a policy, beside which `by` and `save` may stand.
 
     Raises:
         TypeError: if a key is not a string.
         ValueError: if a key is unknown, or stands beside others that exclude it.
     """
-    given = read_keys(mapping, "", _SECTIONS | KEYS)
+    given, how = _without_how(mapping, "", _SECTIONS | KEYS)
     sections = {name: found for name, found in given.items() if name in _SECTIONS}
     for name, found in given.items():
         if name not in _SECTIONS and name not in ATTRIBUTES:
-            raise unknown_key(name, "", _DESCRIBED_KEYS, [*_SECTIONS, *KEYS])
+            raise unknown_key(name, "", _DESCRIBED_KEYS, [*_SECTIONS, *KEYS, *HOW])
         if name in ATTRIBUTES and sections:
             raise ValueError(
                 f"Unexpected key at {found.path} beside {list(sections)[0]!r}: a policy's keys "
                 "stand under 'policy' there, as {'policy': {'compute': 'bfloat16'}}."
             )
-    return sections or {"policy": Found(mapping, "")}
+    if not sections and (given or not how):
+        sections = {"policy": Found({name: found.value for name, found in given.items()}, "")}
+    return sections | how
+
+
+def _without_how(
+    mapping: MappingLike, path: str, keys: dict[str, str]
+) -> tuple[dict[str, Found], dict[str, Found]]:
+    """Returns what a mapping has under keys, and what it has under `by` and `save`."""
+    given = read_keys(mapping, path, {**keys, **{name: name for name in HOW}})
+    how = {name: given.pop(name) for name in HOW if name in given}
+    return given, how
+
+
+def _read_how(given: dict[str, Found]) -> dict[str, str]:
+    """Reads what a mapping has under `by` and `save`.
+
+    Raises:
+        TypeError: if a value is no string.
+        ValueError: if it is no known word.
+    """
+    for name, (value, path) in given.items():
+        if not isinstance(value, str):
+            raise refuse_value("a word", value, path, f"write one of {', '.join(HOW[name])}")
+    return {name: parse_how(name, found.value, f"at {found.path}") for name, found in given.items()}
 
 
 def read_policy_map(sections: dict[str, Found]) -> PolicyMap:
@@ -222,6 +329,7 @@ def read_policy_map(sections: dict[str, Found]) -> PolicyMap:
         ValueError: if a value does not follow the grammar, or there are none.
     """
     whole = PolicyMap(get_policy("float32"))
+    how = _read_how({name: sections[name] for name in HOW if name in sections})
     if "policy" in sections:
         whole = _read_whole(sections["policy"])
     rules = tuple(_read_rules(sections["rules"])) if "rules" in sections else ()
@@ -234,7 +342,15 @@ def read_policy_map(sections: dict[str, Found]) -> PolicyMap:
             f"Unexpected rule {str(whole.rules[0])!r} at policy: write all rules under 'rules', "
             "which is given, too."
         )
-    return PolicyMap(whole.default, whole.rules or rules)
+    for name in how:
+        if getattr(whole, name) is not None:
+            raise ValueError(
+                f"Unexpected key at {sections[name].path}: {name}={getattr(whole, name)} stands in "
+                "'policy', too; write one of them."
+            )
+    return PolicyMap(
+        whole.default, whole.rules or rules, how.get("by", whole.by), how.get("save", whole.save)
+    )
 
 
 def _read_whole(found: Found) -> PolicyMap:
@@ -246,8 +362,12 @@ def _read_whole(found: Found) -> PolicyMap:
         return parse_policy_map(value, quote(value, path))
     if isinstance(value, Policy):
         return PolicyMap(value)
-    if is_mapping(value) or is_dtype(value):
-        return PolicyMap(complete(read_fields(found, bare=DTYPES)))
+    if is_mapping(value):
+        given, how = _without_how(value, path, KEYS)
+        plain = {name: each.value for name, each in given.items()}
+        return _with_fields(read_fields(Found(plain, path), bare=DTYPES) | _read_how(how), ())
+    if is_dtype(value):
+        return PolicyMap(get_policy(cast(Any, value)))
     if hasattr(value, "policy_map"):  # a MixedPrecision, which no import here can name
         raise TypeError(f"Expected a policy map, got {describe(value)}: its .policy_map is one.")
     what = "a policy map string, a mapping, a dtype, a jmpx.Policy or a jmpx.PolicyMap"

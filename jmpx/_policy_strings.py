@@ -44,6 +44,12 @@ KEYS = {
     "r": "reduce", "reduce": "reduce",
 }  # fmt: skip
 
+# What the default part of a policy map may say besides: how the map is applied.
+HOW = {
+    "by": ("arguments", "modules", "operations"),
+    "save": ("products",),
+}
+
 # Lightning's precision strings, then Keras's. The mixed ones of Lightning return float32, those of
 # Keras return the compute dtype.
 _PRESETS = {
@@ -65,6 +71,10 @@ _NO_RULES = (
 NO_LOSS_SCALE = (
     "a loss scale is no part of a policy or of a policy map, so give the whole to "
     "jmpx.get_mixed_precision, which takes both, from a mapping as 'policy' and 'loss_scale'"
+)
+NO_HOW = (
+    "how a policy is applied stands in the default part of a policy map, the one without a "
+    "selector, which jmpx.apply_policy and the gradient functions take"
 )
 _NO_POLICY = "write the keys of the policy themselves, as {'compute': 'bfloat16'}"
 DESCRIBED_KEYS = "'params' (p, param), 'compute' (c), 'output' (o), 'matmul' (m) or 'reduce' (r)"
@@ -162,7 +172,9 @@ def read_fields(found: Found, bare: tuple[str, ...]) -> dict[str, Any]:
         part, quoted = without_last_semicolon(policy), quote(policy, path)
         refuse_bar(policy, f"policy {quoted}")
         _refuse_rules(part, quoted)
-        return parse_fields(part, quoted, 0, bare)
+        fields = parse_fields(part, quoted, 0, bare)
+        refuse_how(fields, f"policy {quoted}")
+        return fields
     if is_mapping(policy):
         return _read_mapping(policy, path)
     if is_dtype(policy):
@@ -219,6 +231,7 @@ def read_field(name: str, found: Found) -> Any:
 def _unknown_key(key: str, path: str) -> ValueError:
     """Returns the error for a key that a policy's mapping cannot have."""
     reasons = {"rules": _NO_RULES, "loss_scale": NO_LOSS_SCALE, "policy": _NO_POLICY}
+    reasons |= dict.fromkeys(HOW, NO_HOW)
     reason = reasons.get(key.strip().lower())
     if reason is not None:
         return ValueError(f"Unexpected key at {child(path, key)}: {reason}.")
@@ -243,7 +256,7 @@ def _refuse_rules(part: str, quoted: str) -> None:
     start = 0
     for piece in part.split(";"):
         selector, colon, _ = piece.partition(":")
-        if colon and "=" not in selector and selector.strip().lower() not in KEYS:
+        if colon and "=" not in selector and selector.strip().lower() not in (*KEYS, *HOW):
             raise ValueError(
                 f"Unexpected rule {piece.strip()!r} {position(piece, start)} of policy {quoted}: "
                 f"{_NO_RULES}."
@@ -280,7 +293,7 @@ def refuse_colons(part: str, quoted: str, start: int, end: str = "") -> None:
     """
     for field in part.split(","):
         key, colon, _ = field.partition(":")
-        if colon and key.strip().lower() in KEYS:
+        if colon and key.strip().lower() in (*KEYS, *HOW):
             meant = ",".join(map(_with_equals_sign, part.strip().split(",")))
             raise ValueError(
                 f"Unexpected ':' at position {start + len(key)} of policy {quoted}: write "
@@ -319,26 +332,37 @@ def parse_fields(part: str, quoted: str, start: int, bare: tuple[str, ...]) -> d
         dtype = _parse_dtype(part, quoted, start, presets=_PRESETS)
         return dict.fromkeys(bare, dtype)
     fields: dict[str, Any] = {}
-    dtypes, _, others = part.partition(",")
-    if _sets_no_dtype(others) and dtypes.strip() and "=" not in dtypes:
-        fields = parse_fields(dtypes, quoted, start, bare)
-        part, start = others, start + len(dtypes) + 1
-    for field in part.split(","):
-        key, value = _parse_field(field, quoted, start)
+    pieces = _pieces(part, start)
+    dtypes = [piece for piece in pieces if "=" not in piece[0]]
+    others = [piece for piece in pieces if "=" in piece[0]]
+    if len(dtypes) == 1 and dtypes[0][0].strip() and not any(map(_sets_dtype, others)):
+        text, at = dtypes[0]
+        fields, pieces = parse_fields(text, quoted, at, bare), others
+    for field, at in pieces:
+        key, value = _parse_field(field, quoted, at)
         if key in fields:
+            known = ", ".join(map(repr, (*ATTRIBUTES, *HOW)))
             raise ValueError(
-                f"Duplicate key {key!r} {position(field, start)} of policy {quoted}: give each of "
-                "'params', 'compute', 'output', 'matmul' and 'reduce' at most once."
+                f"Duplicate key {key!r} {position(field, at)} of policy {quoted}: give each of "
+                f"{known} at most once."
             )
         fields[key] = value
-        start += len(field) + 1
     return fields
 
 
-def _sets_no_dtype(part: str) -> bool:
-    """Whether a part of a policy sets `matmul` and `reduce` alone, so that a dtype may precede."""
-    keys = (KEYS.get(field.partition("=")[0].strip().lower()) for field in part.split(","))
-    return all(key in ("matmul", "reduce") for key in keys)
+def _pieces(part: str, start: int) -> list[tuple[str, int]]:
+    """Returns what stands between the commas of a part, each with its index in the string."""
+    pieces: list[tuple[str, int]] = []
+    for text in part.split(","):
+        pieces.append((text, start))
+        start += len(text) + 1
+    return pieces
+
+
+def _sets_dtype(piece: tuple[str, int]) -> bool:
+    """Whether a dtype without a key cannot stand beside a piece, because that sets a dtype, too."""
+    key = piece[0].partition("=")[0].strip().lower()
+    return KEYS.get(key) not in ("matmul", "reduce") and key not in HOW
 
 
 def _parse_field(field: str, quoted: str, start: int) -> tuple[str, Any]:
@@ -354,11 +378,14 @@ def _parse_field(field: str, quoted: str, start: int) -> tuple[str, Any]:
             f"Missing key for {field.strip()!r} {position(field, start)} of policy {quoted}: write "
             "'params=', 'compute=', 'output=', 'matmul=' or 'reduce=' before it."
         )
-    name = KEYS.get(key.strip().lower())
+    name = key.strip().lower()
+    if name in HOW:
+        return name, parse_how(name, value, f"{position(value, start + len(key) + 1)} of {quoted}")
+    name = KEYS.get(name)
     if name is None:
         raise ValueError(
             f"Unknown key {key.strip()!r} {position(key, start)} of policy {quoted}: expected one "
-            f"of {DESCRIBED_KEYS}{did_you_mean(key, KEYS)}"
+            f"of {DESCRIBED_KEYS}{did_you_mean(key, [*KEYS, *HOW])}"
         )
     start += len(key) + 1
     if name == "matmul":
@@ -367,6 +394,42 @@ def _parse_field(field: str, quoted: str, start: int) -> tuple[str, Any]:
     if name == "reduce":
         check_reduces(dtype, f" {position(value, start)} of policy {quoted}")
     return name, dtype
+
+
+def parse_how(name: str, value: str, place: str) -> str:
+    """Returns the word that says how a policy map is applied.
+
+    Args:
+        name: the key, `by` or `save`.
+        value: the word as the user wrote it.
+        place: where it stands, for the message.
+
+    Raises:
+        ValueError: if there is no such word.
+    """
+    word = value.strip().lower()
+    if word in HOW[name]:
+        return word
+    what = f"Unknown word {value.strip()!r}" if word else "Missing word"
+    words = ", ".join(HOW[name])
+    raise ValueError(
+        f"{what} for {name!r} {place}: expected one of {words}{did_you_mean(word, HOW[name])}"
+    )
+
+
+def refuse_how(fields: dict[str, Any], where: str) -> None:
+    """Refuses words about how a policy is applied, where there is no map that could say it.
+
+    Args:
+        fields: what was parsed.
+        where: what the fields are of, and their place, for the message.
+
+    Raises:
+        ValueError: if they hold such a word.
+    """
+    name = next((name for name in HOW if name in fields), None)
+    if name is not None:
+        raise ValueError(f"Unexpected {name!r} in {where}: {NO_HOW}.")
 
 
 def _parse_matmul(value: str, quoted: str, start: int) -> str:

@@ -19,12 +19,15 @@ from jmpx._messages import describe, did_you_mean, position
 from jmpx._policy import ATTRIBUTES, Policy
 from jmpx._policy_strings import (
     DESCRIBED_KEYS,
+    HOW,
     KEYS,
+    NO_HOW,
     parse_fields,
     read_field,
     read_fields,
     refuse_bar,
     refuse_colons,
+    refuse_how,
     without_last_semicolon,
 )
 
@@ -64,6 +67,8 @@ class Rule:
         TypeError: if a field is neither None nor a dtype, or `matmul` is no name.
         ValueError: if a dtype is unknown or not floating, or the algorithm is unknown.
     """
+
+    __module__ = "jmpx.types"
 
     selector: str
     params: DTypeLike | None = None
@@ -174,7 +179,7 @@ def parse_rule(part: str, quoted: str, start: int) -> Rule:
     """
     selector, _, policy = part.partition(":")
     name = selector.strip()
-    if name.rpartition(",")[2].strip() in KEYS:
+    if name.rpartition(",")[2].strip() in (*KEYS, *HOW):
         refuse_colons(part, quoted, start, f", or '*/{name}' for a path" if name in KEYS else "")
     optional = name.endswith("?")
     name = name.removesuffix("?").rstrip()
@@ -186,6 +191,7 @@ def parse_rule(part: str, quoted: str, start: int) -> Rule:
             f"write for example '{name}: full'."
         )
     fields = parse_fields(policy, quoted, start + len(selector) + 1, bare=("compute",))
+    refuse_how(fields, f"the rule {part.strip()!r} {position(part, start)} of policy map {quoted}")
     if "reduce" in fields:
         raise ValueError(
             f"Unexpected 'reduce' in the rule {part.strip()!r} {position(part, start)} of policy "
@@ -238,7 +244,9 @@ def _read_mapping(rule: MappingLike, path: str) -> Rule:
         raise ValueError(
             f"Missing key 'select' at {path}, got {describe(list(given))}: write {_EXAMPLE}."
         )
-    for name in given:
+    for name, found in given.items():
+        if name in HOW:
+            raise ValueError(f"Unexpected key at {found.path}: {NO_HOW}.")
         if name not in _KEYS.values():
             raise unknown_key(name, path, _DESCRIBED_KEYS, _KEYS)
     name, optional = _read_selector(given["select"], given.get("optional"))

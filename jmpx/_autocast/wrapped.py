@@ -67,9 +67,13 @@ class Autocast:
         >>> import equinox as eqx, jax
         >>> import jmpx
         >>> layer = jmpx.autocast(eqx.nn.Linear(3, 2, key=jax.random.key(0)))
-        >>> isinstance(layer, jmpx.Autocast), layer.weight.shape, type(layer.__wrapped__).__name__
-        (True, (2, 3), 'Linear')
+        >>> isinstance(layer, jmpx.types.Autocast), layer.weight.shape
+        (True, (2, 3))
+        >>> type(layer.__wrapped__).__name__
+        'Linear'
     """
+
+    __module__ = "jmpx.types"
 
     _jmpx_fn: Callable[..., Any]
     _jmpx_policy_map: PolicyMap

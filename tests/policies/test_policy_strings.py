@@ -94,7 +94,7 @@ def test_a_colon_for_an_equals_sign(text, position, meant):
 
 
 def test_keys_as_classes_and_as_paths():
-    assert jmpx.get_policy_map("C: full").rules == (jmpx.Rule("C", compute=jnp.float32),)
+    assert jmpx.get_policy_map("C: full").rules == (jmpx.types.Rule("C", compute=jnp.float32),)
     assert jmpx.get_policy_map("Output: full").rules[0].selector == "Output"
     with pytest.raises(ValueError, match=re.escape("or '*/output' for a path")):
         jmpx.get_policy_map("c=bf16; output: full")
@@ -128,7 +128,12 @@ def test_a_used_map_warns_again_and_is_what_it_was(adapter):
     assert pickle.dumps(policy_map) == before
     for other in (same, pickle.loads(before), copy.deepcopy(policy_map), copy.copy(policy_map)):
         assert other == policy_map and hash(other) == hash(policy_map)
-    assert not hasattr(policy_map, "unused") and set(vars(policy_map)) == {"default", "rules"}
+    assert not hasattr(policy_map, "unused") and set(vars(policy_map)) == {
+        "default",
+        "rules",
+        "by",
+        "save",
+    }
 
 
 def model_of_globs(glob, path):
