@@ -17,7 +17,7 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
-from jmpx import _mpx as mpx
+import jmpx.mpx as mpx
 
 SCALE = jmpx.StaticLossScale(1)  # float16 without one is another warning
 ROUNDED = 1 + 2**-12  # neither float16 nor bfloat16 holds it
