@@ -294,16 +294,16 @@ def test_optimizer_states_are_left_alone(rng):
 def test_rules_by_class_and_path_and_class_policies(rng):
     model, x = Plain(nnx.Rngs(0)), normal(rng, 6, 3)
     model.last.dtype = jnp.bfloat16
-    jmpx.set_policy(nnx.LayerNorm, "full")
 
     def dtypes(model, x):
         assert model(x).dtype == F32
         return tuple(m.kernel.dtype for m in (model.first, model.last)), model.norm.scale.dtype
 
     run = lambda policy: apply_policy(lambda m, x: dtypes(m, x), policy)(model, x)  # noqa: E731
-    assert run("c=bf16,o=f32") == ((BF16, BF16), F32)
-    assert run("c=bf16,o=f32; Linear: full") == ((F32, F32), F32)
-    assert run("c=bf16,o=f32; */last: full; LayerNorm: c=bf16") == ((BF16, F32), BF16)
+    with jmpx.push_policy(nnx.LayerNorm, "full"):
+        assert run("c=bf16,o=f32") == ((BF16, BF16), F32)
+        assert run("c=bf16,o=f32; Linear: full") == ((F32, F32), F32)
+        assert run("c=bf16,o=f32; */last: full; LayerNorm: c=bf16") == ((BF16, F32), BF16)
     assert model.last.dtype is jnp.bfloat16
 
 
