@@ -92,7 +92,7 @@ def by_layer(framework, rows):
 
 
 ISLANDS = [
-    "c=bf16,o=f32",
+    "by=modules,c=bf16,o=f32",
     "c=bf16; <Linear>: full",
     "c=f32; block: bf16",
     "c=bf16; <net/>block: c=f32,o=f32; */inner: bf16; */head: o=f32",
@@ -212,7 +212,7 @@ def statistics_of(framework):
 @every_framework
 @pytest.mark.usefixtures("standard_promotion")
 def test_modules_that_keep_the_dtype_of_their_statistics_say_so(framework, ask):
-    tables, _ = ask(statistics_of(framework), "c=bf16")
+    tables, _ = ask(statistics_of(framework), "by=modules,c=bf16")
     own = [row for row in only(tables) if row["rule"] == "its state"]
     names = {"haiku": ["ExponentialMovingAverage"] * 2, "equinox": ["BatchNorm"]}
     assert [row["class"] for row in own] == names.get(framework, [])
@@ -223,11 +223,11 @@ def test_modules_that_keep_the_dtype_of_their_statistics_say_so(framework, ask):
 @pytest.mark.parametrize(
     ("policy", "is_told"),
     [
-        ("c=bf16,o=f32", True),
+        ("by=modules,c=bf16,o=f32", True),
         ("c=bf16,o=f32; */first: full", True),  # hands bfloat16 on
         ("c=bf16,o=f32; */head: c=f32,o=f32", False),
-        ("c=bf16", False),
-        ("full", False),
+        ("by=modules,c=bf16", False),
+        ("full,by=modules", False),
     ],
 )
 def test_a_cast_in_front_of_a_layer_does_not_keep_it_wide(framework, policy, is_told, ask):
@@ -260,7 +260,7 @@ def with_fields(framework):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_fields_that_decide_and_fields_that_are_set_say_so(framework, ask):
-    tables, others = ask(with_fields(framework), "c=bf16")
+    tables, others = ask(with_fields(framework), "by=modules,c=bf16")
     assert [(row["rule"], row["compute"], row["output"]) for row in only(tables)] == [
         ("default", "bfloat16", "bfloat16"),
         ("its dtype field", "float32", "float32"),
@@ -291,7 +291,8 @@ def huge(framework):
 
 @pytest.mark.parametrize("framework", [*FRAMEWORKS, "autocast"])
 def test_nothing_is_computed(framework, ask):
-    tables, others = ask(huge(framework), "c=bf16")  # weights of 4 terabytes
+    way = "operations" if framework == "autocast" else "modules"
+    tables, others = ask(huge(framework), f"by={way},c=bf16")  # weights of 4 terabytes
     assert next(iter(tables.values()))[0]["compute"] == "bfloat16" and others == []
 
 
@@ -413,7 +414,7 @@ def test_a_function_without_modules_shows_scopes_and_operations(ask):
 
 def test_an_algorithm_that_jax_ignores_is_noted(ask):
     model = eqx.nn.Conv2d(3, 3, 3, key=jax.random.key(0))
-    _, (line,) = ask(model, "c=f32,m=BF16_BF16_F32_X3")
+    _, (line,) = ask(model, "by=modules,c=f32,m=BF16_BF16_F32_X3")
     assert "matmul=BF16_BF16_F32_X3 does not hold for convolutions" in line
 
 
