@@ -4,9 +4,10 @@
   of a policy, the *boundary policy*, and its result to the output dtype.
 - The *surrounding policy* of a call is the policy under which the call around it runs; the
   outermost call has none. Of nested calls or contexts, the *innermost* one began last.
-- A *session* is one use of a policy map: a `policies` context, or one making of a view.
-- A *pool* collects the sessions of one policy map, so that a rule which matches a module of any
-  framework counts as used.
+- A *session* is one use of a policy map: a `policies` context with those of an equal map that begin
+  in it, or one making of a view.
+- A *pool* is what the sessions of one policy map have met that begin in one context, so that a rule
+  which matches a module of any framework counts as used.
 - A *view* is a model that `with_policies` made: its parameters are cast, and its modules cast at
   their boundaries.
 - The *carry* of a loop is the value that each step takes and hands to the next one. It keeps its
@@ -24,7 +25,6 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -34,7 +34,15 @@ import numpy as np
 from jmpx import _jaxpr
 from jmpx._added_rules import in_force
 from jmpx._casts import cast_like, cast_tree
-from jmpx._contexts import Context, Hook, entered, opened, refuse_other_tasks
+from jmpx._contexts import (
+    Context,
+    Hook,
+    entered,
+    excuse_casts,
+    is_held,
+    opened,
+    refuse_other_tasks,
+)
 from jmpx._dtype_fields import FieldCensus
 from jmpx._dtypes import DTypeLike, dtype_name
 from jmpx._leaves import is_floating
@@ -99,8 +107,49 @@ class Met(NamedTuple):
     rule: Rule | None = None
 
 
+@dataclasses.dataclass(eq=False)  # an open pool is told from another one of an equal map
+class Pool:
+    """What the sessions of one policy map have met that began in one context of `pooled`.
+
+    Args:
+        name: the function that applies the policy map, as the user calls it.
+        policy_map: the policy map; None for the policies of classes alone.
+
+    Attributes:
+        seen: the modules that were met.
+        arrays: the paths of the floating arrays of views.
+        census: the parameters that `dtype` fields keep from the policy map.
+        coarse: the convolutions for which JAX ignores the algorithm of their policy, with its name.
+    """
+
+    name: str
+    policy_map: PolicyMap | None
+    seen: set[Module] = dataclasses.field(default_factory=set)
+    arrays: set[str] = dataclasses.field(default_factory=set)
+    census: FieldCensus = dataclasses.field(default_factory=FieldCensus)
+    coarse: dict[Module, str | None] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def open_for(cls, name: str, policy_map: PolicyMap | None) -> "Pool":
+        """Returns the outermost open pool of an equal map, a new one if there is none."""
+        pools = (pool for pool in opened(cls) if pool.policy_map == policy_map)
+        return next(pools, cls(name, policy_map))
+
+    def warn(self, stacklevel: int) -> None:
+        """Warns of rules and of an algorithm without effect, and of `dtype` fields that go before.
+
+        Args:
+            stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
+        """
+        if self.policy_map is not None:
+            warn_unused(self.policy_map, self.seen, stacklevel + 1, arrays=self.arrays)
+            self.census.warn(self.policy_map, self.name, stacklevel + 1)
+        if self.coarse:
+            warn_of_convolution(*next(iter(self.coarse.items())), stacklevel + 1)
+
+
 class Session:
-    """One use of a policy map: a `policies` context, or one making of a view.
+    """One use of a policy map: contexts of an equal map in each other, or one making of a view.
 
     Args:
         name: the function that begins the session, as the user calls it.
@@ -108,13 +157,10 @@ class Session:
             alone.
 
     Attributes:
-        seen: the modules that were met.
-        paths: their paths.
-        arrays: the paths of the floating arrays of a view.
-        ruled: those of them that have rules of their own.
-        census: the parameters that `dtype` fields keep from the policy map.
-        coarse: the convolutions for which JAX ignores the algorithm of their policy, with its name.
-        met: these modules with their policies, in the order of their first calls; empty outside of
+        pool: the pool in which the session began; one of its own outside of all.
+        paths: the paths of the modules that were met.
+        ruled: the paths of the floating arrays of a view that have rules of their own.
+        met: the modules with their policies, in the order of their first calls; empty outside of
             `listening`.
 
     Raises:
@@ -124,26 +170,25 @@ class Session:
 
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
         self.name = name
-        self.policy_map = None if policy_map is None else _for_modules(policy_map, name)
-        self.seen: set[Module] = set()
+        self.policy_map = _for_modules(policy_map, name)
+        excuse_casts(name, self.policy_map)
+        self.pool = Pool.open_for(name, self.policy_map)
         self.paths: set[str] = set()
-        self.arrays: set[str] = set()
         self.ruled: set[str] = set()
-        self.census = FieldCensus()
-        self.coarse: dict[Module, str | None] = {}
         self.met: dict[Met, None] = {}
+        self.tell_listeners()
+
+    def tell_listeners(self) -> None:
+        """Adds the session to those that the open contexts of `listening` collect."""
         self._listeners = opened(_Listener)
         for listener in self._listeners:
-            listener.append(self)
-        pools = [pool for pool in opened(_Pool) if pool.policy_map == self.policy_map]
-        self.is_pooled = bool(pools)
-        for pool in pools[:1]:
-            pool.sessions.append(self)
+            if self not in listener:
+                listener.append(self)
 
-    def opened(self, hook: Hook) -> AbstractContextManager[None]:
-        """Returns the context that keeps the session open; JAX's caches tell policy maps apart."""
-        context = Context(self.name, self, (self.policy_map,), hook, self.give_back)
-        return entered(context)
+    @property
+    def census(self) -> FieldCensus:
+        """The parameters that `dtype` fields keep from the policy map."""
+        return self.pool.census
 
     def give_back(self) -> None:
         """Gives back what the session has replaced; it ends in the thread in which it began."""
@@ -166,7 +211,7 @@ class Session:
             ValueError: if another task of this thread is inside a context of jmpx.
         """
         refuse_other_tasks(f"cast a {cls.__name__}")
-        self.seen.add(Module(cls, path))
+        self.pool.seen.add(Module(cls, path))
         self.paths.add(path)
         policy = self.explicit_policy(cls, path, surrounding)
         if policy is None and surrounding is None and self.policy_map is not None:
@@ -212,7 +257,7 @@ class Session:
             and rule.matches(object, path)
             and not any(rule.matches(object, outer) for outer in around)
         ]
-        self.arrays.add(path)
+        self.pool.arrays.add(path)
         if not selecting or self.policy_map is None:
             return None
         self.ruled.add(path)
@@ -237,66 +282,78 @@ class Session:
             policy: the policy under which it runs.
         """
         if policy is not None and ignores_matmul(matmul_of(policy), policy.compute_dtype):
-            self.coarse.setdefault(Module(cls, path), matmul_of(policy))
+            self.pool.coarse.setdefault(Module(cls, path), matmul_of(policy))
 
     def warn(self, stacklevel: int) -> None:
-        """Warns of rules and of an algorithm without effect, and of `dtype` fields that go before.
-
-        In a context of `pooled` that warns, of all sessions at once.
+        """Warns of what the pool warns of, unless a context of `pooled` does so at its end.
 
         Args:
             stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
         """
-        if not self.is_pooled:
-            _warn([self], self.policy_map, stacklevel + 1)
+        if not is_held(self.pool):
+            self.pool.warn(stacklevel + 1)
 
 
-def _for_modules(policy_map: PolicyMapLike, name: str) -> PolicyMap:
-    """Returns the policy map that an adapter follows.
+S = TypeVar("S", bound=Session)
+
+
+@contextlib.contextmanager
+def in_session(
+    kind: type[S], name: str, policy_map: PolicyMapLike | None, hook: Hook
+) -> Iterator[S]:
+    """Opens a session, or goes on with the innermost one of its kind if it follows an equal map.
+
+    Contexts that go on with one session may end in any order: it lasts as long as any of them.
+
+    Args:
+        kind: the adapter's class of sessions.
+        name: the function that makes the context, as the user calls it.
+        policy_map: all that `Session` takes.
+        hook: hooks into the framework; see `_contexts.Context`.
+
+    Yields:
+        The session.
+    """
+    innermost = opened(kind)[-1:]
+    if innermost and innermost[0].policy_map == _for_modules(policy_map, name):
+        session = innermost[0]
+        session.tell_listeners()
+    else:
+        session = kind(name, policy_map)
+    # JAX's caches tell policy maps apart, and not sessions of an equal one.
+    with entered(Context(name, session, (session.policy_map,), hook, session.give_back)):
+        yield session
+
+
+def _for_modules(policy_map: PolicyMapLike | None, name: str) -> PolicyMap | None:
+    """Returns the policy map that an adapter follows; None for None.
 
     Raises:
         ValueError: if the map is written for another way than by modules.
     """
+    if policy_map is None:
+        return None
     return in_force(get_policy_map(policy_map).applied_by("modules", name), name)
 
 
-def _warn(sessions: list[Session], policy_map: PolicyMap | None, stacklevel: int) -> None:
-    """Warns once of all sessions under a policy map; see `Session.warn`."""
-    if policy_map is not None:
-        seen = {module for session in sessions for module in session.seen}
-        arrays = {path for session in sessions for path in session.arrays}
-        warn_unused(policy_map, seen, stacklevel + 1, arrays=arrays)
-        for session in sessions:
-            session.census.warn(policy_map, session.name, stacklevel + 1)
-    coarse = [item for session in sessions for item in session.coarse.items()]
-    if coarse:
-        warn_of_convolution(*coarse[0], stacklevel + 1)
-
-
-class _Pool(NamedTuple):
-    """The sessions of one policy map that began in a context of `pooled`."""
-
-    policy_map: PolicyMap
-    sessions: list[Session]
-
-
 @contextlib.contextmanager
-def pooled(policy_map: PolicyMap, name: str) -> Iterator[PolicyMap]:
+def pooled(policy_map: PolicyMapLike | None, name: str) -> Iterator[Any]:
     """Has the sessions of all frameworks under one policy map warn together, at the end.
 
+    Inside of another pool of an equal map, that is this pool, too: the last of them to end warns.
+
     Args:
-        policy_map: the policy map.
+        policy_map: the policy map; None for the policies of classes alone.
         name: the function that applies it, as the user calls it.
 
     Yields:
-        The policy map that the sessions follow.
+        The policy map to give to the adapters, None for None.
     """
-    pool = _Pool(_for_modules(policy_map, name), [])
-    with entered(Context("pooled", pool)):
-        yield pool.policy_map
-    if pool.sessions:
-        level = user_stacklevel("jax", "flax", "haiku", "equinox")
-        _warn(pool.sessions, pool.policy_map, level + 1)
+    pool = Pool.open_for(name, _for_modules(policy_map, name))
+    with entered(Context(name, pool)):
+        yield None if policy_map is None else get_policy_map(policy_map).applied_by("modules", name)
+    if not is_held(pool):
+        pool.warn(user_stacklevel("jax", "flax", "haiku", "equinox"))
 
 
 def ignores_matmul(matmul: str | None, dtype: DTypeLike) -> bool:

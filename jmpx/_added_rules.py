@@ -38,12 +38,13 @@ def in_force(policy_map: PolicyMap, by: str) -> PolicyMap:
     """Returns the policy map that a function follows: the one that it was given, or a longer one.
 
     Args:
-        policy_map: the policy map that the user gave.
+        policy_map: the policy map that the user gave, or one that another function follows.
         by: the function, as the user calls it.
     """
+    rules: tuple[Rule, ...] = ()
     for added in opened(_Added):
         added.takers.add(by)
-        if added.rules:
-            rules = (*policy_map.rules, *added.rules)
-            policy_map = dataclasses.replace(policy_map, rules=rules)
-    return policy_map
+        rules += added.rules
+    if not rules or policy_map.rules[-len(rules) :] == rules:
+        return policy_map
+    return dataclasses.replace(policy_map, rules=(*policy_map.rules, *rules))

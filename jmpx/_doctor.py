@@ -172,7 +172,7 @@ def _device(warnings: list[str]) -> Any:
         return jax.local_devices()[0]
     except Exception as error:  # RuntimeError, AssertionError, and what plugins raise
         text = " ".join([f"{type(error).__name__}:", *str(error).split()]).rstrip(":")
-        asked = jax.config.jax_platforms
+        asked = _setting("jax_platforms")
         remedy = f": install JAX for JAX_PLATFORMS={asked}, or leave that out" if asked else ""
         warnings.append(f"JAX cannot start, so that no program runs here ({text}){remedy}.")
         return None
@@ -217,7 +217,7 @@ def _capability(device: Any) -> tuple[int, ...] | None:
 
 def _float32_products(device: Any) -> Row:
     """Returns in what products of float32 are multiplied, unless a setting or policy says it."""
-    name, setting = "float32 products", jax.config.jax_default_matmul_precision
+    name, setting = "float32 products", _setting("jax_default_matmul_precision")
     if setting is not None:
         return Row(name, setting, f"{setting}, by jax_default_matmul_precision")
     if device.platform == "cpu":
@@ -232,9 +232,14 @@ def _float32_products(device: Any) -> Row:
     return Row(name, inside, f"{inside} ({digits})")
 
 
+def _setting(name: str) -> Any:
+    """Returns a setting of JAX, which adds them to its configuration at run time."""
+    return getattr(jax.config, name, None)
+
+
 def _settings(warnings: list[str]) -> Iterator[Row]:
     for name in _SETTINGS:
-        value = getattr(jax.config, name, None)
+        value = _setting(name)
         yield Row(name, value, "not set" if value in (None, "") else None)
         if name.startswith("jax_debug") and value:
             warnings.append(

@@ -20,13 +20,15 @@ from jmpx._adapters import (
     Session,
     at_least,
     cast_result,
+    in_session,
     inherited_policy,
     is_public,
     noted_carries,
+    pooled,
     run_at_boundary,
     run_reading,
 )
-from jmpx._contexts import opened, refuse_other_tasks
+from jmpx._contexts import is_held, opened, refuse_other_tasks
 from jmpx._dtype_fields import FieldInCall, field_in_call, reading_policy
 from jmpx._frameworks import Adapter
 from jmpx._linen_modules import (
@@ -105,11 +107,15 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
         >>> params["params"]["layers_0"]["kernel"].dtype.name, y.dtype.name
         ('float32', 'bfloat16')
     """
-    session = _Session(_NAME, policy_map)
-    with session.opened(_interception):
+    with pooled(policy_map, _NAME) as followed, _applied(followed) as session:
         yield
-    session.warn(stacklevel=3)  # past contextlib, to the with statement
-    session.warn_without_linen(stacklevel=3)
+    if not is_held(session):
+        session.warn_without_linen(stacklevel=3)  # past contextlib, to the with statement
+
+
+def _applied(policy_map: PolicyMapLike | None) -> contextlib.AbstractContextManager["_Session"]:
+    """Runs Linen modules under a policy map while the context lasts; leaves warnings to a pool."""
+    return in_session(_Session, _NAME, policy_map, _interception)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +279,7 @@ class _Session(Session):
         if self.policy_map is None or self.policy_map in _ended:
             return
         _ended.add(self.policy_map)
-        if not self.has_run and _has_nnx_modules():
+        if not self.has_run and not self.pool.seen and _has_nnx_modules():
             warnings.warn(
                 f"No Linen module ran under jmpx.flax.policies({str(self.policy_map)!r}), which "
                 "casts those alone: for an NNX model make a view inside of the loss function, "
@@ -373,6 +379,9 @@ def _mark(method: Method, args: Args, kwargs: Kwargs, context: nn.module.Interce
 class _Adapter(Adapter):
     def marked_calls(self) -> contextlib.AbstractContextManager[None]:
         return nn.intercept_methods(_mark)
+
+    def applied(self, policy_map: PolicyMap) -> contextlib.AbstractContextManager[object]:
+        return _applied(policy_map)
 
 
 adapter: Adapter = _Adapter()

@@ -111,7 +111,7 @@ def report(policy_map: PolicyMap, made: Any) -> Report:
 def _by_arguments(policy_map: PolicyMap) -> Iterator[str]:
     """Yields what a policy map does that casts arguments, and which rules have no effect there."""
     default = policy_map.default
-    compute, output = map(np.dtype, (default.compute_dtype, default.output_dtype))
+    compute, output = np.dtype(default.compute_dtype), np.dtype(default.output_dtype)
     widens = f", and results to {output.name} where they are narrower"
     yield (
         f"by arguments: all floating arguments are cast to {compute.name} before the call"

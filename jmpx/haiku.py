@@ -22,8 +22,10 @@ from jmpx._adapters import (
     Method,
     PyTree,
     Session,
+    in_session,
     is_public,
     noted_carries,
+    pooled,
     required_package,
     run_at_boundary,
     run_reading,
@@ -125,11 +127,19 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
         >>> y.dtype.name
         'float32'
     """
-    session = _Session(get_policy_map(policy_map))
-    # A loop around the outermost module, as that of `hk.layer_stack` may be, is in no other call.
-    with session.opened(_interception), noted_carries(hk.Module, None):
+    with pooled(get_policy_map(policy_map), _NAME) as followed, _applied(followed):
         yield
-    session.warn(stacklevel=3)  # past contextlib, to the with statement
+
+
+@contextlib.contextmanager
+def _applied(policy_map: PolicyMap) -> Iterator[None]:
+    """Runs Haiku modules under a policy map while the context lasts; leaves warnings to a pool."""
+    # A loop around the outermost module, as that of `hk.layer_stack` may be, is in no other call.
+    with (
+        in_session(_Session, _NAME, policy_map, _interception),
+        noted_carries(hk.Module, None),
+    ):
+        yield
 
 
 class _Call(NamedTuple):
@@ -161,8 +171,8 @@ class _Session(Session):
         is_reading: whether state is to be read as it is stored.
     """
 
-    def __init__(self, policy_map: PolicyMap) -> None:
-        super().__init__(_NAME, policy_map)
+    def __init__(self, name: str, policy_map: PolicyMap) -> None:
+        super().__init__(name, policy_map)
         self.default = policy_map.default
         self.calls: list[_Call] = []
         self.casts = ParameterCasts()
@@ -438,8 +448,8 @@ def _refuse(next_setter: Callable[..., Any], *values: Any) -> Any:
     """Refuses to create a parameter or to set a state under autocast."""
     name = values[-1].full_name
     raise ValueError(
-        f"Cannot create the Haiku parameter or set the state {name!r} inside jmpx.autocast, as "
-        "it could not leave it: autocast the apply, jmpx.autocast(transformed.apply), not the "
+        f"Cannot create the Haiku parameter or set the state {name!r} under autocast, which it "
+        "could not leave: give transformed.apply to jmpx.autocast or jmpx.apply_policy, not the "
         "function that is transformed."
     )
 
@@ -463,6 +473,9 @@ class _Adapter(Adapter):
 
     def marked_calls(self) -> contextlib.AbstractContextManager[None]:
         return hk.intercept_methods(_mark)
+
+    def applied(self, policy_map: PolicyMap) -> contextlib.AbstractContextManager[None]:
+        return _applied(policy_map)
 
     @contextlib.contextmanager
     def refuse_creation(self) -> Iterator[None]:

@@ -112,7 +112,7 @@ def main(argv: list[str]) -> None:
     del argv
     if AUDIT.value:
         step, args = make()
-        print(jmpx.audit(step)(*args))
+        print(jmpx.inspect.audit(step)(*args))
         return
     train_data, test_data = datasets.load("digits", None)
     rng = np.random.default_rng(SEED.value)

@@ -156,7 +156,7 @@ def is_matrix(params: Any) -> Any:
 def logits_of(model: VisionTransformer, images: ArrayLike, policy_map: Any) -> jax.Array:
     """Returns float32 logits [batch, classes] of uint8 images [batch, side, side, channels]."""
     view = jmpx.equinox.with_policies(model, policy_map)
-    return jmpx.cast_to_float32(jax.vmap(view)(jnp.asarray(images, jnp.float32) / 127.5 - 1))
+    return jmpx.cast_to_full(jax.vmap(view)(jnp.asarray(images, jnp.float32) / 127.5 - 1))
 
 
 @functools.cache
@@ -183,8 +183,8 @@ def make_step_of_device(
             loss_fn,
             state.loss_scale,
             policy=policy_map,
-            axis_name=axis_name,
-            microbatches=microbatches,
+            over=None if axis_name is None else jmpx.Over(axis_name),
+            batch=jmpx.Batch(microbatches=microbatches),
         )(state.model, batch)
         model, opt_state = jmpx.optimizer_update(
             state.model, optimizer, state.opt_state, grads, grads_finite | (not skip_nonfinite)
@@ -352,7 +352,7 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
     if AUDIT.value:
         step, args = make()
-        print(jmpx.audit(step)(*args))
+        print(jmpx.inspect.audit(step)(*args))
         return
     try:
         train_data, test_data = datasets.load(DATASET.value, DATA_DIR.value)

@@ -188,7 +188,7 @@ def make_loss(network: hk.TransformedWithState) -> Any:
 
     def loss_fn(params: Any, model_state: Any, batch: Data) -> tuple[jax.Array, Any]:
         logits, model_state = network.apply(params, model_state, None, batch.images, True)
-        logits = jmpx.cast_to_float32(logits)
+        logits = jmpx.cast_to_full(logits)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
         return loss, model_state
 
@@ -207,7 +207,9 @@ def make_step(network: hk.TransformedWithState, optimizer: Any) -> Any:
         )(state.params, state.model_state, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
-        if isinstance(opt_state, jmpx.SkipNonfiniteState):  # the moving averages skip the step, too
+        if isinstance(
+            opt_state, jmpx.types.SkipNonfiniteState
+        ):  # the moving averages skip the step, too
             model_state = jmpx.select_tree(grads_finite, model_state, state.model_state)
         return TrainState(params, model_state, opt_state, loss_scale), loss, grads_finite
 
@@ -240,7 +242,9 @@ def make_masters(images: Any) -> hk.Params:
 def as_stored(master: jax.Array, param: jax.Array) -> jax.Array:
     """Returns a float32 parameter in the dtype in which the network stores it."""
     if param.dtype == jnp.bfloat16:
-        return jmpx.split_master(master)[0]  # its low half is in the optimizer's state, if at all
+        return jmpx.optim.split_master(master)[
+            0
+        ]  # its low half is in the optimizer's state, if at all
     return jmpx.cast_tree(master, param.dtype)
 
 
@@ -351,7 +355,7 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
     if AUDIT.value:
         step, args = make()
-        print(jmpx.audit(step)(*args))
+        print(jmpx.inspect.audit(step)(*args))
         return
     history = History()
     train(history)

@@ -98,12 +98,14 @@ def make_step(
             has_aux=True,
             policy=train.MP.policy_map,
             grad_dtype=train.grad_dtype(),
-            axis_name="data",
+            over=jmpx.Over("data"),
         )(state.params, state.model_state, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         model_state = mean_over_devices(model_state)
-        if isinstance(opt_state, jmpx.SkipNonfiniteState):  # the moving averages skip the step, too
+        if isinstance(
+            opt_state, jmpx.types.SkipNonfiniteState
+        ):  # the moving averages skip the step, too
             model_state = jmpx.select_tree(grads_finite, model_state, state.model_state)
         begins_epoch = progress.position % steps_per_epoch == 0
         loss_sum = jnp.where(begins_epoch, 0, progress.loss_sum) + loss
@@ -150,7 +152,7 @@ def say(line: str) -> None:
 
 def report_epoch(progress: Progress, accuracy: jax.Array, steps_per_epoch: int) -> None:
     loss_scale, opt_state = progress.state.loss_scale, progress.state.opt_state
-    skipped = opt_state.total_skipped if isinstance(opt_state, jmpx.SkipNonfiniteState) else 0
+    skipped = opt_state.total_skipped if isinstance(opt_state, jmpx.types.SkipNonfiniteState) else 0
     say(
         f"epoch {int(progress.position) // steps_per_epoch:2d}  "
         f"loss {float(progress.loss_sum) / steps_per_epoch:.4f}  "

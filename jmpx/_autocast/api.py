@@ -141,8 +141,8 @@ def autocast(
             and nothing else is one. None finds them.
 
     Returns:
-        A function with the signature of `fn`; a `jmpx.Autocast` that holds `fn` if it is itself a
-        pytree, such as a module of Equinox or NNX.
+        A function with the signature of `fn`; a `jmpx.types.Autocast` that holds `fn` if it is
+        itself a pytree, such as a module of Equinox or NNX.
 
     Raises:
         TypeError: if `fn` is not callable, a dtype is not one, or `pieces` no selectors.
@@ -187,7 +187,9 @@ def autocast(
         return _Unapplied(policy, rules, output, save, pieces)
     if not callable(fn) or is_dtype(fn):
         raise TypeError(f"Expected a function to run under autocast, got {fn!r}: {_WRITE}.")
-    policy_map = _with_operations(get_policy_map(policy), rules or {})
+    policy_map = get_policy_map(policy)
+    save = save or policy_map.save
+    policy_map = _with_operations(policy_map.applied_by("operations", "jmpx.autocast"), rules or {})
     if output is not None and output != "traced":
         output = as_dtype(output)
     return applied(fn, policy_map, output, get_saving(save, pieces))

@@ -19,6 +19,7 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
+from jmpx import _mpx as mpx
 
 NOOP = jmpx.NoOpLossScale()
 RULES = "c=bf16,o=f32; Second: f32"
@@ -233,7 +234,7 @@ def test_each_function_warns_for_itself():
 @pytest.mark.thorough
 def test_other_casts_do_not_follow_a_map():
     policy = "c=bf16; Linear: f32"
-    loss = jmpx.cast_function(plain_loss, jnp.bfloat16)
+    loss = jmpx.mpx.cast_function(plain_loss, jnp.bfloat16)
     with warns_once(__file__, NO_CAST):
         jmpx.filter_grad(lambda p, x: loss(p, x).astype(jnp.float32), NOOP, policy=policy)(
             CASES["jmpx.autocast"][1](), X
@@ -258,7 +259,7 @@ def test_a_policy_casts_as_ever_and_asks_for_nothing_inside(policy):
 
 
 def test_without_mixed_precision_nothing_is_asked():
-    grad_fn = jmpx.filter_grad(plain_loss, NOOP, False, False, policy="c=bf16; Linear: full")
+    grad_fn = mpx.filter_grad(plain_loss, NOOP, False, False, policy="c=bf16; Linear: full")
     grad_fn(CASES["jmpx.autocast"][1](), X)
 
 
@@ -341,7 +342,7 @@ def test_an_error_inside_leaves_no_mark():
 def test_the_reduce_of_the_default_counts(name, reduce):
     loss, make = CASES[name]
     text = RULES if reduce is None else RULES.replace("o=f32", f"o=f32,reduce={reduce}")
-    grad_fn = jmpx.filter_value_and_grad(loss, NOOP, policy=text, axis_name="data")
+    grad_fn = jmpx.filter_value_and_grad(loss, NOOP, policy=text, over=jmpx.Over("data"))
     arrays, static = eqx.partition(make(), eqx.is_array)
 
     def run(arrays, x):
@@ -404,7 +405,7 @@ def test_a_mapping_is_what_its_string_is(name):
             return jax.vmap(model)(x).sum().astype(jnp.float32)
 
         def run(x):
-            grad_fn = jmpx.filter_value_and_grad(loss, NOOP, policy=policy, axis_name="data")
+            grad_fn = jmpx.filter_value_and_grad(loss, NOOP, policy=policy, over=jmpx.Over("data"))
             return tuple(grad_fn(model, x))[1:]
 
         mapped = jax.vmap(run, axis_name="data")
@@ -425,7 +426,8 @@ def test_half_in_a_mapping_starts_no_backend():
         jax.local_devices = lambda *a, **k: started.append(1) or devices(*a, **k)
         import jmpx
         for policy, _ in {MAPPINGS}.values():
-            jmpx.filter_grad(lambda w: w.sum(), jmpx.NoOpLossScale(), policy=policy, axis_name="a")
+            noop, over = jmpx.NoOpLossScale(), jmpx.Over("a")
+            jmpx.filter_grad(lambda w: w.sum(), noop, policy=policy, over=over)
         print(len(started))
         jmpx.get_policy(policy["policy"])
         print(len(started))

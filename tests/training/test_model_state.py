@@ -117,7 +117,7 @@ THOROUGH = pytest.mark.thorough
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_state_that_is_known_comes_back_as_it_was(framework, scale, microbatches, rng):
     params, state, loss_fn = framework(rng)
-    step = jax.jit(grad_fn(loss_fn, scale, microbatches=microbatches))
+    step = jax.jit(grad_fn(loss_fn, scale, batch=jmpx.Batch(microbatches=microbatches)))
     (_, aux), _, grads_finite, _ = step(params, state, input_of(rng, overflows=True))
     assert not grads_finite
     assert_same_bits(state_in(aux), state)
@@ -208,7 +208,7 @@ def test_an_overflow_in_one_micro_batch_skips_them_all(bad, rng):
     model = Averaging(nnx.Rngs(0))
     before = state_of(model)
     x = normal(rng, 8, 3).at[bad].mul(1e6)
-    options = {"policy": "c=f16", "microbatches": 4}
+    options = {"policy": "c=f16", "batch": jmpx.Batch(microbatches=4)}
     assert not jmpx.filter_value_and_grad(squares, SCALES["dynamic"], **options)(model, x)[2]
     after = state_of(model)
     changed = {path for path in before if not np.array_equal(before[path], after[path])}
@@ -262,7 +262,8 @@ def test_devices_that_share_their_state_keep_it_together(axis_name, rng):
         return loss, {**state, "mean": jax.lax.pmean(state["mean"], AXIS)}
 
     def step(params, x):
-        f = grad_fn(loss_fn, "dynamic", policy="c=f16", axis_name=axis_name)
+        over = None if axis_name is None else jmpx.Over(axis_name)
+        f = grad_fn(loss_fn, "dynamic", policy="c=f16", over=over)
         (_, state), _, finite, _ = f(params if axis_name else everywhere(params), STATE, x)
         return state, finite[None] if axis_name is None else everywhere(finite[None])
 
