@@ -17,7 +17,8 @@ import numpy as np
 
 from jmpx import _jaxpr
 from jmpx._adapters import Met, Session, inherited_policy, listening, pooled
-from jmpx._autocast import Autocast, autocast
+from jmpx._applying import apply_policy
+from jmpx._autocast import Autocast
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.value import Value
@@ -96,15 +97,15 @@ def report(policy_map: PolicyMap, made: Any) -> Report:
     fn, args = _split(made)
     if policy_map.way == "arguments":
         return Report([], list(_by_arguments(policy_map)))
-    title, save = "by operations, under jmpx.autocast:", policy_map.save
-    plain = dataclasses.replace(policy_map, by=None, save=None)
+    title = "by operations, under autocast:"
     if policy_map.way == "modules":
-        found = _by_modules(fn, args, plain)
+        found = _by_modules(fn, args, dataclasses.replace(policy_map, by=None))
         if found is not None:
             return found
         title = _NO_MODULES
     fn, args = _forward(fn, args)
-    trying = lambda: _by_operations(fn, args, plain, save, title)  # noqa: E731
+    policy_map = dataclasses.replace(policy_map, by="operations")
+    trying = lambda: _by_operations(fn, args, policy_map, title)  # noqa: E731
     return attempt("Tracing under autocast failed", trying)
 
 
@@ -118,8 +119,11 @@ def _by_arguments(policy_map: PolicyMap) -> Iterator[str]:
         f"{widens if output.itemsize > compute.itemsize else ''}; no rules hold"
     )
     for rule in policy_map.rules:
-        way = "operations" if rule.is_operation else "modules"
-        yield f"The rule {str(rule)!r} has no effect by arguments: write by={way}, or leave by out."
+        what, way = ("optional " * rule.optional), "operations" if rule.is_operation else "modules"
+        yield (
+            f"The {what}rule {str(rule)!r} has no effect by arguments: write by={way}, or leave by "
+            "out."
+        )
 
 
 def _by_modules(fn: Any, args: tuple[Any, ...], policy_map: PolicyMap) -> Report | None:
@@ -309,8 +313,10 @@ def _origin(met: Met, session: Session, policy_map: PolicyMap) -> tuple[str, Pol
         return f"{rule.label}{sets}", policy
     if policy_of(module.cls) is not None:
         return f"class policy{sets}", policy
-    # At a boundary, the field of a module without parameters is for the modules inside alone.
-    decides = boundary is None or module in session.census.sizes
+    # At a boundary, or of what is never called, the field of a module without parameters is for the
+    # modules inside alone.
+    is_called_inside = boundary is None and surrounding is not None
+    decides = is_called_inside or module in session.census.sizes
     if field is not None and decides and field != np.dtype(policy.compute_dtype):
         policy = reading_policy(policy, field)
         return "its dtype field", policy.with_output_dtype(field) if boundary is None else policy
@@ -392,17 +398,13 @@ def _forward(fn: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[
 
 
 def _by_operations(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    policy_map: PolicyMap,
-    save: Any,
-    title: str,
+    fn: Callable[..., Any], args: tuple[Any, ...], policy_map: PolicyMap, title: str
 ) -> Report:
     """Returns what each module, scope and operation of a function has under autocast."""
     interpreter, found = Interpreter(policy_map), dict[str, set[str]]()
 
     def run(fn: Callable[..., Any], *args: Any) -> Any:
-        return autocast(fn, policy_map, save=save)(*args)
+        return apply_policy(fn, policy_map)(*args)
 
     def mark(fn: Callable[..., Any], *args: Any) -> Any:
         with split(call_marked, (_any_module, fn, args, {}), {}) as (pure, state, given, kwargs):
