@@ -44,7 +44,8 @@ class Over:
     function gathers are shards, and those that only their own device reads are copies, which may
     differ. Any other has to be told. With `check_vma=False`, and under `jax.pmap` and `jax.vmap`,
     JAX does not know: a gathered parameter has to be told, and all others are averaged unless this
-    says otherwise. A mask that contradicts the program is refused when the gradient function is called.
+    says otherwise. A mask that contradicts the program is refused when the gradient function is
+    called.
 
     Args:
         axis_name: the name of the mapped axis, or a tuple of several.
