@@ -14,8 +14,11 @@
 scale; without one, the policy map decides, as with the loss scale `auto`. `make` of `--model`
 returns a module of Equinox or NNX; or a pair of a Linen module or a Haiku transformed function,
 whose `init` is traced, and a tuple of its arguments; or a pair of any other function and its
-arguments, such as `lambda x: model.init(key, x, train=False)`. A function that calls no module of
-these frameworks is traced under autocast. No array is computed.
+arguments, such as `lambda x: model.init(key, x, train=False)`. It is looked at in the way in which
+the map is applied, `by=`; by operations the call is traced, and needs arguments. No array is
+computed. `--config` takes a file of YAML, JSON or TOML in place of the string, and explains each
+policy in it: strings under keys such as `policy`, `mp_policy`, `student_policy` or `precision`,
+mappings that jmpx.get_mixed_precision reads, and any other string with an equals sign that is one.
 
 The other commands look at a program: a loss, which they differentiate in its first argument, or a
 training step. `make` returns a pair of it and the tuple of its arguments, which for `audit` may be

@@ -133,26 +133,44 @@ def _section(value: Any, path: str, is_named: bool, beside: dict[str, Any]) -> S
     """Returns what a value is, without what is in it; None for what has nothing to do with jmpx."""
     if value is None or value == "" or isinstance(value, list):
         return None
-    keys = {str(key).strip().lower() for key in value} if isinstance(value, dict) else set()
-    is_likely = (keys & _TELLING and keys != {"policy"}) or (
-        isinstance(value, str) and _SIGNS.search(value)
-    )
-    if not is_named and not is_likely:
+    if not is_named and not _is_likely(value):
         return None
     try:
         whole = _whole(value, beside)
         return Section(path, whole, get_mixed_precision(whole))
     except (TypeError, ValueError) as error:
         text = " ".join(str(error).split())
-    if isinstance(value, dict):
-        words = [v for k, v in value.items() if k in ("c", "compute") and isinstance(v, str)]
-        is_whole = keys <= _KEYS and (bool(words) or {"policy", "rules"} <= keys)
-        is_meant = is_whole or (is_named and bool(keys & _KEYS))
-    else:
-        is_meant = is_named and isinstance(value, str) and not _is_foreign(value, text)
-    if is_meant:
+    if _is_meant(value, is_named, text):
         return Section(path, value, error=text)
     return Section(path, value) if is_named else None
+
+
+def _is_likely(value: Any) -> bool:
+    """Whether a value whose key says nothing is to be tried."""
+    if isinstance(value, dict):
+        return bool(_keys(value) & _TELLING) and len(_keys(value) - {"policy"}) > 0
+    return isinstance(value, str) and _SIGNS.search(value) is not None
+
+
+def _is_meant(value: Any, is_named: bool, error: str) -> bool:
+    """Whether what cannot be read is a policy with a mistake, and not another program's.
+
+    A string is another program's if it is one word and near to none of jmpx's, such as `MlpPolicy`,
+    or if the program fills it in, as `${model.policy}`.
+    """
+    if isinstance(value, dict):
+        keys = _keys(value)
+        is_typical = any(isinstance(value.get(key), str) for key in ("c", "compute"))
+        is_whole = keys <= _KEYS and (is_typical or {"policy", "rules"} <= keys)
+        return is_whole or (is_named and bool(keys & _KEYS))
+    if not is_named or not isinstance(value, str) or "${" in value:
+        return False
+    is_far = "expected one of" in error and not error.endswith("?")
+    return not (is_far and _WORD.fullmatch(value.strip()))
+
+
+def _keys(mapping: dict[Any, Any]) -> set[str]:
+    return {str(key).strip().lower() for key in mapping}
 
 
 def _whole(value: Any, beside: dict[str, Any]) -> Any:
@@ -163,12 +181,3 @@ def _whole(value: Any, beside: dict[str, Any]) -> Any:
     if isinstance(value, str) or value.keys() <= {*KEYS, *HOW}:
         value = {"policy": value}
     return {**beside, **value}
-
-
-def _is_foreign(text: str, error: str) -> bool:
-    """Whether a string under the name of a policy is another program's, such as `MlpPolicy`.
-
-    It is one word and near to none of jmpx's; or the program fills it in, as `${model.policy}`.
-    """
-    is_far = "expected one of" in error and not error.endswith("?")
-    return "${" in text or (is_far and _WORD.fullmatch(text.strip()) is not None)

@@ -244,7 +244,7 @@ def _settings(warnings: list[str]) -> Iterator[Row]:
         if name.startswith("jax_debug") and value:
             warnings.append(
                 f"{name} stops at each overflow, and a dynamic loss scale overflows on purpose: "
-                "turn it off, and find what goes wrong by jmpx's first_nonfinite."
+                "turn it off, and find what goes wrong by python -m jmpx first-nonfinite."
             )
 
 

@@ -1,5 +1,6 @@
 """Which rule of a policy map each module of a model has; `python -m jmpx --model` prints it.
 
+The model is looked at in the way in which the map is applied: by modules, operations or arguments.
 Nothing is computed: models are viewed and functions are traced with abstract arrays.
 """
 
