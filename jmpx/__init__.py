@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
     __all__: tuple[str, ...]
 else:
-    # These two add parts to the keys of JAX's caches, which have to be there before the first trace.
+    # These add parts to the keys of JAX's caches, which have to be there before the first trace.
     from jmpx import _contexts, _matmul  # noqa: F401
     from jmpx._later import later
 

@@ -73,6 +73,8 @@ class DynamicLossScale(Scaling):
         'dynamic,init=32768,period=2'
     """
 
+    __module__ = "jmpx"
+
     # Any, because trees of axes, masks, shapes or shardings hold other objects than arrays here.
     loss_scale: Any = 2**15
     counter: Any = 0

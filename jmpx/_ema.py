@@ -33,6 +33,8 @@ class EmaState(NamedTuple):
         (True, 'float32', 0)
     """
 
+    __module__ = "jmpx.types"
+
     average: PyTree
     count: jax.Array
 
@@ -54,6 +56,8 @@ class Ema:
         >>> jmpx.optim.ema(0.999)
         Ema(decay=0.999, debias=False)
     """
+
+    __module__ = "jmpx.optim"
 
     decay: float
     debias: bool = False

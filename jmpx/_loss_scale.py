@@ -47,6 +47,8 @@ class NoOpLossScale:
         {'loss': 3.0}
     """
 
+    __module__ = "jmpx"
+
     def __post_init__(self) -> None:
         register_with_flax(NoOpLossScale, StaticLossScale)
 
@@ -106,6 +108,8 @@ class StaticLossScale(Scaling):
         >>> loss_scale.unscale(jnp.float16(4))
         Array(0.00012207, dtype=float32)
     """
+
+    __module__ = "jmpx"
 
     loss_scale: np.float32
 

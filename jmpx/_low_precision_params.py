@@ -42,6 +42,8 @@ class LowPrecisionParamsState(NamedTuple):
         (True, {'w': Array([8], dtype=uint16)})
     """
 
+    __module__ = "jmpx.types"
+
     inner_state: PyTree
     low: PyTree
     count: jax.Array | None

@@ -55,6 +55,8 @@ class SkipNonfiniteState(NamedTuple):
         (True, 0)
     """
 
+    __module__ = "jmpx.types"
+
     inner_state: PyTree
     grads_finite: jax.Array
     total_skipped: jax.Array

@@ -42,6 +42,8 @@ class NonfiniteCounts(NamedTuple):
         (True, 0, 1)
     """
 
+    __module__ = "jmpx.inspect"
+
     inf: jax.Array
     nan: jax.Array
 

@@ -42,9 +42,10 @@ class Over:
     gather's backward pass, and divided here by the number of devices. Under `jax.shard_map` JAX
     knows which parameters differ between devices, so that `sharded` may be left out: those that the
     function gathers are shards, and those that only their own device reads are copies, which may
-    differ. Any other has to be told. With `check_vma=False`, and under `jax.pmap` and `jax.vmap`, JAX does not
-    know: a gathered parameter has to be told, and all others are averaged unless this says
-    otherwise. A mask that contradicts the program is refused when the gradient function is called.
+    differ. Any other has to be told. With `check_vma=False`, and under `jax.pmap` and `jax.vmap`,
+    JAX does not know: a gathered parameter has to be told, and all others are averaged unless this
+    says otherwise. A mask that contradicts the program is refused when the gradient function is
+    called.
 
     Args:
         axis_name: the name of the mapped axis, or a tuple of several.

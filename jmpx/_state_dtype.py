@@ -38,6 +38,8 @@ class StateDtypeState(NamedTuple):
         'bfloat16'
     """
 
+    __module__ = "jmpx.types"
+
     inner_state: PyTree
     count: jax.Array
 

@@ -31,6 +31,8 @@ class LostUpdates(NamedTuple):
         float16: how many would if it were stored in float16.
     """
 
+    __module__ = "jmpx.inspect"
+
     entries: jax.Array
     stored: jax.Array
     bfloat16: jax.Array
@@ -59,6 +61,8 @@ class UpdateReport:
         >>> isinstance(report.updates["['w']"], jmpx.inspect.LostUpdates)
         True
     """
+
+    __module__ = "jmpx.inspect"
 
     updates: dict[str, LostUpdates]
     decays: dict[str, LostUpdates]

@@ -49,6 +49,8 @@ class Collectives:
         notes: what to know about these numbers, in sentences.
     """
 
+    __module__ = "jmpx.inspect"
+
     program: str
     devices: int
     platform: str | None
@@ -80,6 +82,9 @@ class Collectives:
             indent: as in `json.dumps`; None puts all into one line.
         """
         return json.dumps(self.to_dict(), indent=indent)
+
+
+Wire = Collectives  # its name in the pickles of 0.2
 
 
 def collectives(step: Any) -> Collectives:

@@ -51,6 +51,8 @@ class Audit:
         [{'dtypes': 'bfloat16 x bfloat16', 'flops': 2048, 'count': 2}]
     """
 
+    __module__ = "jmpx.inspect"
+
     title: str
     is_step: bool
     platform: str | None

@@ -64,7 +64,8 @@ _FUNCTIONS = {
 }
 # Why `save=` left something as it was, and what to do.
 _LEFT = {
-    None: "it takes a gradient itself, so put autocast inside, as in jax.grad(jmpx.autocast(f))",
+    None: "it takes a gradient itself, so run what is differentiated under autocast, as in "
+    "jax.grad(jmpx.autocast(f))",
     Kind.CHECKPOINT: "it is under jax.checkpoint, so leave that out where save= shall decide",
     Kind.EFFECTS: "it has effects, such as a callback, so move these out of it",
 }

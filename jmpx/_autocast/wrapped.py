@@ -73,6 +73,8 @@ class Autocast:
         'Linear'
     """
 
+    __module__ = "jmpx.types"
+
     _jmpx_fn: Callable[..., Any]
     _jmpx_policy_map: PolicyMap
     _jmpx_output: Any = "traced"

@@ -44,6 +44,8 @@ class FirstNonfinite:
         ('inf', 'log', False, '')
     """
 
+    __module__ = "jmpx.inspect"
+
     kind: str
     operation: str
     given: str

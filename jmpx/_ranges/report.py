@@ -33,6 +33,8 @@ class Ranges:
         is_step: whether the function is a step that contains its gradient; False for a loss.
     """
 
+    __module__ = "jmpx.inspect"
+
     title: str
     activations: tuple[Range, ...]
     gradients: tuple[Range, ...]

@@ -13,7 +13,7 @@ from helpers.nnx_net import Average, assert_same_state, make, squares, state_of
 
 import jmpx
 import jmpx.flax
-from jmpx import _mpx as mpx
+import jmpx.mpx as mpx
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

@@ -7,9 +7,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jmpx
+import jmpx.mpx as mpx
 from helpers import enable_x64
 from helpers.training import loss_fn
-from jmpx import _mpx as mpx
 
 EXAMPLES = 24
 

@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jmpx
+import jmpx.mpx as mpx
 from helpers import enable_x64, normal
 from helpers.maps import AXIS
-from jmpx import _mpx as mpx
 
 
 def gradients(loss_fn, scaling=None, *, axis_name: Any = AXIS, sharded: Any = None, **options: Any):

@@ -23,7 +23,7 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
-from jmpx import _mpx as mpx
+import jmpx.mpx as mpx
 
 NARROW = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 

@@ -166,7 +166,7 @@ SAME = [
 @pytest.mark.parametrize(("outer", "inner"), SAME)
 def test_the_same_map_inside_is_no_second_cast_and_no_warning(outer, inner, problem):
     def loss_in_context(params, x, y):
-        with jmpx.haiku.policies(inner):
+        with jmpx.haiku.policies(inner), jax.numpy_dtype_promotion("standard"):
             return loss_fn(params, x, y)
 
     noop = jmpx.NoOpLossScale()

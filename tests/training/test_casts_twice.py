@@ -17,7 +17,7 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
-from jmpx import _mpx as mpx
+import jmpx.mpx as mpx
 
 SCALE = jmpx.StaticLossScale(1)  # float16 without one is another warning
 ROUNDED = 1 + 2**-12  # neither float16 nor bfloat16 holds it
@@ -86,7 +86,8 @@ def one_warning(name):
         yield
     (warning,) = caught
     text = str(warning.message)
-    assert f"before {name} inside" in text and 'policy="full"' in text
+    way = "operations" if name == "jmpx.autocast" else "modules"
+    assert f"before {name} inside" in text and f"write by={way} into its policy" in text
     assert warning.filename == __file__
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jmpx
 import jmpx.equinox
-from jmpx import _mpx as mpx
+import jmpx.mpx as mpx
 
 AXIS, DEVICES = "data", 8
 SPLIT = P(AXIS)

@@ -12,7 +12,7 @@ from helpers.jaxprs import equations
 from helpers.training import LOSS_SCALES, POLICIES, by_hand, loss_fn, make_params
 
 import jmpx
-from jmpx import _mpx as mpx
+import jmpx.mpx as mpx
 
 
 @pytest.mark.sampled(5)

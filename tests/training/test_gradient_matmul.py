@@ -12,7 +12,7 @@ from helpers.jaxprs import equations
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jmpx
-from jmpx import _mpx as mpx
+import jmpx.mpx as mpx
 
 NOOP = jmpx.NoOpLossScale()
 # What a product has to which jmpx gives no algorithm, so that its transposed products get none.

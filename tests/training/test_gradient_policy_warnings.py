@@ -15,7 +15,7 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
-from jmpx import _mpx as mpx
+import jmpx.mpx as mpx
 
 NO_SCALE = "computes in float16 without a loss scale, .* jmpx.DynamicLossScale.. "
 NO_FLOAT16 = "has a dynamic loss scale, and nothing in it runs in float16: "

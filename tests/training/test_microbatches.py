@@ -12,7 +12,7 @@ from helpers.jaxprs import equations_of
 from helpers.training import LOSS_SCALES, loss_fn, make_params, value
 
 import jmpx
-from jmpx import _mpx as mpx
+import jmpx.mpx as mpx
 from jmpx._jaxpr import scan_counts
 
 TOLERANCE = {"f16": 5e-3, "bf16": 4e-2, "f32": 5e-6}  # against float64

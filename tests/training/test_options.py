@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jmpx
-from jmpx import _mpx as mpx
+import jmpx.mpx as mpx
 
 NOOP = jmpx.NoOpLossScale()
 MAKERS = [

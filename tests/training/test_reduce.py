@@ -15,7 +15,7 @@ from helpers.training import LOSS_SCALES, loss_fn, make_params
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jmpx
-from jmpx import _mpx as mpx
+import jmpx.mpx as mpx
 
 # JAX 0.10 announces the end of pmap with a DeprecationWarning.
 pytestmark = pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")

@@ -13,7 +13,8 @@ from helpers import assert_same_bits
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jmpx
-from jmpx import Gradients, GradientsAndAux, ValueAndGradients, _mpx as mpx
+import jmpx.mpx as mpx
+from jmpx.types import Gradients, GradientsAndAux, ValueAndGradients
 
 MAKERS = {"value": jmpx.filter_value_and_grad, "grad": jmpx.filter_grad}
 FIELDS = {

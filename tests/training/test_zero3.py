@@ -58,7 +58,7 @@ def sharded_loss(policy):
     return lambda params, tokens: loss_fn(params, tokens, read)
 
 
-def sharded_gradients(policy, scaling, how="shard_map", **options):
+def sharded_gradients(policy, scaling, how="shard_map", sharded=None):
     """A jitted function of whole parameters and a batch, which `shard_map` splits."""
 
     def run(params, tokens):
@@ -66,9 +66,8 @@ def sharded_gradients(policy, scaling, how="shard_map", **options):
             sharded_loss(policy),
             scaling,
             policy=policy,
-            over=jmpx.Over(AXIS),
+            over=jmpx.Over(AXIS, sharded),
             uncast=0,
-            **options,
         )
         return grad_fn(params, tokens)
 
