@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
             trace, audit = float("inf"), float("inf")
             for _ in range(given.runs):
                 trace = min(trace, seconds(jax.make_jaxpr(fresh(traced)), args))
-                audit = min(audit, seconds(jmpx.audit(fresh(fn)), args))
+                audit = min(audit, seconds(jmpx.inspect.audit(fresh(fn)), args))
             records.emit(
                 "audit_cost",
                 program=name,

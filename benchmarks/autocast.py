@@ -42,7 +42,7 @@ def losses(model: Transformer, batch: tuple[jax.Array, jax.Array]) -> dict[str, 
         return lambda params: cross_entropy(apply(params, x), labels)
 
     def in_bfloat16(params: PyTree, x: jax.Array) -> jax.Array:
-        return model.apply(*jmpx.cast_to_bfloat16((params, x)))
+        return model.apply(*jmpx.cast_tree((params, x), jnp.bfloat16))
 
     # As Grampax does: the operands of products are cast, and the results are cast back.
     grampax = jmpx.autocast(model.apply, "full", rules={lax.dot_general_p: jnp.bfloat16})

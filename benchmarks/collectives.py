@@ -1,9 +1,9 @@
 """Reads from a program which collectives it runs, in which dtypes, and how many bytes.
 
 `read_stablehlo` reads what JAX writes, `read_hlo` what XLA writes between its passes and after
-them: the readers are those of `jmpx.wire`. Under jit, JAX writes no collectives: XLA's partitioner
-inserts them, and `partitioned` returns what it made. A CPU's final program does not tell: XLA:CPU
-widens 16-bit collectives later.
+them: the readers are those of `jmpx.inspect.collectives`. Under jit, JAX writes no collectives:
+XLA's partitioner inserts them, and `partitioned` returns what it made. A CPU's final program does
+not tell: XLA:CPU widens 16-bit collectives later.
 """
 
 import collections

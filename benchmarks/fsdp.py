@@ -42,7 +42,7 @@ PyTree = Any
 Gradients = Callable[[PyTree, jax.Array, jax.Array], tuple[jax.Array, PyTree]]
 Way = Callable[[Transformer, Mesh], Gradients]
 
-cast = jmpx.cast_to_bfloat16
+cast = jmpx.mpx.cast_to_bfloat16
 
 
 # Ways to compute gradients under jit, where XLA inserts the collectives.
@@ -65,8 +65,8 @@ def with_jmpx(loss_fn: Callable[..., jax.Array], policy: str, **options: Any) ->
 def with_policy(policy: str, groups: bool = False, microbatches: int = 1) -> Way:
     def make(model: Transformer, mesh: Mesh) -> Gradients:
         rows = NamedSharding(mesh, ROWS) if groups else None
-        options: Any = {"batch_sharding": rows, "microbatches": microbatches}
-        return with_jmpx(model.loss, policy, **options)
+        batch = jmpx.Batch(microbatches=microbatches, sharding=rows)
+        return with_jmpx(model.loss, policy, batch=batch)
 
     return make
 
@@ -113,7 +113,7 @@ def groups_by_hand(model: Transformer, mesh: Mesh) -> Gradients:
 
 
 def vmap_of_axis_name(model: Transformer, mesh: Mesh) -> Gradients:
-    of_a_group = with_jmpx(model.loss, "c=bf16", axis_name="groups")
+    of_a_group = with_jmpx(model.loss, "c=bf16", over=jmpx.Over("groups"))
     names: Any = {"axis_name": "groups", "spmd_axis_name": "data"}
     mapped = jax.vmap(of_a_group, in_axes=(None, 0, 0), out_axes=None, **names)
     return lambda params, *batch: mapped(params, *split(batch, mesh))
@@ -130,7 +130,7 @@ def groups_gathered_once(model: Transformer, mesh: Mesh) -> Gradients:
         return model.loss(jax.tree.map(gather, cast(params)), x, labels)
 
     rows = NamedSharding(mesh, ROWS)
-    return with_jmpx(loss_fn, "c=bf16", batch_sharding=rows, uncast_argnums=0)
+    return with_jmpx(loss_fn, "c=bf16", batch=jmpx.Batch(sharding=rows), uncast=0)
 
 
 # Ways under shard_map, where the program gathers the parameters.
@@ -178,15 +178,16 @@ def gathered_by(gather: Callable[[jax.Array], jax.Array]) -> Way:
 def gathered_by_jmpx(policy: str, microbatches: int = 1) -> Way:
     def make(model: Transformer, mesh: Mesh) -> Gradients:
         def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
-            return model.loss(jmpx.gather(params, "data", policy), x, labels)
+            return model.loss(jmpx.distributed.gather(params, "data", policy), x, labels)
 
-        options: Any = {"axis_name": "data", "uncast_argnums": 0, "microbatches": microbatches}
+        batch, over = jmpx.Batch(microbatches=microbatches), jmpx.Over("data")
+        options: Any = {"uncast": 0, "batch": batch, "over": over}
         return under_shard_map(with_jmpx(loss_fn, policy, **options), mesh)
 
     return make
 
 
-GROUPS, GATHER = "batch_sharding", "jmpx.gather"  # the ways that jmpx offers
+GROUPS, GATHER = "batch_sharding", "jmpx.distributed.gather"  # the ways that jmpx offers
 UNDER_JIT: dict[str, Way] = {
     "float32": plain,
     "c=bf16": with_policy("c=bf16"),

@@ -82,7 +82,7 @@ OBJECTS = (
     *(None, True, False, 0, 1, -1, 2**15, 10**400, 0.5, math.inf, math.nan, 1e-45, -0.0, 2.0**126),
     *(jnp.bfloat16, np.float32, np.dtype("float16"), int, float, "", b"f16", 1j, object, (), {}),
     *(np.float32(4), np.array(8.0), np.array([1.0, 2.0]), np.array("f16"), jmpx.get_policy("f16")),
-    *(jmpx.Rule("*/a", compute="f32"), jmpx.get_policy_map("f16; A: full")),
+    *(jmpx.types.Rule("*/a", compute="f32"), jmpx.get_policy_map("f16; A: full")),
     *(jmpx.StaticLossScale(2), jmpx.DynamicLossScale(8, period=3), jmpx.NoOpLossScale()),
 )
 LONGEST = 2048  # bytes of an input

@@ -196,7 +196,7 @@ class State(NamedTuple):
     """What a training step takes and returns."""
 
     params: PyTree
-    opt_state: jmpx.SkipNonfiniteState
+    opt_state: jmpx.types.SkipNonfiniteState
     loss_scale: jmpx.LossScale
 
 

@@ -1,12 +1,13 @@
-"""Measures what `jmpx.ranges` costs beside a plain step of a transformer, as lines of JSON.
+"""Measures what `jmpx.inspect.ranges` costs beside a plain step of a transformer, as lines of JSON.
 
     python benchmarks/ranges_cost.py
 
 A step is the loss and its gradient of four blocks (batch 8, sequence 128, width 256), written out
 or scanned. `step_s` is the processor's time of a jitted float32 step that is compiled already;
-`first` and `later` are those of calls of `jmpx.ranges`, tracing included, as multiples of it. The
-first call compiles; later calls of a model that is written out compile nothing, but loops are
-compiled again. Seconds are those of all threads, so that other programs on the machine count less.
+`first` and `later` are those of calls of `jmpx.inspect.ranges`, tracing included, as multiples of
+it. The first call compiles; later calls of a model that is written out compile nothing, but loops
+are compiled again. Seconds are those of all threads, so that other programs on the machine count
+less.
 """
 
 import functools
@@ -38,7 +39,7 @@ def measure(model: Transformer, size: int, length: int, rounds: int) -> list[rec
     plain = min(seconds(lambda: step(params, *batch)) for _ in range(rounds))
     found = []
     for extremes_only in (True, False):
-        ranges = jmpx.ranges(model.loss, extremes_only=extremes_only)
+        ranges = jmpx.inspect.ranges(model.loss, extremes_only=extremes_only)
         run = functools.partial(ranges, params, *batch)
         first, *later = [seconds(run) for _ in range(1 + rounds)]
         found.append(

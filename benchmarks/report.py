@@ -104,10 +104,10 @@ HEADLINES = (
     "milliseconds that `import jmpx` adds to `import jax`",
     "FSDP, MiB sent: batch_sharding, c=bf16, fsdp_partitioner",
     "FSDP, MiB sent: batch_sharding, c=bf16,r=bf16, fsdp_partitioner",
-    "FSDP, MiB sent: jmpx.gather, c=bf16, fsdp_stablehlo",
-    "FSDP, MiB sent: jmpx.gather, c=bf16,r=bf16, fsdp_stablehlo",
+    "FSDP, MiB sent: jmpx.distributed.gather, c=bf16, fsdp_stablehlo",
+    "FSDP, MiB sent: jmpx.distributed.gather, c=bf16,r=bf16, fsdp_stablehlo",
     "FSDP, gradient error over that on one device: batch_sharding, c=bf16",
-    "FSDP, gradient error over that on one device: jmpx.gather, c=bf16",
+    "FSDP, gradient error over that on one device: jmpx.distributed.gather, c=bf16",
     "TPU v5e, share of products in float32, highest: router, adapter",
     "TPU v5e, share of products in bfloat16: rest, adapter",
     "TPU v5e, share of products in float32, highest: router, autocast",
@@ -160,9 +160,15 @@ def bars(found: list[Record]) -> Iterator[Row]:
 
 FSDP = {  # what a device may send in a step, in MiB
     "fsdp_partitioner": {"batch_sharding, c=bf16": 7.2, "batch_sharding, c=bf16,r=bf16": 4.4},
-    "fsdp_stablehlo": {"jmpx.gather, c=bf16": 4.3, "jmpx.gather, c=bf16,r=bf16": 2.9},
+    "fsdp_stablehlo": {
+        "jmpx.distributed.gather, c=bf16": 4.3,
+        "jmpx.distributed.gather, c=bf16,r=bf16": 2.9,
+    },
 }
-EXACT = {"batch_sharding, c=bf16": "all-reduce f32", "jmpx.gather, c=bf16": "reduce-scatter f32"}
+EXACT = {
+    "batch_sharding, c=bf16": "all-reduce f32",
+    "jmpx.distributed.gather, c=bf16": "reduce-scatter f32",
+}
 
 
 def fsdp_bars(found: Iterable[Record]) -> Iterator[Row]:

@@ -13,8 +13,9 @@ Its parts:
   the mean of the last tenth of its losses.
 - moments: those of Adam after 4,000 gradients, over the ones that float64 has.
 - averages: the error of moving averages, decay 0.999, from 0.5 to 1 in 5,000 steps.
-- rounding: the mean error of `jmpx.stochastic_round` in units of the last place; how many float32
-  numbers `jmpx.split_master` gives back, and how often its high half is what a cast gives.
+- rounding: the mean error of `jmpx.optim.stochastic_round` in units of the last place; how many
+  float32 numbers `jmpx.optim.split_master` gives back, and how often its high half is what a cast
+  gives.
 
 All models compute in float32, so that only storage differs. XLA may not keep more digits than the
 program says (`xla_allow_excess_precision`), because otherwise it leaves out roundings to 16 bits.
@@ -60,7 +61,7 @@ class Way(NamedTuple):
 
 def nearest(optimizer: Optimizer, seed: int) -> Optimizer:
     """Returns the optimizer as optax runs it: its state is in the dtype of the parameters."""
-    init = lambda params: optimizer.init(jmpx.split_master(params)[0])  # noqa: E731
+    init = lambda params: optimizer.init(jmpx.optim.split_master(params)[0])  # noqa: E731
     return optax.GradientTransformation(init, optimizer.update)
 
 
@@ -68,18 +69,18 @@ def kahan(optimizer: Optimizer, seed: int) -> Optimizer:
     """Keeps what each update lost in bfloat16, and adds it to the next one: Kahan's summation."""
 
     def init(params: PyTree) -> PyTree:
-        stored = jmpx.cast_to_float32(jmpx.split_master(params)[0])
-        lost = jmpx.cast_to_bfloat16(jax.tree.map(jnp.subtract, params, stored))
+        stored = jmpx.cast_to_full(jmpx.optim.split_master(params)[0])
+        lost = jmpx.cast_tree(jax.tree.map(jnp.subtract, params, stored), jnp.bfloat16)
         return optimizer.init(params), lost
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, PyTree]:
         inner_state, lost = state
-        old = jmpx.cast_to_float32(params)
+        old = jmpx.cast_to_full(params)
         updates, inner_state = optimizer.update(updates, inner_state, old)
-        wanted = jax.tree.map(jnp.add, updates, jmpx.cast_to_float32(lost))
-        new = jmpx.cast_to_bfloat16(jax.tree.map(jnp.add, old, wanted))
-        taken = jax.tree.map(jnp.subtract, jmpx.cast_to_float32(new), old)
-        lost = jmpx.cast_to_bfloat16(jax.tree.map(jnp.subtract, wanted, taken))
+        wanted = jax.tree.map(jnp.add, updates, jmpx.cast_to_full(lost))
+        new = jmpx.cast_tree(jax.tree.map(jnp.add, old, wanted), jnp.bfloat16)
+        taken = jax.tree.map(jnp.subtract, jmpx.cast_to_full(new), old)
+        lost = jmpx.cast_tree(jax.tree.map(jnp.subtract, wanted, taken), jnp.bfloat16)
         return taken, (inner_state, lost)
 
     return optax.GradientTransformation(init, update)
@@ -89,20 +90,22 @@ WAYS = {
     "float32": Way(lambda optimizer, seed: optimizer, jnp.float32),
     "bfloat16": Way(nearest, grad_dtype=None),
     "bfloat16, float32 state": Way(
-        lambda optimizer, seed: jmpx.with_state_dtype(optimizer, jnp.float32)
+        lambda optimizer, seed: jmpx.optim.with_state_dtype(optimizer, jnp.float32)
     ),
     "bfloat16, stochastic": Way(
-        lambda optimizer, seed: jmpx.low_precision_params(optimizer, "stochastic", seed=seed)
+        lambda optimizer, seed: jmpx.optim.low_precision_params(optimizer, "stochastic", seed=seed)
     ),
     "bfloat16, stochastic, bfloat16 state": Way(
-        lambda optimizer, seed: jmpx.low_precision_params(
+        lambda optimizer, seed: jmpx.optim.low_precision_params(
             optimizer, "stochastic", state_dtype=jnp.bfloat16, seed=seed
         )
     ),
     "bfloat16, Kahan": Way(kahan),
-    "split master": Way(lambda optimizer, seed: jmpx.low_precision_params(optimizer, "split")),
+    "split master": Way(
+        lambda optimizer, seed: jmpx.optim.low_precision_params(optimizer, "split")
+    ),
     "split master, bfloat16 state": Way(
-        lambda optimizer, seed: jmpx.low_precision_params(
+        lambda optimizer, seed: jmpx.optim.low_precision_params(
             optimizer, "split", state_dtype=jnp.bfloat16, seed=seed
         )
     ),
@@ -148,7 +151,7 @@ def train(
     def run(carry: Any, batches: Any) -> tuple[Any, jax.Array]:
         return jax.lax.scan(step, carry, batches)
 
-    params = masters if how.dtype == jnp.float32 else jmpx.split_master(masters)[0]
+    params = masters if how.dtype == jnp.float32 else jmpx.optim.split_master(masters)[0]
     (params, state), losses = run((params, optimizer.init(masters)), batches)
     return Trained(params, state, np.asarray(losses))
 
@@ -253,11 +256,11 @@ def averages(small: bool = False) -> Iterator[Fields]:
         update = functools.partial(optax.incremental_update, step_size=1 - DECAY)
         found = repeat(lambda old, update=update: update(jnp.ones_like(old), old), steps, dtype)
         yield {"way": f"optax, {found.dtype.name}", "error": abs(float(found) - exact)}
-    average = jmpx.ema(DECAY)
+    average = jmpx.optim.ema(DECAY)
     ones = jnp.ones((), jnp.bfloat16)
     init = average.init(jnp.full((), 0.5, jnp.bfloat16))
     found = repeat(lambda state: average.update(ones, state)[1], steps, init=init).average
-    yield {"way": "jmpx.ema of bfloat16", "error": abs(float(found) - exact)}
+    yield {"way": "jmpx.optim.ema of bfloat16", "error": abs(float(found) - exact)}
 
 
 def repeat(func: Callable[[Any], Any], times: int, dtype: Any = None, init: Any = None) -> Any:
@@ -273,20 +276,20 @@ def rounding(small: bool = False) -> Iterator[Fields]:
     count = 1000 if small else 2**22
     x = np.random.default_rng(0).normal(size=count).astype(np.float32)
     key = jax.random.key(0)
-    rounded = np.asarray(jmpx.stochastic_round(x, jnp.bfloat16, key), np.float64)
+    rounded = np.asarray(jmpx.optim.stochastic_round(x, jnp.bfloat16, key), np.float64)
     _, exponent = np.frexp(x)
     errors = (rounded - x) / 2.0 ** (exponent - 8)  # bfloat16 has 8 digits
     yield {
-        "way": "jmpx.stochastic_round",
+        "way": "jmpx.optim.stochastic_round",
         "mean_error_ulp": errors.mean(),
         "standard_error_ulp": errors.std() / count**0.5,
     }
     x = jnp.asarray(x)
-    high, low = jmpx.split_master(x)
-    back = jmpx.merge_master(high, low)
+    high, low = jmpx.optim.split_master(x)
+    back = jmpx.optim.merge_master(high, low)
     same = np.asarray(back).view(np.uint32) == np.asarray(x).view(np.uint32)
     yield {
-        "way": "jmpx.split_master",
+        "way": "jmpx.optim.split_master",
         "rebuilt": same.mean(),
         "high_is_the_cast": float((high == x.astype(jnp.bfloat16)).mean()),
     }

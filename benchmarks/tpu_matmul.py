@@ -254,7 +254,9 @@ def measure_reduction(policy: str, size: int = 512) -> records.Record:
         return jnp.mean(jnp.square(x @ w).astype(jnp.float32))
 
     def grads(w: jax.Array, x: jax.Array) -> jax.Array:
-        grad_fn = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), axis_name="data", policy=policy)
+        grad_fn = jmpx.filter_grad(
+            loss_fn, jmpx.NoOpLossScale(), over=jmpx.Over("data"), policy=policy
+        )
         return grad_fn(w, x).grads
 
     mapped = jax.shard_map(

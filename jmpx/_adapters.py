@@ -34,7 +34,15 @@ import numpy as np
 from jmpx import _jaxpr
 from jmpx._added_rules import in_force
 from jmpx._casts import cast_like, cast_tree
-from jmpx._contexts import Context, Hook, entered, is_held, opened, refuse_other_tasks
+from jmpx._contexts import (
+    Context,
+    Hook,
+    entered,
+    excuse_casts,
+    is_held,
+    opened,
+    refuse_other_tasks,
+)
 from jmpx._dtype_fields import FieldCensus
 from jmpx._dtypes import DTypeLike, dtype_name
 from jmpx._leaves import is_floating
@@ -163,6 +171,7 @@ class Session:
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
         self.name = name
         self.policy_map = _for_modules(policy_map, name)
+        excuse_casts(name, self.policy_map)
         self.pool = Pool.open_for(name, self.policy_map)
         self.paths: set[str] = set()
         self.ruled: set[str] = set()
@@ -338,12 +347,11 @@ def pooled(policy_map: PolicyMapLike | None, name: str) -> Iterator[Any]:
         name: the function that applies it, as the user calls it.
 
     Yields:
-        The policy map that the sessions follow, None for None.
+        The policy map to give to the adapters, None for None.
     """
-    followed = _for_modules(policy_map, name)
-    pool = Pool.open_for(name, followed)
+    pool = Pool.open_for(name, _for_modules(policy_map, name))
     with entered(Context(name, pool)):
-        yield followed
+        yield None if policy_map is None else get_policy_map(policy_map).applied_by("modules", name)
     if not is_held(pool):
         pool.warn(user_stacklevel("jax", "flax", "haiku", "equinox"))
 
@@ -500,8 +508,11 @@ def _cast_arguments(
 
     One in which nothing is cast stays the same object, as a list to which a module appends must.
     """
+    compute = np.dtype(policy.compute_dtype)
 
     def cast(argument: Any) -> Any:
+        if isinstance(argument, jax.Array) and argument.dtype == compute:
+            return argument  # what most calls are given
         new = cast_except(policy.cast_to_compute, argument, passes)
         old_leaves, leaves = (jax.tree.leaves(tree, is_leaf=passes) for tree in (argument, new))
         return argument if all(map(operator.is_, old_leaves, leaves)) else new

@@ -1,27 +1,107 @@
-"""The arguments of a gradient function that hold examples, and how they are split into parts."""
+"""The batch of a gradient function: which arguments hold examples, and how they are split."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmpx._leaves import PyTree, is_int, is_traceable, spell
+from jmpx._messages import describe
 from jmpx._nnx_objects import is_whole
 
 MICROBATCHES, GROUPS = "micro-batches", "groups"
 
 
-def check_microbatches(microbatches: object) -> None:
-    """Refuses anything but a positive int.
+BatchSharding: TypeAlias = NamedSharding | PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """How a gradient function splits the batch: into micro-batches, and over the devices of a mesh.
+
+    It is the option `batch` of `filter_value_and_grad` and `filter_grad`. The loss has to be a mean
+    over examples that count alike, because the values and gradients of the parts are averaged: a
+    sum comes out divided by their number, and a loss that compares examples or divides by their
+    weights is another loss in parts, which cannot be seen.
+
+    Micro-batches run one after the other, so that the memory of activations is that of one part.
+    Their gradients are summed in float32, and there is one loss scale, one check, and one mean over
+    devices; what the function gathers, it gathers in each part. Aux gets a leading axis of
+    micro-batches, and the model state goes from one part to the next.
+
+    A sharding is for `jax.jit` without a mapped axis. There XLA by itself sums gradients over
+    devices in the compute dtype. By this they are summed in the policy's reduce; unset, in float32.
+    The share of each device becomes a group, for which the function runs by `jax.vmap`. Aux gets a
+    leading axis of groups, before that of micro-batches, and the model state is the mean over
+    groups. Micro-batches of a batch that is split over devices need it, too.
+
+    Args:
+        argnums: the positions of the arguments whose arrays are split along their first axis; by
+            default all but the first and that of `state_argnum`. Others go whole, into each part,
+            as keyword arguments do, and by default PRNG keys of shape (), from which each part
+            draws the same. Without it, an array in a keyword argument is refused, unless its shape
+            is ().
+        microbatches: how many parts of one size a batch is split into.
+        sharding: the `jax.sharding.NamedSharding` of the batch, or its `PartitionSpec` under
+            `jax.set_mesh`, whose first entry names the mesh axes that split the first axis of the
+            batch; None leaves the means over devices to XLA.
 
     Raises:
-        TypeError: if it is no int.
-        ValueError: if it is below 1.
+        TypeError: if an argument is of another type.
+        ValueError: if `argnums` holds 0, the position of the parameters, `microbatches` is below 1,
+            or `sharding` does not split the first axis.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> def loss_fn(w, x):
+        ...     return jnp.mean((x @ w) ** 2), x.shape
+        >>> grad_fn = jmpx.filter_grad(
+        ...     loss_fn, jmpx.NoOpLossScale(), True, policy="bf16", batch=jmpx.Batch(microbatches=4)
+        ... )
+        >>> result = grad_fn(jnp.ones(3), jnp.ones((8, 3)))
+        >>> result.grads, result.aux  # each part has seen two examples
+        (Array([6., 6., 6.], dtype=float32), (2, 3))
     """
+
+    __module__ = "jmpx"
+
+    argnums: int | Sequence[int] | None = None
+    microbatches: int = 1
+    sharding: BatchSharding | None = None
+
+    def __post_init__(self) -> None:
+        BatchArguments.of(self.argnums)
+        _check_microbatches(self.microbatches)
+        _check_sharding(self.sharding)
+
+
+def as_batch(batch: object) -> Batch:
+    """Returns the option `batch` of a gradient function, for None a batch in one part.
+
+    Raises:
+        TypeError: if it is something else than a `Batch`.
+    """
+    if batch is None:
+        return Batch()
+    if isinstance(batch, Batch):
+        return batch
+    example = "microbatches=8"
+    if is_int(batch):
+        example = f"microbatches={batch}"
+    elif isinstance(batch, BatchSharding):
+        example = "sharding=..."
+    raise TypeError(
+        f"Expected batch to be a jmpx.Batch, got {describe(batch)}: write "
+        f"batch=jmpx.Batch({example})."
+    )
+
+
+def _check_microbatches(microbatches: object) -> None:
     if not is_int(microbatches):
         raise TypeError(
             f"Expected microbatches to be an int, got {microbatches!r}: give the number of parts "
@@ -31,6 +111,31 @@ def check_microbatches(microbatches: object) -> None:
         raise ValueError(
             f"Expected microbatches to be at least 1, got {microbatches}: 1 does not split a batch."
         )
+
+
+def _check_sharding(sharding: object) -> None:
+    """Refuses anything but a sharding that splits the first axis of a batch."""
+    if sharding is None:
+        return
+    if not isinstance(sharding, BatchSharding):
+        raise TypeError(
+            "Expected the sharding of a jmpx.Batch to be a jax.sharding.NamedSharding, or a "
+            f"PartitionSpec under jax.set_mesh, got {describe(sharding)}: give the sharding of the "
+            "batch."
+        )
+    if not axes_of(sharding):
+        raise ValueError(
+            "Expected the sharding of a jmpx.Batch to split the first axis of a batch, got "
+            f'{sharding}: name a mesh axis first, as in PartitionSpec("data").'
+        )
+
+
+def axes_of(sharding: BatchSharding) -> tuple[str, ...]:
+    """Returns the mesh axes by which a sharding splits the first axis of a batch."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    first = spec[0] if len(spec) else None
+    axes = first if isinstance(first, tuple) else (first,)
+    return tuple(axis for axis in axes if isinstance(axis, str))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +151,7 @@ class BatchArguments:
     whole: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, argnums: Any, state_argnum: int | None) -> "BatchArguments":
+    def of(cls, argnums: Any, state_argnum: int | None = None) -> "BatchArguments":
         """Checks the positions that the user gave.
 
         Raises:
@@ -60,14 +165,15 @@ class BatchArguments:
         for number in numbers:
             if not is_int(number):
                 raise TypeError(
-                    f"Expected batch_argnums to be an int or several, got {argnums!r}: say which "
-                    "arguments hold a batch of examples."
+                    f"Expected argnums of jmpx.Batch to be an int or several, got {argnums!r}: say "
+                    "which arguments hold a batch of examples."
                 )
             if number in whole:
                 what = "parameters" if number == 0 else "model state"
                 raise ValueError(
-                    f"Cannot split argument {number}, as batch_argnums={argnums!r} says, because "
-                    f"it holds the {what}: give the positions of the arguments that hold examples."
+                    f"Cannot split argument {number}, as argnums={argnums!r} of jmpx.Batch says, "
+                    f"because it holds the {what}: give the positions of the arguments that hold "
+                    "examples."
                 )
         return cls(numbers, whole)
 
@@ -89,7 +195,7 @@ class BatchArguments:
             count: the number of parts.
             what: the name of the parts, for error messages.
             keywords: the keyword arguments of the call, which go whole. Their arrays need the
-                word `batch_argnums`.
+                word `argnums`.
 
         Raises:
             TypeError: if an array has no axis to split, or nothing is left to be split.
@@ -128,8 +234,9 @@ class BatchArguments:
         for number in self.numbers:
             if not -count <= number < count or number % count in self.whole:
                 raise ValueError(
-                    f"Cannot split argument {number}, as batch_argnums says, in a call with "
-                    f"{count} positional arguments: count from 1, the first after the parameters."
+                    f"Cannot split argument {number}, as argnums of jmpx.Batch says, in a call "
+                    f"with {count} positional arguments: count from 1, the first after the "
+                    "parameters."
                 )
         return {number % count for number in self.numbers}
 
@@ -148,10 +255,11 @@ class BatchArguments:
         if not found:
             none = "no positional argument but the first holds an array of examples"
             if self.numbers is not None:
-                none = f"the arguments of batch_argnums={self.numbers} hold no array"
+                none = f"the arguments of argnums={self.numbers} hold no array"
             raise TypeError(
                 f"Cannot split a batch into {count} {what}, because {none}: pass the examples by "
-                "position, and name their positions by batch_argnums if other arrays go whole."
+                "position, and name their positions by argnums of jmpx.Batch if other arrays go "
+                "whole."
             )
         number, first = found[0]
         for other, leaf in found:
@@ -159,14 +267,14 @@ class BatchArguments:
                 raise TypeError(
                     f"Cannot split argument {other} into {count} {what}, because it holds "
                     f"{spell(leaf)}, which has no axis of examples: name the arguments that "
-                    "hold examples by batch_argnums, and others go whole."
+                    "hold examples by argnums of jmpx.Batch, and others go whole."
                 )
             if leaf.shape[0] != first.shape[0]:
                 raise ValueError(
                     f"Cannot split arguments {number} and {other} into {count} {what}, because "
                     f"{spell(first)} and {spell(leaf)} differ in their number of examples: "
-                    "name the arguments that hold examples by batch_argnums, and others, such as "
-                    "PRNG keys and model state, go whole."
+                    "name the arguments that hold examples by argnums of jmpx.Batch, and others, "
+                    "such as PRNG keys and model state, go whole."
                 )
         if first.shape[0] % count:
             raise ValueError(
@@ -201,7 +309,7 @@ def _check_keywords(keywords: Mapping[str, PyTree], what: str) -> None:
                     f"Cannot tell whether the keyword argument {name!r} holds examples, because "
                     f"{spell(leaf)} in it has an axis, and the batch is split into {what}: pass it "
                     "by position if it is to be split, or name the arguments that hold examples by "
-                    "batch_argnums, and keyword arguments go whole."
+                    "argnums of jmpx.Batch, and keyword arguments go whole."
                 )
 
 

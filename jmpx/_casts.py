@@ -84,8 +84,8 @@ def cast_like(new: T, old: Any) -> T:
     return cast_tree(new, old.dtype) if is_floating(old) else new
 
 
-def cast_to_float32(tree: T) -> T:
-    """Casts the floating leaves of a pytree to float32; see `cast_tree`.
+def cast_to_full(tree: T) -> T:
+    """Casts the floating leaves of a pytree to float32; see `cast_tree`. JMP's name.
 
     Args:
         tree: any pytree.
@@ -96,52 +96,16 @@ def cast_to_float32(tree: T) -> T:
     Example:
         >>> import numpy as np
         >>> import jmpx
-        >>> jmpx.cast_to_float32(np.ones(2, np.float16)).dtype.name
+        >>> jmpx.cast_to_full(np.ones(2, np.float16)).dtype.name
         'float32'
     """
     return cast_tree(tree, jnp.float32)
 
 
-def cast_to_float16(tree: T) -> T:
-    """Casts the floating leaves of a pytree to float16; see `cast_tree`.
-
-    Args:
-        tree: any pytree.
-
-    Returns:
-        The same tree, its floating leaves in float16 (values above 65504 become inf).
-
-    Example:
-        >>> import numpy as np
-        >>> import jmpx
-        >>> jmpx.cast_to_float16(np.ones(2, np.float32)).dtype.name
-        'float16'
-    """
-    return cast_tree(tree, jnp.float16)
-
-
-def cast_to_bfloat16(tree: T) -> T:
-    """Casts the floating leaves of a pytree to bfloat16; see `cast_tree`.
-
-    Args:
-        tree: any pytree.
-
-    Returns:
-        The same tree, its floating leaves in bfloat16.
-
-    Example:
-        >>> import numpy as np
-        >>> import jmpx
-        >>> jmpx.cast_to_bfloat16(np.ones(2, np.float32)).dtype.name
-        'bfloat16'
-    """
-    return cast_tree(tree, jnp.bfloat16)
-
-
 def cast_to_half(tree: T) -> T:
     """Casts the floating leaves of a pytree to `half_dtype()`; see `cast_tree`.
 
-    JMP's name. `cast_to_half_precision` is the same function by MPX's name.
+    JMP's name.
 
     Args:
         tree: any pytree.
@@ -156,8 +120,3 @@ def cast_to_half(tree: T) -> T:
         True
     """
     return cast_tree(tree, half_dtype())
-
-
-cast_to_full = cast_to_float32  # JMP's name.
-cast_to_full_precision = cast_to_float32  # MPX's name.
-cast_to_half_precision = cast_to_half  # MPX's name.

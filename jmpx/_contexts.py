@@ -51,6 +51,9 @@ class Context:
     undo: Callable[[], None] | None = None
 
 
+AUTOCAST = "autocast traces"  # the topic of what autocast traces for: its policies
+
+
 class _State:
     """What is in force in one thread.
 
@@ -58,7 +61,10 @@ class _State:
         open: the open contexts, the innermost last.
         hooks: the hooks that are entered, and what leaves them.
         facts: what else JAX's caches know, by topic.
-        casts: the names of what has cast inside a gradient function; None outside of one.
+        casts: the names of what has cast inside of a function whose parameters were cast; None
+            outside of one.
+        parameters_map: the policy map by which they were.
+        excused: the names of what may cast there, as it follows the same policy map.
         watches: for each open `casts_watched`, the names of what has cast inside of it.
         late: the open contexts that another thread has left.
         epochs: how often this thread has found such contexts.
@@ -69,6 +75,8 @@ class _State:
         self.hooks: dict[Hook, contextlib.ExitStack] = {}
         self.facts: dict[str, Hashable] = {}
         self.casts: dict[str, None] | None = None
+        self.parameters_map: object = None
+        self.excused: set[str] = set()
         self.watches: list[dict[str, None]] = []
         self.late: collections.deque[Context] = collections.deque()
         self.epochs = 0
@@ -131,6 +139,22 @@ def set_fact(topic: str, value: Hashable) -> None:
     if value is not None:
         facts[topic] = value
     _tell_jax()
+
+
+def fact(topic: str) -> Hashable:
+    """Returns what this thread has made part of JAX's cache keys for a topic; None if nothing."""
+    return _thread.state.facts.get(topic)
+
+
+@contextlib.contextmanager
+def fact_set(topic: str, value: Hashable) -> Iterator[None]:
+    """Makes a value part of the key of JAX's caches in this thread while the context lasts."""
+    outer = fact(topic)
+    set_fact(topic, value)
+    try:
+        yield
+    finally:
+        set_fact(topic, outer)
 
 
 def refuse_other_tasks(action: str) -> None:
@@ -218,8 +242,8 @@ def is_held(value: object) -> bool:
 
 
 @contextlib.contextmanager
-def parameters_cast(are_rounded: bool) -> Iterator[dict[str, None]]:
-    """Notes that a gradient function has cast its parameters to 16 bits, while its function runs.
+def parameters_cast(are_rounded: bool, policy_map: object) -> Iterator[dict[str, None]]:
+    """Notes that the parameters of a function were cast to 16 bits, while the function runs.
 
     The parameters arrive rounded, so every other cast inside is one too many. The note is part of
     the key of JAX's caches: a function that was jitted and traced outside is traced anew, so that
@@ -227,23 +251,39 @@ def parameters_cast(are_rounded: bool) -> Iterator[dict[str, None]]:
 
     Args:
         are_rounded: whether the parameters were cast; if not, nothing is noted.
+        policy_map: the policy map by which they were cast.
 
     Yields:
-        The names of what casts inside, in order. Of nested gradient functions the outermost one
-        gets them, because its casts come first.
+        The names of what casts inside by another map, in order. Of nested functions the outermost
+        one gets them, because its casts come first.
     """
     state = _thread.state
     casts: dict[str, None] = {}
     if not are_rounded or state.casts is not None:
         yield casts
         return
-    state.casts = casts
+    state.casts, state.parameters_map = casts, policy_map
     set_fact("parameters are cast", True)
     try:
         yield casts
     finally:
-        state.casts = None
+        state.casts, state.parameters_map = None, None
+        for name in state.excused:
+            casts.pop(name, None)
+        state.excused.clear()
         set_fact("parameters are cast", None)
+
+
+def excuse_casts(by: str, policy_map: object) -> None:
+    """Lets a function cast by the policy map by which the parameters around it were cast.
+
+    Args:
+        by: the function that casts, as the user calls it.
+        policy_map: the policy map that it follows.
+    """
+    state = _thread.state
+    if state.casts is not None and state.parameters_map == policy_map:
+        state.excused.add(by)
 
 
 # By the key of `casts_watched`, the names of what has cast inside of it in any call so far.
@@ -262,16 +302,14 @@ def casts_watched(key: Hashable) -> Iterator[dict[str, None]]:
         The names of what has cast in this call and in earlier ones of the same key: in a later
         call, a jitted function casts without being traced.
     """
-    state, topic = _thread.state, "casts are watched"
-    outer = state.facts.get(topic)
+    watches, topic = _thread.state.watches, "casts are watched"
     casts = _watched.setdefault(key, {})
-    state.watches.append(casts)
-    set_fact(topic, (outer, key))
+    watches.append(casts)
     try:
-        yield casts
+        with fact_set(topic, (fact(topic), key)):
+            yield casts
     finally:
-        state.watches.pop()
-        set_fact(topic, outer)
+        watches.pop()
 
 
 @contextlib.contextmanager

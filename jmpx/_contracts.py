@@ -11,7 +11,7 @@ import numpy as np
 
 from jmpx._leaves import NUMBERS, PyTree, is_array, is_floating, is_traceable
 from jmpx._loss_scale import LossScale
-from jmpx._messages import describe as describe_value
+from jmpx._messages import describe
 from jmpx._mixed_precision import MixedPrecisionLike, get_mixed_precision
 
 # The bits of exponent and mantissa of the formats to which values may have been rounded.
@@ -19,7 +19,7 @@ _FORMATS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23)}
 _PYTHONS = ("int", "float", "complex")  # Python's numbers have no dtype to keep.
 
 
-def describe(tree: PyTree, policy: MixedPrecisionLike | None = None) -> dict[str, Any]:
+def describe_precision(tree: PyTree, policy: MixedPrecisionLike | None = None) -> dict[str, Any]:
     """Describes the precision of a train state, for the metadata of its checkpoint.
 
     Checkpoint libraries restore into another dtype without a word. `check_restored` compares what
@@ -27,8 +27,8 @@ def describe(tree: PyTree, policy: MixedPrecisionLike | None = None) -> dict[str
 
     Args:
         tree: any pytree of arrays: the parameters, or the whole train state. Loss scales in it are
-            left out: `loss_scale_from` restores them. Shapes of `jax.eval_shape` will do, or those
-            of `eqx.filter_eval_shape` for what holds a model of Equinox.
+            left out: `restore_loss_scale` restores them. Shapes of `jax.eval_shape` will do, or
+            those of `eqx.filter_eval_shape` for what holds a model of Equinox.
         policy: the policy of the run: anything that `get_mixed_precision` takes. Its loss scale is
             left out.
 
@@ -47,7 +47,7 @@ def describe(tree: PyTree, policy: MixedPrecisionLike | None = None) -> dict[str
         >>> import jax.numpy as jnp
         >>> import jmpx
         >>> params = {"w": jnp.array([0.1, 0.2]), "b": jnp.zeros(2), "step": jnp.array(3)}
-        >>> jmpx.describe({"params": params}, "c=bf16,o=f32")
+        >>> jmpx.inspect.describe_precision({"params": params}, "c=bf16,o=f32")
         {'policy': 'params=float32,compute=bfloat16,output=float32', 'dtypes': {'params/b': \
 'float32', 'params/step': 'int32', 'params/w': 'float32'}, 'rounded': {'params/b': 'bfloat16'}}
     """
@@ -82,7 +82,7 @@ def check_restored(
 
     Args:
         tree: what was restored: the tree that was described. Containers may differ.
-        description: what `describe` returned, as the checkpoint has it.
+        description: what `describe_precision` returned, as the checkpoint has it.
         allow_narrowing: whether to accept narrower dtypes, and rounded values.
         allow_widening: whether to accept wider floating dtypes. Wider integers hold what they
             held, and are accepted always.
@@ -94,9 +94,9 @@ def check_restored(
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> saved = jmpx.describe({"w": jnp.ones(2, jnp.bfloat16)}, "bf16")
-        >>> jmpx.check_restored({"w": jnp.ones(2, jnp.bfloat16)}, saved)
-        >>> jmpx.check_restored({"w": jnp.ones(2)}, saved)
+        >>> saved = jmpx.inspect.describe_precision({"w": jnp.ones(2, jnp.bfloat16)}, "bf16")
+        >>> jmpx.inspect.check_restored({"w": jnp.ones(2, jnp.bfloat16)}, saved)
+        >>> jmpx.inspect.check_restored({"w": jnp.ones(2)}, saved)
         Traceback (most recent call last):
         ...
         ValueError: Restored 1 of 1 leaves in wider dtypes than they were saved in, under the \
@@ -214,11 +214,11 @@ def _can_hold(new: np.dtype, old: np.dtype) -> bool:
 
 def _read(description: object) -> tuple[Mapping[str, str], Mapping[str, str] | None, Any]:
     """Returns the dtypes, what was rounded, and the policy of a description."""
-    remedy = "give what jmpx.describe returned, as json.loads reads it back"
+    remedy = "give what jmpx.inspect.describe_precision returned, as json.loads reads it back"
     if not isinstance(description, Mapping):
         raise TypeError(
             f"Expected the description of a checkpoint as a mapping, got "
-            f"{describe_value(description)}: {remedy}."
+            f"{describe(description)}: {remedy}."
         )
     for key in ("dtypes", "rounded"):
         names = description.get(key)
@@ -227,7 +227,7 @@ def _read(description: object) -> tuple[Mapping[str, str], Mapping[str, str] | N
         if not isinstance(names, Mapping) or not all(isinstance(n, str) for n in names.values()):
             raise TypeError(
                 f"Expected the {key!r} of a description to be names of dtypes by paths, got "
-                f"{describe_value(names)}: {remedy}."
+                f"{describe(names)}: {remedy}."
             )
     return description["dtypes"], description.get("rounded"), description.get("policy")
 
@@ -245,7 +245,7 @@ def _check_paths(saved: Mapping[str, str], leaves: Mapping[str, Any]) -> None:
         raise ValueError(
             f"Expected the {len(saved)} leaves that were described, got {' and '.join(parts)}: "
             "build the state as it was when it was saved, with the same wrappers of its optimizer, "
-            "and check the part of it that was given to jmpx.describe."
+            "and check the part of it that was given to jmpx.inspect.describe_precision."
         )
 
 

@@ -8,19 +8,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jmpx._applying import Application, Applying
 from jmpx._axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
-from jmpx._batches import GROUPS, MICROBATCHES, BatchArguments
+from jmpx._batches import GROUPS, MICROBATCHES, Batch, BatchArguments, as_batch
 from jmpx._casts import at_least_float32
-from jmpx._gradient_arguments import GradDtype, ModelState, Uncast, partition, paths_of
+from jmpx._dtypes import DTypeLike
+from jmpx._gradient_arguments import (
+    GradDtype,
+    ModelState,
+    check_arguments,
+    partition,
+    paths_of,
+    refuse_unknown,
+)
 from jmpx._gradient_policy import (
-    Precision,
-    casts_checked,
     scale_needed,
     warn_of_no_scale,
+    warn_of_reduce,
     warning_of_convolutions,
 )
 from jmpx._gradient_results import ValueAndGradients
-from jmpx._groups import AXIS, BatchSharding, Groups, as_placed, check_variables
+from jmpx._groups import AXIS, Groups, as_placed, check_variables
 from jmpx._leaves import (
     PyTree,
     can_replace,
@@ -33,12 +41,13 @@ from jmpx._leaves import (
 )
 from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._microbatches import Backward, accumulate
-from jmpx._nnx_objects import sparing
+from jmpx._policy_map import PolicyMapLike
 from jmpx._reduction import unscaled_mean
 from jmpx._sharding import find_exchanges
-from jmpx._shards import Parameters, read_mask
+from jmpx._shards import Over, Parameters, check_over, read_mask
 from jmpx._stateful import Pure
-from jmpx._tree import AxisName, all_finite, holds_on_all, select_tree
+from jmpx._tree import all_finite, holds_on_all, select_tree
+from jmpx._uncast import Uncast, UncastLike
 
 Axes = frozenset[Hashable]
 
@@ -52,30 +61,78 @@ class Options:
         scaling: the loss scale.
         has_aux: whether `func` returns `(loss, aux)`.
         use_mixed_precision: whether anything is cast, scaled and checked.
-        find_precision: looks up what the policy says.
+        applying: how `func` runs under the policy.
         grad_dtype: the dtype of the gradients.
-        uncast: the arguments that are not cast.
-        axis_name: the name (or names) of the mapped axis.
-        sharded: the mask of shards, or None.
-        batch_sharding: the sharding of the batch under `jax.jit`, or None.
-        microbatches: how many micro-batches a batch is split into.
-        batch: the arguments that are split.
         model_state: the argument that holds model state.
+        batch: how a batch is split.
+        over: the mapped axis, and which parameters are its shards; None if there is none.
     """
 
     func: Callable[..., Any]
     scaling: LossScale
     has_aux: bool
     use_mixed_precision: bool
-    find_precision: Callable[[], Precision]
+    applying: Applying
     grad_dtype: GradDtype
-    uncast: Uncast
-    axis_name: AxisName | None
-    sharded: PyTree
-    batch_sharding: BatchSharding | None
-    microbatches: int
-    batch: BatchArguments
     model_state: ModelState
+    batch: Batch
+    over: Over | None
+
+    @classmethod
+    def of(
+        cls,
+        func: Callable[..., Any],
+        scaling: LossScale,
+        has_aux: bool,
+        use_mixed_precision: bool,
+        /,
+        *,
+        policy: PolicyMapLike | None = None,
+        grad_dtype: DTypeLike | None = None,
+        uncast: UncastLike = (),
+        state_argnum: int | None = None,
+        batch: Batch | None = None,
+        over: Over | None = None,
+        **unknown: Any,
+    ) -> "Options":
+        """Checks what the user gave.
+
+        Raises:
+            TypeError: if an argument is of another type, or an option unknown.
+            ValueError: if an argument has no such value, or two contradict each other.
+        """
+        refuse_unknown(unknown)
+        check_arguments(func, scaling)
+        check_over(over)
+        batch = as_batch(batch)
+        _check_one_mean(batch, over)
+        averages = over is not None or batch.sharding is not None
+        BatchArguments.of(batch.argnums, state_argnum)
+        kept = Uncast.of(func, uncast).including(state_argnum)
+        applying = Applying.of(policy, func, kept, "The gradient function")
+        if use_mixed_precision and not averages:
+            warn_of_reduce(applying.policy_map)
+        return cls(
+            func=func,
+            scaling=scaling,
+            has_aux=has_aux,
+            use_mixed_precision=use_mixed_precision,
+            applying=applying,
+            grad_dtype=GradDtype.of(grad_dtype),
+            model_state=ModelState.of(state_argnum, has_aux),
+            batch=batch,
+            over=over,
+        )
+
+    @property
+    def batch_arguments(self) -> BatchArguments:
+        """The arguments that are split."""
+        return BatchArguments.of(self.batch.argnums, self.model_state.argnum)
+
+    def applied(self) -> Application:
+        """Returns what runs `func` in one call."""
+        application = self.applying.now()
+        return application if self.use_mixed_precision else application._replace(policy_map=None)
 
     @property
     def scale(self) -> LossScale:
@@ -84,6 +141,16 @@ class Options:
 
     def to_float32(self, array: jax.Array) -> jax.Array:
         return at_least_float32(array) if self.use_mixed_precision else array
+
+
+def _check_one_mean(batch: Batch, over: Over | None) -> None:
+    """Refuses a batch that `jax.jit` splits over devices beside a mapped axis."""
+    if batch.sharding is not None and over is not None:
+        raise ValueError(
+            f"Cannot average over both batch=jmpx.Batch(sharding={batch.sharding}) and "
+            f"over=jmpx.Over({over.axis_name!r}): a sharding is for jax.jit alone, and over for "
+            "the mapped axis of jax.shard_map, jax.pmap or jax.vmap, so leave one of them out."
+        )
 
 
 def differentiate(
@@ -101,16 +168,16 @@ def differentiate(
     stored, merge = partition(args)
     options.grad_dtype.check()
     params = options.grad_dtype.widen(stored) if options.use_mixed_precision else stored
-    precision = options.find_precision()
-    warn_of_no_scale(precision, options.scaling)
-    call = _Call(options, precision, pure, merge, kwargs)
+    application = options.applied()
+    warn_of_no_scale(application.policy_map, options.scaling)
+    call = _Call(options, application, pure, merge, kwargs)
     old_state = options.model_state.get(args)
     checked, axes = None, ()
-    if options.batch_sharding is None:
-        result, checked, axes = call.mean(params, state, args, options.axis_name)
+    if options.batch.sharding is None:
+        result, checked, axes = call.mean(params, state, args, options.over)
     else:
-        groups = Groups(options.batch_sharding)
-        run = functools.partial(_mean_of_groups, groups, options, call.precision, pure)
+        groups = Groups(options.batch.sharding)
+        run = functools.partial(_mean_of_groups, groups, options, call.application, pure)
         result = groups.in_auto_axes(run, (params, options.scaling, state, args, kwargs))
         if groups.explicit_axes:
             result = result._replace(state=as_placed(result.state, (pure.stored(), old_state)))
@@ -157,7 +224,7 @@ def _kept(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 def _mean_of_groups(
     groups: Groups,
     options: Options,
-    precision: Precision,
+    application: Application,
     pure: Pure,
     params: list[jax.Array],
     scaling: LossScale,
@@ -167,11 +234,11 @@ def _mean_of_groups(
 ) -> Backward:
     """Returns the mean value and gradients over the groups of a batch."""
     options = dataclasses.replace(options, scaling=scaling)
-    call = _Call(options, precision, pure, partition(args)[1], kwargs)
-    parts = options.batch.split(args, groups.count, GROUPS, kwargs)
+    call = _Call(options, application, pure, partition(args)[1], kwargs)
+    parts = options.batch_arguments.split(args, groups.count, GROUPS, kwargs)
 
     def run(arrays: Sequence[jax.Array]) -> Backward:
-        one, *_ = call.mean(params, state, parts.merge(arrays), AXIS)
+        one, *_ = call.mean(params, state, parts.merge(arrays), Over(AXIS))
         check_variables(one.state[0], pure.stored())
         return one
 
@@ -183,14 +250,14 @@ class _Call(NamedTuple):
 
     Attributes:
         options: what the function was made with.
-        precision: what it does by its policy.
+        application: how it runs under the policy.
         pure: the function to differentiate.
         merge: puts parameters back into the first argument.
         kwargs: the keyword arguments.
     """
 
     options: Options
-    precision: Precision
+    application: Application
     pure: Pure
     merge: Callable[..., PyTree]
     kwargs: dict[str, Any]
@@ -200,7 +267,7 @@ class _Call(NamedTuple):
         params: list[jax.Array],
         state: list[Any],
         args: tuple[PyTree, ...],
-        axis_name: AxisName | None,
+        over: Over | None,
     ) -> tuple[Backward, list[jax.Array] | None, tuple[Hashable, ...]]:
         """Returns the mean value and gradients over micro-batches and over an axis.
 
@@ -208,11 +275,11 @@ class _Call(NamedTuple):
             The mean; arrays that are finite if all gradients are and cost less to check, or None;
             and the axes along which devices still have to agree on that.
         """
-        options, precision = self.options, self.precision
-        shards = _Shards(self.merge(params), options.sharded, axis_name)
+        options, application = self.options, self.application
+        shards = _Shards(self.merge(params), over)
         params = vary(params, shards.axes)
-        with precision.products():  # around all: a custom_vjp is traced backward, too
-            if options.microbatches == 1:
+        with application.products():  # around all: a custom_vjp is traced backward, too
+            if options.batch.microbatches == 1:
                 backward = self.run(params, state, args, shards)
             else:
                 backward = self.accumulate(params, state, args, shards)
@@ -220,12 +287,12 @@ class _Call(NamedTuple):
             backward.value,
             backward.grads,
             options.scale,
-            axis_name,
-            precision.reduce_dtype,
+            None if over is None else over.axis_name,
+            application.reduce_dtype,
             shards.found,
         )
         mean = backward._replace(value=value, grads=grads)
-        if axis_name is not None:
+        if over is not None:
             return mean, None, shards.disagreeing(grads, value)
         # Unscaling by 1 or more keeps finite gradients finite, and scaled ones are there already.
         return mean, backward.grads if is_at_least_1(options.scaling) else None, ()
@@ -236,8 +303,9 @@ class _Call(NamedTuple):
         """Runs all micro-batches of a batch, each from the state that the one before it left."""
         options, model_state = self.options, self.options.model_state
         before = (state, model_state.get(args))
-        keywords = self.kwargs if options.batch_sharding is None else None  # checked already
-        parts = options.batch.split(args, options.microbatches, MICROBATCHES, keywords)
+        keywords = self.kwargs if options.batch.sharding is None else None  # checked already
+        count = options.batch.microbatches
+        parts = options.batch_arguments.split(args, count, MICROBATCHES, keywords)
 
         def run(states: tuple[list[Any], PyTree], arrays: Sequence[jax.Array]) -> Backward:
             inputs = model_state.put(parts.merge(arrays), states[1])
@@ -252,24 +320,22 @@ class _Call(NamedTuple):
         self, params: list[jax.Array], state: list[Any], args: tuple[PyTree, ...], shards: "_Shards"
     ) -> Backward:
         """Runs one forward and backward pass."""
-        options, precision = self.options, self.precision
-        cast = options.uncast.exempt(sparing(precision.cast))
+        options, application = self.options, self.application
         old = options.model_state.get(args)
 
         def scaled_loss(params: list[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
-            inputs, keywords = cast((self.merge(params), *args[1:]), self.kwargs)
-            with casts_checked(precision, options.func, args[0], inputs[0]):
-                result, updates = self.pure(state, *inputs, **keywords)
+            inputs = (self.merge(params), *args[1:])
+            result, updates = application.run(self.pure, state, inputs, self.kwargs)
             value, aux = _loss_and_aux(result, options.has_aux)
             new, aux = options.model_state.split(aux, old)
-            if options.microbatches > 1:
+            if options.batch.microbatches > 1:
                 options.model_state.check(new, old)
             value = shards.of_each_device(options.to_float32(value))
             return options.scale.scale(value), (value, aux, (updates, new))
 
         run = shards.find(scaled_loss, params)
-        run = warning_of_convolutions(run, params, precision.matmul)
-        with scale_needed(precision, options.scale, options.func, run, params):
+        run = warning_of_convolutions(run, params, application.matmul)
+        with scale_needed(application, options.scale, options.func, run, params):
             (_, (value, aux, states)), scaled = jax.value_and_grad(run, has_aux=True)(params)
         return Backward(value, aux, states, [options.to_float32(grad) for grad in scaled])
 
@@ -279,20 +345,19 @@ class _Shards:
 
     Args:
         model: the first argument.
-        mask: what the user says.
-        axis_name: the name (or names) of the mapped axis, or None.
+        over: the mapped axis, or None.
     """
 
-    def __init__(self, model: PyTree, mask: PyTree, axis_name: AxisName | None) -> None:
+    def __init__(self, model: PyTree, over: Over | None) -> None:
         self.axes: tuple[Hashable, ...] = ()
         self.found: list[Axes] = []
-        if axis_name is None:
+        if over is None:
             return
-        check_axis(axis_name)
-        self.axes = axis_names(axis_name)
+        check_axis(over.axis_name)
+        self.axes = axis_names(over.axis_name)
         self.shared_over: Axes = frozenset()
         varying = [varying_axes(leaf) for leaf in jax.tree.leaves(model) if is_inexact_array(leaf)]
-        self.parameters = Parameters(paths_of(model), varying, read_mask(mask, model))
+        self.parameters = Parameters(paths_of(model), varying, read_mask(over.sharded, model))
 
     def of_each_device(self, value: jax.Array) -> jax.Array:
         """Returns a loss as one of each device, also where it is the same on all.

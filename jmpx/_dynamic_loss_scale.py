@@ -73,6 +73,8 @@ class DynamicLossScale(Scaling):
         'dynamic,init=32768,period=2'
     """
 
+    __module__ = "jmpx"
+
     # Any, because trees of axes, masks, shapes or shardings hold other objects than arrays here.
     loss_scale: Any = 2**15
     counter: Any = 0
@@ -260,7 +262,7 @@ class DynamicLossScale(Scaling):
         """Returns what a checkpoint needs, as plain values for JSON and msgpack.
 
         That is `{"type": "dynamic", "loss_scale": 32768.0, "counter": 0}`, without the
-        configuration, which a program gives anew: `jmpx.loss_scale_from(state, like=loss_scale)`
+        configuration, which a program gives anew: `jmpx.restore_loss_scale(state, like=loss_scale)`
         restores it.
 
         Raises:

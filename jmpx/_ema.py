@@ -28,10 +28,12 @@ class EmaState(NamedTuple):
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> state = jmpx.ema(0.999).init({"w": jnp.ones(2, jnp.bfloat16)})
-        >>> isinstance(state, jmpx.EmaState), state.average["w"].dtype.name, int(state.count)
+        >>> state = jmpx.optim.ema(0.999).init({"w": jnp.ones(2, jnp.bfloat16)})
+        >>> isinstance(state, jmpx.types.EmaState), state.average["w"].dtype.name, int(state.count)
         (True, 'float32', 0)
     """
+
+    __module__ = "jmpx.types"
 
     average: PyTree
     count: jax.Array
@@ -39,21 +41,23 @@ class EmaState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ema:
-    """An exponential moving average of parameters, as `jmpx.ema` makes it.
+    """An exponential moving average of parameters, as `jmpx.optim.ema` makes it.
 
     Args:
         decay: how much of the average a step keeps.
         debias: whether the first parameters count no more than later ones.
 
     Raises:
-        TypeError: as `jmpx.ema`.
-        ValueError: as `jmpx.ema`.
+        TypeError: as `jmpx.optim.ema`.
+        ValueError: as `jmpx.optim.ema`.
 
     Example:
         >>> import jmpx
-        >>> jmpx.ema(0.999)
+        >>> jmpx.optim.ema(0.999)
         Ema(decay=0.999, debias=False)
     """
+
+    __module__ = "jmpx.optim"
 
     decay: float
     debias: bool = False
@@ -147,7 +151,7 @@ def ema(decay: float, debias: bool = False) -> Ema:
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> average = jmpx.ema(0.5)
+        >>> average = jmpx.optim.ema(0.5)
         >>> state = average.init({"w": jnp.zeros(2, jnp.bfloat16)})
         >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
         >>> averaged, state = average.update(params, state)
@@ -198,8 +202,9 @@ def _check_state(state: object, params: PyTree) -> None:
     """Refuses a state that is none, or not of these parameters."""
     if not isinstance(state, EmaState):
         raise TypeError(
-            f"Expected the state of jmpx.ema as the second argument, got a {type(state).__name__}: "
-            "call update(params, state), and restore a checkpoint into init(params)."
+            "Expected the state of jmpx.optim.ema as the second argument, got a "
+            f"{type(state).__name__}: call update(params, state), and restore a checkpoint into "
+            "init(params)."
         )
     if jax.tree.structure(state.average) != jax.tree.structure(params):
         raise ValueError(

@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import functools
+import operator
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from jmpx._adapters import (
     PyTree,
     Session,
     inherited_policy,
+    is_optimizer_state,
     lookalike,
     marking_lookalike,
     noted_carries,
@@ -29,18 +31,22 @@ from jmpx._casts import cast_like
 from jmpx._contexts import note_cast
 from jmpx._dtype_fields import FieldInCall, Selected, field_in_call, reading_policy, spelled_as
 from jmpx._frameworks import Adapter
-from jmpx._leaves import is_floating
+from jmpx._leaves import is_floating, is_view
 from jmpx._made_once import made_once
 from jmpx._marks import Module
+from jmpx._nnx_objects import is_whole, objects_of
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMapLike
+from jmpx._policy_map import PolicyMap, PolicyMapLike
 
 M = TypeVar("M", bound=nnx.Module)
 T = TypeVar("T")
 
 _NAME = "jmpx.flax.with_policies"
+_APPLY = "jmpx.apply_policy"
 
 _CONVOLUTIONS = (nnx.Conv, nnx.ConvTranspose)
+_OBJECTS = (nnx.Pytree, nnx.Variable)
+_NO_CONTAINERS = (int, float, str, type(None), type, types.FunctionType)
 _NO_FIELD = types.SimpleNamespace()
 
 
@@ -91,7 +97,8 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
 
     Raises:
         TypeError: if `module` is not an `nnx.Module` or `policy_map` is of another type.
-        ValueError: if the string is not of the grammar.
+        ValueError: if the string is not of the grammar, or if `module` is a view under another
+            policy map. A view under the same one is returned as it is.
 
     Warns:
         UserWarning: of each rule that matched no module; if the `dtype` of layers keeps most of the
@@ -138,6 +145,13 @@ class _Around:
     selected: Selected | None = None
 
 
+class _Maker(NamedTuple):
+    """What made a view: a function, as the user calls it, and the policy map that it was given."""
+
+    name: str
+    policy_map: PolicyMap | None
+
+
 class _Session(Session):
     """Makes the view of one model; an object that the model shares is shared in the view, too.
 
@@ -149,6 +163,7 @@ class _Session(Session):
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
         super().__init__(name, policy_map)
         self.views: dict[tuple[int, Any], Any] = {}
+        self.maker = _Maker(name, self.policy_map)
 
     def view(self, value: Any, path: str, around: _Around) -> Any:
         """Returns a value of the model as it is in the view: a module, a variable or another."""
@@ -159,6 +174,9 @@ class _Session(Session):
         key = id(value), None
         if key in self.views:
             return self.views[key]
+        if is_view(value):
+            self.check_view(value)
+            return value
         cls, attributes = type(value), dict(vars(value))
         if _is_called(value):
             cls, around, field = self.module(value, path, around)
@@ -166,14 +184,32 @@ class _Session(Session):
                 attributes["dtype"] = None
             elif field.is_ruled and field.value is not None:
                 attributes["dtype"] = spelled_as(attributes["dtype"], field.value)
-        view: Any = object.__new__(cls)
-        self.views[key] = view
+        view = self.views[key] = self.begin(value, cls)
         for name, attribute in attributes.items():
-            # Not by setattr: Flax 0.11 keeps the items of a list under integers.
-            vars(view)[name] = _map_objects(
+            new = _map_objects(
                 attribute, (path, str(name)), lambda node, at: self.view(node, at, around)
             )
+            self.set(view, name, new)
         return view
+
+    def begin(self, value: nnx.Pytree, cls: type) -> Any:
+        """Returns the object of the view in place of one of the model, still without attributes."""
+        return object.__new__(cls)
+
+    def set(self, view: Any, name: Any, value: Any) -> None:
+        """Sets an attribute of an object of the view."""
+        vars(view)[name] = value  # not by setattr: Flax 0.11 keeps items of a list under integers
+
+    def check_view(self, value: Any) -> None:
+        """Raises if a module is of a view under another policy map."""
+        maker: _Maker = type(value).__jmpx_view__
+        if self.policy_map not in (None, maker.policy_map):
+            raise ValueError(
+                f"Cannot apply policy map {str(self.policy_map)!r} by {self.name} to a "
+                f"{type(value).__name__} that is a view already, made by {maker.name} under "
+                f"{str(maker.policy_map or '')!r}, because its parameters are cast: give the part "
+                "a rule in that policy map, or pass the model itself."
+            )
 
     def parameter(self, value: nnx.Param, path: str, around: _Around) -> nnx.Param:
         """Returns a parameter, cast to the dtype in which the module around it reads it.
@@ -188,8 +224,12 @@ class _Session(Session):
         self.census.note_parameter(around.module, id(value), value)
         key = id(value), np.dtype(policy.compute_dtype)
         if key not in self.views:
-            self.views[key] = policy.cast_to_compute(value)
+            self.views[key] = self.cast(value, policy)
         return self.views[key]
+
+    def cast(self, value: nnx.Param, policy: Policy) -> nnx.Param:
+        """Returns a parameter of the view in place of one of the model."""
+        return policy.cast_to_compute(value)
 
     def module(
         self, value: nnx.Module, path: str, around: _Around
@@ -213,6 +253,7 @@ class _Session(Session):
         if policy is None and surrounding is not None and _has_statistics(value):
             policy = inherited_policy(surrounding)
         if rule is None:
+            policy = None if surrounding is None and _is_holder(value) else policy
             policy = _wide_enough(policy, surrounding, value)
         self.note(*module, policy, surrounding)
         in_force = surrounding if policy is None else policy
@@ -223,14 +264,19 @@ class _Session(Session):
         reading = reading_policy(in_force, field.value)
         cls, reads = type(value), _reads(value)
         if policy is not None or reads:
-            note_cast(_NAME)
-            cls = _view_class(cls, reading if reads else in_force, policy is not None)
+            note_cast(self.name)
+            is_boundary = policy is not None
+            cls = _view_class(cls, reading if reads else in_force, is_boundary, self.maker)
         inside = _Around(module, in_force, reading, field.selected)
         return cls, inside, field
 
 
 def _map_objects(tree: PyTree, parts: tuple[str, ...], func: Callable[[Any, str], Any]) -> PyTree:
     """Maps the value of an attribute: an object of NNX, or a container of them, with its path."""
+    if isinstance(tree, _NO_CONTAINERS):
+        return tree
+    if _is_object(tree):  # most are, and JAX takes long for a tree
+        return func(tree, "/".join(filter(None, parts)))
 
     def at_path(key_path: Any, leaf: Any) -> Any:
         keys = jax.tree_util.keystr(key_path, simple=True, separator="/")
@@ -243,6 +289,11 @@ def _is_container(module: nnx.Module) -> bool:
     """Whether it is a list or a dict: nobody calls it, so a policy of its own would not cast."""
     kinds = tuple(getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name))
     return isinstance(module, kinds) and not callable(module)
+
+
+def _is_holder(module: nnx.Module) -> bool:
+    """Whether it only holds modules: without public methods, nobody calls it."""
+    return not any(public_methods(type(module), nnx.Module)) and not _holds_parameter(module, set())
 
 
 def _has_statistics(module: nnx.Module) -> bool:
@@ -303,16 +354,16 @@ def _notes_dtype(module: nnx.Module) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    return isinstance(value, nnx.Pytree | nnx.Variable)
+    return isinstance(value, _OBJECTS)
 
 
 @made_once  # so that views of one model have one graph definition, and jit's cache is hit
-def _view_class(cls: type, policy: Policy, is_boundary: bool) -> type:
+def _view_class(cls: type, policy: Policy, is_boundary: bool, maker: _Maker) -> type:
     """Returns the lookalike whose public methods cast, their results too if they are boundaries."""
-    run = run_at_boundary if is_boundary else run_reading
+    run = functools.partial(run_at_boundary if is_boundary else run_reading, by=maker.name)
     names = public_methods(cls, nnx.Module)
     methods = {name: _casting(getattr(cls, name), name, policy, run) for name in names}
-    return lookalike(cls, {**methods, "__jmpx_view__": True})
+    return lookalike(cls, {**methods, "__jmpx_view__": maker})
 
 
 def _casting(method: Method, name: str, policy: Policy, run: Callable[..., Any]) -> Method:
@@ -332,7 +383,6 @@ def _casting(method: Method, name: str, policy: Policy, run: Callable[..., Any])
                     functools.partial(method, self),
                     args,
                     kwargs,
-                    by=_NAME,
                     carry=args[0] if args and is_step else None,
                     passes=_is_object,  # a copied `nnx.Rngs` would not advance the original's count
                 )
@@ -364,6 +414,267 @@ def _set_value(variable: Any, value: jax.Array) -> None:
         variable.set_value(value)
     else:  # Flax 0.12.0
         variable.value = value
+
+
+# Under apply_policy
+
+
+class _Cast(NamedTuple):
+    """A parameter in a view.
+
+    Args:
+        value: the cast parameter.
+        stored: the one of the model.
+        arrays: the arrays that `value` had at first.
+    """
+
+    value: nnx.Param
+    stored: nnx.Param
+    arrays: list[Any]
+
+
+class _Changed(NamedTuple):
+    """An object that became part of a view.
+
+    Args:
+        value: the object.
+        cls: its own class.
+        attributes: its own attributes and those that the view has in their place, by their names;
+            without parameters.
+    """
+
+    value: Any
+    cls: type
+    attributes: dict[Any, tuple[Any, Any]]
+
+
+class _InPlace(_Session):
+    """Turns a model itself into a view, and notes what it changes."""
+
+    def __init__(self, views: "_Views") -> None:
+        super().__init__(_APPLY, views.policy_map)
+        self.noted, self.views = views, views.views
+
+    def begin(self, value: nnx.Pytree, cls: type) -> Any:
+        self.noted.change(value, cls)
+        return value
+
+    def set(self, view: Any, name: Any, value: Any) -> None:
+        old = vars(view)[name]
+        if value is old:
+            return
+        if not isinstance(value, nnx.Param):
+            if _are_same(old, value, _is_object):
+                return
+            self.noted.changed[id(view)].attributes[name] = old, value
+        vars(view)[name] = value
+
+    def cast(self, value: nnx.Param, policy: Policy) -> nnx.Param:
+        new = policy.cast_to_compute(value)
+        if _are_same(value, new):
+            return value
+        new.set_metadata({**new.get_metadata(), "on_set_value": _refuse_setting})
+        self.noted.casts[id(new)] = _Cast(new, value, jax.tree.leaves(new))
+        return new
+
+
+class _Views:
+    """Turns the modules in pytrees into views, in place.
+
+    All that a function does to a view, as `sow`, `eval`, running statistics and caches do, it does
+    to the model. `stored` gives the models their classes, `dtype` attributes and parameters back.
+    So the models have to be the function's own, as the copies in a trace are.
+
+    Args:
+        policy_map: the policy map.
+
+    Attributes:
+        made: the classes of modules in views, and the classes in whose place they are.
+        views: see `_Session`.
+        changed: the objects of models and the optimizers, by their identities.
+        casts: the parameters, by the identities of the cast ones.
+    """
+
+    def __init__(self, policy_map: PolicyMap) -> None:
+        self.policy_map = policy_map
+        self.made: dict[type, type] = {}
+        self.views: dict[tuple[int, Any], Any] = {}
+        self.changed: dict[int, _Changed] = {}
+        self.casts: dict[int, _Cast] = {}
+
+    def view(self, tree: T) -> T:
+        """Turns the outermost modules in a pytree into views, and returns it."""
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_closed)
+        found = _Found()
+        for leaf in leaves:
+            if not is_optimizer_state(leaf):
+                for value in objects_of(leaf):
+                    found.add(value)
+        for model in found.outermost():
+            session = _InPlace(self)
+            session.view(model, "", _Around())
+            session.warn(stacklevel=2)
+        for optimizer in found.optimizers if self.casts else ():
+            self.change(optimizer, _refusing_class(type(optimizer)))
+        return treedef.unflatten(map(self.rebound, leaves))
+
+    def change(self, value: Any, cls: type) -> None:
+        """Gives an object another class until `stored`."""
+        self.changed[id(value)] = _Changed(value, type(value), {})
+        if cls is not type(value):
+            self.made[cls] = type(value)
+            object.__setattr__(value, "__class__", cls)
+
+    def rebound(self, leaf: Any) -> Any:
+        """Returns a bound method of a module as that of its view, a partial of it likewise."""
+        if isinstance(leaf, functools.partial):
+            parts = (leaf.func, leaf.args, leaf.keywords)
+            func, args, kwargs = jax.tree.map(self.rebound, parts, is_leaf=_is_closed)
+            return functools.partial(func, *args, **kwargs)
+        if not isinstance(leaf, types.MethodType):
+            return leaf
+        owner, name = leaf.__self__, leaf.__func__.__name__
+        plain = self.made.get(type(owner))
+        is_own = plain is not None and getattr(plain, name, None) is leaf.__func__
+        return getattr(owner, name) if is_own else leaf
+
+    def stored(self, tree: T) -> T:
+        """Gives the models back what they had, and returns a result without what was cast."""
+        arrays: dict[int, Any] = {}
+        for value, stored, before in self.casts.values():
+            new, old = _array_in(value), _array_in(stored)
+            if is_floating(new) and new.dtype != before[0].dtype:
+                _set_value(stored, cast_like(new, old))
+            arrays.update(zip(map(id, before), jax.tree.leaves(stored), strict=True))
+        for value, cls, attributes in self.changed.values():
+            object.__setattr__(value, "__class__", cls)
+            self.give_back(vars(value), attributes)
+
+        def restored(leaf: Any) -> Any:
+            if id(leaf) in self.casts:
+                return self.casts[id(leaf)].stored
+            if isinstance(leaf, nnx.Variable):
+                return _settable(leaf, arrays)
+            if isinstance(leaf, nnx.Pytree):
+                self.refuse_copy(leaf)
+            return arrays.get(id(leaf), leaf)
+
+        return jax.tree.map(restored, tree, is_leaf=_is_object)
+
+    def give_back(self, attributes: dict[Any, Any], changed: dict[Any, tuple[Any, Any]]) -> None:
+        """Gives an object its attributes back, except for those that the function has set."""
+        uncast = lambda node, _: self.casts[id(node)].stored if id(node) in self.casts else node  # noqa: E731
+        for name, value in attributes.items():
+            old, new = changed.get(name, (None, _NO_FIELD))
+            if value is new and not isinstance(value, list | dict):  # which may have changed
+                attributes[name] = old
+            elif isinstance(value, nnx.Param) or name in changed:
+                attributes[name] = _map_objects(value, (), uncast)
+
+    def refuse_copy(self, value: nnx.Pytree) -> None:
+        """Raises if an object that a function returns is a copy that it made of a view."""
+        for module, _ in _modules([value]):
+            if type(module) in self.made:
+                cls = self.made[type(module)]
+                raise ValueError(
+                    f"Expected the function to return modules that it was given, got a copy of a "
+                    f"{cls.__name__}, whose parameters are cast by policy map "
+                    f"{str(self.policy_map)!r}: return the module itself, and copy it outside."
+                )
+
+
+class _Found:
+    """The models and the optimizers in objects.
+
+    Attributes:
+        models: the outermost modules. Those in a list or dict of NNX count, and those in a train
+            state, a module that holds them beside an optimizer, or beside metrics if it is not
+            callable itself.
+        optimizers: the optimizers.
+    """
+
+    def __init__(self) -> None:
+        self.models: dict[int, nnx.Module] = {}
+        self.optimizers: list[nnx.Optimizer] = []
+        self.seen: set[int] = set()
+
+    def add(self, value: Any) -> None:
+        """Adds an object and what it holds."""
+        if id(value) in self.seen or not isinstance(value, nnx.Pytree):
+            return
+        self.seen.add(id(value))
+        if isinstance(value, nnx.Optimizer):
+            self.optimizers.append(value)
+        if _is_called(value) and not _is_train_state(value):
+            self.models[id(value)] = value
+        elif not isinstance(value, nnx.Metric):
+            for part in _parts(value):
+                self.add(part)
+
+    def outermost(self) -> list[nnx.Module]:
+        """Returns the models that are no parts of others."""
+        models = list(self.models.values())
+        if len(models) == 1:
+            return models
+        parts = {id(part) for model in models for part, _ in _modules([model]) if part is not model}
+        return [model for model in models if id(model) not in parts]
+
+
+def _parts(value: nnx.Pytree) -> list[Any]:
+    """Returns the objects in the attributes of an object, without those in optimizer states."""
+    leaves = jax.tree.leaves(list(vars(value).values()), is_leaf=_is_closed)
+    return [leaf for leaf in leaves if _is_object(leaf)]
+
+
+def _is_train_state(module: nnx.Module) -> bool:
+    kinds = (nnx.Optimizer,) if callable(module) else (nnx.Optimizer, nnx.Metric)
+    return any(isinstance(part, kinds) for part in _parts(module))
+
+
+def _is_closed(node: Any) -> bool:
+    """Whether no models are searched inside of a node of a pytree by `jax.tree`."""
+    return is_whole(node) or is_optimizer_state(node)
+
+
+def _are_same(tree: PyTree, other: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> bool:
+    """Whether two pytrees have the same objects as leaves."""
+    leaves, others = (jax.tree.leaves(each, is_leaf=is_leaf) for each in (tree, other))
+    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
+
+
+@made_once
+def _refusing_class(cls: type) -> type:
+    """Returns the lookalike of an optimizer that refuses to update parameters which are cast."""
+
+    def update(*args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            "Cannot update an nnx.Optimizer inside of a function under a policy map, where the "
+            "parameters are cast and updates of them would be rounded: return the gradients, and "
+            "call update after the function."
+        )
+
+    return lookalike(cls, {"update": update})
+
+
+def _refuse_setting(variable: nnx.Variable, value: Any) -> None:
+    """Refuses to set a parameter that is cast; the hook of NNX for that."""
+    raise ValueError(
+        f"Cannot set a parameter of shape {variable.shape} inside of a function under a policy "
+        f"map, where it is a copy in {variable.dtype} of the stored one: set it outside of the "
+        "function, or give its module a rule that computes in the stored dtype, such as "
+        "'WeightNorm: full'."
+    )
+
+
+def _settable(variable: nnx.Variable, arrays: dict[int, Any]) -> nnx.Variable:
+    """Returns a variable of a result without the hook of cast parameters, and their arrays."""
+    metadata = variable.get_metadata()
+    if metadata.get("on_set_value") is not _refuse_setting:
+        return variable
+    new = jax.tree.map(lambda leaf: arrays.get(id(leaf), leaf), variable)
+    del metadata["on_set_value"]
+    new.set_metadata(metadata)
+    return new
 
 
 # Under autocast
@@ -427,6 +738,9 @@ def _modules(roots: list[Any]) -> list[tuple[nnx.Module, str]]:
 class _Adapter(Adapter):
     def marker(self, matches: Callable[[type, str], bool]) -> _Marker:
         return _Marker(matches)
+
+    def views(self, policy_map: PolicyMap) -> _Views:
+        return _Views(policy_map)
 
 
 adapter: Adapter = _Adapter()

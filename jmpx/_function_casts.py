@@ -58,7 +58,7 @@ def cast_function(
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> f = jmpx.cast_function(lambda x: {"y": 2 * x}, jnp.bfloat16, jnp.float32)
+        >>> f = jmpx.mpx.cast_function(lambda x: {"y": 2 * x}, jnp.bfloat16, jnp.float32)
         >>> f(jnp.ones(3))["y"].dtype.name
         'float32'
     """

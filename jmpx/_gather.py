@@ -66,7 +66,7 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
         >>> import jmpx
         >>> shards = jnp.arange(8.0).reshape(4, 2)  # of a parameter of shape (8,), for 4 devices
         >>> def loss(w):
-        ...     whole = jmpx.gather(w, "data", "c=bf16")
+        ...     whole = jmpx.distributed.gather(w, "data", "c=bf16")
         ...     print(whole.shape, whole.dtype)
         ...     return whole.astype(jnp.float32).sum()
         >>> grads = jax.vmap(jax.grad(loss), axis_name="data")(shards)
@@ -81,7 +81,7 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
     axes = _axes_of(axis, tree)
     casts = jax.tree.leaves(sparing(chosen.cast_to_compute)(tree), is_leaf=is_kept)
     if any(is_floating(leaf) for _, leaf in leaves):
-        note_cast("jmpx.gather")
+        note_cast("jmpx.distributed.gather")
     gathered = [
         _gather_leaf(f"tree{jax.tree_util.keystr(path)}", leaf, cast, names, split, chosen)
         for (path, leaf), cast, split in zip(leaves, casts, axes, strict=True)

@@ -1,9 +1,7 @@
-"""What a gradient function is given: arguments to differentiate, and others not to cast."""
+"""What a gradient function is given: parameters to differentiate, and model state."""
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Iterable, Sequence
-from numbers import Integral
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,9 +20,7 @@ from jmpx._leaves import (
     spell,
 )
 from jmpx._loss_scale import in_place_of_loss_scale, is_loss_scale
-from jmpx._messages import describe
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+from jmpx._messages import describe, did_you_mean
 
 
 def check_arguments(func: object, scaling: object) -> None:
@@ -45,92 +41,31 @@ def check_arguments(func: object, scaling: object) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Uncast:
-    """The arguments that a gradient function does not cast.
+# What the options of jmpx 0.2 are called now.
+_RENAMED = {
+    "axis_name": 'over=jmpx.Over("data")',
+    "sharded": 'over=jmpx.Over("data", sharded=...)',
+    "batch_sharding": "batch=jmpx.Batch(sharding=...)",
+    "microbatches": "batch=jmpx.Batch(microbatches=...)",
+    "batch_argnums": "batch=jmpx.Batch(argnums=...)",
+    "uncast_argnums": "uncast=...",
+    "uncast_argnames": "uncast=...",
+    "use_mixed_precision": "jmpx.mpx.filter_value_and_grad or jmpx.mpx.filter_grad, which take it,",
+}
+_OPTIONS = ["policy", "grad_dtype", "uncast", "state_argnum", "batch", "over"]
 
-    Args:
-        numbers: the positions that the user gave.
-        names: the names that the user gave.
-        positional: the names of the arguments that the function takes by position, in order.
-        known: the names of all arguments of the function.
+
+def refuse_unknown(options: Mapping[str, object]) -> None:
+    """Refuses keyword arguments that no gradient function takes.
+
+    Raises:
+        TypeError: if there are any.
     """
-
-    numbers: tuple[int, ...]
-    names: tuple[str, ...]
-    positional: tuple[str, ...] = ()
-    known: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, func: Callable[..., Any], argnums: object, argnames: object) -> "Uncast":
-        """Checks the positions and the names, and reads the signature of the function."""
-        numbers = _as_tuple(argnums, Integral, "Expected uncast_argnums to be an int or several")
-        names = _as_tuple(argnames, str, "Expected uncast_argnames to be a string or several")
-        try:
-            parameters = inspect.signature(func).parameters.values() if numbers or names else ()
-        except (TypeError, ValueError):  # of a function that is not written in Python
-            parameters = ()
-        by_position = [
-            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        known = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        return cls(
-            numbers, names, *(tuple(p.name for p in group) for group in (by_position, known))
-        )
-
-    def including(self, number: int | None) -> "Uncast":
-        """Returns these arguments and one more, by its position."""
-        if number is None:
-            return self
-        return dataclasses.replace(self, numbers=(*self.numbers, number))
-
-    def exempt(self, cast: Callable[[Arguments], Arguments]) -> Callable[..., Arguments]:
-        """Returns a function `(args, kwargs)` that casts the arguments of a call except these."""
-
-        def cast_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            numbers, names = self._find(args, kwargs)
-            uncast = {number: args[number] for number in numbers}
-            uncast_by_name = {name: kwargs[name] for name in names}
-            args = tuple(None if i in uncast else arg for i, arg in enumerate(args))
-            args, kwargs = cast((args, {k: v for k, v in kwargs.items() if k not in names}))
-            args = tuple(uncast.get(i, arg) for i, arg in enumerate(args))
-            return args, {**kwargs, **uncast_by_name}
-
-        return cast_others
-
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[set[int], set[str]]:
-        """Finds these arguments in a call; returns the positions of some, the names of others."""
-        numbers: set[int] = set()
-        names = set(self.names)
-        for number in self.numbers:
-            if -len(args) <= number < len(args):
-                numbers.add(number % len(args))
-            elif 0 <= number < len(self.positional):
-                names.add(self.positional[number])
-            else:
-                raise ValueError(
-                    f"Cannot leave argument {number} uncast, as uncast_argnums says, in a call "
-                    f"with {len(args)} positional arguments: count from 0, or name it in "
-                    "uncast_argnames."
-                )
-        for name in names - kwargs.keys():
-            if name in self.positional[: len(args)]:
-                numbers.add(self.positional.index(name))
-            elif name not in self.known:
-                raise ValueError(
-                    f"Cannot leave argument {name!r} uncast, as uncast_argnames says, which is "
-                    "neither passed nor an argument of the function: expected one of "
-                    f"{sorted({*self.known, *kwargs})}."
-                )
-        return numbers, names & kwargs.keys()
-
-
-def _as_tuple(value: Any, kind: type, expected: str) -> tuple[Any, ...]:
-    several = isinstance(value, Iterable) and not isinstance(value, str)
-    values = tuple(value) if several else (value,)
-    if any(not isinstance(value, kind) or isinstance(value, bool) for value in values):
-        raise TypeError(f"{expected}, got {value!r}: say which arguments are not to be cast.")
-    return values
+    for name in options:
+        accepted = f"Expected {', '.join(_OPTIONS)} or has_aux as an option of a gradient function"
+        if name in _RENAMED:
+            raise TypeError(f"{accepted}, got {name}: write {_RENAMED[name]} instead.")
+        raise TypeError(f"{accepted}, got {name!r}{did_you_mean(name, _OPTIONS)}")
 
 
 def partition(args: Sequence[PyTree]) -> tuple[list[jax.Array], Callable[..., PyTree]]:

@@ -34,6 +34,8 @@ class ValueAndGradients(NamedTuple, Generic[ValueT, ScalingT]):
         (Array(2., dtype=float32), Array([1., 1.], dtype=float32))
     """
 
+    __module__ = "jmpx.types"
+
     value: ValueT
     scaling: ScalingT
     grads_finite: jax.Array
@@ -59,6 +61,8 @@ class Gradients(NamedTuple, Generic[ScalingT]):
         Array([1., 1.], dtype=float32)
     """
 
+    __module__ = "jmpx.types"
+
     scaling: ScalingT
     grads_finite: jax.Array
     grads: PyTree
@@ -82,6 +86,8 @@ class GradientsAndAux(NamedTuple, Generic[ScalingT, AuxT]):
         >>> jmpx.filter_grad(loss_fn, jmpx.StaticLossScale(8), has_aux=True)(jnp.ones(2)).aux
         {'size': 2}
     """
+
+    __module__ = "jmpx.types"
 
     scaling: ScalingT
     grads_finite: jax.Array

@@ -6,69 +6,35 @@ mean, in the dtype that the policy says.
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jmpx._batches import BatchSharding, axes_of
 from jmpx._casts import at_least_float32, cast_like
 from jmpx._leaves import PyTree, is_floating, is_none, is_traceable, spell
 from jmpx._messages import did_you_mean
 from jmpx._microbatches import Backward, split_arrays
 
 AXIS = "jmpx_groups"  # the mapped axis of the groups
-BatchSharding: TypeAlias = NamedSharding | PartitionSpec
-
-
-def check_batch_sharding(batch_sharding: object, axis_name: Hashable | None) -> None:
-    """Refuses anything but a sharding that splits the first axis of a batch.
-
-    Raises:
-        TypeError: if it is no `NamedSharding` and no `PartitionSpec`.
-        ValueError: if it does not split the first axis, or if there is a mapped axis, too.
-    """
-    if batch_sharding is None:
-        return
-    if not isinstance(batch_sharding, NamedSharding | PartitionSpec):
-        raise TypeError(
-            f"Expected batch_sharding to be a jax.sharding.NamedSharding, or a PartitionSpec under "
-            f"jax.set_mesh, got {batch_sharding!r}: give the sharding of the batch."
-        )
-    if not _axes_of(batch_sharding):
-        raise ValueError(
-            f"Expected batch_sharding to split the first axis of a batch, got {batch_sharding}: "
-            'name a mesh axis first, as in PartitionSpec("data").'
-        )
-    if axis_name is not None:
-        raise ValueError(
-            f"Cannot average over both batch_sharding={batch_sharding} and "
-            f"axis_name={axis_name!r}: batch_sharding is for jax.jit alone, and axis_name for the "
-            "mapped axis of jax.shard_map, jax.pmap or jax.vmap."
-        )
-
-
-def _axes_of(batch_sharding: BatchSharding) -> tuple[str, ...]:
-    spec = batch_sharding.spec if isinstance(batch_sharding, NamedSharding) else batch_sharding
-    first = spec[0] if len(spec) else None
-    axes = first if isinstance(first, tuple) else (first,)
-    return tuple(axis for axis in axes if isinstance(axis, str))
 
 
 class Groups:
     """The groups that a batch is split into: as many as the mesh has devices along its axes.
 
     Args:
-        batch_sharding: the sharding of the batch.
+        sharding: the sharding of the batch.
 
     Raises:
         ValueError: if there is no mesh that has its axes, or if XLA may not split arrays over them.
     """
 
-    def __init__(self, batch_sharding: BatchSharding) -> None:
-        self.axes = _axes_of(batch_sharding)
-        self.mesh = _mesh_of(batch_sharding)
+    def __init__(self, sharding: BatchSharding) -> None:
+        self.axes = axes_of(sharding)
+        self.mesh = _mesh_of(sharding)
         for axis in self.axes:
             _check_axis(axis, self.mesh)
         self.count = math.prod(self.mesh.shape[axis] for axis in self.axes)
@@ -152,7 +118,7 @@ class Groups:
                 raise
             raise ValueError(
                 f"Cannot split an array over {' and '.join(map(repr, self.axes))} in the function "
-                f"that is differentiated, because each group of batch_sharding is on one device "
+                f"that is differentiated, because each group of the batch is on one device "
                 f"of it ({error}): leave the axis out of the shardings there."
             ) from error
         return Backward(value, rebuild[0](aux), rebuild[1](state), grads)
@@ -172,7 +138,7 @@ def check_variables(new: Sequence[jax.Array], stored: Sequence[Any]) -> None:
         if getattr(old, "shape", None) != array.shape and _differs(array):
             raise ValueError(
                 f"Cannot average {spell(array)} in a variable of an NNX module "
-                "over the groups of batch_sharding, because it is new or of another shape than "
+                "over the groups of the batch, because it is new or of another shape than "
                 "before, as an activation of the examples is: return it by has_aux=True instead."
             )
 
@@ -202,8 +168,8 @@ def _mean(array: jax.Array) -> jax.Array:
     if not is_floating(array):
         raise ValueError(
             f"Cannot average {spell(array)} of the model state over the groups "
-            "of batch_sharding, because it is not floating and depends on the examples: keep it "
-            "out of the state, or use axis_name under jax.shard_map instead."
+            "of the batch, because it is not floating and depends on the examples: keep it out of "
+            "the state, or use over=jmpx.Over(...) under jax.shard_map instead."
         )
     return cast_like(jax.lax.pmean(at_least_float32(array), AXIS), array)
 
@@ -222,11 +188,11 @@ def _differs(array: jax.Array) -> bool:
     return jax.lax.pmax(array, AXIS) is not array
 
 
-def _mesh_of(batch_sharding: BatchSharding) -> Any:
+def _mesh_of(sharding: BatchSharding) -> Any:
     """Returns the mesh of a sharding; of the same mesh, the one whose axis types hold here."""
     here = jax.sharding.get_abstract_mesh()
-    if isinstance(batch_sharding, NamedSharding) and batch_sharding.mesh.shape != here.shape:
-        return batch_sharding.mesh
+    if isinstance(sharding, NamedSharding) and sharding.mesh.shape != here.shape:
+        return sharding.mesh
     return here
 
 
@@ -238,10 +204,12 @@ def _check_axis(axis: str, mesh: Any) -> None:
             where = f"expected one of the axes {names}{did_you_mean(axis, names)}"
         else:
             where = "set one by jax.set_mesh, or give a jax.sharding.NamedSharding."
-        raise ValueError(f"Cannot find a mesh with the axis {axis!r} of batch_sharding: {where}")
+        raise ValueError(
+            f"Cannot find a mesh with the axis {axis!r} of the batch's sharding: {where}"
+        )
     kind = dict(zip(names, mesh.axis_types, strict=True))[axis]
     if kind == AxisType.Manual:
         raise ValueError(
-            f"Cannot split a batch over the axis {axis!r} of batch_sharding, which jax.shard_map "
-            f"maps here, so that it is split already: give axis_name={axis!r} instead."
+            f"Cannot split a batch over the axis {axis!r} of its sharding, which jax.shard_map "
+            f"maps here, so that it is split already: give over=jmpx.Over({axis!r}) instead."
         )

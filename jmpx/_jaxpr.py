@@ -302,7 +302,7 @@ class Place(NamedTuple):
 
 
 _LIBRARIES = ("jax", "jaxlib", "jmpx", "flax", "haiku", "equinox", "jaxtyping", "optax", "chex")
-_NOTE = "jmpx.autocast was running"
+_NOTE = "jmpx's autocast was running"
 
 
 def place_of(eqn: Equation, called: str = "") -> Place | None:

@@ -47,6 +47,8 @@ class NoOpLossScale:
         {'loss': 3.0}
     """
 
+    __module__ = "jmpx"
+
     def __post_init__(self) -> None:
         register_with_flax(NoOpLossScale, StaticLossScale)
 
@@ -73,7 +75,7 @@ class NoOpLossScale:
         return {"type": "none"}
 
     def state_dict(self) -> dict[str, str]:
-        """Returns `{"type": "none"}`, which `jmpx.loss_scale_from` reads from a checkpoint."""
+        """Returns `{"type": "none"}`, which `jmpx.restore_loss_scale` reads from a checkpoint."""
         return {"type": "none"}
 
     def __str__(self) -> str:
@@ -106,6 +108,8 @@ class StaticLossScale(Scaling):
         >>> loss_scale.unscale(jnp.float16(4))
         Array(0.00012207, dtype=float32)
     """
+
+    __module__ = "jmpx"
 
     loss_scale: np.float32
 
@@ -145,7 +149,7 @@ class StaticLossScale(Scaling):
         return {"type": "static", "init": shortest(self.loss_scale)}
 
     def state_dict(self) -> dict[str, str | float]:
-        """Returns what `jmpx.loss_scale_from` reads from a checkpoint, such as JSON or msgpack.
+        """Returns what `jmpx.restore_loss_scale` reads from a checkpoint, such as JSON or msgpack.
 
         That is `{"type": "static", "loss_scale": 1024.0}`.
         """
@@ -184,7 +188,7 @@ def DynamicLossScaling(  # MPX has a class of this name.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> import jmpx as mpx
+        >>> import jmpx.mpx as mpx
         >>> scaling = mpx.DynamicLossScaling(jnp.float32(2**15), jnp.float32(1), period=100)
         >>> float(scaling.scale(jnp.float16(2)))
         65536.0
@@ -209,7 +213,8 @@ def in_place_of_loss_scale(value: object, otherwise: str) -> str:
     for made in (NoOpLossScale, StaticLossScale, DynamicLossScale, DynamicLossScaling):
         if value is made:
             number = "2.0**15" if made is StaticLossScale else ""
-            return f"call it, as jmpx.{made.__name__}({number}), which makes a loss scale"
+            room = "jmpx.mpx" if made is DynamicLossScaling else "jmpx"
+            return f"call it, as {room}.{made.__name__}({number}), which makes a loss scale"
     return otherwise
 
 

@@ -24,16 +24,16 @@ _REMEDY = "give what state_dict() of the loss scale returned, or restore an olde
 
 
 @overload
-def loss_scale_from(state: Mapping[str, Any], like: LossScaleT) -> LossScaleT: ...
+def restore_loss_scale(state: Mapping[str, Any], like: LossScaleT) -> LossScaleT: ...
 
 
 @overload
-def loss_scale_from(
+def restore_loss_scale(
     state: Mapping[str, Any], like: LossScaleLike | MixedPrecision
 ) -> LossScale: ...
 
 
-def loss_scale_from(state: Mapping[str, Any], like: LossScaleLike | MixedPrecision) -> LossScale:
+def restore_loss_scale(state: Mapping[str, Any], like: LossScaleLike | MixedPrecision) -> LossScale:
     """Makes the loss scale with which a run goes on from a checkpoint.
 
     Its class and its configuration are those of `like`, the loss scale that the run would begin
@@ -64,9 +64,9 @@ def loss_scale_from(state: Mapping[str, Any], like: LossScaleLike | MixedPrecisi
         >>> state = jmpx.DynamicLossScale(2.0**12, counter=7).state_dict()
         >>> state
         {'type': 'dynamic', 'loss_scale': 4096.0, 'counter': 7}
-        >>> print(jmpx.loss_scale_from(state, like=jmpx.DynamicLossScale(period=500)))
+        >>> print(jmpx.restore_loss_scale(state, like=jmpx.DynamicLossScale(period=500)))
         dynamic,init=4096,period=500,counter=7
-        >>> print(jmpx.loss_scale_from(state, like="none"))  # bfloat16 from now on
+        >>> print(jmpx.restore_loss_scale(state, like="none"))  # bfloat16 from now on
         none
     """
     like = like.loss_scale if isinstance(like, MixedPrecision) else get_loss_scale(like)

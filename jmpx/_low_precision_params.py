@@ -27,8 +27,8 @@ class LowPrecisionParamsState(NamedTuple):
 
     Attributes:
         inner_state: the state of the wrapped optimizer.
-        low: with "split", the low halves of the parameters, in uint16: `jmpx.merge_master(params,
-            low)` are the float32 masters. None with "stochastic".
+        low: with "split", the low halves of the parameters, in uint16:
+            `jmpx.optim.merge_master(params, low)` are the float32 masters. None with "stochastic".
         count: with "stochastic", how many updates there were: an int32 array of shape (), of which
             the key of each step is made. None with "split".
 
@@ -36,11 +36,13 @@ class LowPrecisionParamsState(NamedTuple):
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import jmpx
-        >>> optimizer = jmpx.low_precision_params(optax.sgd(0.1), "split")
+        >>> optimizer = jmpx.optim.low_precision_params(optax.sgd(0.1), "split")
         >>> state = optimizer.init({"w": jnp.array([1 + 2**-20])})
-        >>> isinstance(state, jmpx.LowPrecisionParamsState), state.low
+        >>> isinstance(state, jmpx.types.LowPrecisionParamsState), state.low
         (True, {'w': Array([8], dtype=uint16)})
     """
+
+    __module__ = "jmpx.types"
 
     inner_state: PyTree
     low: PyTree
@@ -59,15 +61,16 @@ def low_precision_params(
     Near 1, an update below 0.2 % rounds to nothing in bfloat16. Here, the optimizer computes in
     float32, and the new parameters are rounded in one of two ways:
 
-    - "stochastic": up or down by chance, right on average, as by `jmpx.stochastic_round`. Nothing
-      but the parameters is stored: 2 bytes each.
-    - "split": the state keeps the 16 bits that bfloat16 lacks, as `jmpx.split_master` does, so that
-      float32 masters are trained, at 4 bytes a parameter.
+    - "stochastic": up or down by chance, right on average, as by `jmpx.optim.stochastic_round`.
+      Nothing but the parameters is stored: 2 bytes each.
+    - "split": the state keeps the 16 bits that bfloat16 lacks, as `jmpx.optim.split_master` does,
+      so that float32 masters are trained, at 4 bytes a parameter.
 
     ```python
-    optimizer = jmpx.skip_nonfinite(jmpx.low_precision_params(optax.adam(1e-3), "split"))
+    optimizer = jmpx.skip_nonfinite(jmpx.optim.low_precision_params(optax.adam(1e-3), "split"))
     state = optimizer.init(params)         # of the float32 parameters
-    params, _ = jmpx.split_master(params)  # for "stochastic", jmpx.cast_to_bfloat16 will do
+    params, _ = jmpx.optim.split_master(params)  # for "stochastic", jmpx.mpx.cast_to_bfloat16 will
+    do
     ```
 
     Put other transformations inside, as in `low_precision_params(optax.chain(...), ...)`: one that
@@ -83,7 +86,7 @@ def low_precision_params(
             parameters in float32, and makes its state of them.
         rounding: "stochastic" or "split".
         state_dtype: the dtype of the optimizer's state between steps, as in
-            `jmpx.with_state_dtype`. None leaves it to the optimizer: float32, as a rule.
+            `jmpx.optim.with_state_dtype`. None leaves it to the optimizer: float32, as a rule.
         seed: of the rounding by chance. Devices round replicated parameters alike; under
             `jax.shard_map`, shards draw the same numbers, too, each for entries of its own.
 
@@ -112,15 +115,15 @@ def low_precision_params(
         >>> import optax
         >>> import jmpx
         >>> params = {"w": jnp.ones(2)}
-        >>> optimizer = jmpx.low_precision_params(optax.sgd(2**-10), "split")
+        >>> optimizer = jmpx.optim.low_precision_params(optax.sgd(2**-10), "split")
         >>> state = optimizer.init(params)
-        >>> params, _ = jmpx.split_master(params)
+        >>> params, _ = jmpx.optim.split_master(params)
         >>> grads = {"w": jnp.full(2, -1.0)}
         >>> for _ in range(8):
         ...     params, state = jmpx.optimizer_update(params, optimizer, state, grads, True)
         >>> params["w"]
         Array([1.00781, 1.00781], dtype=bfloat16)
-        >>> float(jmpx.merge_master(params, state.low)["w"][0]) == 1 + 8 * 2**-10
+        >>> float(jmpx.optim.merge_master(params, state.low)["w"][0]) == 1 + 8 * 2**-10
         True
     """
     import optax
@@ -201,10 +204,10 @@ class LowPrecisionParams:
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
             if _is_narrow(leaf):
                 warnings.warn(
-                    f"Got gradients of 16 bits for jmpx.low_precision_params, such as {spell(leaf)}"
-                    f" at grads{jax.tree_util.keystr(path)}, which were rounded to the nearest: "
-                    "keep them in float32 up to the optimizer, by grad_dtype=jnp.float32 of "
-                    "jmpx.filter_grad.",
+                    "Got gradients of 16 bits for jmpx.optim.low_precision_params, such as "
+                    f"{spell(leaf)} at grads{jax.tree_util.keystr(path)}, which were rounded to "
+                    "the nearest: keep them in float32 up to the optimizer, by "
+                    "grad_dtype=jnp.float32 of jmpx.filter_grad.",
                     stacklevel=user_stacklevel("jax", "optax", "flax", "equinox"),
                 )
                 self.told.append("gradients")
@@ -218,21 +221,21 @@ def _is_narrow(leaf: object) -> bool:
 def _check_state(state: object, rounding: Rounding) -> None:
     if not isinstance(state, LowPrecisionParamsState):
         raise TypeError(
-            "Expected a state of jmpx.low_precision_params, got a "
+            "Expected a state of jmpx.optim.low_precision_params, got a "
             f"{type(state).__name__}: pass what its init returned for the float32 parameters."
         )
     if (state.count is None) != (rounding == "split"):
         other = "split" if state.count is None else "stochastic"
         raise ValueError(
-            f'Expected a state of jmpx.low_precision_params with rounding="{rounding}", got one of '
-            f'"{other}": make a new one by init, of float32 parameters.'
+            f'Expected a state of jmpx.optim.low_precision_params with rounding="{rounding}", got '
+            f'one of "{other}": make a new one by init, of float32 parameters.'
         )
 
 
 def _check_params(params: PyTree, rounding: Rounding) -> None:
     if params is None:
         raise ValueError(
-            "Expected the 16-bit parameters for jmpx.low_precision_params, got none: call "
+            "Expected the 16-bit parameters for jmpx.optim.low_precision_params, got none: call "
             "optimizer.update(grads, state, params)."
         )
     leaves = jax.tree_util.tree_leaves_with_path(params)
@@ -240,10 +243,10 @@ def _check_params(params: PyTree, rounding: Rounding) -> None:
     if floating and not any(_is_narrow(leaf) for _, leaf in floating):
         path, leaf = floating[0]
         raise ValueError(
-            f"Expected parameters of 16 bits for jmpx.low_precision_params, got {spell(leaf)} at "
-            f"params{jax.tree_util.keystr(path)}, and none that is narrower: cast them after init, "
-            "as jmpx.split_master(params)[0] does, and apply updates by jmpx.optimizer_update or "
-            "optax.apply_updates, which keep their dtype."
+            "Expected parameters of 16 bits for jmpx.optim.low_precision_params, got "
+            f"{spell(leaf)} at params{jax.tree_util.keystr(path)}, and none that is narrower: cast "
+            "them after init, as jmpx.optim.split_master(params)[0] does, and apply updates by "
+            "jmpx.optimizer_update or optax.apply_updates, which keep their dtype."
         )
     for path, leaf in floating:
         if rounding == "split" and _is_narrow(leaf) and leaf.dtype != jnp.bfloat16:

@@ -60,6 +60,8 @@ class MixedPrecision:
         500
     """
 
+    __module__ = "jmpx"
+
     policy_map: PolicyMap
     loss_scale: LossScale = "auto"  # pyright: ignore[reportAssignmentType]
 

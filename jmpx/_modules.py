@@ -6,9 +6,10 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
-from jmpx._frameworks import Marker, imported_adapters
+from jmpx._frameworks import imported_adapters
 from jmpx._marks import Module, is_marking, marking
 from jmpx._policy_map import PolicyMap, Rule
+from jmpx._stateful import apply
 
 R = TypeVar("R")
 
@@ -80,7 +81,7 @@ def call_marked(
     made = (adapter.marker(matches) for adapter in imported_adapters())
     markers = [marker for marker in made if marker is not None]
     for marker in markers:
-        fn, args, kwargs = _mark_call(marker.mark, (fn, args, kwargs))
+        fn, args, kwargs = calling(marker.mark, (fn, args, kwargs))
     with contextlib.ExitStack() as stack:
         for marker in markers:
             stack.callback(marker.unmark, None)
@@ -88,35 +89,50 @@ def call_marked(
         try:
             result = fn(*args, **kwargs)
         except ValueError as error:
-            _note_marks(error, markers)
+            note_classes(error, [cls for each in markers for cls in each.made.values()], _JOINED)
             raise
     for marker in markers:
         result = marker.unmark(result)
     return result
 
 
-def _note_marks(error: ValueError, markers: Iterable[Marker]) -> None:
-    """Adds a note to JAX's error of two trees that differ in the class of a module."""
+_JOINED = (
+    "jmpx gives the modules in arguments ({names}) subclasses while it traces, so that rules can "
+    "select them: where the function joins such a part of a model with another part, as "
+    "equinox.combine does, pass both parts as arguments."
+)
+
+
+def note_classes(error: ValueError, classes: Iterable[type], note: str) -> None:
+    """Adds a note to JAX's error of two trees that differ in the class of a module.
+
+    Args:
+        error: the error.
+        classes: the classes of the modules in whose place instances of subclasses are.
+        note: the note, with `{names}` in place of the names of the classes in the error.
+    """
     text = str(error)
     if not text.startswith(_DIFFERENT_TREES):
         return
-    marked = {cls for marker in markers for cls in marker.made.values() if repr(cls) in text}
-    names = ", ".join(sorted(cls.__name__ for cls in marked))
+    names = ", ".join(sorted({cls.__name__ for cls in classes if repr(cls) in text}))
     if names:
-        error.add_note(
-            f"jmpx gives the modules in arguments ({names}) subclasses while it traces, so that "
-            "rules can select them: where the function joins such a part of a model with another "
-            "part, as equinox.combine does, pass both parts as arguments."
-        )
+        error.add_note(note.format(names=names))
 
 
-def _mark_call(mark: Callable[[Any], Any], call: _Call[R]) -> _Call[R]:
-    """Marks a function and its arguments; of a method, the object to which it is bound."""
+def calling(change: Callable[[Any], Any], call: _Call[R]) -> _Call[R]:
+    """Changes a function and its arguments; of a method, the object to which it is bound.
+
+    Args:
+        change: returns a pytree with its modules changed.
+        call: the function, its positional and its keyword arguments.
+    """
     fn, args, kwargs = call
+    if fn is apply:
+        return calling(change, (args[0], args[1:], kwargs))
     if isinstance(fn, functools.partial):
-        return _mark_call(mark, (fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}))
+        return calling(change, (fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}))
     owner, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
     if not isinstance(fn, types.MethodType) or getattr(owner, name, None) != fn:
-        return mark(call)
-    owner, args, kwargs = mark((owner, args, kwargs))
+        return change(call)
+    owner, args, kwargs = change((owner, args, kwargs))
     return getattr(owner, name), args, kwargs

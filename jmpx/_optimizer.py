@@ -51,9 +51,11 @@ class SkipNonfiniteState(NamedTuple):
         >>> import optax
         >>> import jmpx
         >>> state = jmpx.skip_nonfinite(optax.sgd(0.1)).init({"w": jnp.ones(2)})
-        >>> isinstance(state, jmpx.SkipNonfiniteState), int(state.total_skipped)
+        >>> isinstance(state, jmpx.types.SkipNonfiniteState), int(state.total_skipped)
         (True, 0)
     """
+
+    __module__ = "jmpx.types"
 
     inner_state: PyTree
     grads_finite: jax.Array
@@ -77,13 +79,13 @@ def skip_nonfinite(
     `optax.apply_if_finite` it never applies a non-finite update, however many it has skipped.
 
     A run that diverged skips every step from then on. Where the loop is Python's,
-    `jmpx.check_progress` tells: it adds nothing to the program, and raises in every process.
-    `max_consecutive_skips` is for other loops, such as a `lax.scan` over the steps: a callback
-    raises from inside of the compiled program, for one comparison and one `lax.cond` a step. Python
-    sees the error when it next waits for the program: a `jax.errors.JaxRuntimeError`, whose text
-    ends with ours, and the results of the program are lost. Under `jax.jit` on several processes,
-    one of them raises, and the others fail once it has ended. `jax.export` refuses such a program,
-    and JAX before 0.12 leaves it out of the persistent compilation cache.
+    `jmpx.inspect.check_progress` tells: it adds nothing to the program, and raises in every
+    process. `max_consecutive_skips` is for other loops, such as a `lax.scan` over the steps: a
+    callback raises from inside of the compiled program, for one comparison and one `lax.cond` a
+    step. Python sees the error when it next waits for the program: a `jax.errors.JaxRuntimeError`,
+    whose text ends with ours, and the results of the program are lost. Under `jax.jit` on several
+    processes, one of them raises, and the others fail once it has ended. `jax.export` refuses such
+    a program, and JAX before 0.12 leaves it out of the persistent compilation cache.
 
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`.

@@ -150,8 +150,8 @@ def warn_of_later_steps(state: PyTree) -> None:
     """Warns if an `optax.chain` changes what `low_precision_params` has rounded."""
     if _has_later_steps(state):
         warnings.warn(
-            "Got an optax.chain with transformations after jmpx.low_precision_params, which change "
-            "updates of parameters that it has rounded: put them inside, as in "
+            "Got an optax.chain with transformations after jmpx.optim.low_precision_params, which "
+            "change updates of parameters that it has rounded: put them inside, as in "
             "low_precision_params(optax.chain(...), ...).",
             stacklevel=3,
         )

@@ -51,6 +51,8 @@ class Policy:
         {'w': Array([1, 1], dtype=bfloat16)}
     """
 
+    __module__ = "jmpx"
+
     param_dtype: DTypeLike
     compute_dtype: DTypeLike
     output_dtype: DTypeLike

@@ -37,10 +37,12 @@ class NonfiniteCounts(NamedTuple):
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> counts = jmpx.nonfinite([jnp.array([1.0, jnp.nan])])["[0]"]
-        >>> isinstance(counts, jmpx.NonfiniteCounts), int(counts.inf), int(counts.nan)
+        >>> counts = jmpx.inspect.nonfinite([jnp.array([1.0, jnp.nan])])["[0]"]
+        >>> isinstance(counts, jmpx.inspect.NonfiniteCounts), int(counts.inf), int(counts.nan)
         (True, 0, 1)
     """
+
+    __module__ = "jmpx.inspect"
 
     inf: jax.Array
     nan: jax.Array
@@ -64,7 +66,8 @@ def nonfinite(tree: PyTree) -> dict[str, NonfiniteCounts]:
         >>> import jax.numpy as jnp
         >>> import jmpx
         >>> grads = {"w": jnp.array([jnp.inf, jnp.nan, jnp.nan]), "b": jnp.ones(2)}
-        >>> {path: (int(inf), int(nan)) for path, (inf, nan) in jmpx.nonfinite(grads).items()}
+        >>> counts = jmpx.inspect.nonfinite(grads)
+        >>> {path: (int(inf), int(nan)) for path, (inf, nan) in counts.items()}
         {"['b']": (0, 0), "['w']": (1, 2)}
     """
     return {path: _count(leaf) for path, leaf in _inexact_leaves(tree).items()}
@@ -137,13 +140,13 @@ def check_progress(
         >>> for _ in range(3):
         ...     _, state = optimizer.update(grads, state, params)
         ...     scaling = scaling.adjust(state.grads_finite)
-        >>> jmpx.check_progress(state, scaling, grads, max_consecutive=3)
-        >>> jmpx.check_progress(state, scaling, grads, max_consecutive=2)
+        >>> jmpx.inspect.check_progress(state, scaling, grads, max_consecutive=3)
+        >>> jmpx.inspect.check_progress(state, scaling, grads, max_consecutive=2)
         Traceback (most recent call last):
         ...
         FloatingPointError: Skipped 3 optimizer steps in a row, more than max_consecutive=2, with
         the loss scale at its floor of 1, and infinities or NaN in grads (1 NaN): lower the
-        learning rate, or look for the cause in the data and by jmpx.nonfinite(grads).
+        learning rate, or look for the cause in the data and by jmpx.inspect.nonfinite(grads).
     """
     limit = check_limit(max_consecutive, "max_consecutive")
     raise_if_stuck(opt_state, loss_scale, grads, limit, f"max_consecutive={limit}")
@@ -155,10 +158,10 @@ def raise_if_stuck(
     """Does what `check_progress` does, for a limit that the error calls by `source`."""
     if not is_loss_scale(loss_scale):
         raise TypeError(
-            "Expected a loss scale as the second argument of jmpx.check_progress, got "
+            "Expected a loss scale as the second argument of jmpx.inspect.check_progress, got "
             f"{describe(loss_scale)}: pass the one of the step, or jmpx.NoOpLossScale()."
         )
-    counters = _counters(opt_state)
+    counters = counts_of(opt_state, "consecutive_skipped")
     if not counters:
         raise TypeError(
             "Expected the state of an optimizer of jmpx.skip_nonfinite, got a "
@@ -169,7 +172,7 @@ def raise_if_stuck(
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise TypeError(
             "Cannot check progress where the number of skipped steps is traced, as under jax.jit: "
-            "call jmpx.check_progress outside, between steps, or let "
+            "call jmpx.inspect.check_progress outside, between steps, or let "
             "jmpx.skip_nonfinite(max_consecutive_skips=) raise from inside."
         )
     count = max(int(_read(counter).max()) for counter in counters)
@@ -181,8 +184,8 @@ def raise_if_stuck(
         )
 
 
-def _counters(opt_state: PyTree) -> list[Any]:
-    """Returns the counts of steps skipped in a row, wherever a pytree has them.
+def counts_of(opt_state: PyTree, name: str) -> list[Any]:
+    """Returns the counts of `skip_nonfinite` of this name, wherever a pytree has them.
 
     They are found by their name, because a checkpoint and an `nnx.State` hold dicts in place of a
     `SkipNonfiniteState`.
@@ -191,9 +194,9 @@ def _counters(opt_state: PyTree) -> list[Any]:
 
     def visit(node: Any) -> bool:  # With all leaves and paths it would take longer.
         if isinstance(node, tuple):
-            found.append(getattr(node, "consecutive_skipped", None))
+            found.append(getattr(node, name, None))
         elif not is_array(node) and isinstance(node, Mapping):
-            found.append(node.get("consecutive_skipped"))
+            found.append(node.get(name))
         return False
 
     jax.tree.leaves(opt_state, is_leaf=visit)
@@ -217,7 +220,7 @@ def _parts(array: Any) -> list[Any]:
 
 def _about(loss_scale: LossScale, count: int) -> tuple[str, str]:
     """Returns what a message says of a loss scale after `count` skipped steps, and the remedy."""
-    cause = "look for the cause in the data and by jmpx.nonfinite(grads)"
+    cause = "look for the cause in the data and by jmpx.inspect.nonfinite(grads)"
     remedy = f"lower the learning rate, or {cause}"
     if isinstance(loss_scale, NoOpLossScale):
         return "without a loss scale", remedy

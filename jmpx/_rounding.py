@@ -52,7 +52,7 @@ def stochastic_round(tree: T, dtype: DTypeLike, key: jax.Array) -> T:
         >>> import jax.numpy as jnp
         >>> import jmpx
         >>> params = {"w": jnp.full(10_000, 1 + 2**-10), "step": 3}
-        >>> rounded = jmpx.stochastic_round(params, jnp.bfloat16, jax.random.key(0))
+        >>> rounded = jmpx.optim.stochastic_round(params, jnp.bfloat16, jax.random.key(0))
         >>> rounded["w"].dtype.name, rounded["step"]
         ('bfloat16', 3)
         >>> sorted({float(x) for x in rounded["w"]})  # the neighbors of 1 + 2**-10 in bfloat16
@@ -80,8 +80,8 @@ def _check_key(key: Any) -> None:
             return
     got = spell(key) if is_array(key) else describe(key)
     raise TypeError(
-        f"Expected one key for jmpx.stochastic_round, got {got}: pass one of jax.random.key(0), "
-        "another at each step, as of jax.random.fold_in(key, step)."
+        f"Expected one key for jmpx.optim.stochastic_round, got {got}: pass one of "
+        "jax.random.key(0), another at each step, as of jax.random.fold_in(key, step)."
     )
 
 
@@ -92,7 +92,7 @@ def _round(path: Any, leaf: Any, dtype: ScalarType, key: jax.Array, place: int) 
     if leaf.dtype.itemsize > 4:
         raise ValueError(
             f"Cannot round {where}, which is wider than float32: cast it first, as "
-            "jmpx.cast_to_float32 does."
+            "jmpx.cast_to_full does."
         )
     if leaf.dtype.itemsize < np.dtype(dtype).itemsize:
         raise ValueError(

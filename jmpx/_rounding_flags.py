@@ -41,7 +41,7 @@ class RoundingFlags:
     def wrap(
         self, optimizer: "optax.GradientTransformation", **options: Any
     ) -> "optax.GradientTransformation":
-        """Wraps an optimizer by `jmpx.low_precision_params`, unless parameters round to nearest."""
+        """Wraps an optimizer by `low_precision_params`, unless parameters round to nearest."""
         rounding = self.rounding
         if rounding == "nearest":
             return optimizer

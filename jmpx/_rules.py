@@ -68,6 +68,8 @@ class Rule:
         ValueError: if a dtype is unknown or not floating, or the algorithm is unknown.
     """
 
+    __module__ = "jmpx.types"
+
     selector: str
     params: DTypeLike | None = None
     compute: DTypeLike | None = None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import jax
 
+from jmpx._contexts import AUTOCAST, fact_set
 from jmpx._matmul import as_matmul, matmul_precision
 
 FULL_PRECISION = "jmpx.full_precision"  # autocast leaves operations in it in float32
@@ -90,5 +91,6 @@ def full_precision(func: Callable[..., Any] | None = None, *, matmul: str | None
 
 @contextlib.contextmanager
 def _full_precision(matmul: str | None) -> Iterator[None]:
-    with jax.named_scope(FULL_PRECISION), matmul_precision(matmul):
+    # An autocast that is called inside has an effect, also if one of the same policies is around.
+    with jax.named_scope(FULL_PRECISION), matmul_precision(matmul), fact_set(AUTOCAST, None):
         yield

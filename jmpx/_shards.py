@@ -7,6 +7,7 @@ that of an own part, which nobody gathers: what the other devices do with its re
 it, as in tensor and expert parallelism.
 """
 
+import dataclasses
 from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -25,27 +26,87 @@ _NOTHING: Axes = frozenset()
 Says: TypeAlias = bool | Literal["own"]
 
 
-def check_mask(sharded: PyTree, axis_name: AxisName | None) -> None:
-    """Refuses a mask of shards that says anything else, or that has no axis to speak of.
+@dataclasses.dataclass(frozen=True)
+class Over:
+    """A mapped axis over which a gradient function averages, and which parameters are its shards.
+
+    It is the option `over` of `filter_value_and_grad` and `filter_grad` under `jax.shard_map`,
+    `jax.pmap` and `jax.vmap`. The value is averaged in float32, the gradients in the policy's
+    reduce; unset, in float32 or the wider dtype of a parameter. In float16 they are divided by the
+    number of devices before they are summed. They are scaled then, so that small ones do not
+    underflow, and a sum that overflows is seen by the check. The flag and the loss scale are the
+    same on the whole axis.
+
+    Each device may hold a copy of a parameter, or a shard of it that the function gathers, by
+    `jmpx.distributed.gather` or by `lax.all_gather`: the gradient of a shard is summed by the
+    gather's backward pass, and divided here by the number of devices. Under `jax.shard_map` JAX
+    knows which parameters differ between devices, so that `sharded` may be left out: those that the
+    function gathers are shards, and those that only their own device reads are copies, which may
+    differ. Any other has to be told. With `check_vma=False`, and under `jax.pmap` and `jax.vmap`,
+    JAX does not know: a gathered parameter has to be told, and all others are averaged unless this
+    says otherwise. A mask that contradicts the program is refused when the gradient function is
+    called.
+
+    Args:
+        axis_name: the name of the mapped axis, or a tuple of several.
+        sharded: True for a shard that the function gathers, False for a copy, "own" for a part that
+            nobody gathers, such as an expert or a part of a tensor, whose activations travel; or a
+            pytree of these that is a prefix of the first argument. True is refused where nothing
+            gathers the parameter, and False where it is gathered as it is.
 
     Raises:
-        TypeError: if a leaf of the mask is neither a bool nor "own".
-        ValueError: if there is a mask and no axis.
+        TypeError: if `axis_name` is None, or a leaf of `sharded` neither a bool nor "own".
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmpx
+        >>> def loss_fn(w, x):
+        ...     return jnp.mean((x @ w) ** 2)
+        >>> noop = jmpx.NoOpLossScale()
+        >>> grad_fn = jmpx.filter_grad(loss_fn, noop, policy="c=bf16,r=f32", over=jmpx.Over("data"))
+        >>> batch = jnp.stack([jnp.zeros((2, 3)), jnp.ones((2, 3))])  # of two devices
+        >>> jax.vmap(grad_fn, in_axes=(None, 0), axis_name="data")(jnp.ones(3), batch).grads
+        Array([[3., 3., 3.],
+               [3., 3., 3.]], dtype=float32)
     """
-    if sharded is None:
-        return
-    for leaf in jax.tree.leaves(sharded):
-        if not (isinstance(leaf, bool) or (isinstance(leaf, str) and leaf == "own")):
+
+    __module__ = "jmpx"
+
+    axis_name: AxisName
+    sharded: PyTree = None
+
+    def __post_init__(self) -> None:
+        if self.axis_name is None or not axis_names(self.axis_name):
             raise TypeError(
-                f"Expected sharded to be a bool or a pytree of bools, got the leaf "
-                f"{describe(leaf)}: say True for the parameters of which each device holds a shard "
-                'that the function gathers, and "own" for a part that nobody gathers.'
+                "Expected axis_name of jmpx.Over to be the name of a mapped axis, got "
+                f'{self.axis_name!r}: give it, as in jmpx.Over("data"), or leave over out where '
+                "nothing is averaged."
             )
-    if axis_name is None:
-        raise ValueError(
-            "Cannot tell over which axis the parameters are shards, as "
-            f"sharded={describe(sharded)} says: give the name of the mapped axis as axis_name."
-        )
+        for leaf in jax.tree.leaves(self.sharded):
+            if not (isinstance(leaf, bool) or (isinstance(leaf, str) and leaf == "own")):
+                raise TypeError(
+                    "Expected sharded of jmpx.Over to be a bool or a pytree of bools, got the leaf "
+                    f"{describe(leaf)}: say True for the parameters of which each device holds a "
+                    'shard that the function gathers, and "own" for a part that nobody gathers.'
+                )
+
+
+def check_over(over: object) -> None:
+    """Refuses anything but an `Over` or None as the option `over` of a gradient function.
+
+    Raises:
+        TypeError: if it is something else.
+    """
+    if over is None or isinstance(over, Over):
+        return
+    example = '"data"'
+    if isinstance(over, str):
+        example = f'"{over}"'
+    elif isinstance(over, tuple | list) and over:
+        example = repr(tuple(over))
+    raise TypeError(
+        f"Expected over to be a jmpx.Over, got {describe(over)}: write over=jmpx.Over({example})."
+    )
 
 
 class Parameters(NamedTuple):
@@ -103,15 +164,15 @@ class Parameters(NamedTuple):
         ):
             raise TypeError(
                 f"Cannot tell which devices have copies of {name}, {reads} in axis_index_groups: "
-                "give the groups a mesh axis of their own, and name both axes in axis_name."
+                "give the groups a mesh axis of their own, and name both axes in jmpx.Over."
             )
         if self.sharded is not None:
             return
         if not is_tracked:
             raise TypeError(
                 f"Cannot tell whether {name} is a shard, {reads}, because JAX does not track there "
-                "which arrays vary: say which parameters are shards by sharded=, or use "
-                "jax.shard_map without check_vma=False."
+                "which arrays vary: say which parameters are shards by sharded= of jmpx.Over, or "
+                "use jax.shard_map without check_vma=False."
             )
         if not any(self.varying[index] & gather.axes for index in gather.params):
             raise TypeError(
@@ -157,8 +218,8 @@ class Parameters(NamedTuple):
         if len(axes) > 1 and untracked and (unknown or not known):
             raise TypeError(
                 f"Cannot tell over which of {_spell(axes)} {name} is a shard, as sharded={says!r} "
-                "says, because JAX does not track there which arrays vary: give one axis_name, or "
-                "use jax.shard_map without check_vma=False."
+                "says, because JAX does not track there which arrays vary: give jmpx.Over one "
+                "axis, or use jax.shard_map without check_vma=False."
             )
         return known if len(axes) > 1 else varying | untracked
 
@@ -176,8 +237,8 @@ def _neither(name: str, exchange: Exchange) -> str:
     return (
         f"Cannot tell whether {name} is a shard or a replica, because it differs along "
         f"{_spell([exchange.axis])} and the function does not gather it, but the loss of each "
-        f"device depends on those of others, by {exchange.operation}: say by sharded= which "
-        'parameters are shards, and "own" for a part that nobody gathers.'
+        f"device depends on those of others, by {exchange.operation}: say by sharded= of "
+        'jmpx.Over which parameters are shards, and "own" for a part that nobody gathers.'
     )
 
 

@@ -116,5 +116,5 @@ def _check_skips(limit: int, count: Any) -> None:
             f"Skipped {int(count)} optimizer steps in a row, more than "
             f"max_consecutive_skips={limit}, because gradients were not finite: lower the learning "
             "rate, look for the cause in the data, and see which gradients they are by "
-            "jmpx.nonfinite(grads)."
+            "jmpx.inspect.nonfinite(grads)."
         )

@@ -20,7 +20,7 @@ def split_master(tree: T) -> tuple[T, PyTree]:
     """Splits float32 parameters into bfloat16 ones and the 16 bits that these lack.
 
     The two together take as much memory as float32 masters alone, and the model reads the first
-    without a cast. `jmpx.merge_master` puts them together again.
+    without a cast. `jmpx.optim.merge_master` puts them together again.
 
     The high half is the nearest bfloat16. Of two equally near it is the one away from zero, where a
     cast takes the even one: with both kinds of ties, 65,537 numbers would share one bfloat16, and
@@ -41,12 +41,12 @@ def split_master(tree: T) -> tuple[T, PyTree]:
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> high, low = jmpx.split_master({"w": jnp.array([1 + 2**-20]), "step": 3})
+        >>> high, low = jmpx.optim.split_master({"w": jnp.array([1 + 2**-20]), "step": 3})
         >>> high
         {'step': 3, 'w': Array([1], dtype=bfloat16)}
         >>> low
         {'step': None, 'w': Array([8], dtype=uint16)}
-        >>> float(jmpx.merge_master(high, low)["w"][0]) == 1 + 2**-20
+        >>> float(jmpx.optim.merge_master(high, low)["w"][0]) == 1 + 2**-20
         True
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
@@ -58,7 +58,7 @@ def split_master(tree: T) -> tuple[T, PyTree]:
 
 
 def merge_master(high: T, low: PyTree) -> T:
-    """Returns the float32 parameters that `jmpx.split_master` split, bit for bit.
+    """Returns the float32 parameters that `jmpx.optim.split_master` split, bit for bit.
 
     Two kinds come back otherwise, because no 32 bits are left for them: numbers beyond the largest
     of bfloat16, 3.39e38, lose their last bit (float32's largest keeps it), and a signaling NaN
@@ -79,7 +79,7 @@ def merge_master(high: T, low: PyTree) -> T:
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> jmpx.merge_master(*jmpx.split_master(jnp.array([0.1, jnp.inf])))
+        >>> jmpx.optim.merge_master(*jmpx.optim.split_master(jnp.array([0.1, jnp.inf])))
         Array([0.1, inf], dtype=float32)
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(high)
@@ -87,8 +87,8 @@ def merge_master(high: T, low: PyTree) -> T:
         lows = structure.flatten_up_to(low)
     except ValueError:
         raise ValueError(
-            "The two trees of jmpx.merge_master differ in their structure: pass both trees of one "
-            "jmpx.split_master."
+            "The two trees of jmpx.optim.merge_master differ in their structure: pass both trees "
+            "of one jmpx.optim.split_master."
         ) from None
     return structure.unflatten(
         _merge(path, leaf, low_leaf) for (path, leaf), low_leaf in zip(leaves, lows, strict=True)
@@ -120,12 +120,12 @@ def _merge(path: Any, high: Any, low: Any) -> Any:
     if not accepted or (high.dtype, low.dtype) != (jnp.bfloat16, jnp.uint16):
         raise TypeError(
             f"Cannot merge {spell(high)} with {spell(low)} at tree{jax.tree_util.keystr(path)}: "
-            "pass both trees of jmpx.split_master, bfloat16 and uint16."
+            "pass both trees of jmpx.optim.split_master, bfloat16 and uint16."
         )
     if high.shape != low.shape:
         raise ValueError(
             f"Cannot merge {spell(high)} with {spell(low)} at tree{jax.tree_util.keystr(path)}, "
-            "whose shapes differ: pass both trees of one jmpx.split_master."
+            "whose shapes differ: pass both trees of one jmpx.optim.split_master."
         )
     return _merge_arrays(high, low)
 

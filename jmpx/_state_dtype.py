@@ -30,11 +30,15 @@ class StateDtypeState(NamedTuple):
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import jmpx
-        >>> optimizer = jmpx.with_state_dtype(optax.sgd(0.1, momentum=0.9), jnp.bfloat16)
+        >>> optimizer = jmpx.optim.with_state_dtype(optax.sgd(0.1, momentum=0.9), jnp.bfloat16)
         >>> state = optimizer.init({"w": jnp.ones(2)})
-        >>> isinstance(state, jmpx.StateDtypeState), state.inner_state[0].trace["w"].dtype.name
-        (True, 'bfloat16')
+        >>> isinstance(state, jmpx.types.StateDtypeState)
+        True
+        >>> state.inner_state[0].trace["w"].dtype.name
+        'bfloat16'
     """
+
+    __module__ = "jmpx.types"
 
     inner_state: PyTree
     count: jax.Array
@@ -50,7 +54,7 @@ def with_state_dtype(
     rather than 0.982 g**2. With this, the optimizer gets parameters, gradients and state in
     float32, and its updates are float32; only between the steps its state is in `dtype`.
 
-    bfloat16 is rounded by chance, as by `jmpx.stochastic_round`, so that moments are right on
+    bfloat16 is rounded by chance, as by `jmpx.optim.stochastic_round`, so that moments are right on
     average. Rounded to the nearest, a second moment at b2=0.999 ends at 0.33 times the right one
     for gradients that are all 0.3, and at 1.97 times for normal ones. By chance, it has an error of
     4 % (standard deviation, normal gradients), and a first moment one of 0.5 % at b1=0.9. Where the
@@ -76,7 +80,7 @@ def with_state_dtype(
         >>> import optax
         >>> import jmpx
         >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
-        >>> optimizer = jmpx.with_state_dtype(optax.sgd(0.1, momentum=0.9), jnp.float32)
+        >>> optimizer = jmpx.optim.with_state_dtype(optax.sgd(0.1, momentum=0.9), jnp.float32)
         >>> state = optimizer.init(params)
         >>> updates, state = optimizer.update(params, state, params)
         >>> updates["w"].dtype.name, state.inner_state[0].trace["w"].dtype.name

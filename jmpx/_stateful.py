@@ -42,6 +42,7 @@ class Pure:
         fn: the function.
 
     Attributes:
+        invoke: calls the function with its arguments, objects among them; may be replaced.
         size: the number of arrays of state that the last call returned.
     """
 
@@ -49,11 +50,12 @@ class Pure:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
+        self.invoke: Callable[..., Any] = apply
 
     def __call__(self, state: Sequence[Leaf], *args: Any, **kwargs: Any) -> tuple[Any, list[Leaf]]:
         """Calls the function; returns its result, and the arrays that are new in its objects."""
         with _explain_closures():
-            return self.fn(*args, **kwargs), []
+            return self.invoke(self.fn, *args, **kwargs), []
 
     def is_replaced(self, array: Leaf) -> bool:
         """Whether the objects held this array before the last call, and hold it no longer."""
@@ -174,7 +176,7 @@ class _Split(Pure):
         before = nnx().graphdef(tuple(copies))
         fn, (args, kwargs) = self._insert(copies, given)
         with _explain_closures():
-            result = fn(*args, **kwargs)
+            result = self.invoke(fn, *args, **kwargs)
         self.is_rebuilt = nnx().graphdef(tuple(copies)) != before
         return self._split_again(copies, result, [*jax.tree.leaves(exposed), *state])
 

@@ -31,6 +31,8 @@ class LostUpdates(NamedTuple):
         float16: how many would if it were stored in float16.
     """
 
+    __module__ = "jmpx.inspect"
+
     entries: jax.Array
     stored: jax.Array
     bfloat16: jax.Array
@@ -53,12 +55,14 @@ class UpdateReport:
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> report = jmpx.update_report({"w": jnp.ones(4)}, {"w": jnp.full(4, 1e-3)})
-        >>> isinstance(report, jmpx.UpdateReport), report.dtypes
+        >>> report = jmpx.inspect.update_report({"w": jnp.ones(4)}, {"w": jnp.full(4, 1e-3)})
+        >>> isinstance(report, jmpx.inspect.UpdateReport), report.dtypes
         (True, (("['w']", 'float32'),))
-        >>> isinstance(report.updates["['w']"], jmpx.LostUpdates)
+        >>> isinstance(report.updates["['w']"], jmpx.inspect.LostUpdates)
         True
     """
+
+    __module__ = "jmpx.inspect"
 
     updates: dict[str, LostUpdates]
     decays: dict[str, LostUpdates]
@@ -88,7 +92,8 @@ def update_report(
         updates: what `optimizer.update` returns for them: the same tree. Leaves without an array
             here, such as None, and parameters that are not floating are left out.
         weight_decay: the factor of one step, the learning rate times the decay, by which each
-            parameter would shrink: a number, also a traced one. `jmpx.low_precision_params` loses
+            parameter would shrink: a number, also a traced one. `jmpx.optim.low_precision_params`
+            loses
             none: leave it out there.
 
     Returns:
@@ -106,7 +111,7 @@ def update_report(
         >>> import jmpx
         >>> params = {"norm": jnp.ones(8, jnp.bfloat16), "w": jnp.full((4, 4), 0.01)}
         >>> updates = jax.tree.map(lambda p: jnp.full(p.shape, -1e-3), params)
-        >>> print(jax.jit(jmpx.update_report)(params, updates, weight_decay=1e-4))
+        >>> print(jax.jit(jmpx.inspect.update_report)(params, updates, weight_decay=1e-4))
         Updates that round to nothing, in % of those that are not 0:
          as stored   bfloat16    float16
               33.3       33.3        0.0  all of 2
@@ -118,7 +123,7 @@ def update_report(
              100.0      100.0      100.0  ['norm'], bfloat16
                0.0      100.0      100.0  ['w'], float32
         Remedy for bfloat16: keep float32 parameters, as params=float32 does, or round otherwise, by
-        jmpx.low_precision_params(optimizer, "stochastic") or "split".
+        jmpx.optim.low_precision_params(optimizer, "stochastic") or "split".
     """
     decay = None if weight_decay is None else _check_decay(weight_decay)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
@@ -126,8 +131,9 @@ def update_report(
         changes = structure.flatten_up_to(updates)
     except ValueError:
         raise ValueError(
-            "The parameters and the updates of jmpx.update_report differ in their structure: pass "
-            "the parameters that the optimizer updates, and what its update returns for them."
+            "The parameters and the updates of jmpx.inspect.update_report differ in their "
+            "structure: pass the parameters that the optimizer updates, and what its update "
+            "returns for them."
         ) from None
     counts: dict[str, tuple[str, LostUpdates, LostUpdates | None]] = {}
     for (path, leaf), change in zip(leaves, changes, strict=True):
@@ -136,15 +142,16 @@ def update_report(
             if leaf.shape != change.shape:
                 raise ValueError(
                     f"The parameter {spell(leaf)} and the update {spell(change)} of "
-                    f"jmpx.update_report differ in their shape at params{name}: pass what the "
-                    "optimizer returns for these parameters."
+                    f"jmpx.inspect.update_report differ in their shape at params{name}: pass what "
+                    "the optimizer returns for these parameters."
                 )
             leaf = jnp.asarray(leaf)
             counts[name] = (leaf.dtype.name, *_count(leaf, change, decay))
     if not counts:
         raise ValueError(
-            "The parameters and the updates of jmpx.update_report have no floating leaf in common: "
-            "pass the parameters that the optimizer updates, such as nnx.state(model, nnx.Param)."
+            "The parameters and the updates of jmpx.inspect.update_report have no floating leaf in "
+            "common: pass the parameters that the optimizer updates, such as nnx.state(model, "
+            "nnx.Param)."
         )
     return UpdateReport(
         {name: lost for name, (_, lost, _) in counts.items()},
@@ -255,14 +262,16 @@ def _remedy(report: UpdateReport, dtypes: dict[str, str]) -> str:
         split = ' or "split"' if narrow == ["bfloat16"] else ""
         return (
             f"Remedy for {' and '.join(narrow)}: keep float32 parameters, as params=float32 does, "
-            f'or round otherwise, by jmpx.low_precision_params(optimizer, "stochastic"){split}.'
+            "or round otherwise, by jmpx.optim.low_precision_params(optimizer, "
+            f'"stochastic"){split}.'
         )
     if losing:
         return "Remedy for float32: a larger learning rate; these updates are too small for it."
     every = _shares([*report.updates.values(), *report.decays.values()])
     if max(every) >= _WORTH_A_REMEDY:
         return (
-            "Little is lost as stored. To store 16 bits, use jmpx.low_precision_params(optimizer, "
+            "Little is lost as stored. To store 16 bits, use "
+            "jmpx.optim.low_precision_params(optimizer, "
             '"stochastic") or "split".'
         )
     return "Little is lost."

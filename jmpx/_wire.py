@@ -1,4 +1,4 @@
-"""What a step sends between devices: `jmpx.wire`."""
+"""What a step sends between devices: `jmpx.inspect.collectives`."""
 
 import collections
 import dataclasses
@@ -18,21 +18,25 @@ from jmpx._messages import describe
 from jmpx._stablehlo import read_stablehlo
 
 _WIDTH, _PROSE, _PLACE, _ROWS = 100, 80, 16, 20  # characters, and lines
-_NONE_YET = "no collectives until XLA partitions it: jmpx.wire(lowered.compile())"
-_MORE = "XLA's partitioner may insert more collectives: `jmpx.wire(lowered.compile())` shows them."
+_NONE_YET = "no collectives until XLA partitions it: give lowered.compile()"
+_MORE = (
+    "XLA's partitioner may insert more collectives: `jmpx.inspect.collectives(lowered.compile())` "
+    "shows them."
+)
 _WIDENED = (
     "Compiled for a CPU, for which XLA widens collectives of bfloat16 to float32, and of float8 to "
     "float16: the dtypes and bytes are this machine's, not the program's. Under shard_map, "
-    "`jmpx.wire(lowered)` shows those of the program. Under jit, read what XLA's partitioner made: "
-    "`lowered.compile(compiler_options={'xla_dump_to': folder, 'xla_dump_hlo_pass_re': 'spmd'})` "
-    "writes it into folder, and `jmpx.wire` takes the text of *after_spmd-partitioning*.txt."
+    "`jmpx.inspect.collectives(lowered)` shows those of the program. Under jit, read what XLA's "
+    "partitioner made: `lowered.compile(compiler_options={'xla_dump_to': folder, "
+    "'xla_dump_hlo_pass_re': 'spmd'})` writes it into folder, and `jmpx.inspect.collectives` takes "
+    "the text of *after_spmd-partitioning*.txt."
 )
 _IN_WHILE = "A + after the times: in a while loop whose trips are not known; one trip is counted."
 _IN_BRANCH = "All branches of conditionals are counted."
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class Collectives:
     """What a step sends between devices; `print` shows it as a table.
 
     Attributes:
@@ -44,6 +48,8 @@ class Wire:
             `times`, `parameter`, `results`, `is_backward`, `in_while`, `in_branch` and `place`.
         notes: what to know about these numbers, in sentences.
     """
+
+    __module__ = "jmpx.inspect"
 
     program: str
     devices: int
@@ -78,7 +84,10 @@ class Wire:
         return json.dumps(self.to_dict(), indent=indent)
 
 
-def wire(step: Any) -> Wire:
+Wire = Collectives  # its name in the pickles of 0.2
+
+
+def collectives(step: Any) -> Collectives:
     """Returns what a step sends between devices: each collective's dtype, bytes and parameter.
 
     Nothing runs. A lowered step shows the collectives that the program calls itself, under
@@ -107,7 +116,7 @@ def wire(step: Any) -> Wire:
         >>> rows = {"in_specs": P("data"), "out_specs": P("data")}
         >>> step = jax.jit(jax.shard_map(jax.grad(loss_fn), mesh=mesh, **rows))
         >>> lowered = step.lower({"w": jnp.ones((64, 4))}, jnp.ones((16, 64)))
-        >>> for each in jmpx.wire(lowered).collectives:
+        >>> for each in jmpx.inspect.collectives(lowered).collectives:
         ...     print(each.kind, each.dtype, each.bytes, each.parameter or each.results)
         all-gather bf16 512 params['w']
         reduce-scatter bf16 512 ("result['w']",)
@@ -119,7 +128,9 @@ def wire(step: Any) -> Wire:
         return _of_lowered(step)
     if isinstance(step, jax.stages.Compiled):
         return _of_compiled(step)
-    raise TypeError(f"jmpx.wire takes a lowered or compiled step, and got {_other(step)}.")
+    raise TypeError(
+        f"jmpx.inspect.collectives takes a lowered or compiled step, and got {_other(step)}."
+    )
 
 
 _WRAPPED = ("lowered", "compiled")  # how Equinox and Flax NNX keep those of JAX
@@ -142,27 +153,28 @@ def _other(step: Any) -> str:
     return f"{describe(step)}: pass `jax.jit(step).lower(*args)`, or what its `.compile()` returns"
 
 
-def _of_text(text: str) -> Wire:
+def _of_text(text: str) -> Collectives:
     if not text.startswith("HloModule"):
         raise ValueError(
-            "jmpx.wire reads texts of HLO, which begin with `HloModule`, and got "
+            "jmpx.inspect.collectives reads texts of HLO, which begin with `HloModule`, and got "
             f"{describe(text)}: pass the lowered or compiled step itself."
         )
     name, devices, found = read_hlo(text)
-    return Wire(name, devices, None, tuple(found), tuple(_about(found)))
+    return Collectives(name, devices, None, tuple(found), tuple(_about(found)))
 
 
-def _of_lowered(lowered: jax.stages.Lowered) -> Wire:
+def _of_lowered(lowered: jax.stages.Lowered) -> Collectives:
     name, devices, found, is_final = read_stablehlo(lowered.compiler_ir("stablehlo"))
     notes = [] if is_final else [_MORE if found else _NONE_YET]
-    return Wire(name, devices, None, tuple(found), (*notes, *_about(found)))
+    return Collectives(name, devices, None, tuple(found), (*notes, *_about(found)))
 
 
-def _of_compiled(compiled: jax.stages.Compiled) -> Wire:
+def _of_compiled(compiled: jax.stages.Compiled) -> Collectives:
     text = compiled.as_text()
     if text is None:
         raise ValueError(
-            "jmpx.wire cannot read this compiled step, as it has no HLO: pass the lowered."
+            "jmpx.inspect.collectives cannot read this compiled step, as it has no HLO: pass the "
+            "lowered."
         )
     # Until JAX 0.9, what `jax.pmap` compiles has no `out_info`.
     paths, _ = jax.tree_util.tree_flatten_with_path(getattr(compiled, "out_info", None))
@@ -171,7 +183,7 @@ def _of_compiled(compiled: jax.stages.Compiled) -> Wire:
     platform = _platform(compiled)
     widened = platform == "cpu" and any(one.dtype in ("f32", "f16") for one in found)
     notes = [_WIDENED] if widened else []
-    return Wire(name, devices, platform, tuple(found), (*notes, *_about(found)))
+    return Collectives(name, devices, platform, tuple(found), (*notes, *_about(found)))
 
 
 def _platform(compiled: Any) -> str | None:
@@ -193,7 +205,7 @@ def _about(found: Iterable[Collective]) -> Iterator[str]:
 # As text.
 
 
-def _lines(wire: Wire) -> Iterator[str]:
+def _lines(wire: Collectives) -> Iterator[str]:
     arrays = [one for one in wire.collectives if not one.is_scalar]
     scalars = [one for one in wire.collectives if one.is_scalar]
     on = f" on {wire.devices} device{'s' * (wire.devices != 1)}"

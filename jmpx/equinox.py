@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmpx._adapters import (
     Method,
@@ -15,6 +17,7 @@ from jmpx._adapters import (
     Session,
     cast_except,
     inherited_policy,
+    is_optimizer_state,
     lookalike,
     marking_lookalike,
     noted_carries,
@@ -24,15 +27,17 @@ from jmpx._adapters import (
     run_at_boundary,
     run_reading,
 )
+from jmpx._casts import cast_tree
 from jmpx._contexts import note_cast
 from jmpx._dtype_fields import Selected, field_in_call
-from jmpx._dtypes import as_dtype, computable
+from jmpx._dtypes import as_dtype, computable, dtype_name
 from jmpx._frameworks import Adapter
 from jmpx._leaves import is_floating, is_view
 from jmpx._made_once import made_once
 from jmpx._marks import Module
+from jmpx._messages import user_stacklevel
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMapLike
+from jmpx._policy_map import PolicyMap, PolicyMapLike
 
 with required_package("equinox", "Equinox"):
     import equinox as eqx
@@ -92,11 +97,12 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
             None for those policies alone.
 
     Returns:
-        The view: as `model`, its floating leaves of the same shapes in the compute dtypes.
+        The view: as `model`, its floating leaves of the same shapes in the compute dtypes. A view
+        under the same policy map, or a part of one, is returned as it is.
 
     Raises:
-        TypeError: if `model` is not an `equinox.Module`, or holds a view; if `policy_map` is of
-            another type.
+        TypeError: if `model` is not an `equinox.Module`, or holds a view under another policy map;
+            if `policy_map` is of another type.
         ValueError: if the string is not of the grammar of policy maps.
 
     Warns:
@@ -123,8 +129,9 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
             "model itself, or make views of the modules in it one by one."
         )
     session = _Session(_NAME, policy_map)
-    view = session.view(model, "", _Around(None, None, None))
-    session.warn(stacklevel=2)
+    view = session.outermost(model)
+    if view is not model:
+        session.warn(stacklevel=2)
     return view
 
 
@@ -144,7 +151,27 @@ class _Around(NamedTuple):
 
 
 class _Session(Session):
-    """Makes the view of one model."""
+    """Makes the view of one model.
+
+    Attributes:
+        made: the classes of modules in the view, and the classes in whose place they are.
+        replaced: by the identities of nodes of the view, the nodes, which are kept so that no
+            others get their identities, and the nodes of the model in whose place they are.
+    """
+
+    def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
+        super().__init__(name, policy_map)
+        self.made: dict[type, type] = {}
+        self.replaced: dict[int, tuple[Any, Any]] = {}
+
+    def outermost(self, model: T) -> T:
+        """Returns the view of a model; a view under the same policy map is the same object."""
+        around = _Around(None, None, None)
+        if self.policy_map is not None and _holds(model, is_view):  # a part of a view
+            inherited = inherited_policy(self.policy_map.default)
+            around = _Around(inherited, inherited, None)
+        view = self.view(model, "", around)
+        return view
 
     def view(self, node: PyTree, path: str, around: _Around) -> PyTree:
         """Returns a node of the model as it is in the view: a module, a container or a leaf.
@@ -159,13 +186,17 @@ class _Session(Session):
         if jax.tree_util.all_leaves([node]):
             own = self.array_policy(path, around.inner) if is_floating(node) else None
             policy = around.inner if own is None else own
-            return node if policy is None else policy.cast_to_compute(node)
-        if isinstance(node, eqx.Module):
+            return (
+                node if policy is None else self.note_replaced(policy.cast_to_compute(node), node)
+            )
+        if _is_module(node):
             return self.module_view(node, path, around)
         return _map_children(node, path, lambda child, at: self.view(child, at, around))
 
     def module_view(self, module: eqx.Module, path: str, around: _Around) -> eqx.Module:
         """Returns a module as it is in the view; see `view`."""
+        if is_view(module):
+            return self.made_before(module, path)
         policy, surrounding = self.module_policy(module, path, around), around.surrounding
         is_boundary = policy is not None and _is_called(type(module))
         rule = self.explicit_policy(plain_class(type(module)), path, surrounding)
@@ -174,11 +205,35 @@ class _Session(Session):
         inner = _Around(surrounding, policy or around.inner, field.selected)
         view = _map_children(module, path, lambda child, at: self.view(child, at, inner))
         if field.is_ruled and field.value is not None:
+            view = _as_instance(view, type(view))
             vars(view)["dtype"] = as_dtype(field.value)
-        if surrounding is None or not (is_boundary or (policy is None and _reads(module))):
+        if surrounding is not None and (is_boundary or (policy is None and _reads(module))):
+            ruled = self.ruled_in(path)
+            kind = _view_class(type(module), surrounding, is_boundary, ruled, self.policy_map)
+            self.made[kind] = type(module)
+            view = _as_instance(view, kind)
+        return self.note_replaced(view, module)
+
+    def note_replaced(self, new: T, old: T) -> T:
+        """Notes a node of the view, and the node of the model in whose place it is."""
+        if new is not old:
+            self.replaced[id(new)] = new, old
+        return new
+
+    def made_before(self, view: eqx.Module, path: str) -> eqx.Module:
+        """Returns a view in the model, which is one of the same policy map.
+
+        Raises:
+            TypeError: if it is one of another policy map.
+        """
+        policy_map = vars(type(view))["__jmpx_map__"]
+        if policy_map == self.policy_map:
             return view
-        kind = _view_class(type(module), surrounding, is_boundary, self.ruled_in(path))
-        return _as_instance(view, kind)
+        raise TypeError(
+            f"Expected a model with its stored parameters, got a view at {path!r} under "
+            f"{str(policy_map)!r}, whose parameters are rounded already: write a rule for the "
+            "module in that policy map, or call jmpx.equinox.with_policies on the model itself."
+        )
 
     def ruled_in(self, path: str) -> frozenset[str]:
         """Returns the arrays in a module that have rules of their own, by their paths in it."""
@@ -188,19 +243,14 @@ class _Session(Session):
 
     def module_policy(self, module: eqx.Module, path: str, around: _Around) -> Policy | None:
         """Returns the policy of a module itself, None if it has only those around it."""
-        if is_view(module):
-            raise TypeError(
-                f"Expected a model with its stored parameters, got a view at {path!r}: call "
-                "jmpx.equinox.with_policies once, on the model itself."
-            )
         cls, (surrounding, inner, _) = plain_class(type(module)), around
         policy = self.boundary_policy(cls, path, surrounding)
-        has_statistics = isinstance(module, _WITH_STATISTICS)
+        has_statistics = issubclass(cls, _WITH_STATISTICS)
         if inner is not surrounding and self.explicit_policy(cls, path, surrounding) is None:
             policy = inner  # a container hands its policy on
-        if policy is None and surrounding is not None and isinstance(module, _INHERITING):
+        if policy is None and surrounding is not None and issubclass(cls, _INHERITING):
             policy = inherited_policy(surrounding)
-        if isinstance(module, _CONVOLUTIONS):
+        if issubclass(cls, _CONVOLUTIONS):
             self.note_convolution(cls, path, surrounding if policy is None else policy)
         if policy is not None:
             note_cast(_NAME)
@@ -213,21 +263,39 @@ class _Session(Session):
 
 
 def _map_children(node: PyTree, path: str, func: Callable[[Any, str], Any]) -> PyTree:
-    """Returns a node with the results of `func` for each child and its path as the children."""
+    """Returns a node with the results of `func` for each child and its path as the children.
+
+    A node whose children stay the same objects stays the same object: NNX needs that.
+    """
     children, treedef = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda child: child is not node
     )
     names = [jax.tree_util.keystr(key, simple=True) for key, _ in children]
-    return treedef.unflatten(
+    mapped = [
         func(child, f"{path}/{name}" if path else name)
         for name, (_, child) in zip(names, children, strict=True)
-    )
+    ]
+    changed = any(new is not old for new, (_, old) in zip(mapped, children, strict=True))
+    return treedef.unflatten(mapped) if changed else node
+
+
+def _holds(tree: PyTree, test: Callable[[Any], bool]) -> bool:
+    """Whether a pytree has a node of a kind."""
+    return any(map(test, jax.tree.leaves(tree, is_leaf=test)))
+
+
+# These ask for `type(node)`, because `isinstance` asks modules for `__class__`, which is slow.
+
+
+def _is_module(node: Any) -> bool:
+    return issubclass(type(node), eqx.Module)
 
 
 def _keeps_dtype(node: Any) -> bool:
-    return isinstance(node, eqx.nn.State | eqx.nn.StateIndex)
+    return issubclass(type(node), (eqx.nn.State, eqx.nn.StateIndex))
 
 
+@functools.cache
 def _is_called(cls: type) -> bool:
     """Whether modules of a class have boundaries; those in a `Shared` are called outside of it."""
     return any(public_methods(cls, eqx.Module)) and not issubclass(cls, eqx.nn.Shared)
@@ -235,15 +303,17 @@ def _is_called(cls: type) -> bool:
 
 def _reads(node: PyTree) -> bool:
     """Whether it is a module with floating arrays of its own, which its public methods read."""
-    if not isinstance(node, eqx.Module) or _is_internal(node) or not _is_called(type(node)):
+    if not _is_module(node) or _is_internal(node) or not _is_called(type(node)):
         return False
+    if any(map(is_floating, vars(node).values())):
+        return True
     own = jax.tree.leaves(node, is_leaf=lambda child: child is not node and _is_part(child))
     return any(map(is_floating, own))
 
 
 def _is_part(node: Any) -> bool:
     """Whether the arrays in a node are not those of the module around it."""
-    return isinstance(node, eqx.Module) or _keeps_dtype(node)
+    return _is_module(node) or _keeps_dtype(node)
 
 
 class _Lookalike:
@@ -281,7 +351,13 @@ def _mixin(cls: type) -> type:
 
 
 @made_once  # so that views of one model have one tree definition, and jit's cache is hit
-def _view_class(cls: type, policy: Policy, is_boundary: bool, ruled: frozenset[str]) -> type:
+def _view_class(
+    cls: type,
+    policy: Policy,
+    is_boundary: bool,
+    ruled: frozenset[str],
+    policy_map: PolicyMap | None,
+) -> type:
     """Returns the lookalike whose public methods cast.
 
     Args:
@@ -289,10 +365,12 @@ def _view_class(cls: type, policy: Policy, is_boundary: bool, ruled: frozenset[s
         policy: the policy by which they cast.
         is_boundary: whether they cast at a boundary, rather than their arguments alone.
         ruled: the paths of the arrays in the module that have rules of their own.
+        policy_map: the policy map of the view.
     """
     names = public_methods(cls, eqx.Module)
     methods = {name: _casting(cls, name, policy, is_boundary, ruled) for name in names}
-    return lookalike(cls, {**methods, "__jmpx_view__": is_boundary}, _mixin(cls))
+    marks = {"__jmpx_view__": is_boundary, "__jmpx_map__": policy_map}
+    return lookalike(cls, {**methods, **marks}, _mixin(cls))
 
 
 def _casting(
@@ -324,6 +402,9 @@ def _cast_late(module: eqx.Module, policy: Policy, ruled: frozenset[str]) -> eqx
         is_leaf = jax.tree_util.all_leaves([node])
         return policy.cast_to_compute(node) if is_leaf else _map_children(node, path, cast)
 
+    leaves, compute = jax.tree.leaves(module, is_leaf=_has_a_policy), np.dtype(policy.compute_dtype)
+    if all(leaf.dtype == compute for leaf in leaves if is_floating(leaf)):
+        return module
     if ruled:
         return _map_children(module, "", cast)
     return cast_except(policy.cast_to_compute, module, _has_a_policy)
@@ -373,8 +454,9 @@ class _Marker:
         return _map_nodes(self._unmark, tree, lambda node: type(node) in self.made)
 
     def _mark_model(self, node: Any) -> Any:
-        if _is_bound_method(node):  # it holds the function of its class, not of the lookalike
-            return getattr(self._mark(node.__self__, "", ()), node.__func__.__name__)
+        bound = _bound(node)
+        if bound is not None:  # it holds the function of its class, not of the lookalike
+            return _bind_to(self._mark(bound[0], "", ()), node)
         return self._mark(node, "", ())
 
     def _mark(self, node: PyTree, path: str, containers: tuple[Module, ...]) -> PyTree:
@@ -406,25 +488,49 @@ class _Marker:
 
 
 def _map_nodes(func: Callable[[Any], Any], tree: T, is_node: Callable[[Any], bool]) -> T:
-    """Maps nodes of a tree. A tree without such nodes stays the same object: NNX needs that."""
+    """Maps nodes of a tree. A tree without such nodes stays the same object."""
     if is_node(tree):
         return func(tree)
     if _keeps_dtype(tree) or jax.tree_util.all_leaves([tree]):
         return tree
-    children, treedef = jax.tree.flatten(tree, is_leaf=lambda child: child is not tree)
-    mapped = [_map_nodes(func, child, is_node) for child in children]
-    changed = any(new is not old for new, old in zip(mapped, children, strict=True))
-    return treedef.unflatten(mapped) if changed else tree
+    return _map_children(tree, "", lambda child, _: _map_nodes(func, child, is_node))
 
 
 def _is_model(node: Any) -> bool:
     """Whether it is a model or a method of one, and no wrapper such as `equinox.filter_vmap`'s."""
-    is_wrapper = _is_internal(node) and not _is_bound_method(node)
+    is_wrapper = _is_internal(node) and _bound(node) is None
     return isinstance(node, eqx.Module) and not is_wrapper
 
 
-def _is_bound_method(node: Any) -> bool:
-    return _is_internal(node) and hasattr(node, "__self__")
+def _bound(node: Any) -> tuple[Any, Any] | None:
+    """Returns the module of a bound method, and the function; None for what is no bound method."""
+    if not _is_internal(node):
+        return None
+    if hasattr(node, "__self__"):
+        return node.__self__, node.__func__
+    if isinstance(node, eqx.Partial) and len(node.args) == 1 and not node.keywords:
+        owner, func = node.args[0], node.func  # as that of a method under `equinox.filter_jit`
+        found = isinstance(owner, eqx.Module) and _name_of_method(owner, func) is not None
+        return (owner, func) if found else None
+    return None
+
+
+def _name_of_method(owner: Any, func: Any) -> str | None:
+    """Returns the name under which a module has a function as a method."""
+    for name in (getattr(func, "__name__", ""), *public_methods(type(owner), eqx.Module)):
+        method = getattr(owner, name, None)
+        if any(getattr(method, place, None) is func for place in ("__func__", "func")):
+            return name
+    return None
+
+
+def _bind_to(module: Any, method: Any) -> Any:
+    """Returns a bound method of another module; its function is that of the class."""
+    owner, func = _bound(method) or (None, None)
+    name = _name_of_method(owner, func)
+    if name is None:
+        return _map_children(method, "", lambda child, _: module if child is owner else child)
+    return getattr(module, name)
 
 
 def _is_internal(node: Any) -> bool:
@@ -433,9 +539,161 @@ def _is_internal(node: Any) -> bool:
     return package == "equinox" and not file.startswith("nn")
 
 
+# Under `jmpx.apply_policy`
+
+
+class _Place(NamedTuple):
+    """Where a node is in a module around it.
+
+    Args:
+        cls: the class of the module.
+        path: the path of the node in the module.
+    """
+
+    cls: type
+    path: str
+
+    def child(self, name: str) -> "_Place":
+        """Returns where a child of the node is."""
+        return _Place(self.cls, f"{self.path}/{name}" if self.path else name)
+
+
+class _Views:
+    """Replaces the models in pytrees by views under one policy map; see `Views`.
+
+    Each outermost module is a model, and paths begin there. Two kinds of modules are none: a train
+    state, which holds the state of an optimizer or the like, and in which models are looked for;
+    and data, which has no public methods, nor has any module in it.
+
+    Args:
+        policy_map: the policy map.
+
+    Attributes:
+        made: the classes of modules in views, and the classes in whose place they are.
+    """
+
+    def __init__(self, policy_map: PolicyMap) -> None:
+        self.made: dict[type, type] = {}
+        self._policy_map = policy_map
+        # By the identity of a node of a view: the node, kept so that no other one gets its
+        # identity, and the node of the model in whose place it is.
+        self._replaced: dict[int, tuple[Any, Any]] = {}
+
+    def view(self, tree: T) -> T:
+        """Returns a pytree with a view in place of each model in it."""
+        return _map_nodes(self._view, tree, _is_outermost)
+
+    def _view(self, node: Any) -> Any:
+        if is_optimizer_state(node) or _is_data(node):
+            return node
+        bound = _bound(node)
+        if bound is not None:
+            return _bind_to(self.view(bound[0]), node)
+        if _holds(node, is_optimizer_state):
+            return _map_children(node, "", lambda child, _: self.view(child))
+        session = _Session(_NAME, self._policy_map)
+        view = session.outermost(node)
+        self.made |= session.made
+        self._replaced |= session.replaced
+        return view
+
+    def stored(self, tree: T) -> T:
+        """Returns a result of the function with models in place of their views.
+
+        Warns:
+            UserWarning: once, if arrays of a model come back in fewer bits than it stores.
+        """
+        rounded: dict[str, np.dtype] = {}
+        result = self._stored(tree, (), rounded)
+        if rounded:
+            _warn_of_rounded(rounded)
+        return result
+
+    def _stored(self, node: Any, places: tuple[_Place, ...], rounded: dict[str, np.dtype]) -> Any:
+        """Returns a node of the result as the model stores it.
+
+        Args:
+            node: the node.
+            places: where it is in the modules around it, the outermost first.
+            rounded: takes the paths of arrays that were rounded, and their dtypes.
+        """
+        if id(node) in self._replaced:
+            return self._replaced[id(node)][1]
+        if _keeps_dtype(node):
+            return node
+        if jax.tree_util.all_leaves([node]):
+            return self._as_stored(node, places, rounded) if is_floating(node) else node
+        if isinstance(node, eqx.Module):
+            places = (*places, _Place(type(node), ""))
+
+        def child(child: Any, name: str) -> Any:
+            return self._stored(child, tuple(place.child(name) for place in places), rounded)
+
+        plain = _map_children(node, "", child)
+        bound = _bound(node)
+        if bound is not None and plain is not node:
+            return _bind_to(self._stored(bound[0], (), rounded), node)
+        return _as_instance(plain, self.made[type(node)]) if type(node) in self.made else plain
+
+    def _as_stored(
+        self, leaf: Any, places: tuple[_Place, ...], rounded: dict[str, np.dtype]
+    ) -> Any:
+        """Returns a floating array that the function has put into a model, in its stored dtype."""
+        found = [dtypes for place in places if (dtypes := self._dtypes.get(place))]
+        if not found:
+            return leaf
+        # An array of the model as a whole is known by its path; one of a layer may be of several.
+        dtype = max(min(found, key=len), key=lambda dtype: dtype.itemsize)
+        if leaf.dtype.itemsize < dtype.itemsize:
+            rounded[places[0].path] = leaf.dtype
+        return cast_tree(leaf, dtype)
+
+    @functools.cached_property
+    def _dtypes(self) -> dict[_Place, set[np.dtype]]:
+        """The dtypes in which models store their arrays, by their places in modules."""
+        dtypes: dict[_Place, set[np.dtype]] = {}
+        for view, stored in self._replaced.values():
+            if isinstance(view, eqx.Module):
+                for path, leaf in jax.tree_util.tree_leaves_with_path(stored):
+                    if is_floating(leaf):
+                        name = jax.tree_util.keystr(path, simple=True, separator="/")
+                        dtypes.setdefault(_Place(type(view), name), set()).add(leaf.dtype)
+        return dtypes
+
+
+def _is_outermost(node: Any) -> bool:
+    return is_optimizer_state(node) or _is_model(node)
+
+
+def _is_data(node: Any) -> bool:
+    """Whether a module is a mere container of arrays, such as a batch."""
+    return not _is_called(type(node)) and not _holds(
+        node, lambda child: isinstance(child, eqx.Module) and _is_called(type(child))
+    )
+
+
+def _warn_of_rounded(rounded: dict[str, np.dtype]) -> None:
+    """Warns of arrays of models that a function hands back in fewer bits than they are stored in.
+
+    Args:
+        rounded: the paths of the arrays, and the dtypes in which they come.
+    """
+    path, dtype = next(iter(rounded.items()))
+    warnings.warn(
+        f"A function under a policy map hands back {len(rounded)} arrays of its model rounded to "
+        f"{dtype_name(dtype)}, such as {path!r}: it returns a model that went through an inner "
+        "transformation such as jax.jit, or arrays that it computed from rounded ones; return the "
+        f"model from outside of them, or write a rule for the arrays ('*/{path}: full').",
+        stacklevel=user_stacklevel("jax", "equinox"),
+    )
+
+
 class _Adapter(Adapter):
     def marker(self, matches: Callable[[type, str], bool]) -> _Marker:
         return _Marker(matches)
+
+    def views(self, policy_map: PolicyMap) -> _Views:
+        return _Views(policy_map)
 
 
 adapter: Adapter = _Adapter()

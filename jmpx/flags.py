@@ -292,11 +292,11 @@ class MixedPrecisionFlags:
     def check_progress(
         self, opt_state: PyTree, loss_scale: LossScale, grads: PyTree = None
     ) -> None:
-        """Calls `jmpx.check_progress` with the limit of `--mp_max_skips`, if there is one.
+        """Calls `jmpx.inspect.check_progress` with the limit of `--mp_max_skips`, if there is one.
 
         Raises:
             FloatingPointError: if more steps in a row were skipped than the flag allows.
-            TypeError: as `jmpx.check_progress`.
+            TypeError: as `jmpx.inspect.check_progress`.
         """
         limit = self.max_consecutive_skips
         if limit is not None:
@@ -318,7 +318,8 @@ class MixedPrecisionFlags:
 
         Args:
             optimizer: an optax gradient transformation.
-            **options: the keyword arguments of `jmpx.low_precision_params`, but for `rounding`.
+            **options: the keyword arguments of `jmpx.optim.low_precision_params`, but for
+            `rounding`.
         """
         return self._rounding.wrap(optimizer, **options)
 
@@ -355,7 +356,8 @@ def define_mp_flags(
       one of its rules computes in float16, else NoOp,
     - `--mp_scale_value`, `--mp_scale_period` and `--mp_min_scale`: the numbers of the loss scale,
     - `--mp_skip_nonfinite`: whether the program shall skip steps with non-finite gradients,
-    - `--mp_max_skips`: how many in a row before it ends, see `jmpx.check_progress`; 0 for any,
+    - `--mp_max_skips`: how many in a row before it ends, see `jmpx.inspect.check_progress`; 0 for
+      any,
     - `--mp_params_rounding`: how 16-bit parameters are rounded: `nearest`, `stochastic` or `split`.
 
     Flags that contradict each other are a usage error: `--mp_loss_scale` and one for a part of it,

@@ -457,8 +457,8 @@ def _refuse(next_setter: Callable[..., Any], *values: Any) -> Any:
     """Refuses to create a parameter or to set a state under autocast."""
     name = values[-1].full_name
     raise ValueError(
-        f"Cannot create the Haiku parameter or set the state {name!r} inside jmpx.autocast, as "
-        "it could not leave it: autocast the apply, jmpx.autocast(transformed.apply), not the "
+        f"Cannot create the Haiku parameter or set the state {name!r} under autocast, which it "
+        "could not leave: give transformed.apply to jmpx.autocast or jmpx.apply_policy, not the "
         "function that is transformed."
     )
 

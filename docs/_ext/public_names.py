@@ -14,15 +14,12 @@ from sphinx.util import logging
 
 LOGGER = logging.getLogger(__name__)
 _NAME = re.compile(r"(?:with |@)?(jmpx(?:\.[A-Za-z]\w*)+)(?:\(.*\):?)?$", re.DOTALL)
-_MODULES = ("haiku", "equinox", "flax", "flags")
 _OLD = ("project/",)  # the changelog has names of the past
 
 
 def is_public(name: str) -> bool:
     """Whether a dotted name that begins with `jmpx.` is an attribute of the library."""
     parts = name.split(".")[1:]
-    if parts[0] in _MODULES:
-        importlib.import_module(f"jmpx.{parts[0]}")
     value = importlib.import_module("jmpx")
     for part in parts:
         fields = getattr(value, "__dataclass_fields__", {})

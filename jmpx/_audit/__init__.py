@@ -1,1 +1,1 @@
-"""What a program runs in which dtype: `jmpx.audit`."""
+"""What a program runs in which dtype: `jmpx.inspect.audit`."""

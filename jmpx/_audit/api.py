@@ -1,4 +1,4 @@
-"""The audit as users call it: `jmpx.audit(fn)(*args)`."""
+"""The audit as users call it: `jmpx.inspect.audit(fn)(*args)`."""
 
 import functools
 from collections.abc import Callable
@@ -35,9 +35,9 @@ def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..
 
     Returns:
         A function of the arguments of `fn`, arrays or `jax.ShapeDtypeStruct`s, that returns a
-        `jmpx.Audit`: shares of FLOPs by dtype, bytes that are saved for the backward pass, casts,
-        a table of modules, and findings, each with the line of your code and a rule to paste, or
-        what to write there.
+        `jmpx.inspect.Audit`: shares of FLOPs by dtype, bytes that are saved for the backward pass,
+        casts, a table of modules, and findings, each with the line of your code and a rule to
+        paste, or what to write there.
         `report.check(...)` makes it one line of a test.
 
     Raises:
@@ -53,14 +53,14 @@ def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..
         ...     return jnp.mean((h.astype(jnp.float32) @ params["head"]) ** 2)  # a leak
         >>> params = {"w": jax.ShapeDtypeStruct((64, 64), "float32"),
         ...           "head": jax.ShapeDtypeStruct((64, 8), "float32")}
-        >>> report = jmpx.audit(loss_fn)(params, jax.ShapeDtypeStruct((32, 64), "float32"))
+        >>> report = jmpx.inspect.audit(loss_fn)(params, jax.ShapeDtypeStruct((32, 64), "float32"))
         >>> report.products[0].dtypes, report.products[0].flops
         ('bfloat16 x bfloat16', 524288)
     """
     if not callable(fn):
         raise TypeError(
             f"Expected a loss or a train step to audit, got {fn!r}: write "
-            "jmpx.audit(loss_fn)(params, batch)."
+            "jmpx.inspect.audit(loss_fn)(params, batch)."
         )
     if platform is not None and platform not in PLATFORMS:
         near = did_you_mean(str(platform), list(PLATFORMS))

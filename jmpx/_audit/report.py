@@ -17,7 +17,7 @@ from jmpx._dtypes import DTypeLike
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Audit:
-    """What `jmpx.audit` says of a program.
+    """What `jmpx.inspect.audit` says of a program.
 
     `print(report)` shows it, a notebook shows it as a table, and `report.check` makes a test of it.
 
@@ -42,7 +42,7 @@ class Audit:
         >>> def loss_fn(w, x):
         ...     return (x @ w).max()
         >>> w = jax.ShapeDtypeStruct((8, 8), "bfloat16")
-        >>> report = jmpx.audit(loss_fn)(w, w).check("bfloat16")
+        >>> report = jmpx.inspect.audit(loss_fn)(w, w).check("bfloat16")
         >>> report
         <Audit of loss_fn: 2.05 kFLOP of products, 100.0 % bfloat16 x bfloat16, no findings>
         >>> print(report.to_text(width=80).splitlines()[2])
@@ -50,6 +50,8 @@ class Audit:
         >>> report.to_dict()["products"]
         [{'dtypes': 'bfloat16 x bfloat16', 'flops': 2048, 'count': 2}]
     """
+
+    __module__ = "jmpx.inspect"
 
     title: str
     is_step: bool

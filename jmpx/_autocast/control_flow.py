@@ -22,11 +22,11 @@ from jmpx._modules import marked_calls
 def function_call(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Retraces the function of a call, such as a jitted one or a checkpoint."""
     key = "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"
-    jaxpr, exposed = equation.params[key], context.exposed_within(equation)
+    jaxpr, ends = equation.params[key], context.ends_within(equation)
     if key == "jaxpr" and _jaxpr.looks_for_nans([value.array for value in values]):
         # Run the equations one by one, so that JAX finds the one that makes a NaN.
-        return context.interpreter.evaluate(jaxpr, values, context.scope, exposed=exposed)
-    retraced = context.interpreter.retrace(jaxpr, values, context.scope, exposed=exposed)
+        return context.interpreter.evaluate(jaxpr, values, context.scope, ends=ends)
+    retraced = context.interpreter.retrace(jaxpr, values, context.scope, ends=ends)
     if isinstance(retraced.jaxpr, type(jaxpr)):
         return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr})
     if retraced.jaxpr.consts:  # jax.checkpoint wants an open jaxpr, which has no constants
@@ -96,7 +96,7 @@ def scan(context: Context, equation: Equation, values: list[Value]) -> list[Valu
         equation.params["jaxpr"],
         operands,
         context.scope,
-        exposed=context.exposed_within(equation),
+        ends=context.ends_within(equation),
         result_dtypes=[value.dtype for value in carry],
         num_uncast=num_consts,
     )
@@ -122,8 +122,8 @@ def while_loop(context: Context, equation: Equation, values: list[Value]) -> lis
     dtypes = [value.dtype for value in carry]
     retrace = functools.partial(context.interpreter.retrace, scope=context.scope)
     cond = retrace(params["cond_jaxpr"], [*cond_consts, *carry])
-    exposed, operands = context.exposed_within(equation), [*body_consts, *carry]
-    body = retrace(params["body_jaxpr"], operands, exposed=exposed, result_dtypes=dtypes)
+    ends, operands = context.ends_within(equation), [*body_consts, *carry]
+    body = retrace(params["body_jaxpr"], operands, ends=ends, result_dtypes=dtypes)
     operands = [*cond_consts, *body_consts, *carry]
     results = [Traits(dtype, yields=False) for dtype in dtypes]
     return _rebind(equation, operands, results, cond_jaxpr=cond.jaxpr, body_jaxpr=body.jaxpr)
@@ -137,7 +137,7 @@ def cond(context: Context, equation: Equation, values: list[Value]) -> list[Valu
         context.interpreter.retrace,
         values=values[1:],
         scope=context.scope,
-        exposed=context.exposed_within(equation),
+        ends=context.ends_within(equation),
     )
     columns = zip(*(retrace(jaxpr).results for jaxpr in jaxprs), strict=True)
     results = [join(column) for column in columns]
@@ -150,12 +150,12 @@ def cond(context: Context, equation: Equation, values: list[Value]) -> list[Valu
 def shard_map(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Maps the evaluation of the function over the same mesh, with the same specifications."""
     params, interpreter, scope = equation.params, context.interpreter, context.scope
-    exposed = context.exposed_within(equation)
+    ends = context.ends_within(equation)
     results: list[Traits] = []
 
     def body(*arrays: Array) -> list[Array]:
         inputs = [Value.of(a, v.traits) for a, v in zip(arrays, values, strict=True)]
-        outputs = interpreter.evaluate(params["jaxpr"], inputs, scope, exposed=exposed)
+        outputs = interpreter.evaluate(params["jaxpr"], inputs, scope, ends=ends)
         # Uniform on each device is not uniform: the number may differ from device to device.
         results[:] = [output.traits._replace(uniform=False) for output in outputs]
         return [output.array for output in outputs]
@@ -178,8 +178,8 @@ def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> lis
 
     The rule is traced in the dtypes that it was written for, and then evaluated under autocast.
     """
-    jaxpr, exposed = equation.params["call_jaxpr"], context.exposed_within(equation)
-    retraced = context.interpreter.retrace(jaxpr, values, context.scope, exposed=exposed)
+    jaxpr, ends = equation.params["call_jaxpr"], context.ends_within(equation)
+    retraced = context.interpreter.retrace(jaxpr, values, context.scope, ends=ends)
     # JAX calls the derivative rule later: it must not keep the values alive.
     traits = [value.traits for value in values]
     interpreter, scope = context.interpreter.fresh(), context.scope
@@ -195,7 +195,7 @@ def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> lis
             rule = _trace_rule(equation, varied)
         inputs = [Value.of(p, t) for p, t in zip(primals, traits, strict=True)]
         inputs += [Value(tangents[i], traits[i].yields, tangent=True) for i in varied]
-        outputs = interpreter.evaluate(rule, inputs, scope, exposed=exposed)
+        outputs = interpreter.evaluate(rule, inputs, scope, ends=ends)
         pairs = zip(outputs, retraced.results, strict=False)
         results = [output.to_finite(result.dtype) for output, result in pairs]
         new = dict(zip(_inexact(equation.outvars), outputs[len(results) :], strict=True))

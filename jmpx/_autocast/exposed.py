@@ -6,11 +6,11 @@ a bound, reaches a function that is infinite at the bound, or leaves autocast, a
 whose loss is computed outside. A product of two arrays ends the way: a gate stays in 16 bits.
 """
 
-import weakref
-from collections.abc import Sequence
+import functools
 
 from jmpx import _jaxpr
-from jmpx._jaxpr import Atom, Equation, Jaxpr, operation_name
+from jmpx._autocast.backward import Flags, Named, Step
+from jmpx._jaxpr import Atom, Equation
 
 # Primitives whose results hold only numbers of their first operand.
 COPIES = frozenset(
@@ -48,41 +48,15 @@ _WAYS = COPIES | frozenset(
     """.split()
 )
 
-_Flags = tuple[bool, ...]  # of the operands or the results of an equation or a jaxpr
 
-# jaxpr -> which of its results are exposed -> all its exposed variables.
-_found: weakref.WeakKeyDictionary[Jaxpr, dict[_Flags, frozenset[Atom]]]
-_found = weakref.WeakKeyDictionary()
-
-
-def find_exposed(jaxpr: Jaxpr, results: Sequence[bool]) -> frozenset[Atom]:
-    """Returns the variables of a jaxpr that must not be rounded onto a bound.
-
-    Args:
-        jaxpr: the jaxpr, closed or open.
-        results: which of its results are exposed outside; none that is not named is.
-    """
-    known, key = _found.setdefault(jaxpr, {}), tuple(results)
-    if key not in known:
-        known[key] = frozenset(_find_exposed(jaxpr, key))
-    return known[key]
+def exposed(named: Named) -> Step:
+    """A search for the variables of a jaxpr that must not be rounded onto a bound."""
+    return functools.partial(_operands, _uniform(named))
 
 
-def _find_exposed(jaxpr: Jaxpr, results: _Flags) -> set[Atom]:
-    named = [(operation_name(eqn.primitive.name), eqn) for eqn in jaxpr.eqns]
-    uniform = _uniform(named)
-    pairs = zip(jaxpr.outvars, results, strict=False)
-    exposed = {atom for atom, flag in pairs if flag and not _jaxpr.is_literal(atom)}
-    for name, equation in reversed(named):
-        flags = _operands(name, equation, exposed, uniform)
-        pairs = zip(equation.invars, flags, strict=True)
-        exposed.update(atom for atom, flag in pairs if flag and not _jaxpr.is_literal(atom))
-    return exposed
-
-
-def _operands(name: str, equation: Equation, exposed: set[Atom], uniform: set[Atom]) -> _Flags:
+def _operands(uniform: set[Atom], name: str, equation: Equation, found: set[Atom]) -> Flags:
     """Returns which operands of an equation are exposed, given which of its results are."""
-    count, is_exposed = len(equation.invars), any(var in exposed for var in equation.outvars)
+    count, is_exposed = len(equation.invars), any(var in found for var in equation.outvars)
     if name in _SINGULAR or (name == "integer_pow" and equation.params["y"] < 0):
         return (True,) * count
     if name in ("div", "rem"):
@@ -94,63 +68,13 @@ def _operands(name: str, equation: Equation, exposed: set[Atom], uniform: set[At
             is_exposed and (is_square or _is_uniform(other, uniform)) for other in (right, left)
         )
     if name not in _WAYS:
-        return _through(name, equation, exposed)
+        return (False,) * count
     if len(equation.outvars) == count:
-        return tuple(var in exposed for var in equation.outvars)
+        return tuple(var in found for var in equation.outvars)
     return (is_exposed,) * count
 
 
-def _through(name: str, equation: Equation, exposed: set[Atom]) -> _Flags:
-    """Returns which operands are exposed in the jaxprs that an equation holds, as a call does."""
-    count, params, results = (
-        len(equation.invars),
-        equation.params,
-        exposed_within(equation, exposed),
-    )
-    if name == "cond":
-        columns = zip(*(_inputs(branch, results) for branch in params["branches"]), strict=True)
-        return False, *map(any, columns)
-    if name == "while":
-        consts = params["cond_nconsts"]
-        return (False,) * consts + _inputs(params["body_jaxpr"], results)
-    jaxprs = _jaxpr.inner_jaxprs(params)
-    if len(jaxprs) != 1 or len(jaxprs[0].invars) != count:
-        return (False,) * count
-    return _inputs(jaxprs[0], results)
-
-
-def exposed_within(equation: Equation, exposed: frozenset[Atom] | set[Atom]) -> _Flags:
-    """Returns which results are exposed of the jaxpr that an equation holds.
-
-    They are those of the equation; a loop also reads what it carries in its next turn.
-
-    Args:
-        equation: the equation.
-        exposed: the exposed variables of the jaxpr that holds it.
-    """
-    results, name = tuple(var in exposed for var in equation.outvars), equation.primitive.name
-    if name == "scan":
-        start, size = _jaxpr.scan_counts(equation)
-        body = equation.params["jaxpr"]
-    elif name == "while":
-        start, size = equation.params["body_nconsts"], len(results)
-        body = equation.params["body_jaxpr"]
-    else:
-        return results
-    while True:
-        read = _inputs(body, results)[start : start + size]
-        carry = tuple(a or b for a, b in zip(read, results, strict=False))
-        if carry == results[:size]:
-            return results
-        results = carry + results[size:]
-
-
-def _inputs(jaxpr: Jaxpr, results: _Flags) -> _Flags:
-    exposed = find_exposed(jaxpr, results)
-    return tuple(var in exposed for var in jaxpr.invars)
-
-
-def _uniform(named: Sequence[tuple[str, Equation]]) -> set[Atom]:
+def _uniform(named: Named) -> set[Atom]:
     """Returns results all of whose elements are one number."""
     found: set[Atom] = set()
     for name, equation in named:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jmpx import _jaxpr
 from jmpx._autocast.binding import cast_operands, run_as_traced, run_overridden
-from jmpx._autocast.neighbours import Neighbours, find_neighbours
+from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours
 from jmpx._autocast.pieces import Kind, Piece, find_pieces, find_selected
 from jmpx._autocast.regions import Regions, matches_scope
 from jmpx._autocast.rules import Context, Retraced, lookup
@@ -62,7 +62,7 @@ class Interpreter:
         return interpreter
 
     def evaluate(
-        self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, *, exposed: Sequence[bool] = ()
+        self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, *, ends: Ends = NOTHING
     ) -> list[Value]:
         """Runs a jaxpr on values, and returns its results.
 
@@ -70,13 +70,14 @@ class Interpreter:
             jaxpr: the jaxpr, closed or open.
             values: its operands.
             scope: the scope around it.
-            exposed: which of its results are exposed; see `exposed.py`.
+            ends: what becomes of its results.
         """
         env = dict(zip(jaxpr.invars, values, strict=True))
         for var, const in zip(jaxpr.constvars, _jaxpr.consts_of(jaxpr), strict=False):
             env[var] = Value.of_constant(const)
+            env[var].data = ends.multiplied is not None and env[var].array.size > 1
 
-        neighbours = find_neighbours(jaxpr, exposed)
+        neighbours = find_neighbours(jaxpr, ends)
         if self.saving is None or _jaxpr.looks_for_nans([value.array for value in values]):
             plain = self._that_saves(None)
             plain._run(jaxpr.eqns, env, scope, neighbours, _jaxpr.last_uses(jaxpr))
@@ -108,11 +109,15 @@ class Interpreter:
             try:
                 context = self._context(equation, scope, neighbours)
                 values = [_read(env, atom) for atom in equation.invars]
+                if neighbours.is_last(equation):
+                    values = [value.kept() for value in values]
                 note_products(context, equation, values)
                 results = _run(context, equation, values)
             except Exception as error:
                 _jaxpr.note_source(error, equation)
                 raise
+            for result in results:
+                result.data |= result.yields and any(value.data for value in values)
             env.update(zip(equation.outvars, results, strict=True))
             for var in last:
                 del env[var]
@@ -171,7 +176,7 @@ class Interpreter:
         values: Sequence[Value],
         scope: str,
         *,
-        exposed: Sequence[bool] = (),
+        ends: Ends = NOTHING,
         result_dtypes: Sequence[np.dtype] = (),
         num_uncast: int = 0,
     ) -> Retraced:
@@ -181,13 +186,13 @@ class Interpreter:
             jaxpr: the jaxpr, closed or open.
             values: its operands; only their traits count.
             scope: the scope around it.
-            exposed: which of its results are exposed; see `exposed.py`.
+            ends: what becomes of its results.
             result_dtypes: the dtypes of its first results; the others come in any.
             num_uncast: how many of the first operands come in the dtypes that were traced, and
                 are cast inside.
         """
         traits = tuple(value.traits for value in values)
-        given = traits, scope, tuple(exposed), tuple(result_dtypes), num_uncast
+        given = traits, scope, ends, tuple(result_dtypes), num_uncast
         surrounding = self.policy_map, self.regions.surrounding, self.saving, is_marking()
         key = given, surrounding
         known = _retraced.setdefault(jaxpr, {})
@@ -201,7 +206,7 @@ class Interpreter:
         jaxpr: Jaxpr,
         traits: Sequence[Traits],
         scope: str,
-        exposed: Sequence[bool],
+        ends: Ends,
         result_dtypes: Sequence[np.dtype],
         num_uncast: int,
     ) -> Retraced:
@@ -212,7 +217,7 @@ class Interpreter:
             inputs = [Value.of(array, each) for array, each in zip(arrays, traits, strict=True)]
             for i in range(num_uncast):
                 inputs[i] = Value.of(inputs[i].to(traits[i].dtype), traits[i])
-            outputs = interpreter.evaluate(jaxpr, inputs, scope, exposed=exposed)
+            outputs = interpreter.evaluate(jaxpr, inputs, scope, ends=ends)
             for i, dtype in enumerate(result_dtypes):
                 outputs[i] = Value.of(outputs[i].to_finite(dtype), outputs[i].traits)
             results[:] = [output.traits for output in outputs]

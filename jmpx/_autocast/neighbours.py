@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmpx._autocast.exposed import COPIES, find_exposed
+from jmpx._autocast.backward import find, is_call, within
+from jmpx._autocast.exposed import COPIES, exposed
+from jmpx._autocast.multiplied import multiplied
 from jmpx._jaxpr import Atom, Equation, Jaxpr, is_literal, operation_name
 
 # If a consumer on the right reads a producer on the left, the producer runs in float32, too: the
@@ -26,6 +28,21 @@ CHOOSERS = frozenset({"max", "min", "scatter_max", "scatter_min"})
 _CHOOSING = CHOOSERS | COPIES | {"gather", "eq"}
 
 
+class Ends(NamedTuple):
+    """What becomes of the results of a jaxpr outside of it.
+
+    Args:
+        exposed: which of them are exposed; see `exposed.py`. None that is not named is.
+        multiplied: from which of them a way leads to a product; None where that does not matter.
+    """
+
+    exposed: tuple[bool, ...] = ()
+    multiplied: tuple[bool, ...] | None = None
+
+
+NOTHING = Ends()  # nothing is known of it
+
+
 class Neighbours(NamedTuple):
     """Results of a jaxpr whose dtypes depend on the equations next to their own.
 
@@ -35,27 +52,43 @@ class Neighbours(NamedTuple):
         choices: comparisons of a number with the maximum of it and others, as the derivative of a
             maximum makes them. The maximum was rounded, so the number has to be rounded, too.
         exposed: variables that must not be rounded onto a bound; see `exposed.py`.
+        multiplied: variables from which a way leads to a product; None where that does not matter.
     """
 
     statistics: set[Atom]
     slopes: set[Atom]
     choices: set[Atom]
     exposed: frozenset[Atom]
+    multiplied: frozenset[Atom] | None
+
+    def ends_within(self, equation: Equation) -> Ends:
+        """Returns what becomes of the results of the jaxpr that an equation holds."""
+        is_exposed = within(exposed, equation, self.exposed)
+        if self.multiplied is None:
+            return Ends(is_exposed)
+        return Ends(is_exposed, within(multiplied, equation, self.multiplied))
+
+    def is_last(self, equation: Equation) -> bool:
+        """Whether no way leads from an equation, which is no call, to a product."""
+        if self.multiplied is None or is_call(equation):
+            return False
+        return not any(var in self.multiplied for var in equation.outvars)
 
 
 _Named = Sequence[tuple[str, Equation]]
 
 
-def find_neighbours(jaxpr: Jaxpr, exposed: Sequence[bool]) -> Neighbours:
+def find_neighbours(jaxpr: Jaxpr, ends: Ends) -> Neighbours:
     """Returns the results of a jaxpr whose dtypes depend on the equations next to their own.
 
     Args:
         jaxpr: the jaxpr, closed or open.
-        exposed: which of its results are exposed outside.
+        ends: what becomes of its results.
     """
     named = [(operation_name(eqn.primitive.name), eqn) for eqn in jaxpr.eqns]
     found = _statistics(named), _slopes(named), _choices(named)
-    return Neighbours(*found, find_exposed(jaxpr, exposed))
+    ways = None if ends.multiplied is None else find(multiplied, jaxpr, ends.multiplied)
+    return Neighbours(*found, find(exposed, jaxpr, ends.exposed), ways)
 
 
 def _statistics(named: _Named) -> set[Atom]:

@@ -21,7 +21,8 @@ from jmpx._autocast.kinds import (
     promote_finite,
     scale_checking,
 )
-from jmpx._autocast.products import is_outer, is_precise, with_algorithms
+from jmpx._autocast.multiplied import is_outer
+from jmpx._autocast.products import is_precise, with_algorithms
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Value
 from jmpx._jaxpr import Equation

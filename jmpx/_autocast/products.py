@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from jmpx import _jaxpr
+from jmpx._autocast.multiplied import CONVOLUTION, PRODUCTS
 from jmpx._autocast.regions import Regions, Used
 from jmpx._autocast.rules import Context
 from jmpx._autocast.value import FLOAT32
@@ -18,8 +19,6 @@ from jmpx._jaxpr import Equation, Jaxpr, operation_name
 from jmpx._matmul import is_algorithm
 from jmpx._rewriting import with_equations, with_jaxprs
 
-CONVOLUTION = "conv_general_dilated"
-PRODUCTS = frozenset({"dot_general", "ragged_dot_general", CONVOLUTION})
 _WORDS_FOR = frozenset({FLOAT32, np.dtype(np.complex64)})  # which is a pair of float32 numbers
 
 # jaxpr -> (scope, policy map) -> the same jaxpr, the products in it with their algorithms, and what
@@ -33,15 +32,6 @@ def is_precise(equation: Equation) -> bool:
     precision = equation.params.get("precision")
     asked = precision if isinstance(precision, tuple) else (precision,)
     return any(p not in (None, lax.Precision.DEFAULT) for p in asked)
-
-
-def is_outer(equation: Equation) -> bool:
-    """Whether a matrix product sums nothing, as an outer product does."""
-    if operation_name(equation.primitive.name) != "dot_general":
-        return False
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    shape = equation.invars[0].aval.shape
-    return all(shape[axis] == 1 for axis in contracted)
 
 
 def low_dtype(equation: Equation, dtype: np.dtype) -> np.dtype:

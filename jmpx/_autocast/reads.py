@@ -6,7 +6,8 @@ import numpy as np
 
 from jmpx import _jaxpr
 from jmpx._autocast.binding import RESHAPES
-from jmpx._autocast.products import PRODUCTS, is_outer, low_dtype
+from jmpx._autocast.multiplied import PRODUCTS, is_outer
+from jmpx._autocast.products import low_dtype
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.value import FLOAT32
 from jmpx._jaxpr import Atom, Equation, Jaxpr, operation_name

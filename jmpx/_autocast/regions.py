@@ -1,6 +1,6 @@
 """Regions: what the rules of a policy map say about a scope, and about primitives in it.
 
-The rules of a policy map (`jmpx.Rule`) are called policy rules in this package, because each
+The rules of a policy map (`jmpx.types.Rule`) are called policy rules in this package, because each
 primitive has a rule, too: see `rules.py`.
 """
 

@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from jmpx._autocast.exposed import exposed_within
-from jmpx._autocast.neighbours import Neighbours
+from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours
 from jmpx._autocast.regions import Region, Regions, Used
 from jmpx._autocast.value import Traits, Value
 from jmpx._jaxpr import Equation, Jaxpr, operation_name
@@ -44,7 +43,7 @@ class Interpreter(Protocol):
         ...
 
     def evaluate(
-        self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, *, exposed: Sequence[bool] = ()
+        self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, *, ends: Ends = NOTHING
     ) -> list[Value]:
         """Runs a jaxpr on values, and returns its results."""
         ...
@@ -55,7 +54,7 @@ class Interpreter(Protocol):
         values: Sequence[Value],
         scope: str,
         *,
-        exposed: Sequence[bool] = (),
+        ends: Ends = NOTHING,
         result_dtypes: Sequence[np.dtype] = (),
         num_uncast: int = 0,
     ) -> Retraced:
@@ -84,9 +83,9 @@ class Context(NamedTuple):
         """Whether the first result of the equation must not be rounded onto a bound."""
         return equation.outvars[0] in self.neighbours.exposed
 
-    def exposed_within(self, equation: Equation) -> tuple[bool, ...]:
-        """Returns which results are exposed of the jaxpr that the equation holds."""
-        return exposed_within(equation, self.neighbours.exposed)
+    def ends_within(self, equation: Equation) -> Ends:
+        """Returns what becomes of the results of the jaxpr that the equation holds."""
+        return self.neighbours.ends_within(equation)
 
 
 PrimitiveRule = Callable[[Context, Equation, list[Value]], list[Value]]

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from jmpx._autocast.multiplied import CONVOLUTION, PRODUCTS
 from jmpx._autocast.pieces import Kind
-from jmpx._autocast.products import CONVOLUTION, PRODUCTS
 from jmpx._autocast.regions import Used
 from jmpx._autocast.rules import is_registered, overridable
 from jmpx._autocast.wide import REMEDY
@@ -64,7 +64,8 @@ _FUNCTIONS = {
 }
 # Why `save=` left something as it was, and what to do.
 _LEFT = {
-    None: "it takes a gradient itself, so put autocast inside, as in jax.grad(jmpx.autocast(f))",
+    None: "it takes a gradient itself, so run what is differentiated under autocast, as in "
+    "jax.grad(jmpx.autocast(f))",
     Kind.CHECKPOINT: "it is under jax.checkpoint, so leave that out where save= shall decide",
     Kind.EFFECTS: "it has effects, such as a callback, so move these out of it",
 }

@@ -29,6 +29,8 @@ class Traits(NamedTuple):
         uniform: whether all its elements are the same number.
         power: whether it is float32 only because a power in float16 could overflow.
         onto_bound: the 16-bit dtypes in which a constant that is none of 0, 1 and -1 becomes one.
+        data: whether an input that is no parameter, or an array that is closed over, contributes to
+            it while it yields; it then yields on the way to a product alone.
     """
 
     dtype: np.dtype
@@ -37,6 +39,7 @@ class Traits(NamedTuple):
     uniform: bool = False
     power: bool = False
     onto_bound: frozenset[np.dtype] = frozenset()
+    data: bool = False
 
 
 class Value:
@@ -48,6 +51,7 @@ class Value:
         tangent: see `Traits`.
 
     Attributes:
+        data: see `Traits`.
         uniform: see `Traits`.
         power: see `Traits`.
         onto_bound: see `Traits`.
@@ -62,6 +66,7 @@ class Value:
         "array",
         "casts",
         "constant",
+        "data",
         "onto_bound",
         "power",
         "source",
@@ -75,7 +80,7 @@ class Value:
         self.yields = yields
         self.tangent = tangent
         self.uniform: bool = array.size == 1
-        self.power = False
+        self.power = self.data = False
         self.onto_bound: frozenset[np.dtype] = frozenset()
         self.constant: Array | None = None
         self.casts: dict[tuple[np.dtype, bool], Array] = {}
@@ -87,7 +92,7 @@ class Value:
         value = cls(array, traits.yields, traits.tangent)
         value.uniform |= traits.uniform
         value.power = traits.power
-        value.onto_bound = traits.onto_bound
+        value.onto_bound, value.data = traits.onto_bound, traits.data
         return value
 
     @classmethod
@@ -108,9 +113,16 @@ class Value:
 
     @property
     def traits(self) -> Traits:
-        return Traits(
-            self.dtype, self.yields, self.tangent, self.uniform, self.power, self.onto_bound
-        )
+        known = self.uniform, self.power, self.onto_bound, self.data
+        return Traits(self.dtype, self.yields, self.tangent, *known)
+
+    def kept(self) -> "Value":
+        """Returns the value where it leads to no product: one that does not yield if it is data."""
+        if not self.data:
+            return self
+        value = Value.of(self.array, self.traits._replace(yields=False, data=False))
+        value.casts, value.constant = self.casts, self.constant
+        return value
 
     def to(self, dtype: np.dtype) -> Array:
         """Returns the array in `dtype`; each cast is made once, however many equations read it."""

@@ -15,7 +15,8 @@ import numpy as np
 
 from jmpx import _jaxpr
 from jmpx._autocast.binding import is_float32
-from jmpx._autocast.products import PRODUCTS, is_outer, is_precise, low_dtype
+from jmpx._autocast.multiplied import PRODUCTS, is_outer
+from jmpx._autocast.products import is_precise, low_dtype
 from jmpx._autocast.regions import Regions, Used
 from jmpx._autocast.rules import Context, lookup
 from jmpx._autocast.value import FLOAT32, Value

@@ -12,6 +12,7 @@ import numpy as np
 from jmpx import _jaxpr
 from jmpx._added_rules import in_force
 from jmpx._autocast.interpreter import Interpreter
+from jmpx._autocast.neighbours import Ends
 from jmpx._autocast.pieces import takes_gradient
 from jmpx._autocast.saving import Saving
 from jmpx._autocast.unused import (
@@ -20,11 +21,12 @@ from jmpx._autocast.unused import (
     warn_of_saving,
     warn_unused,
 )
-from jmpx._autocast.value import Value
+from jmpx._autocast.value import Array, Value
 from jmpx._autocast.wide import warn_of_products, wide_share
-from jmpx._contexts import note_cast
+from jmpx._contexts import AUTOCAST, fact, fact_set, note_cast
 from jmpx._dtypes import check_computes
-from jmpx._leaves import is_floating
+from jmpx._jaxpr import Jaxpr
+from jmpx._leaves import is_floating, is_traceable
 from jmpx._made_once import made_once
 from jmpx._matmul import region_setting
 from jmpx._messages import user_stacklevel
@@ -33,7 +35,7 @@ from jmpx._nnx_objects import is_object, module_base
 from jmpx._policy_map import PolicyMap
 from jmpx._registry import refuse_creation
 from jmpx._scopes import RESTORE
-from jmpx._stateful import Pure, call
+from jmpx._stateful import Pure, apply, call
 
 _jaxpr.import_extend()  # now, because the first call is often inside of a trace
 
@@ -65,9 +67,13 @@ class Autocast:
         >>> import equinox as eqx, jax
         >>> import jmpx
         >>> layer = jmpx.autocast(eqx.nn.Linear(3, 2, key=jax.random.key(0)))
-        >>> isinstance(layer, jmpx.Autocast), layer.weight.shape, type(layer.__wrapped__).__name__
-        (True, (2, 3), 'Linear')
+        >>> isinstance(layer, jmpx.types.Autocast), layer.weight.shape
+        (True, (2, 3))
+        >>> type(layer.__wrapped__).__name__
+        'Linear'
     """
+
+    __module__ = "jmpx.types"
 
     _jmpx_fn: Callable[..., Any]
     _jmpx_policy_map: PolicyMap
@@ -96,61 +102,120 @@ class Autocast:
         return self._jmpx_call(*args, **kwargs)
 
     def _jmpx_call(self, *args: Any, **kwargs: Any) -> Any:
-        policy_map = in_force(self._jmpx_policy_map, "jmpx.autocast")
-        for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
-            if dtype is not None:
-                check_computes(dtype)
-        note_cast("jmpx.autocast")
-        interpreter = Interpreter(policy_map, region_setting(), self._jmpx_save)
-        selectors = self._jmpx_save.selectors if self._jmpx_save else ()
-        marks = Marks(PolicyMap(policy_map.default, (*policy_map.rules, *selectors)))
-        shares: list[float | None] = []
-        transform = functools.partial(_evaluate, interpreter, self._jmpx_output, shares)
-        result = call(transform, marks.call, (self._jmpx_fn, *args), kwargs)
-        level = user_stacklevel("jax", "flax", "haiku", "equinox")
-        warn_unused(policy_map, interpreter.used, marks.seen, stacklevel=level)
-        warn_of_operations(policy_map, interpreter.used, stacklevel=level)
-        warn_of_algorithms(policy_map, interpreter.used, stacklevel=level)
-        warn_of_products(policy_map, interpreter.used, *shares, stacklevel=level)
-        warn_of_saving(selectors, interpreter.used, marks.seen, stacklevel=level)
-        return result
+        transform = functools.partial(
+            evaluated, self._jmpx_policy_map, self._jmpx_save, self._jmpx_output
+        )
+        return call(transform, apply, (self._jmpx_fn, *args), kwargs)
 
 
-def _evaluate(
-    interpreter: Interpreter,
+def evaluated(
+    policy_map: PolicyMap,
+    save: Saving | None,
     output: Any,
-    shares: list[float | None],
     pure: Pure,
     state: Any,
     args: Any,
     kwargs: Any,
+    *,
+    is_parameter: Callable[[Any], bool] | None = None,
+    by: str = "jmpx.autocast",
 ) -> tuple[Any, Any]:
-    """Runs a pure function under autocast; its new state has the dtypes that were traced.
+    """Runs a pure function under autocast, and warns of what has no effect.
 
-    It puts into `shares` which share of its products autocast had to leave in float32.
+    While autocast traces a function under the same policies, this is a plain call: the operations
+    of the inner function are those of the outer one.
+
+    Args:
+        policy_map: the policies of scopes and operations.
+        save: what the backward pass keeps; None leaves that to JAX.
+        output: "traced", None or a dtype; see `autocast`.
+        pure: the function.
+        state: the state of its objects.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        is_parameter: tells of a floating array among the state and the arguments whether it is a
+            parameter, which yields everywhere. The others, and arrays that the function closes
+            over, then keep their dtype where no way leads to a product, as targets in a loss do.
+            None has all inputs yield everywhere.
+        by: what runs it under autocast, as the user calls it.
+
+    Returns:
+        The result of the function, in the dtypes that `output` says, and the new state of its
+        objects, in the dtypes that were traced.
     """
+    key = policy_map.default, policy_map.rules, save
+    if output == "traced" and fact(AUTOCAST) == key:
+        return pure(state, *args, **kwargs)
+    policy_map = in_force(policy_map, "jmpx.autocast")
+    for dtype in (policy_map.default.compute_dtype, *(r.compute for r in policy_map.rules)):
+        if dtype is not None:
+            check_computes(dtype)
+    note_cast(by)
+    interpreter = Interpreter(policy_map, region_setting(), save)
+    used, selectors = interpreter.used, save.selectors if save else ()
+    marks = Marks(PolicyMap(policy_map.default, (*policy_map.rules, *selectors)))
+    pure.invoke = marks.call
+    with fact_set(AUTOCAST, key):
+        traced = _traced(interpreter, pure, state, args, kwargs)
+    # As a loop's carry, state that is replaced does not yield: a moving average would stall.
+    values = [Value(array, yields=not pure.is_replaced(array)) for array in traced.arrays]
+    if is_parameter is not None:
+        leaves = filter(is_traceable, jax.tree.leaves(((state, *args), kwargs)))
+        for value, leaf in zip(values, leaves, strict=True):
+            value.data = value.yields and not (is_floating(leaf) and is_parameter(leaf))
+    keeps_data = is_parameter is not None
+    results = _evaluate(interpreter, output, traced.jaxpr, values, pure.size, keeps_data)
+    share = wide_share(traced.jaxpr, used.wide) if used.wide else None
+    level = user_stacklevel("jax", "flax", "haiku", "equinox")
+    warn_unused(policy_map, used, marks.seen, stacklevel=level)
+    warn_of_operations(policy_map, used, stacklevel=level)
+    warn_of_algorithms(policy_map, used, stacklevel=level)
+    warn_of_products(policy_map, used, share, stacklevel=level)
+    warn_of_saving(selectors, used, marks.seen, stacklevel=level)
+    return traced.rebuild(results)
+
+
+def _traced(
+    interpreter: Interpreter, pure: Pure, state: Any, args: Any, kwargs: Any
+) -> _jaxpr.Traced:
     is_inside = interpreter.regions.surrounding is not None
     # A setting of jmpx around the call is for products that run in float32; the trace shows those
     # whose precision the user's own code sets.
     open_products = jax.default_matmul_precision(None) if is_inside else contextlib.nullcontext()
     with refuse_creation(), open_products:
-        traced = _jaxpr.trace(pure, (state, *args), kwargs)
-    # As a loop's carry, state that is replaced does not yield: a moving average would stall.
-    if interpreter.saving is not None and takes_gradient(traced.jaxpr):
+        return _jaxpr.trace(pure, (state, *args), kwargs)
+
+
+def _evaluate(
+    interpreter: Interpreter,
+    output: Any,
+    jaxpr: Jaxpr,
+    values: list[Value],
+    state_size: int,
+    keeps_data: bool,
+) -> list[Array]:
+    """Returns the results of a function's jaxpr.
+
+    Args:
+        interpreter: the interpreter.
+        output: see `autocast`.
+        jaxpr: the jaxpr.
+        values: its operands.
+        keeps_data: whether data keeps its dtype where it leads to no product.
+        state_size: how many of its last results are state, which has the dtypes that were traced.
+    """
+    if interpreter.saving is not None and takes_gradient(jaxpr):
         interpreter.used.left.add((None, None))
         interpreter.saving = None
-    values = [Value(array, yields=not pure.is_replaced(array)) for array in traced.arrays]
-    avals = traced.jaxpr.out_avals
+    avals = jaxpr.out_avals
     # A loss outside may take the logarithm of a probability that leaves.
-    values = interpreter.evaluate(traced.jaxpr, values, "", exposed=[True] * len(avals))
-    wide = interpreter.used.wide
-    shares[:] = [wide_share(traced.jaxpr, wide) if wide else None]
+    ends = Ends((True,) * len(avals), () if keeps_data else None)
+    values = interpreter.evaluate(jaxpr, values, "", ends=ends)
     with jax.named_scope(RESTORE):
-        outputs = [
-            _restored(value, aval, output if i < len(avals) - pure.size else "traced")
+        return [
+            _restored(value, aval, output if i < len(avals) - state_size else "traced")
             for i, (value, aval) in enumerate(zip(values, avals, strict=True))
         ]
-    return traced.rebuild(outputs)
 
 
 def _restored(value: Value, traced: Any, output: Any) -> Any:

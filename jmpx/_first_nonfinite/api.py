@@ -1,4 +1,4 @@
-"""The first infinity or NaN, as users ask for it: `jmpx.first_nonfinite(fn)(*args)`."""
+"""The first infinity or NaN, as users ask for it: `jmpx.inspect.first_nonfinite(fn)(*args)`."""
 
 import functools
 from collections.abc import Callable
@@ -32,9 +32,9 @@ def first_nonfinite(fn: Callable[..., Any]) -> Callable[..., FirstNonfinite | No
             as it is. Nothing of it prints, and the modules among its arguments stay as they are.
 
     Returns:
-        A function of the arguments of `fn` that returns a `jmpx.FirstNonfinite`, which prints as
-        the operation, its line, module, operands and what mends it; or None if all results are
-        finite.
+        A function of the arguments of `fn` that returns a `jmpx.inspect.FirstNonfinite`, which
+        prints as the operation, its line, module, operands and what mends it; or None if all
+        results are finite.
 
     Raises:
         TypeError: if `fn` is not callable; when called, if an argument is a shape or is traced.
@@ -48,7 +48,7 @@ def first_nonfinite(fn: Callable[..., Any]) -> Callable[..., FirstNonfinite | No
         ...     return jnp.exp(logits).mean()
         >>> loss_fn = jmpx.autocast(loss_fn, "c=f16; op.exp: f16")
         >>> params = {"w": jnp.ones((2, 3))}
-        >>> found = jmpx.first_nonfinite(loss_fn)(params, 6 * jnp.ones((4, 2)))
+        >>> found = jmpx.inspect.first_nonfinite(loss_fn)(params, 6 * jnp.ones((4, 2)))
         >>> found.operation, found.place.function, found.rule
         ('exp', 'loss_fn', 'op.exp: f32')
         >>> print(found.results[0], found.results[0].infs)
@@ -57,7 +57,7 @@ def first_nonfinite(fn: Callable[..., Any]) -> Callable[..., FirstNonfinite | No
     if not callable(fn):
         raise TypeError(
             f"Expected a loss or a train step to run, got {fn!r}: write "
-            "jmpx.first_nonfinite(loss_fn)(params, batch)."
+            "jmpx.inspect.first_nonfinite(loss_fn)(params, batch)."
         )
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
@@ -75,10 +75,11 @@ def _check_arrays(program: Program) -> None:
     for name, array in zip(program.names, program.arrays, strict=True):
         if isinstance(array, jax.core.Tracer):
             raise TypeError(
-                f"Cannot look at the traced {name}: call jmpx.first_nonfinite outside of jax.jit."
+                f"Cannot look at the traced {name}: call jmpx.inspect.first_nonfinite outside of "
+                "jax.jit."
             )
         if not isinstance(array, jax.Array | np.ndarray | np.generic):
             raise TypeError(
-                f"Expected arrays, got a shape as {name}: jmpx.first_nonfinite runs the step, so "
-                "pass the arguments of the step that failed."
+                f"Expected arrays, got a shape as {name}: jmpx.inspect.first_nonfinite runs the "
+                "step, so pass the arguments of the step that failed."
             )

@@ -39,10 +39,12 @@ class FirstNonfinite:
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> found = jmpx.first_nonfinite(lambda x: jnp.log(x).sum())(jnp.zeros(2))
+        >>> found = jmpx.inspect.first_nonfinite(lambda x: jnp.log(x).sum())(jnp.zeros(2))
         >>> found.kind, found.operation, found.is_backward, found.rule
         ('inf', 'log', False, '')
     """
+
+    __module__ = "jmpx.inspect"
 
     kind: str
     operation: str

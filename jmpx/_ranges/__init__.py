@@ -1,1 +1,1 @@
-"""The ranges of a train step: `jmpx.ranges`."""
+"""The ranges of a train step: `jmpx.inspect.ranges`."""

@@ -30,8 +30,8 @@ def scale_for(gradients: Sequence[Range], head_room: int, dtype: DTypeLike) -> f
     if not largest:
         raise ValueError(
             "Expected gradients that are not all zero, got none, so that no loss scale follows: "
-            "give jmpx.ranges a loss that depends on its first argument, or a step that contains "
-            "its gradient."
+            "give jmpx.inspect.ranges a loss that depends on its first argument, or a step that "
+            "contains its gradient."
         )
     if known.largest > 2.0**126:
         return 1.0  # bfloat16 has the range of float32

@@ -1,4 +1,4 @@
-"""The ranges as users call them: `jmpx.ranges(fn)(*args)`."""
+"""The ranges as users call them: `jmpx.inspect.ranges(fn)(*args)`."""
 
 import functools
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def ranges(fn: Callable[..., Any], *, extremes_only: bool = False) -> Callable[.
             faster: they suffice for the loss scale and the rules, not for shares and pictures.
 
     Returns:
-        A function of the arguments of `fn`, which are arrays, that returns a `jmpx.Ranges`.
+        A function of the arguments of `fn`, which are arrays, that returns a `jmpx.inspect.Ranges`.
 
     Raises:
         TypeError: if `fn` is not callable.
@@ -57,7 +57,7 @@ def ranges(fn: Callable[..., Any], *, extremes_only: bool = False) -> Callable[.
         ...         energy = jnp.square(1000 * h).sum(-1)  # beyond float16
         ...     return jnp.mean(jnp.sqrt(energy)) / 1000
         >>> params = {"w": jnp.full((8, 4), 0.25)}
-        >>> found = jmpx.ranges(loss_fn)(params, jnp.ones((2, 8)))
+        >>> found = jmpx.inspect.ranges(loss_fn)(params, jnp.ones((2, 8)))
         >>> found.rules("float16")
         'compute=float16,output=float32; */energy: compute=float32,output=float32'
         >>> found.shares("float16", kind="activations", scope="energy").overflowing > 0.3
@@ -82,6 +82,6 @@ def _refuse_shapes(program: Program) -> None:
         if isinstance(array, jax.ShapeDtypeStruct):
             raise ValueError(
                 f"Expected arrays, got the shape {array.dtype}{list(array.shape)} alone as {name}: "
-                "jmpx.ranges runs the function, so give real numbers, or use jmpx.audit, to which "
-                "shapes suffice."
+                "jmpx.inspect.ranges runs the function, so give real numbers, or use "
+                "jmpx.inspect.audit, to which shapes suffice."
             )

@@ -16,7 +16,7 @@ from jmpx._ranges.text import ranges_text
 
 @dataclasses.dataclass(frozen=True)
 class Ranges:
-    """What `jmpx.ranges` found: the magnitudes of activations and gradients, by scope.
+    """What `jmpx.inspect.ranges` found: the magnitudes of activations and gradients, by scope.
 
     `print(ranges)` shows them. Numbers are counted where they are computed; operations that only
     move numbers, such as reshapes, count nothing, nor does a single number outside of modules and
@@ -32,6 +32,8 @@ class Ranges:
             as softmax makes the same of an infinity, and autocast keeps them finite.
         is_step: whether the function is a step that contains its gradient; False for a loss.
     """
+
+    __module__ = "jmpx.inspect"
 
     title: str
     activations: tuple[Range, ...]
@@ -97,7 +99,8 @@ class Ranges:
         Example:
             >>> import jax.numpy as jnp
             >>> import jmpx
-            >>> found = jmpx.ranges(lambda w, x: jnp.mean((x @ w) ** 2))(jnp.ones(4), jnp.eye(4))
+            >>> loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
+            >>> found = jmpx.inspect.ranges(loss_fn)(jnp.ones(4), jnp.eye(4))
             >>> str(jmpx.DynamicLossScale(found.loss_scale()))
             'dynamic,init=16384'
         """

@@ -33,7 +33,7 @@ def among(ranges: "Ranges", kind: str, scope: str | None) -> Sequence[Range]:
     found = [each for each in getattr(ranges, kind) if _is_in(each.scope, scope)]
     if any(each.histogram is None for each in found):
         raise ValueError(
-            "Expected counts by exponent, got extremes alone: run jmpx.ranges(fn) without "
+            "Expected counts by exponent, got extremes alone: run jmpx.inspect.ranges(fn) without "
             "extremes_only=True."
         )
     return found

@@ -178,7 +178,7 @@ def _advice_lines(ranges: "Ranges", scale: float, largest: float) -> list[str]:
     if every.infinite + every.nan:
         lines.append(
             f"Infinite or NaN in float32: {every.infinite + every.nan:,} numbers; "
-            "jmpx.first_nonfinite finds the first."
+            "jmpx.inspect.first_nonfinite finds the first."
         )
     return lines
 

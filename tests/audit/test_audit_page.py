@@ -55,7 +55,7 @@ def reports(folder):
         importlib.invalidate_caches()
         with jax.numpy_dtype_promotion("standard"):
             loss_fn, args = importlib.import_module("model").make()
-            found.insert(0, jmpx.audit(loss_fn)(*args))
+            found.insert(0, jmpx.inspect.audit(loss_fn)(*args))
     yield found
     del sys.modules["model"]
 
@@ -94,7 +94,9 @@ def test_its_test_fails_for_the_leaks_and_passes_when_they_are_mended(reports):
     for report, fails in zip(reports, (True, False), strict=True):
         names: dict[str, Any] = {
             "model": model,
-            "jmpx": types.SimpleNamespace(audit=lambda fn, r=report: lambda: r),
+            "jmpx": types.SimpleNamespace(
+                inspect=types.SimpleNamespace(audit=lambda fn, r=report: lambda: r)
+            ),
         }
         exec(re.sub(r"^(>>>|\.\.\.) ?", "", block, flags=re.MULTILINE), names)
         expected = pytest.raises(AssertionError, match="97.04 % of the FLOPs")

@@ -185,7 +185,7 @@ def test_severity_goes_by_shares(rows, severity):
         return mean_square(x @ w @ w) + jnp.sum(positions) * jnp.mean(x)
 
     x = jax.ShapeDtypeStruct((rows, WIDTH), BF16)
-    share = 2 * 16**3 / sum(each.flops for each in jmpx.audit(loss)(W, x).products)
+    share = 2 * 16**3 / sum(each.flops for each in jmpx.inspect.audit(loss)(W, x).products)
     assert {"high": share > 0.01, "medium": 0.001 < share < 0.01, "low": share < 0.001}[severity]
     (finding,) = found(("float32-product", "mixed-product"), loss, W, x)
     assert (finding.severity, finding.place.line) == (severity, line_of(__file__, "positions"))
@@ -213,7 +213,7 @@ def test_a_library_names_its_own_line_and_the_callers(tmp_path, monkeypatch):
     assert finding.place.caller.line == line_of(__file__, "called")
     text = f"somebody{os.sep}layers.py:2 (scaled), called at {finding.place.caller}"
     assert str(finding.place) == text
-    assert text in str(jmpx.audit(loss)(W, X))
+    assert text in str(jmpx.inspect.audit(loss)(W, X))
 
 
 # What autocast rounds.

@@ -25,7 +25,7 @@ X = jax.ShapeDtypeStruct((2, 5, 8), F32)
 
 
 def findings(fn, *args):
-    return jmpx.audit(fn)(*args).findings
+    return jmpx.inspect.audit(fn)(*args).findings
 
 
 def shapes(tree, dtype):

@@ -216,7 +216,7 @@ FINE = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("loss", FINE)
 def test_an_infinity_that_goes_nowhere_is_not_reported(loss):
-    assert jmpx.first_nonfinite(FINE[loss])(HALF, HALF) is None
+    assert jmpx.inspect.first_nonfinite(FINE[loss])(HALF, HALF) is None
 
 
 def test_of_two_causes_the_first_is_told():
@@ -234,7 +234,7 @@ def test_what_was_given_is_told_first(rng):
         return ((batch["x"] @ params["w"]) ** 2).mean()
 
     params, batch = {"w": normal(rng, 3, 2)}, {"x": normal(rng, 4, 3)}
-    assert jmpx.first_nonfinite(loss)(params, batch) is None
+    assert jmpx.inspect.first_nonfinite(loss)(params, batch) is None
     for bad, kind in ((jnp.nan, "NaN"), (jnp.inf, "inf")):
         broken = {"w": params["w"].at[1, 1].set(bad)}
         found = find(loss, broken, batch)
@@ -292,4 +292,4 @@ def test_inside_of_shard_map(rng):
     found = find(loss, jnp.ones((), F16), x)
     assert found.operation == "exp" and line_of(found) == marked_line(body)
     assert found.operands[0].largest == 12 and found.operands[0].shape == (2,)
-    assert jmpx.first_nonfinite(loss)(jnp.ones((), F16), x / 2) is None
+    assert jmpx.inspect.first_nonfinite(loss)(jnp.ones((), F16), x / 2) is None

@@ -69,7 +69,7 @@ RULES = {energy: "*/plant: f32", gate: "*/plant: f32", large: "*/plant: c=f32,o=
 
 
 def ran(fn, policy, *args):
-    return jmpx.first_nonfinite(jmpx.autocast(fn, policy))(*args)
+    return jmpx.inspect.first_nonfinite(jmpx.autocast(fn, policy))(*args)
 
 
 @pytest.mark.sampled(3)
@@ -96,7 +96,7 @@ def test_the_rule_for_a_module_is_replayed(framework, layer):
     def found(policy):
         loss, (model, x) = planted(framework, layer, policy)
         model = jax.tree.map(lambda x: jnp.full(x.shape, 6.0, x.dtype), model)
-        return jmpx.first_nonfinite(loss)(model, x * FACTORS[layer])
+        return jmpx.inspect.first_nonfinite(loss)(model, x * FACTORS[layer])
 
     policy = "c=f16,o=f32; */head: c=f32,o=f32" if layer is large else "c=f16,o=f32"
     first = found(policy)
@@ -114,7 +114,7 @@ def test_without_a_rule_that_mends_it_the_code_is_told(policy):
         return jnp.exp((x @ w).astype(jnp.float16)).astype(jnp.float32).sum()
 
     fn = loss if policy is None else jmpx.autocast(loss, policy)
-    found = jmpx.first_nonfinite(fn)(jnp.full((4, 4), 2.0), 2 * ONES)
+    found = jmpx.inspect.first_nonfinite(fn)(jnp.full((4, 4), 2.0), 2 * ONES)
     assert found is not None and found.rule == ""
     tried = "" if policy is None else ", but no rule mends it"
     end = f"In float32 it is finite{tried}: cast what it reads with .astype(jnp.float32)."
@@ -130,5 +130,5 @@ def test_a_rule_at_the_floor_of_the_scale_is_replayed_there():
         return step
 
     args = jnp.full((4, 4), 3.0), jmpx.DynamicLossScale(2.0**10), 4 * ONES
-    found = jmpx.first_nonfinite(make("c=f16; op.exp: f16"))(*args)
+    found = jmpx.inspect.first_nonfinite(make("c=f16; op.exp: f16"))(*args)
     assert found is not None and (found.rule, found.is_at_floor) == ("op.exp: f32", True)

@@ -66,7 +66,7 @@ def test_a_skipped_step_of_a_large_scale_is_told_with_the_scale_that_works():
     lower = jmpx.get_loss_scale(found.rule)
     working = float(lower.loss_scale)
     assert finite_at(working, X) and not finite_at(2 * working, X)
-    assert jmpx.first_nonfinite(step)(PARAMS, lower, X) is None
+    assert jmpx.inspect.first_nonfinite(step)(PARAMS, lower, X) is None
 
 
 def test_a_static_scale_is_found_in_the_program():
@@ -119,7 +119,7 @@ def test_the_module_is_named_and_its_rule_mends_it(framework):
     def run(policy):
         net = with_policies(policy)
         loss = lambda model, x: total(net(model, x)) / 1000  # noqa: E731
-        return jmpx.first_nonfinite(loss)(model, jnp.ones((2, 3)))
+        return jmpx.inspect.first_nonfinite(loss)(model, jnp.ones((2, 3)))
 
     found = run(HALF_INSIDE)
     assert found is not None and found.scope.endswith("head")
@@ -127,7 +127,7 @@ def test_the_module_is_named_and_its_rule_mends_it(framework):
     assert found.policy and found.rule.endswith("head: c=f32,o=f32")
     assert run(f"{HALF_INSIDE}; {found.rule}") is None
     assert (
-        jmpx.first_nonfinite(lambda m, x: total(with_policies("c=f32")(m, x)))(
+        jmpx.inspect.first_nonfinite(lambda m, x: total(with_policies("c=f32")(m, x)))(
             model, jnp.ones((2, 3))
         )
         is None
@@ -140,7 +140,7 @@ def test_under_autocast_the_rule_of_the_operation_mends_it():
 
     def run(policy):
         cast = jmpx.autocast(loss, policy=policy)
-        return jmpx.first_nonfinite(cast)(ONES, 12 * ONES)
+        return jmpx.inspect.first_nonfinite(cast)(ONES, 12 * ONES)
 
     found = run("compute=f16; op.exp: f16")
     assert found is not None and found.rule == "op.exp: f32"
@@ -203,16 +203,20 @@ def test_numbers_of_operands_are_counted(rng):
 
 
 def test_a_function_is_expected():
-    with pytest.raises(TypeError, match="write jmpx.first_nonfinite.loss_fn..params, batch."):
-        jmpx.first_nonfinite(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        TypeError, match="write jmpx.inspect.first_nonfinite.loss_fn..params, batch."
+    ):
+        jmpx.inspect.first_nonfinite(3)  # pyright: ignore[reportArgumentType]
 
 
 def test_arrays_are_expected():
     shape = jax.ShapeDtypeStruct((3,), "float16")
-    with pytest.raises(TypeError, match="got a shape as x: jmpx.first_nonfinite runs the step"):
-        jmpx.first_nonfinite(overflowing_exp)(HALF, shape)
+    with pytest.raises(
+        TypeError, match="got a shape as x: jmpx.inspect.first_nonfinite runs the step"
+    ):
+        jmpx.inspect.first_nonfinite(overflowing_exp)(HALF, shape)
     with pytest.raises(TypeError, match="Cannot look at the traced w: call"):
-        jax.jit(lambda w, x: bool(jmpx.first_nonfinite(overflowing_exp)(w, x)))(HALF, HALF)
+        jax.jit(lambda w, x: bool(jmpx.inspect.first_nonfinite(overflowing_exp)(w, x)))(HALF, HALF)
 
 
 def test_nothing_is_printed_and_nothing_raises(capfd):
@@ -220,7 +224,7 @@ def test_nothing_is_printed_and_nothing_raises(capfd):
         jax.debug.print("{}", w)
         return total(w * x)
 
-    assert jmpx.first_nonfinite(loss)(HALF, HALF) is None
+    assert jmpx.inspect.first_nonfinite(loss)(HALF, HALF) is None
     jax.effects_barrier()
     assert "[" not in capfd.readouterr().out
 

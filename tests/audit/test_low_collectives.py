@@ -58,7 +58,7 @@ def step(policy):
 
     def local(w, x):
         result = jmpx.filter_value_and_grad(
-            loss, jmpx.NoOpLossScale(), policy=policy, axis_name="data"
+            loss, jmpx.NoOpLossScale(), policy=policy, over=jmpx.Over("data")
         )(w, x)
         return result.value, result.grads
 

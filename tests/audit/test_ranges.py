@@ -59,7 +59,7 @@ def test_activations_and_gradients_are_counted_by_hand(rng, way):
             h = jnp.sin(x @ w)
         return jnp.sum(h * np.float32(2**-9))
 
-    found = jmpx.ranges(loss_fn)(w, x)
+    found = jmpx.inspect.ranges(loss_fn)(w, x)
     z = x @ w
     cotangent = np.full((5, 3), 2.0**-9, np.float32) * jnp.cos(z)
     layer, outside = by_scope(found)["layer"], by_scope(found)[""]
@@ -98,10 +98,10 @@ def unrolled(x):
 @pytest.mark.thorough
 def test_the_trips_of_a_scan_are_counted_as_if_written_out(rng):
     x = normal(rng, 4, 3)
-    loop, plain = (by_scope(jmpx.ranges(fn)(x)) for fn in (scanned, unrolled))
+    loop, plain = (by_scope(jmpx.inspect.ranges(fn)(x)) for fn in (scanned, unrolled))
     assert loop["body"].histogram == plain["body"].histogram
     assert loop["body"].largest == plain["body"].largest
-    loop, plain = (by_scope(jmpx.ranges(fn)(x), "gradients") for fn in (scanned, unrolled))
+    loop, plain = (by_scope(jmpx.inspect.ranges(fn)(x), "gradients") for fn in (scanned, unrolled))
     assert loop["body"].histogram.exponents == plain["body"].histogram.exponents
 
 
@@ -116,10 +116,10 @@ def test_while_loops_and_the_branch_that_runs_are_counted(rng):
             return lax.cond(n > 3, lambda x: x * 1e6, lambda x: x * 1e-6, x)
 
     x = jnp.abs(normal(rng, 6)) + 1
-    found = by_scope(jmpx.ranges(fn)(x, 5))
+    found = by_scope(jmpx.inspect.ranges(fn)(x, 5))
     assert found["double"].histogram.exponents == summed(*(counted(x * 2**i) for i in range(1, 6)))
     assert found["branch"].largest == np.max(x * 2**5 * np.float32(1e6))
-    few = by_scope(jmpx.ranges(fn)(x, 2))
+    few = by_scope(jmpx.inspect.ranges(fn)(x, 2))
     assert few["branch"].largest == np.max(x * 2**2 * np.float32(1e-6))
 
 
@@ -143,7 +143,7 @@ def test_what_stands_for_a_function_is_looked_into(wrap, rng):
             return jnp.sum(inner(x) * 2.0**-10)
 
     fn = wrap if wrap in (custom, jax.nn.relu) else wrap(lambda x: jnp.exp(x) * 3.0)
-    found = jmpx.ranges(functools.partial(loss_fn, inner=fn))(x)
+    found = jmpx.inspect.ranges(functools.partial(loss_fn, inner=fn))(x)
     largest = max(each.largest for each in found.activations)
     assert largest == pytest.approx(float(np.abs(fn(x)).max()), rel=1e-6)
     slopes = jax.grad(functools.partial(loss_fn, inner=fn))(x)
@@ -157,8 +157,8 @@ def test_what_a_checkpoint_computes_again_counts_as_activations(rng):
         h = wrap(lambda w, x: jnp.tanh(jnp.tanh(x @ w) * 0.5))(w, x)
         return jnp.mean(h)
 
-    plain = jmpx.ranges(functools.partial(loss_fn, wrap=lambda f: f))(w, x)
-    again = jmpx.ranges(functools.partial(loss_fn, wrap=jax.checkpoint))(w, x)
+    plain = jmpx.inspect.ranges(functools.partial(loss_fn, wrap=lambda f: f))(w, x)
+    again = jmpx.inspect.ranges(functools.partial(loss_fn, wrap=jax.checkpoint))(w, x)
     largest = float(np.abs(x @ w).max())
     assert max(each.largest for each in again.activations) == pytest.approx(largest, rel=1e-5)
     assert max(each.largest for each in again.gradients) < 1e5 * 0.1 < largest * 10
@@ -182,7 +182,7 @@ def test_what_was_traced_in_16_bits_runs_in_float32(dtype, rng):
 
     def run(params, dtype):
         fn = functools.partial(loss_fn, dtype=dtype)
-        return jmpx.ranges(fn, extremes_only=True)(params, indices)
+        return jmpx.inspect.ranges(fn, extremes_only=True)(params, indices)
 
     found = run(params, jnp.dtype(dtype))
     plain = run({"w": params["w"], "table": table.astype(F32)}, F32)
@@ -198,7 +198,7 @@ def test_autocast_has_no_effect(rng):
         return jnp.tanh(x @ w @ w)
 
     def largest(apply):
-        found = jmpx.ranges(lambda w, x: jnp.mean(apply(w, x)))(w, x)
+        found = jmpx.inspect.ranges(lambda w, x: jnp.mean(apply(w, x)))(w, x)
         return max(each.largest for each in found.activations)
 
     assert largest(jmpx.autocast(apply, "c=f16")) == pytest.approx(largest(apply), rel=1e-6)
@@ -210,13 +210,13 @@ def test_bits_stay_those_that_were_traced():
         bits = lax.bitcast_convert_type(x, jnp.uint16) + jnp.uint16(1)
         return lax.bitcast_convert_type(bits, F16) * 2
 
-    found = jmpx.ranges(fn)(jnp.asarray([1.0], F16))
+    found = jmpx.inspect.ranges(fn)(jnp.asarray([1.0], F16))
     assert found.activations[0].largest == 2 * (1 + 2.0**-10)
 
 
 def test_subnormal_numbers_are_seen():
     tiny = np.asarray([2.0**-140], np.float32)
-    found = jmpx.ranges(lambda x, y: jnp.where(y > 0, x, y))(tiny, np.ones(1, np.float32))
+    found = jmpx.inspect.ranges(lambda x, y: jnp.where(y > 0, x, y))(tiny, np.ones(1, np.float32))
     assert found.activations[0].smallest == 2.0**-140
     assert found.shares("bfloat16", kind="activations").lost == 1
 
@@ -228,7 +228,7 @@ def test_a_mask_does_not_overflow(fill, rng):
             weights = jax.nn.softmax(jnp.where(mask, q @ q.T, fill))
         return jnp.mean(weights**2)
 
-    found = jmpx.ranges(loss_fn)(normal(rng, 4, 4), jnp.tri(4, dtype=bool))
+    found = jmpx.inspect.ranges(loss_fn)(normal(rng, 4, 4), jnp.tri(4, dtype=bool))
     assert found.masks == (abs(float(np.float32(fill))),)
     assert found.histogram("activations").masked == 12  # in the scores, and less their maximum
     assert found.rules() == "compute=float16,output=float32"
@@ -236,12 +236,12 @@ def test_a_mask_does_not_overflow(fill, rng):
 
 
 def test_a_factor_beyond_float16_is_no_mask():
-    found = jmpx.ranges(lambda x: x * 1e6)(jnp.ones(3))
+    found = jmpx.inspect.ranges(lambda x: x * 1e6)(jnp.ones(3))
     assert found.masks == () and found.shares("float16", kind="activations").overflowing == 1
 
 
 def test_infinities_and_nans_do_not_count_as_overflows(rng):
-    found = jmpx.ranges(lambda x: jnp.log(x) * 2)(jnp.asarray([0.0, -1.0, 2.0]))
+    found = jmpx.inspect.ranges(lambda x: jnp.log(x) * 2)(jnp.asarray([0.0, -1.0, 2.0]))
     histogram = found.histogram("activations")
     assert (histogram.infinite, histogram.nan, histogram.numbers) == (2, 2, 2)
     assert found.rules() == "compute=float16,output=float32"
@@ -258,7 +258,7 @@ def test_a_step_that_contains_its_gradient_is_run_as_it_is(rng):
         loss, gradient = jax.value_and_grad(lambda w: 2.0**10 * loss_fn(w, x))(w)
         return w - 0.1 * gradient, loss
 
-    plain, scaled = jmpx.ranges(loss_fn)(w, x), jmpx.ranges(step)(w, x)
+    plain, scaled = jmpx.inspect.ranges(loss_fn)(w, x), jmpx.inspect.ranges(step)(w, x)
     assert scaled.is_step and not plain.is_step
     assert scaled.loss_scale() == plain.loss_scale() / 2**10
 
@@ -297,25 +297,28 @@ def test_the_numbers_of_a_loss_scale_do_not_count(rng):
         scale, finite, gradients = jmpx.filter_grad(loss_fn, scale, policy="full")(w)
         return jmpx.select_tree(finite, w - 0.1 * gradients, w), scale
 
-    found = jmpx.ranges(step)(w, jmpx.DynamicLossScale(2**16))
-    plain = jmpx.ranges(lambda w: jnp.mean((x @ w) ** 2))(w)
+    found = jmpx.inspect.ranges(step)(w, jmpx.DynamicLossScale(2**16))
+    plain = jmpx.inspect.ranges(lambda w: jnp.mean((x @ w) ** 2))(w)
     assert found.loss_scale() == plain.loss_scale() / 2**16
     assert found.rules(scale=2**-16) == "compute=float16,output=float32"
 
 
 def test_extremes_alone_are_the_same(rng):
     x = normal(rng, 4, 3)
-    counts, extremes = jmpx.ranges(scanned)(x), jmpx.ranges(scanned, extremes_only=True)(x)
+    counts, extremes = (
+        jmpx.inspect.ranges(scanned)(x),
+        jmpx.inspect.ranges(scanned, extremes_only=True)(x),
+    )
     assert [each[:3] for each in data(extremes)] == [each[:3] for each in data(counts)]
     assert extremes.loss_scale() == counts.loss_scale() and extremes.rules() == counts.rules()
     assert str(extremes)
     for ask in (extremes.histogram, lambda: extremes.shares("float16")):
-        with pytest.raises(ValueError, match="got extremes alone: run jmpx.ranges"):
+        with pytest.raises(ValueError, match="got extremes alone: run jmpx.inspect.ranges"):
             ask()
 
 
 def test_a_function_without_gradients_has_activations_alone(rng):
-    found = jmpx.ranges(lambda x: x @ x)(normal(rng, 3, 3))
+    found = jmpx.inspect.ranges(lambda x: x @ x)(normal(rng, 3, 3))
     assert len(found.activations) == 1 and found.gradients == ()
     assert found.histogram() == Histogram()
     with pytest.raises(ValueError, match="Expected gradients that are not all zero, got none"):
@@ -324,8 +327,8 @@ def test_a_function_without_gradients_has_activations_alone(rng):
 
 def test_shapes_do_not_suffice(rng):
     shape = jax.ShapeDtypeStruct((3, 3), F32)
-    with pytest.raises(ValueError, match=r"float32\[3, 3\] alone as x: .*jmpx.audit"):
-        jmpx.ranges(lambda w, x: jnp.sum(w @ x))(normal(rng, 3, 3), shape)
+    with pytest.raises(ValueError, match=r"float32\[3, 3\] alone as x: .*jmpx.inspect.audit"):
+        jmpx.inspect.ranges(lambda w, x: jnp.sum(w @ x))(normal(rng, 3, 3), shape)
 
 
 @pytest.mark.parametrize("head_room", [-1, 1.5, "2", True, None])

@@ -172,7 +172,7 @@ def test_the_rules_keep_what_would_overflow(framework, rng, standard_promotion):
     apply, make, adapter = FRAMEWORKS[framework]
     model, x = make(weights(rng)), normal(rng, 4, SIZE)
     expected = gradients(apply, model, x)
-    found = jmpx.ranges(lambda model, x: loss_of(apply, x)(model))(model, x)
+    found = jmpx.inspect.ranges(lambda model, x: loss_of(apply, x)(model))(model, x)
     rules, scale = found.rules("float16"), found.loss_scale()
     kept = {rule.selector.rpartition("/")[2] for rule in jmpx.get_policy_map(rules).rules}
     assert kept == {"gauge", "energy"}
@@ -192,7 +192,7 @@ def test_named_scopes_have_rules_of_autocast(rng):
                 x = layer(x, ws[name])
         return x
 
-    found = jmpx.ranges(lambda ws, x: loss_of(apply, x)(ws))(ws, x)
+    found = jmpx.inspect.ranges(lambda ws, x: loss_of(apply, x)(ws))(ws, x)
     assert found.rules() == "compute=float16,output=float32; " + "; ".join(
         f"*/{name}: compute=float32,output=float32" for name in ("gauge", "energy")
     )
@@ -208,7 +208,7 @@ def test_operations_have_rules_where_there_is_no_scope(rng):
     def apply(w, x):
         return jnp.tanh(x * 300.0 @ (w * 300.0) / 9e4)
 
-    found = jmpx.ranges(lambda w, x: loss_of(apply, x)(w))(w, x)
+    found = jmpx.inspect.ranges(lambda w, x: loss_of(apply, x)(w))(w, x)
     assert found.rules() == "compute=float16,output=float32; op.dot_general?: compute=float32"
     mended = gradients(jmpx.autocast(apply, found.rules()), w, x)
     assert error(mended, gradients(apply, w, x)) < 1e-6
@@ -228,7 +228,7 @@ def test_what_reads_an_overflowing_value_is_kept_too(rng):
         with jax.named_scope("later"):
             return x @ ws["head"]
 
-    found = jmpx.ranges(lambda ws, x: loss_of(apply, x)(ws))(ws, x)
+    found = jmpx.inspect.ranges(lambda ws, x: loss_of(apply, x)(ws))(ws, x)
     entering = {each.scope: each.entering for each in found.activations}
     assert entering["reader"] > 65504 > entering["later"]
     kept = [rule.selector for rule in jmpx.get_policy_map(found.rules()).rules]
@@ -242,7 +242,7 @@ def test_arguments_beyond_float16_are_seen_where_they_enter(rng):
         with jax.named_scope("first"):
             return jnp.tanh(x @ w / 1e6)
 
-    found = jmpx.ranges(lambda w, x: jnp.mean(apply(w, x)))(
+    found = jmpx.inspect.ranges(lambda w, x: jnp.mean(apply(w, x)))(
         normal(rng, 3, 3), jnp.full((2, 3), 1e5)
     )
     assert "*/first: compute=float32" in found.rules()
@@ -262,7 +262,7 @@ def test_the_modules_inside_of_a_kept_one_compute_in_float16(rng, standard_promo
     net = hk.without_apply_rng(hk.transform(lambda x: Outer(name="outer")(x)))
     x = normal(rng, 4, SIZE)
     params = net.init(jax.random.key(0), x)
-    found = jmpx.ranges(lambda p, x: jnp.mean(net.apply(p, x)))(params, x)
+    found = jmpx.inspect.ranges(lambda p, x: jnp.mean(net.apply(p, x)))(params, x)
     assert [str(rule) for rule in jmpx.get_policy_map(found.rules()).rules] == [
         "*/outer: compute=float32,output=float32",
         "outer/inner/linear: compute=float16",
@@ -278,7 +278,7 @@ def test_gradients_that_overflow_at_a_scale_are_kept(rng):
         with jax.named_scope("flat"):
             return jnp.sum(jnp.tanh(h)) * 1e-3
 
-    found = jmpx.ranges(loss_fn)(normal(rng, 3, 3) * 1e-4, normal(rng, 2, 3))
+    found = jmpx.inspect.ranges(loss_fn)(normal(rng, 3, 3) * 1e-4, normal(rng, 2, 3))
     assert found.rules() == "compute=float16,output=float32"
     assert "*/steep" in found.rules(scale=2**16)
     assert "float32" in found.rules("bfloat16") and ":" not in found.rules("bfloat16")
@@ -318,7 +318,7 @@ def large_input(w, x):
     ],
 )
 def test_rules_are_told_where_something_overflows(loss_fn, factor, says):
-    found = jmpx.ranges(loss_fn)(jnp.full((3, 3), 0.1), jnp.full((2, 3), 0.1 * factor))
+    found = jmpx.inspect.ranges(loss_fn)(jnp.full((3, 3), 0.1), jnp.full((2, 3), 0.1 * factor))
     text, rules = str(found), found.rules()
     assert says in text
     assert ("Nothing overflows" in text) == (":" not in rules and "No rule" not in text)

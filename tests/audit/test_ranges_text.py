@@ -27,7 +27,7 @@ def found():
                 h = jnp.square(1000 * h).sum(-1)
         return jnp.mean(jnp.sqrt(h)) / 1000
 
-    return jmpx.ranges(loss_fn)({"w": normal(rng, 8, 4)}, normal(rng, 6, 8))
+    return jmpx.inspect.ranges(loss_fn)({"w": normal(rng, 8, 4)}, normal(rng, 6, 8))
 
 
 def many_scopes(number, name):
@@ -54,9 +54,11 @@ def test_the_text_says_what_matters(found):
 def test_the_text_says_what_a_loss_in_float16_takes(found):
     said = "A loss that is itself computed in float16 takes dynamic,init=2**15."
     assert (said in str(found)) == (found.loss_scale() > 2**15)
-    small = jmpx.ranges(lambda w, x: jnp.mean((x @ w) ** 2) / 2**20)(jnp.ones(4), jnp.eye(4))
+    small = jmpx.inspect.ranges(lambda w, x: jnp.mean((x @ w) ** 2) / 2**20)(
+        jnp.ones(4), jnp.eye(4)
+    )
     assert small.loss_scale() > 2**15 and said in str(small)
-    large = jmpx.ranges(lambda w, x: jnp.mean((x @ w) ** 2))(jnp.ones(4), jnp.eye(4))
+    large = jmpx.inspect.ranges(lambda w, x: jnp.mean((x @ w) ** 2))(jnp.ones(4), jnp.eye(4))
     assert large.loss_scale() <= 2**15 and said not in str(large)
 
 
@@ -89,7 +91,7 @@ def test_a_width_is_a_number_of_columns(found, width):
 
 
 def test_nothing_found_is_said(rng):
-    text = str(jmpx.ranges(lambda x: x + 1)(np.arange(3)))
+    text = str(jmpx.inspect.ranges(lambda x: x + 1)(np.arange(3)))
     assert "0 scopes" in text and "Loss scale" not in text
 
 
@@ -158,7 +160,7 @@ def test_a_picture_has_a_known_ending(found, tmp_path, name):
 
 
 def test_a_picture_needs_counts(tmp_path):
-    found = jmpx.ranges(jnp.sin, extremes_only=True)(jnp.ones(3))
+    found = jmpx.inspect.ranges(jnp.sin, extremes_only=True)(jnp.ones(3))
     with pytest.raises(ValueError, match="got extremes alone"):
         found.plot(tmp_path / "a.png")
 
@@ -167,10 +169,10 @@ def test_a_picture_needs_counts(tmp_path):
 def test_matplotlib_is_imported_by_the_picture_alone():
     code = (
         "import sys, jax.numpy as jnp, jmpx\n"
-        "print(jmpx.ranges(jnp.sin)(jnp.ones(3)))\n"
+        "print(jmpx.inspect.ranges(jnp.sin)(jnp.ones(3)))\n"
         "assert 'matplotlib' not in sys.modules\n"
         "sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None\n"
-        "try: jmpx.ranges(jnp.sin)(jnp.ones(3)).plot('a.png')\n"
+        "try: jmpx.inspect.ranges(jnp.sin)(jnp.ones(3)).plot('a.png')\n"
         "except ModuleNotFoundError as error: assert 'pip install matplotlib' in str(error)\n"
         "else: raise SystemExit('drawn')\n"
     )

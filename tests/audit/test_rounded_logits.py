@@ -34,7 +34,7 @@ def kl(logits, teacher):
 
 
 def findings(loss, *args):
-    return jmpx.audit(loss)(*args).findings
+    return jmpx.inspect.audit(loss)(*args).findings
 
 
 # Heads in four frameworks and plain JAX, with the same weights: a model, and its loss of the model,
@@ -145,7 +145,7 @@ def test_the_rule_mends_the_gradient_of_a_close_teacher(road, dtype, rng):
     rule = f"head: compute=float32,output=float32,matmul={ALGORITHM[dtype.name]}"
     assert finding.rule.endswith(rule)
     mended = f"{policy}; */{rule}"
-    report = jmpx.audit(loss)(model, x, teacher, mended)
+    report = jmpx.inspect.audit(loss)(model, x, teacher, mended)
     assert report.findings == ()
     assert {each.dtypes for each in report.products} == {f"{dtype.name} x {dtype.name}"}
     if dtype == F16:

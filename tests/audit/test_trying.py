@@ -195,7 +195,7 @@ def audited(make, policy):
     loss, args = make(policy)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.warn", lambda *args, **kwargs: None)
-        return jmpx.audit(loss)(*args)
+        return jmpx.inspect.audit(loss)(*args)
 
 
 def half(report):
@@ -258,7 +258,7 @@ def test_a_program_without_a_policy_map_gets_no_rule():
         lambda *args: loss(*jmpx.cast_tree(args, jnp.bfloat16)),
         jmpx.filter_value_and_grad(loss, scale, policy="c=bf16"),
     ):
-        (finding,) = jmpx.audit(fn)(*args).findings
+        (finding,) = jmpx.inspect.audit(fn)(*args).findings
         assert (finding.name, finding.rule) == ("low-exp", "x.astype(jnp.float32) before exp")
 
 

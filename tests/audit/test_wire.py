@@ -1,4 +1,4 @@
-"""`jmpx.wire`: what a user asks it, and what it prints."""
+"""`jmpx.inspect.collectives`: what a user asks it, and what it prints."""
 
 import contextlib
 import io
@@ -91,7 +91,7 @@ def summary(found):
 
 @pytest.mark.parametrize("dtype", BITS)
 def test_a_lowered_step_has_the_dtypes_of_the_program(mesh, dtype):
-    wire = jmpx.wire(by_hand(mesh, dtype))
+    wire = jmpx.inspect.collectives(by_hand(mesh, dtype))
     bits, size = BITS[dtype], np.dtype(dtype).itemsize
     layer, head = 16 * 16 * size, 16 * 24 * size
     assert summary(wire.collectives) == {
@@ -110,7 +110,7 @@ def test_a_lowered_step_has_the_dtypes_of_the_program(mesh, dtype):
 
 @pytest.mark.parametrize("dtype", BITS)
 def test_compiled_for_a_cpu_it_says_that_dtypes_were_widened(mesh, dtype):
-    wire = jmpx.wire(by_hand(mesh, dtype).compile())
+    wire = jmpx.inspect.collectives(by_hand(mesh, dtype).compile())
     assert wire.platform == "cpu"
     widened = {one.dtype for one in wire.collectives if not one.is_scalar}
     assert widened == {"f16" if dtype == "float16" else "f32"}
@@ -123,15 +123,13 @@ def test_compiled_for_a_cpu_it_says_that_dtypes_were_widened(mesh, dtype):
 
 def test_under_jit_a_lowered_step_says_where_its_collectives_are(mesh):
     lowered = under_jit(mesh)
-    wire = jmpx.wire(lowered)
+    wire = jmpx.inspect.collectives(lowered)
     assert wire.collectives == () and wire.sent == 0
-    assert str(wire) == (
-        "jit_step on 8 devices: no collectives until XLA partitions it: "
-        "jmpx.wire(lowered.compile())"
-    )
+    none_yet = "no collectives until XLA partitions it: give lowered.compile()"
+    assert str(wire) == f"jit_step on 8 devices: {none_yet}"
     text, compiled = partitioned(lowered)  # as the note on CPUs says
     for given, size in ((text, 2), (compiled, 4)):
-        wire = jmpx.wire(given)
+        wire = jmpx.inspect.collectives(given)
         found = {one[:5] for one in summary(wire.collectives)}
         bits = {2: "bf16", 4: "f32"}[size]
         for name, elements, times in (("layers", 256, 3), ("head", 384, 1)):
@@ -147,7 +145,9 @@ def test_under_jit_a_lowered_step_says_where_its_collectives_are(mesh):
 @pytest.mark.slow  # a compiler of its own
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_compiled_for_a_tpu_the_dtypes_are_the_programs():
-    wire = jmpx.wire(under_jit(Mesh(tpu.devices(), ("data",)), platforms=("tpu",)).compile())
+    wire = jmpx.inspect.collectives(
+        under_jit(Mesh(tpu.devices(), ("data",)), platforms=("tpu",)).compile()
+    )
     assert (wire.platform, wire.devices) == ("tpu", 8)
     found = {(one.dtype, one.parameter, one.times) for one in wire.collectives}
     assert {("bf16", "params['layers']", 3), ("bf16", "params['head']['w']", 1)} <= found
@@ -160,26 +160,26 @@ def test_what_is_outside_of_shard_map_is_left_to_the_partitioner(mesh):
     rows: Any = {"mesh": mesh, "in_specs": P("data"), "out_specs": P()}
     inner = jax.shard_map(lambda x: lax.psum(x, "data"), **rows)
     for step, is_final in ((inner, True), (lambda x: inner(x) * 2, False)):
-        wire = jmpx.wire(jax.jit(step).lower(f32(64)))
+        wire = jmpx.inspect.collectives(jax.jit(step).lower(f32(64)))
         assert len(wire.collectives) == 1
-        assert ("jmpx.wire(lowered.compile())" in str(wire)) != is_final
+        assert ("jmpx.inspect.collectives(lowered.compile())" in str(wire)) != is_final
     two = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
     some = jax.shard_map(lambda x: lax.psum(x, "data"), axis_names={"data"}, **rows | {"mesh": two})
-    assert "may insert more" in str(jmpx.wire(jax.jit(some).lower(f32(64))))
+    assert "may insert more" in str(jmpx.inspect.collectives(jax.jit(some).lower(f32(64))))
 
 
 def test_one_device_sends_nothing():
     lowered = jax.jit(jnp.sin).lower(1.0)
-    assert str(jmpx.wire(lowered)) == "jit_sin on 1 device: no collectives"
+    assert str(jmpx.inspect.collectives(lowered)) == "jit_sin on 1 device: no collectives"
     compiled = "jit_sin on 1 device, compiled for cpu: no collectives"
-    assert str(jmpx.wire(lowered.compile())) == compiled
+    assert str(jmpx.inspect.collectives(lowered.compile())) == compiled
 
 
 def test_pmap():
     step = jax.pmap(lambda x: lax.psum(x.astype(jnp.bfloat16), "i"), axis_name="i")
     lowered = step.lower(jnp.ones((8, 4)))
     for given, dtype in ((lowered, "bf16"), (lowered.compile(), "f32")):
-        wire = jmpx.wire(given)
+        wire = jmpx.inspect.collectives(given)
         ((kind, found, _, group),) = (one[:4] for one in wire.collectives)
         assert (kind, found, group, wire.devices) == ("all-reduce", dtype, 8, 8)
         assert (wire.notes == ()) == (given is lowered)
@@ -194,8 +194,12 @@ def test_lowered_and_compiled_steps_of_equinox_and_nnx(mesh):
         eqx.filter_jit(grad_fn).lower(linear, x),
         nnx.jit(lambda model, x: nnx.grad(lambda model: model(x).sum())(model)).lower(module, x),
     ):
-        assert "no collectives until" in str(jmpx.wire(lowered))
-        found = [one for one in jmpx.wire(lowered.compile()).collectives if one.bytes == 8 * 8 * 4]
+        assert "no collectives until" in str(jmpx.inspect.collectives(lowered))
+        found = [
+            one
+            for one in jmpx.inspect.collectives(lowered.compile()).collectives
+            if one.bytes == 8 * 8 * 4
+        ]
         assert [(one.kind, one.is_backward, len(one.results)) for one in found] == [
             ("all-reduce", True, 1)
         ]
@@ -216,7 +220,7 @@ def test_text_has_at_most_100_columns_and_the_largest_arrays_first(mesh, rng):
         out_specs=P(), check_vma=False,
     )  # fmt: skip
     lowered = jax.jit(step).lower({name: f32(8, size) for name, size in sizes.items()})
-    wire = jmpx.wire(lowered)
+    wire = jmpx.inspect.collectives(lowered)
     lines = str(wire).splitlines()
     assert max(map(len, lines)) <= 100
     largest = max(sizes, key=lambda name: sizes[name])
@@ -239,7 +243,7 @@ def test_layers_whose_names_differ_in_numbers_have_one_row(mesh):
 
     layers = {f"block{i}": [f32(8, 4), f32(8, 4)] for i in range(3)} | {"head7": f32(8, 4)}
     rows: Any = {"mesh": mesh, "in_specs": P("data"), "out_specs": P(), "check_vma": False}
-    wire = jmpx.wire(jax.jit(jax.shard_map(step, **rows)).lower(layers))
+    wire = jmpx.inspect.collectives(jax.jit(jax.shard_map(step, **rows)).lower(layers))
     table = str(wire).partition("\n\n")[2].splitlines()[4:]
     assert [(row.split()[6], row.split()[7]) for row in table] == [
         ("6", "params['block*'][*]"),
@@ -250,18 +254,20 @@ def test_layers_whose_names_differ_in_numbers_have_one_row(mesh):
 
 def test_the_place_of_a_gather_of_jmpx_is_the_users(mesh):
     def loss_fn(params, x):
-        whole = jmpx.gather(params, "data", "c=bf16")  # this line
+        whole = jmpx.distributed.gather(params, "data", "c=bf16")  # this line
         return jnp.mean((x @ whole["w"]).astype(jnp.float32) ** 2)
 
     def step(params, x):
         grad_fn = jmpx.filter_grad(
-            loss_fn, jmpx.NoOpLossScale(), policy="c=bf16,r=f32", axis_name="data",
-            sharded={"w": True}, uncast_argnums=0,
+            loss_fn, jmpx.NoOpLossScale(), policy="c=bf16,r=f32",
+            over=jmpx.Over("data", sharded={"w": True}), uncast=0,
         )  # fmt: skip
         return grad_fn(params, x).grads
 
     rows: Any = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data")}
-    wire = jmpx.wire(jax.jit(jax.shard_map(step, **rows)).lower({"w": f32(64, 4)}, f32(64, 64)))
+    wire = jmpx.inspect.collectives(
+        jax.jit(jax.shard_map(step, **rows)).lower({"w": f32(64, 4)}, f32(64, 64))
+    )
     line = loss_fn.__code__.co_firstlineno + 1
     found = {(one.kind, one.dtype): str(one.place) for one in wire.collectives if not one.is_scalar}
     where = f"tests/audit/test_wire.py:{line} (loss_fn)"
@@ -270,7 +276,7 @@ def test_the_place_of_a_gather_of_jmpx_is_the_users(mesh):
 
 
 def test_json_has_every_field(mesh):
-    wire = jmpx.wire(by_hand(mesh, "bfloat16"))
+    wire = jmpx.inspect.collectives(by_hand(mesh, "bfloat16"))
     found = json.loads(wire.to_json())
     assert (found["program"], found["devices"], found["platform"]) == ("jit_step", 8, None)
     for row, one in zip(found["collectives"], wire.collectives, strict=True):
@@ -282,7 +288,7 @@ def test_json_has_every_field(mesh):
 
 
 def test_shares_are_those_of_kinds_and_dtypes(mesh):
-    text = str(jmpx.wire(by_hand(mesh, "bfloat16")))
+    text = str(jmpx.inspect.collectives(by_hand(mesh, "bfloat16")))
     rows = [line.split() for line in text.splitlines()[3:5]]
     assert [row[0] for row in rows] == ["50%", "50%"]
     assert {tuple(row[-3:]) for row in rows} == {
@@ -326,7 +332,7 @@ WRONG = {
 @pytest.mark.parametrize("make, error, match", WRONG.values(), ids=WRONG)
 def test_a_wrong_argument_is_refused_in_one_sentence(make, error, match):
     with pytest.raises(error, match=match) as caught:
-        jmpx.wire(make())
+        jmpx.inspect.collectives(make())
     text = str(caught.value)
     assert "\n" not in text and text.endswith(".") and ": pass" in text
 

@@ -1,4 +1,4 @@
-"""How `jmpx.wire` reads programs: bytes, groups, loops, and which inputs and outputs travel."""
+"""How `collectives` reads programs: bytes, groups, loops, and which inputs and outputs travel."""
 
 import re
 
@@ -38,7 +38,7 @@ def lowered(mesh, fn, *arrays, spec=ROWS, out=None):
 def readings(program):
     """What is read from a program as JAX wrote it, after XLA's partitioner, and compiled."""
     text, compiled = partitioned(program)
-    return [jmpx.wire(each).collectives for each in (program, text, compiled)]
+    return [jmpx.inspect.collectives(each).collectives for each in (program, text, compiled)]
 
 
 # Bytes and groups.
@@ -84,7 +84,7 @@ def test_a_ragged_exchange_counts_what_it_may_send(mesh):
 
     sizes = [jax.ShapeDtypeStruct((64,), jnp.int32)] * 4
     program = mapped(mesh, step).lower(f32(128, 4), f32(128, 4), *sizes)
-    (one,) = jmpx.wire(program).collectives  # XLA:CPU cannot compile it
+    (one,) = jmpx.inspect.collectives(program).collectives  # XLA:CPU cannot compile it
     assert one[:4] == ("ragged-all-to-all", "f32", 16 * 4 * 4, 8)
     assert one.sent == 16 * 4 * 4 * 7 / 8 and one.parameter == "x"
 
@@ -172,7 +172,9 @@ def test_a_loop_whose_trips_are_unknown_counts_one_and_is_marked(mesh, holds):
     program = lowered(mesh, loop, (64,))
     for found in readings(program)[:2]:
         assert [(one.times, one.in_while) for one in found] == [(1, True)]
-    assert "1+" in str(jmpx.wire(program)) and "trips are not known" in str(jmpx.wire(program))
+    assert "1+" in str(jmpx.inspect.collectives(program)) and "trips are not known" in str(
+        jmpx.inspect.collectives(program)
+    )
 
 
 def test_all_branches_of_a_conditional_count_and_are_marked(mesh):
@@ -183,7 +185,7 @@ def test_all_branches_of_a_conditional_count_and_are_marked(mesh):
     program = lowered(mesh, step, (64,))
     for found in readings(program)[:2]:
         assert sorted(one.in_branch for one in found) == [False, True]
-    assert "All branches" in str(jmpx.wire(program))
+    assert "All branches" in str(jmpx.inspect.collectives(program))
 
 
 # What travels.
@@ -262,7 +264,7 @@ def test_operations_that_carry_functions_or_odd_constants(mesh):
         ]  # fmt: skip
         return [lax.psum(value.real, "data") for value in values]
 
-    found = jmpx.wire(lowered(mesh, step, (32, 4))).collectives
+    found = jmpx.inspect.collectives(lowered(mesh, step, (32, 4))).collectives
     assert len(found) == 11
     assert {(one.kind, one.parameter) for one in found} == {("all-reduce", "")}
     assert [one.results for one in found] == [(f"result[{i}]",) for i in range(11)]
@@ -303,7 +305,7 @@ def test_the_outputs_that_a_gradient_becomes(mesh):
     )  # fmt: skip
     program = jax.jit(step).lower(params, {"mean": params, "square": params}, f32(64, 16))
     for given in (program, program.compile()):
-        wire = jmpx.wire(given)
+        wire = jmpx.inspect.collectives(given)
         for name, times in (("layers", 3), ("head", 1)):
             outputs = (f"result[0]['{name}']", f"result[1]['mean']['{name}']",
                        f"result[1]['square']['{name}']")  # fmt: skip

@@ -52,7 +52,7 @@ def notes_of(error):
 def assert_names(error, function, operation="log"):
     """Holds an error to one note, which names the marked line of a function of this file."""
     (note,) = notes_of(error)
-    match = re.fullmatch(r"jmpx\.autocast was running `(\w+)` of (.*):(\d+) \((.*)\)\.", note)
+    match = re.fullmatch(r"jmpx's autocast was running `(\w+)` of (.*):(\d+) \((.*)\)\.", note)
     assert match, note
     assert match[1] == operation
     assert match[2] == str(HERE)

@@ -31,7 +31,7 @@ def test_part_of_a_model(rng):
 def test_a_module_under_autocast_is_a_pytree_that_holds_it(tmp_path):
     model = mlp()
     wrapped = jmpx.autocast(model, "c=bf16; op.tanh: full", output="bf16")
-    assert isinstance(wrapped, jmpx.Autocast)
+    assert isinstance(wrapped, jmpx.types.Autocast)
     assert wrapped.__wrapped__ is model
     assert_same_bits(*(eqx.filter(tree, eqx.is_array) for tree in (wrapped.__wrapped__, model)))
     assert jax.tree.structure(wrapped) == jax.tree.structure(
@@ -67,7 +67,7 @@ def test_a_model_that_holds_one_trains(rng):
     for _ in range(30):
         model, state, loss = step(model, state)
     assert float(loss) < 0.9 * first
-    assert isinstance(model.layers[1], jmpx.Autocast)
+    assert isinstance(model.layers[1], jmpx.types.Autocast)
 
 
 @pytest.mark.thorough
@@ -214,7 +214,7 @@ def test_copies_of_nnx_modules(rng, make_copy):
 
 def test_empty_shells_know_no_attributes():
     """`copy`, `pickle` and JAX make an object before it has any fields."""
-    shell = object.__new__(jmpx.Autocast)
+    shell = object.__new__(jmpx.types.Autocast)
     for name in ("_jmpx_fn", "weight", "__deepcopy__", "__array__"):
         assert not hasattr(shell, name)
     hollow = jax.tree.map(
@@ -247,7 +247,7 @@ def test_it_takes_the_place_of_an_nnx_module(rng):
     kernel, norm = model.inner.kernel, model.norm
     for name in ("inner", "norm"):
         setattr(model, name, jmpx.autocast(getattr(model, name)))
-    assert isinstance(model.inner, jmpx.Autocast) and isinstance(model.inner, nnx.Module)
+    assert isinstance(model.inner, jmpx.types.Autocast) and isinstance(model.inner, nnx.Module)
     assert model.inner.kernel is kernel and model.norm.__wrapped__ is norm  # pyright: ignore[reportAttributeAccessIssue]
     assert paths_of(nnx.state(model, nnx.Param)) == {
         *("inner/_jmpx_fn/kernel", "inner/_jmpx_fn/bias", "head/kernel", "head/bias"),

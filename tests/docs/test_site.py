@@ -125,8 +125,8 @@ def test_no_page_loads_anything_from_elsewhere(site, pages):
 
 
 def test_names_of_jmpx_lead_to_the_reference(pages):
-    assert "reference/debugging.html#jmpx.audit" in pages["audit.html"].links
-    assert "jmpx.audit" in pages["reference/debugging.html"].ids
+    assert "reference/debugging.html#jmpx.inspect.audit" in pages["audit.html"].links
+    assert "jmpx.inspect.audit" in pages["reference/debugging.html"].ids
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`import jmpx as mpx`: the examples of MPX's paper (arXiv 2507.03312), and what it promises."""
+"""`import jmpx.mpx as mpx`: the examples of MPX's paper (arXiv 2507.03312), and its promises."""
 
 import equinox as eqx
 import jax
@@ -8,9 +8,10 @@ import optax
 import pytest
 from helpers import leniently
 
-import jmpx as mpx
+import jmpx
+import jmpx.mpx as mpx
 
-HALF = mpx.half_dtype()
+HALF = jmpx.half_dtype()
 HALF_NAME = np.dtype(HALF).name
 
 
@@ -121,7 +122,7 @@ def test_filter_grad_returns_in_the_papers_order(rng):
 
     gradient = eqx.filter_jit(mpx.filter_grad(with_aux, scaling, True, True))
     new, finite, grads, aux = gradient(model, batch)
-    assert isinstance(new, mpx.DynamicLossScale) and finite.dtype == jnp.bool_
+    assert isinstance(new, jmpx.DynamicLossScale) and finite.dtype == jnp.bool_
     assert isinstance(grads, Attention) and aux == {"n": 3}
     gradient = eqx.filter_jit(mpx.filter_value_and_grad(with_aux, scaling, has_aux=True))
     (_, aux), *_ = gradient(model, batch)

@@ -29,7 +29,7 @@ with contextlib.redirect_stdout(io.StringIO()) as printed:
     script.main([script.__file__])
 loads_no_data = "sklearn" not in sys.modules
 step, args = script.make()
-report = jmpx.audit(step)(*args)
+report = jmpx.inspect.audit(step)(*args)
 report.check(compute="bfloat16", at_least=float(at_least))
 failed = ""
 try:

@@ -95,7 +95,7 @@ def test_others_wrap_it(rounding, rng):
     inner = optax.sgd(2.0**-10, momentum=0.0)
     optimizer = jmpx.skip_nonfinite(mp.low_precision_params(lenient(inner), **options))
     wide = {"w": jnp.ones(100)}
-    state, (params, _) = optimizer.init(wide), jmpx.split_master(wide)
+    state, (params, _) = optimizer.init(wide), jmpx.optim.split_master(wide)
     assert set(dtypes(state.inner_state.inner_state)) == {"bfloat16", "int32"}  # no float32
     for _ in range(8):
         grads = {"w": jnp.full(100, -1.0)}

@@ -193,7 +193,7 @@ def test_classes_with_abstract_bases_generics_defaults_and_a_metaclass(cls, rng)
 
 def test_wrappers_of_equinox_as_fields_and_as_the_model(rng, key):
     linear = eqx.nn.Linear(3, 2, key=key)
-    x, cast = normal(rng, 4, 3), jmpx.cast_to_bfloat16(linear)
+    x, cast = normal(rng, 4, 3), jmpx.cast_tree(linear, jnp.bfloat16)
     expected = jax.vmap(cast)(x.astype(BF16)).astype(F32)
     for model in eqx.filter_vmap(linear), Around(eqx.filter_vmap(linear)):
         assert_same_bits(with_policies(model, MIXED)(x), expected)
@@ -257,7 +257,7 @@ def test_of_a_mere_container_the_default_is_that_of_the_modules_in_it(rng, key):
     model = randomized(Container(eqx.nn.Linear(4, 4, key=key), parts, jnp.ones(2)), rng)
     view, x = with_policies(model, f"{MIXED}; LayerNorm: full"), normal(rng, 4)
     assert view.offset.dtype == view.parts[1].dtype == BF16 and view.parts[2] == 3.0
-    expected = jmpx.cast_to_bfloat16(model.encoder)(x.astype(BF16)).astype(F32)
+    expected = jmpx.cast_tree(model.encoder, jnp.bfloat16)(x.astype(BF16)).astype(F32)
     assert_same_bits(view.encoder(x), expected)
     assert_same_bits(view.parts[0](x), model.parts[0](x))
     assert isinstance(view, Container)
@@ -276,7 +276,7 @@ def test_a_container_hands_its_policy_on_to_the_modules_in_it(rng, key):
     assert view.box.offset.dtype == F32
     view = with_policies(model, f"{MIXED}; Linear: f16; /box: full; /box/encoder: f16")
     view = eqx.tree_at(lambda view: view.box.offset, view, jnp.ones(4, BF16))
-    inside = jmpx.cast_to_float16(model.box.encoder)(x.astype(BF16).astype(F16)).astype(BF16)
+    inside = jmpx.cast_tree(model.box.encoder, jnp.float16)(x.astype(BF16).astype(F16)).astype(BF16)
     inside = model.box.parts[0](inside.astype(F32)).astype(BF16)
     assert_same_bits(view(x), inside.astype(F32))
 

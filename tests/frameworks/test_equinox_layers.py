@@ -91,7 +91,7 @@ def test_shared(rng, key, shared):
     if shared == "; Shared: f32":
         view, cast, dtype = MIXED + shared, jmpx.cast_to_full, F32
     else:
-        view, cast, dtype = MIXED + shared, jmpx.cast_to_bfloat16, BF16
+        view, cast, dtype = MIXED + shared, jmpx.mpx.cast_to_bfloat16, BF16
     result = with_policies(model, view)(tokens)
     assert LOG == [(jnp.dtype(dtype).name, True)]
     rounded = (lambda y: y.astype(BF16)) if dtype == F32 else (lambda y: y)
@@ -140,7 +140,7 @@ def test_batch_norm_keeps_its_statistics(mode, rules, rng, key):
     clone = lambda state: jax.tree.map(lambda leaf: leaf, state)  # noqa: E731
     for x in xs:
         result, state = batched(with_policies(model, MIXED + rules), x, clone(state))
-        linear = jmpx.cast_to_bfloat16(model.linear)
+        linear = jmpx.cast_tree(model.linear, jnp.bfloat16)
         inside = jax.vmap(linear)(x.astype(BF16)).astype(F32)
         expected, expected_state = batched(model.norm, inside, expected_state)
         assert_same_bits(result, expected.astype(BF16).astype(F32))

@@ -118,7 +118,12 @@ def test_model_state_is_that_of_one_call_after_the_other(framework, policy, rng,
     def gradients(count):
         scaling = jmpx.DynamicLossScale(2.0**4)
         grad_fn = filter_value_and_grad(
-            loss, scaling, has_aux=True, policy=policy, microbatches=count, state_argnum=1
+            loss,
+            scaling,
+            has_aux=True,
+            policy=policy,
+            batch=jmpx.Batch(microbatches=count),
+            state_argnum=1,
         )
         return eqx.filter_jit(grad_fn)
 
@@ -157,7 +162,7 @@ def test_adapters_cast_inside_of_micro_batches(framework, rng, key):
             jmpx.NoOpLossScale(),
             has_aux=True,
             policy=policy,
-            microbatches=count,
+            batch=jmpx.Batch(microbatches=count),
             state_argnum=1,
         )
         text = str(jax.make_jaxpr(lambda *args: grad_fn(params, *args).aux)(state, x, y))
@@ -196,7 +201,7 @@ def nnx_loss(model, x, y):
 def nnx_gradients(count, loss=nnx_loss, **options):
     options = {"policy": "c=bf16", **options}
     return filter_value_and_grad(
-        loss, jmpx.NoOpLossScale(), has_aux=True, microbatches=count, **options
+        loss, jmpx.NoOpLossScale(), has_aux=True, batch=jmpx.Batch(microbatches=count), **options
     )
 
 

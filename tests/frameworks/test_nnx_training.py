@@ -13,13 +13,14 @@ from helpers.nnx_net import Average, assert_same_state, make, squares, state_of
 
 import jmpx
 import jmpx.flax
+import jmpx.mpx as mpx
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def gradient(f, policy="full", scaling=None, **options):
     scaling = scaling or jmpx.NoOpLossScale()
-    return jmpx.filter_value_and_grad(f, scaling, policy=policy, **options)
+    return mpx.filter_value_and_grad(f, scaling, policy=policy, **options)
 
 
 @pytest.mark.sampled(2)
@@ -170,7 +171,7 @@ def test_an_axis(rng):
     def step(x):
         model = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))
         model.dropout.deterministic = True
-        _, _, finite, grads = gradient(squares, axis_name="d")(model, x)
+        _, _, finite, grads = gradient(squares, over=jmpx.Over("d"))(model, x)
         return finite, grads, model.norm.mean[...]
 
     finite, grads, means = jax.jit(jax.vmap(step, axis_name="d"))(x)
@@ -202,7 +203,7 @@ def test_a_state_is_a_value(rng):
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda f: jmpx.cast_function(f, "bf16"), jmpx.force_full_precision]
+    "wrap", [lambda f: jmpx.mpx.cast_function(f, "bf16"), jmpx.force_full_precision]
 )
 def test_functions_that_cast(rng, wrap):
     model, x = make(rng, momentum=1.0), normal(rng, 6, 3)

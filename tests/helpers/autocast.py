@@ -13,6 +13,9 @@ from jax import lax
 import jmpx
 from helpers import BF16, F16, F32
 from helpers.jaxprs import equations_of
+from jmpx._autocast.saving import get_saving
+from jmpx._autocast.wrapped import evaluated
+from jmpx._stateful import apply, call
 
 # A bfloat16 has 8 bits of digits, and a result is rounded several times. If a bfloat16 product is
 # transposed and cast within jit, XLA:CPU of JAX 0.12 is off by 2e-2 of the largest value.
@@ -137,3 +140,23 @@ def named(x):
         x = jnp.tanh(x @ x)
     with jax.named_scope("head"):
         return jax.jit(lambda x: lax.scan(lambda c, _: (c @ x, None), x, None, 2)[0])(x)
+
+
+def under_autocast(loss_fn, policy="c=bf16", save=None):
+    """Returns a loss under autocast as a whole: its first argument holds the parameters."""
+    policy_map = jmpx.get_policy_map(policy)
+
+    def run(pure, state, args, kwargs):
+        parameters = {id(leaf) for leaf in jax.tree.leaves(args[1])}
+        return evaluated(
+            policy_map,
+            get_saving(save, None),
+            "traced",
+            pure,
+            state,
+            args,
+            kwargs,
+            is_parameter=lambda array: id(array) in parameters,
+        )
+
+    return lambda *args, **kwargs: call(run, apply, (loss_fn, *args), kwargs)

@@ -1,4 +1,4 @@
-"""Gradients of groups of examples by `batch_sharding`, and the float64 gradients of the batch."""
+"""Gradients of groups of examples, and the float64 gradients of the whole batch."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jmpx
+import jmpx.mpx as mpx
 from helpers import enable_x64
 from helpers.training import loss_fn
 
@@ -22,10 +23,14 @@ def over(devices):
     return NamedSharding(make_mesh(devices), P("data"))
 
 
-def value_and_grad(loss: Any = loss_fn, devices=8, scaling: Any = None, **options: Any) -> Any:
-    options = {"policy": "c=f32", "batch_sharding": over(devices), **options}
+def value_and_grad(
+    loss: Any = loss_fn, devices=8, scaling: Any = None, batch: Any = None, **options: Any
+) -> Any:
+    """Gradients of groups; `batch` holds arguments of `jmpx.Batch` in place of those of here."""
+    batch = jmpx.Batch(**{"sharding": over(devices), **(batch or {})})
     scaling = jmpx.NoOpLossScale() if scaling is None else scaling
-    return jmpx.filter_value_and_grad(loss, scaling, **options)
+    options = {"policy": "c=f32", "batch": batch, **options}
+    return mpx.filter_value_and_grad(loss, scaling, **options)
 
 
 def jitted(*args: Any, **options: Any) -> Any:

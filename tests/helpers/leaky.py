@@ -187,7 +187,7 @@ LINEAR = {"haiku": "Linear", "linen": "Dense", "nnx": "Linear", "equinox": "Equi
 
 
 def findings(fn, *args):
-    return jmpx.audit(fn)(*args).findings
+    return jmpx.inspect.audit(fn)(*args).findings
 
 
 def shape(like, dtype):

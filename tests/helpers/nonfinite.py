@@ -1,4 +1,4 @@
-"""What is found by `jmpx.first_nonfinite`, and the line that a test marks by `# HERE`."""
+"""What is found by `jmpx.inspect.first_nonfinite`, and the line that a test marks by `# HERE`."""
 
 import inspect
 
@@ -16,7 +16,7 @@ def total(x):
 
 def find(fn, *args):
     """Returns what is found, which has to be something."""
-    found = jmpx.first_nonfinite(fn)(*args)
+    found = jmpx.inspect.first_nonfinite(fn)(*args)
     assert found is not None
     return found
 

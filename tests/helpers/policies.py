@@ -26,7 +26,7 @@ def rules(draw):
     if "matmul" in keys:
         fields["matmul"] = draw(st.sampled_from(matmul_names()))
     selector, optional = draw(st.sampled_from(SELECTORS)), draw(st.booleans())
-    return jmpx.Rule(selector, **fields, optional=optional or selector.endswith("?"))
+    return jmpx.types.Rule(selector, **fields, optional=optional or selector.endswith("?"))
 
 
 def policy_maps():

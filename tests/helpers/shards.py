@@ -1,6 +1,7 @@
 """Parameters that are sharded or replicated, and the gradients of the mean loss of all devices."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +9,16 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jmpx
+import jmpx.mpx as mpx
 from helpers import enable_x64, normal
 from helpers.maps import AXIS
 
 
-def gradients(loss_fn, scaling=None, **options):
+def gradients(loss_fn, scaling=None, *, axis_name: Any = AXIS, sharded: Any = None, **options: Any):
     scaling = jmpx.StaticLossScale(8) if scaling is None else scaling
-    grad_fn = jmpx.filter_value_and_grad(
-        loss_fn, scaling, **{"policy": "full", "axis_name": AXIS, **options}
-    )
+    over = None if axis_name is None else jmpx.Over(axis_name, sharded)
+    options = {"policy": "full", "over": over, **options}
+    grad_fn = mpx.filter_value_and_grad(loss_fn, scaling, **options)
     return lambda *args: tuple(grad_fn(*args))
 
 
@@ -40,7 +42,7 @@ READS = {
     "tiled": gather,
     "untiled": lambda w: jax.lax.all_gather(w, AXIS).reshape(-1, *w.shape[1:]),
     "own": gather_with_float32_sum,
-    "jmpx": lambda w: jmpx.gather(w, AXIS, "full"),
+    "jmpx": lambda w: jmpx.distributed.gather(w, AXIS, "full"),
     "replica": lambda w: w,
     "cast": lambda w: w,
 }

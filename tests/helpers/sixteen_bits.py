@@ -27,7 +27,7 @@ def make_params(rng):
 def grad_of(params):
     """The float32 gradients at parameters of any dtype."""
     loss = lambda p: sum(jnp.sum(jnp.sin(3 * leaf)) for leaf in jax.tree.leaves(p))  # noqa: E731
-    return jax.grad(loss)(jmpx.cast_to_float32(params))
+    return jax.grad(loss)(jmpx.cast_to_full(params))
 
 
 def train(optimizer, params, state, steps, by_optimizer_update=True):

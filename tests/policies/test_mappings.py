@@ -127,10 +127,10 @@ def test_defaults():
         assert jmpx.get_policy_map(mapping) == jmpx.get_policy_map("c=bf16")
     assert jmpx.get_policy_map({"rules": ["X: bf16"]}) == jmpx.get_policy_map("X: bf16")
     rule = {"select": "X", "policy": {"output": "bf16"}}
-    assert jmpx.get_policy_map({"rules": [rule]}).rules == (jmpx.Rule("X", output="bf16"),)
+    assert jmpx.get_policy_map({"rules": [rule]}).rules == (jmpx.types.Rule("X", output="bf16"),)
     for policy in ("bf16-mixed", jmpx.get_policy("bf16-mixed")):  # both name all three
         rule = jmpx.get_policy_map({"rules": [{"select": "X", "policy": policy}]}).rules[0]
-        assert rule == jmpx.Rule("X", "f32", "bf16", "f32")
+        assert rule == jmpx.types.Rule("X", "f32", "bf16", "f32")
 
 
 YAML = """
@@ -195,12 +195,12 @@ def test_a_subclass_keeps_its_own_fields_to_itself():
 
 
 def test_a_rule_keeps_its_dtypes_as_a_policy_does():
-    rule = jmpx.Rule("Linear", np.dtype("float32"), "bf16", jnp.float16)
-    assert rule == jmpx.Rule("Linear", "f32", jnp.bfloat16, np.float16)
+    rule = jmpx.types.Rule("Linear", np.dtype("float32"), "bf16", jnp.float16)
+    assert rule == jmpx.types.Rule("Linear", "f32", jnp.bfloat16, np.float16)
     assert rule.compute is jnp.bfloat16
     assert str(rule) == "Linear: params=float32,compute=bfloat16,output=float16"
     with pytest.raises(ValueError, match="Unknown dtype 'int32': expected a floating dtype"):
-        jmpx.Rule("Linear", compute=jnp.int32)
+        jmpx.types.Rule("Linear", compute=jnp.int32)
 
 
 READERS = (jmpx.get_policy, jmpx.get_policy_map, jmpx.get_loss_scale, jmpx.get_mixed_precision)

@@ -135,6 +135,6 @@ def test_errors_of_constructors():
     with pytest.raises(ValueError, match="Unknown algorithm 'exact' of matrix products"):
         jmpx.Policy("f32", "f32", "f32", matmul_precision="exact")
     with pytest.raises(TypeError, match="Unknown algorithm 3 of matrix products"):
-        jmpx.Rule("*", matmul=3)  # pyright: ignore[reportArgumentType]
+        jmpx.types.Rule("*", matmul=3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="Cannot reduce in float8_e5m2, where"):
         jmpx.Policy("f32", "f32", "f32", reduce_dtype="float8_e5m2")

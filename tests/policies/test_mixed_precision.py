@@ -179,7 +179,7 @@ def test_it_is_a_value(precision):
             other == precision and hash(other) == hash(precision) and str(other) == str(precision)
         )
     assert len({precision, *others}) == 1
-    more = (*precision.policy_map.rules, jmpx.Rule("Other", compute="f32"))
+    more = (*precision.policy_map.rules, jmpx.types.Rule("Other", compute="f32"))
     policy_map = dataclasses.replace(precision.policy_map, rules=more)
     assert precision != dataclasses.replace(precision, policy_map=policy_map)
     assert precision != str(precision)

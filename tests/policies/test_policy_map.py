@@ -33,7 +33,7 @@ PARSED = [
 def test_get_policy_map(text, default, rules):
     policy_map = jmpx.get_policy_map(text)
     assert policy_map.default == jmpx.get_policy(default)
-    assert policy_map.rules == tuple(jmpx.Rule(*rule) for rule in rules)
+    assert policy_map.rules == tuple(jmpx.types.Rule(*rule) for rule in rules)
     assert jmpx.get_policy_map(str(policy_map)) == policy_map
     assert jmpx.get_policy_map(policy_map) is policy_map
     assert hash(jmpx.get_policy_map(text)) == hash(policy_map)

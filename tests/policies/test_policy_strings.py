@@ -94,7 +94,7 @@ def test_a_colon_for_an_equals_sign(text, position, meant):
 
 
 def test_keys_as_classes_and_as_paths():
-    assert jmpx.get_policy_map("C: full").rules == (jmpx.Rule("C", compute=jnp.float32),)
+    assert jmpx.get_policy_map("C: full").rules == (jmpx.types.Rule("C", compute=jnp.float32),)
     assert jmpx.get_policy_map("Output: full").rules[0].selector == "Output"
     with pytest.raises(ValueError, match=re.escape("or '*/output' for a path")):
         jmpx.get_policy_map("c=bf16; output: full")

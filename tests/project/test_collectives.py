@@ -75,8 +75,8 @@ def test_what_the_partitioner_inserts(way, problem, monkeypatch):
 SHARD_MAP = {
     "all_gather of bf16": {"all-gather bf16": 0.5, "reduce-scatter bf16": 0.5},
     "gather by hand": {"all-gather bf16": 0.5, "reduce-scatter f32": 1},
-    "jmpx.gather, c=bf16": {"all-gather bf16": 0.5, "reduce-scatter f32": 1},
-    "jmpx.gather, c=bf16,r=bf16": {"all-gather bf16": 0.5, "reduce-scatter bf16": 0.5},
+    "jmpx.distributed.gather, c=bf16": {"all-gather bf16": 0.5, "reduce-scatter f32": 1},
+    "jmpx.distributed.gather, c=bf16,r=bf16": {"all-gather bf16": 0.5, "reduce-scatter bf16": 0.5},
 }
 
 
@@ -113,7 +113,7 @@ def test_groups_leave_a_sharding_over_other_axes_as_it_is(rng):
             for size in (2, 4)  # the sizes of the axes "model" and "data"
         ]
 
-    (over_model, over_data), (with_groups, gradients) = of(), of(batch_sharding=batch)
+    (over_model, over_data), (with_groups, gradients) = of(), of(batch=jmpx.Batch(sharding=batch))
     assert over_model == with_groups
     assert {(kind, dtype) for kind, dtype, _ in over_data} == {("all-reduce", "bf16")}
     assert {(kind, dtype) for kind, dtype, _ in gradients} == {("all-reduce", "f32")}

@@ -398,7 +398,8 @@ def loss_fn(w, x):
     return jnp.mean((x @ w).astype(jnp.float32) ** 2)
 
 def step(w, x, scale, axis_name=None):
-    grad_fn = jmpx.filter_grad(loss_fn, scale, policy="c=f16", axis_name=axis_name)
+    over = axis_name and jmpx.Over(axis_name)
+    grad_fn = jmpx.filter_grad(loss_fn, scale, policy="c=f16", over=over)
     scale, finite, grads = grad_fn(w, x)
     return grads, scale
 

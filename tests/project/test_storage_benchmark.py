@@ -32,7 +32,7 @@ def test_counting_stalls_in_bfloat16_alone(capsys):
     assert list(bytes_each.values()) == [4, 2, 2, 4, 4]
     error = {r["way"]: r["error"] for r in lines if r["part"] == "averages"}
     assert error["optax, bfloat16"] == pytest.approx(0.5 - 0.5 * 0.999**100)  # it has not moved
-    assert error["jmpx.ema of bfloat16"] < 1e-6
+    assert error["jmpx.optim.ema of bfloat16"] < 1e-6
 
 
 def test_kahan_keeps_what_an_update_loses(rng):

@@ -21,6 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from models import ViT
 from tpu_matmul import read_products
 
+import jmpx
+
 MISSING = [name for name in ("libtpu", "jmp", "mpx") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.slow,  # half a minute of a free core for each program
@@ -99,7 +101,7 @@ def test_chips_sum_gradients_in_the_dtype_of_the_policy(reduce, dtype):
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     rng = np.random.default_rng(0)
     arguments = model.init(rng), *model.batch(rng, 64)
-    grads_of = fsdp.with_jmpx(model.loss, f"c=bf16{reduce}", batch_sharding=rows)
+    grads_of = fsdp.with_jmpx(model.loss, f"c=bf16{reduce}", batch=jmpx.Batch(sharding=rows))
     shardings = jax.tree.map(lambda _: whole, arguments[0]), rows, rows
 
     def grads(*args):

@@ -16,12 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jmpx
 
-check_restored: Any = jmpx.check_restored
+check_restored: Any = jmpx.inspect.check_restored
 
 
 def saved(tree, policy=None):
     """A description that went through JSON."""
-    return json.loads(json.dumps(jmpx.describe(tree, policy)))
+    return json.loads(json.dumps(jmpx.inspect.describe_precision(tree, policy)))
 
 
 def test_a_description_is_plain_and_names_paths_dtypes_and_the_policy(rng, key):
@@ -34,7 +34,7 @@ def test_a_description_is_plain_and_names_paths_dtypes_and_the_policy(rng, key):
         "scale": jmpx.DynamicLossScale(),
         "act": jax.nn.relu,
     }
-    description = jmpx.describe(state, "c=bf16,o=f32; LayerNorm: full | dynamic")
+    description = jmpx.inspect.describe_precision(state, "c=bf16,o=f32; LayerNorm: full | dynamic")
     assert description == {
         "policy": "params=float32,compute=bfloat16,output=float32; LayerNorm: compute=float32",
         "dtypes": {
@@ -51,7 +51,7 @@ def test_a_description_is_plain_and_names_paths_dtypes_and_the_policy(rng, key):
     }
     assert saved(state) == {**description, "policy": None}
     assert msgpack.unpackb(msgpack.packb(description)) == description
-    jmpx.check_restored(state, description)
+    jmpx.inspect.check_restored(state, description)
     assert saved(state, jmpx.get_policy("f32"))["policy"].startswith("params=float32")
 
 
@@ -62,16 +62,16 @@ def test_containers_may_differ(rng):
 
     leaves = {"w": normal(rng, 3)}
     state = State([leaves], jnp.array(1))
-    jmpx.check_restored({"params": (leaves,), "step": np.int32(1)}, saved(state))
-    jmpx.check_restored(serialization.to_state_dict(state), saved(state))
+    jmpx.inspect.check_restored({"params": (leaves,), "step": np.int32(1)}, saved(state))
+    jmpx.inspect.check_restored(serialization.to_state_dict(state), saved(state))
 
 
 def test_paths_that_look_alike_are_told_apart():
     state = {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1, jnp.bfloat16)}}
     assert sorted(saved(state)["dtypes"].values()) == ["bfloat16", "float32"]
-    jmpx.check_restored(state, saved(state))
+    jmpx.inspect.check_restored(state, saved(state))
     with pytest.raises(ValueError, match="wider"):
-        jmpx.check_restored(jmpx.cast_to_float32(state), saved(state))
+        jmpx.inspect.check_restored(jmpx.cast_to_full(state), saved(state))
 
 
 NAMES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -91,7 +91,7 @@ def test_narrowing_and_widening_are_refused_unless_asked(was, got, rng):
     description = saved(jmpx.cast_tree(tree, was), "f32")
     restored = jmpx.cast_tree(jmpx.cast_tree(tree, was), got)
     if was == got:
-        jmpx.check_restored(restored, description)
+        jmpx.inspect.check_restored(restored, description)
         return
     kind = "widening" if (was.name, got.name) in HOLDS else "narrowing"
     words = {"narrowing": "less precision", "widening": "wider dtypes"}[kind]
@@ -100,62 +100,64 @@ def test_narrowing_and_widening_are_refused_unless_asked(was, got, rng):
         f"1 of 1 leaves in {words} .* under the policy 'params=float32.*such as w in {got.name} "
     )
     with pytest.raises(ValueError, match=f"{match}instead of {was.name}.*allow_{kind}=True"):
-        jmpx.check_restored(restored, description, **{f"allow_{other}": True})
-    jmpx.check_restored(restored, description, **{f"allow_{kind}": True})
+        jmpx.inspect.check_restored(restored, description, **{f"allow_{other}": True})
+    jmpx.inspect.check_restored(restored, description, **{f"allow_{kind}": True})
     with pytest.raises(ValueError, match=words):  # before anything is read
-        jmpx.check_restored(jax.eval_shape(lambda: restored), description)
+        jmpx.inspect.check_restored(jax.eval_shape(lambda: restored), description)
 
 
 @pytest.mark.parametrize("through", [jnp.bfloat16, jnp.float16])
 def test_values_that_went_through_16_bits_are_found(through, rng):
     state = {"w": normal(rng, 40), "zeros": jnp.zeros(3)}
     description = saved(state)
-    jmpx.check_restored(state, description)
-    rounded = jmpx.cast_to_float32(jmpx.cast_tree(state, through))
+    jmpx.inspect.check_restored(state, description)
+    rounded = jmpx.cast_to_full(jmpx.cast_tree(state, through))
     name = np.dtype(through).name
     for each in (rounded, jax.tree.map(np.asarray, rounded)):
         with pytest.raises(ValueError, match=f"w in float32 with values of {name} alone"):
-            jmpx.check_restored(each, description)
-        jmpx.check_restored(each, description, allow_narrowing=True)
-    jmpx.check_restored(rounded, saved(rounded))
+            jmpx.inspect.check_restored(each, description)
+        jmpx.inspect.check_restored(each, description, allow_narrowing=True)
+    jmpx.inspect.check_restored(rounded, saved(rounded))
     # Without values, nothing is known of them.
     shapes = jax.eval_shape(lambda: state)
     assert saved(shapes)["rounded"] is None
-    jmpx.check_restored(rounded, saved(shapes))
-    jmpx.check_restored(shapes, description)
+    jmpx.inspect.check_restored(rounded, saved(shapes))
+    jmpx.inspect.check_restored(shapes, description)
 
 
 def test_nan_and_inf_and_empty_arrays_come_back(rng):
     state = {"w": jnp.array([np.nan, 0.1]), "inf": jnp.array([np.inf, 0.1]), "none": jnp.ones(0)}
-    jmpx.check_restored(jax.tree.map(lambda x: x + 0, state), saved(state))
+    jmpx.inspect.check_restored(jax.tree.map(lambda x: x + 0, state), saved(state))
 
 
 def test_integers_may_become_wider_and_not_narrower():
     with enable_x64():
         state = {"n": jnp.array(3, jnp.int32), "f": jnp.array(0.1, jnp.float64)}
         description = saved(state)
-        jmpx.check_restored({**state, "n": jnp.array(3, jnp.int64)}, description)
+        jmpx.inspect.check_restored({**state, "n": jnp.array(3, jnp.int64)}, description)
         for wrong in (jnp.int16, jnp.float32, jnp.bool_):
             with pytest.raises(ValueError, match="n in .* instead of int32"):
-                jmpx.check_restored({**state, "n": jnp.array(3, wrong)}, description)
+                jmpx.inspect.check_restored({**state, "n": jnp.array(3, wrong)}, description)
         with pytest.raises(ValueError, match="f in float64 with values of float32 alone"):
             single = state["f"].astype(jnp.float32).astype(jnp.float64)
-            jmpx.check_restored({**state, "f": single}, description)
+            jmpx.inspect.check_restored({**state, "f": single}, description)
         rounded = jnp.array(0.5, jnp.float64)
-        jmpx.check_restored({**state, "f": rounded}, saved({**state, "f": rounded}))
+        jmpx.inspect.check_restored({**state, "f": rounded}, saved({**state, "f": rounded}))
     with pytest.raises(ValueError, match="f in float32 instead of float64"):
-        jmpx.check_restored({"n": np.int32(3), "f": jnp.array(0.1)}, description)
+        jmpx.inspect.check_restored({"n": np.int32(3), "f": jnp.array(0.1)}, description)
 
 
 @pytest.mark.parametrize("dtype", ["V2", "O", "U8", "m8[s]"])
 @pytest.mark.parametrize("was", [jnp.bfloat16, np.int8, np.bool_])
 def test_what_is_no_number_holds_none(was, dtype):
     with pytest.raises(ValueError, match="less precision"):
-        jmpx.check_restored({"w": np.zeros(1, dtype)}, saved({"w": np.zeros(1, was)}))
+        jmpx.inspect.check_restored({"w": np.zeros(1, dtype)}, saved({"w": np.zeros(1, was)}))
 
 
 def test_numbers_of_python_have_no_dtype_to_keep():
-    jmpx.check_restored({"lr": np.array(0.1), "n": 3}, saved({"lr": 0.1, "n": jnp.array(3)}))
+    jmpx.inspect.check_restored(
+        {"lr": np.array(0.1), "n": 3}, saved({"lr": 0.1, "n": jnp.array(3)})
+    )
 
 
 RAW = np.zeros(2, np.uint32)
@@ -174,9 +176,9 @@ KEYS = {
 @pytest.mark.parametrize("allowed", [False, True])
 def test_another_kind_of_random_key_is_refused_with_its_remedy(name, allowed):
     restored, was, match = KEYS[name]
-    jmpx.check_restored({"key": was}, saved({"key": was}))
+    jmpx.inspect.check_restored({"key": was}, saved({"key": was}))
     with pytest.raises(ValueError, match=match):
-        jmpx.check_restored(
+        jmpx.inspect.check_restored(
             {"key": restored},
             saved({"key": was}),
             allow_narrowing=allowed,
@@ -187,29 +189,31 @@ def test_another_kind_of_random_key_is_refused_with_its_remedy(name, allowed):
 def test_an_optimizer_of_other_wrappers_is_refused_with_its_remedy():
     wrapped = jmpx.skip_nonfinite(optax.adam(0.1)).init(W)
     with pytest.raises(ValueError, match="with the same wrappers of its optimizer"):
-        jmpx.check_restored(optax.adam(0.1).init(W), saved(wrapped))
+        jmpx.inspect.check_restored(optax.adam(0.1).init(W), saved(wrapped))
 
 
 def test_modules_and_shards_are_described(key, rng):
     model = eqx.nn.MLP(2, 2, 4, 1, key=key)
     description = saved(model, "c=bf16,o=f32")
     assert "layers/0/weight" in description["dtypes"]
-    jmpx.check_restored(model, description)
+    jmpx.inspect.check_restored(model, description)
     sharding = NamedSharding(Mesh(np.array(jax.devices()), "d"), P("d"))
     state = jax.device_put({"w": normal(rng, 16)}, sharding)
-    jmpx.check_restored(jax.tree.map(np.asarray, state), saved(state))
+    jmpx.inspect.check_restored(jax.tree.map(np.asarray, state), saved(state))
 
 
 def test_a_trace_describes_what_it_closes_over(rng):
     state = {"w": normal(rng, 3), "zeros": jnp.zeros(2)}
     found = []
-    jax.jit(lambda x: found.append(jmpx.describe(state)) or x)(jnp.ones(2))
-    assert found == [jmpx.describe(state)]
+    jax.jit(lambda x: found.append(jmpx.inspect.describe_precision(state)) or x)(jnp.ones(2))
+    assert found == [jmpx.inspect.describe_precision(state)]
 
 
 def test_a_trace_describes_dtypes():
     found = []
-    jax.jit(lambda x: found.append(jmpx.describe({"x": x, "c": np.ones(2)})))(jnp.ones(2))
+    jax.jit(lambda x: found.append(jmpx.inspect.describe_precision({"x": x, "c": np.ones(2)})))(
+        jnp.ones(2)
+    )
     assert found == [{"policy": None, "dtypes": {"c": "float64", "x": "float32"}, "rounded": None}]
 
 
@@ -235,4 +239,4 @@ def test_bad_input_ends_with_one_sentence(name):
 
 def test_a_wrong_policy_is_refused():
     with pytest.raises(ValueError, match="bf61"):
-        jmpx.describe(W, "c=bf61")
+        jmpx.inspect.describe_precision(W, "c=bf61")

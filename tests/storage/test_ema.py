@@ -45,7 +45,7 @@ def steps_of(average, first, params):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_average_is_that_of_float64(dtype, decay, debias, rng):
     params = trajectory(rng, dtype)
-    average = jmpx.ema(decay, debias)
+    average = jmpx.optim.ema(decay, debias)
     state, update = average.init(params[0]), jax.jit(average.update)
     for each in params[1:]:
         averaged, state = update(each, state)
@@ -58,7 +58,7 @@ def test_the_average_is_that_of_float64(dtype, decay, debias, rng):
 @pytest.mark.parametrize("debias", [False, True])
 def test_the_average_of_what_does_not_change_is_that_to_the_bit(debias, rng):
     params = {"w": normal(rng, 50)}
-    average = jmpx.ema(0.999, debias)
+    average = jmpx.optim.ema(0.999, debias)
     state = jax.lax.fori_loop(
         0, 500, lambda _, s: average.update(params, s)[1], average.init(params)
     )
@@ -69,7 +69,7 @@ def test_the_average_of_what_does_not_change_is_that_to_the_bit(debias, rng):
 def test_a_small_step_moves_the_average_where_16_bits_lose_it(dtype):
     """From 1 towards 1.5, 2,000 steps of 0.999; the exact answer is 1.5 - 0.5 * 0.999**2000."""
     old, new = jnp.ones(2, dtype), jnp.full(2, 1.5, dtype)
-    average = jmpx.ema(0.999)
+    average = jmpx.optim.ema(0.999)
     state = jax.lax.fori_loop(0, 2000, lambda _, s: average.update(new, s)[1], average.init(old))
     exact = 1.5 - 0.5 * 0.999**2000
     assert np.abs(state.average - exact).max() < 3e-5
@@ -88,7 +88,7 @@ def test_the_average_of_optax_stalls_without_an_accumulator_dtype():
 def test_a_skipped_step_leaves_the_state_alone(traced, rng):
     params = trajectory(rng, jnp.bfloat16, 6)
     taken = [True, False, True, True, False]
-    average = jmpx.ema(0.9, debias=True)
+    average = jmpx.optim.ema(0.9, debias=True)
     update = jax.jit(average.update) if traced else average.update
     state = only_taken = average.init(params[0])
     for each, finite in zip(params[1:], taken, strict=True):
@@ -106,7 +106,7 @@ def test_a_skipped_step_leaves_the_state_alone(traced, rng):
 
 def test_a_step_may_donate_the_state_and_the_parameters(rng):
     params = {"w": normal(rng, 3)}
-    average = jmpx.ema(0.5)
+    average = jmpx.optim.ema(0.5)
 
     @jax.jit
     def plain(params, state):
@@ -124,7 +124,7 @@ def test_a_step_may_donate_the_state_and_the_parameters(rng):
 
 def test_the_average_is_carried_by_a_scan(rng):
     params = trajectory(rng, jnp.bfloat16, 10)
-    average = jmpx.ema(0.9, debias=True)
+    average = jmpx.optim.ema(0.9, debias=True)
     stacked = jnp.stack([each["w"] for each in params[1:]])
 
     def step(state, w):
@@ -139,7 +139,7 @@ def test_the_average_is_carried_by_a_scan(rng):
 def test_shards_are_averaged_where_they_are(rng):
     sharding = NamedSharding(Mesh(np.array(jax.devices()), "d"), P("d"))
     params = jax.device_put({"w": normal(rng, 16).astype(jnp.bfloat16)}, sharding)
-    average = jmpx.ema(0.9)
+    average = jmpx.optim.ema(0.9)
     averaged, _ = jax.jit(average.update)(params, average.init(params), jnp.array(True))
     assert averaged["w"].sharding.is_equivalent_to(sharding, 1)
 
@@ -147,7 +147,7 @@ def test_shards_are_averaged_where_they_are(rng):
 def test_the_average_under_shard_map_is_that_of_each_shard(rng):
     mesh = Mesh(np.array(jax.devices()), "d")
     params, new = ({"w": normal(rng, 16).astype(jnp.bfloat16)} for _ in range(2))
-    average = jmpx.ema(0.9, debias=True)
+    average = jmpx.optim.ema(0.9, debias=True)
 
     def steps(params, new):
         step = lambda _, s: average.update(new, s, jnp.isfinite(jax.lax.pmax(1.0, "d")))[1]  # noqa: E731
@@ -160,7 +160,7 @@ def test_the_average_under_shard_map_is_that_of_each_shard(rng):
 
 def test_what_is_not_floating_is_that_of_the_newest_parameters(key):
     model = eqx.nn.MLP(2, 2, 4, 1, key=key)
-    average = jmpx.ema(0.5)
+    average = jmpx.optim.ema(0.5)
     state = average.init(
         (model, {"step": jnp.array(1), "key": key, "rate": 0.1, "z": jnp.array([1j])})
     )
@@ -176,7 +176,7 @@ def test_what_is_not_floating_is_that_of_the_newest_parameters(key):
 def test_an_nnx_model_is_averaged_into_one_of_its_own():
     model = nnx.Linear(2, 2, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     first = jnp.asarray(model.kernel[...], jnp.float32)
-    average = jmpx.ema(0.5)
+    average = jmpx.optim.ema(0.5)
     state = average.init(model)
     model.kernel[...] = model.kernel[...] * 2
     averaged, _ = average.update(model, state, jnp.array(True))
@@ -186,7 +186,7 @@ def test_an_nnx_model_is_averaged_into_one_of_its_own():
 
 def test_the_parameters_of_an_nnx_model():
     model = nnx.Linear(2, 2, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    average = jmpx.ema(0.5)
+    average = jmpx.optim.ema(0.5)
     params = nnx.state(model, nnx.Param)
     averaged, _ = average.update(params, average.init(params), jnp.array(True))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(averaged)} == {"float32"}
@@ -195,11 +195,11 @@ def test_the_parameters_of_an_nnx_model():
 
 
 def a_state(dtype=jnp.float32):
-    state = jmpx.ema(0.9).init({"w": jnp.ones(2)})
+    state = jmpx.optim.ema(0.9).init({"w": jnp.ones(2)})
     return state._replace(average=jmpx.cast_tree(state.average, dtype))
 
 
-ema: Any = jmpx.ema  # which is given what its types do not allow
+ema: Any = jmpx.optim.ema  # which is given what its types do not allow
 BAD = {
     "decay of a percentage": (lambda: ema(99.9), ValueError, "at most 1 - 2.*got 99.9"),
     "decay below 0": (lambda: ema(-0.1), ValueError, "got -0.1: give"),

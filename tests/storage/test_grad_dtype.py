@@ -23,19 +23,20 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
+import jmpx.mpx as mpx
 
 NARROW = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 
 
 def gradients(*args: Any, loss: Any = loss_fn, scaling: Any = None, **options: Any) -> Any:
     scaling = jmpx.StaticLossScale(2.0**10) if scaling is None else scaling
-    return jmpx.filter_grad(loss, scaling, **{"policy": "c=bf16,o=f32", **options})(*args)
+    return mpx.filter_grad(loss, scaling, **{"policy": "c=bf16,o=f32", **options})(*args)
 
 
 def stored(params, dtype):
     """Parameters as they are stored, and float32 ones of the same values."""
     narrow = jmpx.cast_tree(params, dtype)
-    return narrow, jmpx.cast_to_float32(narrow)
+    return narrow, jmpx.cast_to_full(narrow)
 
 
 def is_rounded(grads, dtype):
@@ -54,7 +55,8 @@ def is_rounded(grads, dtype):
 def test_they_are_those_of_float32_parameters(dtype, policy, microbatches, rng):
     params, wide = stored(make_params(rng), dtype)
     scaling = jmpx.DynamicLossScale(2.0**10)
-    options = {"policy": policy, "microbatches": microbatches, "scaling": scaling}
+    batch = jmpx.Batch(microbatches=microbatches)
+    options = {"policy": policy, "batch": batch, "scaling": scaling}
     x = normal(rng, 6, 6)
     scaling, finite, grads = gradients(params, x, grad_dtype="float32", **options)
     expected = gradients(wide, x, **options)
@@ -73,7 +75,7 @@ def test_means_over_devices_are_not_rounded(how, policy, rng):
     x = normal(rng, 2 * DEVICES, 6)
 
     def mean(params, grad_dtype=None):
-        options = {"policy": policy, "axis_name": AXIS, "grad_dtype": grad_dtype}
+        options = {"policy": policy, "over": jmpx.Over(AXIS), "grad_dtype": grad_dtype}
         run = lambda params, x: gradients(params, x, **options).grads  # noqa: E731
         return over_devices(run, how, params, x, specs=(P(), P(AXIS)))
 
@@ -88,10 +90,12 @@ def test_sums_of_shards_are_not_rounded(how, rng):
     x = normal(rng, DEVICES, 2 * DEVICES)
 
     def loss(w, x):
-        return jnp.mean(jnp.tanh(x @ jmpx.gather(w, AXIS, "c=bf16")).astype(jnp.float32) ** 2)
+        return jnp.mean(
+            jnp.tanh(x @ jmpx.distributed.gather(w, AXIS, "c=bf16")).astype(jnp.float32) ** 2
+        )
 
     def mean(w, grad_dtype=None):
-        options = {"axis_name": AXIS, "sharded": True, "uncast_argnums": 0}
+        options = {"over": jmpx.Over(AXIS, sharded=True), "uncast": 0}
         options = {"loss": loss, "grad_dtype": grad_dtype, **options}
         return over_devices(lambda w, x: gradients(w, x, **options).grads, how, w, x)
 
@@ -104,7 +108,7 @@ def test_sums_of_shards_are_not_rounded(how, rng):
 def test_means_over_groups_are_not_rounded(microbatches, rng):
     params, wide = stored(make_params(rng), jnp.float16)
     x = normal(rng, 8, 6)
-    options = {"batch_sharding": over(4), "microbatches": microbatches}
+    options = {"batch": jmpx.Batch(microbatches=microbatches, sharding=over(4))}
     run = lambda params, dtype: gradients(params, x, grad_dtype=dtype, **options).grads  # noqa: E731
     grads = jax.jit(run, static_argnums=1)(params, "float32")
     assert_same_bits(grads, jax.jit(run, static_argnums=1)(wide, None))
@@ -160,7 +164,7 @@ def seen_by(w, **options):
     [
         ({"policy": "c=bf16"}, "bfloat16"),
         ({"policy": "c=f16"}, "float16"),
-        ({"uncast_argnums": 0}, "float32"),
+        ({"uncast": 0}, "float32"),
         ({"use_mixed_precision": False}, "bfloat16"),
     ],
 )
@@ -207,7 +211,7 @@ def test_haiku_policies_read_them_so(rng):
         params = leniently(network.init)(jax.random.key(0), x)
     assert set(dtypes(params)) == {"bfloat16"}
     grads = gradients(params, x, loss=loss, policy=policy, grad_dtype="f32").grads
-    wide = jmpx.cast_to_float32(params)
+    wide = jmpx.cast_to_full(params)
     assert_same_bits(grads, gradients(wide, x, loss=loss, policy=policy).grads)
     assert set(dtypes(grads)) == {"float32"}
 
@@ -320,7 +324,7 @@ def test_a_step_of_split_masters_is_that_of_float32_masters(rng):
     masters = make_params(rng)
     batches = [normal(rng, 6, 6) for _ in range(4)]
     batches[1] = batches[1].at[0, 0].set(jnp.nan)
-    options = {"policy": "bf16", "microbatches": 2}
+    options = {"policy": "bf16", "batch": jmpx.Batch(microbatches=2)}
 
     @jax.jit
     def split_step(params, state, x):
@@ -329,19 +333,19 @@ def test_a_step_of_split_masters_is_that_of_float32_masters(rng):
 
     @jax.jit
     def master_step(masters, state, x):
-        read = jmpx.cast_to_float32(jmpx.split_master(masters)[0])
+        read = jmpx.cast_to_full(jmpx.optim.split_master(masters)[0])
         _, finite, grads = gradients(read, x, **options)
         return jmpx.optimizer_update(masters, plain, state, grads, finite)
 
     plain = jmpx.skip_nonfinite(lenient(optax.adam(1e-3)))
-    inner = jmpx.low_precision_params(lenient(optax.adam(1e-3)), "split")
+    inner = jmpx.optim.low_precision_params(lenient(optax.adam(1e-3)), "split")
     optimizer = jmpx.skip_nonfinite(inner)
-    params, _ = jmpx.split_master(masters)
+    params, _ = jmpx.optim.split_master(masters)
     state, plain_state = optimizer.init(masters), plain.init(masters)
     for x in batches:
         params, state = split_step(params, state, x)
         masters, plain_state = master_step(masters, plain_state, x)
-        assert_same_bits(jmpx.merge_master(params, state.inner_state.low), masters)
+        assert_same_bits(jmpx.optim.merge_master(params, state.inner_state.low), masters)
     assert state.total_skipped == 1 and set(dtypes(params)) == {"bfloat16"}
     with pytest.warns(UserWarning, match="16 bits .* grad_dtype=jnp.float32"):
         inner.update(gradients(params, x, **options).grads, state.inner_state, params)

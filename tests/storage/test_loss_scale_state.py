@@ -29,7 +29,7 @@ STATES = {
     ),
 }
 LIKES = (jmpx.NoOpLossScale(), jmpx.StaticLossScale(16), jmpx.DynamicLossScale(4.0, period=7))
-loss_scale_from: Any = jmpx.loss_scale_from
+restore_loss_scale: Any = jmpx.restore_loss_scale
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -50,7 +50,7 @@ def test_every_state_comes_back_to_the_bit(scale, counter, hysteresis):
     saved = jmpx.DynamicLossScale(scale, counter, min_loss_scale=0, hysteresis=hysteresis)
     like = jmpx.DynamicLossScale(min_loss_scale=0, hysteresis=hysteresis)
     text = json.dumps(saved.state_dict())
-    assert_same_bits(jmpx.loss_scale_from(json.loads(text), like), saved)
+    assert_same_bits(jmpx.restore_loss_scale(json.loads(text), like), saved)
 
 
 @pytest.mark.parametrize("hysteresis", [1, 3])
@@ -60,7 +60,7 @@ def test_a_resumed_run_takes_the_steps_of_the_unbroken_one(hysteresis, rng):
     for flag in map(bool, flags):
         state = json.loads(json.dumps(scale.state_dict()))
         like = jmpx.DynamicLossScale(period=4, hysteresis=hysteresis)
-        scale, unbroken = jmpx.loss_scale_from(state, like).adjust(flag), unbroken.adjust(flag)
+        scale, unbroken = jmpx.restore_loss_scale(state, like).adjust(flag), unbroken.adjust(flag)
         assert_same_bits(scale, unbroken)
 
 
@@ -71,7 +71,7 @@ def test_each_kind_restores_into_each_other(name, like, caplog):
     both = isinstance(saved, jmpx.DynamicLossScale) and isinstance(like, jmpx.DynamicLossScale)
     same = both or (type(saved) is type(like) and str(saved) == str(like))
     with caplog.at_level(logging.INFO, "jmpx"):
-        restored = jmpx.loss_scale_from(state, like=like)
+        restored = jmpx.restore_loss_scale(state, like=like)
     expected = "dynamic,init=4096,period=7,counter=5" if both else str(like)
     assert str(restored) == expected and type(restored) is type(like)
     (record,) = caplog.records
@@ -95,14 +95,14 @@ def test_flax_restores_each_kind_into_each_other(name, like, caplog):
         "dynamic,init=4096,period=7,counter=5" if all(kinds) else str(like)
     )
     assert len(caplog.records) == (kinds[0] != kinds[1])  # the others have nothing to restore
-    by_flax = jmpx.loss_scale_from(serialization.to_state_dict(saved), like)
+    by_flax = jmpx.restore_loss_scale(serialization.to_state_dict(saved), like)
     assert str(by_flax) == str(there["scale"])
 
 
 def test_the_bounds_of_the_run_hold_and_the_log_says_so(caplog):
     saved = jmpx.DynamicLossScale(2.0**20, -2, hysteresis=4)
     with caplog.at_level(logging.INFO, "jmpx"):
-        restored = loss_scale_from(saved.state_dict(), "dynamic, max=2**10, init=8")
+        restored = restore_loss_scale(saved.state_dict(), "dynamic, max=2**10, init=8")
     assert (value(restored), int(restored.counter)) == (1024, 0)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and "init=1024" in record.getMessage()
@@ -111,7 +111,7 @@ def test_the_bounds_of_the_run_hold_and_the_log_says_so(caplog):
 def test_numbers_that_npz_has_stored_are_read(tmp_path):
     np.savez(tmp_path / "state.npz", **STATES["dynamic"][0].state_dict())
     with np.load(tmp_path / "state.npz") as state:
-        restored = loss_scale_from(dict(state), jmpx.DynamicLossScale())
+        restored = restore_loss_scale(dict(state), jmpx.DynamicLossScale())
     assert (value(restored), int(restored.counter)) == (4096, 5)
 
 
@@ -145,20 +145,20 @@ BAD = {
 def test_a_torn_state_ends_with_one_sentence(name, like):
     state, error, match = BAD[name]
     with pytest.raises(error, match=match) as caught:
-        loss_scale_from(state, like)
+        restore_loss_scale(state, like)
     assert str(caught.value).count(". ") == 0
 
 
 def test_a_mixed_precision_stands_for_its_loss_scale():
     mp = jmpx.get_mixed_precision("c=f16 | dynamic, init=2, period=7")
-    assert str(loss_scale_from(DYNAMIC, mp)) == str(loss_scale_from(DYNAMIC, mp.loss_scale))
+    assert str(restore_loss_scale(DYNAMIC, mp)) == str(restore_loss_scale(DYNAMIC, mp.loss_scale))
 
 
 def test_what_is_no_loss_scale_is_refused():
     with pytest.raises(TypeError, match="a loss scale"):
-        loss_scale_from(DYNAMIC, 3)
+        restore_loss_scale(DYNAMIC, 3)
     with pytest.raises(ValueError, match="'auto' .* without a policy"):
-        loss_scale_from(DYNAMIC, "auto")
+        restore_loss_scale(DYNAMIC, "auto")
 
 
 def test_a_traced_or_stacked_scale_has_no_state():

@@ -22,52 +22,52 @@ import jmpx
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_split_is_the_training_of_float32_masters_to_the_bit(name, way, rng):
     inner, masters = make_optimizer(name), make_params(rng)
-    optimizer = jmpx.low_precision_params(inner, "split")
+    optimizer = jmpx.optim.low_precision_params(inner, "split")
     if way == "skip_nonfinite":
         optimizer = jmpx.skip_nonfinite(optimizer)
     state, inner_state = optimizer.init(masters), inner.init(masters)
-    params, _ = jmpx.split_master(masters)
+    params, _ = jmpx.optim.split_master(masters)
     params, state = train(optimizer, params, state, 6, way != "apply_updates")
     for _ in range(6):
         updates, inner_state = inner.update(
-            grad_of(jmpx.split_master(masters)[0]), inner_state, masters
+            grad_of(jmpx.optim.split_master(masters)[0]), inner_state, masters
         )
         masters = optax.apply_updates(masters, updates)
     state = state.inner_state if way == "skip_nonfinite" else state
-    assert_same_bits(params, jmpx.split_master(masters)[0])
-    assert_same_bits(jmpx.merge_master(params, state.low), masters)
+    assert_same_bits(params, jmpx.optim.split_master(masters)[0])
+    assert_same_bits(jmpx.optim.merge_master(params, state.low), masters)
     assert_same_bits(state.inner_state, inner_state)
 
 
 def test_so_it_is_in_a_compiled_scan_with_donated_buffers(rng):
     # The learning rate is a power of two: a product with it is exact, fused with the sum or not.
     inner, masters = optax.sgd(2.0**-5), make_params(rng)
-    optimizer = jmpx.skip_nonfinite(jmpx.low_precision_params(inner, "split"))
+    optimizer = jmpx.skip_nonfinite(jmpx.optim.low_precision_params(inner, "split"))
 
     def step(carry, _):
         params, state = carry
         return jmpx.optimizer_update(params, optimizer, state, grad_of(params), True), None
 
     def master_step(masters, _):
-        updates, _ = inner.update(grad_of(jmpx.split_master(masters)[0]), inner.init(masters))
+        updates, _ = inner.update(grad_of(jmpx.optim.split_master(masters)[0]), inner.init(masters))
         return optax.apply_updates(masters, updates), None
 
     scan = lambda step: lambda carry: jax.lax.scan(step, carry, length=20)[0]  # noqa: E731
     expected = jax.jit(scan(master_step))(masters)
-    carry = jmpx.split_master(masters)[0], optimizer.init(masters)
+    carry = jmpx.optim.split_master(masters)[0], optimizer.init(masters)
     params, state = jax.jit(scan(step), donate_argnums=0)(carry)
-    assert_same_bits(jmpx.merge_master(params, state.inner_state.low), expected)
+    assert_same_bits(jmpx.optim.merge_master(params, state.inner_state.low), expected)
     assert int(state.total_skipped) == 0
 
 
 def test_small_steps_arrive_that_bfloat16_loses():
     masters = {"w": jnp.ones(2)}
-    optimizer = jmpx.low_precision_params(optax.sgd(2.0**-10), "split")
-    params, state = jmpx.split_master(masters)[0], optimizer.init(masters)
+    optimizer = jmpx.optim.low_precision_params(optax.sgd(2.0**-10), "split")
+    params, state = jmpx.optim.split_master(masters)[0], optimizer.init(masters)
     for _ in range(1000):
         updates, state = jax.jit(optimizer.update)({"w": jnp.full(2, -1.0)}, state, params)
         params = apply_updates(params, updates)
-    assert (jmpx.merge_master(params, state.low)["w"] == 1 + 1000 * 2.0**-10).all()
+    assert (jmpx.optim.merge_master(params, state.low)["w"] == 1 + 1000 * 2.0**-10).all()
 
 
 # Stochastic rounding
@@ -77,7 +77,7 @@ def test_small_steps_arrive_that_bfloat16_loses():
 @pytest.mark.parametrize(("dtype", "exponent"), [(BF16, -10), (F16, -13)])
 def test_stochastic_rounding_is_right_on_average_where_the_dtype_stalls(dtype, exponent):
     steps, count = 1000, 4096
-    optimizer = jmpx.low_precision_params(optax.sgd(2.0**exponent), "stochastic")
+    optimizer = jmpx.optim.low_precision_params(optax.sgd(2.0**exponent), "stochastic")
     grads = jnp.full(count, -1.0)
 
     @jax.jit
@@ -101,7 +101,7 @@ def test_stochastic_rounding_is_right_on_average_where_the_dtype_stalls(dtype, e
 
 def test_a_seed_repeats_and_each_step_and_leaf_draw_anew():
     def rounded(seed, steps=1):
-        optimizer = jmpx.low_precision_params(optax.sgd(1.0), "stochastic", seed=seed)
+        optimizer = jmpx.optim.low_precision_params(optax.sgd(1.0), "stochastic", seed=seed)
         grads = {"a": jnp.full(64, 2.0**-9), "b": jnp.full(64, 2.0**-9)}
         state = optimizer.init(grads)
         for _ in range(steps):
@@ -116,10 +116,10 @@ def test_a_seed_repeats_and_each_step_and_leaf_draw_anew():
 
 
 def test_no_gradient_moves_nothing(rng):
-    params = jmpx.cast_to_bfloat16(make_params(rng))
+    params = jmpx.cast_tree(make_params(rng), jnp.bfloat16)
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape), params)
     params["w"] = params["w"].at[0].set(-0.0)
-    optimizer = jmpx.low_precision_params(optax.sgd(0.1), "stochastic")
+    optimizer = jmpx.optim.low_precision_params(optax.sgd(0.1), "stochastic")
     updates, _ = optimizer.update(zeros, optimizer.init(params), params)
     assert_same_bits(apply_updates(params, updates), params)
 
@@ -139,7 +139,7 @@ def test_what_is_returned_adds_up_to_the_new_parameters(rounding, dtype, factor,
     near = -old.astype(F32) * (1 + rng.normal(size=size) * 2.0 ** rng.uniform(-24, 0, size))
     far = rng.normal(size=size) * 2.0 ** rng.uniform(-spread, spread, size)
     change = np.where(rng.random(size) < 0.5, near, far).astype(F32)
-    optimizer = jmpx.low_precision_params(optax.sgd(-1.0), rounding)
+    optimizer = jmpx.optim.low_precision_params(optax.sgd(-1.0), rounding)
     state = optimizer.init(jnp.asarray(old, F32))
     new, _ = jmpx.optimizer_update(jnp.asarray(old), optimizer, state, change, True)
 
@@ -164,8 +164,8 @@ def test_parameters_that_stayed_float32_are_updated_as_usual(rng):
     masters, inner = make_params(rng), make_optimizer("adam")
     grads = grad_of(masters)
     for rounding in ("split", "stochastic"):
-        optimizer = jmpx.low_precision_params(inner, rounding)
-        params = {**jmpx.split_master(masters)[0], "w": masters["w"]}
+        optimizer = jmpx.optim.low_precision_params(inner, rounding)
+        params = {**jmpx.optim.split_master(masters)[0], "w": masters["w"]}
         for by_optimizer_update in (True, False):
             got, state = train(optimizer, params, optimizer.init(masters), 1, by_optimizer_update)
             assert dtypes(got) == dtypes(params)
@@ -182,8 +182,8 @@ def test_parameters_that_stayed_float32_are_updated_as_usual(rng):
 @pytest.mark.parametrize("rounding", ["split", "stochastic"])
 def test_nan_in_one_leaf_skips_everything(rounding, skip_by, rng):
     masters = make_params(rng)
-    low = jmpx.low_precision_params(make_optimizer("adam"), rounding)
-    params, _ = jmpx.split_master(masters)
+    low = jmpx.optim.low_precision_params(make_optimizer("adam"), rounding)
+    params, _ = jmpx.optim.split_master(masters)
     grads = grad_of(params)
     grads["layers"][1] = jnp.float32(jnp.nan)
 

@@ -26,8 +26,10 @@ import jmpx
 @pytest.mark.parametrize("jit", [False, True])
 def test_gradients_of_16_bits_are_told_once(jit, rng):
     masters = make_params(rng)
-    optimizer = jmpx.skip_nonfinite(jmpx.low_precision_params(make_optimizer("adam"), "stochastic"))
-    params, state = jmpx.cast_to_bfloat16(masters), optimizer.init(masters)
+    optimizer = jmpx.skip_nonfinite(
+        jmpx.optim.low_precision_params(make_optimizer("adam"), "stochastic")
+    )
+    params, state = jmpx.cast_tree(masters, jnp.bfloat16), optimizer.init(masters)
 
     def step(params, state, grads):
         return jmpx.optimizer_update(params, optimizer, state, grads, jmpx.all_finite(grads))
@@ -38,7 +40,7 @@ def test_gradients_of_16_bits_are_told_once(jit, rng):
     narrow = {**grads, "w": grads["w"].astype(BF16)}
     with warns_once(__file__, r"bfloat16\[3, 4\] at grads\['w'\].*grad_dtype="):
         run(params, state, narrow)
-    _, after = run(params, state, jmpx.cast_to_bfloat16(grads))  # nothing more
+    _, after = run(params, state, jmpx.cast_tree(grads, jnp.bfloat16))  # nothing more
     assert after.inner_state.inner_state[0].nu["w"].dtype == F32
 
 
@@ -47,27 +49,27 @@ def test_gradients_of_16_bits_are_told_once(jit, rng):
 
 def test_what_comes_after_it_in_a_chain_is_told(rng):
     masters = make_params(rng)
-    params, _ = jmpx.split_master(masters)
-    low = jmpx.low_precision_params(optax.sgd(0.1), "split")
+    params, _ = jmpx.optim.split_master(masters)
+    low = jmpx.optim.low_precision_params(optax.sgd(0.1), "split")
     before, after = optax.chain(optax.clip(1.0), low), optax.chain(low, optax.scale(0.5))
     train(before, params, before.init(masters), 1)  # nothing is said
     for optimizer in (after, jmpx.skip_nonfinite(after), optax.chain(optax.clip(1.0), after)):
         state, grads = optimizer.init(masters), grad_of(params)
-        with warns_once(__file__, "transformations after jmpx.low_precision_params"):
+        with warns_once(__file__, "transformations after jmpx.optim.low_precision_params"):
             jmpx.optimizer_update(params, optimizer, state, grads, True)
 
 
 def test_multi_steps_inside_steps_as_with_masters(rng):
     masters, grads = make_params(rng), [make_params(rng) for _ in range(4)]
     multi: Any = lenient(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation())
-    optimizer = jmpx.low_precision_params(multi, "split")
-    params, state = jmpx.split_master(masters)[0], optimizer.init(masters)
+    optimizer = jmpx.optim.low_precision_params(multi, "split")
+    params, state = jmpx.optim.split_master(masters)[0], optimizer.init(masters)
     expected, multi_state = masters, multi.init(masters)
     for each in grads:
         params, state = jmpx.optimizer_update(params, optimizer, state, each, True)
         updates, multi_state = multi.update(each, multi_state, expected)
         expected = optax.apply_updates(expected, updates)
-    assert_same_bits(jmpx.merge_master(params, state.low), expected)
+    assert_same_bits(jmpx.optim.merge_master(params, state.low), expected)
 
 
 def test_extra_arguments_are_handed_on(rng):
@@ -78,8 +80,8 @@ def test_extra_arguments_are_handed_on(rng):
         return updates, state
 
     inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    optimizer = jmpx.low_precision_params(inner, "stochastic")
-    params = jmpx.cast_to_bfloat16(make_params(rng))
+    optimizer = jmpx.optim.low_precision_params(inner, "stochastic")
+    params = jmpx.cast_tree(make_params(rng), jnp.bfloat16)
     jmpx.optimizer_update(
         params, optimizer, optimizer.init(params), grad_of(params), True, value=3.0
     )
@@ -93,15 +95,15 @@ def test_extra_arguments_are_handed_on(rng):
 @pytest.mark.parametrize("rounding", ["split", "stochastic"])
 def test_equinox_modules(rounding, rng, key):
     model = eqx.nn.MLP(3, "scalar", 8, 1, key=key)
-    optimizer = jmpx.low_precision_params(make_optimizer("adam"), rounding)
+    optimizer = jmpx.optim.low_precision_params(make_optimizer("adam"), rounding)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    model = jmpx.split_master(model)[0]
+    model = jmpx.optim.split_master(model)[0]
     x = normal(rng, 4, 3).astype(BF16)
 
     @eqx.filter_jit
     def step(model, state):
         grads = eqx.filter_grad(lambda m: jnp.sum(jax.vmap(m)(x).astype(F32) ** 2))(model)
-        grads = jmpx.cast_to_float32(grads)
+        grads = jmpx.cast_to_full(grads)
         return jmpx.optimizer_update(model, optimizer, state, grads, jmpx.all_finite(grads))
 
     new, after = step(*step(model, state))
@@ -117,12 +119,12 @@ def test_nnx_modules(rounding, rng, standard_promotion):
     results = []
     for by_nnx in (True, False):
         model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-        optimizer = jmpx.low_precision_params(make_optimizer("adam"), rounding)
+        optimizer = jmpx.optim.low_precision_params(make_optimizer("adam"), rounding)
         masters = nnx.state(model, nnx.Param)
         of_nnx = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
         state = optimizer.init(masters)
-        nnx.update(model, jmpx.split_master(masters)[0])
-        grads = jmpx.cast_to_float32(nnx.grad(lambda m: jnp.sum(m(x) ** 2))(model))
+        nnx.update(model, jmpx.optim.split_master(masters)[0])
+        grads = jmpx.cast_to_full(nnx.grad(lambda m: jnp.sum(m(x) ** 2))(model))
         for _ in range(2):
             if by_nnx:
                 of_nnx.update(model, grads)
@@ -135,8 +137,8 @@ def test_nnx_modules(rounding, rng, standard_promotion):
 
 def test_replicas_stay_alike_under_shard_map(rng):
     mesh = Mesh(np.asarray(jax.devices()), ("d",))
-    optimizer = jmpx.low_precision_params(make_optimizer("adam"), "stochastic")
-    params = jmpx.cast_to_bfloat16({"w": normal(rng, 16)})
+    optimizer = jmpx.optim.low_precision_params(make_optimizer("adam"), "stochastic")
+    params = jmpx.cast_tree({"w": normal(rng, 16)}, jnp.bfloat16)
     x = normal(rng, 8, 16)
 
     def per_device(params, state, x):
@@ -156,8 +158,10 @@ def test_replicas_stay_alike_under_shard_map(rng):
 @pytest.mark.parametrize("rounding", ["split", "stochastic"])
 def test_the_state_is_of_plain_arrays_whose_dtypes_stay(rounding, rng):
     masters = make_params(rng)
-    optimizer = jmpx.low_precision_params(make_optimizer("adam"), rounding, state_dtype="bf16")
-    params, state = jmpx.split_master(masters)[0], optimizer.init(masters)
+    optimizer = jmpx.optim.low_precision_params(
+        make_optimizer("adam"), rounding, state_dtype="bf16"
+    )
+    params, state = jmpx.optim.split_master(masters)[0], optimizer.init(masters)
     _, after = train(optimizer, params, state, 1)
     assert dtypes(after) == dtypes(state)
     assert after.inner_state.inner_state[0].nu["w"].dtype == BF16
@@ -179,22 +183,22 @@ def test_bad_arguments_are_a_sentence():
     ]  # fmt: skip
     for error, match, arguments, keywords in cases:
         with pytest.raises(error, match=match):
-            jmpx.low_precision_params(*arguments, **keywords)
+            jmpx.optim.low_precision_params(*arguments, **keywords)
 
 
 def test_bad_parameters_and_states_are_a_sentence(rng):
     masters = make_params(rng)
-    split = jmpx.low_precision_params(make_optimizer("adam"), "split")
-    stochastic = jmpx.low_precision_params(make_optimizer("adam"), "stochastic")
-    params, _ = jmpx.split_master(masters)
+    split = jmpx.optim.low_precision_params(make_optimizer("adam"), "split")
+    stochastic = jmpx.optim.low_precision_params(make_optimizer("adam"), "stochastic")
+    params, _ = jmpx.optim.split_master(masters)
     grads, state = grad_of(params), split.init(masters)
-    half = jmpx.cast_to_float16(masters)
+    half = jmpx.cast_tree(masters, jnp.float16)
     cases = [
         (ValueError, "no 16 low bits to keep; pass the float32", lambda: split.init(params)),
         (ValueError, r"of 16 bits for .* got float32\[4\] at params\['layers'\]\[0\], and none",
          lambda: split.update(grads, state, masters)),
         (ValueError, "got none: call optimizer.update", lambda: split.update(grads, state)),
-        (TypeError, "Expected a state of jmpx.low_precision_params, got a tuple",
+        (TypeError, "Expected a state of jmpx.optim.low_precision_params, got a tuple",
          lambda: split.update(grads, make_optimizer("adam").init(masters), params)),
         (ValueError, 'with rounding="split", got one of "stochastic"',
          lambda: split.update(grads, stochastic.init(masters), params)),

@@ -42,7 +42,7 @@ def patterns(rng):
 
 def test_all_bits_come_back(rng):
     bits = patterns(rng)
-    merged = bits_of(jmpx.merge_master(*jmpx.split_master(of_bits(bits))))
+    merged = bits_of(jmpx.optim.merge_master(*jmpx.optim.split_master(of_bits(bits))))
     magnitude, cut = bits & 0x7FFFFFFF, bits & 0x7FFF0000
     expected = bits.copy()
     beyond = cut == LARGEST
@@ -56,7 +56,7 @@ def test_all_bits_come_back(rng):
 def test_the_high_half_is_the_usual_cast_but_for_ties_and_the_largest(rng):
     bits = patterns(rng)
     numbers = of_bits(bits)
-    high = np.asarray(jmpx.split_master(numbers)[0])
+    high = np.asarray(jmpx.optim.split_master(numbers)[0])
     assert high.dtype == BF16
     with np.errstate(over="ignore", invalid="ignore"):
         usual, wide = numbers.astype(BF16), high.astype(F32)
@@ -73,8 +73,8 @@ def test_the_high_half_is_the_usual_cast_but_for_ties_and_the_largest(rng):
 
 def test_normal_numbers_are_rebuilt_and_nearly_all_are_cast_as_usual(rng):
     numbers = rng.normal(size=100_000).astype(F32)
-    high, low = jmpx.split_master(numbers)
-    np.testing.assert_array_equal(jmpx.merge_master(high, low), numbers)
+    high, low = jmpx.optim.split_master(numbers)
+    np.testing.assert_array_equal(jmpx.optim.merge_master(high, low), numbers)
     assert (np.asarray(high) == numbers.astype(BF16)).mean() > 0.9999
 
 
@@ -87,7 +87,7 @@ def test_normal_numbers_are_rebuilt_and_nearly_all_are_cast_as_usual(rng):
 def test_a_new_high_half_is_what_the_master_is_nearest_to_whatever_the_low_one(high, low):
     """Pruning, clipping and loading may replace parameters and leave their low halves."""
     high = np.array(high, np.uint16).view(BF16)
-    merged = np.asarray(jmpx.merge_master(high, np.array(low, np.uint16)))
+    merged = np.asarray(jmpx.optim.merge_master(high, np.array(low, np.uint16)))
     assert np.isfinite(merged) == np.isfinite(high.astype(F32))
     if np.isfinite(merged):
         step = abs(int(bits_of(merged)) - (int(bits_of(high)) << 16))
@@ -96,8 +96,8 @@ def test_a_new_high_half_is_what_the_master_is_nearest_to_whatever_the_low_one(h
 
 
 def step(halves, gradient):
-    master = jmpx.merge_master(*halves)
-    return jmpx.split_master(jax.tree.map(lambda m, g: m - 2.0**-12 * g, master, gradient))
+    master = jmpx.optim.merge_master(*halves)
+    return jmpx.optim.split_master(jax.tree.map(lambda m, g: m - 2.0**-12 * g, master, gradient))
 
 
 def test_training_by_halves_is_training_of_masters(rng):
@@ -106,23 +106,23 @@ def test_training_by_halves_is_training_of_masters(rng):
     halves, _ = jax.jit(
         lambda halves, g: jax.lax.scan(lambda h, g: (step(h, g), None), halves, g),
         donate_argnums=0,
-    )(jmpx.split_master(params), gradients)
+    )(jmpx.optim.split_master(params), gradients)
     for i in range(30):
         params = jax.tree.map(lambda m, g, i=i: m - 2.0**-12 * g[i], params, gradients)
     for merged, master in zip(
-        *map(jax.tree.leaves, (jmpx.merge_master(*halves), params)), strict=True
+        *map(jax.tree.leaves, (jmpx.optim.merge_master(*halves), params)), strict=True
     ):
         np.testing.assert_array_equal(merged, master)
 
 
 def test_shards_are_split_where_they_are(rng):
     mesh, values = Mesh(np.array(jax.devices()), "d"), normal(rng, 16)
-    func = jax.shard_map(jmpx.split_master, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    func = jax.shard_map(jmpx.optim.split_master, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
     halves = jax.jit(func)(values)
-    for half, expected in zip(halves, jmpx.split_master(values), strict=True):
+    for half, expected in zip(halves, jmpx.optim.split_master(values), strict=True):
         assert len(half.sharding.device_set) == 8
         np.testing.assert_array_equal(half, expected)
-    np.testing.assert_array_equal(jax.jit(jmpx.merge_master)(*halves), values)
+    np.testing.assert_array_equal(jax.jit(jmpx.optim.merge_master)(*halves), values)
 
 
 # Trees
@@ -130,16 +130,16 @@ def test_shards_are_split_where_they_are(rng):
 
 def test_other_leaves_stay_in_the_first_tree(key):
     tree = {"w": np.float32(0.1), "i": jnp.arange(2), "key": key, "call": print, "none": None}
-    high, low = jmpx.split_master(tree)
+    high, low = jmpx.optim.split_master(tree)
     assert all(high[name] is tree[name] for name in tree if name != "w")
     assert [name for name in low if low[name] is not None] == ["w"]
-    merged = jmpx.merge_master(high, low)
+    merged = jmpx.optim.merge_master(high, low)
     assert merged["w"] == tree["w"] and merged["call"] is print and merged["none"] is None
 
 
 def test_shapes():
     tree = [jax.ShapeDtypeStruct((2, 3), F32), jnp.zeros((0, 3))]
-    (high, empty), (low, _) = jmpx.split_master(tree)
+    (high, empty), (low, _) = jmpx.optim.split_master(tree)
     assert (high.shape, high.dtype, low.shape, low.dtype) == ((2, 3), BF16, (2, 3), np.uint16)
     assert empty.shape == (0, 3)
 
@@ -150,10 +150,10 @@ def test_modules(key):
         nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
     )
     for tree in (mlp, state):
-        high, low = jmpx.split_master(tree)
+        high, low = jmpx.optim.split_master(tree)
         assert type(high) is type(low) is type(tree)
         assert {leaf.dtype for leaf in jax.tree.leaves(low)} == {np.dtype(np.uint16)}
-        merged = jmpx.merge_master(high, low)
+        merged = jmpx.optim.merge_master(high, low)
         assert jax.tree.structure(merged) == jax.tree.structure(tree)
         for left, right in zip(*map(jax.tree.leaves, (merged, tree)), strict=True):
             assert left is right or (bits_of(left) == bits_of(right)).all()
@@ -164,23 +164,23 @@ def test_modules(key):
 HIGH, LOW = {"w": jnp.ones(2, BF16)}, {"w": jnp.ones(2, np.uint16)}
 ERRORS = {
     "Cannot split bfloat16[2] at tree['w']: it has no 16 low bits to keep; pass the float32 "
-    "parameters.": lambda: jmpx.split_master(HIGH),
-    "Cannot split float16[] at tree: it has no": lambda: jmpx.split_master(np.float16(1)),
-    "Cannot split float64[2] at tree[0]: it does not fit; pass": lambda: jmpx.split_master(
+    "parameters.": lambda: jmpx.optim.split_master(HIGH),
+    "Cannot split float16[] at tree: it has no": lambda: jmpx.optim.split_master(np.float16(1)),
+    "Cannot split float64[2] at tree[0]: it does not fit; pass": lambda: jmpx.optim.split_master(
         [np.ones(2)]
     ),
-    "Cannot merge uint16[2] with bfloat16[2] at tree['w']: pass both trees of jmpx.split_master, "
-    "bfloat16 and uint16.": lambda: jmpx.merge_master(LOW, HIGH),
-    "Cannot merge float32[2] with uint16[2] at tree['w']": lambda: jmpx.merge_master(
+    "Cannot merge uint16[2] with bfloat16[2] at tree['w']: pass both trees of "
+    "jmpx.optim.split_master, bfloat16 and uint16.": lambda: jmpx.optim.merge_master(LOW, HIGH),
+    "Cannot merge float32[2] with uint16[2] at tree['w']": lambda: jmpx.optim.merge_master(
         {"w": jnp.ones(2)}, LOW
     ),
     "Cannot merge bfloat16[2] with uint16[3] at tree['w'], whose shapes differ": lambda: (
-        jmpx.merge_master(HIGH, {"w": jnp.ones(3, np.uint16)})
+        jmpx.optim.merge_master(HIGH, {"w": jnp.ones(3, np.uint16)})
     ),
-    "The two trees of jmpx.merge_master differ in their structure": lambda: jmpx.merge_master(
-        HIGH, {"v": LOW["w"]}
+    "The two trees of jmpx.optim.merge_master differ in their structure": lambda: (
+        jmpx.optim.merge_master(HIGH, {"v": LOW["w"]})
     ),
-    "Cannot merge bfloat16[2] with 1 at tree['w']": lambda: jmpx.merge_master(HIGH, {"w": 1}),
+    "Cannot merge bfloat16[2] with 1 at tree['w']": lambda: jmpx.optim.merge_master(HIGH, {"w": 1}),
 }
 
 

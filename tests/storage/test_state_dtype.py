@@ -32,7 +32,7 @@ def make_params(rng, dtype=F32):
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_arrays_are_stored_in_the_dtype_and_scalars_as_they_are(name, dtype, params_dtype, rng):
-    optimizer = jmpx.with_state_dtype(lenient(OPTIMIZERS[name]()), dtype)
+    optimizer = jmpx.optim.with_state_dtype(lenient(OPTIMIZERS[name]()), dtype)
     params, grads = make_params(rng, params_dtype), make_params(rng, params_dtype)
     state = optimizer.init(params)
     for _ in range(2):
@@ -50,7 +50,7 @@ def test_arrays_are_stored_in_the_dtype_and_scalars_as_they_are(name, dtype, par
 @pytest.mark.parametrize("name", ["adamw", "momentum", "chain"])
 def test_in_float32_it_is_optax_itself(name, rng):
     params, inner = make_params(rng), lenient(OPTIMIZERS[name]())
-    optimizer = jmpx.with_state_dtype(inner, "f32")
+    optimizer = jmpx.optim.with_state_dtype(inner, "f32")
     state, inner_state = optimizer.init(params), inner.init(params)
     for _ in range(3):
         grads = make_params(rng)
@@ -68,7 +68,7 @@ def second_moments(optimizer, grads, steps):
 
     run = jax.jit(lambda state: jax.lax.scan(step, state, jnp.arange(steps))[0])
     state = run(optimizer.init(params))
-    inner = state.inner_state if isinstance(state, jmpx.StateDtypeState) else state
+    inner = state.inner_state if isinstance(state, jmpx.types.StateDtypeState) else state
     return np.asarray(inner[0].nu, np.float64)
 
 
@@ -79,8 +79,8 @@ def test_second_moments_live_where_those_of_bfloat16_die():
     exact = (1 - 0.999**steps) * np.float64(grads[0, 0]) ** 2
     share = lambda optimizer: second_moments(optimizer, grads, steps) / exact  # noqa: E731
     assert 0.25 < share(ADAM).mean() < 0.5
-    np.testing.assert_allclose(share(jmpx.with_state_dtype(ADAM, "f32")), 1, rtol=1e-3)
-    by_chance = share(jmpx.with_state_dtype(ADAM, "bf16"))
+    np.testing.assert_allclose(share(jmpx.optim.with_state_dtype(ADAM, "f32")), 1, rtol=1e-3)
+    by_chance = share(jmpx.optim.with_state_dtype(ADAM, "bf16"))
     assert abs(by_chance.mean() - 1) < 4 * by_chance.std() / np.sqrt(by_chance.size) + 1e-3
     assert by_chance.std() < 0.03
 
@@ -88,7 +88,7 @@ def test_second_moments_live_where_those_of_bfloat16_die():
 def test_moments_of_random_gradients_have_the_error_of_the_docs(rng):
     grads = normal(rng, 200, 500)
     exact = second_moments(ADAM, grads, 2000)
-    found = second_moments(jmpx.with_state_dtype(ADAM, "bf16"), grads, 2000)
+    found = second_moments(jmpx.optim.with_state_dtype(ADAM, "bf16"), grads, 2000)
     error = found / exact - 1
     assert abs(error.mean()) < 4 * error.std() / np.sqrt(error.size) + 1e-3
     assert 0.02 < error.std() < 0.06
@@ -98,7 +98,7 @@ def test_a_seed_repeats_and_another_rounds_otherwise(rng):
     params, grads = make_params(rng), make_params(rng)
 
     def moments(seed):
-        optimizer = jmpx.with_state_dtype(ADAM, "bf16", seed=seed)
+        optimizer = jmpx.optim.with_state_dtype(ADAM, "bf16", seed=seed)
         return optimizer.update(grads, optimizer.init(params), params)[1].inner_state[0].nu
 
     assert_same_bits(moments(0), moments(0))
@@ -107,7 +107,7 @@ def test_a_seed_repeats_and_another_rounds_otherwise(rng):
 
 def test_a_skipped_step_leaves_it_alone(rng):
     params = make_params(rng)
-    optimizer = jmpx.skip_nonfinite(jmpx.with_state_dtype(ADAM, "bf16"))
+    optimizer = jmpx.skip_nonfinite(jmpx.optim.with_state_dtype(ADAM, "bf16"))
     state = optimizer.init(params)
     grads = {**make_params(rng), "b": jnp.full(4, jnp.nan)}
     step = jax.jit(lambda p, s, g: jmpx.optimizer_update(p, optimizer, s, g, jmpx.all_finite(g)))
@@ -120,11 +120,11 @@ def test_a_skipped_step_leaves_it_alone(rng):
 @pytest.mark.thorough
 def test_float64_where_it_is_enabled(rng):
     with pytest.raises(ValueError, match="float64 while JAX's 64-bit types are disabled"):
-        jmpx.with_state_dtype(ADAM, "f64")
+        jmpx.optim.with_state_dtype(ADAM, "f64")
     with enable_x64():
         params = {"w": jnp.ones(3, jnp.float64)}
         for dtype in ("f64", "bf16"):
-            optimizer = jmpx.with_state_dtype(ADAM, dtype)
+            optimizer = jmpx.optim.with_state_dtype(ADAM, dtype)
             updates, state = optimizer.update(params, optimizer.init(params), params)
             assert state.inner_state[0].nu["w"].dtype == jmpx.get_policy(f"p={dtype}").param_dtype
             assert updates["w"].dtype == jnp.float64
@@ -142,4 +142,4 @@ def test_bad_arguments_are_a_sentence():
     ]
     for error, match, arguments, keywords in cases:
         with pytest.raises(error, match=match):
-            jmpx.with_state_dtype(*arguments, **keywords)
+            jmpx.optim.with_state_dtype(*arguments, **keywords)

@@ -56,7 +56,7 @@ def test_the_mean_is_right(dtype, key, rng):
     numbers = rng.uniform(-1, 1, 8) * smallest * np.array([0.02, 0.1, 0.5, 1, 2, 7, 50, 1000])
     far_below = float(jnp.finfo(dtype).smallest_subnormal) * 2.0**-10
     numbers, n = np.append(numbers, far_below).astype(F32), 20_000
-    rounded = jmpx.stochastic_round(np.tile(numbers, (n, 1)), dtype, key)
+    rounded = jmpx.optim.stochastic_round(np.tile(numbers, (n, 1)), dtype, key)
     below, above = neighbors(numbers, dtype)
     mean = widened(rounded).mean(0)
     deviation = np.sqrt((numbers - below) * (above - numbers) / n)
@@ -76,7 +76,7 @@ def test_each_result_is_a_neighbor_and_both_occur(stored, dtype, key, rng):
     exact = widened(numbers)
     numbers = numbers[np.abs(exact) <= float(jnp.finfo(dtype).max)]
     exact = widened(numbers)
-    rounded = jmpx.stochastic_round(numbers, dtype, key)
+    rounded = jmpx.optim.stochastic_round(numbers, dtype, key)
     assert rounded.dtype == dtype
     below, above = neighbors(exact, dtype)
     rounded = widened(rounded)
@@ -92,7 +92,7 @@ def test_each_result_is_a_neighbor_and_both_occur(stored, dtype, key, rng):
 def test_what_the_dtype_has_stays(dtype, key):
     values = all_of(dtype)
     values = values[~np.isnan(widened(values))]
-    rounded = jmpx.stochastic_round(widened(values, F32), dtype, key)
+    rounded = jmpx.optim.stochastic_round(widened(values, F32), dtype, key)
     np.testing.assert_array_equal(bits_of(rounded), bits_of(values))
 
 
@@ -111,7 +111,7 @@ def test_nan_and_what_is_too_large_become_what_a_cast_makes_of_them(dtype, jit, 
     numbers = np.concatenate([numbers, -numbers])
 
     def func(x):
-        return jmpx.stochastic_round(x, dtype, key)
+        return jmpx.optim.stochastic_round(x, dtype, key)
 
     rounded = (jax.jit(func) if jit else func)(jnp.asarray(numbers))
     cast = jnp.asarray(numbers).astype(dtype)
@@ -122,7 +122,7 @@ def test_nan_and_what_is_too_large_become_what_a_cast_makes_of_them(dtype, jit, 
 def test_small_updates_arrive_on_average(rng, key):
     def step(carry, key):
         plain, stochastic = carry
-        new = jmpx.stochastic_round(stochastic.astype(F32) + 2.0**-10, BF16, key)
+        new = jmpx.optim.stochastic_round(stochastic.astype(F32) + 2.0**-10, BF16, key)
         return ((plain.astype(F32) + 2.0**-10).astype(BF16), new), None
 
     start = (jnp.ones(500, BF16),) * 2
@@ -137,9 +137,9 @@ def test_small_updates_arrive_on_average(rng, key):
 def test_a_key_gives_the_same_bits_and_another_key_others(key, rng):
     tree = {"a": normal(rng, 100), "b": None, "c": [normal(rng, 100)]}
     tree["c"][0] = tree["a"]
-    first = jmpx.stochastic_round(tree, BF16, key)
-    again = jax.jit(jmpx.stochastic_round, static_argnums=1)(tree, "bf16", key)
-    other = jmpx.stochastic_round(tree, BF16, jax.random.fold_in(key, 1))
+    first = jmpx.optim.stochastic_round(tree, BF16, key)
+    again = jax.jit(jmpx.optim.stochastic_round, static_argnums=1)(tree, "bf16", key)
+    other = jmpx.optim.stochastic_round(tree, BF16, jax.random.fold_in(key, 1))
     assert first["b"] is None
     for left, right in zip(*map(jax.tree.leaves, (first, again)), strict=True):
         np.testing.assert_array_equal(left, right)
@@ -151,9 +151,9 @@ def test_an_old_key_and_one_of_another_kind_are_keys(rng):
     values = normal(rng, 50)
     new, old = (f(3) for f in (jax.random.key, jax.random.PRNGKey))
     np.testing.assert_array_equal(
-        jmpx.stochastic_round(values, F16, new), jmpx.stochastic_round(values, F16, old)
+        jmpx.optim.stochastic_round(values, F16, new), jmpx.optim.stochastic_round(values, F16, old)
     )
-    assert jmpx.stochastic_round(values, F16, jax.random.key(0, impl="rbg")).dtype == F16
+    assert jmpx.optim.stochastic_round(values, F16, jax.random.key(0, impl="rbg")).dtype == F16
 
 
 @pytest.fixture
@@ -163,9 +163,9 @@ def mesh():
 
 def test_replicas_and_shards_are_rounded_as_one_array_is(mesh, key, rng):
     values = normal(rng, 16, 8)
-    expected = jmpx.stochastic_round(values, BF16, key)
+    expected = jmpx.optim.stochastic_round(values, BF16, key)
     for spec in (P(), P("d"), P(None, "d")):
-        func = jax.jit(lambda x, key: jmpx.stochastic_round(x, BF16, key))
+        func = jax.jit(lambda x, key: jmpx.optim.stochastic_round(x, BF16, key))
         rounded = func(jax.device_put(values, NamedSharding(mesh, spec)), key)
         assert rounded.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
         for shard in rounded.addressable_shards:
@@ -177,14 +177,14 @@ def test_replicas_in_shard_map_stay_alike_and_shards_take_a_key_of_their_device(
 
     def per_device(replica, shard, key):
         own = jax.random.fold_in(key, jax.lax.axis_index("d"))
-        rounded = jmpx.stochastic_round(replica, BF16, key)
-        return rounded, rounded[None], jmpx.stochastic_round(shard, BF16, own)
+        rounded = jmpx.optim.stochastic_round(replica, BF16, key)
+        return rounded, rounded[None], jmpx.optim.stochastic_round(shard, BF16, own)
 
     func = jax.shard_map(
         per_device, mesh=mesh, in_specs=(P(), P("d"), P()), out_specs=(P(), P("d"), P("d"))
     )
     replica, copies, shards = jax.jit(func)(values, jnp.tile(values, 8), key)
-    np.testing.assert_array_equal(replica, jmpx.stochastic_round(values, BF16, key))
+    np.testing.assert_array_equal(replica, jmpx.optim.stochastic_round(values, BF16, key))
     np.testing.assert_array_equal(copies, np.tile(replica, (8, 1)))
     assert len({each.tobytes() for each in np.asarray(shards).reshape(8, -1)}) == 8
 
@@ -193,7 +193,7 @@ def test_vmap_and_donated_buffers(key, rng):
     values, keys = normal(rng, 3, 20), jax.random.split(key, 3)
 
     def func(x, key):
-        return jmpx.stochastic_round(x, E5M2, key)
+        return jmpx.optim.stochastic_round(x, E5M2, key)
 
     expected = [func(x, k) for x, k in zip(values, keys, strict=True)]
     mapped = jax.jit(jax.vmap(func))(values, keys)
@@ -209,24 +209,24 @@ def test_other_leaves_pass_untouched(key):
     half = jnp.ones(2, BF16)
     tree = {"f": half, "i": jnp.arange(2), "z": 1j, "n": 0.1, "k": key, "call": print, "none": None}
     tree |= {"complex": jnp.ones(2, jnp.complex64), "bool": np.array(True), "text": "x"}
-    rounded = jmpx.stochastic_round(tree, BF16, key)
+    rounded = jmpx.optim.stochastic_round(tree, BF16, key)
     assert all(rounded[name] is leaf for name, leaf in tree.items())
 
 
 def test_arrays_of_numpy_and_shapes(key):
     tree = [np.ones((2, 3), F32), np.float32(0.5), jax.ShapeDtypeStruct((4,), F32)]
-    rounded = jmpx.stochastic_round(tree, F16, key)
+    rounded = jmpx.optim.stochastic_round(tree, F16, key)
     assert [(leaf.shape, leaf.dtype) for leaf in rounded] == [((2, 3), F16), ((), F16), ((4,), F16)]
     assert isinstance(rounded[2], jax.ShapeDtypeStruct)
-    assert jmpx.stochastic_round(jnp.zeros((0, 3)), BF16, key).shape == (0, 3)
+    assert jmpx.optim.stochastic_round(jnp.zeros((0, 3)), BF16, key).shape == (0, 3)
 
 
 def test_modules(key):
     linear = eqx.nn.Linear(3, 2, key=key)
-    rounded = jmpx.stochastic_round(linear, BF16, key)
+    rounded = jmpx.optim.stochastic_round(linear, BF16, key)
     assert isinstance(rounded, eqx.nn.Linear) and rounded.weight.dtype == BF16
     state = nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
-    rounded = jmpx.stochastic_round(state, BF16, key)
+    rounded = jmpx.optim.stochastic_round(state, BF16, key)
     assert jax.tree.structure(rounded) == jax.tree.structure(state)
     assert {leaf.dtype for leaf in jax.tree.leaves(rounded)} == {BF16}
 
@@ -244,18 +244,26 @@ ERRORS = {
     "Cannot round float8_e5m2[2] at tree['w'][0] to bfloat16, which is wider: use jmpx.cast_tree, "
     "which is exact here.": ({"w": [jnp.ones(2, E5M2)]}, BF16, KEY),
     "Cannot round float64[2] at tree, which is wider than float32: cast it first, as "
-    "jmpx.cast_to_float32 does.": (np.ones(2), BF16, KEY),
-    "Expected one key for jmpx.stochastic_round, got None: pass one of jax.random.key(0), another "
-    "at each step, as of jax.random.fold_in(key, step).": (jnp.ones(2), BF16, None),
-    "one key for jmpx.stochastic_round, got 0:": (jnp.ones(2), BF16, 0),
-    "one key for jmpx.stochastic_round, got key<fry>[2]:": (None, BF16, jax.random.split(KEY)),
-    "one key for jmpx.stochastic_round, got uint32[2, 2]:": (1, BF16, jnp.ones((2, 2), "uint32")),
-    "one key for jmpx.stochastic_round, got float32[2]:": (jnp.ones(2), BF16, jnp.ones(2)),
+    "jmpx.cast_to_full does.": (np.ones(2), BF16, KEY),
+    "Expected one key for jmpx.optim.stochastic_round, got None: pass one of jax.random.key(0), "
+    "another at each step, as of jax.random.fold_in(key, step).": (jnp.ones(2), BF16, None),
+    "one key for jmpx.optim.stochastic_round, got 0:": (jnp.ones(2), BF16, 0),
+    "one key for jmpx.optim.stochastic_round, got key<fry>[2]:": (
+        None,
+        BF16,
+        jax.random.split(KEY),
+    ),
+    "one key for jmpx.optim.stochastic_round, got uint32[2, 2]:": (
+        1,
+        BF16,
+        jnp.ones((2, 2), "uint32"),
+    ),
+    "one key for jmpx.optim.stochastic_round, got float32[2]:": (jnp.ones(2), BF16, jnp.ones(2)),
 }
 
 
 @pytest.mark.parametrize("message", ERRORS)
 def test_bad_input_gets_one_sentence(message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)) as error:
-        jmpx.stochastic_round(*ERRORS[message])
+        jmpx.optim.stochastic_round(*ERRORS[message])
     assert str(error.value).endswith(".") and "\n" not in str(error.value)

@@ -69,7 +69,7 @@ def draw(rng, dtype, n=3000):
 @pytest.mark.parametrize("dtype", [BF16, F16, F32, E4M3, E5M2])
 def test_it_counts_what_rounding_to_the_nearest_loses(dtype, jit, rng):
     params, changes = draw(rng, dtype)
-    func = jax.jit(jmpx.update_report) if jit else jmpx.update_report
+    func = jax.jit(jmpx.inspect.update_report) if jit else jmpx.inspect.update_report
     report = func({"a": [jnp.asarray(params)]}, {"a": [changes]})
     counts = counts_of(report.updates["['a'][0]"])
     assert counts == expected_counts(params, changes)
@@ -82,7 +82,7 @@ def test_it_counts_what_rounding_to_the_nearest_loses(dtype, jit, rng):
 @pytest.mark.parametrize("factor", [2.0**-9, 2.0**-12 * 1.1, 1e-6, 2.0**-25])
 def test_weight_decay_is_counted_alone(dtype, factor, rng):
     params = rng.normal(size=2000).astype(dtype)
-    report = jmpx.update_report(params, np.ones(2000, F32), weight_decay=factor)
+    report = jmpx.inspect.update_report(params, np.ones(2000, F32), weight_decay=factor)
     changes = -(np.float32(factor) * params.astype(F32))
     assert counts_of(report.decays[""]) == expected_counts(params, changes)
     assert int(report.updates[""].stored) == 0
@@ -91,7 +91,7 @@ def test_weight_decay_is_counted_alone(dtype, factor, rng):
 def test_what_is_not_finite_or_does_not_change_is_not_counted():
     params = jnp.array([1, 1, jnp.inf, jnp.nan, 1, 0, 0], F32)
     updates = jnp.array([jnp.nan, jnp.inf, 1, 1, 0, 1e-38, 1e-9], F32)
-    counts = jmpx.update_report(params, updates, weight_decay=2.0**-30)
+    counts = jmpx.inspect.update_report(params, updates, weight_decay=2.0**-30)
     assert counts_of(counts.updates[""]) == [2, 0, 0, 2]
     assert counts_of(counts.decays[""]) == [3, 3, 3, 3]
 
@@ -99,7 +99,7 @@ def test_what_is_not_finite_or_does_not_change_is_not_counted():
 def test_float64():
     with enable_x64():
         params = jnp.ones(3, F64)
-        report = jmpx.update_report(params, jnp.array([1e-9, 1e-17, 1e-3], F64))
+        report = jmpx.inspect.update_report(params, jnp.array([1e-9, 1e-17, 1e-3], F64))
         assert counts_of(report.updates[""]) == [3, 1, 3, 2]
 
 
@@ -108,7 +108,7 @@ def test_xla_cannot_hide_it_by_precision_that_it_keeps(rng):
 
     def step(masters, updates):
         params = masters.astype(BF16)
-        report = jmpx.update_report(params, updates)
+        report = jmpx.inspect.update_report(params, updates)
         return report, (params.astype(F32) + updates).astype(BF16)
 
     report, _ = jax.jit(step)(masters, updates)
@@ -124,7 +124,7 @@ def test_adam_in_bfloat16_stalls_and_the_report_tells(rng):
         params, state = carry
         grads = jax.tree.map(lambda p: jax.random.normal(key, p.shape, p.dtype), params)
         updates, state = optimizer.update(grads, state, params)
-        report = jmpx.update_report(params, updates, weight_decay=jnp.float32(1e-4))
+        report = jmpx.inspect.update_report(params, updates, weight_decay=jnp.float32(1e-4))
         new = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
         return (new, state), report
 
@@ -140,9 +140,9 @@ def test_adam_in_bfloat16_stalls_and_the_report_tells(rng):
 def test_devices_add_their_counts_up(rng):
     mesh = Mesh(np.array(jax.devices()), "d")
     params, updates = normal(rng, 16, 4), normal(rng, 16, 4) / 500
-    whole = jmpx.update_report(params, updates, 1e-3)
+    whole = jmpx.inspect.update_report(params, updates, 1e-3)
     func = jax.shard_map(
-        lambda p, u: jax.lax.psum(jmpx.update_report(p, u, 1e-3), "d"),
+        lambda p, u: jax.lax.psum(jmpx.inspect.update_report(p, u, 1e-3), "d"),
         mesh=mesh,
         in_specs=P("d"),
         out_specs=P(),
@@ -158,19 +158,21 @@ def test_devices_add_their_counts_up(rng):
 def test_leaves_without_an_update_are_left_out():
     params = {"w": jnp.ones(2), "n": jnp.arange(2), "f": jnp.ones(2), "call": print, "none": None}
     updates = {"w": jnp.ones(2), "n": jnp.ones(2), "f": None, "call": None, "none": None}
-    assert list(jmpx.update_report(params, updates).updates) == ["['w']"]
+    assert list(jmpx.inspect.update_report(params, updates).updates) == ["['w']"]
     masked = params | {"f": optax.MaskedNode()}
-    report = jmpx.update_report({**params, "w": jnp.float32(1)}, {**masked, "w": np.float32(1)})
+    report = jmpx.inspect.update_report(
+        {**params, "w": jnp.float32(1)}, {**masked, "w": np.float32(1)}
+    )
     assert counts_of(report.updates["['w']"]) == [1, 0, 0, 0]
 
 
 def test_modules(key):
     linear = eqx.nn.Linear(3, 2, key=key)
     updates = jax.tree.map(lambda p: jnp.full(p.shape, 1e-9), eqx.filter(linear, eqx.is_array))
-    report = jmpx.update_report(linear, updates)
+    report = jmpx.inspect.update_report(linear, updates)
     assert counts_of(report.updates[".weight"])[0] == 6
     state = nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param)
-    report = jmpx.update_report(state, jax.tree.map(jnp.ones_like, state))
+    report = jmpx.inspect.update_report(state, jax.tree.map(jnp.ones_like, state))
     assert sorted(counts_of(lost)[0] for lost in report.updates.values()) == [2, 6]
 
 
@@ -180,7 +182,7 @@ def test_modules(key):
 def test_the_text_names_the_worst():
     params = {f"p{i}": jnp.ones(10, BF16) for i in range(7)}
     updates = {f"p{i}": jnp.where(jnp.arange(10) < i, 1e-4, 1.0) for i in range(7)}
-    text = str(jmpx.update_report(params, updates)).splitlines()
+    text = str(jmpx.inspect.update_report(params, updates)).splitlines()
     assert text[2:4] == [
         "      30.0       30.0       30.0  all of 7",
         "      60.0       60.0       60.0  ['p6'], bfloat16",
@@ -190,17 +192,19 @@ def test_the_text_names_the_worst():
 
 def test_the_text_knows_the_remedy():
     def last(dtype, update, decay=None):
-        report = jmpx.update_report(jnp.ones(4, dtype), jnp.full(4, update, F32), decay)
+        report = jmpx.inspect.update_report(jnp.ones(4, dtype), jnp.full(4, update, F32), decay)
         return str(report).splitlines()[-1]
 
     assert last(BF16, 1e-4).startswith("Remedy for bfloat16: keep float32 parameters")
     assert last(BF16, 1e-4).endswith(
-        'jmpx.low_precision_params(optimizer, "stochastic") or "split".'
+        'jmpx.optim.low_precision_params(optimizer, "stochastic") or "split".'
     )
     assert last(F16, 1.0, 1e-6).startswith("Remedy for float16: keep float32 parameters")
-    assert last(F16, 1.0, 1e-6).endswith('jmpx.low_precision_params(optimizer, "stochastic").')
+    assert last(F16, 1.0, 1e-6).endswith(
+        'jmpx.optim.low_precision_params(optimizer, "stochastic").'
+    )
     assert last(F32, 1e-9).startswith("Remedy for float32: a larger learning rate")
-    assert last(F32, 1e-4).startswith("Little is lost as stored. To store 16 bits, use jmpx.low_")
+    assert last(F32, 1e-4).startswith("Little is lost as stored. To store 16 bits, use jmpx.optim.")
     assert last(F32, 1.0) == last(F32, 0.0) == "Little is lost."
 
 
@@ -209,7 +213,7 @@ def test_a_traced_report_says_where_to_print_it():
 
     @jax.jit
     def step(params):
-        texts.append(str(jmpx.update_report(params, params)))
+        texts.append(str(jmpx.inspect.update_report(params, params)))
         return params
 
     step(jnp.ones(2))
@@ -220,9 +224,12 @@ def test_a_traced_report_says_where_to_print_it():
 
 ONES = {"w": jnp.ones(2)}
 ERRORS = {
-    "The parameters and the updates of jmpx.update_report differ in their structure": (ONES, {}),
-    "The parameter float32[2] and the update float32[3] of jmpx.update_report differ in their "
-    "shape at params['w']": (ONES, {"w": jnp.ones(3)}),
+    "The parameters and the updates of jmpx.inspect.update_report differ in their structure": (
+        ONES,
+        {},
+    ),
+    "The parameter float32[2] and the update float32[3] of jmpx.inspect.update_report differ in "
+    "their shape at params['w']": (ONES, {"w": jnp.ones(3)}),
     "have no floating leaf in common": (ONES, {"w": None}),
     "differ in their structure: pass": (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), ONES),
     "Expected weight_decay to be a number or a floating array of shape (), got True: pass the "
@@ -236,5 +243,5 @@ ERRORS = {
 @pytest.mark.parametrize("message", ERRORS)
 def test_bad_input_of_a_report_gets_one_sentence(message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)) as error:
-        jmpx.update_report(*ERRORS[message])
+        jmpx.inspect.update_report(*ERRORS[message])
     assert str(error.value).endswith(".") and "\n" not in str(error.value)

@@ -106,7 +106,7 @@ def test_a_batch_that_cannot_be_split_is_refused(count, examples, others, what):
 
 def call(x, *rest, **keywords):
     loss = lambda params, x, *rest, **keywords: loss_fn(params, x)  # noqa: E731
-    options = {n: keywords.pop(n) for n in ("batch_argnums", "state_argnum") if n in keywords}
+    options = {n: keywords.pop(n) for n in ("batch", "state_argnum") if n in keywords}
     if "state_argnum" in options:
         options["has_aux"] = True
     params = {"w": jnp.ones((6, 3)), "b": jnp.ones(3)}
@@ -125,27 +125,30 @@ CALLS = {
     "a scalar": (lambda: call(X, jnp.float32(1)), r"argument 2 .*float32\[\], which has no axis"),
     "a NumPy number": (lambda: call(X, np.int32(1)), r"argument 2 .*int32\[\], which has no axis"),
     "a key by its position": (
-        lambda: call(X, jax.random.key(0), batch_argnums=(1, 2)),
+        lambda: call(X, jax.random.key(0), batch={"argnums": (1, 2)}),
         r"argument 2 .*key<fry>\[\], which has no axis",
     ),
     "no arrays": (lambda: call("x", 3), "no positional argument but the first holds an array"),
     "only keys": (lambda: call(None, jax.random.key(0)), "no positional argument but the first"),
-    "none named": (lambda: call(X, batch_argnums=()), r"batch_argnums=\(\) hold no array"),
-    "named without arrays": (lambda: call(X, 3, batch_argnums=2), "batch_argnums=.2,. hold no"),
-    "out of range": (lambda: call(X, batch_argnums=2), "Cannot split argument 2.* 2 positional"),
-    "far below": (lambda: call(X, batch_argnums=-5), "Cannot split argument -5"),
-    "the first, from the end": (lambda: call(X, batch_argnums=-2), "Cannot split argument -2"),
-    "the first": (lambda: call(X, batch_argnums=0), "argument 0, .*it holds the parameters"),
+    "none named": (lambda: call(X, batch={"argnums": ()}), r"argnums=\(\) hold no array"),
+    "named without arrays": (lambda: call(X, 3, batch={"argnums": 2}), "argnums=.2,. hold no"),
+    "out of range": (
+        lambda: call(X, batch={"argnums": 2}),
+        "Cannot split argument 2.* 2 positional",
+    ),
+    "far below": (lambda: call(X, batch={"argnums": -5}), "Cannot split argument -5"),
+    "the first, from the end": (lambda: call(X, batch={"argnums": -2}), "Cannot split argument -2"),
+    "the first": (lambda: call(X, batch={"argnums": 0}), "argument 0, .*it holds the parameters"),
     "the state": (
-        lambda: call(X, X, batch_argnums=(1, 2), state_argnum=2),
+        lambda: call(X, X, batch={"argnums": (1, 2)}, state_argnum=2),
         "argument 2, .*it holds the model state",
     ),
     "keyword": (lambda: call(X, y=jnp.ones((16, 3))), "keyword argument 'y' .*pass it by position"),
     "nested keyword": (lambda: call(X, y={"a": [jnp.ones(16)]}), "keyword argument 'y'"),
-    "a bool": (lambda: call(X, batch_argnums=True), "int or several, got True"),
-    "text": (lambda: call(X, batch_argnums="1"), "int or several, got '1'"),
-    "a float": (lambda: call(X, batch_argnums=[1, 2.0]), "int or several, got .1, 2.0."),
-    "a dict": (lambda: call(X, batch_argnums={"x": 1}), "int or several, got {'x': 1}"),
+    "a bool": (lambda: call(X, batch={"argnums": True}), "int or several, got True"),
+    "text": (lambda: call(X, batch={"argnums": "1"}), "int or several, got '1'"),
+    "a float": (lambda: call(X, batch={"argnums": [1, 2.0]}), "int or several, got .1, 2.0."),
+    "a dict": (lambda: call(X, batch={"argnums": {"x": 1}}), "int or several, got {'x': 1}"),
     "no state": (lambda: call(X, state_argnum=4), "Cannot find the model state at argument 4"),
 }
 
@@ -180,23 +183,25 @@ SHARDINGS = {
 def test_what_is_no_sharding_of_a_batch(case, rng):
     sharding, message = SHARDINGS[case]
     with pytest.raises((ValueError, TypeError), match=message) as error:
-        value_and_grad(batch_sharding=sharding)(make_params(rng), X)
+        value_and_grad(batch={"sharding": sharding})(make_params(rng), X)
     assert "\n" not in str(error.value)
 
 
 def test_an_axis_that_does_not_exist(rng):
     with jax.set_mesh(make_mesh(4, 2)):
         with pytest.raises(ValueError, match=r"axes \['data', 'model'\]; did you mean 'data'\?"):
-            value_and_grad(batch_sharding=P("dta"))(make_params(rng), X)
+            value_and_grad(batch={"sharding": P("dta")})(make_params(rng), X)
 
 
 def test_a_mapped_axis_besides(rng):
-    with pytest.raises(ValueError, match="Cannot average over both .* and axis_name='data'"):
-        value_and_grad(axis_name="data")
+    with pytest.raises(ValueError, match=r"Cannot average over both .* and over=jmpx.Over\('data'"):
+        value_and_grad(over=jmpx.Over("data"))
     for sharding in (P("data"), over(8)):
-        run = lambda x, s=sharding: value_and_grad(batch_sharding=s)(PARAMS, x).value  # noqa: E731
+        run = lambda x, s=sharding: value_and_grad(batch={"sharding": s})(PARAMS, x).value  # noqa: E731
         mapped = jax.shard_map(run, mesh=make_mesh(8), in_specs=P("data"), out_specs=P())
-        with pytest.raises(ValueError, match="shard_map maps here.* give axis_name='data' instead"):
+        with pytest.raises(
+            ValueError, match=r"shard_map maps here.* give over=jmpx.Over\('data'\) instead"
+        ):
             jax.jit(mapped)(X)
 
 
@@ -214,7 +219,7 @@ def test_the_axis_of_the_groups_in_the_function(how, rng):
 
     loss = lambda params, x: loss_fn(params, split(x))  # noqa: E731
     with pytest.raises(ValueError, match="Cannot split an array over 'data' .*leave the axis out"):
-        value_and_grad(loss, batch_sharding=NamedSharding(mesh, P("data")))(
+        value_and_grad(loss, batch={"sharding": NamedSharding(mesh, P("data"))})(
             PARAMS, jnp.ones((64, 6))
         )
 
@@ -225,7 +230,7 @@ def test_an_error_of_the_function_is_its_own():
 
     with pytest.raises(ValueError, match="out_axes") as error:
         value_and_grad(loss)(PARAMS, normal(np.random.default_rng(0), 16, 6))
-    assert "batch_sharding" not in str(error.value)
+    assert "sharding" not in str(error.value)
 
 
 @pytest.mark.sampled(3)
@@ -233,19 +238,21 @@ def test_an_error_of_the_function_is_its_own():
 def test_no_length_decides_whether_an_array_is_split(examples):
     """Class weights of eight rows are refused beside eight examples as beside any other number."""
     x, weights = jnp.ones((examples, 6)), jnp.ones(8)
-    with pytest.raises(ValueError, match=r"'weights' .*float32\[8\] in it .* by batch_argnums"):
+    with pytest.raises(
+        ValueError, match=r"'weights' .*float32\[8\] in it .* by argnums of jmpx.Batch"
+    ):
         call(x, weights=weights)
-    assert call(x, weights=weights, batch_argnums=1).grads_finite
+    assert call(x, weights=weights, batch={"argnums": 1}).grads_finite
     assert call(x, weights=weights[0], key=jax.random.key(0)).grads_finite
 
 
 @pytest.mark.thorough
 def test_named_examples_let_keyword_arguments_go_whole():
     loss = lambda params, x, *, table: loss_fn(params, x) + 0 * table.sum()  # noqa: E731
-    result = value_and_grad(loss, batch_argnums=1)(PARAMS, X, table=jnp.ones((16, 3)))
+    result = value_and_grad(loss, batch={"argnums": 1})(PARAMS, X, table=jnp.ones((16, 3)))
     assert result.grads_finite
 
 
 def test_reduce_without_groups_or_axis_still_warns():
-    with pytest.warns(UserWarning, match="without axis_name or batch_sharding"):
+    with pytest.warns(UserWarning, match="without a mean over devices: give over=jmpx.Over"):
         jmpx.filter_value_and_grad(loss_fn, jmpx.NoOpLossScale(), policy="c=bf16,r=f32")

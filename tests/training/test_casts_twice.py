@@ -17,6 +17,7 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
+import jmpx.mpx as mpx
 
 SCALE = jmpx.StaticLossScale(1)  # float16 without one is another warning
 ROUNDED = 1 + 2**-12  # neither float16 nor bfloat16 holds it
@@ -85,7 +86,8 @@ def one_warning(name):
         yield
     (warning,) = caught
     text = str(warning.message)
-    assert f"before {name} inside" in text and 'policy="full"' in text
+    way = "operations" if name == "jmpx.autocast" else "modules"
+    assert f"before {name} inside" in text and f"write by={way} into its policy" in text
     assert warning.filename == __file__
 
 
@@ -109,7 +111,7 @@ def test_a_cast_inside_of_a_cast_warns_once(name, policy):
 @pytest.mark.parametrize("name", CASES)
 def test_the_remedy_is_silent_and_right(name, options):
     loss, make = CASES[name]
-    value, *_ = jmpx.filter_value_and_grad(loss, SCALE, **options)(make(), X)
+    value, *_ = mpx.filter_value_and_grad(loss, SCALE, **options)(make(), X)
     assert value == np.float32(ROUNDED)
 
 
@@ -117,7 +119,7 @@ def test_the_remedy_is_silent_and_right(name, options):
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_that_are_left_uncast_are_right(name, numbers):
     loss, make = CASES[name]
-    loss_fn = jmpx.filter_value_and_grad(loss, SCALE, policy="c=f16", uncast_argnums=numbers)
+    loss_fn = jmpx.filter_value_and_grad(loss, SCALE, policy="c=f16", uncast=numbers)
     value, *_ = loss_fn(make(), X)
     assert value == np.float32(ROUNDED)
 
@@ -210,7 +212,7 @@ def test_of_nested_gradient_functions_the_outermost_that_casts_warns():
 
 
 def test_arguments_in_16_bits_already_are_not_rounded_and_warn_of_nothing():
-    model = jmpx.cast_to_bfloat16(equinox_model())
+    model = jmpx.cast_tree(equinox_model(), jnp.bfloat16)
     jmpx.filter_grad(equinox_inside, SCALE, policy="c=bf16")(model, X.astype(jnp.bfloat16))
 
 
@@ -218,8 +220,8 @@ def test_arguments_in_16_bits_already_are_not_rounded_and_warn_of_nothing():
     "inside",
     [
         jmpx.force_full_precision,
-        lambda f: jmpx.cast_function(f, jnp.float32),
-        lambda f: lambda *args: f(*jmpx.cast_to_float32(args)),
+        lambda f: jmpx.mpx.cast_function(f, jnp.float32),
+        lambda f: lambda *args: f(*jmpx.cast_to_full(args)),
         lambda f: lambda model, x: f(jmpx.equinox.with_policies(model), x),  # no policy at all
     ],
 )
@@ -258,20 +260,20 @@ def dtypes_seen(options, args=(), kwargs=None):
 
 UNCAST = [
     ({}, 3, (), set()),
-    ({"uncast_argnums": 2}, 3, (), {"y"}),
-    ({"uncast_argnums": -1}, 3, (), {"y"}),
-    ({"uncast_argnums": -3}, 3, (), {"params"}),
-    ({"uncast_argnums": (1, -1)}, 3, (), {"x", "y"}),
-    ({"uncast_argnums": [np.int64(1)]}, 3, (), {"x"}),
-    ({"uncast_argnums": 2}, 2, ("y",), {"y"}),
-    ({"uncast_argnums": 2}, 2, (), set()),
-    ({"uncast_argnames": "y"}, 2, ("y",), {"y"}),
-    ({"uncast_argnames": "y"}, 3, (), {"y"}),
-    ({"uncast_argnames": "y"}, 2, (), set()),
-    ({"uncast_argnames": ["positions", "x"]}, 2, ("positions",), {"positions", "x"}),
-    ({"uncast_argnames": "extra"}, 2, ("extra",), {"extra"}),
-    ({"uncast_argnames": "params"}, 2, (), {"params"}),
-    ({"uncast_argnums": 1, "uncast_argnames": "positions"}, 2, ("positions",), {"positions", "x"}),
+    ({"uncast": 2}, 3, (), {"y"}),
+    ({"uncast": -1}, 3, (), {"y"}),
+    ({"uncast": -3}, 3, (), {"params"}),
+    ({"uncast": (1, -1)}, 3, (), {"x", "y"}),
+    ({"uncast": [np.int64(1)]}, 3, (), {"x"}),
+    ({"uncast": 2}, 2, ("y",), {"y"}),
+    ({"uncast": 2}, 2, (), set()),
+    ({"uncast": "y"}, 2, ("y",), {"y"}),
+    ({"uncast": "y"}, 3, (), {"y"}),
+    ({"uncast": "y"}, 2, (), set()),
+    ({"uncast": ["positions", "x"]}, 2, ("positions",), {"positions", "x"}),
+    ({"uncast": "extra"}, 2, ("extra",), {"extra"}),
+    ({"uncast": "params"}, 2, (), {"params"}),
+    ({"uncast": (1, "positions")}, 2, ("positions",), {"positions", "x"}),
 ]
 
 
@@ -285,19 +287,19 @@ def test_a_target_of_1e5_survives_float16():
         return ((x * w).astype(jnp.float32) - y.astype(jnp.float32)).sum()
 
     args = jnp.ones(()), jnp.ones(1), jnp.full(1, 1e5)
-    options = {"policy": "c=f16", "uncast_argnums": 2}
+    options = {"policy": "c=f16", "uncast": 2}
     value, *_ = jax.jit(jmpx.filter_value_and_grad(loss, SCALE, **options))(*args)
     assert value == 1 - 1e5
     assert not np.isfinite(jmpx.filter_value_and_grad(loss, SCALE, policy="c=f16")(*args)[0])
 
 
 BAD_AT_ONCE = [
-    ({"uncast_argnums": "x"}, "Expected uncast_argnums"),
-    ({"uncast_argnums": 1.0}, "Expected uncast_argnums"),
-    ({"uncast_argnums": [0, None]}, "Expected uncast_argnums"),
-    ({"uncast_argnums": True}, "Expected uncast_argnums"),
-    ({"uncast_argnames": 1}, "Expected uncast_argnames"),
-    ({"uncast_argnames": ["x", 2]}, "Expected uncast_argnames"),
+    ({"uncast": b"x"}, "Expected uncast to be the position or the name"),
+    ({"uncast": 1.0}, "Expected uncast .* got 1.0: write uncast=2"),
+    ({"uncast": [0, None]}, "Expected uncast"),
+    ({"uncast": True}, "Expected uncast"),
+    ({"uncast": None}, "Expected uncast"),
+    ({"uncast": ["x", 2.0]}, "Expected uncast"),
 ]
 
 
@@ -311,9 +313,9 @@ def test_what_is_no_argument_is_refused_at_once(make, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"uncast_argnums": 5}, "argument 5 uncast"),
-        ({"uncast_argnums": -4}, "argument -4 uncast"),
-        ({"uncast_argnames": "z"}, r"argument 'z' uncast.*\['params', 'positions', 'x', 'y'\]"),
+        ({"uncast": 5}, "argument 5 uncast"),
+        ({"uncast": -4}, "argument -4 uncast"),
+        ({"uncast": "z"}, r"argument 'z' uncast.*\['params', 'positions', 'x', 'y'\]"),
     ],
 )
 def test_what_is_out_of_range_is_refused_at_the_call(options, message):
@@ -322,7 +324,7 @@ def test_what_is_out_of_range_is_refused_at_the_call(options, message):
 
 
 def test_callables_without_a_signature_name_what_is_passed():
-    grad = jmpx.filter_grad(jnp.add, SCALE, policy="c=f16", uncast_argnums=1)
+    grad = jmpx.filter_grad(jnp.add, SCALE, policy="c=f16", uncast=1)
     with jax.numpy_dtype_promotion("standard"):
         assert grad(jnp.ones(()), jnp.ones(()))[2] == 1
 

@@ -85,13 +85,15 @@ def test_it_raises_with_check_progress_and_accepts_no_update(way, skip, wrapper,
             with pytest.raises(FloatingPointError, match=f"={limit}, because") as error:
                 step(*carry, grads, finite)
             with pytest.raises(FloatingPointError, match=f"Skipped {rows} optimizer steps"):
-                jmpx.check_progress(reference[1], jmpx.NoOpLossScale(), max_consecutive=limit)
+                jmpx.inspect.check_progress(
+                    reference[1], jmpx.NoOpLossScale(), max_consecutive=limit
+                )
             assert str(error.value).startswith(f"Skipped {rows} optimizer steps in a row, ")
             assert "\n" not in str(error.value)
             return
         before, carry = carry, step(*carry, grads, finite)
         assert_same_bits(carry, reference)  # the state has the fields and counts that it had
-        jmpx.check_progress(carry[1], jmpx.NoOpLossScale(), max_consecutive=limit)
+        jmpx.inspect.check_progress(carry[1], jmpx.NoOpLossScale(), max_consecutive=limit)
         if not finite:
             assert_same_bits(carry[0], before[0])
     raise AssertionError("no step was beyond the limit")

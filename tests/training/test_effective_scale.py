@@ -278,7 +278,7 @@ def test_the_loop_of_jmp_costs_what_the_hand_written_one_does():
 def test_dynamic_loss_scaling_takes_mpxs_steps(start, factor, rng):
     mpx = pytest.importorskip("mpx")
     theirs = mpx.DynamicLossScaling(jnp.float32(start), jnp.float32(2), factor, period=2)
-    ours = jmpx.DynamicLossScaling(jnp.float32(start), jnp.float32(2), factor, period=2)
+    ours = jmpx.mpx.DynamicLossScaling(jnp.float32(start), jnp.float32(2), factor, period=2)
     seen = set()
     flags = [*[True] * 26, *[False] * 16, *(rng.random(40) < 0.8)]
     for finite in flags:

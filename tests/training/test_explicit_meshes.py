@@ -62,39 +62,41 @@ def step(optimizer, to_stored=lambda params: params):
 
 
 def averaged(params, x, y):
-    averages = jmpx.ema(0.9)
+    averages = jmpx.optim.ema(0.9)
     return averages.update(params, averages.init(params))
 
 
 SGD = optax.sgd(0.1, momentum=0.5)
 TREES = {
     "cast_tree": lambda p, x, y: jmpx.cast_tree(p, "bf16"),
-    "cast_function": lambda p, x, y: jmpx.cast_function(lambda p: jax.tree.map(jnp.sin, p), "bf16")(
-        p
-    ),
+    "cast_function": lambda p, x, y: jmpx.mpx.cast_function(
+        lambda p: jax.tree.map(jnp.sin, p), "bf16"
+    )(p),
     "force_full_precision": lambda p, x, y: jmpx.force_full_precision(lambda x: x + 1)(x),
     "all_finite": lambda p, x, y: jmpx.all_finite((p, x)),
     "select_tree": lambda p, x, y: jmpx.select_tree(
         jmpx.all_finite(p), p, jmpx.cast_tree(p, "f32")
     ),
-    "scale": lambda p, x, y: jmpx.DynamicLossScale(8.0).unscale(jmpx.cast_to_float16(p)),
+    "scale": lambda p, x, y: jmpx.DynamicLossScale(8.0).unscale(jmpx.cast_tree(p, jnp.float16)),
     "ema": averaged,
-    "split_master": lambda p, x, y: jmpx.split_master(p),
-    "merge_master": lambda p, x, y: jmpx.merge_master(*jmpx.split_master(p)),
-    "stochastic_round": lambda p, x, y: jmpx.stochastic_round(p, jnp.bfloat16, jax.random.key(0)),
+    "split_master": lambda p, x, y: jmpx.optim.split_master(p),
+    "merge_master": lambda p, x, y: jmpx.optim.merge_master(*jmpx.optim.split_master(p)),
+    "stochastic_round": lambda p, x, y: jmpx.optim.stochastic_round(
+        p, jnp.bfloat16, jax.random.key(0)
+    ),
     "gradients": gradients(),
     "gradients, 16 bits": gradients("c=bf16"),
     "grad_dtype": gradients(grad_dtype="bf16"),
-    "microbatches": gradients(microbatches=2),
-    "microbatches that cannot be split": gradients(microbatches=12),
-    "batch_sharding": gradients(batch_sharding=P("data")),
-    "batch_sharding, two axes": gradients(batch_sharding=P(("data", "model"))),
-    "batch_sharding, microbatches": gradients(batch_sharding=P("data"), microbatches=2),
+    "microbatches": gradients(batch=jmpx.Batch(microbatches=2)),
+    "microbatches that cannot be split": gradients(batch=jmpx.Batch(microbatches=12)),
+    "sharding": gradients(batch=jmpx.Batch(sharding=P("data"))),
+    "sharding, two axes": gradients(batch=jmpx.Batch(sharding=P(("data", "model")))),
+    "sharding, microbatches": gradients(batch=jmpx.Batch(microbatches=2, sharding=P("data"))),
     "optimizer_update": step(SGD),
     "skip_nonfinite": step(jmpx.skip_nonfinite(SGD)),
-    "with_state_dtype": step(jmpx.with_state_dtype(SGD, jnp.bfloat16)),
+    "with_state_dtype": step(jmpx.optim.with_state_dtype(SGD, jnp.bfloat16)),
     "low_precision_params": step(
-        jmpx.low_precision_params(SGD, "stochastic"), jmpx.cast_to_bfloat16
+        jmpx.optim.low_precision_params(SGD, "stochastic"), jmpx.mpx.cast_to_bfloat16
     ),
     "autocast": lambda p, x, y: jax.value_and_grad(jmpx.autocast(loss_fn, "f16"))(p, x, y),
     "autocast, save": lambda p, x, y: jax.grad(jmpx.autocast(loss_fn, save="products"))(p, x, y),
@@ -179,8 +181,8 @@ def nnx_loss(key):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", [haiku_loss, linen_loss, equinox_loss, nnx_loss])
-@pytest.mark.parametrize("batch_sharding", [None, P("data")])
-def test_policies_of_frameworks(make, batch_sharding, rng, key):
+@pytest.mark.parametrize("sharding", [None, P("data")])
+def test_policies_of_frameworks(make, sharding, rng, key):
     params, loss = make(key)
     batch, results = (normal(rng, 24, 16), normal(rng, 24, 8)), []
     for kind in KINDS:
@@ -194,7 +196,7 @@ def test_policies_of_frameworks(make, batch_sharding, rng, key):
                 loss,
                 jmpx.NoOpLossScale(),
                 policy="full",
-                batch_sharding=batch_sharding,
+                batch=jmpx.Batch(sharding=sharding),
             )
             results.append(jax.tree.leaves(jax.jit(lambda *a, f=grad_fn: f(*a).grads)(*args)))
     for a, b in zip(*results, strict=True):
@@ -215,10 +217,12 @@ def test_groups_of_an_explicit_mesh_against_float64(how, rng):
         h = x @ params["w"] + params["b"] + offset
         return jnp.mean(h**2), (state * 2 + h.mean(0).astype(jnp.float32), {"h": h, "text": "aux"})
 
+    sharding = P("data") if how == "set_mesh" else NamedSharding(mesh, P("data"))
+
     def run(params, x, state, offset, scaling):
         found = jmpx.filter_value_and_grad(
-            loss, scaling, has_aux=True, policy="c=f32", state_argnum=2, batch_argnums=1,
-            batch_sharding=P("data") if how == "set_mesh" else NamedSharding(mesh, P("data")),
+            loss, scaling, has_aux=True, policy="c=f32", state_argnum=2,
+            batch=jmpx.Batch(argnums=1, sharding=sharding),
         )(params, x, state, offset=offset, name="text")  # fmt: skip
         (value, (state, aux)), scaling, finite, grads = found
         assert aux["text"] == "aux" and aux["h"].shape == (4, 6, 3)
@@ -259,7 +263,11 @@ def test_micro_batches_keep_their_examples_split(rng):
 
     def run(w, x):
         found = jmpx.filter_value_and_grad(
-            loss, jmpx.NoOpLossScale(), has_aux=True, policy="c=f32", microbatches=3
+            loss,
+            jmpx.NoOpLossScale(),
+            has_aux=True,
+            policy="c=f32",
+            batch=jmpx.Batch(microbatches=3),
         )(w, x)
         return found.value[1], found.grads
 
@@ -281,13 +289,14 @@ def reports(params, x):
         return jmpx.filter_grad(loss, jmpx.NoOpLossScale(), policy="c=bf16", **options)(params, x)
 
     step = lambda params, x: run(params, x).grads  # noqa: E731
-    groups = lambda params, x: run(params, x, batch_sharding=P("data")).grads  # noqa: E731
+    over_data = jmpx.Batch(sharding=P("data"))
+    groups = lambda params, x: run(params, x, batch=over_data).grads  # noqa: E731
     divided = lambda params, x: jnp.mean(x @ params / 0.0)  # noqa: E731
     return [
-        *(str(jmpx.ranges(func)(params, x)) for func in (step, groups)),
-        str(jmpx.first_nonfinite(divided)(params, x)),
-        *(str(jmpx.audit(func)(params, x)).splitlines()[2:4] for func in (step, groups)),
-        str(jmpx.wire(jax.jit(groups).lower(params, x).compile())),
+        *(str(jmpx.inspect.ranges(func)(params, x)) for func in (step, groups)),
+        str(jmpx.inspect.first_nonfinite(divided)(params, x)),
+        *(str(jmpx.inspect.audit(func)(params, x)).splitlines()[2:4] for func in (step, groups)),
+        str(jmpx.inspect.collectives(jax.jit(groups).lower(params, x).compile())),
     ]
 
 

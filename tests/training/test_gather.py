@@ -1,4 +1,4 @@
-"""`jmpx.gather`: parameters gathered in the compute dtype, gradients summed in the reduce one."""
+"""`gather`: parameters gathered in the compute dtype, gradients summed in the reduce one."""
 
 import re
 
@@ -62,8 +62,8 @@ reference = jax.jit(jax.vmap(jax.value_and_grad(loss_fn), in_axes=(None, 0)))
 
 def gathered_loss(policy, loss=loss_fn, axis_name=AXIS):
     def run(params, x):
-        whole = jmpx.gather(params, axis_name, policy, axis=AXES)
-        return loss(jmpx.cast_to_float32(whole), x)
+        whole = jmpx.distributed.gather(params, axis_name, policy, axis=AXES)
+        return loss(jmpx.cast_to_full(whole), x)
 
     return run
 
@@ -113,7 +113,7 @@ def test_in_float32_it_is_all_gather_bit_for_bit(how, axis, rng):
     w, x = normal(rng, DEVICES, 16, 16), normal(rng, DEVICES, 16 * (DEVICES if axis else 1), 3)
 
     def ours(w, x):
-        return loss(jmpx.gather(w, AXIS, "full", axis=axis), x)
+        return loss(jmpx.distributed.gather(w, AXIS, "full", axis=axis), x)
 
     def plain(w, x):
         return loss(jax.lax.all_gather(w, AXIS, axis=axis % 2, tiled=True), x)
@@ -124,7 +124,7 @@ def test_in_float32_it_is_all_gather_bit_for_bit(how, axis, rng):
 
 @pytest.mark.parametrize("how", MAPS)
 def test_a_float16_sum_overflows_only_where_the_mean_does(how, rng):
-    run = lambda w, t: (jmpx.gather(w, AXIS, "c=f32,r=f16") * t).sum()  # noqa: E731
+    run = lambda w, t: (jmpx.distributed.gather(w, AXIS, "c=f32,r=f16") * t).sum()  # noqa: E731
     cotangents = jnp.asarray(rng.uniform(3e4, 6e4, (DEVICES, 2 * DEVICES)), jnp.float32)
     step = mapped(jax.grad(run), how)
     grads = step(jnp.ones((DEVICES, 2)), cotangents)
@@ -137,7 +137,7 @@ def test_a_float16_sum_overflows_only_where_the_mean_does(how, rng):
 @pytest.mark.parametrize("reduce", [None, "bfloat16", "float16"])
 def test_only_a_float16_sum_is_divided_and_multiplied_in_float32(reduce, rng):
     policy = with_reduce("float16", reduce)
-    run = lambda w, t: (jmpx.gather(w, AXIS, policy).astype(t.dtype) * t).sum()  # noqa: E731
+    run = lambda w, t: (jmpx.distributed.gather(w, AXIS, policy).astype(t.dtype) * t).sum()  # noqa: E731
     w, t = normal(rng, DEVICES, 2), normal(rng, DEVICES, 2 * DEVICES)
     text = mapped(jax.grad(run), "shard_map").lower(w, t).as_text()
     in_float32 = ["f32"] if reduce == "float16" else []
@@ -164,7 +164,7 @@ def test_the_dtypes_of_gathers_and_reductions(how, reduce, compute, rng):
 
 @pytest.mark.parametrize("reduce", [None, "bfloat16", "float16"])
 def test_the_dtype_of_the_sum_of_a_vmap(reduce, rng):
-    run = lambda w, t: (jmpx.gather(w, AXIS, with_reduce("f32", reduce)) * t).sum()  # noqa: E731
+    run = lambda w, t: (jmpx.distributed.gather(w, AXIS, with_reduce("f32", reduce)) * t).sum()  # noqa: E731
     w, t = normal(rng, DEVICES, 2, 3), normal(rng, DEVICES, 2 * DEVICES, 3)
     jaxpr = jax.make_jaxpr(jax.vmap(jax.grad(run), axis_name=AXIS))(w, t)
     sums = [e.invars[0].aval for e in equations(jaxpr) if e.primitive.name == "reduce_sum"]
@@ -177,7 +177,7 @@ def test_the_dtype_of_the_sum_of_a_vmap(reduce, rng):
 def test_gradients_come_in_the_dtype_that_is_stored(compute, stored, rng):
     with enable_x64():
         w = jnp.asarray(rng.normal(size=(DEVICES, 2)), stored)
-        run = lambda w: jmpx.gather(w, AXIS, f"c={compute}").sum()  # noqa: E731
+        run = lambda w: jmpx.distributed.gather(w, AXIS, f"c={compute}").sum()  # noqa: E731
         step = mapped(jax.value_and_grad(run), "shard_map")
         text, (_, grads) = step.lower(w).as_text(), step(w)
         assert dtypes_of(text, "all_gather") == {BITS[compute]}
@@ -191,7 +191,7 @@ def test_a_whole_leaf_that_jax_knows_to_be_equal_is_summed_in_the_reduce_dtype(r
     mesh = Mesh(jax.devices()[:DEVICES], AXIS)
 
     def run(b, x):
-        whole = jmpx.gather({"b": b}, AXIS, with_reduce("bfloat16", reduce), axis=None)
+        whole = jmpx.distributed.gather({"b": b}, AXIS, with_reduce("bfloat16", reduce), axis=None)
         return jax.lax.pmean(jnp.sum(whole["b"].astype(jnp.float32) * x), AXIS)
 
     specs = {"in_specs": (P(), P(AXIS)), "out_specs": P()}
@@ -205,7 +205,7 @@ def test_a_whole_leaf_that_jax_knows_to_be_equal_is_summed_in_the_reduce_dtype(r
 
 
 def square(w):
-    return jnp.sum(jmpx.gather(w, AXIS, "c=bf16,r=f32").astype(jnp.float32) ** 2)
+    return jnp.sum(jmpx.distributed.gather(w, AXIS, "c=bf16,r=f32").astype(jnp.float32) ** 2)
 
 
 def by_scan(w):
@@ -253,7 +253,7 @@ def test_tangents_go_forward(how, rng):
 @pytest.mark.parametrize(("wrap", "gathers"), [(lambda f: f, 1), (jax.checkpoint, 2)])
 def test_a_checkpoint_gathers_again_in_the_backward_pass(wrap, gathers, rng):
     """Then no whole parameter is kept between the passes, as ZeRO-3 has it."""
-    block = lambda w, x: jnp.tanh(x @ jmpx.gather(w, AXIS, "c=bf16").astype(x.dtype))  # noqa: E731
+    block = lambda w, x: jnp.tanh(x @ jmpx.distributed.gather(w, AXIS, "c=bf16").astype(x.dtype))  # noqa: E731
 
     def loss(w, x):
         return jnp.sum(wrap(block)(w, wrap(block)(w, x)) ** 2)
@@ -270,7 +270,7 @@ def test_over_several_axes(how, rng):
     names = ("slow", "fast")
 
     def run(w, x):
-        return jnp.sum(jnp.tanh(x @ jmpx.gather(w, names, "c=f32,r=f16")))
+        return jnp.sum(jnp.tanh(x @ jmpx.distributed.gather(w, names, "c=f32,r=f16")))
 
     grads = mapped(jax.grad(run), how, names)(w, x)
     whole = w.reshape(2 * DEVICES, 3)

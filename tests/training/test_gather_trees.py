@@ -1,4 +1,4 @@
-"""`jmpx.gather`: which trees it takes, what it refuses, how it stands with what casts around it."""
+"""`gather`: which trees it takes, what it refuses, how it stands with what casts around it."""
 
 import dataclasses
 from typing import Any
@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jmpx
 import jmpx.equinox
+import jmpx.mpx as mpx
 
 AXIS, DEVICES = "data", 8
 SPLIT = P(AXIS)
@@ -50,7 +51,7 @@ def test_every_kind_of_leaf(rng, key):
             "call": jnp.tanh,
             "text": np.array(["a"]),
         }
-        out = jmpx.gather(tree, AXIS, "c=bf16")
+        out = jmpx.distributed.gather(tree, AXIS, "c=bf16")
         assert all(out[name] is tree[name] for name in ("rate", "name", "call", "text", "key"))
         assert out["none"] is None and out["count"] == 3
         seen.append({name: out[name].dtype.name for name in ("w", "n", "flags", "z")})
@@ -71,8 +72,8 @@ def test_complex_and_integer_leaves_do_not_stop_gradients(rng):
     n = jnp.arange(2 * DEVICES).reshape(DEVICES, 2)
 
     def run(z, n):
-        loss = lambda z: jnp.abs(jmpx.gather(z, AXIS, "c=bf16")).sum()  # noqa: E731
-        whole, back = jax.vjp(lambda n: jmpx.gather(n, AXIS, "c=bf16"), n)
+        loss = lambda z: jnp.abs(jmpx.distributed.gather(z, AXIS, "c=bf16")).sum()  # noqa: E731
+        whole, back = jax.vjp(lambda n: jmpx.distributed.gather(n, AXIS, "c=bf16"), n)
         assert back(np.zeros(whole.shape, jax.dtypes.float0))[0].dtype == jax.dtypes.float0
         return jax.grad(loss)(z)
 
@@ -87,11 +88,11 @@ def test_an_equinox_module(rng, key):
     x = normal(rng, 8)
 
     def run(parts):
-        whole = jmpx.gather(eqx.combine(parts, static), AXIS, "c=bf16")
+        whole = jmpx.distributed.gather(eqx.combine(parts, static), AXIS, "c=bf16")
         assert whole.activation is model.activation
         return whole(x.astype(jnp.bfloat16))
 
-    expected = jmpx.cast_to_bfloat16(model)(x.astype(jnp.bfloat16))
+    expected = jmpx.cast_tree(model, jnp.bfloat16)(x.astype(jnp.bfloat16))
     np.testing.assert_allclose(over_vmap(run, parts)[3], expected, atol=0.02)
 
 
@@ -120,10 +121,10 @@ def test_an_nnx_module(of):
     def run(parts):
         model = nnx.merge(graph, parts, others)
         if of == "the module":
-            whole = jmpx.gather(model, AXIS, "c=bf16")
+            whole = jmpx.distributed.gather(model, AXIS, "c=bf16")
             assert whole.mean is model.mean
         else:
-            whole = nnx.merge(graph, jmpx.gather(nnx.state(model), AXIS, "c=bf16"))
+            whole = nnx.merge(graph, jmpx.distributed.gather(nnx.state(model), AXIS, "c=bf16"))
         return whole.linear.kernel[...], whole.mean[...]
 
     kernel, mean = over_vmap(run, parts)
@@ -138,8 +139,8 @@ def test_statistics_of_an_nnx_module_are_updated(rng):
 
     def run(parts):
         model = nnx.merge(graph, parts, jax.tree.map(jnp.copy, others))  # of this trace
-        loss = lambda model, x: jnp.mean(jmpx.gather(model, AXIS, "full")(x) ** 2)  # noqa: E731
-        options = {"policy": "full", "axis_name": AXIS, "sharded": True}
+        loss = lambda model, x: jnp.mean(jmpx.distributed.gather(model, AXIS, "full")(x) ** 2)  # noqa: E731
+        options = {"policy": "full", "over": jmpx.Over(AXIS, sharded=True)}
         grads = jmpx.filter_grad(loss, jmpx.NoOpLossScale(), **options)(model, x).grads
         return model.mean[...], grads["linear"]["kernel"][...]
 
@@ -163,7 +164,7 @@ def test_haiku_parameters_with_a_tree_of_axes(rng, key):
     specs = {"linear": {"w": P(None, AXIS), "b": P(AXIS)}, "linear_1": P()}
 
     def run(params):
-        return net.apply(jmpx.gather(params, AXIS, "full", axis=axes), x)
+        return net.apply(jmpx.distributed.gather(params, AXIS, "full", axis=axes), x)
 
     result = over_shard_map(run, params, in_specs=(specs,))
     np.testing.assert_allclose(result, np.tile(net.apply(params, x), (DEVICES, 1)), rtol=1e-5)
@@ -182,7 +183,7 @@ def test_the_cast_is_the_one_of_the_policy(rng):
 
     def run(w):
         def loss(w):
-            whole = jmpx.gather(w, AXIS, policy)
+            whole = jmpx.distributed.gather(w, AXIS, policy)
             return whole.astype(jnp.float32).sum(), whole
 
         return jax.grad(loss, has_aux=True)(w)
@@ -243,7 +244,7 @@ REFUSED = {
 def test_one_sentence_says_what_is_wrong(over, name):
     options, kind, match = REFUSED[name]
     options = {"axis_name": AXIS, "policy": "c=bf16", "axis": AXES, **options}
-    run = lambda x: jmpx.gather(TREE, **options) and x  # noqa: E731
+    run = lambda x: jmpx.distributed.gather(TREE, **options) and x  # noqa: E731
     with pytest.raises(kind, match=match) as error:
         over(run, jnp.ones(DEVICES)) if over is over_vmap else over(
             run, jnp.ones(DEVICES), check_vma=False
@@ -253,11 +254,11 @@ def test_one_sentence_says_what_is_wrong(over, name):
 
 def test_outside_of_a_map():
     with pytest.raises(ValueError, match="mapped axis 'data': call this inside of jax.shard_map"):
-        jmpx.gather(TREE, AXIS, "c=bf16", axis=AXES)
+        jmpx.distributed.gather(TREE, AXIS, "c=bf16", axis=AXES)
 
 
 def test_the_nearest_axis_of_the_mesh_is_suggested():
-    run = lambda w: jmpx.gather(w, "daat", "c=bf16")  # noqa: E731
+    run = lambda w: jmpx.distributed.gather(w, "daat", "c=bf16")  # noqa: E731
     with pytest.raises(ValueError, match=r"of the mesh here are \['data'\]; did you mean 'data'\?"):
         over_shard_map(run, jnp.ones(DEVICES))
 
@@ -265,7 +266,7 @@ def test_the_nearest_axis_of_the_mesh_is_suggested():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
 def test_an_array_that_jax_knows_to_be_equal_is_refused(dtype):
     def run(x, w):
-        return jmpx.gather({"w": w}, AXIS, "c=bf16")["w"] * 0 + 1
+        return jmpx.distributed.gather({"w": w}, AXIS, "c=bf16")["w"] * 0 + 1
 
     arrays, specs = (jnp.ones(DEVICES), jnp.ones(4, dtype)), (P(AXIS), P())
     match = rf"Cannot gather tree\['w'\], {jnp.dtype(dtype).name}\[4\], over the mapped axis 'data'"
@@ -279,12 +280,12 @@ def test_an_array_that_jax_knows_to_be_equal_is_refused(dtype):
 
 
 def loss_fn(w, x):
-    return jmpx.gather(w, AXIS, "c=f32").sum() * x.astype(jnp.float32).sum()
+    return jmpx.distributed.gather(w, AXIS, "c=f32").sum() * x.astype(jnp.float32).sum()
 
 
 def gradient(w, x, **options):
     # Float16 without a loss scale would be another warning.
-    return jmpx.filter_grad(loss_fn, jmpx.StaticLossScale(1), **options)(w, x).grads
+    return mpx.filter_grad(loss_fn, jmpx.StaticLossScale(1), **options)(w, x).grads
 
 
 W, X = jnp.full((DEVICES, 1), ROUNDED, jnp.float32), jnp.full((DEVICES, 1), ROUNDED, jnp.float32)
@@ -292,7 +293,9 @@ W, X = jnp.full((DEVICES, 1), ROUNDED, jnp.float32), jnp.full((DEVICES, 1), ROUN
 
 @pytest.mark.parametrize("policy", ["c=bf16", "half", None, "16-mixed"])
 def test_parameters_that_are_rounded_before_warn_once(policy):
-    with warns_once(__file__, "cast its arguments to 16 bits before jmpx.gather inside of it"):
+    with warns_once(
+        __file__, "cast its arguments to 16 bits before jmpx.distributed.gather inside of it"
+    ):
         over_vmap(lambda w, x: gradient(w, x, policy=policy), W, X)
 
 
@@ -300,7 +303,7 @@ def test_parameters_that_are_rounded_before_warn_once(policy):
     "options",
     [
         {"policy": "full"},
-        {"policy": "c=bf16", "uncast_argnums": 0},
+        {"policy": "c=bf16", "uncast": 0},
         {"policy": "c=bf16; Head: full"},  # a policy map: the gather counts as what casts
         {"policy": "c=bf16", "use_mixed_precision": False},
     ],
@@ -308,13 +311,13 @@ def test_parameters_that_are_rounded_before_warn_once(policy):
 )
 def test_the_remedies_are_silent_and_right(options):
     grads = over_vmap(lambda w, x: gradient(w, x, **options), W, X)
-    x = X.astype(jnp.bfloat16) if "uncast_argnums" in options else X
+    x = X.astype(jnp.bfloat16) if "uncast" in options else X
     np.testing.assert_array_equal(grads, np.full((DEVICES, 1), x.astype(np.float32).sum()))
 
 
 def test_a_tree_without_floats_casts_nothing():
     def run(x):
-        loss = lambda x: x.sum() + jmpx.gather(jnp.arange(2), AXIS, "c=f32").sum()  # noqa: E731
+        loss = lambda x: x.sum() + jmpx.distributed.gather(jnp.arange(2), AXIS, "c=f32").sum()  # noqa: E731
         return jmpx.filter_grad(loss, jmpx.NoOpLossScale(), policy="c=bf16")(x).grads
 
     with jax.numpy_dtype_promotion("standard"):
@@ -324,7 +327,7 @@ def test_a_tree_without_floats_casts_nothing():
 @pytest.mark.parametrize("reduce", ["float32", "bfloat16", "float16"])
 def test_an_autocast_around_keeps_the_dtypes(reduce, rng):
     policy = f"c=bf16,r={reduce}"
-    plain = lambda w, x: jnp.sum(x @ jmpx.gather(w, AXIS, policy).astype(x.dtype))  # noqa: E731
+    plain = lambda w, x: jnp.sum(x @ jmpx.distributed.gather(w, AXIS, policy).astype(x.dtype))  # noqa: E731
     w, x = normal(rng, DEVICES, 2, 3), normal(rng, DEVICES, 5, 2 * DEVICES)
 
     def run(w, x):

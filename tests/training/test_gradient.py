@@ -12,6 +12,7 @@ from helpers.jaxprs import equations
 from helpers.training import LOSS_SCALES, POLICIES, by_hand, loss_fn, make_params
 
 import jmpx
+import jmpx.mpx as mpx
 
 
 @pytest.mark.sampled(5)
@@ -244,7 +245,7 @@ def test_without_mixed_precision_it_is_the_plain_gradient(rng):
         return (params["w"] * jnp.float32(jnp.inf)).sum().astype(jnp.bfloat16) + params["b"].sum()
 
     scaling = jmpx.DynamicLossScale()
-    value, new_scaling, finite, grads = jmpx.filter_value_and_grad(
+    value, new_scaling, finite, grads = mpx.filter_value_and_grad(
         loss_fn, scaling, use_mixed_precision=False
     )(params)
     assert new_scaling is scaling and bool(finite)

@@ -48,7 +48,7 @@ def test_value_and_gradients_are_the_mean_over_an_axis(how, kind, rng):
 
     def run(params, shard):
         return jmpx.filter_value_and_grad(
-            loss_fn, LOSS_SCALES[kind](), policy="c=f16", axis_name="data"
+            loss_fn, LOSS_SCALES[kind](), policy="c=f16", over=jmpx.Over("data")
         )(params, shard)
 
     value, scaling, finite, grads = replicate(run, how, params, batch)
@@ -86,7 +86,10 @@ def test_the_mean_is_taken_in_float32_to_the_bit(how, rng):
 
     def run(params, shard):
         return jmpx.filter_value_and_grad(
-            lambda p, x: (p["w"] * x).sum(), jmpx.NoOpLossScale(), policy="c=f16", axis_name="data"
+            lambda p, x: (p["w"] * x).sum(),
+            jmpx.NoOpLossScale(),
+            policy="c=f16",
+            over=jmpx.Over("data"),
         )(params, shard)
 
     value, _, _, grads = replicate(run, how, params, batch)
@@ -105,7 +108,7 @@ def test_all_replicas_take_the_decision_of_the_one_that_overflowed(how, rng):
             lambda p, x: (x @ p["w"]).sum(),
             jmpx.DynamicLossScale(4.0),
             policy="c=f16",
-            axis_name="data",
+            over=jmpx.Over("data"),
         )(params, shard)
         return finite, jmpx.all_finite(grads), scaling.loss_scale, scaling.counter
 
@@ -122,7 +125,7 @@ def test_the_only_reduction_is_in_float32(vma, rng):
 
     def run(params, shard):
         return jmpx.filter_value_and_grad(
-            loss_fn, jmpx.DynamicLossScale(), policy="c=f16", axis_name="data"
+            loss_fn, jmpx.DynamicLossScale(), policy="c=f16", over=jmpx.Over("data")
         )(params, shard)
 
     mapped = jax.shard_map(

@@ -12,6 +12,7 @@ from helpers.jaxprs import equations
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jmpx
+import jmpx.mpx as mpx
 
 NOOP = jmpx.NoOpLossScale()
 # What a product has to which jmpx gives no algorithm, so that its transposed products get none.
@@ -116,7 +117,9 @@ def test_float32_products_in_a_function_of_16_bits(rng):
 @pytest.mark.parametrize("has_axis", [False, True])
 def test_a_dot_algorithm_in_float32(has_axis, rng):
     policy = "c=f32,m=bf16_bf16_f32_x3"
-    grad_fn = jmpx.filter_grad(loss, NOOP, policy=policy, axis_name="data" if has_axis else None)
+    grad_fn = jmpx.filter_grad(
+        loss, NOOP, policy=policy, over=jmpx.Over("data") if has_axis else None
+    )
     run = lambda params, x: grad_fn(params, x).grads  # noqa: E731
     params, x = make_args(rng)
     if has_axis:
@@ -168,7 +171,7 @@ def test_a_policy_without_matmul_inherits_that_of_its_surroundings(rng):
     ids=str,
 )
 def test_where_it_is_unset_or_unused(options, rng):
-    found = products(jmpx.filter_grad(loss, NOOP, **options), *make_args(rng))
+    found = products(mpx.filter_grad(loss, NOOP, **options), *make_args(rng))
     assert found and all(precision == {"DEFAULT"} for _, precision in found)
 
 

@@ -15,6 +15,7 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
+import jmpx.mpx as mpx
 
 NO_SCALE = "computes in float16 without a loss scale, .* jmpx.DynamicLossScale.. "
 NO_FLOAT16 = "has a dynamic loss scale, and nothing in it runs in float16: "
@@ -66,14 +67,14 @@ def test_maps_that_compute_in_float16(policy, arguments):
 @pytest.mark.parametrize("policy", ["c=bf16", "full", "params=f16,c=f32,o=f16"])
 def test_other_policies_need_no_scale(policy, arguments):
     jmpx.filter_grad(loss_fn, NOOP, policy=policy)(*arguments)
-    off = jmpx.filter_grad(loss_fn, NOOP, use_mixed_precision=False, policy="c=f16")
+    off = mpx.filter_grad(loss_fn, NOOP, use_mixed_precision=False, policy="c=f16")
     off(*arguments)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_dynamic_scale_where_nothing_casts(microbatches, wrap, arguments):
-    options = {"policy": "full", "microbatches": microbatches}
+    options = {"policy": "full", "batch": jmpx.Batch(microbatches=microbatches)}
 
     def loss(w, x):
         return loss_fn(w, x)
@@ -102,7 +103,7 @@ CASTS = {
     "by hand in a scan": lambda w, x: jax.lax.scan(lambda c, x: (c, by_hand(w, x)), 0, x[None])[1][
         0
     ],
-    "cast_function": lambda w, x: jmpx.cast_function(loss_fn, jnp.float16, jnp.float32)(w, x),
+    "cast_function": lambda w, x: jmpx.mpx.cast_function(loss_fn, jnp.float16, jnp.float32)(w, x),
     "autocast": lambda w, x: loss_fn(*jmpx.autocast(lambda w, x: (w * 1.0, x), "c=f16")(w, x)),
     "equinox": lambda w, x: jnp.mean(jax.vmap(jmpx.equinox.with_policies(w, "c=f16,o=f32"))(x)),
     "nnx": lambda w, x: jnp.mean(jmpx.flax.with_policies(w, "c=f16,o=f32")(x)),
@@ -127,7 +128,7 @@ def test_whatever_casts_inside_is_seen(name, arguments, standard_promotion):
 
 
 def test_parameters_in_16_bits_are_seen(arguments):
-    w, x = jmpx.cast_to_float16(arguments)
+    w, x = jmpx.cast_tree(arguments, jnp.float16)
     jmpx.filter_grad(lambda w, x: loss_fn(w, x), dynamic(), policy="full")(w, x)
 
 

@@ -1,4 +1,4 @@
-"""Which collectives XLA's partitioner makes of `batch_sharding`, and in which dtypes."""
+"""Which collectives XLA's partitioner makes of groups, and in which dtypes."""
 
 import collections
 import functools
@@ -70,7 +70,7 @@ def by_autocast(rng):
 
 def by_function_cast(rng):
     params, apply = mlp(rng)
-    cast = jmpx.cast_function(apply, jnp.bfloat16)
+    cast = jmpx.mpx.cast_function(apply, jnp.bfloat16)
     return params, lambda p, x: mean_square(cast(p, x)), "full"
 
 
@@ -131,13 +131,15 @@ def plain(loss, policy):
 
 def groups(loss, policy):
     scaling, sharding = jmpx.DynamicLossScale(2.0**8), NamedSharding(make_mesh(8), P("data"))
-    return jmpx.filter_value_and_grad(loss, scaling, policy=policy, batch_sharding=sharding)
+    return jmpx.filter_value_and_grad(
+        loss, scaling, policy=policy, batch=jmpx.Batch(sharding=sharding)
+    )
 
 
 def by_hand(loss, policy):
     """Groups that the user makes, of a gradient function with a mapped axis."""
     scaling = jmpx.DynamicLossScale(2.0**8)
-    grad_fn = jmpx.filter_value_and_grad(loss, scaling, policy=policy, axis_name="group")
+    grad_fn = jmpx.filter_value_and_grad(loss, scaling, policy=policy, over=jmpx.Over("group"))
 
     def run(params, x):
         parts = x.reshape(8, -1, SIZE)
@@ -152,7 +154,7 @@ def by_hand(loss, policy):
             axis_name="group",
             spmd_axis_name="data",
         )
-        return jmpx.ValueAndGradients(*mapped(params, parts))
+        return jmpx.types.ValueAndGradients(*mapped(params, parts))
 
     return run
 

@@ -1,4 +1,4 @@
-"""Model state under `batch_sharding`: averaged over groups, kept, or refused."""
+"""Model state of groups: averaged over groups, kept, or refused."""
 
 from typing import Any
 
@@ -106,8 +106,10 @@ def test_statistics_and_random_streams_of_nnx(microbatches, rng):
     with jax.numpy_dtype_promotion("standard"):
         loss = lambda model, x: (model(x).astype(jnp.float32) ** 2).mean()  # noqa: E731
         models = [Net(nnx.Rngs(0)) for _ in range(5)]
-        result = nnx.jit(value_and_grad(loss, 4, microbatches=microbatches))(models[0], x)
-        options = {"policy": "c=f32", "microbatches": microbatches}
+        result = nnx.jit(value_and_grad(loss, 4, batch={"microbatches": microbatches}))(
+            models[0], x
+        )
+        options = {"policy": "c=f32", "batch": jmpx.Batch(microbatches=microbatches)}
         alone = nnx.jit(jmpx.filter_value_and_grad(loss, jmpx.NoOpLossScale(), **options))
         each = [alone(m, part) for m, part in zip(models[1:], x.reshape(4, 6, 6), strict=True)]
     mean = lambda *xs: np.mean(np.stack(xs).astype(np.float64), 0)  # noqa: E731

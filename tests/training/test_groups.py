@@ -1,4 +1,4 @@
-"""`batch_sharding`: gradients of groups of examples under `jax.jit`, averaged by the policy."""
+"""A batch's sharding: gradients of groups of examples under `jax.jit`, averaged by the policy."""
 
 import collections
 import contextlib
@@ -51,7 +51,7 @@ def test_values_against_float64(mesh, scale, rng):
     sizes, spec = MESHES[mesh]
     params, x = make_params(rng), normal(rng, EXAMPLES, 6)
     sharding = NamedSharding(make_mesh(*sizes), spec)
-    result = jitted(batch_sharding=sharding, scaling=LOSS_SCALES[scale]())(params, x)
+    result = jitted(batch={"sharding": sharding}, scaling=LOSS_SCALES[scale]())(params, x)
     assert result.grads_finite and result.value.shape == ()
     assert_near(result, in_float64(params, x))
 
@@ -71,7 +71,7 @@ def test_sharded_parameters(how, shards, rng):
     args = jax.device_put(params, put), jax.device_put(x, NamedSharding(mesh, P("data")))
     with contextlib.nullcontext() if how == "named" else jax.set_mesh(mesh):
         sharding = NamedSharding(mesh, P("data")) if how == "named" else P("data")
-        result = jitted(batch_sharding=sharding)(*args)
+        result = jitted(batch={"sharding": sharding})(*args)
     assert_near(result, in_float64(params, x))
 
 
@@ -81,13 +81,14 @@ def test_an_explicit_mesh_through_auto_axes(how, rng):
     params, x = make_params(rng), normal(rng, EXAMPLES, 6)
     spec = P("data") if how == "spec" else NamedSharding(mesh, P("data"))
     with jax.set_mesh(mesh):
-        grad_fn = value_and_grad(batch_sharding=spec)
+        grad_fn = value_and_grad(batch={"sharding": spec})
         run = jax.sharding.auto_axes(
             lambda *args: tuple(grad_fn(*args))[::3], out_sharding=(P(), {"w": P(), "b": P()})
         )
         value, grads = jax.jit(run)(params, jax.device_put(x, NamedSharding(mesh, P("data"))))
     assert_near(
-        jmpx.ValueAndGradients(value, jmpx.NoOpLossScale(), value, grads), in_float64(params, x)
+        jmpx.types.ValueAndGradients(value, jmpx.NoOpLossScale(), value, grads),
+        in_float64(params, x),
     )
 
 
@@ -101,7 +102,7 @@ def test_which_arguments_are_split(argnums, rng):
         shapes.append((x.shape, y.shape, scale.shape))
         return loss_fn(params, x) + 0 * y.sum() * scale.sum()
 
-    grad_fn = value_and_grad(loss, batch_argnums=argnums)
+    grad_fn = value_and_grad(loss, batch={"argnums": argnums})
     assert_near(grad_fn(params, x, y, scale=jnp.ones(EXAMPLES)), in_float64(params, x))
     whole = argnums in (1, -2)
     assert shapes == [((3, 6), (EXAMPLES if whole else 3, 3), (EXAMPLES,))]
@@ -200,7 +201,7 @@ def test_aux_gets_an_axis_of_groups(rng):
     np.testing.assert_array_equal(aux.pop("same"), np.ones((8, 2)))
     assert aux == {"n": 3, "name": "aux", "none": None, "f": max}
     scaling, finite, grads, aux = jmpx.filter_grad(
-        loss, jmpx.NoOpLossScale(), True, batch_sharding=over(8)
+        loss, jmpx.NoOpLossScale(), True, batch=jmpx.Batch(sharding=over(8))
     )(params, x)
     assert aux["rows"].shape == (8, 3)
 

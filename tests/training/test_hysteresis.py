@@ -168,7 +168,7 @@ def test_leaves_and_configuration():
     assert jmpx.DynamicLossScale(2**15, 0, 2000, 2, 1.0, None, None, 3).hysteresis == 3
     for trip in (dataclasses.replace, lambda s: pickle.loads(pickle.dumps(s))):
         assert trip(loss_scale.adjust(False)) == loss_scale.adjust(False)
-    assert jmpx.DynamicLossScaling().hysteresis == 1
+    assert jmpx.mpx.DynamicLossScaling().hysteresis == 1
     assert repr(loss_scale).endswith("hysteresis=3)")
 
 

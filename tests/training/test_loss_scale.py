@@ -252,7 +252,7 @@ def test_adjust_refuses_other_flags(finite):
 def test_the_scale_is_a_strong_float32_whatever_it_was_given(dtype):
     for given_scale in (np.asarray(2**15, dtype), jnp.asarray(np.asarray(2**15, dtype))):
         loss_scale = jmpx.DynamicLossScale(given_scale)
-        for scale in (loss_scale, loss_scale.adjust(True), jmpx.cast_to_float16(loss_scale)):
+        for scale in (loss_scale, loss_scale.adjust(True), jmpx.cast_tree(loss_scale, jnp.float16)):
             assert scale.loss_scale.dtype == jnp.float32 and value(scale) == 2**15
             assert not jax.typeof(scale.loss_scale).weak_type
             assert scale.counter.dtype == jnp.int32

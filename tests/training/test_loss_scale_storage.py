@@ -35,7 +35,7 @@ def test_no_backend_starts_before_a_step_runs():
         import jax, numpy as np
         import jmpx
         scales = jmpx.DynamicLossScale(2.0**15), jmpx.DynamicLossScale(np.float16(8)), \
-            jmpx.DynamicLossScaling(2**15), jmpx.StaticLossScale(2.0**15), jmpx.NoOpLossScale()
+            jmpx.mpx.DynamicLossScaling(2**15), jmpx.StaticLossScale(2.0**15), jmpx.NoOpLossScale()
         for scale in scales:
             jmpx.filter_grad(lambda w: w.sum(), scale, policy="c=f16")
             jmpx.filter_value_and_grad(lambda w: w.sum(), scale, policy="c=bf16")

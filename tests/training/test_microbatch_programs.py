@@ -46,7 +46,9 @@ def assert_close(got, expected, tolerance=1e-6):
 
 def test_one_micro_batch_is_the_program_without(rng):
     params, x = make_params(rng), normal(rng, 8, 6)
-    without, one = (jax.make_jaxpr(gradients(**o))(params, x) for o in ({}, {"microbatches": 1}))
+    without, one = (
+        jax.make_jaxpr(gradients(**o))(params, x) for o in ({}, {"batch": jmpx.Batch()})
+    )
     assert str(without) == str(one)
     assert all(eqn.primitive.name != "scan" for eqn in equations(one.jaxpr))
 
@@ -62,7 +64,11 @@ def test_the_function_is_traced_once_and_no_longer_program_is_made_for_more(axis
 
     for count in 2, 16:
         grad_fn = filter_grad(
-            loss, NO_SCALE, policy="c=bf16", microbatches=count, axis_name=axis_name
+            loss,
+            NO_SCALE,
+            policy="c=bf16",
+            batch=jmpx.Batch(microbatches=count),
+            over=None if axis_name is None else jmpx.Over(axis_name),
         )
         lowered = jax.jit(on_shards(grad_fn, 1) if axis_name else grad_fn).lower(
             make_params(rng), normal(rng, 8 * count, 6)
@@ -83,7 +89,7 @@ def test_memory_of_activations_is_that_of_one():
         return jnp.mean(x**2)
 
     def temporary(count):
-        grad_fn = filter_grad(loss, NO_SCALE, policy="full", microbatches=count)
+        grad_fn = filter_grad(loss, NO_SCALE, policy="full", batch=jmpx.Batch(microbatches=count))
         analysis: Any = jax.jit(grad_fn).lower(w, x).compile().memory_analysis()
         return analysis.temp_size_in_bytes
 
@@ -97,15 +103,16 @@ def test_memory_of_activations_is_that_of_one():
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("reduce", ["f32", "bf16"])
-@pytest.mark.parametrize("how", ["shard_map", "shard_map without vma", "batch_sharding"])
+@pytest.mark.parametrize("how", ["shard_map", "shard_map without vma", "sharding"])
 def test_devices_are_averaged_once_and_outside_of_the_loop(how, reduce, rng):
     params, x = make_params(rng), normal(rng, 16, 6)
-    options = {"policy": f"c=bf16,r={reduce}", "microbatches": 2}
-    if how == "batch_sharding":
-        sharding = NamedSharding(mesh(4), PartitionSpec("data"))
-        grad_fn = filter_grad(loss_fn, NO_SCALE, batch_sharding=sharding, **options)
+    policy = f"c=bf16,r={reduce}"
+    if how == "sharding":
+        batch = jmpx.Batch(microbatches=2, sharding=NamedSharding(mesh(4), PartitionSpec("data")))
+        grad_fn = filter_grad(loss_fn, NO_SCALE, policy=policy, batch=batch)
     else:
-        grad_fn = filter_grad(loss_fn, NO_SCALE, axis_name="data", **options)
+        batch, over = jmpx.Batch(microbatches=2), jmpx.Over("data")
+        grad_fn = filter_grad(loss_fn, NO_SCALE, policy=policy, batch=batch, over=over)
         grad_fn = on_shards(grad_fn, 4, vma="without" not in how)
     lowered = jax.jit(grad_fn).lower(params, x)
     assert operations(lowered, in_loops=True).count("stablehlo.dot_general") >= 2
@@ -126,7 +133,8 @@ def test_devices_are_averaged_once_and_outside_of_the_loop(how, reduce, rng):
 @pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
 def test_maps_average_micro_batches_and_devices(how, rng):
     params, x = make_params(rng), normal(rng, 16, 6)
-    options = {"policy": "full", "microbatches": 2, "axis_name": None if how == "jit" else "data"}
+    options = {"policy": "full", "batch": jmpx.Batch(microbatches=2)}
+    options |= {} if how == "jit" else {"over": jmpx.Over("data")}
     run = filter_value_and_grad(loss_fn, jmpx.DynamicLossScale(2.0**10), **options)
     shards = x.reshape(4, 4, 6)
     if how == "jit":
@@ -164,8 +172,8 @@ def test_model_state_varies_over_devices_as_the_function_makes_it_vary(vma, kind
             NO_SCALE,
             has_aux=True,
             policy="full",
-            axis_name="data",
-            microbatches=2,
+            over=jmpx.Over("data"),
+            batch=jmpx.Batch(microbatches=2),
             state_argnum=2,
         )(params, x, state)
         return got.grads, got.aux["steps"], got.aux["mean"][None]
@@ -193,7 +201,7 @@ def test_model_state_varies_over_devices_as_the_function_makes_it_vary(vma, kind
 
 GATHERS = {
     "lax": lambda w: jax.lax.all_gather(w, "data", tiled=True),
-    "jmpx": lambda w: jmpx.gather(w, "data", "full"),
+    "jmpx": lambda w: jmpx.distributed.gather(w, "data", "full"),
 }
 
 
@@ -213,9 +221,8 @@ def test_shards_that_each_micro_batch_gathers_get_the_gradients_of_the_whole(
         lambda shard, x: loss(GATHERS[gather](shard), x),
         NO_SCALE,
         policy="full",
-        axis_name="data",
-        microbatches=2,
-        sharded=mask or None,
+        over=jmpx.Over("data", sharded=mask or None),
+        batch=jmpx.Batch(microbatches=2),
     )
     spec = PartitionSpec("data")
     mapped = jax.shard_map(
@@ -233,7 +240,7 @@ def test_shards_that_each_micro_batch_gathers_get_the_gradients_of_the_whole(
 @pytest.mark.thorough
 def test_other_transformations_go_through(rng):
     params, x = make_params(rng), normal(rng, 8, 6)
-    func = functools.partial(filter_grad, policy="full", microbatches=4)
+    func = functools.partial(filter_grad, policy="full", batch=jmpx.Batch(microbatches=4))
     plain = jax.jit(jax.grad(loss_fn))(params, x)
     assert_close(func(jax.checkpoint(loss_fn), NO_SCALE)(params, x).grads, plain)
     with jax.disable_jit():

@@ -12,6 +12,7 @@ from helpers.jaxprs import equations_of
 from helpers.training import LOSS_SCALES, loss_fn, make_params, value
 
 import jmpx
+import jmpx.mpx as mpx
 from jmpx._jaxpr import scan_counts
 
 TOLERANCE = {"f16": 5e-3, "bf16": 4e-2, "f32": 5e-6}  # against float64
@@ -48,7 +49,10 @@ def test_they_give_the_gradients_of_the_whole_batch(policy, kind, rng):
     for count in 1, 2, 3, 4, 8:
         got = jax.jit(
             filter_value_and_grad(
-                loss_fn, LOSS_SCALES[kind](), policy=f"c={policy}", microbatches=count
+                loss_fn,
+                LOSS_SCALES[kind](),
+                policy=f"c={policy}",
+                batch=jmpx.Batch(microbatches=count),
             )
         )(params, x)
         assert got.value.dtype == F32 and bool(got.grads_finite)
@@ -68,8 +72,11 @@ def test_their_gradients_are_summed_in_float32_and_rounded_once(params, options,
     x = np.ones((128, 3), np.float32)
     x[0] = 256
     x[:, 2] = rng.choice([0.5, 1, 2], 128)
-    grad_fn = filter_grad(
-        lambda w, x: jnp.mean(x.astype(F32) @ w.astype(F32)), NO_SCALE, microbatches=128, **options
+    grad_fn = mpx.filter_grad(
+        lambda w, x: jnp.mean(x.astype(F32) @ w.astype(F32)),
+        NO_SCALE,
+        batch=jmpx.Batch(microbatches=128),
+        **options,
     )
     grads = grad_fn(w, x).grads
     assert carries(grad_fn, w, x) == ["float32"]
@@ -84,7 +91,7 @@ def test_rounding_does_not_grow_with_their_number(rng):
     )
     each = jax.jit(jax.vmap(lambda x: grads_of()(w, x).grads))(x[:, None])
     exact = np.asarray(each, np.float64).mean(0)
-    together = jax.jit(grads_of(microbatches=512))(w, x).grads
+    together = jax.jit(grads_of(batch=jmpx.Batch(microbatches=512)))(w, x).grads
     assert np.linalg.norm(together - exact) < 1e-6 * np.linalg.norm(exact)
 
 
@@ -106,7 +113,7 @@ def test_wide_and_complex_parameters_keep_their_dtype(rng):
 
         options = {"policy": "c=f64"}
         whole = jax.jit(filter_grad(loss, NO_SCALE, **options))(params, x).grads
-        grad_fn = filter_grad(loss, NO_SCALE, **options, microbatches=4)
+        grad_fn = filter_grad(loss, NO_SCALE, **options, batch=jmpx.Batch(microbatches=4))
         parts = grad_fn(params, x).grads
         assert sorted(carries(grad_fn, params, x)) == ["complex128", "float32", "float64"]
         assert parts["count"] is None
@@ -125,7 +132,9 @@ def test_there_is_one_scale_one_flag_and_one_adjustment(where, bad, rng):
     if where is not None:
         x[2 * where] = bad
     scaling = jmpx.DynamicLossScale(2.0**10, counter=3)
-    got = filter_value_and_grad(loss_fn, scaling, policy="c=f16", microbatches=4)(params, x)
+    got = filter_value_and_grad(loss_fn, scaling, policy="c=f16", batch=jmpx.Batch(microbatches=4))(
+        params, x
+    )
     good = where is None
     assert bool(got.grads_finite) is good
     assert value(got.scaling) == (2.0**10 if good else 2.0**9)
@@ -135,7 +144,9 @@ def test_there_is_one_scale_one_flag_and_one_adjustment(where, bad, rng):
 
 def test_infinities_that_cancel_are_seen():
     x = jnp.array([1e30, -1e30, 0.0, 0.0])
-    grad_fn = filter_grad(lambda w, x: (w * x).mean(), NO_SCALE, policy="c=f16", microbatches=4)
+    grad_fn = filter_grad(
+        lambda w, x: (w * x).mean(), NO_SCALE, policy="c=f16", batch=jmpx.Batch(microbatches=4)
+    )
     assert not grad_fn(jnp.ones(()), x).grads_finite
 
 
@@ -157,7 +168,8 @@ def test_batches_may_be_nested_and_other_arguments_go_whole(argnums, as_array, r
     w, shift = normal(rng, 3), normal(rng)
     grad_fn = functools.partial(filter_value_and_grad, nested_loss, NO_SCALE, policy="full")
     whole = grad_fn()(w, batch, key, 0.5, shift=shift)
-    parts = grad_fn(microbatches=3, batch_argnums=argnums)(w, batch, key, 0.5, shift=shift)
+    split = jmpx.Batch(argnums=argnums, microbatches=3)
+    parts = grad_fn(batch=split)(w, batch, key, 0.5, shift=shift)
     np.testing.assert_allclose(parts.value, whole.value, rtol=1e-6)
     np.testing.assert_allclose(parts.grads, whole.grads, rtol=1e-5)
 
@@ -170,7 +182,9 @@ def test_a_key_for_each_example_is_split(key):
         draws = jax.random.uniform(keys) if not keys.ndim else jax.vmap(jax.random.uniform)(keys)
         return (w * draws).mean(), draws
 
-    grad_fn = filter_grad(loss, NO_SCALE, has_aux=True, policy="full", microbatches=2)
+    grad_fn = filter_grad(
+        loss, NO_SCALE, has_aux=True, policy="full", batch=jmpx.Batch(microbatches=2)
+    )
     keys = jax.random.split(key, 4)
     assert len(np.unique(grad_fn(jnp.ones(()), jnp.ones(4), key).aux)) == 1
     split = grad_fn(jnp.ones(()), jnp.ones(4), keys).aux
@@ -190,7 +204,9 @@ def test_aux_gets_a_leading_axis_and_other_leaves_stay(rng):
         }
 
     w, x = normal(rng, 3), normal(rng, 8, 3)
-    grad_fn = filter_grad(loss, NO_SCALE, has_aux=True, policy="full", microbatches=4)
+    grad_fn = filter_grad(
+        loss, NO_SCALE, has_aux=True, policy="full", batch=jmpx.Batch(microbatches=4)
+    )
     aux = grad_fn(w, x).aux
     hidden = loss(w, x)[1]["hidden"].reshape(4, 2)
     assert (aux["rate"], aux["name"], aux["none"]) == (0.5, "loss", None)
@@ -205,7 +221,7 @@ def test_casts_are_those_of_a_whole_batch(policy, rng):
     params, x = make_params(rng), normal(rng, 8, 6)
 
     def dtypes_of(count):
-        grad_fn = filter_grad(func, NO_SCALE, policy=policy, microbatches=count)
+        grad_fn = filter_grad(func, NO_SCALE, policy=policy, batch=jmpx.Batch(microbatches=count))
         return [
             (eqn.primitive.name, *(var.aval.dtype.name for var in eqn.invars))
             for eqn in equations_of(grad_fn, params, x)
@@ -222,18 +238,21 @@ def test_arguments_that_are_not_cast_are_split_too():
         return jnp.mean((w * x).astype(F32) - target)
 
     target = jnp.array([1e6, 2e6, 3e6, 4e6])  # beyond float16
-    for options in {"uncast_argnums": -1}, {"uncast_argnames": "target"}:
-        got = filter_value_and_grad(loss, NO_SCALE, policy="c=f16", microbatches=2, **options)(
-            jnp.ones(()), jnp.ones(4), target
-        )
+    for uncast in -1, "target":
+        got = filter_value_and_grad(
+            loss, NO_SCALE, policy="c=f16", batch=jmpx.Batch(microbatches=2), uncast=uncast
+        )(jnp.ones(()), jnp.ones(4), target)
         assert float(got.value) == 1 - 2.5e6 and float(got.grads) == 1
 
 
 def test_without_mixed_precision_the_gradient_is_the_plain_one(rng):
     params, x = make_params(rng), normal(rng, 8, 6)
     plain = jax.jit(jax.value_and_grad(loss_fn))(params, x)
-    loss, _, finite, grads = filter_value_and_grad(
-        loss_fn, jmpx.DynamicLossScale(), use_mixed_precision=False, microbatches=4
+    loss, _, finite, grads = mpx.filter_value_and_grad(
+        loss_fn,
+        jmpx.DynamicLossScale(),
+        use_mixed_precision=False,
+        batch=jmpx.Batch(microbatches=4),
     )(params, x)
     assert bool(finite)
     for got, expected in zip(jax.tree.leaves((loss, grads)), jax.tree.leaves(plain), strict=True):
@@ -262,7 +281,12 @@ def test_model_state_goes_from_one_to_the_next(aux, count, rng):
         return value, (new, *rest) if rest else new
 
     got = filter_grad(
-        loss, NO_SCALE, has_aux=True, policy="c=bf16", microbatches=count, state_argnum=2
+        loss,
+        NO_SCALE,
+        has_aux=True,
+        policy="c=bf16",
+        batch=jmpx.Batch(microbatches=count),
+        state_argnum=2,
     )(w, x, STATE).aux
     state, *rest = [got] if aux == "state" else got
     mean = np.zeros(3, np.float32)
@@ -280,7 +304,11 @@ ONES = np.ones((8, 3), np.float32)
 def run(count: Any = 4, argnums=None, args=(ONES,), loss=None, **options):
     loss = loss or (lambda w, x, *others: jnp.mean((x @ w) ** 2))
     grad_fn = filter_value_and_grad(
-        loss, NO_SCALE, policy="full", microbatches=count, batch_argnums=argnums, **options
+        loss,
+        NO_SCALE,
+        policy="full",
+        batch=jmpx.Batch(argnums=argnums, microbatches=count),
+        **options,
     )
     return grad_fn(jnp.ones(3), *args)
 

@@ -40,14 +40,14 @@ def test_it_counts_as_numpy_does(dtype, jit, rng):
         values = jax.lax.complex(*(rng.choice(choices, size=(7, 5)).astype("f4") for _ in "ab"))
     leaf = jnp.asarray(values, dtype)
     wide = np.asarray(leaf).astype(np.complex128 if dtype == np.complex64 else np.float64)
-    func = jax.jit(jmpx.nonfinite) if jit else jmpx.nonfinite
+    func = jax.jit(jmpx.inspect.nonfinite) if jit else jmpx.inspect.nonfinite
     found = func({"a": [jnp.ones(3, dtype), leaf]})
     assert counts_of(found) == {
         "['a'][0]": (0, 0),
         "['a'][1]": (np.isinf(wide).sum(), np.isnan(wide).sum()),
     }
     for counts in found.values():
-        assert isinstance(counts, jmpx.NonfiniteCounts)
+        assert isinstance(counts, jmpx.inspect.NonfiniteCounts)
         assert all(count.dtype == jnp.int32 and count.shape == () for count in counts)
 
 
@@ -56,9 +56,9 @@ def test_other_leaves_are_left_out_and_those_outside_of_jax_are_counted():
     tree = {"wide": wide, "f": 1.0, "nan": math.nan, "z": 2j, "n": 3, "key": jax.random.key(0)}
     tree |= {"text": np.array("x"), "call": print, "none": None, "ints": jnp.arange(2)}
     expected = {"['f']": (0, 0), "['nan']": (0, 1), "['wide']": (1, 1), "['z']": (0, 0)}
-    assert counts_of(jmpx.nonfinite(tree)) == expected
-    assert jmpx.nonfinite({"n": 1}) == jmpx.nonfinite(None) == {}
-    assert counts_of(jmpx.nonfinite(jnp.inf)) == {"": (1, 0)}
+    assert counts_of(jmpx.inspect.nonfinite(tree)) == expected
+    assert jmpx.inspect.nonfinite({"n": 1}) == jmpx.inspect.nonfinite(None) == {}
+    assert counts_of(jmpx.inspect.nonfinite(jnp.inf)) == {"": (1, 0)}
 
 
 LEAVES = st.lists(
@@ -70,23 +70,25 @@ LEAVES = st.lists(
 @settings(max_examples=40, deadline=None)
 @given(leaves=LEAVES)
 def test_it_agrees_with_all_finite(leaves):
-    counts = counts_of(jmpx.nonfinite(leaves))
+    counts = counts_of(jmpx.inspect.nonfinite(leaves))
     assert (sum(map(sum, counts.values())) == 0) == bool(jmpx.all_finite(leaves))
 
 
 def test_it_costs_two_reductions_a_leaf():
     tree = {str(i): jnp.ones(3, jnp.float16) for i in range(5)}
-    text = str(jax.make_jaxpr(jmpx.nonfinite)(tree))
+    text = str(jax.make_jaxpr(jmpx.inspect.nonfinite)(tree))
     assert len(re.findall(r"= reduce_sum\[", text)) == 10
     assert "callback" not in text
 
 
 def test_counts_do_not_wrap_around(monkeypatch):
     large = jax.ShapeDtypeStruct((2**16, 2**16), jnp.float16)  # too large to make
-    assert not re.search(r":i32\[\] = reduce_sum", str(jax.make_jaxpr(jmpx.nonfinite)([large])))
+    assert not re.search(
+        r":i32\[\] = reduce_sum", str(jax.make_jaxpr(jmpx.inspect.nonfinite)([large]))
+    )
     monkeypatch.setattr("jmpx._progress.LARGEST_COUNT", 200)
     tree = [jnp.full(200, jnp.nan), jnp.full(300, jnp.nan), jnp.ones(300).at[3].set(jnp.nan)]
-    nans = [int(counts.nan) for counts in jmpx.nonfinite(tree).values()]
+    nans = [int(counts.nan) for counts in jmpx.inspect.nonfinite(tree).values()]
     assert nans == [200, 73, 1]
 
 
@@ -100,7 +102,7 @@ def state_after(count, optimizer=None):
 
 def message(*args, **options):
     with pytest.raises(FloatingPointError) as error:
-        jmpx.check_progress(*args, **options)
+        jmpx.inspect.check_progress(*args, **options)
     text = str(error.value)
     assert "\n" not in text and text.endswith(".") and text.count(". ") == 0
     return text
@@ -108,8 +110,8 @@ def message(*args, **options):
 
 @pytest.mark.parametrize("most", [1, 2, 50, np.int64(7), 2**31 - 2])
 def test_one_more_step_than_the_limit_raises(most):
-    jmpx.check_progress(state_after(0), jmpx.NoOpLossScale(), max_consecutive=most)
-    jmpx.check_progress(state_after(most), jmpx.NoOpLossScale(), max_consecutive=most)
+    jmpx.inspect.check_progress(state_after(0), jmpx.NoOpLossScale(), max_consecutive=most)
+    jmpx.inspect.check_progress(state_after(most), jmpx.NoOpLossScale(), max_consecutive=most)
     text = message(state_after(most + 1), jmpx.NoOpLossScale(), max_consecutive=most)
     assert f"Skipped {most + 1} optimizer steps in a row, more than max_consecutive={most}," in text
 
@@ -118,7 +120,7 @@ def test_the_default_limit_lets_a_scale_of_2_to_the_24_fall():
     scaling, steps = jmpx.DynamicLossScale(2.0**24, hysteresis=4), 0
     while scaling.loss_scale != 1:
         scaling, steps = scaling.adjust(False), steps + 1
-    jmpx.check_progress(state_after(2 * steps - 10), scaling)
+    jmpx.inspect.check_progress(state_after(2 * steps - 10), scaling)
     assert "max_consecutive=50" in message(state_after(51), scaling)
 
 
@@ -221,7 +223,7 @@ def test_the_message_names_the_first_gradients_that_are_not_finite(rng):
     text = message(state_after(51), jmpx.NoOpLossScale(), {"a": grads["a"]})
     assert "scale, while the given gradients are finite: lower" in text
     # Gradients that are not finite are no error by themselves.
-    jmpx.check_progress(state_after(50), jmpx.NoOpLossScale(), grads)
+    jmpx.inspect.check_progress(state_after(50), jmpx.NoOpLossScale(), grads)
 
 
 # check_progress: where it finds states
@@ -262,7 +264,7 @@ STATES = {
 
 @pytest.mark.parametrize("name", STATES)
 def test_states_are_found_in_any_pytree(name):
-    jmpx.check_progress(STATES[name](3), jmpx.NoOpLossScale(), max_consecutive=3)
+    jmpx.inspect.check_progress(STATES[name](3), jmpx.NoOpLossScale(), max_consecutive=3)
     assert "Skipped 4" in message(STATES[name](4), jmpx.NoOpLossScale(), max_consecutive=3)
 
 
@@ -275,7 +277,7 @@ def test_states_on_several_devices(spec):
     state = inner(0)._replace(consecutive_skipped=jax.device_put(count, sharding))
     leaves = [jax.device_put(scale, sharding), jnp.int32(0)]
     scaling = jax.tree.unflatten(jax.tree.structure(jmpx.DynamicLossScale()), leaves)
-    jmpx.check_progress(state, scaling, max_consecutive=7)
+    jmpx.inspect.check_progress(state, scaling, max_consecutive=7)
     text = message(state, scaling, max_consecutive=6)
     lowest = 4 if spec == PartitionSpec() else 2
     expected = f"in a row, more than max_consecutive=6, with the loss scale at {lowest}, "
@@ -293,7 +295,7 @@ def test_it_computes_nothing_on_the_device():
     states = [(state_after(n), jax.device_put(jmpx.DynamicLossScale(2.0**8))) for n in (3, 4)]
     jax.clear_caches()  # so that any operation would be traced and compiled again
     events.clear()
-    jmpx.check_progress(*states[0], grads, max_consecutive=3)
+    jmpx.inspect.check_progress(*states[0], grads, max_consecutive=3)
     message(*states[1], max_consecutive=3)
     assert events == []
     message(*states[1], grads, max_consecutive=3)  # it looks at gradients for the error alone
@@ -354,7 +356,7 @@ def test_a_step_without_a_limit_lowers_as_before(skip, rng):
 )
 def test_bad_arguments(args, options, error, expected):
     with pytest.raises(error, match=expected) as caught:
-        jmpx.check_progress(*args, **options)
+        jmpx.inspect.check_progress(*args, **options)
     assert "\n" not in str(caught.value)
 
 
@@ -363,7 +365,7 @@ def test_it_is_refused_under_jit(traced):
     given = [inner(99), jax.device_put(jmpx.DynamicLossScale()), {"w": jnp.ones(2)}]
 
     def step(value):
-        jmpx.check_progress(*given[:traced], value, *given[traced + 1 :])
+        jmpx.inspect.check_progress(*given[:traced], value, *given[traced + 1 :])
 
     for transform in (jax.jit, lambda f: lambda x: jax.eval_shape(f, x)):
         with pytest.raises(TypeError, match="Cannot check progress where .* traced") as error:
@@ -400,7 +402,7 @@ def step(state, scaling, grads):
 for number in range(6):
     state, scaling = step(state, scaling, grads)
     try:
-        jmpx.check_progress(state, scaling, grads, max_consecutive=3)
+        jmpx.inspect.check_progress(state, scaling, grads, max_consecutive=3)
     except FloatingPointError as error:
         jax.block_until_ready(state)
         print(json.dumps([number, str(error)]))

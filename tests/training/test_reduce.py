@@ -15,6 +15,7 @@ from helpers.training import LOSS_SCALES, loss_fn, make_params
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jmpx
+import jmpx.mpx as mpx
 
 # JAX 0.10 announces the end of pmap with a DeprecationWarning.
 pytestmark = pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
@@ -59,7 +60,7 @@ def mapped(run, how, devices=DEVICES):
 
 def gradients(loss, scaling, how=AXIS, **options):
     """A function of parameters and inputs that returns a tuple, which `shard_map` can hand on."""
-    grad_fn = jmpx.filter_value_and_grad(loss, scaling, axis_name=axes_of(how), **options)
+    grad_fn = mpx.filter_value_and_grad(loss, scaling, over=jmpx.Over(axes_of(how)), **options)
     return lambda params, x: tuple(grad_fn(params, x))
 
 
@@ -328,7 +329,8 @@ def test_gradients_have_the_dtypes_of_parameters(reduce, stored, rng):
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_both_functions_with_and_without_aux(make, has_aux, rng):
     loss = (lambda p, x: (loss_fn(p, x), x.sum())) if has_aux else loss_fn
-    grad_fn = make(loss, jmpx.DynamicLossScale(), has_aux, policy="c=bf16,r=f16", axis_name=AXIS)
+    over = jmpx.Over(AXIS)
+    grad_fn = make(loss, jmpx.DynamicLossScale(), has_aux, policy="c=bf16,r=f16", over=over)
     args = make_params(rng), normal(rng, DEVICES, 2, 6)
     run = lambda params, x: grad_fn(params, x).grads  # noqa: E731
     assert set(all_reduces(mapped(run, "pmap").lower(*args).as_text())) == {"f16"}
@@ -364,7 +366,7 @@ def test_an_nnx_module(rng):
         model = nnx.merge(graphdef, params)
         loss = lambda model, x: (model(x).astype(jnp.float32) ** 2).mean()  # noqa: E731
         grad_fn = jmpx.filter_value_and_grad(
-            loss, jmpx.NoOpLossScale(), policy="c=bf16,o=f32,r=bf16", axis_name=AXIS
+            loss, jmpx.NoOpLossScale(), policy="c=bf16,o=f32,r=bf16", over=jmpx.Over(AXIS)
         )
         value, _, finite, grads = grad_fn(model, x)
         return value, finite, nnx.to_pure_dict(grads)
@@ -389,7 +391,7 @@ def test_an_nnx_module(rng):
 @pytest.mark.parametrize("policy", ["c=f32,r=bf16", "reduce=f16", "r=half", "r=f32; Linear?: full"])
 def test_without_an_axis_one_warning(make, policy):
     with warns_once(
-        __file__, "reduce=.* reduces nothing without axis_name or batch_sharding: give the name"
+        __file__, "reduce=.* reduces nothing without a mean over devices: give over=jmpx.Over"
     ):
         make(jnp.sum, jmpx.NoOpLossScale(), policy=policy)
 
@@ -414,7 +416,7 @@ def test_without_mixed_precision_it_is_the_plain_mean(how, rng):
     for name, grad in grads.items():
         np.testing.assert_allclose(grad[0], np.mean([g[name] for g in each], 0), atol=1e-6)
     # It reduces nothing in a dtype, and warns of nothing: nothing of the policy is used.
-    jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), False, False, policy="r=f16")
+    mpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), False, False, policy="r=f16")
 
 
 def test_float64_is_refused_without_x64(rng):

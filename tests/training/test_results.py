@@ -13,7 +13,8 @@ from helpers import assert_same_bits
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jmpx
-from jmpx import Gradients, GradientsAndAux, ValueAndGradients
+import jmpx.mpx as mpx
+from jmpx.types import Gradients, GradientsAndAux, ValueAndGradients
 
 MAKERS = {"value": jmpx.filter_value_and_grad, "grad": jmpx.filter_grad}
 FIELDS = {
@@ -39,7 +40,9 @@ def make_problem(rng):
 
 def make_grad_fn(name, has_aux, **options) -> Any:
     scaling = jmpx.DynamicLossScale(2.0**10)
-    return MAKERS[name](loss_and_aux if has_aux else loss_fn, scaling, has_aux, **options)
+    room = mpx if "use_mixed_precision" in options else jmpx
+    make = {"value": room.filter_value_and_grad, "grad": room.filter_grad}[name]
+    return make(loss_and_aux if has_aux else loss_fn, scaling, has_aux, **options)
 
 
 @pytest.mark.sampled(7)
@@ -99,7 +102,7 @@ def test_a_scan_carries_them(rng):
 def test_a_prefix_of_one_is_made_by_its_class(how, rng):
     params, x = make_problem(rng)
     scaling = jmpx.DynamicLossScale(2.0**10)
-    grad_fn = jmpx.filter_value_and_grad(loss_fn, scaling, policy="full", axis_name="data")
+    grad_fn = jmpx.filter_value_and_grad(loss_fn, scaling, policy="full", over=jmpx.Over("data"))
     if how == "shard_map":
         specs = ValueAndGradients(P(), P(), P(), {"w": P()})  # pyright: ignore[reportArgumentType]
         mesh = Mesh(jax.devices()[:4], "data")

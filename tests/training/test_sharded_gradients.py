@@ -50,7 +50,7 @@ def ring(w):
 # Ways to read a whole weight of shape (8, 3) from its shard of shape (2, 3).
 READS = {
     "gather": gather,
-    "jmpx.gather": lambda w: jmpx.gather(w, AXIS, "full"),
+    "jmpx.distributed.gather": lambda w: jmpx.distributed.gather(w, AXIS, "full"),
     "untiled": lambda w: jax.lax.all_gather(w, AXIS).reshape(8, 3),
     "over several axes": lambda w: jax.lax.all_gather(w, (AXIS,), tiled=True),
     "cast": lambda w: gather(w.astype(jnp.bfloat16)).astype(jnp.float32),
@@ -159,7 +159,9 @@ def test_where_nothing_is_tracked_a_gathered_parameter_has_to_be_told(how, optio
     message = r"whether the first argument's \['full'\]\['w'\] is a shard, .* over the axis 'data'"
     with pytest.raises(TypeError, match=message) as error:
         over_devices(gradients(loss_fn, **options), how, params, batch)
-    assert "say which parameters are shards by sharded=, or use" in str(error.value).split("\n")[0]
+    assert (
+        "parameters are shards by sharded= of jmpx.Over, or use" in str(error.value).split("\n")[0]
+    )
 
 
 @pytest.mark.parametrize("read", [read for read in READS if read not in ("invariant", "joined")])
@@ -239,7 +241,7 @@ def test_what_may_be_both_is_refused_without_a_mask(name, rng):
     message = r"Cannot tell whether the first argument's \['full'\]\['w'\] is a shard or a replica"
     with pytest.raises(TypeError, match=message) as error:
         over_devices(gradients(loss_fn), "shard_map", params, batch)
-    remedy = 'by sharded= which parameters are shards, and "own" for a part that nobody gathers.'
+    remedy = 'of jmpx.Over which parameters are shards, and "own" for a part that nobody gathers.'
     assert remedy in str(error.value).split("\n")[0]
 
 
@@ -411,7 +413,7 @@ def picked(w):
 
 USES = {
     "gathered": lambda w, x: square(gather(w), x),
-    "jmpx": lambda w, x: square(jmpx.gather(w, AXIS, "full"), x),
+    "jmpx": lambda w, x: square(jmpx.distributed.gather(w, AXIS, "full"), x),
     "in layers": lambda w, x: square(
         jax.lax.scan(lambda c, _: (c, gather(w)), 0, length=2)[1][1], x
     ),

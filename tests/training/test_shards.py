@@ -181,7 +181,7 @@ def test_micro_batches(how, rng):
             params["cast"] = everywhere(params["cast"])
         mask = None if how == "shard_map" else MASK
         loss_fn = lambda params, x: network(params, x, READS)  # noqa: E731
-        return gradients(loss_fn, sharded=mask, microbatches=2)(params, x)
+        return gradients(loss_fn, sharded=mask, batch=jmpx.Batch(microbatches=2))(params, x)
 
     grads = over_devices(run, how, params, batch, specs=(SPECS, P(AXIS)))[3]
     _, expected = in_float64(network, params, batch)

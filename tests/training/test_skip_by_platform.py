@@ -261,7 +261,9 @@ def test_an_audit_counts_the_way_of_its_platform(platform, counting, rng):
     _, step, arguments = make(rng, counting)
 
     def report(**skip):
-        return jmpx.audit(partial(step, **skip), platform=platform)(*arguments, jnp.array(True))
+        return jmpx.inspect.audit(partial(step, **skip), platform=platform)(
+            *arguments, jnp.array(True)
+        )
 
     found, ways = report(), {way: report(skip_by=way) for way in ("cond", "where")}
     assert parts(found) == parts(ways["where" if platform == "tpu" else "cond"])
@@ -282,7 +284,7 @@ def test_an_audit_counts_one_branch_of_the_users_own(platform):
             default=lambda x: x.sum(),
         )
 
-    report = jmpx.audit(lambda x: [fn(x)], platform=platform)(jnp.ones((2, 2)))  # no loss
+    report = jmpx.inspect.audit(lambda x: [fn(x)], platform=platform)(jnp.ones((2, 2)))  # no loss
     products = report.products
     assert sum(product.flops for product in products) == {"gpu": 40, "tpu": 0}.get(platform, 24)
 
@@ -300,16 +302,16 @@ def test_values_are_watched_in_one_way(jit, rng):
         return step(params, state, grads, finite, **skip)
 
     run = jax.jit if jit else lambda f: f
-    for watch in (jmpx.ranges, jmpx.first_nonfinite):
+    for watch in (jmpx.inspect.ranges, jmpx.inspect.first_nonfinite):
         found, *wanted = (
             str(watch(run(partial(train, **skip)))(params, state, x))
             for skip in ({}, {"skip_by": "cond"})
         )
         assert [found] == wanted
     bad = {**params, "w": params["w"].at[0, 0].set(jnp.inf)}
-    found = jmpx.first_nonfinite(run(train))(bad, state, x)
+    found = jmpx.inspect.first_nonfinite(run(train))(bad, state, x)
     assert str(found) == str(
-        jmpx.first_nonfinite(run(partial(train, skip_by="cond")))(bad, state, x)
+        jmpx.inspect.first_nonfinite(run(partial(train, skip_by="cond")))(bad, state, x)
     )
     assert "inf" in str(found).lower()
 

@@ -76,7 +76,11 @@ def average(leaf, axis_name):
 def make_step(axis_name=None):
     def step(state, batch):
         (loss, model), loss_scale, finite, grads = jmpx.filter_value_and_grad(
-            loss_fn, state.loss_scale, has_aux=True, policy="full", axis_name=axis_name
+            loss_fn,
+            state.loss_scale,
+            has_aux=True,
+            policy="full",
+            over=None if axis_name is None else jmpx.Over(axis_name),
         )(state.params, state.model, *batch)
         if axis_name is not None:
             model = jax.tree.map(lambda leaf: average(leaf, axis_name), model)

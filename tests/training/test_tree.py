@@ -84,7 +84,7 @@ def test_cast_of_a_structure_keeps_its_sharding():
 
 
 def test_numpy_overflow_is_inf_without_a_warning():
-    assert np.isinf(jmpx.cast_to_float16(np.array([1e6], np.float32))).all()
+    assert np.isinf(jmpx.cast_tree(np.array([1e6], np.float32), jnp.float16)).all()
 
 
 MESH = jax.sharding.Mesh(jax.devices(), "d")
@@ -145,12 +145,12 @@ def test_under_tracing_each_leaf_is_cast_by_itself(rng):
 
 NAMED = [
     (jmpx.cast_to_full, jnp.float32),
-    (jmpx.cast_to_full_precision, jnp.float32),
-    (jmpx.cast_to_float32, jnp.float32),
-    (jmpx.cast_to_float16, jnp.float16),
-    (jmpx.cast_to_bfloat16, jnp.bfloat16),
+    (jmpx.mpx.cast_to_full_precision, jnp.float32),
+    (jmpx.cast_to_full, jnp.float32),
+    (jmpx.mpx.cast_to_float16, jnp.float16),
+    (jmpx.mpx.cast_to_bfloat16, jnp.bfloat16),
     (jmpx.cast_to_half, jmpx.half_dtype()),
-    (jmpx.cast_to_half_precision, jmpx.half_dtype()),
+    (jmpx.mpx.cast_to_half_precision, jmpx.half_dtype()),
 ]
 
 
@@ -193,7 +193,7 @@ def test_cast_function_casts_arguments_and_any_result(dtype, return_dtype, rng):
         seen.append((x["a"].dtype, scale.dtype))
         return structured(x["a"] * scale)
 
-    run = jmpx.cast_function(func, dtype, return_dtype)
+    run = jmpx.mpx.cast_function(func, dtype, return_dtype)
     x = {"a": rng.normal(size=3).astype(np.float32)}
     result = run(x, scale=np.float32(2))
     expected = dtype if return_dtype is None else jmpx.Policy(*[return_dtype] * 3).output_dtype
@@ -264,12 +264,12 @@ def test_a_callable_pytree_is_cast_with_its_arguments(rng):
     y = jmpx.force_full_precision(module, jnp.float32)(x)
     np.testing.assert_array_equal(y, x.astype(jnp.float32) * module.weight.astype(jnp.float32))
     assert module.weight.dtype == jnp.bfloat16
-    assert jmpx.cast_function(module, "f16")(x).dtype == jnp.float16
+    assert jmpx.mpx.cast_function(module, "f16")(x).dtype == jnp.float16
 
 
 def test_wrappers_refuse_what_cannot_be_called():
     with pytest.raises(TypeError, match="Expected a function to wrap, got 3"):
-        jmpx.cast_function(3, "f32")  # pyright: ignore[reportArgumentType]
+        jmpx.mpx.cast_function(3, "f32")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="Expected a function to wrap"):
         jmpx.force_full_precision(None)  # pyright: ignore[reportArgumentType]
 

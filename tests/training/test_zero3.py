@@ -54,11 +54,11 @@ def loss_fn(params, tokens, read=lambda tree, axes: tree):
 
 
 def sharded_loss(policy):
-    read = lambda tree, axes: jmpx.gather(tree, AXIS, policy, axis=axes)  # noqa: E731
+    read = lambda tree, axes: jmpx.distributed.gather(tree, AXIS, policy, axis=axes)  # noqa: E731
     return lambda params, tokens: loss_fn(params, tokens, read)
 
 
-def sharded_gradients(policy, scaling, how="shard_map", **options):
+def sharded_gradients(policy, scaling, how="shard_map", sharded=None):
     """A jitted function of whole parameters and a batch, which `shard_map` splits."""
 
     def run(params, tokens):
@@ -66,15 +66,14 @@ def sharded_gradients(policy, scaling, how="shard_map", **options):
             sharded_loss(policy),
             scaling,
             policy=policy,
-            axis_name=AXIS,
-            uncast_argnums=0,
-            **options,
+            over=jmpx.Over(AXIS, sharded),
+            uncast=0,
         )
         return grad_fn(params, tokens)
 
     mesh = Mesh(jax.devices()[:DEVICES], AXIS)
     replicated: Any = P()
-    results = jmpx.ValueAndGradients(replicated, replicated, replicated, SPECS)
+    results = jmpx.types.ValueAndGradients(replicated, replicated, replicated, SPECS)
     specs = {"in_specs": (SPECS, P(AXIS)), "out_specs": results}
     return jax.jit(jax.shard_map(run, mesh=mesh, check_vma=how == "shard_map", **specs))
 
@@ -132,11 +131,13 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(rng):
     mesh = Mesh(jax.devices()[:DEVICES], AXIS)
 
     def loss(shards, x):
-        return jnp.mean((x @ jmpx.gather(shards, AXIS, "c=f16")["w"]).astype(jnp.float32) ** 2)
+        return jnp.mean(
+            (x @ jmpx.distributed.gather(shards, AXIS, "c=f16")["w"]).astype(jnp.float32) ** 2
+        )
 
     def run(params, state, x):
         _, scale, finite, grads = jmpx.filter_value_and_grad(
-            loss, scaling, policy="c=f16,o=f32", axis_name=AXIS, uncast_argnums=0
+            loss, scaling, policy="c=f16,o=f32", over=jmpx.Over(AXIS), uncast=0
         )(params, x)
         params, state = jmpx.optimizer_update(params, optimizer, state, grads, finite)
         return params, state, scale.loss_scale, finite[None]
@@ -163,10 +164,10 @@ def test_a_mask_says_what_is_sharded_in_older_maps(how, rng):
     w, x = normal(rng, DEVICES, 2, 3), normal(rng, DEVICES, 4, 2 * DEVICES)
 
     def loss(w, x):
-        return jnp.mean((x @ jmpx.gather(w, AXIS, "c=f32,r=f16")) ** 2)
+        return jnp.mean((x @ jmpx.distributed.gather(w, AXIS, "c=f32,r=f16")) ** 2)
 
     def run(w, x):
-        options = {"policy": "full", "axis_name": AXIS, "sharded": True}
+        options = {"policy": "full", "over": jmpx.Over(AXIS, sharded=True)}
         return jmpx.filter_grad(loss, jmpx.NoOpLossScale(), **options)(w, x).grads
 
     grads = (jax.vmap if how == "vmap" else jax.pmap)(run, axis_name=AXIS)(w, x)

@@ -35,12 +35,12 @@ def test_policies() -> None:
     for given in ("c=bf16; Linear: full", policy, jmpx.PolicyMap(policy)):
         policy_map = assert_type(jmpx.get_policy_map(given), jmpx.PolicyMap)
         assert_type(policy_map.default, jmpx.Policy)
-        assert_type(policy_map.rules, tuple[jmpx.Rule, ...])
-    rule = jmpx.Rule("Linear", compute="f32", optional=True)
+        assert_type(policy_map.rules, tuple[jmpx.types.Rule, ...])
+    rule = jmpx.types.Rule("Linear", compute="f32", optional=True)
     assert_type(rule.compute, DTypeLike | None)
     assert_type(rule.resolve(policy, None), jmpx.Policy)
     policy_map = jmpx.PolicyMap(policy, (rule,))
-    assert_type(policy_map.rule_for(dict, ""), jmpx.Rule | None)
+    assert_type(policy_map.rule_for(dict, ""), jmpx.types.Rule | None)
     with pytest.raises(TypeError):
         jmpx.get_policy(policy_map)  # pyright: ignore[reportArgumentType]
 
@@ -107,13 +107,8 @@ def test_casts_keep_the_type_of_the_tree() -> None:
     casts = [
         assert_type(jmpx.cast_tree(params, "bf16"), Params),
         assert_type(jmpx.cast_tree(params, jnp.bfloat16), Params),
-        assert_type(jmpx.cast_to_bfloat16(params), Params),
-        assert_type(jmpx.cast_to_float16(params), Params),
-        assert_type(jmpx.cast_to_float32(params), Params),
         assert_type(jmpx.cast_to_full(params), Params),
-        assert_type(jmpx.cast_to_full_precision(params), Params),
         assert_type(jmpx.cast_to_half(params), Params),
-        assert_type(jmpx.cast_to_half_precision(params), Params),
         assert_type(policy.cast_to_param(params), Params),
         assert_type(policy.cast_to_compute(params), Params),
         assert_type(policy.cast_to_output(params), Params),
@@ -227,7 +222,7 @@ def test_casts_of_functions_keep_the_signature(x: jax.Array) -> None:
         return predict(params, x, scale=scale)
 
     full = jmpx.force_full_precision(predict, jnp.bfloat16, matmul="highest")
-    half = jmpx.cast_function(predict, "bf16", return_dtype=jnp.float32)
+    half = jmpx.mpx.cast_function(predict, "bf16", return_dtype=jnp.float32)
     for function in (decorated, full, half):
         assert_type(function(make_params(), x, scale=2.0), dict[str, jax.Array])
     with pytest.raises(TypeError):
@@ -240,5 +235,5 @@ def test_casts_of_functions_keep_the_signature(x: jax.Array) -> None:
 
 def test_autocast_of_a_pytree(x: jax.Array) -> None:
     wrapped = jmpx.autocast(jax.tree_util.Partial(predict, make_params()))
-    assert isinstance(wrapped, jmpx.Autocast)
+    assert isinstance(wrapped, jmpx.types.Autocast)
     assert wrapped(x)["y"].shape == (4, 3)  # pyright: ignore[reportUnknownMemberType]

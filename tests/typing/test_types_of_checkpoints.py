@@ -10,14 +10,14 @@ import jmpx
 
 def test_averages() -> None:
     params = make_params()
-    average = jmpx.ema(0.999, debias=True)
-    assert_type(average, jmpx.Ema)
+    average = jmpx.optim.ema(0.999, debias=True)
+    assert_type(average, jmpx.optim.Ema)
     state = average.init(params)
-    assert_type(state, jmpx.EmaState)
+    assert_type(state, jmpx.types.EmaState)
     averaged, state = average.update(params, state, jmpx.all_finite(params))
-    assert_type(state, jmpx.EmaState)
+    assert_type(state, jmpx.types.EmaState)
     assert_type(state.count, jax.Array)
-    jmpx.check_restored(averaged, jmpx.describe(params))
+    jmpx.inspect.check_restored(averaged, jmpx.inspect.describe_precision(params))
 
 
 def test_states_of_loss_scales() -> None:
@@ -27,16 +27,16 @@ def test_states_of_loss_scales() -> None:
     assert_type(jmpx.NoOpLossScale().state_dict(), dict[str, str])
     scales: list[jmpx.LossScale] = [dynamic, jmpx.NoOpLossScale()]
     for scale in scales:
-        jmpx.loss_scale_from(scale.state_dict(), like=scale)
-    assert_type(jmpx.loss_scale_from(dynamic.state_dict(), like=dynamic), jmpx.DynamicLossScale)
-    assert_type(jmpx.loss_scale_from(dynamic.state_dict(), "none"), jmpx.LossScale)
+        jmpx.restore_loss_scale(scale.state_dict(), like=scale)
+    assert_type(jmpx.restore_loss_scale(dynamic.state_dict(), like=dynamic), jmpx.DynamicLossScale)
+    assert_type(jmpx.restore_loss_scale(dynamic.state_dict(), "none"), jmpx.LossScale)
     mp = jmpx.get_mixed_precision("c=f16")
-    assert_type(jmpx.loss_scale_from(dynamic.state_dict(), mp), jmpx.LossScale)
+    assert_type(jmpx.restore_loss_scale(dynamic.state_dict(), mp), jmpx.LossScale)
 
 
 def test_descriptions() -> None:
     params = make_params()
-    description = jmpx.describe(params, "c=bf16,o=f32")
+    description = jmpx.inspect.describe_precision(params, "c=bf16,o=f32")
     assert_type(description, dict[str, Any])
-    jmpx.describe(params, jmpx.MixedPrecision("f32", "none"))
-    jmpx.check_restored(params, description, allow_narrowing=True, allow_widening=False)
+    jmpx.inspect.describe_precision(params, jmpx.MixedPrecision("f32", "none"))
+    jmpx.inspect.check_restored(params, description, allow_narrowing=True, allow_widening=False)

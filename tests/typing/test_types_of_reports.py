@@ -18,9 +18,9 @@ def loss_fn(params: Params, x: jax.Array) -> jax.Array:
 
 
 def test_audit(tmp_path: Path) -> None:
-    report = jmpx.audit(loss_fn)(make_params(), ones(4, 2))
-    assert_type(report, jmpx.Audit)
-    assert_type(report.check("f32", at_least=0.5), jmpx.Audit)
+    report = jmpx.inspect.audit(loss_fn)(make_params(), ones(4, 2))
+    assert_type(report, jmpx.inspect.Audit)
+    assert_type(report.check("f32", at_least=0.5), jmpx.inspect.Audit)
     assert_type(report.products[0].flops, int)
     assert_type([finding.name for finding in report.findings], list[str])
     assert_type(report.saved, dict[str, int])
@@ -30,21 +30,21 @@ def test_audit(tmp_path: Path) -> None:
     report.lock(tmp_path / "precision.lock")
     report.check_lock(tmp_path / "precision.lock")
     with pytest.raises(TypeError):
-        jmpx.audit(3)  # pyright: ignore[reportArgumentType]
+        jmpx.inspect.audit(3)  # pyright: ignore[reportArgumentType]
 
 
 def test_wire() -> None:
     # JAX does not annotate the arguments of a jitted function.
     step: Any = jax.jit(loss_fn)  # pyright: ignore[reportUnknownMemberType]
-    found = jmpx.wire(step.lower(make_params(), ones(4, 2)))
-    assert_type(found, jmpx.Wire)
+    found = jmpx.inspect.collectives(step.lower(make_params(), ones(4, 2)))
+    assert_type(found, jmpx.inspect.Collectives)
     assert_type(found.sent, float)
     assert_type(found.to_json(), str)
 
 
 def test_ranges(tmp_path: Path) -> None:
-    found = jmpx.ranges(loss_fn)(make_params(), ones(4, 2))
-    assert_type(found, jmpx.Ranges)
+    found = jmpx.inspect.ranges(loss_fn)(make_params(), ones(4, 2))
+    assert_type(found, jmpx.inspect.Ranges)
     assert_type(found.loss_scale(head_room=2), float)
     assert_type(found.rules("float16"), str)
     assert_type(found.to_json(), str)
@@ -52,6 +52,6 @@ def test_ranges(tmp_path: Path) -> None:
 
 
 def test_first_nonfinite() -> None:
-    found = jmpx.first_nonfinite(loss_fn)(make_params(), ones(4, 2))
-    assert_type(found, jmpx.FirstNonfinite | None)
+    found = jmpx.inspect.first_nonfinite(loss_fn)(make_params(), ones(4, 2))
+    assert_type(found, jmpx.inspect.FirstNonfinite | None)
     assert found is None

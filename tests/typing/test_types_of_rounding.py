@@ -14,21 +14,21 @@ import jmpx
 
 def test_stochastic_rounding() -> None:
     params = make_params()
-    assert_type(jmpx.stochastic_round(params, "bfloat16", jax.random.key(0)), Params)
+    assert_type(jmpx.optim.stochastic_round(params, "bfloat16", jax.random.key(0)), Params)
     with pytest.raises(TypeError):
-        jmpx.stochastic_round(params, "bfloat16")  # pyright: ignore[reportCallIssue]
+        jmpx.optim.stochastic_round(params, "bfloat16")  # pyright: ignore[reportCallIssue]
 
 
 def test_split_masters() -> None:
     params = make_params()
-    high, low = jmpx.split_master(params)
+    high, low = jmpx.optim.split_master(params)
     assert_type(high, Params)
-    assert_type(jmpx.merge_master(high, low), Params)
+    assert_type(jmpx.optim.merge_master(high, low), Params)
 
 
 def test_update_report() -> None:
     params: Any = make_params()
-    report = jmpx.update_report(params, params, weight_decay=0.1)
-    assert_type(report, jmpx.UpdateReport)
-    assert_type(report.updates, dict[str, jmpx.LostUpdates])
-    assert isinstance(next(iter(report.updates.values())), jmpx.LostUpdates)
+    report = jmpx.inspect.update_report(params, params, weight_decay=0.1)
+    assert_type(report, jmpx.inspect.UpdateReport)
+    assert_type(report.updates, dict[str, jmpx.inspect.LostUpdates])
+    assert isinstance(next(iter(report.updates.values())), jmpx.inspect.LostUpdates)

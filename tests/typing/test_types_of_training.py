@@ -38,7 +38,7 @@ def test_loss_scales() -> None:
     assert_type(noop.loss_scale, float)
     assert_type(static.loss_scale, np.float32)
     assert_type(dynamic.period, int)
-    scales: list[jmpx.LossScale] = [noop, static, dynamic, jmpx.DynamicLossScaling(2.0**10)]
+    scales: list[jmpx.LossScale] = [noop, static, dynamic, jmpx.mpx.DynamicLossScaling(2.0**10)]
     for scale in scales:
         assert_type(scale.scale(params), Params)
         assert_type(scale.unscale(params), Params)
@@ -70,7 +70,7 @@ def test_gradients(x: jax.Array) -> None:
     assert_type(scaling, jmpx.DynamicLossScale)
     assert_type(grads_finite, jax.Array)
     assert scaling is result.scaling and grads is result.grads
-    named: jmpx.Gradients[jmpx.DynamicLossScale] = result
+    named: jmpx.types.Gradients[jmpx.DynamicLossScale] = result
     assert named._fields == ("scaling", "grads_finite", "grads")
 
     static = jmpx.StaticLossScale(8.0)
@@ -82,7 +82,7 @@ def test_gradients(x: jax.Array) -> None:
     assert_type(new_static, jmpx.StaticLossScale)
     assert_type(aux, int)
     assert isinstance(grads, Params) and aux == 8
-    named_too: jmpx.GradientsAndAux[jmpx.StaticLossScale, int] = with_aux
+    named_too: jmpx.types.GradientsAndAux[jmpx.StaticLossScale, int] = with_aux
     assert named_too._fields == ("scaling", "grads_finite", "grads", "aux")
 
 
@@ -100,7 +100,7 @@ def test_values_and_gradients(x: jax.Array) -> None:
 
     with_aux = jmpx.filter_value_and_grad(loss_and_count, noop, has_aux=True)(make_params(), x)
     assert_type(with_aux.value, tuple[jax.Array, int])
-    named: jmpx.ValueAndGradients[tuple[jax.Array, int], jmpx.NoOpLossScale] = with_aux
+    named: jmpx.types.ValueAndGradients[tuple[jax.Array, int], jmpx.NoOpLossScale] = with_aux
     assert named._fields == ("value", "scaling", "grads_finite", "grads")
     (value, aux), scaling, _, grads = with_aux
     assert_type(value, jax.Array)
@@ -119,9 +119,9 @@ def test_differentiated_functions_keep_the_signature(x: jax.Array) -> None:
 
 
 def test_gradients_in_a_dtype_of_their_own(x: jax.Array) -> None:
-    noop, params = jmpx.NoOpLossScale(), jmpx.cast_to_bfloat16(make_params())
+    noop, params = jmpx.NoOpLossScale(), jmpx.cast_tree(make_params(), jnp.bfloat16)
     grad = jmpx.filter_grad(loss_fn, noop, policy="bf16", grad_dtype=jnp.float32)
-    assert_type(grad(params, x), jmpx.Gradients[jmpx.NoOpLossScale])
+    assert_type(grad(params, x), jmpx.types.Gradients[jmpx.NoOpLossScale])
     for dtype in "float32", np.dtype(np.float32), np.float32, None:
         value_and_grad = jmpx.filter_value_and_grad(
             loss_and_count, noop, has_aux=True, policy="bf16", grad_dtype=dtype
@@ -135,7 +135,7 @@ def test_a_policy_map_casts_inside(x: jax.Array) -> None:
     policy_map = jmpx.get_policy_map("c=bf16; op.tanh?: f32")
     cast_loss = jmpx.autocast(loss_fn, policy_map)
     grad = jmpx.filter_grad(cast_loss, jmpx.NoOpLossScale(), policy=policy_map)
-    assert_type(grad(make_params(), x, scale=2.0), jmpx.Gradients[jmpx.NoOpLossScale])
+    assert_type(grad(make_params(), x, scale=2.0), jmpx.types.Gradients[jmpx.NoOpLossScale])
     value_and_grad = jmpx.filter_value_and_grad(
         cast_loss, jmpx.StaticLossScale(8), policy="c=bf16; op.tanh?: f32"
     )
@@ -144,9 +144,11 @@ def test_a_policy_map_casts_inside(x: jax.Array) -> None:
 
 def test_sharded_parameters_keep_their_type() -> None:
     def gathered(params: Params) -> Params:
-        whole = jmpx.gather(params, "data", "c=bf16", axis=None)
+        whole = jmpx.distributed.gather(params, "data", "c=bf16", axis=None)
         assert_type(whole, Params)
-        assert_type(jmpx.gather({"w": ones(3)}, ("data",), "c=f16,r=f32"), dict[str, jax.Array])
+        assert_type(
+            jmpx.distributed.gather({"w": ones(3)}, ("data",), "c=f16,r=f32"), dict[str, jax.Array]
+        )
         return whole
 
     jax.vmap(gathered, axis_name="data", axis_size=2, in_axes=None)(make_params())
@@ -176,7 +178,7 @@ def test_a_train_step(x: jax.Array) -> None:
     params = make_params()
     state = State(params, optimizer.init(params), jmpx.DynamicLossScale(8.0))
     state = step(state, x, optimizer)
-    assert isinstance(state.optimizer_state, jmpx.SkipNonfiniteState)
+    assert isinstance(state.optimizer_state, jmpx.types.SkipNonfiniteState)
     assert_type(state.optimizer_state.grads_finite, jax.Array)
     assert_type(state.optimizer_state.total_skipped, jax.Array)
     assert_type(state.optimizer_state.consecutive_skipped, jax.Array)
@@ -184,33 +186,46 @@ def test_a_train_step(x: jax.Array) -> None:
 
 
 def test_16_bits() -> None:
-    optimizer = jmpx.low_precision_params(optax.sgd(0.5), "split", state_dtype="bf16", seed=1)
+    optimizer = jmpx.optim.low_precision_params(optax.sgd(0.5), "split", state_dtype="bf16", seed=1)
     assert_type(optimizer, optax.GradientTransformationExtraArgs)
     params = make_params()
     optimizer_state = optimizer.init(params)
-    assert isinstance(optimizer_state, jmpx.LowPrecisionParamsState)
+    assert isinstance(optimizer_state, jmpx.types.LowPrecisionParamsState)
     assert_type(optimizer_state.count, jax.Array | None)
-    assert isinstance(optimizer_state.inner_state, jmpx.StateDtypeState)
+    assert isinstance(optimizer_state.inner_state, jmpx.types.StateDtypeState)
     assert_type(optimizer_state.inner_state.count, jax.Array)
-    optimizer = jmpx.with_state_dtype(optax.MultiSteps(optax.sgd(0.5), 2), jnp.float32, seed=1)
+    optimizer = jmpx.optim.with_state_dtype(
+        optax.MultiSteps(optax.sgd(0.5), 2), jnp.float32, seed=1
+    )
     assert_type(optimizer, optax.GradientTransformationExtraArgs)
     with pytest.raises(ValueError):
-        jmpx.low_precision_params(optimizer, "kahan")  # pyright: ignore[reportArgumentType]
+        jmpx.optim.low_precision_params(optimizer, "kahan")  # pyright: ignore[reportArgumentType]
 
 
 def test_progress(x: jax.Array) -> None:
     optimizer = jmpx.skip_nonfinite(optax.sgd(0.5), skip_by="cond", max_consecutive_skips=9)
     params = make_params()
     state = optimizer.init(params)
-    jmpx.check_progress(state, jmpx.NoOpLossScale())
-    jmpx.check_progress((state, state), jmpx.DynamicLossScale(8.0), params, max_consecutive=7)
+    jmpx.inspect.check_progress(state, jmpx.NoOpLossScale())
+    jmpx.inspect.check_progress(
+        (state, state), jmpx.DynamicLossScale(8.0), params, max_consecutive=7
+    )
     with pytest.raises(TypeError):
-        jmpx.check_progress(state)  # pyright: ignore[reportCallIssue]
-    counts = jmpx.nonfinite(params)
-    assert_type(counts, dict[str, jmpx.NonfiniteCounts])
+        jmpx.inspect.check_progress(state)  # pyright: ignore[reportCallIssue]
+    counts = jmpx.inspect.nonfinite(params)
+    assert_type(counts, dict[str, jmpx.inspect.NonfiniteCounts])
     for count in counts.values():
         assert_type(count.inf, jax.Array)
         assert_type(count.nan, jax.Array)
+
+
+def test_metrics() -> None:
+    state = jmpx.skip_nonfinite(optax.sgd(0.5)).init(make_params())
+    metrics = jmpx.metrics(state, jmpx.DynamicLossScale(8.0))
+    assert_type(metrics, dict[str, jax.Array])
+    assert metrics.keys() > jmpx.metrics(loss_scale=jmpx.NoOpLossScale()).keys()
+    with pytest.raises(TypeError):
+        jmpx.metrics(state, 8.0)  # pyright: ignore[reportArgumentType]
 
 
 def test_an_update_keeps_the_types_of_model_and_state() -> None:
@@ -219,3 +234,25 @@ def test_an_update_keeps_the_types_of_model_and_state() -> None:
     model, new_state = jmpx.optimizer_update(params, optimizer, state, params, True)
     assert_type(model, dict[str, jax.Array])
     assert_type(new_state, tuple[optax.EmptyState, optax.EmptyState])
+
+
+def test_options_of_a_gradient_function(x: jax.Array) -> None:
+    batch = jmpx.Batch(argnums=(1,), microbatches=2)
+    assert_type(batch, jmpx.Batch)
+    assert_type(batch.microbatches, int)
+    noop, params = jmpx.NoOpLossScale(), make_params()
+    grad = jmpx.filter_grad(loss_fn, noop, policy="f32", batch=batch, uncast=(1, "scale"))
+    assert_type(grad(params, x), jmpx.types.Gradients[jmpx.NoOpLossScale])
+    over = jmpx.Over("data", sharded=False)
+    assert_type(over, jmpx.Over)
+    grad = jmpx.filter_grad(loss_fn, noop, policy="bf16", over=over, batch=None)
+    mapped = jax.vmap(grad, in_axes=(None, 0), axis_name="data")(params, ones(2, 4, 2))
+    assert isinstance(mapped, jmpx.types.Gradients)
+    with pytest.raises(TypeError):
+        jmpx.filter_grad(loss_fn, noop, batch=8)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError):
+        jmpx.filter_grad(loss_fn, noop, over="data")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError):
+        jmpx.filter_grad(loss_fn, noop, axis_name="data")  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError):
+        jmpx.Batch(microbatches="2")  # pyright: ignore[reportArgumentType]

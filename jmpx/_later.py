@@ -1,0 +1,36 @@
+"""Public names that their first use imports, so that `import jmpx` is fast."""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def later(
+    module: str, files: Mapping[str, str], rooms: str = ""
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], tuple[str, ...]]:
+    """Makes the `__getattr__`, `__dir__` and `__all__` of a module whose names are imported later.
+
+    Args:
+        module: the name of the module.
+        files: the public names that each file of `jmpx` defines, with spaces between them.
+        rooms: the public modules inside of this one.
+    """
+    names = vars(sys.modules[module])
+    places = {name: file for file, found in files.items() for name in found.split()}
+
+    def getattr_(name: str) -> Any:
+        if name in rooms.split():
+            return importlib.import_module(f"{module}.{name}")
+        if name not in places:
+            message = f"module {module!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=sys.modules[module])
+        file = importlib.import_module(f"jmpx.{places[name]}")
+        names.update((each, getattr(file, each)) for each in files[places[name]].split())
+        return names[name]
+
+    def dir_() -> list[str]:
+        own = {name for name in names if name.startswith("__")}
+        return sorted({*own, *places, *rooms.split()})
+
+    return getattr_, dir_, tuple(sorted(places))

@@ -1,0 +1,12 @@
+"""Parameters of which each device holds a shard."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jmpx._gather import gather as gather
+
+    __all__: tuple[str, ...]
+else:
+    from jmpx._later import later
+
+    __getattr__, __dir__, __all__ = later(__name__, {"_gather": "gather"})

@@ -1,0 +1,51 @@
+"""Types of MPX's words. They are run here, and checked by pyright."""
+
+# An ignored error must be there, so that a type that became Any is noticed.
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+import optax  # pyright: ignore[reportMissingTypeStubs]
+from typed_models import Params, make_params, ones, predict
+
+import jmpx.mpx
+
+
+def loss_fn(params: Params, x: jax.Array) -> jax.Array:
+    return jnp.mean(predict(params, x)["y"])
+
+
+def test_casts_keep_the_type_of_the_tree() -> None:
+    params = make_params()
+    casts = [
+        assert_type(jmpx.mpx.cast_tree(params, jnp.bfloat16), Params),
+        assert_type(jmpx.mpx.cast_to_bfloat16(params), Params),
+        assert_type(jmpx.mpx.cast_to_float16(params), Params),
+        assert_type(jmpx.mpx.cast_to_float32(params), Params),
+        assert_type(jmpx.mpx.cast_to_full_precision(params), Params),
+        assert_type(jmpx.mpx.cast_to_half_precision(params), Params),
+        assert_type(jmpx.mpx.select_tree(jmpx.mpx.all_finite(params), params, params), Params),
+    ]
+    assert all(isinstance(tree, Params) for tree in casts)
+
+
+def test_casts_of_functions_keep_the_signature() -> None:
+    half = jmpx.mpx.cast_function(predict, "bf16", return_dtype=jnp.float32)
+    full = jmpx.mpx.force_full_precision(predict, jnp.bfloat16)
+    for function in (half, full):
+        assert_type(function(make_params(), ones(4, 2), scale=2.0), dict[str, jax.Array])
+
+
+def test_a_step() -> None:
+    params, batch = make_params(), ones(4, 2)
+    optimizer = optax.sgd(0.1)
+    state = optimizer.init(params)
+    scaling = jmpx.mpx.DynamicLossScaling(2.0**10)
+    scaling, _, grads = jmpx.mpx.filter_grad(loss_fn, scaling)(params, batch)
+    assert isinstance(grads, Params)
+    loss, scaling, finite, grads = jmpx.mpx.filter_value_and_grad(loss_fn, scaling)(params, batch)
+    assert_type(loss, jax.Array)
+    params, _ = jmpx.mpx.optimizer_update(params, optimizer, state, grads, finite)
+    assert_type(params, Params)
