@@ -551,25 +551,29 @@ class _Views:
             self.give_back(vars(value), attributes)
 
         def restored(leaf: Any) -> Any:
-            if id(leaf) in self.casts:
-                return self.casts[id(leaf)].stored
-            if isinstance(leaf, nnx.Variable):
-                return _settable(leaf, arrays)
             if isinstance(leaf, nnx.Pytree):
                 self.refuse_copy(leaf)
-            return arrays.get(id(leaf), leaf)
+            leaf = self.uncast(leaf)
+            is_variable = isinstance(leaf, nnx.Variable)
+            return _settable(leaf, arrays) if is_variable else arrays.get(id(leaf), leaf)
 
-        return jax.tree.map(restored, tree, is_leaf=_is_object)
+        result = jax.tree.map(restored, tree, is_leaf=_is_object)
+        for memory in (self.views, self.changed, self.casts):  # another trace has other objects
+            memory.clear()
+        return result
+
+    def uncast(self, value: Any, path: str = "") -> Any:
+        """Returns the stored parameter in place of one that was cast, and all else as it is."""
+        return self.casts[id(value)].stored if id(value) in self.casts else value
 
     def give_back(self, attributes: dict[Any, Any], changed: dict[Any, tuple[Any, Any]]) -> None:
         """Gives an object its attributes back, except for those that the function has set."""
-        uncast = lambda node, _: self.casts[id(node)].stored if id(node) in self.casts else node  # noqa: E731
         for name, value in attributes.items():
             old, new = changed.get(name, (None, _NO_FIELD))
             if value is new and not isinstance(value, list | dict):  # which may have changed
                 attributes[name] = old
             elif isinstance(value, nnx.Param) or name in changed:
-                attributes[name] = _map_objects(value, (), uncast)
+                attributes[name] = _map_objects(value, (), self.uncast)
 
     def refuse_copy(self, value: nnx.Pytree) -> None:
         """Raises if an object that a function returns is a copy that it made of a view."""
