@@ -26,6 +26,7 @@ from jmpx._adapters import (
     public_methods,
     run_at_boundary,
     run_reading,
+    wrapping,
 )
 from jmpx._casts import cast_like
 from jmpx._contexts import note_cast
@@ -361,9 +362,19 @@ def _is_object(value: Any) -> bool:
 def _view_class(cls: type, policy: Policy, is_boundary: bool, maker: _Maker) -> type:
     """Returns the lookalike whose public methods cast, their results too if they are boundaries."""
     run = functools.partial(run_at_boundary if is_boundary else run_reading, by=maker.name)
+    if issubclass(cls, nnx.bridge.ToNNX) and maker.name == _APPLY:
+        run = functools.partial(_run_wrapped, run, maker.policy_map)
     names = public_methods(cls, nnx.Module)
     methods = {name: _casting(getattr(cls, name), name, policy, run) for name in names}
     return lookalike(cls, {**methods, "__jmpx_view__": maker})
+
+
+def _run_wrapped(
+    run: Callable[..., Any], policy_map: PolicyMap | None, policy: Policy, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs a call of a Linen module in NNX; the context for Linen, which is open, casts inside."""
+    with wrapping(policy, policy_map):
+        return run(policy, *args, **kwargs)
 
 
 def _casting(method: Method, name: str, policy: Policy, run: Callable[..., Any]) -> Method:
@@ -458,6 +469,11 @@ class _InPlace(_Session):
     def begin(self, value: nnx.Pytree, cls: type) -> Any:
         self.noted.change(value, cls)
         return value
+
+    def parameter(self, value: nnx.Param, path: str, around: _Around) -> nnx.Param:
+        if around.module is not None and issubclass(around.module.cls, nnx.bridge.ToNNX):
+            return value  # cast by the context for Linen, whose rules may keep it
+        return super().parameter(value, path, around)
 
     def set(self, view: Any, name: Any, value: Any) -> None:
         old = vars(view)[name]

@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -360,3 +361,48 @@ def test_rules_without_effect_are_warned_of_once(rng):
     with pytest.warns(UserWarning, match="Cov") as caught:
         apply_policy(fn, policy)(models, normal(rng, 6, 3))
     assert len(caught) == 1
+
+
+class Wrapped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.LayerNorm()(nn.Dense(8)(x)))  # the last one is Dense_0
+
+
+class Both(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(3, 8, rngs=rngs)
+        self.wrapped = nnx.bridge.ToNNX(Wrapped(), rngs=rngs)
+        self.last = nnx.Linear(2, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.wrapped(self.first(x)))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ("", [BF16, BF16, BF16, BF16]),
+        ("; */wrapped: full", [BF16, F32, F32, BF16]),
+        ("; ToNNX: full; */Dense_0: c=bf16", [BF16, F32, BF16, BF16]),
+        ("; Dense: full; LayerNorm: full", [BF16, F32, F32, BF16]),
+    ],
+)
+def test_linen_modules_inside_of_a_model(rng, rules, expected):
+    """They get the stored parameters, and what holds around them."""
+    model, x = Both(nnx.Rngs(0)), normal(rng, 5, 3)
+    nnx.bridge.lazy_init(model, x)
+    graph, state = nnx.split(model)
+
+    def fn(state, x):
+        model = nnx.merge(graph, state)
+        return apply_policy(lambda model, x: model(x), f"c=bf16,o=f32{rules}")(model, x)
+
+    jaxpr = jax.make_jaxpr(fn)(state, x)
+    products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    assert [eqn.outvars[0].aval.dtype for eqn in products] == expected
+    casts = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type"]
+    kernels = {id(var) for var in jaxpr.jaxpr.invars[:-1]}
+    rounded = {id(eqn.outvars[0]) for eqn in casts if id(eqn.invars[0]) in kernels}
+    assert not any(id(eqn.invars[0]) in rounded for eqn in casts)  # nothing is widened again
