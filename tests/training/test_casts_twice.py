@@ -86,7 +86,8 @@ def one_warning(name):
         yield
     (warning,) = caught
     text = str(warning.message)
-    assert f"before {name} inside" in text and 'policy="full"' in text
+    way = "operations" if name == "jmpx.autocast" else "modules"
+    assert f"before {name} inside" in text and f"write by={way} into its policy" in text
     assert warning.filename == __file__
 
 

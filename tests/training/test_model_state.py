@@ -81,15 +81,13 @@ class WithNorm(eqx.Module):
 
 def equinox(rng):
     model, state = eqx.nn.make_with_state(WithNorm)(jax.random.key(0))
-    arrays, static = eqx.partition(model, eqx.is_array)
 
-    def loss_fn(arrays, state, x):
-        view = jmpx.equinox.with_policies(eqx.combine(arrays, static), MAP)
-        each = jax.vmap(view, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    def loss_fn(model, state, x):
+        each = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
         y, state = each(x, state)
         return squared(y), (state, y)
 
-    return arrays, state, loss_fn
+    return model, state, loss_fn
 
 
 FRAMEWORKS = [linen, haiku, equinox]
