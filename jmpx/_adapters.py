@@ -508,8 +508,11 @@ def _cast_arguments(
 
     One in which nothing is cast stays the same object, as a list to which a module appends must.
     """
+    compute = np.dtype(policy.compute_dtype)
 
     def cast(argument: Any) -> Any:
+        if isinstance(argument, jax.Array) and argument.dtype == compute:
+            return argument  # what most calls are given
         new = cast_except(policy.cast_to_compute, argument, passes)
         old_leaves, leaves = (jax.tree.leaves(tree, is_leaf=passes) for tree in (argument, new))
         return argument if all(map(operator.is_, old_leaves, leaves)) else new

@@ -45,6 +45,8 @@ _NAME = "jmpx.flax.with_policies"
 _APPLY = "jmpx.apply_policy"
 
 _CONVOLUTIONS = (nnx.Conv, nnx.ConvTranspose)
+_OBJECTS = (nnx.Pytree, nnx.Variable)
+_NO_CONTAINERS = (int, float, str, type(None), type, types.FunctionType)
 _NO_FIELD = types.SimpleNamespace()
 
 
@@ -271,6 +273,10 @@ class _Session(Session):
 
 def _map_objects(tree: PyTree, parts: tuple[str, ...], func: Callable[[Any, str], Any]) -> PyTree:
     """Maps the value of an attribute: an object of NNX, or a container of them, with its path."""
+    if isinstance(tree, _NO_CONTAINERS):
+        return tree
+    if _is_object(tree):  # most are, and JAX takes long for a tree
+        return func(tree, "/".join(filter(None, parts)))
 
     def at_path(key_path: Any, leaf: Any) -> Any:
         keys = jax.tree_util.keystr(key_path, simple=True, separator="/")
@@ -348,7 +354,7 @@ def _notes_dtype(module: nnx.Module) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    return isinstance(value, nnx.Pytree | nnx.Variable)
+    return isinstance(value, _OBJECTS)
 
 
 @made_once  # so that views of one model have one graph definition, and jit's cache is hit

@@ -189,7 +189,7 @@ class _Session(Session):
             return (
                 node if policy is None else self.note_replaced(policy.cast_to_compute(node), node)
             )
-        if isinstance(node, eqx.Module):
+        if _is_module(node):
             return self.module_view(node, path, around)
         return _map_children(node, path, lambda child, at: self.view(child, at, around))
 
@@ -245,12 +245,12 @@ class _Session(Session):
         """Returns the policy of a module itself, None if it has only those around it."""
         cls, (surrounding, inner, _) = plain_class(type(module)), around
         policy = self.boundary_policy(cls, path, surrounding)
-        has_statistics = isinstance(module, _WITH_STATISTICS)
+        has_statistics = issubclass(cls, _WITH_STATISTICS)
         if inner is not surrounding and self.explicit_policy(cls, path, surrounding) is None:
             policy = inner  # a container hands its policy on
-        if policy is None and surrounding is not None and isinstance(module, _INHERITING):
+        if policy is None and surrounding is not None and issubclass(cls, _INHERITING):
             policy = inherited_policy(surrounding)
-        if isinstance(module, _CONVOLUTIONS):
+        if issubclass(cls, _CONVOLUTIONS):
             self.note_convolution(cls, path, surrounding if policy is None else policy)
         if policy is not None:
             note_cast(_NAME)
@@ -284,8 +284,15 @@ def _holds(tree: PyTree, test: Callable[[Any], bool]) -> bool:
     return any(map(test, jax.tree.leaves(tree, is_leaf=test)))
 
 
+# These ask for `type(node)`, because `isinstance` asks modules for `__class__`, which is slow.
+
+
+def _is_module(node: Any) -> bool:
+    return issubclass(type(node), eqx.Module)
+
+
 def _keeps_dtype(node: Any) -> bool:
-    return isinstance(node, eqx.nn.State | eqx.nn.StateIndex)
+    return issubclass(type(node), (eqx.nn.State, eqx.nn.StateIndex))
 
 
 @functools.cache
@@ -296,15 +303,17 @@ def _is_called(cls: type) -> bool:
 
 def _reads(node: PyTree) -> bool:
     """Whether it is a module with floating arrays of its own, which its public methods read."""
-    if not isinstance(node, eqx.Module) or _is_internal(node) or not _is_called(type(node)):
+    if not _is_module(node) or _is_internal(node) or not _is_called(type(node)):
         return False
+    if any(map(is_floating, vars(node).values())):
+        return True
     own = jax.tree.leaves(node, is_leaf=lambda child: child is not node and _is_part(child))
     return any(map(is_floating, own))
 
 
 def _is_part(node: Any) -> bool:
     """Whether the arrays in a node are not those of the module around it."""
-    return isinstance(node, eqx.Module) or _keeps_dtype(node)
+    return _is_module(node) or _keeps_dtype(node)
 
 
 class _Lookalike:
@@ -393,6 +402,9 @@ def _cast_late(module: eqx.Module, policy: Policy, ruled: frozenset[str]) -> eqx
         is_leaf = jax.tree_util.all_leaves([node])
         return policy.cast_to_compute(node) if is_leaf else _map_children(node, path, cast)
 
+    leaves, compute = jax.tree.leaves(module, is_leaf=_has_a_policy), np.dtype(policy.compute_dtype)
+    if all(leaf.dtype == compute for leaf in leaves if is_floating(leaf)):
+        return module
     if ruled:
         return _map_children(module, "", cast)
     return cast_except(policy.cast_to_compute, module, _has_a_policy)

@@ -5,9 +5,9 @@
     python examples/equinox/autocast.py --mp_policy=full
     python examples/equinox/autocast.py --audit
 
-The policy sets the dtype of matrix products and convolutions; autocast's rules set those of all
-other operations. Rules for modules (`*/eqx.nn.MLP: c=f32,m=highest`) and for operations
-(`op.tanh: full`) override it.
+By `by=operations`, the policy sets the dtype of matrix products and convolutions; autocast's rules
+set those of all other operations. Rules for modules (`*/eqx.nn.MLP: c=f32,m=highest`) and for
+operations (`op.tanh: full`) override it. Rules for operations alone need no `by`.
 """
 
 import sys
@@ -26,7 +26,7 @@ from tqdm import tqdm
 import jmpx
 import jmpx.flags
 
-MP = jmpx.flags.define_mp_flags(default_policy="c=bf16")
+MP = jmpx.flags.define_mp_flags(default_policy="by=operations,c=bf16")
 SEED = flags.DEFINE_integer("seed", 0, "Seeds initialization and batches.", lower_bound=0)
 EPOCHS = flags.DEFINE_integer("epochs", 15, "How many times to go over the data.", lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a step.", 1, 1024)
@@ -56,8 +56,7 @@ class Network(eqx.Module):
 
 def logits_of(model: Network, images: ArrayLike) -> jax.Array:
     """Returns float32 logits [batch, 10] of uint8 images [batch, 8, 8, 1]."""
-    model = jmpx.autocast(jax.vmap(model), MP.policy_map)
-    return model(jnp.asarray(images, jnp.float32) / 127.5 - 1)
+    return jax.vmap(model)(jnp.asarray(images, jnp.float32) / 127.5 - 1)
 
 
 def loss_fn(model: Network, batch: datasets.Data) -> jax.Array:
@@ -67,7 +66,7 @@ def loss_fn(model: Network, batch: datasets.Data) -> jax.Array:
 
 @eqx.filter_jit
 def train_step(model, opt_state, loss_scale, batch, optimizer):
-    """Takes one step; autocast does the casts, and by a map the gradient function casts nothing."""
+    """Takes one step, in which the policy says what is cast."""
     loss, loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
         loss_fn, loss_scale, policy=MP.policy_map
     )(model, batch)
@@ -79,7 +78,8 @@ def train_step(model, opt_state, loss_scale, batch, optimizer):
 
 @eqx.filter_jit
 def accuracy_of(model: Network, data: datasets.Data) -> jax.Array:
-    return (logits_of(model, data.images).argmax(axis=-1) == data.labels).mean()
+    logits = jmpx.apply_policy(logits_of, MP.policy_map)(model, data.images)
+    return (logits.argmax(axis=-1) == data.labels).mean()
 
 
 def make_state(optimizer: Any) -> tuple[Network, optax.OptState, jmpx.LossScale]:

@@ -48,7 +48,6 @@ from tqdm import tqdm
 from vit import VisionTransformer
 
 import jmpx
-import jmpx.equinox
 import jmpx.flags
 
 PLOT_FORMATS = (".pdf", ".png", ".svg")
@@ -153,10 +152,14 @@ def is_matrix(params: Any) -> Any:
     return jax.tree.map(lambda param: param.ndim > 1, params)
 
 
-def logits_of(model: VisionTransformer, images: ArrayLike, policy_map: Any) -> jax.Array:
+def logits_of(model: VisionTransformer, images: ArrayLike) -> jax.Array:
     """Returns float32 logits [batch, classes] of uint8 images [batch, side, side, channels]."""
-    view = jmpx.equinox.with_policies(model, policy_map)
-    return jmpx.cast_to_full(jax.vmap(view)(jnp.asarray(images, jnp.float32) / 127.5 - 1))
+    return jmpx.cast_to_full(jax.vmap(model)(jnp.asarray(images, jnp.float32) / 127.5 - 1))
+
+
+def loss_fn(model: VisionTransformer, batch: datasets.Data) -> jax.Array:
+    logits = logits_of(model, batch.images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
 
 
 @functools.cache
@@ -170,15 +173,10 @@ def make_step_of_device(
     skip_nonfinite: bool,
     microbatches: int,
     axis_name: str | None,
-) -> Callable[..., tuple[TrainState, jax.Array, jax.Array]]:
-    """Returns the train step of one device: `(state, batch) -> (state, loss, grads_finite)`."""
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """Returns the train step of one device: `(state, batch) -> (state, metrics)`."""
 
-    def loss_fn(model: VisionTransformer, batch: datasets.Data) -> jax.Array:
-        logits = logits_of(model, batch.images, policy_map)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
-
-    def step(state: TrainState, batch: datasets.Data) -> tuple[TrainState, jax.Array, jax.Array]:
-        # The view casts inside of the model; by a map, the gradient function casts nothing.
+    def step(state: TrainState, batch: datasets.Data) -> tuple[TrainState, dict[str, jax.Array]]:
         loss, loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
             loss_fn,
             state.loss_scale,
@@ -189,7 +187,8 @@ def make_step_of_device(
         model, opt_state = jmpx.optimizer_update(
             state.model, optimizer, state.opt_state, grads, grads_finite | (not skip_nonfinite)
         )
-        return TrainState(model, opt_state, loss_scale), loss, grads_finite
+        metrics = {"loss": loss, **jmpx.metrics(opt_state, loss_scale)}
+        return TrainState(model, opt_state, loss_scale), metrics
 
     return step
 
@@ -199,8 +198,8 @@ def make_step(
     optimizer: optax.GradientTransformation,
     skip_nonfinite: bool,
     microbatches: int = 1,
-) -> Callable[..., tuple[TrainState, jax.Array, jax.Array]]:
-    """Returns the jitted train step: `(state, batch) -> (state, loss, grads_finite)`.
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """Returns the jitted train step: `(state, batch) -> (state, metrics)`.
 
     Each device gets its share of the images, and goes through it in micro-batches. It sums their
     gradients in float32. Then the gradients are averaged over devices, once, in the dtype that the
@@ -217,7 +216,7 @@ def make_step(
 
 @functools.partial(jax.jit, static_argnames="policy_map")
 def count_correct(model: VisionTransformer, batch: datasets.Data, policy_map: Any) -> jax.Array:
-    logits = logits_of(model, batch.images, policy_map)
+    logits = jmpx.apply_policy(logits_of, policy_map)(model, batch.images)
     return (logits.argmax(axis=-1) == batch.labels).sum()
 
 
@@ -329,12 +328,14 @@ def train(history: History, train_data: datasets.Data, test_data: datasets.Data)
             for batch in batches(train_data, BATCH_SIZE.value, rng):
                 start = time.perf_counter()
                 history.scales.append(float(state.loss_scale.loss_scale))
-                state, loss, grads_finite = step(state, jax.device_put(batch, sharded))
-                if not grads_finite and MP.skip_nonfinite:
+                state, metrics = step(state, jax.device_put(batch, sharded))
+                metrics = jax.device_get(metrics)
+                if metrics["consecutive_skipped"]:
                     history.skipped.append(len(history.losses))
-                history.losses.append(float(loss))
+                history.losses.append(float(metrics["loss"]))
                 history.seconds.append(time.perf_counter() - start)
                 end_if_diverged(state)
+                progress.set_postfix(metrics, refresh=False)
                 progress.update()
             history.accuracies.append(
                 accuracy_of(state.model, test_data, BATCH_SIZE.value, MP.policy_map, sharded)

@@ -3,6 +3,10 @@
     python examples/haiku/train.py --mp_policy=params=float32,compute=bfloat16,output=float32
     python examples/haiku/train.py "--mp_policy=c=f16,o=f32; */linear: c=f32,m=highest" \
         --mp_loss_scale=dynamic,init=2**15,period=500
+    python examples/haiku/train.py --mp_policy=by=operations,c=bf16,save=products
+
+The first casts the arguments of the loss, the second what its modules compute, by rules, and the
+third is autocast: the string alone says so, and the program stays the same.
 
 Parameters that are stored in 16 bits lose small updates, unless they are rounded otherwise:
 
@@ -37,7 +41,6 @@ from tqdm import tqdm
 
 import jmpx
 import jmpx.flags
-import jmpx.haiku
 
 PLOT_FORMATS = (".pdf", ".png", ".svg")
 DTYPES = {jnp.float32, jnp.bfloat16, jnp.float16}
@@ -60,7 +63,8 @@ BN_POLICY = jmpx.flags.DEFINE_policy(
     "mp_bn_policy",
     "full",
     "The policy of BatchNorm, unless a rule of --mp_policy matches it. Its output dtype is always "
-    "the compute dtype of --mp_policy, in which the next layer computes.",
+    "the one in which the next layer takes its input: the compute dtype of --mp_policy, or float32 "
+    "under autocast.",
 )
 SEED = flags.DEFINE_integer("seed", 0, "Seeds initialization and batches.", lower_bound=0)
 EPOCHS = flags.DEFINE_integer("epochs", 15, "How many times to go over the data.", lower_bound=1)
@@ -119,8 +123,7 @@ def batch_norm() -> hk.BatchNorm:
 
 
 def run_network(x: jax.Array, is_training: bool) -> jax.Array:
-    with jmpx.haiku.policies(MP.policy_map):
-        return ResNet()(x, is_training)
+    return ResNet()(x, is_training)
 
 
 class Data(NamedTuple):
@@ -169,10 +172,10 @@ def batches(data: Data, size: int, rng: np.random.Generator) -> Iterator[Data]:
         yield Data(data.images[chosen], data.labels[chosen])
 
 
-def make_optimizer(steps: int, skip_nonfinite: bool) -> optax.GradientTransformation:
+def make_optimizer(steps: int) -> optax.GradientTransformation:
     optimizer = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE.value, steps))
     optimizer = MP.low_precision_params(optimizer, seed=SEED.value)
-    return jmpx.skip_nonfinite(optimizer) if skip_nonfinite else optimizer
+    return jmpx.skip_nonfinite(optimizer)  # counts the steps that are skipped
 
 
 def grad_dtype() -> Any:
@@ -196,38 +199,44 @@ def make_loss(network: hk.TransformedWithState) -> Any:
 
 
 def make_step(network: hk.TransformedWithState, optimizer: Any) -> Any:
-    """Returns the jitted train step: `(state, batch) -> (state, loss, grads_finite)`."""
+    """Returns the jitted train step: `(state, batch) -> (state, metrics)`."""
     loss_fn = make_loss(network)
 
     @jax.jit
-    def step(state: TrainState, batch: Data) -> tuple[TrainState, jax.Array, jax.Array]:
-        # The policies cast inside of the network; by a map, the gradient function casts nothing.
+    def step(state: TrainState, batch: Data) -> tuple[TrainState, dict[str, jax.Array]]:
         (loss, model_state), loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
-            loss_fn, state.loss_scale, True, policy=MP.policy_map, grad_dtype=grad_dtype()
+            loss_fn, state.loss_scale, True, policy=MP.policy_map, grad_dtype=grad_dtype(), uncast=1
         )(state.params, state.model_state, batch)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params: Any = optax.apply_updates(state.params, updates)
-        if isinstance(
-            opt_state, jmpx.types.SkipNonfiniteState
-        ):  # the moving averages skip the step, too
-            model_state = jmpx.select_tree(grads_finite, model_state, state.model_state)
-        return TrainState(params, model_state, opt_state, loss_scale), loss, grads_finite
+        take = grads_finite | (not MP.skip_nonfinite)
+        params, opt_state = jmpx.optimizer_update(
+            state.params, optimizer, state.opt_state, grads, take
+        )
+        model_state = jmpx.select_tree(take, model_state, state.model_state)
+        metrics = {"loss": loss, **jmpx.metrics(opt_state, loss_scale)}
+        return TrainState(params, model_state, opt_state, loss_scale), metrics
 
     return step
 
 
 def make_network() -> hk.TransformedWithState:
     compute_dtype = MP.policy_map.default.compute_dtype
+    if MP.policy_map.way == "operations":  # autocast keeps statistics in float32 by itself
+        compute_dtype = jnp.float32
     jmpx.set_policy(hk.BatchNorm, BN_POLICY.value.with_output_dtype(compute_dtype))
     return hk.transform_with_state(run_network)
 
 
 def make_state(network: hk.TransformedWithState, optimizer: Any, images: Any) -> TrainState:
-    init = jax.jit(network.init, static_argnums=2)
+    by_modules = MP.policy_map.way == "modules"  # its rules may say how single modules are stored
+    init = jmpx.apply_policy(network.init, MP.policy_map) if by_modules else network.init
+    init = jax.jit(init, static_argnums=2)
     params, model_state = init(jax.random.key(SEED.value), images[:1], True)
+    masters = make_masters(images)
+    if not by_modules:
+        params = MP.policy_map.default.cast_to_param(masters)
     if MP.params_rounding == "nearest":
         return TrainState(params, model_state, optimizer.init(params), MP.loss_scale())
-    masters = make_masters(images)  # the optimizer begins with float32, and keeps what it needs
+    # The optimizer begins with float32, and keeps what it needs.
     params = jax.tree.map(as_stored, masters, params)
     return TrainState(params, model_state, optimizer.init(masters), MP.loss_scale())
 
@@ -242,15 +251,14 @@ def make_masters(images: Any) -> hk.Params:
 def as_stored(master: jax.Array, param: jax.Array) -> jax.Array:
     """Returns a float32 parameter in the dtype in which the network stores it."""
     if param.dtype == jnp.bfloat16:
-        return jmpx.optim.split_master(master)[
-            0
-        ]  # its low half is in the optimizer's state, if at all
+        # Its low half is in the optimizer's state, if at all.
+        return jmpx.optim.split_master(master)[0]
     return jmpx.cast_tree(master, param.dtype)
 
 
 def make() -> tuple[Any, tuple[Any, Data]]:
     """Makes the train step and the shapes of its arguments, for `python -m jmpx audit`."""
-    network, optimizer = make_network(), make_optimizer(1, MP.skip_nonfinite)
+    network, optimizer = make_network(), make_optimizer(1)
     images: Any = jax.ShapeDtypeStruct((BATCH_SIZE.value, 8, 8, 1), jnp.float32)
     labels: Any = jax.ShapeDtypeStruct((BATCH_SIZE.value,), jnp.int32)
     state = jax.eval_shape(functools.partial(make_state, network, optimizer), images)
@@ -259,16 +267,18 @@ def make() -> tuple[Any, tuple[Any, Data]]:
 
 def make_arrays() -> tuple[Any, tuple[TrainState, Data]]:
     """Makes the train step and its first arguments, for `ranges` and `first-nonfinite`."""
-    network, optimizer = make_network(), make_optimizer(1, MP.skip_nonfinite)
+    network, optimizer = make_network(), make_optimizer(1)
     train_data, _ = load_digits()
     batch = next(batches(train_data, BATCH_SIZE.value, np.random.default_rng(SEED.value)))
     return make_step(network, optimizer), (make_state(network, optimizer, batch.images), batch)
 
 
 def make_accuracy(network: hk.TransformedWithState) -> Any:
+    apply = jmpx.apply_policy(network.apply, MP.policy_map, uncast=1)
+
     @jax.jit
     def accuracy(state: TrainState, data: Data) -> jax.Array:
-        logits, _ = network.apply(state.params, state.model_state, None, data.images, False)
+        logits, _ = apply(state.params, state.model_state, None, data.images, False)
         return (logits.argmax(axis=-1) == data.labels).mean()
 
     return accuracy
@@ -289,7 +299,7 @@ def train(history: History) -> None:
     steps_per_epoch = len(train_data.labels) // BATCH_SIZE.value
     steps = EPOCHS.value * steps_per_epoch
 
-    network, optimizer = make_network(), make_optimizer(steps, MP.skip_nonfinite)
+    network, optimizer = make_network(), make_optimizer(steps)
     state = make_state(network, optimizer, train_data.images)
     step, accuracy = make_step(network, optimizer), make_accuracy(network)
 
@@ -298,12 +308,14 @@ def train(history: History) -> None:
             for batch in batches(train_data, BATCH_SIZE.value, rng):
                 start = time.perf_counter()
                 history.scales.append(float(state.loss_scale.loss_scale))
-                state, loss, grads_finite = step(state, batch)
-                if not grads_finite and MP.skip_nonfinite:
+                state, metrics = step(state, batch)
+                metrics = jax.device_get(metrics)
+                if metrics["consecutive_skipped"]:
                     history.skipped.append(len(history.losses))
-                history.losses.append(float(loss))
+                history.losses.append(float(metrics["loss"]))
                 history.seconds.append(time.perf_counter() - start)
                 end_if_diverged(state)
+                progress.set_postfix(metrics, refresh=False)
                 progress.update()
             history.accuracies.append(float(accuracy(state, test_data)))
             progress.write(

@@ -29,7 +29,6 @@ import jax
 import jax.numpy as jnp
 import launch
 import numpy as np
-import optax
 import train
 from absl import app, flags, logging
 from checkpoints import Checkpoints, digests
@@ -98,15 +97,15 @@ def make_step(
             has_aux=True,
             policy=train.MP.policy_map,
             grad_dtype=train.grad_dtype(),
+            uncast=1,
             over=jmpx.Over("data"),
         )(state.params, state.model_state, batch)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params: Any = optax.apply_updates(state.params, updates)
+        take = grads_finite | (not train.MP.skip_nonfinite)
+        params, opt_state = jmpx.optimizer_update(
+            state.params, optimizer, state.opt_state, grads, take
+        )
         model_state = mean_over_devices(model_state)
-        if isinstance(
-            opt_state, jmpx.types.SkipNonfiniteState
-        ):  # the moving averages skip the step, too
-            model_state = jmpx.select_tree(grads_finite, model_state, state.model_state)
+        model_state = jmpx.select_tree(take, model_state, state.model_state)
         begins_epoch = progress.position % steps_per_epoch == 0
         loss_sum = jnp.where(begins_epoch, 0, progress.loss_sum) + loss
         state = train.TrainState(params, model_state, opt_state, loss_scale)
@@ -151,13 +150,13 @@ def say(line: str) -> None:
 
 
 def report_epoch(progress: Progress, accuracy: jax.Array, steps_per_epoch: int) -> None:
-    loss_scale, opt_state = progress.state.loss_scale, progress.state.opt_state
-    skipped = opt_state.total_skipped if isinstance(opt_state, jmpx.types.SkipNonfiniteState) else 0
+    metrics = jmpx.metrics(progress.state.opt_state, progress.state.loss_scale)
     say(
         f"epoch {int(progress.position) // steps_per_epoch:2d}  "
         f"loss {float(progress.loss_sum) / steps_per_epoch:.4f}  "
         f"test accuracy {float(accuracy):.2%}  "
-        f"loss scale {float(loss_scale.loss_scale):.10g}  skipped steps {int(skipped)}"
+        f"loss scale {float(metrics['loss_scale']):.10g}  "
+        f"skipped steps {int(metrics['total_skipped'])}"
     )
 
 
@@ -197,7 +196,7 @@ def run() -> None:
     steps = train.EPOCHS.value * steps_per_epoch
 
     network = train.make_network()
-    optimizer = train.make_optimizer(steps, train.MP.skip_nonfinite)
+    optimizer = train.make_optimizer(steps)
     progress = begin(network, optimizer, train_data.images[:1], mesh)
     saved = open_checkpoints()
     if saved is not None and (newest := saved.newest()) is not None:

@@ -115,9 +115,12 @@ def autocast(
     piece.
 
     Apply it to the model, `transformed.apply` or `module.apply`, and compute the loss from the
-    float32 output. A function that creates Haiku parameters cannot be wrapped. If the function or
-    its arguments hold objects of Flax's NNX, these get their new state back, as from `nnx.jit`;
-    state that changes is computed in float32 and keeps its dtype.
+    float32 output. For a whole loss, `by=operations` in the policy of the gradient function, or of
+    `apply_policy`, is better: it knows the parameters, and rounds no target. Within a function that
+    runs under autocast of the same policies, this is a plain call. A function that creates Haiku
+    parameters cannot be wrapped. If the function or its arguments hold objects of Flax's NNX, these
+    get their new state back, as from `nnx.jit`; state that changes is computed in float32 and keeps
+    its dtype.
 
     Args:
         fn: any callable of pytrees; None to decorate with arguments.

@@ -133,9 +133,9 @@ def evaluated(
         state: the state of its objects.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        is_parameter: tells of an array among the state and the arguments whether it is a parameter,
-            which yields everywhere. The others, and arrays that the function closes over, then keep
-            their dtype where no way leads from them to a product, as those of targets in a loss.
+        is_parameter: tells of a floating array among the state and the arguments whether it is a
+            parameter, which yields everywhere. The others, and arrays that the function closes
+            over, then keep their dtype where no way leads to a product, as targets in a loss do.
             None has all inputs yield everywhere.
         by: what runs it under autocast, as the user calls it.
 
@@ -162,7 +162,7 @@ def evaluated(
     if is_parameter is not None:
         leaves = filter(is_traceable, jax.tree.leaves(((state, *args), kwargs)))
         for value, leaf in zip(values, leaves, strict=True):
-            value.data = value.yields and not is_parameter(leaf)
+            value.data = value.yields and not (is_floating(leaf) and is_parameter(leaf))
     keeps_data = is_parameter is not None
     results = _evaluate(interpreter, output, traced.jaxpr, values, pure.size, keeps_data)
     share = wide_share(traced.jaxpr, used.wide) if used.wide else None

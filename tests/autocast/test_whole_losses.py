@@ -102,7 +102,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", LOSSES)
 def test_predictions_meet_targets_in_float32(rng, name):
     args = normal(rng, 4, 4), normal(rng, 8, 4), normal(rng, 8, 4)
@@ -132,6 +132,7 @@ ON_THE_WAY = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ON_THE_WAY)
 def test_what_a_product_reads_yields_as_ever(rng, name):
     args = normal(rng, 4, 4), normal(rng, 8, 4), normal(rng, 8, 4)
@@ -218,6 +219,7 @@ def test_saving_changes_no_dtype(rng):
     assert_ran(whole, *args, dot_general="bfloat16", sub="float32")
 
 
+@pytest.mark.thorough
 def test_modules(rng):
     """Parameters of NNX and Equinox yield in the end, too: a bias leaves 16 bits as they are."""
     x, y = normal(rng, 8, 4), normal(rng, 8, 3)

@@ -30,6 +30,7 @@ def apply_policy(func, policy):
     def viewed(fn, *args, **kwargs):
         with pooled(get_policy_map(policy), "jmpx.apply_policy") as policy_map:
             views = adapter.views(policy_map)
+            assert views is not None
             fn, args, kwargs = _mark_call(views.view, (fn, args, kwargs))
             return views.stored(fn(*args, **kwargs))
 
@@ -129,8 +130,8 @@ def test_gradients_and_programs_are_those_of_a_view(rng):
         def pure(state, x, loss_fn=loss_fn, graph=graph):
             model = nnx.merge(graph, state)
             result = step(loss_fn)(model, x)
-            model.calls, model.between = 0, None
-            del model.between
+            model.calls = 0
+            vars(model).pop("between", None)
             return result, nnx.state(model)
 
         texts.append(jax.jit(pure).lower(state, x).as_text())
@@ -176,3 +177,178 @@ def test_transforms(rng, name, place):
     assert jnp.allclose(loss, squares(view, x), rtol=1e-2)
     assert type(model.first) is nnx.Linear
     assert_same_bits(nnx.state(model), before)
+
+
+def test_what_a_function_hands_back_is_stored(rng):
+    model, x = make(rng), normal(rng, 6, 3)
+    stored = nnx.state(nnx.clone(model), nnx.Param)
+
+    def fn(model, x):
+        model(x)
+        assert model.head.kernel.dtype == BF16
+        return model, model.head, model.head.kernel, nnx.state(model, nnx.Param)
+
+    whole, head, kernel, state = apply_policy(fn, RULES)(model, x)
+    assert whole is model
+    assert head is model.head
+    assert kernel is model.head.kernel
+    assert_same_bits(state, stored)
+    assert_same_bits(nnx.state(model, nnx.Param), stored)
+    nnx.update(model, state)
+    model.head.kernel[...] = jnp.zeros((8, 2))  # no hook of jmpx is left
+
+
+def test_gradients_taken_inside_can_be_handed_back(rng):
+    model, x = make(rng), normal(rng, 6, 3)
+    _, grads = apply_policy(nnx.value_and_grad(squares), RULES)(model, x)
+    grads.head.kernel[...] = jnp.zeros((8, 2), BF16)  # no hook of jmpx is left
+    assert grads.inner.kernel.dtype == BF16
+
+
+def test_a_copy_of_a_view_is_refused(rng):
+    with pytest.raises(ValueError, match="got a copy of a Net, whose parameters are cast"):
+        apply_policy(nnx.clone, RULES)(make(rng))
+
+
+def test_what_a_function_sets_reaches_the_model(rng):
+    model, other = make(rng), make(rng)
+    values = nnx.state(other, nnx.Param)
+
+    def fn(model, values):
+        model.eval()
+        model.calls = 7
+        setattr(model, "extra", nnx.Variable(jnp.zeros(2)))  # noqa: B010
+        setattr(model, "added", nnx.Linear(2, 2, rngs=nnx.Rngs(0)))  # noqa: B010
+        model.inner.bias = nnx.Param(jnp.ones(8))
+        nnx.update(model, values)
+
+    values = jax.tree.map(lambda leaf: leaf + 1, values)
+    apply_policy(fn, RULES)(model, values)
+    assert model.calls == 7
+    assert model.norm.use_running_average
+    assert model.dropout.deterministic
+    assert type(vars(model)["added"]) is nnx.Linear
+    assert vars(model)["extra"].shape == (2,)
+    del model.extra, model.added  # pyright: ignore[reportAttributeAccessIssue]
+    assert_same_bits(nnx.state(model, nnx.Param), values)
+
+
+def set_by_value(model):
+    model.head.kernel.value = 2 * model.head.kernel.value
+
+
+def set_in_a_part(model):
+    @nnx.jit
+    def run(head):
+        head.kernel[...] = 2 * head.kernel[...]
+
+    run(model.head)
+
+
+@pytest.mark.filterwarnings("ignore:'.value':DeprecationWarning")
+@pytest.mark.parametrize("set_kernel", [set_by_value, set_in_a_part])
+def test_a_cast_parameter_cannot_be_set(rng, set_kernel):
+    model = make(rng)
+    with pytest.raises(ValueError, match=r"Cannot set a parameter .* copy in bfloat16"):
+        apply_policy(set_kernel, RULES)(model)
+    head = model.head.kernel[...]
+    apply_policy(set_kernel, "c=bf16; */head: full")(model)
+    assert_same_bits(model.head.kernel[...], 2 * head)
+
+
+@pytest.mark.parametrize("kind", ["train state", "model and optimizer", "arguments"])
+def test_an_update_inside_is_refused(rng, kind):
+    model = make(rng)
+    tx = optax.sgd(0.1)
+    given, update = {
+        "train state": (
+            TrainState(model),
+            lambda s: s.optimizer.update(s.model, nnx.state(s.model, nnx.Param)),
+        ),
+        "model and optimizer": (
+            nnx.ModelAndOptimizer(model, tx),
+            lambda s: s.update(nnx.state(s.model, nnx.Param)),
+        ),
+        "arguments": (
+            (model, nnx.Optimizer(model, tx, wrt=nnx.Param)),
+            lambda s: s[1].update(s[0], nnx.state(s[0], nnx.Param)),
+        ),
+    }[kind]
+    with pytest.raises(ValueError, match=r"Cannot update an nnx.Optimizer .* return the gradients"):
+        apply_policy(update, RULES)(given)
+    apply_policy(update, "full")(given)
+
+
+def test_optimizer_states_are_left_alone(rng):
+    model, tx = Plain(nnx.Rngs(0)), optax.adam(0.1)
+    states = tx.init(nnx.state(model, nnx.Param)), tx.init(model)  # pyright: ignore[reportArgumentType]
+
+    def fn(model, states, x):
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(states)}
+        assert BF16 not in dtypes
+        return model(x)
+
+    apply_policy(fn, RULES.split(";")[0])(model, states, normal(rng, 6, 3))
+
+
+def test_rules_by_class_and_path_and_class_policies(rng):
+    model, x = Plain(nnx.Rngs(0)), normal(rng, 6, 3)
+    model.last.dtype = jnp.bfloat16
+
+    def dtypes(model, x):
+        assert model(x).dtype == F32
+        return tuple(m.kernel.dtype for m in (model.first, model.last)), model.norm.scale.dtype
+
+    run = lambda policy: apply_policy(lambda m, x: dtypes(m, x), policy)(model, x)  # noqa: E731
+    with jmpx.push_policy(nnx.LayerNorm, "full"):
+        assert run("c=bf16,o=f32") == ((BF16, BF16), F32)
+        assert run("c=bf16,o=f32; Linear: full") == ((F32, F32), F32)
+        assert run("c=bf16,o=f32; */last: full; LayerNorm: c=bf16") == ((BF16, F32), BF16)
+    assert model.last.dtype is jnp.bfloat16
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(5, 4, rngs=rngs)
+        self.head = nnx.Linear(4, 5, use_bias=False, rngs=rngs)
+        self.head.kernel = self.embed.embedding
+
+    def __call__(self, x):
+        return self.embed(x) @ self.head.kernel[...].T
+
+
+def test_tied_weights_of_two_policies(rng):
+    model = Tied(nnx.Rngs(0))
+
+    def fn(model):
+        assert model.embed.embedding.dtype == BF16
+        assert model.head.kernel.dtype == F32
+        return nnx.grad(lambda m: m(jnp.arange(5)).astype(F32).sum())(model)
+
+    apply_policy(fn, "c=bf16; */head: full")(model)
+    assert model.head.kernel is model.embed.embedding
+
+
+def test_a_map_inside_of_itself_and_inside_of_another(rng):
+    model, x = make(rng), normal(rng, 6, 3)
+    expected = squares(jmpx.flax.with_policies(nnx.clone(model), RULES), x)
+    inside = apply_policy(squares, RULES)
+    view = lambda model, x: squares(jmpx.flax.with_policies(model, RULES), x)  # noqa: E731
+    for fn in inside, view:
+        assert_same_bits(apply_policy(fn, RULES)(nnx.clone(model), x), expected)
+    apply_policy(nnx.jit(inside), RULES)(nnx.clone(model), x)
+    with pytest.raises(ValueError, match="a Net that is a view already, made by jmpx.apply_policy"):
+        apply_policy(apply_policy(squares, "full"), RULES)(model, x)
+    view = jmpx.flax.with_policies(model, RULES)
+    assert jmpx.flax.with_policies(view) is view
+    with pytest.raises(ValueError, match="view already, made by jmpx.flax.with_policies"):
+        jmpx.flax.with_policies(view, "c=f16")
+
+
+def test_rules_without_effect_are_warned_of_once(rng):
+    models = make(rng), Plain(nnx.Rngs(0))
+    fn = lambda models, x: models[0](x) + models[1](x)  # noqa: E731
+    policy = "c=bf16,o=f32; LayerNorm: full; BatchNorm: full; Cov: full"
+    with pytest.warns(UserWarning, match="Cov") as caught:
+        apply_policy(fn, policy)(models, normal(rng, 6, 3))
+    assert len(caught) == 1
