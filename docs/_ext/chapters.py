@@ -9,7 +9,7 @@ CHAPTERS = {
     "Frameworks": ["haiku", "equinox", "flax_linen", "flax_nnx", "plain_jax"],
     "Look at a program": ["audit", "nonfinite", "errors", "matmul", "wire"],
     "Larger runs": ["sharding", "storage", "checkpoints", "recipes"],
-    "Coming from": ["coming_from_jmp", "coming_from_torch", "coming_from_others"],
+    "Coming from": ["coming_from_jmp", "coming_from_torch", "coming_from_others", "from_0.2"],
     "More": [],
     "Reference": ["cost", "reliability", "results", "reference/index"],
     "The project": [
