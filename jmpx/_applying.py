@@ -210,14 +210,11 @@ class Application(NamedTuple):
     name: str
 
     @property
-    def way(self) -> str | None:
-        return None if self.policy_map is None else self.policy_map.way
-
-    @property
     def arguments_policy(self) -> Policy | None:
         """The policy that casts arguments; None if they are not cast."""
-        is_by_arguments = self.policy_map is not None and self.way == "arguments"
-        return self.policy_map.default if is_by_arguments else None
+        if self.policy_map is None or self.policy_map.way != "arguments":
+            return None
+        return self.policy_map.default
 
     @property
     def matmul(self) -> str | None:
