@@ -19,11 +19,11 @@ from jmpx._leaves import PyTree, is_floating
 from jmpx._mappings import is_list, is_mapping
 from jmpx._matmul import matmul_region
 from jmpx._messages import user_stacklevel
-from jmpx._mixed_precision import MixedPrecision
+from jmpx._mixed_precision import MixedPrecision, MixedPrecisionLike
 from jmpx._modules import calling, note_classes
 from jmpx._nnx_objects import sparing
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap, PolicyMapLike, get_policy_map, warn_of
+from jmpx._policy_map import PolicyMap, get_policy_map, warn_of
 from jmpx._stateful import Pure, call
 from jmpx._uncast import Uncast, UncastLike
 
@@ -35,14 +35,14 @@ _NAME = "jmpx.apply_policy"
 
 @overload
 def apply_policy(
-    func: F, policy: PolicyMapLike | MixedPrecision | None = None, *, uncast: UncastLike = ()
+    func: F, policy: MixedPrecisionLike | None = None, *, uncast: UncastLike = ()
 ) -> F: ...
 
 
 @overload
 def apply_policy(
     func: None = None,
-    policy: PolicyMapLike | MixedPrecision | None = None,
+    policy: MixedPrecisionLike | None = None,
     *,
     uncast: UncastLike = (),
 ) -> Callable[[F], F]: ...
@@ -50,7 +50,7 @@ def apply_policy(
 
 def apply_policy(
     func: Callable[..., Any] | None = None,
-    policy: PolicyMapLike | MixedPrecision | None = None,
+    policy: MixedPrecisionLike | None = None,
     *,
     uncast: UncastLike = (),
 ) -> Any:
