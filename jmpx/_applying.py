@@ -379,8 +379,8 @@ def _call_with_views(
 
 _JOINED = (
     "jmpx runs views of the modules in arguments ({names}), which are of subclasses: where the "
-    "function joins a part of a model with a part from outside, as equinox.combine does, join them "
-    "before the call and pass the whole model."
+    "function joins a part of a model with a part from outside, as equinox.combine does, pass both "
+    "parts as arguments, or join them before the call and pass the whole model."
 )
 
 
@@ -397,7 +397,10 @@ def _by_operations(
     from jmpx._autocast.wrapped import evaluated
 
     saving = get_saving(policy_map.save, None)
-    return evaluated(policy_map, saving, "traced", pure, state, args, kwargs, by=application.name)
+    # The state of NNX objects is theirs that the function is a method of, and statistics.
+    parameters = {id(leaf) for leaf in jax.tree.leaves((state, args[:1]))}
+    run = functools.partial(evaluated, policy_map, saving, "traced", by=application.name)
+    return run(pure, state, args, kwargs, is_parameter=lambda array: id(array) in parameters)
 
 
 def code_of(func: Callable[..., Any]) -> object:

@@ -1,5 +1,6 @@
 """Names of floating dtypes: parses them to JAX's scalar types, and checks dtypes."""
 
+import functools
 from typing import Any, TypeAlias, TypeGuard
 
 import jax
@@ -53,6 +54,7 @@ def dtype_names() -> list[str]:
     return [*_CANONICAL, "half"]
 
 
+@functools.cache
 def describe_dtypes() -> str:
     """Returns the list of accepted names for error messages."""
     short = [f"{name} ({', '.join(alias)})" for name, alias in _ALIASES.items() if alias]

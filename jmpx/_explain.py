@@ -1,10 +1,11 @@
 """What `python -m jmpx explain` prints: what a policy string means, and for which modules."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jmpx._loss_scale import LossScale, NoOpLossScale
-from jmpx._mixed_precision import get_mixed_precision
+from jmpx._messages import describe
+from jmpx._mixed_precision import MixedPrecision, get_mixed_precision
 from jmpx._policy import ATTRIBUTES, Policy, given_fields
 from jmpx._policy_map import PolicyMap
 from jmpx._rules import Rule
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 FLAGS_REMEDY = (
     "explain parses no flags of a program, so use audit MODULE:FUNCTION -- FLAGS, whose table has "
     "the policy of each module"
+)
+
+_REMEDY = (
+    "write it as a string under a key such as policy, mp_policy or precision, or as a mapping that "
+    "jmpx.get_mixed_precision reads"
 )
 
 _Row: TypeAlias = tuple[tuple[str, ...], dict[str, str]]
@@ -31,15 +37,87 @@ def explain(precision: str, model: str | None) -> list[str]:
     Raises:
         ValueError: if the string is wrong, or the model cannot be made or traced.
     """
-    mixed = get_mixed_precision(precision)
-    lines = [table(mixed.policy_map), _loss_scale_line(precision, mixed.loss_scale)]
-    if model is not None:
-        lines += _lines_about(model, mixed.policy_map)
-    return lines
+    try:
+        mixed = get_mixed_precision(precision)
+    except ValueError:
+        raise
+    except Exception as error:  # of JAX, which starts to find what `half` is
+        raise ValueError(
+            f"Cannot read {precision!r}, because JAX cannot start ({type(error).__name__}): see "
+            "python -m jmpx doctor, or write bf16 or f16 in place of half."
+        ) from error
+    return _lines_of_precision(precision, mixed) + _lines_about(model, mixed.policy_map)
 
 
-def _lines_about(model: str, policy_map: PolicyMap) -> list[str]:
-    """Returns the lines that tell which rule each module of a model has."""
+def explain_config(path: str, model: str | None) -> tuple[list[str], list[str]]:
+    """Returns the lines that tell what the policies in a configuration file mean.
+
+    Args:
+        path: the file.
+        model: as in `explain`; there must be one policy then.
+
+    Returns:
+        The lines, and those about what is wrong.
+
+    Raises:
+        ValueError: if the file cannot be read or has no policy, or with a model more than one; or
+            the model cannot be made or traced.
+        OSError: if the file cannot be read.
+    """
+    from jmpx._config_files import sections
+
+    found = [(f"{path}: {each.path}" if each.path else path, each) for each in sections(path)]
+    wrong = [f"{place}: {each.error}" for place, each in found if each.error]
+    right = [(place, each, each.precision) for place, each in found if each.precision]
+    others = [
+        f"{place}: {describe(each.given)} is no policy of jmpx, and left out"
+        for place, each in found
+        if each.precision is each.error is None
+    ]
+    if not right and not wrong:
+        end = f" ({'; '.join(others)})" if others else ""
+        raise ValueError(f"Found no policy in {path}{end}: {_REMEDY}.")
+    if model is not None and len(right) != 1 and not wrong:
+        places = ", ".join(each.path for _, each, _ in right)
+        raise ValueError(
+            f"Expected one policy in {path} for --model, got {len(right)}, at {places}: give the "
+            "string of one of them in place of --config."
+        )
+    lines: list[str] = []
+    for place, each, precision in right:
+        lines += ["", place, *_lines_of_precision(each.given, precision)]
+    lines += ["", *others] if others else []
+    if not wrong:
+        lines += _lines_about(model, right[0][2].policy_map)
+    return lines[1:], wrong
+
+
+def _lines_of_precision(given: Any, mixed: MixedPrecision) -> list[str]:
+    """Returns the lines about a policy map and a loss scale, as a user gave them."""
+    return [
+        table(mixed.policy_map),
+        _way_line(mixed.policy_map),
+        _loss_scale_line(given, mixed.loss_scale),
+    ]
+
+
+def _way_line(policy_map: PolicyMap) -> str:
+    """Returns the line that shows how a policy map is applied, and why."""
+    way, rules = policy_map.way, policy_map.rules
+    why = "it has no rules"
+    if rules:
+        why = "it has rules for classes or paths"
+        if way == "operations":
+            why = "its rules are for operations"
+    why = "by= says so" if policy_map.by else f"{why}; write by=... to choose"
+    saves = f", save={policy_map.save}" if policy_map.save else ""
+    return f"applied by: {way}{saves} ({why})"
+
+
+def _lines_about(model: str | None, policy_map: PolicyMap) -> list[str]:
+    """Returns the lines that tell which rule each module of a model has; none without a model."""
+    if model is None:
+        return []
     from jmpx._models import RETURNS, report  # here, because it needs most of jmpx
     from jmpx._targets import load
 
@@ -78,28 +156,31 @@ def _fields_of(rule: Rule, default: Policy) -> dict[str, str]:
     return {key: f"{value} *" if key in inherited else value for key, value in fields.items()}
 
 
-def _loss_scale_line(text: str, loss_scale: LossScale) -> str:
+def _loss_scale_line(given: Any, loss_scale: LossScale) -> str:
     """Returns the line that shows the loss scale, and why, if the policy map decided on it."""
     line = f"loss scale: {loss_scale}"
-    if text.partition("|")[2].partition(",")[0].strip().lower() not in ("", "auto"):
+    text = given.partition("|")[2] if isinstance(given, str) else given.get("loss_scale", "")
+    if not isinstance(text, str) or text.partition(",")[0].strip().lower() not in ("", "auto"):
         return line
     which = "no policy computes" if isinstance(loss_scale, NoOpLossScale) else "a policy computes"
     return f"{line} (auto: {which} in float16)"
 
 
 def _aligned(header: tuple[str, ...], rows: Sequence[_Row]) -> list[str]:
-    """Returns the lines of a table.
+    """Returns the lines of a table; a column that is empty in all rows is left out.
 
     Args:
         header: the names of the first columns.
-        rows: the first cells of each row, and what it sets, by the keys of policy strings. A column
-            that no row sets is left out.
+        rows: the first cells of each row, and what it sets, by the keys of policy strings.
     """
-    keys = [key for key in ATTRIBUTES if any(key in fields for _, fields in rows)]
-    cells = [(*header, *keys)]
-    cells += [(*labels, *(fields.get(key, "") for key in keys)) for labels, fields in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    cells = [(*labels, *(fields.get(key, "") for key in ATTRIBUTES)) for labels, fields in rows]
+    columns = [
+        (name, *column)
+        for name, column in zip((*header, *ATTRIBUTES), zip(*cells, strict=True), strict=False)
+        if any(column)
+    ]
+    widths = [max(map(len, column)) for column in columns]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
 
 
 def _lines_of(report: "Report") -> Iterator[str]:

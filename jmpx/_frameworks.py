@@ -6,6 +6,7 @@ instance of a subclass of `Adapter` that overrides what the framework needs.
 """
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -147,7 +148,11 @@ def imported_adapters() -> Iterator[Adapter]:
 
 def adapters_of(cls: type) -> Iterator[Adapter]:
     """Yields the adapters of the frameworks that a class descends from."""
+    for package in _packages_of(cls, tuple(_ADAPTERS)):
+        yield importlib.import_module(_ADAPTERS[package]).adapter
+
+
+@functools.lru_cache(maxsize=4096)  # asked at each call of each module
+def _packages_of(cls: type, packages: tuple[str, ...]) -> list[str]:
     modules = [f"{base.__module__}." for base in cls.__mro__]
-    for package, name in _ADAPTERS.items():
-        if any(module.startswith(f"{package}.") for module in modules):
-            yield importlib.import_module(name).adapter
+    return [name for name in packages if any(each.startswith(f"{name}.") for each in modules)]

@@ -1,41 +1,47 @@
 """Which rule of a policy map each module of a model has; `python -m jmpx --model` prints it.
 
+The model is looked at in the way in which the map is applied: by modules, operations or arguments.
 Nothing is computed: models are viewed and functions are traced with abstract arrays.
 """
 
 import contextlib
+import dataclasses
 import functools
-import re
+import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jmpx import _jaxpr
-from jmpx._adapters import Met, Session, inherited_policy, listening
-from jmpx._autocast import Autocast, autocast
+from jmpx._adapters import Met, Session, inherited_policy, listening, pooled
+from jmpx._applying import apply_policy
+from jmpx._autocast import Autocast
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.value import Value
 from jmpx._dtype_fields import reading_policy
 from jmpx._dtypes import dtype_name
 from jmpx._leaves import is_floating_dtype, is_traceable
+from jmpx._marks import is_own_name, module_of
 from jmpx._matmul import matmul_of
+from jmpx._modules import call_marked
+from jmpx._places import where
 from jmpx._policy import Policy, given_fields
-from jmpx._policy_map import PolicyMap, Rule, warn_unused
+from jmpx._policy_map import PolicyMap, Rule
 from jmpx._registry import policy_of
 from jmpx._scopes import FULL_PRECISION
+from jmpx._stateful import split
 from jmpx._targets import attempt
 
 RETURNS = (
     "a module of Equinox or NNX, or a pair of a function, a Linen module or a Haiku transformed "
     "function and the tuple of its arguments"
 )
-_BY_AUTOCAST = "under jmpx.autocast, because the function runs no module of Haiku or Linen:"
-_ABOUT_ONE_SESSION = re.compile("The rule .* matched no |No Linen module ran")
+_NO_MODULES = "no module is called that by=modules could cast; by operations it would be:"
 _OUTERMOST = "(outermost)"  # what has no path
 _SETS_FIELD = "sets its dtype field"
 
@@ -80,7 +86,7 @@ class Report(NamedTuple):
 
 
 def report(policy_map: PolicyMap, made: Any) -> Report:
-    """Returns which rule each module has.
+    """Returns which rule each module has, in the way in which the policy map is applied.
 
     Args:
         policy_map: the policy map.
@@ -90,8 +96,45 @@ def report(policy_map: PolicyMap, made: Any) -> Report:
         ValueError: if it is nothing that can be viewed or traced, or if tracing fails.
     """
     fn, args = _split(made)
+    if policy_map.way == "arguments":
+        return Report([], list(_by_arguments(policy_map)))
+    title = "by operations, under autocast:"
+    if policy_map.way == "modules":
+        found = _by_modules(fn, args, dataclasses.replace(policy_map, by=None))
+        if found is not None:
+            return found
+        title = _NO_MODULES
+    fn, args = _forward(fn, args)
+    policy_map = dataclasses.replace(policy_map, by="operations")
+    trying = lambda: _by_operations(fn, args, policy_map, title)  # noqa: E731
+    return attempt("Tracing under autocast failed", trying)
+
+
+def _by_arguments(policy_map: PolicyMap) -> Iterator[str]:
+    """Yields what a policy map does that casts arguments, and which rules have no effect there."""
+    default = policy_map.default
+    compute, output = np.dtype(default.compute_dtype), np.dtype(default.output_dtype)
+    widens = f", and results to {output.name} where they are narrower"
+    yield (
+        f"by arguments: all floating arguments are cast to {compute.name} before the call"
+        f"{widens if output.itemsize > compute.itemsize else ''}; no rules hold"
+    )
+    for rule in policy_map.rules:
+        what, way = ("optional " * rule.optional), "operations" if rule.is_operation else "modules"
+        yield (
+            f"The {what}rule {str(rule)!r} has no effect by arguments: write by={way}, or leave by "
+            "out."
+        )
+
+
+def _by_modules(fn: Any, args: tuple[Any, ...], policy_map: PolicyMap) -> Report | None:
+    """Returns what each module of the frameworks has; None if there is none."""
     models = _models_in(_unwrapped(fn), args)
-    with warnings.catch_warnings(record=True) as caught, listening() as sessions:
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        listening() as sessions,
+        pooled(policy_map, "explain --model"),
+    ):
         warnings.simplefilter("always")
         for model in models:
             attempt("Viewing the model failed", functools.partial(_view, model, policy_map))
@@ -100,14 +143,12 @@ def report(policy_map: PolicyMap, made: Any) -> Report:
     own = [session for session in sessions if session.policy_map == policy_map and session.met]
     _refuse_others(sessions, policy_map)
     if not own:
-        return attempt("Tracing under autocast failed", lambda: _by_autocast(fn, args, policy_map))
+        return None
     header = ("path", "class", "rule")
     tables = [Table(f"under {s.name}:", header, list(_rows(s, policy_map))) for s in own]
-    met = [each for session in own for each in session.met]
-    # A session warns of the rules that its own modules do not match; the notes are about all.
-    others = [text for text in _texts(caught) if not _ABOUT_ONE_SESSION.match(text)]
+    about_rules = _notes(policy_map, [each for session in own for each in session.met])
     about_casts = [text for session in own for text in _note_on_casts(session, policy_map)]
-    return Report(tables, [*_notes(policy_map, met), *others, *about_casts[:1]])
+    return Report(tables, [*_texts(caught, policy_map), *about_rules, *about_casts[:1]])
 
 
 def _split(made: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -212,13 +253,24 @@ def _trace(fn: Any, args: tuple[Any, ...], policy_map: PolicyMap) -> None:
 def _abstractly(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Calls a function with abstract arrays; arguments that are no arrays stay as they are."""
     leaves, treedef = jax.tree.flatten(args)
-    are_arrays = [is_traceable(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if are_arrays[i]}
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
 
     def run(arrays: dict[int, Any]) -> None:
         fn(*treedef.unflatten(arrays.get(i, leaf) for i, leaf in enumerate(leaves)))
 
     jax.eval_shape(run, arrays)
+
+
+def _is_array(leaf: object) -> bool:
+    return is_traceable(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _shapes_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Returns the shapes of what a function returns, which must be arrays."""
+    found: list[Any] = []
+    as_shape = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype)  # noqa: E731
+    _abstractly(lambda *args: found.append(jax.tree.map(as_shape, fn(*args))), args)
+    return found[0]
 
 
 def _refuse_others(sessions: list[Session], policy_map: PolicyMap) -> None:
@@ -262,8 +314,10 @@ def _origin(met: Met, session: Session, policy_map: PolicyMap) -> tuple[str, Pol
         return f"{rule.label}{sets}", policy
     if policy_of(module.cls) is not None:
         return f"class policy{sets}", policy
-    # At a boundary, the field of a module without parameters is for the modules inside alone.
-    decides = boundary is None or module in session.census.sizes
+    # At a boundary, or of what is never called, the field of a module without parameters is for the
+    # modules inside alone.
+    is_called_inside = boundary is None and surrounding is not None
+    decides = is_called_inside or module in session.census.sizes
     if field is not None and decides and field != np.dtype(policy.compute_dtype):
         policy = reading_policy(policy, field)
         return "its dtype field", policy.with_output_dtype(field) if boundary is None else policy
@@ -297,9 +351,8 @@ def _known_fields(policy: Policy) -> Policy:
 
 
 def _notes(policy_map: PolicyMap, met: list[Met]) -> Iterator[str]:
-    """Yields a sentence about each rule that is in force for none of the modules and arrays."""
+    """Yields a sentence about each rule without effect of which no session warns."""
     found = [each.module for each in met]
-    yield from _warnings_of(policy_map, lambda: warn_unused(policy_map, found, stacklevel=1))
     winners = {id(_rule_of(each, policy_map)) for each in met}
     for rule in policy_map.rules:
         matched = any(rule.matches(*module) for module in found)
@@ -309,48 +362,104 @@ def _notes(policy_map: PolicyMap, met: list[Met]) -> Iterator[str]:
             yield f"The optional rule {str(rule)!r} matched no module."
 
 
-def _warnings_of(policy_map: PolicyMap, func: Callable[[], Any]) -> Iterator[str]:
-    """Yields the messages of warnings, those about a rule without the policy map."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        func()
-    for text in _texts(caught):
-        yield text.replace(f" of policy map {str(policy_map)!r}", "", 1)
-
-
-def _texts(caught: list[warnings.WarningMessage]) -> list[str]:
-    """Returns the messages of a user's warnings, each once."""
+def _texts(caught: list[warnings.WarningMessage], policy_map: PolicyMap) -> list[str]:
+    """Returns the messages of a user's warnings, each once, those about rules without the map."""
     texts = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
-    return list(dict.fromkeys(texts))
+    # Linen modules are among those of other frameworks, or there are none.
+    texts = [text for text in texts if not text.startswith("No Linen module ran")]
+    of_map = f" of policy map {str(policy_map)!r}"
+    return list(dict.fromkeys(text.replace(of_map, "", 1) for text in texts))
 
 
-def _by_autocast(fn: Callable[..., Any], args: tuple[Any, ...], policy_map: PolicyMap) -> Report:
-    """Returns what each scope and each operation of a function without modules has."""
+def _forward(fn: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns what is traced by operations: the call of a model, with shapes as its parameters.
+
+    Raises:
+        ValueError: if there is no one call.
+    """
+    init = _initializer(fn)
+    has_several = isinstance(fn, _type_of("haiku", "MultiTransformed"))
+    if has_several or (_is_viewable(fn) and not args):
+        got = f"a {type(fn).__name__} {'of several functions' if has_several else 'alone'}"
+        raise ValueError(
+            "Expected the function of --model to return a pair of a function, such as the model, "
+            "and the tuple of its arguments, because operations are found by a call, got "
+            f"{got}: return the pair, or write by=modules."
+        )
+    if init is None:
+        return fn, args
+    key = jax.random.key(0)
+    made = attempt("Tracing the model failed", lambda: _shapes_of(init, (key, *args)))
+    if isinstance(fn, _type_of("flax.linen", "Module")):
+        changing = [name for name in made if name != "params"]
+        call = functools.partial(fn.apply, rngs=key, mutable=changing)
+        return call, (made, *args)
+    stored = made if isinstance(fn, _type_of("haiku", "TransformedWithState")) else (made,)
+    names = [*inspect.signature(fn.apply).parameters][len(stored) :]
+    keys = [key] if names[:1] == ["rng"] else []  # hk.without_apply_rng takes it away
+    return fn.apply, (*stored, *keys, *args)
+
+
+def _by_operations(
+    fn: Callable[..., Any], args: tuple[Any, ...], policy_map: PolicyMap, title: str
+) -> Report:
+    """Returns what each module, scope and operation of a function has under autocast."""
     interpreter, found = Interpreter(policy_map), dict[str, set[str]]()
 
-    def run(*args: Any) -> None:
-        traced = _jaxpr.trace(autocast(fn, policy_map), args, {})
-        _collect(traced.jaxpr, found)
-        traced = _jaxpr.trace(fn, args, {})
-        interpreter.evaluate(traced.jaxpr, [Value(a, yields=True) for a in traced.arrays], "")
+    def run(fn: Callable[..., Any], *args: Any) -> Any:
+        return apply_policy(fn, policy_map)(*args)
 
-    notes = list(_warnings_of(policy_map, lambda: _abstractly(run, args)))
-    used_scopes = sorted(interpreter.used.scopes)
-    scopes = [_row_of_scope(scope, interpreter.regions) for scope in used_scopes]
+    def mark(fn: Callable[..., Any], *args: Any) -> Any:
+        with split(call_marked, (_any_module, fn, args, {}), {}) as (pure, state, given, kwargs):
+            traced = _jaxpr.trace(pure, (state, *given), kwargs)
+            values = [Value(array, yields=True) for array in traced.arrays]
+            interpreter.evaluate(traced.jaxpr, values, "")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _collect(_jaxpr.trace(run, (fn, *args), {}, _is_array).jaxpr, found)
+        _jaxpr.trace(mark, (fn, *args), {}, _is_array)
     rules = [rule for rule in policy_map.rules if rule.is_operation]
     labels = {rule.selector.removeprefix("op."): rule.label for rule in rules}
     operations = [
         Row((name, labels.get(name, ""), " ".join(sorted(found[name]))), {})
         for name in sorted(found)
     ]
+    scopes = _rows_of_scopes(interpreter.used.scopes, interpreter.regions)
     tables = [
-        Table(_BY_AUTOCAST, ("scope", "rule"), scopes),
+        Table(title, ("scope", "class", "rule"), scopes),
         Table("its operations:", ("operation", "rule", "runs in"), operations),
     ]
-    return Report(tables, notes)
+    unmatched = (r for r in policy_map.rules if r.optional and r not in interpreter.used.rules)
+    notes = [f"The optional rule {str(rule)!r} matched nothing." for rule in unmatched]
+    return Report(tables, [*_texts(caught, policy_map), *notes])
 
 
-def _row_of_scope(scope: str, regions: Regions) -> Row:
+def _any_module(cls: type, path: str) -> bool:
+    """Whether a module in the arguments marks its calls: each does, so that each has a row."""
+    return True
+
+
+def _rows_of_scopes(scopes: Iterable[str], regions: Regions) -> list[Row]:
+    """Returns a row for each module and each named scope, by their paths."""
+    rows: dict[tuple[str, bool], Row] = {}
+    # A module's mark and its name are two scopes of one path, of which the inner one decides.
+    for scope in sorted({*scopes} - set(_names_around_marks(scopes)), key=lambda s: s.count("/")):
+        place = where(scope)
+        kind = place.module.cls.__name__ if place.module and not place.names else ""
+        rows[place.path, place.is_full] = _row_of_scope(scope, place.path, kind, regions)
+    return [rows[key] for key in sorted(rows)]
+
+
+def _names_around_marks(scopes: Iterable[str]) -> Iterator[str]:
+    """Yields the scopes that are the name of a module, around the mark of that module."""
+    for scope in scopes:
+        outer, module = scope.rpartition("/")[0], module_of(scope)
+        if outer and module is not None and is_own_name(module, outer.rpartition("/")[2]):
+            yield outer
+
+
+def _row_of_scope(scope: str, path: str, kind: str, regions: Regions) -> Row:
     """Returns the row of a scope of autocast, whose dtype and algorithm may be from two rules."""
     region, rules = regions.region(scope), regions.policy_map.rules
     fields, ranks = {"compute": region.dtype.name}, {region.rank}
@@ -360,7 +469,7 @@ def _row_of_scope(scope: str, regions: Regions) -> Row:
     labels = [rules[rank].label for rank in sorted(ranks) if rank >= 0]
     if region.is_fixed:
         labels.append(FULL_PRECISION)
-    return Row((scope or _OUTERMOST, ", ".join(labels) or "default"), fields)
+    return Row((path or _OUTERMOST, kind, ", ".join(labels) or "default"), fields)
 
 
 def _collect(jaxpr: _jaxpr.Jaxpr, found: dict[str, set[str]]) -> None:

@@ -30,7 +30,7 @@ def module_base() -> type:
 def is_object(value: object) -> bool:
     """Whether `value` is an object of NNX, which has an identity and may change."""
     flax_nnx = nnx()
-    return flax_nnx is not None and isinstance(value, flax_nnx.Pytree | flax_nnx.Variable)
+    return flax_nnx is not None and isinstance(value, (flax_nnx.Pytree, flax_nnx.Variable))
 
 
 def is_state(value: object) -> bool:

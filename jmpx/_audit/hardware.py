@@ -14,8 +14,8 @@ from jmpx._places import where
 from jmpx._policy_strings import get_policy
 
 # In what a platform multiplies float32 by default: a TPU, and GPUs of NVIDIA since Ampere.
-_MULTIPLIES_IN = {"tpu": "bfloat16", "gpu": "TF32"}
-_DIGITS = {"bfloat16": 8, "TF32": 11}  # of a factor, in bits; float32 has 24
+MULTIPLIES_IN = {"tpu": "bfloat16", "gpu": "TF32"}
+DIGITS = {"bfloat16": 8, "TF32": 11}  # of a factor, in bits; float32 has 24
 
 
 def hardware(graph: Graph, options: Options) -> Iterator[Finding]:
@@ -23,12 +23,12 @@ def hardware(graph: Graph, options: Options) -> Iterator[Finding]:
 
     The products of a backward pass follow those of the forward pass, on whose lines they are found.
     """
-    inside = _MULTIPLIES_IN.get(options.platform or "")
+    inside = MULTIPLIES_IN.get(options.platform or "")
     products = [node for node in graph.nodes if is_product(node)]
     found = [node for node in products if not node.is_backward and _is_left_to_hardware(node)]
     if inside is None or not found:
         return
-    bits = f"whose factors keep {_DIGITS[inside]} of 24 bits"
+    bits = f"whose factors keep {DIGITS[inside]} of 24 bits"
     if not any(value.dtype in LOW for node in products for value in node.operands):
         count = sum(node.times for node in found)
         told = count_text(count, "float32 product")

@@ -347,7 +347,7 @@ def test_another_module_of_the_name_of_a_script(program, capsys):
 
 
 USAGE = {
-    (): "expected one of explain, audit, ranges, first-nonfinite, or a policy; usage: python -m",
+    (): "expected one of explain, audit, ranges, first-nonfinite, doctor, or a policy; usage: ",
     ("audit",): "MODULE:FUNCTION; usage: python -m jmpx audit MODULE:FUNCTION [options]",
     ("audti", "a:b"): "unknown command 'audti'; did you mean 'audit'?; usage: python -m jmpx",
     ("audit", "a:b", "c"): "unrecognized arguments: c; usage: python -m jmpx audit",
@@ -363,8 +363,9 @@ def test_wrong_arguments_are_one_line(arguments, capsys):
 
 
 HELP = {
-    (): ["explain", "audit", "ranges", "first-nonfinite", "exit code"],
-    ("explain",): ["--model", "POLICY"],
+    (): ["explain", "audit", "ranges", "first-nonfinite", "doctor", "--version", "exit code"],
+    ("explain",): ["--model", "POLICY", "--config FILE"],
+    ("doctor",): ["--json", "versions"],
     ("audit",): [
         "--lock PATH",
         "--platform {cpu,cuda,gpu,tpu}",

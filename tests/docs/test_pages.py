@@ -57,8 +57,8 @@ def test_every_program_is_run_by_a_test():
         rest = [block for block in rest if block not in files(name).values()]
         if rest:
             left[name] = len(rest)
-    # Two blocks are PyTorch's. tests/audit/test_wire.py compares what those of wire.md print.
-    assert left == {"coming_from_torch.md": 2, "wire.md": 3}
+    # Two blocks are PyTorch's. tests/audit/test_wire.py compares what those of collectives.md print.
+    assert left == {"coming_from_torch.md": 2, "collectives.md": 3}
 
 
 # The commands of flags.md.
@@ -69,18 +69,20 @@ def test_every_program_is_run_by_a_test():
     ("arguments", "code"),
     [
         (["explain", "c=bf16,o=f32; LayerNorm: full"], 0),
+        (["explain", "--config", "config.json"], 0),
         (["audit", "train:make"], 0),
         (["ranges", "train:make", "--dtype", "float16"], 0),
         (["first-nonfinite", "train:make"], 1),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else None,
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
 )
 @pytest.mark.usefixtures("folder", "standard_promotion")  # as in a reader's program
-def test_a_command_prints_what_the_page_shows(name, arguments, code, capsys):
+def test_a_command_prints_what_the_page_shows(name, arguments, code, capsys, folder):
+    (folder / "config.json").write_text(*blocks(name, "json"))
     assert jmpx.__main__.main(arguments) == code
     printed = capsys.readouterr().out
     assert [block for block in blocks(name, "text") if block in printed], printed
 
 
 def test_each_text_of_the_page_is_that_of_a_command():
-    assert len(blocks("flags.md", "text")) == 4
+    assert len(blocks("flags.md", "text")) == 5

@@ -188,7 +188,7 @@ def test_a_step_is_that_of_a_context_inside_of_the_loss(framework, x):
 # An equal map inside of a map
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(5)
 @both
 @pairs
 def test_an_equal_map_inside_is_no_second_cast(framework, pair, x):
@@ -288,7 +288,7 @@ def check(framework, params, x, is_open):
     assert LOG[-1] == (is_open[-1] if is_open else F32)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(7)
 @both
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
 def test_contexts_of_equal_maps_may_end_in_any_order(framework, order, x):

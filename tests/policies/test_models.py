@@ -19,6 +19,7 @@ from helpers.four_frameworks import (
     LINEN,
     WIDTHS,
     X,
+    call,
     in_words_of,
     products,
 )
@@ -92,7 +93,7 @@ def by_layer(framework, rows):
 
 
 ISLANDS = [
-    "c=bf16,o=f32",
+    "by=modules,c=bf16,o=f32",
     "c=bf16; <Linear>: full",
     "c=f32; block: bf16",
     "c=bf16; <net/>block: c=f32,o=f32; */inner: bf16; */head: o=f32",
@@ -212,7 +213,7 @@ def statistics_of(framework):
 @every_framework
 @pytest.mark.usefixtures("standard_promotion")
 def test_modules_that_keep_the_dtype_of_their_statistics_say_so(framework, ask):
-    tables, _ = ask(statistics_of(framework), "c=bf16")
+    tables, _ = ask(statistics_of(framework), "by=modules,c=bf16")
     own = [row for row in only(tables) if row["rule"] == "its state"]
     names = {"haiku": ["ExponentialMovingAverage"] * 2, "equinox": ["BatchNorm"]}
     assert [row["class"] for row in own] == names.get(framework, [])
@@ -223,11 +224,11 @@ def test_modules_that_keep_the_dtype_of_their_statistics_say_so(framework, ask):
 @pytest.mark.parametrize(
     ("policy", "is_told"),
     [
-        ("c=bf16,o=f32", True),
+        ("by=modules,c=bf16,o=f32", True),
         ("c=bf16,o=f32; */first: full", True),  # hands bfloat16 on
         ("c=bf16,o=f32; */head: c=f32,o=f32", False),
-        ("c=bf16", False),
-        ("full", False),
+        ("by=modules,c=bf16", False),
+        ("full,by=modules", False),
     ],
 )
 def test_a_cast_in_front_of_a_layer_does_not_keep_it_wide(framework, policy, is_told, ask):
@@ -254,13 +255,16 @@ def with_fields(framework):
             self.first = nnx.Linear(3, 9, dtype=jnp.float32, rngs=rngs)
             self.last = nnx.Linear(9, 3, rngs=rngs)
 
+        def __call__(self, x):
+            return self.last(self.first(x))
+
     return {"linen": lambda: (Linen(), (X,)), "nnx": lambda: NNX(nnx.Rngs(0))}[framework]
 
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_fields_that_decide_and_fields_that_are_set_say_so(framework, ask):
-    tables, others = ask(with_fields(framework), "c=bf16")
+    tables, others = ask(with_fields(framework), "by=modules,c=bf16")
     assert [(row["rule"], row["compute"], row["output"]) for row in only(tables)] == [
         ("default", "bfloat16", "bfloat16"),
         ("its dtype field", "float32", "float32"),
@@ -291,7 +295,8 @@ def huge(framework):
 
 @pytest.mark.parametrize("framework", [*FRAMEWORKS, "autocast"])
 def test_nothing_is_computed(framework, ask):
-    tables, others = ask(huge(framework), "c=bf16")  # weights of 4 terabytes
+    way = "operations" if framework == "autocast" else "modules"
+    tables, others = ask(huge(framework), f"by={way},c=bf16")  # weights of 4 terabytes
     assert next(iter(tables.values()))[0]["compute"] == "bfloat16" and others == []
 
 
@@ -320,6 +325,9 @@ def test_modules_among_the_arguments_of_a_function(ask):
     assert list(tables) == names
     assert [len(rows) for rows in tables.values()] == [6, 1]
     assert others == []  # each rule matched in one of the two
+    tables, others = ask(made, "by=modules,c=bf16; Linear: full; Lineer: full; */inner: bf16")
+    assert list(tables) == names
+    assert others == ["The rule 'Lineer: compute=float32' matched no class; did you mean 'Linear'?"]
 
 
 TRANSFORMED = {
@@ -411,9 +419,115 @@ def test_a_function_without_modules_shows_scopes_and_operations(ask):
     ]
 
 
+# The way in which a map is applied
+
+
+@pytest.mark.parametrize(
+    ("policy", "line"),
+    {
+        "c=bf16": "bfloat16 before the call; no rules hold",
+        "c=bf16,o=f32": "bfloat16 before the call, and results to float32 where they are narrower"
+        "; no rules hold",
+        "c=f16,o=bf16,by=arguments": "float16 before the call; no rules hold",
+    }.items(),
+)
+@every_framework
+def test_by_arguments_is_one_line(framework, policy, line, ask):
+    tables, others = ask(MADE[framework], policy)
+    assert tables == {}
+    assert others == [f"by arguments: all floating arguments are cast to {line}"]
+
+
+def test_rules_have_no_effect_by_arguments(ask):
+    _, others = ask(MADE["equinox"], "by=arguments,c=bf16; Linear: full; op.exp: f32; A?: full")
+    words = [("rule", "Linear", "modules"), ("rule", "op.exp", "operations")]
+    assert others[1:] == [
+        f"The {what} '{selector}: compute=float32' has no effect by arguments: write by={way}, or "
+        "leave by out."
+        for what, selector, way in [*words, ("optional rule", "A?", "modules")]
+    ]
+
+
+OPERATIONS = [
+    "by=operations,c=bf16",
+    "by=operations,c=bf16,save=products; <Linear>: full; */head: bf16",
+    "by=operations,c=f32; */block: bf16; */inner?: full; No?: full",
+]
+
+
+@every_framework
+@pytest.mark.parametrize("policy", OPERATIONS)
+def test_by_operations_the_modules_are_in_the_dtypes_of_their_products(framework, policy, ask):
+    policy = in_words_of(framework, policy)
+    run, model, _, _ = FRAMEWORKS[framework]
+    ran = products(jmpx.apply_policy(run, policy), model, X)
+    for made in ((run, (model, X)), (MADE[framework] if run is not call else (model, (X,)))):
+        tables, others = ask(made, policy)
+        assert list(tables) == ["by operations, under autocast:", "its operations:"]
+        rows = [{**row, "path": row["scope"]} for row in tables["by operations, under autocast:"]]
+        rows = by_layer(framework, rows)
+        assert {layer: {row["compute"]} for layer, row in rows.items()} == ran
+        assert [row["class"] for row in rows.values()][:3] == [
+            in_words_of(framework, "<Linear>")
+        ] * 3
+        unused = "The optional rule 'No?: compute=float32' matched nothing."
+        assert others == [unused] * ("No?" in policy)
+
+
+def test_rules_for_operations_alone_are_by_operations(ask):
+    tables, others = ask((call, (MADE["equinox"], X)), "c=bf16; op.dot_general: f32; op.exp: f16")
+    assert list(tables) == ["by operations, under autocast:", "its operations:"]
+    ran = {row["operation"]: row["runs_in"] for row in tables["its operations:"]}
+    assert ran["dot_general"] == "float32" and len(others) == 1 and "op.exp" in others[0]
+
+
+class Noisy(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+        self.noise = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.noise(self.norm(x))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_models_with_state_and_random_numbers_by_operations(ask):
+    made = [
+        statistics_of("haiku")(),
+        statistics_of("linen")(),
+        (hk.transform(lambda x: hk.dropout(hk.next_rng_key(), 0.5, x)), (X,)),
+        (nn.Dropout(0.5, deterministic=False), (X,)),
+        (Noisy(), (X,)),
+    ]
+    for each in made:
+        tables, _ = ask(each, "by=operations,c=bf16")
+        assert tables["its operations:"]
+
+
+def test_what_by_operations_needs(capsys, monkeypatch):
+    transformed = hk.multi_transform(lambda: ((lambda x: hk.Linear(3)(x)), ()))
+    several = "a MultiTransformed of several functions"
+    for made, got in (
+        (MADE["equinox"], "a EquinoxNet alone"),
+        (MADE["nnx"], "a NNXNet alone"),
+        ((transformed, (X,)), several),
+    ):
+        monkeypatch.setattr(sys.modules[__name__], "make", lambda made=made: made, raising=False)
+        assert main(["--model", f"{__name__}:make", "by=operations,c=bf16"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "and the tuple of its arguments, because operations are found by a call" in line
+        assert line.endswith(f"{got}: return the pair, or write by=modules.")
+
+
+def test_a_function_that_no_module_of_which_could_be_cast(ask):
+    tables, _ = ask((router, (jnp.ones((3, 3)), X)), "by=modules,c=bf16")
+    title = next(iter(tables))
+    assert title == "no module is called that by=modules could cast; by operations it would be:"
+
+
 def test_an_algorithm_that_jax_ignores_is_noted(ask):
     model = eqx.nn.Conv2d(3, 3, 3, key=jax.random.key(0))
-    _, (line,) = ask(model, "c=f32,m=BF16_BF16_F32_X3")
+    _, (line,) = ask(model, "by=modules,c=f32,m=BF16_BF16_F32_X3")
     assert "matmul=BF16_BF16_F32_X3 does not hold for convolutions" in line
 
 
