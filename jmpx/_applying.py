@@ -379,8 +379,8 @@ def _call_with_views(
 
 _JOINED = (
     "jmpx runs views of the modules in arguments ({names}), which are of subclasses: where the "
-    "function joins a part of a model with a part from outside, as equinox.combine does, join them "
-    "before the call and pass the whole model."
+    "function joins a part of a model with a part from outside, as equinox.combine does, pass both "
+    "parts as arguments, or join them before the call and pass the whole model."
 )
 
 

@@ -1,9 +1,10 @@
 """The dynamic loss scale: a pytree whose scale grows and shrinks with the gradients."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 
 from jmpx._leaves import is_array, is_floating
 from jmpx._loss_scale_numbers import ARGUMENTS, as_text, concrete_leaf, plain_number, shortest
+from jmpx._messages import user_stacklevel
 from jmpx._scaling import (
     HIGHEST_SCALE,
     LONGEST_PERIOD,
@@ -91,7 +93,7 @@ class DynamicLossScale(Scaling):
             if is_integer_array(value):
                 warnings.warn(
                     f"Expected floating type for {name}, got {value.dtype}: it is converted.",
-                    stacklevel=3,
+                    stacklevel=user_stacklevel(),
                 )
         for name in _CONFIGURATION:
             value = getattr(self, name)
@@ -299,11 +301,14 @@ def _flatten_with_keys(scale: DynamicLossScale) -> tuple[tuple[Any, ...], tuple[
     return tuple(zip(keys, leaves, strict=True)), configuration
 
 
-def _unflatten(configuration: tuple[Any, ...], leaves: Iterable[Any]) -> DynamicLossScale:
+ScaleT = TypeVar("ScaleT", bound=DynamicLossScale)
+
+
+def _unflatten(cls: type[ScaleT], configuration: tuple[Any, ...], leaves: Iterable[Any]) -> ScaleT:
     # Made without the constructor, which converts and clips: trees of axes, masks or shardings hold
     # 0, True or a sharding, which must stay. A floating array is a scale, and becomes a float32
     # that is not weakly typed.
-    scale = object.__new__(DynamicLossScale)
+    scale = object.__new__(cls)
     for name, value in zip(LEAVES + _CONFIGURATION, (*leaves, *configuration), strict=True):
         scale._set(name, value)
     if is_array(scale.loss_scale) and is_floating(scale.loss_scale):
@@ -311,6 +316,10 @@ def _unflatten(configuration: tuple[Any, ...], leaves: Iterable[Any]) -> Dynamic
     return scale
 
 
-jax.tree_util.register_pytree_with_keys(
-    DynamicLossScale, _flatten_with_keys, _unflatten, flatten_func=_flatten
-)
+def register_pytree(cls: type[DynamicLossScale]) -> None:
+    """Lets JAX know the leaves of a class of dynamic loss scales."""
+    unflatten = functools.partial(_unflatten, cls)
+    jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
+
+
+register_pytree(DynamicLossScale)

@@ -35,7 +35,7 @@ class GradientOptions(TypedDict, total=False):
     over: Over | None
 
 
-def _with_options_spelled(function: FunctionT) -> FunctionT:
+def with_options_spelled(function: FunctionT) -> FunctionT:
     """Gives a function with `**options` the signature in which `help` shows them one by one."""
     own, made = (inspect.signature(each).parameters.values() for each in (function, Options.of))
     parameters = [p for p in own if p.kind is not p.VAR_KEYWORD]
@@ -62,7 +62,7 @@ def filter_value_and_grad(
 ) -> Callable[P, ValueAndGradients[tuple[jax.Array, AuxT], ScalingT]]: ...
 
 
-@_with_options_spelled
+@with_options_spelled
 def filter_value_and_grad(  # noqa: D417, because the options are documented one by one
     func: Callable[..., Any], scaling: LossScale, has_aux: bool = False, **options: Any
 ) -> Callable[..., ValueAndGradients[Any, Any]]:
@@ -137,7 +137,7 @@ def filter_grad(
 ) -> Callable[P, GradientsAndAux[ScalingT, AuxT]]: ...
 
 
-@_with_options_spelled
+@with_options_spelled
 def filter_grad(  # noqa: D417, because the options are documented one by one
     func: Callable[..., Any], scaling: LossScale, has_aux: bool = False, **options: Any
 ) -> Callable[..., Gradients[Any] | GradientsAndAux[Any, Any]]:

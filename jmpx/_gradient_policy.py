@@ -69,7 +69,7 @@ def scale_needed(
     """
     policy = application.arguments_policy
     in_float32 = policy is not None and policy.compute_dtype == jnp.float32
-    if type(scaling) is not DynamicLossScale or not in_float32:
+    if not isinstance(scaling, DynamicLossScale) or not in_float32:
         yield
         return
     with contextlib.ExitStack() as stack:

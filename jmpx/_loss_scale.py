@@ -13,7 +13,7 @@ All arithmetic is in float32 or float64, never in 16 bits. Every scale is betwee
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Union
+from typing import TYPE_CHECKING, Self, TypeVar, Union
 
 import jax
 import numpy as np
@@ -23,7 +23,6 @@ from jmpx._dynamic_loss_scale import LEAVES, DynamicLossScale
 from jmpx._loss_scale_numbers import as_text, shortest
 from jmpx._scaling import (
     HIGHEST_SCALE,
-    LARGEST_FLOAT16,
     LOWEST_SCALE,
     Scaling,
     as_number,
@@ -160,45 +159,6 @@ class StaticLossScale(Scaling):
         return as_text("static", {"init": shortest(self.loss_scale)})
 
 
-def DynamicLossScaling(  # MPX has a class of this name.
-    loss_scaling: Any = 2**15,
-    min_loss_scaling: Any = 1.0,
-    factor: float = 2,
-    period: int = 2000,
-    counter: Any = None,
-) -> DynamicLossScale:
-    """Makes a `DynamicLossScale` by MPX's name and arguments (arXiv 2507.03312, section 3.3).
-
-    It never grows beyond 65504, float16's largest number. Neither does MPX's, so that a run takes
-    the same steps with both. A `DynamicLossScale` made by its own name grows beyond that.
-
-    Args:
-        loss_scaling: the factor to begin with.
-        min_loss_scaling: the scale never falls below this number.
-        factor: what the scale is multiplied by when it grows, and divided by when it shrinks.
-        period: finite steps from one growth to the next.
-        counter: finite steps since the scale last changed; None means 0.
-
-    Returns:
-        The loss scale.
-
-    Raises:
-        TypeError: as `DynamicLossScale`.
-        ValueError: as `DynamicLossScale`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx.mpx as mpx
-        >>> scaling = mpx.DynamicLossScaling(jnp.float32(2**15), jnp.float32(1), period=100)
-        >>> float(scaling.scale(jnp.float16(2)))
-        65536.0
-    """
-    counter = 0 if counter is None else counter
-    return DynamicLossScale(
-        loss_scaling, counter, period, factor, min_loss_scaling, max_loss_scale=LARGEST_FLOAT16
-    )
-
-
 LossScale = Union[NoOpLossScale, StaticLossScale, DynamicLossScale]  # noqa: UP007 (as in JMP)
 
 
@@ -210,21 +170,27 @@ def is_loss_scale(value: object) -> bool:
 
 def in_place_of_loss_scale(value: object, otherwise: str) -> str:
     """Returns the remedy for a value that is no loss scale: to call it, if that makes one."""
-    for made in (NoOpLossScale, StaticLossScale, DynamicLossScale, DynamicLossScaling):
-        if value is made:
-            number = "2.0**15" if made is StaticLossScale else ""
-            room = "jmpx.mpx" if made is DynamicLossScaling else "jmpx"
-            return f"call it, as {room}.{made.__name__}({number}), which makes a loss scale"
-    return otherwise
+    if not isinstance(value, type) or not issubclass(value, LossScale):
+        return otherwise
+    number = "2.0**15" if value is StaticLossScale else ""
+    return (
+        f"call it, as {value.__module__}.{value.__qualname__}({number}), which makes a loss scale"
+    )
 
 
 def is_at_least_1(scaling: LossScale) -> bool:
     """Whether the scale is always at least 1, so that unscaling cannot overflow."""
-    if type(scaling) is DynamicLossScale:  # A subclass may scale in another way.
+    if isinstance(scaling, DynamicLossScale) and _scales_as_made(type(scaling)):
         return scaling.min_loss_scale >= 1
     if type(scaling) is StaticLossScale:
         return bool(scaling.loss_scale >= 1)
     return type(scaling) is NoOpLossScale
+
+
+def _scales_as_made(cls: type[DynamicLossScale]) -> bool:
+    """Whether a subclass scales as its base does, as MPX's does."""
+    methods = ("scale", "unscale", "_effective_scale")
+    return all(getattr(cls, name) is getattr(DynamicLossScale, name) for name in methods)
 
 
 def register_all_with_flax() -> None:

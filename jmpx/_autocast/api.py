@@ -190,12 +190,11 @@ def autocast(
         return _Unapplied(policy, rules, output, save, pieces)
     if not callable(fn) or is_dtype(fn):
         raise TypeError(f"Expected a function to run under autocast, got {fn!r}: {_WRITE}.")
-    policy_map = get_policy_map(policy)
-    save = save or policy_map.save
-    policy_map = _with_operations(policy_map.applied_by("operations", "jmpx.autocast"), rules or {})
+    given = get_policy_map(policy)
+    policy_map = _with_operations(given.applied_by("operations", "jmpx.autocast"), rules or {})
     if output is not None and output != "traced":
         output = as_dtype(output)
-    return applied(fn, policy_map, output, get_saving(save, pieces))
+    return applied(fn, policy_map, output, get_saving(save or given.save, pieces))
 
 
 _WRITE = "write jmpx.autocast(f, policy) or decorate the function with @jmpx.autocast(policy=...)"

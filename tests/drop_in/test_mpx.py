@@ -1,5 +1,9 @@
 """`import jmpx.mpx as mpx`: the examples of MPX's paper (arXiv 2507.03312), and its promises."""
 
+import inspect
+import pickle
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,8 +15,23 @@ from helpers import leniently
 import jmpx
 import jmpx.mpx as mpx
 
-HALF = jmpx.half_dtype()
+HALF = mpx.HALF_PRECISION_DATATYPE
 HALF_NAME = np.dtype(HALF).name
+# The functions of MPX 0.1.8, with their arguments.
+SIGNATURES = {
+    "cast_tree": "tree, dtype",
+    "force_full_precision": "func, return_dtype=float16",
+    "cast_function": "func, dtype, return_dtype=None",
+    "half_precision_datatype": "",
+    "set_half_precision_datatype": "datatype",
+    "DynamicLossScaling": "loss_scaling, min_loss_scaling, factor=2, period=2000, counter=None",
+    "scaled": "func, scaling, has_aux=False",
+    "filter_grad": "func, scaling, has_aux=False, use_mixed_precision=True",
+    "filter_value_and_grad": "func, scaling, has_aux=False, use_mixed_precision=True",
+    "calculate_scaled_grad": "func, scaling, has_aux=False, use_mixed_precision=True",
+    "optimizer_update": "model, optimizer, optimizer_state, grads, grads_finite",
+}
+ONE_TREE = "cast_to_float32 cast_to_float16 cast_to_bfloat16 cast_to_full_precision all_finite"
 
 
 class Attention(eqx.Module):
@@ -122,7 +141,7 @@ def test_filter_grad_returns_in_the_papers_order(rng):
 
     gradient = eqx.filter_jit(mpx.filter_grad(with_aux, scaling, True, True))
     new, finite, grads, aux = gradient(model, batch)
-    assert isinstance(new, jmpx.DynamicLossScale) and finite.dtype == jnp.bool_
+    assert isinstance(new, mpx.DynamicLossScaling) and finite.dtype == jnp.bool_
     assert isinstance(grads, Attention) and aux == {"n": 3}
     gradient = eqx.filter_jit(mpx.filter_value_and_grad(with_aux, scaling, has_aux=True))
     (_, aux), *_ = gradient(model, batch)
@@ -158,6 +177,99 @@ def test_casts_of_a_model(cast, dtype, rng):
         np.dtype(dtype)
     }
     assert tree[1].dtype == jnp.int32 and tree[2].dtype == jnp.uint32 and tree[0].heads == 2
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_arguments_of_mpx_are_the_first_ones(name):
+    found = list(inspect.signature(getattr(mpx, name)).parameters.values())
+    for number, argument in enumerate(SIGNATURES[name].split(", ") if SIGNATURES[name] else ()):
+        argument, _, default = argument.partition("=")
+        assert found[number].name == argument
+        if default:
+            assert default in str(found[number].default)
+
+
+@pytest.mark.parametrize("name", [*ONE_TREE.split(), "cast_to_half_precision", "select_tree"])
+def test_functions_of_trees_take_them_by_position(name):
+    trees = (jnp.array(True), *[{"w": jnp.ones(2)}] * 2) if name == "select_tree" else ([1.0],)
+    assert name in mpx.__all__ and getattr(mpx, name)(*trees) is not None
+
+
+@pytest.fixture
+def bfloat16():
+    """Half precision is bfloat16 in a test."""
+    mpx.set_half_precision_datatype("bfloat16")
+    yield
+    mpx.set_half_precision_datatype(mpx.HALF_PRECISION_DATATYPE)
+
+
+def test_half_precision_is_float16_unless_it_is_set(request):
+    x, scaling = jnp.ones(2), mpx.DynamicLossScaling(8.0)
+    dtypes = []
+
+    def loss_fn(x):
+        dtypes.append(x.dtype.name)
+        return x.sum()
+
+    gradients: list[Any] = [
+        make(loss_fn, scaling) for make in (mpx.filter_grad, mpx.filter_value_and_grad)
+    ]
+    gradients.append(mpx.calculate_scaled_grad(loss_fn, scaling))
+    for name in ("float16", "bfloat16"):
+        assert np.dtype(mpx.half_precision_datatype()).name == name
+        assert mpx.cast_to_half_precision(x).dtype.name == name
+        for gradient in gradients:
+            gradient(x)
+        assert set(dtypes) == {name}
+        dtypes.clear()
+        if name == "float16":
+            request.getfixturevalue("bfloat16")
+    mpx.filter_grad(loss_fn, scaling, policy="f16")(x)
+    assert dtypes[0] == "float16"
+    with pytest.raises(ValueError, match="Expected float16 or bfloat16 as half precision, got f"):
+        mpx.set_half_precision_datatype("float32")
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_the_scaled_gradient(mixed, rng):
+    w, x = jnp.asarray(rng.normal(size=3), jnp.float32), rng.normal(size=3).astype(np.float32)
+    scaling = mpx.DynamicLossScaling(jnp.float32(4), jnp.float32(1))
+
+    def with_aux(w, x):
+        return (w * x).sum().astype(jnp.float32), x.dtype
+
+    gradient = mpx.calculate_scaled_grad(with_aux, scaling, True, mixed)
+    (value, dtype), grads = gradient(w, x)
+    factor, name = (4, "float16") if mixed else (1, "float32")
+    assert grads.dtype == dtype == name
+    np.testing.assert_allclose(value, factor * (w * x).sum(), rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(grads, factor * x, rtol=1e-2)
+    assert float(mpx.scaled(with_aux, scaling, True)(w, x)[0]) == 4 * float(with_aux(w, x)[0])
+
+
+def test_the_largest_numbers_are_those_of_the_dtypes():
+    for dtype, largest in ((jnp.float16, mpx.FLOAT16_MAX), (jnp.bfloat16, mpx.BFLOAT16_MAX)):
+        assert largest == float(jnp.finfo(dtype).max) and largest.dtype == jnp.float32
+
+
+def test_the_loss_scaling_is_a_class():
+    scaling = mpx.DynamicLossScaling(jnp.float32(2**15), jnp.float32(4), 4, 3, jnp.int32(2))
+    for again in (
+        scaling.adjust(jnp.array(False)).adjust(True),
+        jax.tree.map(lambda leaf: leaf + 0, scaling),
+        pickle.loads(pickle.dumps(scaling)),
+        jmpx.restore_loss_scale(scaling.state_dict(), like=scaling),
+        eval(
+            repr(scaling),
+            {"DynamicLossScaling": mpx.DynamicLossScaling, "array": np.array}
+            | {"float32": np.float32, "int32": np.int32, "Array": lambda x, **_: x},
+        ),
+    ):
+        assert type(again) is mpx.DynamicLossScaling
+        assert (again.min_loss_scaling, again.factor, again.period) == (4, 4, 3)
+    grown = scaling.adjust(True)
+    assert float(grown.loss_scaling) == mpx.FLOAT16_MAX and int(grown.counter) == 0
+    assert str(scaling) == "dynamic,init=32768,period=3,factor=4,min=4,max=65504,counter=2"
 
 
 def test_cast_function_casts_inputs_and_outputs(rng):

@@ -27,6 +27,7 @@ CLASSES = [
     (room, name)
     for room in ROOMS
     for name in importlib.import_module(room).__all__
+    if not name.isupper()  # a dtype
     if isinstance(getattr(importlib.import_module(room), name), type)
 ]
 

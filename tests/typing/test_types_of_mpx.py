@@ -3,10 +3,11 @@
 # An ignored error must be there, so that a type that became Any is noticed.
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax  # pyright: ignore[reportMissingTypeStubs]
 from typed_models import Params, make_params, ones, predict
 
@@ -49,3 +50,15 @@ def test_a_step() -> None:
     assert_type(loss, jax.Array)
     params, _ = jmpx.mpx.optimizer_update(params, optimizer, state, grads, finite)
     assert_type(params, Params)
+    value, scaled_grads = jmpx.mpx.calculate_scaled_grad(loss_fn, scaling)(params, batch)
+    assert value > 0 and isinstance(scaled_grads, Params)
+    _, aux = jmpx.mpx.scaled(lambda: (ones(), 3), scaling, has_aux=True)()
+    assert aux == 3 and assert_type(scaling.loss_scaling, Any) is not None
+    assert_type(scaling.min_loss_scaling, float)
+
+
+def test_dtypes() -> None:
+    assert_type(jmpx.mpx.half_precision_datatype(), type[Any])
+    jmpx.mpx.set_half_precision_datatype(jmpx.mpx.HALF_PRECISION_DATATYPE)
+    assert_type(jmpx.mpx.FLOAT16_MAX, np.float32)
+    assert jmpx.mpx.FLOAT16_MAX < jmpx.mpx.BFLOAT16_MAX
