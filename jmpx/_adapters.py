@@ -356,6 +356,31 @@ def pooled(policy_map: PolicyMapLike | None, name: str) -> Iterator[Any]:
         pool.warn(user_stacklevel("jax", "flax", "haiku", "equinox"))
 
 
+class _Wrapper(NamedTuple):
+    """A running call of a module that wraps one of another framework."""
+
+    policy: Policy
+    policy_map: PolicyMap | None
+
+
+def wrapping(
+    policy: Policy, policy_map: PolicyMap | None
+) -> contextlib.AbstractContextManager[None]:
+    """Hands a policy on to the modules of another framework that run in the context.
+
+    Args:
+        policy: the policy under which the module runs that wraps them.
+        policy_map: the policy map; sessions under other ones take no notice.
+    """
+    return entered(Context("wrapping", _Wrapper(policy, policy_map)))
+
+
+def wrapper_policy(policy_map: PolicyMap | None) -> Policy | None:
+    """Returns the policy that `wrapping` hands on to sessions of a policy map, None without one."""
+    wrappers = [each for each in opened(_Wrapper) if each.policy_map == policy_map]
+    return wrappers[-1].policy if wrappers else None
+
+
 def ignores_matmul(matmul: str | None, dtype: DTypeLike) -> bool:
     """Whether JAX would ignore an algorithm for a convolution that is computed in a dtype."""
     return is_algorithm(matmul) and jnp.dtype(dtype) == jnp.float32

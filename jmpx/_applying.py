@@ -81,7 +81,8 @@ def apply_policy(
             with arguments.
         policy: a policy map, or all else that `get_policy_map` takes, or a `MixedPrecision`. None
             means `half`, whose dtype is looked up when the function is called.
-        uncast: the positions and names of arguments that are left as they are.
+        uncast: the positions and names of arguments that are left as they are. By operations,
+            matrix products cast them, as they do all others.
 
     Returns:
         A function with the arguments and results of `func`.
@@ -299,7 +300,7 @@ def _warn_of_casts(name: str, casts: Sequence[str]) -> None:
         casts: the names of the functions that have cast inside.
     """
     if casts:
-        way = "operations" if casts == ["jmpx.autocast"] else "modules"
+        way = "operations" if {*casts} <= {"jmpx.autocast", _NAME} else "modules"
         _warn(
             f"{name} has cast its arguments to 16 bits before {' and '.join(casts)} inside of it "
             "casts them again, so that parts which are to run in float32 get rounded parameters: "
@@ -379,8 +380,8 @@ def _call_with_views(
 
 _JOINED = (
     "jmpx runs views of the modules in arguments ({names}), which are of subclasses: where the "
-    "function joins a part of a model with a part from outside, as equinox.combine does, join them "
-    "before the call and pass the whole model."
+    "function joins a part of a model with a part from outside, as equinox.combine does, pass both "
+    "parts as arguments, or join them before the call and pass the whole model."
 )
 
 

@@ -27,6 +27,7 @@ from jmpx._adapters import (
     pooled,
     run_at_boundary,
     run_reading,
+    wrapper_policy,
 )
 from jmpx._contexts import is_held, opened, refuse_other_tasks
 from jmpx._dtype_fields import FieldInCall, field_in_call, reading_policy
@@ -240,7 +241,7 @@ class _Session(Session):
         outer = self.calls[-1] if self.calls else None
         if outer is not None and outer.module == called:
             return outer
-        surrounding = None if outer is None else outer.policy
+        surrounding = wrapper_policy(self.policy_map) if outer is None else outer.policy
         rule = self.explicit_policy(*called, surrounding)
         field = field_in_call(module, rule, None if outer is None else outer.field.selected)
         keeps = outer is not None and outer.keeps

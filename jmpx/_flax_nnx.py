@@ -26,6 +26,7 @@ from jmpx._adapters import (
     public_methods,
     run_at_boundary,
     run_reading,
+    wrapping,
 )
 from jmpx._casts import cast_like
 from jmpx._contexts import note_cast
@@ -361,9 +362,19 @@ def _is_object(value: Any) -> bool:
 def _view_class(cls: type, policy: Policy, is_boundary: bool, maker: _Maker) -> type:
     """Returns the lookalike whose public methods cast, their results too if they are boundaries."""
     run = functools.partial(run_at_boundary if is_boundary else run_reading, by=maker.name)
+    if issubclass(cls, nnx.bridge.ToNNX) and maker.name == _APPLY:
+        run = functools.partial(_run_wrapped, run, maker.policy_map)
     names = public_methods(cls, nnx.Module)
     methods = {name: _casting(getattr(cls, name), name, policy, run) for name in names}
     return lookalike(cls, {**methods, "__jmpx_view__": maker})
+
+
+def _run_wrapped(
+    run: Callable[..., Any], policy_map: PolicyMap | None, policy: Policy, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs a call of a Linen module in NNX; the context for Linen, which is open, casts inside."""
+    with wrapping(policy, policy_map):
+        return run(policy, *args, **kwargs)
 
 
 def _casting(method: Method, name: str, policy: Policy, run: Callable[..., Any]) -> Method:
@@ -459,6 +470,11 @@ class _InPlace(_Session):
         self.noted.change(value, cls)
         return value
 
+    def parameter(self, value: nnx.Param, path: str, around: _Around) -> nnx.Param:
+        if around.module is not None and issubclass(around.module.cls, nnx.bridge.ToNNX):
+            return value  # cast by the context for Linen, whose rules may keep it
+        return super().parameter(value, path, around)
+
     def set(self, view: Any, name: Any, value: Any) -> None:
         old = vars(view)[name]
         if value is old:
@@ -551,25 +567,29 @@ class _Views:
             self.give_back(vars(value), attributes)
 
         def restored(leaf: Any) -> Any:
-            if id(leaf) in self.casts:
-                return self.casts[id(leaf)].stored
-            if isinstance(leaf, nnx.Variable):
-                return _settable(leaf, arrays)
             if isinstance(leaf, nnx.Pytree):
                 self.refuse_copy(leaf)
-            return arrays.get(id(leaf), leaf)
+            leaf = self.uncast(leaf)
+            is_variable = isinstance(leaf, nnx.Variable)
+            return _settable(leaf, arrays) if is_variable else arrays.get(id(leaf), leaf)
 
-        return jax.tree.map(restored, tree, is_leaf=_is_object)
+        result = jax.tree.map(restored, tree, is_leaf=_is_object)
+        for memory in (self.views, self.changed, self.casts):  # another trace has other objects
+            memory.clear()
+        return result
+
+    def uncast(self, value: Any, path: str = "") -> Any:
+        """Returns the stored parameter in place of one that was cast, and all else as it is."""
+        return self.casts[id(value)].stored if id(value) in self.casts else value
 
     def give_back(self, attributes: dict[Any, Any], changed: dict[Any, tuple[Any, Any]]) -> None:
         """Gives an object its attributes back, except for those that the function has set."""
-        uncast = lambda node, _: self.casts[id(node)].stored if id(node) in self.casts else node  # noqa: E731
         for name, value in attributes.items():
             old, new = changed.get(name, (None, _NO_FIELD))
             if value is new and not isinstance(value, list | dict):  # which may have changed
                 attributes[name] = old
             elif isinstance(value, nnx.Param) or name in changed:
-                attributes[name] = _map_objects(value, (), uncast)
+                attributes[name] = _map_objects(value, (), self.uncast)
 
     def refuse_copy(self, value: nnx.Pytree) -> None:
         """Raises if an object that a function returns is a copy that it made of a view."""

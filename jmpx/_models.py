@@ -378,11 +378,13 @@ def _forward(fn: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[
         ValueError: if there is no one call.
     """
     init = _initializer(fn)
-    if isinstance(fn, _type_of("haiku", "MultiTransformed")) or (_is_viewable(fn) and not args):
+    has_several = isinstance(fn, _type_of("haiku", "MultiTransformed"))
+    if has_several or (_is_viewable(fn) and not args):
+        got = f"a {type(fn).__name__} {'of several functions' if has_several else 'alone'}"
         raise ValueError(
-            f"Expected the function of --model to return a pair of one function and the tuple of "
-            f"its arguments, because operations are found by a call, got a {type(fn).__name__} "
-            "alone: write by=modules, or return (lambda x: model(x), (x,))."
+            "Expected the function of --model to return a pair of a function, such as the model, "
+            "and the tuple of its arguments, because operations are found by a call, got "
+            f"{got}: return the pair, or write by=modules."
         )
     if init is None:
         return fn, args

@@ -52,6 +52,7 @@ _NAME = "jmpx.equinox.with_policies"
 _WITH_STATISTICS = (eqx.nn.BatchNorm, eqx.nn.SpectralNorm)
 _CELLS = (eqx.nn.GRUCell, eqx.nn.LSTMCell)  # the hidden state of a cell is the carry of a loop
 _CONVOLUTIONS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
+_JITTED: Any = type(eqx.filter_jit(lambda: None))
 _INHERITING = (*_WITH_STATISTICS, *_CELLS)  # boundaries, also where nothing gives them a policy
 
 
@@ -207,7 +208,7 @@ class _Session(Session):
         if field.is_ruled and field.value is not None:
             view = _as_instance(view, type(view))
             vars(view)["dtype"] = as_dtype(field.value)
-        if surrounding is not None and (is_boundary or (policy is None and _reads(module))):
+        if surrounding is not None and (is_boundary or (policy is None and _may_read(module))):
             ruled = self.ruled_in(path)
             kind = _view_class(type(module), surrounding, is_boundary, ruled, self.policy_map)
             self.made[kind] = type(module)
@@ -301,13 +302,25 @@ def _is_called(cls: type) -> bool:
     return any(public_methods(cls, eqx.Module)) and not issubclass(cls, eqx.nn.Shared)
 
 
-def _reads(node: PyTree) -> bool:
-    """Whether it is a module with floating arrays of its own, which its public methods read."""
-    if not _is_module(node) or _is_internal(node) or not _is_called(type(node)):
+def _may_read(module: eqx.Module) -> bool:
+    """Whether a module has leaves of its own, of which its public methods may read floating arrays.
+
+    Or it has None in their place, as in one part of a model after `equinox.partition`. The other
+    part gets the same class, so that `equinox.combine` joins the two.
+    """
+    if _is_internal(module) or not _is_called(type(module)):
         return False
-    if any(map(is_floating, vars(node).values())):
+    is_leaf: Callable[[Any], bool] = lambda child: (  # noqa: E731
+        child is None or (child is not module and _is_part(child))
+    )
+    return not all(map(_is_part, jax.tree.leaves(module, is_leaf=is_leaf)))
+
+
+def _reads(module: eqx.Module) -> bool:
+    """Whether a module has floating arrays of its own."""
+    if any(map(is_floating, vars(module).values())):
         return True
-    own = jax.tree.leaves(node, is_leaf=lambda child: child is not node and _is_part(child))
+    own = jax.tree.leaves(module, is_leaf=lambda child: child is not module and _is_part(child))
     return any(map(is_floating, own))
 
 
@@ -380,7 +393,10 @@ def _casting(
 
     @functools.wraps(inspect.getattr_static(cls, name), updated=())
     def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        plain = getattr(_cast_late(_as_instance(self, cls), policy, ruled), name)
+        plain = _as_instance(self, cls)
+        if not is_boundary and not _reads(plain):
+            return getattr(plain, name)(*args, **kwargs)
+        plain = getattr(_cast_late(plain, policy, ruled), name)
         hidden = next(iter(args[1:2]), kwargs.get("hidden"))
         carry = hidden if issubclass(cls, _CELLS) else None
         run = run_at_boundary if is_boundary else run_reading
@@ -493,6 +509,10 @@ def _map_nodes(func: Callable[[Any], Any], tree: T, is_node: Callable[[Any], boo
         return func(tree)
     if _keeps_dtype(tree) or jax.tree_util.all_leaves([tree]):
         return tree
+    if isinstance(tree, _JITTED):  # it hides the module as arrays and a tree definition
+        wrapped = tree.__wrapped__
+        mapped = _map_nodes(func, wrapped, is_node)
+        return tree if mapped is wrapped else eqx.filter_jit(mapped)
     return _map_children(tree, "", lambda child, _: _map_nodes(func, child, is_node))
 
 
@@ -680,10 +700,10 @@ def _warn_of_rounded(rounded: dict[str, np.dtype]) -> None:
     """
     path, dtype = next(iter(rounded.items()))
     warnings.warn(
-        f"A function under a policy map hands back {len(rounded)} arrays of its model rounded to "
-        f"{dtype_name(dtype)}, such as {path!r}: it returns a model that went through an inner "
-        "transformation such as jax.jit, or arrays that it computed from rounded ones; return the "
-        f"model from outside of them, or write a rule for the arrays ('*/{path}: full').",
+        f"A function under a policy map hands back arrays of its model that are rounded to "
+        f"{dtype_name(dtype)} ({len(rounded)}, such as {path!r}): they went through an inner "
+        "transformation such as jax.jit, or were computed from rounded ones; return the model "
+        f"from outside of that, or write a rule for what changes, such as '*/{path}: full'.",
         stacklevel=user_stacklevel("jax", "equinox"),
     )
 

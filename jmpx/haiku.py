@@ -8,6 +8,7 @@ functions of jmpx's registry read and write it, so `hk.mixed_precision` and jmpx
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -56,6 +57,8 @@ __all__ = ("policies",)
 _store: Any = hk.mixed_precision  # Any, because it is annotated with JMP's policies
 
 _NAME = "jmpx.haiku.policies"
+
+_params_dict = inspect.unwrap(hk.Module.params_dict)  # interceptors are not to see the call
 
 # These modules compute in the dtype of their running statistics, unless a rule or a class policy is
 # about them: in bfloat16, a decay of 0.999 would be 1. The value is the name of the state that they
@@ -231,8 +234,7 @@ class _Session(Session):
             # cast: an operation that refuses two dtypes, such as a convolution, gets one.
             with self.called(_Call(module, policy, _as_wide_as(policy, (args, kwargs)))):
                 return method(*args, **kwargs)
-        own = hk.get_params().get(module.module_name, {})
-        if not any(map(is_floating, jax.tree.leaves(own))):
+        if not _owns_parameters(module):
             return method(*args, **kwargs)
         with self.called(_Call(module, policy, policy)):
             return run_reading(policy, method, args, kwargs, by=_NAME)
@@ -309,6 +311,13 @@ class _Session(Session):
         if jax.tree.structure(value) != jax.tree.structure(stored):
             return value
         return jax.tree.map(cast_like, value, stored)
+
+
+def _owns_parameters(module: hk.Module) -> bool:
+    """Whether a module itself has floating parameters; `hk.get_params` would copy those of all."""
+    inside = _params_dict(module)
+    names = (name for name in inside if name.rpartition("/")[0] == module.module_name)
+    return any(is_floating(leaf) for name in names for leaf in jax.tree.leaves(inside[name]))
 
 
 def _is_lift(module: hk.Module) -> bool:

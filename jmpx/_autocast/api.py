@@ -119,9 +119,10 @@ def autocast(
     Apply it to the model, `transformed.apply` or `module.apply`, and compute the loss from the
     float32 output. For a whole loss, `by=operations` in the policy of the gradient function, or of
     `apply_policy`, is better: it knows the parameters, and rounds no target. Within a function that
-    runs under autocast of the same policies, this is a plain call. A function that creates Haiku parameters cannot be wrapped. If the function or
-    its arguments hold objects of Flax's NNX, these get their new state back, as from `nnx.jit`;
-    state that changes is computed in float32 and keeps its dtype.
+    runs under autocast of the same policies, this is a plain call. A function that creates Haiku
+    parameters cannot be wrapped. If the function or its arguments hold objects of Flax's NNX, these
+    get their new state back, as from `nnx.jit`; state that changes is computed in float32 and keeps
+    its dtype.
 
     Args:
         fn: any callable of pytrees; None to decorate with arguments.
@@ -191,12 +192,11 @@ def autocast(
         return _Unapplied(policy, rules, output, save, pieces)
     if not callable(fn) or is_dtype(fn):
         raise TypeError(f"Expected a function to run under autocast, got {fn!r}: {_WRITE}.")
-    policy_map = get_policy_map(policy)
-    save = save or policy_map.save
-    policy_map = _with_operations(policy_map.applied_by("operations", "jmpx.autocast"), rules or {})
+    given = get_policy_map(policy)
+    policy_map = _with_operations(given.applied_by("operations", "jmpx.autocast"), rules or {})
     if output is not None and output != "traced":
         output = as_dtype(output)
-    return applied(fn, policy_map, output, get_saving(save, pieces))
+    return applied(fn, policy_map, output, get_saving(save or given.save, pieces))
 
 
 _WRITE = "write jmpx.autocast(f, policy) or decorate the function with @jmpx.autocast(policy=...)"

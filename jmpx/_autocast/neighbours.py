@@ -70,9 +70,9 @@ class Neighbours(NamedTuple):
 
     def is_last(self, equation: Equation) -> bool:
         """Whether no way leads from an equation, which is no call, to a product."""
-        if self.multiplied is None or is_call(equation):
+        if self.multiplied is None or any(var in self.multiplied for var in equation.outvars):
             return False
-        return not any(var in self.multiplied for var in equation.outvars)
+        return not is_call(equation)
 
 
 _Named = Sequence[tuple[str, Equation]]

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jmpx._added_rules import in_force
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends
 from jmpx._autocast.pieces import takes_gradient
+from jmpx._autocast.regions import Used
 from jmpx._autocast.saving import Saving
 from jmpx._autocast.unused import (
     warn_of_algorithms,
@@ -28,11 +29,12 @@ from jmpx._dtypes import check_computes
 from jmpx._jaxpr import Jaxpr
 from jmpx._leaves import is_floating, is_traceable
 from jmpx._made_once import made_once
+from jmpx._marks import Module
 from jmpx._matmul import region_setting
 from jmpx._messages import user_stacklevel
 from jmpx._modules import Marks
 from jmpx._nnx_objects import is_object, module_base
-from jmpx._policy_map import PolicyMap
+from jmpx._policy_map import PolicyMap, Rule
 from jmpx._registry import refuse_creation
 from jmpx._scopes import RESTORE
 from jmpx._stateful import Pure, apply, call
@@ -152,27 +154,53 @@ def evaluated(
             check_computes(dtype)
     note_cast(by)
     interpreter = Interpreter(policy_map, region_setting(), save)
-    used, selectors = interpreter.used, save.selectors if save else ()
+    selectors = save.selectors if save else ()
     marks = Marks(PolicyMap(policy_map.default, (*policy_map.rules, *selectors)))
     pure.invoke = marks.call
     with fact_set(AUTOCAST, key):
         traced = _traced(interpreter, pure, state, args, kwargs)
-    # As a loop's carry, state that is replaced does not yield: a moving average would stall.
-    values = [Value(array, yields=not pure.is_replaced(array)) for array in traced.arrays]
-    if is_parameter is not None:
-        leaves = filter(is_traceable, jax.tree.leaves(((state, *args), kwargs)))
-        for value, leaf in zip(values, leaves, strict=True):
-            value.data = value.yields and not (is_floating(leaf) and is_parameter(leaf))
+    values = _values(pure, traced.arrays, ((state, *args), kwargs), is_parameter)
     keeps_data = is_parameter is not None
     results = _evaluate(interpreter, output, traced.jaxpr, values, pure.size, keeps_data)
-    share = wide_share(traced.jaxpr, used.wide) if used.wide else None
+    _warn(policy_map, interpreter.used, selectors, marks.seen, traced.jaxpr)
+    return traced.rebuild(results)
+
+
+def _warn(
+    policy_map: PolicyMap,
+    used: Used,
+    selectors: Sequence[Rule],
+    seen: Iterable[Module],
+    jaxpr: Jaxpr,
+) -> None:
+    """Gives the warnings of an evaluation; see `unused.py` and `wide.py`."""
+    share = wide_share(jaxpr, used.wide) if used.wide else None
     level = user_stacklevel("jax", "flax", "haiku", "equinox")
-    warn_unused(policy_map, used, marks.seen, stacklevel=level)
+    warn_unused(policy_map, used, seen, stacklevel=level)
     warn_of_operations(policy_map, used, stacklevel=level)
     warn_of_algorithms(policy_map, used, stacklevel=level)
     warn_of_products(policy_map, used, share, stacklevel=level)
-    warn_of_saving(selectors, used, marks.seen, stacklevel=level)
-    return traced.rebuild(results)
+    warn_of_saving(selectors, used, seen, stacklevel=level)
+
+
+def _values(
+    pure: Pure, arrays: Sequence[Array], given: Any, is_parameter: Callable[[Any], bool] | None
+) -> list[Value]:
+    """Returns the operands of a function's jaxpr.
+
+    Args:
+        pure: the function.
+        arrays: the arrays that were traced.
+        given: what the function was given, of which they are the leaves.
+        is_parameter: see `evaluated`.
+    """
+    # As a loop's carry, state that is replaced does not yield: a moving average would stall.
+    values = [Value(array, yields=not pure.is_replaced(array)) for array in arrays]
+    if is_parameter is not None:
+        leaves = filter(is_traceable, jax.tree.leaves(given))
+        for value, leaf in zip(values, leaves, strict=True):
+            value.data = value.yields and not (is_floating(leaf) and is_parameter(leaf))
+    return values
 
 
 def _traced(

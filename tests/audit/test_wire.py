@@ -339,7 +339,7 @@ def test_a_wrong_argument_is_refused_in_one_sentence(make, error, match):
 
 @pytest.mark.usefixtures("standard_promotion")  # as in a reader's program
 def test_the_page_shows_what_its_program_prints():
-    page = (ROOT / "docs" / "wire.md").read_text()
+    page = (ROOT / "docs" / "collectives.md").read_text()
     blocks = re.findall(r"^```(python|text)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     names, printed = {}, ""
     for kind, block in blocks:

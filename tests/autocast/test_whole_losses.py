@@ -1,5 +1,7 @@
 """A whole loss under autocast: what is no parameter keeps its dtype where no product reads it."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -219,14 +221,20 @@ def test_saving_changes_no_dtype(rng):
     assert_ran(whole, *args, dot_general="bfloat16", sub="float32")
 
 
+class Mapped(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __call__(self, x):
+        return jax.vmap(self.linear)(x)
+
+
 @pytest.mark.thorough
 def test_modules(rng):
     """Parameters of NNX and Equinox yield in the end, too: a bias leaves 16 bits as they are."""
     x, y = normal(rng, 8, 4), normal(rng, 8, 3)
 
-    def loss_fn(model, x, y):
-        return mse(jnp.abs(jax.vmap(model)(x) if isinstance(model, eqx.Module) else model(x)), y)
-
-    for linear in (nnx.Linear(4, 3, rngs=nnx.Rngs(0)), eqx.nn.Linear(4, 3, key=jax.random.key(0))):
-        whole = under_autocast(loss_fn)
-        assert_ran(lambda x, y, m=linear: whole(m, x, y), x, y, abs="bfloat16", sub="float32")  # noqa: B023
+    whole = under_autocast(lambda model, x, y: mse(jnp.abs(model(x)), y))
+    linear = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    for model in (nnx.Linear(4, 3, rngs=nnx.Rngs(0)), Mapped(linear)):
+        run = functools.partial(whole, model)
+        assert_ran(run, x, y, dot_general="bfloat16", abs="bfloat16", sub="float32")

@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,12 +12,7 @@ from helpers import BF16, F32, assert_same_bits, normal
 from helpers.nnx_net import Net, assert_same_state, make, squares
 
 import jmpx
-import jmpx._stateful
 import jmpx.flax
-from jmpx._adapters import pooled
-from jmpx._flax_nnx import adapter
-from jmpx._modules import _mark_call
-from jmpx._policy_map import get_policy_map
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -24,21 +20,7 @@ RULES = "c=bf16,o=f32; BatchNorm: full"
 
 
 def apply_policy(func, policy):
-    def transform(pure, state, args, kwargs):
-        return pure(state, *args, **kwargs)
-
-    def viewed(fn, *args, **kwargs):
-        with pooled(get_policy_map(policy), "jmpx.apply_policy") as policy_map:
-            views = adapter.views(policy_map)
-            assert views is not None
-            fn, args, kwargs = _mark_call(views.view, (fn, args, kwargs))
-            return views.stored(fn(*args, **kwargs))
-
-    @functools.wraps(func, updated=())
-    def call(*args, **kwargs):
-        return jmpx._stateful.call(transform, viewed, (func, *args), kwargs)
-
-    return call
+    return jmpx.apply_policy(func, f"by=modules,{policy}")
 
 
 class TrainState(nnx.Module):
@@ -103,47 +85,74 @@ def test_models_are_found(rng, kind):
     assert_same_bits(nnx.state(model, nnx.Param), nnx.state(reference, nnx.Param))
 
 
-def step(loss_fn):
-    def grads(model, x):
-        loss, _, _, grads = jmpx.filter_value_and_grad(
-            loss_fn, jmpx.NoOpLossScale(), policy="full"
-        )(model, x)
-        return loss, grads
+def gradients(loss_fn, policy, **options):
+    scaling = jmpx.NoOpLossScale()
 
-    return grads
+    def run(model, x):
+        results = jmpx.filter_value_and_grad(loss_fn, scaling, policy=policy, **options)(model, x)
+        return results.value, results.grads
+
+    return run
+
+
+def viewed(model, x):
+    return squares(jmpx.flax.with_policies(model, RULES), x)
+
+
+def program(run, model, x):
+    graph, state = nnx.split(model)
+
+    def pure(state, x):
+        model = nnx.merge(graph, state)
+        result = run(model, x)
+        model.calls = 0
+        vars(model).pop("between", None)  # is set on a view alone
+        return result, nnx.state(model)
+
+    return jax.jit(pure).lower(state, x).as_text()
 
 
 def test_gradients_and_programs_are_those_of_a_view(rng):
     model, x = make(rng), normal(rng, 6, 3)
-
-    def viewed(model, x):
-        return squares(jmpx.flax.with_policies(model, RULES), x)
-
-    applied = apply_policy(squares, RULES)
-    results, texts = [], []
-    for loss_fn in viewed, applied:
-        copy = nnx.clone(model)
-        results.append(nnx.jit(step(loss_fn))(copy, x))
-        copy = nnx.clone(model)
-        graph, state = nnx.split(copy)
-
-        def pure(state, x, loss_fn=loss_fn, graph=graph):
-            model = nnx.merge(graph, state)
-            result = step(loss_fn)(model, x)
-            model.calls = 0
-            vars(model).pop("between", None)
-            return result, nnx.state(model)
-
-        texts.append(jax.jit(pure).lower(state, x).as_text())
+    steps = gradients(viewed, "full"), gradients(squares, f"by=modules,{RULES}")
+    models = [nnx.clone(model) for _ in steps]
+    results = [nnx.jit(run)(each, x) for run, each in zip(steps, models, strict=True)]
     assert_same_bits(*results)
-    assert texts[0] == texts[1]
+    del models[1].between
+    assert_same_state(*models)
+    assert models[1].dropout.rngs.count[...] == 1  # pyright: ignore[reportOptionalMemberAccess]
+    first, second = (program(run, nnx.clone(model), x) for run in steps)
+    assert first == second
+
+
+@pytest.mark.thorough
+def test_microbatches_of_a_model_with_remat(rng):
+    model, x = make(rng), normal(rng, 6, 3)
+    model.encode(x)
+    batch = jmpx.Batch(microbatches=2)
+
+    def loss_fn(model, x):
+        h = nnx.remat(lambda part, x: part(x))(model.inner, x)
+        return (model.head(model.dropout(model.norm(h))).astype(F32) ** 2).mean()
+
+    def in_view(model, x):
+        return loss_fn(jmpx.flax.with_policies(model, RULES), x)
+
+    steps = (
+        gradients(in_view, "full", batch=batch),
+        gradients(loss_fn, f"by=modules,{RULES}", batch=batch),
+    )
+    models = [nnx.clone(model) for _ in steps]
+    results = [nnx.jit(run)(each, x) for run, each in zip(steps, models, strict=True)]
+    assert_same_bits(*results)
+    assert_same_state(*models)
 
 
 TRANSFORMS = {
     "nnx.jit": lambda f: nnx.jit(f),
     "nnx.remat": lambda f: nnx.remat(f),
     "nnx.grad": lambda f: lambda m, x: nnx.value_and_grad(f)(m, x)[0],
-    "filter_grad": lambda f: lambda m, x: step(f)(m, x)[0],
+    "filter_grad": lambda f: lambda m, x: gradients(f, "full")(m, x)[0],
     "nnx.vmap": lambda f: (
         lambda m, x: nnx.vmap(f, in_axes=(nnx.StateAxes({nnx.RngState: None, ...: None}), 0))(
             m, x
@@ -276,7 +285,7 @@ def test_an_update_inside_is_refused(rng, kind):
     }[kind]
     with pytest.raises(ValueError, match=r"Cannot update an nnx.Optimizer .* return the gradients"):
         apply_policy(update, RULES)(given)
-    apply_policy(update, "full")(given)
+    apply_policy(update, "c=f32")(given)
 
 
 def test_optimizer_states_are_left_alone(rng):
@@ -338,7 +347,7 @@ def test_a_map_inside_of_itself_and_inside_of_another(rng):
         assert_same_bits(apply_policy(fn, RULES)(nnx.clone(model), x), expected)
     apply_policy(nnx.jit(inside), RULES)(nnx.clone(model), x)
     with pytest.raises(ValueError, match="a Net that is a view already, made by jmpx.apply_policy"):
-        apply_policy(apply_policy(squares, "full"), RULES)(model, x)
+        apply_policy(apply_policy(squares, "c=f32"), RULES)(model, x)
     view = jmpx.flax.with_policies(model, RULES)
     assert jmpx.flax.with_policies(view) is view
     with pytest.raises(ValueError, match="view already, made by jmpx.flax.with_policies"):
@@ -352,3 +361,48 @@ def test_rules_without_effect_are_warned_of_once(rng):
     with pytest.warns(UserWarning, match="Cov") as caught:
         apply_policy(fn, policy)(models, normal(rng, 6, 3))
     assert len(caught) == 1
+
+
+class Wrapped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.LayerNorm()(nn.Dense(8)(x)))  # the last one is Dense_0
+
+
+class Both(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(3, 8, rngs=rngs)
+        self.wrapped = nnx.bridge.ToNNX(Wrapped(), rngs=rngs)
+        self.last = nnx.Linear(2, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.wrapped(self.first(x)))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ("", [BF16, BF16, BF16, BF16]),
+        ("; */wrapped: full", [BF16, F32, F32, BF16]),
+        ("; ToNNX: full; */Dense_0: c=bf16", [BF16, F32, BF16, BF16]),
+        ("; Dense: full; LayerNorm: full", [BF16, F32, F32, BF16]),
+    ],
+)
+def test_linen_modules_inside_of_a_model(rng, rules, expected):
+    """They get the stored parameters, and what holds around them."""
+    model, x = Both(nnx.Rngs(0)), normal(rng, 5, 3)
+    nnx.bridge.lazy_init(model, x)
+    graph, state = nnx.split(model)
+
+    def fn(state, x):
+        model = nnx.merge(graph, state)
+        return apply_policy(lambda model, x: model(x), f"c=bf16,o=f32{rules}")(model, x)
+
+    jaxpr = jax.make_jaxpr(fn)(state, x)
+    products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    assert [eqn.outvars[0].aval.dtype for eqn in products] == expected
+    casts = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type"]
+    kernels = {id(var) for var in jaxpr.jaxpr.invars[:-1]}
+    rounded = {id(eqn.outvars[0]) for eqn in casts if id(eqn.invars[0]) in kernels}
+    assert not any(id(eqn.invars[0]) in rounded for eqn in casts)  # nothing is widened again

@@ -171,8 +171,9 @@ def test_rules_that_are_in_force_nowhere_are_named_with_what_is_near(framework, 
     assert others == [
         f"The rule '{near}x: compute=float32' matched no class; did you mean '{near}'?",
         f"The rule '*/hed: compute=float32' matched no path; did you mean '{path}'?",
-        "The rule 'op.exp: compute=float32' matched no module, as rules for operations are those "
-        "of jmpx.autocast: give it the string, and write 'op.exp?' where one string serves both.",
+        "The rule 'op.exp: compute=float32' matched no module, as rules for operations hold "
+        "by=operations and in jmpx.autocast alone: write by=operations, or 'op.exp?' where the map "
+        "is for modules, too.",
         "The optional rule 'No?: compute=float32' matched no module.",
         "The rule '*/inner: compute=float16' is never the last one that matches a module.",
     ]
@@ -506,12 +507,17 @@ def test_models_with_state_and_random_numbers_by_operations(ask):
 
 def test_what_by_operations_needs(capsys, monkeypatch):
     transformed = hk.multi_transform(lambda: ((lambda x: hk.Linear(3)(x)), ()))
-    for made in (MADE["equinox"], MADE["nnx"], (transformed, (X,))):
+    several = "a MultiTransformed of several functions"
+    for made, got in (
+        (MADE["equinox"], "a EquinoxNet alone"),
+        (MADE["nnx"], "a NNXNet alone"),
+        ((transformed, (X,)), several),
+    ):
         monkeypatch.setattr(sys.modules[__name__], "make", lambda made=made: made, raising=False)
         assert main(["--model", f"{__name__}:make", "by=operations,c=bf16"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "to return a pair of one function and the tuple of its arguments" in line
-        assert line.endswith("alone: write by=modules, or return (lambda x: model(x), (x,)).")
+        assert "and the tuple of its arguments, because operations are found by a call" in line
+        assert line.endswith(f"{got}: return the pair, or write by=modules.")
 
 
 def test_a_function_that_no_module_of_which_could_be_cast(ask):
