@@ -77,6 +77,20 @@ def test_a_missing_haiku_says_how_to_install_it():
     assert "jmpx.haiku needs Haiku" in message and "pip install 'jmpx[haiku]'" in message
 
 
+def test_help_and_completion_know_what_is_installed():
+    result = run(
+        """
+        import sys
+        sys.modules |= dict.fromkeys("haiku equinox flax absl".split())
+        import jmpx, pydoc
+        text, shown = pydoc.plain(pydoc.render_doc(jmpx)), {*jmpx.__all__}
+        print(all(name in text for name in shown), sorted({*dir(jmpx)} - shown))
+        """
+    )
+    rooms = "'distributed', 'inspect', 'mpx', 'optim', 'types']"
+    assert result.stdout.startswith("True ") and result.stdout.endswith(f"__', {rooms}\n"), result
+
+
 def test_the_backend_is_not_started_by_the_import_or_by_parsing():
     result = run(
         """
