@@ -265,14 +265,15 @@ class MixedPrecisionFlags:
         """The policy of `--mp_policy`.
 
         Raises:
-            ValueError: if the flag has rules, which a policy cannot hold.
+            ValueError: if the flag has rules or `by`, which a policy cannot hold.
         """
         policy_map = self.policy_map
-        if policy_map.rules:
+        if policy_map.rules or policy_map.by is not None:
+            what = "rules" if policy_map.rules else "by"
             raise ValueError(
-                f"Cannot read one policy from --{self._policy.name}='{policy_map}', "
-                "whose rules it would drop: give the flag a policy without rules, or let the "
-                "program read policy_map, whose .default is the policy without them."
+                f"Cannot read one policy from --{self._policy.name}='{policy_map}', whose {what} "
+                f"it would drop: give the flag a policy without {what}, or let the program read "
+                "policy_map, whose .default is the policy alone."
             )
         return policy_map.default
 

@@ -27,6 +27,15 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(
+    ("policy", "what"), [("c=bf16; Linear: full", "rules"), ("by=modules,c=bf16", "by")]
+)
+def test_one_policy_is_not_read_from_a_map_that_says_more(policy, what):
+    mp, _ = define(f"--mp_policy={policy}")
+    with pytest.raises(ValueError, match=f"whose {what} it would drop"):
+        _ = mp.policy
+
+
+@pytest.mark.parametrize(
     ("policy", "scale_type", "expected"),
     [
         ("f32", "auto", jmpx.NoOpLossScale()),
