@@ -32,7 +32,6 @@ from tpu import compiled, devices
 from tqdm import tqdm
 
 import jmpx
-import jmpx.haiku
 
 PyTree = Any
 
@@ -127,11 +126,7 @@ def apply(params: PyTree, x: jax.Array) -> jax.Array:
 
 
 def with_adapter(policy_map: str) -> Callable[..., jax.Array]:
-    def run(params: PyTree, x: jax.Array) -> jax.Array:
-        with jmpx.haiku.policies(policy_map):
-            return apply(params, x)
-
-    return run
+    return jmpx.apply_policy(apply, f"by=modules,{policy_map}")
 
 
 def with_autocast(policy_map: str) -> Callable[..., jax.Array]:

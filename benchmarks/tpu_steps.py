@@ -2,8 +2,8 @@
 
 Transformers take the steps of `steps.py`. The ResNet is Haiku's, which keeps the averages of its
 BatchNorms as state, so its steps are here. In those by hand, of MPX and of the gradient functions,
-BatchNorm is a float32 island; a Haiku user of JMP sets its policy, and one of `jmpx.haiku.policies`
-gives it a rule. A model under autocast has no island.
+BatchNorm is a float32 island; a Haiku user of JMP sets its policy, and one of a policy map gives it
+a rule. A model under autocast has no island.
 """
 
 import contextlib
@@ -22,8 +22,6 @@ from models import LanguageModel, Transformer, ViT, cross_entropy
 from steps import Step
 
 import jmpx
-import jmpx.equinox
-import jmpx.haiku
 
 PyTree = Any
 LOW = "bfloat16"  # TPUs of this kind have no float16
@@ -45,13 +43,19 @@ class Point(NamedTuple):
 
 
 def by_modules(model: Transformer, dtype: str, optimizer: steps.Optimizer) -> Step:
-    """The transformer as an Equinox module, whose view casts; the islands stay as they are."""
+    """The transformer as an Equinox module, which casts; the islands stay as they are."""
+    policy = f"by=modules,compute={dtype},output=float32"
 
-    def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
-        network = fsdp.Network(params, model)
-        return jmpx.equinox.with_policies(network, f"compute={dtype},output=float32")(x, labels)
+    def loss_fn(network: fsdp.Network, x: jax.Array, labels: jax.Array) -> jax.Array:
+        return network(x, labels)
 
-    return steps.jmpx_style(model, dtype, optimizer, loss_fn=loss_fn, policy="full")
+    def run(state: PyTree, *batch: jax.Array) -> Any:
+        params, opt_state, scaling = state
+        grad_fn = jmpx.filter_value_and_grad(loss_fn, scaling, policy=policy)
+        loss, scaling, _, grads = grad_fn(fsdp.Network(params, model), *batch)
+        return (*steps.update(optimizer, grads.params, params, opt_state), scaling), loss
+
+    return Step(run, jmpx.NoOpLossScale(), optimizer)
 
 
 def float32(model: Transformer, dtype: str, optimizer: steps.Optimizer) -> Step:
@@ -197,10 +201,7 @@ RESNET_WAYS: dict[str, Callable[[], Any]] = {  # gradients of a loss with state
     "JMP": lambda: plain_gradients(loss_of(NETWORK.apply, with_jmp), uncast),
     "MPX": lambda: mpx_gradients,
     "module policies": lambda: plain_gradients(
-        loss_of(
-            NETWORK.apply,
-            lambda: jmpx.haiku.policies(f"compute={LOW},output=float32; BatchNorm: full"),
-        ),
+        loss_of(jmpx.apply_policy(NETWORK.apply, f"compute={LOW},output=float32; BatchNorm: full")),
         uncast,
     ),
     "gradient functions": lambda: jmpx_gradients,

@@ -19,11 +19,11 @@ from jmpx._leaves import PyTree, is_floating
 from jmpx._mappings import is_list, is_mapping
 from jmpx._matmul import matmul_region
 from jmpx._messages import user_stacklevel
-from jmpx._mixed_precision import MixedPrecision
+from jmpx._mixed_precision import MixedPrecision, MixedPrecisionLike
 from jmpx._modules import calling, note_classes
 from jmpx._nnx_objects import sparing
 from jmpx._policy import Policy
-from jmpx._policy_map import PolicyMap, PolicyMapLike, get_policy_map, warn_of
+from jmpx._policy_map import PolicyMap, get_policy_map, warn_of
 from jmpx._stateful import Pure, call
 from jmpx._uncast import Uncast, UncastLike
 
@@ -35,14 +35,14 @@ _NAME = "jmpx.apply_policy"
 
 @overload
 def apply_policy(
-    func: F, policy: PolicyMapLike | MixedPrecision | None = None, *, uncast: UncastLike = ()
+    func: F, policy: MixedPrecisionLike | None = None, *, uncast: UncastLike = ()
 ) -> F: ...
 
 
 @overload
 def apply_policy(
     func: None = None,
-    policy: PolicyMapLike | MixedPrecision | None = None,
+    policy: MixedPrecisionLike | None = None,
     *,
     uncast: UncastLike = (),
 ) -> Callable[[F], F]: ...
@@ -50,7 +50,7 @@ def apply_policy(
 
 def apply_policy(
     func: Callable[..., Any] | None = None,
-    policy: PolicyMapLike | MixedPrecision | None = None,
+    policy: MixedPrecisionLike | None = None,
     *,
     uncast: UncastLike = (),
 ) -> Any:
@@ -81,7 +81,8 @@ def apply_policy(
             with arguments.
         policy: a policy map, or all else that `get_policy_map` takes, or a `MixedPrecision`. None
             means `half`, whose dtype is looked up when the function is called.
-        uncast: the positions and names of arguments that are left as they are.
+        uncast: the positions and names of arguments that are left as they are. By operations,
+            matrix products cast them, as they do all others.
 
     Returns:
         A function with the arguments and results of `func`.
@@ -209,14 +210,11 @@ class Application(NamedTuple):
     name: str
 
     @property
-    def way(self) -> str | None:
-        return None if self.policy_map is None else self.policy_map.way
-
-    @property
     def arguments_policy(self) -> Policy | None:
         """The policy that casts arguments; None if they are not cast."""
-        is_by_arguments = self.policy_map is not None and self.way == "arguments"
-        return self.policy_map.default if is_by_arguments else None
+        if self.policy_map is None or self.policy_map.way != "arguments":
+            return None
+        return self.policy_map.default
 
     @property
     def matmul(self) -> str | None:
@@ -299,7 +297,7 @@ def _warn_of_casts(name: str, casts: Sequence[str]) -> None:
         casts: the names of the functions that have cast inside.
     """
     if casts:
-        way = "operations" if casts == ["jmpx.autocast"] else "modules"
+        way = "operations" if {*casts} <= {"jmpx.autocast", _NAME} else "modules"
         _warn(
             f"{name} has cast its arguments to 16 bits before {' and '.join(casts)} inside of it "
             "casts them again, so that parts which are to run in float32 get rounded parameters: "

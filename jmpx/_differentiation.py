@@ -41,7 +41,7 @@ from jmpx._leaves import (
 )
 from jmpx._loss_scale import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._microbatches import Backward, accumulate
-from jmpx._policy_map import PolicyMapLike
+from jmpx._mixed_precision import MixedPrecisionLike
 from jmpx._reduction import unscaled_mean
 from jmpx._sharding import find_exchanges
 from jmpx._shards import Over, Parameters, check_over, read_mask
@@ -87,7 +87,7 @@ class Options:
         use_mixed_precision: bool,
         /,
         *,
-        policy: PolicyMapLike | None = None,
+        policy: MixedPrecisionLike | None = None,
         grad_dtype: DTypeLike | None = None,
         uncast: UncastLike = (),
         state_argnum: int | None = None,

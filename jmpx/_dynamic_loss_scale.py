@@ -13,6 +13,7 @@ import numpy as np
 from jmpx._leaves import is_array, is_floating
 from jmpx._loss_scale_numbers import ARGUMENTS, as_text, concrete_leaf, plain_number, shortest
 from jmpx._messages import user_stacklevel
+from jmpx._moved import telling
 from jmpx._scaling import (
     HIGHEST_SCALE,
     LONGEST_PERIOD,
@@ -26,6 +27,7 @@ from jmpx._scaling import (
 from jmpx._tree import Flag, as_flag
 
 
+@telling("jmpx.DynamicLossScale")
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(Scaling):
     """A loss scale that grows while gradients are finite and shrinks when they are not.

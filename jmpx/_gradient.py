@@ -13,7 +13,7 @@ from jmpx._differentiation import Options, differentiate
 from jmpx._dtypes import DTypeLike
 from jmpx._gradient_results import Gradients, GradientsAndAux, ValueAndGradients
 from jmpx._loss_scale import LossScale
-from jmpx._policy_map import PolicyMapLike
+from jmpx._mixed_precision import MixedPrecisionLike
 from jmpx._shards import Over
 from jmpx._stateful import call
 from jmpx._uncast import UncastLike
@@ -27,7 +27,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 class GradientOptions(TypedDict, total=False):
     """The options of gradient functions, as type checkers see them; `Options.of` has defaults."""
 
-    policy: PolicyMapLike | None
+    policy: MixedPrecisionLike | None
     grad_dtype: DTypeLike | None
     uncast: UncastLike
     state_argnum: int | None

@@ -21,6 +21,7 @@ from jmpx._leaves import (
 )
 from jmpx._loss_scale import in_place_of_loss_scale, is_loss_scale
 from jmpx._messages import describe, did_you_mean
+from jmpx._moved import ARGUMENTS
 
 
 def check_arguments(func: object, scaling: object) -> None:
@@ -41,17 +42,6 @@ def check_arguments(func: object, scaling: object) -> None:
         )
 
 
-# What the options of jmpx 0.2 are called now.
-_RENAMED = {
-    "axis_name": 'over=jmpx.Over("data")',
-    "sharded": 'over=jmpx.Over("data", sharded=...)',
-    "batch_sharding": "batch=jmpx.Batch(sharding=...)",
-    "microbatches": "batch=jmpx.Batch(microbatches=...)",
-    "batch_argnums": "batch=jmpx.Batch(argnums=...)",
-    "uncast_argnums": "uncast=...",
-    "uncast_argnames": "uncast=...",
-    "use_mixed_precision": "jmpx.mpx.filter_value_and_grad or jmpx.mpx.filter_grad, which take it,",
-}
 _OPTIONS = ["policy", "grad_dtype", "uncast", "state_argnum", "batch", "over"]
 
 
@@ -63,8 +53,8 @@ def refuse_unknown(options: Mapping[str, object]) -> None:
     """
     for name in options:
         accepted = f"Expected {', '.join(_OPTIONS)} or has_aux as an option of a gradient function"
-        if name in _RENAMED:
-            raise TypeError(f"{accepted}, got {name}: write {_RENAMED[name]} instead.")
+        if instead := ARGUMENTS["a gradient function"].get(name):
+            raise TypeError(f"{accepted}, got {name}: write {instead} instead.")
         raise TypeError(f"{accepted}, got {name!r}{did_you_mean(name, _OPTIONS)}")
 
 

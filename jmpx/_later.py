@@ -23,8 +23,7 @@ def later(
         if name in rooms.split():
             return importlib.import_module(f"{module}.{name}")
         if name not in places:
-            message = f"module {module!r} has no attribute {name!r}"
-            raise AttributeError(message, name=name, obj=sys.modules[module])
+            raise _missing(module, name)
         file = importlib.import_module(f"jmpx.{places[name]}")
         names.update((each, getattr(file, each)) for each in files[places[name]].split())
         return names[name]
@@ -34,3 +33,16 @@ def later(
         return sorted({*own, *places, *rooms.split()})
 
     return getattr_, dir_, tuple(sorted(places))
+
+
+def _missing(module: str, name: str) -> AttributeError | ImportError:
+    """Returns the error for a name that a module does not have, which says what to write."""
+    from jmpx._moved import instead_of  # here, because only errors need it
+
+    message, instead = f"module {module!r} has no attribute {name!r}", instead_of(name)
+    if instead is None:  # Python adds a name that is near.
+        return AttributeError(message, name=name, obj=sys.modules[module])
+    message += f": write {instead} instead."
+    # `from jmpx import name` asks here first, and drops the message of an AttributeError.
+    is_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
+    return ImportError(message, name=module) if is_import else AttributeError(message)

@@ -20,6 +20,7 @@ from jmpx._loss_scale_strings import (
 )
 from jmpx._mappings import is_mapping
 from jmpx._messages import describe, position
+from jmpx._moved import telling
 from jmpx._policy import Policy
 from jmpx._policy_map import (
     PolicyMap,
@@ -33,6 +34,7 @@ from jmpx._policy_map import (
 _EXAMPLE = "'c=bf16,o=f32; LayerNorm: full | dynamic, init=2**15'"
 
 
+@telling("jmpx.MixedPrecision")
 @dataclasses.dataclass(frozen=True, eq=False)
 class MixedPrecision:
     """A policy map and the loss scale to begin with: what one string says about a program.

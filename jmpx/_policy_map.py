@@ -415,8 +415,8 @@ def warn_unused(
     for rule in policy_map.rules:
         if rule.is_operation:
             end = (
-                ", as rules for operations are those of jmpx.autocast: give it the string, and "
-                f"write '{rule.selector}?' where one string serves both."
+                ", as rules for operations hold by=operations and in jmpx.autocast alone: write "
+                f"by=operations, or '{rule.selector}?' where the map is for modules, too."
             )
             warn_of(rule, policy_map, "module", end, stacklevel + 1)
         elif seen and not (

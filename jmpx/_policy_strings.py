@@ -45,7 +45,7 @@ KEYS = {
 }  # fmt: skip
 
 # What the default part of a policy map may say besides: how the map is applied.
-HOW = {
+HOW: dict[str, tuple[str, ...]] = {
     "by": ("arguments", "modules", "operations"),
     "save": ("products",),
 }
@@ -413,7 +413,7 @@ def parse_how(name: str, value: str, place: str) -> str:
     what = f"Unknown word {value.strip()!r}" if word else "Missing word"
     words = ", ".join(HOW[name])
     raise ValueError(
-        f"{what} for {name!r} {place}: expected one of {words}{did_you_mean(word, HOW[name])}"
+        f"{what} for {name!r} {place}: expected one of {words}{did_you_mean(word, [*HOW[name]])}"
     )
 
 

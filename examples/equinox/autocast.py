@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
-from jax.typing import ArrayLike
 from tqdm import tqdm
 
 import jmpx
@@ -54,9 +53,14 @@ class Network(eqx.Module):
         return self.mlp(jax.nn.gelu(x).ravel())
 
 
-def logits_of(model: Network, images: ArrayLike) -> jax.Array:
-    """Returns float32 logits [batch, 10] of uint8 images [batch, 8, 8, 1]."""
-    return jax.vmap(model)(jnp.asarray(images, jnp.float32) / 127.5 - 1)
+def logits_of(model: Network, images: Any) -> jax.Array:
+    """Returns float32 logits [batch, 10] of images [batch, 8, 8, 1]."""
+    return jmpx.cast_to_full(jax.vmap(model)(images))
+
+
+def prepared(batch: datasets.Data) -> datasets.Data:
+    """Returns float32 images, from -1 to 1, in place of uint8: a policy may cast arguments."""
+    return batch._replace(images=jnp.asarray(batch.images, jnp.float32) / 127.5 - 1)
 
 
 def loss_fn(model: Network, batch: datasets.Data) -> jax.Array:
@@ -69,7 +73,7 @@ def train_step(model, opt_state, loss_scale, batch, optimizer):
     """Takes one step, in which the policy says what is cast."""
     loss, loss_scale, grads_finite, grads = jmpx.filter_value_and_grad(
         loss_fn, loss_scale, policy=MP.policy_map
-    )(model, batch)
+    )(model, prepared(batch))
     model, opt_state = jmpx.optimizer_update(
         model, optimizer, opt_state, grads, grads_finite | (not MP.skip_nonfinite)
     )
@@ -78,7 +82,7 @@ def train_step(model, opt_state, loss_scale, batch, optimizer):
 
 @eqx.filter_jit
 def accuracy_of(model: Network, data: datasets.Data) -> jax.Array:
-    logits = jmpx.apply_policy(logits_of, MP.policy_map)(model, data.images)
+    logits = jmpx.apply_policy(logits_of, MP.policy_map)(model, prepared(data).images)
     return (logits.argmax(axis=-1) == data.labels).mean()
 
 

@@ -43,7 +43,6 @@ import optax
 from absl import app, flags
 from history import History, draw
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 from tqdm import tqdm
 from vit import VisionTransformer
 
@@ -152,9 +151,14 @@ def is_matrix(params: Any) -> Any:
     return jax.tree.map(lambda param: param.ndim > 1, params)
 
 
-def logits_of(model: VisionTransformer, images: ArrayLike) -> jax.Array:
-    """Returns float32 logits [batch, classes] of uint8 images [batch, side, side, channels]."""
-    return jmpx.cast_to_full(jax.vmap(model)(jnp.asarray(images, jnp.float32) / 127.5 - 1))
+def logits_of(model: VisionTransformer, images: Any) -> jax.Array:
+    """Returns float32 logits [batch, classes] of images [batch, side, side, channels]."""
+    return jmpx.cast_to_full(jax.vmap(model)(images))
+
+
+def prepared(batch: datasets.Data) -> datasets.Data:
+    """Returns float32 images, from -1 to 1, in place of uint8: a policy may cast arguments."""
+    return batch._replace(images=jnp.asarray(batch.images, jnp.float32) / 127.5 - 1)
 
 
 def loss_fn(model: VisionTransformer, batch: datasets.Data) -> jax.Array:
@@ -183,7 +187,7 @@ def make_step_of_device(
             policy=policy_map,
             over=None if axis_name is None else jmpx.Over(axis_name),
             batch=jmpx.Batch(microbatches=microbatches),
-        )(state.model, batch)
+        )(state.model, prepared(batch))
         model, opt_state = jmpx.optimizer_update(
             state.model, optimizer, state.opt_state, grads, grads_finite | (not skip_nonfinite)
         )
@@ -216,7 +220,7 @@ def make_step(
 
 @functools.partial(jax.jit, static_argnames="policy_map")
 def count_correct(model: VisionTransformer, batch: datasets.Data, policy_map: Any) -> jax.Array:
-    logits = jmpx.apply_policy(logits_of, policy_map)(model, batch.images)
+    logits = jmpx.apply_policy(logits_of, policy_map)(model, prepared(batch).images)
     return (logits.argmax(axis=-1) == batch.labels).sum()
 
 

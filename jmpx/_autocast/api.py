@@ -7,6 +7,7 @@ from jmpx._autocast.saving import get_saving
 from jmpx._autocast.wrapped import applied
 from jmpx._dtypes import DTypeLike, as_dtype, is_dtype
 from jmpx._jaxpr import operation_name
+from jmpx._moved import telling
 from jmpx._policy_map import PolicyMap, PolicyMapLike, Rule as PolicyRule, get_policy_map
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -42,6 +43,7 @@ def autocast(
 ) -> _Decorator: ...
 
 
+@telling("jmpx.autocast")
 def autocast(
     fn: Callable[..., Any] | None = None,
     policy: PolicyMapLike = "compute=bf16",

@@ -90,6 +90,26 @@ def test_rules_of_a_policy_map_and_a_16_bit_batch_norm():
     assert "*/linear: compute=float32,matmul=highest | static=1024)" in result.stdout
 
 
+WAYS = {
+    "arguments": "c=bf16,o=f32",
+    "modules": "c=bf16,o=f32; */linear: c=f32,m=highest",
+    "operations": "by=operations,c=bf16,save=products",
+}
+
+
+@pytest.mark.slow  # three trainings
+def test_the_policy_alone_switches_between_arguments_modules_and_autocast():
+    # Without excess precision, with which XLA:CPU leaves out most roundings to bfloat16.
+    flags = f"--xla_allow_excess_precision=false {LESS_OPTIMIZED}"
+    losses = {}
+    for way, policy in WAYS.items():
+        result = run(f"--mp_policy={policy}", "--epochs=2", xla_flags=flags)
+        assert result.returncode == 0, result.stderr
+        assert float(re.findall(r"test accuracy ([\d.]+)%", result.stdout)[-1]) > 90
+        losses[way] = re.findall(r"loss ([\d.]+)", result.stdout)[:2]
+    assert len(set(map(tuple, losses.values()))) == 3
+
+
 @pytest.mark.thorough
 def test_a_rule_that_matches_nothing_is_warned_of_at_once():
     result = run("--mp_policy=c=bf16; BatchNrm: full", "--epochs=1")  # -W error: it ends there

@@ -82,7 +82,7 @@ def test_without_skipping_an_overflow_is_seen():
 SETUP = """
 import functools, json, re
 import jax, jax.numpy as jnp, numpy as np, optax
-import datasets, jmpx, train_vit
+import datasets, jmpx, jmpx.equinox, train_vit
 from helpers.loops import operations
 rng = np.random.default_rng(0)
 model = train_vit.VisionTransformer(
@@ -104,7 +104,7 @@ def largest_difference(a, b):
 
 
 MICRO_BATCHES = """
-optimizer = optax.sgd(1.0)
+optimizer = jmpx.skip_nonfinite(optax.sgd(1.0))
 state = state_of(optimizer, jmpx.NoOpLossScale())
 
 @functools.cache
@@ -112,9 +112,10 @@ def step(policy, count):
     return train_vit.make_step(jmpx.get_policy_map(policy), optimizer, True, count)
 
 def update(policy, batch, count):
-    new, loss, finite = step(policy, count)(state, batch)
-    assert finite and all(leaf.dtype == np.float32 for leaf in leaves(new.model))
-    return jax.tree.map(lambda a, b: np.asarray(a - b), state.model, new.model), loss
+    new, metrics = step(policy, count)(state, batch)
+    assert metrics["total_skipped"] == 0
+    assert all(leaf.dtype == np.float32 for leaf in leaves(new.model))
+    return jax.tree.map(lambda a, b: np.asarray(a - b), state.model, new.model), metrics["loss"]
 
 whole, loss = update("float32", batch, 1)
 parts, mean_loss = update("float32", batch, 4)
@@ -133,12 +134,12 @@ print(json.dumps({
 
 
 OVERFLOW = """
-optimizer = train_vit.make_optimizer(10, 1e-3)
+optimizer = jmpx.skip_nonfinite(train_vit.make_optimizer(10, 1e-3))
 plain = train_vit.logits_of
 
-def steep(model, images, policy_map):  # where the corner is white, gradients overflow
-    white = images[:, 0, 0] == 255
-    return plain(model, images, policy_map) * jnp.where(white, 1e6, 1.0)
+def steep(model, images):  # where the corner is white, gradients overflow
+    white = images[:, 0, 0] == 1
+    return plain(model, images) * jnp.where(white, 1e6, 1.0)
 
 train_vit.logits_of = steep
 images = np.array(batch.images)
@@ -149,16 +150,17 @@ images[8:16, 0, 0] = 255  # the second of four
 bad = datasets.Data(images, batch.labels)
 
 state = state_of(optimizer, jmpx.DynamicLossScale(2.0**10, counter=3))
-bits = [leaf.tobytes() for leaf in leaves((state.model, state.opt_state))]
+bits = [leaf.tobytes() for leaf in leaves((state.model, state.opt_state.inner_state))]
 policy_map = jmpx.get_policy_map("c=f16,o=f32; LayerNorm: full")
 step = train_vit.make_step(policy_map, optimizer, True, 4)
 seen = []
 for images in good, bad:
-    new, loss, finite = step(state, images)
-    after = [leaf.tobytes() for leaf in leaves((new.model, new.opt_state))]
+    new, metrics = step(state, images)
+    after = [leaf.tobytes() for leaf in leaves((new.model, new.opt_state.inner_state))]
     scale = [float(new.loss_scale.loss_scale), int(new.loss_scale.counter)]
-    seen.append([bool(finite), bool(jnp.isfinite(loss)), after == bits, *scale])
-new, _, _ = train_vit.make_step(policy_map, optimizer, False, 4)(state, bad)
+    skipped = int(metrics["consecutive_skipped"])
+    seen.append([skipped, bool(jnp.isfinite(metrics["loss"])), after == bits, *scale])
+new, _ = train_vit.make_step(policy_map, optimizer, False, 4)(state, bad)
 taken = not all(np.isfinite(leaf).all() for leaf in leaves(new.model))
 print(json.dumps([*seen, taken]))
 """
@@ -167,8 +169,8 @@ print(json.dumps([*seen, taken]))
 DTYPES = """
 def dtypes_of(policy):
     policy_map = jmpx.get_policy_map(policy)
-    logits = lambda model: train_vit.logits_of(model, batch.images, policy_map)
-    text = str(jax.make_jaxpr(logits)(model))
+    logits = jmpx.apply_policy(train_vit.logits_of, policy_map)
+    text = str(jax.make_jaxpr(logits)(model, train_vit.prepared(batch).images))
     said = [set(re.findall(rf":(\\w+)\\[[^=]*\\] = {name}\\b", text)) for name in ("exp", "tanh")]
     view = jmpx.equinox.with_policies(model, policy_map)
     weights = view.blocks[0].mlp_norm, view.norm, view.head, view.embedding, view.blocks[0].mlp.up
@@ -198,7 +200,7 @@ def test_micro_batches_give_the_update_of_their_mean_in_float32():
 @pytest.mark.thorough
 def test_an_overflow_in_one_micro_batch_skips_the_step_as_one():
     seen = answers()["overflow"]
-    assert seen == [[True, True, False, 1024, 4], [False, True, True, 512, 0], True]
+    assert seen == [[0, True, False, 1024, 4], [1, True, True, 512, 0], True]
 
 
 @pytest.mark.thorough
@@ -239,11 +241,12 @@ make_step, kept = train_vit.make_step, []
 def watched(*args):
     step = make_step(*args)
     def run(state, batch):
-        new, loss, finite = step(state, batch)
+        new, metrics = step(state, batch)
         whole = all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(new))
         shares = {s.data.shape for s in batch.images.addressable_shards}
-        kept.append((float(loss), whole, sorted(shares), len(batch.images.sharding.device_set)))
-        return new, loss, finite
+        loss = float(metrics["loss"])
+        kept.append((loss, whole, sorted(shares), len(batch.images.sharding.device_set)))
+        return new, metrics
     return run
 
 train_vit.make_step = watched

@@ -302,5 +302,7 @@ def test_rules_that_match_nothing_are_told_once():
     nested = eqx.nn.Sequential([model])
     with pytest.warns(UserWarning, match="did you mean 'layers/0'"):
         with_policies(nested, "c=bf16; layer/0: full")
-    with pytest.warns(UserWarning, match="'op.exp: .*' .* are those of jmpx.autocast"):
+    with pytest.warns(
+        UserWarning, match="'op.exp: .*' .* hold by=operations and in jmpx.autocast alone"
+    ):
         with_policies(nested, "c=bf16; layers/0: full; op.exp: full")

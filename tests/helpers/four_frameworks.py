@@ -1,6 +1,6 @@
 """One model in four frameworks, and which of its products run in which dtype."""
 
-import functools
+import dataclasses
 
 import equinox as eqx
 import flax.linen as nn
@@ -10,9 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jmpx
-import jmpx.equinox
-import jmpx.flax
-import jmpx.haiku
 from helpers.jaxprs import equations, trace
 
 # One model in four frameworks, with layers first, block/inner, block/outer and head. Each layer has
@@ -132,43 +129,42 @@ def call(model, x):
     return model(x)
 
 
-def within(policies, apply, policy_map):
-    def wrapper(*args):
-        with policies(policy_map):
-            return apply(*args)
+def by_modules(apply):
+    """Returns a function from a policy to `apply` with its modules under it, whatever its rules."""
 
-    return wrapper
+    def under(policy):
+        policy_map = dataclasses.replace(jmpx.get_policy_map(policy), by="modules")
+        return jmpx.apply_policy(apply, policy_map)
 
-
-def viewing(with_policies, policy_map):
-    return lambda model, x: with_policies(model, policy_map)(x)
+    return under
 
 
 X = jnp.ones((BATCH, 3))
-# By framework: a function to call, its parameters or model, the adapter, the names of the layers.
+# By framework: a function to call, its parameters or model, what puts it under a policy, the names
+# of the layers.
 FRAMEWORKS = {
     "haiku": (
         HAIKU.apply,
         HAIKU.init(jax.random.key(0), X),
-        functools.partial(within, jmpx.haiku.policies, HAIKU.apply),
+        by_modules(HAIKU.apply),
         {"Linear": "Linear", "module.Linear": "haiku.Linear", "net/": "net/", "Own": "Haiku"},
     ),
     "linen": (
         LINEN.apply,
         LINEN.init(jax.random.key(0), X),
-        functools.partial(within, jmpx.flax.policies, LINEN.apply),
+        by_modules(LINEN.apply),
         {"Linear": "Dense", "module.Linear": "flax.linen.Dense", "net/": "", "Own": "Linen"},
     ),
     "nnx": (
         call,
         NNXNet(nnx.Rngs(0)),
-        functools.partial(viewing, jmpx.flax.with_policies),
+        by_modules(call),
         {"Linear": "Linear", "module.Linear": "flax.nnx.Linear", "net/": "", "Own": "NNX"},
     ),
     "equinox": (
         call,
         equinox_net(),
-        functools.partial(viewing, jmpx.equinox.with_policies),
+        by_modules(call),
         {
             "Linear": "EquinoxLinear",
             "module.Linear": f"{__name__}.EquinoxLinear",

@@ -171,8 +171,9 @@ def test_rules_that_are_in_force_nowhere_are_named_with_what_is_near(framework, 
     assert others == [
         f"The rule '{near}x: compute=float32' matched no class; did you mean '{near}'?",
         f"The rule '*/hed: compute=float32' matched no path; did you mean '{path}'?",
-        "The rule 'op.exp: compute=float32' matched no module, as rules for operations are those "
-        "of jmpx.autocast: give it the string, and write 'op.exp?' where one string serves both.",
+        "The rule 'op.exp: compute=float32' matched no module, as rules for operations hold "
+        "by=operations and in jmpx.autocast alone: write by=operations, or 'op.exp?' where the map "
+        "is for modules, too.",
         "The optional rule 'No?: compute=float32' matched no module.",
         "The rule '*/inner: compute=float16' is never the last one that matches a module.",
     ]

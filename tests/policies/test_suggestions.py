@@ -23,8 +23,11 @@ def test_rules_for_operations_are_autocasts(adapter):
     run = ADAPTERS[adapter]
     (warning,) = warnings_of(run, "c=bf16; op.exp: full; *: c=f32")
     assert "The rule 'op.exp: compute=float32'" in warning
-    assert "matched no module, as rules for operations are those of jmpx.autocast" in warning
-    assert "write 'op.exp?' where one string serves both." in warning
+    assert (
+        "matched no module, as rules for operations hold by=operations and in jmpx.autocast alone"
+        in warning
+    )
+    assert "or 'op.exp?' where the map is for modules, too." in warning
     assert warnings_of(run, "c=bf16; op.exp?: full; *: c=f32") == []
     assert len(warnings_of(run, "c=bf16; op.exp: full; op.tanh: full")) == 2
 

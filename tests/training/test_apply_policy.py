@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import Any
 
 import haiku as hk
 import jax
@@ -246,12 +247,14 @@ def test_casts_twice_name_the_way(problem):
     assert "write by=operations into its policy" in message
 
 
+apply: Any = jmpx.apply_policy
+
 BAD = [
-    (lambda: jmpx.apply_policy(3, "c=bf16"), TypeError, "Expected a function to run"),
-    (lambda: jmpx.apply_policy(model, 3), TypeError, "Expected a policy map string"),
+    (lambda: apply(3, "c=bf16"), TypeError, "Expected a function to run"),
+    (lambda: apply(model, 3), TypeError, "Expected a policy map string"),
     (lambda: jmpx.apply_policy(model, "c=bf61"), ValueError, "did you mean 'bf16'"),
     (lambda: jmpx.apply_policy(model, "c=bf16 | dynamic"), ValueError, "loss scale"),
-    (lambda: jmpx.apply_policy(model, "c=bf16", uncast=0.5), TypeError, "Expected uncast"),
+    (lambda: apply(model, "c=bf16", uncast=0.5), TypeError, "Expected uncast"),
     (lambda: jmpx.apply_policy(model, "c=bf16", uncast="z")(1.0, 2.0), ValueError, "'z'"),
     (lambda: jmpx.autocast(model, "by=modules,c=bf16"), ValueError, "by jmpx.autocast"),
 ]

@@ -237,3 +237,15 @@ def test_autocast_of_a_pytree(x: jax.Array) -> None:
     wrapped = jmpx.autocast(jax.tree_util.Partial(predict, make_params()))
     assert isinstance(wrapped, jmpx.types.Autocast)
     assert wrapped(x)["y"].shape == (4, 3)  # pyright: ignore[reportUnknownMemberType]
+
+
+def test_a_policy_that_is_applied_keeps_the_signature(x: jax.Array) -> None:
+    @jmpx.apply_policy(policy="c=bf16")
+    def decorated(params: Params, x: jax.Array, *, scale: float = 1.0) -> dict[str, jax.Array]:
+        return predict(params, x, scale=scale)
+
+    applied = jmpx.apply_policy(predict, "by=operations,c=bf16", uncast="x")
+    for function in (decorated, applied):
+        assert_type(function(make_params(), x, scale=2.0), dict[str, jax.Array])
+    with pytest.raises(TypeError):
+        applied(make_params())  # pyright: ignore[reportCallIssue]

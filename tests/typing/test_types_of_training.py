@@ -28,6 +28,18 @@ def x() -> jax.Array:
     return ones(4, 2)
 
 
+def test_a_function_under_a_policy_keeps_its_type(x: jax.Array) -> None:
+    @jmpx.apply_policy(policy="by=operations,c=bf16", uncast="scale")
+    def decorated(params: Params, x: jax.Array) -> jax.Array:
+        return loss_fn(params, x)
+
+    params = make_params()
+    assert_type(decorated(params, x), jax.Array)
+    assert_type(jmpx.apply_policy(loss_fn, "c=bf16")(params, x, scale=2.0), jax.Array)
+    precision = jmpx.get_mixed_precision("c=bf16,o=f32")
+    assert_type(jmpx.apply_policy(loss_and_count, precision)(params, x), tuple[jax.Array, int])
+
+
 def test_loss_scales() -> None:
     params = make_params()
     noop, static = jmpx.NoOpLossScale(), jmpx.StaticLossScale(np.float16(8))

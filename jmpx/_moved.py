@@ -1,0 +1,123 @@
+"""Words of other libraries and of jmpx 0.2, and what to write instead."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+ROOMS = ("", ".inspect", ".optim", ".distributed", ".types", ".mpx")
+# Renamed since 0.2; what only moved is found in its room.
+RENAMED = {
+    "Wire": "jmpx.inspect.Collectives",
+    "describe": "jmpx.inspect.describe_precision",
+    "loss_scale_from": "jmpx.restore_loss_scale",
+    "wire": "jmpx.inspect.collectives",
+}
+# Of PyTorch, Apex, Lightning, Flax, JAX, optax, Keras and Haiku.
+OTHERS = {
+    "AveragedModel": "jmpx.optim.ema",
+    "DynamicLossScaler": "jmpx.DynamicLossScale",
+    "DynamicScale": "jmpx.DynamicLossScale with jmpx.filter_value_and_grad",
+    "FP16_Optimizer": "jmpx.optim.low_precision_params",
+    "GradScaler": "jmpx.DynamicLossScale with jmpx.filter_value_and_grad",
+    "LossScaleOptimizer": "jmpx.skip_nonfinite with a jmpx.DynamicLossScale",
+    "LossScaler": "jmpx.StaticLossScale",
+    "MixedPrecisionPlugin": "jmpx.get_mixed_precision",
+    "MixedPrecisionPolicy": "jmpx.get_policy",
+    "amp": "jmpx.apply_policy, or jmpx.autocast for single operations",
+    "apply_if_finite": "jmpx.skip_nonfinite",
+    "cast": "jmpx.cast_tree",
+    "custom_fwd": "jmpx.force_full_precision",
+    "detect_anomaly": "jmpx.inspect.first_nonfinite",
+    "grad": "jmpx.filter_grad",
+    "initialize": "jmpx.apply_policy",
+    "master_params": "jmpx.optim.split_master",
+    "mixed_precision": "jmpx.apply_policy, or jmpx.set_policy for a class",
+    "scale_loss": "jmpx.filter_value_and_grad",
+    "set_detect_anomaly": "jmpx.inspect.first_nonfinite",
+    "set_global_policy": "the policy= of jmpx.filter_value_and_grad and jmpx.apply_policy",
+    "value_and_grad": "jmpx.filter_value_and_grad",
+}
+# What is written instead of an argument, by the function that others, or jmpx 0.2, give it to.
+ARGUMENTS = {
+    "jmpx.autocast": {
+        "cache_enabled": "nothing, because each parameter is cast once in a trace,",
+        "device_type": "nothing, because one autocast serves all devices,",
+        "dtype": 'a policy, as in jmpx.autocast(f, "c=bf16"),',
+        "enabled": 'the policy "full" where it is off',
+    },
+    "jmpx.DynamicLossScale": {
+        "delayed_shift": "hysteresis=",
+        "dynamic_growth_steps": "period=",
+        "enabled": "jmpx.NoOpLossScale() where it is off",
+        "fin_steps": "counter=",
+        "growth_factor": "factor=",
+        "growth_interval": "period=",
+        "init_scale": "loss_scale=",
+        "initial_scale": "loss_scale=",
+        "loss_scaling": "loss_scale=, or jmpx.mpx.DynamicLossScaling,",
+        "max_scale": "max_loss_scale=",
+        "min_loss_scaling": "min_loss_scale=, or jmpx.mpx.DynamicLossScaling,",
+        "min_scale": "min_loss_scale=",
+        "minimum_scale": "min_loss_scale=",
+        "scale": "loss_scale=",
+        "scale_factor": "factor=",
+        "scale_window": "period=",
+    },
+    "a gradient function": {
+        "accumulate_steps": "batch=jmpx.Batch(microbatches=...)",
+        "argnums": "nothing, but pass what is differentiated first,",
+        "axis_name": 'over=jmpx.Over("data")',
+        "batch_argnums": "batch=jmpx.Batch(argnums=...)",
+        "batch_sharding": "batch=jmpx.Batch(sharding=...)",
+        "dtype": 'policy="c=bf16"',
+        "microbatches": "batch=jmpx.Batch(microbatches=...)",
+        "sharded": 'over=jmpx.Over("data", sharded=...)',
+        "uncast_argnames": "uncast=...",
+        "uncast_argnums": "uncast=...",
+        "use_mixed_precision": (
+            "jmpx.mpx.filter_value_and_grad or jmpx.mpx.filter_grad, which take it,"
+        ),
+    },
+    "jmpx.MixedPrecision": {
+        "buffer_dtype": "a policy, whose rules name modules,",
+        "cast_forward_inputs": "nothing, but uncast= of the gradient function,",
+        "output_dtype": 'a policy, as in jmpx.MixedPrecision("c=bf16,o=f32"),',
+        "param_dtype": 'a policy, as in jmpx.MixedPrecision("c=bf16"),',
+        "reduce_dtype": 'a policy, as in jmpx.MixedPrecision("c=bf16,r=f32"),',
+    },
+}
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def instead_of(name: str) -> str | None:
+    """Returns what to write instead of a name that is not where it was looked for, if anything."""
+    if name.startswith("_"):
+        return None
+    rooms = (importlib.import_module(f"jmpx{room}") for room in ROOMS)
+    places = (f"{room.__name__}.{name}" for room in rooms if name in room.__all__)
+    return RENAMED.get(name) or OTHERS.get(name) or next(places, None)
+
+
+def telling(name: str) -> Callable[[F], F]:
+    """Makes a function, or the constructor of a class, tell what to write for an argument.
+
+    Args:
+        name: its key in the table.
+    """
+
+    def decorate(func: F) -> F:
+        if isinstance(func, type):
+            func.__init__ = decorate(func.__init__)
+            return func
+
+        @functools.wraps(func)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            for key in kwargs.keys() & ARGUMENTS[name]:
+                found = ARGUMENTS[name][key]
+                raise TypeError(f"{name} takes no {key}: write {found} instead.")
+            return func(*args, **kwargs)
+
+        return wrapper  # pyright: ignore[reportReturnType]
+
+    return decorate

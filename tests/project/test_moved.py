@@ -1,0 +1,109 @@
+"""Words of other libraries and of jmpx 0.2: each error says what to write, and that is there."""
+
+import inspect
+import operator
+import re
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from helpers import ROOT, run_python
+
+import jmpx
+import jmpx.mpx
+from jmpx import _moved
+
+OLD = """
+Audit Autocast DynamicLossScale DynamicLossScaling Ema EmaState FirstNonfinite Gradients
+GradientsAndAux LossScale LostUpdates LowPrecisionParamsState MixedPrecision NoOpLossScale
+NonfiniteCounts Policy PolicyMap Ranges Rule SkipNonfiniteState StateDtypeState StaticLossScale
+UpdateReport ValueAndGradients Wire all_finite audit autocast cast_function cast_to_bfloat16
+cast_to_float16 cast_to_float32 cast_to_full cast_to_full_precision cast_to_half
+cast_to_half_precision cast_tree check_progress check_restored clear_policy current_policy describe
+ema filter_grad filter_value_and_grad first_nonfinite force_full_precision full_precision gather
+get_loss_scale get_mixed_precision get_policy get_policy_map half_dtype loss_scale_from
+low_precision_params merge_master nonfinite optimizer_update policy_of push_policy ranges
+select_tree set_policy skip_nonfinite split_master stochastic_round update_report wire
+with_state_dtype
+""".split()
+GONE = [name for name in OLD if name not in jmpx.__all__]
+CALLS: dict[str, Any] = {
+    "jmpx.autocast": lambda **given: jmpx.autocast(jnp.sin, **given),
+    "jmpx.DynamicLossScale": jmpx.DynamicLossScale,
+    "jmpx.MixedPrecision": jmpx.MixedPrecision,
+    "a gradient function": lambda **given: jmpx.filter_grad(jnp.sum, jmpx.NoOpLossScale(), **given),
+}
+
+
+def check_names(text):
+    """Checks that each name of jmpx in a text is one."""
+    names = re.findall(r"\bjmpx\.([\w.]*\w)", text)
+    for name in names:
+        assert operator.attrgetter(name)(jmpx) is not None
+    return names
+
+
+@pytest.mark.parametrize("name", sorted({*GONE, *_moved.OTHERS}))
+def test_a_name_that_is_elsewhere_says_where(name):
+    assert name not in dir(jmpx)
+    start = f"^module 'jmpx' has no attribute '{name}': write .* instead.$"
+    with pytest.raises(AttributeError, match=start) as error:
+        getattr(jmpx, name)
+    found = check_names(str(error.value))
+    assert found
+    if name in GONE and name not in _moved.RENAMED:
+        assert [each.rpartition(".")[2] for each in found] == [name]
+
+
+def test_rooms_know_each_other():
+    with pytest.raises(AttributeError, match=r"^module 'jmpx.optim' .* write jmpx.inspect.audit i"):
+        jmpx.optim.audit  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"^module 'jmpx.inspect' .* write jmpx.autocast inst"):
+        jmpx.inspect.autocast  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
+    with pytest.raises(AttributeError, match="^module 'jmpx.types' has no attribute 'Policies'$"):
+        jmpx.types.Policies  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
+    assert not hasattr(jmpx, "audit") and not hasattr(jmpx, "__wrapped__")
+
+
+def test_an_import_of_an_old_name_says_where_it_is():
+    with pytest.raises(ImportError, match="'audit': write jmpx.inspect.audit instead.$"):
+        from jmpx import audit  # pyright: ignore[reportAttributeAccessIssue]  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'nothing_like_it' from 'jmpx'"):
+        from jmpx import nothing_like_it  # pyright: ignore  # noqa: F401, PGH003
+    near = run_python("-c", "import jmpx; jmpx.optimiser_update").stderr.splitlines()[-1]
+    assert near.startswith("AttributeError: module 'jmpx' has no attribute 'optimiser_update'")
+
+
+@pytest.mark.parametrize(
+    ("function", "argument"), [(f, a) for f, table in _moved.ARGUMENTS.items() for a in table]
+)
+def test_an_argument_of_others_says_what_to_write(function, argument):
+    with pytest.raises(TypeError, match=rf"\b{argument}: write .* instead\.$") as error:
+        CALLS[function](**{argument: 2})
+    text = str(error.value).partition(": write ")[2]
+    check_names(text)
+    if function == "jmpx.DynamicLossScale":
+        known = set(inspect.signature(jmpx.DynamicLossScale).parameters)
+        assert argument not in known and set(re.findall(r"(\w+)=", text)) <= known
+
+
+def test_other_unknown_arguments_are_pythons():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dytpe'"):
+        jmpx.autocast(jnp.sin, dytpe="c=bf16")  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'peroid'"):
+        jmpx.mpx.DynamicLossScaling(peroid=3)
+    with pytest.raises(TypeError, match="takes no growth_interval: write period= instead.$"):
+        jmpx.mpx.DynamicLossScaling(growth_interval=3)
+    assert list(inspect.signature(jmpx.DynamicLossScale).parameters)[0] == "loss_scale"
+
+
+def test_the_page_lists_each_name_and_argument():
+    page = (ROOT / "docs" / "from_0.2.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    first = "\n".join(row.split("|")[1] for row in rows)
+    missing = [name for name in GONE if not re.search(rf"`jmpx\.{name}\b", first)]
+    options = "axis_name sharded microbatches batch_argnums batch_sharding uncast_argnums"
+    options += " uncast_argnames use_mixed_precision"
+    missing += [name for name in options.split() if f"`{name}=" not in first]
+    assert not missing
+    check_names("\n".join(re.sub(r"[(].*?[)]`", "`", row.split("|")[2]) for row in rows))
