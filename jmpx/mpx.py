@@ -109,12 +109,26 @@ def set_half_precision_datatype(datatype: DTypeLike) -> None:
 
 
 def cast_to_float16(tree: T) -> T:
-    """Casts the floating leaves of a pytree to float16; values above 65504 become inf."""
+    """Casts the floating leaves of a pytree to float16; values above 65504 become inf.
+
+    Example:
+        >>> import numpy as np
+        >>> import jmpx.mpx as mpx
+        >>> mpx.cast_to_float16(np.ones(2, np.float32)).dtype.name
+        'float16'
+    """
     return cast_tree(tree, jnp.float16)
 
 
 def cast_to_bfloat16(tree: T) -> T:
-    """Casts the floating leaves of a pytree to bfloat16."""
+    """Casts the floating leaves of a pytree to bfloat16.
+
+    Example:
+        >>> import numpy as np
+        >>> import jmpx.mpx as mpx
+        >>> mpx.cast_to_bfloat16(np.ones(2, np.float32)).dtype.name
+        'bfloat16'
+    """
     return cast_tree(tree, jnp.bfloat16)
 
 
