@@ -38,7 +38,6 @@ nb_merge_streams = True
 autosummary_generate = False
 autodoc_default_options = {"members": True, "inherited-members": "tuple,Generic,object"}
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
 autodoc_typehints = "none"  # the docstrings say what is accepted, and in which shapes and dtypes
 add_module_names = True
 python_maximum_signature_line_length = 80

@@ -138,7 +138,7 @@ def cast_to_half_precision(tree: T) -> T:
 
 
 def force_full_precision(
-    func: Callable[P, R], return_dtype: DTypeLike = jnp.float16
+    func: Callable[P, R], return_dtype: DTypeLike = "float16"
 ) -> Callable[P, R]:
     """Makes a function run in float32 and return float16, as `jmpx.force_full_precision` does.
 
