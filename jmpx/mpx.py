@@ -109,12 +109,26 @@ def set_half_precision_datatype(datatype: DTypeLike) -> None:
 
 
 def cast_to_float16(tree: T) -> T:
-    """Casts the floating leaves of a pytree to float16; values above 65504 become inf."""
+    """Casts the floating leaves of a pytree to float16; values above 65504 become inf.
+
+    Example:
+        >>> import numpy as np
+        >>> import jmpx.mpx as mpx
+        >>> mpx.cast_to_float16(np.ones(2, np.float32)).dtype.name
+        'float16'
+    """
     return cast_tree(tree, jnp.float16)
 
 
 def cast_to_bfloat16(tree: T) -> T:
-    """Casts the floating leaves of a pytree to bfloat16."""
+    """Casts the floating leaves of a pytree to bfloat16.
+
+    Example:
+        >>> import numpy as np
+        >>> import jmpx.mpx as mpx
+        >>> mpx.cast_to_bfloat16(np.ones(2, np.float32)).dtype.name
+        'bfloat16'
+    """
     return cast_tree(tree, jnp.bfloat16)
 
 
@@ -124,7 +138,7 @@ def cast_to_half_precision(tree: T) -> T:
 
 
 def force_full_precision(
-    func: Callable[P, R], return_dtype: DTypeLike = jnp.float16
+    func: Callable[P, R], return_dtype: DTypeLike = "float16"
 ) -> Callable[P, R]:
     """Makes a function run in float32 and return float16, as `jmpx.force_full_precision` does.
 
