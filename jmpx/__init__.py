@@ -95,7 +95,8 @@ else:
             "_shards": "Over",
             "_tree": "all_finite select_tree",
         },
-        rooms="distributed equinox flags flax haiku inspect mpx optim types",
+        rooms=dict.fromkeys(("distributed", "inspect", "mpx", "optim", "types"), "")
+        | {"equinox": "equinox", "flags": "absl", "flax": "flax", "haiku": "haiku"},
     )
 
 __version__ = "0.2.0"

@@ -106,7 +106,7 @@ def telling(name: str) -> Callable[[F], F]:
         name: its key in the table.
     """
 
-    def decorate(func: F) -> F:
+    def decorate(func: Any) -> Any:
         if isinstance(func, type):
             func.__init__ = decorate(func.__init__)
             return func
@@ -118,6 +118,6 @@ def telling(name: str) -> Callable[[F], F]:
                 raise TypeError(f"{name} takes no {key}: write {found} instead.")
             return func(*args, **kwargs)
 
-        return wrapper  # pyright: ignore[reportReturnType]
+        return wrapper
 
     return decorate

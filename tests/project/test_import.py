@@ -17,23 +17,33 @@ HEAVY = (
 ).split()
 
 
+JMP_NAMES = (
+    "all_finite DynamicLossScale LossScale NoOpLossScale select_tree StaticLossScale "
+    "cast_to_full cast_to_half get_policy half_dtype Policy"
+).split()
+
+
 def run(code):
     return run_python("-c", textwrap.dedent(code))
 
 
-def test_the_import_is_light():
+def test_the_import_is_light_and_what_jmp_has_is_so_too():
     result = run(
         f"""
         import sys, jax, numpy
         before = set(sys.modules)
         import jmpx
+        print(sum(name.startswith("jmpx") for name in sys.modules))
+        jmpx.get_policy_map, jmpx.set_policy, jmpx.full_precision
+        for name in {JMP_NAMES}:
+            getattr(jmpx, name)
         new = set(sys.modules) - before
         print(sorted(name for name in {HEAVY} if name in new))
         print(sorted(name for name in new if name.split(".")[0] not in sys.stdlib_module_names))
         """
     )
-    heavy, new = result.stdout.splitlines()
-    assert heavy == "[]"
+    at_first, heavy, new = result.stdout.splitlines()
+    assert int(at_first) < 10 and heavy == "[]"
     assert all(name.startswith("'jmpx") for name in new.strip("[]").split(", ")), new
 
 
@@ -65,6 +75,20 @@ def test_a_missing_haiku_says_how_to_install_it():
     assert result.returncode == 1
     message = result.stderr.splitlines()[-1]
     assert "jmpx.haiku needs Haiku" in message and "pip install 'jmpx[haiku]'" in message
+
+
+def test_help_and_completion_know_what_is_installed():
+    result = run(
+        """
+        import sys
+        sys.modules |= dict.fromkeys("haiku equinox flax absl".split())
+        import jmpx, pydoc
+        text, shown = pydoc.plain(pydoc.render_doc(jmpx)), {*jmpx.__all__}
+        print(all(name in text for name in shown), sorted({*dir(jmpx)} - shown))
+        """
+    )
+    rooms = "'distributed', 'inspect', 'mpx', 'optim', 'types']"
+    assert result.stdout.startswith("True ") and result.stdout.endswith(f"__', {rooms}\n"), result
 
 
 def test_the_backend_is_not_started_by_the_import_or_by_parsing():
