@@ -238,10 +238,11 @@ class Application(NamedTuple):
     def creation(self) -> Iterator[None]:
         """Has `init` create parameters in the same dtypes in each way."""
         with contextlib.ExitStack() as stack:
-            if self.policy_map is not None and self.way != "modules":
+            way = None if self.policy_map is None else self.policy_map.way
+            if self.policy_map is not None and way != "modules":
                 for adapter in imported_adapters():
                     stack.enter_context(
-                        adapter.created(self.policy_map.default, self.way == "arguments")
+                        adapter.created(self.policy_map.default, way == "arguments")
                     )
             yield
 
