@@ -5,7 +5,7 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
@@ -119,7 +119,7 @@ def apply_policy(
 
     def transform(pure: Pure, state: list[Leaf], args: Any, kwargs: Any) -> Any:
         application = applying.now()
-        with application.products():
+        with application.products(), application.creation():
             return application.run(pure, state, args, kwargs)
 
     @functools.wraps(func, updated=())
@@ -234,6 +234,18 @@ class Application(NamedTuple):
             return contextlib.nullcontext()
         return matmul_region(policy.matmul_precision, policy.compute_dtype)
 
+    @contextlib.contextmanager
+    def creation(self) -> Iterator[None]:
+        """Has `init` create parameters in the same dtypes in each way."""
+        with contextlib.ExitStack() as stack:
+            way = None if self.policy_map is None else self.policy_map.way
+            if self.policy_map is not None and way != "modules":
+                for adapter in imported_adapters():
+                    stack.enter_context(
+                        adapter.created(self.policy_map.default, way == "arguments")
+                    )
+            yield
+
     def run(
         self, pure: Pure, state: list[Leaf], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> tuple[PyTree, list[Leaf]]:
@@ -267,7 +279,10 @@ def _by_arguments(
     policy = policy_map.default
     inputs, keywords = application.uncast.exempt(sparing(policy.cast_to_compute))(args, kwargs)
     same = policy_map.applied_by("arguments", application.name)
-    with parameters_cast(_are_rounded(args[:1], inputs[:1]), same) as casts:
+    with contextlib.ExitStack() as stack:
+        casts = stack.enter_context(parameters_cast(_are_rounded(args[:1], inputs[:1]), same))
+        for adapter in imported_adapters():
+            stack.enter_context(adapter.noted_casts())
         result, updates = pure(state, *inputs, **keywords)
     _warn_of_casts(application.name, list(casts))
     size = jnp.dtype(policy.output_dtype).itemsize

@@ -7,7 +7,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import linen as nn
@@ -29,7 +29,8 @@ from jmpx._adapters import (
     run_reading,
     wrapper_policy,
 )
-from jmpx._contexts import is_held, opened, refuse_other_tasks
+from jmpx._casts import cast_like
+from jmpx._contexts import Context, entered, is_held, opened, refuse_other_tasks
 from jmpx._dtype_fields import FieldInCall, field_in_call, reading_policy
 from jmpx._frameworks import Adapter
 from jmpx._linen_modules import (
@@ -313,6 +314,49 @@ def _intercept(
     return sessions[-1].intercept(method, args, kwargs, context)
 
 
+class _Creation(NamedTuple):
+    """How parameters are created where no module has a policy; see `Adapter.created`."""
+
+    policy: Policy
+    are_cast: bool
+
+
+def _creation() -> contextlib.AbstractContextManager[None]:
+    """Creates the parameters of this thread."""
+    return nn.intercept_methods(_create)
+
+
+def _create(
+    method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext
+) -> Any:
+    """Intercepts each method call, so that new parameters are in the dtype of a `_Creation`."""
+    module = context.module
+    if module.scope is not None and module.is_initializing() and not opened(_Session):
+        object.__setattr__(module, "param", functools.partial(_param, module))
+    return method(*args, **kwargs)
+
+
+def _param(
+    module: nn.Module, name: str, init: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Stands in for `module.param` while parameters are created."""
+    creations = opened(_Creation)
+    if not creations or opened(_Session):
+        return type(module).param(module, name, init, *args, **kwargs)
+    policy, are_cast = creations[-1]
+    asked: PyTree = None
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        nonlocal asked
+        asked = init(*args, **kwargs)
+        return policy.cast_to_param(asked)
+
+    stored = type(module).param(module, name, create, *args, **kwargs)
+    if are_cast:
+        return policy.cast_to_compute(stored)
+    return stored if asked is None else jax.tree.map(cast_like, stored, asked)
+
+
 def _as_it_is(tree: PyTree) -> PyTree:
     return tree
 
@@ -383,6 +427,10 @@ class _Adapter(Adapter):
 
     def applied(self, policy_map: PolicyMap) -> contextlib.AbstractContextManager[object]:
         return _applied(policy_map)
+
+    def created(self, policy: Policy, are_cast: bool) -> contextlib.AbstractContextManager[None]:
+        creation = _Creation(policy, are_cast)
+        return entered(Context("jmpx.apply_policy in Linen", creation, creation, _creation))
 
 
 adapter: Adapter = _Adapter()

@@ -134,6 +134,18 @@ class Adapter:
         """Returns what makes views, if the framework's modules can be found in pytrees."""
         return None
 
+    def created(self, policy: Policy, are_cast: bool) -> AbstractContextManager[None]:
+        """Creates parameters in the param dtype of a policy, where no module has a policy.
+
+        Where arguments are cast, parameters would be created in the dtype of the inputs.
+
+        Args:
+            policy: the policy.
+            are_cast: whether the function that creates them reads them in the compute dtype, as it
+                reads its arguments; if not, it reads what its initializers return.
+        """
+        return contextlib.nullcontext()
+
     def refuse_creation(self) -> AbstractContextManager[None]:
         """Refuses, while the context lasts, to create parameters that could not leave autocast."""
         return contextlib.nullcontext()

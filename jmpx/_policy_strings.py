@@ -65,8 +65,8 @@ _PRESETS = {
 
 _NO_RULES = (
     "a policy has no rules, which are for what takes a policy map: jmpx.get_policy_map, "
-    "jmpx.autocast, the gradient functions, the policies and with_policies of the adapters, and "
-    "jmpx.flags.DEFINE_policy_map"
+    "jmpx.apply_policy, policy= of the gradient functions, jmpx.autocast, the policies and "
+    "with_policies of the adapters, and jmpx.flags.DEFINE_policy_map"
 )
 NO_LOSS_SCALE = (
     "a loss scale is no part of a policy or of a policy map, so give the whole to "

@@ -164,6 +164,7 @@ class _Session(Session):
         super().__init__(name, policy_map)
         self.made: dict[type, type] = {}
         self.replaced: dict[int, tuple[Any, Any]] = {}
+        self._classes: dict[tuple[Any, ...], tuple[Policy, type]] = {}
 
     def outermost(self, model: T) -> T:
         """Returns the view of a model; a view under the same policy map is the same object."""
@@ -210,9 +211,9 @@ class _Session(Session):
             vars(view)["dtype"] = as_dtype(field.value)
         if surrounding is not None and (is_boundary or (policy is None and _may_read(module))):
             ruled = self.ruled_in(path)
-            kind = _view_class(type(module), surrounding, is_boundary, ruled, self.policy_map)
-            self.made[kind] = type(module)
-            view = _as_instance(view, kind)
+            view = _as_instance(
+                view, self.view_class(type(module), surrounding, is_boundary, ruled)
+            )
         return self.note_replaced(view, module)
 
     def note_replaced(self, new: T, old: T) -> T:
@@ -220,6 +221,17 @@ class _Session(Session):
         if new is not old:
             self.replaced[id(new)] = new, old
         return new
+
+    def view_class(
+        self, cls: type, policy: Policy, is_boundary: bool, ruled: frozenset[str]
+    ) -> type:
+        """Returns the lookalike of a class; see `_view_class`, of whose key the hash is slow."""
+        key = cls, id(policy), is_boundary, ruled
+        if key not in self._classes:
+            kind = _view_class(cls, policy, is_boundary, ruled, self.policy_map)
+            self._classes[key] = policy, kind  # the policy, so that no other one gets its identity
+            self.made[kind] = cls
+        return self._classes[key][1]
 
     def made_before(self, view: eqx.Module, path: str) -> eqx.Module:
         """Returns a view in the model, which is one of the same policy map.
@@ -285,18 +297,33 @@ def _holds(tree: PyTree, test: Callable[[Any], bool]) -> bool:
     return any(map(test, jax.tree.leaves(tree, is_leaf=test)))
 
 
-# These ask for `type(node)`, because `isinstance` asks modules for `__class__`, which is slow.
+# A view is made in each trace, and `isinstance`, `issubclass` and `vars` of modules are slow: they
+# run Python code of Equinox and of `abc`.
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_module_class(cls: type) -> bool:
+    return issubclass(cls, eqx.Module)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_state_class(cls: type) -> bool:
+    return issubclass(cls, eqx.nn.State | eqx.nn.StateIndex)
 
 
 def _is_module(node: Any) -> bool:
-    return issubclass(type(node), eqx.Module)
+    return _is_module_class(type(node))
 
 
 def _keeps_dtype(node: Any) -> bool:
-    return issubclass(type(node), (eqx.nn.State, eqx.nn.StateIndex))
+    return _is_state_class(type(node))
 
 
-@functools.cache
+def _fields(module: Any) -> dict[str, Any]:
+    return object.__getattribute__(module, "__dict__")
+
+
+@functools.lru_cache(maxsize=4096)
 def _is_called(cls: type) -> bool:
     """Whether modules of a class have boundaries; those in a `Shared` are called outside of it."""
     return any(public_methods(cls, eqx.Module)) and not issubclass(cls, eqx.nn.Shared)
@@ -318,7 +345,7 @@ def _may_read(module: eqx.Module) -> bool:
 
 def _reads(module: eqx.Module) -> bool:
     """Whether a module has floating arrays of its own."""
-    if any(map(is_floating, vars(module).values())):
+    if any(map(is_floating, _fields(module).values())):
         return True
     own = jax.tree.leaves(module, is_leaf=lambda child: child is not module and _is_part(child))
     return any(map(is_floating, own))
@@ -441,7 +468,7 @@ def _as_instance(module: Any, cls: type[T]) -> T:
     Neither `__init__` nor `__check_init__` runs.
     """
     other = object.__new__(cls)
-    vars(other).update(vars(module))
+    _fields(other).update(_fields(module))
     return other
 
 

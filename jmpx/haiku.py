@@ -32,7 +32,7 @@ from jmpx._adapters import (
     run_reading,
 )
 from jmpx._casts import cast_like, cast_tree
-from jmpx._contexts import note_cast, opened, refuse_other_tasks
+from jmpx._contexts import Context, entered, note_cast, opened, refuse_other_tasks
 from jmpx._dtypes import computable
 from jmpx._frameworks import Adapter, ClassPolicies
 from jmpx._leaves import is_floating
@@ -412,6 +412,59 @@ def _interception() -> Iterator[None]:
         keep_intercepting()
 
 
+class _Creation(NamedTuple):
+    """How parameters are created where no module has a policy; see `Adapter.created`."""
+
+    policy: Policy
+    are_cast: bool
+
+
+def _creation_in_force() -> _Creation | None:
+    """Returns the innermost `_Creation`; None without one, or where a module has a policy."""
+    has_policy = opened(_Session) or _store.current_policy() is not None
+    return None if has_policy else next(reversed(opened(_Creation)), None)
+
+
+def _create(
+    next_creator: Callable[..., jax.Array],
+    shape: Sequence[int],
+    dtype: Any,
+    init: hk.initializers.Initializer,
+    context: hk.GetterContext,
+) -> jax.Array:
+    """Creates floating parameters in the param dtype."""
+    del context
+    creation = _creation_in_force()
+    if creation is not None and jnp.issubdtype(dtype, jnp.floating):
+        dtype = creation.policy.param_dtype
+    return next_creator(shape, dtype, init)
+
+
+def _read_created(
+    next_getter: Callable[[jax.Array], jax.Array], value: jax.Array, context: hk.GetterContext
+) -> jax.Array:
+    """Reads parameters that are created in the dtype in which they are read later."""
+    creation = _creation_in_force() if hk.running_init() else None
+    if creation is not None and is_floating(value):
+        compute = creation.policy.compute_dtype
+        value = value.astype(compute if creation.are_cast else context.original_dtype)
+    return next_getter(value)
+
+
+# As for state: Haiku makes getters and creators only inside of a transformed function.
+_creation_hooks: Any = hk.transform(
+    lambda: (hk.custom_creator(_create), hk.custom_getter(_read_created))
+)
+
+
+@contextlib.contextmanager
+def _creation() -> Iterator[None]:
+    """Creates the parameters of this thread."""
+    creator, getter = _creation_hooks.apply({}, None)
+    with creator, getter:
+        yield
+
+
 class _ClassPolicies:
     """Haiku's own registry of class policies, and what sessions have taken out of it."""
 
@@ -485,6 +538,10 @@ class _Adapter(Adapter):
 
     def applied(self, policy_map: PolicyMap) -> contextlib.AbstractContextManager[None]:
         return _applied(policy_map)
+
+    def created(self, policy: Policy, are_cast: bool) -> contextlib.AbstractContextManager[None]:
+        creation = _Creation(policy, are_cast)
+        return entered(Context("jmpx.apply_policy in Haiku", creation, creation, _creation))
 
     @contextlib.contextmanager
     def refuse_creation(self) -> Iterator[None]:

@@ -4,6 +4,8 @@ import re
 
 _CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)(\w?)")
 _BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_CLASS = re.compile(r"<class '([\w.]+)'>")
+_FLAGS = "<absl.flags._flagvalues.FlagValues object>"
 _PAGE = re.compile(r"(?:``)?docs/(\w+)\.md(?:``)?")
 
 
@@ -49,9 +51,16 @@ def hide_private_fields(app, what, name, obj, options, signature, return_annotat
     return None
 
 
+def name_defaults(app, what, name, obj, options, signature, return_annotation):
+    """Shows defaults by their names. Autodoc cannot read all of them from the source."""
+    named = _CLASS.sub(r"\1", signature or "").replace(_FLAGS, "flags.FLAGS")
+    return (named, return_annotation) if named != (signature or "") else None
+
+
 def setup(app):
     """Is called by Sphinx."""
     app.connect("autodoc-process-signature", hide_private_fields)
+    app.connect("autodoc-process-signature", name_defaults)
     app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-docstring", convert, priority=100)  # before Napoleon
     return {"parallel_read_safe": True}

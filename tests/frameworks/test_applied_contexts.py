@@ -27,7 +27,7 @@ OTHER = "c=f16,o=f16"
 
 @contextlib.contextmanager
 def applied(policy):
-    """Does what `jmpx.apply_policy` does by modules that report their calls."""
+    """Opens what `jmpx.apply_policy` opens by modules that report their calls."""
     with contextlib.ExitStack() as stack:
         policy_map = stack.enter_context(pooled(policy, "jmpx.apply_policy"))
         for adapter in imported_adapters():
@@ -172,17 +172,98 @@ def test_a_step_is_that_of_a_context_inside_of_the_loss(framework, x):
     model = framework()
     params = model.init(x)
 
-    def step(context):
-        def loss(params, x):
-            with context():
-                return jnp.mean(jnp.square(model.apply(params, x)))
+    def loss(params, x):
+        return jnp.mean(jnp.square(model.apply(params, x)))
 
-        compiled = jax.jit(lambda params, x: jax.value_and_grad(loss)(params, x))
+    def step(value_and_grad):
+        compiled = jax.jit(lambda params, x: value_and_grad(params, x))
         return compiled.lower(params, x).as_text(), compiled(params, x)
 
-    texts, results = zip(*map(step, contexts(framework).values()), strict=True)
-    assert len(set(texts)) == 1
-    jax.tree.map(np.testing.assert_array_equal, *results)
+    def inside(params, x):
+        with framework.policies(P):
+            return loss(params, x)
+
+    none = jmpx.NoOpLossScale()
+    expected = step(jmpx.filter_value_and_grad(inside, none, policy="full"))
+    found = step(jmpx.filter_value_and_grad(loss, none, policy=f"by=modules,{P}"))
+    assert found[0] == expected[0]
+    jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+    plain = step(jax.value_and_grad(inside))[0]
+    assert step(jax.value_and_grad(jmpx.apply_policy(loss, P)))[0] == plain
+
+
+# Each way: what init creates, and class policies
+
+
+@both
+@pytest.mark.parametrize("by", ["arguments", "modules", "operations"])
+@pytest.mark.parametrize("policy", ["c=bf16", "c=f16,o=f32", "params=bf16,c=bf16"])
+def test_init_creates_the_same_dtypes_in_each_way(framework, by, policy, x):
+    init = framework().init
+    for func in (init, jax.jit(init)):
+        params = jax.eval_shape(jmpx.apply_policy(func, f"by={by},{policy}"), x)
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {
+            jnp.dtype(jmpx.get_policy(policy).param_dtype)
+        }
+    assert {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(jax.jit(init), x))} == {F32}
+
+
+def test_what_init_creates_in_another_context_and_under_a_class_policy(x):
+    init = Haiku().init
+    with hk.mixed_precision.push_policy(HaikuLog, jmpx.get_policy("params=f16,c=f16,o=bf16")):  # pyright: ignore[reportArgumentType]
+        func = jmpx.apply_policy(lambda _, x: init(x), "by=arguments,params=bf16,c=bf16,o=bf16")
+        params = func(None, x)
+        assert params["block/log"]["scale"].dtype == F16
+        assert params["block/inner"]["w"].dtype == BF16
+    for framework in (Haiku, Linen):
+
+        def inside(x, framework=framework):
+            with framework.policies("params=f16"):
+                return framework().init(x)
+
+        with pytest.warns(UserWarning, match="policies inside of it casts them again"):
+            params = jmpx.apply_policy(inside, "by=arguments,params=bf16,c=bf16")(x)
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {F16}
+
+
+def by_hand(leaves, x):
+    """Returns the result of a block in bfloat16, its two scales applied in float32."""
+    (b, w), (head_b, head_w), *scales = (jax.tree.map(jnp.asarray, leaf) for leaf in leaves)
+    h = x.astype(BF16) @ w.astype(BF16) + b.astype(BF16)
+    for scale in scales:
+        h = (h.astype(F32) * scale).astype(BF16)
+    return (h @ head_w.astype(BF16) + head_b.astype(BF16)).astype(F32)
+
+
+def parts(framework, params):
+    params = params if framework is Haiku else params["params"]
+    at = (lambda name: params[f"block/{name}"]) if framework is Haiku else params.__getitem__
+    w, b = ("w", "b") if framework is Haiku else ("kernel", "bias")
+    pairs = [(at(name)[b], at(name)[w]) for name in ("inner", "head")]
+    return [*pairs, at("log")["scale"], at("norm")["scale"]]
+
+
+@both
+def test_class_policies_under_each_way(framework, x):
+    model = framework()
+    params = model.init(x)
+    apply = functools.partial(jmpx.apply_policy, model.apply)
+    with jmpx.push_policy(framework.log, "c=f32,o=bf16"):
+        y = apply("by=modules,c=bf16,o=f32")(params, x)
+        np.testing.assert_array_equal(y, by_hand(parts(framework, params), x))
+        assert (y.dtype, LOG[-1]) == (F32, F32)
+        warned = (
+            pytest.warns(UserWarning, match="hk.mixed_precision inside .* write by=modules into")
+            if framework is Haiku
+            else contextlib.nullcontext()  # Linen itself knows no class policies
+        )
+        with warned:
+            assert apply("by=arguments,c=bf16,o=f32")(params, x).dtype == F32
+        assert LOG[-1] == (F32 if framework is Haiku else BF16)
+    with jmpx.push_policy(framework.log, "full"):
+        y = apply("by=operations,c=bf16,o=f32")(params, x)
+        assert (y.dtype, LOG[-1]) == (F32, F32)
+        np.testing.assert_allclose(y, model.apply(params, x), rtol=0.05, atol=0.05)
 
 
 # An equal map inside of a map
