@@ -66,7 +66,10 @@ def holds_on_all(flag: jax.Array, axis_name: AxisName) -> jax.Array:
 def _is_finite(leaf: Any) -> jax.Array | np.bool_:
     if is_array(leaf) and not is_traceable(leaf):
         return np.isfinite(leaf).all()
-    return jnp.isfinite(at_least_float32(leaf) if is_floating(leaf) else leaf).all()
+    if not is_floating(leaf):
+        return jnp.isfinite(leaf).all()
+    array = at_least_float32(jnp.asarray(leaf))
+    return jax.lax.reduce_and(jax.lax.is_finite(array), range(array.ndim))  # quick to trace
 
 
 def as_flag(value: object, name: str) -> jax.Array:

@@ -164,7 +164,7 @@ class _Session(Session):
         super().__init__(name, policy_map)
         self.made: dict[type, type] = {}
         self.replaced: dict[int, tuple[Any, Any]] = {}
-        self._classes: dict[tuple[Any, ...], tuple[Policy, type]] = {}
+        self._classes: dict[tuple[Any, ...], tuple[Policy | None, type]] = {}
 
     def outermost(self, model: T) -> T:
         """Returns the view of a model; a view under the same policy map is the same object."""
@@ -206,14 +206,15 @@ class _Session(Session):
         surrounding = policy if is_boundary else surrounding
         inner = _Around(surrounding, policy or around.inner, field.selected)
         view = _map_children(module, path, lambda child, at: self.view(child, at, inner))
-        if field.is_ruled and field.value is not None:
-            view = _as_instance(view, type(view))
-            vars(view)["dtype"] = as_dtype(field.value)
-        if surrounding is not None and (is_boundary or (policy is None and _may_read(module))):
-            ruled = self.ruled_in(path)
+        casts = surrounding is not None and (is_boundary or (policy is None and _may_read(module)))
+        written = _fields(module)["dtype"] if field.is_ruled and field.value is not None else None
+        if casts or written is not None:
+            kind = _Kind(is_boundary, self.ruled_in(path), written)
             view = _as_instance(
-                view, self.view_class(type(module), surrounding, is_boundary, ruled)
+                view, self.view_class(type(module), surrounding if casts else None, kind)
             )
+        if written is not None:
+            _fields(view)["dtype"] = as_dtype(field.value)
         return self.note_replaced(view, module)
 
     def note_replaced(self, new: T, old: T) -> T:
@@ -222,15 +223,13 @@ class _Session(Session):
             self.replaced[id(new)] = new, old
         return new
 
-    def view_class(
-        self, cls: type, policy: Policy, is_boundary: bool, ruled: frozenset[str]
-    ) -> type:
+    def view_class(self, cls: type, policy: Policy | None, kind: "_Kind") -> type:
         """Returns the lookalike of a class; see `_view_class`, of whose key the hash is slow."""
-        key = cls, id(policy), is_boundary, ruled
+        key = cls, id(policy), kind
         if key not in self._classes:
-            kind = _view_class(cls, policy, is_boundary, ruled, self.policy_map)
-            self._classes[key] = policy, kind  # the policy, so that no other one gets its identity
-            self.made[kind] = cls
+            made = _view_class(cls, policy, kind, self.policy_map)
+            self._classes[key] = policy, made  # the policy, so that no other one gets its identity
+            self.made[made] = cls
         return self._classes[key][1]
 
     def made_before(self, view: eqx.Module, path: str) -> eqx.Module:
@@ -390,26 +389,36 @@ def _mixin(cls: type) -> type:
     return _QuietLookalike if has_both or issubclass(cls, _QuietLookalike) else _Lookalike
 
 
+class _Kind(NamedTuple):
+    """What lookalikes of one class under one policy differ in.
+
+    Args:
+        is_boundary: whether they cast at a boundary, rather than their arguments alone.
+        ruled: the paths of the arrays in the module that have rules of their own.
+        written: the `dtype` field of the module, if a rule has set it in the view.
+    """
+
+    is_boundary: bool
+    ruled: frozenset[str]
+    written: Any
+
+
 @made_once  # so that views of one model have one tree definition, and jit's cache is hit
 def _view_class(
-    cls: type,
-    policy: Policy,
-    is_boundary: bool,
-    ruled: frozenset[str],
-    policy_map: PolicyMap | None,
+    cls: type, policy: Policy | None, kind: _Kind, policy_map: PolicyMap | None
 ) -> type:
     """Returns the lookalike whose public methods cast.
 
     Args:
         cls: the class of a module.
-        policy: the policy by which they cast.
-        is_boundary: whether they cast at a boundary, rather than their arguments alone.
-        ruled: the paths of the arrays in the module that have rules of their own.
+        policy: the policy by which they cast; None if they do not.
+        kind: how they cast.
         policy_map: the policy map of the view.
     """
-    names = public_methods(cls, eqx.Module)
-    methods = {name: _casting(cls, name, policy, is_boundary, ruled) for name in names}
-    marks = {"__jmpx_view__": is_boundary, "__jmpx_map__": policy_map}
+    names = () if policy is None else public_methods(cls, eqx.Module)
+    methods = {name: _casting(cls, name, policy, kind.is_boundary, kind.ruled) for name in names}
+    marks = {"view": kind.is_boundary, "map": policy_map, "written": kind.written}
+    marks = {f"__jmpx_{name}__": value for name, value in marks.items()}
     return lookalike(cls, {**methods, **marks}, _mixin(cls))
 
 
@@ -680,7 +689,7 @@ class _Views:
         bound = _bound(node)
         if bound is not None and plain is not node:
             return _bind_to(self._stored(bound[0], (), rounded), node)
-        return _as_instance(plain, self.made[type(node)]) if type(node) in self.made else plain
+        return _plain(plain, self.made[type(node)]) if type(node) in self.made else plain
 
     def _as_stored(
         self, leaf: Any, places: tuple[_Place, ...], rounded: dict[str, np.dtype]
@@ -706,6 +715,14 @@ class _Views:
                         name = jax.tree_util.keystr(path, simple=True, separator="/")
                         dtypes.setdefault(_Place(type(view), name), set()).add(leaf.dtype)
         return dtypes
+
+
+def _plain(view: Any, cls: type) -> Any:
+    """Returns a module in a view as an instance of the class in whose place its own is."""
+    module, written = _as_instance(view, cls), getattr(type(view), "__jmpx_written__")  # noqa: B009
+    if written is not None:
+        _fields(module)["dtype"] = written
+    return module
 
 
 def _is_outermost(node: Any) -> bool:

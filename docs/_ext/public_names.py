@@ -22,8 +22,8 @@ def is_public(name: str) -> bool:
     parts = name.split(".")[1:]
     value = importlib.import_module("jmpx")
     for part in parts:
-        fields = getattr(value, "__dataclass_fields__", {})
-        if part in fields or part in getattr(value, "_fields", ()):
+        names = ("__dataclass_fields__", "_fields") if isinstance(value, type) else ()
+        if any(part in getattr(value, name, ()) for name in names):
             return True
         if not hasattr(value, part):
             return False

@@ -478,7 +478,8 @@ def test_haikus_transformations_inside(form, x):
             return inside.apply({"log": {"scale": stored}}, None, x)
         if form == "lift":
             return inside.apply(hk.lift(inside.init, name="lifted")(None, x), None, x)
-        return hk.experimental.layer_stack(2)(inner)(x)
+        stack = hk.experimental.layer_stack  # pyright: ignore[reportPrivateImportUsage]
+        return stack(2)(inner)(x)
 
     networks = [
         hk.transform(functools.partial(outer, context))
