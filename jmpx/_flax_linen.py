@@ -284,8 +284,8 @@ class _Session(Session):
         if not self.has_run and not self.pool.seen and _has_nnx_modules():
             warnings.warn(
                 f"No Linen module ran under jmpx.flax.policies({str(self.policy_map)!r}), which "
-                "casts those alone: for an NNX model make a view inside of the loss function, "
-                "jmpx.flax.with_policies(model, policy_map).",
+                "casts those alone: give the map to the gradient function as policy=, or to "
+                "jmpx.apply_policy, which cast NNX models among the arguments, too.",
                 stacklevel=stacklevel + 1,
             )
 

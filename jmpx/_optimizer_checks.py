@@ -109,8 +109,8 @@ def warn_of_views(tree: PyTree) -> None:
     if view is not None:
         warnings.warn(
             f"Expected the model, got a view of its {type(view).__name__}, whose parameters may "
-            "be rounded to 16 bits, and would stay so: make the view inside of the loss function, "
-            "and hand the model itself to the optimizer.",
+            "be rounded to 16 bits, and would stay so: give the policy to the gradient function, "
+            "and the model itself to the optimizer.",
             stacklevel=3,
         )
 
