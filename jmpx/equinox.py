@@ -415,8 +415,10 @@ def _view_class(
         kind: how they cast.
         policy_map: the policy map of the view.
     """
-    names = () if policy is None else public_methods(cls, eqx.Module)
-    methods = {name: _casting(cls, name, policy, kind.is_boundary, kind.ruled) for name in names}
+    methods: dict[str, Any] = {}
+    if policy is not None:
+        for name in public_methods(cls, eqx.Module):
+            methods[name] = _casting(cls, name, policy, kind.is_boundary, kind.ruled)
     marks = {"view": kind.is_boundary, "map": policy_map, "written": kind.written}
     marks = {f"__jmpx_{name}__": value for name, value in marks.items()}
     return lookalike(cls, {**methods, **marks}, _mixin(cls))
@@ -539,7 +541,7 @@ class _Marker:
         return _map_children(plain, "", lambda child, _: self.unmark(child))
 
 
-def _map_nodes(func: Callable[[Any], Any], tree: T, is_node: Callable[[Any], bool]) -> T:
+def _map_nodes(func: Callable[[Any], Any], tree: Any, is_node: Callable[[Any], bool]) -> Any:
     """Maps nodes of a tree. A tree without such nodes stays the same object."""
     if is_node(tree):
         return func(tree)

@@ -27,7 +27,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,9 +62,8 @@ MP = jmpx.flags.define_mp_flags()
 BN_POLICY = jmpx.flags.DEFINE_policy(
     "mp_bn_policy",
     "full",
-    "The policy of BatchNorm, unless a rule of --mp_policy matches it. Its output dtype is always "
-    "the one in which the next layer takes its input: the compute dtype of --mp_policy, or float32 "
-    "under autocast.",
+    "The class policy of BatchNorm, for an --mp_policy by modules of which no rule matches it. Its "
+    "output dtype is always the compute dtype of --mp_policy, in which the next layer computes.",
 )
 SEED = flags.DEFINE_integer("seed", 0, "Seeds initialization and batches.", lower_bound=0)
 EPOCHS = flags.DEFINE_integer("epochs", 15, "How many times to go over the data.", lower_bound=1)
@@ -83,6 +82,14 @@ for name in ("mp_policy", "mp_bn_policy"):
         lambda policy: dtypes_of(policy) <= DTYPES,
         "this example runs in float32, bfloat16 and float16 only",
     )
+flags.register_multi_flags_validator(
+    ["mp_policy", "mp_bn_policy"],
+    lambda values: (
+        values["mp_bn_policy"] == jmpx.get_policy("full")
+        or jmpx.get_policy_map(values["mp_policy"]).way == "modules"
+    ),
+    "--mp_bn_policy is the policy of a module: write by=modules into --mp_policy",
+)
 flags.register_validator(
     "plot",
     lambda path: (
@@ -118,8 +125,10 @@ class ResNet(hk.Module):
         return hk.Linear(10)(x.mean(axis=(1, 2)))
 
 
-def batch_norm() -> hk.BatchNorm:
-    return hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9)
+def batch_norm() -> Callable[..., jax.Array]:
+    """Returns a BatchNorm in float32, by which the activations keep their dtype."""
+    norm = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9)
+    return jmpx.force_full_precision(norm)
 
 
 def run_network(x: jax.Array, is_training: bool) -> jax.Array:
@@ -220,23 +229,17 @@ def make_step(network: hk.TransformedWithState, optimizer: Any) -> Any:
 
 def make_network() -> hk.TransformedWithState:
     compute_dtype = MP.policy_map.default.compute_dtype
-    if MP.policy_map.way == "operations":  # autocast keeps statistics in float32 by itself
-        compute_dtype = jnp.float32
-    jmpx.set_policy(hk.BatchNorm, BN_POLICY.value.with_output_dtype(compute_dtype))
+    if MP.policy_map.way == "modules":
+        jmpx.set_policy(hk.BatchNorm, BN_POLICY.value.with_output_dtype(compute_dtype))
     return hk.transform_with_state(run_network)
 
 
 def make_state(network: hk.TransformedWithState, optimizer: Any, images: Any) -> TrainState:
-    by_modules = MP.policy_map.way == "modules"  # its rules may say how single modules are stored
-    init = jmpx.apply_policy(network.init, MP.policy_map) if by_modules else network.init
-    init = jax.jit(init, static_argnums=2)
+    init = jax.jit(jmpx.apply_policy(network.init, MP.policy_map), static_argnums=2)
     params, model_state = init(jax.random.key(SEED.value), images[:1], True)
-    masters = make_masters(images)
-    if not by_modules:
-        params = MP.policy_map.default.cast_to_param(masters)
     if MP.params_rounding == "nearest":
         return TrainState(params, model_state, optimizer.init(params), MP.loss_scale())
-    # The optimizer begins with float32, and keeps what it needs.
+    masters = make_masters(images)  # the optimizer begins with float32, and keeps what it needs
     params = jax.tree.map(as_stored, masters, params)
     return TrainState(params, model_state, optimizer.init(masters), MP.loss_scale())
 

@@ -147,6 +147,7 @@ def test_a_wrong_variable_says_its_name():
 BAD = [
     ("--mp_policy=c=bf16; BatchNorm: f64", "float32, bfloat16 and float16 only"),
     ("--mp_bn_policy=c=flaot32", "did you mean 'float32'"),
+    ("--mp_bn_policy=c=bf16", "write by=modules into --mp_policy"),
     ("--mp_policy=c=bf16,r=f64", "float32, bfloat16 and float16 only"),
     ("--mp_policy=c=bf16,m=higest", "did you mean 'highest'"),
     ("--mp_loss_scale=dynamc", "did you mean 'dynamic'"),
