@@ -21,7 +21,7 @@ from jmpx._leaves import (
 )
 from jmpx._loss_scale import in_place_of_loss_scale, is_loss_scale
 from jmpx._messages import describe, did_you_mean
-from jmpx._moved import ARGUMENTS
+from jmpx._moved import remedy
 
 
 def check_arguments(func: object, scaling: object) -> None:
@@ -53,8 +53,8 @@ def refuse_unknown(options: Mapping[str, object]) -> None:
     """
     for name in options:
         accepted = f"Expected {', '.join(_OPTIONS)} or has_aux as an option of a gradient function"
-        if instead := ARGUMENTS["a gradient function"].get(name):
-            raise TypeError(f"{accepted}, got {name}: write {instead} instead.")
+        if found := remedy("a gradient function", name):
+            raise TypeError(f"{accepted}, got {name}: {found}.")
         raise TypeError(f"{accepted}, got {name!r}{did_you_mean(name, _OPTIONS)}")
 
 

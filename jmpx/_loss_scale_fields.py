@@ -13,6 +13,7 @@ from jmpx._leaves import is_array
 from jmpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from jmpx._loss_scale_numbers import ARGUMENTS, format_number, parse_number
 from jmpx._messages import describe as describe_value, did_you_mean
+from jmpx._moved import SCALES
 from jmpx._policy_map import PolicyMap
 from jmpx._scaling import HIGHEST_SCALE, LARGEST_FLOAT32, LONGEST_PERIOD, LOWEST_SCALE
 
@@ -88,10 +89,9 @@ def find_key(
     key = word.strip().lower()
     if key not in ARGUMENTS:
         what = f"Unknown key {word.strip()!r}" if key else "Missing key"
-        names = {
-            **{key: key for key in ARGUMENTS},
-            **{name: key for key, name in ARGUMENTS.items()},
-        }
+        keys = {name: key for key, name in ARGUMENTS.items()}
+        names = {key: key for key in ARGUMENTS} | keys
+        names |= {word: keys[name] for word, name in SCALES.items()}
         raise ValueError(
             f"{what} {where}: expected one of {describe(KEYS[kind] or ARGUMENTS)}"
             f"{did_you_mean(word, names)}"

@@ -38,35 +38,39 @@ OTHERS = {
     "set_global_policy": "the policy= of jmpx.filter_value_and_grad and jmpx.apply_policy",
     "value_and_grad": "jmpx.filter_value_and_grad",
 }
+# The arguments of DynamicLossScale by the words that others have for them.
+SCALES = {
+    "delayed_shift": "hysteresis",
+    "dynamic_growth_steps": "period",
+    "fin_steps": "counter",
+    "growth_factor": "factor",
+    "growth_interval": "period",
+    "init_scale": "loss_scale",
+    "initial_scale": "loss_scale",
+    "max_scale": "max_loss_scale",
+    "min_scale": "min_loss_scale",
+    "minimum_scale": "min_loss_scale",
+    "scale": "loss_scale",
+    "scale_factor": "factor",
+    "scale_window": "period",
+}
 # What is written instead of an argument, by the function that others, or jmpx 0.2, give it to.
 ARGUMENTS = {
     "jmpx.autocast": {
-        "cache_enabled": "nothing, because each parameter is cast once in a trace,",
-        "device_type": "nothing, because one autocast serves all devices,",
-        "dtype": 'a policy, as in jmpx.autocast(f, "c=bf16"),',
-        "enabled": 'the policy "full" where it is off',
+        "cache_enabled": "leave it out, because each parameter is cast once in a trace",
+        "device_type": "leave it out, because one autocast serves all devices",
+        "dtype": 'policy="c=bf16"',
+        "enabled": 'leave it out, or give policy="full" where it is off',
     },
     "jmpx.DynamicLossScale": {
-        "delayed_shift": "hysteresis=",
-        "dynamic_growth_steps": "period=",
-        "enabled": "jmpx.NoOpLossScale() where it is off",
-        "fin_steps": "counter=",
-        "growth_factor": "factor=",
-        "growth_interval": "period=",
-        "init_scale": "loss_scale=",
-        "initial_scale": "loss_scale=",
+        **{word: f"{argument}=" for word, argument in SCALES.items()},
+        "enabled": "leave it out, or take jmpx.NoOpLossScale() where it is off",
         "loss_scaling": "loss_scale=, or jmpx.mpx.DynamicLossScaling,",
-        "max_scale": "max_loss_scale=",
         "min_loss_scaling": "min_loss_scale=, or jmpx.mpx.DynamicLossScaling,",
-        "min_scale": "min_loss_scale=",
-        "minimum_scale": "min_loss_scale=",
-        "scale": "loss_scale=",
-        "scale_factor": "factor=",
-        "scale_window": "period=",
     },
     "a gradient function": {
         "accumulate_steps": "batch=jmpx.Batch(microbatches=...)",
-        "argnums": "nothing, but pass what is differentiated first,",
+        "argnums": "leave it out, and pass what is differentiated first",
         "axis_name": 'over=jmpx.Over("data")',
         "batch_argnums": "batch=jmpx.Batch(argnums=...)",
         "batch_sharding": "batch=jmpx.Batch(sharding=...)",
@@ -75,16 +79,14 @@ ARGUMENTS = {
         "sharded": 'over=jmpx.Over("data", sharded=...)',
         "uncast_argnames": "uncast=...",
         "uncast_argnums": "uncast=...",
-        "use_mixed_precision": (
-            "jmpx.mpx.filter_value_and_grad or jmpx.mpx.filter_grad, which take it,"
-        ),
+        "use_mixed_precision": "jmpx.mpx.filter_value_and_grad or jmpx.mpx.filter_grad",
     },
     "jmpx.MixedPrecision": {
-        "buffer_dtype": "a policy, whose rules name modules,",
-        "cast_forward_inputs": "nothing, but uncast= of the gradient function,",
-        "output_dtype": 'a policy, as in jmpx.MixedPrecision("c=bf16,o=f32"),',
-        "param_dtype": 'a policy, as in jmpx.MixedPrecision("c=bf16"),',
-        "reduce_dtype": 'a policy, as in jmpx.MixedPrecision("c=bf16,r=f32"),',
+        "buffer_dtype": "a policy map with rules for modules",
+        "cast_forward_inputs": "leave it out, and give jmpx.apply_policy uncast=",
+        "output_dtype": 'policy_map="c=bf16,o=f32"',
+        "param_dtype": 'policy_map="c=bf16"',
+        "reduce_dtype": 'policy_map="c=bf16,reduce=f32"',
     },
 }
 F = TypeVar("F", bound=Callable[..., Any])
@@ -97,6 +99,12 @@ def instead_of(name: str) -> str | None:
     rooms = (importlib.import_module(f"jmpx{room}") for room in ROOMS)
     places = (f"{room.__name__}.{name}" for room in rooms if name in room.__all__)
     return RENAMED.get(name) or OTHERS.get(name) or next(places, None)
+
+
+def remedy(function: str, argument: str) -> str | None:
+    """Returns what to do about an argument that a function does not take, if that is known."""
+    found = ARGUMENTS[function].get(argument)
+    return f"write {found} instead" if found and not found.startswith("leave") else found
 
 
 def telling(name: str) -> Callable[[F], F]:
@@ -113,9 +121,9 @@ def telling(name: str) -> Callable[[F], F]:
 
         @functools.wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            for key in kwargs.keys() & ARGUMENTS[name]:
-                found = ARGUMENTS[name][key]
-                raise TypeError(f"{name} takes no {key}: write {found} instead.")
+            for key in kwargs:
+                if found := remedy(name, key):
+                    raise TypeError(f"{name} takes no {key}: {found}.")
             return func(*args, **kwargs)
 
         return wrapper

@@ -12,6 +12,7 @@ from helpers import ROOT, run_python
 import jmpx
 import jmpx.mpx
 from jmpx import _moved
+from jmpx._loss_scale_numbers import ARGUMENTS
 
 OLD = """
 Audit Autocast DynamicLossScale DynamicLossScaling Ema EmaState FirstNonfinite Gradients
@@ -78,13 +79,20 @@ def test_an_import_of_an_old_name_says_where_it_is():
     ("function", "argument"), [(f, a) for f, table in _moved.ARGUMENTS.items() for a in table]
 )
 def test_an_argument_of_others_says_what_to_write(function, argument):
-    with pytest.raises(TypeError, match=rf"\b{argument}: write .* instead\.$") as error:
+    with pytest.raises(TypeError, match=rf"\b{argument}: (write .* instead|leave .*)\.$") as error:
         CALLS[function](**{argument: 2})
-    text = str(error.value).partition(": write ")[2]
+    text = str(error.value).partition(f"{argument}: ")[2]
     check_names(text)
     if function == "jmpx.DynamicLossScale":
         known = set(inspect.signature(jmpx.DynamicLossScale).parameters)
         assert argument not in known and set(re.findall(r"(\w+)=", text)) <= known
+
+
+@pytest.mark.parametrize("word", _moved.SCALES)
+def test_strings_know_the_words_for_loss_scales(word):
+    key = {name: key for key, name in ARGUMENTS.items()}[_moved.SCALES[word]]
+    with pytest.raises(ValueError, match=f"Unknown key '{word}' .* did you mean '{key}'"):
+        jmpx.get_loss_scale(f"dynamic,{word}=8")
 
 
 def test_other_unknown_arguments_are_pythons():
