@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 def test_policies_around_an_nnx_model_say_so_once(rng):
     model, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), normal(rng, 4, 3)
-    with warns_once(__file__, "No Linen module ran .*with_policies"):
+    with warns_once(__file__, "No Linen module ran .*apply_policy"):
         with jmpx.flax.policies("c=bf16; Dense: c=bf16"):
             model(x)
     with jmpx.flax.policies("c=bf16; Dense: c=bf16"):

@@ -216,7 +216,7 @@ def test_a_view_that_reaches_an_optimizer_is_told():
     }
     for call in calls.values():
         call(model)  # nothing is said
-        with warns_once(__file__, "got a view of its Linear.*: make the view"):
+        with warns_once(__file__, "got a view of its Linear.*: give the policy to"):
             call(view)
 
 
