@@ -170,6 +170,7 @@ class _Session(Session):
         default: the default of the policy map.
         calls: the calls that cast, the innermost last.
         casts: the casts of parameters in the outermost of these calls.
+        owners: the modules that had floating parameters when that began, by their names.
         class_policies: the policies that were taken out of Haiku's registry.
         is_reading: whether state is to be read as it is stored.
     """
@@ -179,6 +180,7 @@ class _Session(Session):
         self.default = policy_map.default
         self.calls: list[_Call] = []
         self.casts = ParameterCasts()
+        self.owners: frozenset[str] = frozenset()
         self.class_policies: dict[type, Policy] = {}
         self.is_reading = False
 
@@ -234,7 +236,7 @@ class _Session(Session):
             # cast: an operation that refuses two dtypes, such as a convolution, gets one.
             with self.called(_Call(module, policy, _as_wide_as(policy, (args, kwargs)))):
                 return method(*args, **kwargs)
-        if not _owns_parameters(module):
+        if module.module_name not in self.owners and not _owns_parameters(module):
             return method(*args, **kwargs)
         with self.called(_Call(module, policy, policy)):
             return run_reading(policy, method, args, kwargs, by=_NAME)
@@ -259,6 +261,7 @@ class _Session(Session):
                 stack.enter_context(hk.custom_creator(self.create))
                 stack.enter_context(hk.custom_getter(self.get))
                 stack.callback(self.casts.clear)
+                self.owners = _owners()
             stack.enter_context(noted_carries(type(call.module), call.policy))
             self.calls.append(call)
             stack.callback(self.calls.pop)
@@ -313,8 +316,14 @@ class _Session(Session):
         return jax.tree.map(cast_like, value, stored)
 
 
+def _owners() -> frozenset[str]:
+    """Returns the names of the modules that have floating parameters."""
+    own = {} if hk.running_init() else hk.get_params()
+    return frozenset(name for name, each in own.items() if any(map(is_floating, each.values())))
+
+
 def _owns_parameters(module: hk.Module) -> bool:
-    """Whether a module itself has floating parameters; `hk.get_params` would copy those of all."""
+    """Whether a module itself has floating parameters, which a transform inside may hold."""
     inside = _params_dict(module)
     names = (name for name in inside if name.rpartition("/")[0] == module.module_name)
     return any(is_floating(leaf) for name in names for leaf in jax.tree.leaves(inside[name]))
