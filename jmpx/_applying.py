@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jmpx._contexts import casts_watched, parameters_cast
 from jmpx._dtypes import DTypeLike
 from jmpx._frameworks import Adapter, Views, imported_adapters
-from jmpx._leaves import PyTree, is_floating
+from jmpx._leaves import PyTree, is_array, is_floating
 from jmpx._mappings import is_list, is_mapping
 from jmpx._matmul import matmul_region
 from jmpx._messages import user_stacklevel
@@ -278,6 +278,12 @@ def _by_arguments(
     """Runs a function with its arguments cast, and its results widened."""
     policy = policy_map.default
     inputs, keywords = application.uncast.exempt(sparing(policy.cast_to_compute))(args, kwargs)
+    if jnp.dtype(policy.compute_dtype).itemsize < 4 and not _has_any_to_cast((args, kwargs)):
+        _warn(
+            f"{application.name} casts nothing by policy map {str(policy_map)!r}, which it applies "
+            "by arguments, as no floating array stands among them: pass the arrays that the "
+            "function closes over as arguments, or write by=modules or by=operations."
+        )
     same = policy_map.applied_by("arguments", application.name)
     with contextlib.ExitStack() as stack:
         casts = stack.enter_context(parameters_cast(_are_rounded(args[:1], inputs[:1]), same))
@@ -292,6 +298,17 @@ def _by_arguments(
         return policy.cast_to_output(leaf) if is_narrow else leaf
 
     return jax.tree.map(widened, result), updates
+
+
+def _has_any_to_cast(tree: PyTree) -> bool:
+    """Whether a pytree has a floating array, or a PRNG key, as that of an `init` without others."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+    keys = [
+        jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        or (leaf.dtype == jnp.uint32 and leaf.shape[-1:] == (2,))
+        for leaf in leaves
+    ]
+    return any(keys) or any(map(is_floating, leaves))
 
 
 def _are_rounded(before: PyTree, after: PyTree) -> bool:

@@ -216,6 +216,17 @@ def test_nothing_to_cast_by_modules():
     assert message_of(grad_fn, jnp.ones(2)).startswith("The gradient function casts nothing")
 
 
+def test_nothing_to_cast_by_arguments():
+    w = jnp.ones(3)
+    applied = jmpx.apply_policy(lambda i: w[i] * 2, "c=bf16")
+    assert "by arguments, as no floating array stands among them" in message_of(
+        applied, jnp.arange(2)
+    )
+    jmpx.apply_policy(lambda i: w[i] * 2, "full")(jnp.arange(2))  # there is nothing to say
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        jmpx.apply_policy(lambda key, i: jax.random.normal(key, (2,)), "c=bf16")(key, 3)
+
+
 def test_rules_beside_arguments_are_without_effect():
     policy = "by=arguments,c=bf16; Linear: full; Other?: full"
     message = message_of(lambda: jmpx.apply_policy(model, policy))
