@@ -261,6 +261,7 @@ def _environment(device: Any, warnings: list[str]) -> Iterator[Row]:
     policy, loss_scale = map(given.get, _VARIABLES)
     policy_map = None if policy is None else _read(_VARIABLES[0], policy, get_policy_map, warnings)
     if policy_map is not None:
+        yield Row("applied by", policy_map.way)
         warnings += _misfits(policy_map, device)
     if loss_scale is not None:
         read = functools.partial(get_loss_scale, policy=policy_map or "full")
