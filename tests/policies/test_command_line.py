@@ -530,7 +530,7 @@ def test_the_doctor_reads_the_environment(variable, capsys, monkeypatch, on):
     monkeypatch.setenv(*variable)
     monkeypatch.setenv("JMPX_", " ")  # as good as unset
     found, lines = examined(capsys)
-    way = found["environment"].pop("applied by", None)
+    way = found["environment"].pop("applied_by", None)
     assert found["environment"] == dict([variable]) and " ".join(variable) in lines
     is_read = variable[0] == "JMPX_POLICY" and variable[1] != "c=bf61"
     assert way == (jmpx.get_policy_map(variable[1]).way if is_read else None)
