@@ -30,7 +30,8 @@ NARROW = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 
 def gradients(*args: Any, loss: Any = loss_fn, scaling: Any = None, **options: Any) -> Any:
     scaling = jmpx.StaticLossScale(2.0**10) if scaling is None else scaling
-    return mpx.filter_grad(loss, scaling, **{"policy": "c=bf16,o=f32", **options})(*args)
+    options = {"policy": "c=bf16,o=f32", **options}
+    return mpx.filter_grad(loss, scaling, **options)(*args)
 
 
 def stored(params, dtype):
