@@ -202,12 +202,14 @@ class Application(NamedTuple):
         func: the function, as the user gave it.
         uncast: the arguments that are left as they are.
         name: the function that applies the map, as the user calls it.
+        stored: the first argument as it is stored, if the one given to `run` was widened before.
     """
 
     policy_map: PolicyMap | None
     func: Callable[..., Any]
     uncast: Uncast
     name: str
+    stored: PyTree = None
 
     @property
     def arguments_policy(self) -> Policy | None:
@@ -285,8 +287,9 @@ def _by_arguments(
             "function closes over as arguments, or write by=modules or by=operations."
         )
     same = policy_map.applied_by("arguments", application.name)
+    before = args[:1] if application.stored is None else (application.stored,)
     with contextlib.ExitStack() as stack:
-        casts = stack.enter_context(parameters_cast(_are_rounded(args[:1], inputs[:1]), same))
+        casts = stack.enter_context(parameters_cast(_are_rounded(before, inputs[:1]), same))
         for adapter in imported_adapters():
             stack.enter_context(adapter.noted_casts())
         result, updates = pure(state, *inputs, **keywords)

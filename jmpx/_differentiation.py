@@ -320,7 +320,7 @@ class _Call(NamedTuple):
         self, params: list[jax.Array], state: list[Any], args: tuple[PyTree, ...], shards: "_Shards"
     ) -> Backward:
         """Runs one forward and backward pass."""
-        options, application = self.options, self.application
+        options, application = self.options, self.application._replace(stored=args[0])
         old = options.model_state.get(args)
 
         def scaled_loss(params: list[jax.Array]) -> tuple[jax.Array, tuple[jax.Array, Any, Any]]:
