@@ -73,8 +73,8 @@ def apply_policy(
     to change. `filter_grad` and `filter_value_and_grad` with `policy=` differentiate this function.
 
     A module that the function closes over is not among its arguments: in Equinox and NNX, pass it.
-    Inside of the function, contexts, views and `jmpx.autocast` with the same map do nothing more,
-    and those with another one make an island.
+    Inside of the function, contexts, views and `jmpx.autocast` with the same map do nothing more.
+    With another one, contexts and autocast make an island, and a view of a view is an error.
 
     Args:
         func: any function of pytrees, such as a module or `transformed.apply`; None to decorate
@@ -93,8 +93,9 @@ def apply_policy(
             imported whose modules `by=modules` could cast, or an argument of `uncast` is missing.
 
     Warns:
-        UserWarning: of rules that are without effect, in all frameworks; when called, if nothing is
-            cast by modules, or if something inside casts arguments again.
+        UserWarning: of rules that are without effect, in all frameworks; when called, if there is
+            nothing to cast, if something inside casts arguments again, or if arrays of a model come
+            back rounded.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -97,10 +97,6 @@ _entered: contextvars.ContextVar[tuple[Context, ...]] = contextvars.ContextVar("
 # and leaves none: leaving would restore the value before, whose contexts may be over.
 _trace_key: Any = jax.make_user_context(None)  # Any, because JAX does not annotate it
 
-# One object for equal keys: JAX compares them at each look-up in its caches, and of one object
-# Python knows at once that it equals itself.
-_keys: dict[Hashable, Hashable] = {}
-
 # For `_marks.py`, which is imported later. A user context has to be made when jmpx is imported:
 # each new one is a part more of the keys of all of JAX's caches, so a step in whose first trace it
 # was made would be traced and compiled again. And JAX makes none safely while other threads run.
@@ -114,8 +110,7 @@ def _tell_jax() -> None:
     told: dict[str, Hashable] = {**state.facts, **keys}
     if told and state.epochs:
         told["epochs"] = state.epochs
-    key = frozenset(told.items()) or None
-    _trace_key(_keys.setdefault(key, key)).__enter__()
+    _trace_key(frozenset(told.items()) or None).__enter__()
 
 
 def catch_up() -> None:
