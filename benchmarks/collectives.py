@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jmpx import _hlo, _stablehlo
-from jmpx._collectives import Collective
+from jmpx._inspect.collectives import hlo, stablehlo
+from jmpx._inspect.collectives.data import Collective
 
 
 def mib(found: Iterable[Collective]) -> float:
@@ -36,12 +36,12 @@ def table(found: Iterable[Collective]) -> dict[str, float]:
 
 def read_stablehlo(lowered: Any) -> list[Collective]:
     """Returns the collectives of what `jax.jit(...).lower` returns."""
-    return counted(_stablehlo.read_stablehlo(lowered.compiler_ir("stablehlo")).collectives)
+    return counted(stablehlo.read_stablehlo(lowered.compiler_ir("stablehlo")).collectives)
 
 
 def read_hlo(text: str) -> list[Collective]:
     """Returns the collectives of the text of a module of HLO."""
-    return counted(_hlo.read_hlo(text).collectives)
+    return counted(hlo.read_hlo(text).collectives)
 
 
 def counted(found: list[Collective]) -> list[Collective]:

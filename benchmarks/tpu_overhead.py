@@ -28,7 +28,7 @@ from models import ViT
 from tpu import devices
 from tqdm import tqdm
 
-from jmpx import _differentiation
+from jmpx._steps import differentiation
 
 PyTree = Any
 
@@ -86,8 +86,8 @@ def lowered(way: str, layers: int, batch: int, platform: str, chip: Any = None) 
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chip),
         (list(map(jnp.asarray, leaves)), *model.batch(rng, batch)),
     )
-    form = FORMS.get(way.rpartition(" ")[2], _differentiation.all_finite)
-    with mock.patch.object(_differentiation, "all_finite", form):
+    form = FORMS.get(way.rpartition(" ")[2], differentiation.all_finite)
+    with mock.patch.object(differentiation, "all_finite", form):
         traced = jax.jit(train_step, donate_argnums=0).trace(*arguments)
     return traced.lower(lowering_platforms=(platform,))
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmpx import _jaxpr
 from jmpx._autocast.exposed import COPIES, ELEMENTWISE
 from jmpx._autocast.products import with_algorithms, without_algorithm
 from jmpx._autocast.rules import Context, lookup
 from jmpx._autocast.value import FLOAT32, Array, Value, finite_constant, join
-from jmpx._jaxpr import Atom, Equation, operation_name
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Atom, Equation, operation_name
 
 # What a program computes of constants while it is traced is a constant, too: `1 - EPSILON`.
 _FOLDED = {
@@ -125,7 +125,7 @@ def _note_source(result: Value, source: Value, equation: Equation, params: Any) 
 def bind_arrays(equation: Equation, arrays: Sequence[Array], **params: Any) -> list[Array]:
     """Runs an equation on arrays; if its primitive is registered as cached, JAX caches it."""
     entry = lookup(equation)
-    return _jaxpr.bind(equation, arrays, cached=entry is not None and entry.cached, **params)
+    return core.bind(equation, arrays, cached=entry is not None and entry.cached, **params)
 
 
 def run_in(
@@ -157,7 +157,7 @@ def run_as_traced(
 def run_overridden(context: Context, equation: Equation, values: Sequence[Value]) -> list[Value]:
     """Runs an equation in the dtype that a policy rule gives to its primitive."""
     dtype = np.dtype(context.override)
-    if _jaxpr.holds_jaxpr(equation.params):  # a function of float32 scalars, as of `lax.reduce`
+    if core.holds_jaxpr(equation.params):  # a function of float32 scalars, as of `lax.reduce`
         return rounded(run_as_traced(context, equation, values, yields=False), equation, dtype)
     entry = lookup(equation)
     cast = Value.to_finite if entry is not None and entry.keeps_finite else Value.to

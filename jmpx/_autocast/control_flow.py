@@ -9,13 +9,13 @@ import jax.core
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
-from jmpx import _jaxpr
 from jmpx._autocast.binding import bind_arrays, is_float32, run_as_traced
 from jmpx._autocast.reads import product_dtypes
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
-from jmpx._jaxpr import Atom, Equation, Jaxpr
-from jmpx._modules import marked_calls
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr
+from jmpx._policies.modules import marked_calls
 
 
 @register("call", "closed_call", "jit", "remat2", everywhere=True)
@@ -23,7 +23,7 @@ def function_call(context: Context, equation: Equation, values: list[Value]) -> 
     """Retraces the function of a call, such as a jitted one or a checkpoint."""
     key = "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"
     jaxpr, ends = equation.params[key], context.ends_within(equation)
-    if key == "jaxpr" and _jaxpr.looks_for_nans([value.array for value in values]):
+    if key == "jaxpr" and core.looks_for_nans([value.array for value in values]):
         # Run the equations one by one, so that JAX finds the one that makes a NaN.
         return context.interpreter.evaluate(jaxpr, values, context.scope, ends=ends)
     retraced = context.interpreter.retrace(jaxpr, values, context.scope, ends=ends)
@@ -88,7 +88,7 @@ def _slices(context: Context, equation: Equation, values: list[Value], start: in
 @register("scan", everywhere=True)
 def scan(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Retraces the body of a scan, which returns its carry in the dtypes in which it came."""
-    num_consts, num_carry = _jaxpr.scan_counts(equation)
+    num_consts, num_carry = core.scan_counts(equation)
     end = num_consts + num_carry
     carry = _carry(context, equation, values[:end], num_consts)
     operands = [*values[:num_consts], *carry, *_slices(context, equation, values, end)]
@@ -165,7 +165,7 @@ def shard_map(context: Context, equation: Equation, values: list[Value]) -> list
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=list(params["out_specs"]),
-        axis_names=_jaxpr.manual_axes(equation),
+        axis_names=core.manual_axes(equation),
         check_vma=params["check_vma"],
     )
     arrays = mapped(*(value.array for value in values))
@@ -200,7 +200,7 @@ def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> lis
         results = [output.to_finite(result.dtype) for output, result in pairs]
         new = dict(zip(_inexact(equation.outvars), outputs[len(results) :], strict=True))
         if symbolic_zeros:  # a tangent to which none of those given contributes is zero
-            depends = _jaxpr.depends(rule.jaxpr, rule.jaxpr.invars[len(traits) :])[len(results) :]
+            depends = core.depends(rule.jaxpr, rule.jaxpr.invars[len(traits) :])[len(results) :]
             new = {i: new[i] for i, is_new in zip(new, depends, strict=True) if is_new}
         return results, [
             new[i].to(result.dtype) if i in new else zero_from_primal(result, symbolic_zeros)

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from jmpx import _jaxpr
 from jmpx._autocast.binding import bind_arrays, cast_operands, run_as_traced
 from jmpx._autocast.products import gives_algorithm, with_algorithms
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Array, Value
-from jmpx._jaxpr import Equation
-from jmpx._modules import marked_calls
-from jmpx._scopes import FULL_PRECISION
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Equation
+from jmpx._jaxprs.scopes import FULL_PRECISION
+from jmpx._policies.modules import marked_calls
 
 
 @register("custom_vjp_call", everywhere=True)
@@ -32,7 +32,7 @@ def custom_vjp(context: Context, equation: Equation, values: list[Value]) -> lis
 
     def evaluate(fn: Any, *args: Any) -> Any:
         with marked_calls(interpreter.regions.policy_map.rules):
-            traced = _jaxpr.trace(fn, args, {})
+            traced = core.trace(fn, args, {})
         operands = [Value(array, yields=False) for array in traced.arrays]
         results = interpreter.evaluate(traced.jaxpr, operands, scope)
         return traced.rebuild([result.array for result in results])

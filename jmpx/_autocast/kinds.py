@@ -27,7 +27,7 @@ from jmpx._autocast.binding import (
 from jmpx._autocast.products import is_precise, low_dtype, without_algorithm
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Value
-from jmpx._jaxpr import Equation
+from jmpx._jaxprs.core import Equation
 
 
 def low(context: Context, equation: Equation, values: list[Value]) -> list[Value]:

@@ -25,8 +25,8 @@ from jmpx._autocast.multiplied import is_outer
 from jmpx._autocast.products import is_precise, with_algorithms
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Value
-from jmpx._jaxpr import Equation
-from jmpx._scopes import RESTORE
+from jmpx._jaxprs.core import Equation
+from jmpx._jaxprs.scopes import RESTORE
 
 
 @register("dot_general", cached=True)

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jmpx._autocast.value import FLOAT32
-from jmpx._jaxpr import Equation, Place
-from jmpx._marks import is_own_name, module_of, without_marks
-from jmpx._policy_map import PolicyMap, Rule as PolicyRule
-from jmpx._scopes import FULL_PRECISION
+from jmpx._jaxprs.core import Equation, Place
+from jmpx._jaxprs.marks import is_own_name, module_of, without_marks
+from jmpx._jaxprs.scopes import FULL_PRECISION
+from jmpx._policies.maps import PolicyMap, Rule as PolicyRule
 
 
 class Algorithm(NamedTuple):
