@@ -12,15 +12,15 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from jmpx._adapters.uncast import Uncast, UncastLike
+from jmpx._adapters.uncast import UncastArguments, UncastLike
 from jmpx._base.contexts import casts_watched, parameters_cast
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_array, is_floating
 from jmpx._base.mappings import is_list, is_mapping
 from jmpx._base.matmul import matmul_region
 from jmpx._base.messages import user_stacklevel
-from jmpx._base.nnx_objects import sparing
-from jmpx._base.stateful import Pure, call
+from jmpx._base.nnx_objects import skip_kept
+from jmpx._base.stateful import PureFunction, call
 from jmpx._policies.frameworks import Adapter, Views, imported_adapters
 from jmpx._policies.maps import PolicyMap, get_policy_map, warn_of
 from jmpx._policies.modules import calling, note_classes
@@ -116,9 +116,9 @@ def apply_policy(
             f"Expected a function to run under a policy, got {func!r}: write "
             f"jmpx.apply_policy(f, policy), or decorate it with @jmpx.apply_policy(policy=...)."
         )
-    applying = Applying.of(policy, func, Uncast.of(func, uncast), _NAME)
+    applying = Applying.of(policy, func, UncastArguments.of(func, uncast), _NAME)
 
-    def transform(pure: Pure, state: list[Leaf], args: Any, kwargs: Any) -> Any:
+    def transform(pure: PureFunction, state: list[Leaf], args: Any, kwargs: Any) -> Any:
         application = applying.now()
         with application.products(), application.creation():
             return application.run(pure, state, args, kwargs)
@@ -146,11 +146,13 @@ class Applying(NamedTuple):
     given: Any
     policy_map: PolicyMap
     func: Callable[..., Any]
-    uncast: Uncast
+    uncast: UncastArguments
     name: str
 
     @classmethod
-    def of(cls, policy: Any, func: Callable[..., Any], uncast: Uncast, name: str) -> "Applying":
+    def of(
+        cls, policy: Any, func: Callable[..., Any], uncast: UncastArguments, name: str
+    ) -> "Applying":
         """Checks a policy, and warns of rules that it will not follow."""
         given = "half" if policy is None else policy
         try:
@@ -208,7 +210,7 @@ class Application(NamedTuple):
 
     policy_map: PolicyMap | None
     func: Callable[..., Any]
-    uncast: Uncast
+    uncast: UncastArguments
     name: str
     stored: PyTree = None
 
@@ -250,7 +252,11 @@ class Application(NamedTuple):
             yield
 
     def run(
-        self, pure: Pure, state: list[Leaf], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+        self,
+        pure: PureFunction,
+        state: list[Leaf],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
     ) -> tuple[PyTree, list[Leaf]]:
         """Runs the function; returns its result, and the new state of NNX objects.
 
@@ -273,14 +279,14 @@ class Application(NamedTuple):
 def _by_arguments(
     application: Application,
     policy_map: PolicyMap,
-    pure: Pure,
+    pure: PureFunction,
     state: list[Leaf],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
 ) -> tuple[PyTree, list[Leaf]]:
     """Runs a function with its arguments cast, and its results widened."""
     policy = policy_map.default
-    inputs, keywords = application.uncast.exempt(sparing(policy.cast_to_compute))(args, kwargs)
+    inputs, keywords = application.uncast.exempt(skip_kept(policy.cast_to_compute))(args, kwargs)
     if jnp.dtype(policy.compute_dtype).itemsize < 4 and not _has_any_to_cast((args, kwargs)):
         _warn(
             f"{application.name} casts nothing by policy map {str(policy_map)!r}, which it applies "
@@ -344,7 +350,7 @@ def _warn_of_casts(name: str, casts: Sequence[str]) -> None:
 def _by_modules(
     application: Application,
     policy_map: PolicyMap,
-    pure: Pure,
+    pure: PureFunction,
     state: list[Leaf],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
@@ -421,7 +427,7 @@ _JOINED = (
 def _by_operations(
     application: Application,
     policy_map: PolicyMap,
-    pure: Pure,
+    pure: PureFunction,
     state: list[Leaf],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],

@@ -15,12 +15,12 @@ from jmpx._adapters.dtype_fields import Selected, field_in_call
 from jmpx._adapters.sessions import (
     Method,
     PyTree,
-    Session,
+    PolicyScope,
     cast_except,
     inherited_policy,
     is_optimizer_state,
-    lookalike,
-    marking_lookalike,
+    proxy_class,
+    marking_proxy_class,
     noted_carries,
     plain_class,
     public_methods,
@@ -129,7 +129,7 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
             f"Expected an equinox.Module to make a view of, got a {type(model).__name__}: pass the "
             "model itself, or make views of the modules in it one by one."
         )
-    session = _Session(_NAME, policy_map)
+    session = _PolicyScope(_NAME, policy_map)
     view = session.outermost(model)
     if view is not model:
         session.warn(stacklevel=2)
@@ -151,7 +151,7 @@ class _Around(NamedTuple):
     selected: Selected | None
 
 
-class _Session(Session):
+class _PolicyScope(PolicyScope):
     """Makes the view of one model.
 
     Attributes:
@@ -224,7 +224,7 @@ class _Session(Session):
         return new
 
     def view_class(self, cls: type, policy: Policy | None, kind: "_Kind") -> type:
-        """Returns the lookalike of a class; see `_view_class`, of whose key the hash is slow."""
+        """Returns the proxy class of a class; see `_view_class`, of whose key the hash is slow."""
         key = cls, id(policy), kind
         if key not in self._classes:
             made = _view_class(cls, policy, kind, self.policy_map)
@@ -270,7 +270,7 @@ class _Session(Session):
             stored = [leaf.dtype for leaf in jax.tree.leaves(module) if is_floating(leaf)]
             dtype = computable(stored[0] if stored else jnp.float32)
             policy = dataclasses.replace(policy, compute_dtype=dtype)
-        self.note(cls, path, policy, inner)
+        self.record_module(cls, path, policy, inner)
         return policy
 
 
@@ -355,8 +355,8 @@ def _is_part(node: Any) -> bool:
     return _is_module(node) or _keeps_dtype(node)
 
 
-class _Lookalike:
-    """Hides lookalikes from the user's `__init_subclass__`."""
+class _Proxy:
+    """Hides proxy classes from the user's `__init_subclass__`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
@@ -368,14 +368,14 @@ class _HiddenPostInit:
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
             raise AttributeError("__post_init__")
-        plain: Any = super(_QuietLookalike, instance)
+        plain: Any = super(_QuietProxy, instance)
         return plain.__post_init__
 
 
-class _QuietLookalike(_Lookalike):
-    """A lookalike of a class with both `__init__` and `__post_init__`.
+class _QuietProxy(_Proxy):
+    """A proxy class of a class with both `__init__` and `__post_init__`.
 
-    Equinox has warned of the class, and would warn of the lookalike. Filters of warnings could not
+    Equinox has warned of the class, and would warn of the proxy class. Filters of warnings could not
     tell it apart: they belong to all threads.
     """
 
@@ -383,14 +383,14 @@ class _QuietLookalike(_Lookalike):
 
 
 def _mixin(cls: type) -> type:
-    """Returns the base of the lookalikes of a module's class."""
+    """Returns the base of the proxy classes of a module's class."""
     parameters: Any = cls.__dataclass_params__  # pyright: ignore[reportAttributeAccessIssue]
     has_both = hasattr(cls, "__post_init__") and not parameters.init
-    return _QuietLookalike if has_both or issubclass(cls, _QuietLookalike) else _Lookalike
+    return _QuietProxy if has_both or issubclass(cls, _QuietProxy) else _Proxy
 
 
 class _Kind(NamedTuple):
-    """What lookalikes of one class under one policy differ in.
+    """What proxy classes of one class under one policy differ in.
 
     Args:
         is_boundary: whether they cast at a boundary, rather than their arguments alone.
@@ -407,7 +407,7 @@ class _Kind(NamedTuple):
 def _view_class(
     cls: type, policy: Policy | None, kind: _Kind, policy_map: PolicyMap | None
 ) -> type:
-    """Returns the lookalike whose public methods cast.
+    """Returns the proxy class whose public methods cast.
 
     Args:
         cls: the class of a module.
@@ -421,7 +421,7 @@ def _view_class(
             methods[name] = _casting(cls, name, policy, kind.is_boundary, kind.ruled)
     marks = {"view": kind.is_boundary, "map": policy_map, "written": kind.written}
     marks = {f"__jmpx_{name}__": value for name, value in marks.items()}
-    return lookalike(cls, {**methods, **marks}, _mixin(cls))
+    return proxy_class(cls, {**methods, **marks}, _mixin(cls))
 
 
 def _casting(
@@ -489,7 +489,7 @@ def _as_instance(module: Any, cls: type[T]) -> T:
 class _Marker:
     """Has the modules in a pytree mark the calls of their methods, for `jmpx.autocast`.
 
-    The classes of those modules become lookalikes. Paths begin at the outermost modules.
+    The classes of those modules become proxy classes. Paths begin at the outermost modules.
 
     Args:
         matches: whether the calls of a module of this class and path are to be marked.
@@ -497,7 +497,9 @@ class _Marker:
 
     def __init__(self, matches: Callable[[type, str], bool]) -> None:
         self.matches = matches
-        self.made: dict[type, type] = {}  # the lookalikes, and the classes in whose place they are
+        self.made: dict[
+            type, type
+        ] = {}  # the proxy classes, and the classes in whose place they are
 
     def mark(self, tree: T) -> T:
         """Returns a pytree with its modules marked."""
@@ -509,7 +511,7 @@ class _Marker:
 
     def _mark_model(self, node: Any) -> Any:
         bound = _bound(node)
-        if bound is not None:  # it holds the function of its class, not of the lookalike
+        if bound is not None:  # it holds the function of its class, not of the proxy class
             return _bind_to(self._mark(bound[0], "", ()), node)
         return self._mark(node, "", ())
 
@@ -532,7 +534,7 @@ class _Marker:
         built = _map_children(node, path, lambda child, at: self._mark(child, at, inner))
         if not is_marked:
             return built
-        marked = marking_lookalike(type(node), modules, eqx.Module, _mixin(type(node)))
+        marked = marking_proxy_class(type(node), modules, eqx.Module, _mixin(type(node)))
         self.made[marked] = type(node)
         return _as_instance(built, marked)
 
@@ -649,7 +651,7 @@ class _Views:
             return _bind_to(self.view(bound[0]), node)
         if _holds(node, is_optimizer_state):
             return _map_children(node, "", lambda child, _: self.view(child))
-        session = _Session(_NAME, self._policy_map)
+        session = _PolicyScope(_NAME, self._policy_map)
         view = session.outermost(node)
         self.made |= session.made
         self._replaced |= session.replaced

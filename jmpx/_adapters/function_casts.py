@@ -12,8 +12,8 @@ from jmpx._base.casts import cast_tree
 from jmpx._base.dtypes import DTypeLike, as_dtype
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.matmul import as_matmul, matmul_region
-from jmpx._base.nnx_objects import sparing
-from jmpx._base.stateful import Pure, apply, call
+from jmpx._base.nnx_objects import skip_kept
+from jmpx._base.stateful import PureFunction, apply, call
 from jmpx._jaxprs.scopes import full_precision
 
 P = ParamSpec("P")
@@ -118,10 +118,10 @@ def _recast(
         raise TypeError(f"Expected a function to wrap, got {func!r}: pass the callable itself.")
 
     def recast(
-        pure: Pure, state: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        pure: PureFunction, state: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[R, list[Any]]:
         return_dtype = outside((args[1:], kwargs))
-        args, kwargs = sparing(lambda tree: cast_tree(tree, inside))((args, kwargs))
+        args, kwargs = skip_kept(lambda tree: cast_tree(tree, inside))((args, kwargs))
         scope = full_precision() if inside is jnp.float32 else contextlib.nullcontext()
         with scope, matmul_region(matmul, inside):
             result, updates = pure(state, *args, **kwargs)

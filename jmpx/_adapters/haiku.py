@@ -23,8 +23,8 @@ from jmpx._adapters.sessions import (
     Kwargs,
     Method,
     PyTree,
-    Session,
-    in_session,
+    PolicyScope,
+    in_policy_scope,
     is_public,
     noted_carries,
     pooled,
@@ -139,7 +139,7 @@ def _applied(policy_map: PolicyMap) -> Iterator[None]:
     """Runs Haiku modules under a policy map while the context lasts; leaves warnings to a pool."""
     # A loop around the outermost module, as that of `hk.layer_stack` may be, is in no other call.
     with (
-        in_session(_Session, _NAME, policy_map, _interception),
+        in_policy_scope(_PolicyScope, _NAME, policy_map, _interception),
         noted_carries(hk.Module, None),
     ):
         yield
@@ -159,7 +159,7 @@ class _Call(NamedTuple):
     own: Policy
 
 
-class _Session(Session):
+class _PolicyScope(PolicyScope):
     """A `policies` context.
 
     Inside of it, jmpx casts by the policies of classes, too, and Haiku's registry is without them
@@ -208,7 +208,7 @@ class _Session(Session):
             return method(*args, **kwargs)
         policy = self.call_policy(module)
         outer = self.calls[-1].policy if self.calls else None
-        self.note(type(module), module.module_name, policy, outer)
+        self.record_module(type(module), module.module_name, policy, outer)
         if is_convolution(context, kwargs):
             in_force = outer if policy is None else policy
             self.note_convolution(type(module), module.module_name, in_force)
@@ -383,7 +383,7 @@ def _first_state(leaf: Any, policy: Policy) -> Any:
 def _intercept(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext) -> Any:
     """Intercepts each method call while a context of this thread is open."""
     refuse_other_tasks(f"run the Haiku module {type(context.module).__name__}")
-    sessions = opened(_Session)
+    sessions = opened(_PolicyScope)
     if not sessions:
         return run_method(method, args, kwargs, context)
     return sessions[-1].intercept(method, args, kwargs, context)
@@ -391,7 +391,7 @@ def _intercept(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodCon
 
 def _set_state(next_setter: Callable[..., Any], value: PyTree, context: Any) -> PyTree:
     """Decides last about the new value of a state, after the user's setters."""
-    value, sessions = next_setter(value), opened(_Session)
+    value, sessions = next_setter(value), opened(_PolicyScope)
     if not sessions:
         return value
     return sessions[-1].keep_state(value, context.full_name.removeprefix(f"{hk.current_name()}/"))
@@ -400,7 +400,7 @@ def _set_state(next_setter: Callable[..., Any], value: PyTree, context: Any) -> 
 def _get_state(next_getter: Callable[..., Any], value: PyTree, context: Any) -> PyTree:
     """Reads a state before the user's getters do, which may cast it."""
     del context
-    sessions = opened(_Session)
+    sessions = opened(_PolicyScope)
     return value if sessions and sessions[-1].is_reading else next_getter(value)
 
 
@@ -430,7 +430,7 @@ class _Creation(NamedTuple):
 
 def _creation_in_force() -> _Creation | None:
     """Returns the innermost `_Creation`; None without one, or where a module has a policy."""
-    has_policy = opened(_Session) or _store.current_policy() is not None
+    has_policy = opened(_PolicyScope) or _store.current_policy() is not None
     return None if has_policy else next(reversed(opened(_Creation)), None)
 
 
@@ -478,7 +478,7 @@ class _ClassPolicies:
     """Haiku's own registry of class policies, and what sessions have taken out of it."""
 
     def get(self, cls: type) -> Policy | None:
-        sessions = opened(_Session)
+        sessions = opened(_PolicyScope)
         taken = (s.class_policies[cls] for s in sessions if cls in s.class_policies)
         return _store.get_policy(cls) or next(taken, None)
 
@@ -489,7 +489,7 @@ class _ClassPolicies:
     def clear(self, cls: type) -> None:
         _store.clear_policy(cls)
         note_policy(cls, None)
-        for session in opened(_Session):
+        for session in opened(_PolicyScope):
             session.class_policies.pop(cls, None)
 
     def check_push(self, cls: type, policy: Policy) -> None:

@@ -27,10 +27,10 @@ from jmpx._adapters.sessions import (
     Kwargs,
     Method,
     PyTree,
-    Session,
+    PolicyScope,
     at_least,
     cast_result,
-    in_session,
+    in_policy_scope,
     inherited_policy,
     is_public,
     noted_carries,
@@ -117,7 +117,7 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
 
 def _applied(policy_map: PolicyMapLike | None) -> contextlib.AbstractContextManager["_Session"]:
     """Runs Linen modules under a policy map while the context lasts; leaves warnings to a pool."""
-    return in_session(_Session, _NAME, policy_map, _interception)
+    return in_policy_scope(_PolicyScope, _NAME, policy_map, _interception)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ class _Call:
 _ended: set[PolicyMap] = set()
 
 
-class _Session(Session):
+class _PolicyScope(PolicyScope):
     """A `policies` context.
 
     Attributes:
@@ -248,7 +248,7 @@ class _Session(Session):
         keeps = outer is not None and outer.keeps
         boundary = self.boundary_policy(*called, surrounding)
         call = _Call(called, boundary, surrounding, field, keeps=keeps)
-        self.note(*called, call.boundary_policy, surrounding)
+        self.record_module(*called, call.boundary_policy, surrounding)
         if isinstance(module, _CONVOLUTIONS) and module.precision is None:
             self.note_convolution(*called, call.policy)
         return call
@@ -305,7 +305,7 @@ def _intercept(
     method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext
 ) -> Any:
     """Intercepts each method call while a context of this thread is open."""
-    sessions = opened(_Session)
+    sessions = opened(_PolicyScope)
     if context.module.scope is None or not sessions:
         return method(*args, **kwargs)  # it has no parameters; or a context ended out of order
     refuse_other_tasks(f"run the Linen module {type(context.module).__name__}")
@@ -331,7 +331,7 @@ def _create(
 ) -> Any:
     """Intercepts each method call, so that new parameters are in the dtype of a `_Creation`."""
     module = context.module
-    if module.scope is not None and module.is_initializing() and not opened(_Session):
+    if module.scope is not None and module.is_initializing() and not opened(_PolicyScope):
         object.__setattr__(module, "param", functools.partial(_param, module))
     return method(*args, **kwargs)
 
@@ -341,7 +341,7 @@ def _param(
 ) -> Any:
     """Stands in for `module.param` while parameters are created."""
     creations = opened(_Creation)
-    if not creations or opened(_Session):
+    if not creations or opened(_PolicyScope):
         return type(module).param(module, name, init, *args, **kwargs)
     policy, are_cast = creations[-1]
     asked: PyTree = None

@@ -23,11 +23,11 @@ from jmpx._adapters.dtype_fields import (
 from jmpx._adapters.sessions import (
     Method,
     PyTree,
-    Session,
+    PolicyScope,
     inherited_policy,
     is_optimizer_state,
-    lookalike,
-    marking_lookalike,
+    proxy_class,
+    marking_proxy_class,
     noted_carries,
     plain_class,
     public_methods,
@@ -129,7 +129,7 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
             f"Expected an nnx.Module, got a {type(module).__name__}: for Linen use "
             "jmpx.flax.policies, for Equinox jmpx.equinox.with_policies."
         )
-    session = _Session(_NAME, policy_map)
+    session = _PolicyScope(_NAME, policy_map)
     view = session.view(module, "", _Around())
     session.warn(stacklevel=2)
     return view
@@ -159,7 +159,7 @@ class _Maker(NamedTuple):
     policy_map: PolicyMap | None
 
 
-class _Session(Session):
+class _PolicyScope(PolicyScope):
     """Makes the view of one model; an object that the model shares is shared in the view, too.
 
     Attributes:
@@ -262,7 +262,7 @@ class _Session(Session):
         if rule is None:
             policy = None if surrounding is None and _is_holder(value) else policy
             policy = _wide_enough(policy, surrounding, value)
-        self.note(*module, policy, surrounding)
+        self.record_module(*module, policy, surrounding)
         in_force = surrounding if policy is None else policy
         if isinstance(value, _CONVOLUTIONS) and value.precision is None:
             self.note_convolution(*module, in_force)
@@ -366,13 +366,13 @@ def _is_object(value: Any) -> bool:
 
 @made_once  # so that views of one model have one graph definition, and jit's cache is hit
 def _view_class(cls: type, policy: Policy, is_boundary: bool, maker: _Maker) -> type:
-    """Returns the lookalike whose public methods cast, their results too if they are boundaries."""
+    """Returns the proxy class whose public methods cast, their results too if they are boundaries."""
     run = functools.partial(run_at_boundary if is_boundary else run_reading, by=maker.name)
     if issubclass(cls, nnx.bridge.ToNNX) and maker.name == _APPLY:
         run = functools.partial(_run_wrapped, run, maker.policy_map)
     names = public_methods(cls, nnx.Module)
     methods = {name: _casting(getattr(cls, name), name, policy, run) for name in names}
-    return lookalike(cls, {**methods, "__jmpx_view__": maker})
+    return proxy_class(cls, {**methods, "__jmpx_view__": maker})
 
 
 def _run_wrapped(
@@ -465,7 +465,7 @@ class _Changed(NamedTuple):
     attributes: dict[Any, tuple[Any, Any]]
 
 
-class _InPlace(_Session):
+class _InPlace(_PolicyScope):
     """Turns a model itself into a view, and notes what it changes."""
 
     def __init__(self, views: "_Views") -> None:
@@ -512,7 +512,7 @@ class _Views:
 
     Attributes:
         made: the classes of modules in views, and the classes in whose place they are.
-        views: see `_Session`.
+        views: see `_PolicyScope`.
         changed: the objects of models and the optimizers, by their identities.
         casts: the parameters, by the identities of the cast ones.
     """
@@ -670,7 +670,7 @@ def _are_same(tree: PyTree, other: PyTree, is_leaf: Callable[[Any], bool] | None
 
 @made_once
 def _refusing_class(cls: type) -> type:
-    """Returns the lookalike of an optimizer that refuses to update parameters which are cast."""
+    """Returns the proxy class of an optimizer that refuses to update parameters which are cast."""
 
     def update(*args: Any, **kwargs: Any) -> None:
         raise ValueError(
@@ -679,7 +679,7 @@ def _refusing_class(cls: type) -> type:
             "call update after the function."
         )
 
-    return lookalike(cls, {"update": update})
+    return proxy_class(cls, {"update": update})
 
 
 def _refuse_setting(variable: nnx.Variable, value: Any) -> None:
@@ -709,7 +709,7 @@ def _settable(variable: nnx.Variable, arrays: dict[int, Any]) -> nnx.Variable:
 class _Marker:
     """Has the modules in a pytree mark the calls of their methods, for `jmpx.autocast`.
 
-    The classes of those modules become lookalikes until `unmark`. Paths begin at the outermost
+    The classes of those modules become proxy classes until `unmark`. Paths begin at the outermost
     modules.
 
     Args:
@@ -718,7 +718,9 @@ class _Marker:
 
     def __init__(self, matches: Callable[[type, str], bool]) -> None:
         self.matches = matches
-        self.made: dict[type, type] = {}  # the lookalikes, and the classes in whose place they are
+        self.made: dict[
+            type, type
+        ] = {}  # the proxy classes, and the classes in whose place they are
         self.given: list[Any] = []
 
     def mark(self, tree: T) -> T:
@@ -728,7 +730,7 @@ class _Marker:
             cls = type(module)
             called = Module(plain_class(cls), path)
             if self.matches(*called):
-                marked = marking_lookalike(cls, (called,), nnx.Module)
+                marked = marking_proxy_class(cls, (called,), nnx.Module)
                 self.made[marked] = cls
                 object.__setattr__(module, "__class__", marked)
         return tree

@@ -12,7 +12,7 @@
   their boundaries.
 - The *carry* of a loop is the value that each step takes and hands to the next one. It keeps its
   dtype, because a loop in JAX requires that.
-- A *lookalike* is a subclass that an adapter makes of a module's class, so that the methods cast or
+- A *proxy class* is a subclass that an adapter makes of a module's class, so that the methods cast or
   mark their calls. The *plain class* is the class that the user wrote.
 """
 
@@ -65,7 +65,7 @@ Kwargs: TypeAlias = dict[str, Any]
 
 core.import_extend()  # now, because `in_loop` is often asked first inside of a trace
 
-_PLAIN = "_jmpx_plain_class"  # the attribute of a lookalike that holds the plain class
+_PLAIN = "_jmpx_plain_class"  # the attribute of a proxy class that holds the plain class
 
 
 @contextlib.contextmanager
@@ -91,7 +91,7 @@ def required_package(package: str, framework: str) -> Iterator[None]:
         ) from None
 
 
-class Met(NamedTuple):
+class ModuleRecord(NamedTuple):
     """A module that a session met, or an array of a view that has a rule of its own.
 
     Args:
@@ -148,7 +148,7 @@ class Pool:
             warn_of_convolution(*next(iter(self.coarse.items())), stacklevel + 1)
 
 
-class Session:
+class PolicyScope:
     """One use of a policy map: contexts of an equal map in each other, or one making of a view.
 
     Args:
@@ -175,7 +175,7 @@ class Session:
         self.pool = Pool.open_for(name, self.policy_map)
         self.paths: set[str] = set()
         self.ruled: set[str] = set()
-        self.met: dict[Met, None] = {}
+        self.met: dict[ModuleRecord, None] = {}
         self.tell_listeners()
 
     def tell_listeners(self) -> None:
@@ -263,15 +263,17 @@ class Session:
         self.ruled.add(path)
         policy = selecting[-1].resolve(self.policy_map.default, surrounding)
         if self._listeners:
-            self.met[Met(Module(jax.Array, path), policy, surrounding, selecting[-1])] = None
+            self.met[ModuleRecord(Module(jax.Array, path), policy, surrounding, selecting[-1])] = (
+                None
+            )
         return policy
 
-    def note(
+    def record_module(
         self, cls: type, path: str, boundary: Policy | None, surrounding: Policy | None
     ) -> None:
         """Notes the policies of a module, after the adapter has decided on its boundary."""
         if self._listeners:
-            self.met[Met(Module(cls, path), boundary, surrounding)] = None
+            self.met[ModuleRecord(Module(cls, path), boundary, surrounding)] = None
 
     def note_convolution(self, cls: type, path: str, policy: Policy | None) -> None:
         """Notes a convolution without a precision of its own, for `warn`.
@@ -294,11 +296,11 @@ class Session:
             self.pool.warn(stacklevel + 1)
 
 
-S = TypeVar("S", bound=Session)
+S = TypeVar("S", bound=PolicyScope)
 
 
 @contextlib.contextmanager
-def in_session(
+def in_policy_scope(
     kind: type[S], name: str, policy_map: PolicyMapLike | None, hook: Hook
 ) -> Iterator[S]:
     """Opens a session, or goes on with the innermost one of its kind if it follows an equal map.
@@ -308,7 +310,7 @@ def in_session(
     Args:
         kind: the adapter's class of sessions.
         name: the function that makes the context, as the user calls it.
-        policy_map: all that `Session` takes.
+        policy_map: all that `PolicyScope` takes.
         hook: hooks into the framework; see `_contexts.Context`.
 
     Yields:
@@ -402,12 +404,12 @@ def warn_of_convolution(module: Module, matmul: str | None, stacklevel: int) -> 
     )
 
 
-class _Listener(list[Session]):
+class _Listener(list[PolicyScope]):
     """The sessions that began in a context of `listening`."""
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[list[Session]]:
+def listening() -> Iterator[list[PolicyScope]]:
     """Collects the sessions that begin while the context lasts; each notes what it meets."""
     listener = _Listener()
     # The key is new each time, so that JAX traces a jitted function again and its modules run.
@@ -696,7 +698,7 @@ def public_methods(cls: type, base: type) -> Iterator[str]:
             yield name
 
 
-def lookalike(cls: type[T], namespace: dict[str, Any], mixin: type = object) -> type[T]:
+def proxy_class(cls: type[T], namespace: dict[str, Any], mixin: type = object) -> type[T]:
     """Returns a subclass that bears the names and the docstring of its class.
 
     Args:
@@ -710,10 +712,10 @@ def lookalike(cls: type[T], namespace: dict[str, Any], mixin: type = object) -> 
 
 
 @made_once
-def marking_lookalike(
+def marking_proxy_class(
     cls: type[T], modules: tuple[Module, ...], base: type, mixin: type = object
 ) -> type[T]:
-    """Returns the lookalike whose public methods mark their calls, for `jmpx.autocast`.
+    """Returns the proxy class whose public methods mark their calls, for `jmpx.autocast`.
 
     Args:
         cls: the class of a module.
@@ -735,7 +737,7 @@ def marking_lookalike(
         return wrapper
 
     namespace = {name: marked(name) for name in public_methods(cls, base)}
-    return lookalike(cls, {**namespace, _PLAIN: plain_class(cls)}, mixin)
+    return proxy_class(cls, {**namespace, _PLAIN: plain_class(cls)}, mixin)
 
 
 def _copied_attributes(method: object) -> tuple[str, ...]:
@@ -753,5 +755,5 @@ def is_optimizer_state(node: Any) -> bool:
 
 
 def plain_class(cls: type) -> type:
-    """Returns the class that the user wrote, for a lookalike that marks; else `cls` itself."""
+    """Returns the class that the user wrote, for a proxy class that marks; else `cls` itself."""
     return getattr(cls, _PLAIN, cls)

@@ -13,7 +13,7 @@ UncastLike: TypeAlias = int | str | Sequence[int | str]  # positions and names, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Uncast:
+class UncastArguments:
     """The arguments that a function gets as they are, while its others are cast.
 
     Args:

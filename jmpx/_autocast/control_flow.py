@@ -30,7 +30,7 @@ def function_call(context: Context, equation: Equation, values: list[Value]) -> 
     if isinstance(retraced.jaxpr, type(jaxpr)):
         return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr})
     if retraced.jaxpr.consts:  # jax.checkpoint wants an open jaxpr, which has no constants
-        return run_as_traced(context, equation, values, yields=True)
+        return run_as_traced(context, equation, values, is_weak=True)
     return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr.jaxpr})
 
 
@@ -56,9 +56,9 @@ def _carry(context: Context, equation: Equation, values: list[Value], start: int
     dtype = FLOAT32 if context.override is None else context.override
     pairs = zip(equation.invars[start : len(values)], values[start:], strict=True)
     return [
-        Value(v.to_finite(dtype), yields=False, tangent=v.tangent)
+        Value(v.to_finite(dtype), is_weak=False, tangent=v.tangent)
         if is_float32(atom)
-        else Value(v.array, v.yields)
+        else Value(v.array, v.is_weak)
         for atom, v in pairs
     ]
 
@@ -78,7 +78,7 @@ def _slices(context: Context, equation: Equation, values: list[Value], start: in
     dtypes = product_dtypes(equation.params["jaxpr"], context.scope, context.interpreter.regions)
     triples = zip(equation.invars[start:], values[start:], dtypes[start:], strict=True)
     return [
-        Value(value.to(dtype), value.yields, value.tangent)
+        Value(value.to(dtype), value.is_weak, value.tangent)
         if dtype is not None and is_float32(atom)
         else value
         for atom, value, dtype in triples
@@ -103,10 +103,10 @@ def scan(context: Context, equation: Equation, values: list[Value]) -> list[Valu
     # The body casts constants, so that the backward pass sums their cotangents in float32.
     for i, atom in enumerate(equation.invars[:num_consts]):
         if is_float32(atom):
-            operands[i] = Value(values[i].to(FLOAT32), values[i].yields)
+            operands[i] = Value(values[i].to(FLOAT32), values[i].is_weak)
     results = _rebind(equation, operands, retraced.results, jaxpr=retraced.jaxpr)
     return [
-        Value(result.array, result.yields and i >= num_carry, result.tangent)
+        Value(result.array, result.is_weak and i >= num_carry, result.tangent)
         for i, result in enumerate(results)
     ]
 
@@ -125,7 +125,7 @@ def while_loop(context: Context, equation: Equation, values: list[Value]) -> lis
     ends, operands = context.ends_within(equation), [*body_consts, *carry]
     body = retrace(params["body_jaxpr"], operands, ends=ends, result_dtypes=dtypes)
     operands = [*cond_consts, *body_consts, *carry]
-    results = [Traits(dtype, yields=False) for dtype in dtypes]
+    results = [Traits(dtype, is_weak=False) for dtype in dtypes]
     return _rebind(equation, operands, results, cond_jaxpr=cond.jaxpr, body_jaxpr=body.jaxpr)
 
 
@@ -194,7 +194,7 @@ def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> lis
         with marked_calls(interpreter.regions.policy_map.rules):
             rule = _trace_rule(equation, varied)
         inputs = [Value.of(p, t) for p, t in zip(primals, traits, strict=True)]
-        inputs += [Value(tangents[i], traits[i].yields, tangent=True) for i in varied]
+        inputs += [Value(tangents[i], traits[i].is_weak, tangent=True) for i in varied]
         outputs = interpreter.evaluate(rule, inputs, scope, ends=ends)
         pairs = zip(outputs, retraced.results, strict=False)
         results = [output.to_finite(result.dtype) for output, result in pairs]

@@ -117,7 +117,7 @@ class Interpreter:
                 core.note_source(error, equation)
                 raise
             for result in results:
-                result.data |= result.yields and any(value.data for value in values)
+                result.data |= result.is_weak and any(value.data for value in values)
             env.update(zip(equation.outvars, results, strict=True))
             for var in last:
                 del env[var]
@@ -260,9 +260,9 @@ def _apply_rule(context: Context, equation: Equation, values: list[Value]) -> li
     if context.override is not None:
         return run_overridden(context, equation, values)
     if region.is_full:
-        return run_as_traced(context, equation, values, yields=region.yields)
+        return run_as_traced(context, equation, values, is_weak=region.is_weak)
     if entry is None:
-        return run_as_traced(context, equation, values, yields=True)
+        return run_as_traced(context, equation, values, is_weak=True)
     return entry.rule(context, equation, values)
 
 
@@ -271,9 +271,9 @@ def _run_fixed(context: Context, equation: Equation, values: list[Value]) -> lis
     entry, gives_algorithms = lookup(equation), context.interpreter.regions.give_algorithms
     holds_jaxprs = gives_algorithms and core.holds_jaxpr(equation.params)
     if entry is None or not entry.everywhere or not holds_jaxprs:
-        return run_as_traced(context, equation, values, yields=False)
+        return run_as_traced(context, equation, values, is_weak=False)
     arrays = cast_operands(equation, values, FLOAT32)
     pairs = zip(arrays, values, strict=True)
-    operands = [Value(array, yields=False, tangent=v.tangent) for array, v in pairs]
+    operands = [Value(array, is_weak=False, tangent=v.tangent) for array, v in pairs]
     results = entry.rule(context, equation, operands)
-    return [Value(result.array, yields=False, tangent=result.tangent) for result in results]
+    return [Value(result.array, is_weak=False, tangent=result.tangent) for result in results]

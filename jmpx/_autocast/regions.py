@@ -82,7 +82,7 @@ class Region(NamedTuple):
 
     dtype: np.dtype
     rank: int
-    yields: bool
+    is_weak: bool
     is_fixed: bool = False
     algorithm: Algorithm | None = None
 
@@ -104,7 +104,7 @@ class Region(NamedTuple):
         if self.is_fixed or says_only_that:
             return self._replace(algorithm=algorithm)
         dtype = self.dtype if rule.compute is None else np.dtype(rule.compute)
-        return Region(dtype, rank, yields=rule.output is None, algorithm=algorithm)
+        return Region(dtype, rank, is_weak=rule.output is None, algorithm=algorithm)
 
 
 class Regions:
@@ -145,7 +145,7 @@ class Regions:
         if not scope:
             default = self.policy_map.default
             algorithm = self._outermost_algorithm()
-            return Region(np.dtype(default.compute_dtype), -1, yields=True, algorithm=algorithm)
+            return Region(np.dtype(default.compute_dtype), -1, is_weak=True, algorithm=algorithm)
         region = self.region(outer)
         if name == FULL_PRECISION:
             return Region(FLOAT32, -1, False, is_fixed=True, algorithm=region.algorithm)

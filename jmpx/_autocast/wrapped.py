@@ -29,7 +29,7 @@ from jmpx._base.made_once import made_once
 from jmpx._base.matmul import region_setting
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.nnx_objects import is_object, module_base
-from jmpx._base.stateful import Pure, apply, call
+from jmpx._base.stateful import PureFunction, apply, call
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Jaxpr
 from jmpx._jaxprs.marks import Module
@@ -114,7 +114,7 @@ def evaluated(
     policy_map: PolicyMap,
     save: Saving | None,
     output: Any,
-    pure: Pure,
+    pure: PureFunction,
     state: Any,
     args: Any,
     kwargs: Any,
@@ -184,7 +184,10 @@ def _warn(
 
 
 def _values(
-    pure: Pure, arrays: Sequence[Array], given: Any, is_parameter: Callable[[Any], bool] | None
+    pure: PureFunction,
+    arrays: Sequence[Array],
+    given: Any,
+    is_parameter: Callable[[Any], bool] | None,
 ) -> list[Value]:
     """Returns the operands of a function's jaxpr.
 
@@ -195,16 +198,16 @@ def _values(
         is_parameter: see `evaluated`.
     """
     # As a loop's carry, state that is replaced does not yield: a moving average would stall.
-    values = [Value(array, yields=not pure.is_replaced(array)) for array in arrays]
+    values = [Value(array, is_weak=not pure.is_replaced(array)) for array in arrays]
     if is_parameter is not None:
         leaves = filter(is_traceable, jax.tree.leaves(given))
         for value, leaf in zip(values, leaves, strict=True):
-            value.data = value.yields and not (is_floating(leaf) and is_parameter(leaf))
+            value.data = value.is_weak and not (is_floating(leaf) and is_parameter(leaf))
     return values
 
 
 def _traced(
-    interpreter: Interpreter, pure: Pure, state: Any, args: Any, kwargs: Any
+    interpreter: Interpreter, pure: PureFunction, state: Any, args: Any, kwargs: Any
 ) -> core.Traced:
     is_inside = interpreter.regions.surrounding is not None
     # A setting of jmpx around the call is for products that run in float32; the trace shows those

@@ -23,7 +23,7 @@ else:
     MappingLike = Any
 
 
-class Found(NamedTuple):
+class Located(NamedTuple):
     """A value of a mapping or a list, and its path."""
 
     value: Any
@@ -59,7 +59,7 @@ def child(path: str, key: object) -> str:
     return f"{path}.{key}" if path else key
 
 
-def read_keys(mapping: MappingLike, path: str, keys: Mapping[str, str]) -> dict[str, Found]:
+def read_keys(mapping: MappingLike, path: str, keys: Mapping[str, str]) -> dict[str, Located]:
     """Reads a mapping, whose keys are as those of policy strings: case and space do not count.
 
     Args:
@@ -74,7 +74,7 @@ def read_keys(mapping: MappingLike, path: str, keys: Mapping[str, str]) -> dict[
         TypeError: if a key is not a string.
         ValueError: if two keys stand for one name, or a value cannot be read.
     """
-    values: dict[str, Found] = {}
+    values: dict[str, Located] = {}
     spelled: dict[str, str] = {}
     for key in _read(lambda: list(mapping.keys()), path):
         if not isinstance(key, str):
@@ -86,11 +86,11 @@ def read_keys(mapping: MappingLike, path: str, keys: Mapping[str, str]) -> dict[
                 "same, stands there, too; write one of them."
             )
         found = child(path, key)
-        values[name], spelled[name] = Found(_read(lambda k=key: mapping[k], found), found), key
+        values[name], spelled[name] = Located(_read(lambda k=key: mapping[k], found), found), key
     return values
 
 
-def read_list(values: Sequence[Any], path: str) -> Iterator[Found]:
+def read_list(values: Sequence[Any], path: str) -> Iterator[Located]:
     """Yields the items of a list, and their paths.
 
     Raises:
@@ -98,7 +98,7 @@ def read_list(values: Sequence[Any], path: str) -> Iterator[Found]:
     """
     for index in range(len(values)):
         found = child(path, index)
-        yield Found(_read(lambda i=index: values[i], found), found)
+        yield Located(_read(lambda i=index: values[i], found), found)
 
 
 def _read(read: Callable[[], Any], path: str) -> Any:

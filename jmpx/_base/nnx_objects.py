@@ -85,7 +85,7 @@ def replace_objects(leaf: PyTree, copies: Iterator[Object]) -> PyTree:
     return jax.tree.map(replace, leaf, is_leaf=is_whole)
 
 
-def sparing(cast: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
+def skip_kept(cast: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
     """Makes a cast leave every variable of NNX as it is that is not an `nnx.Param`.
 
     These variables are state: running statistics, caches, counters. A rounded average would lose

@@ -33,7 +33,7 @@ def apply(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return fn(*args, **kwargs)
 
 
-class Pure:
+class PureFunction:
     """A function as a pure one: it takes the state of its objects, and returns their new state.
 
     This class is for a function without objects, `_Split` for one with objects.
@@ -127,21 +127,21 @@ def call(
 @contextlib.contextmanager
 def split(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[Pure, list[Leaf], tuple[Any, ...], dict[str, Any]]]:
+) -> Iterator[tuple[PureFunction, list[Leaf], tuple[Any, ...], dict[str, Any]]]:
     """Yields a function as a pure one, the state of its NNX objects, and its arguments.
 
     The objects stay as they are unless `pure.restore` updates them. See `call`.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_whole)
     if nnx() is None or not any(map(has_objects, (fn, *leaves))):
-        yield Pure(fn), [], args, kwargs
+        yield PureFunction(fn), [], args, kwargs
         return
     with nnx().update_context(_CONTEXT):
         pure = _Split(fn, leaves, treedef)
         yield pure, pure.state, *treedef.unflatten(pure.arguments)
 
 
-class _Split(Pure):
+class _Split(PureFunction):
     """A function of NNX objects, which are split. Make it within an `nnx.update_context`.
 
     Args:

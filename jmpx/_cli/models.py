@@ -18,7 +18,7 @@ import numpy as np
 
 from jmpx._adapters.applying import apply_policy
 from jmpx._adapters.dtype_fields import reading_policy
-from jmpx._adapters.sessions import Met, Session, inherited_policy, listening, pooled
+from jmpx._adapters.sessions import ModuleRecord, PolicyScope, inherited_policy, listening, pooled
 from jmpx._autocast import Autocast
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.regions import Regions
@@ -273,7 +273,7 @@ def _shapes_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return found[0]
 
 
-def _refuse_others(sessions: list[Session], policy_map: PolicyMap) -> None:
+def _refuse_others(sessions: list[PolicyScope], policy_map: PolicyMap) -> None:
     """Refuses a model that runs under a policy map of its own, which goes before the one given."""
     for session in sessions:
         if session.met and session.policy_map != policy_map:
@@ -284,7 +284,7 @@ def _refuse_others(sessions: list[Session], policy_map: PolicyMap) -> None:
             )
 
 
-def _rows(session: Session, policy_map: PolicyMap) -> Iterator[Row]:
+def _rows(session: PolicyScope, policy_map: PolicyMap) -> Iterator[Row]:
     """Yields the rows of a session, in the order of the modules' first calls."""
     creates = session.name.endswith(".policies")  # a view takes parameters as they are stored
     for met in session.met:
@@ -298,12 +298,12 @@ def _rows(session: Session, policy_map: PolicyMap) -> Iterator[Row]:
         yield Row((met.module.path or _OUTERMOST, kind, origin), fields)
 
 
-def _rule_of(met: Met, policy_map: PolicyMap) -> Rule | None:
+def _rule_of(met: ModuleRecord, policy_map: PolicyMap) -> Rule | None:
     """Returns the rule that is in force for a module or an array, None without one."""
     return policy_map.rule_for(*met.module) if met.rule is None else met.rule
 
 
-def _origin(met: Met, session: Session, policy_map: PolicyMap) -> tuple[str, Policy]:
+def _origin(met: ModuleRecord, session: PolicyScope, policy_map: PolicyMap) -> tuple[str, Policy]:
     """Returns where the policy of a module is from, and what holds in it."""
     module, boundary, surrounding, _ = met
     around = policy_map.default if surrounding is None else surrounding
@@ -326,7 +326,7 @@ def _origin(met: Met, session: Session, policy_map: PolicyMap) -> tuple[str, Pol
     return ("default" if surrounding is None else "inherited") + sets, policy
 
 
-def _note_on_casts(session: Session, policy_map: PolicyMap) -> Iterator[str]:
+def _note_on_casts(session: PolicyScope, policy_map: PolicyMap) -> Iterator[str]:
     """Yields how to keep a layer wide, if results are to be wide and no module inside hands on so.
 
     A layer casts its inputs, also those that the user's code has cast before it.
@@ -350,7 +350,7 @@ def _known_fields(policy: Policy) -> Policy:
     return Policy(*dtypes, matmul_precision=matmul_of(policy))
 
 
-def _notes(policy_map: PolicyMap, met: list[Met]) -> Iterator[str]:
+def _notes(policy_map: PolicyMap, met: list[ModuleRecord]) -> Iterator[str]:
     """Yields a sentence about each rule without effect of which no session warns."""
     found = [each.module for each in met]
     winners = {id(_rule_of(each, policy_map)) for each in met}
@@ -412,7 +412,7 @@ def _by_operations(
     def mark(fn: Callable[..., Any], *args: Any) -> Any:
         with split(call_marked, (_any_module, fn, args, {}), {}) as (pure, state, given, kwargs):
             traced = core.trace(pure, (state, *given), kwargs)
-            values = [Value(array, yields=True) for array in traced.arrays]
+            values = [Value(array, is_weak=True) for array in traced.arrays]
             interpreter.evaluate(traced.jaxpr, values, "")
 
     with warnings.catch_warnings(record=True) as caught:

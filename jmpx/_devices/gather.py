@@ -13,7 +13,7 @@ from jmpx._base.contexts import note_cast
 from jmpx._base.dtypes import DTypeLike, check_enabled
 from jmpx._base.leaves import Array, PyTree, is_floating, is_int, is_none, is_traceable, spell
 from jmpx._base.messages import describe
-from jmpx._base.nnx_objects import is_kept, sparing
+from jmpx._base.nnx_objects import is_kept, skip_kept
 from jmpx._base.trees import AxisName
 from jmpx._policies.maps import get_policy_map
 from jmpx._policies.policy import Policy
@@ -79,7 +79,7 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
     names = axis_names(axis_name)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_kept)
     axes = _axes_of(axis, tree)
-    casts = jax.tree.leaves(sparing(chosen.cast_to_compute)(tree), is_leaf=is_kept)
+    casts = jax.tree.leaves(skip_kept(chosen.cast_to_compute)(tree), is_leaf=is_kept)
     if any(is_floating(leaf) for _, leaf in leaves):
         note_cast("jmpx.distributed.gather")
     gathered = [

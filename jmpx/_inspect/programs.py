@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmpx._adapters.sessions import Met, Session, inherited_policy, listening
+from jmpx._adapters.sessions import ModuleRecord, PolicyScope, inherited_policy, listening
 from jmpx._base.leaves import is_floating, is_traceable
-from jmpx._base.stateful import Pure, split
+from jmpx._base.stateful import PureFunction, split
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Jaxpr
 from jmpx._policies.added_rules import rules_added
@@ -168,7 +168,7 @@ def _marked(marks_objects: bool, fn: Callable[..., Any], /, *args: Any, **kwargs
     return call_marked(lambda cls, path: marks_objects, fn, args, kwargs)
 
 
-def _run(pure: Pure, state: list[Any], *args: Any, **kwargs: Any) -> Any:
+def _run(pure: PureFunction, state: list[Any], *args: Any, **kwargs: Any) -> Any:
     """Returns the result of a function of NNX objects, and drops their new state."""
     return pure(state, *args, **kwargs)[0]
 
@@ -276,14 +276,14 @@ def _names(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[str]:
     ]
 
 
-def _is_chosen(session: Session, met: Met) -> bool:
+def _is_chosen(session: PolicyScope, met: ModuleRecord) -> bool:
     """Whether a rule or its class gives a module its policy, and not the default of the map."""
     if met.boundary is None or met.surrounding is not None:
         return met.boundary is not None
     return session.explicit_policy(*met.module, None) is not None
 
 
-def _policy_of(met: Met) -> tuple[str, str]:
+def _policy_of(met: ModuleRecord) -> tuple[str, str]:
     """Returns the path of a module, and the policy under which it ran."""
     policy = met.boundary
     if policy is None and met.surrounding is not None:

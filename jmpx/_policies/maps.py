@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, cast
 
 from jmpx._base.dtypes import is_dtype
 from jmpx._base.mappings import (
-    Found,
+    Located,
     MappingLike,
     is_list,
     is_mapping,
@@ -226,7 +226,7 @@ def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
             path = sections["loss_scale"].path
             raise ValueError(f"Unexpected key at {path}: {NO_LOSS_SCALE}.")
         return read_policy_map(sections)
-    return _read_whole(Found(policy_map, ""))
+    return _read_whole(Located(policy_map, ""))
 
 
 def parse_policy_map(text: str, quoted: str) -> PolicyMap:
@@ -275,7 +275,7 @@ def _parse_parts(text: str, quoted: str) -> tuple[dict[str, Any] | None, list[Ru
     return default, rules
 
 
-def read_sections(mapping: MappingLike) -> dict[str, Found]:
+def read_sections(mapping: MappingLike) -> dict[str, Located]:
     """Returns the policy, the rules and the like of a mapping, by their names in `get_policy_map`.
 
     A mapping that has no section is a policy, beside which `by` and `save` may stand.
@@ -295,20 +295,20 @@ def read_sections(mapping: MappingLike) -> dict[str, Found]:
                 "stand under 'policy' there, as {'policy': {'compute': 'bfloat16'}}."
             )
     if not sections and (given or not how):
-        sections = {"policy": Found({name: found.value for name, found in given.items()}, "")}
+        sections = {"policy": Located({name: found.value for name, found in given.items()}, "")}
     return sections | how
 
 
 def _without_how(
     mapping: MappingLike, path: str, keys: dict[str, str]
-) -> tuple[dict[str, Found], dict[str, Found]]:
+) -> tuple[dict[str, Located], dict[str, Located]]:
     """Returns what a mapping has under keys, and what it has under `by` and `save`."""
     given = read_keys(mapping, path, {**keys, **{name: name for name in HOW}})
     how = {name: given.pop(name) for name in HOW if name in given}
     return given, how
 
 
-def _read_how(given: dict[str, Found]) -> dict[str, str]:
+def _read_how(given: dict[str, Located]) -> dict[str, str]:
     """Reads what a mapping has under `by` and `save`.
 
     Raises:
@@ -321,7 +321,7 @@ def _read_how(given: dict[str, Found]) -> dict[str, str]:
     return {name: parse_how(name, found.value, f"at {found.path}") for name, found in given.items()}
 
 
-def read_policy_map(sections: dict[str, Found]) -> PolicyMap:
+def read_policy_map(sections: dict[str, Located]) -> PolicyMap:
     """Reads a policy map from what `read_sections` returns.
 
     Raises:
@@ -353,7 +353,7 @@ def read_policy_map(sections: dict[str, Found]) -> PolicyMap:
     )
 
 
-def _read_whole(found: Found) -> PolicyMap:
+def _read_whole(found: Located) -> PolicyMap:
     """Reads a policy map from a value without keys for its parts."""
     value, path = found
     if isinstance(value, PolicyMap):
@@ -365,7 +365,7 @@ def _read_whole(found: Found) -> PolicyMap:
     if is_mapping(value):
         given, how = _without_how(value, path, KEYS)
         plain = {name: each.value for name, each in given.items()}
-        return _with_fields(read_fields(Found(plain, path), bare=DTYPES) | _read_how(how), ())
+        return _with_fields(read_fields(Located(plain, path), bare=DTYPES) | _read_how(how), ())
     if is_dtype(value):
         return PolicyMap(get_policy(cast(Any, value)))
     if hasattr(value, "policy_map"):  # a MixedPrecision, which no import here can name
@@ -374,7 +374,7 @@ def _read_whole(found: Found) -> PolicyMap:
     raise refuse_value(what, value, path, "write for example 'c=bf16,o=f32; BatchNorm: full'")
 
 
-def _read_rules(found: Found) -> list[Rule]:
+def _read_rules(found: Located) -> list[Rule]:
     """Reads the rules of a mapping: a list of rules, or the string of one or several."""
     value, path = found
     if isinstance(value, str):

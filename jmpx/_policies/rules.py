@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._base.mappings import (
-    Found,
+    Located,
     MappingLike,
     is_mapping,
     quote,
@@ -214,7 +214,7 @@ def _unknown_selector(name: str, place: str) -> ValueError:
     )
 
 
-def read_rule(found: Found) -> Rule:
+def read_rule(found: Located) -> Rule:
     """Reads a rule of a mapping: a string, a mapping or a rule, and its path.
 
     Raises:
@@ -239,7 +239,7 @@ def _read_mapping(rule: MappingLike, path: str) -> Rule:
     given = read_keys(rule, path, _KEYS)
     if _is_short(given):  # as YAML reads `- LayerNorm: full`
         ((selector, policy),) = given.items()
-        given = {"select": Found(selector, policy.path), "policy": policy}
+        given = {"select": Located(selector, policy.path), "policy": policy}
     if "select" not in given:
         raise ValueError(
             f"Missing key 'select' at {path}, got {describe(list(given))}: write {_EXAMPLE}."
@@ -271,7 +271,7 @@ def _read_mapping(rule: MappingLike, path: str) -> Rule:
     return Rule(name, **fields, optional=optional)
 
 
-def _is_short(given: Mapping[str, Found]) -> bool:
+def _is_short(given: Mapping[str, Located]) -> bool:
     """Whether a mapping is a selector and its policy, and no key of a rule that is misspelt."""
     if len(given) != 1:
         return False
@@ -279,7 +279,7 @@ def _is_short(given: Mapping[str, Found]) -> bool:
     return word not in _KEYS.values() and did_you_mean(word, list(_KEYS)) == "."
 
 
-def _read_selector(select: Found, optional: Found | None) -> tuple[str, bool]:
+def _read_selector(select: Located, optional: Located | None) -> tuple[str, bool]:
     """Reads the selector of a rule, and whether the rule is optional."""
     if not isinstance(select.value, str):
         raise refuse_value("a selector", *select, "write for example 'LayerNorm'")

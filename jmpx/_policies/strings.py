@@ -15,7 +15,7 @@ from jmpx._base.dtypes import (
     parse_dtype,
 )
 from jmpx._base.mappings import (
-    Found,
+    Located,
     MappingLike,
     at,
     child,
@@ -133,7 +133,7 @@ float8_*; did you mean 'bfloat16'?
         return policy
     if not is_mapping(policy):
         _refuse_policy_map(policy)
-    return complete(read_fields(Found(policy, ""), bare=DTYPES))
+    return complete(read_fields(Located(policy, ""), bare=DTYPES))
 
 
 def _refuse_policy_map(value: object) -> None:
@@ -150,7 +150,7 @@ def _refuse_policy_map(value: object) -> None:
         )
 
 
-def read_fields(found: Found, bare: tuple[str, ...]) -> dict[str, Any]:
+def read_fields(found: Located, bare: tuple[str, ...]) -> dict[str, Any]:
     """Reads the fields of a policy that a user gave, or that a mapping has at a path.
 
     Args:
@@ -198,7 +198,7 @@ def _read_mapping(policy: MappingLike, path: str) -> dict[str, Any]:
     return {name: read_field(name, found) for name, found in given.items()}
 
 
-def read_field(name: str, found: Found) -> Any:
+def read_field(name: str, found: Located) -> Any:
     """Reads the value of one field of a policy, by its key in `ATTRIBUTES`.
 
     Raises:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias, TypeVar, overload
 
 from jmpx._base.mappings import (
-    Found,
+    Located,
     MappingLike,
     child,
     is_mapping,
@@ -92,10 +92,10 @@ one of 'init', 'period', 'factor', 'min', 'max', 'backoff', 'hysteresis', 'count
 'period'?
     """
     policy_map = None if policy is None else get_policy_map(policy)
-    return read_loss_scale(Found(spec, ""), policy_map)
+    return read_loss_scale(Located(spec, ""), policy_map)
 
 
-def read_loss_scale(found: Found, policy_map: PolicyMap | None) -> LossScale:
+def read_loss_scale(found: Located, policy_map: PolicyMap | None) -> LossScale:
     """Makes a loss scale from what a user gave, or from what a mapping has at a path.
 
     Args:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._adapters.applying import Application, Applying
-from jmpx._adapters.uncast import Uncast, UncastLike
+from jmpx._adapters.uncast import UncastArguments, UncastLike
 from jmpx._base.axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
 from jmpx._base.casts import at_least_float32
 from jmpx._base.dtypes import DTypeLike
@@ -23,7 +23,7 @@ from jmpx._base.leaves import (
     is_traceable,
     spell,
 )
-from jmpx._base.stateful import Pure
+from jmpx._base.stateful import PureFunction
 from jmpx._base.trees import all_finite, holds_on_all, select_tree
 from jmpx._devices.exchanges import find_exchanges
 from jmpx._devices.reduction import unscaled_mean
@@ -108,7 +108,7 @@ class Options:
         _check_one_mean(batch, over)
         averages = over is not None or batch.sharding is not None
         BatchArguments.of(batch.argnums, state_argnum)
-        kept = Uncast.of(func, uncast).including(state_argnum)
+        kept = UncastArguments.of(func, uncast).including(state_argnum)
         applying = Applying.of(policy, func, kept, "The gradient function")
         if use_mixed_precision and not averages:
             warn_of_reduce(applying.policy_map)
@@ -155,7 +155,11 @@ def _check_one_mean(batch: Batch, over: Over | None) -> None:
 
 
 def differentiate(
-    options: Options, pure: Pure, state: list[Any], args: tuple[PyTree, ...], kwargs: dict[str, Any]
+    options: Options,
+    pure: PureFunction,
+    state: list[Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[ValueAndGradients[Any, Any], list[Any]]:
     """Computes a loss and its gradients; returns them, and the new state of NNX objects.
 
@@ -226,7 +230,7 @@ def _mean_of_groups(
     groups: Groups,
     options: Options,
     application: Application,
-    pure: Pure,
+    pure: PureFunction,
     params: list[jax.Array],
     scaling: LossScale,
     state: list[Any],
@@ -259,7 +263,7 @@ class _Call(NamedTuple):
 
     options: Options
     application: Application
-    pure: Pure
+    pure: PureFunction
     merge: Callable[..., PyTree]
     kwargs: dict[str, Any]
 

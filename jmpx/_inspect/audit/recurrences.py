@@ -12,7 +12,7 @@ from jmpx._inspect.graph import Graph, Node, Value
 _FEW = 64  # An average is a few operations away from what it was; layers are many.
 
 
-class Way(NamedTuple):
+class BackwardPath(NamedTuple):
     """The way from a new value back to one that it is made of by additions and a decay.
 
     Attributes:
@@ -39,7 +39,7 @@ class Way(NamedTuple):
         """
         node = self.value.node if added else self.node
         dtype = operand.dtype if is_low(operand) else self.dtype
-        return Way(operand, self.decay * factor, (*self.addends, *added), node, dtype)
+        return BackwardPath(operand, self.decay * factor, (*self.addends, *added), node, dtype)
 
 
 class Recurrence(NamedTuple):
@@ -53,7 +53,7 @@ class Recurrence(NamedTuple):
         loop: the loop; None for an argument of the step.
     """
 
-    way: Way
+    way: BackwardPath
     node: Node
     dtype: np.dtype
     loop: Loop | None
@@ -77,7 +77,7 @@ def recurrences(graph: Graph) -> Iterator[Recurrence]:
             yield Recurrence(way, way.node, way.dtype, loop)
 
 
-def _in_loops(graph: Graph) -> Iterator[tuple[Way, Loop]]:
+def _in_loops(graph: Graph) -> Iterator[tuple[BackwardPath, Loop]]:
     for loop in loops_of(graph):
         for carry in loop.carries:
             old, new = carry.results[0], carry.operands[-1]
@@ -85,7 +85,7 @@ def _in_loops(graph: Graph) -> Iterator[tuple[Way, Loop]]:
                 yield way, loop
 
 
-def _over_calls(graph: Graph) -> Iterator[tuple[Way, None]]:
+def _over_calls(graph: Graph) -> Iterator[tuple[BackwardPath, None]]:
     """Yields the ways back to averages among the arguments of a step that it returns anew.
 
     What nothing reads is looked at, too: a program drops the new state of NNX's objects.
@@ -103,7 +103,9 @@ def _may_be_state(value: Value, new: Value) -> bool:
     return (value.kind == "input" or is_constant) and value.size == new.size
 
 
-def _ways(new: Value, is_old: Callable[[Value], bool], most: int | None = None) -> list[Way]:
+def _ways(
+    new: Value, is_old: Callable[[Value], bool], most: int | None = None
+) -> list[BackwardPath]:
     """Returns the ways from a new value to old ones.
 
     Args:
@@ -111,7 +113,7 @@ def _ways(new: Value, is_old: Callable[[Value], bool], most: int | None = None) 
         is_old: tells an old value.
         most: how many values to look at, over several calls of a step; None for all of a loop.
     """
-    pending = [Way(new, dtype=new.dtype if is_low(new) else None)]
+    pending = [BackwardPath(new, dtype=new.dtype if is_low(new) else None)]
     seen, found = {id(new)}, []
     while pending:
         for way in _back(pending.pop(), over_calls=most is not None):
@@ -123,7 +125,7 @@ def _ways(new: Value, is_old: Callable[[Value], bool], most: int | None = None) 
     return found
 
 
-def _back(way: Way, *, over_calls: bool) -> list[Way]:
+def _back(way: BackwardPath, *, over_calls: bool) -> list[BackwardPath]:
     """Returns the ways to the operands that a value is a sum or a multiple of."""
     node = way.value.node
     if node is None:
@@ -148,7 +150,7 @@ def _back(way: Way, *, over_calls: bool) -> list[Way]:
     return []
 
 
-def _added(way: Way, held: Value, addend: Value) -> list[Way]:
+def _added(way: BackwardPath, held: Value, addend: Value) -> list[BackwardPath]:
     """Returns the way past an addition; that of `rate * (x - held)` lets what is held decay."""
     node = source(addend).node
     if node is not None and node.name == "dynamic_update_slice" and number(node.operands[0]) == 0:
@@ -161,7 +163,7 @@ def _added(way: Way, held: Value, addend: Value) -> list[Way]:
     return [way.back(held, 1.0, addend)]
 
 
-def _scaled(way: Way, name: str, operands: list[Value]) -> list[Way]:
+def _scaled(way: BackwardPath, name: str, operands: list[Value]) -> list[BackwardPath]:
     if name == "div":
         divisor = number(operands[1])
         return [way.back(operands[0], 1 / divisor)] if divisor else []
