@@ -14,15 +14,15 @@ import numpy as np
 from jmpx._adapters.dtype_fields import Selected, field_in_call
 from jmpx._adapters.sessions import (
     Method,
-    PyTree,
     PolicyScope,
+    PyTree,
     cast_except,
     inherited_policy,
     is_optimizer_state,
-    proxy_class,
     marking_proxy_class,
     noted_carries,
     plain_class,
+    proxy_class,
     public_methods,
     required_package,
     run_at_boundary,
@@ -375,8 +375,8 @@ class _HiddenPostInit:
 class _QuietProxy(_Proxy):
     """A proxy class of a class with both `__init__` and `__post_init__`.
 
-    Equinox has warned of the class, and would warn of the proxy class. Filters of warnings could not
-    tell it apart: they belong to all threads.
+    Equinox has warned of the class, and would warn of the proxy class. Filters of warnings could
+    not tell it apart: they belong to all threads.
     """
 
     __post_init__ = _HiddenPostInit()

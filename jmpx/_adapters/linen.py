@@ -26,8 +26,8 @@ from jmpx._adapters.sessions import (
     Args,
     Kwargs,
     Method,
-    PyTree,
     PolicyScope,
+    PyTree,
     at_least,
     cast_result,
     in_policy_scope,
@@ -115,7 +115,7 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
         session.warn_without_linen(stacklevel=3)  # past contextlib, to the with statement
 
 
-def _applied(policy_map: PolicyMapLike | None) -> contextlib.AbstractContextManager["_Session"]:
+def _applied(policy_map: PolicyMapLike | None) -> contextlib.AbstractContextManager["_PolicyScope"]:
     """Runs Linen modules under a policy map while the context lasts; leaves warnings to a pool."""
     return in_policy_scope(_PolicyScope, _NAME, policy_map, _interception)
 

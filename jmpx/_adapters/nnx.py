@@ -22,14 +22,14 @@ from jmpx._adapters.dtype_fields import (
 )
 from jmpx._adapters.sessions import (
     Method,
-    PyTree,
     PolicyScope,
+    PyTree,
     inherited_policy,
     is_optimizer_state,
-    proxy_class,
     marking_proxy_class,
     noted_carries,
     plain_class,
+    proxy_class,
     public_methods,
     run_at_boundary,
     run_reading,
@@ -366,7 +366,7 @@ def _is_object(value: Any) -> bool:
 
 @made_once  # so that views of one model have one graph definition, and jit's cache is hit
 def _view_class(cls: type, policy: Policy, is_boundary: bool, maker: _Maker) -> type:
-    """Returns the proxy class whose public methods cast, their results too if they are boundaries."""
+    """Returns the proxy class whose public methods cast, at boundaries their results, too."""
     run = functools.partial(run_at_boundary if is_boundary else run_reading, by=maker.name)
     if issubclass(cls, nnx.bridge.ToNNX) and maker.name == _APPLY:
         run = functools.partial(_run_wrapped, run, maker.policy_map)

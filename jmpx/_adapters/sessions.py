@@ -12,8 +12,8 @@
   their boundaries.
 - The *carry* of a loop is the value that each step takes and hands to the next one. It keeps its
   dtype, because a loop in JAX requires that.
-- A *proxy class* is a subclass that an adapter makes of a module's class, so that the methods cast or
-  mark their calls. The *plain class* is the class that the user wrote.
+- A *proxy class* is a subclass that an adapter makes of a module's class, so that the methods cast
+  or mark their calls. The *plain class* is the class that the user wrote.
 """
 
 import contextlib

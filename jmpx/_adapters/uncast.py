@@ -29,7 +29,7 @@ class UncastArguments:
     known: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, func: Callable[..., Any], uncast: UncastLike) -> "Uncast":
+    def of(cls, func: Callable[..., Any], uncast: UncastLike) -> "UncastArguments":
         """Checks the positions and the names, and reads the signature of the function.
 
         Raises:
@@ -57,7 +57,7 @@ class UncastArguments:
             tuple(p.name for p in parameters if p.kind in each_one),
         )
 
-    def including(self, number: int | None) -> "Uncast":
+    def including(self, number: int | None) -> "UncastArguments":
         """Returns these arguments and one more, by its position."""
         if number is None:
             return self

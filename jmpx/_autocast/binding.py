@@ -85,7 +85,7 @@ def bind(
         equation: the equation.
         values: its operands.
         arrays: the operands as arrays, cast to the dtypes in which the equation runs.
-        yields: whether the results yield.
+        is_weak: whether the results yield.
         **params: the parameters that differ from the equation's.
     """
     results = bind_arrays(equation, arrays, **params)
@@ -149,7 +149,7 @@ def run_as_traced(
         context: the context of the equation.
         equation: the equation.
         values: its operands.
-        yields: whether the results yield.
+        is_weak: whether the results yield.
     """
     return run_in(FLOAT32, equation, values, is_weak, **with_algorithms(context, equation))
 

@@ -75,7 +75,7 @@ class Region(NamedTuple):
     Args:
         dtype: the compute dtype.
         rank: the position in the policy map of the rule that says so; -1 for the default.
-        yields: whether results that are computed in float32 here yield to 16 bits outside.
+        is_weak: whether results that are computed in float32 here yield to 16 bits outside.
         is_fixed: whether `jmpx.full_precision` marks the scope: no policy rule changes its dtype.
         algorithm: that of float32 products; None leaves them to JAX.
     """

@@ -20,7 +20,7 @@ class Traits(NamedTuple):
 
     Args:
         dtype: its dtype.
-        yields: whether it takes the dtype of an array that does not yield, where the two meet: a
+        is_weak: whether it takes the dtype of an array that does not yield, where the two meet: a
             float32 bias leaves a bfloat16 activation bfloat16. True until a 16-bit operation
             contributes: inputs and constants yield, and results of these alone. Unrelated to JAX's
             `weak_type`.
@@ -47,7 +47,7 @@ class Value:
 
     Args:
         array: the array or the tracer.
-        yields: see `Traits`.
+        is_weak: see `Traits`.
         tangent: see `Traits`.
 
     Attributes:
@@ -72,7 +72,7 @@ class Value:
         "source",
         "tangent",
         "uniform",
-        "yields",
+        "is_weak",
     )
 
     def __init__(self, array: Array, is_weak: bool, tangent: bool = False) -> None:

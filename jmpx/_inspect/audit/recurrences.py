@@ -29,7 +29,7 @@ class BackwardPath(NamedTuple):
     node: Node | None = None
     dtype: np.dtype | None = None
 
-    def back(self, operand: Value, factor: float = 1.0, *added: Value) -> "Way":
+    def back(self, operand: Value, factor: float = 1.0, *added: Value) -> "BackwardPath":
         """Returns the way to an operand of what computed the value.
 
         Args:
