@@ -12,9 +12,9 @@ from helpers.reports import CLEAN, EXP, LEAK, REPORT, SAVED
 from hypothesis import given, settings, strategies as st
 
 import jmpx
+from jmpx._base.text import bytes_text, flop_text, share_text, short_names
 from jmpx._inspect.audit.alike import alike_findings
 from jmpx._inspect.audit.data import FINDING_NAMES, SEVERITIES, Cast, Finding, Products, Scope
-from jmpx._inspect.audit.units import bytes_text, flop_text, share_text, short_names
 from jmpx._jaxprs.core import Place
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._base.messages import describe, did_you_mean
+from jmpx._base.text import share_text
 from jmpx._inspect.audit.alike import alike_findings
 from jmpx._inspect.audit.data import FINDING_NAMES, SEVERITIES, Finding
 from jmpx._inspect.audit.text import finding_text, severities
-from jmpx._inspect.audit.units import share_text
 
 if TYPE_CHECKING:
     from jmpx._inspect.audit.report import Audit

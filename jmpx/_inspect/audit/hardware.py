@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jmpx._base.text import count_text
 from jmpx._inspect.audit.data import Finding
 from jmpx._inspect.audit.flops import flops, is_product
 from jmpx._inspect.audit.low_values import LOW
 from jmpx._inspect.audit.options import Options
-from jmpx._inspect.audit.units import count_text
 from jmpx._inspect.graph import Graph, Node
 from jmpx._policies.places import where
 from jmpx._policies.strings import get_policy

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from jmpx._base.text import count_text, share_text
 from jmpx._inspect.audit.alike import alike_findings
 from jmpx._inspect.audit.data import SEVERITIES, Finding
 from jmpx._inspect.audit.scope_rows import COLUMNS, scope_rows
 from jmpx._inspect.audit.shares import Share, Shares, notes, shares
 from jmpx._inspect.audit.text import facts, is_rule, no_findings, severities, title
-from jmpx._inspect.audit.units import count_text, share_text
 
 if TYPE_CHECKING:
     from jmpx._inspect.audit.report import Audit

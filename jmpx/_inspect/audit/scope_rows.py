@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from jmpx._base.text import flop_text, short_names
 from jmpx._inspect.audit.alike import common, pattern
 from jmpx._inspect.audit.data import Scope
-from jmpx._inspect.audit.units import flop_text, short_names
 
 _OUTSIDE = "(outside of all)"
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from jmpx._inspect.audit.units import bytes_text, flop_text
+from jmpx._base.text import bytes_text, flop_text
 
 if TYPE_CHECKING:
     from jmpx._inspect.audit.report import Audit

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from jmpx._base.leaves import is_int
 from jmpx._base.messages import describe
+from jmpx._base.text import bytes_text, flop_text, share_text
 from jmpx._inspect.audit.alike import alike_findings
 from jmpx._inspect.audit.data import FINDING_NAMES, ONLY_WITH_PLATFORM, SEVERITIES, Finding, Scope
 from jmpx._inspect.audit.scope_rows import COLUMNS, ScopeRow, scope_rows
 from jmpx._inspect.audit.shares import Shares, notes, shares
-from jmpx._inspect.audit.units import bytes_text, flop_text, share_text
 
 if TYPE_CHECKING:
     from jmpx._inspect.audit.report import Audit

@@ -1,4 +1,4 @@
-"""Numbers, dtypes and policies of a report as people read them."""
+"""Numbers, dtypes, policies and tables as people read them, in every report and command."""
 
 import re
 from collections.abc import Sequence
@@ -52,3 +52,19 @@ def short_names(text: str) -> str:
     """
     short = _LONG.sub(lambda found: _SHORT[found[0]], text)
     return _SAME_OUTPUT.sub(r"\1", short.removeprefix("p=f32,"))
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), gap: str = "  ") -> list[str]:
+    """Returns the lines of a table, whose columns are as wide as their widest cells.
+
+    Args:
+        rows: the cells, as many in each row.
+        right: the columns that are aligned to the right; the others are to the left.
+        gap: what stands between two columns.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [">" if index in right else "<" for index in range(len(widths))]
+    return [
+        gap.join(f"{c:{s}{w}}" for c, s, w in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
+    ]
