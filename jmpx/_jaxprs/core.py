@@ -25,6 +25,7 @@ Jaxpr = Any
 Equation = Any
 Atom = Any  # an operand or a result of an equation: a variable or a literal
 Primitive = Any  # `jax.extend.core.Primitive`, which is slow to import
+Array = Any  # of JAX or NumPy, or what stands for one: a tracer, a random key, an abstract array
 
 
 class Traced(NamedTuple):
