@@ -8,8 +8,9 @@ import numpy as np
 
 from jmpx._inspect.programs import Program
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Equation, Jaxpr, Place, operation_name, place_of
+from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
 from jmpx._jaxprs.marks import Module
+from jmpx._jaxprs.places import Place, place_of
 from jmpx._policies.places import modules_of, selector, where
 
 Aval: TypeAlias = Any  # of an array, a random key, a token or a mutable reference

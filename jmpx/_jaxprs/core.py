@@ -5,10 +5,7 @@ This is the only file that touches `jax.extend`, which it imports on first use.
 
 import contextlib
 import functools
-import os
 import re
-import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +22,7 @@ Jaxpr = Any
 Equation = Any
 Atom = Any  # an operand or a result of an equation: a variable or a literal
 Primitive = Any  # `jax.extend.core.Primitive`, which is slow to import
+Array = Any  # of JAX or NumPy, or what stands for one: a tracer, a random key, an abstract array
 
 
 class Traced(NamedTuple):
@@ -271,106 +269,6 @@ def looks_for_nans(operands: Sequence[Any]) -> bool:
 def looks_for_leaks() -> bool:
     """Whether JAX looks for tracers that outlive their trace."""
     return getattr(jax.config, "jax_check_tracer_leaks")  # noqa: B009, unknown to pyright
-
-
-class Place(NamedTuple):
-    """A line of the user's code.
-
-    Attributes:
-        file: the path of the file.
-        line: the number of the line.
-        function: the name of the function that the line is in.
-        caller: of a line in an installed package, the user's own line that called it; else None.
-    """
-
-    file: str
-    line: int
-    function: str
-    caller: "Place | None" = None
-
-    def __str__(self) -> str:
-        """Returns for example `model.py:12 (apply)`, relative to the working directory.
-
-        Of an installed package, it is relative to the folder of packages, and the caller follows.
-        """
-        folders = [os.getcwd() + os.sep, *_packages()] if self.caller else [os.getcwd() + os.sep]
-        file = self.file
-        for folder in folders:
-            file = file.removeprefix(folder)
-        called = f", called at {self.caller}" if self.caller else ""
-        return f"{file}:{self.line} ({self.function}){called}"
-
-
-_LIBRARIES = ("jax", "jaxlib", "jmpx", "flax", "haiku", "equinox", "jaxtyping", "optax", "chex")
-_NOTE = "jmpx's autocast was running"
-
-
-def place_of(eqn: Equation, called: str = "") -> Place | None:
-    """Returns the innermost line of the user's code in which an equation was traced.
-
-    Args:
-        eqn: the equation.
-        called: the name of the jitted function whose jaxpr holds the equation. JAX traces one such
-            as `jnp.where` once for all its calls, and until JAX 0.8 the equations in it have the
-            lines of the first call.
-
-    Returns:
-        The line; None if no frame is of the user, as in a jitted function of a library.
-    """
-    traceback = eqn.source_info.traceback
-    found: Place | None = None
-    for frame in () if traceback is None else traceback.frames:
-        name = frame.function_name.rpartition(".")[2]
-        if not is_of_library(frame.file_name):
-            place = Place(frame.file_name, frame.line_num, name)
-            if not place.file.startswith(_packages()):
-                return place if found is None else found._replace(caller=place)
-            found = found or place
-        if called and name == called:
-            break
-    return found
-
-
-@functools.cache
-def _packages() -> tuple[str, ...]:
-    """Returns the folders of installed packages, with a separator at their ends."""
-    return tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
-
-
-def call_of(eqn: Equation) -> object:
-    """Returns an object that tells apart the calls in the user's code that traced equations.
-
-    Two operations of one call, such as a promotion and the multiplication that it is for, have
-    equal ones; two calls on one line have not. None if no frame is of the user.
-    """
-    traceback = eqn.source_info.traceback
-    for code, at in () if traceback is None else zip(*traceback.raw_frames(), strict=True):
-        if not is_of_library(code.co_filename):
-            return code, at
-    return None
-
-
-@functools.cache
-def is_of_library(file: str) -> bool:
-    """Returns whether a file is of JAX, jmpx, a framework, or Python itself."""
-    modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
-    folders = [os.path.dirname(module.__file__ or "") for module in modules]
-    if file.startswith(tuple(folder + os.sep for folder in folders)) or file.startswith("<frozen"):
-        return True
-    return file.startswith(sysconfig.get_path("stdlib")) and not file.startswith(_packages())
-
-
-def note_source(error: Exception, eqn: Equation) -> None:
-    """Adds a note to an error of an equation: the line of the user's code that it is from.
-
-    Where an equation holds a jaxpr, the innermost equation with such a line adds the only note.
-    """
-    if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
-        return
-    place = place_of(eqn)
-    if place is not None:
-        source = f"{place.file}:{place.line} ({place.function})"
-        error.add_note(f"{_NOTE} `{eqn.primitive.name}` of {source}.")
 
 
 def bind(

@@ -5,7 +5,7 @@ from hypothesis import given
 
 from jmpx._inspect.audit.data import SEVERITIES, Finding
 from jmpx._inspect.audit.findings import merged
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 
 FINDINGS = st.builds(
     Finding,

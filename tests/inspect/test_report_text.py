@@ -15,7 +15,7 @@ import jmpx
 from jmpx._base.text import bytes_text, flop_text, share_text, short_names
 from jmpx._inspect.audit.alike import alike_findings
 from jmpx._inspect.audit.data import FINDING_NAMES, SEVERITIES, Cast, Finding, Products, Scope
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 
 
 @pytest.mark.parametrize(

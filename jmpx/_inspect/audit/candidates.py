@@ -10,7 +10,7 @@ from jmpx._inspect.audit.flops import is_product, multiplied
 from jmpx._inspect.audit.low_values import LOW, is_low
 from jmpx._inspect.audit.streams import CAST, MOVES, WIDE
 from jmpx._inspect.graph import Graph, Node
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 from jmpx._policies.places import modules_of, selector, where
 from jmpx._policies.rules import Rule, parse_rule
 from jmpx._policies.strings import get_policy

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 
 # What each finding is. The names are public: `report.check(allow=...)` and the JSON have them.
 FINDING_NAMES: dict[str, str] = {

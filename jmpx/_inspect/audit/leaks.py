@@ -14,7 +14,7 @@ from jmpx._inspect.audit.flops import flops, is_product
 from jmpx._inspect.audit.low_values import LOW, MOVES
 from jmpx._inspect.audit.streams import CAST, WIDE, Stream, Streams, compute_dtype, outermost_dtype
 from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 from jmpx._policies.places import where
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16"}

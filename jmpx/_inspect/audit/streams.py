@@ -18,7 +18,7 @@ from jmpx._autocast.products import PRODUCTS, is_precise
 from jmpx._inspect.audit.flops import flops
 from jmpx._inspect.audit.low_values import LOW, MOVES
 from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._jaxprs.core import call_of
+from jmpx._jaxprs.places import call_of
 from jmpx._policies.places import where
 from jmpx._policies.strings import get_policy
 

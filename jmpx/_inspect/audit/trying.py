@@ -10,7 +10,7 @@ from jmpx._inspect.audit.findings import find
 from jmpx._inspect.audit.flops import flops
 from jmpx._inspect.audit.options import Options
 from jmpx._inspect.graph import Graph
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 from jmpx._policies.rules import Rule, parse_rule
 
 MOST = 12  # rules that are tried in one audit; each is one more trace
