@@ -45,6 +45,11 @@ class Site(NamedTuple):
     around: tuple[Equation, ...]
 
     @property
+    def key(self) -> tuple[int, ...]:
+        """What identifies it in the program: the equations around it, and its own."""
+        return (*map(id, self.around), id(self.equation))
+
+    @property
     def loops(self) -> tuple[Equation, ...]:
         """The loops among the equations around it."""
         return tuple(filter(is_loop, self.around))
