@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 import records
 from cuda_lowering import count_dots
-from jax import lax
 from models import SAVEABLE, Transformer, cross_entropy
 from tqdm import tqdm
 
@@ -45,7 +44,7 @@ def losses(model: Transformer, batch: tuple[jax.Array, jax.Array]) -> dict[str, 
         return model.apply(*jmpx.cast_tree((params, x), jnp.bfloat16))
 
     # As Grampax does: the operands of products are cast, and the results are cast back.
-    grampax = jmpx.autocast(model.apply, "full", rules={lax.dot_general_p: jnp.bfloat16})
+    grampax = jmpx.autocast(model.apply, "full; op.dot_general: bfloat16")
     return {
         "float32": loss_of(model.apply),
         "bfloat16": loss_of(in_bfloat16),
