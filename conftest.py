@@ -4,7 +4,7 @@ import doctest
 import inspect
 import re
 
-ROOMS = {"jmpx", *(f"jmpx.{room}" for room in ("inspect", "mpx", "optim", "types"))}
+ROOMS = {"jmpx", *(f"jmpx.{room}" for room in ("flags", "inspect", "mpx", "optim", "types"))}
 
 
 def _from_module(finder, module, thing):

@@ -5,10 +5,10 @@ from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, overlo
 
 from jmpx._autocast.saving import get_saving
 from jmpx._autocast.wrapped import applied
-from jmpx._dtypes import DTypeLike, as_dtype, is_dtype
-from jmpx._jaxpr import operation_name
-from jmpx._moved import telling
-from jmpx._policy_map import PolicyMap, PolicyMapLike, Rule as PolicyRule, get_policy_map
+from jmpx._base.dtypes import DTypeLike, as_dtype, is_dtype
+from jmpx._base.moved import telling
+from jmpx._jaxprs.core import operation_name
+from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule as PolicyRule, get_policy_map
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from jmpx import _jaxpr
-from jmpx._jaxpr import Atom, Equation, Jaxpr, operation_name
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 
 Flags: TypeAlias = tuple[bool, ...]  # of the operands or the results of an equation or a jaxpr
 Named: TypeAlias = Sequence[tuple[str, Equation]]
@@ -41,14 +41,14 @@ def _find(search: Search, jaxpr: Jaxpr, results: Flags) -> set[Atom]:
     named = [(operation_name(eqn.primitive.name), eqn) for eqn in jaxpr.eqns]
     step = search(named)
     pairs = zip(jaxpr.outvars, results, strict=False)
-    found = {atom for atom, flag in pairs if flag and not _jaxpr.is_literal(atom)}
+    found = {atom for atom, flag in pairs if flag and not core.is_literal(atom)}
     for name, equation in reversed(named):
         if is_call(equation):
             flags = _through(search, equation, within(search, equation, found))
         else:
             flags = step(name, equation, found)
         pairs = zip(equation.invars, flags, strict=True)
-        found.update(atom for atom, flag in pairs if flag and not _jaxpr.is_literal(atom))
+        found.update(atom for atom, flag in pairs if flag and not core.is_literal(atom))
     return found
 
 
@@ -56,7 +56,7 @@ def is_call(equation: Equation) -> bool:
     """Whether an equation runs the jaxprs that it holds on its operands: a call, loop or branch."""
     if equation.primitive.name in ("cond", "while"):
         return True
-    jaxprs = _jaxpr.inner_jaxprs(equation.params)
+    jaxprs = core.inner_jaxprs(equation.params)
     return len(jaxprs) == 1 and len(jaxprs[0].invars) == len(equation.invars)
 
 
@@ -72,7 +72,7 @@ def _through(search: Search, equation: Equation, results: Flags) -> Flags:
         body = _inputs(search, params["body_jaxpr"], results)
         carry = zip(cond[in_cond:], body[in_body:], strict=True)
         return *cond[:in_cond], *body[:in_body], *map(any, carry)
-    (jaxpr,) = _jaxpr.inner_jaxprs(params)
+    (jaxpr,) = core.inner_jaxprs(params)
     return _inputs(search, jaxpr, results)
 
 
@@ -88,7 +88,7 @@ def within(search: Search, equation: Equation, found: frozenset[Atom] | set[Atom
     """
     results, name = tuple(var in found for var in equation.outvars), equation.primitive.name
     if name == "scan":
-        start, size = _jaxpr.scan_counts(equation)
+        start, size = core.scan_counts(equation)
         body = equation.params["jaxpr"]
     elif name == "while":
         start, size = equation.params["body_nconsts"], len(results)

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmpx import _jaxpr
 from jmpx._autocast.exposed import COPIES, ELEMENTWISE
 from jmpx._autocast.products import with_algorithms, without_algorithm
 from jmpx._autocast.rules import Context, lookup
 from jmpx._autocast.value import FLOAT32, Array, Value, finite_constant, join
-from jmpx._jaxpr import Atom, Equation, operation_name
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Atom, Equation, operation_name
 
 # What a program computes of constants while it is traced is a constant, too: `1 - EPSILON`.
 _FOLDED = {
@@ -47,10 +47,10 @@ def float32_values(equation: Equation, values: Sequence[Value]) -> list[Value]:
     return [value for atom, value in pairs if is_float32(atom)]
 
 
-def all_yield(equation: Equation, values: Sequence[Value]) -> bool:
+def all_weak(equation: Equation, values: Sequence[Value]) -> bool:
     """Whether all floating operands yield, so that the results yield, too."""
     pairs = zip(equation.invars, values, strict=True)
-    return all(value.yields and is_float32(atom) for atom, value in pairs if is_floating(atom))
+    return all(value.is_weak and is_float32(atom) for atom, value in pairs if is_floating(atom))
 
 
 def promoted(equation: Equation, values: Sequence[Value]) -> np.dtype:
@@ -76,7 +76,7 @@ def bind(
     equation: Equation,
     values: Sequence[Value],
     arrays: Sequence[Array],
-    yields: bool,
+    is_weak: bool,
     **params: Any,
 ) -> list[Value]:
     """Runs an equation; no result gets wider than it was traced.
@@ -85,12 +85,12 @@ def bind(
         equation: the equation.
         values: its operands.
         arrays: the operands as arrays, cast to the dtypes in which the equation runs.
-        yields: whether the results yield.
+        is_weak: whether the results yield.
         **params: the parameters that differ from the equation's.
     """
     results = bind_arrays(equation, arrays, **params)
     tangent = any(value.tangent for value in values)
-    outputs = [Value(result, yields, tangent) for result in results]
+    outputs = [Value(result, is_weak, tangent) for result in results]
     name = operation_name(equation.primitive.name)
     if name in COPIES:
         outputs[0].constant, outputs[0].onto_bound = values[0].constant, values[0].onto_bound
@@ -101,7 +101,7 @@ def bind(
         _note_source(outputs[0], values[0], equation, params)
     if name in COPIES or name in ELEMENTWISE:
         outputs[0].uniform |= all(value.uniform for value in values)
-        wide = [value for value in values if value.dtype == FLOAT32 and not value.yields]
+        wide = [value for value in values if value.dtype == FLOAT32 and not value.is_weak]
         outputs[0].power = bool(wide) and all(value.power for value in wide)
     for output, var in zip(outputs, equation.outvars, strict=True):
         if is_float32(var) and output.dtype.itemsize > 4:
@@ -118,30 +118,30 @@ def _note_source(result: Value, source: Value, equation: Equation, params: Any) 
 
     Only where both yield, as parameters do: an array that was computed need not be kept.
     """
-    if result.yields and source.yields and result.array.size == source.array.size:
+    if result.is_weak and source.is_weak and result.array.size == source.array.size:
         result.source = source, lambda array: bind_arrays(equation, [array], **params)[0]
 
 
 def bind_arrays(equation: Equation, arrays: Sequence[Array], **params: Any) -> list[Array]:
     """Runs an equation on arrays; if its primitive is registered as cached, JAX caches it."""
     entry = lookup(equation)
-    return _jaxpr.bind(equation, arrays, cached=entry is not None and entry.cached, **params)
+    return core.bind(equation, arrays, cached=entry is not None and entry.cached, **params)
 
 
 def run_in(
     dtype: np.dtype,
     equation: Equation,
     values: Sequence[Value],
-    yields: bool,
+    is_weak: bool,
     cast: Callable[[Value, np.dtype], Array] = Value.to,
     **params: Any,
 ) -> list[Value]:
     """Runs an equation; operands that were float32 when traced are cast to `dtype`."""
-    return bind(equation, values, cast_operands(equation, values, dtype, cast), yields, **params)
+    return bind(equation, values, cast_operands(equation, values, dtype, cast), is_weak, **params)
 
 
 def run_as_traced(
-    context: Context, equation: Equation, values: Sequence[Value], yields: bool
+    context: Context, equation: Equation, values: Sequence[Value], is_weak: bool
 ) -> list[Value]:
     """Runs an equation in the dtypes in which it was traced, and float32 products as a policy says.
 
@@ -149,16 +149,16 @@ def run_as_traced(
         context: the context of the equation.
         equation: the equation.
         values: its operands.
-        yields: whether the results yield.
+        is_weak: whether the results yield.
     """
-    return run_in(FLOAT32, equation, values, yields, **with_algorithms(context, equation))
+    return run_in(FLOAT32, equation, values, is_weak, **with_algorithms(context, equation))
 
 
 def run_overridden(context: Context, equation: Equation, values: Sequence[Value]) -> list[Value]:
     """Runs an equation in the dtype that a policy rule gives to its primitive."""
     dtype = np.dtype(context.override)
-    if _jaxpr.holds_jaxpr(equation.params):  # a function of float32 scalars, as of `lax.reduce`
-        return rounded(run_as_traced(context, equation, values, yields=False), equation, dtype)
+    if core.holds_jaxpr(equation.params):  # a function of float32 scalars, as of `lax.reduce`
+        return rounded(run_as_traced(context, equation, values, is_weak=False), equation, dtype)
     entry = lookup(equation)
     cast = Value.to_finite if entry is not None and entry.keeps_finite else Value.to
     params = result_dtype(equation, dtype) | fill_value(equation, dtype)
@@ -186,15 +186,15 @@ def run_recomputed(dtype: np.dtype, equation: Equation, values: Sequence[Value])
         return [lax.convert_element_type(result, dtype) for result in results]
 
     results = run(*(value.array for value in values))
-    yields, tangent = all_yield(equation, values), any(value.tangent for value in values)
-    return [Value(result, yields, tangent) for result in results]
+    is_weak, tangent = all_weak(equation, values), any(value.tangent for value in values)
+    return [Value(result, is_weak, tangent) for result in results]
 
 
 def rounded(results: Sequence[Value], equation: Equation, dtype: np.dtype) -> list[Value]:
     """Returns results of an equation; those that were float32 when traced are cast to `dtype`."""
     pairs = zip(results, equation.outvars, strict=True)
     return [
-        Value(result.to(dtype), result.yields, result.tangent) if is_float32(var) else result
+        Value(result.to(dtype), result.is_weak, result.tangent) if is_float32(var) else result
         for result, var in pairs
     ]
 

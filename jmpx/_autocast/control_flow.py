@@ -9,13 +9,13 @@ import jax.core
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
-from jmpx import _jaxpr
 from jmpx._autocast.binding import bind_arrays, is_float32, run_as_traced
 from jmpx._autocast.reads import product_dtypes
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
-from jmpx._jaxpr import Atom, Equation, Jaxpr
-from jmpx._modules import marked_calls
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr
+from jmpx._policies.modules import marked_calls
 
 
 @register("call", "closed_call", "jit", "remat2", everywhere=True)
@@ -23,14 +23,14 @@ def function_call(context: Context, equation: Equation, values: list[Value]) -> 
     """Retraces the function of a call, such as a jitted one or a checkpoint."""
     key = "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"
     jaxpr, ends = equation.params[key], context.ends_within(equation)
-    if key == "jaxpr" and _jaxpr.looks_for_nans([value.array for value in values]):
+    if key == "jaxpr" and core.looks_for_nans([value.array for value in values]):
         # Run the equations one by one, so that JAX finds the one that makes a NaN.
         return context.interpreter.evaluate(jaxpr, values, context.scope, ends=ends)
     retraced = context.interpreter.retrace(jaxpr, values, context.scope, ends=ends)
     if isinstance(retraced.jaxpr, type(jaxpr)):
         return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr})
     if retraced.jaxpr.consts:  # jax.checkpoint wants an open jaxpr, which has no constants
-        return run_as_traced(context, equation, values, yields=True)
+        return run_as_traced(context, equation, values, is_weak=True)
     return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr.jaxpr})
 
 
@@ -56,9 +56,9 @@ def _carry(context: Context, equation: Equation, values: list[Value], start: int
     dtype = FLOAT32 if context.override is None else context.override
     pairs = zip(equation.invars[start : len(values)], values[start:], strict=True)
     return [
-        Value(v.to_finite(dtype), yields=False, tangent=v.tangent)
+        Value(v.to_finite(dtype), is_weak=False, tangent=v.tangent)
         if is_float32(atom)
-        else Value(v.array, v.yields)
+        else Value(v.array, v.is_weak)
         for atom, v in pairs
     ]
 
@@ -78,7 +78,7 @@ def _slices(context: Context, equation: Equation, values: list[Value], start: in
     dtypes = product_dtypes(equation.params["jaxpr"], context.scope, context.interpreter.regions)
     triples = zip(equation.invars[start:], values[start:], dtypes[start:], strict=True)
     return [
-        Value(value.to(dtype), value.yields, value.tangent)
+        Value(value.to(dtype), value.is_weak, value.tangent)
         if dtype is not None and is_float32(atom)
         else value
         for atom, value, dtype in triples
@@ -88,7 +88,7 @@ def _slices(context: Context, equation: Equation, values: list[Value], start: in
 @register("scan", everywhere=True)
 def scan(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Retraces the body of a scan, which returns its carry in the dtypes in which it came."""
-    num_consts, num_carry = _jaxpr.scan_counts(equation)
+    num_consts, num_carry = core.scan_counts(equation)
     end = num_consts + num_carry
     carry = _carry(context, equation, values[:end], num_consts)
     operands = [*values[:num_consts], *carry, *_slices(context, equation, values, end)]
@@ -103,10 +103,10 @@ def scan(context: Context, equation: Equation, values: list[Value]) -> list[Valu
     # The body casts constants, so that the backward pass sums their cotangents in float32.
     for i, atom in enumerate(equation.invars[:num_consts]):
         if is_float32(atom):
-            operands[i] = Value(values[i].to(FLOAT32), values[i].yields)
+            operands[i] = Value(values[i].to(FLOAT32), values[i].is_weak)
     results = _rebind(equation, operands, retraced.results, jaxpr=retraced.jaxpr)
     return [
-        Value(result.array, result.yields and i >= num_carry, result.tangent)
+        Value(result.array, result.is_weak and i >= num_carry, result.tangent)
         for i, result in enumerate(results)
     ]
 
@@ -125,7 +125,7 @@ def while_loop(context: Context, equation: Equation, values: list[Value]) -> lis
     ends, operands = context.ends_within(equation), [*body_consts, *carry]
     body = retrace(params["body_jaxpr"], operands, ends=ends, result_dtypes=dtypes)
     operands = [*cond_consts, *body_consts, *carry]
-    results = [Traits(dtype, yields=False) for dtype in dtypes]
+    results = [Traits(dtype, is_weak=False) for dtype in dtypes]
     return _rebind(equation, operands, results, cond_jaxpr=cond.jaxpr, body_jaxpr=body.jaxpr)
 
 
@@ -165,7 +165,7 @@ def shard_map(context: Context, equation: Equation, values: list[Value]) -> list
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=list(params["out_specs"]),
-        axis_names=_jaxpr.manual_axes(equation),
+        axis_names=core.manual_axes(equation),
         check_vma=params["check_vma"],
     )
     arrays = mapped(*(value.array for value in values))
@@ -194,13 +194,13 @@ def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> lis
         with marked_calls(interpreter.regions.policy_map.rules):
             rule = _trace_rule(equation, varied)
         inputs = [Value.of(p, t) for p, t in zip(primals, traits, strict=True)]
-        inputs += [Value(tangents[i], traits[i].yields, tangent=True) for i in varied]
+        inputs += [Value(tangents[i], traits[i].is_weak, tangent=True) for i in varied]
         outputs = interpreter.evaluate(rule, inputs, scope, ends=ends)
         pairs = zip(outputs, retraced.results, strict=False)
         results = [output.to_finite(result.dtype) for output, result in pairs]
         new = dict(zip(_inexact(equation.outvars), outputs[len(results) :], strict=True))
         if symbolic_zeros:  # a tangent to which none of those given contributes is zero
-            depends = _jaxpr.depends(rule.jaxpr, rule.jaxpr.invars[len(traits) :])[len(results) :]
+            depends = core.depends(rule.jaxpr, rule.jaxpr.invars[len(traits) :])[len(results) :]
             new = {i: new[i] for i, is_new in zip(new, depends, strict=True) if is_new}
         return results, [
             new[i].to(result.dtype) if i in new else zero_from_primal(result, symbolic_zeros)

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from jmpx import _jaxpr
 from jmpx._autocast.binding import bind_arrays, cast_operands, run_as_traced
 from jmpx._autocast.products import gives_algorithm, with_algorithms
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Array, Value
-from jmpx._jaxpr import Equation
-from jmpx._modules import marked_calls
-from jmpx._scopes import FULL_PRECISION
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Equation
+from jmpx._jaxprs.scopes import FULL_PRECISION
+from jmpx._policies.modules import marked_calls
 
 
 @register("custom_vjp_call", everywhere=True)
@@ -25,15 +25,15 @@ def custom_vjp(context: Context, equation: Equation, values: list[Value]) -> lis
     have an algorithm, JAX gets another function, which traces both passes and evaluates them.
     """
     if not gives_algorithm(context, equation):
-        return run_as_traced(context, equation, values, yields=True)
+        return run_as_traced(context, equation, values, is_weak=True)
     params = with_algorithms(context, equation)
     # JAX calls the passes later: they must not keep the values alive.
     interpreter, scope = context.interpreter.fresh(), f"{context.scope}/{FULL_PRECISION}".strip("/")
 
     def evaluate(fn: Any, *args: Any) -> Any:
         with marked_calls(interpreter.regions.policy_map.rules):
-            traced = _jaxpr.trace(fn, args, {})
-        operands = [Value(array, yields=False) for array in traced.arrays]
+            traced = core.trace(fn, args, {})
+        operands = [Value(array, is_weak=False) for array in traced.arrays]
         results = interpreter.evaluate(traced.jaxpr, operands, scope)
         return traced.rebuild([result.array for result in results])
 
@@ -63,7 +63,7 @@ def custom_vjp(context: Context, equation: Equation, values: list[Value]) -> lis
     call.defvjp(forward, backward, symbolic_zeros=True)
     arrays = call(*cast_operands(equation, values, FLOAT32))
     tangent = any(value.tangent for value in values)
-    return [Value(array, yields=True, tangent=tangent) for array in arrays]
+    return [Value(array, is_weak=True, tangent=tangent) for array in arrays]
 
 
 def _instantiated(cotangent: Any) -> Any:

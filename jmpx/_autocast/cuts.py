@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jmpx import _jaxpr
 from jmpx._autocast.saving import is_weight_product
-from jmpx._jaxpr import Atom, Equation, Jaxpr
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr
 
 # A part with more products than this has more than one block of a model, as a decoder has, in
 # which the encoder's output lives all along.
@@ -61,14 +61,14 @@ class Life(NamedTuple):
 
 def variables(equation: Equation) -> list[Atom]:
     """Returns the operands that are no literals."""
-    return [atom for atom in equation.invars if not _jaxpr.is_literal(atom)]
+    return [atom for atom in equation.invars if not core.is_literal(atom)]
 
 
 def holds_product(equation: Equation) -> bool:
     """Whether an equation is a weight product, or a jaxpr that it holds has one."""
     if is_weight_product(equation.primitive, equation.params, equation.invars):
         return True
-    return any(map(_has_product, _jaxpr.inner_jaxprs(equation.params)))
+    return any(map(_has_product, core.inner_jaxprs(equation.params)))
 
 
 def _has_product(jaxpr: Jaxpr) -> bool:
@@ -184,10 +184,10 @@ def find_head(jaxpr: Jaxpr, roles: Sequence[Role]) -> int | None:
     if head is None or roles[head] is not Role.PRODUCT:
         return None
     equation = jaxpr.eqns[head]
-    if _jaxpr.holds_jaxpr(equation.params):
+    if core.holds_jaxpr(equation.params):
         return None
     made = {var for later in jaxpr.eqns[head:] for var in later.outvars}
-    results = [_size(var) for var in jaxpr.outvars if not _jaxpr.is_literal(var) and var in made]
+    results = [_size(var) for var in jaxpr.outvars if not core.is_literal(var) and var in made]
     size = sum(map(_size, equation.outvars))
     if size > max(results, default=0):
         return None
@@ -206,7 +206,7 @@ def _lives(equations: Sequence[Equation], roles: Sequence[Role]) -> tuple[list[L
         read = [var for var in variables(equation) if var in made]
         made.update((var, made[var]._replace(end=i)) for var in read)
         if read or role is not Role.ORDINARY:
-            is_product = role is Role.PRODUCT and not _jaxpr.holds_jaxpr(equation.params)
+            is_product = role is Role.PRODUCT and not core.holds_jaxpr(equation.params)
             made.update((var, Life(i, i, _size(var), is_product)) for var in equation.outvars)
             sizes[i] = sum(map(_size, equation.outvars))
     bound = max((life.size for life in made.values()), default=0) / 100

@@ -8,9 +8,9 @@ whose loss is computed outside. A product of two arrays ends the way: a gate sta
 
 import functools
 
-from jmpx import _jaxpr
 from jmpx._autocast.backward import Flags, Named, Step
-from jmpx._jaxpr import Atom, Equation
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Atom, Equation
 
 # Primitives whose results hold only numbers of their first operand.
 COPIES = frozenset(
@@ -85,4 +85,4 @@ def _uniform(named: Named) -> set[Atom]:
 
 
 def _is_uniform(atom: Atom, uniform: set[Atom]) -> bool:
-    return _jaxpr.is_literal(atom) or atom in uniform or getattr(atom.aval, "size", 0) == 1
+    return core.is_literal(atom) or atom in uniform or getattr(atom.aval, "size", 0) == 1

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmpx import _jaxpr
 from jmpx._autocast.binding import cast_operands, run_as_traced, run_overridden
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours
 from jmpx._autocast.pieces import Kind, Piece, find_pieces, find_selected
@@ -18,10 +17,12 @@ from jmpx._autocast.rules import Context, Retraced, lookup
 from jmpx._autocast.saving import Saving, checkpointed
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value
 from jmpx._autocast.wide import note_products
-from jmpx._jaxpr import Atom, Equation, Jaxpr, operation_name
-from jmpx._marks import is_marking
-from jmpx._policy_map import PolicyMap
-from jmpx._scopes import FULL_PRECISION
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
+from jmpx._jaxprs.marks import is_marking
+from jmpx._jaxprs.places import note_source, place_of
+from jmpx._jaxprs.scopes import FULL_PRECISION
+from jmpx._policies.maps import PolicyMap
 
 # jaxpr -> (traits of operands, scope, policy map ...) -> the jaxpr in other dtypes. A function that
 # was jitted once has one jaxpr; retraced once, it is compiled once.
@@ -73,14 +74,14 @@ class Interpreter:
             ends: what becomes of its results.
         """
         env = dict(zip(jaxpr.invars, values, strict=True))
-        for var, const in zip(jaxpr.constvars, _jaxpr.consts_of(jaxpr), strict=False):
+        for var, const in zip(jaxpr.constvars, core.consts_of(jaxpr), strict=False):
             env[var] = Value.of_constant(const)
             env[var].data = ends.multiplied is not None and env[var].array.size > 1
 
         neighbours = find_neighbours(jaxpr, ends)
-        if self.saving is None or _jaxpr.looks_for_nans([value.array for value in values]):
+        if self.saving is None or core.looks_for_nans([value.array for value in values]):
             plain = self._that_saves(None)
-            plain._run(jaxpr.eqns, env, scope, neighbours, _jaxpr.last_uses(jaxpr))
+            plain._run(jaxpr.eqns, env, scope, neighbours, core.last_uses(jaxpr))
         else:
             for piece in self._pieces(jaxpr, scope, self.saving):
                 self._run_piece(piece, env, scope, neighbours, self.saving)
@@ -114,10 +115,10 @@ class Interpreter:
                 note_products(context, equation, values)
                 results = _run(context, equation, values)
             except Exception as error:
-                _jaxpr.note_source(error, equation)
+                note_source(error, equation)
                 raise
             for result in results:
-                result.data |= result.yields and any(value.data for value in values)
+                result.data |= result.is_weak and any(value.data for value in values)
             env.update(zip(equation.outvars, results, strict=True))
             for var in last:
                 del env[var]
@@ -160,11 +161,11 @@ class Interpreter:
             inside._run(equations, env, scope, neighbours, kept)
         else:
             if piece.kind is not Kind.PLAIN:
-                self.used.left.add((piece.kind, _jaxpr.place_of(equations[0])))
+                self.used.left.add((piece.kind, place_of(equations[0])))
             plain._run(equations, env, scope, neighbours, kept)
 
     def _context(self, equation: Equation, scope: str, neighbours: Neighbours) -> Context:
-        name, scope = operation_name(equation.primitive.name), _jaxpr.scope_within(scope, equation)
+        name, scope = operation_name(equation.primitive.name), core.scope_within(scope, equation)
         region = self.regions.region(scope)
         override = self.regions.override(name, region)
         self.used.operations.add(name)
@@ -224,14 +225,14 @@ class Interpreter:
             return [output.array for output in outputs]
 
         avals = [
-            var.aval if i < num_uncast else _jaxpr.with_dtype(var.aval, each.dtype)
+            var.aval if i < num_uncast else core.with_dtype(var.aval, each.dtype)
             for i, (var, each) in enumerate(zip(jaxpr.invars, traits, strict=True))
         ]
         return Retraced(jax.make_jaxpr(on_arrays)(*avals), results, interpreter.used)
 
 
 def _read(env: dict[Atom, Value], atom: Atom) -> Value:
-    if _jaxpr.is_literal(atom):
+    if core.is_literal(atom):
         return Value.of_constant(np.asarray(atom.val, atom.aval.dtype))
     return env[atom]
 
@@ -241,7 +242,7 @@ def _run(context: Context, equation: Equation, values: list[Value]) -> list[Valu
     dtype = context.region.dtype if context.override is None else context.override
     # An autocast around this one is to leave in float32 what this one runs in float32.
     scopes = [FULL_PRECISION] if dtype.itemsize >= 4 else []
-    with _jaxpr.at_source_of(equation, *scopes):
+    with core.at_source_of(equation, *scopes):
         return _apply_rule(context, equation, values)
 
 
@@ -260,20 +261,20 @@ def _apply_rule(context: Context, equation: Equation, values: list[Value]) -> li
     if context.override is not None:
         return run_overridden(context, equation, values)
     if region.is_full:
-        return run_as_traced(context, equation, values, yields=region.yields)
+        return run_as_traced(context, equation, values, is_weak=region.is_weak)
     if entry is None:
-        return run_as_traced(context, equation, values, yields=True)
+        return run_as_traced(context, equation, values, is_weak=True)
     return entry.rule(context, equation, values)
 
 
 def _run_fixed(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs an equation as it was traced; products in its jaxprs get the algorithm of the region."""
     entry, gives_algorithms = lookup(equation), context.interpreter.regions.give_algorithms
-    holds_jaxprs = gives_algorithms and _jaxpr.holds_jaxpr(equation.params)
+    holds_jaxprs = gives_algorithms and core.holds_jaxpr(equation.params)
     if entry is None or not entry.everywhere or not holds_jaxprs:
-        return run_as_traced(context, equation, values, yields=False)
+        return run_as_traced(context, equation, values, is_weak=False)
     arrays = cast_operands(equation, values, FLOAT32)
     pairs = zip(arrays, values, strict=True)
-    operands = [Value(array, yields=False, tangent=v.tangent) for array, v in pairs]
+    operands = [Value(array, is_weak=False, tangent=v.tangent) for array, v in pairs]
     results = entry.rule(context, equation, operands)
-    return [Value(result.array, yields=False, tangent=result.tangent) for result in results]
+    return [Value(result.array, is_weak=False, tangent=result.tangent) for result in results]

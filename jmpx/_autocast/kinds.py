@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jmpx._autocast.binding import (
-    all_yield,
+    all_weak,
     bind,
     bind_arrays,
     cast_operands,
@@ -27,23 +27,23 @@ from jmpx._autocast.binding import (
 from jmpx._autocast.products import is_precise, low_dtype, without_algorithm
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Value
-from jmpx._jaxpr import Equation
+from jmpx._jaxprs.core import Equation
 
 
 def low(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs in the compute dtype; in float32 if the user asked for more than default precision."""
     if is_precise(equation):
-        return run_as_traced(context, equation, values, yields=False)
+        return run_as_traced(context, equation, values, is_weak=False)
     dtype = low_dtype(equation, context.region.dtype)
     if dtype == FLOAT32:
         return full(context, equation, values)
     params = result_dtype(equation, dtype) | without_algorithm(context, equation)
-    return run_in(dtype, equation, values, yields=False, **params)
+    return run_in(dtype, equation, values, is_weak=False, **params)
 
 
 def full(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs in float32."""
-    return run_as_traced(context, equation, values, all_yield(equation, values))
+    return run_as_traced(context, equation, values, all_weak(equation, values))
 
 
 def keep(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
@@ -53,8 +53,8 @@ def keep(context: Context, equation: Equation, values: list[Value]) -> list[Valu
 
 def promote(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs in the widest dtype of its operands; those that yield take the dtype of the others."""
-    dtype, yields = promoted(equation, values), all_yield(equation, values)
-    return run_in(dtype, equation, values, yields)
+    dtype, is_weak = promoted(equation, values), all_weak(equation, values)
+    return run_in(dtype, equation, values, is_weak)
 
 
 def limit(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
@@ -76,8 +76,8 @@ def promote_finite(context: Context, equation: Equation, values: list[Value]) ->
     """
     if context.is_exposed(equation) and _moves_bound(equation, values):
         return full(context, equation, values)
-    dtype, yields = promoted(equation, values), all_yield(equation, values)
-    return run_in(dtype, equation, values, yields, Value.to_finite)
+    dtype, is_weak = promoted(equation, values), all_weak(equation, values)
+    return run_in(dtype, equation, values, is_weak, Value.to_finite)
 
 
 def compare(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
@@ -120,7 +120,7 @@ def power(context: Context, equation: Equation, values: list[Value]) -> list[Val
 def bounded(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs as `promote`; on powers in the compute dtype, as infinity gives the right result."""
     if all(value.power for value in values):
-        return run_in(context.region.dtype, equation, values, all_yield(equation, values))
+        return run_in(context.region.dtype, equation, values, all_weak(equation, values))
     return promote(context, equation, values)
 
 
@@ -138,7 +138,7 @@ def through_float32(context: Context, equation: Equation, values: list[Value]) -
 def reduce_devices(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Sums over devices in float32, and rounds each sum to the dtype of its terms."""
     pairs = zip(full(context, equation, values), values, strict=True)
-    return [Value(result.to(v.dtype), v.yields, v.tangent) for result, v in pairs]
+    return [Value(result.to(v.dtype), v.is_weak, v.tangent) for result, v in pairs]
 
 
 def update(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
@@ -148,12 +148,12 @@ def update(context: Context, equation: Equation, values: list[Value]) -> list[Va
     """
     dtype = promoted(equation, values)
     placed = cast_operands(equation, values, dtype, Value.to_finite)
-    arrays = cast_operands(equation, [Value(array, yields=True) for array in placed], FLOAT32)
-    results = bind(equation, values, arrays, all_yield(equation, values))
+    arrays = cast_operands(equation, [Value(array, is_weak=True) for array in placed], FLOAT32)
+    results = bind(equation, values, arrays, all_weak(equation, values))
     return rounded(results, equation, dtype)
 
 
-def each(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def per_operand(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs on each operand in the dtype that it has; each result is as its operand."""
     results = bind_arrays(equation, [value.array for value in values])
     return [Value.of(result, v.traits) for result, v in zip(results, values, strict=True)]
@@ -214,7 +214,7 @@ KINDS = {
     reduce_devices: """
         psum psum_invariant reduce_scatter
     """,
-    each: """
+    per_operand: """
         sort pmax pmin optimization_barrier device_put
     """,
     keep: """

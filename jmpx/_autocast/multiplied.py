@@ -1,8 +1,8 @@
 """What a product reads: the way from an input to a matrix product or a convolution."""
 
-from jmpx import _jaxpr
 from jmpx._autocast.backward import Flags, Named, Step, find
-from jmpx._jaxpr import Atom, Equation, operation_name
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Atom, Equation, operation_name
 
 CONVOLUTION = "conv_general_dilated"
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", CONVOLUTION})
@@ -28,6 +28,6 @@ def _operands(name: str, equation: Equation, found: set[Atom]) -> Flags:
     if name in PRODUCTS:
         is_read |= not is_outer(equation)
     else:
-        jaxprs = _jaxpr.inner_jaxprs(equation.params)
+        jaxprs = core.inner_jaxprs(equation.params)
         is_read |= any(find(multiplied, jaxpr) for jaxpr in jaxprs)
     return (is_read,) * len(equation.invars)

@@ -8,7 +8,7 @@ import numpy as np
 from jmpx._autocast.backward import find, is_call, within
 from jmpx._autocast.exposed import COPIES, exposed
 from jmpx._autocast.multiplied import multiplied
-from jmpx._jaxpr import Atom, Equation, Jaxpr, is_literal, operation_name
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, is_literal, operation_name
 
 # If a consumer on the right reads a producer on the left, the producer runs in float32, too: the
 # shift of a softmax, `x - max`, and the squares of a norm are part of a statistic that is taken

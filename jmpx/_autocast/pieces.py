@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jmpx import _jaxpr
 from jmpx._autocast.cuts import Role, find_cuts, find_head, holds_product, variables
-from jmpx._jaxpr import Atom, Equation, Jaxpr, operation_name
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 
 # Their jaxprs are cut as the one around them is.
 _CUT_INSIDE = frozenset({"jit", "call", "closed_call", "cond", "shard_map", "scan"})
@@ -73,13 +73,13 @@ def takes_gradient(jaxpr: Jaxpr) -> bool:
     """Whether a backward pass is part of a jaxpr."""
     return any(
         "transpose(" in str(equation.source_info.name_stack)
-        or any(map(takes_gradient, _jaxpr.inner_jaxprs(equation.params)))
+        or any(map(takes_gradient, core.inner_jaxprs(equation.params)))
         for equation in jaxpr.eqns
     )
 
 
 def _pieces(jaxpr: Jaxpr, groups: Iterable[_Group]) -> list[Piece]:
-    read = {atom for atom in jaxpr.outvars if not _jaxpr.is_literal(atom)}
+    read = {atom for atom in jaxpr.outvars if not core.is_literal(atom)}
     pieces = []
     for kind, indices in reversed(list(groups)):
         equations = [jaxpr.eqns[i] for i in indices]
@@ -119,7 +119,7 @@ def _role(equation: Equation, has_pieces: Callable[[Jaxpr], bool]) -> Role:
     if not holds_product(equation):
         return Role.ORDINARY
     if name in _CUT_INSIDE:
-        is_cut = name == "scan" or any(map(has_pieces, _jaxpr.inner_jaxprs(equation.params)))
+        is_cut = name == "scan" or any(map(has_pieces, core.inner_jaxprs(equation.params)))
         return Role.INSIDE if is_cut else Role.PRODUCT
     is_left = name in (_NOT_DIFFERENTIATED, _CHECKPOINT)
     return Role.ALONE if is_left else Role.PRODUCT
@@ -197,7 +197,7 @@ def _outermost(equation: Equation, scope: str, is_selected: Callable[[str], bool
 
     Equal scopes that are entered one after the other, as by a loop over layers, are told apart.
     """
-    for prefix, entered in _jaxpr.scopes_entered(scope, equation):
+    for prefix, entered in core.scopes_entered(scope, equation):
         if is_selected(prefix):
             return prefix, entered
     return None

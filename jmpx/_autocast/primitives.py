@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from jmpx._autocast.binding import (
-    all_yield,
+    all_weak,
     bind,
     fill_value,
     float32_values,
@@ -25,8 +25,8 @@ from jmpx._autocast.multiplied import is_outer
 from jmpx._autocast.products import is_precise, with_algorithms
 from jmpx._autocast.rules import Context, register
 from jmpx._autocast.value import FLOAT32, Value
-from jmpx._jaxpr import Equation
-from jmpx._scopes import RESTORE
+from jmpx._jaxprs.core import Equation
+from jmpx._jaxprs.scopes import RESTORE
 
 
 @register("dot_general", cached=True)
@@ -36,9 +36,9 @@ def dot_general(context: Context, equation: Equation, values: list[Value]) -> li
     The angles of a rotary embedding are one: positions times frequencies.
     """
     if is_outer(equation) and not is_precise(equation):
-        dtype, yields = promoted(equation, values), all_yield(equation, values)
+        dtype, is_weak = promoted(equation, values), all_weak(equation, values)
         params = with_algorithms(context, equation, dtype)
-        return run_in(dtype, equation, values, yields, **params)
+        return run_in(dtype, equation, values, is_weak, **params)
     return low(context, equation, values)
 
 
@@ -77,15 +77,15 @@ def eq(context: Context, equation: Equation, values: list[Value]) -> list[Value]
 @register("gather", cached=True, keeps_finite=True)
 def gather(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs as `promote_finite`; the number for indices out of bounds stays finite, too."""
-    dtype, yields = promoted(equation, values), all_yield(equation, values)
+    dtype, is_weak = promoted(equation, values), all_weak(equation, values)
     params = fill_value(equation, dtype)
-    return run_in(dtype, equation, values, yields, Value.to_finite, **params)
+    return run_in(dtype, equation, values, is_weak, Value.to_finite, **params)
 
 
 @register("get", "swap")
 def access(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs in float32; the result does not yield, as the reference may hold a sum."""
-    return run_as_traced(context, equation, values, yields=False)
+    return run_as_traced(context, equation, values, is_weak=False)
 
 
 @register("convert_element_type", everywhere=True)
@@ -97,9 +97,9 @@ def convert_element_type(context: Context, equation: Equation, values: list[Valu
     """
     (value,), (atom,) = values, equation.invars
     if equation.params["new_dtype"] != FLOAT32:
-        return bind(equation, values, [value.array], value.yields)
+        return bind(equation, values, [value.array], value.is_weak)
     is_restored = context.scope.endswith(RESTORE) and not context.region.is_full
     if is_float32(atom) or is_restored:
         return [value]
     is_float = jnp.issubdtype(atom.aval.dtype, jnp.floating)
-    return bind(equation, values, [value.array], yields=not is_float)
+    return bind(equation, values, [value.array], is_weak=not is_float)

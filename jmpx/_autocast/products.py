@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmpx import _jaxpr
 from jmpx._autocast.multiplied import CONVOLUTION, PRODUCTS
 from jmpx._autocast.regions import Regions, Used
 from jmpx._autocast.rules import Context
 from jmpx._autocast.value import FLOAT32
-from jmpx._jaxpr import Equation, Jaxpr, operation_name
-from jmpx._matmul import is_algorithm
-from jmpx._rewriting import with_equations, with_jaxprs
+from jmpx._base.matmul import is_algorithm
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
+from jmpx._jaxprs.rewriting import with_equations, with_jaxprs
 
 _WORDS_FOR = frozenset({FLOAT32, np.dtype(np.complex64)})  # which is a pair of float32 numbers
 
@@ -141,7 +141,7 @@ def _rewrite(jaxpr: Jaxpr, scope: str, regions: Regions) -> Jaxpr:
         inner = Regions(regions.policy_map, regions.surrounding)
 
         def change(equation: Equation) -> Equation:
-            params = _params(equation, _jaxpr.scope_within(scope, equation), inner)
+            params = _params(equation, core.scope_within(scope, equation), inner)
             return equation.replace(params={**equation.params, **params}) if params else equation
 
         new = with_equations(jaxpr, change)

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jmpx import _jaxpr
 from jmpx._autocast.binding import RESHAPES
 from jmpx._autocast.multiplied import PRODUCTS, is_outer
 from jmpx._autocast.products import low_dtype
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.value import FLOAT32
-from jmpx._jaxpr import Atom, Equation, Jaxpr, operation_name
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 
 _Dtypes = frozenset[np.dtype]
 
@@ -41,7 +41,7 @@ def _reads(jaxpr: Jaxpr, scope: str, regions: Regions) -> list[_Dtypes]:
 
     def note(atoms: Sequence[Atom], dtypes: Iterable[_Dtypes]) -> None:
         for atom, each in zip(atoms, dtypes, strict=True):
-            if not _jaxpr.is_literal(atom):
+            if not core.is_literal(atom):
                 found[atom] = found.get(atom, frozenset()) | each
 
     note(jaxpr.outvars, [frozenset({FLOAT32})] * len(jaxpr.outvars))
@@ -55,12 +55,12 @@ def _reads(jaxpr: Jaxpr, scope: str, regions: Regions) -> list[_Dtypes]:
 
 
 def _reads_of(equation: Equation, name: str, scope: str, regions: Regions) -> Sequence[_Dtypes]:
-    count, inner = len(equation.invars), _jaxpr.scope_within(scope, equation)
+    count, inner = len(equation.invars), core.scope_within(scope, equation)
     if name in _CALLS:
-        (jaxpr,) = _jaxpr.inner_jaxprs(equation.params)
+        (jaxpr,) = core.inner_jaxprs(equation.params)
         return _reads(jaxpr, inner, regions)
     if name == "scan":  # what it carries, and its constants, it reads in float32
-        start = sum(_jaxpr.scan_counts(equation))
+        start = sum(core.scan_counts(equation))
         reads = _reads(equation.params["jaxpr"], inner, regions)
         return [frozenset({FLOAT32})] * start + reads[start:]
     is_low = name in PRODUCTS and not is_outer(equation)

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jmpx._autocast.value import FLOAT32
-from jmpx._jaxpr import Equation, Place
-from jmpx._marks import is_own_name, module_of, without_marks
-from jmpx._policy_map import PolicyMap, Rule as PolicyRule
-from jmpx._scopes import FULL_PRECISION
+from jmpx._jaxprs.core import Equation
+from jmpx._jaxprs.marks import is_own_name, module_of, without_marks
+from jmpx._jaxprs.places import Place
+from jmpx._jaxprs.scopes import FULL_PRECISION
+from jmpx._policies.maps import PolicyMap, Rule as PolicyRule
 
 
 class Algorithm(NamedTuple):
@@ -75,14 +76,14 @@ class Region(NamedTuple):
     Args:
         dtype: the compute dtype.
         rank: the position in the policy map of the rule that says so; -1 for the default.
-        yields: whether results that are computed in float32 here yield to 16 bits outside.
+        is_weak: whether results that are computed in float32 here yield to 16 bits outside.
         is_fixed: whether `jmpx.full_precision` marks the scope: no policy rule changes its dtype.
         algorithm: that of float32 products; None leaves them to JAX.
     """
 
     dtype: np.dtype
     rank: int
-    yields: bool
+    is_weak: bool
     is_fixed: bool = False
     algorithm: Algorithm | None = None
 
@@ -104,7 +105,7 @@ class Region(NamedTuple):
         if self.is_fixed or says_only_that:
             return self._replace(algorithm=algorithm)
         dtype = self.dtype if rule.compute is None else np.dtype(rule.compute)
-        return Region(dtype, rank, yields=rule.output is None, algorithm=algorithm)
+        return Region(dtype, rank, is_weak=rule.output is None, algorithm=algorithm)
 
 
 class Regions:
@@ -145,7 +146,7 @@ class Regions:
         if not scope:
             default = self.policy_map.default
             algorithm = self._outermost_algorithm()
-            return Region(np.dtype(default.compute_dtype), -1, yields=True, algorithm=algorithm)
+            return Region(np.dtype(default.compute_dtype), -1, is_weak=True, algorithm=algorithm)
         region = self.region(outer)
         if name == FULL_PRECISION:
             return Region(FLOAT32, -1, False, is_fixed=True, algorithm=region.algorithm)

@@ -13,7 +13,7 @@ import numpy as np
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours
 from jmpx._autocast.regions import Region, Regions, Used
 from jmpx._autocast.value import Traits, Value
-from jmpx._jaxpr import Equation, Jaxpr, operation_name
+from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
 
 
 class Retraced(NamedTuple):

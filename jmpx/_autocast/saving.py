@@ -9,9 +9,9 @@ import jax.core
 import numpy as np
 
 from jmpx._autocast.value import Array, Traits, Value
-from jmpx._jaxpr import Primitive, operation_name
-from jmpx._messages import describe, did_you_mean
-from jmpx._rules import Rule
+from jmpx._base.messages import describe, did_you_mean
+from jmpx._jaxprs.core import Primitive, operation_name
+from jmpx._policies.rules import Rule
 
 _Cast = tuple[np.dtype, bool]  # a key of `Value.casts`
 

@@ -10,9 +10,9 @@ from jmpx._autocast.pieces import Kind
 from jmpx._autocast.regions import Used
 from jmpx._autocast.rules import is_registered, overridable
 from jmpx._autocast.wide import REMEDY
-from jmpx._marks import Module, module_of, without_marks
-from jmpx._messages import did_you_mean
-from jmpx._policy_map import PolicyMap, Rule as PolicyRule, warn_of
+from jmpx._base.messages import did_you_mean
+from jmpx._jaxprs.marks import Module, module_of, without_marks
+from jmpx._policies.maps import PolicyMap, Rule as PolicyRule, warn_of
 
 # On the right, functions and layers that users take for operations. No jaxpr holds one: it holds
 # the primitives on the left, which decide about the precision, and which policy rules should name.

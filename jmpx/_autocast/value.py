@@ -20,7 +20,7 @@ class Traits(NamedTuple):
 
     Args:
         dtype: its dtype.
-        yields: whether it takes the dtype of an array that does not yield, where the two meet: a
+        is_weak: whether it takes the dtype of an array that does not yield, where the two meet: a
             float32 bias leaves a bfloat16 activation bfloat16. True until a 16-bit operation
             contributes: inputs and constants yield, and results of these alone. Unrelated to JAX's
             `weak_type`.
@@ -34,7 +34,7 @@ class Traits(NamedTuple):
     """
 
     dtype: np.dtype
-    yields: bool
+    is_weak: bool
     tangent: bool = False
     uniform: bool = False
     power: bool = False
@@ -47,7 +47,7 @@ class Value:
 
     Args:
         array: the array or the tracer.
-        yields: see `Traits`.
+        is_weak: see `Traits`.
         tangent: see `Traits`.
 
     Attributes:
@@ -72,12 +72,12 @@ class Value:
         "source",
         "tangent",
         "uniform",
-        "yields",
+        "is_weak",
     )
 
-    def __init__(self, array: Array, yields: bool, tangent: bool = False) -> None:
+    def __init__(self, array: Array, is_weak: bool, tangent: bool = False) -> None:
         self.array = array
-        self.yields = yields
+        self.is_weak = is_weak
         self.tangent = tangent
         self.uniform: bool = array.size == 1
         self.power = self.data = False
@@ -89,7 +89,7 @@ class Value:
     @classmethod
     def of(cls, array: Array, traits: Traits) -> "Value":
         """Returns the value of an array of which the traits are known."""
-        value = cls(array, traits.yields, traits.tangent)
+        value = cls(array, traits.is_weak, traits.tangent)
         value.uniform |= traits.uniform
         value.power = traits.power
         value.onto_bound, value.data = traits.onto_bound, traits.data
@@ -98,7 +98,7 @@ class Value:
     @classmethod
     def of_constant(cls, array: Array) -> "Value":
         """Returns the value of a constant of a jaxpr."""
-        value = cls(array, yields=True)
+        value = cls(array, is_weak=True)
         if not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True):
             value.note_constant(array)
         return value
@@ -114,13 +114,13 @@ class Value:
     @property
     def traits(self) -> Traits:
         known = self.uniform, self.power, self.onto_bound, self.data
-        return Traits(self.dtype, self.yields, self.tangent, *known)
+        return Traits(self.dtype, self.is_weak, self.tangent, *known)
 
     def kept(self) -> "Value":
         """Returns the value where it leads to no product: one that does not yield if it is data."""
         if not self.data:
             return self
-        value = Value.of(self.array, self.traits._replace(yields=False, data=False))
+        value = Value.of(self.array, self.traits._replace(is_weak=False, data=False))
         value.casts, value.constant = self.casts, self.constant
         return value
 
@@ -133,7 +133,7 @@ class Value:
 
         An array that does not yield was computed: if it overflows, the overflow shows.
         """
-        return self._cast(dtype, saturate=self.yields and not self.tangent)
+        return self._cast(dtype, saturate=self.is_weak and not self.tangent)
 
     def _cast(self, dtype: np.dtype, saturate: bool) -> Array:
         if self.dtype == dtype:
@@ -156,7 +156,7 @@ class Value:
 
         Numbers that are known only when the program runs, such as a count, may have any size.
         """
-        if not self.yields or self.dtype == dtype:
+        if not self.is_weak or self.dtype == dtype:
             return True
         if self.constant is not None:
             return _holds(dtype, self.constant)
@@ -165,7 +165,7 @@ class Value:
 
 def join(several: Sequence[Traits]) -> Traits:
     """Returns the traits of the array that others become where they meet, as in two branches."""
-    computed = {traits.dtype for traits in several if not traits.yields}
+    computed = {traits.dtype for traits in several if not traits.is_weak}
     dtypes = computed or {traits.dtype for traits in several}
     dtype = dtypes.pop() if len(dtypes) == 1 else FLOAT32
     return Traits(dtype, not computed, any(traits.tangent for traits in several))

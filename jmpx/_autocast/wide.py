@@ -13,16 +13,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx import _jaxpr
 from jmpx._autocast.binding import is_float32
 from jmpx._autocast.multiplied import PRODUCTS, is_outer
 from jmpx._autocast.products import is_precise, low_dtype
 from jmpx._autocast.regions import Regions, Used
 from jmpx._autocast.rules import Context, lookup
 from jmpx._autocast.value import FLOAT32, Value
-from jmpx._jaxpr import Equation, Jaxpr, operation_name
-from jmpx._policy_map import PolicyMap
-from jmpx._product_flops import PRODUCT_FLOPS
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
+from jmpx._jaxprs.places import place_of
+from jmpx._jaxprs.product_flops import PRODUCT_FLOPS
+from jmpx._policies.maps import PolicyMap
 
 _CUSTOM_VJP = "custom_vjp_call"
 _KERNEL = "pallas_call"  # its jaxpr is that of one of many programs
@@ -93,8 +94,8 @@ def _stays_wide(context: Context, equation: Equation, values: Sequence[Value]) -
 
 def _has_wide_product(equation: Equation, scope: str, regions: Regions) -> bool:
     """Whether a product in the jaxprs of an equation runs in float32 where 16 bits were to be."""
-    for inner in (inner for jaxpr in _jaxpr.inner_jaxprs(equation.params) for inner in jaxpr.eqns):
-        within = _jaxpr.scope_within(scope, inner)
+    for inner in (inner for jaxpr in core.inner_jaxprs(equation.params) for inner in jaxpr.eqns):
+        within = core.scope_within(scope, inner)
         if _is_wide_product(inner) and not regions.region(within).is_full:
             return True
         if _has_wide_product(inner, within, regions):
@@ -110,7 +111,7 @@ def _is_wide_product(equation: Equation) -> bool:
 
 def _has_kernel(equation: Equation) -> bool:
     """Whether an equation is a call of code that is no jaxpr, or holds one, on matrices."""
-    jaxprs = _jaxpr.inner_jaxprs(equation.params)
+    jaxprs = core.inner_jaxprs(equation.params)
     if jaxprs:
         return any(_has_kernel(inner) for jaxpr in jaxprs for inner in jaxpr.eqns)
     name = operation_name(equation.primitive.name)
@@ -138,7 +139,7 @@ def _flops(jaxpr: Jaxpr, wide: set[Equation], is_within: bool) -> tuple[float, f
             flops = _flops_of(name, equation)
             total, found = total + flops, found + flops * is_wide
             continue
-        jaxprs = _jaxpr.inner_jaxprs(equation.params)
+        jaxprs = core.inner_jaxprs(equation.params)
         if is_wide and (name == _KERNEL or (not jaxprs and _has_kernel(equation))):
             return float("nan"), float("nan")
         times = equation.params["length"] if name == "scan" else 1
@@ -179,7 +180,7 @@ def warn_of_products(
 
 
 def _sentence(wide: Iterable[Equation], share: float | None) -> str:
-    found = {f"{e.primitive.name} at {_jaxpr.place_of(e) or 'a line of a library'}" for e in wide}
+    found = {f"{e.primitive.name} at {place_of(e) or 'a line of a library'}" for e in wide}
     part = "" if share is None else f", with {100 * share:.0f} % of the FLOPs of all products"
     return (
         f"JAX cannot trace {' and '.join(sorted(found))} again in 16 bits, so autocast leaves "

@@ -9,8 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmpx import _jaxpr
-from jmpx._added_rules import in_force
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends
 from jmpx._autocast.pieces import takes_gradient
@@ -24,22 +22,24 @@ from jmpx._autocast.unused import (
 )
 from jmpx._autocast.value import Array, Value
 from jmpx._autocast.wide import warn_of_products, wide_share
-from jmpx._contexts import AUTOCAST, fact, fact_set, note_cast
-from jmpx._dtypes import check_computes
-from jmpx._jaxpr import Jaxpr
-from jmpx._leaves import is_floating, is_traceable
-from jmpx._made_once import made_once
-from jmpx._marks import Module
-from jmpx._matmul import region_setting
-from jmpx._messages import user_stacklevel
-from jmpx._modules import Marks
-from jmpx._nnx_objects import is_object, module_base
-from jmpx._policy_map import PolicyMap, Rule
-from jmpx._registry import refuse_creation
-from jmpx._scopes import RESTORE
-from jmpx._stateful import Pure, apply, call
+from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
+from jmpx._base.dtypes import check_computes
+from jmpx._base.leaves import is_floating, is_traceable
+from jmpx._base.made_once import made_once
+from jmpx._base.matmul import region_setting
+from jmpx._base.messages import user_stacklevel
+from jmpx._base.nnx_objects import is_object, module_base
+from jmpx._base.stateful import PureFunction, apply, call
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Jaxpr
+from jmpx._jaxprs.marks import Module
+from jmpx._jaxprs.scopes import RESTORE
+from jmpx._policies.added_rules import in_force
+from jmpx._policies.maps import PolicyMap, Rule
+from jmpx._policies.modules import Marks
+from jmpx._policies.registry import refuse_creation
 
-_jaxpr.import_extend()  # now, because the first call is often inside of a trace
+core.import_extend()  # now, because the first call is often inside of a trace
 
 
 @functools.partial(
@@ -114,7 +114,7 @@ def evaluated(
     policy_map: PolicyMap,
     save: Saving | None,
     output: Any,
-    pure: Pure,
+    pure: PureFunction,
     state: Any,
     args: Any,
     kwargs: Any,
@@ -184,7 +184,10 @@ def _warn(
 
 
 def _values(
-    pure: Pure, arrays: Sequence[Array], given: Any, is_parameter: Callable[[Any], bool] | None
+    pure: PureFunction,
+    arrays: Sequence[Array],
+    given: Any,
+    is_parameter: Callable[[Any], bool] | None,
 ) -> list[Value]:
     """Returns the operands of a function's jaxpr.
 
@@ -195,23 +198,23 @@ def _values(
         is_parameter: see `evaluated`.
     """
     # As a loop's carry, state that is replaced does not yield: a moving average would stall.
-    values = [Value(array, yields=not pure.is_replaced(array)) for array in arrays]
+    values = [Value(array, is_weak=not pure.is_replaced(array)) for array in arrays]
     if is_parameter is not None:
         leaves = filter(is_traceable, jax.tree.leaves(given))
         for value, leaf in zip(values, leaves, strict=True):
-            value.data = value.yields and not (is_floating(leaf) and is_parameter(leaf))
+            value.data = value.is_weak and not (is_floating(leaf) and is_parameter(leaf))
     return values
 
 
 def _traced(
-    interpreter: Interpreter, pure: Pure, state: Any, args: Any, kwargs: Any
-) -> _jaxpr.Traced:
+    interpreter: Interpreter, pure: PureFunction, state: Any, args: Any, kwargs: Any
+) -> core.Traced:
     is_inside = interpreter.regions.surrounding is not None
     # A setting of jmpx around the call is for products that run in float32; the trace shows those
     # whose precision the user's own code sets.
     open_products = jax.default_matmul_precision(None) if is_inside else contextlib.nullcontext()
     with refuse_creation(), open_products:
-        return _jaxpr.trace(pure, (state, *args), kwargs)
+        return core.trace(pure, (state, *args), kwargs)
 
 
 def _evaluate(
@@ -259,7 +262,7 @@ def _restored(value: Value, traced: Any, output: Any) -> Any:
     if output != "traced":
         return value.to(np.dtype(output))
     array = value.to(traced.dtype)
-    return _jaxpr.weakly_typed(array) if traced.weak_type else array
+    return core.weakly_typed(array) if traced.weak_type else array
 
 
 @made_once

@@ -14,7 +14,7 @@ from jax.extend.core import Primitive, primitives
 import jmpx
 from jmpx._autocast import binding, neighbours, rules
 from jmpx._autocast.kinds import low, promote
-from jmpx._jaxpr import operation_name
+from jmpx._jaxprs.core import operation_name
 
 
 def version(text):

@@ -57,7 +57,7 @@ def test_every_program_is_run_by_a_test():
         rest = [block for block in rest if block not in files(name).values()]
         if rest:
             left[name] = len(rest)
-    # Two blocks are PyTorch's. tests/audit/test_wire.py compares those of collectives.md.
+    # Two blocks are PyTorch's. tests/inspect/test_wire.py compares those of collectives.md.
     assert left == {"coming_from_torch.md": 2, "collectives.md": 3}
 
 

@@ -23,7 +23,7 @@ from absl import flags
 
 name, at_least, *arguments = sys.argv[1:]
 script = importlib.import_module(name)
-is_light = not any(each.startswith("jmpx._audit") for each in sys.modules)
+is_light = not any(each.startswith("jmpx._inspect.audit") for each in sys.modules)
 flags.FLAGS([script.__file__, *arguments, "--audit"])
 with contextlib.redirect_stdout(io.StringIO()) as printed:
     script.main([script.__file__])

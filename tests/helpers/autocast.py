@@ -15,7 +15,7 @@ from helpers import BF16, F16, F32
 from helpers.jaxprs import equations_of
 from jmpx._autocast.saving import get_saving
 from jmpx._autocast.wrapped import evaluated
-from jmpx._stateful import apply, call
+from jmpx._base.stateful import apply, call
 
 # A bfloat16 has 8 bits of digits, and a result is rounded several times. If a bfloat16 product is
 # transposed and cast within jit, XLA:CPU of JAX 0.12 is off by 2e-2 of the largest value.

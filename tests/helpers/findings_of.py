@@ -3,10 +3,10 @@
 import pathlib
 from typing import Any
 
-from jmpx._audit.findings import find
-from jmpx._audit.options import Options
-from jmpx._graph import Graph
-from jmpx._programs import traced_program
+from jmpx._inspect.audit.findings import find
+from jmpx._inspect.audit.options import Options
+from jmpx._inspect.graph import Graph
+from jmpx._inspect.programs import traced_program
 
 
 def found(names, fn, *args, platform=None) -> list[Any]:

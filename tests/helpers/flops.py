@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from jmpx._audit.flops import flops_of, is_counted
 from jmpx._autocast.products import PRODUCTS
-from jmpx._jaxpr import inner_jaxprs, operation_name
+from jmpx._inspect.audit.flops import flops_of, is_counted
+from jmpx._jaxprs.core import inner_jaxprs, operation_name
 
 
 def shape_of(*shape, dtype=jnp.float32):

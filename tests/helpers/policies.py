@@ -3,8 +3,8 @@
 from hypothesis import strategies as st
 
 import jmpx
-from jmpx._dtypes import dtype_names
-from jmpx._matmul import matmul_names
+from jmpx._base.dtypes import dtype_names
+from jmpx._base.matmul import matmul_names
 
 NAMES = [name for name in dtype_names() if name != "half"]
 REDUCE_NAMES = ["f16", "bf16", "f32", "f64"]

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from jmpx._audit.data import Cast, Entry, Finding, Products, Scope
-from jmpx._audit.report import Audit
-from jmpx._jaxpr import Place
+from jmpx._inspect.audit.data import Cast, Entry, Finding, Products, Scope
+from jmpx._inspect.audit.report import Audit
+from jmpx._jaxprs.places import Place
 
 POLICY = "params=float32,compute=bfloat16,output=float32"
 LEAK = Finding(

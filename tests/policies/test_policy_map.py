@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import jmpx
-from jmpx._policy_map import warn_unused
+from jmpx._policies.maps import warn_unused
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 PARSED = [

@@ -15,7 +15,7 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
-from jmpx._rules import _matches_path
+from jmpx._policies.rules import _matches_path
 
 
 def push(policy):

@@ -6,14 +6,18 @@ from helpers import run_python
 
 HEAVY = (
     "jmpx._autocast jax.extend.core haiku equinox flax optax absl matplotlib sklearn tqdm jmp "
-    "jmpx._gradient jmpx._gradient_arguments jmpx._optimizer jmpx._optimizer_checks jmpx._jaxpr "
-    "jmpx._gradient_policy jmpx._gradient_results jmpx._reduction jmpx._stateful jmpx._nnx_objects "
-    "jmpx._state_dicts jmpx._function_casts jmpx._mixed_precision jmpx._loss_scale_strings "
-    "jmpx._loss_scale_fields jmpx._models jmpx._progress jmpx._skipping jmpx._gather jmpx._axes "
-    "jmpx._audit jmpx._ranges jmpx._first_nonfinite jmpx._programs jmpx._wire jmpx._explain "
-    "jmpx._commands jmpx._targets jmpx._graph jmpx._rounding jmpx._split_master "
-    "jmpx._update_report jmpx._low_precision_params jmpx._state_dtype jmpx._transformations "
-    "jmpx._ema jmpx._contracts jmpx._loss_scale_state"
+    "jmpx._steps.gradient jmpx._steps.arguments jmpx._steps.optimizer "
+    "jmpx._steps.optimizer_checks jmpx._jaxprs.core jmpx._steps.policy_warnings "
+    "jmpx._steps.results jmpx._devices.reduction jmpx._base.stateful jmpx._base.nnx_objects "
+    "jmpx._scales.state_dicts jmpx._adapters.function_casts jmpx._scales.mixed_precision "
+    "jmpx._scales.strings jmpx._scales.fields jmpx._cli.models jmpx._steps.progress "
+    "jmpx._steps.skipping jmpx._devices.gather jmpx._base.axes jmpx._inspect.audit "
+    "jmpx._inspect.ranges jmpx._inspect.first_nonfinite jmpx._inspect.programs "
+    "jmpx._inspect.collectives.report jmpx._cli.explain jmpx._cli.commands jmpx._cli.targets "
+    "jmpx._inspect.graph jmpx._storage.rounding jmpx._storage.split_master "
+    "jmpx._storage.update_report jmpx._storage.low_precision_params jmpx._storage.state_dtype "
+    "jmpx._storage.transformations jmpx._storage.ema jmpx._storage.contracts "
+    "jmpx._scales.state "
 ).split()
 
 

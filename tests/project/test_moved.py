@@ -11,8 +11,8 @@ from helpers import ROOT, run_python
 
 import jmpx
 import jmpx.mpx
-from jmpx import _moved
-from jmpx._loss_scale_numbers import ARGUMENTS
+from jmpx._base import moved
+from jmpx._scales.numbers import ARGUMENTS
 
 OLD = """
 Audit Autocast DynamicLossScale DynamicLossScaling Ema EmaState FirstNonfinite Gradients
@@ -44,7 +44,7 @@ def check_names(text):
     return names
 
 
-@pytest.mark.parametrize("name", sorted({*GONE, *_moved.OTHERS}))
+@pytest.mark.parametrize("name", sorted({*GONE, *moved.OTHERS}))
 def test_a_name_that_is_elsewhere_says_where(name):
     assert name not in dir(jmpx)
     start = f"^module 'jmpx' has no attribute '{name}': write .* instead.$"
@@ -52,7 +52,7 @@ def test_a_name_that_is_elsewhere_says_where(name):
         getattr(jmpx, name)
     found = check_names(str(error.value))
     assert found
-    if name in GONE and name not in _moved.RENAMED:
+    if name in GONE and name not in moved.RENAMED:
         assert [each.rpartition(".")[2] for each in found] == [name]
 
 
@@ -76,7 +76,7 @@ def test_an_import_of_an_old_name_says_where_it_is():
 
 
 @pytest.mark.parametrize(
-    ("function", "argument"), [(f, a) for f, table in _moved.ARGUMENTS.items() for a in table]
+    ("function", "argument"), [(f, a) for f, table in moved.ARGUMENTS.items() for a in table]
 )
 def test_an_argument_of_others_says_what_to_write(function, argument):
     with pytest.raises(TypeError, match=rf"\b{argument}: (write .* instead|leave .*)\.$") as error:
@@ -88,9 +88,9 @@ def test_an_argument_of_others_says_what_to_write(function, argument):
         assert argument not in known and set(re.findall(r"(\w+)=", text)) <= known
 
 
-@pytest.mark.parametrize("word", _moved.SCALES)
+@pytest.mark.parametrize("word", moved.SCALES)
 def test_strings_know_the_words_for_loss_scales(word):
-    key = {name: key for key, name in ARGUMENTS.items()}[_moved.SCALES[word]]
+    key = {name: key for key, name in ARGUMENTS.items()}[moved.SCALES[word]]
     with pytest.raises(ValueError, match=f"Unknown key '{word}' .* did you mean '{key}'"):
         jmpx.get_loss_scale(f"dynamic,{word}=8")
 

@@ -21,7 +21,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from killed_training import FORMATS, digest
 
 import jmpx
-from jmpx import _contexts, _registry
+from jmpx._base import contexts
+from jmpx._policies import registry
 
 
 @pytest.fixture(autouse=True)
@@ -265,11 +266,11 @@ def test_policies_that_threads_share_are_noticed(shared, monkeypatch):
     """If threads had one store of policies or contexts, they would see each other's."""
     monkeypatch.setattr(threads, "THREADS", 2)
     if shared == "contexts":
-        one = type("One", (), {"state": _contexts._State()})()
-        monkeypatch.setattr(_contexts, "_thread", one)
+        one = type("One", (), {"state": contexts._State()})()
+        monkeypatch.setattr(contexts, "_thread", one)
     else:
         one = type("One", (), {"policies": {}, "running": []})()
-        monkeypatch.setattr(_registry, "_registry", one)
+        monkeypatch.setattr(registry, "_registry", one)
     _, failures = threads.run_all(1)
     assert failures
     for cls in threads.CLASSES:

@@ -1,0 +1,180 @@
+"""The `dtype` field of a layer: the layer computes in the dtype that the field names.
+
+Most layers of Flax have one, such as `nn.Dense`. A rule that selects a layer sets the field for the
+call. Layers inside have often been handed the field, `nn.Dense(8, dtype=self.dtype)`, so the rule
+sets theirs, too, where the value is the same. Without a rule the field is the layer's compute
+dtype, whatever the policy around it says.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._base.dtypes import as_dtype, computable, dtype_name
+from jmpx._base.leaves import is_floating
+from jmpx._jaxprs.marks import Module
+from jmpx._policies.maps import PolicyMap
+from jmpx._policies.policy import Policy
+
+
+def dtype_field(module: object) -> np.dtype | None:
+    """Returns the floating dtype that the `dtype` field of a module names; None without one.
+
+    A dtype of 8 bits counts as none, because no layer computes in it.
+    """
+    value = vars(module).get("dtype")
+    if value is None:
+        return None
+    try:
+        dtype = np.dtype(value)
+    except TypeError:  # a field of this name that holds something else
+        return None
+    is_usable = jnp.issubdtype(dtype, jnp.floating) and computable(dtype) == dtype
+    return dtype if is_usable else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Selected:
+    """What a rule makes of the `dtype` fields in the layer that it selects.
+
+    Args:
+        written: the field of that layer as the user wrote it, None if it has none.
+        dtype: the compute dtype of the rule.
+    """
+
+    written: np.dtype | None
+    dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldInCall:
+    """The `dtype` field of a layer during a call.
+
+    Args:
+        value: the value that the field is to have in the call; None for a layer without the field.
+        is_ruled: whether a rule set it, which may have selected a layer around this one.
+        selected: what the layers inside follow; None if no rule is around them.
+    """
+
+    value: np.dtype | None
+    is_ruled: bool
+    selected: Selected | None
+
+
+def field_in_call(module: object, rule: Policy | None, around: Selected | None) -> FieldInCall:
+    """Returns what the `dtype` field of a layer is in a call.
+
+    Args:
+        module: the layer, its field as the user wrote it or as a call around this one handed it on.
+        rule: the policy that a rule, or else the layer's class, gives to the call; None if neither
+            does.
+        around: what a rule makes of the layer around this one.
+    """
+    field = dtype_field(module)
+    if rule is not None:
+        dtype = np.dtype(rule.compute_dtype)
+        return FieldInCall(None if field is None else dtype, True, Selected(field, dtype))
+    if field is not None and around is not None and field in (around.written, around.dtype):
+        return FieldInCall(around.dtype, True, around)
+    return FieldInCall(field, False, around)
+
+
+def reading_policy(policy: Policy, field: np.dtype | None) -> Policy:
+    """Returns the policy under which a layer reads its own parameters: its field goes before."""
+    if field is None or field == np.dtype(policy.compute_dtype):
+        return policy
+    return dataclasses.replace(policy, compute_dtype=field)
+
+
+def spelled_as(written: Any, dtype: np.dtype) -> Any:
+    """Returns a dtype in the form of another: a name, a NumPy dtype or one of JAX's scalar types.
+
+    Code that reads the field may look it up, or ask it for its size.
+    """
+    if isinstance(written, str):
+        return dtype.name
+    return dtype if isinstance(written, np.dtype) else as_dtype(dtype)
+
+
+class FieldCensus:
+    """Counts the parameters that `dtype` fields keep from the compute dtype of a policy map.
+
+    Attributes:
+        sizes: the elements of each parameter that a module reads, by the module and the parameter.
+        fields: the fields, if no rule set them, of the modules that were met.
+        changed: the modules whose fields a rule set to another dtype.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[Module, dict[Hashable, int]] = {}
+        self.fields: dict[Module, np.dtype] = {}
+        self.changed: set[Module] = set()
+
+    def note_layer(self, module: Module, field: FieldInCall) -> None:
+        """Notes a module that was met, and its field."""
+        if field.value is None:
+            return
+        if not field.is_ruled:
+            self.fields[module] = field.value
+        elif field.selected is not None and field.selected.written != field.value:
+            self.changed.add(module)
+
+    def note_parameter(self, module: Module, name: Hashable, stored: Any) -> None:
+        """Notes a parameter, any pytree, that a module reads itself."""
+        size = sum(
+            int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(stored) if is_floating(leaf)
+        )
+        self.sizes.setdefault(module, {})[name] = size
+
+    def warn(self, policy_map: PolicyMap, by: str, stacklevel: int) -> None:
+        """Warns if fields keep most parameters from the compute dtype of the map's default.
+
+        Args:
+            policy_map: the policy map.
+            by: the function that casts, as the user calls it.
+            stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
+        """
+        compute = np.dtype(policy_map.default.compute_dtype)
+        sizes = {module: sum(own.values()) for module, own in self.sizes.items()}
+        kept = {m: sizes[m] for m, field in self.fields.items() if field != compute and m in sizes}
+        share = sum(kept.values()) / max(sum(sizes.values()), 1)
+        if share <= 0.5:
+            return
+        largest = self.fields[max(kept, key=lambda module: kept[module])]
+        rules = "; ".join(
+            f"{cls}: compute={dtype_name(compute)}" for cls in self._selectors(kept, largest)
+        )
+        warnings.warn(
+            f"The dtype field of {len(kept)} of {len(sizes)} layers with parameters keeps "
+            f"{share:.0%} of the parameters under {by}({str(policy_map)!r}) from "
+            f"{dtype_name(compute)}, most of them in {dtype_name(largest)}: write '{rules}' before "
+            "the other rules of the policy map, which sets the field, or give the layers another "
+            "dtype.",
+            stacklevel=stacklevel + 1,
+        )
+
+    def _selectors(self, kept: dict[Module, int], dtype: np.dtype) -> list[str]:
+        """Returns the names of classes whose rules set the fields of the layers that are kept.
+
+        That is the class of one module around all of them that has the field itself, else their own
+        classes, those with the most parameters first.
+        """
+        around = [
+            module
+            for module, field in self.fields.items()
+            if field == dtype and all(_is_inside(layer.path, module.path) for layer in kept)
+        ]
+        if around:
+            return [min(around, key=lambda module: len(module.path)).cls.__name__]
+        ordered = sorted(kept, key=lambda module: -kept[module])
+        return list(dict.fromkeys(module.cls.__name__ for module in ordered))
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    """Whether a module is in another one, or is it."""
+    return path == outer or not outer or path.startswith(f"{outer}/")

@@ -1,0 +1,134 @@
+"""Casts around a function: of the arguments that it takes, and of the result that it returns."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jmpx._base.casts import cast_tree
+from jmpx._base.dtypes import DTypeLike, as_dtype
+from jmpx._base.leaves import PyTree, is_floating
+from jmpx._base.matmul import as_matmul, matmul_region
+from jmpx._base.nnx_objects import skip_kept
+from jmpx._base.stateful import PureFunction, apply, call
+from jmpx._jaxprs.scopes import full_precision
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _widest_floating(tree: PyTree) -> DTypeLike | None:
+    """Returns the widest dtype of the floating leaves, or None if there are none.
+
+    If two dtypes are equally wide, as float16 and bfloat16 are, neither holds the other's numbers:
+    the result is float32.
+    """
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(tree) if is_floating(leaf)}
+    if not dtypes:
+        return None
+    width = max(dtype.itemsize for dtype in dtypes)
+    widest = [dtype for dtype in dtypes if dtype.itemsize == width]
+    return widest[0] if len(widest) == 1 else jnp.float32
+
+
+def cast_function(
+    func: Callable[P, R], dtype: DTypeLike, return_dtype: DTypeLike | None = None
+) -> Callable[P, R]:
+    """Makes a function run on arguments of one dtype and return another.
+
+    Follows MPX's `cast_function` (arXiv 2507.03312, section 3.2), for results of any pytree.
+    A callable that is itself a pytree, such as an Equinox module, is cast too, so that its
+    parameters agree with its inputs.
+
+    Args:
+        func: any callable of pytrees.
+        dtype: what the floating leaves of all arguments are cast to.
+        return_dtype: what the floating leaves of the result are cast to; None means `dtype`.
+
+    Returns:
+        A function with the signature of `func`.
+
+    Raises:
+        TypeError: if `func` is not callable or a dtype is not one.
+        ValueError: if a dtype is not a floating one.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> f = jmpx.mpx.cast_function(lambda x: {"y": 2 * x}, jnp.bfloat16, jnp.float32)
+        >>> f(jnp.ones(3))["y"].dtype.name
+        'float32'
+    """
+    inside = as_dtype(dtype)
+    outside = inside if return_dtype is None else as_dtype(return_dtype)
+    return _recast(func, inside, lambda inputs: outside)
+
+
+def force_full_precision(
+    func: Callable[P, R], return_dtype: DTypeLike | None = None, *, matmul: str | None = None
+) -> Callable[P, R]:
+    """Makes a function run in float32, for arguments of any floating dtype.
+
+    Follows MPX's `force_full_precision` (arXiv 2507.03312, section 3.2). Use it for sums, means,
+    norms, softmax and other functions that overflow or lose digits in 16 bits. Works as a
+    decorator. As in `cast_function`, a callable that is a pytree is cast too.
+
+    Args:
+        func: any callable of pytrees.
+        return_dtype: what the floating leaves of the result are cast to. None means the dtype of
+            the floating arguments, the widest one if they differ; without a floating argument, the
+            result is not cast.
+        matmul: the algorithm of the matrix products and convolutions inside; see
+            `full_precision`. None leaves it as it is. In a region whose policy sets a dot
+            algorithm but computes in another dtype, that algorithm holds.
+
+    Returns:
+        A function with the signature of `func`.
+
+    Raises:
+        TypeError: if `func` is not callable, `return_dtype` is not a dtype, or `matmul` is no name.
+        ValueError: if `return_dtype` is not a floating dtype, or the algorithm is unknown.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmpx
+        >>> x = jnp.full(4096, 100, jnp.float16)  # sums to 409600, beyond float16
+        >>> mean = jmpx.force_full_precision(lambda x: x.sum() / x.size)
+        >>> mean(x)
+        Array(100., dtype=float16)
+    """
+    matmul = as_matmul(matmul)
+    if return_dtype is None:
+        return _recast(func, jnp.float32, _widest_floating, matmul)
+    outside = as_dtype(return_dtype)
+    return _recast(func, jnp.float32, lambda inputs: outside, matmul)
+
+
+def _recast(
+    func: Callable[P, R],
+    inside: DTypeLike,
+    outside: Callable[[PyTree], DTypeLike | None],
+    matmul: str | None = None,
+) -> Callable[P, R]:
+    """Casts the arguments of `func` to the dtype `inside`, its result to `outside(arguments)`."""
+    if not callable(func):
+        raise TypeError(f"Expected a function to wrap, got {func!r}: pass the callable itself.")
+
+    def recast(
+        pure: PureFunction, state: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[R, list[Any]]:
+        return_dtype = outside((args[1:], kwargs))
+        args, kwargs = skip_kept(lambda tree: cast_tree(tree, inside))((args, kwargs))
+        scope = full_precision() if inside is jnp.float32 else contextlib.nullcontext()
+        with scope, matmul_region(matmul, inside):
+            result, updates = pure(state, *args, **kwargs)
+        return result if return_dtype is None else cast_tree(result, return_dtype), updates
+
+    @functools.wraps(func, updated=())  # A module's __dict__ would be its parameters.
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        return call(recast, apply, (func, *args), kwargs)
+
+    return wrapper

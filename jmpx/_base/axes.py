@@ -1,0 +1,114 @@
+"""Mapped axes, of `jax.shard_map`, `jax.pmap` and `jax.vmap`: their names, and what varies."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from jmpx._base.messages import describe, did_you_mean
+from jmpx._base.trees import AxisName
+
+
+def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
+    """Returns the names of one mapped axis or of several; an axis of several names is a tuple."""
+    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
+def check_axis(axis_name: AxisName) -> None:
+    """Refuses an axis that is not mapped where this is called.
+
+    Raises:
+        ValueError: if there is no such axis.
+    """
+    for name in axis_names(axis_name):
+        if not is_mapped(name):
+            raise ValueError(_unknown(name))
+
+
+def is_mapped(name: Any) -> bool:
+    """Whether there is a mapped axis of this name where this is called."""
+    try:
+        jax.lax.axis_size(name)
+    except (NameError, TypeError, ValueError):  # unknown, not hashable, an int
+        return False
+    return True
+
+
+def _unknown(name: Any) -> str:
+    got = f"Cannot find the mapped axis {describe(name)}"
+    # JAX tells the axes of a mesh alone, not those of `jax.vmap`.
+    known = [str(axis) for axis in jax.sharding.get_abstract_mesh().manual_axes]
+    if known:
+        return f"{got}: those of the mesh here are {known}{did_you_mean(str(name), known)}"
+    return (
+        f"{got}: call this inside of jax.shard_map over a mesh that has the axis, or of jax.pmap "
+        "or jax.vmap that gives it as axis_name."
+    )
+
+
+def varying_axes(x: Any) -> frozenset[Hashable]:
+    """Returns the axes along which JAX knows that an array may differ between devices.
+
+    Args:
+        x: an array, or the abstract one that stands for it in a jaxpr.
+
+    JAX tracks them under `jax.shard_map`, unless it was told `check_vma=False`: there, and under
+    `jax.pmap` and `jax.vmap`, the set is empty for every array.
+    """
+    of_array: Any = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+    if hasattr(of_array, "manual_axis_type"):
+        return of_array.manual_axis_type.varying
+    return getattr(of_array, "vma", frozenset())  # JAX 0.7
+
+
+def is_tracked(axis_name: AxisName) -> bool:
+    """Whether JAX tracks which arrays vary along an axis, or along each of several."""
+    return tracked_axes().issuperset(axis_names(axis_name))
+
+
+def tracked_axes() -> frozenset[Hashable]:
+    """Returns the axes along which JAX tracks here which arrays vary."""
+    # Only those of a mesh: a traced `axis_index` of a `jax.vmap` in a `jax.shard_map` varies, too.
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    return frozenset(name for name in mapped if name in varying_axes(jax.lax.axis_index(name)))
+
+
+def vary(arrays: Sequence[jax.Array], axes: Iterable[Hashable]) -> list[jax.Array]:
+    """Returns the same arrays, as arrays that JAX takes to vary along axes that it tracks.
+
+    Under `jax.shard_map`, JAX sums the gradient of an array that does not vary along an axis as
+    soon as it has it, in 16 bits. The gradient of a varying array is left to the caller, who sums
+    it in float32. Where JAX tracks no axes, the arrays are returned as they are.
+    """
+    known = tracked_axes()
+    tracked = [name for name in axes if name in known]
+    return [
+        _as_varying(array, tuple(name for name in tracked if name not in varying_axes(array)))
+        for array in arrays
+    ]
+
+
+def _as_varying(array: jax.Array, missing: tuple[Hashable, ...]) -> jax.Array:
+    lax: Any = jax.lax
+    if not missing:
+        return array
+    if hasattr(lax, "pcast"):
+        return lax.pcast(array, missing, to="varying")
+    return lax.pvary(array, missing)  # JAX 0.7
+
+
+def as_whole(array: Any) -> Any:
+    """Returns an array of numbers whole on each device, if axes are `Explicit` here.
+
+    There, arrays that are split in several ways cannot be put together.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    is_numbers = isinstance(array, jax.Array) and not jnp.issubdtype(
+        array.dtype, jax.dtypes.extended
+    )
+    if AxisType.Explicit not in here.axis_types or not is_numbers:
+        return array
+    return jax.sharding.reshard(array, PartitionSpec())

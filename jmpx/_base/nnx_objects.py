@@ -1,0 +1,118 @@
+"""Objects of Flax's NNX: where pytrees and functions hold them, and which of their state is cast.
+
+An object is an `nnx.Module`, `nnx.Rngs`, `nnx.Optimizer`, `nnx.Metric` or `nnx.Variable`. Flax is
+never imported: a program that holds an object has imported it, so that `sys.modules` knows it.
+"""
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import jax
+
+from jmpx._base.leaves import PyTree
+
+Object: TypeAlias = Any  # Flax may be missing, and its types with it.
+
+
+def nnx() -> Any:
+    """Returns the module `flax.nnx`, or None if the program has not imported it."""
+    return sys.modules.get("flax.nnx")
+
+
+def module_base() -> type:
+    """Returns `nnx.Module`, for a program that has imported it."""
+    return nnx().Module
+
+
+def is_object(value: object) -> bool:
+    """Whether `value` is an object of NNX, which has an identity and may change."""
+    flax_nnx = nnx()
+    return flax_nnx is not None and isinstance(value, (flax_nnx.Pytree, flax_nnx.Variable))
+
+
+def is_state(value: object) -> bool:
+    """Whether `value` is an `nnx.State`, a pytree whose variables belong to no object."""
+    flax_nnx = nnx()
+    return flax_nnx is not None and isinstance(value, flax_nnx.State)
+
+
+def is_whole(value: object) -> bool:
+    """Whether `value` is an object or an `nnx.State`, in which no other objects are searched."""
+    return is_object(value) or is_state(value)
+
+
+def holds_objects(tree: PyTree) -> bool:
+    """Whether a pytree holds an object, other than in an `nnx.State`."""
+    return any(map(is_object, jax.tree.leaves(tree, is_leaf=is_whole)))
+
+
+def objects_of(leaf: PyTree) -> Iterator[Object]:
+    """Yields `leaf` if it is an object, and those that it is a bound method or a partial of."""
+    if is_object(leaf):
+        yield leaf
+    elif isinstance(leaf, types.MethodType):
+        yield from objects_of(leaf.__self__)
+    elif isinstance(leaf, functools.partial):
+        inner = jax.tree.leaves((leaf.func, leaf.args, leaf.keywords), is_leaf=is_whole)
+        for part in inner:
+            yield from objects_of(part)
+    elif callable(leaf) and not jax.tree_util.all_leaves([leaf], is_leaf=is_whole):
+        for part in jax.tree.leaves(leaf, is_leaf=is_whole):
+            yield from objects_of(part)
+
+
+def has_objects(leaf: PyTree) -> bool:
+    """Whether `objects_of` yields any object."""
+    return next(objects_of(leaf), None) is not None
+
+
+def replace_objects(leaf: PyTree, copies: Iterator[Object]) -> PyTree:
+    """Returns `leaf` with copies in place of its objects, in the order of `objects_of`."""
+    if is_object(leaf):
+        return next(copies)
+    if not has_objects(leaf):
+        return leaf
+    replace = functools.partial(replace_objects, copies=copies)
+    if isinstance(leaf, types.MethodType):
+        return types.MethodType(leaf.__func__, replace(leaf.__self__))
+    if isinstance(leaf, functools.partial):
+        parts = (leaf.func, leaf.args, leaf.keywords)
+        func, args, kwargs = jax.tree.map(replace, parts, is_leaf=is_whole)
+        return functools.partial(func, *args, **kwargs)
+    return jax.tree.map(replace, leaf, is_leaf=is_whole)
+
+
+def skip_kept(cast: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
+    """Makes a cast leave every variable of NNX as it is that is not an `nnx.Param`.
+
+    These variables are state: running statistics, caches, counters. A rounded average would lose
+    digits at every step. Layers cast what they read of it to 16 bits themselves.
+    """
+
+    def spared(tree: PyTree) -> PyTree:
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_kept)
+        if not any(map(is_kept, leaves)):
+            return cast(tree)
+        hollow = treedef.unflatten([None if is_kept(leaf) else leaf for leaf in leaves])
+        pairs = zip(leaves, treedef.flatten_up_to(cast(hollow)), strict=True)
+        # Copies may change in a trace in which the caller's own variables may not.
+        return treedef.unflatten([_copy(leaf) if is_kept(leaf) else new for leaf, new in pairs])
+
+    return spared
+
+
+def _copy(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf, tree)
+
+
+def is_kept(value: object) -> bool:
+    """Whether `value` is a variable that is no `nnx.Param`: state, which is never cast."""
+    flax_nnx = nnx()
+    return (
+        flax_nnx is not None
+        and isinstance(value, flax_nnx.Variable)
+        and not isinstance(value, flax_nnx.Param)
+    )

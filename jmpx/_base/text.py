@@ -1,0 +1,70 @@
+"""Numbers, dtypes, policies and tables as people read them, in every report and command."""
+
+import re
+from collections.abc import Sequence
+
+_SHORT = {
+    **{"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"},
+    **{"params": "p", "compute": "c", "output": "o", "matmul": "m", "reduce": "r"},
+}
+_LONG = re.compile(rf"\b({'|'.join(_SHORT)})\b")
+
+_SAME_OUTPUT = re.compile(r"(\bc=(\w+)),o=\2\b")
+
+
+def flop_text(flops: int) -> str:
+    """Returns a number of floating-point operations, such as `12.3 GFLOP`."""
+    return _scaled(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+
+
+def bytes_text(nbytes: int) -> str:
+    """Returns a number of bytes, such as `1.5 MiB`."""
+    return _scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def _scaled(number: float, base: int, units: Sequence[str]) -> str:
+    """Returns a number with three digits, or four just below the next unit of 1024."""
+    power = 0
+    while power < len(units) - 1 and round(number / base**power) >= base:
+        power += 1
+    scaled = number / base**power
+    digits = 2 - (scaled >= 9.995) - (scaled >= 99.95)
+    return f"{scaled:.{digits if power else 0}f} {units[power]}"
+
+
+def share_text(part: float, whole: float) -> str:
+    """Returns a share in percent: `100.0 %` is all, and `0.0 %` is nothing."""
+    percent = 100 * part / whole if whole else 0.0
+    if 0 < percent < 0.1:
+        return "<0.1 %"
+    return ">99.9 %" if 99.95 <= percent and part < whole else f"{percent:.1f} %"
+
+
+def count_text(count: int, noun: str) -> str:
+    """Returns a count and its noun: `1 cast`, `1,200 casts`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def short_names(text: str) -> str:
+    """Shortens dtypes and policies as policy strings may: `compute=bfloat16` is `c=bf16`.
+
+    Parameters in float32 are left out, and an output that follows compute.
+    """
+    short = _LONG.sub(lambda found: _SHORT[found[0]], text)
+    return _SAME_OUTPUT.sub(r"\1", short.removeprefix("p=f32,"))
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), gap: str = "  ") -> list[str]:
+    """Returns the lines of a table, whose columns are as wide as their widest cells.
+
+    Args:
+        rows: the cells, as many in each row.
+        right: the columns that are aligned to the right; the others are to the left.
+        gap: what stands between two columns.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [">" if index in right else "<" for index in range(len(widths))]
+    return [
+        gap.join(f"{c:{s}{w}}" for c, s, w in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
+    ]

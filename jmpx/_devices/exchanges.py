@@ -1,0 +1,209 @@
+"""Finds what a function reads of the parameters of other devices: the gathers, and all else."""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+import jax
+
+from jmpx._base.axes import axis_names
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, evaluate, inner_jaxprs, is_literal, trace
+from jmpx._jaxprs.inner import all_equations, inner_of, walk
+from jmpx._jaxprs.moves import EXCHANGES, PLACEMENTS
+
+R = TypeVar("R")
+S = TypeVar("S")
+
+_NOTHING: frozenset[int] = frozenset()
+
+# Primitives that give a device the arrays of others.
+_GATHERS = EXCHANGES | {"pgather"}
+# Primitives that name axes, and send nothing along them. `jax.lax.pbroadcast` does send.
+_CASTS = ("preduced", "reduced_vary_cast", "vary_unreduced_cast")
+_SEND_NOTHING = (*(PLACEMENTS - {"pbroadcast"}), *_CASTS)
+
+# Primitives that hide what they do with their operands.
+_HIDING = ("pure_callback", "io_callback", "ffi_call", "pallas_call", "custom_partitioning")
+
+# The operands of which the result holds elements; the others are indices and masks, through which
+# no gradient passes.
+_PICKED_FROM = {
+    "dynamic_slice": slice(0, 1),
+    "dynamic_update_slice": slice(0, 2),
+    "select_n": slice(1, None),
+}
+
+
+class Gather(NamedTuple):
+    """An operation that gives a device parts of parameters that other devices hold.
+
+    Attributes:
+        params: the indices of the parameters.
+        operation: the name of the primitive.
+        axes: the mapped axes over which it does so.
+        in_groups: whether it does so within groups of an axis, by `axis_index_groups`.
+        by_place: whether each device picks what it gives by its place on an axis, as from a copy.
+    """
+
+    params: frozenset[int]
+    operation: str
+    axes: frozenset[Hashable]
+    in_groups: bool
+    by_place: bool
+
+
+class Exchange(NamedTuple):
+    """An operation through which the loss of a device depends on a parameter of other devices.
+
+    Attributes:
+        param: the index of the parameter.
+        operation: the name of the primitive.
+        axis: the mapped axis.
+    """
+
+    param: int
+    operation: str
+    axis: Hashable
+
+
+_NO_GATHER: frozenset[Gather] = frozenset()
+_NO_EXCHANGE: frozenset[Exchange] = frozenset()
+
+
+class Source(NamedTuple):
+    """What an array is computed from.
+
+    Attributes:
+        origin: the parameters that it holds elements of, or None if it depends on data. A scalar
+            holds none: it scales a parameter, or picks a part of one.
+        params: the parameters that contribute to it, by whatever way a gradient can go back.
+        gathers: the gathers that contribute to it.
+        exchanges: all operations that bring it something that depends on parameters of others.
+        hidden: the parameters that contribute to it by an operation into which nobody sees.
+        by_place: whether it depends on the place of its device on a mapped axis.
+    """
+
+    origin: frozenset[int] | None
+    params: frozenset[int] = _NOTHING
+    gathers: frozenset[Gather] = _NO_GATHER
+    exchanges: frozenset[Exchange] = _NO_EXCHANGE
+    hidden: frozenset[int] = _NOTHING
+    by_place: bool = False
+
+
+def find_exchanges(
+    func: Callable[[list[jax.Array]], R], params: list[jax.Array], axes: Iterable[Hashable]
+) -> tuple[Callable[[list[jax.Array]], R], Source]:
+    """Traces a function of parameters once, and finds what its loss reads of other devices.
+
+    The backward pass of a gather sums the gradient over the devices and gives each device the part
+    of its shard. An activation may be gathered, too, as contrastive losses do: it depends on data,
+    and is an exchange that is no gather. What reaches aux alone, or no gradient, does not count.
+
+    Args:
+        func: the function, the first array of whose result is the loss; others may be any leaves.
+        params: the arrays to trace it with.
+        axes: the names of the mapped axes over which a gather counts.
+
+    Returns:
+        A function that does the same without another call of `func`, and the source of the loss.
+    """
+    traced = trace(func, (params,), {})
+    inputs = [Source(frozenset([i]), frozenset([i])) for i in range(len(params))]
+    results = _follow(traced.jaxpr, inputs, frozenset(axes))
+    return lambda params: traced.rebuild(evaluate(traced.jaxpr, params)), results[0]
+
+
+def _join(sources: Sequence[Source]) -> Source:
+    """Returns the source of an array that is computed from arrays of these sources."""
+    origins = [source.origin for source in sources if source.origin is not None]
+    return Source(
+        _union(origins) if len(origins) == len(sources) else None,
+        _union([source.params for source in sources]),
+        _union([source.gathers for source in sources]),
+        _union([source.exchanges for source in sources]),
+        _union([source.hidden for source in sources]),
+        any(source.by_place for source in sources),
+    )
+
+
+def _picked(name: str, operands: Sequence[Source]) -> Source:
+    """Returns the source of an operation's result, before what the operation itself adds."""
+    elements = _PICKED_FROM.get(name, slice(None))
+    source = _join(operands[elements])
+    indices = [operand for operand in operands if operand not in operands[elements]]
+    # An index that comes as data may be the device's place.
+    by_place = name == "axis_index" or any(o.by_place or o.origin is None for o in indices)
+    return source._replace(by_place=source.by_place or by_place)
+
+
+def _union(sets: Sequence[frozenset[S]]) -> frozenset[S]:
+    """Returns the union of sets, one of which mostly holds the others."""
+    largest: frozenset[S] = max(sets, key=len, default=frozenset())
+    if all(each is largest or each <= largest for each in sets):
+        return largest
+    return largest.union(*sets)
+
+
+def _sent_along(eqn: Equation) -> frozenset[Hashable]:
+    """Returns the mapped axes along which an equation, or one in its jaxprs, sends something."""
+    found: set[Hashable] = set()
+    for each in (eqn, *(e for jaxpr in inner_jaxprs(eqn.params) for e in all_equations(jaxpr))):
+        if not each.primitive.name.startswith(_SEND_NOTHING):
+            for key in ("axis_name", "axes"):
+                found.update(axis_names(each.params.get(key, ())))
+    # `reduce_sum` and its like have axes that are numbers.
+    return frozenset(name for name in found if not isinstance(name, int))
+
+
+def _follow(jaxpr: Jaxpr, inputs: Sequence[Source], axes: frozenset[Hashable]) -> list[Source]:
+    """Returns the sources of a jaxpr's results, given those of its operands.
+
+    Args:
+        jaxpr: the jaxpr, closed or open.
+        inputs: the sources of its operands.
+        axes: the names of the axes over which a gather counts.
+    """
+
+    def step(eqn: Equation, operands: list[Source]) -> list[Source]:
+        inner = inner_of(eqn)
+        if inner is None:
+            return _operation(eqn, operands, axes)
+        operands, end = operands[inner.first :], inner.consts + inner.carry
+        while True:  # until the sources of a loop's carry no longer change
+            branches = [_follow(each, operands, axes) for each in inner.jaxprs]
+            results = list(map(_join, zip(*branches, strict=True)))
+            before = operands[inner.consts : end]
+            operands[inner.consts : end] = map(_join, zip(before, results, strict=False))
+            if operands[inner.consts : end] == before:
+                return results
+
+    return walk(jaxpr, inputs, step, _constant, _join)
+
+
+def _constant(atom: Atom, _: object) -> Source:
+    return Source(_NOTHING if is_literal(atom) or not _shape(atom) else None)
+
+
+def _shape(atom: Atom) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())  # A token has no shape.
+
+
+def _operation(eqn: Equation, operands: list[Source], axes: frozenset[Hashable]) -> list[Source]:
+    """Returns the sources of the results of an equation that is seen as a whole."""
+    name = eqn.primitive.name
+    source = Source(None) if name == "stop_gradient" else _picked(name, operands)
+    along = _sent_along(eqn)
+    over = along & axes
+    if source.origin and over and name in _GATHERS:
+        in_groups = eqn.params.get("axis_index_groups") is not None
+        gather = Gather(source.origin, name, over, in_groups, source.by_place)
+        source = source._replace(gathers=source.gathers | {gather})
+    if name.startswith(_HIDING) or (along and inner_jaxprs(eqn.params)):
+        source = source._replace(hidden=source.hidden | source.params)
+    if along and source.params:
+        new = {Exchange(param, name, axis) for param in source.params for axis in along}
+        source = source._replace(exchanges=source.exchanges | new)
+    # An array that is reduced to a scalar, such as a parameter's norm, may be gathered.
+    of_arrays = any(map(_shape, eqn.invars))
+    scalar = source if source.origin is None else source._replace(origin=_NOTHING)
+    return [scalar if of_arrays and not _shape(var) else source for var in eqn.outvars]

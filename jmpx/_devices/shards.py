@@ -1,0 +1,299 @@
+"""Which parameters of a gradient function are shards, and over which of the mapped axes.
+
+A replica is a parameter of which each device has a copy: its gradient is the mean over the devices.
+A shard is a part of a parameter that no other device has. The function gathers it, and the gather's
+backward pass sums the gradient over the devices, so that it is divided by their number once. So is
+that of an own part, which nobody gathers: what the other devices do with its results comes back to
+it, as in tensor and expert parallelism.
+"""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+
+from jmpx._base.axes import axis_names, tracked_axes
+from jmpx._base.leaves import PyTree, is_inexact_array
+from jmpx._base.messages import describe
+from jmpx._base.trees import AxisName
+from jmpx._devices.exchanges import Exchange, Gather, Source
+
+Axes = frozenset[Hashable]
+_NOTHING: Axes = frozenset()
+
+# What a mask says of a parameter: True of a shard, False of a replica, "own" of an own part.
+Says: TypeAlias = bool | Literal["own"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Over:
+    """A mapped axis over which a gradient function averages, and which parameters are its shards.
+
+    It is the option `over` of `filter_value_and_grad` and `filter_grad` under `jax.shard_map`,
+    `jax.pmap` and `jax.vmap`. The value is averaged in float32, the gradients in the policy's
+    reduce; unset, in float32 or the wider dtype of a parameter. In float16 they are divided by the
+    number of devices before they are summed. They are scaled then, so that small ones do not
+    underflow, and a sum that overflows is seen by the check. The flag and the loss scale are the
+    same on the whole axis.
+
+    Each device may hold a copy of a parameter, or a shard of it that the function gathers, by
+    `jmpx.distributed.gather` or by `lax.all_gather`: the gradient of a shard is summed by the
+    gather's backward pass, and divided here by the number of devices. Under `jax.shard_map` JAX
+    knows which parameters differ between devices, so that `sharded` may be left out: those that the
+    function gathers are shards, and those that only their own device reads are copies, which may
+    differ. Any other has to be told. With `check_vma=False`, and under `jax.pmap` and `jax.vmap`,
+    JAX does not know: a gathered parameter has to be told, and all others are averaged unless this
+    says otherwise. A mask that contradicts the program is refused when the gradient function is
+    called.
+
+    Args:
+        axis_name: the name of the mapped axis, or a tuple of several.
+        sharded: True for a shard that the function gathers, False for a copy, "own" for a part that
+            nobody gathers, such as an expert or a part of a tensor, whose activations travel; or a
+            pytree of these that is a prefix of the first argument. True is refused where nothing
+            gathers the parameter, and False where it is gathered as it is.
+
+    Raises:
+        TypeError: if `axis_name` is None, or a leaf of `sharded` neither a bool nor "own".
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmpx
+        >>> def loss_fn(w, x):
+        ...     return jnp.mean((x @ w) ** 2)
+        >>> noop = jmpx.NoOpLossScale()
+        >>> grad_fn = jmpx.filter_grad(loss_fn, noop, policy="c=bf16,r=f32", over=jmpx.Over("data"))
+        >>> batch = jnp.stack([jnp.zeros((2, 3)), jnp.ones((2, 3))])  # of two devices
+        >>> jax.vmap(grad_fn, in_axes=(None, 0), axis_name="data")(jnp.ones(3), batch).grads
+        Array([[3., 3., 3.],
+               [3., 3., 3.]], dtype=float32)
+    """
+
+    __module__ = "jmpx"
+
+    axis_name: AxisName
+    sharded: PyTree = None
+
+    def __post_init__(self) -> None:
+        if self.axis_name is None or not axis_names(self.axis_name):
+            raise TypeError(
+                "Expected axis_name of jmpx.Over to be the name of a mapped axis, got "
+                f'{self.axis_name!r}: give it, as in jmpx.Over("data"), or leave over out where '
+                "nothing is averaged."
+            )
+        for leaf in jax.tree.leaves(self.sharded):
+            if not (isinstance(leaf, bool) or (isinstance(leaf, str) and leaf == "own")):
+                raise TypeError(
+                    "Expected sharded of jmpx.Over to be a bool or a pytree of bools, got the leaf "
+                    f"{describe(leaf)}: say True for the parameters of which each device holds a "
+                    'shard that the function gathers, and "own" for a part that nobody gathers.'
+                )
+
+
+def check_over(over: object) -> None:
+    """Refuses anything but an `Over` or None as the option `over` of a gradient function.
+
+    Raises:
+        TypeError: if it is something else.
+    """
+    if over is None or isinstance(over, Over):
+        return
+    example = '"data"'
+    if isinstance(over, str):
+        example = f'"{over}"'
+    elif isinstance(over, tuple | list) and over:
+        example = repr(tuple(over))
+    raise TypeError(
+        f"Expected over to be a jmpx.Over, got {describe(over)}: write over=jmpx.Over({example})."
+    )
+
+
+class Parameters(NamedTuple):
+    """What is known of the parameters before the function runs, each in a list.
+
+    Attributes:
+        paths: the names of the parameters, for error messages.
+        varying: the axes along which JAX knows each of them to vary.
+        sharded: what the mask says of each of them; None if there is no mask.
+    """
+
+    paths: list[str]
+    varying: list[Axes]
+    sharded: list[Says] | None
+
+    def find_shards(self, loss: Source, axis_name: AxisName) -> list[Axes]:
+        """Returns for each parameter the axes over which it is a shard: none for a replica.
+
+        Where JAX tracks what varies, a parameter that is equal on all devices is a replica, because
+        the mean of its gradients is right whatever the function does with it. A varying one is a
+        shard if the mask says so. Without a mask it is a shard if the function gathers it, and a
+        replica if the loss of a device depends on that device's parameter alone. Otherwise it may
+        be either: a copy in a model whose activations are gathered or averaged, or a part of one
+        whose activations are exchanged, as in tensor and expert parallelism. Where JAX tracks
+        nothing, the mask decides. What it calls a shard has to be gathered, and what it calls a
+        replica must not be, unless each device picks the part that it gives from its copy.
+
+        Args:
+            loss: what the loss is computed from.
+            axis_name: the name (or names) of the mapped axis.
+
+        Raises:
+            TypeError: if a mask contradicts what JAX knows, or if it cannot be told without a mask
+                what a parameter is.
+        """
+        axes = axis_names(axis_name)
+        tracked = tracked_axes().intersection(axes)
+        for gather in sorted(loss.gathers, key=lambda gather: min(gather.params)):
+            self._check_gather(gather, tracked)
+        return [self._axes_of_shard(i, loss, axes, tracked) for i in range(len(self.paths))]
+
+    def _check_gather(self, gather: Gather, tracked: Axes) -> None:
+        """Refuses a gather of which it is not known whether it gathers shards, or that does not."""
+        name = f"the first argument's {self.paths[min(gather.params)]}"
+        reads = f"which the function reads by {gather.operation} over {_spell(gather.axes)}"
+        is_tracked = gather.axes <= tracked
+        if gather.operation.startswith("all_gather_invariant") and not is_tracked:
+            raise TypeError(
+                f"Cannot differentiate {name}, {reads}, because that sums no gradients where JAX "
+                "does not track which arrays vary: use jax.lax.all_gather, or jax.shard_map "
+                "without check_vma=False."
+            )
+        if gather.in_groups and (
+            self.sharded is None or any(self.sharded[i] for i in gather.params)
+        ):
+            raise TypeError(
+                f"Cannot tell which devices have copies of {name}, {reads} in axis_index_groups: "
+                "give the groups a mesh axis of their own, and name both axes in jmpx.Over."
+            )
+        if self.sharded is not None:
+            return
+        if not is_tracked:
+            raise TypeError(
+                f"Cannot tell whether {name} is a shard, {reads}, because JAX does not track there "
+                "which arrays vary: say which parameters are shards by sharded= of jmpx.Over, or "
+                "use jax.shard_map without check_vma=False."
+            )
+        if not any(self.varying[index] & gather.axes for index in gather.params):
+            raise TypeError(
+                f"Cannot gather {name}, {reads}, because it is no shard but the same on all "
+                "devices: split it by in_specs of jax.shard_map, or say sharded=False for it."
+            )
+
+    def _axes_of_shard(
+        self, index: int, loss: Source, axes: tuple[Hashable, ...], tracked: Axes
+    ) -> Axes:
+        name = f"the first argument's {self.paths[index]}"
+        varying = self.varying[index] & tracked
+        gathers = [gather for gather in loss.gathers if index in gather.params]
+        gathered = _NOTHING.union(*(gather.axes for gather in gathers))
+        exchanges = [e for e in loss.exchanges if e.param == index and e.axis not in gathered]
+        exchanges.sort(key=str)
+        if self.sharded is None:
+            for exchange in exchanges:
+                if exchange.axis in varying:
+                    raise TypeError(_neither(name, exchange))
+            return varying & gathered
+        says = self.sharded[index]
+        if says is False:
+            may_vary = varying.union(*(g.axes - tracked for g in gathers if not g.by_place))
+            _check_replica(name, may_vary & gathered)
+            return _NOTHING
+        untracked = frozenset(axes) - tracked
+        if not (varying or untracked):
+            raise TypeError(
+                f"Expected a shard, as sharded={says!r} says, but {name} is the same on all "
+                f"devices of {_spell(tracked)}: split it by in_specs of jax.shard_map, or say "
+                "sharded=False for it."
+            )
+        if says is True and index in loss.params - loss.hidden and not gathered:
+            raise TypeError(
+                f"Expected the function to gather {name} over {_spell(axes)}, as sharded=True "
+                "says, but it does not: say sharded=False if each device has a copy of it, or "
+                'sharded="own" if it is a part with which its device alone computes, such as an '
+                "expert."
+            )
+        unknown = [e.axis for e in exchanges if e.axis in untracked]
+        known = varying | (gathered & untracked)
+        if len(axes) > 1 and untracked and (unknown or not known):
+            raise TypeError(
+                f"Cannot tell over which of {_spell(axes)} {name} is a shard, as sharded={says!r} "
+                "says, because JAX does not track there which arrays vary: give jmpx.Over one "
+                "axis, or use jax.shard_map without check_vma=False."
+            )
+        return known if len(axes) > 1 else varying | untracked
+
+
+def _check_replica(name: str, gathered: Axes) -> None:
+    if gathered:
+        raise TypeError(
+            f"Cannot average the gradient of {name} over {_spell(gathered)} as that of a replica, "
+            "as sharded=False says, because the function gathers it there as a shard: say "
+            "sharded=True for it."
+        )
+
+
+def _neither(name: str, exchange: Exchange) -> str:
+    return (
+        f"Cannot tell whether {name} is a shard or a replica, because it differs along "
+        f"{_spell([exchange.axis])} and the function does not gather it, but the loss of each "
+        f"device depends on those of others, by {exchange.operation}: say by sharded= of "
+        'jmpx.Over which parameters are shards, and "own" for a part that nobody gathers.'
+    )
+
+
+def _spell(axes: Any) -> str:
+    names = sorted(map(repr, axes))
+    return f"the axis {names[0]}" if len(names) == 1 else f"the axes {' and '.join(names)}"
+
+
+def read_mask(sharded: PyTree, tree: PyTree) -> list[Says] | None:
+    """Returns what a mask says of each differentiable array of a pytree; None without a mask.
+
+    Args:
+        sharded: a bool or "own", or a pytree of them whose structure is a prefix of that of `tree`.
+        tree: the first argument of a gradient function.
+
+    Raises:
+        ValueError: if the mask has another structure.
+    """
+    if sharded is None:
+        return None
+    try:
+        says = jax.tree.leaves(jax.tree.map(_repeat, sharded, tree), is_leaf=_is_repeated)
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(
+            "Expected sharded to have the structure of the first argument, or of its first levels, "
+            f"but it {_difference(sharded, tree)}: give a bool for each parameter, or for several "
+            "at once."
+        ) from None
+    return [says for repeated in says for says in repeated.values]
+
+
+class _Repeated(NamedTuple):
+    values: list[Says]
+
+
+def _is_repeated(node: object) -> bool:
+    return isinstance(node, _Repeated)
+
+
+def _repeat(says: Says, tree: PyTree) -> _Repeated:
+    return _Repeated([says for leaf in jax.tree.leaves(tree) if is_inexact_array(leaf)])
+
+
+def _difference(sharded: PyTree, tree: PyTree) -> str:
+    """Returns how a mask differs from a pytree of which it is no prefix."""
+    said, there = (
+        [path for path, _ in jax.tree_util.tree_leaves_with_path(each)] for each in (sharded, tree)
+    )
+    for path in there:
+        if not any(path[: len(prefix)] == prefix for prefix in said):
+            return f"says nothing of {jax.tree_util.keystr(path)}"
+    for prefix in said:
+        if not any(path[: len(prefix)] == prefix for path in there):
+            return f"speaks of {jax.tree_util.keystr(prefix)}, which is not there"
+    kinds = [type(each).__name__ for each in (sharded, tree)]
+    if kinds[0] == kinds[1]:
+        return "holds containers of other types"
+    return f"is a {kinds[0]}, and the parameters are a {kinds[1]}"

@@ -1,0 +1,93 @@
+"""The audit as users call it: `jmpx.inspect.audit(fn)(*args)`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jmpx._base.messages import did_you_mean
+from jmpx._inspect.audit import summary
+from jmpx._inspect.audit.entries import entries
+from jmpx._inspect.audit.options import Options
+from jmpx._inspect.audit.report import Audit
+from jmpx._inspect.audit.trying import tried
+from jmpx._inspect.graph import Graph
+from jmpx._inspect.programs import Program, traced_program
+
+PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
+
+
+def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Audit]:
+    """Tells which operations of a train step run in which dtype, and where precision leaks.
+
+    The function is traced, never run: shapes suffice, and no memory is taken. Modules of Haiku,
+    Equinox, Linen and NNX are known by their paths, other code by `jax.named_scope`. A rule that
+    it proposes has been tried: the function was traced once more with the rule in its policy maps,
+    for at most 12 rules.
+
+    Args:
+        fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
+            a tuple that begins with one. Or a step that computes its gradients itself. Any other
+            function is looked at as it is, without a gradient.
+        platform: `"tpu"`, `"gpu"` (or `"cuda"`) or `"cpu"`, to find also the float32 products that
+            the hardware would multiply in fewer bits; None looks for none of these. Of a
+            `lax.platform_dependent`, the branch of this platform is looked at, with None that of
+            this machine.
+
+    Returns:
+        A function of the arguments of `fn`, arrays or `jax.ShapeDtypeStruct`s, that returns a
+        `jmpx.inspect.Audit`: shares of FLOPs by dtype, bytes that are saved for the backward pass,
+        casts, a table of modules, and findings, each with the line of your code and a rule to
+        paste, or what to write there.
+        `report.check(...)` makes it one line of a test.
+
+    Raises:
+        TypeError: if `fn` is not callable.
+        ValueError: if the platform is unknown; when called, if `fn` is a loss whose first argument
+            holds no floating array.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmpx
+        >>> def loss_fn(params, x):
+        ...     h = x.astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)
+        ...     return jnp.mean((h.astype(jnp.float32) @ params["head"]) ** 2)  # a leak
+        >>> params = {"w": jax.ShapeDtypeStruct((64, 64), "float32"),
+        ...           "head": jax.ShapeDtypeStruct((64, 8), "float32")}
+        >>> report = jmpx.inspect.audit(loss_fn)(params, jax.ShapeDtypeStruct((32, 64), "float32"))
+        >>> report.products[0].dtypes, report.products[0].flops
+        ('bfloat16 x bfloat16', 524288)
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"Expected a loss or a train step to audit, got {fn!r}: write "
+            "jmpx.inspect.audit(loss_fn)(params, batch)."
+        )
+    if platform is not None and platform not in PLATFORMS:
+        near = did_you_mean(str(platform), list(PLATFORMS))
+        raise ValueError(f"Unknown platform {platform!r}: expected 'tpu', 'gpu' or 'cpu'{near}")
+    options = Options(platform=None if platform is None else PLATFORMS[platform])
+
+    @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
+    def run(*args: Any, **kwargs: Any) -> Audit:
+        return report_of(traced_program(fn, args, kwargs), options)
+
+    return run
+
+
+def report_of(program: Program, options: Options) -> Audit:
+    """Returns the report of a program that was traced."""
+    graph = Graph(program, options.platform)
+    return Audit(
+        title=program.name,
+        is_step=not program.is_differentiated,
+        platform=options.platform,
+        products=summary.products(graph),
+        other_flops=summary.other_flops(graph),
+        saved=summary.saved(graph),
+        casts=summary.casts(graph),
+        scopes=summary.scopes(graph),
+        findings=tried(graph, options),
+        entries=entries(graph),
+        has_while=any(node.in_while for node in graph.nodes),
+        uncounted=summary.uncounted(graph),
+    )

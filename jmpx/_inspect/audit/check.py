@@ -1,0 +1,108 @@
+"""Checks of a report that tests call: the share of a dtype, and findings that are not allowed."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING
+
+from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
+from jmpx._base.messages import describe, did_you_mean
+from jmpx._base.text import share_text
+from jmpx._inspect.audit.alike import alike_findings
+from jmpx._inspect.audit.data import FINDING_NAMES, SEVERITIES, Finding
+from jmpx._inspect.audit.text import finding_text, severities
+
+if TYPE_CHECKING:
+    from jmpx._inspect.audit.report import Audit
+
+_AT_LEAST = 0.95
+_WIDTH = 100
+
+
+def check_report(
+    report: "Audit",
+    compute: DTypeLike | None,
+    at_least: float | None,
+    allow: str | Iterable[str],
+    severity: str,
+) -> None:
+    """Raises an AssertionError if the report fails; the arguments are those of `Audit.check`."""
+    names = _allowed(allow)
+    failing = _known_severities(severity)
+    problems = list(_too_few(report, compute, at_least))
+    left = [f for f in report.findings if f.name not in names and f.severity in failing]
+    if left:
+        problems.append(_not_allowed(alike_findings(left)))
+    if problems:
+        raise AssertionError(f"The audit of {report.title} failed.\n\n" + "\n\n".join(problems))
+
+
+def _allowed(allow: str | Iterable[str]) -> set[str]:
+    if not isinstance(allow, Iterable):
+        raise TypeError(
+            f"Expected allow= to be names of findings, got {describe(allow)}: pass for example "
+            "allow=('low-exp',)."
+        )
+    names = {allow} if isinstance(allow, str) else set(allow)
+    for name in names:
+        if name not in FINDING_NAMES:
+            raise ValueError(
+                f"Unknown finding {describe(name)} in allow=: expected names of "
+                f"{', '.join(FINDING_NAMES)}{did_you_mean(str(name), list(FINDING_NAMES))}"
+            )
+    return names
+
+
+def _known_severities(severity: str) -> tuple[str, ...]:
+    """Returns a severity and those that are worse."""
+    if severity not in SEVERITIES:
+        raise ValueError(
+            f"Unknown severity {describe(severity)}: expected the lowest one that fails, "
+            f"{', '.join(map(repr, SEVERITIES))}{did_you_mean(str(severity), list(SEVERITIES))}"
+        )
+    return SEVERITIES[: SEVERITIES.index(severity) + 1]
+
+
+def _too_few(report: "Audit", compute: DTypeLike | None, at_least: float | None) -> Iterator[str]:
+    """Yields what is wrong with the share of products in a dtype, if anything is."""
+    if at_least is not None and not _is_share(at_least):
+        raise ValueError(
+            f"Expected at_least= to be a share from 0 to 1, got {describe(at_least)}: write 0.95 "
+            "for 95 %."
+        )
+    if compute is None:
+        if at_least is not None:
+            raise ValueError(
+                f"Got at_least={at_least} without the dtype that it is a share of: pass "
+                "compute='bfloat16', too."
+            )
+        return
+    at_least = _AT_LEAST if at_least is None else at_least
+    name = dtype_name(as_dtype(compute, " at compute="))
+    whole = sum(each.flops for each in report.products)
+    part = sum(each.flops for each in report.products if each.dtypes == f"{name} x {name}")
+    if not whole and at_least:
+        yield f"It has no matrix products or convolutions, so none in {name}."
+    elif part < at_least * whole:
+        percent = math.floor(10_000 * part / whole) / 100  # never rounded up to what was expected
+        yield (
+            f"{percent:g} % of the FLOPs of matrix products and convolutions are {name}, expected "
+            f"at least {100 * at_least:g} %:\n{_by_dtypes(report, whole)}"
+        )
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
+
+
+def _by_dtypes(report: "Audit", whole: int) -> str:
+    largest = sorted(report.products, key=lambda each: -each.flops)
+    return "\n".join(f"  {each.dtypes}: {share_text(each.flops, whole)}" for each in largest)
+
+
+def _not_allowed(findings: Sequence[Finding]) -> str:
+    blocks = [f"Findings: {severities(findings)}."]
+    blocks += [finding_text(finding, _WIDTH) for finding in findings]
+    names = tuple(dict.fromkeys(finding.name for finding in findings))
+    blocks.append(f"Mend what should not be so, and allow the rest by name: allow={names}.")
+    return "\n\n".join(blocks)

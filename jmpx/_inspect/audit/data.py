@@ -1,0 +1,117 @@
+"""What an audit finds, as plain data: findings, products, casts, scopes and locked operations."""
+
+from typing import NamedTuple
+
+from jmpx._jaxprs.places import Place
+
+# What each finding is. The names are public: `report.check(allow=...)` and the JSON have them.
+FINDING_NAMES: dict[str, str] = {
+    "float32-product": "a matrix product or convolution in float32, in a step of 16 bits",
+    "mixed-product": "a matrix product or convolution of two dtypes",
+    "promotion": "a value that makes 16-bit values float32, such as a constant",
+    "saved-float32": "large float32 values that are kept for the backward pass",
+    "constant-range": "a constant that 16 bits turn into infinity, zero or the bound of a range",
+    "cast-to-and-fro": "a cast to another dtype and back",
+    "double-rounding": "a rounding to 16 bits of what was rounded to 16 bits before",
+    "rounded-logits": "logits that are rounded to 16 bits before the softmax of a loss",
+    "low-exp": "an exponential, a logarithm, a reciprocal square root or a soft-cap in 16 bits",
+    "low-sum": "a long sum in 16 bits",
+    "low-carry": "a loop that accumulates in 16 bits",
+    "low-average": "a moving average in 16 bits, which stops to move once its changes are small",
+    "low-collective": "a sum over devices in 16 bits",
+    "platform-product": "a float32 product that the hardware multiplies in bfloat16 or TF32",
+}
+ONLY_WITH_PLATFORM = ("platform-product",)  # what is looked for only if a platform is named
+SEVERITIES = ("high", "medium", "low")  # the worst one first
+
+
+class Finding(NamedTuple):
+    """Something that costs precision, range, time or memory, and that the program need not do.
+
+    Attributes:
+        name: what kind of finding it is: one of `FINDING_NAMES`.
+        severity: `"high"`, `"medium"` or `"low"`.
+        message: one sentence: what happens, and why it matters.
+        place: the line of the user's code; None where there is none.
+        scope: the module's path, else the named scopes; empty outside of all.
+        rule: what to paste, such as `"*/head: f32"`, which was seen to mend it; else what to do.
+        count: how many operations do so, at this place in this scope.
+        flops: their floating-point operations; 0 where these say nothing.
+        nbytes: the bytes of their values; 0 where these say nothing.
+    """
+
+    name: str
+    severity: str
+    message: str
+    place: Place | None = None
+    scope: str = ""
+    rule: str = ""
+    count: int = 1
+    flops: int = 0
+    nbytes: int = 0
+
+
+class Products(NamedTuple):
+    """The matrix products and convolutions that have the same operand dtypes.
+
+    Attributes:
+        dtypes: the operand dtypes, such as `"bfloat16 x bfloat16"`.
+        flops: the floating-point operations of all of them.
+        count: how many there are; one in a loop counts once per trip.
+    """
+
+    dtypes: str
+    flops: int
+    count: int
+
+
+class Cast(NamedTuple):
+    """The casts from one dtype to another.
+
+    Attributes:
+        source: the dtype that they read.
+        target: the dtype that they write.
+        count: how many there are.
+        nbytes: the bytes that they write.
+    """
+
+    source: str
+    target: str
+    count: int
+    nbytes: int
+
+
+class Scope(NamedTuple):
+    """The operations of one module or one named scope.
+
+    Attributes:
+        path: its path; empty for operations outside of all.
+        module: the name of the module's class; empty for a named scope.
+        policy: the policy that held; empty where none did.
+        operations: how many operations it has.
+        dtypes: the dtypes that it computes in.
+        flops: the floating-point operations of its products and convolutions.
+    """
+
+    path: str
+    module: str
+    policy: str
+    operations: int
+    dtypes: str
+    flops: int
+
+
+class Entry(NamedTuple):
+    """An operation whose dtypes a lock file holds.
+
+    Attributes:
+        scope: the module's path, else the named scopes.
+        operation: its name.
+        dtypes: the dtypes of its operands and results.
+        place: the line of the user's code; None where there is none.
+    """
+
+    scope: str
+    operation: str
+    dtypes: str
+    place: Place | None = None

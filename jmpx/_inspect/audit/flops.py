@@ -1,0 +1,222 @@
+"""FLOPs of operations, from shapes alone, by the rules of XLA's cost analysis.
+
+A product takes two for each multiplication with its addition, and a convolution multiplies only
+what is not padding. Work on elements takes one for each element of the result, of integers,
+comparisons and casts too. Two things take none: what XLA counts apart, as transcendentals (exp,
+log, tanh, sqrt ...), and what only moves data or makes random bits.
+
+Where XLA counts how the CPU's program works around what it cannot do, the operation itself counts
+here: a `cumsum` takes one addition for each element, and a `ragged_dot` multiplies no zeros.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jmpx._autocast.products import PRODUCTS
+from jmpx._inspect.graph import Node
+from jmpx._jaxprs.core import Equation, operation_name
+from jmpx._jaxprs.product_flops import PRODUCT_FLOPS
+
+Shape = tuple[int, ...]
+
+# FLOPs for each element of the result -> operations; as XLA writes those out that it has not.
+_BY_FLOPS = {
+    0: """
+        exp expm1 log log1p tanh sin cos tan atan atan2 pow sqrt rsqrt cbrt erf
+        broadcast_in_dim reshape transpose squeeze expand_dims rev slice split tile concatenate
+        stack unstack pad scatter dynamic_slice dynamic_update_slice iota copy copy_p name
+        bitcast_convert_type device_put stop_gradient optimization_barrier empty empty2 create_token
+        all_gather all_gather_invariant all_gather_reduced all_to_all ragged_all_to_all ppermute
+        pbroadcast pvary reduce_scatter axis_index sharding_constraint reshard mesh_cast
+        layout_constraint after_all debug_callback debug_print new_ref freeze get swap
+        random_bits random_clone random_fold_in random_seed random_split random_wrap random_unwrap
+        random_gamma rng_bit_generator rng_uniform threefry2x32
+    """,
+    1: """
+        add add_any sub mul div rem neg sign abs floor ceil round max min clamp square exp2
+        and or xor not shift_left shift_right_logical shift_right_arithmetic population_count clz
+        eq eq_to ne lt lt_to le le_to gt ge is_finite select_n convert_element_type
+        reduce_precision real imag complex conj mulhi log2
+        psum psum_invariant pmax pmin addupdate
+    """,
+    2: "one_minus_square",
+    3: "logistic cosh acos asin",
+    6: "atanh",
+    7: "acosh",
+    10: "sinh",
+    11: "asinh",
+    24: "nextafter",
+    37: "erf_inv",
+    53: "lgamma",
+    62: "erfc",
+    73: "digamma",
+    83: "bessel_i0e bessel_i1e",
+}
+_PER_ELEMENT = {name: flops for flops, names in _BY_FLOPS.items() for name in names.split()}
+
+
+def flops(node: Node) -> int:
+    """Returns the FLOPs of all runs of a node: as many as the lengths of the scans around it say.
+
+    In a while loop they are those of one trip, and in a `shard_map` those of one device.
+    """
+    return 0 if node.is_structure else node.times * flops_of(node.eqn, node.name)
+
+
+def is_product(node: Node) -> bool:
+    """Whether a node is a matrix product or a convolution."""
+    return node.name in PRODUCTS
+
+
+_ALGORITHMS = {"BF16_BF16_": "bfloat16", "F16_F16_": "float16"}  # by how their names start
+
+
+def multiplied(node: Node) -> list[str]:
+    """Returns the names of the dtypes that a product multiplies in."""
+    precision = node.eqn.params.get("precision")
+    name = getattr(precision, "name", "")
+    if not name.endswith(("_X3", "_X6", "_X9")):  # which multiply several parts of each number
+        for start, dtype in _ALGORITHMS.items():
+            if name.startswith(start):
+                return [dtype, dtype]
+    return [value.dtype.name for value in node.operands[:2]]
+
+
+def flops_of(eqn: Equation, name: str = "") -> int:
+    """Returns the FLOPs of one run of an equation; 0 if `is_counted` is false.
+
+    Args:
+        eqn: the equation.
+        name: the name of its operation, if that is known.
+    """
+    name = name or operation_name(eqn.primitive.name)
+    per_element = _PER_ELEMENT.get(name)
+    if per_element == 0:
+        return 0
+    if per_element is None:
+        count = _COUNTS.get(name)
+        return count(eqn) if count else 0
+    return per_element * sum(math.prod(var.aval.shape) for var in eqn.outvars)
+
+
+def is_counted(name: str) -> bool:
+    """Whether the FLOPs of an operation are known: not those of a kernel in another language."""
+    return name in _PER_ELEMENT or name in _COUNTS
+
+
+def _shapes(eqn: Equation) -> tuple[Shape, Shape]:
+    """Returns the shapes of the first operand and of the first result."""
+    return eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+
+
+def _sizes(eqn: Equation) -> tuple[int, int]:
+    operand, result = _shapes(eqn)
+    return math.prod(operand), math.prod(result)
+
+
+# Sums over elements, windows and axes.
+
+
+def _flops_within(eqn: Equation) -> int:
+    """Returns the FLOPs of the function that an equation reduces with."""
+    jaxpr = eqn.params["jaxpr"]
+    return sum(flops_of(inner) for inner in jaxpr.eqns)
+
+
+def _reduction(eqn: Equation, flops: int = 1) -> int:
+    operand, result = _sizes(eqn)
+    return flops * (operand - result)
+
+
+def _window_size(eqn: Equation) -> int:
+    return math.prod(eqn.params["window_dimensions"])
+
+
+def _window_reduction(eqn: Equation, flops: int = 1) -> int:
+    return flops * (_window_size(eqn) - 1) * _sizes(eqn)[1]
+
+
+def _scattered_windows(eqn: Equation) -> int:
+    """For each element: comparisons find the place in its window, an addition puts it there."""
+    return math.prod(eqn.invars[0].aval.shape) * _window_size(eqn)
+
+
+def _cumulative(eqn: Equation, flops: int = 1) -> int:
+    operand, axis = eqn.invars[0].aval.shape, eqn.params["axis"]
+    return flops * (math.prod(operand) - math.prod(operand) // max(1, operand[axis]))
+
+
+def _sort(eqn: Equation) -> int:
+    operand = eqn.invars[0].aval.shape
+    length = operand[eqn.params["dimension"]]
+    return math.prod(operand) * math.ceil(math.log2(max(1, length)))
+
+
+def _scatter(eqn: Equation) -> int:
+    return math.prod(eqn.invars[2].aval.shape)
+
+
+def _gather(eqn: Equation) -> int:
+    """Selects between what is read and a filler, if indices may be out of bounds."""
+    fills = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+    return fills * math.prod(eqn.outvars[0].aval.shape)
+
+
+def _polynomial(eqn: Equation) -> int:
+    return 2 * (len(eqn.invars) - 2) * _sizes(eqn)[1]
+
+
+def _integer_power(eqn: Equation) -> int:
+    """By squaring; a negative power also divides."""
+    power = eqn.params["y"]
+    multiplications = abs(power).bit_length() + abs(power).bit_count() - 2 if power else 0
+    return (multiplications + (power < 0)) * _sizes(eqn)[1]
+
+
+# Linear algebra, as XLA estimates it.
+
+
+def _cholesky(eqn: Equation) -> int:
+    shape = eqn.invars[0].aval.shape
+    return math.prod(shape) * shape[-1] // 3
+
+
+def _triangular_solve(eqn: Equation) -> int:
+    matrix, right = (var.aval.shape for var in eqn.invars)
+    return math.prod(right) * matrix[-1]
+
+
+def _fft(eqn: Equation) -> int:
+    lengths = eqn.params["fft_lengths"]
+    return 8 * _sizes(eqn)[0] * sum(length.bit_length() - 1 for length in lengths)
+
+
+_COUNTS: dict[str, Callable[[Any], int]] = {
+    **PRODUCT_FLOPS,
+    **dict.fromkeys(
+        ("reduce_" + name for name in ("sum", "prod", "max", "min", "and", "or", "xor")), _reduction
+    ),
+    "argmax": functools.partial(_reduction, flops=9),
+    "argmin": functools.partial(_reduction, flops=9),
+    "reduce": lambda eqn: _reduction(eqn, _flops_within(eqn)),
+    **dict.fromkeys(("reduce_window_" + name for name in ("sum", "max", "min")), _window_reduction),
+    "reduce_window": lambda eqn: _window_reduction(eqn, _flops_within(eqn)),
+    "select_and_scatter_add": _scattered_windows,
+    "select_and_scatter": _scattered_windows,
+    "select_and_gather_add": _window_reduction,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), _cumulative),
+    "cumlogsumexp": functools.partial(_cumulative, flops=8),
+    "sort": _sort,
+    "top_k": lambda eqn: _sizes(eqn)[0],
+    **dict.fromkeys(("scatter_" + name for name in ("add", "sub", "mul", "max", "min")), _scatter),
+    "gather": _gather,
+    "polynomial": _polynomial,  # since JAX 0.11
+    "integer_pow": _integer_power,
+    "cholesky": _cholesky,
+    "triangular_solve": _triangular_solve,
+    "fft": _fft,
+}

@@ -1,0 +1,179 @@
+"""Recurrences: values that a loop, or a step that is called again and again, computes anew."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from jmpx._inspect.audit.dependence import Loop, loops_of
+from jmpx._inspect.audit.low_values import is_low, is_view, number, source
+from jmpx._inspect.graph import Graph, Node, Value
+
+_FEW = 64  # An average is a few operations away from what it was; layers are many.
+
+
+class BackwardPath(NamedTuple):
+    """The way from a new value back to one that it is made of by additions and a decay.
+
+    Attributes:
+        value: the earlier value.
+        decay: the number by which it is multiplied.
+        addends: what is added.
+        node: the addition; None without one.
+        dtype: the 16-bit dtype that the value has somewhere on its way; None if it has none.
+    """
+
+    value: Value
+    decay: float = 1.0
+    addends: tuple[Value, ...] = ()
+    node: Node | None = None
+    dtype: np.dtype | None = None
+
+    def back(self, operand: Value, factor: float = 1.0, *added: Value) -> "BackwardPath":
+        """Returns the way to an operand of what computed the value.
+
+        Args:
+            operand: the operand.
+            factor: by what it is multiplied.
+            *added: what is added to it.
+        """
+        node = self.value.node if added else self.node
+        dtype = operand.dtype if is_low(operand) else self.dtype
+        return BackwardPath(operand, self.decay * factor, (*self.addends, *added), node, dtype)
+
+
+class Recurrence(NamedTuple):
+    """A value that is made of an earlier one of itself.
+
+    Attributes:
+        way: the way back to the earlier one: what a trip of a loop starts with, or an argument of
+            the step.
+        node: the addition.
+        dtype: the 16-bit dtype of the value.
+        loop: the loop; None for an argument of the step.
+    """
+
+    way: BackwardPath
+    node: Node
+    dtype: np.dtype
+    loop: Loop | None
+
+    @property
+    def is_average(self) -> bool:
+        """Whether the earlier value decays."""
+        return is_decay(self.way.decay)
+
+
+def is_decay(factor: float) -> bool:
+    """Whether a value that is multiplied by a factor decays, and most of it is kept."""
+    return 0.5 <= factor < 1 - 1e-6
+
+
+def recurrences(graph: Graph) -> Iterator[Recurrence]:
+    """Yields the sums and averages that are kept in 16 bits."""
+    for way, loop in (*_in_loops(graph), *_over_calls(graph)):
+        is_kept = is_decay(way.decay) or (way.decay == 1 and loop is not None)
+        if is_kept and way.node is not None and way.dtype is not None:
+            yield Recurrence(way, way.node, way.dtype, loop)
+
+
+def _in_loops(graph: Graph) -> Iterator[tuple[BackwardPath, Loop]]:
+    for loop in loops_of(graph):
+        for carry in loop.carries:
+            old, new = carry.results[0], carry.operands[-1]
+            for way in _ways(new, lambda value, old=old: value is old):
+                yield way, loop
+
+
+def _over_calls(graph: Graph) -> Iterator[tuple[BackwardPath, None]]:
+    """Yields the ways back to averages among the arguments of a step that it returns anew.
+
+    What nothing reads is looked at, too: a program drops the new state of NNX's objects.
+    """
+    unread = (value for node in graph.nodes for value in node.results if not value.readers)
+    for new in {id(value): value for value in (*graph.outputs, *unread)}.values():
+        ways = _ways(new, lambda value, new=new: _may_be_state(value, new), _FEW)
+        averages = [way for way in ways if way.addends and is_decay(way.decay)]
+        if averages:  # What is averaged may be an argument, too; the average decays least.
+            yield max(averages, key=lambda way: way.decay), None
+
+
+def _may_be_state(value: Value, new: Value) -> bool:
+    is_constant = value.kind == "const" and value.shape != ()  # as an NNX module's state is
+    return (value.kind == "input" or is_constant) and value.size == new.size
+
+
+def _ways(
+    new: Value, is_old: Callable[[Value], bool], most: int | None = None
+) -> list[BackwardPath]:
+    """Returns the ways from a new value to old ones.
+
+    Args:
+        new: the new value.
+        is_old: tells an old value.
+        most: how many values to look at, over several calls of a step; None for all of a loop.
+    """
+    pending = [BackwardPath(new, dtype=new.dtype if is_low(new) else None)]
+    seen, found = {id(new)}, []
+    while pending:
+        for way in _back(pending.pop(), over_calls=most is not None):
+            if is_old(way.value):
+                found.append(way)
+            elif id(way.value) not in seen and (most is None or len(seen) < most):
+                seen.add(id(way.value))
+                pending.append(way)
+    return found
+
+
+def _back(way: BackwardPath, *, over_calls: bool) -> list[BackwardPath]:
+    """Returns the ways to the operands that a value is a sum or a multiple of."""
+    node = way.value.node
+    if node is None:
+        return []
+    name, operands = node.name, node.operands
+    if is_view(node) or (over_calls and node.is_structure and name in ("slice", "stack")):
+        return [way.back(operands[0])]
+    if node.is_structure:
+        return [way.back(operand) for operand in operands] if name == "join" else []
+    if name == "select_n":
+        return [way.back(operand) for operand in operands[1:]]
+    if name in ("scatter_add", "scatter_sub"):
+        return [way.back(operands[0], 1.0, operands[2])]
+    if name == "scatter" and operands[2].size == operands[0].size:  # x[...] = new
+        return [way.back(operands[2])]
+    if name in ("add", "add_any"):
+        return _added(way, *operands) + _added(way, *operands[::-1])
+    if name == "sub":
+        return _added(way, *operands)
+    if name in ("mul", "div"):
+        return _scaled(way, name, operands)
+    return []
+
+
+def _added(way: BackwardPath, held: Value, addend: Value) -> list[BackwardPath]:
+    """Returns the way past an addition; that of `rate * (x - held)` lets what is held decay."""
+    node = source(addend).node
+    if node is not None and node.name == "dynamic_update_slice" and number(node.operands[0]) == 0:
+        return []  # Each trip adds to a part of its own, as the gradient of `x[i]` does.
+    for scale, difference in _factors(node):
+        rate, inner = number(scale), source(difference).node
+        if rate is not None and inner is not None and inner.name == "sub":
+            if source(inner.operands[1]) is source(held):
+                return [way.back(held, 1 - rate, inner.operands[0])]
+    return [way.back(held, 1.0, addend)]
+
+
+def _scaled(way: BackwardPath, name: str, operands: list[Value]) -> list[BackwardPath]:
+    if name == "div":
+        divisor = number(operands[1])
+        return [way.back(operands[0], 1 / divisor)] if divisor else []
+    pairs = ((operands[0], number(operands[1])), (operands[1], number(operands[0])))
+    return [way.back(held, factor) for held, factor in pairs if factor is not None]
+
+
+def _factors(node: Node | None) -> list[tuple[Value, Value]]:
+    """Returns the two factors of a product, in either order; none if it is something else."""
+    if node is None or node.name != "mul":
+        return []
+    left, right = node.operands
+    return [(left, right), (right, left)]

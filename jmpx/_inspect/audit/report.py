@@ -1,0 +1,168 @@
+"""The report of an audit: frozen data, which prints, checks and locks itself."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from typing import Any, Self
+
+from jmpx._base.dtypes import DTypeLike
+from jmpx._inspect.audit.check import check_report
+from jmpx._inspect.audit.data import Cast, Entry, Finding, Products, Scope
+from jmpx._inspect.audit.html import report_html
+from jmpx._inspect.audit.lock import check as check_lock, write
+from jmpx._inspect.audit.plain import report_dict
+from jmpx._inspect.audit.text import report_text, summary_line
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Audit:
+    """What `jmpx.inspect.audit` says of a program.
+
+    `print(report)` shows it, a notebook shows it as a table, and `report.check` makes a test of it.
+
+    Attributes:
+        title: the name of the function.
+        is_step: whether the function was looked at as it is, such as a training step that contains
+            its gradient; False for a loss, which the audit differentiated in its first argument.
+        platform: the platform that was asked about, such as `"tpu"`; None if none was.
+        products: the matrix products and convolutions by operand dtypes.
+        other_flops: the floating-point operations of everything else.
+        saved: the bytes that are kept for the backward pass, by dtype.
+        casts: the casts by source and target.
+        scopes: the operations by module or named scope.
+        findings: what leaked, or needs more range or precision; the worst ones first.
+        entries: the operations whose dtypes a lock file holds.
+        has_while: whether the program has a while loop, which is counted for one trip.
+        uncounted: the names of operations whose FLOPs are not known, such as `"pallas_call"`.
+
+    Example:
+        >>> import jax
+        >>> import jmpx
+        >>> def loss_fn(w, x):
+        ...     return (x @ w).max()
+        >>> w = jax.ShapeDtypeStruct((8, 8), "bfloat16")
+        >>> report = jmpx.inspect.audit(loss_fn)(w, w).check("bfloat16")
+        >>> report
+        <Audit of loss_fn: 2.05 kFLOP of products, 100.0 % bfloat16 x bfloat16, no findings>
+        >>> print(report.to_text(width=80).splitlines()[2])
+        Matrix products and convolutions: 2.05 kFLOP
+        >>> report.to_dict()["products"]
+        [{'dtypes': 'bfloat16 x bfloat16', 'flops': 2048, 'count': 2}]
+    """
+
+    __module__ = "jmpx.inspect"
+
+    title: str
+    is_step: bool
+    platform: str | None
+    products: tuple[Products, ...]
+    other_flops: int
+    saved: dict[str, int]
+    casts: tuple[Cast, ...]
+    scopes: tuple[Scope, ...]
+    findings: tuple[Finding, ...]
+    entries: tuple[Entry, ...]
+    has_while: bool
+    uncounted: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<{summary_line(self)}>"
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def _repr_html_(self) -> str:
+        return report_html(self)
+
+    def to_text(self, *, width: int | None = None, all: bool = False) -> str:
+        """Returns the report as text: shares, the worst findings, the largest scopes.
+
+        Args:
+            width: how many columns the text may have, 60 or more. Rules and paths are never broken,
+                so that they can be copied. None means 100, or the columns of the terminal if it has
+                fewer.
+            all: whether to show every finding and every row of the tables.
+
+        Raises:
+            ValueError: if `width` is no whole number, or less than 60.
+        """
+        return report_text(self, width, all)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them.
+
+        The keys are the names of the attributes of the report and of what it holds, besides
+        `"version"`, a number that changes when the meaning of a key does.
+        """
+        return report_dict(self)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns `to_dict()` as JSON.
+
+        Args:
+            indent: as in `json.dumps`; None puts all into one line.
+        """
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def check(
+        self,
+        compute: DTypeLike | None = None,
+        *,
+        at_least: float | None = None,
+        allow: str | Iterable[str] = (),
+        severity: str = "low",
+    ) -> Self:
+        """Raises if there are findings, or if too few products compute in a dtype: for tests.
+
+        Args:
+            compute: the dtype that both operands of matrix products and convolutions should have,
+                in any spelling of policies, such as `"bf16"`. None leaves shares unchecked.
+            at_least: which share of the FLOPs of all products and convolutions should be in
+                `compute`, from 0 to 1. None means 0.95.
+            allow: names of findings that are no failure, such as `("low-exp",)`.
+            severity: the lowest severity that fails: `"low"`, `"medium"` or `"high"`.
+
+        Returns:
+            The report itself.
+
+        Raises:
+            AssertionError: if the check fails, as checks of `numpy.testing` do, also under
+                `python -O`. The message has the share, and all findings with their lines and rules.
+            TypeError: if `compute` is no dtype.
+            ValueError: if an argument is not one that is described here.
+        """
+        check_report(self, compute, at_least, allow, severity)
+        return self
+
+    def lock(self, path: str | os.PathLike[str]) -> None:
+        """Writes a lock file: the dtypes that products, reductions and loop carries have, by scope.
+
+        The text is the same on all supported versions of JAX. It has no counts and no lines, so
+        that code may move, and be called more often. What is at `path` is replaced as a whole.
+
+        Args:
+            path: the file.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        write(self.entries, path)
+
+    def check_lock(self, path: str | os.PathLike[str]) -> Self:
+        """Raises if the program differs from a lock file: for tests.
+
+        Args:
+            path: a file that `lock` has written.
+
+        Returns:
+            The report itself.
+
+        Raises:
+            AssertionError: if it differs. The message has a line for each difference: where, what
+                was locked, and what is there now.
+            ValueError: if the file is no lock file, or a damaged one.
+            OSError: if it cannot be read.
+        """
+        check_lock(self.entries, path, self.title)
+        return self

@@ -1,0 +1,84 @@
+"""Collectives: what they are, and how many bytes they send.
+
+A collective's bytes are those of the whole array, which a gather returns and a reduction reads.
+In a ring of n devices, each of them sends
+
+    all-gather, reduce-scatter, all-to-all: (n - 1) / n of the bytes, if ragged at most
+    all-reduce: twice that, because it is a reduce-scatter and an all-gather
+    collective-permute, collective-broadcast: the bytes
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jmpx._jaxprs.places import Place, is_of_library
+
+KINDS = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
+)  # fmt: skip
+
+
+class Collective(NamedTuple):
+    """A collective of one array.
+
+    Attributes:
+        kind: as HLO spells it, such as `all-gather`.
+        dtype: as HLO spells it, such as `bf16`.
+        bytes: of the whole array, once.
+        group: how many devices take part.
+        times: how often it runs, more than once in a loop.
+        parameter: the input that it carries, such as `params['w']`; empty if it carries another
+            array, or a part of several inputs.
+        results: the outputs that its result becomes by elementwise operations, such as
+            `result[0]['w']`, for a gradient the parameter that it updates.
+        is_backward: whether it belongs to the backward pass.
+        in_while: whether it is in a loop whose number of trips is unknown; `times` counts one trip.
+        in_branch: whether it runs in one branch of a conditional.
+        place: the user's line that asks for it.
+    """
+
+    kind: str
+    dtype: str
+    bytes: int
+    group: int
+    times: int = 1
+    parameter: str = ""
+    results: tuple[str, ...] = ()
+    is_backward: bool = False
+    in_while: bool = False
+    in_branch: bool = False
+    place: Place | None = None
+
+    @property
+    def sent(self) -> float:
+        """The bytes that a device sends."""
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.times * self.bytes
+        rounds = 2 if self.kind == "all-reduce" else 1
+        return self.times * rounds * self.bytes * (self.group - 1) / self.group
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether it exchanges a loss or a flag rather than an array."""
+        return self.bytes * 8 <= bits(self.dtype)
+
+
+def bits(dtype: str) -> int:
+    """Returns the size of a dtype of StableHLO or HLO, such as `bf16`, `f8E4M3FN` or `pred`."""
+    return 8 if dtype in ("i1", "pred") else int(re.sub(r"^\D*(\d+).*", r"\1", dtype))
+
+
+def array_bytes(dtype: str, shape: Iterable[int]) -> int:
+    """Returns the bytes of an array."""
+    return math.prod(shape) * bits(dtype) // 8
+
+
+def place_of_frames(frames: Iterable[tuple[str, int, str]]) -> Place | None:
+    """Returns the innermost place that is no library's, of files, lines and functions."""
+    for file, line, function in frames:
+        if not is_of_library(file):
+            return Place(file, line, function.rpartition(".")[2])
+    return None

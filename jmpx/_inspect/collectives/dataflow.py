@@ -1,0 +1,295 @@
+"""Which collectives a program runs, and which inputs and outputs they carry.
+
+`_stablehlo.py` and `_hlo.py` turn programs into `Block`s of `Operation`s, in which an operation has
+the name that HLO gives it. `run` evaluates the blocks without numbers: a value is an array of which
+only this is known: the input that it is a copy of, and the collectives that it was computed from.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from jmpx._inspect.collectives.data import Collective, Place
+
+# Programs.
+
+
+@dataclasses.dataclass(slots=True)
+class Operation:
+    """An operation of a program; a tuple of HLO is one operand or result."""
+
+    kind: str  # as HLO spells it
+    results: tuple[Hashable, ...]
+    operands: tuple[Hashable, ...] = ()
+    blocks: tuple["Block", ...] = ()  # that it calls; of a loop: its condition, then its body
+    arrays: tuple[Collective, ...] = ()  # of a collective: what it exchanges
+    # Of a constant: its value; of get-tuple-element: the index; of a loop: the trips, if known.
+    number: int | None = None
+    name: str = ""  # that JAX gave it, such as `transpose(jvp())/dot_general`
+    place: Place | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Block:
+    """A function or region: its arguments, what it runs, and what it returns."""
+
+    arguments: list[Hashable] = dataclasses.field(default_factory=list)
+    operations: list[Operation] = dataclasses.field(default_factory=list)
+    results: tuple[Hashable, ...] = ()
+
+
+# What is known of a value.
+
+
+class Number(NamedTuple):
+    """An integer: a constant, or what a loop counts and an offset."""
+
+    counter: int  # which loop carries it; 0 of constants
+    offset: int
+
+
+class Comparison(NamedTuple):
+    """Whether `left < right`."""
+
+    left: Any
+    right: Any
+
+
+class Value(NamedTuple):
+    """What is known of an array."""
+
+    source: str | None = ""  # the input that it is a copy of; None of constants
+    made_of: frozenset[int] = frozenset()  # the collectives that it is an elementwise function of
+    number: Number | Comparison | None = None
+
+
+UNKNOWN, CONSTANT = Value(), Value(None)
+Tree = Any  # a Value, or a tuple of trees
+
+
+def leaves(tree: Tree) -> Iterator[Value]:
+    """Yields the values of a tree."""
+    if isinstance(tree, Value):
+        yield tree
+    else:
+        for each in tree:
+            yield from leaves(each)
+
+
+def joined(trees: Iterable[Tree]) -> Tree:
+    """Returns what is known of a value that is one of several, or is computed from them."""
+    first, *others = trees
+    for other in others:
+        first = _join(first, other)
+    return first
+
+
+def _join(a: Tree, b: Tree) -> Tree:
+    if a is b:
+        return a
+    if not isinstance(a, Value) and not isinstance(b, Value) and len(a) == len(b):
+        return tuple(map(_join, a, b))
+    if not (isinstance(a, Value) and isinstance(b, Value)):  # a tuple that was not followed
+        return UNKNOWN
+    source = a.source if b.source in (None, a.source) else b.source if a.source is None else ""
+    return Value(source, a.made_of | b.made_of, a.number if a.number == b.number else None)
+
+
+# What operations do to it.
+
+MOVES = frozenset(
+    "all-gather all-to-all bitcast bitcast-convert broadcast collective-broadcast "
+    "collective-permute convert copy copy-done copy-start dynamic-reshape dynamic-slice "
+    "opt-barrier optimization-barrier real reduce-precision reshape reverse slice transpose".split()
+)
+ASSEMBLES = frozenset({"clamp", "concatenate", "dynamic-update-slice", "pad", "select"})
+COMBINES = ASSEMBLES | {"add", "divide", "maximum", "minimum", "multiply", "power", "subtract"}
+UNARY = frozenset(
+    "abs cbrt cosine exponential exponential-minus-one log log-plus-one logistic negate "
+    "round-nearest-even rsqrt sign sine sqrt square tanh".split()
+)
+CALLS = frozenset({"async-start", "call", "composite", "fusion", "manual-computation"})
+CONSTANTS = frozenset({"constant", "iota", "partition-id", "replica-id"})
+READ = {"select": slice(1, None), "dynamic-update-slice": slice(2), "dynamic-slice": slice(1)}
+
+
+class Run:
+    """One evaluation of a program."""
+
+    def __init__(self) -> None:
+        self.collectives: list[Collective] = []
+        self._values: dict[Hashable, Tree] = {}
+        self._around: list[Operation] = []
+        self._counters = 0
+
+    def block(self, block: Block, arguments: Iterable[Tree]) -> tuple[Tree, ...]:
+        """Evaluates a block; regions without arguments read the values around them."""
+        self._values.update(zip(block.arguments, arguments, strict=False))
+        for operation in block.operations:
+            operands = [self._values.get(name, UNKNOWN) for name in operation.operands]
+            found = self._evaluated(operation, operands)
+            self._values.update(zip(operation.results, found, strict=False))
+        return tuple(self._values.get(name, UNKNOWN) for name in block.results)
+
+    def _evaluated(self, operation: Operation, operands: list[Tree]) -> tuple[Tree, ...]:
+        """Returns the results of an operation; fewer if the others are unknown."""
+        if operation.arrays:
+            return self._exchanged(operation, operands)
+        if operation.kind == "while":
+            return self._looped(operation, operands)
+        if operation.kind == "conditional":
+            return self._branched(operation, operands)
+        if operation.blocks:  # of others than calls, such as a sort, for what they exchange
+            found = [self._called(operation, block, operands) for block in operation.blocks]
+            return found[0] if operation.kind in CALLS else ()
+        return _computed(operation, operands[READ.get(operation.kind, slice(None))])
+
+    def _exchanged(self, operation: Operation, operands: list[Tree]) -> tuple[Tree, ...]:
+        """Notes the collectives of an operation, and returns their results."""
+        around = [*self._around, operation]
+        places = [one.place for one in reversed(around) if one.place]
+        results = []
+        # A collective of several arrays has as many operands; other operands are sizes.
+        operands += [UNKNOWN] * (len(operation.arrays) - len(operands))
+        for one, operand in zip(operation.arrays, operands, strict=False):
+            made_of = set() if one.is_scalar else {len(self.collectives)}
+            source = operand.source if isinstance(operand, Value) else ""
+            self.collectives.append(
+                one._replace(
+                    parameter=source or "",
+                    is_backward=any("transpose(" in each.name for each in around),
+                    place=places[0] if places else None,
+                )
+            )
+            moved = source if one.kind in MOVES else ""
+            results.append(Value(moved, frozenset(made_of)))
+        # Of several arrays, HLO makes one tuple.
+        return tuple(results) if len(results) == len(operation.results) else (tuple(results),)
+
+    def _called(self, operation: Operation, block: Block, operands: Any) -> tuple[Tree, ...]:
+        self._around.append(operation)
+        results = self.block(block, operands)
+        self._around.pop()
+        return results
+
+    def _branched(self, operation: Operation, operands: list[Tree]) -> tuple[Tree, ...]:
+        """Evaluates all branches; those of HLO have an operand each, those of StableHLO none."""
+        before, results = len(self.collectives), []
+        for index, block in enumerate(operation.blocks):
+            results.append(self._called(operation, block, operands[1 + index : 2 + index]))
+        for index in range(before, len(self.collectives)):
+            self.collectives[index] = self.collectives[index]._replace(in_branch=True)
+        return joined(results)
+
+    def _looped(self, operation: Operation, initial: list[Tree]) -> tuple[Tree, ...]:
+        """Evaluates a loop until nothing more is learned of what it carries."""
+        condition, body = operation.blocks
+        before, state = len(self.collectives), tuple(initial)
+        while True:
+            returned = self._called(operation, body, state)
+            after = self._carried(state, returned)
+            if after == state:
+                break
+            del self.collectives[before:]
+            state = after
+        (holds,) = self._called(operation, condition, state)
+        trips = operation.number
+        if trips is None:
+            trips = _trips(holds.number, *map(leaves, (initial, state, returned)))
+        for index in range(before, len(self.collectives)):
+            one = self.collectives[index]
+            self.collectives[index] = one._replace(
+                times=one.times * (1 if trips is None else trips),
+                in_while=one.in_while or trips is None,
+            )
+        return state
+
+    def _carried(self, before: Tree, after: Tree) -> Tree:
+        """Joins what a loop carries into a trip and out of it; a number that changes counts."""
+        if not (isinstance(before, Value) and isinstance(after, Value)):
+            if isinstance(before, Value) or isinstance(after, Value) or len(before) != len(after):
+                return UNKNOWN
+            return tuple(map(self._carried, before, after))
+        number = before.number if isinstance(before.number, Number) else None
+        if number and number != after.number and not number.counter:
+            self._counters += 1
+            number = Number(self._counters, 0)
+        return _join(before, after)._replace(number=number)
+
+
+def _computed(operation: Operation, operands: list[Tree]) -> tuple[Tree, ...]:
+    """Returns the results of an operation that calls and exchanges nothing."""
+    kind, number = operation.kind, operation.number
+    if kind in CONSTANTS:
+        return (CONSTANT if number is None else CONSTANT._replace(number=Number(0, number)),)
+    if kind == "tuple":
+        return (tuple(operands),)
+    if kind in MOVES or kind.endswith(("-done", "-update")):
+        return tuple(operands)
+    if kind == "get-tuple-element":
+        (whole,) = operands
+        return (whole if isinstance(whole, Value) else whole[number or 0],)
+    if kind == "compare-lt":
+        left, right = operands
+        return (Value(number=Comparison(left.number, right.number)),)
+    if kind in COMBINES:
+        return (_combined(kind, operands),)
+    return (Value(made_of=operands[0].made_of),) if kind in UNARY else ()
+
+
+def _combined(kind: str, operands: list[Value]) -> Value:
+    """Returns the result of an operation on several arrays; of two inputs, it is neither."""
+    value = joined(operands)._replace(number=_calculated(kind, operands))
+    copies = kind in ASSEMBLES or sum(each.source is not None for each in operands) < 2
+    return value if copies else value._replace(source="")
+
+
+def _calculated(kind: str, operands: list[Value]) -> Number | None:
+    """Returns the number that a sum or difference is, if it is known."""
+    numbers = [each.number for each in operands if isinstance(each.number, Number)]
+    if kind not in ("add", "subtract") or len(numbers) < 2:
+        return None
+    left, right = numbers
+    if kind == "subtract":
+        return None if right.counter else Number(left.counter, left.offset - right.offset)
+    if left.counter and right.counter:
+        return None
+    return Number(left.counter or right.counter, left.offset + right.offset)
+
+
+def _trips(
+    holds: Any, initial: Iterable[Value], state: Iterable[Value], returned: Iterable[Value]
+) -> int | None:
+    """Returns how often a loop runs that counts up to a constant; None if it does not."""
+    if not isinstance(holds, Comparison):
+        return None
+    left, right = holds
+    if not (isinstance(left, Number) and isinstance(right, Number)) or right.counter:
+        return None
+    for values in zip(initial, state, returned, strict=False):
+        start, carried, after = (each.number for each in values)
+        if carried == Number(left.counter, 0) and left.counter and isinstance(after, Number):
+            step = after.offset if after.counter == left.counter else 0
+            if isinstance(start, Number) and not start.counter and step > 0:
+                return max(0, -((start.offset + left.offset - right.offset) // step))
+    return None
+
+
+def run(main: Block, inputs: Iterable[str], outputs: Iterable[str] = ()) -> list[Collective]:
+    """Returns the collectives that a program runs, those of all branches of a conditional.
+
+    Args:
+        main: the program.
+        inputs: the names of its arguments.
+        outputs: the names of the arrays that it returns; if they are not known, numbers.
+    """
+    evaluation = Run()
+    results = evaluation.block(main, [Value(name) for name in inputs])
+    found, values, names = evaluation.collectives, list(leaves(results)), list(outputs)
+    if len(names) != len(values) or not all(names):
+        names = [f"output {index}" for index in range(len(values))]
+    ends: list[list[str]] = [[] for _ in found]
+    for name, value in zip(names, values, strict=True):
+        for index in value.made_of:
+            ends[index].append(name)
+    return [one._replace(results=tuple(end)) for one, end in zip(found, ends, strict=True)]

@@ -1,0 +1,85 @@
+"""The first infinity or NaN, as users ask for it: `jmpx.inspect.first_nonfinite(fn)(*args)`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+
+from jmpx._inspect.first_nonfinite.replay import Replay
+from jmpx._inspect.first_nonfinite.report import FirstNonfinite
+from jmpx._inspect.programs import Program, traced_program
+
+
+def first_nonfinite(fn: Callable[..., Any]) -> Callable[..., FirstNonfinite | None]:
+    """Finds the operation that makes the first infinity or NaN, and the rule that mends it.
+
+    It runs the function once, equation by equation inside of one compiled program, and looks at
+    each result; then it follows what is not finite from the results back to where it came from. It
+    looks into loops, jitted functions and the backward pass. An infinity that goes nowhere is not
+    reported: exp(-inf) of a mask is 0, and `jnp.where` may drop a log(0). A rule is told only after
+    the function ran with it in its policy maps, and what was found was gone; at most six are tried.
+
+    `jax_debug_nans` stops at each overflow, also at those that a dynamic loss scale expects. With
+    this, a step that was skipped is replayed: see `docs/nonfinite.md`.
+
+    Args:
+        fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
+            a tuple that begins with one. Or a step that computes its gradients itself: gradients
+            that it checks, as `jmpx.all_finite` does, count as results. Any other function is run
+            as it is. Nothing of it prints, and the modules among its arguments stay as they are.
+
+    Returns:
+        A function of the arguments of `fn` that returns a `jmpx.inspect.FirstNonfinite`, which
+        prints as the operation, its line, module, operands and what mends it; or None if all
+        results are finite.
+
+    Raises:
+        TypeError: if `fn` is not callable; when called, if an argument is a shape or is traced.
+        ValueError: when called, if `fn` is a loss whose first argument holds no floating array.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> def loss_fn(params, x):
+        ...     logits = x @ params["w"]
+        ...     return jnp.exp(logits).mean()
+        >>> loss_fn = jmpx.autocast(loss_fn, "c=f16; op.exp: f16")
+        >>> params = {"w": jnp.ones((2, 3))}
+        >>> found = jmpx.inspect.first_nonfinite(loss_fn)(params, 6 * jnp.ones((4, 2)))
+        >>> found.operation, found.place.function, found.rule
+        ('exp', 'loss_fn', 'op.exp: f32')
+        >>> print(found.results[0], found.results[0].infs)
+        float16[4,3], 12 inf 12
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"Expected a loss or a train step to run, got {fn!r}: write "
+            "jmpx.inspect.first_nonfinite(loss_fn)(params, batch)."
+        )
+
+    @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
+    def run(*args: Any, **kwargs: Any) -> FirstNonfinite | None:
+        program = traced_program(fn, args, kwargs)
+        _check_arrays(program)
+        with jax.debug_nans(False), jax.debug_infs(False):  # They would stop before it is named.
+            return Replay(program, (fn, args, kwargs)).find()
+
+    return run
+
+
+def _check_arrays(program: Program) -> None:
+    """Refuses arguments without values."""
+    for name, array in zip(program.names, program.arrays, strict=True):
+        if isinstance(array, jax.core.Tracer):
+            raise TypeError(
+                f"Cannot look at the traced {name}: call jmpx.inspect.first_nonfinite outside of "
+                "jax.jit."
+            )
+        if not isinstance(array, jax.Array | np.ndarray | np.generic):
+            raise TypeError(
+                f"Expected arrays, got a shape as {name}: jmpx.inspect.first_nonfinite runs the "
+                "step, so pass the arguments of the step that failed."
+            )

@@ -1,0 +1,121 @@
+"""What was found, as data and as text."""
+
+import dataclasses
+import json
+import textwrap
+from typing import Any
+
+from jmpx._inspect.first_nonfinite.numbers import Numbers
+from jmpx._jaxprs.places import Place
+
+_WIDTH = 79
+_INDENT = 11
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstNonfinite:
+    """The first infinity or NaN of a program that reaches its results.
+
+    Attributes:
+        kind: `"inf"` or `"NaN"`.
+        operation: the operation that made it, as rules spell it, such as `exp`. Empty if the
+            program was given it.
+        given: the argument that holds it, such as `params['w']`, or `a constant`; empty if an
+            operation made it.
+        place: the user's line: a file, a line and a function. None if there is none.
+        scope: the path of the module, and the named scopes in it.
+        policy: the policy that held in the module; empty if jmpx ran none.
+        is_backward: whether it is in the backward pass.
+        trips: for each loop around it, the outermost first, the trip in which it was made, from 0
+            in the order in which trips run, and the line of the loop.
+        operands: what the operation read.
+        results: what it made.
+        loss_scale: the loss scale of the run; None if there is none. Where lowering it to its floor
+            does not help, the run is one at the floor.
+        is_at_floor: whether it is at its floor.
+        cause: why it is not finite, and what to do.
+        rule: what to paste: a rule of a policy map, or a loss scale; empty if none mends it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> found = jmpx.inspect.first_nonfinite(lambda x: jnp.log(x).sum())(jnp.zeros(2))
+        >>> found.kind, found.operation, found.is_backward, found.rule
+        ('inf', 'log', False, '')
+    """
+
+    __module__ = "jmpx.inspect"
+
+    kind: str
+    operation: str
+    given: str
+    place: Place | None
+    scope: str
+    policy: str
+    is_backward: bool
+    trips: tuple[tuple[int, Place | None], ...]
+    operands: tuple[Numbers, ...]
+    results: tuple[Numbers, ...]
+    loss_scale: float | None
+    is_at_floor: bool
+    cause: str
+    rule: str
+
+    def __str__(self) -> str:
+        """Returns the report as lines of at most 79 characters, but for long paths and rules."""
+        lines = [self._headline(), *self._rows()]
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        if self.given:
+            return f"{self.given} holds {_a(self.kind)}"
+        passes = "backward" if self.is_backward else "forward"
+        return f"{self.operation} makes {_a(self.kind)} in the {passes} pass"
+
+    def _rows(self) -> list[str]:
+        rows = [("at", str(self.place))] if self.place else []
+        rows += [("scope", self.scope)] if self.scope else []
+        rows += [("policy", self.policy)] if self.policy else []
+        for trip, place in self.trips:
+            rows.append(("trip", f"{trip + 1} of the loop at {place}" if place else f"{trip + 1}"))
+        rows += [("operand", str(each)) for each in self.operands]
+        rows += [("result" if self.operation else "value", str(each)) for each in self.results]
+        if self.loss_scale is not None:
+            floor = ", its floor" if self.is_at_floor else ""
+            rows.append(("loss scale", f"{self.loss_scale:g}{floor}"))
+        lines = [f"  {name:<{_INDENT}}{text}" for name, text in rows]
+        lines += _wrapped("cause", self.cause)
+        return lines + ([f"  {'rule':<{_INDENT}}{self.rule}"] if self.rule else [])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the data as dictionaries, lists, texts and numbers."""
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return data | {
+            "place": _plain(self.place),
+            "trips": [{"trip": trip, "place": _plain(at)} for trip, at in self.trips],
+            "operands": [each._asdict() for each in self.operands],
+            "results": [each._asdict() for each in self.results],
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns the data as JSON.
+
+        Args:
+            indent: as in `json.dumps`.
+        """
+        return json.dumps(self.to_dict(), indent=indent)
+
+
+def _plain(place: Place | None) -> dict[str, Any] | None:
+    """Returns a line, and the user's own that called it, as a dictionary."""
+    return None if place is None else place._asdict() | {"caller": _plain(place.caller)}
+
+
+def _a(kind: str) -> str:
+    return "an infinity" if kind == "inf" else "a NaN"
+
+
+def _wrapped(name: str, text: str) -> list[str]:
+    width = _WIDTH - 2 - _INDENT
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return [f"  {name if i == 0 else '':<{_INDENT}}{line}" for i, line in enumerate(lines)]

@@ -1,0 +1,113 @@
+"""The four formats that a run is compared with, and where each of them loses a number."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._base.dtypes import DTypeLike, dtype_name, parse_dtype
+from jmpx._base.messages import describe, did_you_mean
+
+MANTISSA_BITS = 23  # of float32
+LOWEST = -149  # the exponent of float32's smallest subnormal number
+HIGHEST = 127
+
+
+class Format(NamedTuple):
+    """Where a dtype loses, denormalizes and overflows float32 numbers that are rounded to it.
+
+    A number `2**e * (1 + m / 2**23)` has the key `e * 2**23 + m`, in which keys are ordered as the
+    numbers are, and a factor of `2**k` adds `k * 2**23`.
+
+    Args:
+        name: as tables show it.
+        largest: its largest number.
+        kept: the lowest key that is not rounded to zero.
+        normal: the lowest key that is rounded to a normal number.
+        overflows: the lowest key that is rounded to infinity, or to NaN in `float8_e4m3fn`.
+    """
+
+    name: str
+    largest: float
+    kept: int
+    normal: int
+    overflows: int
+
+
+def _format(name: str, dtype: DTypeLike) -> Format:
+    info = jnp.finfo(dtype)
+    lowest, bits, largest = int(info.minexp), int(info.nmant), float(info.max)
+    # Rounding is to nearest. A tie goes to the even number, whose last bit is 0.
+    exponent = int(np.floor(np.log2(largest)))
+    last = round(largest * 2.0 ** (bits - exponent)) % 2
+    return Format(
+        name,
+        largest,
+        kept=_key(lowest - bits - 1) + 1,  # half of the smallest number is a tie with 0
+        normal=_key(lowest) - (1 << MANTISSA_BITS - bits),  # a tie with the smallest normal number
+        overflows=_key_of(largest + 2.0 ** (exponent - bits - 1)) + (1 - last),
+    )
+
+
+def _key(exponent: int) -> int:
+    return exponent << MANTISSA_BITS
+
+
+def _key_of(number: float) -> int:
+    exponent = int(np.floor(np.log2(number)))
+    return _key(exponent) + round((number / 2.0**exponent - 1) * 2**MANTISSA_BITS)
+
+
+FORMATS = {
+    dtype: _format(name, dtype)
+    for name, dtype in {
+        "float16": "float16",
+        "bfloat16": "bfloat16",
+        "e4m3": "float8_e4m3fn",
+        "e5m2": "float8_e5m2",
+    }.items()
+}
+_ALIASES = {known.name: known for known in FORMATS.values()}
+
+
+def as_format(dtype: DTypeLike) -> Format:
+    """Returns the format of a dtype or of its name; `e4m3` and `e5m2` are names, too.
+
+    Raises:
+        ValueError: if it is none of the four.
+    """
+    name = dtype.strip().lower() if isinstance(dtype, str) else describe(dtype)
+    if name in _ALIASES:
+        return _ALIASES[name]
+    end = "."
+    try:
+        name = dtype_name(parse_dtype(name) if isinstance(dtype, str) else dtype)
+    except (KeyError, TypeError):
+        end = did_you_mean(name, [*_ALIASES, *FORMATS])
+    if name not in FORMATS:
+        raise ValueError(
+            "Expected one of the formats 'float16', 'bfloat16', 'e4m3' (float8_e4m3fn) and 'e5m2' "
+            f"(float8_e5m2), got {describe(dtype)}{end}"
+        )
+    return FORMATS[name]
+
+
+# What is counted: float32 numbers by exponent, and within an exponent by these parts of the
+# mantissa, at whose edges a format changes what becomes of a number. So shares are exact, at any
+# scale that is a power of two.
+CUTS = sorted(
+    {
+        key % (1 << MANTISSA_BITS)
+        for known in FORMATS.values()
+        for key in (known.kept, known.normal, known.overflows)
+    }
+    - {0}
+)
+PARTS = len(CUTS) + 1
+BINS = (HIGHEST - LOWEST + 1) * PARTS
+
+
+def bin_of(key: int) -> int:
+    """Returns the first bin whose numbers have at least this key; the key is an edge of a bin."""
+    exponent, mantissa = key >> MANTISSA_BITS, key % (1 << MANTISSA_BITS)
+    return (exponent - LOWEST) * PARTS + sum(mantissa >= cut for cut in CUTS)

@@ -1,0 +1,176 @@
+"""The ranges of a program: frozen data, which prints and draws itself, and gives advice."""
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+from jmpx._base.dtypes import DTypeLike
+from jmpx._inspect.ranges.advice import policy_text, scale_for, scale_or_1
+from jmpx._inspect.ranges.data import Histogram, Range, Shares, merged
+from jmpx._inspect.ranges.plain import ranges_dict
+from jmpx._inspect.ranges.plot import plot_ranges
+from jmpx._inspect.ranges.scopes import among
+from jmpx._inspect.ranges.text import ranges_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranges:
+    """What `jmpx.inspect.ranges` found: the magnitudes of activations and gradients, by scope.
+
+    `print(ranges)` shows them. Numbers are counted where they are computed; operations that only
+    move numbers, such as reshapes, count nothing, nor does a single number outside of modules and
+    scopes, such as the loss. What `jax.checkpoint` computes again in the backward pass counts as
+    activations, both times. What float32 cannot hold of float64 counts as infinite or zero.
+
+    Attributes:
+        title: the name of the function.
+        activations: what the forward pass computed, by scope, in the order of the program.
+        gradients: what the backward pass computed, by scope.
+        masks: constants beyond float16 that `jnp.where` puts into arrays, such as 1e9 for -1e9.
+            Numbers of these magnitudes are counted apart: they do not overflow where they matter,
+            as softmax makes the same of an infinity, and autocast keeps them finite.
+        is_step: whether the function is a step that contains its gradient; False for a loss.
+    """
+
+    __module__ = "jmpx.inspect"
+
+    title: str
+    activations: tuple[Range, ...]
+    gradients: tuple[Range, ...]
+    masks: tuple[float, ...] = ()
+    is_step: bool = False
+
+    def histogram(self, kind: str = "gradients", scope: str | None = None) -> Histogram:
+        """Returns how many numbers have which magnitude.
+
+        Args:
+            kind: `gradients` or `activations`.
+            scope: a scope, which stands for those inside of it, too, or a selector such as
+                `*/mlp`; None for all.
+
+        Raises:
+            ValueError: if there is no such kind or scope, or if only extremes were asked for.
+        """
+        return merged(
+            each.histogram for each in among(self, kind, scope) if each.histogram is not None
+        )
+
+    def shares(
+        self,
+        dtype: DTypeLike,
+        scale: float = 1,
+        *,
+        kind: str = "gradients",
+        scope: str | None = None,
+    ) -> Shares:
+        """Returns which shares of the numbers that are not zero a format does not hold.
+
+        The shares are exact: each number is multiplied by the scale and rounded once.
+
+        Args:
+            dtype: `float16`, `bfloat16`, `e4m3` (`float8_e4m3fn`) or `e5m2` (`float8_e5m2`).
+            scale: what the numbers are multiplied by, a power of two, such as a loss scale.
+            kind: `gradients` or `activations`.
+            scope: a scope or a selector, see `histogram`; None for all.
+
+        Raises:
+            ValueError: if an argument is not one that is described here, or if only extremes were
+                asked for.
+        """
+        return self.histogram(kind, scope).shares(dtype, scale)
+
+    def loss_scale(self, head_room: int = 2, dtype: DTypeLike = "float16") -> float:
+        """Returns a loss scale for the gradients: a static one, or where a dynamic one begins.
+
+        It is the largest power of two with which the largest gradient, times `2**head_room`, does
+        not overflow. If the function scales its loss itself, it is a factor to that scale. A loss
+        that is itself computed in float16, as all of the function is under `policy="c=f16"` of the
+        gradient functions, takes no more than 2**15, because the scale passes through its dtype.
+
+        Args:
+            head_room: by how many powers of two gradients may grow.
+            dtype: the format that holds the gradients. For bfloat16 it is 1.
+
+        Raises:
+            ValueError: if `head_room` is no whole number, the format is unknown, or there are no
+                gradients.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jmpx
+            >>> loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
+            >>> found = jmpx.inspect.ranges(loss_fn)(jnp.ones(4), jnp.eye(4))
+            >>> str(jmpx.DynamicLossScale(found.loss_scale()))
+            'dynamic,init=16384'
+        """
+        return scale_for(self.gradients, head_room, dtype)
+
+    def rules(self, dtype: DTypeLike = "float16", scale: float | None = None) -> str:
+        """Returns a policy map string that keeps in float32 what would overflow.
+
+        A scope is kept if an operation in it computes a number beyond the dtype, or takes one from
+        elsewhere. Selectors are, in this order, the paths of modules, named scopes, which only
+        autocast follows, and for what is in neither, operations such as `op.mul?`, which holds for
+        the operation everywhere: a `jax.named_scope` around it is more precise.
+
+        Args:
+            dtype: `float16` or `bfloat16`, in which all the rest computes.
+            scale: the loss scale, by which gradients are multiplied, a power of two; None for the
+                one that `loss_scale` recommends for the dtype.
+
+        Returns:
+            A string such as `"compute=float16,output=float32; */head: compute=float32"`; without a
+            rule if nothing overflows.
+
+        Raises:
+            ValueError: if the dtype is another one, or the scale is no power of two.
+        """
+        factor = scale_or_1(self.gradients, dtype) if scale is None else scale
+        return policy_text(self.activations, self.gradients, dtype, factor)
+
+    def plot(
+        self, path: str | os.PathLike[str], scope: str | None = None, scale: float = 1
+    ) -> None:
+        """Draws how many numbers have which exponent, as figure 3 of arXiv 1710.03740 does.
+
+        The range of float16 is shaded. It needs matplotlib.
+
+        Args:
+            path: the file to write, which ends with `.png`, `.svg` or `.pdf`.
+            scope: a scope or a selector, see `histogram`; None for all.
+            scale: a loss scale, a power of two: where it moves float16's range is shown.
+
+        Raises:
+            ImportError: if there is no matplotlib.
+            ValueError: if the file has another ending, there is no such scope, or only extremes
+                were asked for.
+        """
+        plot_ranges(self, path, scope, scale)
+
+    def to_text(self, *, width: int = 100, all: bool = False) -> str:
+        """Returns the ranges as text: formats, scopes, a loss scale and rules for float16.
+
+        Args:
+            width: how many columns the text may have, 72 or more. Paths and rules are never broken.
+            all: whether to show every scope.
+
+        Raises:
+            ValueError: if `width` is no whole number, or less than 72.
+        """
+        return ranges_text(self, width, all)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
+        return ranges_dict(self)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns `to_dict()` as JSON.
+
+        Args:
+            indent: as in `json.dumps`; None puts all into one line.
+        """
+        return json.dumps(self.to_dict(), indent=indent)

@@ -1,0 +1,81 @@
+"""FLOPs of products, from shapes alone: two for each multiplication with its addition.
+
+A convolution multiplies only what is not padding.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+from jmpx._jaxprs.core import Equation
+
+
+def _dot(eqn: Equation) -> int:
+    lhs, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    contracted = eqn.params["dimension_numbers"][0][0]
+    return 2 * math.prod(result) * math.prod(lhs[axis] for axis in contracted)
+
+
+def _ragged_dot(eqn: Equation) -> int:
+    """Each row of the left operand meets the columns of one group alone."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    others = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    lhs, rhs = (var.aval.shape for var in eqn.invars[:2])
+    columns = math.prod(size for axis, size in enumerate(rhs) if axis not in others)
+    return 2 * math.prod(lhs) * columns
+
+
+def _convolution(eqn: Equation) -> int:
+    lhs, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    rhs, params = eqn.invars[1].aval.shape, eqn.params
+    lhs_axes, rhs_axes, out_axes = params["dimension_numbers"]
+    # Groups need no look: the kernel has the inputs of one group, the result the batch of one.
+    count = result[out_axes[0]] * result[out_axes[1]] * rhs[rhs_axes[1]]
+    steps = (params["window_strides"], params["lhs_dilation"], params["rhs_dilation"])
+    sizes = zip(lhs_axes[2:], rhs_axes[2:], out_axes[2:], params["padding"], *steps, strict=True)
+    for lhs_axis, rhs_axis, out_axis, padding, stride, lhs_dilation, rhs_dilation in sizes:
+        count *= _taps(
+            (lhs[lhs_axis], lhs_dilation),
+            (rhs[rhs_axis], rhs_dilation),
+            (result[out_axis], stride),
+            padding[0],
+        )
+    return 2 * count
+
+
+@functools.lru_cache(maxsize=4096)
+def _taps(
+    inputs: tuple[int, int], kernel: tuple[int, int], outputs: tuple[int, int], padding: int
+) -> int:
+    """Returns how often one axis of a kernel meets an input: not padding, nor a dilation's hole.
+
+    Args:
+        inputs: the size of the input, and the distance of its elements.
+        kernel: the size of the kernel, and the distance of its elements.
+        outputs: the size of the result, and the stride.
+        padding: before the input; it may be negative.
+    """
+    dilation, last = inputs[1], (inputs[0] - 1) * inputs[1]
+    (few, far), (many, step) = sorted((kernel, outputs))
+    # Output o and tap k meet input place o * stride + k * distance - padding. For each of the
+    # fewer ones, count which of the others are at places 0, dilation, ..., last.
+    common = math.gcd(step, dilation)
+    period = dilation // common
+    inverse = pow(step // common, -1, period)
+    count = 0
+    for start in range(-padding, few * far - padding, far):
+        if start % common:
+            continue
+        low, high = max(0, -(start // step)), min(many - 1, (last - start) // step)
+        first = -start // common * inverse % period  # at a place that is no hole; then each period
+        first += max(0, -((first - low) // period)) * period
+        count += max(0, (high - first) // period + 1)
+    return count
+
+
+PRODUCT_FLOPS: dict[str, Callable[[Equation], int]] = {
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _convolution,
+}

@@ -1,0 +1,96 @@
+"""Named scopes that jmpx itself enters, and that autocast reads."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+
+import jax
+
+from jmpx._base.contexts import AUTOCAST, fact_set
+from jmpx._base.matmul import as_matmul, matmul_precision
+
+FULL_PRECISION = "jmpx.full_precision"  # autocast leaves operations in it in float32
+RESTORE = "jmpx.restore"  # in it, autocast gives results their traced dtypes back
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+if TYPE_CHECKING:
+
+    class _Scope(Protocol):
+        """A context manager that is also a decorator."""
+
+        def __enter__(self) -> object: ...
+
+        def __exit__(self, *exception: Any) -> bool | None: ...
+
+        def __call__(self, func: _Function, /) -> _Function: ...
+
+
+@overload
+def full_precision(func: None = None, *, matmul: str | None = None) -> "_Scope": ...
+
+
+@overload
+def full_precision(func: _Function, *, matmul: str | None = None) -> _Function: ...
+
+
+def full_precision(func: Callable[..., Any] | None = None, *, matmul: str | None = None) -> Any:
+    """Marks code that `jmpx.autocast` leaves as it was traced: in float32.
+
+    A context manager, `with jmpx.full_precision():`, and a decorator, `@jmpx.full_precision`. It
+    casts nothing by itself; outside of autocast it only names a scope, and sets the algorithm of
+    products if one is given. It holds through `jit`, loops and gradients, and no rule of a policy
+    map overrides it. An autocast that is called inside runs as its own policy says. See
+    `force_full_precision` for a function that casts its arguments.
+
+    Args:
+        func: any callable; None for a context manager, or for a decorator that is given `matmul`.
+        matmul: the algorithm of the matrix products and convolutions inside, a name that
+            `jax.default_matmul_precision` takes, in any case; None leaves it as it is. A product
+            that has a `precision=` of its own keeps that. It holds for what is traced inside: for
+            the gradients of its products, too, but not for the backward pass that a
+            `jax.custom_vjp` defines. JAX ignores a dot algorithm such as `BF16_BF16_F32_X3` for
+            convolutions: use a word such as `highest` for them.
+
+    Returns:
+        A function with the signature of `func`, or a context manager.
+
+    Raises:
+        TypeError: if `func` is not callable, or `matmul` is no name.
+        ValueError: if the algorithm is unknown.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmpx
+        >>> @jmpx.autocast
+        ... def f(x):
+        ...     with jmpx.full_precision(matmul="highest"):
+        ...         return x @ x
+        >>> x = jnp.eye(2) * (1 + 2**-12)  # bfloat16 would round it to 1
+        >>> bool(f(x)[0, 0] > 1)
+        True
+    """
+    matmul = as_matmul(matmul)
+    if func is None:
+        return _full_precision(matmul)
+    if not callable(func):
+        raise TypeError(
+            f"Expected a function to wrap, got {func!r}: pass the callable itself, and the name of "
+            "an algorithm as matmul=."
+        )
+
+    @functools.wraps(func, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with _full_precision(matmul):
+            return func(*args, **kwargs)
+
+    return wrapper
+
+
+@contextlib.contextmanager
+def _full_precision(matmul: str | None) -> Iterator[None]:
+    # An autocast that is called inside has an effect, also if one of the same policies is around.
+    with jax.named_scope(FULL_PRECISION), matmul_precision(matmul), fact_set(AUTOCAST, None):
+        yield

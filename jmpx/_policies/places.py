@@ -1,0 +1,73 @@
+"""Where in a model an operation is: the module or the named scope, and the rule that selects it."""
+
+import functools
+import re
+from typing import NamedTuple
+
+from jmpx._jaxprs.marks import Module, is_own_name, module_of, without_marks
+from jmpx._jaxprs.scopes import FULL_PRECISION, RESTORE
+from jmpx._policies.rules import Rule
+
+_OWN = (FULL_PRECISION, RESTORE)
+# What JAX itself puts into name stacks: the subscripts of an einsum, and the parts of a checkpoint.
+_OF_JAX = re.compile(r".*->.*|checkpoint|rematted_computation")
+_NOT_IN_SELECTORS = re.compile(r"[\s=,:;|?]")
+
+
+class Where(NamedTuple):
+    """What a scope means to a user.
+
+    Attributes:
+        path: the path of the innermost module, and the named scopes inside of it.
+        module: the innermost module; None outside of modules.
+        names: the named scopes inside of the module, joined by slashes.
+        is_full: whether it is in `jmpx.full_precision`, or autocast computes in float32 there by
+            a policy rule.
+    """
+
+    path: str
+    module: Module | None
+    names: str
+    is_full: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def where(scope: str) -> Where:
+    """Returns what a scope means, in which the modules have marks: see `core.scope_of`."""
+    parts = scope.split("/") if scope else []
+    module, start = None, 0
+    for index, part in enumerate(parts):
+        found = module_of(part)
+        if found is not None:
+            module, start = found, index + 1
+    names = [part for part in parts[start:] if part not in _OWN and not _OF_JAX.fullmatch(part)]
+    while module is not None and names and is_own_name(module, names[0]):
+        del names[0]
+    outer = "" if module is None else module.path or module.cls.__name__
+    inner = without_marks("/".join(names))
+    return Where("/".join(filter(None, (outer, inner))), module, inner, FULL_PRECISION in parts)
+
+
+def modules_of(scope: str) -> frozenset[Module]:
+    """Returns the modules around an operation of a scope."""
+    return frozenset(filter(None, map(module_of, scope.split("/"))))
+
+
+@functools.lru_cache(maxsize=4096)
+def selector(scope: str) -> str | None:
+    """Returns a selector of policy map rules that matches a scope; None if none does.
+
+    The module's path is tried first, then its class. Outside of modules it is the named scope,
+    which `jmpx.autocast` matches and no other road does.
+    """
+    path, module, names, _ = where(scope)
+    text = names if module is None else module.path
+    tried = [text] if "/" in text else []
+    tried += [f"*/{text}"] if text else []
+    tried += [] if module is None else [module.cls.__name__]
+    for each in tried:
+        rule = Rule(each)
+        matches = rule.matches_scope(path) if module is None else rule.matches(*module)
+        if matches and not _NOT_IN_SELECTORS.search(each):
+            return each
+    return None

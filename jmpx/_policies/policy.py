@@ -1,0 +1,138 @@
+"""Policies: the dtypes of parameters, of computation, of results and of sums over devices."""
+
+import dataclasses
+from typing import Self, TypeVar
+
+from jmpx._base.casts import cast_tree
+from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, check_reduces, dtype_name
+from jmpx._base.matmul import as_matmul
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Policy:
+    """The dtypes of stored parameters, of computation and of results, and two more precisions.
+
+    A frozen, hashable, picklable value (not a pytree), so it serves as a static argument of
+    `jax.jit` and as a static field of a module. Follows JMP's `Policy`, which has the first three
+    arguments. Subclasses may add fields, which `str()` and `to_dict()` leave out, and override the
+    casts: jmpx never casts to a policy's dtypes in another way.
+
+    Args:
+        param_dtype: the dtype in which parameters are stored.
+        compute_dtype: the dtype in which computation runs. Dtypes of 8 bits are for storage only:
+            the first use of one as a compute dtype is an error.
+        output_dtype: the dtype in which results are returned.
+        matmul_precision: the algorithm of float32 matrix products and convolutions, a name that
+            `jax.default_matmul_precision` takes, in any case. None leaves it to what surrounds the
+            policy's region; JAX's own default multiplies in bfloat16 on a TPU. A product that has a
+            `precision=` of its own keeps that.
+        reduce_dtype: the dtype in which gradients are summed over devices; None means float32, or
+            the wider dtype of a parameter.
+
+    A dtype may be given as a name, a `np.dtype` or a scalar type. The policy keeps it as JAX's
+    scalar type, such as `jnp.float32`.
+
+    Raises:
+        TypeError: if an argument is not a dtype, or `matmul_precision` is no name.
+        ValueError: if a dtype is unknown or not floating, the algorithm is unknown, or
+            `reduce_dtype` has 8 bits.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> policy = jmpx.Policy("float32", jnp.bfloat16, jnp.float32)
+        >>> policy.compute_dtype is jnp.bfloat16
+        True
+        >>> str(policy)
+        'params=float32,compute=bfloat16,output=float32'
+        >>> policy.cast_to_compute({"w": jnp.ones(2)})
+        {'w': Array([1, 1], dtype=bfloat16)}
+    """
+
+    __module__ = "jmpx"
+
+    param_dtype: DTypeLike
+    compute_dtype: DTypeLike
+    output_dtype: DTypeLike
+    # By keyword alone, so that a subclass may add fields without a default.
+    _: dataclasses.KW_ONLY
+    matmul_precision: str | None = None
+    reduce_dtype: DTypeLike | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "compute_dtype", "output_dtype"):
+            object.__setattr__(self, name, as_dtype(getattr(self, name)))
+        object.__setattr__(self, "matmul_precision", as_matmul(self.matmul_precision))
+        if self.reduce_dtype is not None:
+            check_reduces(as_dtype(self.reduce_dtype))
+            object.__setattr__(self, "reduce_dtype", as_dtype(self.reduce_dtype))
+
+    def cast_to_param(self, tree: T) -> T:
+        """Casts the floating leaves of a pytree to `param_dtype`; see `jmpx.cast_tree`."""
+        return cast_tree(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Casts the floating leaves of a pytree to `compute_dtype`; see `jmpx.cast_tree`.
+
+        Raises:
+            ValueError: if the compute dtype has 8 bits, or is float64 while JAX's 64-bit types
+                are disabled.
+        """
+        check_computes(self.compute_dtype)
+        return cast_tree(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: T) -> T:
+        """Casts the floating leaves of a pytree to `output_dtype`; see `jmpx.cast_tree`."""
+        return cast_tree(tree, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: DTypeLike) -> Self:
+        """Returns a copy of this policy with another `output_dtype`."""
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+    def to_dict(self) -> dict[str, str]:
+        """Returns what the policy sets, as a dict of strings, which `get_policy` reads back.
+
+        As `str()`, it has the fields of this class alone, not those that a subclass adds.
+
+        Example:
+            >>> import jmpx
+            >>> jmpx.get_policy("c=bf16,o=f32").to_dict()
+            {'params': 'float32', 'compute': 'bfloat16', 'output': 'float32'}
+        """
+        return given_fields(self)
+
+    def __str__(self) -> str:
+        """Returns the policy string, which `get_policy` parses back to an equal policy."""
+        return ",".join(f"{key}={value}" for key, value in given_fields(self).items())
+
+    def __repr__(self) -> str:
+        """Returns the constructor call, with the names of the dtypes."""
+        given = given_fields(self)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        own = {name: given[key] for key, name in ATTRIBUTES.items() if key in given}
+        others = {name: value for name, value in values.items() if name not in _KEYS}
+        fields = {**own, **others}
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in fields.items())})"
+
+
+# The keys of policy strings -> the attributes of policies.
+ATTRIBUTES = {
+    "params": "param_dtype",
+    "compute": "compute_dtype",
+    "output": "output_dtype",
+    "matmul": "matmul_precision",
+    "reduce": "reduce_dtype",
+}
+_KEYS = {attribute: key for key, attribute in ATTRIBUTES.items()}
+
+
+def given_fields(policy: Policy) -> dict[str, str]:
+    """Returns what a policy sets: names of dtypes and of the algorithm, by the keys of strings."""
+    values = {key: getattr(policy, attribute) for key, attribute in ATTRIBUTES.items()}
+    return {
+        key: value if key == "matmul" else dtype_name(value)
+        for key, value in values.items()
+        if value is not None
+    }

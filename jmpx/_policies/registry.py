@@ -1,0 +1,349 @@
+"""The registry: which policy is attached to which class.
+
+A framework with a store of its own, as Haiku has one, keeps the policies of its classes; jmpx keeps
+those of all other classes here. Both are per thread. JAX's caches know every policy that is set
+from here, so that a jitted function is traced anew under other policies.
+"""
+
+import contextlib
+import dataclasses
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TypeAlias
+
+from jmpx._base.contexts import Context, catch_up, entered, note_cast, opened, set_fact
+from jmpx._base.dtypes import dtype_name
+from jmpx._base.matmul import matmul_of, matmul_region
+from jmpx._base.messages import user_stacklevel
+from jmpx._policies.frameworks import ClassPolicies, adapters_of, imported_adapters
+from jmpx._policies.policy import Policy
+from jmpx._policies.strings import PolicyLike, get_policy
+
+# A class is kept by its name, which survives a reload of its module. Classes that are made in
+# functions share one name, so each of them is kept by itself.
+_Key: TypeAlias = type | tuple[str, str]
+
+
+# Bodies that JAX traces and that may return what they like. The dtypes of others are compared: with
+# the carry of a loop, with the other branches, with what a backward pass is given.
+_FREE_BODIES = frozenset({"checkpoint / remat", "shard_map", "pmap"})
+
+
+class _Registry(threading.local):
+    """What is set in one thread.
+
+    Attributes:
+        policies: the policies that were attached here, also those that a framework's own store
+            keeps, for JAX's caches to compare. A local class lives as long as its policy does here
+            and in JAX's caches.
+        running: the policies of the methods that run, the innermost last.
+        bodies: how many bodies were being traced when the outermost of them began.
+    """
+
+    def __init__(self) -> None:
+        self.policies: dict[_Key, Policy] = {}
+        self.running: list[Policy | None] = []
+        self.bodies = 0
+
+
+_registry = _Registry()
+
+
+def _key(cls: type) -> _Key:
+    return cls if "<locals>" in cls.__qualname__ else (cls.__module__, cls.__qualname__)
+
+
+def _store_of(cls: type) -> ClassPolicies | None:
+    """Returns the store of the framework that a class descends from, None if it is kept here."""
+    if not isinstance(cls, type):
+        raise TypeError(
+            f"Expected a class to attach a policy to, got {cls!r}: pass the class itself, such as "
+            "hk.Linear."
+        )
+    stores = (adapter.class_policies for adapter in adapters_of(cls))
+    return next((store for store in stores if store is not None), None)
+
+
+def _to_policy(policy: PolicyLike) -> Policy:
+    if policy is None:
+        raise TypeError("Expected a policy or a policy string, got None: call jmpx.clear_policy.")
+    policy = get_policy(policy)
+    if policy.reduce_dtype is not None:
+        name = dtype_name(policy.reduce_dtype)
+        warnings.warn(
+            f"reduce={name} of a class policy reduces nothing: it is for sums of gradients over "
+            "devices, so give it to the gradient function's policy=.",
+            stacklevel=user_stacklevel(),
+        )
+    return policy
+
+
+def _attach(cls: type, policy: Policy | None, cached: Policy | None) -> None:
+    """Attaches a policy to a class, or detaches it.
+
+    Args:
+        cls: the class.
+        policy: the policy for the framework's own store, None to detach.
+        cached: the policy for `_Registry.policies`, None to remove it. It differs from `policy`
+            where a framework's store has a policy that was not set by jmpx.
+    """
+    catch_up()
+    store = _store_of(cls)
+    if store is not None and policy is None:
+        store.clear(cls)
+    elif store is not None and policy is not None:
+        store.set(cls, policy)
+    _registry.policies.pop(_key(cls), None)
+    if cached is not None:
+        _registry.policies[_key(cls)] = cached
+    set_fact("policies of classes", frozenset(_registry.policies.items()) or None)
+
+
+def set_policy(cls: type, policy: PolicyLike) -> None:
+    """Attaches a policy to a class, for all its instances in this thread.
+
+    For a Haiku module class this is the same act as `hk.mixed_precision.set_policy`: its inputs and
+    parameters are cast to the compute dtype, its results to the output dtype. The policy of a
+    Linen, NNX or Equinox module class casts under `jmpx.flax.policies`, or in a view that
+    `with_policies` makes. Any other class may ask for its policy: `policy_of(type(self))`.
+
+    A jitted function is traced anew when it is called under other policies than before. That holds
+    for policies set by jmpx alone: JAX does not see what `hk.mixed_precision` sets by itself.
+
+    The policy's `matmul` holds for the products in the calls of the class. In Haiku an interceptor
+    of jmpx sees to that: the first policy with `matmul` in a thread must not be set inside an
+    `hk.intercept_methods` of one's own, and one that `hk.mixed_precision` sets by itself has no
+    effect outside of jmpx's contexts.
+
+    Args:
+        cls: the class; subclasses do not inherit its policy, as in Haiku.
+        policy: all that `get_policy` takes: a policy, a policy string, a mapping or a dtype. A bare
+            dtype, also as a string, is a complete policy: `"full"` is float32 for parameters,
+            computation and output. `"bf16"` and `jnp.bfloat16` are bfloat16 for all three: Haiku
+            and Linen then create parameters in bfloat16. To compute in bfloat16 with parameters
+            that are stored in float32, write `"c=bf16"`.
+
+    Raises:
+        TypeError: if `cls` is not a class, or `policy` is nothing that `get_policy` takes.
+        ValueError: if `policy` is not a policy string.
+
+    Warns:
+        UserWarning: if the policy sets `reduce`, which a class policy has no use for.
+
+    Example:
+        >>> import haiku as hk
+        >>> import jmpx
+        >>> jmpx.set_policy(hk.Linear, "c=bf16,o=f32")
+        >>> hk.mixed_precision.get_policy(hk.Linear) == jmpx.get_policy("c=bf16,o=f32")
+        True
+        >>> jmpx.clear_policy(hk.Linear)
+    """
+    _store_of(cls)  # its error comes first
+    policy = _to_policy(policy)
+    _attach(cls, policy, policy)
+
+
+def clear_policy(cls: type) -> None:
+    """Detaches the policy of a class; a class without one is left as it is.
+
+    Args:
+        cls: the class.
+
+    Raises:
+        TypeError: if `cls` is not a class.
+
+    Example:
+        >>> import haiku as hk
+        >>> import jmpx
+        >>> jmpx.set_policy(hk.Linear, "bf16")
+        >>> jmpx.clear_policy(hk.Linear)
+        >>> jmpx.policy_of(hk.Linear) is None
+        True
+    """
+    _attach(cls, None, None)
+
+
+def policy_of(cls: type) -> Policy | None:
+    """Returns the policy that is attached to a class.
+
+    Args:
+        cls: the class; a policy of its base classes does not count.
+
+    Returns:
+        The policy, or None if it has none. For a Haiku module class, the answer of
+        `hk.mixed_precision.get_policy`.
+
+    Raises:
+        TypeError: if `cls` is not a class.
+
+    Example:
+        >>> import jmpx
+        >>> class Block: ...
+        >>> jmpx.set_policy(Block, "c=bf16")
+        >>> str(jmpx.policy_of(Block))
+        'params=float32,compute=bfloat16,output=bfloat16'
+        >>> jmpx.clear_policy(Block)
+    """
+    catch_up()
+    store = _store_of(cls)
+    return _registry.policies.get(_key(cls)) if store is None else store.get(cls)
+
+
+@dataclasses.dataclass(eq=False)
+class _Push:
+    """A context of `push_policy`.
+
+    Attributes:
+        cls: the class.
+        policy: the policy that the class had at entry.
+        cached: what `_Registry.policies` held for the class at entry.
+    """
+
+    cls: type
+    policy: Policy | None
+    cached: Policy | None
+
+    def undo(self) -> None:
+        """Gives the policy at entry back: to the class, or to a later push that is still open."""
+        pushes = opened(_Push)
+        after = pushes[pushes.index(self) + 1 :]
+        later = [push for push in after if _key(push.cls) == _key(self.cls)]
+        if later:
+            later[0].policy, later[0].cached = self.policy, self.cached
+        else:
+            _attach(self.cls, self.policy, self.cached)
+
+
+@contextlib.contextmanager
+def push_policy(cls: type, policy: PolicyLike) -> Iterator[None]:
+    """Attaches a policy to a class while the context lasts; also a decorator.
+
+    Contexts may be nested. When one ends, the class has the policy again that it had before. That
+    holds after an exception, too, and when contexts end in another order than that of their
+    nesting, as contexts in generators may; `hk.mixed_precision.push_policy` alone promises neither.
+    Of the tasks of an event loop, only one at a time can be in a context: leave it before each
+    `await`. Code that is compiled already runs in every task as in the one that holds the context.
+
+    Args:
+        cls: the class.
+        policy: all that `get_policy` takes; see `set_policy`.
+
+    Yields:
+        None.
+
+    Raises:
+        TypeError: if `cls` is not a class, or `policy` is nothing that `get_policy` takes.
+        ValueError: if `policy` is not a policy string; for Haiku, if the call stands inside a
+            method of the same class; if another task of the thread is in a context of jmpx at
+            entry, or runs a module while this context lasts.
+
+    Warns:
+        UserWarning: if the policy sets `reduce`, which a class policy has no use for.
+
+    Example:
+        >>> import haiku as hk
+        >>> import jmpx
+        >>> with jmpx.push_policy(hk.Linear, "c=bf16"):
+        ...     str(jmpx.policy_of(hk.Linear))
+        'params=float32,compute=bfloat16,output=bfloat16'
+        >>> jmpx.policy_of(hk.Linear) is None
+        True
+    """
+    store, policy = _store_of(cls), _to_policy(policy)
+    if store is not None:
+        store.check_push(cls, policy)
+    hook = None if store is None else store.interception
+    push = _Push(cls, policy_of(cls), _registry.policies.get(_key(cls)))
+    with entered(Context("jmpx.push_policy", push, hook=hook, undo=push.undo)):
+        _attach(cls, policy, policy)
+        yield
+
+
+@contextlib.contextmanager
+def running(policy: Policy | None, by: str) -> Iterator[None]:
+    """Makes a policy the one that `current_policy` returns while a method runs; for adapters.
+
+    Args:
+        policy: the policy, None for a method that runs without one.
+        by: the function of the adapter that casts, as the user calls it.
+    """
+    if policy is not None:
+        note_cast(by)
+    outer = _registry.running[-1] if _registry.running else None
+    if not _registry.running:
+        _registry.bodies = len(_enclosing_bodies())
+    _registry.running.append(policy)
+    try:
+        with _products(policy, outer):
+            yield
+    finally:
+        _registry.running.pop()
+
+
+def _products(policy: Policy | None, outer: Policy | None) -> AbstractContextManager[object]:
+    """Returns the context in which the products of a method use the algorithm of its policy.
+
+    What the policy has in common with the policy around it is inherited, so that it does not
+    override a `jax.default_matmul_precision` that the user's code sets in between.
+    """
+    if policy is None:
+        return contextlib.nullcontext()
+    matmul = matmul_of(policy)
+    is_inherited = outer is not None and matmul_of(outer) == matmul
+    return matmul_region(None if is_inherited else matmul, policy.compute_dtype)
+
+
+def _enclosing_bodies() -> list[str | None]:
+    from jmpx._jaxprs.core import enclosing_bodies  # here, so that the import of jmpx stays light
+
+    return enclosing_bodies()
+
+
+def in_loop() -> bool:
+    """Whether a loop, a branch or a derivative of JAX is traced inside of the outermost method.
+
+    Where none runs yet, as for a part of a view that is called by itself, any loop counts.
+    """
+    bodies = _enclosing_bodies()
+    if not _registry.running:
+        return not {*_FREE_BODIES, "jit", "derivative"}.issuperset(bodies)  # those of a train step
+    # JAX may take what it has traced for a jitted function in a loop for a call outside, or the
+    # other way round, so an inner jit counts as a loop.
+    return not _FREE_BODIES.issuperset(bodies[: max(len(bodies) - _registry.bodies, 0)])
+
+
+def current_policy() -> Policy | None:
+    """Returns the policy under which the method of a module is running.
+
+    Returns:
+        The policy of the innermost running method of a Haiku, Linen, NNX or Equinox module that has
+        one; None outside of such methods. In a function that is jitted by itself and that several
+        modules call, it is the policy of the call for which the function was traced.
+
+    Example:
+        >>> import haiku as hk, jax, jax.numpy as jnp
+        >>> import jmpx
+        >>> class Block(hk.Module):
+        ...     def __call__(self, x):
+        ...         print(jmpx.current_policy())
+        ...         return x
+        >>> with jmpx.push_policy(Block, "c=bf16"):
+        ...     _ = hk.transform(lambda x: Block()(x)).apply({}, None, jnp.ones(2))
+        params=float32,compute=bfloat16,output=bfloat16
+        >>> jmpx.current_policy() is None
+        True
+    """
+    by_frameworks = (adapter.current_policy() for adapter in imported_adapters())
+    policies = (*_registry.running[-1:], *by_frameworks)
+    return next((policy for policy in policies if policy is not None), None)
+
+
+@contextlib.contextmanager
+def refuse_creation() -> Iterator[None]:
+    """Refuses to create parameters while the context lasts; see `Adapter.refuse_creation`."""
+    with contextlib.ExitStack() as stack:
+        for adapter in imported_adapters():
+            stack.enter_context(adapter.refuse_creation())
+        yield

@@ -1,0 +1,327 @@
+"""The dynamic loss scale: a pytree whose scale grows and shrinks with the gradients."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterable
+from typing import Any, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._base.leaves import is_array, is_floating
+from jmpx._base.messages import user_stacklevel
+from jmpx._base.moved import telling
+from jmpx._base.trees import Flag, as_flag
+from jmpx._scales.numbers import ARGUMENTS, as_text, concrete_leaf, plain_number, shortest
+from jmpx._scales.scaling import (
+    HIGHEST_SCALE,
+    LONGEST_PERIOD,
+    LOWEST_SCALE,
+    Scaling,
+    as_leaf,
+    as_number,
+    is_integer_array,
+    register_with_flax,
+)
+
+
+@telling("jmpx.DynamicLossScale")
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(Scaling):
+    """A loss scale that grows while gradients are finite and shrinks when they are not.
+
+    Every `period` finite steps the scale is multiplied by `factor`. A step with non-finite
+    gradients, an overflow, multiplies it by `backoff_factor`; with `hysteresis`, only if the steps
+    before it overflowed too. Follows JMP's `DynamicLossScale`, which has the first five arguments,
+    torch's `GradScaler`, which bounds and shrinks a scale as `max_loss_scale` and `backoff_factor`
+    do, and DeepSpeed's scaler with `consecutive_hysteresis`. Micikevicius et al., arXiv 1710.03740.
+    `jmpx.get_loss_scale` makes one from a string or a mapping; `str` and `to_dict` give them back.
+
+    As a pytree its leaves are `loss_scale` and `counter`; the other arguments are configuration. A
+    checkpoint therefore restores two numbers into a template, whose configuration holds: a restored
+    scale beyond the template's bounds counts as the nearer bound.
+
+    Args:
+        loss_scale: the factor to begin with: a number or an array of shape (), of any dtype. It is
+            kept within the two bounds below, as a float32 that is not weakly typed; a number as a
+            NumPy array, so that no backend starts. An integer array is converted with a warning.
+            Other objects, such as a `jax.ShapeDtypeStruct` or a sharding, are kept as they are.
+        counter: finite steps since the scale last changed or a step overflowed; below 0, overflows
+            in a row, which count up to `hysteresis` - 1. Kept as an int32 in the same way.
+        period: finite steps from one growth to the next.
+        factor: what the scale is multiplied by when it grows, up to 2**126.
+        min_loss_scale: the scale never falls below this number, which may be less than 1, nor below
+            2**-126.
+        max_loss_scale: the scale never grows beyond this number, nor beyond 2**126, which None
+            means.
+        backoff_factor: what the scale is multiplied by when it shrinks, at least 2**-126; None
+            means 1 / `factor`.
+        hysteresis: how many overflows in a row shrink the scale. Each further one in the same row
+            shrinks it again; a finite step ends the row. Every overflow lets the count of finite
+            steps begin anew, also where the scale stays.
+
+    Raises:
+        TypeError: if a configuration value is traced or not a number.
+        ValueError: if a number is out of its range.
+
+    Example:
+        >>> import jmpx
+        >>> loss_scale = jmpx.DynamicLossScale(2**15, period=2)
+        >>> [float(loss_scale.adjust(finite).loss_scale) for finite in (True, False)]
+        [32768.0, 16384.0]
+        >>> float(loss_scale.adjust(True).adjust(True).loss_scale)
+        65536.0
+        >>> str(loss_scale)
+        'dynamic,init=32768,period=2'
+    """
+
+    __module__ = "jmpx"
+
+    # Any, because trees of axes, masks, shapes or shardings hold other objects than arrays here.
+    loss_scale: Any = 2**15
+    counter: Any = 0
+    period: int = 2000
+    factor: float = 2
+    min_loss_scale: float = 1.0
+    max_loss_scale: float | None = None
+    backoff_factor: float | None = None
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("loss_scale", "min_loss_scale"):
+            value = getattr(self, name)
+            if is_integer_array(value):
+                warnings.warn(
+                    f"Expected floating type for {name}, got {value.dtype}: it is converted.",
+                    stacklevel=user_stacklevel(),
+                )
+        for name in _CONFIGURATION:
+            value = getattr(self, name)
+            if value is not None or name not in ("max_loss_scale", "backoff_factor"):
+                self._set(name, as_number(value, f"DynamicLossScale.{name}"))
+        self._check()
+        scale = as_leaf(self.loss_scale, np.float32, "loss_scale")
+        self._set("loss_scale", self._clip(scale) if is_array(scale) else scale)
+        counter = as_leaf(self.counter, np.int32, "counter")
+        if isinstance(counter, np.ndarray):
+            counter = np.asarray(np.maximum(counter, np.int32(1 - self.hysteresis)))
+        self._set("counter", counter)
+        register_with_flax(DynamicLossScale, names=LEAVES)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check(self) -> None:
+        """Refuses a configuration that cannot work."""
+        for name in ("period", "hysteresis"):
+            steps = getattr(self, name)
+            if not 1 <= steps <= LONGEST_PERIOD or steps != int(steps):
+                raise ValueError(
+                    f"Expected a {name} of 1, 2, 3 ... steps, up to 2**31 - 1, got {steps}."
+                )
+        if not 1 <= self.factor <= HIGHEST_SCALE:
+            raise ValueError(
+                f"Expected a factor between 1 and 2**126, such as 2, got {self.factor}."
+            )
+        if not LOWEST_SCALE <= self._backoff < 1:
+            raise ValueError(
+                "Expected a backoff_factor of at least 2**-126 and below 1, which lets the scale "
+                f"shrink, got {self._backoff}: leave it out for 1 / factor, with a factor above 1."
+            )
+        if self.min_loss_scale > HIGHEST_SCALE:
+            raise ValueError(
+                "Expected a min_loss_scale of at most 2**126, which a product in float32 undoes, "
+                f"got {self.min_loss_scale}: give for example 1.0."
+            )
+        low, high = self._bounds
+        if low > high:
+            raise ValueError(
+                f"Expected max_loss_scale to be at least min_loss_scale and at least 2**-126, got "
+                f"{self.max_loss_scale} and {self.min_loss_scale}: swap them, or leave one out."
+            )
+
+    @property
+    def _backoff(self) -> float:
+        """What the scale is multiplied by when it shrinks.
+
+        A product is the same in every program. XLA turns some divisions by a constant into one, so
+        that a compiled step would shrink the scale to another number than an eager one.
+        """
+        return 1 / self.factor if self.backoff_factor is None else self.backoff_factor
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        """The smallest and the largest scale."""
+        high = HIGHEST_SCALE if self.max_loss_scale is None else self.max_loss_scale
+        return max(self.min_loss_scale, LOWEST_SCALE), min(high, HIGHEST_SCALE)
+
+    def _clip(self, scale: Any) -> Any:
+        low, high = map(np.float32, self._bounds)
+        if isinstance(scale, jax.Array):
+            return jnp.minimum(jnp.maximum(scale, low), high)
+        return np.asarray(np.minimum(np.maximum(scale, low), high))
+
+    @property
+    def _effective_scale(self) -> Any:
+        """The scale clipped to its bounds, so that one multiplication undoes it.
+
+        The constructor clips, too; a scale that a checkpoint restored has not been through it.
+        """
+        if jnp.ndim(self.loss_scale) != 0:
+            raise ValueError(
+                f"Expected a loss scale of shape (), got {jnp.shape(self.loss_scale)}: map over a "
+                "stack of loss scales with jax.vmap."
+            )
+        return self._clip(as_leaf(self.loss_scale, np.float32, "loss_scale"))
+
+    def adjust(self, grads_finite: Flag) -> Self:
+        """Returns the loss scale of the next step.
+
+        Args:
+            grads_finite: whether this step's gradients were finite: a Python bool or a bool array
+                of shape (), traced or not.
+
+        Returns:
+            A loss scale of the same configuration.
+
+        Raises:
+            TypeError: if `grads_finite` is not a scalar bool.
+            ValueError: if the scale is a stack of scales outside `jax.vmap`.
+        """
+        finite = as_flag(grads_finite, "grads_finite")
+        scale = jnp.asarray(self._effective_scale)
+        grown = scale * float(self.factor)
+        shrunk = scale * self._backoff
+        due = self._finite_steps >= int(self.period) - 1
+        if self.hysteresis != 1:
+            shrunk = jnp.where(self._overflows >= int(self.hysteresis) - 1, shrunk, scale)
+        return dataclasses.replace(  # Its constructor clips the scale.
+            self,
+            loss_scale=jnp.where(finite, jnp.where(due, grown, scale), shrunk),
+            counter=self._count(finite, due),
+        )
+
+    @property
+    def _finite_steps(self) -> jax.Array:
+        """How many finite steps came since the scale last changed or a step overflowed."""
+        return jnp.asarray(self.counter) if self.hysteresis == 1 else jnp.maximum(self.counter, 0)
+
+    @property
+    def _overflows(self) -> jax.Array:
+        """How many overflows came in a row."""
+        return jnp.maximum(-self.counter, 0)
+
+    def _count(self, finite: jax.Array, due: jax.Array) -> jax.Array:
+        """Returns the counter of the next step."""
+        if self.hysteresis == 1:
+            return jnp.where(finite & ~due, self.counter + 1, 0)
+        # A full row stays one overflow short of its length, so that the next one shrinks, too.
+        overflows = jnp.minimum(self._overflows + 1, int(self.hysteresis) - 1)
+        return jnp.where(finite, jnp.where(due, 0, self._finite_steps + 1), -overflows)
+
+    def _concrete(self) -> tuple[np.float32, int]:
+        """The scale within its bounds, and the counter.
+
+        Raises:
+            TypeError: if a leaf is not one concrete number.
+        """
+        leaf, counter = (concrete_leaf(getattr(self, name), name) for name in LEAVES)
+        scale = self._clip(as_leaf(leaf, np.float32, "loss_scale"))[()]
+        if not np.isfinite(scale):
+            raise TypeError(
+                f"Cannot write a loss scale whose loss_scale is {scale}: restore another one."
+            )
+        return scale, int(counter)
+
+    def _numbers(self) -> dict[str, int | float]:
+        """The numbers by their keys in strings, without defaults other than that of `init`.
+
+        Raises:
+            TypeError: if a leaf is not one concrete number.
+        """
+        scale, counter = self._concrete()
+        values = {key: getattr(self, name) for key, name in ARGUMENTS.items()}
+        values |= {"init": shortest(scale), "counter": counter}
+        defaults = {field.name: field.default for field in dataclasses.fields(DynamicLossScale)}
+        return {
+            key: plain_number(value)
+            for key, value in values.items()
+            if key == "init" or value != defaults[ARGUMENTS[key]]
+        }
+
+    def to_dict(self) -> dict[str, str | int | float]:
+        """Returns a mapping such as `{"type": "dynamic", "init": 32768, "period": 500}`.
+
+        `jmpx.get_loss_scale` reads it, and `json.dumps` takes it. Defaults are left out, except
+        `init`.
+
+        Raises:
+            TypeError: if the scale or its counter is traced, or is not one number.
+        """
+        return {"type": "dynamic", **self._numbers()}
+
+    def state_dict(self) -> dict[str, str | int | float]:
+        """Returns what a checkpoint needs, as plain values for JSON and msgpack.
+
+        That is `{"type": "dynamic", "loss_scale": 32768.0, "counter": 0}`, without the
+        configuration, which a program gives anew: `jmpx.restore_loss_scale(state, like=loss_scale)`
+        restores it.
+
+        Raises:
+            TypeError: if the scale or its counter is traced, or is not one number.
+        """
+        scale, counter = self._concrete()
+        return {"type": "dynamic", "loss_scale": float(scale), "counter": counter}
+
+    def __str__(self) -> str:
+        """Returns the string, which `jmpx.get_loss_scale` parses back to an equal loss scale.
+
+        A loss scale whose leaves are not concrete numbers is written as by `repr`.
+        """
+        try:
+            return as_text("dynamic", self._numbers())
+        except TypeError:
+            return repr(self)
+
+
+LEAVES = ("loss_scale", "counter")
+_CONFIGURATION = tuple(
+    field.name for field in dataclasses.fields(DynamicLossScale) if field.name not in LEAVES
+)
+
+
+def _flatten(scale: DynamicLossScale) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    leaves = tuple(getattr(scale, name) for name in LEAVES)
+    return leaves, tuple(getattr(scale, name) for name in _CONFIGURATION)
+
+
+def _flatten_with_keys(scale: DynamicLossScale) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    leaves, configuration = _flatten(scale)
+    keys = map(jax.tree_util.GetAttrKey, LEAVES)
+    return tuple(zip(keys, leaves, strict=True)), configuration
+
+
+ScaleT = TypeVar("ScaleT", bound=DynamicLossScale)
+
+
+def _unflatten(cls: type[ScaleT], configuration: tuple[Any, ...], leaves: Iterable[Any]) -> ScaleT:
+    # Made without the constructor, which converts and clips: trees of axes, masks or shardings hold
+    # 0, True or a sharding, which must stay. A floating array is a scale, and becomes a float32
+    # that is not weakly typed.
+    scale = object.__new__(cls)
+    for name, value in zip(LEAVES + _CONFIGURATION, (*leaves, *configuration), strict=True):
+        scale._set(name, value)
+    if is_array(scale.loss_scale) and is_floating(scale.loss_scale):
+        scale._set("loss_scale", as_leaf(scale.loss_scale, np.float32, "loss_scale"))
+    return scale
+
+
+def register_pytree(cls: type[DynamicLossScale]) -> None:
+    """Lets JAX know the leaves of a class of dynamic loss scales."""
+    unflatten = functools.partial(_unflatten, cls)
+    jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
+
+
+register_pytree(DynamicLossScale)

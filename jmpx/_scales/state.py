@@ -1,0 +1,135 @@
+"""Loss scales from a checkpoint's plain numbers, also where the run has changed its kind."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeVar, overload
+
+import numpy as np
+
+from jmpx._base.leaves import is_array
+from jmpx._base.messages import describe, did_you_mean
+from jmpx._scales.kinds import DynamicLossScale, LossScale
+from jmpx._scales.mixed_precision import MixedPrecision
+from jmpx._scales.numbers import as_text, shortest
+from jmpx._scales.scaling import HIGHEST_SCALE, LONGEST_PERIOD, as_number
+from jmpx._scales.state_dicts import note_choice
+from jmpx._scales.strings import LossScaleLike, get_loss_scale
+
+LossScaleT = TypeVar("LossScaleT", bound=LossScale)
+
+# Each kind, and what `state_dict` has of it besides its kind.
+_KEYS = {"dynamic": ("loss_scale", "counter"), "static": ("loss_scale",), "none": ()}
+_REMEDY = "give what state_dict() of the loss scale returned, or restore an older checkpoint"
+
+
+@overload
+def restore_loss_scale(state: Mapping[str, Any], like: LossScaleT) -> LossScaleT: ...
+
+
+@overload
+def restore_loss_scale(
+    state: Mapping[str, Any], like: LossScaleLike | MixedPrecision
+) -> LossScale: ...
+
+
+def restore_loss_scale(state: Mapping[str, Any], like: LossScaleLike | MixedPrecision) -> LossScale:
+    """Makes the loss scale with which a run goes on from a checkpoint.
+
+    Its class and its configuration are those of `like`, the loss scale that the run would begin
+    with. Only a dynamic loss scale learns while it trains: if both are dynamic, its scale and its
+    counter are those of the checkpoint, within the bounds of `like`. In every other case the run
+    goes on with `like` itself, so that a run may change its policy: from bfloat16 without a loss
+    scale to float16 with one, or back.
+
+    The logger `jmpx` of `logging` gets a line that says what was chosen: a warning where the
+    checkpoint's loss scale is of another kind or beyond the bounds, an information otherwise.
+
+    Args:
+        state: what `state_dict()` of a loss scale returned, or what `flax.serialization` made of
+            one. Its values may be numbers or arrays of shape ().
+        like: a loss scale, or its string or mapping, as `jmpx.get_loss_scale` takes it; or a
+            `jmpx.MixedPrecision`, whose loss scale is taken.
+
+    Returns:
+        The loss scale, whose leaves are NumPy arrays if it is dynamic and was restored.
+
+    Raises:
+        TypeError: if `state` is no mapping or one of its values no number; or as `get_loss_scale`.
+        ValueError: if `state` has other keys, or a number is out of its range; or as
+            `get_loss_scale`.
+
+    Example:
+        >>> import jmpx
+        >>> state = jmpx.DynamicLossScale(2.0**12, counter=7).state_dict()
+        >>> state
+        {'type': 'dynamic', 'loss_scale': 4096.0, 'counter': 7}
+        >>> print(jmpx.restore_loss_scale(state, like=jmpx.DynamicLossScale(period=500)))
+        dynamic,init=4096,period=500,counter=7
+        >>> print(jmpx.restore_loss_scale(state, like="none"))  # bfloat16 from now on
+        none
+    """
+    like = like.loss_scale if isinstance(like, MixedPrecision) else get_loss_scale(like)
+    kind, numbers = _read(state)
+    text = as_text(kind, {{"loss_scale": "init"}.get(key, key): n for key, n in numbers.items()})
+    if kind != "dynamic" or not isinstance(like, DynamicLossScale):
+        note_choice(like, text, logging.INFO if str(like) == text else logging.WARNING)
+        return like
+    restored = dataclasses.replace(like, **numbers)
+    kept = restored.loss_scale == numbers["loss_scale"] and restored.counter == numbers["counter"]
+    note_choice(restored, text, logging.INFO if kept else logging.WARNING)
+    return restored
+
+
+def _read(state: object) -> tuple[str, dict[str, Any]]:
+    """Returns the kind of a checkpoint's loss scale, and its numbers by their keys."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"Expected the state of a loss scale as a mapping, got {describe(state)}: {_REMEDY}."
+        )
+    if isinstance(state.get("loss_scale"), Mapping):
+        raise ValueError(
+            "Expected the state of a loss scale, got a mapping that holds one: give its "
+            "'loss_scale' alone."
+        )
+    kind = _kind_of(state)
+    keys = [key for key in state if key != "type"]
+    if sorted(map(str, keys)) != sorted(_KEYS[kind]):
+        raise ValueError(
+            f"Expected the state of a {kind!r} loss scale to hold {list(_KEYS[kind])}, got "
+            f"{describe(keys)}: {_REMEDY}."
+        )
+    return kind, {key: _number(key, state[key]) for key in keys}
+
+
+def _kind_of(state: Mapping[str, Any]) -> str:
+    """Returns the kind, which Flax's state does not name."""
+    if "type" not in state:
+        return "dynamic" if state else "none"
+    kind = state["type"]
+    kind = kind.item() if is_array(kind) and kind.ndim == 0 else kind
+    if not isinstance(kind, str) or kind not in _KEYS:
+        near = did_you_mean(kind, list(_KEYS)) if isinstance(kind, str) else "."
+        raise ValueError(
+            f"Expected the type in the state of a loss scale to be one of {list(_KEYS)}, got "
+            f"{describe(kind)}: {_REMEDY}{near}"
+        )
+    return kind
+
+
+def _number(key: str, value: Any) -> int | float:
+    """Returns a number of the state.
+
+    Raises:
+        TypeError: if it is none.
+        ValueError: if it is out of its range.
+    """
+    least = -LONGEST_PERIOD if key == "counter" else 0
+    number = as_number(value, f"{key} in the state of a loss scale", least)
+    most = LONGEST_PERIOD if key == "counter" else HIGHEST_SCALE
+    if number > most or (key == "counter" and number != int(number)):
+        what = "a whole number of at most 2**31 - 1" if key == "counter" else "at most 2**126"
+        raise ValueError(
+            f"Expected {key} in the state of a loss scale to be {what}, got {number}: {_REMEDY}."
+        )
+    return int(number) if key == "counter" else shortest(np.float32(number))

@@ -1,0 +1,206 @@
+"""Gradients in mixed precision, with loss scaling, of a function of any pytree."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
+
+import jax
+from jax.typing import ArrayLike
+
+from jmpx._adapters.uncast import UncastLike
+from jmpx._base.dtypes import DTypeLike
+from jmpx._base.stateful import call
+from jmpx._devices.shards import Over
+from jmpx._scales.kinds import LossScale
+from jmpx._scales.mixed_precision import MixedPrecisionLike
+from jmpx._steps.batches import Batch
+from jmpx._steps.differentiation import Options, differentiate
+from jmpx._steps.results import Gradients, GradientsAndAux, ValueAndGradients
+
+P = ParamSpec("P")
+AuxT = TypeVar("AuxT")
+ScalingT = TypeVar("ScalingT", bound=LossScale)
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+class GradientOptions(TypedDict, total=False):
+    """The options of gradient functions, as type checkers see them; `Options.of` has defaults."""
+
+    policy: MixedPrecisionLike | None
+    grad_dtype: DTypeLike | None
+    uncast: UncastLike
+    state_argnum: int | None
+    batch: Batch | None
+    over: Over | None
+
+
+def with_options_spelled(function: FunctionT) -> FunctionT:
+    """Gives a function with `**options` the signature in which `help` shows them one by one."""
+    own, made = (inspect.signature(each).parameters.values() for each in (function, Options.of))
+    parameters = [p for p in own if p.kind is not p.VAR_KEYWORD]
+    parameters += [p for p in made if p.kind is p.KEYWORD_ONLY]
+    vars(function)["__signature__"] = inspect.Signature(parameters)
+    return function
+
+
+@overload
+def filter_value_and_grad(
+    func: Callable[P, ArrayLike],
+    scaling: ScalingT,
+    has_aux: Literal[False] = False,
+    **options: Unpack[GradientOptions],
+) -> Callable[P, ValueAndGradients[jax.Array, ScalingT]]: ...
+
+
+@overload
+def filter_value_and_grad(
+    func: Callable[P, tuple[ArrayLike, AuxT]],
+    scaling: ScalingT,
+    has_aux: Literal[True],
+    **options: Unpack[GradientOptions],
+) -> Callable[P, ValueAndGradients[tuple[jax.Array, AuxT], ScalingT]]: ...
+
+
+@with_options_spelled
+def filter_value_and_grad(  # noqa: D417, because the options are documented one by one
+    func: Callable[..., Any], scaling: LossScale, has_aux: bool = False, **options: Any
+) -> Callable[..., ValueAndGradients[Any, Any]]:
+    """Makes a function that computes a loss and its gradients in mixed precision.
+
+    It casts the arguments of `func` by the policy, scales the loss in float32, differentiates it
+    with respect to the first argument, takes the gradients to float32 and unscales them, checks
+    once whether all are finite, and adjusts the loss scale by that. NNX modules among the arguments
+    get their new state. Where a gradient is not finite, model state comes back as it was, but with
+    a `NoOpLossScale`; state elsewhere in aux is the caller's to select, by `jmpx.select_tree`.
+
+    Args:
+        func: a function of pytrees that returns a loss, a floating scalar, or `(loss, aux)`. The
+            floating and complex arrays in its first argument are differentiated.
+        scaling: a `NoOpLossScale`, `StaticLossScale` or `DynamicLossScale`.
+        has_aux: whether `func` returns `(loss, aux)`.
+        policy: whatever `jmpx.apply_policy` takes, by which `func` runs; None means `half`. Its
+            reduce is the dtype in which gradients are summed over devices.
+        grad_dtype: the dtype of the gradients of floating parameters; None means that of each
+            parameter. With float32, parameters in 16 or 8 bits get gradients that were not rounded.
+        uncast: the position or the name of an argument that is not cast, or several of both, such
+            as targets that float16 cannot hold. Negative positions count from the end.
+        state_argnum: the position of model state that `func` returns anew, as its aux or as the
+            first element of an aux that is a tuple. It is not cast and not split.
+        batch: a `jmpx.Batch`: micro-batches, and groups of a batch that `jax.jit` splits.
+        over: a `jmpx.Over`: the mapped axis over which value and gradients are averaged.
+
+    Returns:
+        A function with the arguments of `func` that returns a `ValueAndGradients`, which unpacks as
+        `(value, scaling, grads_finite, grads)`, with `has_aux` `(loss, aux)` as its value: the
+        unscaled loss in float32, the next loss scale, a bool array of shape (), and gradients of
+        the structure of the first argument, with None for what cannot be differentiated.
+
+    Raises:
+        TypeError: if an option is unknown or of another type; when called, if `func` returns no
+            floating scalar, or if there is nothing to differentiate or to split.
+        ValueError: if an option has no such value, or two contradict each other; when called, if
+            they do not fit the call, or are float64 while JAX's 64-bit types are disabled.
+
+    Warns:
+        UserWarning: if a part of the policy has no effect, rounds twice, or wants a loss scale.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> def loss_fn(params, x):
+        ...     return jnp.mean((x @ params["w"]) ** 2)
+        >>> params, x, scaling = {"w": jnp.ones(3)}, jnp.ones((2, 3)), jmpx.DynamicLossScale(2**12)
+        >>> grad_fn = jmpx.filter_value_and_grad(loss_fn, scaling, policy="c=f16")
+        >>> value, scaling, grads_finite, grads = grad_fn(params, x)
+        >>> value, grads_finite, grads["w"]
+        (Array(9., dtype=float32), Array(True, dtype=bool), Array([6., 6., 6.], dtype=float32))
+    """
+    return value_and_gradients_of(Options.of(func, scaling, has_aux, True, **options))
+
+
+@overload
+def filter_grad(
+    func: Callable[P, ArrayLike],
+    scaling: ScalingT,
+    has_aux: Literal[False] = False,
+    **options: Unpack[GradientOptions],
+) -> Callable[P, Gradients[ScalingT]]: ...
+
+
+@overload
+def filter_grad(
+    func: Callable[P, tuple[ArrayLike, AuxT]],
+    scaling: ScalingT,
+    has_aux: Literal[True],
+    **options: Unpack[GradientOptions],
+) -> Callable[P, GradientsAndAux[ScalingT, AuxT]]: ...
+
+
+@with_options_spelled
+def filter_grad(  # noqa: D417, because the options are documented one by one
+    func: Callable[..., Any], scaling: LossScale, has_aux: bool = False, **options: Any
+) -> Callable[..., Gradients[Any] | GradientsAndAux[Any, Any]]:
+    """Makes a function that computes gradients in mixed precision.
+
+    It does what `filter_value_and_grad` does, whose documentation says more, without the value.
+
+    Args:
+        func: as of `filter_value_and_grad`.
+        scaling: a `NoOpLossScale`, `StaticLossScale` or `DynamicLossScale`.
+        has_aux: whether `func` returns `(loss, aux)`.
+        policy: whatever `jmpx.apply_policy` takes, by which `func` runs; None means `half`.
+        grad_dtype: the dtype of the gradients; None means that of each parameter.
+        uncast: the positions and names of arguments that are not cast.
+        state_argnum: the position of model state that comes back in aux.
+        batch: a `jmpx.Batch`, how the batch is split.
+        over: a `jmpx.Over`, the mapped axis over which gradients are averaged.
+
+    Returns:
+        A function with the arguments of `func` that returns a `Gradients`, which unpacks as
+        `(scaling, grads_finite, grads)`, or, with `has_aux`, a `GradientsAndAux`, which unpacks as
+        `(scaling, grads_finite, grads, aux)`.
+
+    Raises:
+        TypeError: as `filter_value_and_grad`.
+        ValueError: as `filter_value_and_grad`.
+
+    Warns:
+        UserWarning: as `filter_value_and_grad`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> loss_fn = lambda w: (2.0**-14 * (2.0**-14 * w)).sum()  # float16 ends at 2**-24
+        >>> for scaling in jmpx.StaticLossScale(1), jmpx.StaticLossScale(2**14):
+        ...     _, _, grad = jmpx.filter_grad(loss_fn, scaling, policy="c=f16")(jnp.ones(2))
+        ...     float(grad[0]) == 2.0**-28
+        False
+        True
+    """
+    return gradients_of(Options.of(func, scaling, has_aux, True, **options))
+
+
+def value_and_gradients_of(options: Options) -> Callable[..., ValueAndGradients[Any, Any]]:
+    """Returns the function that computes a loss and its gradients."""
+    run = functools.partial(differentiate, options)
+
+    @functools.wraps(options.func, updated=())  # A module's __dict__ would be its parameters.
+    def wrapper(*args: Any, **kwargs: Any) -> ValueAndGradients[Any, Any]:
+        return call(run, options.func, args, kwargs)
+
+    return wrapper
+
+
+def gradients_of(options: Options) -> Callable[..., Gradients[Any] | GradientsAndAux[Any, Any]]:
+    """Returns the function that computes gradients, without their loss."""
+    value_and_grad = value_and_gradients_of(options)
+
+    @functools.wraps(options.func, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> Gradients[Any] | GradientsAndAux[Any, Any]:
+        value, new_scaling, grads_finite, grads = value_and_grad(*args, **kwargs)
+        if options.has_aux:
+            return GradientsAndAux(new_scaling, grads_finite, grads, aux=value[1])
+        return Gradients(new_scaling, grads_finite, grads)
+
+    return wrapper

@@ -1,0 +1,215 @@
+"""Gradients of the groups of a batch that `jax.jit` splits over devices, and their mean.
+
+XLA sums gradients over devices where the backward pass makes them, in its dtype. Here the share of
+each device becomes a group with gradients of its own, so that what XLA sums over devices is their
+mean, in the dtype that the policy says.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jmpx._base.casts import at_least_float32, cast_like
+from jmpx._base.leaves import PyTree, is_floating, is_none, is_traceable, spell
+from jmpx._base.messages import did_you_mean
+from jmpx._steps.batches import BatchSharding, axes_of
+from jmpx._steps.microbatches import Backward, split_arrays
+
+AXIS = "jmpx_groups"  # the mapped axis of the groups
+
+
+class Groups:
+    """The groups that a batch is split into: as many as the mesh has devices along its axes.
+
+    Args:
+        sharding: the sharding of the batch.
+
+    Raises:
+        ValueError: if there is no mesh that has its axes, or if XLA may not split arrays over them.
+    """
+
+    def __init__(self, sharding: BatchSharding) -> None:
+        self.axes = axes_of(sharding)
+        self.mesh = _mesh_of(sharding)
+        for axis in self.axes:
+            _check_axis(axis, self.mesh)
+        self.count = math.prod(self.mesh.shape[axis] for axis in self.axes)
+        axes = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        self.explicit_axes = tuple(str(axis) for axis, kind in axes if kind == AxisType.Explicit)
+
+    def constrain(self, array: jax.Array) -> jax.Array:
+        """Returns an array of shape (groups, ...) with one group on each device of the axes."""
+        others = (PartitionSpec.UNCONSTRAINED,) * (array.ndim - 1)
+        mesh = jax.sharding.get_abstract_mesh() if self.explicit_axes else self.mesh
+        sharding = NamedSharding(mesh, PartitionSpec(self.axes, *others))  # pyright: ignore[reportArgumentType]
+        return jax.lax.with_sharding_constraint(array, sharding)
+
+    def in_auto_axes(self, run: Callable[..., Backward], inputs: tuple[PyTree, ...]) -> Backward:
+        """Calls a function where all axes of the mesh are `Auto`, if some are `Explicit` here.
+
+        Args:
+            run: computes values and gradients of groups.
+            inputs: its arguments, the first of which are the parameters in a list. All arrays that
+                it reads have to be among them.
+
+        Returns:
+            Its result: gradients are sharded as the parameters are, aux over the groups, and all
+            else is whole on each device.
+        """
+        if not self.explicit_axes:
+            return run(*inputs)
+        arrays, merge = split_arrays(inputs)
+        rebuild: list[Callable[[Sequence[Any]], PyTree]] = []
+
+        def body(arrays: Sequence[jax.Array]) -> Backward:
+            result = run(*merge(arrays))
+            aux, merge_aux = split_arrays(result.aux)
+            state, merge_state = split_arrays(result.state)
+            rebuild[:] = [merge_aux, merge_state]
+            return result._replace(aux=aux, state=state)
+
+        def place(*spec: Any) -> Any:
+            return NamedSharding(self.mesh.abstract_mesh, PartitionSpec(*spec))
+
+        grads = [place(*jax.typeof(param).sharding.spec) for param in inputs[0]]
+        places = Backward(place(), place(self.axes), place(), grads)
+        automatic = jax.sharding.auto_axes(body, axes=self.explicit_axes, out_sharding=places)
+        result = automatic(arrays)
+        merge_aux, merge_state = rebuild
+        return result._replace(aux=merge_aux(result.aux), state=merge_state(result.state))
+
+    def run(
+        self, run: Callable[[Sequence[jax.Array]], Backward], arrays: Sequence[jax.Array]
+    ) -> Backward:
+        """Runs a function of one group's arrays for all groups at once.
+
+        Args:
+            run: returns a value and gradients that are averaged over `AXIS`.
+            arrays: arrays of shape (groups, examples in each, ...).
+
+        Returns:
+            The same value and gradients, aux with a leading axis of groups, and the mean of the
+            model state over groups.
+
+        Raises:
+            ValueError: if an array of model state that has no mean differs between groups, or if
+                the function names the axes of the groups in a sharding.
+        """
+        rebuild: list[Callable[[Sequence[Any]], PyTree]] = []
+
+        def one(part: Sequence[jax.Array]) -> Any:
+            backward = run(part)
+            aux, merge = split_arrays(backward.aux)
+            state, merge_state = split_arrays(backward.state)
+            rebuild[:] = [merge, merge_state]
+            return backward.value, aux, [_mean(x) for x in state], backward.grads
+
+        mapped = jax.vmap(
+            one, out_axes=(None, 0, None, None), axis_name=AXIS, spmd_axis_name=self.axes
+        )
+        try:
+            value, aux, state, grads = mapped([self.constrain(array) for array in arrays])
+        except ValueError as error:
+            if "spmd_axis_name" not in str(error):
+                raise
+            raise ValueError(
+                f"Cannot split an array over {' and '.join(map(repr, self.axes))} in the function "
+                f"that is differentiated, because each group of the batch is on one device "
+                f"of it ({error}): leave the axis out of the shardings there."
+            ) from error
+        return Backward(value, rebuild[0](aux), rebuild[1](state), grads)
+
+
+def check_variables(new: Sequence[jax.Array], stored: Sequence[Any]) -> None:
+    """Refuses variables of an NNX module that hold something of each example.
+
+    Args:
+        new: the new arrays of one group.
+        stored: what each of them replaces; None for a new variable.
+
+    Raises:
+        ValueError: if one differs between groups, and does not replace an array of its shape.
+    """
+    for array, old in zip(new, stored, strict=True):
+        if getattr(old, "shape", None) != array.shape and _differs(array):
+            raise ValueError(
+                f"Cannot average {spell(array)} in a variable of an NNX module "
+                "over the groups of the batch, because it is new or of another shape than "
+                "before, as an activation of the examples is: return it by has_aux=True instead."
+            )
+
+
+def as_placed(new: PyTree, old: PyTree) -> PyTree:
+    """Returns new model state, whose arrays are split as those are that they replace.
+
+    Where the axes of a mesh are `Explicit`, the sharding of an array is a part of its type, which
+    the carry of a loop keeps.
+    """
+
+    def place(new: Any, old: Any) -> Any:
+        if not (is_traceable(new) and is_traceable(old)) or new.shape != old.shape:
+            return new
+        sharding = jax.typeof(old).sharding
+        if sharding.spec == jax.typeof(new).sharding.spec:
+            return new
+        return jax.sharding.reshard(new, sharding)
+
+    return jax.tree.map(place, new, old, is_leaf=is_none)
+
+
+def _mean(array: jax.Array) -> jax.Array:
+    """Returns the mean of an array of model state over the groups, the same bits if it is equal."""
+    if not _differs(array):
+        return array
+    if not is_floating(array):
+        raise ValueError(
+            f"Cannot average {spell(array)} of the model state over the groups "
+            "of the batch, because it is not floating and depends on the examples: keep it out of "
+            "the state, or use over=jmpx.Over(...) under jax.shard_map instead."
+        )
+    return cast_like(jax.lax.pmean(at_least_float32(array), AXIS), array)
+
+
+def _differs(array: jax.Array) -> bool:
+    """Whether an array may differ between groups.
+
+    Under `jax.vmap`, the maximum of an array that does not depend on the index is the same object.
+    """
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        array = jnp.real(array)
+    if array.dtype == jnp.bool_:
+        array = array.astype(jnp.int32)
+    return jax.lax.pmax(array, AXIS) is not array
+
+
+def _mesh_of(sharding: BatchSharding) -> Any:
+    """Returns the mesh of a sharding; of the same mesh, the one whose axis types hold here."""
+    here = jax.sharding.get_abstract_mesh()
+    if isinstance(sharding, NamedSharding) and sharding.mesh.shape != here.shape:
+        return sharding.mesh
+    return here
+
+
+def _check_axis(axis: str, mesh: Any) -> None:
+    """Refuses an axis over which nothing is split here: it is unknown, or mapped."""
+    names = [str(name) for name in mesh.axis_names]
+    if axis not in names:
+        if names:
+            where = f"expected one of the axes {names}{did_you_mean(axis, names)}"
+        else:
+            where = "set one by jax.set_mesh, or give a jax.sharding.NamedSharding."
+        raise ValueError(
+            f"Cannot find a mesh with the axis {axis!r} of the batch's sharding: {where}"
+        )
+    kind = dict(zip(names, mesh.axis_types, strict=True))[axis]
+    if kind == AxisType.Manual:
+        raise ValueError(
+            f"Cannot split a batch over the axis {axis!r} of its sharding, which jax.shard_map "
+            f"maps here, so that it is split already: give over=jmpx.Over({axis!r}) instead."
+        )

@@ -1,0 +1,345 @@
+"""Optimizer steps that are skipped when gradients are not finite."""
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jmpx._base.leaves import PyTree, is_none
+from jmpx._base.nnx_objects import holds_objects
+from jmpx._base.stateful import parameters_of
+from jmpx._base.trees import Flag, all_finite, as_flag
+from jmpx._steps.optimizer_checks import (
+    check_limit,
+    check_optimizer,
+    check_skip_by,
+    check_state,
+    refuse_skip,
+    trained_part,
+    warn_of_cast_masters,
+    warn_of_inner_counts,
+    warn_of_later_steps,
+    warn_of_multi_steps,
+    warn_of_views,
+)
+from jmpx._steps.skipping import SkipBy, refuse_beyond, take_or_keep
+from jmpx._storage.low_precision_params import LowPrecisionParams
+from jmpx._storage.transformations import apply_update, with_extra_args
+
+if TYPE_CHECKING:
+    import optax
+
+ModelT = TypeVar("ModelT")
+StateT = TypeVar("StateT")
+
+
+class SkipNonfiniteState(NamedTuple):
+    """The state of `skip_nonfinite`.
+
+    Attributes:
+        inner_state: the state of the wrapped optimizer.
+        grads_finite: whether the last step was taken: a bool array of shape (). Use it to select
+            other state that the step made, such as moving averages.
+        total_skipped: how many steps were skipped so far: an int32 array of shape ().
+        consecutive_skipped: how many steps in a row were skipped, up to the last one: an int32
+            array of shape ().
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import jmpx
+        >>> state = jmpx.skip_nonfinite(optax.sgd(0.1)).init({"w": jnp.ones(2)})
+        >>> isinstance(state, jmpx.types.SkipNonfiniteState), int(state.total_skipped)
+        (True, 0)
+    """
+
+    __module__ = "jmpx.types"
+
+    inner_state: PyTree
+    grads_finite: jax.Array
+    total_skipped: jax.Array
+    consecutive_skipped: jax.Array
+
+
+def skip_nonfinite(
+    optimizer: "optax.GradientTransformation | optax.MultiSteps",
+    *,
+    skip_by: SkipBy = "where",
+    max_consecutive_skips: int | None = None,
+) -> "optax.GradientTransformationExtraArgs":
+    """Wraps an optax optimizer so that it skips steps with non-finite gradients, and counts them.
+
+    A skipped step leaves the wrapped optimizer's state as it was, step counts and schedules
+    included, and returns updates of -0.0, which leave parameters as they were to the bit. Make it
+    the outermost transformation, because transformations around it see skipped steps: an
+    `optax.MultiSteps` around it keeps an overflow in its sum for ever. Write
+    `skip_nonfinite(optax.MultiSteps(optimizer, n))`, which skips one micro-step. Unlike
+    `optax.apply_if_finite` it never applies a non-finite update, however many it has skipped.
+
+    A run that diverged skips every step from then on. Where the loop is Python's,
+    `jmpx.inspect.check_progress` tells: it adds nothing to the program, and raises in every
+    process. `max_consecutive_skips` is for other loops, such as a `lax.scan` over the steps: a
+    callback raises from inside of the compiled program, for one comparison and one `lax.cond` a
+    step. Python sees the error when it next waits for the program: a `jax.errors.JaxRuntimeError`,
+    whose text ends with ours, and the results of the program are lost. Under `jax.jit` on several
+    processes, one of them raises, and the others fail once it has ended. `jax.export` refuses such
+    a program, and JAX before 0.12 leaves it out of the persistent compilation cache.
+
+    Args:
+        optimizer: an optax gradient transformation, or an `optax.MultiSteps`.
+        skip_by: "where" or "cond", as in `optimizer_update`, which ignores this one and takes its
+            own. The default is "where": a `lax.cond` would write its updates to memory, and the
+            function that applies them would read them again, 8 bytes a parameter.
+        max_consecutive_skips: how many steps in a row may be skipped; the one after them raises.
+            None sets no limit, and adds nothing to the program.
+
+    Returns:
+        An optax gradient transformation whose `update` takes an optional `grads_finite=`, a scalar
+        bool that says whether to take the step; without it, the gradients are checked. Other extra
+        arguments are handed on. Its state is a `SkipNonfiniteState`. Outside of `jax.jit`, `update`
+        and `optimizer_update` raise a FloatingPointError where the limit is passed.
+
+    Raises:
+        TypeError: if `optimizer` is not an optax gradient transformation, or
+            `max_consecutive_skips` is not a whole number.
+        ValueError: if `skip_by` is neither "where" nor "cond", or `max_consecutive_skips` is less
+            than 1.
+
+    Warns:
+        UserWarning: when its `init` is called by that of `optax.MultiSteps`; when `init` or
+            `update` is given parameters that `optimizer_update` warns of.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import jmpx
+        >>> optimizer = jmpx.skip_nonfinite(optax.sgd(0.5))
+        >>> params = {"w": jnp.ones(2)}
+        >>> state = optimizer.init(params)
+        >>> updates, state = optimizer.update({"w": jnp.array([1.0, jnp.inf])}, state, params)
+        >>> optax.apply_updates(params, updates)["w"], int(state.total_skipped)
+        (Array([1., 1.], dtype=float32), 1)
+    """
+    import optax
+
+    check_skip_by(skip_by)
+    inner = with_extra_args(optimizer)
+    if max_consecutive_skips is not None:
+        max_consecutive_skips = check_limit(max_consecutive_skips, "max_consecutive_skips")
+    skipping = _SkipNonfinite(inner, skip_by, max_consecutive_skips)
+    return optax.GradientTransformationExtraArgs(skipping.init, skipping.update)
+
+
+class _SkipNonfinite(NamedTuple):
+    """The two functions of `skip_nonfinite`, and its arguments."""
+
+    inner: "optax.GradientTransformationExtraArgs"
+    skip_by: SkipBy
+    limit: int | None
+
+    def init(self, params: "optax.Params") -> SkipNonfiniteState:
+        import optax
+
+        warn_of_multi_steps(inspect.unwrap(optax.MultiSteps.init))
+        warn_of_views(params)
+        # Two arrays: a jitted step that donates the state cannot donate one array twice.
+        total, consecutive = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return SkipNonfiniteState(self.inner.init(params), jnp.array(True), total, consecutive)
+
+    def update(
+        self,
+        updates: "optax.Updates",
+        state: Any,
+        params: "optax.Params | None" = None,
+        *,
+        grads_finite: Flag | None = None,
+        **extra_args: Any,
+    ) -> "tuple[optax.Updates, SkipNonfiniteState]":
+        check_state(state)
+        warn_of_views((updates, params))
+        warn_of_cast_masters(params, self.inner, state.inner_state, updates)
+        if grads_finite is None:
+            grads_finite = all_finite(updates)
+
+        def take() -> tuple[PyTree, PyTree]:
+            return self.inner.update(updates, state.inner_state, params, **extra_args)
+
+        def keep(new: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+            nothing = jax.tree.map(lambda u: jnp.full_like(u, -0.0), new[0])
+            return nothing, state.inner_state
+
+        new_updates, new_inner = take_or_keep(grads_finite, take, keep, self.skip_by)
+        return new_updates, self.counted(state, new_inner, grads_finite)
+
+    def counted(
+        self, state: SkipNonfiniteState, inner_state: PyTree, grads_finite: Flag
+    ) -> SkipNonfiniteState:
+        """Returns the state after a step, which counts the step if it was skipped.
+
+        Raises:
+            FloatingPointError: if more steps in a row were skipped than the limit allows: now if
+                the count is concrete, when the program runs if it is traced.
+        """
+        finite = as_flag(grads_finite, "grads_finite")
+        skipped = (~finite).astype(jnp.int32)
+        consecutive = (state.consecutive_skipped + 1) * skipped
+        if self.limit is not None and grads_finite is not True:
+            refuse_beyond(self.limit, consecutive)
+        return SkipNonfiniteState(
+            inner_state=inner_state,
+            grads_finite=finite,
+            total_skipped=state.total_skipped + skipped,
+            consecutive_skipped=consecutive,
+        )
+
+
+def _count_skip(
+    optimizer: Any,
+    state: SkipNonfiniteState,
+    inner_state: PyTree,
+    grads_finite: Flag,
+    by_update: Callable[[], SkipNonfiniteState],
+) -> SkipNonfiniteState:
+    """Returns the state of `skip_nonfinite` after a step that `optimizer_update` took or skipped.
+
+    Args:
+        optimizer: the optimizer, whose limit of skips holds.
+        state: the state before the step.
+        inner_state: the new state of the wrapped optimizer.
+        grads_finite: whether the step was taken.
+        by_update: calls the optimizer's `update` by the flag, and returns the state. Its counts are
+            taken where the optimizer is one of functions around those of `skip_nonfinite`, which
+            hide the limit.
+    """
+    skipping = getattr(inspect.unwrap(optimizer.update), "__self__", None)
+    if isinstance(skipping, _SkipNonfinite):
+        return skipping.counted(state, inner_state, grads_finite)
+    return by_update()._replace(inner_state=inner_state)
+
+
+def optimizer_update(
+    model: ModelT,
+    optimizer: "optax.GradientTransformation | optax.MultiSteps",
+    optimizer_state: StateT,
+    grads: PyTree,
+    grads_finite: Flag,
+    *,
+    skip_by: SkipBy | None = None,
+    **extra_args: Any,
+) -> tuple[ModelT, StateT]:
+    """Takes an optimizer step, unless the gradients were not finite.
+
+    Follows MPX's `optimizer_update` (arXiv 2507.03312, section 3.5), for any pytree. A skipped step
+    leaves model and optimizer state, step counts and schedules included, as they were to the bit.
+    An optimizer made by `skip_nonfinite` counts the skipped steps. Of one made by
+    `low_precision_params` the new parameters are taken as it rounds them.
+
+    Args:
+        model: any pytree; the leaves for which `grads` holds None are handed on untouched. An NNX
+            module is updated in place and returned; make its optimizer state by
+            `optimizer.init(nnx.state(model, nnx.Param))`.
+        optimizer: an optax gradient transformation.
+        optimizer_state: its state.
+        grads: gradients of the structure of `model`, as `filter_grad` returns them.
+        grads_finite: whether to take the step: a scalar bool, traced or not.
+        skip_by: "cond" runs the update in a `lax.cond`, which a skipped step does not enter.
+            "where" always computes the update and then selects. None, the default, takes "where" on
+            TPUs and "cond" elsewhere, by the platform that the program is lowered for, so that one
+            compiled for a TPU on another machine has "where", too. On a GPU "where" may be faster,
+            because it fuses with the optimizer, while a `lax.cond` may wait for the host to read
+            the flag: measure both. "where" is taken in any case for a flag that is not traced, or
+            that varies over the devices of a `jax.shard_map`.
+        **extra_args: other arguments of `optimizer.update`, such as `value=`.
+
+    Returns:
+        The new `(model, optimizer_state)`: the model's leaves of the dtypes that they had, those of
+        the state of the dtypes that optax gives them.
+
+    Raises:
+        TypeError: if `grads_finite` is not a scalar bool, the arguments are not in this order, the
+            state of an NNX module's optimizer was made of the module itself, or `skip_by` is given
+            by its old name `skip`.
+        ValueError: if `skip_by` is neither "cond" nor "where" nor None.
+
+    Warns:
+        UserWarning: if `model` is a view, which holds rounded parameters; if all parameters and
+            gradients are of 16 bits and the state was made of wider parameters; if `skip_nonfinite`
+            is inside of other transformations, where it does not count what this function skips; if
+            an `optax.chain` has transformations after `low_precision_params`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import jmpx
+        >>> model, optimizer = {"w": jnp.ones(2), "activation": jnp.tanh}, optax.sgd(0.5)
+        >>> grads = {"w": jnp.ones(2), "activation": None}
+        >>> state = optimizer.init({"w": model["w"], "activation": None})
+        >>> model, state = jmpx.optimizer_update(model, optimizer, state, grads, jnp.array(True))
+        >>> model["w"]
+        Array([0.5, 0.5], dtype=float32)
+    """
+    if skip_by is not None:
+        check_skip_by(skip_by)
+    check_optimizer(optimizer)
+    refuse_skip(optimizer, extra_args)
+    warn_of_views(model)
+    before, put_back = _parameters_of(model, optimizer_state, grads)
+    params = trained_part(before, grads)
+    warn_of_cast_masters(params, optimizer, optimizer_state, grads)
+    old_state: Any = optimizer_state
+    counts = isinstance(old_state, SkipNonfiniteState)
+    if not counts and grads_finite is not True:
+        warn_of_inner_counts(old_state, SkipNonfiniteState)
+    warn_of_later_steps(old_state)
+    inner_state = old_state.inner_state if counts else old_state
+    inner_args, low_precision = extra_args, _low_precision_of(optimizer)
+    if counts:
+        extra_args = {**extra_args, "grads_finite": True}  # `take` runs for a step that is taken.
+
+    def take() -> tuple[PyTree, PyTree]:
+        state: Any
+        if low_precision is not None:
+            return low_precision.step(grads, inner_state, params, **inner_args)
+        updates, state = optimizer.update(grads, old_state, params, **extra_args)
+        stepped = jax.tree.map(apply_update, updates, params, is_leaf=is_none)
+        return stepped, state.inner_state if counts else state
+
+    def keep(new: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        return params, inner_state
+
+    new_state: Any
+    stepped, new_state = take_or_keep(grads_finite, take, keep, skip_by)
+    if counts:
+        given = {**extra_args, "grads_finite": grads_finite}
+        by_update: Any = lambda: optimizer.update(grads, old_state, params, **given)[1]  # noqa: E731
+        new_state = _count_skip(optimizer, old_state, new_state, grads_finite, by_update)
+    merge = lambda new, old: old if new is None else new  # noqa: E731
+    return put_back(jax.tree.map(merge, stepped, before, is_leaf=is_none)), new_state
+
+
+def _low_precision_of(optimizer: Any) -> LowPrecisionParams | None:
+    """Returns the `low_precision_params` that an optimizer is, or that `skip_nonfinite` wraps."""
+    owner = getattr(optimizer.update, "__self__", None)
+    if isinstance(owner, _SkipNonfinite):
+        owner = getattr(owner.inner.update, "__self__", None)
+    return owner if isinstance(owner, LowPrecisionParams) else None
+
+
+def _parameters_of(
+    model: PyTree, optimizer_state: PyTree, grads: PyTree
+) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Returns the pytree that the optimizer updates, and a function from it to the new model.
+
+    An NNX module is updated in place if its gradients are those of `filter_grad`. If they are a
+    module themselves, as `jax.grad` returns them, the model is a pytree like any other.
+    """
+    if not holds_objects(model) or holds_objects(grads):
+        return model, lambda new: new
+    if holds_objects(optimizer_state):
+        raise TypeError(
+            "Expected the optimizer state of an NNX module to be one of its parameters, got one of "
+            "the module itself: make it by optimizer.init(nnx.state(model, nnx.Param))."
+        )
+    return parameters_of(model)

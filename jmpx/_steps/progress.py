@@ -1,0 +1,273 @@
+"""Whether training makes progress: which gradients are not finite, and for how long none were."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._base.casts import at_least_float32
+from jmpx._base.leaves import PyTree, is_array, is_floating, is_inexact_array, is_traceable
+from jmpx._base.messages import describe
+from jmpx._scales.kinds import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    is_loss_scale,
+)
+from jmpx._scales.numbers import format_number, shortest
+from jmpx._steps.optimizer_checks import LARGEST_COUNT, MAX_CONSECUTIVE_SKIPS, check_limit
+
+_NAMED_LEAVES = 3  # in a message
+_LARGEST_START = 40  # No run begins with more than 2**40, the range of float16: 2**-24 to 2**16.
+_CARRY = "return it from the step"
+
+
+class NonfiniteCounts(NamedTuple):
+    """How many elements of an array are not finite.
+
+    Attributes:
+        inf: how many are infinite: an int32 array of shape ().
+        nan: how many are NaN: an int32 array of shape ().
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> counts = jmpx.inspect.nonfinite([jnp.array([1.0, jnp.nan])])["[0]"]
+        >>> isinstance(counts, jmpx.inspect.NonfiniteCounts), int(counts.inf), int(counts.nan)
+        (True, 0, 1)
+    """
+
+    __module__ = "jmpx.inspect"
+
+    inf: jax.Array
+    nan: jax.Array
+
+
+def nonfinite(tree: PyTree) -> dict[str, NonfiniteCounts]:
+    """Counts the infinities and the NaNs in each leaf of a pytree, such as gradients.
+
+    It may be called under `jax.jit`, where it costs two reductions a leaf.
+
+    Args:
+        tree: any pytree. Floating and complex arrays and Python floats are counted, as
+            `jmpx.all_finite` checks them; other leaves are left out.
+
+    Returns:
+        The counts by the path of the leaf, such as `"['layer']['w']"`, also where both are 0. An
+        element of a complex leaf whose parts are infinite and NaN is counted twice. A leaf of
+        2**31 elements or more is counted in float32, up to 2**31 - 128.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> grads = {"w": jnp.array([jnp.inf, jnp.nan, jnp.nan]), "b": jnp.ones(2)}
+        >>> counts = jmpx.inspect.nonfinite(grads)
+        >>> {path: (int(inf), int(nan)) for path, (inf, nan) in counts.items()}
+        {"['b']": (0, 0), "['w']": (1, 2)}
+    """
+    return {path: _count(leaf) for path, leaf in _inexact_leaves(tree).items()}
+
+
+def _inexact_leaves(tree: PyTree) -> dict[str, Any]:
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if is_inexact_array(leaf) or isinstance(leaf, float | complex)
+    }
+
+
+def _count(leaf: Any) -> NonfiniteCounts:
+    if is_array(leaf) and not is_traceable(leaf):
+        inf, nan = (jnp.asarray(np.sum(f(leaf)), jnp.int32) for f in (np.isinf, np.isnan))
+        return NonfiniteCounts(inf, nan)
+    wide = at_least_float32(leaf) if is_floating(leaf) else leaf
+    return NonfiniteCounts(_sum(jnp.isinf(wide)), _sum(jnp.isnan(wide)))
+
+
+def _sum(flags: jax.Array) -> jax.Array:
+    if flags.size <= LARGEST_COUNT:
+        return flags.sum(dtype=jnp.int32)
+    return jnp.minimum(flags.sum(dtype=jnp.float32), LARGEST_COUNT - 127).astype(jnp.int32)
+
+
+def check_progress(
+    opt_state: PyTree,
+    loss_scale: LossScale,
+    grads: PyTree = None,
+    max_consecutive: int = MAX_CONSECUTIVE_SKIPS,
+) -> None:
+    """Raises if an optimizer of `skip_nonfinite` has skipped too many steps in a row.
+
+    A run that diverged would skip for ever and learn nothing. Call this on the host, between steps:
+    it waits for one number of the state, reads the loss scale only for its error, and adds nothing
+    to the compiled step. Where waiting for every step is too much, call it every hundredth.
+
+    Every process of a program raises at the same step, where all of them have the state, as in data
+    parallelism. `skip_nonfinite(max_consecutive_skips=)` raises from inside of the compiled
+    program, for loops that the program itself runs.
+
+    Args:
+        opt_state: the state of an optimizer of `skip_nonfinite`, or any pytree that holds one or
+            several, such as a Flax `TrainState`, an `nnx.Optimizer` or a stack of states from
+            `jax.pmap`; the longest row counts. Any field or key `consecutive_skipped` is read.
+        loss_scale: the loss scale of the same step.
+        grads: gradients of the last step: the error names those that are not finite. They are
+            looked at only then.
+        max_consecutive: how many steps in a row may be skipped; one more is an error. The default
+            is more than a scale of 2**24 needs to fall to 1 by halves. Give more where a
+            `backoff_factor` near 1 lets it fall slowly.
+
+    Raises:
+        FloatingPointError: if more steps than `max_consecutive` were skipped in a row. It tells how
+            many, the loss scale, and whether it can still fall, or never changed, as one does that
+            the step closes over.
+        TypeError: if `opt_state` holds no state of `skip_nonfinite`, `loss_scale` is not a loss
+            scale, a value is traced, as under `jax.jit`, or `max_consecutive` is no whole number.
+        ValueError: if `max_consecutive` is less than 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import jmpx
+        >>> optimizer, scaling = jmpx.skip_nonfinite(optax.sgd(0.1)), jmpx.DynamicLossScale(2.0)
+        >>> params, grads = jnp.ones(2), jnp.array([1.0, jnp.nan])
+        >>> state = optimizer.init(params)
+        >>> for _ in range(3):
+        ...     _, state = optimizer.update(grads, state, params)
+        ...     scaling = scaling.adjust(state.grads_finite)
+        >>> jmpx.inspect.check_progress(state, scaling, grads, max_consecutive=3)
+        >>> jmpx.inspect.check_progress(state, scaling, grads, max_consecutive=2)
+        Traceback (most recent call last):
+        ...
+        FloatingPointError: Skipped 3 optimizer steps in a row, more than max_consecutive=2, with
+        the loss scale at its floor of 1, and infinities or NaN in grads (1 NaN): lower the
+        learning rate, or look for the cause in the data and by jmpx.inspect.nonfinite(grads).
+    """
+    limit = check_limit(max_consecutive, "max_consecutive")
+    raise_if_stuck(opt_state, loss_scale, grads, limit, f"max_consecutive={limit}")
+
+
+def raise_if_stuck(
+    opt_state: PyTree, loss_scale: LossScale, grads: PyTree, limit: int, source: str
+) -> None:
+    """Does what `check_progress` does, for a limit that the error calls by `source`."""
+    if not is_loss_scale(loss_scale):
+        raise TypeError(
+            "Expected a loss scale as the second argument of jmpx.inspect.check_progress, got "
+            f"{describe(loss_scale)}: pass the one of the step, or jmpx.NoOpLossScale()."
+        )
+    counters = counts_of(opt_state, "consecutive_skipped")
+    if not counters:
+        raise TypeError(
+            "Expected the state of an optimizer of jmpx.skip_nonfinite, got a "
+            f"{type(opt_state).__name__} without one: wrap the optimizer, as "
+            "jmpx.skip_nonfinite(optax.adam(1e-3)), and pass the state of the last step."
+        )
+    leaves = jax.tree.leaves((counters, loss_scale, grads))
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise TypeError(
+            "Cannot check progress where the number of skipped steps is traced, as under jax.jit: "
+            "call jmpx.inspect.check_progress outside, between steps, or let "
+            "jmpx.skip_nonfinite(max_consecutive_skips=) raise from inside."
+        )
+    count = max(int(_read(counter).max()) for counter in counters)
+    if count > limit:
+        where, remedy = _about(loss_scale, count)
+        raise FloatingPointError(
+            f"Skipped {count} optimizer steps in a row, more than {source}, {where}"
+            f"{_named(grads)}: {remedy}."
+        )
+
+
+def counts_of(opt_state: PyTree, name: str) -> list[Any]:
+    """Returns the counts of `skip_nonfinite` of this name, wherever a pytree has them.
+
+    They are found by their name, because a checkpoint and an `nnx.State` hold dicts in place of a
+    `SkipNonfiniteState`.
+    """
+    found: list[Any] = []
+
+    def visit(node: Any) -> bool:  # With all leaves and paths it would take longer.
+        if isinstance(node, tuple):
+            found.append(getattr(node, name, None))
+        elif not is_array(node) and isinstance(node, Mapping):
+            found.append(node.get(name))
+        return False
+
+    jax.tree.leaves(opt_state, is_leaf=visit)
+    counts = jax.tree.leaves(found)  # without None; a variable of NNX becomes its array
+    return [count for count in counts if is_array(count) or isinstance(count, int)]
+
+
+def _read(array: Any) -> np.ndarray:
+    """Returns the numbers of an array, of one over several processes those that this one holds."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return np.concatenate([np.ravel(part) for part in _parts(array)])
+    return np.ravel(array)
+
+
+def _parts(array: Any) -> list[Any]:
+    """Returns the parts of an array over several processes that this process holds, each once."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return [array]
+    return list({str(shard.index): shard.data for shard in array.addressable_shards}.values())
+
+
+def _about(loss_scale: LossScale, count: int) -> tuple[str, str]:
+    """Returns what a message says of a loss scale after `count` skipped steps, and the remedy."""
+    cause = "look for the cause in the data and by jmpx.inspect.nonfinite(grads)"
+    remedy = f"lower the learning rate, or {cause}"
+    if isinstance(loss_scale, NoOpLossScale):
+        return "without a loss scale", remedy
+    if isinstance(loss_scale, StaticLossScale):
+        text = format_number(shortest(loss_scale.loss_scale))
+        return f"with the static loss scale {text}", f"lower it or the learning rate, or {cause}"
+    if not isinstance(loss_scale, DynamicLossScale):
+        return f"with a {type(loss_scale).__name__}", remedy
+    scale, floor = (
+        loss_scale._clip(np.float32(number)) for number in (_read(loss_scale.loss_scale).min(), 0)
+    )
+    text = format_number(shortest(floor))
+    if scale == floor:
+        return f"with the loss scale at its floor of {text}", remedy
+    where = f"with the loss scale at {format_number(shortest(scale))}, above its floor of {text}"
+    if _began_at(loss_scale, scale, count) > _LARGEST_START:
+        return f"{where}, so it never changed", f"{_CARRY}, and pass that one to the next step"
+    return (
+        where,
+        f"begin with a smaller scale, allow more steps in a row, or, if it never changed, {_CARRY}",
+    )
+
+
+def _began_at(loss_scale: DynamicLossScale, scale: Any, count: int) -> float:
+    """Returns the binary logarithm of the scale from which so many overflows lead to `scale`."""
+    shrinks = max(count + 1 - int(loss_scale.hysteresis), 0)
+    return float(np.log2(scale)) - shrinks * math.log2(loss_scale._backoff)
+
+
+def _named(grads: PyTree) -> str:
+    """Returns what a message says of gradients: the first that are not finite, and how many more.
+
+    Each process counts what it holds, so that none waits for another.
+    """
+    if grads is None:
+        return ""
+    bad = []
+    for path, leaf in _inexact_leaves(grads).items():
+        counts = zip(*(_count(part) for part in _parts(leaf)), strict=True)
+        inf, nan = (sum(int(_read(count)[0]) for count in each) for each in counts)
+        what = [f"{number} {name}" for number, name in ((inf, "inf"), (nan, "NaN")) if number]
+        if what:
+            bad.append(f"grads{path} ({', '.join(what)})")
+    if not bad:
+        leaves = jax.tree.leaves(grads)
+        whole = all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves)
+        part = "the given gradients are" if whole else "this process's part of the gradients is"
+        return f", while {part} finite"
+    named, more = ", ".join(bad[:_NAMED_LEAVES]), len(bad) - _NAMED_LEAVES
+    return f", and infinities or NaN in {named}" + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,95 @@
+"""What the gradient functions return: named tuples, which are pytrees."""
+
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+
+from jmpx._base.leaves import PyTree
+from jmpx._scales.kinds import LossScale
+
+ValueT = TypeVar("ValueT")
+AuxT = TypeVar("AuxT")
+ScalingT = TypeVar("ScalingT", bound=LossScale)
+
+
+class ValueAndGradients(NamedTuple, Generic[ValueT, ScalingT]):
+    """The result of a function that `filter_value_and_grad` made; it unpacks as a tuple does.
+
+    As a pytree it matches its own class alone: a prefix of it, such as `out_specs` of
+    `jax.shard_map`, is a `ValueAndGradients` too.
+
+    Attributes:
+        value: the unscaled loss, in float32 of shape (); with `has_aux` the pair `(loss, aux)`.
+        scaling: the loss scale of the next step.
+        grads_finite: whether all gradients are finite: a bool array of shape ().
+        grads: gradients of the structure, shapes and dtypes of the first argument, with None for
+            what cannot be differentiated; for an NNX module, an `nnx.State` of its parameters.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> grad_fn = jmpx.filter_value_and_grad(jnp.sum, jmpx.NoOpLossScale(), policy="c=bf16")
+        >>> result = grad_fn(jnp.ones(2))
+        >>> result.value, result.grads
+        (Array(2., dtype=float32), Array([1., 1.], dtype=float32))
+    """
+
+    __module__ = "jmpx.types"
+
+    value: ValueT
+    scaling: ScalingT
+    grads_finite: jax.Array
+    grads: PyTree
+
+
+class Gradients(NamedTuple, Generic[ScalingT]):
+    """The result of a function that `filter_grad` made; it unpacks as a tuple does.
+
+    As a pytree it matches its own class alone, as `ValueAndGradients` does.
+
+    Attributes:
+        scaling: the loss scale of the next step.
+        grads_finite: whether all gradients are finite: a bool array of shape ().
+        grads: gradients of the structure, shapes and dtypes of the first argument, with None for
+            what cannot be differentiated; for an NNX module, an `nnx.State` of its parameters.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> grad_fn = jmpx.filter_grad(jnp.sum, jmpx.NoOpLossScale(), policy="c=bf16")
+        >>> grad_fn(jnp.ones(2)).grads
+        Array([1., 1.], dtype=float32)
+    """
+
+    __module__ = "jmpx.types"
+
+    scaling: ScalingT
+    grads_finite: jax.Array
+    grads: PyTree
+
+
+class GradientsAndAux(NamedTuple, Generic[ScalingT, AuxT]):
+    """The result of a function that `filter_grad` made with `has_aux`; it unpacks as a tuple does.
+
+    As a pytree it matches its own class alone, as `ValueAndGradients` does.
+
+    Attributes:
+        scaling: as of `Gradients`.
+        grads_finite: as of `Gradients`.
+        grads: as of `Gradients`.
+        aux: the second of the two values that the differentiated function returned.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> loss_fn = lambda w: (w.sum(), {"size": w.size})
+        >>> jmpx.filter_grad(loss_fn, jmpx.StaticLossScale(8), has_aux=True)(jnp.ones(2)).aux
+        {'size': 2}
+    """
+
+    __module__ = "jmpx.types"
+
+    scaling: ScalingT
+    grads_finite: jax.Array
+    grads: PyTree
+    aux: AuxT

@@ -1,0 +1,120 @@
+"""A step that is taken or skipped by a flag, and the end of a run that skips too many in a row."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from jmpx._base.leaves import PyTree, is_array, is_traceable
+from jmpx._base.trees import Flag, as_flag, select_tree
+
+T = TypeVar("T")
+SkipBy: TypeAlias = Literal["cond", "where"]
+
+
+def take_or_keep(
+    grads_finite: Flag, take: Callable[[], T], keep: Callable[[Any], T], skip_by: SkipBy | None
+) -> T:
+    """Returns `take()` if the gradients are finite, and `keep(take())` if the step is skipped.
+
+    `keep` needs nothing of its argument but shapes and dtypes. A `lax.cond` needs branches of one
+    type. If their types differ, because the state holds a Python number or because the flag varies
+    over the devices of a `jax.shard_map`, "where" is taken. Some optimizers widen their state at
+    the first step: a skipped step widens it, too.
+
+    Where `skip_by` is None, both ways are in the jaxpr, and JAX lowers the one of the platform that
+    the program is compiled for. They share one trace of `take`.
+    """
+    if grads_finite is True:
+        return take()
+    finite = as_flag(grads_finite, "grads_finite")
+    kept = lambda new: jax.tree.map(_in_dtype_of, keep(new), new)  # noqa: E731
+
+    def by_where(take: Callable[[], T]) -> T:
+        new = take()
+        return select_tree(finite, new, kept(new))
+
+    if skip_by == "where" or not isinstance(finite, jax.core.Tracer):
+        return by_where(take)
+    once = _traced_once(take)
+    shapes = _common_shapes(finite, once, kept)
+    if shapes is None:
+        return by_where(take)
+    by_cond = lambda: jax.lax.cond(finite, once, lambda: kept(shapes))  # noqa: E731
+    if skip_by == "cond":
+        return by_cond()
+    return jax.lax.platform_dependent(tpu=lambda: by_where(once), default=by_cond)
+
+
+def _traced_once(take: Callable[[], T]) -> Callable[[], Any]:
+    """Returns a function that JAX traces once for all its calls; it returns None if not arrays."""
+
+    @jax.jit
+    def optimizer_update() -> T | None:
+        new = take()
+        return new if all(map(is_traceable, jax.tree.leaves(new))) else None
+
+    return optimizer_update
+
+
+def _in_dtype_of(old: Any, new: Any) -> Any:
+    differ = is_array(old) and hasattr(new, "dtype") and old.dtype != new.dtype
+    return jnp.asarray(old, new.dtype) if differ else old
+
+
+def _common_shapes(
+    finite: jax.Array, take: Callable[[], Any], keep: Callable[[Any], Any]
+) -> PyTree | None:
+    """Returns the shapes of `take()` if it and `keep` return arrays of the same types, or None."""
+    found: list[PyTree] = []
+
+    def compare() -> None:
+        new = take()
+        if new is None:
+            return
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), new)
+        old = keep(shapes)
+        trees = new, old, select_tree(finite, new, old)
+        types = [[_type_of(leaf) for leaf in jax.tree.leaves(tree)] for tree in trees]
+        if types[0] == types[1] == types[2]:
+            found.append(shapes)
+
+    jax.eval_shape(compare)
+    return found[0] if found else None
+
+
+def _type_of(leaf: Any) -> Any:
+    """Returns the type of an array as JAX tells it, such as the axes over which it varies.
+
+    Weak types count as strong ones: if an array is weakly typed in one branch only, `lax.cond`
+    makes it strong.
+    """
+    return jax.typeof(jnp.asarray(leaf, leaf.dtype)) if is_array(leaf) else None
+
+
+def refuse_beyond(limit: int, consecutive: jax.Array) -> None:
+    """Raises if more steps than `limit` were skipped in a row."""
+    check = functools.partial(_check_skips, limit)
+    if not isinstance(consecutive, jax.core.Tracer):
+        check(consecutive)
+        return
+    # A callback that runs at every step would make the device wait for Python. `io_callback` cannot
+    # be mapped by `jax.vmap` inside of a `lax.cond`, nor be differentiated. Under `jax.vmap` the
+    # cond becomes a select and the callback always runs, so that it compares for itself, too.
+    jax.lax.cond(
+        consecutive > limit, lambda n: jax.debug.callback(check, n), lambda n: None, consecutive
+    )
+
+
+def _check_skips(limit: int, count: Any) -> None:
+    """Raises a FloatingPointError if more steps than `limit` were skipped in a row."""
+    if int(count) > limit:
+        raise FloatingPointError(
+            f"Skipped {int(count)} optimizer steps in a row, more than "
+            f"max_consecutive_skips={limit}, because gradients were not finite: lower the learning "
+            "rate, look for the cause in the data, and see which gradients they are by "
+            "jmpx.inspect.nonfinite(grads)."
+        )

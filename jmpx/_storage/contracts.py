@@ -1,0 +1,260 @@
+"""Precision contracts: the dtypes of a checkpoint, and whether what was restored still has them."""
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._base.leaves import NUMBERS, PyTree, is_array, is_floating, is_traceable
+from jmpx._base.messages import describe
+from jmpx._scales.kinds import LossScale
+from jmpx._scales.mixed_precision import MixedPrecisionLike, get_mixed_precision
+
+# The bits of exponent and mantissa of the formats to which values may have been rounded.
+_FORMATS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23)}
+_PYTHONS = {"int", "float", "complex"}  # Python's numbers have no dtype to keep.
+
+
+def describe_precision(tree: PyTree, policy: MixedPrecisionLike | None = None) -> dict[str, Any]:
+    """Describes the precision of a train state, for the metadata of its checkpoint.
+
+    Checkpoint libraries restore into another dtype without a word. `check_restored` compares what
+    they restored to this description. Where several processes hold one array, each calls both.
+
+    Args:
+        tree: any pytree of arrays: the parameters, or the whole train state. Loss scales in it are
+            left out: `restore_loss_scale` restores them. Shapes of `jax.eval_shape` will do, or
+            those of `eqx.filter_eval_shape` for what holds a model of Equinox.
+        policy: the policy of the run: anything that `get_mixed_precision` takes. Its loss scale is
+            left out.
+
+    Returns:
+        Plain values, for JSON and msgpack. `"policy"` is the string of the policy map, or None.
+        `"dtypes"` has the name of each dtype by the path of its leaf: names joined by slashes,
+        whatever containers hold them. `"rounded"` names the leaves that have more bits than their
+        values need, such as a float32 leaf of zeros, and the dtype that would hold them, for which
+        arrays are read once where they are; it is None if leaves have no values, as shapes have.
+
+    Raises:
+        TypeError: if `policy` is of another type.
+        ValueError: if the policy does not follow its grammar.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> params = {"w": jnp.array([0.1, 0.2]), "b": jnp.zeros(2), "step": jnp.array(3)}
+        >>> jmpx.inspect.describe_precision({"params": params}, "c=bf16,o=f32")
+        {'policy': 'params=float32,compute=bfloat16,output=float32', 'dtypes': {'params/b': \
+'float32', 'params/step': 'int32', 'params/w': 'float32'}, 'rounded': {'params/b': 'bfloat16'}}
+    """
+    leaves = dict(_leaves_by_path(tree))
+    rounded = None
+    if all(_has_values(leaf) for leaf in leaves.values() if is_floating(leaf)):
+        rounded = {path: name for path, leaf in leaves.items() if (name := _narrowest(leaf))}
+    return {
+        "policy": None if policy is None else str(get_mixed_precision(policy).policy_map),
+        "dtypes": {path: _name(leaf) for path, leaf in leaves.items()},
+        "rounded": rounded,
+    }
+
+
+def check_restored(
+    tree: PyTree,
+    description: Mapping[str, Any],
+    *,
+    allow_narrowing: bool = False,
+    allow_widening: bool = False,
+) -> None:
+    """Refuses a train state that was restored in another precision than it was saved in.
+
+    A leaf that was narrowed has lost bits. So has one that has its dtype, but went through a
+    narrower one on its way: all its values are then those of the narrower dtype, which they were
+    not when they were saved. A leaf that was widened, such as float32 from bfloat16, looks like a
+    master, but its values are rounded: unless that is known, training goes on from less than it
+    seems.
+
+    Call it right after the checkpoint was restored, before anything changes the state. Given the
+    shapes into which a checkpoint is to be restored, it refuses before anything is read.
+
+    Args:
+        tree: what was restored: the tree that was described. Containers may differ.
+        description: what `describe_precision` returned, as the checkpoint has it.
+        allow_narrowing: whether to accept narrower dtypes, and rounded values.
+        allow_widening: whether to accept wider floating dtypes. Wider integers hold what they
+            held, and are accepted always.
+
+    Raises:
+        TypeError: if the description is no mapping, or what it should hold is none.
+        ValueError: if the precision is another one, or the tree has other leaves.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> saved = jmpx.inspect.describe_precision({"w": jnp.ones(2, jnp.bfloat16)}, "bf16")
+        >>> jmpx.inspect.check_restored({"w": jnp.ones(2, jnp.bfloat16)}, saved)
+        >>> jmpx.inspect.check_restored({"w": jnp.ones(2)}, saved)
+        Traceback (most recent call last):
+        ...
+        ValueError: Restored 1 of 1 leaves in wider dtypes than they were saved in, under the \
+policy 'params=bfloat16,compute=bfloat16,output=bfloat16', such as w in float32 instead of \
+bfloat16, to which its values stay rounded: restore it in bfloat16, or pass allow_widening=True.
+    """
+    saved, rounded, policy = _read(description)
+    leaves = dict(_leaves_by_path(tree))
+    _check_paths(saved, leaves)
+    _check_keys(saved, leaves)
+    changes = list(_changes(leaves, saved, None if allow_narrowing else rounded))
+    under = f", under the policy {policy!r}, such as" if policy else ", such as"
+    narrowed = [(path, what) for kind, path, what in changes if kind == "narrowed"]
+    widened = [(path, what) for kind, path, what in changes if kind == "widened"]
+    if narrowed and not allow_narrowing:
+        path, what = narrowed[0]
+        raise ValueError(
+            f"Restored {len(narrowed)} of {len(leaves)} leaves in less precision than they were "
+            f"saved in{under} {path} {what}: restore it in {saved[path]} all the way, or pass "
+            "allow_narrowing=True to go on with what is left."
+        )
+    if widened and not allow_widening:
+        path, what = widened[0]
+        raise ValueError(
+            f"Restored {len(widened)} of {len(leaves)} leaves in wider dtypes than they were saved "
+            f"in{under} {path} {what}, to which its values stay rounded: restore it in "
+            f"{saved[path]}, or pass allow_widening=True."
+        )
+
+
+def _changes(
+    leaves: Mapping[str, Any], saved: Mapping[str, str], rounded: Mapping[str, str] | None
+) -> Iterator[tuple[str, str, str]]:
+    """Yields "narrowed" or "widened", a path, and the words of an error for it.
+
+    Values are looked at unless `rounded` is None.
+    """
+    for path, leaf in leaves.items():
+        got, was = _name(leaf), saved[path]
+        if got == was:
+            # What was not rounded when it was saved, but is now, was narrowed in between.
+            holder = None if rounded is None or path in rounded else _narrowest(leaf)
+            if holder:
+                yield "narrowed", path, f"in {got} with values of {holder} alone"
+        elif not {got, was} & _PYTHONS:
+            kind = _change(was, got)
+            if kind is not None:
+                yield kind, path, f"in {got} instead of {was}"
+
+
+def _leaves_by_path(tree: PyTree) -> Iterator[tuple[str, Any]]:
+    """Yields the arrays, shapes and numbers of a tree by paths that do not tell containers."""
+    is_scale = lambda node: isinstance(node, LossScale)  # noqa: E731
+    seen: set[str] = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scale):
+        if hasattr(leaf, "dtype") or isinstance(leaf, NUMBERS):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            name = jax.tree_util.keystr(path) if name in seen else name  # {"a/b": 0, "a": {"b": 0}}
+            seen.add(name)
+            yield name, leaf
+
+
+def _name(leaf: Any) -> str:
+    return str(leaf.dtype) if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
+def _has_values(leaf: object) -> bool:
+    return is_array(leaf) and not isinstance(leaf, jax.core.Tracer)
+
+
+def _narrowest(leaf: Any) -> str | None:
+    """Returns the name of a narrower dtype that holds all values of a leaf, if there is one."""
+    if not _has_values(leaf) or not is_floating(leaf) or leaf.dtype.itemsize < 4:
+        return None
+    if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        return None  # JAX cannot read 64 bits of NumPy while its 64-bit types are off.
+    names = [name for name in _FORMATS if np.dtype(name).itemsize < leaf.dtype.itemsize]
+    with jax.ensure_compile_time_eval():
+        holds = np.asarray(_holds(leaf, tuple(_FORMATS[name] for name in names)))
+    return next((name for name, held in zip(names, holds, strict=True) if held), None)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _holds(leaf: jax.Array, formats: tuple[tuple[int, int], ...]) -> jax.Array:
+    """Whether each format holds all values of an array. XLA may leave out casts, but not this."""
+    return jnp.stack([jnp.all(jax.lax.reduce_precision(leaf, *bits) == leaf) for bits in formats])
+
+
+def _change(was: str, got: str) -> str | None:
+    """Returns "narrowed" or "widened", or None for integers that hold what they held."""
+    try:
+        old, new = np.dtype(was), np.dtype(got)
+    except TypeError:  # a dtype of another library
+        return "narrowed"
+    if not _can_hold(new, old):
+        return "narrowed"
+    return "widened" if jnp.issubdtype(new, jnp.inexact) else None
+
+
+def _can_hold(new: np.dtype, old: np.dtype) -> bool:
+    """Whether every value of the dtype `old` is one of `new`."""
+    if jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating):
+        narrow, wide = jnp.finfo(old), jnp.finfo(new)
+        return (
+            wide.nmant >= narrow.nmant
+            and float(wide.max) >= float(narrow.max)
+            and float(wide.smallest_subnormal) <= float(narrow.smallest_subnormal)
+        )
+    # To NumPy, bytes, text and objects can hold anything.
+    return is_traceable(np.empty(0, new)) and np.can_cast(old, new)
+
+
+def _read(description: object) -> tuple[Mapping[str, str], Mapping[str, str] | None, Any]:
+    """Returns the dtypes, what was rounded, and the policy of a description."""
+    remedy = "give what jmpx.inspect.describe_precision returned, as json.loads reads it back"
+    if not isinstance(description, Mapping):
+        raise TypeError(
+            f"Expected the description of a checkpoint as a mapping, got "
+            f"{describe(description)}: {remedy}."
+        )
+    for key in ("dtypes", "rounded"):
+        names = description.get(key)
+        if key == "rounded" and names is None:
+            continue
+        if not isinstance(names, Mapping) or not all(isinstance(n, str) for n in names.values()):
+            raise TypeError(
+                f"Expected the {key!r} of a description to be names of dtypes by paths, got "
+                f"{describe(names)}: {remedy}."
+            )
+    return description["dtypes"], description.get("rounded"), description.get("policy")
+
+
+def _check_paths(saved: Mapping[str, str], leaves: Mapping[str, Any]) -> None:
+    """Refuses a tree that has other leaves than were described."""
+    missing, more = saved.keys() - leaves.keys(), leaves.keys() - saved.keys()
+    if missing or more:
+        parts = [
+            f"{len(paths)} {word}, such as {min(paths)!r}"
+            for paths, word in ((missing, "missing"), (more, "that were not saved"))
+            if paths
+        ]
+        raise ValueError(
+            f"Expected the {len(saved)} leaves that were described, got {' and '.join(parts)}: "
+            "build the state as it was when it was saved, with the same wrappers of its optimizer, "
+            "and check the part of it that was given to jmpx.inspect.describe_precision."
+        )
+
+
+def _check_keys(saved: Mapping[str, str], leaves: Mapping[str, Any]) -> None:
+    """Refuses raw numbers for a random key, a key for raw numbers, and a key of another kind."""
+    for path, leaf in leaves.items():
+        got, was = _name(leaf), saved[path]
+        if got == was or "key<" not in got + was:
+            continue
+        if not got.startswith("key<"):
+            what, remedy = f"raw numbers in {got}", "make a key of them by jax.random.wrap_key_data"
+        elif not was.startswith("key<"):
+            what, remedy = f"a {got}", "take its numbers by jax.random.key_data"
+        else:
+            what, remedy = f"a {got}", "make it by the impl that it was saved with"
+        raise ValueError(f"Restored the random key {path} as {what} instead of {was}: {remedy}.")

@@ -1,0 +1,291 @@
+"""Optimizers of 16-bit parameters, which small updates move: by chance, or by kept low bits."""
+
+import dataclasses
+import itertools
+import warnings
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jmpx._base.dtypes import DTypeLike
+from jmpx._base.leaves import PyTree, is_array, is_floating, is_none, spell
+from jmpx._base.messages import describe, user_stacklevel
+from jmpx._storage.rounding import stochastic_round
+from jmpx._storage.split_master import merge_master, split_master
+from jmpx._storage.state_dtype import with_state_dtype
+from jmpx._storage.transformations import apply_update, check_seed, step_key, widen, with_extra_args
+
+if TYPE_CHECKING:
+    import optax
+
+Rounding: TypeAlias = Literal["stochastic", "split"]
+_STREAM = 0  # of keys; with_state_dtype has 1
+
+
+class LowPrecisionParamsState(NamedTuple):
+    """The state of `low_precision_params`.
+
+    Attributes:
+        inner_state: the state of the wrapped optimizer.
+        low: with "split", the low halves of the parameters, in uint16:
+            `jmpx.optim.merge_master(params, low)` are the float32 masters. None with "stochastic".
+        count: with "stochastic", how many updates there were: an int32 array of shape (), of which
+            the key of each step is made. None with "split".
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import jmpx
+        >>> optimizer = jmpx.optim.low_precision_params(optax.sgd(0.1), "split")
+        >>> state = optimizer.init({"w": jnp.array([1 + 2**-20])})
+        >>> isinstance(state, jmpx.types.LowPrecisionParamsState), state.low
+        (True, {'w': Array([8], dtype=uint16)})
+    """
+
+    __module__ = "jmpx.types"
+
+    inner_state: PyTree
+    low: PyTree
+    count: jax.Array | None
+
+
+def low_precision_params(
+    optimizer: "optax.GradientTransformation | optax.MultiSteps",
+    rounding: Rounding,
+    *,
+    state_dtype: DTypeLike | None = None,
+    seed: int = 0,
+) -> "optax.GradientTransformationExtraArgs":
+    """Wraps an optax optimizer so that it trains 16-bit parameters, which plain rounding stalls.
+
+    Near 1, an update below 0.2 % rounds to nothing in bfloat16. Here the optimizer computes in
+    float32, and the new parameters are rounded in one of two ways:
+
+    - "stochastic": up or down by chance, right on average, as by `jmpx.optim.stochastic_round`.
+      Only the parameters are stored: 2 bytes each.
+    - "split": the state keeps the 16 bits that bfloat16 lacks, as `jmpx.optim.split_master` does,
+      so that float32 masters are trained, at 4 bytes a parameter.
+
+    Put other transformations inside, as in `low_precision_params(optax.chain(...), ...)`: one that
+    comes after it changes what was rounded. `jmpx.skip_nonfinite` belongs around it.
+
+    Args:
+        optimizer: an optax gradient transformation, or an `optax.MultiSteps`. It gets gradients and
+            parameters in float32, and makes its state of them.
+        rounding: "stochastic" or "split".
+        state_dtype: the dtype of the optimizer's state between steps, as in
+            `jmpx.optim.with_state_dtype`. None leaves it to the optimizer: usually float32.
+        seed: the seed of the stochastic rounding. Devices round replicated parameters alike; under
+            `jax.shard_map`, shards draw the same numbers, each for entries of its own.
+
+    Returns:
+        An optax gradient transformation, whose state is a `LowPrecisionParamsState`. `init` takes
+        the float32 parameters ("stochastic" takes 16-bit ones, too), `update` the 16-bit ones:
+        bfloat16, or, with "stochastic", float16. `update` returns float32 differences for
+        `optax.apply_updates`, which may miss a tiny new value by 2**-24 of the old one;
+        `jmpx.optimizer_update` takes the new parameters as they are. Parameters that stayed float32
+        beside 16-bit ones are updated as usual. Other arguments are handed on.
+
+    Raises:
+        TypeError: if `optimizer` is not an optax gradient transformation, or `seed` is not a whole
+            number. From `update`: if the state is of another optimizer.
+        ValueError: if `rounding`, `seed` or `state_dtype` is none of those above. From `init`: if
+            "split" is given parameters that are not float32. From `update`: if no floating
+            parameter has 16 bits, or the state is of another rounding or of other parameters.
+
+    Warns:
+        UserWarning: once, when `update` is given gradients of 16 bits.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import jmpx
+        >>> params = {"w": jnp.ones(2)}
+        >>> optimizer = jmpx.optim.low_precision_params(optax.sgd(2**-10), "split")
+        >>> state = optimizer.init(params)
+        >>> params, _ = jmpx.optim.split_master(params)
+        >>> grads = {"w": jnp.full(2, -1.0)}
+        >>> for _ in range(8):
+        ...     params, state = jmpx.optimizer_update(params, optimizer, state, grads, True)
+        >>> params["w"]
+        Array([1.00781, 1.00781], dtype=bfloat16)
+        >>> float(jmpx.optim.merge_master(params, state.low)["w"][0]) == 1 + 8 * 2**-10
+        True
+    """
+    import optax
+
+    inner = with_extra_args(optimizer)
+    if rounding not in get_args(Rounding):
+        raise ValueError(
+            f'Expected rounding to be "stochastic" or "split", got {describe(rounding)}: '
+            '"stochastic" needs no more memory, and "split" trains as float32 does.'
+        )
+    if state_dtype is not None:
+        inner = with_state_dtype(inner, state_dtype, seed=seed)
+    # optax's type of states knows no None.
+    low_precision: Any = LowPrecisionParams(inner, rounding, check_seed(seed))
+    return optax.GradientTransformationExtraArgs(low_precision.init, low_precision.update)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LowPrecisionParams:
+    """The functions of `low_precision_params`, and its arguments.
+
+    Attributes:
+        inner: the wrapped optimizer.
+        rounding: "stochastic" or "split".
+        seed: of the rounding by chance.
+        told: holds a text once a warning was given, which is given once.
+    """
+
+    inner: "optax.GradientTransformationExtraArgs"
+    rounding: Rounding
+    seed: int
+    told: list[str] = dataclasses.field(default_factory=list)
+
+    def init(self, params: PyTree) -> LowPrecisionParamsState:
+        """Returns the state for float32 parameters."""
+        if self.rounding == "split":
+            _, low = split_master(params)
+            return LowPrecisionParamsState(self.inner.init(params), low, None)
+        count = jnp.zeros((), jnp.int32)
+        return LowPrecisionParamsState(self.inner.init(widen(params)), None, count)
+
+    def update(
+        self, updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, LowPrecisionParamsState]:
+        """Returns the float32 differences to the new parameters, and the new state."""
+        wide_updates, new, state = self._step(updates, state, params, extra_args)
+        differences = jax.tree.map(_difference, wide_updates, new, params, is_leaf=is_none)
+        return differences, state
+
+    def step(
+        self, grads: PyTree, state: Any, params: PyTree, **extra_args: Any
+    ) -> tuple[PyTree, LowPrecisionParamsState]:
+        """Returns the new parameters themselves, and the new state."""
+        _, new, state = self._step(grads, state, params, extra_args)
+        return new, state
+
+    def _step(
+        self, grads: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]
+    ) -> tuple[PyTree, PyTree, LowPrecisionParamsState]:
+        """Returns the inner optimizer's updates, the new parameters and the new state."""
+        _check_state(state, self.rounding)
+        _check_params(params, self.rounding)
+        self._warn_of_narrow(grads)
+        masters = _merged(params, state.low) if self.rounding == "split" else widen(params)
+        updates, inner_state = self.inner.update(
+            widen(grads), state.inner_state, masters, **extra_args
+        )
+        masters = jax.tree.map(apply_update, updates, masters, is_leaf=is_none)
+        if self.rounding == "split":
+            new, low = _split(masters, params, state.low)
+            return updates, new, LowPrecisionParamsState(inner_state, low, None)
+        new = _rounded(masters, params, step_key(self.seed, _STREAM, state.count))
+        return updates, new, LowPrecisionParamsState(inner_state, None, state.count + 1)
+
+    def _warn_of_narrow(self, grads: PyTree) -> None:
+        if self.told:
+            return
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+            if _is_narrow(leaf):
+                warnings.warn(
+                    "Got gradients of 16 bits for jmpx.optim.low_precision_params, such as "
+                    f"{spell(leaf)} at grads{jax.tree_util.keystr(path)}, which were rounded to "
+                    "the nearest: keep them in float32 up to the optimizer, by "
+                    "grad_dtype=jnp.float32 of jmpx.filter_grad.",
+                    stacklevel=user_stacklevel("jax", "optax", "flax", "equinox"),
+                )
+                self.told.append("gradients")
+                return
+
+
+def _is_narrow(leaf: object) -> bool:
+    return is_array(leaf) and is_floating(leaf) and leaf.dtype.itemsize < 4
+
+
+def _check_state(state: object, rounding: Rounding) -> None:
+    if not isinstance(state, LowPrecisionParamsState):
+        raise TypeError(
+            "Expected a state of jmpx.optim.low_precision_params, got a "
+            f"{type(state).__name__}: pass what its init returned for the float32 parameters."
+        )
+    if (state.count is None) != (rounding == "split"):
+        other = "split" if state.count is None else "stochastic"
+        raise ValueError(
+            f'Expected a state of jmpx.optim.low_precision_params with rounding="{rounding}", got '
+            f'one of "{other}": make a new one by init, of float32 parameters.'
+        )
+
+
+def _check_params(params: PyTree, rounding: Rounding) -> None:
+    if params is None:
+        raise ValueError(
+            "Expected the 16-bit parameters for jmpx.optim.low_precision_params, got none: call "
+            "optimizer.update(grads, state, params)."
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    floating = [(path, leaf) for path, leaf in leaves if is_array(leaf) and is_floating(leaf)]
+    if floating and not any(_is_narrow(leaf) for _, leaf in floating):
+        path, leaf = floating[0]
+        raise ValueError(
+            "Expected parameters of 16 bits for jmpx.optim.low_precision_params, got "
+            f"{spell(leaf)} at params{jax.tree_util.keystr(path)}, and none that is narrower: cast "
+            "them after init, as jmpx.optim.split_master(params)[0] does, and apply updates by "
+            "jmpx.optimizer_update or optax.apply_updates, which keep their dtype."
+        )
+    for path, leaf in floating:
+        if rounding == "split" and _is_narrow(leaf) and leaf.dtype != jnp.bfloat16:
+            raise ValueError(
+                f'Expected bfloat16 parameters for rounding="split", got {spell(leaf)} at '
+                f'params{jax.tree_util.keystr(path)}: cast them to bfloat16, or use "stochastic".'
+            )
+
+
+def _merged(params: PyTree, low: PyTree) -> PyTree:
+    """Returns the float32 masters. Parameters that stayed float32 are their own."""
+    kept = lambda leaf, low: low if _is_narrow(leaf) else None  # noqa: E731
+    try:
+        return merge_master(params, jax.tree.map(kept, params, low, is_leaf=is_none))
+    except (TypeError, ValueError):
+        raise ValueError(
+            "Expected parameters of the structure and shapes that init was given, got others: give "
+            "the same part of the model to both, and restore a checkpoint into init(params)."
+        ) from None
+
+
+def _split(masters: PyTree, params: PyTree, low: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the new parameters and their low halves; float32 parameters stay as they are."""
+    narrow = lambda leaf, master: master if _is_narrow(leaf) else None  # noqa: E731
+    halves = split_master(jax.tree.map(narrow, params, masters, is_leaf=is_none))
+    chosen = lambda leaf, half, other: half if _is_narrow(leaf) else other  # noqa: E731
+    new, low = (
+        jax.tree.map(chosen, params, half, other, is_leaf=is_none)
+        for half, other in zip(halves, (masters, low), strict=True)
+    )
+    return new, low
+
+
+def _rounded(masters: PyTree, params: PyTree, key: jax.Array) -> PyTree:
+    """Returns the new parameters, rounded by chance, each with a key of its place."""
+    places = itertools.count()
+
+    def rounded(leaf: Any, master: Any) -> Any:
+        place = next(places)
+        if not _is_narrow(leaf):
+            return master
+        return stochastic_round(master, leaf.dtype, jax.random.fold_in(key, place))
+
+    return jax.tree.map(rounded, params, masters, is_leaf=is_none)
+
+
+def _difference(update: Any, new: Any, old: Any) -> Any:
+    """Returns what `optax.apply_updates` adds to an old parameter to make it the new one.
+
+    For a parameter of 16 bits it is the float32 difference, in which -0.0 changes no parameter.
+    """
+    if update is None or not _is_narrow(old):
+        return update
+    new, old = widen((new, old))
+    return jnp.where(new == old, jnp.float32(-0.0), new - old)

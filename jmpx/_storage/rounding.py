@@ -1,0 +1,148 @@
+"""Stochastic rounding of pytrees: up or down by chance, and right on average."""
+
+import functools
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._base.casts import at_least_float32, cast_tree
+from jmpx._base.dtypes import DTypeLike, ScalarType, as_dtype, dtype_name
+from jmpx._base.leaves import is_array, is_floating, spell
+from jmpx._base.messages import describe
+
+T = TypeVar("T")
+
+# The other formats of eight bits have no zero, no sign, or one zero and no infinity.
+_ROUNDED_TO = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+def stochastic_round(tree: T, dtype: DTypeLike, key: jax.Array) -> T:
+    """Rounds the floating leaves of a pytree up or down by chance, so that the mean is right.
+
+    A number between two neighbors of `dtype` becomes the upper one with a probability of its
+    distance from the lower one. A 16-bit parameter that is updated so moves by small updates, which
+    rounding to the nearest loses. The rounding works on bits, so that XLA cannot undo it.
+
+    Numbers that `dtype` has stay as they are: zeros with their sign, infinities and subnormal
+    numbers, too. NaN, and numbers beyond the largest of `dtype`, become what a cast makes of them.
+    Probabilities are multiples of 2**-32, which is exact but for numbers far below the smallest
+    normal one of float16 and of eight bits.
+
+    Args:
+        tree: any pytree. JAX and NumPy arrays and scalars and tracers of floating dtype are
+            rounded; other leaves pass untouched, as in `jmpx.cast_tree`, and so do leaves that are
+            in `dtype`. A `jax.ShapeDtypeStruct` changes its dtype.
+        dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
+        key: a key of `jax.random.key` or `jax.random.PRNGKey`. Pass another one at each step. Each
+            leaf folds its place in the tree into it, and so every device rounds a replicated leaf
+            alike. Under `jax.shard_map`, fold the index of the device into the key of shards.
+
+    Returns:
+        The same tree, its floating leaves as JAX arrays in `dtype`.
+
+    Raises:
+        TypeError: if `key` is not one key, or `dtype` is not a dtype.
+        ValueError: if `dtype` is none of the four, or a leaf is narrower than `dtype` or wider than
+            float32.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import jmpx
+        >>> params = {"w": jnp.full(10_000, 1 + 2**-10), "step": 3}
+        >>> rounded = jmpx.optim.stochastic_round(params, jnp.bfloat16, jax.random.key(0))
+        >>> rounded["w"].dtype.name, rounded["step"]
+        ('bfloat16', 3)
+        >>> sorted({float(x) for x in rounded["w"]})  # the neighbors of 1 + 2**-10 in bfloat16
+        [1.0, 1.0078125]
+        >>> bool(abs(rounded["w"].astype("float32").mean() - (1 + 2**-10)) < 1e-4)
+        True
+    """
+    dtype = as_dtype(dtype)
+    if dtype_name(dtype) not in _ROUNDED_TO:
+        raise ValueError(
+            f"Cannot round stochastically to {dtype_name(dtype)}: expected "
+            f"{', '.join(_ROUNDED_TO[:-1])} or {_ROUNDED_TO[-1]}; jmpx.cast_tree casts to others."
+        )
+    _check_key(key)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return structure.unflatten(
+        _round(path, leaf, dtype, key, place) for place, (path, leaf) in enumerate(leaves)
+    )
+
+
+def _check_key(key: Any) -> None:
+    if is_array(key):
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if key.shape == () if typed else key.dtype == np.uint32 and key.ndim == 1:
+            return
+    got = spell(key) if is_array(key) else describe(key)
+    raise TypeError(
+        f"Expected one key for jmpx.optim.stochastic_round, got {got}: pass one of "
+        "jax.random.key(0), another at each step, as of jax.random.fold_in(key, step)."
+    )
+
+
+def _round(path: Any, leaf: Any, dtype: ScalarType, key: jax.Array, place: int) -> Any:
+    if not is_floating(leaf) or leaf.dtype == dtype:
+        return leaf
+    where = f"{leaf.dtype}{list(leaf.shape)} at tree{jax.tree_util.keystr(path)}"
+    if leaf.dtype.itemsize > 4:
+        raise ValueError(
+            f"Cannot round {where}, which is wider than float32: cast it first, as "
+            "jmpx.cast_to_full does."
+        )
+    if leaf.dtype.itemsize < np.dtype(dtype).itemsize:
+        raise ValueError(
+            f"Cannot round {where} to {dtype_name(dtype)}, which is wider: use jmpx.cast_tree, "
+            "which is exact here."
+        )
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return cast_tree(leaf, dtype)
+    return _round_array(leaf, jax.random.fold_in(key, place), dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _round_array(array: jax.Array, key: jax.Array, dtype: ScalarType) -> jax.Array:
+    wide = at_least_float32(jnp.asarray(array))
+    bits = jax.lax.bitcast_convert_type(wide, jnp.uint32)
+    magnitude, sign = bits & 0x7FFFFFFF, bits >> 31
+    narrow = jnp.finfo(dtype)
+    lower, distance = _lower_neighbor(magnitude, narrow)
+    is_up = jax.random.bits(key, bits.shape, jnp.uint32) < distance
+    rounded = (lower + is_up.astype(jnp.uint32)) | (sign << (narrow.bits - 1))
+    is_larger = magnitude > np.float32(narrow.max).view(np.uint32)  # NaN, too
+    cast = jax.lax.bitcast_convert_type(wide.astype(dtype), jnp.dtype(f"uint{narrow.bits}"))
+    chosen = jnp.where(is_larger, cast, rounded.astype(cast.dtype))
+    return jax.lax.bitcast_convert_type(chosen, dtype)
+
+
+def _lower_neighbor(magnitude: jax.Array, narrow: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the largest number of a narrow format that is not above one of float32.
+
+    Args:
+        magnitude: the bits of float32 numbers without their sign.
+        narrow: the `jnp.finfo` of the narrow format.
+
+    Returns:
+        The bits of that number, and the distance from it to the float32 number: 2**32 is the
+        distance between it and the next one.
+    """
+    wide = jnp.finfo(jnp.float32)
+    stored = (magnitude >> wide.nmant).astype(jnp.int32)  # the exponent, as float32 has it
+    leading = (stored > 0).astype(jnp.uint32) << wide.nmant
+    significand = magnitude & (2**wide.nmant - 1) | leading
+    exponent = jnp.maximum(stored, 1)  # a subnormal number has that of the smallest normal one
+    smallest = narrow.minexp - wide.minexp + 1
+    kept = jnp.maximum(exponent, smallest)
+    dropped = kept - exponent + (wide.nmant - narrow.nmant)  # so many bits of the significand
+
+    def shift(count: jax.Array) -> jax.Array:
+        return jnp.clip(count, 0, 31).astype(jnp.uint32)
+
+    lower = (kept - smallest).astype(jnp.uint32) << narrow.nmant
+    lower += significand >> shift(dropped)
+    # The bits that are not dropped are lost at the left.
+    return lower, significand << shift(32 - dropped) >> shift(dropped - 32)

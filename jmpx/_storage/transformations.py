@@ -1,0 +1,95 @@
+"""What all wrappers of optax optimizers share: which they take, in which dtype these compute."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jmpx._base.casts import at_least_float32
+from jmpx._base.leaves import PyTree, is_floating, is_int
+from jmpx._base.messages import describe
+from jmpx._base.nnx_objects import is_object
+
+if TYPE_CHECKING:
+    import optax
+
+
+def is_optimizer(optimizer: object) -> bool:
+    """Whether `optimizer` has the two functions of an optax gradient transformation."""
+    return hasattr(optimizer, "init") and hasattr(optimizer, "update")
+
+
+def name_of(value: object) -> str:
+    """Returns a value as errors name it; an object of NNX, whose text is long, by its type."""
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__name__}" if is_object(value) else describe(value)
+
+
+def in_place_of_optimizer(value: object, otherwise: str) -> str:
+    """Returns the remedy for a value that is no optimizer: of an `nnx.Optimizer` what it holds."""
+    if not (is_object(value) and hasattr(value, "tx")):
+        return otherwise
+    return (
+        "pass what it wraps, optimizer.tx, and the state that this makes, "
+        "optimizer.tx.init(nnx.state(model, nnx.Param))"
+    )
+
+
+def with_extra_args(optimizer: Any) -> "optax.GradientTransformationExtraArgs":
+    """Returns an optax optimizer, or an `optax.MultiSteps`, as one that takes extra arguments.
+
+    Raises:
+        TypeError: if `optimizer` is neither.
+    """
+    import optax
+
+    if not is_optimizer(optimizer):
+        raise TypeError(
+            f"Expected an optax gradient transformation, got {name_of(optimizer)}: "
+            f"{in_place_of_optimizer(optimizer, 'pass for example optax.adam(1e-3)')}."
+        )
+    if isinstance(optimizer, optax.MultiSteps):  # It takes extra arguments, and does not say so.
+        multi_steps: Any = optimizer
+        optimizer = optax.GradientTransformationExtraArgs(multi_steps.init, multi_steps.update)
+    return optax.with_extra_args_support(optimizer)
+
+
+def widen(tree: PyTree) -> PyTree:
+    """Returns a tree with its leaves of 8 and 16 bits in float32, which is exact."""
+    return jax.tree.map(lambda x: at_least_float32(x) if is_floating(x) else x, tree)
+
+
+def apply_update(update: Any, leaf: Any) -> Any:
+    """Returns a parameter plus its update, in the dtype of the parameter."""
+    if update is None:
+        return leaf
+    leaf = jnp.asarray(leaf)
+    with jax.numpy_dtype_promotion("standard"):  # The update of a bfloat16 leaf may be float32.
+        return jnp.asarray(leaf + update, leaf.dtype)
+
+
+def check_seed(seed: object) -> int:
+    """Returns the seed of roundings by chance.
+
+    Raises:
+        TypeError: if it is not a whole number.
+        ValueError: if it is below 0, or does not fit in 32 bits.
+    """
+    if not is_int(seed):
+        raise TypeError(f"Expected seed to be a whole number, got {describe(seed)}: give 0.")
+    if not 0 <= seed < 2**32:
+        raise ValueError(
+            f"Expected seed to be from 0 to 2**32 - 1, got {describe(seed)}: give for example 0."
+        )
+    return int(seed)
+
+
+def step_key(seed: int, stream: int, count: jax.Array) -> jax.Array:
+    """Returns the key of one step: made of a seed, so that the state holds plain numbers alone.
+
+    Args:
+        seed: the seed.
+        stream: tells apart what is rounded in the same step.
+        count: how many steps were before.
+    """
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), count)

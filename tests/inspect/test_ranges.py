@@ -1,0 +1,338 @@
+"""The ranges of programs: against what NumPy and float32 programs compute."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import normal
+from jax import lax
+
+import jmpx
+from jmpx._inspect.ranges import measuring
+from jmpx._inspect.ranges.data import Histogram, Operation, Range
+from jmpx._inspect.ranges.report import Ranges
+
+F16, F32 = jnp.float16, jnp.float32
+
+
+def counted(array):
+    """The histogram of an array by exponent, as NumPy counts it."""
+    array = np.abs(np.asarray(array, np.float64)).ravel()
+    exponents = np.frexp(array[array > 0])[1] - 1
+    return dict(zip(*map(np.ndarray.tolist, np.unique(exponents, return_counts=True)), strict=True))
+
+
+def summed(*histograms):
+    total = {}
+    for each in histograms:
+        for exponent, count in each.items():
+            total[exponent] = total.get(exponent, 0) + count
+    return dict(sorted(total.items()))
+
+
+def by_scope(ranges, kind="activations"):
+    return {each.scope: each for each in getattr(ranges, kind)}
+
+
+def data(ranges):
+    """What was found, without the names of operations and lines."""
+    return [
+        (each.scope, each.largest, each.smallest, each.histogram)
+        for each in (*ranges.activations, *ranges.gradients)
+    ]
+
+
+@pytest.fixture(params=["compiled", "by operation"])
+def way(request, monkeypatch):
+    """Programs run both ways: compiled as a whole, and one operation after the other."""
+    monkeypatch.setattr(measuring, "_FEW", 150 if request.param == "compiled" else 0)
+
+
+@pytest.mark.sampled(2)
+def test_activations_and_gradients_are_counted_by_hand(rng, way):
+    x, w = normal(rng, 5, 4), normal(rng, 4, 3)
+
+    def loss_fn(w, x):
+        with jax.named_scope("layer"):
+            h = jnp.sin(x @ w)
+        return jnp.sum(h * np.float32(2**-9))
+
+    found = jmpx.inspect.ranges(loss_fn)(w, x)
+    z = x @ w
+    cotangent = np.full((5, 3), 2.0**-9, np.float32) * jnp.cos(z)
+    layer, outside = by_scope(found)["layer"], by_scope(found)[""]
+    # The product, its sine, and the cosine that the backward pass reads.
+    assert layer.histogram.exponents == summed(*map(counted, (z, jnp.sin(z), jnp.cos(z))))
+    # The loss is a single number, which does not count.
+    assert outside.histogram.exponents == counted(jnp.sin(z) * np.float32(2**-9))
+    assert outside.largest == np.abs(jnp.sin(z)).max() * 2.0**-9
+    gradients = found.histogram("gradients")
+    assert by_scope(found, "gradients")["layer"].largest == pytest.approx(
+        max(np.abs(cotangent).max(), np.abs(np.asarray(x).T @ cotangent).max()), rel=1e-5
+    )
+    assert gradients.size == sum(a.size for a in (cotangent, cotangent, w))
+    assert found.title == "loss_fn" and not found.is_step
+
+
+def body(carry, x):
+    with jax.named_scope("body"):
+        carry = jnp.tanh(carry * x) * 1.5
+    return carry, carry * 0.25
+
+
+def scanned(x):
+    carry, ys = lax.scan(body, x[0], x)
+    return jnp.sum(carry) + jnp.sum(ys)
+
+
+def unrolled(x):
+    carry, ys = x[0], []
+    for each in x:
+        carry, y = body(carry, each)
+        ys.append(y)
+    return jnp.sum(carry) + jnp.sum(jnp.stack(ys))
+
+
+@pytest.mark.thorough
+def test_the_trips_of_a_scan_are_counted_as_if_written_out(rng):
+    x = normal(rng, 4, 3)
+    loop, plain = (by_scope(jmpx.inspect.ranges(fn)(x)) for fn in (scanned, unrolled))
+    assert loop["body"].histogram == plain["body"].histogram
+    assert loop["body"].largest == plain["body"].largest
+    loop, plain = (by_scope(jmpx.inspect.ranges(fn)(x), "gradients") for fn in (scanned, unrolled))
+    assert loop["body"].histogram.exponents == plain["body"].histogram.exponents
+
+
+def test_while_loops_and_the_branch_that_runs_are_counted(rng):
+    def fn(x, n):
+        def double(carry):
+            with jax.named_scope("double"):
+                return carry[0] + 1, carry[1] * 2.0
+
+        _, x = lax.while_loop(lambda carry: carry[0] < n, double, (0, x))
+        with jax.named_scope("branch"):
+            return lax.cond(n > 3, lambda x: x * 1e6, lambda x: x * 1e-6, x)
+
+    x = jnp.abs(normal(rng, 6)) + 1
+    found = by_scope(jmpx.inspect.ranges(fn)(x, 5))
+    assert found["double"].histogram.exponents == summed(*(counted(x * 2**i) for i in range(1, 6)))
+    assert found["branch"].largest == np.max(x * 2**5 * np.float32(1e6))
+    few = by_scope(jmpx.inspect.ranges(fn)(x, 2))
+    assert few["branch"].largest == np.max(x * 2**2 * np.float32(1e-6))
+
+
+@jax.custom_vjp
+def custom(x):
+    return x * 3.0
+
+
+custom.defvjp(lambda x: (x * 3.0, None), lambda _, g: (g * 2.0**-20,))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "wrap", [jax.jit, jax.checkpoint, custom, jax.nn.relu, jax.vmap], ids=lambda f: f.__name__
+)
+def test_what_stands_for_a_function_is_looked_into(wrap, rng):
+    x = normal(rng, 3, 4)
+
+    def loss_fn(x, inner):
+        with jax.named_scope("inner"):
+            return jnp.sum(inner(x) * 2.0**-10)
+
+    fn = wrap if wrap in (custom, jax.nn.relu) else wrap(lambda x: jnp.exp(x) * 3.0)
+    found = jmpx.inspect.ranges(functools.partial(loss_fn, inner=fn))(x)
+    largest = max(each.largest for each in found.activations)
+    assert largest == pytest.approx(float(np.abs(fn(x)).max()), rel=1e-6)
+    slopes = jax.grad(functools.partial(loss_fn, inner=fn))(x)
+    assert min(each.smallest for each in found.gradients) <= float(np.abs(slopes).max())
+
+
+def test_what_a_checkpoint_computes_again_counts_as_activations(rng):
+    x, w = normal(rng, 3, 4), normal(rng, 4, 4) * 1e4
+
+    def loss_fn(w, x, wrap):
+        h = wrap(lambda w, x: jnp.tanh(jnp.tanh(x @ w) * 0.5))(w, x)
+        return jnp.mean(h)
+
+    plain = jmpx.inspect.ranges(functools.partial(loss_fn, wrap=lambda f: f))(w, x)
+    again = jmpx.inspect.ranges(functools.partial(loss_fn, wrap=jax.checkpoint))(w, x)
+    largest = float(np.abs(x @ w).max())
+    assert max(each.largest for each in again.activations) == pytest.approx(largest, rel=1e-5)
+    assert max(each.largest for each in again.gradients) < 1e5 * 0.1 < largest * 10
+    assert again.loss_scale() == plain.loss_scale()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_was_traced_in_16_bits_runs_in_float32(dtype, rng):
+    table = normal(rng, 6, 4).astype(dtype)  # an argument, too
+    params = {"w": normal(rng, 4, 4) * 300, "table": table}
+    indices = jnp.asarray([0, 3, 3, 5])
+
+    def loss_fn(params, indices, dtype):
+        params = jax.tree.map(lambda p: p.astype(dtype), params)
+        h = params["table"][indices] * jnp.asarray(40.0, dtype)
+        carry, _ = lax.scan(lambda c, x: ((c @ params["w"]) / 500, jnp.max(c)), h, h)
+        h = lax.cond(jnp.sum(carry) > 0, jnp.sin, jnp.tanh, jax.jit(jnp.exp)(-jnp.abs(carry)))
+        h = h.at[indices[:2]].add(jnp.ones((2, 4), dtype))
+        return jnp.mean(h.astype(F32) ** 2) * 1e-7
+
+    def run(params, dtype):
+        fn = functools.partial(loss_fn, dtype=dtype)
+        return jmpx.inspect.ranges(fn, extremes_only=True)(params, indices)
+
+    found = run(params, jnp.dtype(dtype))
+    plain = run({"w": params["w"], "table": table.astype(F32)}, F32)
+    assert {each.smallest < 1e-7 for each in found.gradients} == {True}  # float16 has no such ones
+    for mine, reference in zip(data(found), data(plain), strict=True):
+        assert mine[1:3] == pytest.approx(reference[1:3], rel=1e-4)
+
+
+def test_autocast_has_no_effect(rng):
+    w, x = normal(rng, 4, 4) * 1e4, normal(rng, 3, 4)
+
+    def apply(w, x):
+        return jnp.tanh(x @ w @ w)
+
+    def largest(apply):
+        found = jmpx.inspect.ranges(lambda w, x: jnp.mean(apply(w, x)))(w, x)
+        return max(each.largest for each in found.activations)
+
+    assert largest(jmpx.autocast(apply, "c=f16")) == pytest.approx(largest(apply), rel=1e-6)
+    assert largest(apply) > 65504
+
+
+def test_bits_stay_those_that_were_traced():
+    def fn(x):
+        bits = lax.bitcast_convert_type(x, jnp.uint16) + jnp.uint16(1)
+        return lax.bitcast_convert_type(bits, F16) * 2
+
+    found = jmpx.inspect.ranges(fn)(jnp.asarray([1.0], F16))
+    assert found.activations[0].largest == 2 * (1 + 2.0**-10)
+
+
+def test_subnormal_numbers_are_seen():
+    tiny = np.asarray([2.0**-140], np.float32)
+    found = jmpx.inspect.ranges(lambda x, y: jnp.where(y > 0, x, y))(tiny, np.ones(1, np.float32))
+    assert found.activations[0].smallest == 2.0**-140
+    assert found.shares("bfloat16", kind="activations").lost == 1
+
+
+@pytest.mark.parametrize("fill", [-1e9, jnp.finfo(F32).min])
+def test_a_mask_does_not_overflow(fill, rng):
+    def loss_fn(q, mask):
+        with jax.named_scope("attention"):
+            weights = jax.nn.softmax(jnp.where(mask, q @ q.T, fill))
+        return jnp.mean(weights**2)
+
+    found = jmpx.inspect.ranges(loss_fn)(normal(rng, 4, 4), jnp.tri(4, dtype=bool))
+    assert found.masks == (abs(float(np.float32(fill))),)
+    assert found.histogram("activations").masked == 12  # in the scores, and less their maximum
+    assert found.rules() == "compute=float16,output=float32"
+    assert "Masks, counted apart: 12 numbers" in str(found)
+
+
+def test_a_factor_beyond_float16_is_no_mask():
+    found = jmpx.inspect.ranges(lambda x: x * 1e6)(jnp.ones(3))
+    assert found.masks == () and found.shares("float16", kind="activations").overflowing == 1
+
+
+def test_infinities_and_nans_do_not_count_as_overflows(rng):
+    found = jmpx.inspect.ranges(lambda x: jnp.log(x) * 2)(jnp.asarray([0.0, -1.0, 2.0]))
+    histogram = found.histogram("activations")
+    assert (histogram.infinite, histogram.nan, histogram.numbers) == (2, 2, 2)
+    assert found.rules() == "compute=float16,output=float32"
+    assert "Infinite or NaN in float32: 4 numbers" in str(found)
+
+
+def test_a_step_that_contains_its_gradient_is_run_as_it_is(rng):
+    w, x = normal(rng, 4, 3), normal(rng, 5, 4)
+
+    def loss_fn(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    def step(w, x):
+        loss, gradient = jax.value_and_grad(lambda w: 2.0**10 * loss_fn(w, x))(w)
+        return w - 0.1 * gradient, loss
+
+    plain, scaled = jmpx.inspect.ranges(loss_fn)(w, x), jmpx.inspect.ranges(step)(w, x)
+    assert scaled.is_step and not plain.is_step
+    assert scaled.loss_scale() == plain.loss_scale() / 2**10
+
+
+@pytest.mark.parametrize(
+    ("largest", "options", "scale"),
+    [
+        (1.0, {}, 2**13),
+        (1.9, {}, 2**13),
+        (2.0, {}, 2**12),
+        (1.0, {"head_room": 0}, 2**15),
+        (2.0**-30, {}, 2**43),
+        (2.0**20, {}, 2.0**-7),
+        (1.0, {"dtype": "e5m2"}, 2**13),
+        (1.0, {"dtype": "e4m3"}, 2**6),
+        (1.0, {"dtype": "bfloat16"}, 1),
+    ],
+)
+def test_the_loss_scale_leaves_head_room(largest, options, scale):
+    gradients = (Range("", None, (Operation("mul", largest, largest),)),)
+    found = Ranges("f", gradients, gradients)
+    assert found.loss_scale(**options) == scale
+    (line,) = [line for line in str(found).splitlines() if "Loss scale" in line]
+    loss_scale = jmpx.get_loss_scale(line.split(": ")[1].split("  ")[0])
+    assert float(loss_scale.loss_scale) == found.loss_scale()
+    assert float(jmpx.DynamicLossScale(found.loss_scale()).loss_scale) == max(found.loss_scale(), 1)
+
+
+def test_the_numbers_of_a_loss_scale_do_not_count(rng):
+    w, x = normal(rng, 4, 3), normal(rng, 5, 4)
+
+    def step(w, scale):
+        def loss_fn(w):
+            return jnp.mean((x @ w) ** 2)
+
+        scale, finite, gradients = jmpx.filter_grad(loss_fn, scale, policy="full")(w)
+        return jmpx.select_tree(finite, w - 0.1 * gradients, w), scale
+
+    found = jmpx.inspect.ranges(step)(w, jmpx.DynamicLossScale(2**16))
+    plain = jmpx.inspect.ranges(lambda w: jnp.mean((x @ w) ** 2))(w)
+    assert found.loss_scale() == plain.loss_scale() / 2**16
+    assert found.rules(scale=2**-16) == "compute=float16,output=float32"
+
+
+def test_extremes_alone_are_the_same(rng):
+    x = normal(rng, 4, 3)
+    counts, extremes = (
+        jmpx.inspect.ranges(scanned)(x),
+        jmpx.inspect.ranges(scanned, extremes_only=True)(x),
+    )
+    assert [each[:3] for each in data(extremes)] == [each[:3] for each in data(counts)]
+    assert extremes.loss_scale() == counts.loss_scale() and extremes.rules() == counts.rules()
+    assert str(extremes)
+    for ask in (extremes.histogram, lambda: extremes.shares("float16")):
+        with pytest.raises(ValueError, match="got extremes alone: run jmpx.inspect.ranges"):
+            ask()
+
+
+def test_a_function_without_gradients_has_activations_alone(rng):
+    found = jmpx.inspect.ranges(lambda x: x @ x)(normal(rng, 3, 3))
+    assert len(found.activations) == 1 and found.gradients == ()
+    assert found.histogram() == Histogram()
+    with pytest.raises(ValueError, match="Expected gradients that are not all zero, got none"):
+        found.loss_scale()
+
+
+def test_shapes_do_not_suffice(rng):
+    shape = jax.ShapeDtypeStruct((3, 3), F32)
+    with pytest.raises(ValueError, match=r"float32\[3, 3\] alone as x: .*jmpx.inspect.audit"):
+        jmpx.inspect.ranges(lambda w, x: jnp.sum(w @ x))(normal(rng, 3, 3), shape)
+
+
+@pytest.mark.parametrize("head_room", [-1, 1.5, "2", True, None])
+def test_head_room_is_a_whole_number(head_room):
+    found = Ranges("f", (), ())
+    with pytest.raises(ValueError, match="Expected head_room="):
+        found.loss_scale(head_room)

@@ -1,0 +1,186 @@
+"""What is counted of an array: against NumPy's float64, and against casts to the real formats."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings, strategies as st
+
+from jmpx._inspect.ranges import statistics
+from jmpx._inspect.ranges.data import Histogram, merged, overflows
+from jmpx._inspect.ranges.formats import FORMATS, MANTISSA_BITS, as_format
+
+SIZE = 64
+# Float32's own edges, and those of each format with their neighbours, at scale 1.
+EDGES = [0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FFFFFFF]
+
+
+def bits_of(key):
+    """The bits of the float32 number whose exponent and mantissa a key holds."""
+    mantissa = 1 + (key % 2**MANTISSA_BITS) / 2**MANTISSA_BITS
+    return int(np.float32(np.ldexp(mantissa, key >> MANTISSA_BITS)).view(np.uint32))
+
+
+for known in FORMATS.values():
+    for edge in (known.kept, known.normal, known.overflows):
+        EDGES += [bits_of(edge + i) for i in range(-2, 3) if edge >> MANTISSA_BITS < 127]
+
+PATTERNS = st.lists(
+    st.builds(
+        lambda magnitude, sign: magnitude | sign << 31,
+        st.one_of(st.integers(0, 2**31 - 1), st.sampled_from(EDGES)),
+        st.booleans(),
+    ),
+    min_size=SIZE,
+    max_size=SIZE,
+)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def measured(array, masks=()):
+    bits = statistics.magnitudes(array)
+    bins = statistics.bins_of(bits, masks)
+    return statistics.extremes(bits, masks), statistics.count(bins, np.uint16(0), 1)[0]
+
+
+def measure(array, masks=()):
+    (largest, smallest), counts = map(np.asarray, measured(array, masks))
+    assert counts.sum() == array.size
+    return statistics.as_number(largest), statistics.as_number(smallest), Histogram.of(counts)
+
+
+def rounded_once(numbers, dtype):
+    """The nearest numbers of a format, with ties to even: a cast from float64 may round twice."""
+    info = jnp.finfo(dtype)
+    exponents = np.maximum(np.frexp(numbers)[1] - 1, np.frexp(float(info.tiny))[1] - 1)
+    unit = np.ldexp(1.0, exponents - info.nmant)
+    nearest = np.rint(numbers / unit) * unit
+    return np.where(np.abs(nearest) > float(info.max), np.inf, nearest)
+
+
+def cast_shares(numbers, dtype, scale):
+    """The shares of numbers that rounding to a format loses, denormalizes and makes infinite."""
+    rounded = rounded_once(numbers.astype(np.float64) * scale, dtype)
+    small = np.abs(rounded) < float(jnp.finfo(dtype).tiny)
+    counts = (rounded == 0).sum(), (small & (rounded != 0)).sum(), (~np.isfinite(rounded)).sum()
+    return tuple(int(count) / max(numbers.size, 1) for count in counts)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_the_reference_rounds_as_casts_do(dtype, rng):
+    """From float32, a cast rounds once: the reference is the same, in the format and beyond it."""
+    numbers = np.ldexp(rng.uniform(-2, 2, 20_000), rng.integers(-150, 128, 20_000))
+    numbers = np.concatenate([numbers.astype(np.float32), np.array(EDGES[:6], np.uint32).view("f")])
+    numbers = numbers[np.isfinite(numbers)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = numbers.astype(np.dtype(getattr(jnp, dtype))).astype(np.float64)
+    expected = np.where(np.isfinite(cast), cast, np.inf)
+    found = rounded_once(numbers.astype(np.float64), np.dtype(getattr(jnp, dtype)))
+    np.testing.assert_array_equal(np.abs(found), np.abs(expected))
+
+
+@settings(max_examples=60, deadline=None)
+@given(PATTERNS)
+@example([0x01000001] * SIZE)  # 2**-9 of it has to be rounded at once, not by way of float32
+def test_every_number_is_counted_where_it_belongs(patterns):
+    array = np.asarray(patterns, np.uint32).view(np.float32)
+    largest, smallest, histogram = measure(array)
+    finite = np.abs(array[np.isfinite(array) & (array != 0)])
+    exponents = np.frexp(finite.astype(np.float64))[1] - 1
+    found, counts = np.unique(exponents, return_counts=True)
+    assert histogram.exponents == dict(zip(found.tolist(), counts.tolist(), strict=True))
+    assert histogram.zeros == np.sum(array == 0)
+    assert histogram.infinite == np.isinf(array).sum()
+    assert histogram.nan == np.isnan(array).sum()
+    assert (histogram.size, histogram.numbers) == (array.size, finite.size)
+    if finite.size:
+        assert (largest, smallest) == (finite.max(), finite.min())
+    for dtype in FORMATS:
+        for scale in (1.0, 2.0**13, 2.0**-9):
+            expected = cast_shares(finite, np.dtype(getattr(jnp, dtype)), scale)
+            assert histogram.shares(dtype, scale) == expected
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_shares_of_many_numbers_are_those_of_casts(dtype, rng):
+    exponents = rng.integers(-45, 20, size=20_000)
+    array = np.ldexp(rng.uniform(-2, 2, size=exponents.size), exponents).astype(np.float32)
+    _, _, histogram = measure(array)
+    for scale in (1, 2**15, 2.0**-7, 2**100):
+        expected = cast_shares(array[array != 0], np.dtype(getattr(jnp, dtype)), float(scale))
+        assert histogram.shares(dtype, scale) == expected
+        assert sum(expected) > 0 or dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_number_overflows_as_its_cast_does(dtype, rng):
+    known = as_format(dtype)
+    near = known.largest * np.concatenate([1 + rng.uniform(-0.1, 0.1, 200), [1]])
+    numbers = np.minimum(near, 3.4028234e38).astype(np.float32).astype(np.float64)
+    for scale in (1.0, 2.0**-5):
+        infinite = ~np.isfinite(rounded_once(numbers * scale, np.dtype(getattr(jnp, dtype))))
+        assert [overflows(number, known, scale) for number in numbers] == infinite.tolist()
+
+
+def test_masks_are_counted_apart(rng):
+    scores = rng.normal(size=100).astype(np.float32) * 10
+    array = np.concatenate(
+        [scores, scores - np.float32(1e9), np.asarray([1.5e9, 0.9e9], np.float32)]
+    )
+    largest, smallest, histogram = measure(array.astype(np.float32), (1e9,))
+    assert histogram.masked == 100 and histogram.numbers == 102
+    assert largest == np.float32(1.5e9) and smallest == np.abs(scores).min()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 1, 3)])
+def test_every_shape_is_measured(shape):
+    _, _, histogram = measure(np.full(shape, 3.0, np.float32))
+    assert histogram.exponents == ({1: int(np.prod(shape))} if np.prod(shape) else {})
+
+
+@pytest.mark.thorough
+def test_parts_are_measured_as_the_whole_is(rng):
+    arrays = [np.ldexp(rng.normal(size=n), n).astype(np.float32) for n in (1, 5, 9)]
+    arrays[1][:] = 0
+    bits = statistics.magnitudes(np.concatenate(arrays))
+    parts = np.repeat(np.arange(3, dtype=np.uint16), [1, 5, 9])
+    found = np.asarray(statistics.extremes_of_parts(bits, (), parts, 3))
+    each = [np.asarray(statistics.extremes(statistics.magnitudes(array))) for array in arrays]
+    np.testing.assert_array_equal(found, each)
+    assert found[1].tolist() == [0, 2**32 - 1]
+
+
+def test_counts_go_beyond_32_bits():
+    total = np.zeros((2, 2), np.uint32)
+    for _ in range(3):
+        total = statistics.add_counts(total, np.asarray([2**32 - 1, 7], np.uint32))
+    assert statistics.as_integers(total).tolist() == [3 * (2**32 - 1), 21]
+
+
+def test_histograms_are_merged(rng):
+    halves = [np.ldexp(rng.normal(size=50), k).astype(np.float32) for k in (-3, 4)]
+    whole = measure(np.concatenate(halves))[2]
+    assert merged(measure(half)[2] for half in halves) == whole
+    assert merged([]) == Histogram()
+
+
+@pytest.mark.parametrize("scale", [3, 0, -2, float("inf"), float("nan"), "8", None, 1j])
+def test_a_scale_is_a_power_of_two(scale):
+    with pytest.raises(ValueError, match="power of two.*got.*give for example 2\\*\\*13"):
+        Histogram().shares("float16", scale)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "end"),
+    [("float15", "did you mean 'float16'"), ("float32", "\\."), (jnp.float32, "\\."), (3, "")],
+)
+def test_only_four_formats_are_known(dtype, end):
+    with pytest.raises(ValueError, match=f"Expected one of the formats 'float16'.*got .*{end}"):
+        Histogram().shares(dtype)
+
+
+def test_formats_have_their_short_names():
+    assert as_format("f16") is as_format(jnp.float16) is as_format(np.dtype("float16"))
+    assert as_format("E4M3") is as_format("float8_e4m3fn") is as_format(jnp.float8_e4m3fn)
