@@ -102,6 +102,7 @@ CHOSEN = [
     *((name, "bfloat16", 12) for name in ("jmp", "mpx", "handwritten", *BFLOAT16)),
 ]
 POINTS = [{"implementation": i, "dtype": d, "layers": n, "batch": 8} for i, d, n in CHOSEN]
+BENCHMARKS: records.Benchmarks = {"compiled_step": (POINTS, measure)}
 
 if __name__ == "__main__":
-    records.main(__doc__, {"compiled_step": (POINTS, measure)})
+    records.main(__doc__, BENCHMARKS)

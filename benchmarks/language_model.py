@@ -76,6 +76,9 @@ class Size(NamedTuple):
     validate_every: int = 100
 
 
+SIZE = Size()
+
+
 # The text.
 
 
@@ -251,19 +254,14 @@ def train(precision: Precision, size: Size, text: Text, seed: int) -> Record:
 # The points, and the table.
 
 
-def setting(size: Size, text: Text) -> Record:
-    """Returns the fields that are equal in all lines of one comparison."""
-    return {
-        **size._asdict(),
-        "text_sha256": text.sha256,
+def points() -> list[Record]:
+    common = {
+        **SIZE._asdict(),
+        "text_sha256": read_text().sha256,
         "python": platform.python_version(),
         "jax": jax.__version__,
         "backend": jax.default_backend(),
     }
-
-
-def points(size: Size) -> list[Record]:
-    common = setting(size, read_text())
     return [common | {"seed": s, "precision": p} for s in range(SEEDS) for p in PRECISIONS]
 
 
@@ -296,7 +294,7 @@ def table(found: list[Record]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    records.main(__doc__, {"language_model": (points(Size()), measure)}, arguments, RESULTS)
+    records.main(__doc__, {"language_model": (points(), measure)}, arguments, RESULTS)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ TABLES = (  # of `benchmarks/results/README.md`, by the name of the benchmark
 # The bars: what has to hold, and what was measured. These are on the first page.
 
 HEADLINE = re.compile(
-    r"HLO instructions: (jmpx over|jmpx_where)|time: jmp over|residual|24 layers$|2000 arrays outside|import|MiB sent|error over|TPU"
+    "HLO instructions: (jmpx over|jmpx_where)|time: jmp over|residual|24 layers$"
+    "|2000 arrays outside|import|MiB sent|error over|TPU"
 )
 COUNTS = {"instructions": "HLO instructions", "entry_ops": "entry ops", "bytes_accessed": "bytes"}
 RESIDUALS = {"autocast": 0.67, "autocast, save": 0.12}

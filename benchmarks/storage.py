@@ -314,5 +314,10 @@ def table(found: list[Record]) -> str:
 
 RESULTS = records.RESULTS / "storage.jsonl"
 
+
+def main(arguments: list[str] | None = None) -> None:
+    records.main(__doc__, {"storage": (POINTS, measure)}, arguments, RESULTS, by_version=True)
+
+
 if __name__ == "__main__":
-    records.main(__doc__, {"storage": (POINTS, measure)}, out=RESULTS, by_version=True)
+    main()
