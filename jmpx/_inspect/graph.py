@@ -112,6 +112,16 @@ class Node:
         self.is_structure = False
         self.around = around
 
+    @property
+    def is_carry(self) -> bool:
+        """Whether it ties what the body of a loop returns to what it starts with."""
+        return self.is_structure and self.name == "carry"
+
+    @property
+    def first_operands(self) -> list[Value]:
+        """Its operands, but for what the body of a loop returns to a carry, which comes later."""
+        return self.operands[:1] if self.is_carry else self.operands
+
 
 class Graph:
     """A program as nodes and values.
