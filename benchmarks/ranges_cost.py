@@ -30,30 +30,23 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def measure(model: Transformer, size: int, length: int, rounds: int) -> list[records.Record]:
-    """Returns a record for extremes alone, and one with counts."""
+def measure(model: Transformer, size: int, length: int, rounds: int) -> records.Record:
+    """Returns a record."""
     rng = np.random.default_rng(0)
     params, batch = model.init(rng), model.batch(rng, size, length)
     step = jax.jit(jax.value_and_grad(model.loss))
     compiling = seconds(lambda: step(params, *batch))
     plain = min(seconds(lambda: step(params, *batch)) for _ in range(rounds))
-    found = []
-    for extremes_only in (True, False):
-        ranges = jmpx.inspect.ranges(model.loss, extremes_only=extremes_only)
-        run = functools.partial(ranges, params, *batch)
-        first, *later = [seconds(run) for _ in range(1 + rounds)]
-        found.append(
-            {
-                "scanned": model.scanned,
-                "extremes_only": extremes_only,
-                "step_s": round(plain, 3),
-                "compile_s": round(compiling, 2),
-                "first_s": round(first, 2),
-                "later_s": round(min(later), 2),
-                "later": round(min(later) / plain, 1),
-            }
-        )
-    return found
+    run = functools.partial(jmpx.inspect.ranges(model.loss), params, *batch)
+    first, *later = [seconds(run) for _ in range(1 + rounds)]
+    return {
+        "scanned": model.scanned,
+        "step_s": round(plain, 3),
+        "compile_s": round(compiling, 2),
+        "first_s": round(first, 2),
+        "later_s": round(min(later), 2),
+        "later": round(min(later) / plain, 1),
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -66,8 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     for scanned in (False, True):
         model = Transformer(args.layers, args.width, hidden=4 * args.width, scanned=scanned)
-        for found in measure(model, args.batch, args.length, args.rounds):
-            records.emit("ranges_cost", **found)
+        records.emit("ranges_cost", **measure(model, args.batch, args.length, args.rounds))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from jmpx._autocast.wide import note_products
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 from jmpx._jaxprs.marks import is_marking
+from jmpx._jaxprs.places import note_source, place_of
 from jmpx._jaxprs.scopes import FULL_PRECISION
 from jmpx._policies.maps import PolicyMap
 
@@ -114,7 +115,7 @@ class Interpreter:
                 note_products(context, equation, values)
                 results = _run(context, equation, values)
             except Exception as error:
-                core.note_source(error, equation)
+                note_source(error, equation)
                 raise
             for result in results:
                 result.data |= result.is_weak and any(value.data for value in values)
@@ -160,7 +161,7 @@ class Interpreter:
             inside._run(equations, env, scope, neighbours, kept)
         else:
             if piece.kind is not Kind.PLAIN:
-                self.used.left.add((piece.kind, core.place_of(equations[0])))
+                self.used.left.add((piece.kind, place_of(equations[0])))
             plain._run(equations, env, scope, neighbours, kept)
 
     def _context(self, equation: Equation, scope: str, neighbours: Neighbours) -> Context:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jmpx._autocast.value import FLOAT32
-from jmpx._jaxprs.core import Equation, Place
+from jmpx._jaxprs.core import Equation
 from jmpx._jaxprs.marks import is_own_name, module_of, without_marks
+from jmpx._jaxprs.places import Place
 from jmpx._jaxprs.scopes import FULL_PRECISION
 from jmpx._policies.maps import PolicyMap, Rule as PolicyRule
 

@@ -21,6 +21,7 @@ from jmpx._autocast.rules import Context, lookup
 from jmpx._autocast.value import FLOAT32, Value
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
+from jmpx._jaxprs.places import place_of
 from jmpx._jaxprs.product_flops import PRODUCT_FLOPS
 from jmpx._policies.maps import PolicyMap
 
@@ -179,7 +180,7 @@ def warn_of_products(
 
 
 def _sentence(wide: Iterable[Equation], share: float | None) -> str:
-    found = {f"{e.primitive.name} at {core.place_of(e) or 'a line of a library'}" for e in wide}
+    found = {f"{e.primitive.name} at {place_of(e) or 'a line of a library'}" for e in wide}
     part = "" if share is None else f", with {100 * share:.0f} % of the FLOPs of all products"
     return (
         f"JAX cannot trace {' and '.join(sorted(found))} again in 16 bits, so autocast leaves "

@@ -6,7 +6,7 @@ from hypothesis import given
 from jmpx._inspect.audit.data import SEVERITIES, Finding
 from jmpx._inspect.audit.findings import KINDS, merged
 from jmpx._inspect.audit.step import Found
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 
 FINDINGS = st.builds(
     Finding,

@@ -16,7 +16,7 @@ from jmpx._base.text import bytes_text, flop_text, share_text, short_names
 from jmpx._inspect.audit.alike import alike_findings
 from jmpx._inspect.audit.data import SEVERITIES, Cast, Finding, Products, Scope
 from jmpx._inspect.audit.findings import KINDS
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 
 SEVERITIES = ("high", "medium", "low")  # the worst one first
 

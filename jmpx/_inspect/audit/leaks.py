@@ -22,7 +22,7 @@ from jmpx._inspect.audit.values import (
     reaches_end,
 )
 from jmpx._inspect.graph import Node, Value
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 from jmpx._policies.places import where
 
 _FLOAT32 = Kind(

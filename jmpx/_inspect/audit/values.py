@@ -8,8 +8,8 @@ import numpy as np
 
 from jmpx._inspect.audit.flops import is_product
 from jmpx._inspect.graph import Node, Value
-from jmpx._jaxprs.core import call_of
 from jmpx._jaxprs.moves import IDENTITIES, PICKS, PLACEMENTS, RESHAPES, ROUNDINGS
+from jmpx._jaxprs.places import call_of
 from jmpx._policies.strings import get_policy
 
 LOW = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16)))
