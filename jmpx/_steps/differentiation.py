@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmpx._adapters.applying import Application, Applying
+from jmpx._adapters.applying import Application
 from jmpx._adapters.uncast import UncastArguments, UncastLike
 from jmpx._base.axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
 from jmpx._base.casts import at_least_float32
@@ -45,7 +45,6 @@ from jmpx._steps.policy_warnings import (
     scale_needed,
     warn_of_no_scale,
     warn_of_reduce,
-    warning_of_convolutions,
 )
 from jmpx._steps.results import ValueAndGradients
 
@@ -72,7 +71,7 @@ class Options:
     scaling: LossScale
     has_aux: bool
     use_mixed_precision: bool
-    applying: Applying
+    applying: Application
     grad_dtype: GradDtype
     model_state: ModelState
     batch: Batch
@@ -109,7 +108,7 @@ class Options:
         averages = over is not None or batch.sharding is not None
         BatchArguments.of(batch.argnums, state_argnum)
         kept = UncastArguments.of(func, uncast).including(state_argnum)
-        applying = Applying.of(policy, func, kept, "The gradient function")
+        applying = Application.of(policy, func, kept, "The gradient function")
         if use_mixed_precision and not averages:
             warn_of_reduce(applying.policy_map)
         return cls(
@@ -339,7 +338,6 @@ class _Call(NamedTuple):
             return options.scale.scale(value), (value, aux, (updates, new))
 
         run = shards.find(scaled_loss, params)
-        run = warning_of_convolutions(run, params, application.matmul)
         with scale_needed(application, options.scale, options.func, run, params):
             (_, (value, aux, states)), scaled = jax.value_and_grad(run, has_aux=True)(params)
         return Backward(value, aux, states, [options.to_float32(grad) for grad in scaled])

@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,11 @@ from jmpx._adapters.applying import Application, code_of
 from jmpx._base.contexts import casts_noted
 from jmpx._base.dtypes import dtype_name
 from jmpx._base.leaves import is_floating_dtype
-from jmpx._base.matmul import is_algorithm
 from jmpx._base.messages import user_stacklevel
-from jmpx._jaxprs.core import Jaxpr, evaluate, inner_jaxprs, trace
+from jmpx._jaxprs.core import inner_jaxprs, trace
 from jmpx._policies.frameworks import imported_adapters
 from jmpx._policies.maps import PolicyMap
 from jmpx._scales.kinds import DynamicLossScale, LossScale, NoOpLossScale
-
-R = TypeVar("R")
 
 
 def warn_of_reduce(policy_map: PolicyMap) -> None:
@@ -108,40 +105,6 @@ def _holds_few_bits(jaxpr: Any) -> bool:
         _holds_few_bits(getattr(inner, "jaxpr", inner))
         for eqn in jaxpr.eqns
         for inner in inner_jaxprs(eqn.params)
-    )
-
-
-def warning_of_convolutions(
-    func: Callable[[list[jax.Array]], R], params: list[jax.Array], matmul: str | None
-) -> Callable[[list[jax.Array]], R]:
-    """Traces a function once, and warns if it has convolutions under a dot algorithm.
-
-    Args:
-        func: the function; its result may hold any leaves.
-        params: the arrays to trace it with.
-        matmul: the algorithm of products; nothing is traced unless it is a dot algorithm.
-
-    Returns:
-        A function that does the same without another call of `func`.
-    """
-    if matmul is None or not is_algorithm(matmul):
-        return func
-    traced = trace(func, (params,), {})
-    if _holds_convolution(traced.jaxpr, jax.lax.DotAlgorithmPreset[matmul]):
-        _warn(
-            f"matmul={matmul} of the gradient function's policy is a dot algorithm, which JAX "
-            "ignores for the convolutions inside of the function: write a word such as "
-            "matmul=highest, or give them a precision= of their own."
-        )
-    return lambda params: traced.rebuild(evaluate(traced.jaxpr, params))
-
-
-def _holds_convolution(jaxpr: Jaxpr, algorithm: jax.lax.DotAlgorithmPreset) -> bool:
-    """Whether a jaxpr has a convolution with this algorithm."""
-    return any(
-        (eqn.primitive.name == "conv_general_dilated" and eqn.params["precision"] == algorithm)
-        or any(_holds_convolution(inner, algorithm) for inner in inner_jaxprs(eqn.params))
-        for eqn in jaxpr.eqns
     )
 
 
