@@ -145,7 +145,8 @@ def test_asking_the_adapters_imports_no_framework():
         "import flax.linen, sys, jmpx\n"
         "jmpx.set_policy(flax.linen.Dense, 'c=bf16')\n"
         "jmpx.autocast(lambda x: x, 'c=bf16; Dense?: full')(1.0)\n"
-        "print(jmpx.current_policy(), {'jmpx._adapters.linen.adapter', 'flax.nnx'} & set(sys.modules))\n"
+        "names = {'jmpx._adapters.linen.adapter', 'flax.nnx'}\n"
+        "print(jmpx.current_policy(), names & set(sys.modules))\n"
         "print({'equinox', 'haiku'} & set(sys.modules))",
     )
     assert result.stdout == "None {'jmpx._adapters.linen.adapter'}\nset()\n", result.stderr

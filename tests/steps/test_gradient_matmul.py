@@ -1,13 +1,11 @@
 """`matmul=` of a gradient function's policy: the algorithm of products, forward and backward."""
 
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from helpers import enable_x64, normal, warns_once
+from helpers import enable_x64, normal
 from helpers.jaxprs import equations
 from jax.sharding import Mesh, PartitionSpec as P
 
