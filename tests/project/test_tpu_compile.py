@@ -7,7 +7,6 @@ import compiled_step
 import jax
 import jax.numpy as jnp
 import pytest
-import records
 import steps
 import tpu
 import tpu_compile
