@@ -325,9 +325,10 @@ def test_the_fuzzer_notices_a_parser_of_quadratic_time(monkeypatch):
 def test_a_case_that_fails_is_kept_and_ends_the_script(tmp_path, capsys):
     out = tmp_path / "results.jsonl"
     found = {"fine": [], "broken": ["It broke."]}
-    case = lambda name: Case(
-        name, "{n} times", "it held", lambda small, seed: ({"n": seed}, found[name])
-    )
+
+    def case(name):
+        return Case(name, "{n} times", "it held", lambda small, seed: ({"n": seed}, found[name]))
+
     for arguments, failed in ((["--only", "fine"], False), ([], True), (["--small"], True)):
         with pytest.raises(SystemExit) as end:
             reliability.main(
