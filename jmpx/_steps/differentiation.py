@@ -185,7 +185,8 @@ def differentiate(
         run = functools.partial(_mean_of_groups, groups, options, call.application, pure)
         result = groups.in_auto_axes(run, (params, options.scaling, state, args, kwargs))
         if groups.explicit_axes:
-            result = result._replace(state=as_placed(result.state, (pure.stored(), old_state)))
+            stored_state = result.state[0].stored(), old_state
+            result = result._replace(state=as_placed(result.state, stored_state))
     grads = options.grad_dtype.cast(result.grads, stored)
     pairs = zip(grads, params, strict=True)
     if any(grad.dtype.itemsize < param.dtype.itemsize for grad, param in pairs):
@@ -196,7 +197,7 @@ def differentiate(
         new_scaling = options.scaling.adjust(grads_finite)
     updates, model_state = result.state
     if not isinstance(options.scale, NoOpLossScale):
-        updates = _kept(grads_finite, updates, pure.before())
+        updates = _kept(grads_finite, updates, updates.stored(with_random=False))
         model_state = _kept(grads_finite, model_state, old_state)
     aux = options.model_state.join(model_state, result.aux)
     value = (result.value, aux) if options.has_aux else result.value
@@ -244,7 +245,8 @@ def _mean_of_groups(
 
     def run(arrays: Sequence[jax.Array]) -> Backward:
         one, *_ = call.mean(params, state, parts.merge(arrays), Over(AXIS))
-        check_variables(one.state[0], pure.stored())
+        changes = one.state[0]
+        check_variables(changes.arrays, changes.stored().arrays)
         return one
 
     return groups.run(run, parts.arrays)
@@ -315,11 +317,13 @@ class _Call(NamedTuple):
         def run(states: tuple[list[Any], PyTree], arrays: Sequence[jax.Array]) -> Backward:
             inputs = model_state.put(parts.merge(arrays), states[1])
             one = self.run(params, states[0], inputs, shards)
-            updates, new = one.state
-            return one._replace(state=(self.pure.advance(states[0], updates), new))
+            changes, new = one.state
+            aux = one.aux, dataclasses.replace(changes, arrays=[])
+            return one._replace(state=(changes.advance(states[0]), new), aux=aux)
 
         total = accumulate(run, before, parts.arrays, params)
-        return total._replace(state=(self.pure.updates_of(total.state[0]), total.state[1]))
+        aux, changes = total.aux
+        return total._replace(state=(changes.read(total.state[0]), total.state[1]), aux=aux)
 
     def run(
         self, params: list[jax.Array], state: list[Any], args: tuple[PyTree, ...], shards: "_Shards"
