@@ -115,7 +115,7 @@ def evaluated(
     args: Arguments,
     kwargs: Keywords,
     *,
-    is_parameter: Callable[[Array], bool] | None = None,
+    is_parameter: Callable[[Leaf], bool] | None = None,
     by: str = "jmpx.autocast",
 ) -> tuple[PyTree, Changes]:
     """Runs a pure function under autocast, and warns of what has no effect.
@@ -189,7 +189,7 @@ def _values(
     replaced: Collection[int],
     arrays: Sequence[Array],
     given: PyTree,
-    is_parameter: Callable[[Array], bool] | None,
+    is_parameter: Callable[[Leaf], bool] | None,
 ) -> list[Value]:
     """Returns the operands of a function's jaxpr: the traced arrays among the leaves of `given`."""
     # As a loop's carry, state that is replaced is not weak: a moving average would stall.
@@ -236,7 +236,7 @@ def _restored(value: Value, traced: jax.core.ShapedArray, output: Output) -> Arr
 
 
 @made_once
-def _module_class(base: type) -> type:
+def _module_class(base: Any) -> type:
     """Returns the class of an `Autocast` that is an `nnx.Module`, which `base` is."""
     names = [field.name for field in dataclasses.fields(Autocast)]
 
