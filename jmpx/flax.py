@@ -5,7 +5,6 @@ a model that is made inside the loss function.
 """
 
 from jmpx._adapters.sessions import required_package
-from jmpx._scales.kinds import register_all_with_flax
 
 with required_package("flax", "Flax"):
     from jmpx._adapters.linen import policies as policies
@@ -13,4 +12,3 @@ with required_package("flax", "Flax"):
 
 __all__ = ("policies", "with_policies")
 
-register_all_with_flax()

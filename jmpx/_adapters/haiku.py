@@ -38,7 +38,8 @@ from jmpx._base.dtypes import computable
 from jmpx._base.leaves import is_floating
 from jmpx._jaxprs.marks import in_module
 from jmpx._policies.frameworks import Adapter, ClassPolicies
-from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule, get_policy_map
+from jmpx._policies.map_strings import get_policy_map
+from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule
 from jmpx._policies.policy import Policy
 
 with required_package("haiku", "Haiku"):

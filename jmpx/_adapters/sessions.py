@@ -50,7 +50,8 @@ from jmpx._base.messages import user_stacklevel
 from jmpx._jaxprs import core
 from jmpx._jaxprs.marks import Module, in_module
 from jmpx._policies.added_rules import in_force
-from jmpx._policies.maps import PolicyMap, PolicyMapLike, get_policy_map, warn_unused
+from jmpx._policies.map_strings import get_policy_map
+from jmpx._policies.maps import PolicyMap, PolicyMapLike, warn_unused
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import in_loop, policy_of, running
 from jmpx._policies.rules import Rule

@@ -8,7 +8,8 @@ from jmpx._autocast.wrapped import applied
 from jmpx._base.dtypes import DTypeLike, as_dtype, is_dtype
 from jmpx._base.moved import telling
 from jmpx._jaxprs.core import operation_name
-from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule as PolicyRule, get_policy_map
+from jmpx._policies.map_strings import get_policy_map
+from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule as PolicyRule
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

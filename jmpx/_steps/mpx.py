@@ -26,9 +26,9 @@ from jmpx._base.casts import (
 from jmpx._base.dtypes import DTypeLike, as_dtype
 from jmpx._base.leaves import PyTree
 from jmpx._base.trees import all_finite as all_finite, select_tree as select_tree
-from jmpx._scales.dynamic import LEAVES, DynamicLossScale, register_pytree
+from jmpx._scales.arguments import LARGEST_FLOAT16
+from jmpx._scales.dynamic import DynamicLossScale, register_pytree
 from jmpx._scales.kinds import LossScale
-from jmpx._scales.scaling import LARGEST_FLOAT16, register_with_flax
 from jmpx._steps.differentiation import Options
 from jmpx._steps.gradient import (
     AuxT,
@@ -207,7 +207,6 @@ class DynamicLossScaling(DynamicLossScale):
         given |= {"max_loss_scale": LARGEST_FLOAT16} | others
         counter = 0 if counter is None else counter
         super().__init__(factor=factor, period=period, counter=counter, **given)
-        register_with_flax(DynamicLossScaling, names=LEAVES)
 
     @property
     def loss_scaling(self) -> Any:

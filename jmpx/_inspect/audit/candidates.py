@@ -11,8 +11,9 @@ from jmpx._inspect.audit.low_values import LOW, is_low
 from jmpx._inspect.audit.streams import CAST, MOVES, WIDE
 from jmpx._inspect.graph import Graph, Node
 from jmpx._jaxprs.core import Place
+from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.places import modules_of, selector, where
-from jmpx._policies.rules import Rule, parse_rule
+from jmpx._policies.rules import Rule
 from jmpx._policies.strings import get_policy
 
 # What is wider than it should be; other findings are about what is not wide enough.
@@ -27,7 +28,7 @@ _AUTOCAST = "jmpx.autocast"
 def as_rule(text: str) -> Rule | None:
     """Returns the rule of a policy map that a text is; None if it is a sentence or code."""
     try:
-        return parse_rule(text, repr(text), 0) if ": " in text else None
+        return parse_rule(text) if ": " in text else None
     except (TypeError, ValueError):
         return None
 

@@ -11,7 +11,8 @@ from jmpx._inspect.audit.flops import flops
 from jmpx._inspect.audit.options import Options
 from jmpx._inspect.graph import Graph
 from jmpx._jaxprs.core import Place
-from jmpx._policies.rules import Rule, parse_rule
+from jmpx._policies.map_strings import parse_rule
+from jmpx._policies.rules import Rule
 
 MOST = 12  # rules that are tried in one audit; each is one more trace
 
@@ -101,7 +102,7 @@ class _Trials:
         own = 0 if group[0].name in LEAKS else sum(finding.flops for finding in group)
         rank, second = SEVERITIES.index(group[0].severity), ""
         for text in candidates:
-            rule = parse_rule(text, text, 0)
+            rule = parse_rule(text)
             if not own and self._candidates.lowers_share(rule):
                 continue
             if rule not in self._seen and len(self._seen) == MOST:

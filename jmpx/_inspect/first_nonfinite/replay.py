@@ -18,8 +18,8 @@ from jmpx._inspect.programs import Program
 from jmpx._inspect.widening import run_widened, widened
 from jmpx._jaxprs.core import operation_name, place_of
 from jmpx._jaxprs.watched import Site
+from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.places import where
-from jmpx._policies.rules import parse_rule
 
 
 class _Run(NamedTuple):
@@ -154,7 +154,7 @@ class Replay:
             if all is finite. None if the program cannot be traced so, or something else is found.
         """
         try:
-            program = self.program.with_rules(parse_rule(rule, rule, 0))
+            program = self.program.with_rules(parse_rule(rule))
         except Exception:  # such as the carry of a user's loop, which would change its dtype
             return None
         other = Replay(program, self.tree)
