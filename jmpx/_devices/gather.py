@@ -15,7 +15,7 @@ from jmpx._base.leaves import Array, PyTree, is_floating, is_int, is_none, is_tr
 from jmpx._base.messages import describe
 from jmpx._base.nnx_objects import is_kept, skip_kept
 from jmpx._base.trees import AxisName
-from jmpx._policies.maps import get_policy_map
+from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.policy import Policy
 from jmpx._policies.strings import PolicyLike, get_policy
 
