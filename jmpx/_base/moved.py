@@ -66,6 +66,7 @@ ARGUMENTS = {
         "device_type": "leave it out, because one autocast serves all devices",
         "dtype": 'policy="c=bf16"',
         "enabled": 'leave it out, or give policy="full" where it is off',
+        "rules": 'rules for operations in policy, as policy="c=bf16; op.exp: f32",',
     },
     "jmpx.DynamicLossScale": {
         **{word: f"{argument}=" for word, argument in SCALES.items()},

@@ -22,7 +22,7 @@ _FILES = {
     "_first_nonfinite.numbers": "_inspect.first_nonfinite.numbers",
     "_first_nonfinite.report": "_inspect.first_nonfinite.report",
     "_gradient_results": "_steps.results",
-    "_jaxpr": "_jaxprs.core",
+    "_jaxpr": "_jaxprs.places",
     "_loss_scale": "_scales.kinds",
     "_low_precision_params": "_storage.low_precision_params",
     "_mixed_precision": "_scales.mixed_precision",
