@@ -164,7 +164,10 @@ def check_sentence(message: str, spec: Any) -> None:
 
 
 @settings(
-    max_examples=INPUTS, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=INPUTS,
+    database=None,
+    deadline=None,
+    suppress_health_check=[*HealthCheck.__members__.values()],
 )
 @given(st.sampled_from([*PARSERS]), specs)
 def property_of_parsers(parser: str, spec: Any) -> None:

@@ -1,5 +1,6 @@
 """What a gradient function does when it is called: passes, means, one check, one loss scale."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar
@@ -48,7 +49,8 @@ def differentiate(
         run = functools.partial(_mean_of_groups, groups, options, application, pure)
         result = groups.in_auto_axes(run, params, options.scaling, state, args, kwargs)
         if groups.explicit_axes:
-            result = result._replace(state=as_placed(result.state, (pure.stored(), old_state)))
+            stored_state = result.state[0].stored(), old_state
+            result = result._replace(state=as_placed(result.state, stored_state))
     grads = cast_gradients(result.grads, stored, options.grad_dtype)
     pairs = zip(grads, params, strict=True)
     if any(grad.dtype.itemsize < param.dtype.itemsize for grad, param in pairs):
@@ -59,7 +61,7 @@ def differentiate(
         new_scaling = options.scaling.adjust(grads_finite)
     updates, model_state = result.state
     if options.is_mixed and not isinstance(options.scaling, NoOpLossScale):
-        updates = kept_if_finite(grads_finite, updates, pure.before())
+        updates = kept_if_finite(grads_finite, updates, updates.stored(with_random=False))
         model_state = kept_if_finite(grads_finite, model_state, old_state)
     aux = options.model_state.join(model_state, result.aux)
     value = (result.value, aux) if options.has_aux else result.value
@@ -84,7 +86,8 @@ def _mean_of_groups(
 
     def run(arrays: Sequence[jax.Array]) -> Backward:
         one, *_ = call.mean(params, state, parts.merge(arrays))
-        check_variables(one.state[0], pure.stored())
+        changes = one.state[0]
+        check_variables(changes.arrays, changes.stored().arrays)
         return one
 
     return groups.run(run, parts.arrays)
@@ -156,11 +159,13 @@ class _Call(NamedTuple):
         def run(states: tuple[State, PyTree], arrays: Sequence[jax.Array]) -> Backward:
             inputs = model_state.put(parts.merge(arrays), states[1])
             one = self.run(params, states[0], inputs, shards)
-            updates, new = one.state
-            return one._replace(state=(self.pure.advance(states[0], updates), new))
+            changes, new = one.state
+            aux = one.aux, dataclasses.replace(changes, arrays=[])
+            return one._replace(state=(changes.advance(states[0]), new), aux=aux)
 
         total = accumulate(run, (state, model_state.get(args)), parts.arrays, params)
-        return total._replace(state=(self.pure.updates_of(total.state[0]), total.state[1]))
+        aux, changes = total.aux
+        return total._replace(state=(changes.read(total.state[0]), total.state[1]), aux=aux)
 
     def run(
         self, params: list[jax.Array], state: State, args: Arguments, shards: "_Shards"

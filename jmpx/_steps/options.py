@@ -8,7 +8,7 @@ from typing import TypedDict, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jmpx._adapters.applying import Application, Applying
+from jmpx._adapters.applying import Application
 from jmpx._adapters.uncast import UncastArguments, UncastLike
 from jmpx._base.casts import at_least_float32
 from jmpx._base.dtypes import DTypeLike, dtype_name
@@ -73,7 +73,7 @@ class Options:
         _check_one_mean(self.batch, over)
         self.batch_arguments = BatchArguments.of(self.batch.argnums, state_argnum)
         kept = UncastArguments.of(func, uncast).including(state_argnum)
-        self.applying = Applying.of(policy, func, kept, "The gradient function")
+        self.applying = Application.of(policy, func, kept, "The gradient function")
         if is_mixed and over is None and self.batch.sharding is None:
             _warn_of_reduce(self.applying.policy_map)
         self.grad_dtype = as_grad_dtype(grad_dtype)
