@@ -24,11 +24,7 @@ _ALL = "state"  # the rest of an aux that is the state and nothing else
 
 @dataclasses.dataclass(frozen=True)
 class ModelState:
-    """The argument that holds model state, which comes back in aux.
-
-    Args:
-        argnum: its position; None if there is none.
-    """
+    """The argument that holds model state, which comes back in aux, by its position."""
 
     argnum: int | None = None
 

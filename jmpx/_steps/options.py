@@ -1,5 +1,6 @@
 """The options of a gradient function, which are checked when it is made."""
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from jmpx._policies.maps import PolicyMap
 from jmpx._scales.kinds import LossScale, NoOpLossScale, in_place_of_loss_scale, is_loss_scale
 from jmpx._scales.mixed_precision import MixedPrecisionLike
 from jmpx._steps.arrays import as_grad_dtype
-from jmpx._steps.batches import Batch, BatchArguments, as_batch
+from jmpx._steps.batches import Batch, as_batch, numbers_of, split_batch
 from jmpx._steps.model_state import ModelState
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
@@ -71,7 +72,8 @@ class Options:
         self.func, self.scaling, self.has_aux, self.is_mixed = func, scaling, has_aux, is_mixed
         self.batch, self.over = as_batch(batch), over
         _check_one_mean(self.batch, over)
-        self.batch_arguments = BatchArguments.of(self.batch.argnums, state_argnum)
+        numbers_of(self.batch.argnums, state_argnum)
+        self.split = functools.partial(split_batch, self.batch, state_argnum)
         kept = UncastArguments.of(func, uncast).including(state_argnum)
         self.applying = Applying.of(policy, func, kept, "The gradient function")
         if is_mixed and over is None and self.batch.sharding is None:
