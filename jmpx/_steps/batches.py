@@ -16,7 +16,10 @@ from jmpx._steps.arrays import split_arrays
 from jmpx._steps.whole_numbers import check_whole
 
 MICROBATCHES, GROUPS = "micro-batches", "groups"
-_REMEDY = "name the arguments that hold examples by argnums of jmpx.Batch, and others go whole"
+_REMEDY = (
+    "name the arguments that hold examples by argnums of jmpx.Batch, and others, such as PRNG keys, "
+    "go whole"
+)
 BatchSharding: TypeAlias = NamedSharding | PartitionSpec
 
 

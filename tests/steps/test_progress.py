@@ -157,7 +157,10 @@ def restored(scaling, number):
     ("scaling", "expected"),
     [
         (jmpx.NoOpLossScale(), "=50, without a loss scale: lower the learning rate, or"),
-        (jmpx.StaticLossScale(2.0**20), r"with StaticLossScale(1048576.0): lower the scale, "),
+        (
+            jmpx.StaticLossScale(2.0**20),
+            "with the loss scale static=1048576: lower the scale, lower",
+        ),
         (jmpx.DynamicLossScale(2.0**10, backoff_factor=0.8), "above its floor of 1: return the"),
         (restored(jmpx.DynamicLossScale(), 0.125), "at its floor of 1: lower"),
         (
@@ -306,7 +309,7 @@ def test_a_step_without_a_limit_lowers_as_before(skip, rng):
         *(
             ((inner(1), jmpx.NoOpLossScale()), {"max_consecutive": n}, error, expected)
             for n, error, expected in [
-                (0, ValueError, "max_consecutive to be between 1 and 2.*31 - 1 steps, got 0"),
+                (0, ValueError, "max_consecutive to be between 1 and 2.*31 - 1, got 0"),
                 (-5, ValueError, "got -5"),
                 (2**31, ValueError, "got 2147483648"),
                 (True, TypeError, "max_consecutive to be a whole number, got True"),
