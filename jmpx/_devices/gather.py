@@ -105,12 +105,7 @@ def _axes_of(axis: PyTree, tree: PyTree) -> list[int | None]:
 
 
 def _gather_leaf(
-    name: str,
-    leaf: Any,
-    cast: Any,
-    names: tuple[Hashable, ...],
-    axis: int | None,
-    policy: Policy,
+    name: str, leaf: Any, cast: Any, names: tuple[Hashable, ...], axis: int | None, policy: Policy
 ) -> Any:
     """Gathers one leaf: `leaf` as it is stored, `cast` as the policy casts it."""
     if not is_traceable(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):

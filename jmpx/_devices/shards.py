@@ -86,16 +86,6 @@ class Over:
                 )
 
 
-def check_over(over: object) -> None:
-    """Refuses anything but an `Over` or None as the option `over` of a gradient function."""
-    if over is None or isinstance(over, Over):
-        return
-    raise TypeError(
-        f"Expected over to be a jmpx.Over, got {describe(over)}: write "
-        'over=jmpx.Over("data") with the name of the mapped axis.'
-    )
-
-
 class Parameters(NamedTuple):
     """What is known of the parameters before the function runs, each in a list."""
 

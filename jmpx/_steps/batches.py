@@ -17,8 +17,8 @@ from jmpx._steps.whole_numbers import check_whole
 
 MICROBATCHES, GROUPS = "micro-batches", "groups"
 _REMEDY = (
-    "name the arguments that hold examples by argnums of jmpx.Batch, and others, such as PRNG keys, "
-    "go whole"
+    "name the arguments that hold examples by argnums of jmpx.Batch, and others, such as PRNG "
+    "keys, go whole"
 )
 BatchSharding: TypeAlias = NamedSharding | PartitionSpec
 
@@ -90,18 +90,6 @@ class Batch:
                 "Expected the sharding of a jmpx.Batch to split the first axis of a batch, got "
                 f'{self.sharding}: name a mesh axis first, as in PartitionSpec("data").'
             )
-
-
-def as_batch(batch: object) -> Batch:
-    """Returns the option `batch` of a gradient function; for None a batch in one part."""
-    if batch is None:
-        return Batch()
-    if isinstance(batch, Batch):
-        return batch
-    raise TypeError(
-        f"Expected batch to be a jmpx.Batch, got {describe(batch)}: write "
-        "batch=jmpx.Batch(microbatches=8) or batch=jmpx.Batch(sharding=...)."
-    )
 
 
 def axes_of(sharding: BatchSharding) -> tuple[str, ...]:

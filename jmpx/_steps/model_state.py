@@ -8,14 +8,7 @@ import jax.numpy as jnp
 
 from jmpx._base.axes import varying_axes
 from jmpx._base.casts import cast_like
-from jmpx._base.leaves import (
-    PyTree,
-    can_replace,
-    is_array,
-    is_none,
-    is_traceable,
-    spell,
-)
+from jmpx._base.leaves import PyTree, can_replace, is_array, is_none, is_traceable, spell
 from jmpx._base.trees import holds_on_all, select_tree
 from jmpx._steps.whole_numbers import check_whole
 

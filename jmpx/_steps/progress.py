@@ -9,21 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.casts import at_least_float32
-from jmpx._base.leaves import (
-    Array,
-    PyTree,
-    is_array,
-    is_floating,
-    is_inexact_array,
-    is_traceable,
-)
+from jmpx._base.leaves import Array, PyTree, is_array, is_floating, is_inexact_array, is_traceable
 from jmpx._base.messages import describe
-from jmpx._scales.kinds import (
-    DynamicLossScale,
-    LossScale,
-    NoOpLossScale,
-    is_loss_scale,
-)
+from jmpx._scales.kinds import DynamicLossScale, LossScale, NoOpLossScale, is_loss_scale
 from jmpx._scales.numbers import format_number, shortest
 from jmpx._steps.optimizer_checks import LIMIT_REMEDY, MAX_CONSECUTIVE_SKIPS
 from jmpx._steps.whole_numbers import check_whole
