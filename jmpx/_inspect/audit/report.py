@@ -11,7 +11,7 @@ from jmpx._base.leaves import is_int
 from jmpx._inspect.audit.check import check_report
 from jmpx._inspect.audit.data import AuditData, Cast, Entry, Finding, Products, Scope
 from jmpx._inspect.audit.html import report_html
-from jmpx._inspect.audit.lock import check, write
+from jmpx._inspect.audit.lock import differences, write
 from jmpx._inspect.audit.text import report_text, summary_line
 from jmpx._jaxprs.places import Place
 
@@ -154,7 +154,11 @@ class Audit(AuditData):
             ValueError: if the file is no lock file, or a damaged one.
             OSError: if it cannot be read.
         """
-        check(self.entries, path, self.title)
+        found = differences(self.entries, path)
+        if found:
+            lines = "\n".join(map(str, found))
+            name = os.fspath(path)
+            raise AssertionError(f"{self.title} differs from its lock {name!r}.\n\n{lines}")
         return self
 
 
