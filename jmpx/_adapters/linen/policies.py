@@ -1,55 +1,50 @@
-"""Flax's Linen: the policy of each module, under a context around `init` and `apply`."""
+"""`jmpx.flax.policies`: Linen's modules under a policy map."""
 
 import contextlib
 import dataclasses
 import functools
-import gc
-import sys
-import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
 
 import jax
 from flax import linen as nn
 
-from jmpx._adapters.dtype_fields import FieldInCall, field_in_call, reading_policy
-from jmpx._adapters.linen_modules import (
-    field_set,
-    lifted_by,
-    own,
-    reads,
-    state_dtype,
-    written_class,
-)
-from jmpx._adapters.parameter_casts import ParameterCasts
-from jmpx._adapters.sessions import (
+from jmpx._adapters.boundaries import (
     Args,
     Kwargs,
     Method,
-    PolicyScope,
-    PyTree,
+    as_it_is,
     at_least,
     cast_result,
-    in_policy_scope,
-    inherited_policy,
-    is_public,
-    noted_carries,
-    pooled,
     run_at_boundary,
     run_reading,
+)
+from jmpx._adapters.carries import noted_carries
+from jmpx._adapters.dtype_fields import FieldInCall, field_in_call, reading_policy
+from jmpx._adapters.linen.modules import (
+    field_set,
+    is_public_method,
+    lifted_by,
+    module_of,
+    own,
+    reads,
+    state_dtype,
+)
+from jmpx._adapters.parameter_casts import ParameterCasts
+from jmpx._adapters.scopes import (
+    PolicyScope,
+    in_policy_scope,
+    inherited_policy,
+    pooled,
     wrapper_policy,
 )
-from jmpx._base.casts import cast_like
-from jmpx._base.contexts import Context, entered, is_held, opened, refuse_other_tasks
-from jmpx._jaxprs.marks import Module, in_module
-from jmpx._policies.frameworks import Adapter
-from jmpx._policies.maps import PolicyMap, PolicyMapLike
+from jmpx._base.contexts import opened, refuse_other_tasks
+from jmpx._base.leaves import PyTree
+from jmpx._jaxprs.marks import Module
+from jmpx._policies.maps import PolicyMapLike
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import running
 
 _NAME = "jmpx.flax.policies"
-
-_CONVOLUTIONS = (nn.Conv, nn.ConvLocal, nn.ConvTranspose)
 
 
 @contextlib.contextmanager
@@ -93,11 +88,7 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
 
     Warns:
         UserWarning: at the end, of each rule that matched none of the modules that ran; if `dtype`
-            fields keep most parameters from the map's compute dtype, with the rule; once if a
-            convolution ran in float32 under a dot algorithm, which JAX ignores for it. And once
-            for a map under which no Linen module ran while an NNX module exists, which needs
-            `with_policies`. A Linen module that was compiled ahead of time counts as one that did
-            not run: a program with such modules may ignore this warning.
+            fields keep most parameters from the map's compute dtype, with the rule that mends it.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -109,15 +100,13 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
         >>> params["params"]["layers_0"]["kernel"].dtype.name, y.dtype.name
         ('float32', 'bfloat16')
     """
-    with pooled(policy_map, _NAME) as followed, _applied(followed) as session:
+    with pooled(policy_map, _NAME) as followed, applied(followed):
         yield
-    if not is_held(session):
-        session.warn_without_linen(stacklevel=3)  # past contextlib, to the with statement
 
 
-def _applied(policy_map: PolicyMapLike | None) -> contextlib.AbstractContextManager["_PolicyScope"]:
+def applied(policy_map: PolicyMapLike | None) -> contextlib.AbstractContextManager["LinenScope"]:
     """Runs Linen modules under a policy map while the context lasts; leaves warnings to a pool."""
-    return in_policy_scope(_PolicyScope, _NAME, policy_map, _interception)
+    return in_policy_scope(LinenScope, _NAME, policy_map, _interception)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,59 +143,43 @@ class _Call:
         return None if self.policy is None else reading_policy(self.policy, self.field.value)
 
 
-# The maps of the sessions that have ended: a Linen module ran under each, or a warning said that
-# none did. In later sessions a module may run compiled, which cannot be noticed.
-_ended: set[PolicyMap] = set()
-
-
-class _PolicyScope(PolicyScope):
+class LinenScope(PolicyScope):
     """A `policies` context.
 
     Attributes:
-        has_run: whether a Linen module has run in it.
         calls: the running methods, the innermost last.
         casts: the casts of parameters in the outermost of these calls.
     """
 
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
         super().__init__(name, policy_map)
-        self.has_run = False
         self.calls: list[_Call] = []
         self.casts = ParameterCasts()
 
     def intercept(
-        self,
-        method: Method,
-        args: Args,
-        kwargs: Kwargs,
-        context: nn.module.InterceptorContext,
-    ) -> Any:
+        self, module: nn.Module, method_name: str, method: Method, args: Args, kwargs: Kwargs
+    ) -> PyTree:
         """Runs a method, at a boundary if it is public and its call has a policy."""
-        module = context.module
         # Interceptors do not see the methods of `nn.Module` itself; an attribute hides `param`.
         object.__setattr__(module, "param", functools.partial(self.param, module))
         call = self.find_call(module)
-        casts = not call.is_cast and _is_public(type(module), context.method_name)
-        carry = args[0] if args and self.is_step(module, context.method_name) else None
+        casts = not call.is_cast and is_public_method(type(module), method_name)
+        carry = args[0] if args and self.is_step(module, method_name) else None
         state = state_dtype(module, call.reading) if casts else None
+        if state is not None and own(module, "cache"):
+            args, kwargs = jax.tree.map(at_least(state), (args, kwargs))
+        is_cast, keeps = call.is_cast or casts, call.keeps or state is not None
         self.calls.append(
-            dataclasses.replace(
-                call,
-                is_cast=call.is_cast or casts,
-                lifted=lifted_by(module),
-                keeps=call.keeps or state is not None,
-            )
+            dataclasses.replace(call, is_cast=is_cast, lifted=lifted_by(module), keeps=keeps)
         )
         try:
             with field_set(module, call.field.value):
                 if casts:
                     self.census.note_layer(call.module, call.field)
-                    if state is not None and own(module, "cache"):
-                        args, kwargs = jax.tree.map(at_least(state), (args, kwargs))
                     with noted_carries(call.module.cls, call.reading):
                         return self.run_public(call, module, method, args, kwargs, carry)
                 with running(call.policy, _NAME):
-                    return cast_result(_as_it_is, method(*args, **kwargs), carry)
+                    return cast_result(as_it_is, method(*args, **kwargs), carry)
         finally:
             self.calls.pop()
             if not self.calls:
@@ -220,7 +193,7 @@ class _PolicyScope(PolicyScope):
         args: Args,
         kwargs: Kwargs,
         carry: PyTree,
-    ) -> Any:
+    ) -> PyTree:
         """Runs a public method, whose inputs are cast at a boundary or if it reads parameters."""
         has_own = reads(module)
         policy = call.reading if has_own else call.policy
@@ -229,29 +202,25 @@ class _PolicyScope(PolicyScope):
         if policy is not None and isinstance(module, nn.OptimizedLSTMCell):
             args = _cast_hidden(policy, args)
         if call.reading is not None and (has_own or module.is_initializing()):
-            run = functools.partial(run_reading, by=_NAME, keeps=call.keeps)
+            run = functools.partial(run_reading, call.reading, by=_NAME, keeps=call.keeps)
             result = _run_reading(run, call.reading, module, method, args, kwargs)
         else:
             with running(policy, _NAME):
                 result = method(*args, **kwargs)
-        return cast_result(_as_it_is, result, carry)
+        return cast_result(as_it_is, result, carry)
 
     def find_call(self, module: nn.Module) -> _Call:
         """Returns the call that a method of a module begins, or the call that it is part of."""
-        called = Module(written_class(type(module)), "/".join(module.path))
+        called = module_of(module)
         outer = self.calls[-1] if self.calls else None
         if outer is not None and outer.module == called:
             return outer
         surrounding = wrapper_policy(self.policy_map) if outer is None else outer.policy
-        rule = self.explicit_policy(*called, surrounding)
+        rule, boundary = self.policies_of(*called, surrounding)
         field = field_in_call(module, rule, None if outer is None else outer.field.selected)
+        self.record_module(*called, boundary, surrounding)
         keeps = outer is not None and outer.keeps
-        boundary = self.boundary_policy(*called, surrounding)
-        call = _Call(called, boundary, surrounding, field, keeps=keeps)
-        self.record_module(*called, call.boundary_policy, surrounding)
-        if isinstance(module, _CONVOLUTIONS) and module.precision is None:
-            self.note_convolution(*called, call.policy)
-        return call
+        return _Call(called, boundary, surrounding, field, keeps=keeps)
 
     def is_step(self, module: nn.Module, method_name: str) -> bool:
         """Whether a method begins a step of a loop: of a recurrent cell, or lifted by Linen."""
@@ -262,38 +231,24 @@ class _PolicyScope(PolicyScope):
         return is_body and [call.lifted for call in outer] != [lifted]
 
     def param(
-        self, module: nn.Module, name: str, init: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+        self,
+        module: nn.Module,
+        name: str,
+        init: Callable[..., PyTree],
+        *args: PyTree,
+        **kwargs: PyTree,
+    ) -> PyTree:
         """Stands in for `module.param`: creates in the param dtype, reads in the compute dtype."""
         policy = self.calls[-1].reading if self.calls else None
         if policy is None:
             return type(module).param(module, name, init, *args, **kwargs)
 
-        def create(*args: Any, **kwargs: Any) -> Any:
+        def create(*args: PyTree, **kwargs: PyTree) -> PyTree:
             return policy.cast_to_param(init(*args, **kwargs))
 
         stored = type(module).param(module, name, create, *args, **kwargs)
         self.census.note_parameter(self.calls[-1].module, name, stored)
         return self.casts.to_compute(policy, stored)
-
-    def warn_without_linen(self, stacklevel: int) -> None:
-        """Warns once of a map under which no Linen module ran, while there are NNX modules."""
-        if self.policy_map is None or self.policy_map in _ended:
-            return
-        _ended.add(self.policy_map)
-        if not self.has_run and not self.pool.seen and _has_nnx_modules():
-            warnings.warn(
-                f"No Linen module ran under jmpx.flax.policies({str(self.policy_map)!r}), which "
-                "casts those alone: give the map to the gradient function as policy=, or to "
-                "jmpx.apply_policy, which cast NNX models among the arguments, too.",
-                stacklevel=stacklevel + 1,
-            )
-
-
-def _has_nnx_modules() -> bool:
-    """Whether an NNX module exists. `jmpx.flax` imports NNX, so that its import says nothing."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and any(nnx.Module in type(thing).__mro__ for thing in gc.get_objects())
 
 
 def _interception() -> contextlib.AbstractContextManager[None]:
@@ -303,97 +258,48 @@ def _interception() -> contextlib.AbstractContextManager[None]:
 
 def _intercept(
     method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext
-) -> Any:
+) -> PyTree:
     """Intercepts each method call while a context of this thread is open."""
-    sessions = opened(_PolicyScope)
-    if context.module.scope is None or not sessions:
+    module, scopes = context.module, opened(LinenScope)
+    if module.scope is None or not scopes:
         return method(*args, **kwargs)  # it has no parameters; or a context ended out of order
-    refuse_other_tasks(f"run the Linen module {type(context.module).__name__}")
-    for session in sessions:  # an outer one casts nothing, but has not missed its modules either
-        session.has_run = True
-    return sessions[-1].intercept(method, args, kwargs, context)
-
-
-class _Creation(NamedTuple):
-    """How parameters are created where no module has a policy; see `Adapter.created`."""
-
-    policy: Policy
-    are_cast: bool
-
-
-def _creation() -> contextlib.AbstractContextManager[None]:
-    """Creates the parameters of this thread."""
-    return nn.intercept_methods(_create)
-
-
-def _create(
-    method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext
-) -> Any:
-    """Intercepts each method call, so that new parameters are in the dtype of a `_Creation`."""
-    module = context.module
-    if module.scope is not None and module.is_initializing() and not opened(_PolicyScope):
-        object.__setattr__(module, "param", functools.partial(_param, module))
-    return method(*args, **kwargs)
-
-
-def _param(
-    module: nn.Module, name: str, init: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Stands in for `module.param` while parameters are created."""
-    creations = opened(_Creation)
-    if not creations or opened(_PolicyScope):
-        return type(module).param(module, name, init, *args, **kwargs)
-    policy, are_cast = creations[-1]
-    asked: PyTree = None
-
-    def create(*args: Any, **kwargs: Any) -> Any:
-        nonlocal asked
-        asked = init(*args, **kwargs)
-        return policy.cast_to_param(asked)
-
-    stored = type(module).param(module, name, create, *args, **kwargs)
-    if are_cast:
-        return policy.cast_to_compute(stored)
-    return stored if asked is None else jax.tree.map(cast_like, stored, asked)
-
-
-def _as_it_is(tree: PyTree) -> PyTree:
-    return tree
+    refuse_other_tasks(f"run the Linen module {type(module).__name__}")
+    return scopes[-1].intercept(module, context.method_name, method, args, kwargs)
 
 
 def _run_reading(
-    run_reading: Callable[..., Any],
+    run_reading: Callable[..., PyTree],
     policy: Policy,
     module: nn.Module,
     method: Method,
     args: Args,
     kwargs: Kwargs,
-) -> Any:
-    """Runs a call that is no boundary, of a module that reads parameters or statistics itself.
+) -> PyTree:
+    """Runs a call that is not a boundary, of a module that reads parameters or statistics itself.
 
     Statistics are in float32, and would make the results of the module so. While a module creates
-    its parameters nobody knows that it reads any, so its result is cast in place of its inputs:
-    what is made of it, such as a cache, gets the dtype that it has in later calls.
+    its parameters it is not yet known that it reads any, so its result is cast in place of its
+    inputs: what is made of it, such as a cache, gets the dtype that it has in later calls.
     """
     to_compute = inherited_policy(policy).cast_to_output
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         result = method(*args, **kwargs)
         return to_compute(result) if own(module, "batch_stats") else result
 
     if reads(module):
-        return run_reading(policy, run, args, kwargs)
+        return run_reading(run, args, kwargs)
     with running(policy, _NAME):
         result = run(*args, **kwargs)
     if not reads(module):
         return result
     inputs = jax.tree.leaves((args, kwargs))
 
-    def created(*cast: Any) -> Any:
+    def created(*cast: PyTree) -> PyTree:
         is_cast = any(new is not old for new, old in zip(cast, inputs, strict=True))
         return to_compute(result) if is_cast else result
 
-    return run_reading(policy, created, tuple(inputs), {})
+    return run_reading(created, tuple(inputs), {})
 
 
 def _cast_hidden(policy: Policy, args: Args) -> Args:
@@ -405,32 +311,3 @@ def _cast_hidden(policy: Policy, args: Args) -> Args:
         return args  # of a subclass, or of another method
     (cell, hidden), inputs = args
     return (cell, policy.cast_to_compute(hidden)), policy.cast_to_compute(inputs)
-
-
-def _is_public(cls: type, name: str) -> bool:
-    """Whether a method is public. Bodies of lifted functions run as methods, but are none."""
-    return name != "setup" and is_public(name) and hasattr(cls, name)
-
-
-def _mark(method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext) -> Any:
-    """Intercepts each method call under autocast, and marks those of public methods."""
-    module = context.module
-    if module.scope is None or not _is_public(type(module), context.method_name):
-        return method(*args, **kwargs)
-    with in_module(written_class(type(module)), "/".join(module.path)):
-        return method(*args, **kwargs)
-
-
-class _Adapter(Adapter):
-    def marked_calls(self) -> contextlib.AbstractContextManager[None]:
-        return nn.intercept_methods(_mark)
-
-    def applied(self, policy_map: PolicyMap) -> contextlib.AbstractContextManager[object]:
-        return _applied(policy_map)
-
-    def created(self, policy: Policy, are_cast: bool) -> contextlib.AbstractContextManager[None]:
-        creation = _Creation(policy, are_cast)
-        return entered(Context("jmpx.apply_policy in Linen", creation, creation, _creation))
-
-
-adapter: Adapter = _Adapter()

@@ -2,32 +2,47 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 import numpy as np
 from flax import linen as nn
 
+from jmpx._adapters.boundaries import widest
 from jmpx._adapters.dtype_fields import spelled_as
+from jmpx._adapters.proxies import is_public
 from jmpx._base.leaves import is_floating
+from jmpx._jaxprs.marks import Module
 from jmpx._policies.policy import Policy
+
+
+def module_of(module: nn.Module) -> Module:
+    """Returns a module as the class that the user wrote, and its path."""
+    cls = type(module)
+    while cls.__module__ == nn.remat.__module__:  # made by `nn.scan`, `nn.remat` or alike
+        cls = cls.__bases__[0]
+    return Module(cls, "/".join(module.path))
+
+
+def is_public_method(cls: type, name: str) -> bool:
+    """Whether a method is public. Bodies of lifted functions run as methods of no class."""
+    return name != "setup" and is_public(name) and hasattr(cls, name)
 
 
 @contextlib.contextmanager
 def field_set(module: nn.Module, dtype: np.dtype | None) -> Iterator[None]:
     """Sets the `dtype` field of a module for a call; None leaves it."""
     written = vars(module).get("dtype")
-    if dtype is None or np.dtype(written) == dtype:
-        yield
-        return
-    object.__setattr__(module, "dtype", spelled_as(written, dtype))  # a module is frozen
+    is_set = dtype is not None and np.dtype(written) != dtype
+    if is_set:
+        object.__setattr__(module, "dtype", spelled_as(written, dtype))  # a module is frozen
     try:
         yield
     finally:
-        object.__setattr__(module, "dtype", written)
+        if is_set:
+            object.__setattr__(module, "dtype", written)
 
 
-def own(module: nn.Module, collection: str) -> list[Any]:
+def own(module: nn.Module, collection: str) -> list[jax.Array]:
     """Returns the floating arrays of a collection that a module itself holds."""
     variables = {} if module.scope is None else module.scope.variables().get(collection, {})
     held = [value for value in variables.values() if not isinstance(value, Mapping)]
@@ -51,19 +66,11 @@ def state_dtype(module: nn.Module, policy: Policy | None) -> np.dtype | None:
     if policy is None or module.scope is None:
         return None
     names = [name for name in module.scope.variables() if name not in _NO_STATE]
-    dtypes = [np.dtype(leaf.dtype) for name in names for leaf in own(module, name)]
-    widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
-    is_wide = widest is not None and widest.itemsize > np.dtype(policy.compute_dtype).itemsize
-    return widest if is_wide else None
+    compute = np.dtype(policy.compute_dtype)
+    dtype = widest([compute, *(leaf.dtype for name in names for leaf in own(module, name))])
+    return dtype if dtype.itemsize > compute.itemsize else None
 
 
 def lifted_by(module: nn.Module) -> tuple[str, ...]:
     """Returns the names of a module and those around it, with lifted transforms: `scan(block)`."""
     return () if module.scope is None else tuple(module.scope.debug_path)
-
-
-def written_class(cls: type) -> type:
-    """Returns the class that the user wrote, for one that `nn.scan`, `nn.remat` or alike made."""
-    while cls.__module__ == nn.remat.__module__:
-        cls = cls.__bases__[0]
-    return cls
