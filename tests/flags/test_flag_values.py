@@ -113,6 +113,7 @@ def test_a_bad_value_that_is_set_is_one_sentence_and_changes_nothing(mp, name, g
         ("scale_type", "noop", "NoOp"),
         ("scale_value", "256", 256.0),
         ("scale_period", "7", 7),
+        ("scale_period", "1", 1),
         ("min_scale", "0.125", 0.125),
         ("skip_nonfinite", "false", False),
         ("skip_nonfinite", 1, True),
