@@ -23,7 +23,8 @@ from jmpx._base.messages import user_stacklevel
 from jmpx._base.nnx_objects import skip_kept
 from jmpx._base.stateful import PureFunction, call
 from jmpx._policies.frameworks import imported_adapters
-from jmpx._policies.maps import PolicyMap, get_policy_map, warn_of
+from jmpx._policies.map_strings import get_policy_map
+from jmpx._policies.maps import PolicyMap, warn_of
 from jmpx._policies.modules import call_with_proxies
 from jmpx._policies.policy import Policy
 from jmpx._scales.mixed_precision import MixedPrecision, MixedPrecisionLike

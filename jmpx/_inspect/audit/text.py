@@ -5,44 +5,35 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from jmpx._base.leaves import is_int
 from jmpx._base.messages import describe
-from jmpx._base.text import bytes_text, flop_text, share_text
+from jmpx._base.text import bytes_text, columns, flop_text, share_text
 from jmpx._inspect.audit.alike import alike_findings
-from jmpx._inspect.audit.data import SEVERITIES, Finding, Scope
+from jmpx._inspect.audit.data import SEVERITIES, AuditData, Finding, Scope
 from jmpx._inspect.audit.findings import KINDS
-from jmpx._inspect.audit.scope_rows import COLUMNS, ScopeRow, scope_rows
-from jmpx._inspect.audit.shares import Shares, notes, shares
+from jmpx._inspect.audit.tables import (
+    SCOPE_HEADER,
+    SCOPE_RIGHT,
+    Shares,
+    notes,
+    scope_rows,
+    shares,
+)
 
-if TYPE_CHECKING:
-    from jmpx._inspect.audit.report import Audit
-
-_WIDTH = 100
-_NARROWEST = 60
+_WIDTH, _NARROWEST = 100, 60
 _GAP = "  "
 _BAR = 30
 _NAME = 24  # columns that the name of a scope needs: a narrow table goes without policies
 _INDENT = 8  # of what is below the first line of a finding
 # How much the text shows, unless all is asked for.
 _SHARES, _FINDINGS, _SCOPES = 6, 8, 16
-_ALL = "print(report.to_text(all=True))"
 _KEPT = "\N{NO-BREAK SPACE}"  # a space at which lines do not break
 _RULE = re.compile(r"\S+: ")  # a rule of a policy map; other advice is a sentence or code
 
 
-def report_text(report: "Audit", width: int | None, is_full: bool) -> str:
-    """Returns the report as text: the shares, the findings, the scopes.
-
-    Args:
-        report: the report.
-        width: the columns that the text may have; None: 100, or the terminal's if it has fewer.
-        is_full: whether long tables are printed as a whole.
-
-    Raises:
-        ValueError: if `width` is no whole number of at least 60.
-    """
+def report_text(report: AuditData, width: int | None, is_full: bool) -> str:
+    """Returns the report as text; the arguments are those of `Audit.to_text`."""
     width = _columns(width)
     blocks = [
         title(report),
@@ -54,13 +45,13 @@ def report_text(report: "Audit", width: int | None, is_full: bool) -> str:
     return "\n\n".join(filter(None, blocks))
 
 
-def title(report: "Audit") -> str:
+def title(report: AuditData) -> str:
     """Returns what was audited."""
     gradient = "" if report.is_step else " and its gradient"
     return f"Audit of {report.title}{gradient}{f' on {report.platform}' if report.platform else ''}"
 
 
-def summary_line(report: "Audit") -> str:
+def summary_line(report: AuditData) -> str:
     """Returns a report in one line: the largest share of products, and how many findings."""
     products = shares(report)[0].rows
     parts = [f"{flop_text(products[0].whole)} of products" if products else "no products"]
@@ -72,8 +63,8 @@ def summary_line(report: "Audit") -> str:
 def _columns(width: int | None) -> int:
     if width is None:
         # A terminal may say that it has no columns.
-        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
-        return max(_NARROWEST, min(_WIDTH, columns or _WIDTH))
+        terminal = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
+        return max(_NARROWEST, min(_WIDTH, terminal or _WIDTH))
     if not is_int(width) or width < _NARROWEST:
         raise ValueError(
             f"Expected width= to be a number of columns, {_NARROWEST} or more, got "
@@ -95,27 +86,21 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def _left_out(number: int, what: str) -> list[str]:
-    return [f"... and {number:,} more {what}: {_ALL}"] if number > 0 else []
+    left = f"... and {number:,} more {what}: print(report.to_text(all=True))"
+    return [left] if number > 0 else []
 
 
-def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Returns the rows with aligned columns, without the columns that are empty.
-
-    Args:
-        rows: the cells of each row.
-        sides: `>` for each column whose cells are aligned to the right, `<` for the others.
-    """
-    sizes = _sizes(rows)
-    columns = [
-        (i, side, size) for i, (side, size) in enumerate(zip(sides, sizes, strict=True)) if size
-    ]
-    return [
-        _GAP.join(f"{row[i]:{side}{size}}" for i, side, size in columns).rstrip() for row in rows
-    ]
+def _aligned(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
+    """Returns the rows with aligned columns, without the columns that are empty."""
+    kept = [i for i, column in enumerate(zip(*rows, strict=True)) if any(column)]
+    to_the_right = [at for at, i in enumerate(kept) if i in right]
+    return columns([[row[i] for i in kept] for row in rows], to_the_right, _GAP) if rows else []
 
 
-def _sizes(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+def _room(rows: Sequence[Sequence[str]], width: int) -> int:
+    """Returns how many columns of text these leave, with a gap behind each."""
+    sizes = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return width - sum(size + len(_GAP) for size in sizes if size)
 
 
 # Shares
@@ -126,12 +111,12 @@ def _share_lines(tables: Sequence[Shares], width: int, is_full: bool) -> Iterato
     limit = None if is_full else _SHARES
     shown = [row for table in tables for row in table.rows[:limit]]
     cells = [(r.label, share_text(r.part, r.whole), r.amount, r.times) for r in shown]
-    room = width - len(_GAP) - sum(size + len(_GAP) for size in _sizes(cells))
+    room = _room(cells, width - len(_GAP))
     if room < 0:  # long names of dtypes: what is known best from the other columns goes
-        cells = [(label, share, amount, "") for label, share, amount, _ in cells]
+        cells = [(*cell[:3], "") for cell in cells]
     bars = [_bar(row.part, row.whole, min(room, _BAR)) for row in shown]
     rows = [(label, bar, *rest) for (label, *rest), bar in zip(cells, bars, strict=True)]
-    lines = iter(_aligned(rows, "<<>>>") if rows else [])
+    lines = iter(_aligned(rows, (2, 3, 4)))
     for table in tables:
         yield table.heading
         for _ in table.rows[:limit]:
@@ -151,7 +136,7 @@ def _bar(part: int, whole: int, size: int) -> str:
 # Findings
 
 
-def _finding_blocks(report: "Audit", width: int, is_full: bool) -> Iterator[str]:
+def _finding_blocks(report: AuditData, width: int, is_full: bool) -> Iterator[str]:
     """Yields the findings, or what was looked for if there are none."""
     if not report.findings:
         yield _wrapped(no_findings(report), width)
@@ -163,7 +148,7 @@ def _finding_blocks(report: "Audit", width: int, is_full: bool) -> Iterator[str]
     yield from _left_out(len(findings) - len(shown), "findings")
 
 
-def no_findings(report: "Audit") -> str:
+def no_findings(report: AuditData) -> str:
     """Returns the sentence of a report without findings: what the audit looked for."""
     names = [kind.name for kind in KINDS.values() if report.platform or not kind.needs_platform]
     return f"No findings. Looked for {', '.join(names[:-1])} and {names[-1]}."
@@ -175,7 +160,7 @@ def severities(findings: Sequence[Finding]) -> str:
     return ", ".join(f"{count:,} {severity}" for count, severity in counts if count)
 
 
-def finding_text(finding: Finding, width: int) -> str:
+def finding_text(finding: Finding, width: int = _WIDTH) -> str:
     """Returns a finding as text: what and where, why, and the rule on a line of its own."""
     indent = " " * _INDENT
     # The facts are words that do not break, and the severity stands in the indentation.
@@ -216,34 +201,20 @@ def _scope_lines(scopes: Sequence[Scope], width: int, is_full: bool) -> Iterator
     rows = scope_rows(scopes, is_full)
     if rows:
         shown = rows if is_full else rows[:_SCOPES]
-        yield from _aligned(_fitting(shown, width), "<><<>>")
+        filled = [any(column) for column in zip(*shown, strict=True)]
+        header = [name * is_filled for name, is_filled in zip(SCOPE_HEADER, filled, strict=True)]
+        yield from _aligned(_fitting([header, *shown], width), SCOPE_RIGHT)
         yield from _left_out(len(rows) - len(shown), "rows")
 
 
-def _fitting(rows: Sequence[ScopeRow], width: int) -> list[tuple[str, ...]]:
-    """Returns the cells of a header and the rows, shortened so that they fit."""
-    columns = list(zip(COLUMNS, *(row.cells for row in rows), strict=True))
-    columns = [column if any(column[1:]) else [""] * len(column) for column in columns]
-    if _room(columns, width) < _NAME:
-        columns = [[_start(cell, width // 5) for cell in column] for column in columns]
-    if _room(columns, width) < _NAME:
-        columns[COLUMNS.index("policy")] = [""] * (len(rows) + 1)
-    names = ["scope", *(_name(row, _room(columns, width)) for row in rows)]
-    return list(zip(names, *columns, strict=True))
-
-
-def _room(columns: Sequence[Sequence[str]], width: int) -> int:
-    """Returns how many columns the text of other columns leaves."""
-    sizes = (max(map(len, column)) for column in columns)
-    return width - sum(size + len(_GAP) for size in sizes if size)
-
-
-def _start(text: str, size: int) -> str:
-    return text if len(text) <= size else text[: size - 3] + "..."
-
-
-def _name(row: ScopeRow, size: int) -> str:
-    """Returns the path and the class, else the path, else the end of the path."""
-    if len(row.name) <= size or not row.path:
-        return _start(row.name, size)
-    return row.path if len(row.path) <= size else "..." + row.path[3 - size :]
+def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
+    """Returns the cells of the scopes, shortened so that they fit, first of all but the names."""
+    cells = [row[1:] for row in rows]
+    if _room(cells, width) < _NAME:
+        size = width // 5
+        cells = [[c if len(c) <= size else f"{c[: size - 3]}..." for c in row] for row in cells]
+    if _room(cells, width) < _NAME:  # without policies
+        cells = [[row[0], "", *row[2:]] for row in cells]
+    size = _room(cells, width)
+    names = [row[0] if len(row[0]) <= size else f"...{row[0][3 - size :]}" for row in rows]
+    return [[name, *row] for name, row in zip(names, cells, strict=True)]

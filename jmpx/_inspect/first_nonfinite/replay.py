@@ -19,8 +19,8 @@ from jmpx._inspect.programs import Program
 from jmpx._inspect.widening import is_narrow, run_widened, widened
 from jmpx._jaxprs.core import Array, operation_name
 from jmpx._jaxprs.places import Place, place_of
+from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.places import where
-from jmpx._policies.rules import parse_rule
 
 # What identifies an operation: its name, place and path, and whether it is in the backward pass.
 _Key: TypeAlias = tuple[str, Place | None, str, bool]
@@ -154,7 +154,7 @@ class Replay:
             all is finite. None if the program cannot run so, or something else is found.
         """
         try:
-            program = self.program.with_rules(parse_rule(rule, rule, 0))
+            program = self.program.with_rules(parse_rule(rule))
         except (AssertionError, TypeError, ValueError):  # such as a loop whose carry would change
             return None
         other = Replay(program, self.tree)
