@@ -1,5 +1,6 @@
 """What a gradient function does when it is called: passes, means, one check, one loss scale."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jmpx._adapters.applying import Application
 from jmpx._base.axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
 from jmpx._base.leaves import PyTree, is_array, is_floating, is_inexact_array, spell
-from jmpx._base.stateful import PureFunction
+from jmpx._base.stateful import Changes, PureFunction
 from jmpx._base.trees import all_finite
 from jmpx._devices.exchanges import find_exchanges
 from jmpx._devices.reduction import unscaled_mean
@@ -33,8 +34,8 @@ Keywords = dict[str, PyTree]
 
 def differentiate(
     options: Options, pure: PureFunction, state: State, args: Arguments, kwargs: Keywords
-) -> tuple[ValueAndGradients[PyTree, LossScale], State]:
-    """Computes a loss and its gradients; returns them, and the new state of NNX objects."""
+) -> tuple[ValueAndGradients[PyTree, LossScale], Changes]:
+    """Computes a loss and its gradients; returns them, and what changed in NNX objects."""
     stored, merge = split_parameters(args)
     params = widened(stored, options.grad_dtype) if options.is_mixed else stored
     application = options.applied()
@@ -48,7 +49,8 @@ def differentiate(
         run = functools.partial(call.mean_of_groups, groups)
         result = groups.in_auto_axes(run, params, options.scaling, state, args, kwargs)
         if groups.explicit_axes:
-            result = result._replace(state=as_placed(result.state, (pure.stored(), old_state)))
+            stored_state = result.state[0].stored(), old_state
+            result = result._replace(state=as_placed(result.state, stored_state))
     grads = cast_gradients(result.grads, stored, options.grad_dtype)
     pairs = zip(grads, params, strict=True)
     if any(grad.dtype.itemsize < param.dtype.itemsize for grad, param in pairs):
@@ -59,7 +61,7 @@ def differentiate(
         new_scaling = options.scaling.adjust(grads_finite)
     updates, model_state = result.state
     if options.is_mixed and not isinstance(options.scaling, NoOpLossScale):
-        updates = kept_if_finite(grads_finite, updates, pure.before())
+        updates = kept_if_finite(grads_finite, updates, updates.stored(with_random=False))
         model_state = kept_if_finite(grads_finite, model_state, old_state)
     aux = options.model_state.join(model_state, result.aux)
     value = (result.value, aux) if options.has_aux else result.value
@@ -126,7 +128,8 @@ class _Call(NamedTuple):
 
         def run(arrays: Sequence[jax.Array]) -> Backward:
             one, *_ = call.mean(params, state, join(arrays))
-            check_variables(one.state[0], self.pure.stored())
+            changes = one.state[0]
+            check_variables(changes.arrays, changes.stored().arrays)
             return one
 
         return groups.run(run, parts)
@@ -142,11 +145,13 @@ class _Call(NamedTuple):
         def run(states: tuple[State, PyTree], arrays: Sequence[jax.Array]) -> Backward:
             inputs = model_state.put(join(arrays), states[1])
             one = self.run(params, states[0], inputs, shards)
-            updates, new = one.state
-            return one._replace(state=(self.pure.advance(states[0], updates), new))
+            changes, new = one.state
+            aux = one.aux, dataclasses.replace(changes, arrays=[])
+            return one._replace(state=(changes.advance(states[0]), new), aux=aux)
 
         total = accumulate(run, (state, model_state.get(args)), parts, params)
-        return total._replace(state=(self.pure.updates_of(total.state[0]), total.state[1]))
+        aux, changes = total.aux
+        return total._replace(state=(changes.read(total.state[0]), total.state[1]), aux=aux)
 
     def run(
         self, params: list[jax.Array], state: State, args: Arguments, shards: "_Shards"
