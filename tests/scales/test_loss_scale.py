@@ -406,9 +406,9 @@ BAD = [
     (lambda: in_jit(lambda x: jmpx.DynamicLossScale(min_loss_scale=x)), TypeError, "traced"),
     (lambda: jmpx.StaticLossScale("2"), TypeError, "to be a number"),  # pyright: ignore[reportArgumentType]
     (lambda: jmpx.StaticLossScale(jnp.ones(2)), TypeError, "to be a number"),
-    (lambda: jmpx.StaticLossScale(-1), ValueError, "between 0"),
-    (lambda: jmpx.StaticLossScale(float("nan")), ValueError, "between 0"),
-    (lambda: jmpx.StaticLossScale(2**128), ValueError, "between 0"),
+    (lambda: jmpx.StaticLossScale(-1), ValueError, "between 2"),
+    (lambda: jmpx.StaticLossScale(float("nan")), ValueError, "between 2"),
+    (lambda: jmpx.StaticLossScale(2**128), ValueError, "between 2"),
     (lambda: jmpx.DynamicLossScale("32768"), TypeError, "to be a number"),
     (lambda: jmpx.DynamicLossScale(float("inf")), ValueError, "between 0"),
     (lambda: jmpx.DynamicLossScale(period=0), ValueError, "period"),
