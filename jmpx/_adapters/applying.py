@@ -65,19 +65,15 @@ def apply_policy(
       the floating results to the output dtype where that is wider; it narrows none.
     - `by=modules` runs the modules of Haiku and Linen that are called under the map, as the
       `policies` of their adapters do, and gives the function views of the modules of Equinox and
-      NNX that stand among its arguments, as `with_policies` does. Paths of rules begin at each
-      module. Optimizer states are left alone; a model that is handed back has its stored dtypes.
+      NNX among its arguments, as `with_policies` does. A model that is handed back has its stored
+      dtypes.
     - `by=operations` runs the function under autocast, see `jmpx.autocast`; with `save=products`
-      the backward pass keeps less. The first argument holds the parameters. Another input from
-      which no way leads to a matrix product, such as the targets of a loss, keeps its dtype.
+      the backward pass keeps less. The first argument holds the parameters. Another input that
+      leads to no matrix product, such as the targets of a loss, keeps its dtype.
 
     Without `by`, rules for classes or paths mean modules, rules for operations alone mean
-    operations, and no rules mean arguments. So a string, and a flag that holds it, is all that has
-    to change. `filter_grad` and `filter_value_and_grad` with `policy=` differentiate this function.
-
-    A module that the function closes over is not among its arguments: in Equinox and NNX, pass it.
-    Inside of the function, contexts, views and `jmpx.autocast` with the same map do nothing more.
-    With another one, contexts and autocast make an island, and a view of a view is an error.
+    operations, and no rules mean arguments. Inside of the function, contexts, views and
+    `jmpx.autocast` with the same map do nothing more. docs/which_way.md compares the three.
 
     Args:
         func: any function of pytrees, such as a module or `transformed.apply`; None to decorate
@@ -111,6 +107,9 @@ def apply_policy(
         bfloat16
         float32
         float32
+
+    See Also:
+        `jmpx.filter_value_and_grad`, which differentiates this function by `policy=`.
     """
     if func is None:
         return functools.partial(apply_policy, policy=policy, uncast=uncast)

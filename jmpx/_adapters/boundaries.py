@@ -39,19 +39,17 @@ def run_at_boundary(
     carry: PyTree = None,
     passes: Passes = nothing_passes,
 ) -> PyTree:
-    """Runs a method with its arguments and its result cast.
+    """Runs a method with its arguments cast to the compute dtype, its result to the output dtype.
 
     Args:
         policy: the boundary policy.
-        method: the method.
+        method: the method, which gets `args` and `kwargs`.
         args: its positional arguments.
         kwargs: its keyword arguments.
         by: the function that makes the boundary, as the user calls it.
-        carry: the carry among the arguments, if the method is a step of a loop.
+        carry: the carry among the arguments, if the method is a step of a loop: the new one comes
+            back in its dtypes.
         passes: whether a node of a pytree passes the boundary as it is.
-
-    Returns:
-        The result in the output dtype, but a new carry in the dtypes of the old one.
     """
     args, kwargs = _cast_arguments(policy, args, kwargs, passes)
     with running(policy, by):
@@ -75,22 +73,13 @@ def run_reading(
     What is made inside of a model, such as noise, is often float32. Floating arguments are cast, so
     that it does not widen the products of this module and all that follows.
 
-    Args:
-        policy: the policy under which the module reads its parameters.
-        method: the method.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        by: the function that casts, as the user calls it.
-        carry: the carry among the arguments, if the method is a step of a loop.
-        passes: whether a node of a pytree passes as it is.
-        keeps: whether the result has to be as wide as the arguments outside of loops, too.
+    Inside of a loop or a branch of JAX, where results have to keep the dtype of a carry, only
+    arguments that are wider than the compute dtype are cast. If there are any, each array of the
+    result is at least as wide as the widest floating argument of its shape was, or of all if none
+    has it. Elsewhere the result is as the method returns it.
 
-    Returns:
-        The result as the method returns it, but a new carry in the dtypes of the old one. Inside of
-        a loop or a branch of JAX, where results have to keep the dtype of a carry, only arguments
-        that are wider than the compute dtype are cast. If there are any, each array of the result
-        is at least as wide as the widest floating argument of its shape was, or of all if none has
-        it.
+    The arguments are those of `run_at_boundary`, and `keeps`: whether the result has to be as wide
+    as the arguments outside of loops, too.
     """
     came = _floating_leaves((args, kwargs), passes) if keeps or in_loop() else []
     size = np.dtype(policy.compute_dtype).itemsize

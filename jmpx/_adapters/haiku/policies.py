@@ -59,37 +59,23 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
     Put it around `init` and `apply`, or within the function that is jitted. The map's default
     applies to each outermost module call: inputs and parameters are cast to its compute dtype, the
     result to its output dtype. A rule makes an island of every public method call of the modules
-    that it matches, by class (`BatchNorm`) or by Haiku's path (`*/logits`, `mlp/~/linear_0`), so
-    that it can name one instance among many. The innermost policy creates parameters in its param
-    dtype, and casts the stored ones to its compute dtype. The policy of a class applies where no
-    rule of the map matches; it goes before the default.
+    that it matches, by class (`BatchNorm`) or by Haiku's path (`*/logits`, `mlp/~/linear_0`). The
+    innermost policy creates parameters in its param dtype, and casts the stored ones to its compute
+    dtype. The policy of a class applies where no rule of the map matches.
 
     Any other module with floating parameters of its own casts its floating arguments to the compute
-    dtype around it, so that noise, a one-hot or a state of zeros that is made inside does not widen
-    what follows. Within JAX's loops and branches it returns at least the dtype that came in, as a
-    carry has to keep its dtype. A recurrent core (`hk.RNNCore`) returns its state in the dtype in
-    which it came. `init` creates the parameters, so there it casts no arguments of such modules.
-
-    A state keeps the dtype in which it is stored, whatever `hk.set_state` is given. A state that is
-    first set in a 16-bit dtype of the policy is stored in the param dtype, or in float32 where that
-    is narrower. `ExponentialMovingAverage`, `SpectralNorm`, their trees and `VectorQuantizerEMA`
-    compute in the dtype of their state, unless a rule or a class policy is about them.
-
-    The `matmul` of a policy holds for the products in its region, forward and backward, but not in
-    what a `jax.custom_vjp` or `jax.custom_jvp` defines: JAX traces that later. See docs/matmul.md.
+    dtype around it. Within JAX's loops and branches it returns at least the dtype that came in. A
+    recurrent core (`hk.RNNCore`) returns its state in the dtype in which it came. A state keeps the
+    dtype in which it is stored; a new one in a 16-bit dtype of the policy is stored in the param
+    dtype, or in float32 where that is narrower. docs/haiku.md has the rest.
 
     Contexts may be nested, and may end in any order: the innermost one alone is in force. Of the
-    tasks of an event loop, only one at a time can be in a context: leave it before each `await`.
-    Code that is compiled already runs in every task as in the one that holds the context.
-
-    A jitted function is traced anew under another map, and under other policies set by jmpx, but
-    not under other policies set by `hk.mixed_precision` itself.
+    tasks of an event loop, only one at a time can be in a context: leave it before each `await`. A
+    jitted function is traced anew under another map, and under other policies set by jmpx, but not
+    under those set by `hk.mixed_precision` itself.
 
     Args:
         policy_map: all that `jmpx.get_policy_map` takes.
-
-    Yields:
-        None.
 
     Raises:
         TypeError: if `policy_map` is of another type.
@@ -108,6 +94,9 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
         ...     y = network.apply(params, None, jnp.ones((4, 3)))
         >>> y.dtype.name
         'float32'
+
+    See Also:
+        `jmpx.apply_policy`, which runs a function under a policy map in all frameworks.
     """
     followed = get_policy_map(policy_map)
     with pooled(followed, _NAME), applied(followed):
