@@ -28,6 +28,12 @@ class Operation:
     name: str = ""  # that JAX gave it, such as `transpose(jvp())/dot_general`
     place: Place | None = None
 
+    def compare(self, direction: str) -> None:
+        """Marks a comparison of the kinds that bound a loop: `LT` and `GT`."""
+        if direction in ("LT", "GT"):
+            self.kind = "compare-lt"
+            self.operands = self.operands if direction == "LT" else self.operands[::-1]
+
 
 @dataclasses.dataclass(slots=True)
 class Block:

@@ -1,22 +1,28 @@
-"""Runs a program, and notes in which equations infinities and NaNs first appear."""
+"""Runs a program, and finds in which equations infinities and NaNs first appear."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from jmpx._base.leaves import PyTree
 from jmpx._inspect.first_nonfinite.numbers import INF, NAN, is_inexact, worst_traced
 from jmpx._jaxprs import core, watched
-from jmpx._jaxprs.core import Equation, Jaxpr
+from jmpx._jaxprs.moves import PLACEMENTS, RESHAPES
+from jmpx._jaxprs.types import Array, Aval, Equation, Jaxpr
 from jmpx._jaxprs.watched import Run, Site, Trips, is_loop
 
-# These hand on each number that they read, so that their operands tell what they hold.
-HAND_ON = ("broadcast_in_dim", "copy", "neg", "pvary", "reshape", "rev", "squeeze", "transpose")
+# These hand on each number that they read, so that their operands tell what they hold. An identity
+# such as `optimization_barrier` may have several operands: each result is looked at.
+HAND_ON = RESHAPES | PLACEMENTS | {"copy", "neg"}
 # XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears. What
 # runs once or twice is not worth optimizing: that would take half of the time to compile.
 _AS_WRITTEN = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 MADE, TURNED = 1, 2  # out of finite numbers; NaN out of infinities
+# Of each site: the worst number; in a loop, also the kind of the first event and its trips.
+_Notes: TypeAlias = dict[int, tuple[Array, ...]]
 
 
 class Event(NamedTuple):
@@ -36,13 +42,13 @@ class Event(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a run of a program showed.
+    """What a run of a program showed: the worst numbers, `NAN`, `INF` or 0.
 
     Attributes:
-        worst: of each watched site, by its number, the worst number that its results held.
-        in_loops: of each site in a loop, whether it made one, as an event.
-        inputs: of each input of the program, the worst number that it holds.
-        outputs: of each result of the program, the worst number that it holds.
+        worst: of the results of each watched site, by its number.
+        in_loops: the events of sites in loops, by their numbers.
+        inputs: of each input of the program.
+        outputs: of each result of the program.
     """
 
     worst: dict[int, int]
@@ -52,12 +58,12 @@ class Seen(NamedTuple):
 
 
 def is_watched(eqn: Equation) -> bool:
-    """Whether it is noted what the results of an equation hold."""
+    """Whether a search looks at the results of an equation."""
     return eqn.primitive.name not in HAND_ON and any(is_inexact(v.aval) for v in eqn.outvars)
 
 
-def silent(eqn: Equation, operands: list[Any]) -> list[Any]:
-    """Runs an equation; one that calls Python and has no results is left out, as a print."""
+def silent(eqn: Equation, operands: list[Array]) -> list[Array]:
+    """Runs an equation, unless it has no results, such as a print."""
     return core.bind(eqn, operands) if eqn.outvars else []
 
 
@@ -74,9 +80,9 @@ class Search:
         self,
         jaxpr: Jaxpr,
         run: Run = silent,
-        constant: Callable[[Any], Any] = lambda array: array,
+        constant: Callable[[Array], Array] = lambda array: array,
     ) -> None:
-        self.jaxpr, self.run, self.constant = jaxpr, run, constant
+        self._evaluate = functools.partial(watched.evaluate, jaxpr, run=run, constant=constant)
         self.sites = watched.sites(jaxpr)
         self.starts: dict[tuple[int, ...], int] = {}  # of each loop, the number of its first site
         for site in self.sites:
@@ -84,32 +90,18 @@ class Search:
                 self.starts.setdefault((*map(id, site.around[: i + 1]),), site.number)
         self._compiled = jax.jit(self._watch_all, compiler_options=_AS_WRITTEN)
 
-    def _evaluate(
-        self, arrays: Sequence[Any], watch: Any, state: Any, reduce: Any, by_site: bool = False
-    ) -> Any:
-        return watched.evaluate(
-            self.jaxpr,
-            arrays,
-            watch,
-            state,
-            run=self.run,
-            constant=self.constant,
-            reduce=reduce,
-            by_site=by_site,
-        )
-
-    def _watch_all(self, *arrays: Any) -> tuple[dict[int, Any], Any, Any]:
+    def _watch_all(self, *arrays: Array) -> tuple[_Notes, list[Array], list[Array]]:
         zero = jnp.zeros((), jnp.int32)
         state = {
             site.number: (zero,) * (2 + len(site.loops) if site.loops else 1)
             for site in self.sites
             if is_watched(site.equation)
         }
-        results, state = self._evaluate(arrays, _note, state, _joined, by_site=True)
+        results, state = self._evaluate(arrays, _note, state, reduce=_joined, by_site=True)
         inputs, outputs = ([worst_traced([x]) for x in each] for each in (arrays, results))
         return state, inputs, outputs
 
-    def look(self, arrays: Sequence[Any]) -> Seen:
+    def look(self, arrays: Sequence[Array]) -> Seen:
         """Runs the program on its inputs."""
         rows, inputs, outputs = jax.device_get(self._compiled(*arrays))
         worst, in_loops = {}, {}
@@ -128,25 +120,34 @@ class Search:
                 order += [self.starts[(*map(id, site.around[: i + 1]),)], next(counts)]
         return Event(site, is_made, tuple(trips), (*order, site.number))
 
-    def operands_of(self, event: Event, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Runs the program again; returns the operands and results of an equation in its trip."""
+    def operands_of(
+        self, event: Event, arrays: Sequence[Array]
+    ) -> tuple[list[Array | None], list[Array | None]]:
+        """Runs the program again; returns the operands and results of an equation in its trip.
+
+        They are None where they are no numbers, such as random keys.
+        """
         atoms = [*event.site.equation.invars, *event.site.equation.outvars]
         is_kept = [_is_plain(atom.aval) for atom in atoms]
 
-        def watch(state: Any, site: Site, operands: Any, results: Any, trips: Trips) -> Any:
+        def watch(
+            state: PyTree, site: Site, operands: list[Array], results: list[Array], trips: Trips
+        ) -> PyTree:
             if site.number != event.site.number:
                 return state
             found, kept = state
             pairs = zip(trips, event.trips, strict=True)
             is_it = ~found & jnp.stack([jnp.array(True), *(a == b for a, b in pairs)]).all()
             seen = [a for a, k in zip((*operands, *results), is_kept, strict=True) if k]
-            seen = [_select(is_it, new, old) for new, old in zip(seen, kept, strict=True)]
-            return found | is_it, seen
+            pairs = zip(seen, kept, strict=True)
+            chosen = [jnp.where(is_it, jnp.asarray(new, old.dtype), old) for new, old in pairs]
+            return found | is_it, chosen
 
-        def run(*arrays: Any) -> list[Any]:
+        def run(*arrays: Array) -> list[Array]:
             pairs = zip(atoms, is_kept, strict=True)
             kept = [jnp.zeros(a.aval.shape, a.aval.dtype) for a, k in pairs if k]
-            _, (_, kept) = self._evaluate(arrays, watch, (jnp.array(False), kept), _of_one_device)
+            state = jnp.array(False), kept
+            _, (_, kept) = self._evaluate(arrays, watch, state, reduce=_of_one_device)
             return kept
 
         kept = iter(jax.jit(run, compiler_options=_AS_WRITTEN)(*arrays))
@@ -155,22 +156,18 @@ class Search:
         return seen[:end], seen[end:]
 
 
-def _is_plain(aval: Any) -> bool:
+def _is_plain(aval: Aval) -> bool:
     """Whether an operand is an array of numbers; random keys and references are not."""
     return hasattr(aval, "shape") and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
-def _select(flag: jax.Array, new: Any, old: jax.Array) -> jax.Array:
-    return jnp.where(flag, jnp.asarray(new, old.dtype), old)
-
-
 def _note(
-    state: dict[int, Any], site: Site, operands: list[Any], results: list[Any], trips: Trips
-) -> dict[int, Any]:
-    """Notes what the results of a site hold; in a loop, also when it first made what they hold.
+    state: _Notes, site: Site, operands: list[Array], results: list[Array], trips: Trips
+) -> _Notes:
+    """Notes the worst number of a site's results; in a loop, also when the site first made one.
 
-    The notes are scalars, which XLA computes together with what they are of: arrays of them would
-    take several times as long to compile.
+    The notes are scalars, which XLA computes together with the results: arrays of notes would take
+    several times as long to compile.
     """
     if not is_watched(site.equation):
         return state
@@ -187,8 +184,8 @@ def _note(
     return state | {site.number: (jax.lax.max(worst_before, worst), *event)}
 
 
-def _joined(state: dict[int, Any], axes: tuple[Any, ...]) -> dict[int, Any]:
-    """Joins what all devices noted: the worst number, and the first event of a site."""
+def _joined(state: _Notes, axes: tuple[str, ...]) -> _Notes:
+    """Joins the notes of all devices: the worst number, and the first event of a site."""
     late = jnp.iinfo(jnp.int32).max
 
     def joined(worst: jax.Array, *event: jax.Array) -> tuple[jax.Array, ...]:
@@ -202,8 +199,8 @@ def _joined(state: dict[int, Any], axes: tuple[Any, ...]) -> dict[int, Any]:
     return {number: joined(*row) for number, row in state.items()}
 
 
-def _of_one_device(state: Any, axes: tuple[Any, ...]) -> Any:
-    """Returns the operands of one of the devices that saw the equation make what it made."""
+def _of_one_device(state: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Returns the operands of the first device on which the equation made the event."""
     found, kept = state
     is_bad = worst_traced(kept) > 0
     late = jnp.iinfo(jnp.int32).max
