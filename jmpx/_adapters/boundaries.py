@@ -9,15 +9,13 @@ import numpy as np
 
 from jmpx._base.casts import cast_like, cast_tree
 from jmpx._base.leaves import PyTree, is_floating
+from jmpx._base.stateful import Arguments as Args, Function as Method, Keywords as Kwargs
 from jmpx._jaxprs import core
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import in_loop, running
 
 T = TypeVar("T")
 
-Method: TypeAlias = Callable[..., PyTree]
-Args: TypeAlias = tuple[PyTree, ...]
-Kwargs: TypeAlias = dict[str, PyTree]
 Cast: TypeAlias = Callable[[PyTree], PyTree]
 Passes: TypeAlias = Callable[[object], bool]  # whether a node of a pytree passes as it is
 
@@ -84,7 +82,7 @@ def run_reading(
     came = _floating_leaves((args, kwargs), passes) if keeps or in_loop() else []
     size = np.dtype(policy.compute_dtype).itemsize
 
-    def passes_narrow(node: object) -> bool:
+    def passes_narrow(node: PyTree) -> bool:
         return passes(node) or (is_floating(node) and node.dtype.itemsize <= size)
 
     args, kwargs = _cast_arguments(policy, args, kwargs, passes_narrow if came else passes)
@@ -106,13 +104,7 @@ def as_it_is(tree: T) -> T:
 
 
 def cast_result(cast: Cast, result: PyTree, carry: PyTree) -> PyTree:
-    """Returns the result of a call cast, but a new carry in the dtypes of the old one.
-
-    Args:
-        cast: casts the rest of the result.
-        result: the result.
-        carry: the old carry, if the call is a step of a loop; else None.
-    """
+    """Returns the result of a call cast, but the new carry of a step in the dtypes of the old."""
     if carry is None:
         return cast(result)
     structure = jax.tree.structure(carry)

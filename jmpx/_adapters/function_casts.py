@@ -13,7 +13,7 @@ from jmpx._base.dtypes import DTypeLike, as_dtype
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.matmul import as_matmul, matmul_region
 from jmpx._base.nnx_objects import skip_kept
-from jmpx._base.stateful import PureFunction, apply, call
+from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
 from jmpx._jaxprs.scopes import full_precision
 
 P = ParamSpec("P")
@@ -103,8 +103,8 @@ def _recast(
         raise TypeError(f"Expected a function to wrap, got {func!r}: pass the callable itself.")
 
     def recast(
-        pure: PureFunction, state: list[PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> tuple[R, list[PyTree]]:
+        pure: PureFunction, state: list[Leaf], args: Arguments, kwargs: Keywords
+    ) -> tuple[PyTree, Changes]:
         return_dtype = outside((args[1:], kwargs))
         args, kwargs = skip_kept(lambda tree: cast_tree(tree, inside))((args, kwargs))
         scope = full_precision() if inside is jnp.float32 else contextlib.nullcontext()

@@ -30,8 +30,9 @@ class UncastArguments:
     @classmethod
     def of(cls, func: Callable[..., PyTree], uncast: UncastLike) -> "UncastArguments":
         """Checks the positions and the names, and reads the signature of the function."""
-        is_one = isinstance(uncast, str | bytes) or not isinstance(uncast, Iterable)
-        given = (uncast,) if is_one else tuple(uncast)
+        given: tuple[PyTree, ...] = (uncast,)
+        if isinstance(uncast, Iterable) and not isinstance(uncast, str | bytes):
+            given = tuple(uncast)
         if any(isinstance(each, bool) or not isinstance(each, Integral | str) for each in given):
             raise TypeError(
                 "Expected uncast to be the position or the name of an argument, or several of "

@@ -57,9 +57,10 @@ class _Marker:
 
     def _mark_model(self, node: PyTree) -> PyTree:
         method = bound(node)
-        if method is not None:  # it holds the function of its class, not of the proxy class
-            return bind_to(self._mark(method[0], "", ()), node)
-        return self._mark(node, "", ())
+        if method is None:
+            return self._mark(node, "", ())
+        # It holds the function of its class, not of the proxy class.
+        return bind_to(self._mark(method[0], "", ()), node)
 
     def _mark(self, node: PyTree, path: str, containers: tuple[Module, ...]) -> PyTree:
         """Marks a node, for containers around it, too, which are never called themselves."""
@@ -156,8 +157,8 @@ class _Views:
             dtypes = known.setdefault(type(view), {}) if is_module(view) else {}
             for key, leaf in jax.tree_util.tree_leaves_with_path(stored):
                 if is_floating(leaf):
-                    path = jax.tree_util.keystr(key, simple=True, separator="/")
-                    dtypes[path] = widest([leaf.dtype, dtypes.get(path, leaf.dtype)])
+                    path, dtype = jax.tree_util.keystr(key, simple=True, separator="/"), leaf.dtype
+                    dtypes[path] = widest([dtype, dtypes.get(path, dtype)])
         return known
 
 
@@ -170,7 +171,7 @@ def _plain(view: eqx.Module, cls: type) -> eqx.Module:
 
 
 def _warn_of_rounded(rounded: dict[str, np.dtype]) -> None:
-    """Warns of arrays of models that a function hands back in fewer bits than they are stored in."""
+    """Warns of arrays of models that a function hands back in fewer bits than they have."""
     path, dtype = next(iter(rounded.items()))
     warnings.warn(
         f"A function under a policy map hands back arrays of its model that are rounded to "

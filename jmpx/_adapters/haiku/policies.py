@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ from jmpx._policies.registry import running
 
 with required_package("haiku", "Haiku"):
     import haiku as hk
+
+store: Any = hk.mixed_precision  # Any, because it is annotated with JMP's policies
 
 _NAME = "jmpx.haiku.policies"
 
@@ -115,13 +117,7 @@ def applied(policy_map: PolicyMap) -> Iterator[None]:
 
 
 class _Call(NamedTuple):
-    """A running method that casts.
-
-    Args:
-        module: its module.
-        policy: the policy of the modules inside.
-        own: the policy by which the parameters of the module itself are cast.
-    """
+    """A running method that casts; the parameters of the module itself by a policy of their own."""
 
     module: hk.Module
     policy: Policy
@@ -160,16 +156,16 @@ class HaikuScope(PolicyScope):
 
     def take_over(self, cls: type[hk.Module]) -> None:
         """Takes the policy of a class out of Haiku's registry."""
-        policy = hk.mixed_precision.get_policy(cls)
+        policy = store.get_policy(cls)
         if policy is not None:
             self.class_policies[cls] = policy
-            hk.mixed_precision.clear_policy(cls)
+            store.clear_policy(cls)
 
     def give_back(self) -> None:
         """Puts the policies of classes back into Haiku's registry."""
         for cls, policy in self.class_policies.items():
-            if hk.mixed_precision.get_policy(cls) is None:
-                hk.mixed_precision.set_policy(cls, policy)
+            if store.get_policy(cls) is None:
+                store.set_policy(cls, policy)
 
     def intercept(
         self, method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext
@@ -273,14 +269,12 @@ def parameter_hooks(
 ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """Returns the creator of floating parameters, and the getter of parameters.
 
-    Args:
-        param_dtype: returns the dtype in which one is created; None for that which is asked for.
-        read: returns a stored parameter as it is read.
+    `param_dtype` may return None, for the dtype that is asked for.
     """
 
     def create(
         next_creator: Callable[..., jax.Array],
-        shape: tuple[int, ...],
+        shape: Sequence[int],
         dtype: DTypeLike,
         init: hk.initializers.Initializer,
         context: hk.GetterContext,
@@ -358,7 +352,7 @@ def _intercept(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodCon
     refuse_other_tasks(f"run the Haiku module {cls.__name__}")
     if scopes:
         return scopes[-1].intercept(method, args, kwargs, context)
-    policy = hk.mixed_precision.get_policy(cls)
+    policy = store.get_policy(cls)
     if policy is None:
         return method(*args, **kwargs)
     # Haiku itself casts by it, and knows nothing of `matmul`.

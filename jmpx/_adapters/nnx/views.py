@@ -121,9 +121,7 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
 def copied(value: PyTree, copies: dict[int, tuple[PyTree, PyTree]]) -> PyTree:
     """Returns a copy of an object with the same variables; views in it stay as they are.
 
-    Args:
-        value: the object, or any other value of an attribute.
-        copies: takes the objects and their copies, by the identities of the objects.
+    `copies` takes the objects and their copies, by the identities of the objects.
     """
     if not isinstance(value, nnx.Pytree) or is_view(value):
         return value
@@ -222,7 +220,8 @@ class NnxScope(PolicyScope):
 
     def check_view(self, value: nnx.Pytree) -> None:
         """Raises if a module is of a view under another policy map."""
-        maker: _Maker = type(value).__jmpx_view__
+        cls: PyTree = type(value)
+        maker: _Maker = cls.__jmpx_view__
         if self.policy_map not in (None, maker.policy_map):
             raise ValueError(
                 f"Cannot apply policy map {str(self.policy_map)!r} by {self.name} to a "
@@ -263,11 +262,7 @@ class NnxScope(PolicyScope):
     def module(
         self, value: nnx.Module, path: str, around: _Around
     ) -> tuple[type, _Around, FieldInCall]:
-        """Returns what a module is in the view.
-
-        Returns:
-            Its class, what surrounds the values of its attributes, and its `dtype` field.
-        """
+        """Returns its class in the view, what surrounds its attributes, and its `dtype` field."""
         module, surrounding = Module(plain_class(type(value)), path), around.surrounding
         rule, policy = self.policies_of(*module, surrounding)
         layer = _NO_FIELD if notes_dtype(value) else value
