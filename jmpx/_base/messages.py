@@ -1,7 +1,11 @@
 """What messages to a user have in common: the place, the nearest word, the value, the line."""
 
+import contextlib
+import functools
+import os
 import reprlib
 import sys
+import traceback
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
