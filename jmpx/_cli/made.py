@@ -4,12 +4,11 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
 from jmpx._autocast import Autocast
-from jmpx._base.leaves import is_traceable
+from jmpx._base.leaves import PyTree, is_traceable
 from jmpx._cli.targets import attempt
 
 RETURNS = (
@@ -18,7 +17,7 @@ RETURNS = (
 )
 
 
-def function_and_arguments(made: Any) -> tuple[Any, tuple[Any, ...]]:
+def function_and_arguments(made: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
     """Returns the function or module to look at, and its arguments.
 
     Raises:
@@ -42,7 +41,7 @@ def function_and_arguments(made: Any) -> tuple[Any, tuple[Any, ...]]:
     raise ValueError(f"Expected the function of --model to return {RETURNS}, got {got}.")
 
 
-def models_in(fn: Any, args: tuple[Any, ...]) -> list[Any]:
+def models_in(fn: PyTree, args: tuple[PyTree, ...]) -> list[PyTree]:
     """Returns the outermost modules of which views can be made: the function, or its arguments."""
     fn = _unwrapped(fn)
     if _is_viewable(fn):
@@ -50,7 +49,9 @@ def models_in(fn: Any, args: tuple[Any, ...]) -> list[Any]:
     return list(filter(_is_viewable, jax.tree.leaves(args, is_leaf=_is_viewable)))
 
 
-def forward_call(fn: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def forward_call(
+    fn: PyTree, args: tuple[PyTree, ...]
+) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
     """Returns what is traced by operations: the call of a model, with shapes as its parameters.
 
     Raises:
@@ -79,7 +80,7 @@ def forward_call(fn: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tu
     return fn.apply, (*stored, *keys, *args)
 
 
-def initializer(fn: Any) -> Callable[..., Any] | None:
+def initializer(fn: PyTree) -> Callable[..., PyTree] | None:
     """Returns the `init` of a Linen module or of a Haiku function, None for any other object."""
     kinds = _type_of("flax.linen", "Module")
     for name in ("Transformed", "TransformedWithState", "MultiTransformed"):
@@ -87,12 +88,12 @@ def initializer(fn: Any) -> Callable[..., Any] | None:
     return fn.init if isinstance(fn, kinds) else None
 
 
-def trace_abstractly(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def trace_abstractly(fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> None:
     """Calls a function with abstract arrays; arguments that are no arrays stay as they are."""
     leaves, treedef = jax.tree.flatten(args)
     arrays = {i: leaf for i, leaf in enumerate(leaves) if is_array_or_shape(leaf)}
 
-    def run(arrays: dict[int, Any]) -> None:
+    def run(arrays: dict[int, PyTree]) -> None:
         fn(*treedef.unflatten(arrays.get(i, leaf) for i, leaf in enumerate(leaves)))
 
     jax.eval_shape(run, arrays)
@@ -102,15 +103,15 @@ def is_array_or_shape(leaf: object) -> bool:
     return is_traceable(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _shapes_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _shapes_of(fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> PyTree:
     """Returns the shapes of what a function returns, which must be arrays."""
-    found: list[Any] = []
+    found: list[PyTree] = []
     as_shape = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype)  # noqa: E731
     trace_abstractly(lambda *args: found.append(jax.tree.map(as_shape, fn(*args))), args)
     return found[0]
 
 
-def _unwrapped(fn: Any) -> Any:
+def _unwrapped(fn: PyTree) -> PyTree:
     """Returns what is in a transformed function, such as `jax.vmap(model)`, or has its method."""
     while not _is_viewable(fn):
         owner = getattr(fn, "__self__", None)
@@ -121,7 +122,7 @@ def _unwrapped(fn: Any) -> Any:
     return fn
 
 
-def _is_viewable(model: Any) -> bool:
+def _is_viewable(model: PyTree) -> bool:
     """Whether it is a module of which a view can be made without a call, and no wrapper of one."""
     is_wrapper = isinstance(model, _type_of("equinox", "Module")) and hasattr(model, "__wrapped__")
     kinds = _type_of("equinox", "Module") + _type_of("flax.nnx", "Module")

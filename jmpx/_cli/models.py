@@ -10,7 +10,6 @@ import functools
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +17,7 @@ import numpy as np
 from jmpx._adapters.dtype_fields import reading_policy
 from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, listening, pooled
 from jmpx._base.dtypes import dtype_name
+from jmpx._base.leaves import PyTree
 from jmpx._base.matmul import matmul_of
 from jmpx._cli.made import (
     RETURNS as RETURNS,
@@ -39,7 +39,7 @@ _NO_MODULES = "no module is called that by=modules could cast; by operations it 
 _SETS_FIELD = "sets its dtype field"
 
 
-def report(policy_map: PolicyMap, made: Any) -> Report:
+def report(policy_map: PolicyMap, made: object) -> Report:
     """Returns which rule each module has, in the way in which the policy map is applied.
 
     Args:
@@ -81,7 +81,7 @@ def _by_arguments(policy_map: PolicyMap) -> Iterator[str]:
         )
 
 
-def _by_modules(fn: Any, args: tuple[Any, ...], policy_map: PolicyMap) -> Report | None:
+def _by_modules(fn: PyTree, args: tuple[PyTree, ...], policy_map: PolicyMap) -> Report | None:
     """Returns what each module of the frameworks has; None if there is none."""
     models = models_in(fn, args)
     with (
@@ -105,7 +105,7 @@ def _by_modules(fn: Any, args: tuple[Any, ...], policy_map: PolicyMap) -> Report
     return Report(tables, [*texts_of(caught, policy_map), *about_rules, *about_casts[:1]])
 
 
-def _view(model: Any, policy_map: PolicyMap) -> None:
+def _view(model: PyTree, policy_map: PolicyMap) -> None:
     """Makes the view of a model, with abstract arrays in place of its own."""
     if "flax.nnx" in sys.modules and isinstance(model, sys.modules["flax.nnx"].Module):
         from flax import nnx
@@ -120,11 +120,11 @@ def _view(model: Any, policy_map: PolicyMap) -> None:
     trace_abstractly(lambda model: with_policies(model, policy_map), (model,))
 
 
-def _trace(fn: Any, args: tuple[Any, ...], policy_map: PolicyMap) -> None:
+def _trace(fn: PyTree, args: tuple[PyTree, ...], policy_map: PolicyMap) -> None:
     """Traces a function under the contexts of the frameworks that are imported."""
     init = initializer(fn)
 
-    def run(*args: Any) -> Any:
+    def run(*args: PyTree) -> PyTree:
         return fn(*args) if init is None else init(jax.random.key(0), *args)
 
     with contextlib.ExitStack() as stack:

@@ -2,13 +2,12 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from jmpx._adapters.applying import apply_policy
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.value import Value
-from jmpx._base.leaves import is_floating_dtype
+from jmpx._base.leaves import PyTree, is_floating_dtype
 from jmpx._base.stateful import split
 from jmpx._cli.made import is_array_or_shape
 from jmpx._cli.model_tables import OUTERMOST, Report, Row, Table, texts_of
@@ -21,15 +20,15 @@ from jmpx._policies.places import where
 
 
 def by_operations(
-    fn: Callable[..., Any], args: tuple[Any, ...], policy_map: PolicyMap, title: str
+    fn: Callable[..., PyTree], args: tuple[PyTree, ...], policy_map: PolicyMap, title: str
 ) -> Report:
     """Returns what each module, scope and operation of a function has under autocast."""
     interpreter, found = Interpreter(policy_map), dict[str, set[str]]()
 
-    def run(fn: Callable[..., Any], *args: Any) -> Any:
+    def run(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         return apply_policy(fn, policy_map)(*args)
 
-    def mark(fn: Callable[..., Any], *args: Any) -> Any:
+    def mark(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         with split(call_marked, (_any_module, fn, args, {}), {}) as (pure, state, given, kwargs):
             traced = core.trace(pure, (state, *given), kwargs)
             values = [Value(array, is_weak=True) for array in traced.arrays]
