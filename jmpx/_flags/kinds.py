@@ -58,25 +58,16 @@ class EnumFlag(Flag[str], flags.EnumFlag):
     """An enum flag that also parses the values that a program sets, such as "static"."""
 
 
-def define(
-    parser: flags.ArgumentParser[T],
-    name: str,
-    default: object,
-    help: str,
-    flag_values: flags.FlagValues,
-    required: bool = False,
-    module_name: str | None = None,
-    **args: Any,
-) -> flags.FlagHolder[T]:
-    """Does the same as `flags.DEFINE`, but defines a `Flag`."""
-    flag = Flag(parser, flags.ArgumentSerializer(), name, cast(Any, default), help, **args)
-    holder = flags.DEFINE_flag(flag, flag_values, module_name, required=required)
-    return cast("flags.FlagHolder[T]", holder)  # the callers' types say whether it may hold None
+def parsed(
+    parser: flags.ArgumentParser[T], name: str, default: object, help: str, **args: Any
+) -> Flag[T]:
+    """Returns a flag whose values a parser makes of what users and programs write."""
+    return Flag(parser, flags.ArgumentSerializer(), name, cast(Any, default), help, **args)
 
 
 def from_variable(
-    parser: flags.ArgumentParser[T], variable: str, default: object
-) -> tuple[object, str | None]:
+    parser: flags.ArgumentParser[T], variable: str, default: Any
+) -> tuple[Any, str | None]:
     """Returns the default that an environment variable sets, and what is wrong with it.
 
     A wrong value does not stop the program where it imports its modules: `refuse_default` makes it
