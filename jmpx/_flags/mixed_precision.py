@@ -56,11 +56,7 @@ _LOSS_SCALE_OR_AUTO = Parser(
 
 
 class _LossScaleFlag(Flag[str]):
-    """`--mp_loss_scale`, which is not written where other flags replace its default.
-
-    Attributes:
-        parts: the flags that replace it.
-    """
+    """`--mp_loss_scale`, which is not written where its parts replace its default."""
 
     parts: tuple[flags.Flag[Any], ...] = ()
 
@@ -87,11 +83,7 @@ class MixedPrecisionFlags:
 
     @property
     def policy(self) -> Policy:
-        """The policy of `--mp_policy`.
-
-        Raises:
-            ValueError: if the flag has rules or `by`, which a policy cannot hold.
-        """
+        """The policy of `--mp_policy`; a ValueError if the flag has rules or `by`."""
         return self.policy_map.alone(f"--{self._prefix}_policy=")
 
     @property
@@ -101,10 +93,7 @@ class MixedPrecisionFlags:
 
     @property
     def max_consecutive_skips(self) -> int | None:
-        """How many steps in a row `--mp_max_skips` lets the program skip.
-
-        None, for any number, if the flag is 0 or no step is skipped; `skip_nonfinite` takes it.
-        """
+        """How many steps in a row may be skipped; None for any number, or where none is."""
         return (cast(int, self._read("max_skips")) or None) if self.skip_nonfinite else None
 
     def check_progress(
@@ -135,8 +124,7 @@ class MixedPrecisionFlags:
 
         Args:
             optimizer: an optax gradient transformation.
-            **options: the keyword arguments of `jmpx.optim.low_precision_params` other than
-                `rounding`.
+            **options: the other keyword arguments of `jmpx.optim.low_precision_params`.
         """
         rounding = self.params_rounding
         if rounding == "nearest":
@@ -239,13 +227,7 @@ class _Group(NamedTuple):
     def add(
         self, flag: flags.Flag[Any], mistake: str | None = None, optional: bool = False
     ) -> None:
-        """Defines a flag.
-
-        Args:
-            flag: the flag.
-            mistake: what is wrong with the environment variable that sets its default.
-            optional: whether it may be None, which a program may set.
-        """
+        """Defines a flag, and refuses None, which a program may set, and a wrong variable."""
         flags.DEFINE_flag(flag, self.flag_values)
         if not optional:
             message = "must have a value"
@@ -318,14 +300,7 @@ def _mistake_of_scale(
 
 
 def _in_force(whole: object, kind: object, value: object, default: object) -> str:
-    """Returns the string of the loss scale in force.
-
-    Args:
-        whole: the value of `--mp_loss_scale`.
-        kind: that of `--mp_scale_type`.
-        value: that of `--mp_scale_value`.
-        default: the default of the first, which the others replace.
-    """
+    """Returns the string of the loss scale in force: of the whole, unless parts replace it."""
     is_replaced = whole == default and (kind, value) != (_SCALE_TYPE, _SCALE_VALUE)
     if isinstance(whole, str) and not is_replaced:
         return whole

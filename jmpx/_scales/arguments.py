@@ -66,11 +66,7 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
 def check_number(argument: Argument, value: object, what: str, at: str = "") -> int | float:
     """Returns a number within the range of an argument; a concrete scalar array is one, too.
 
-    Args:
-        argument: the argument.
-        value: the value.
-        what: how the message names the argument.
-        at: where the value stands, for the message.
+    Messages name the argument `what`, and the place of the value `at`.
 
     Raises:
         TypeError: if the value is traced, or not a number.
