@@ -5,7 +5,7 @@ Products in 16 bits get none: they multiply in their own dtype, and a dot algori
 
 import weakref
 from collections.abc import Hashable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +20,7 @@ from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
 from jmpx._jaxprs.rewriting import with_equations, with_jaxprs
 
-Params: TypeAlias = dict[str, object]  # some parameters of an equation
+Params: TypeAlias = dict[str, Any]  # some parameters of an equation
 _WORDS_FOR = frozenset({FLOAT32, np.dtype(np.complex64)})  # which is a pair of float32 numbers
 
 # jaxpr -> (scope, policy map) -> the same jaxpr, the products in it with their algorithms, and what

@@ -228,6 +228,8 @@ _saturate_traced = jax.jit(_saturate_with_jvp)
 
 
 @_saturate_with_jvp.defjvp
-def _saturate_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> object:
+def _saturate_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
     """Gives a saturated cast the derivative of a plain one."""
     return _saturate_with_jvp(*primals), tangents[1]

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -26,7 +26,7 @@ from jmpx._base.made_once import made_once
 from jmpx._base.matmul import region_setting
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.nnx_objects import is_object, module_base
-from jmpx._base.stateful import Leaf, PureFunction, apply, call
+from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Jaxpr
 from jmpx._jaxprs.marks import Module
@@ -112,12 +112,12 @@ def evaluated(
     output: Output,
     pure: PureFunction,
     state: list[Leaf],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
+    args: Arguments,
+    kwargs: Keywords,
     *,
-    is_parameter: Callable[[Array], bool] | None = None,
+    is_parameter: Callable[[Leaf], bool] | None = None,
     by: str = "jmpx.autocast",
-) -> tuple[PyTree, list[Leaf]]:
+) -> tuple[PyTree, Changes]:
     """Runs a pure function under autocast, and warns of what has no effect.
 
     While autocast traces a function under the same policies, this is a plain call: the operations
@@ -138,7 +138,7 @@ def evaluated(
         by: what runs it under autocast, as the user calls it.
 
     Returns:
-        The result of the function, in the dtypes that `output` says, and the new state of its
+        The result of the function, in the dtypes that `output` says, and the changes of its
         objects, in the dtypes that were traced.
     """
     key = policy_map.default, policy_map.rules, save
@@ -155,13 +155,15 @@ def evaluated(
     pure.invoke = marks.call
     with fact_set(AUTOCAST, key):
         traced = _traced(interpreter, pure, state, args, kwargs)
-    values = _values(pure, traced.arrays, ((state, *args), kwargs), is_parameter)
+    _, changes = traced.rebuild(traced.jaxpr.out_avals)
+    values = _values(changes.replaced(), traced.arrays, ((state, *args), kwargs), is_parameter)
     # A loss outside may take the logarithm of a probability that leaves.
     is_exposed = (True,) * len(traced.jaxpr.out_avals)
     ends = Ends(is_exposed, None if is_parameter is None else ())
     results = _evaluate(interpreter, traced.jaxpr, values, ends)
     _warn(policy_map, interpreter.used, selectors, marks.seen, traced.jaxpr)
-    outputs = [output] * (len(results) - pure.size) + ["traced"] * pure.size
+    num_changes = len(changes.arrays)
+    outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes
     triples = zip(results, traced.jaxpr.out_avals, outputs, strict=True)
     with jax.named_scope(RESTORE):
         return traced.rebuild([_restored(*triple) for triple in triples])
@@ -184,14 +186,14 @@ def _warn(
 
 
 def _values(
-    pure: PureFunction,
+    replaced: Collection[int],
     arrays: Sequence[Array],
     given: PyTree,
-    is_parameter: Callable[[Array], bool] | None,
+    is_parameter: Callable[[Leaf], bool] | None,
 ) -> list[Value]:
     """Returns the operands of a function's jaxpr: the traced arrays among the leaves of `given`."""
     # As a loop's carry, state that is replaced is not weak: a moving average would stall.
-    values = [Value(array, is_weak=not pure.is_replaced(array)) for array in arrays]
+    values = [Value(array, is_weak=id(array) not in replaced) for array in arrays]
     if is_parameter is not None:
         leaves = filter(is_traceable, jax.tree.leaves(given))
         for value, leaf in zip(values, leaves, strict=True):
@@ -203,8 +205,8 @@ def _traced(
     interpreter: Interpreter,
     pure: PureFunction,
     state: list[Leaf],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
+    args: Arguments,
+    kwargs: Keywords,
 ) -> core.Traced:
     is_inside = interpreter.regions.surrounding is not None
     # A setting of jmpx around the call is for products that run in float32; the trace shows those
@@ -234,7 +236,7 @@ def _restored(value: Value, traced: jax.core.ShapedArray, output: Output) -> Arr
 
 
 @made_once
-def _module_class(base: type) -> type:
+def _module_class(base: Any) -> type:
     """Returns the class of an `Autocast` that is an `nnx.Module`, which `base` is."""
     names = [field.name for field in dataclasses.fields(Autocast)]
 
