@@ -68,15 +68,10 @@ def parsed(
 def from_variable(
     parser: flags.ArgumentParser[T], variable: str, default: Any
 ) -> tuple[Any, str | None]:
-    """Returns the default that an environment variable sets, and what is wrong with it.
+    """Returns the default that an environment variable sets, and the mistake in the variable.
 
     A wrong value does not stop the program where it imports its modules: `refuse_default` makes it
-    a usage error when the program parses its flags.
-
-    Args:
-        parser: the parser of the flag.
-        variable: the environment variable. It counts as unset if it is empty.
-        default: the default without the variable.
+    a usage error when the program parses its flags. An empty variable counts as unset.
     """
     text = os.environ.get(variable, "")
     if not text.strip():
@@ -101,7 +96,7 @@ def refuse_default(name: str, mistake: str, flag_values: flags.FlagValues) -> No
 
 
 def warn_of_variables(known: tuple[str, ...]) -> None:
-    """Warns of environment variables that are meant for jmpx, and that it does not read."""
+    """Warns of environment variables that look like jmpx's, and that it does not read."""
     for name, value in os.environ.items():
         if name.startswith("JMPX_") and name not in known and value.strip():
             warnings.warn(

@@ -236,7 +236,7 @@ class _Group(NamedTuple):
             refuse_default(flag.name, mistake, self.flag_values)
 
     def refuse(self, names: tuple[str, ...], mistake_of: Callable[..., str]) -> None:
-        """Registers a function that returns what is wrong with the values of several flags."""
+        """Registers a function that returns the mistake in the values of several flags."""
         names = tuple(f"{self.prefix}_{name}" for name in names)
 
         def check(values: dict[str, object]) -> bool:
@@ -284,7 +284,7 @@ def _define_loss_scale(group: _Group) -> None:
 def _mistake_of_scale(
     default: object, prefix: str, policy_map: PolicyMap, kind: str, value: float, whole: str | None
 ) -> str:
-    """Returns what is wrong with the flags of the loss scale, or nothing."""
+    """Returns the mistake in the flags of the loss scale, empty if there is none."""
     spec = _in_force(whole, kind, value, default)
     if spec == whole and (kind, value) != (_SCALE_TYPE, _SCALE_VALUE):
         part = f"scale_type={kind}" if kind != _SCALE_TYPE else f"scale_value={value}"
@@ -341,7 +341,7 @@ def _define_rounding(group: _Group) -> None:
 
 
 def _mistake_of_rounding(prefix: str, policy_map: PolicyMap, way: str | None) -> str:
-    """Returns what is wrong with a rounding for the parameters of a policy map, or nothing."""
+    """Returns the mistake in a rounding of the parameters of a policy map."""
     policy, rounding = f"--{prefix}_policy", f"--{prefix}_params_rounding"
     if way in ("nearest", None):
         return ""

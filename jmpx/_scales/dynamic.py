@@ -59,8 +59,8 @@ class DynamicLossScale(Scaling):
         backoff_factor: what the scale is multiplied by when it shrinks, at least 2**-126; None
             means 1 / `factor`.
         hysteresis: how many overflows in a row shrink the scale. Each further one in the same row
-            shrinks it again; a finite step ends the row. Every overflow lets the count of finite
-            steps begin anew, also where the scale stays.
+            shrinks it again; a finite step ends the row. Every overflow restarts the count of
+            finite steps, even if the scale stays.
 
     Raises:
         TypeError: if a configuration value is traced or not a number.

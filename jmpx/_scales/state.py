@@ -1,4 +1,4 @@
-"""Loss scales from a checkpoint's plain numbers, also where the run has changed its kind."""
+"""Loss scales from a checkpoint's plain numbers, even if the run has changed their kind."""
 
 import dataclasses
 import logging
