@@ -1,8 +1,8 @@
 """Which parameters of a gradient function are shards, and over which of the mapped axes.
 
-The gradient of a replica, of which each device has a copy, is the mean over the devices. That of a
-shard is summed already, by the backward pass of the gather, and divided by their number once; so is
-that of an own part, as in tensor and expert parallelism, which comes back from other devices.
+Each device has a copy of a replica, whose gradient is the mean over the devices. The backward pass
+of the gather has summed the gradient of a shard already: it is divided by their number once. So is
+the gradient of an own part, as in tensor and expert parallelism.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ class Parameters(NamedTuple):
         return [self._axes_of_shard(i, loss, axes, tracked) for i in range(len(self.paths))]
 
     def _check_gather(self, gather: Gather, tracked: Axes) -> None:
-        """Refuses a gather of which it is not known whether it gathers shards, or that does not."""
+        """Refuses a gather that does not gather shards, or may not."""
         name = f"the first argument's {self.paths[min(gather.params)]}"
         reads = f"which the function reads by {gather.operation} over {_spell(gather.axes)}"
         is_tracked = gather.axes <= tracked
