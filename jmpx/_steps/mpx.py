@@ -12,9 +12,9 @@ from jmpx._adapters.function_casts import force_full_precision as _force_full_pr
 from jmpx._base.casts import cast_tree
 from jmpx._base.dtypes import DTypeLike, as_dtype
 from jmpx._base.leaves import PyTree
-from jmpx._scales.dynamic import LEAVES, DynamicLossScale, register_pytree
+from jmpx._scales.arguments import LARGEST_FLOAT16
+from jmpx._scales.dynamic import DynamicLossScale, register_pytree
 from jmpx._scales.kinds import LossScale
-from jmpx._scales.scaling import LARGEST_FLOAT16, register_with_flax
 from jmpx._steps.gradient import P, ScalingT, ValueT, gradients_of, value_and_gradients_of
 from jmpx._steps.options import GradientOptions, Options, with_options_spelled
 from jmpx._steps.results import ValueAndGradients
@@ -129,7 +129,6 @@ class DynamicLossScaling(DynamicLossScale):
         given |= {"max_loss_scale": LARGEST_FLOAT16} | others
         counter = 0 if counter is None else counter
         super().__init__(factor=factor, period=period, counter=counter, **given)
-        register_with_flax(DynamicLossScaling, names=LEAVES)
 
     @property
     def loss_scaling(self) -> Any:

@@ -187,7 +187,8 @@ def _about(loss_scale: LossScale) -> tuple[str, str]:
         return f"with the loss scale {loss_scale}", f"lower the scale, {remedy}"
     lowest = np.float32(_read(loss_scale.loss_scale).min())
     scale, floor = (
-        format_number(shortest(loss_scale._clip(number))) for number in (lowest, np.float32(0))
+        format_number(shortest(np.float32(loss_scale._clip(number))))
+        for number in (lowest, np.float32(0))
     )
     if scale == floor:
         return f"with the loss scale at its floor of {floor}", remedy
