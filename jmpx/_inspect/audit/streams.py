@@ -23,6 +23,7 @@ from jmpx._inspect.audit.values import (
     before,
     call,
     compute_dtype,
+    outermost_dtype,
 )
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._policies.places import where
@@ -279,11 +280,6 @@ class Streams:
                     (own if own.is_island else own.whole).nbytes += value.nbytes
                 elif self.is_variable(value) and _is_computed(value):
                     self.saved_others.append(value)
-
-
-def outermost_dtype(graph: Graph) -> np.dtype | None:
-    """Returns the dtype in which the outermost policy computes; None if there is no policy."""
-    return next(map(compute_dtype, filter(None, graph.program.policies.values())), None)
 
 
 def _forward(graph: Graph) -> Iterator[Node]:
