@@ -19,11 +19,7 @@ def is_half_product(node: Node) -> bool:
 
 
 class Remedies:
-    """The rules that may mend findings in a graph.
-
-    Args:
-        graph: the graph.
-    """
+    """The rules that may mend findings in a graph."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -89,9 +85,7 @@ class Remedies:
     def _selectors(self, scope: str) -> Iterator[tuple[str, np.dtype | None, np.dtype | None]]:
         """Yields the selectors of a module, or under autocast of a scope, the most precise first.
 
-        Yields:
-            The selector, and the dtypes in which the module computes and returns, if an adapter
-            ran it.
+        With each come the dtypes in which the module computes and returns, if an adapter ran it.
         """
         module, select = where(scope).module, selector(scope)
         if module is None and not self._is_autocast:
