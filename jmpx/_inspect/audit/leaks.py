@@ -111,7 +111,7 @@ class _Leaks:
         return self._step.found(kind, severity, node, message, *remedy, **sizes)
 
     def of_streams(self) -> Iterator[Found]:
-        """Yields the findings about streams that are no islands."""
+        """Yields the findings about streams that are not islands."""
         saved: dict[Place | None, list[Stream]] = {}
         causes: dict[object, list[Stream]] = {}
         for stream in self._streams.found:
@@ -225,9 +225,10 @@ class _Leaks:
         return self._found(_PROMOTION, severity, node, message, remedy, [stream])
 
     def _saved(self, stream: Stream, share: float) -> Found:
+        dtype = stream.node.results[0].dtype.name
         message = (
-            f"{stream.node.results[0].dtype.name} values that are no norm's, softmax's or loss's "
-            f"own are {share:.0%} of what is saved for the backward pass."
+            f"{dtype} values outside of norms, softmaxes and losses are {share:.0%} of what is "
+            "saved for the backward pass."
         )
         remedy = ("leave out the cast to float32, or compute it anew with jax.checkpoint",)
         if stream.cause is not None:
