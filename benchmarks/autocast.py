@@ -1,6 +1,6 @@
-"""Measures what autocast saves and costs, on a transformer without casts, as lines of JSON.
+"""Measures what autocast saves and costs, on a transformer without casts.
 
-    python benchmarks/autocast.py
+    python benchmarks/autocast.py --again
 
 residual_mib: what JAX hands from the forward to the backward pass of 4 blocks (batch 8, sequence
 128, width 256) besides the arguments, and its ratio to float32's. It depends on JAX alone, not on
@@ -16,16 +16,15 @@ block is marked by hand, JAX traces one block and finds it again.
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import records
-from cuda_lowering import count_dots
+from compiled_step import count_dots
 from models import SAVEABLE, Transformer, cross_entropy
-from tqdm import tqdm
 
 import jmpx
 
@@ -82,72 +81,57 @@ def trace_seconds(loss_fn: Loss, params: PyTree) -> float:
     return time.process_time() - start
 
 
-def checkpointed_loss(model: Transformer, batch: tuple[jax.Array, jax.Array]) -> Loss:
-    """Returns a float32 loss that keeps what `save=` keeps, with one checkpoint."""
+def measure(way: str, small: bool = False) -> records.Record:
+    rng = np.random.default_rng(0)
+    if way in SCANNED:
+        return measure_trace(rng, 1 if small else 24, SCANNED[way], 1 if small else ROUNDS)
+    model = Transformer(1, 16, hidden=32) if small else Transformer()
+    params, ways = model.init(rng), losses(model, model.batch(rng))
+    full, kept = (residual_bytes(ways[name], params) for name in ("float32", way))
+    reference, found = (gradients(ways[name], params) for name in ("float32", way))
+    error = np.linalg.norm(found - reference) / np.linalg.norm(reference)
+    return {
+        "residual_mib": round(kept / 2**20, 1),
+        "of_float32": round(kept / full, 3),
+        "gradient_error": round(float(error), 5),
+        "dots": dot_operands(ways[way], params),
+    }
 
-    def loss_fn(params: PyTree) -> jax.Array:
+
+def measure_trace(
+    rng: np.random.Generator, layers: int, scanned: bool, rounds: int
+) -> records.Record:
+    """Returns the trace times of a deep narrow model."""
+    model = Transformer(layers=layers, width=64, hidden=128, scanned=scanned)
+    params, batch = model.init(rng), model.batch(rng, 2, 16)
+
+    def checkpoint(params: PyTree) -> jax.Array:
         apply = jax.checkpoint(model.apply, policy=SAVEABLE)  # here: JAX would know it
         return cross_entropy(apply(params, batch[0]), batch[1])
 
-    return loss_fn
+    marked = losses(dataclasses.replace(model, checkpointed=True), batch)["float32"]
+    ways = {**losses(model, batch), "marked": marked, "checkpoint": checkpoint}
+    names = ("float32", "autocast", "checkpoint", "marked", "autocast, save")
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds + 1):
+        for name, seconds in times.items():
+            seconds.append(1000 * trace_seconds(ways[name], params))
+    plain, autocast, one, marks, save = (statistics.median(times[n][1:]) for n in names)
+    return {
+        "trace_ms": round(plain),
+        "autocast_trace_ms": round(autocast),
+        "ratio": round(autocast / plain, 2),
+        "checkpoint_trace_ms": round(one),
+        "marked_trace_ms": round(marks),
+        "save_trace_ms": round(save),
+        "save_ratio": round(save / one, 2),
+    }
 
 
-def measure_counts(rng: np.random.Generator) -> Iterator[records.Record]:
-    """Yields residuals, gradient errors and operands of products."""
-    model = Transformer()
-    params, ways = model.init(rng), losses(model, model.batch(rng))
-    full = residual_bytes(ways["float32"], params)
-    reference = gradients(ways["float32"], params)
-    for way, loss_fn in tqdm(ways.items(), desc="counts"):
-        kept = residual_bytes(loss_fn, params)
-        error = np.linalg.norm(gradients(loss_fn, params) - reference) / np.linalg.norm(reference)
-        yield {
-            "way": way,
-            "residual_mib": round(kept / 2**20, 1),
-            "of_float32": round(kept / full, 3),
-            "gradient_error": round(float(error), 5),
-            "dots": dot_operands(loss_fn, params),
-        }
-
-
-def measure_traces(rng: np.random.Generator, rounds: int) -> Iterator[records.Record]:
-    """Yields the trace times of a deep narrow model."""
-    for way, scanned in {"24 layers": False, "24 layers, scanned": True}.items():
-        model = Transformer(layers=24, width=64, hidden=128, scanned=scanned)
-        params, batch = model.init(rng), model.batch(rng, 2, 16)
-        marked = dataclasses.replace(model, checkpointed=True)
-        ways = {
-            **losses(model, batch),
-            "marked": losses(marked, batch)["float32"],
-            "checkpoint": checkpointed_loss(model, batch),
-        }
-        names = ("float32", "autocast", "checkpoint", "marked", "autocast, save")
-        times: dict[str, list[float]] = {name: [] for name in names}
-        for _ in tqdm(range(rounds + 1), desc=f"trace {way}"):
-            for name, seconds in times.items():
-                seconds.append(1000 * trace_seconds(ways[name], params))
-        plain, autocast, checkpoint, marks, save = (statistics.median(times[n][1:]) for n in names)
-        yield {
-            "way": way,
-            "trace_ms": round(plain),
-            "autocast_trace_ms": round(autocast),
-            "ratio": round(autocast / plain, 2),
-            "checkpoint_trace_ms": round(checkpoint),
-            "marked_trace_ms": round(marks),
-            "save_trace_ms": round(save),
-            "save_ratio": round(save / checkpoint, 2),
-        }
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = records.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="of the trace times")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(arguments)
-    rng = np.random.default_rng(args.seed)
-    for found in (*measure_counts(rng), *measure_traces(rng, args.rounds)):
-        records.emit("autocast", **found)
-
+ROUNDS = 7  # of the trace times
+SCANNED = {"24 layers": False, "24 layers, scanned": True}
+WAYS = ("float32", "bfloat16", "grampax", "autocast", "autocast, save", *SCANNED)
+POINTS = [{"way": way} for way in WAYS]
 
 if __name__ == "__main__":
-    main()
+    records.main(__doc__, {"autocast": (POINTS, measure)})

@@ -1,12 +1,10 @@
-"""Reads from a program which collectives it runs, in which dtypes, and how many bytes.
+"""Counts which collectives a program runs, in which dtypes, and how many bytes they send.
 
-`read_stablehlo` reads what JAX writes, `read_hlo` what XLA writes between its passes and after
-them: the readers are those of `jmpx.inspect.collectives`. Under jit, JAX writes no collectives:
-XLA's partitioner inserts them, and `partitioned` returns what it made. A CPU's final program does
-not tell: XLA:CPU widens 16-bit collectives later.
+`jmpx.inspect.collectives` reads them. Under jit, JAX writes no collectives: XLA's partitioner
+inserts them, and `partitioned` returns what it made. A CPU's final program does not tell: XLA:CPU
+widens 16-bit collectives later.
 """
 
-import collections
 import contextlib
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -16,8 +14,9 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jmpx._inspect.collectives import hlo, stablehlo
-from jmpx._inspect.collectives.data import Collective
+import jmpx
+
+Collective = Any  # an item of `jmpx.inspect.Collectives.collectives`
 
 
 def mib(found: Iterable[Collective]) -> float:
@@ -27,29 +26,18 @@ def mib(found: Iterable[Collective]) -> float:
 
 def table(found: Iterable[Collective]) -> dict[str, float]:
     """Returns the MiB that a device sends by kind and dtype, without those of scalars."""
-    groups: dict[str, list[Collective]] = collections.defaultdict(list)
-    for one in found:
-        if not one.is_scalar:
-            groups[f"{one.kind} {one.dtype}"].append(one)
-    return {name: mib(groups[name]) for name in sorted(groups)}
+    arrays = [one for one in found if not one.is_scalar]
+    names = sorted({f"{one.kind} {one.dtype}" for one in arrays})
+    return {n: mib(one for one in arrays if f"{one.kind} {one.dtype}" == n) for n in names}
 
 
-def read_stablehlo(lowered: Any) -> list[Collective]:
-    """Returns the collectives of what `jax.jit(...).lower` returns."""
-    return counted(stablehlo.read_stablehlo(lowered.compiler_ir("stablehlo")).collectives)
-
-
-def read_hlo(text: str) -> list[Collective]:
-    """Returns the collectives of the text of a module of HLO."""
-    return counted(hlo.read_hlo(text).collectives)
-
-
-def counted(found: list[Collective]) -> list[Collective]:
-    """Returns collectives if it is known how often they run.
+def read(program: Any) -> tuple[Collective, ...]:
+    """Returns the collectives of a lowered program, or of the text of a module of HLO.
 
     Raises:
         ValueError: if it cannot tell how often a loop runs.
     """
+    found = jmpx.inspect.collectives(program).collectives
     for one in found:
         if one.in_while:
             raise ValueError(f"Cannot tell how often the loop around an {one.kind} runs.")

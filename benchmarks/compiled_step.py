@@ -1,6 +1,6 @@
-"""Counts what a train step compiles to, as a line of JSON.
+"""Counts what a train step compiles to.
 
-    python benchmarks/compiled_step.py --implementation=jmpx --dtype=float16 --layers=12
+    python benchmarks/compiled_step.py --again --only jmpx float16 12
 
 The model is a vision transformer (`models.py`), the optimizer Adam, the step one of `steps.py`; the
 state is donated. A line counts the instructions of the optimized HLO; the operations of its entry
@@ -10,16 +10,34 @@ same on every machine with one backend, one version of JAX and one number of cor
 of the processor (`time.process_time`), over all threads: of tracing, and of compiling in XLA.
 """
 
+import collections
 import re
 import time
 from typing import Any
 
+import jax
 import records
 import steps
 from models import ViT
 from steps import Point
 
+# Each step of jmpx, and the step by hand that skips in the same way.
+FLOAT16 = {
+    "jmpx_where": "handwritten",
+    "jmpx_counting_where": "handwritten",
+    "jmpx_wrapped": "handwritten",
+    "jmpx_jmp_style": "handwritten_late",
+    "jmpx": "handwritten_cond",
+    "jmpx_counting": "handwritten_cond",
+    "jmpx_wrapped_cond": "handwritten_cond",
+}
+BFLOAT16 = {"jmpx": "handwritten", "jmpx_jmp_style": "handwritten"}
+GROWTH = ("handwritten", "jmpx_where", "jmpx", "mpx", "jmp")  # over the number of layers
+
 INSTRUCTION = re.compile(r"^  +(?:ROOT )?\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", re.MULTILINE)
+DOT = re.compile(r"stablehlo\.dot_general .*: \(tensor<(\S*)>, tensor<(\S*)>\) ->")
+CALL = re.compile(r"call @([\w.]+)\(")
+FUNCTION = re.compile(r"^  func\.func \w+ @([\w.]+)\(", re.MULTILINE)
 
 
 def count(hlo: str) -> dict[str, int]:
@@ -43,27 +61,48 @@ def counts(compiled: Any) -> dict[str, int]:
     }
 
 
-def measure(point: Point, layers: int, batch: int) -> dict[str, Any]:
+def count_dots(text: str) -> dict[str, int]:
+    """Counts the products of StableHLO by the dtypes of their operands, such as `f16 x f16`.
+
+    Those of a function count as often as it is called. What is lowered for CUDA, which needs no
+    GPU, shows the dtypes that a GPU multiplies in; XLA computes 16-bit products of CPUs in float32.
+    """
+    pieces = FUNCTION.split(text)[1:]
+    bodies = dict(zip(pieces[::2], pieces[1::2], strict=True))
+    found: dict[str, collections.Counter[str]] = {}
+
+    def of(name: str) -> collections.Counter[str]:
+        if name not in found:
+            dots, calls = DOT.findall(bodies[name]), CALL.findall(bodies[name])
+            dtypes = [" x ".join(tensor.rpartition("x")[2] for tensor in dot) for dot in dots]
+            found[name] = sum(map(of, calls), collections.Counter(dtypes))
+        return found[name]
+
+    return dict(sorted(of("main").items()))
+
+
+def measure(
+    implementation: str, dtype: str, layers: int, batch: int, small: bool = False
+) -> records.Record:
     """Compiles one step and returns its counts and times."""
+    model = ViT(1, 16, 2, 32, image=8) if small else ViT(layers)
+    jax.clear_caches()  # which keep the steps that were traced before
     start = time.process_time()
-    lowered = steps.trace(point, ViT(layers), batch).step.lower()
+    lowered = steps.trace(Point(implementation, dtype), model, batch).step.lower()
     traced = time.process_time()
     compiled = lowered.compile()
     seconds = {"trace_cpu_s": traced - start, "compile_cpu_s": time.process_time() - traced}
     return counts(compiled) | {name: round(value, 2) for name, value in seconds.items()}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = records.parser(__doc__)
-    parser.add_argument("--implementation", choices=steps.IMPLEMENTATIONS, default="jmpx")
-    parser.add_argument("--dtype", choices=steps.DTYPES, default="float16")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=8, help="images in a batch")
-    args = parser.parse_args(arguments)
-    point = Point(args.implementation, args.dtype)
-    fields = {**point._asdict(), "layers": args.layers, "batch": args.batch}
-    records.emit("compiled_step", **fields, **measure(point, args.layers, args.batch))
-
+CHOSEN = [
+    *((name, "float16", layers) for layers in (2, 4, 6, 8) for name in GROWTH),
+    *((n, "float16", 12) for n in ("jmp", "mpx", *FLOAT16, *sorted({*FLOAT16.values()}))),
+    ("handwritten", "float32", 12),
+    *((name, "bfloat16", 12) for name in ("jmp", "mpx", "handwritten", *BFLOAT16)),
+]
+POINTS = [{"implementation": i, "dtype": d, "layers": n, "batch": 8} for i, d, n in CHOSEN]
+BENCHMARKS: records.Benchmarks = {"compiled_step": (POINTS, measure)}
 
 if __name__ == "__main__":
-    main()
+    records.main(__doc__, BENCHMARKS)

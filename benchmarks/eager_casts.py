@@ -1,18 +1,18 @@
-"""Times casts of whole trees outside of `jax.jit`, beside JMP and MPX, as lines of JSON.
+"""Times casts of whole trees outside of `jax.jit`, beside JMP and MPX.
 
-    python benchmarks/eager_casts.py --leaves 20 152 2000 20000
+    python benchmarks/eager_casts.py --again
 
 A tree of small float32 arrays of twelve shapes is cast to bfloat16 (`to_cast`) and to float32
 (`already_right`). `first_ms` is the first call, with what it compiles; `later_ms` the median of
 later calls, the libraries taking turns. MPX is mixed-precision-for-JAX of PyPI. `identity` is
-`jax.tree.map` of a function that does nothing: no cast can be faster. Python's garbage
-collection is off, as in timeit.
+`jax.tree.map` of a function that does nothing: no cast can be faster. Python's garbage collection
+is off, as in timeit.
 """
 
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import jmp
 import mpx
 import records
-from tqdm import tqdm
 
 import jmpx
 
@@ -32,6 +31,7 @@ CASTS: dict[str, Cast] = {
     "identity": lambda tree, dtype: jax.tree.map(lambda leaf: leaf, tree),
 }
 CASES = {"to_cast": jnp.bfloat16, "already_right": jnp.float32}
+ROUNDS = 7  # later calls
 
 
 def milliseconds(cast: Cast, tree: Any, dtype: Any) -> float:
@@ -42,33 +42,24 @@ def milliseconds(cast: Cast, tree: Any, dtype: Any) -> float:
     return 1000 * (end - start)
 
 
-def measure(leaves: int, case: str, rounds: int) -> Iterator[records.Record]:
+def measure(leaves: int, case: str, small: bool = False) -> list[records.Record]:
     """Times all libraries on one tree."""
-    tree = {f"layer_{i}": jnp.zeros((4, 1 + i % 12)) for i in range(leaves)}
+    tree = {f"layer_{i}": jnp.zeros((4, 1 + i % 12)) for i in range(2 if small else leaves)}
     first, later = {}, {name: [] for name in CASTS}
+    gc.disable()
     for name, cast in CASTS.items():
         jax.clear_caches()
         jax.block_until_ready(jnp.zeros(3) + 1)  # compiles what every library needs
-        first[name] = milliseconds(cast, tree, CASES[case])
-    for _ in range(rounds + 1):
+        first[name] = round(milliseconds(cast, tree, CASES[case]), 2)
+    for _ in range(ROUNDS + 1):
         for name, cast in CASTS.items():
             later[name].append(milliseconds(cast, tree, CASES[case]))
-    for name in CASTS:
-        later_ms = round(statistics.median(later[name][1:]), 3)  # the first finds no caches
-        yield {"library": name, "first_ms": round(first[name], 2), "later_ms": later_ms}
+    gc.enable()
+    medians = {name: round(statistics.median(times[1:]), 3) for name, times in later.items()}
+    return [{"library": n, "first_ms": first[n], "later_ms": medians[n]} for n in CASTS]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = records.parser(__doc__)
-    parser.add_argument("--leaves", type=int, nargs="+", default=[20, 152, 2000, 20000])
-    parser.add_argument("--rounds", type=int, default=7, help="later calls")
-    args = parser.parse_args(arguments)
-    gc.disable()
-    for leaves in tqdm(args.leaves, unit="tree"):
-        for case in CASES:
-            for found in measure(leaves, case, args.rounds):
-                records.emit("eager_casts", leaves=leaves, case=case, **found)
-
+POINTS = [{"leaves": leaves, "case": case} for leaves in (20, 152, 2000, 20000) for case in CASES]
 
 if __name__ == "__main__":
-    main()
+    records.main(__doc__, {"eager_casts": (POINTS, measure)})

@@ -1,8 +1,8 @@
 """Measures what train steps send between eight devices that shard the parameters, as FSDP does.
 
-    python benchmarks/fsdp.py --compiler=partitioner  # after XLA's partitioner; also the errors
-    python benchmarks/fsdp.py --compiler=stablehlo    # the ways under shard_map, as JAX writes them
-    python benchmarks/fsdp.py --compiler=tpu          # for eight TPU v5e; it needs libtpu
+    python benchmarks/fsdp.py --again --only fsdp_partitioner  # after XLA's partitioner; and errors
+    python benchmarks/fsdp.py --again --only fsdp_stablehlo    # under shard_map, as JAX writes them
+    python benchmarks/fsdp.py --again --only tpu_fsdp          # for eight TPU v5e; needs libtpu
 
 A transformer of 3.27 MiB in float32 is trained with AdamW. Each device stores an eighth of every
 parameter and of the optimizer's state, and reads an eighth of the batch. A line has the MiB that a
@@ -14,8 +14,9 @@ Both are computed on CPUs that round where the program says so, but sum over dev
 """
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import collectives
@@ -25,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import records
+import tpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from models import Transformer
-from tqdm import tqdm
 
 import jmpx
 import jmpx.equinox
@@ -112,13 +113,6 @@ def groups_by_hand(model: Transformer, mesh: Mesh) -> Gradients:
     return value_and_grad
 
 
-def vmap_of_axis_name(model: Transformer, mesh: Mesh) -> Gradients:
-    of_a_group = with_jmpx(model.loss, "c=bf16", over=jmpx.Over("groups"))
-    names: Any = {"axis_name": "groups", "spmd_axis_name": "data"}
-    mapped = jax.vmap(of_a_group, in_axes=(None, 0, 0), out_axes=None, **names)
-    return lambda params, *batch: mapped(params, *split(batch, mesh))
-
-
 def groups_gathered_once(model: Transformer, mesh: Mesh) -> Gradients:
     def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
         def gather(leaf: jax.Array) -> jax.Array:
@@ -136,43 +130,21 @@ def groups_gathered_once(model: Transformer, mesh: Mesh) -> Gradients:
 # Ways under shard_map, where the program gathers the parameters.
 
 
-def all_gather(shard: jax.Array) -> jax.Array:
-    return jax.lax.all_gather(cast(shard), "data", tiled=True)
-
-
-@jax.custom_vjp
-def gather_by_hand(shard: jax.Array) -> jax.Array:
-    return all_gather(shard)
-
-
-def forward(shard: jax.Array) -> tuple[jax.Array, None]:
-    return all_gather(shard), None
-
-
-def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
-    return (jax.lax.psum_scatter(grad.astype(jnp.float32), "data", tiled=True),)
-
-
-gather_by_hand.defvjp(forward, backward)
-
-
 def under_shard_map(value_and_grad: Gradients, mesh: Mesh) -> Gradients:
     specs: Any = {"in_specs": ROWS, "out_specs": (WHOLE, ROWS)}
     return jax.shard_map(value_and_grad, mesh=mesh, **specs)
 
 
-def gathered_by(gather: Callable[[jax.Array], jax.Array]) -> Way:
-    def make(model: Transformer, mesh: Mesh) -> Gradients:
-        def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
-            return model.loss(jax.tree.map(gather, params), cast(x), labels) / mesh.size
+def gathered_by_hand(model: Transformer, mesh: Mesh) -> Gradients:
+    def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
+        whole = jax.tree.map(lambda x: jax.lax.all_gather(cast(x), "data", tiled=True), params)
+        return model.loss(whole, cast(x), labels) / mesh.size
 
-        def value_and_grad(*args: Any) -> tuple[jax.Array, PyTree]:
-            loss, grads = jax.value_and_grad(loss_fn)(*args)
-            return jax.lax.psum(loss, "data"), grads
+    def value_and_grad(*args: Any) -> tuple[jax.Array, PyTree]:
+        loss, grads = jax.value_and_grad(loss_fn)(*args)
+        return jax.lax.psum(loss, "data"), grads
 
-        return under_shard_map(value_and_grad, mesh)
-
-    return make
+    return under_shard_map(value_and_grad, mesh)
 
 
 def gathered_by_jmpx(policy: str, microbatches: int = 1) -> Way:
@@ -194,15 +166,13 @@ UNDER_JIT: dict[str, Way] = {
     "autocast": with_autocast,
     "Equinox, with_policies": with_equinox,
     "groups by hand": groups_by_hand,
-    "vmap of axis_name": vmap_of_axis_name,
     f"{GROUPS}, c=bf16": with_policy("c=bf16", groups=True),
     f"{GROUPS}, c=bf16,r=bf16": with_policy("c=bf16,r=bf16", groups=True),
     f"{GROUPS}, c=bf16, gathered once": groups_gathered_once,
     f"{GROUPS}, c=bf16, 4 micro-batches": with_policy("c=bf16", groups=True, microbatches=4),
 }
 UNDER_SHARD_MAP: dict[str, Way] = {
-    "all_gather of bf16": gathered_by(all_gather),
-    "gather by hand": gathered_by(gather_by_hand),
+    "all_gather of bf16": gathered_by_hand,
     f"{GATHER}, c=bf16": gathered_by_jmpx("c=bf16"),
     f"{GATHER}, c=bf16,r=bf16": gathered_by_jmpx("c=bf16,r=bf16"),
     f"{GATHER}, c=bf16, 4 micro-batches": gathered_by_jmpx("c=bf16", microbatches=4),
@@ -222,6 +192,7 @@ class Problem(NamedTuple):
     float64_gradients: PyTree
 
 
+@functools.cache
 def problem(model: Transformer = MODEL, sequences: int = 64, length: int = 64) -> Problem:
     rng = np.random.default_rng(0)
     params, (x, labels) = model.init(rng), model.batch(rng, sequences, length)
@@ -231,27 +202,10 @@ def problem(model: Transformer = MODEL, sequences: int = 64, length: int = 64) -
     return Problem(model, params, (x, labels), grads)
 
 
-def train_step(value_and_grad: Gradients, mesh: Mesh, params: PyTree, state: PyTree) -> Any:
-    """Returns a step under jit, which returns its gradients, too, and its arguments' shardings."""
-
-    def step(params: PyTree, state: PyTree, *batch: jax.Array) -> Any:
-        loss, grads = value_and_grad(params, *batch)
-        updates, state = OPTIMIZER.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss, grads
-
-    def sharding(array: Any) -> NamedSharding:
-        return NamedSharding(mesh, ROWS if array.ndim else WHOLE)
-
-    split, split_state = (jax.tree.map(sharding, tree) for tree in (params, state))
-    whole, rows = NamedSharding(mesh, WHOLE), NamedSharding(mesh, ROWS)
-    outputs = (split, split_state, whole, split)
-    return jax.jit(step, out_shardings=outputs), (split, split_state, rows, rows)
-
-
-def sharded(arrays: PyTree, shardings: PyTree) -> PyTree:
-    """Returns arrays as descriptions of arrays that are sharded."""
-    described = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-    return jax.tree.map(described, arrays, shardings)
+def enable_x64() -> Any:
+    if hasattr(jax, "enable_x64"):  # since JAX 0.8
+        return jax.enable_x64(True)
+    return jax.experimental.enable_x64()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Prepared(NamedTuple):
@@ -263,11 +217,21 @@ class Prepared(NamedTuple):
 
 
 def prepare(way: str, given: Problem, devices: list[Any]) -> Prepared:
-    """Traces a step for CPU devices, or for those of `tpu.devices`."""
+    """Traces a step, which returns its gradients, too, for CPUs or for those of `tpu.devices`."""
     mesh = Mesh(np.array(devices), ("data",))
+    whole, rows = NamedSharding(mesh, WHOLE), NamedSharding(mesh, ROWS)
+    value_and_grad = WAYS[way](given.model, mesh)
+
+    def step(params: PyTree, state: PyTree, *batch: jax.Array) -> Any:
+        loss, grads = value_and_grad(params, *batch)
+        updates, state = OPTIMIZER.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss, grads
+
     arguments = (given.params, OPTIMIZER.init(given.params), *given.batch)
-    step, shardings = train_step(WAYS[way](given.model, mesh), mesh, *arguments[:2])
-    return Prepared(step.trace(*sharded(arguments, shardings)), arguments, shardings)
+    shardings = jax.tree.map(lambda array: rows if array.ndim else whole, arguments)
+    params, state, *_ = shardings
+    jitted = jax.jit(step, out_shardings=(params, state, whole, params))
+    return Prepared(jitted.trace(*tpu.described(arguments, shardings)), arguments, shardings)
 
 
 def measure(way: str, compiler: str, given: Problem, devices: list[Any]) -> records.Record:
@@ -282,20 +246,20 @@ def measure(way: str, compiler: str, given: Problem, devices: list[Any]) -> reco
     prepared = prepare(way, given, devices)
     more: records.Record = {}
     if compiler == "stablehlo":
-        found = collectives.read_stablehlo(prepared.traced.lower())
+        found = collectives.read(prepared.traced.lower())
     elif compiler == "tpu":
         program = prepared.traced.lower(lowering_platforms=("tpu",)).compile()
-        found = collectives.read_hlo(program.as_text())
-        more["peak_mib"] = program.memory_analysis().peak_memory_in_bytes / 2**20
+        found = collectives.read(program.as_text())
+        peak = program.memory_analysis().peak_memory_in_bytes
+        more = {"peak_mib": peak / 2**20, **tpu.target()}
     else:
         text, program = collectives.partitioned(prepared.traced.lower(), **ROUNDS)
-        found = collectives.read_hlo(text)
+        found = collectives.read(text)
         alone = prepare(way, given, devices[:1])
         program_alone = alone.traced.lower().compile(compiler_options=ROUNDS)
         more["gradient_error"] = gradient_error(program, prepared, given)
         more["error_one_device"] = gradient_error(program_alone, alone, given)
     return {
-        "way": way,
         "sent_mib": collectives.mib(found),
         "by_kind": collectives.table(found),
         "scalars": sum(one.is_scalar for one in found),
@@ -315,37 +279,23 @@ def norm(tree: PyTree) -> float:
     return sum(float(np.sum(leaf**2)) for leaf in jax.tree.leaves(tree)) ** 0.5
 
 
-def enable_x64() -> Any:
-    if hasattr(jax, "enable_x64"):  # since JAX 0.8
-        return jax.enable_x64(True)
-    return jax.experimental.enable_x64()  # pyright: ignore[reportAttributeAccessIssue]
+def measure_by(compiler: str, way: str, small: bool = False) -> records.Record:
+    devices = tpu.devices() if compiler == "tpu" else jax.devices()
+    tiny = Transformer(1, 32, 2, 64, classes=24, islands=True)
+    return measure(way, compiler, problem(tiny, 16, 8) if small else problem(), devices)
 
 
-def measure_all(compiler: str) -> Iterator[records.Record]:
-    given = problem()
-    devices = jax.devices()
-    if compiler == "tpu":
-        import tpu
-
-        devices = tpu.devices()
-    ways = UNDER_SHARD_MAP if compiler == "stablehlo" else WAYS
-    for way in tqdm(ways, unit="step"):
-        yield measure(way, compiler, given, devices)
+def points(ways: dict[str, Way]) -> list[records.Record]:
+    return [{"way": way} for way in ways]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = records.parser(__doc__)
-    compilers = ("partitioner", "stablehlo", "tpu")
-    parser.add_argument("--compiler", choices=compilers, default="partitioner")
-    compiler = parser.parse_args(arguments).compiler
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}"
-    target = {}
-    if compiler == "tpu":
-        target = {"target": "TPU v5 lite", "libtpu": records.version("libtpu")}
-    for record in measure_all(compiler):
-        records.emit(f"fsdp_{compiler}" if compiler != "tpu" else "tpu_fsdp", **record, **target)
-
+BENCHMARKS: records.Benchmarks = {
+    "fsdp_partitioner": (points(WAYS), functools.partial(measure_by, "partitioner")),
+    "fsdp_stablehlo": (points(UNDER_SHARD_MAP), functools.partial(measure_by, "stablehlo")),
+    "tpu_fsdp": (points(WAYS), functools.partial(measure_by, "tpu")),
+}
 
 if __name__ == "__main__":
-    main()
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}"
+    records.main(__doc__, BENCHMARKS)

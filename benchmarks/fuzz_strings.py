@@ -1,19 +1,17 @@
 """Looks for strings and mappings that the parsers of jmpx do not understand, or refuse badly.
 
     pip install -e '.[fuzz]'                               # atheris, on Python 3.11 to 3.13
-    python benchmarks/fuzz_strings.py --minutes=10
+    python benchmarks/fuzz_strings.py                      # 15 minutes
     python benchmarks/fuzz_strings.py --small              # some thousand inputs, without atheris
 
-An input is some bytes. They choose a parser, and are its string or say how to build a mapping. Each
-input has to give a value that its string and its dict give back, or a ValueError or TypeError of
-one sentence, which quotes the input a few times at most. atheris mutates the inputs that reach
-new lines of jmpx. Then pieces of the inputs that it kept are repeated, and a text that is four
+Each input, which Hypothesis draws, has to give a value that its string and its dict give back, or a
+ValueError or TypeError of one sentence, which quotes the input a few times at most. atheris mutates
+the inputs that reach new lines of jmpx. Then pieces of texts are repeated, and a text that is four
 times as long may not take eight times as long.
 """
 
 import ast
 import importlib
-import importlib.util
 import json
 import math
 import os
@@ -22,15 +20,10 @@ import random
 import re
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
-
-from tqdm import tqdm
+from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -43,7 +36,8 @@ else:
 
 import jax.numpy as jnp
 import numpy as np
-import reliability
+from hypothesis import HealthCheck, given, seed as seeded, settings, strategies as st
+from reliability import Case, Found, main
 
 PARSERS: dict[str, Callable[[Any], Any]] = {
     "get_policy": jmpx.get_policy,
@@ -52,7 +46,6 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "get_loss_scale, with a policy": lambda spec: jmpx.get_loss_scale(spec, policy="c=f16"),
     "get_mixed_precision": jmpx.get_mixed_precision,
 }
-
 SEEDS = (
     "params=float32,compute=bfloat16,output=float32",
     "p=f32,c=f16,o=f32,m=highest,r=f32",
@@ -85,87 +78,44 @@ OBJECTS = (
     *(jmpx.types.Rule("*/a", compute="f32"), jmpx.get_policy_map("f16; A: full")),
     *(jmpx.StaticLossScale(2), jmpx.DynamicLossScale(8, period=3), jmpx.NoOpLossScale()),
 )
-LONGEST = 2048  # bytes of an input
+MINUTES, INPUTS = 15.0, 1_500  # of atheris, and of a small run
 
 
 class Finding(Exception):
     """What a parser may not do."""
 
 
-class Input(NamedTuple):
-    """A parser, and what it is given."""
-
-    parser: str
-    spec: Any
+def spliced(text: str, start: int, end: int, new: str) -> str:
+    return text[:start] + new + text[end:]
 
 
-class Reader:
-    """Reads what an input says, byte by byte; after its end all bytes are 0."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
-
-    def number(self, below: int) -> int:
-        self.at += 1
-        return self.data[self.at - 1] % below if self.at <= len(self.data) else 0
-
-    def text(self, length: int) -> str:
-        self.at += length
-        return self.data[self.at - length : self.at].decode("utf-8", "surrogateescape")
-
-    def word(self) -> str:
-        number = self.number(len(WORDS) + 16)
-        return WORDS[number] if number < len(WORDS) else self.text(number - len(WORDS))
-
-    def value(self, depth: int) -> Any:
-        kind = self.number(6 if depth else 4)
-        if kind == 0:
-            return self.word()
-        if kind == 1:
-            return self.text(self.number(64))
-        if kind == 2:
-            return SEEDS[self.number(len(SEEDS))]
-        if kind == 3:
-            return OBJECTS[self.number(len(OBJECTS))]
-        if kind == 4:
-            return [self.value(depth - 1) for _ in range(self.number(4))]
-        return self.mapping(depth - 1)
-
-    def mapping(self, depth: int) -> dict[Any, Any]:
-        odd = self.number(16) == 15
-        keys = (self.value(1) if odd else self.word() for _ in range(self.number(6)))
-        return {key: self.value(depth) for key in keys if _is_hashable(key)}
+places = st.integers(0, 80)
+words = st.sampled_from(WORDS) | st.text(max_size=8)
+texts = (
+    st.lists(words, max_size=24).map("".join)
+    | st.text(max_size=200)
+    | st.builds(spliced, st.sampled_from(SEEDS), places, places, words)
+)
+leaves = texts | words | st.sampled_from(SEEDS) | st.sampled_from(OBJECTS)
+keys = words | st.sampled_from((None, True, 0, -1, 0.5, math.nan, b"f16", int, ()))
+specs = texts | st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=5),
+    max_leaves=12,
+)
 
 
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
-
-
-def read(data: bytes) -> Input:
-    """Returns what some bytes stand for."""
-    reader = Reader(data)
-    parser = list(PARSERS)[reader.number(len(PARSERS))]
-    form = reader.number(4)
-    if form == 3:
-        return Input(parser, reader.value(3))
-    return Input(parser, reader.mapping(3) if form == 2 else reader.text(LONGEST))
-
-
-def check(found: Input) -> bool:
+def check(parser: str, spec: Any) -> bool:
     """Gives an input to its parser; returns whether it was understood.
 
     Raises:
         Finding: if the parser does what it may not.
     """
-    parse = PARSERS[found.parser]
+    parse = PARSERS[parser]
     try:
-        value = parse(found.spec)
+        value = parse(spec)
     except (ValueError, TypeError) as error:
-        check_sentence(str(error), found.spec)
+        check_sentence(str(error), spec)
         return False
     for name, form in (("string", str(value)), ("dict", value.to_dict())):
         again = parse(form)
@@ -175,19 +125,19 @@ def check(found: Input) -> bool:
         raise Finding(f"JSON does not keep {value.to_dict()}")
     if pickle.loads(pickle.dumps(value)) != value:
         raise Finding(f"pickle does not keep {value}")
-    if isinstance(found.spec, str):
-        check_string(found, value)
+    if isinstance(spec, str):
+        check_string(parser, spec, value)
     return True
 
 
-def check_string(found: Input, value: Any) -> None:
+def check_string(parser: str, spec: str, value: Any) -> None:
     """Holds a string that was understood to what it means elsewhere."""
-    if PARSERS[found.parser](f" \t{found.spec} ") != value:
+    if PARSERS[parser](f" \t{spec} ") != value:
         raise Finding("white space around it changes its value")
-    if found.parser == "get_policy" and jmpx.get_policy_map(found.spec) != jmpx.PolicyMap(value):
+    if parser == "get_policy" and jmpx.get_policy_map(spec) != jmpx.PolicyMap(value):
         raise Finding("as a policy map it means something else")
-    if found.parser == "get_policy_map":
-        if jmpx.get_mixed_precision(found.spec).policy_map != value:
+    if parser == "get_policy_map":
+        if jmpx.get_mixed_precision(spec).policy_map != value:
             raise Finding("as a mixed precision it means something else")
         rules = [rule.to_dict() for rule in value.rules]
         if jmpx.get_policy_map({"policy": str(value.default), "rules": rules}) != value:
@@ -213,181 +163,92 @@ def check_sentence(message: str, spec: Any) -> None:
         raise Finding(f"another position: {message!r}")
 
 
-def seeds() -> list[bytes]:
-    """Returns the inputs to begin with: each string, for each parser, and some mappings."""
-    texts = [bytes([n, 0]) + text.encode() for n in range(len(PARSERS)) for text in SEEDS]
-    return [*texts, *(bytes([n, 2, n, 3, *range(40 * n, 40 * n + 30)]) for n in range(5))]
+@settings(
+    max_examples=INPUTS, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+)
+@given(st.sampled_from([*PARSERS]), specs)
+def property_of_parsers(parser: str, spec: Any) -> None:
+    check(parser, spec)
 
 
-def signature(error: Exception) -> str:
-    """Returns what findings of one cause have in common."""
-    frame, where = error.__traceback__, ""
-    while frame is not None:
-        name = Path(frame.tb_frame.f_code.co_filename).name
-        where, frame = f"{name}:{frame.tb_lineno}", frame.tb_next
-    words = re.sub(r"""'[^']*'|"[^"]*"|\d+""", "", str(error))[:40]
-    return f"{type(error).__name__} {where} {words}"
+def guided(seed: int) -> tuple[int, list[str]]:
+    """Runs atheris; returns how many inputs it ran, and what ended it before its time."""
+    options = [f"-seed={seed}", f"-max_total_time={60 * MINUTES:.0f}", "-timeout=10"]
+    # In a process of its own, because libFuzzer ends the process when it is done.
+    command = [sys.executable, __file__, "--guided", *options]
+    process = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    count = max([0, *map(int, re.findall(r"^#(\d+)\s", process.stderr, re.M))])
+    return count, [process.stderr[-3000:]] if process.returncode else []
 
 
-class Findings:
-    """The first input of each cause, which are kept in a file at once."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.known = path, set()
-
-    def add(self, error: Exception, found: Input) -> None:
-        key = f"{found.parser} {signature(error)}"
-        if key not in self.known:
-            self.known.add(key)
-            with self.path.open("a") as file:
-                file.write(json.dumps(f"{found.parser} of {found.spec!r}: {error!r}") + "\n")
-
-    def run(self, data: bytes) -> None:
-        """Runs one input, as atheris calls it."""
-        found = read(data)
-        try:
-            check(found)
-        except Exception as error:
-            self.add(error, found)
-
-
-# With atheris, in a process of its own, because libFuzzer ends the process when it is done.
-
-
-def fuzz(arguments: list[str]) -> None:
-    """Runs in the process of atheris, and does not return."""
-    folder, options = Path(arguments[0]), arguments[1:]
-    warnings.simplefilter("error")
-    engine: Any = importlib.import_module("atheris")
-    engine.Setup([sys.argv[0], *options], Findings(folder / "findings").run)
-    engine.Fuzz()
-
-
-def guided(folder: Path, minutes: float, seed: int) -> dict[str, int]:
-    """Runs atheris; returns how many inputs it ran, and how much of jmpx they covered."""
-    corpus, words, seconds = folder / "corpus", folder / "words", math.ceil(60 * minutes)
-    words.write_text("".join(f'"{_escaped(word)}"\n' for word in WORDS))
-    options = ["-print_final_stats=1", f"-max_len={LONGEST}", f"-seed={seed}", f"-dict={words}"]
-    options += [f"-max_total_time={seconds}", "-timeout=10", f"-artifact_prefix={folder}/"]
-    command = [sys.executable, __file__, "--guided", str(folder), *options, str(corpus)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    output: Any = process.stdout
-    began, last = time.monotonic(), deque[str](maxlen=30)
-    figures = {"executions": 0, "branches": 0}
-    with tqdm(total=seconds, unit="s", desc="atheris") as bar:
-        for line in output:
-            bar.update(min(seconds, int(time.monotonic() - began)) - bar.n)
-            last.append(line)
-            for name, pattern in (("executions", r"#(\d+)\s"), ("branches", r"cov: (\d+)")):
-                if match := re.search(pattern, line):
-                    figures[name] = int(match[1])
-            bar.set_postfix(figures, refresh=False)
-    if process.wait():
-        raise RuntimeError(f"atheris ended with {process.returncode}:\n{''.join(last)}")
-    return figures
-
-
-def _escaped(word: str) -> str:
-    return "".join(f"\\x{byte:02x}" for byte in word.encode())
-
-
-def mutated(folder: Path, count: int, seed: int) -> dict[str, int]:
-    """Runs inputs that are made of the seeds and the words by chance."""
-    rng, findings, known = random.Random(seed), Findings(folder / "findings"), seeds()
-    for _ in tqdm(range(count), unit="input", desc="by chance"):
-        data = bytearray(rng.choice(known))
-        for _ in range(rng.randrange(5)):
-            start, length = rng.randrange(len(data)), rng.choice((0, 0, 1, 4))
-            new = rng.choice((rng.choice(WORDS).encode(), rng.randbytes(2), b""))
-            data[start : start + length] = new if len(data) > 40 or new else b"\0"
-        findings.run(bytes(data[:LONGEST]) or b"\0")
-    return {"executions": count, "branches": 0}
+def small(seed: int) -> tuple[int, list[str]]:
+    """Runs INPUTS inputs; returns their number, and the smallest one that a parser fails on."""
+    try:
+        seeded(seed)(property_of_parsers)()
+    except Exception as error:
+        return INPUTS, [" ".join([repr(error), *getattr(error, "__notes__", [])])]
+    return INPUTS, []
 
 
 # Time.
 
 
-def stretched(found: Input, rng: random.Random) -> Iterator[Callable[[int], Input]]:
-    """Yields functions from a number to an input in which one piece of a text is repeated."""
-    if not isinstance(found.spec, str):
-        return
-    cuts = [0, *(m.end() for m in re.finditer(r"[;:,=|*?/._\s-]", found.spec)), len(found.spec)]
-    for _ in range(3):
-        start, end = sorted(rng.sample(cuts, 2)) if len(cuts) > 1 else (0, len(found.spec))
-        if start < end:
-            yield lambda n, s=start, e=end: Input(
-                found.parser,
-                found.spec[:s] + found.spec[s:e] * math.ceil(n / (e - s)) + found.spec[e:],
-            )
+def check_time(parser: str, text: str, start: int, end: int, length: int = 4_000) -> None:
+    """Repeats a piece of a text; holds four times the length to less than eight times the time.
 
+    Times are the processor's, the least of a few.
+    """
 
-def seconds(found: Input) -> float:
-    """Returns the processor's time for one input, the least of a few."""
-    times = []
-    while not times or (len(times) < 3 and min(times) > 0.02):
-        start = time.process_time()
-        check(found)
-        times.append(time.process_time() - start)
-    return min(times)
+    def seconds(length: int) -> float:
+        long = spliced(text, end, end, text[start:end] * math.ceil(length / (end - start)))
+        times = []
+        while not times or (len(times) < 3 and min(times) > 0.02):
+            began = time.process_time()
+            check(parser, long)
+            times.append(time.process_time() - began)
+        return min(times)
 
-
-def check_time(make: Callable[[int], Input], length: int = 4_000) -> None:
-    """Holds a text that is four times as long to less than eight times the time."""
-    short, long = seconds(make(length)), seconds(make(4 * length))
+    short, long = seconds(length), seconds(4 * length)
     if long > 8 * short and long > 0.05:
-        raise Finding(f"{short:.3f} s for {length} characters, {long:.3f} s for four times as many")
+        piece = f"{text[start:end]!r} in {text!r}, repeated to {length} characters"
+        raise Finding(f"{parser} of {piece}: {short:.3f} s, four times as often: {long:.3f} s")
 
 
-def time_all(folder: Path, inputs: list[bytes], seed: int) -> int:
-    """Repeats pieces of each input; returns the number of texts that were timed."""
-    rng, findings, count = random.Random(seed), Findings(folder / "findings"), 0
-    for data in tqdm(inputs, unit="input", desc="time"):
-        for make in stretched(read(data), rng):
-            count += 2
-            try:
-                check_time(make)
-            except Exception as error:
-                findings.add(error, make(100))
-    return count
+def time_all(count: int, seed: int) -> list[str]:
+    """Repeats random pieces of the seeds, for each parser; returns findings."""
+    rng, failures = random.Random(seed), []
+    for _ in range(count):
+        parser, text = rng.choice([*PARSERS]), rng.choice(SEEDS)
+        cuts = {0, len(text), *(m.end() for m in re.finditer(r"[;:,=|*?/._\s-]", text))}
+        try:
+            check_time(parser, text, *sorted(rng.sample(sorted(cuts), 2)))
+        except Exception as error:
+            failures.append(repr(error))
+    return failures
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = reliability.parser(__doc__)
-    parser.add_argument("--minutes", type=float, default=10, help="with atheris")
-    parser.add_argument("--inputs", type=int, default=3_000, help="without it, with --small")
-    args = parser.parse_args(arguments)
-    seed = random.randrange(2**31) if args.seed is None else args.seed
-    if not args.small and importlib.util.find_spec("atheris") is None:
-        parser.error("atheris is missing: pip install 'jmpx[fuzz]', or give --small")
-    warnings.simplefilter("error")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "corpus").mkdir()
-        for number, data in enumerate(seeds()):
-            (folder / "corpus" / str(number)).write_bytes(data)
-        if args.small:
-            figures = mutated(folder, args.inputs, seed)
-        else:
-            figures = guided(folder, args.minutes, seed) | {"minutes": args.minutes}
-        corpus = [path.read_bytes() for path in sorted((folder / "corpus").iterdir())]
-        corpus = random.Random(seed).sample(corpus, 20) if args.small else corpus
-        figures |= {"corpus": len(corpus), "timed": time_all(folder, corpus, seed)}
-        found = folder / "findings"
-        failures = (
-            [json.loads(line) for line in found.read_text().splitlines()]
-            if (found.exists())
-            else []
-        )
-    reliability.keep(
-        args.out, "fuzz_strings", "parsers of strings and mappings under a coverage-guided fuzzer",
-        times="{executions} inputs" + ("" if args.small else " in {minutes} minutes"),
-        outcome="each a value that round-trips, or one sentence; {timed} long texts in linear time",
-        figures=figures, failures=failures, seed=seed, small=args.small,
-    )  # fmt: skip
-    sys.exit(bool(failures))
+def run(is_small: bool, seed: int) -> Found:
+    count = 20 if is_small else 800
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        executions, failures = (small if is_small else guided)(seed)
+        failures += time_all(count, seed)
+    return {"executions": executions, "minutes": MINUTES, "timed": 2 * count}, failures
 
+
+CASES = [
+    Case(
+        "parsers of strings and mappings under a coverage-guided fuzzer",
+        "{executions} inputs in {minutes} minutes",
+        "each a value that round-trips, or one sentence; {timed} long texts in linear time",
+        run,
+    )
+]
 
 if __name__ == "__main__":
     if "--guided" in sys.argv:
-        fuzz(sys.argv[sys.argv.index("--guided") + 1 :])
-    main()
+        warnings.simplefilter("error")
+        sys.argv.remove("--guided")
+        engine.Setup(sys.argv, property_of_parsers.hypothesis.fuzz_one_input)
+        engine.Fuzz()
+    main(__doc__, "fuzz_strings", CASES)

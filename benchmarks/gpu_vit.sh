@@ -1,22 +1,13 @@
 #!/usr/bin/env bash
-# Measures the grid of gpu_vit.py, one process a point, and appends its lines to a file:
-#   benchmarks/gpu_vit.sh results.jsonl base
-#   benchmarks/gpu_vit.sh results.jsonl desktop --batch=32 --batch=64
+# Measures the grid of gpu_vit.py, a process a point, and keeps its lines in a file:
+#   benchmarks/gpu_vit.sh results.jsonl base           # or desktop
 #   PLATFORM=cpu benchmarks/gpu_vit.sh results.jsonl tiny   # tries it without a GPU
-# Points that the file holds are not measured again, unless they failed.
+# Points that the file holds are not measured again, unless they failed or ended their process.
 set -euo pipefail
-out=$1 model=$2
-shift 2
-vit="$(dirname "$0")/gpu_vit.py"
-# A step is compiled for its time, and found here for its memory.
-JAX_COMPILATION_CACHE_DIR=$(mktemp -d)
-trap 'rm -rf "$JAX_COMPILATION_CACHE_DIR"' EXIT
-export JAX_COMPILATION_CACHE_DIR
-export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
-points=$(python "$vit" --model="$model" --missing="$out" "$@")
-# xargs would stop after a process that a signal ends: such a point is a line, too.
-measure='python "$0" "$@" && exit; status=$?
-((status < 128 || status == 255)) && exit "$status"
-python "$0" "$@" --died="$status"'
-printf '%s' "$points" | xargs -r -L1 bash -c "$measure" "$vit" --platform="${PLATFORM:-gpu}" |
-  python -m tqdm --unit=point --total="$(printf '%s' "$points" | grep -c .)" >> "$out"
+vit=$(dirname "$0")/gpu_vit.py
+points=$(JAX_PLATFORMS=cpu python "$vit" --list --out="$1" --only "$2")
+printf '%s\n' "$points" | sed -n 's/^missing\t//p' | while IFS=$'\t' read -r -a point; do
+  python "$vit" --out="$1" --only "${point[@]}" < /dev/null && continue || status=$?
+  ((status != 2)) || exit 2  # there is no GPU
+  echo "${point[*]}: the process ended with status $status" >&2
+done

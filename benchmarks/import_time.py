@@ -1,9 +1,9 @@
-"""Measures what `import jmpx` costs over `import jax`, beside JMP and MPX, as lines of JSON.
+"""Measures what `import jmpx` costs over `import jax`, beside JMP and MPX.
 
-    python benchmarks/import_time.py --runs=21
+    python benchmarks/import_time.py --again
 
 Each fresh process imports jax, NumPy included, and then one library (MPX is mixed-precision-for-JAX
-of PyPI). The libraries take turns; a line holds the medians of the two times.
+of PyPI). A line holds the medians of the two times, in milliseconds.
 """
 
 import os
@@ -12,8 +12,8 @@ import subprocess
 import sys
 
 import records
-from tqdm import tqdm
 
+RUNS = 21  # processes
 TIMED = """
 from time import perf_counter
 start = perf_counter()
@@ -24,32 +24,24 @@ print(between - start, perf_counter() - between)
 """
 
 
-def import_times(library: str) -> tuple[float, float]:
-    """Returns the seconds that jax and then the library take in a fresh process."""
+def measure(library: str, small: bool = False) -> records.Record:
     # Installed packages have their bytecode: without it, each run would compile jmpx again.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-c", TIMED.format(library=library)]
-    run = subprocess.run(command, capture_output=True, check=True, text=True, env=environment)
-    of_jax, of_library = map(float, run.stdout.split())
-    return of_jax, of_library
+    runs = 1 if small else RUNS
+    times: list[list[float]] = []
+    for _ in range(runs + 1):  # the first run writes bytecode and warms the disk's cache
+        run = subprocess.run(command, capture_output=True, check=True, text=True, env=environment)
+        times.append([float(word) for word in run.stdout.split()])
+    jax_s, library_s = map(statistics.median, zip(*times[1:], strict=True))
+    return {
+        "over_jax_ms": round(1000 * library_s, 2),
+        "jax_ms": round(1000 * jax_s, 2),
+        "runs": runs,
+    }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = records.parser(__doc__)
-    parser.add_argument("--runs", type=int, default=21, help="processes for each library")
-    runs = parser.parse_args(arguments).runs
-    times: dict[str, list[tuple[float, float]]] = {"jmpx": [], "jmp": [], "mpx": []}
-    for _ in tqdm(range(runs + 1)):  # the first run writes bytecode and warms the disk's cache
-        for library, found in times.items():
-            found.append(import_times(library))
-    for library, found in times.items():
-        jax_ms, library_ms = (
-            round(1000 * statistics.median(column), 2) for column in zip(*found[1:], strict=True)
-        )
-        records.emit(
-            "import_time", library=library, over_jax_ms=library_ms, jax_ms=jax_ms, runs=runs
-        )
-
+POINTS = [{"library": library} for library in ("jmpx", "jmp", "mpx")]
 
 if __name__ == "__main__":
-    main()
+    records.main(__doc__, {"import_time": (POINTS, measure)})

@@ -1,16 +1,22 @@
 """Kills a float16 training twenty times and holds that the resumed one loses nothing.
 
     python benchmarks/kills.py                             # npz, Equinox and Orbax
-    python benchmarks/kills.py --formats npz --kills 5
+    python benchmarks/kills.py --only npz --small
 
-The training is small: float16, a dynamic loss scale that moves because steps overflow, a
-`skip_nonfinite`, a random key. Its process saves a checkpoint every few steps and is killed with
-SIGKILL at random steps, at any moment of the step, also while it writes. Each time it is started
-again and goes on from its newest checkpoint. Every line that it has logged (step, bits of the loss,
-scale, counter, skipped steps), and the final bits of its whole state, have to be those of a
-training that nobody killed.
+The training has a dynamic loss scale that moves because steps overflow, a `skip_nonfinite` and a
+random key. Its process saves a checkpoint every few steps and is killed with SIGKILL at random
+steps, at any moment of the step, also while it writes. Each time it is started again and goes on
+from its newest checkpoint. Every line that it has logged (step, bits of the loss, scale, counter,
+skipped steps), and the final bits of its whole state, have to be those of a training that nobody
+killed.
+
+Checkpoints are written to a temporary file, which `os.fsync` and `os.replace` make the checkpoint
+as a whole; Orbax does the same with folders. One that is torn all the same is told, and the one
+before it is used.
 """
 
+import functools
+import hashlib
 import json
 import os
 import random
@@ -23,130 +29,265 @@ import time
 from pathlib import Path
 from typing import Any
 
-import killed_training
-import reliability
-from killed_training import FORMATS, STEPS
-from tqdm import tqdm
+import float16_training as training
+import jax
+import jax.numpy as jnp
+import numpy as np
+from float16_training import State
+from reliability import Case, Found, main
+
+import jmpx
+
+STEPS, OVERFLOWS = 400, 24  # and how many of them are planted
+SAVE_EVERY, KEPT = 5, 2
+
+
+# Checkpoints.
+
+
+def leaves_of(state: State) -> dict[str, Any]:
+    found = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {jax.tree_util.keystr(path): leaf for path, leaf in found}
+
+
+def restored(template: State, values: dict[str, Any]) -> State:
+    leaves = [jnp.asarray(values[name]) for name in leaves_of(template)]
+    return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+
+class Npz:
+    """Checkpoints that are one file each."""
+
+    ending = ".npz"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # What was being written when the process was killed.
+        self.unfinished = len([path.unlink() for path in folder.glob("*.tmp")])
+
+    def write(self, file: Any, state: State) -> None:
+        arrays: Any = {name: np.asarray(leaf) for name, leaf in leaves_of(state).items()}
+        np.savez(file, **arrays)
+
+    def read(self, file: Any, template: State) -> State:
+        with np.load(file) as arrays:
+            return restored(template, arrays)
+
+    def steps(self) -> list[int]:
+        return sorted(int(path.stem) for path in self.folder.glob(f"*{self.ending}"))
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"{step:06}{self.ending}"
+
+    def save(self, step: int, state: State) -> None:
+        temporary = self.path(step).with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            self.write(file, state)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path(step))
+        for old in self.steps()[:-KEPT]:
+            self.path(old).unlink()
+
+    def load(self, step: int, template: State) -> State:
+        with self.path(step).open("rb") as file:
+            return self.read(file, template)
+
+    def close(self) -> None:
+        pass
+
+
+class Equinox(Npz):
+    """Checkpoints of Equinox, one file each."""
+
+    ending = ".eqx"
+
+    def write(self, file: Any, state: State) -> None:
+        import equinox as eqx
+
+        eqx.tree_serialise_leaves(file, state)
+
+    def read(self, file: Any, template: State) -> State:
+        import equinox as eqx
+
+        state = eqx.tree_deserialise_leaves(file, template)
+        if file.read(1):
+            raise ValueError("Something follows the last leaf.")
+        return state
+
+
+class Orbax:
+    """Checkpoints of Orbax, which writes them while the training goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        import orbax.checkpoint as ocp
+
+        self.unfinished = sum("tmp" in path.name for path in folder.iterdir())
+        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT)
+        self.args, self.manager = ocp.args, ocp.CheckpointManager(folder, options=options)
+
+    def steps(self) -> list[int]:
+        return sorted(self.manager.all_steps())
+
+    def save(self, step: int, state: State) -> None:
+        self.manager.save(step, args=self.args.StandardSave(leaves_of(state)))
+
+    def load(self, step: int, template: State) -> State:
+        return restored(template, self.manager.restore(step, args=self.args.StandardRestore()))
+
+    def close(self) -> None:
+        self.manager.close()
+
+
+FORMATS = {"npz": Npz, "`eqx.tree_serialise_leaves`": Equinox, "Orbax": Orbax}
+
+
+def resume(checkpoints: Any, template: State) -> tuple[int, State]:
+    """Returns the newest checkpoint that is whole, and its step; tells of those that are not.
+
+    Raises:
+        ValueError: if all checkpoints are torn.
+    """
+    torn = ""
+    for step in reversed(checkpoints.steps()):
+        try:
+            return step, checkpoints.load(step, template)
+        except Exception as error:  # each format has its own
+            torn = f"The checkpoint of step {step} is torn ({type(error).__name__})"
+            print(f"{torn}: the one before it is used.", file=sys.stderr, flush=True)
+    if torn:
+        raise ValueError(f"{torn}, and there is none before it: give an empty folder.")
+    return 0, template
+
+
+# The training, which runs in a process that is killed.
+
+
+def init() -> State:
+    return training.init(jmpx.DynamicLossScale(2.0**15, period=7))
+
+
+def batch(step: int) -> np.ndarray:
+    """Returns the inputs of a step; those of a planted one overflow in float16."""
+    planted = np.random.default_rng(2).choice(STEPS, OVERFLOWS, replace=False)
+    x = np.random.default_rng([3, step]).normal(size=(16, 8)).astype(np.float32)
+    return x * (1e6 if step in planted else 1)
+
+
+def digest(state: State) -> str:
+    """Returns a hash of the bits of all leaves."""
+    return hashlib.sha256(b"".join(training.bits(state))).hexdigest()
+
+
+def train(folder: Path, form: str, steps: int) -> None:
+    """Trains on from the newest checkpoint."""
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    checkpoints = FORMATS[form](folder / "checkpoints")
+    done, state = resume(checkpoints, init())
+    train_step, _ = training.make_step()
+    with (folder / "log").open("a") as log:
+        say = functools.partial(print, file=log, flush=True)
+        if log.tell():
+            say()  # ends a line that a kill has cut off
+        say(json.dumps({"from": done, "unfinished": checkpoints.unfinished}))
+        for step in range(done, steps):
+            state, loss, _ = train_step(state, batch(step))
+            scale, *counts = training.counts(state)
+            say(json.dumps([step, float(loss).hex(), scale.hex(), *counts]))
+            if (step + 1) % SAVE_EVERY == 0:
+                checkpoints.save(step + 1, state)
+        checkpoints.close()
+        say(json.dumps({"final": digest(state)}))
+
+
+# The process that starts, kills and compares.
 
 
 def start(folder: Path, form: str, steps: int) -> subprocess.Popen[str]:
     """Starts the training; what the first process compiles, the others read."""
-    arguments = [str(folder), f"--format={form}", f"--steps={steps}"]
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    return subprocess.Popen(
-        [sys.executable, killed_training.__file__, *arguments],
-        env=os.environ | cache,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, __file__, "--train", str(folder), form, str(steps)]
+    environment = os.environ | cache
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def log(folder: Path) -> str:
+def end(process: subprocess.Popen[str], status: int) -> None:
+    _, error = process.communicate()
+    if process.returncode != status:
+        raise RuntimeError(f"The training ended with {process.returncode}: {error[-1000:]}")
+
+
+def log_of(folder: Path) -> str:
     path = folder / "log"
     return path.read_text() if path.exists() else ""
 
 
 def lines(folder: Path) -> list[Any]:
     """Returns what was logged; a line that a kill has cut off is left out."""
-    return [json.loads(line) for line in re.findall(r"^[\[{].*[\]}]$", log(folder), re.M)]
+    return [json.loads(line) for line in re.findall(r"^[\[{].*[\]}]$", log_of(folder), re.M)]
 
 
 def last_step(folder: Path, starts: int) -> int:
     """Returns the last step that process number `starts` has logged, -1 before its first one."""
-    *before, newest = log(folder).split('{"from"')
+    *before, newest = log_of(folder).split('{"from"')
     found = re.findall(r"^\[(\d+),.*\]$", newest, re.M)
     return int(found[-1]) if found and len(before) == starts else -1
 
 
-def kill_at(
-    process: subprocess.Popen[str], folder: Path, starts: int, step: int, delay: float
-) -> None:
-    """Kills process number `starts` as soon as it has logged a step, or a moment later."""
-    while last_step(folder, starts) < step and process.poll() is None:
-        time.sleep(0.002)
-    time.sleep(delay)
-    process.send_signal(signal.SIGKILL)
-    _, error = process.communicate()
-    if process.returncode != -signal.SIGKILL:
-        raise RuntimeError(f"The training ended before it was killed: {error[-500:]}")
-
-
-def run(form: str, kills: int, steps: int, seed: int) -> tuple[dict[str, int], list[str]]:
+def run(form: str, small: bool, seed: int, kills: int = 20, steps: int = STEPS) -> Found:
     """Trains once undisturbed and once with kills; returns figures, and what differs."""
+    kills = 2 if small else kills
     rng = random.Random(seed)
-    moments = sorted(rng.sample(range(2, steps - 100), kills))
     with tempfile.TemporaryDirectory() as name:
         whole, killed = Path(name) / "whole", Path(name) / "killed"
         for folder in (whole, killed):
             folder.mkdir()
-        finish(start(whole, form, steps))
-        for starts, step in enumerate(tqdm(moments, unit="kill", desc=form), 1):
-            kill_at(start(killed, form, steps), killed, starts, step, rng.uniform(0, 0.03))
-        finish(start(killed, form, steps))
+        end(start(whole, form, steps), 0)
+        for starts, step in enumerate(sorted(rng.sample(range(2, steps - 100), kills)), 1):
+            process = start(killed, form, steps)
+            while last_step(killed, starts) < step and process.poll() is None:
+                time.sleep(0.002)
+            time.sleep(rng.uniform(0, 0.03))
+            process.send_signal(signal.SIGKILL)
+            end(process, -signal.SIGKILL)
+        end(start(killed, form, steps), 0)
         return compare(lines(whole), lines(killed), steps, kills)
 
 
-def finish(process: subprocess.Popen[str]) -> None:
-    _, error = process.communicate()
-    if process.returncode:
-        raise RuntimeError(f"The training failed: {error[-1000:]}")
-
-
-def compare(
-    whole: list[Any], killed: list[Any], steps: int, kills: int
-) -> tuple[dict[str, int], list[str]]:
+def compare(whole: list[Any], killed: list[Any], steps: int, kills: int) -> Found:
     """Returns figures of a run that was killed, and how it differs from one that was not."""
     expected = {line[0]: line for line in whole if isinstance(line, list)}
     found = [line for line in killed if isinstance(line, list)]
-    failures = [
-        f"step {line[0]}: {line} after a kill" for line in found if line != expected.get(line[0])
-    ]
-    if {line[0] for line in found} != set(range(steps)) or set(expected) != set(range(steps)):
+    wrong = [line for line in found if line != expected.get(line[0])]
+    failures = [f"step {line[0]}: {line} after a kill" for line in wrong]
+    if not {line[0] for line in found} == set(expected) == set(range(steps)):
         failures.append("some steps were never logged")
     ends = [[line for line in log if "final" in line] for log in (whole, killed)]
     if len(ends[0]) != 1 or ends[0] != ends[1]:
         failures.append(f"the final bits differ: {ends}")
-    starts = [line for line in killed if isinstance(line, dict) and "from" in line]
+    starts = [line for line in killed if "from" in line]
     if len(starts) != kills + 1:
         failures.append(f"{len(starts)} starts after {kills} kills")
-    figures = {
-        "kills": kills,
-        "lines": len(found),
-        "repeated": len(found) - steps,
-        "torn_writes": sum(line["unfinished"] for line in starts),
-        "skipped": expected[steps - 1][-2] if steps - 1 in expected else -1,
-        "scales": len({line[2] for line in expected.values()}),
-    }
-    return figures, failures
+    torn = sum(line["unfinished"] for line in starts)
+    return {"kills": kills, "lines": len(found), "torn_writes": torn}, failures
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = reliability.parser(__doc__)
-    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=[*FORMATS])
-    parser.add_argument("--kills", type=int)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    args = parser.parse_args(arguments)
-    seed = random.randrange(2**31) if args.seed is None else args.seed
-    kills = args.kills or (2 if args.small else 20)
-    failed = False
-    for form in args.formats:
-        figures, failures = run(form, kills, args.steps, seed)
-        failed |= bool(failures)
-        reliability.keep(
-            args.out, "kills", f"SIGKILL at random steps of a float16 training, {NAMES[form]}",
-            times="{kills} kills, {torn_writes} of them while a checkpoint was written",
-            outcome="all {lines} lines and the final bits equal the unbroken run's",
-            figures=figures, failures=failures, seed=seed, small=args.small,
-        )  # fmt: skip
-    sys.exit(failed)
-
-
-NAMES = {"npz": "npz", "equinox": "`eqx.tree_serialise_leaves`", "orbax": "Orbax"}
-
+CASES = [
+    Case(
+        f"SIGKILL at random steps of a float16 training, {form}",
+        "{kills} kills, {torn_writes} of them while a checkpoint was written",
+        "all {lines} lines and the final bits equal the unbroken run's",
+        functools.partial(run, form),
+    )
+    for form in FORMATS
+]
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--train"]:
+        train(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    else:
+        main(__doc__, "kills", CASES)

@@ -1,12 +1,11 @@
 """Trains a small language model in several precisions and compares their validation losses.
 
     python benchmarks/language_model.py                 # the runs that are missing
-    python benchmarks/language_model.py --report        # the table of those that are there
-    python benchmarks/language_model.py --plot=lm.png   # a picture of them
+    python benchmarks/report.py                         # the table of them
 
 All runs take some 20 minutes of one CPU core. The text is what `help("if")` and its like print,
 `pydoc_data.topics`: half a million characters of English that come with Python. They differ between
-versions of Python, so each record has a hash of the text. The last tenth is for validation. The
+versions of Python, so each line has a hash of the text. The last tenth is for validation. The
 model is a transformer that predicts each character from the ones before it; the loss is the mean
 cross-entropy over the validation text, in nats a character.
 
@@ -21,31 +20,28 @@ a CPU leaves out most roundings to 16 bits. A CPU rounds the operands and the re
 product to 16 bits and sums in float32, as GPUs and TPUs do.
 """
 
-import argparse
-import datetime
 import functools
 import hashlib
-import json
-import os
 import platform
 import pydoc_data.topics
 import statistics
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import records
+from records import Record
 from tqdm import tqdm
 
 import jmpx
 
-RESULTS = Path(__file__).parent / "results" / "language_model.jsonl"
+RESULTS = records.RESULTS / "language_model.jsonl"
+SEEDS = 3
 
 PyTree = Any  # JAX has no type for pytrees
-Record = dict[str, Any]
 
 
 class Precision(NamedTuple):
@@ -78,6 +74,9 @@ class Size(NamedTuple):
     batch: int = 32
     steps: int = 400
     validate_every: int = 100
+
+
+SIZE = Size()
 
 
 # The text.
@@ -252,131 +251,50 @@ def train(precision: Precision, size: Size, text: Text, seed: int) -> Record:
     return {"losses": losses, "skipped_steps": int(state.opt_state.total_skipped)}
 
 
-# Records.
+# The points, and the table.
 
 
-def read(path: Path) -> list[Record]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def setting(size: Size, text: Text) -> Record:
-    """Returns the fields that are equal in all records of one comparison."""
-    return {
-        "benchmark": "language_model",
-        **size._asdict(),
-        "text_sha256": text.sha256,
+def points() -> list[Record]:
+    common = {
+        **SIZE._asdict(),
+        "text_sha256": read_text().sha256,
         "python": platform.python_version(),
         "jax": jax.__version__,
         "backend": jax.default_backend(),
     }
+    return [common | {"seed": s, "precision": p} for s in range(SEEDS) for p in PRECISIONS]
 
 
-def measure(out: Path, precisions: Iterable[str], seeds: int, size: Size) -> None:
-    """Makes the runs that `out` has no record of, and appends a record after each."""
-    text = read_text()
-    common = setting(size, text)
-    planned = [common | {"seed": s, "precision": p} for s in range(seeds) for p in precisions]
-    known = [{key: record[key] for key in planned[0]} for record in read(out)]
-    for fields in tqdm([fields for fields in planned if fields not in known], unit="run"):
-        found = train(PRECISIONS[fields["precision"]], size, text, fields["seed"])
-        where = {"measured": str(datetime.date.today()), "cores": os.cpu_count()}
-        record = {**fields, **found, **where}
-        with out.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+def measure(precision: str, seed: int, small: bool = False, **fields: Any) -> Record:
+    size = Size(*(fields[name] for name in Size._fields))
+    size = size._replace(width=8, steps=4, validate_every=2) if small else size
+    return train(PRECISIONS[precision], size, read_text(), seed)
 
 
-# The table and the picture.
-
-
-def by_setting(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Groups the records that can be compared, by a line that says where they come from."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        sizes = ", ".join(f"{name} {record[name]}" for name in Size._fields)
-        where = f"JAX {record['jax']} on {record['backend']}, Python {record['python']}"
-        heading = f"{where}, text {record['text_sha256'][:12]}; {sizes}"
-        groups.setdefault(heading, []).append(record)
-    return groups
-
-
-def final_losses(records: Iterable[Record]) -> dict[str, dict[int, float]]:
-    """Returns the last validation loss by precision and seed."""
-    found: dict[str, dict[int, float]] = {}
-    for record in records:
-        found.setdefault(record["precision"], {})[record["seed"]] = record["losses"][-1][1]
-    return {name: found[name] for name in PRECISIONS if name in found}
-
-
-def differences(losses: dict[str, dict[int, float]], precision: str) -> list[float]:
-    """Returns the loss less that of float32, for each seed that has both."""
-    ours, theirs = losses[precision], losses.get("float32", {})
-    return [loss - theirs[seed] for seed, loss in sorted(ours.items()) if seed in theirs]
-
-
-def spread(values: Iterable[float]) -> float:
-    return max(values := list(values)) - min(values)
-
-
-def table(records: list[Record]) -> str:
-    """Returns a Markdown table, a row a precision."""
-    losses = final_losses(records)
-    rows = [
-        ("precision", "seeds", "validation loss", "spread over seeds")
-        + ("difference to float32", "smallest to largest", "skipped steps"),
-        ("---",) * 7,
-    ]
+def table(found: list[Record]) -> str:
+    """Returns a Markdown table, a row a precision, of the last loss of each seed."""
+    losses: dict[str, dict[int, float]] = {name: {} for name in PRECISIONS}
+    for record in found:
+        losses[record["precision"]][record["seed"]] = record["losses"][-1][1]
+    rows = []
     for name, by_seed in losses.items():
-        found = differences(losses, name) if name != "float32" else []
-        apart = f"{statistics.mean(found):+.5f}" if found else ""
-        most = f"{min(found):+.5f} to {max(found):+.5f}" if len(found) > 1 else ""
-        skipped = sum(r["skipped_steps"] for r in records if r["precision"] == name)
-        mean = f"{statistics.mean(by_seed.values()):.4f}"
-        wide = f"{spread(by_seed.values()):.4f}" if len(by_seed) > 1 else ""
-        rows.append((name, f"{len(by_seed)}", mean, wide, apart, most, f"{skipped}"))
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def draw(records: list[Record], path: str) -> None:
-    """Draws the differences to float32, a dot for each seed."""
-    from matplotlib.figure import Figure
-
-    losses = final_losses(records)
-    names = [name for name in losses if name != "float32" and differences(losses, name)]
-    figure = Figure(figsize=(7, 0.45 * len(names) + 1.2), layout="constrained")
-    axis = figure.subplots()
-    half = spread(losses["float32"].values()) / 2
-    axis.axvspan(-half, half, color="0.9", label="spread of float32 over seeds")
-    axis.axvline(0, color="0.5", linewidth=1)
-    for row, name in enumerate(names):
-        found = differences(losses, name)
-        axis.plot(found, [row] * len(found), "o", color="tab:blue", alpha=0.7)
-    axis.set_xscale("symlog", linthresh=1e-5)
-    axis.grid(axis="x", alpha=0.3)
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.set_xlabel("validation loss less that of float32 with the same seed (nats a character)")
-    figure.legend(loc="outside upper right")
-    figure.savefig(path, dpi=120)
+        base = losses["float32"] if name != "float32" else {}
+        less = [loss - base[seed] for seed, loss in by_seed.items() if seed in base]
+        mean = f"{statistics.mean(less):+.5f}" if less else ""
+        ends = f"{min(less):+.5f} to {max(less):+.5f}" if len(less) > 1 else ""
+        values = by_seed.values()
+        wide = f"{max(values) - min(values):.4f}" if len(by_seed) > 1 else ""
+        skipped = sum(r["skipped_steps"] for r in found if r["precision"] == name)
+        if by_seed:
+            loss = f"{statistics.mean(values):.4f}"
+            rows.append((name, str(len(by_seed)), loss, wide, mean, ends, str(skipped)))
+    header = ("precision", "seeds", "validation loss", "spread over seeds")
+    header += ("difference to float32", "smallest to largest", "skipped steps")
+    return records.table(header, rows)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Compares precisions on a language model.")
-    parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=[*PRECISIONS])
-    parser.add_argument("--seeds", type=int, default=3)
-    for name, default in Size._field_defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the records are kept")
-    parser.add_argument("--report", action="store_true", help="measure nothing, print the table")
-    parser.add_argument("--plot", help="measure nothing, draw the last setting into this file")
-    args = parser.parse_args(arguments)
-    if not args.report and not args.plot:
-        size = Size(*(getattr(args, name) for name in Size._fields))
-        measure(args.out, args.precisions, args.seeds, size)
-    for heading, records in by_setting(read(args.out)).items():
-        print(f"{heading}\n\n{table(records)}\n")
-        if args.plot:
-            draw(records, args.plot)
+    records.main(__doc__, {"language_model": (points(), measure)}, arguments, RESULTS)
 
 
 if __name__ == "__main__":

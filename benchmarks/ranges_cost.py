@@ -1,16 +1,15 @@
-"""Measures what `jmpx.inspect.ranges` costs beside a plain step of a transformer, as lines of JSON.
+"""Measures what `jmpx.inspect.ranges` costs beside a plain step of a transformer.
 
-    python benchmarks/ranges_cost.py
+    python benchmarks/ranges_cost.py --again
 
 A step is the loss and its gradient of four blocks (batch 8, sequence 128, width 256), written out
 or scanned. `step_s` is the processor's time of a jitted float32 step that is compiled already;
-`first` and `later` are those of calls of `jmpx.inspect.ranges`, tracing included, as multiples of
-it. The first call compiles; later calls of a model that is written out compile nothing, but loops
-are compiled again. Seconds are those of all threads, so that other programs on the machine count
-less.
+`first_s` and `later_s` are those of calls of `jmpx.inspect.ranges`, tracing included, and `later`
+a multiple of `step_s`. The first call compiles; later calls of a model that is written out compile
+nothing, but loops are compiled again. Seconds are those of all threads, so that other programs on
+the machine count less.
 """
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,53 +21,35 @@ from models import Transformer
 
 import jmpx
 
+ROUNDS = 3
 
-def seconds(call: Callable[[], Any]) -> float:
+
+def seconds(call: Callable[..., Any], *args: Any) -> float:
     """Returns the processor's time of a call."""
     start = time.process_time()
-    jax.block_until_ready(call())
+    jax.block_until_ready(call(*args))
     return time.process_time() - start
 
 
-def measure(model: Transformer, size: int, length: int, rounds: int) -> list[records.Record]:
-    """Returns a record for extremes alone, and one with counts."""
-    rng = np.random.default_rng(0)
-    params, batch = model.init(rng), model.batch(rng, size, length)
+def measure(scanned: bool, small: bool = False) -> records.Record:
+    sizes = {"layers": 1, "width": 8, "hidden": 16} if small else {}
+    model, rng = Transformer(**sizes, scanned=scanned), np.random.default_rng(0)
+    arguments = model.init(rng), *model.batch(rng)
     step = jax.jit(jax.value_and_grad(model.loss))
-    compiling = seconds(lambda: step(params, *batch))
-    plain = min(seconds(lambda: step(params, *batch)) for _ in range(rounds))
-    found = []
-    for extremes_only in (True, False):
-        ranges = jmpx.inspect.ranges(model.loss, extremes_only=extremes_only)
-        run = functools.partial(ranges, params, *batch)
-        first, *later = [seconds(run) for _ in range(1 + rounds)]
-        found.append(
-            {
-                "scanned": model.scanned,
-                "extremes_only": extremes_only,
-                "step_s": round(plain, 3),
-                "compile_s": round(compiling, 2),
-                "first_s": round(first, 2),
-                "later_s": round(min(later), 2),
-                "later": round(min(later) / plain, 1),
-            }
-        )
-    return found
+    compiling = seconds(step, *arguments)
+    plain = min(seconds(step, *arguments) for _ in range(ROUNDS))
+    ranges = jmpx.inspect.ranges(model.loss)
+    first, *later = [seconds(ranges, *arguments) for _ in range(1 + ROUNDS)]
+    return {
+        "step_s": round(plain, 3),
+        "compile_s": round(compiling, 2),
+        "first_s": round(first, 2),
+        "later_s": round(min(later), 2),
+        "later": round(min(later) / plain, 1),
+    }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = records.parser(__doc__)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args(arguments)
-    for scanned in (False, True):
-        model = Transformer(args.layers, args.width, hidden=4 * args.width, scanned=scanned)
-        for found in measure(model, args.batch, args.length, args.rounds):
-            records.emit("ranges_cost", **found)
-
+POINTS = [{"scanned": scanned} for scanned in (False, True)]
 
 if __name__ == "__main__":
-    main()
+    records.main(__doc__, {"ranges_cost": (POINTS, measure)}, out=records.RESULTS / "ranges.jsonl")

@@ -1,4 +1,12 @@
-"""The lines of JSON that all benchmarks print: their figures, and where these were measured."""
+"""What all benchmarks share: their command line, their lines of JSON, and tables in Markdown.
+
+A benchmark has points and a function that measures one. Its script measures the points that its
+file has no line of, prints their lines and keeps them in that file:
+
+    python benchmarks/growth_steps.py --again         # also what has a line
+    python benchmarks/compiled_step.py --only jmpx 12 # the points that have these values
+    python benchmarks/storage.py --small              # small sizes, kept nowhere
+"""
 
 import argparse
 import contextlib
@@ -8,34 +16,101 @@ import json
 import os
 import platform
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from tqdm import tqdm
 
 import jmpx
 
 Record = dict[str, Any]  # what a line of JSON holds
+Benchmarks = dict[str, tuple[list[Record], Callable[..., Any]]]  # by name: the points, and measure
 
+RESULTS = Path(__file__).parent / "results"
+CPU = RESULTS / "cpu.jsonl"
 PACKAGES = {name: name for name in ("jax", "jaxlib", "optax", "jmp")}
 PACKAGES["mpx"] = "mixed-precision-for-JAX"
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Returns a parser whose help is a benchmark's docstring."""
+def parser(doc: str | None, out: Path) -> argparse.ArgumentParser:
+    """Returns a parser with the options of every script; its help is the script's docstring."""
     raw = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=doc, formatter_class=raw)
+    made = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    made.add_argument("--only", nargs="+", default=[], metavar="VALUE", help="what a point has")
+    made.add_argument("--small", action="store_true", help="small sizes, to try the script")
+    made.add_argument("--out", type=Path, default=out, help="the file of the lines")
+    return made
 
 
-def emit(benchmark: str, **fields: Any) -> None:
-    """Prints one line."""
-    print(json.dumps({"benchmark": benchmark, **fields, **surroundings()}), flush=True)
+def main(
+    doc: str | None,
+    benchmarks: Benchmarks,
+    arguments: list[str] | None = None,
+    out: Path = CPU,
+    by_version: bool = False,
+) -> None:
+    """Measures the points that have no line yet, and keeps the line of each as soon as it is there.
+
+    Args:
+        doc: the script's docstring.
+        benchmarks: for each name the points, and the function that takes the values of a point and
+            returns the figures of its line or lines. With `--small` it gets `small=True`, too.
+        arguments: of the command line.
+        out: the default of `--out`.
+        by_version: whether lines of several versions of JAX are kept beside each other.
+    """
+    made = parser(doc, out)
+    made.add_argument("--again", action="store_true", help="measure also what has a line")
+    made.add_argument("--list", action="store_true", help="print the points, measure none")
+    args = made.parse_args(arguments)
+    small = {"small": True} if args.small else {}
+    keeps = not args.small or args.out != out
+    points = [(name, point | small) for name, (found, _) in benchmarks.items() for point in found]
+    points = [
+        (name, point) for name, point in points if {*args.only} <= {name, *map(str, point.values())}
+    ]
+    lines = read(args.out) if keeps and not args.again else []
+    lines = [line for line in lines if line.get("status") != "error"]
+    left = [each for each in points if not any(is_of(line, *each, by_version) for line in lines)]
+    if args.list:
+        for each in points:
+            print("missing" if each in left else "there  ", *each[1].values(), sep="\t")
+        return
+    for name, point in tqdm(left, unit="point", disable=None):
+        found = benchmarks[name][1](**point)
+        found = found if isinstance(found, list) else [found]
+        new = [{"benchmark": name, **point, **surroundings(), **each} for each in found]
+        print(*map(json.dumps, new), sep="\n", flush=True)
+        if keeps:
+            keep(args.out, new, lambda old: is_of(old, name, point, by_version))  # noqa: B023
+
+
+def is_of(line: Record, name: str, point: Record, by_version: bool = False) -> bool:
+    """Returns whether a line is that of a point, and of this version of JAX if versions count."""
+    right = not by_version or version_of(line) == jax.__version__
+    return right and line["benchmark"] == name and point.items() <= line.items()
+
+
+def version_of(line: Record) -> str:
+    """Returns the version of JAX with which a line was measured."""
+    return line.get("jax") or line["versions"]["jax"]
 
 
 def read(path: Path) -> list[Record]:
     """Returns the lines of a file; there are none if there is no file."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line]
+
+
+def keep(path: Path, new: list[Record], replaces: Callable[[Record], bool]) -> None:
+    """Writes lines in place of those that they replace, or after the others."""
+    lines = read(path)
+    place = next((i for i, line in enumerate(lines) if replaces(line)), len(lines))
+    lines = [line for line in lines if not replaces(line)]
+    lines[place:place] = new
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def surroundings() -> Record:
@@ -57,3 +132,43 @@ def version(package: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
+
+
+# Tables.
+
+
+class Row(NamedTuple):
+    """A measure that may be at most `bar`, or at least with `least`."""
+
+    measure: str
+    value: float
+    bar: float
+    least: bool = False
+
+    def cells(self) -> tuple[str, ...]:
+        holds = self.value >= self.bar if self.least else self.value <= self.bar
+        bar = f"{'≥' if self.least else '≤'} {self.bar:g}"
+        return self.measure, f"{self.value:.4g}", bar, "yes" if holds else "**no**"
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [tuple(header), *map(tuple, rows)]
+    lines.insert(1, ("---",) * len(lines[0]))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def table_of_bars(rows: Iterable[Row]) -> str:
+    return table(("measure", "measured", "bar", "holds"), (row.cells() for row in rows))
+
+
+def plain(value: Any) -> str:
+    """Returns a value as the cell of a table."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(map(plain, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {plain(v)}" for key, v in value.items())
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,54 +1,81 @@
-"""The results of the scripts that try to make jmpx fail, and their table.
+"""What the scripts that try to make jmpx fail share: their command line, and the table of results.
 
-    python benchmarks/reliability.py                       # prints it, and puts it into PAGES
-
-`kills.py`, `soak.py`, `threads.py` and `fuzz_strings.py` append a line of JSON for each case to
-`benchmarks/results/reliability.jsonl`. The table has the last line of each case and version of JAX.
+`kills.py`, `soak.py`, `threads.py` and `fuzz_strings.py` keep a line of JSON for each case and
+version of JAX in `benchmarks/results/reliability.jsonl`; `report.py` writes the table.
 """
 
-import argparse
-import json
-import re
-from pathlib import Path
-from typing import Any
+import random
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import records
 from records import Record
 
-FOLDER = Path(__file__).parent
-PAGES = FOLDER / "README.md", FOLDER.parent / "docs" / "reliability.md"
-RESULTS = FOLDER / "results" / "reliability.jsonl"
-MARKS = "<!-- table, by reliability.py -->", "<!-- end of it -->"
-HEADER = "| what | how often | outcome | JAX |\n| --- | --- | --- | --- |"
+RESULTS = records.RESULTS / "reliability.jsonl"
+Found = tuple[Record, list[str]]  # figures, and sentences that say what failed
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with the options that all of these scripts have."""
-    made = records.parser(doc)
-    made.add_argument("--small", action="store_true", help="seconds instead of minutes, for CI")
-    made.add_argument("--seed", type=int, help="of what is drawn; a new one each time if left out")
-    made.add_argument("--out", type=Path, default=RESULTS, help="where the lines are kept")
-    return made
+class Case(NamedTuple):
+    """What is tried, and its row of the table.
 
-
-def keep(out: Path, benchmark: str, case: str, **fields: Any) -> Record:
-    """Appends the line of one case, and prints its result and its row.
-
-    Args:
-        out: the file.
-        benchmark: the script, without its ending.
-        case: what the row's first cell says.
-        **fields: `times` and `outcome`, the row's next cells, in which `{name}` stands for the
-            figure of that name; `figures`; `failures`, a list of sentences; and what else was
-            measured.
+    Attributes:
+        name: the first cell.
+        times: the second one, in which `{name}` stands for the figure of that name.
+        outcome: the third one, likewise.
+        run: takes whether the run is small, and a seed.
     """
-    record = {"benchmark": benchmark, "case": case, **fields, **records.surroundings()}
-    with out.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-    for failure in record["failures"]:
-        print(f"FAILED: {failure}")
-    print(f"{benchmark}: {', '.join(cells([record])[:3])}", row([record]), sep="\n", flush=True)
-    return record
+
+    name: str
+    times: str
+    outcome: str
+    run: Callable[[bool, int], Found]
+
+
+def main(
+    doc: str | None, benchmark: str, cases: list[Case], arguments: list[str] | None = None
+) -> None:
+    """Runs the cases whose names contain `--only`, prints and keeps their lines, and exits."""
+    made = records.parser(doc, RESULTS)
+    made.add_argument("--seed", type=int, help="of what is drawn; a new one each time if left out")
+    args = made.parse_args(arguments)
+    seed = random.randrange(2**31) if args.seed is None else args.seed
+    failed = False
+    for name, times, outcome, run in cases:
+        if not all(word in name for word in args.only):
+            continue
+        figures, failures = run(args.small, seed)
+        key = {"benchmark": benchmark, "case": name, "small": args.small}
+        line = {**key, "times": times, "outcome": outcome, "figures": figures}
+        line |= {"failures": failures, "seed": seed, **records.surroundings()}
+        if not args.small or args.out != RESULTS:
+            records.keep(args.out, [line], lambda old: is_same(old, line))  # noqa: B023
+        for failure in failures:
+            print(f"FAILED: {failure}")
+        print(f"{benchmark}: {row([line])}", flush=True)
+        failed |= bool(failures)
+    sys.exit(failed)
+
+
+def is_same(old: Record, new: Record) -> bool:
+    same = all(old[key] == new[key] for key in ("benchmark", "case", "small"))
+    return same and records.version_of(old) == jax.__version__
+
+
+def table(found: list[Record]) -> str:
+    """Returns a Markdown table: a row a case, of the last line of each version of JAX."""
+    last: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in found:
+        if not record.get("small"):
+            versions = last.setdefault((record["benchmark"], record["case"]), {})
+            versions[record["versions"]["jax"]] = record
+    rows = (cells([*versions.values()]) for versions in last.values())
+    return records.table(("what", "how often", "outcome", "JAX"), rows)
+
+
+def row(group: list[Record]) -> str:
+    return " | ".join(cells(group))
 
 
 def cells(group: list[Record]) -> list[str]:
@@ -57,51 +84,18 @@ def cells(group: list[Record]) -> list[str]:
     for record in group:
         for name, value in record["figures"].items():
             found.setdefault(name, []).append(value)
-    shown = {name: _range(values) for name, values in found.items()}
+    shown = {name: ends(values) for name, values in found.items()}
     failures = sum(len(record["failures"]) for record in group)
     outcome = group[-1]["outcome"].format(**shown)
-    versions = ", ".join(sorted({r["versions"]["jax"] for r in group}, key=_order))
     outcome = f"**{failures} failures**: {outcome}" if failures else outcome
+    versions = ", ".join(sorted({r["versions"]["jax"] for r in group}, key=order))
     return [group[-1]["case"], group[-1]["times"].format(**shown), outcome, versions]
 
 
-def row(group: list[Record]) -> str:
-    return f"| {' | '.join(cells(group))} |"
-
-
-def _range(values: list[Any]) -> str:
+def ends(values: list[Any]) -> str:
     low, high = (f"{end(values):,}" for end in (min, max))
     return low if low == high else f"{low} to {high}"
 
 
-def _order(version: str) -> list[int]:
+def order(version: str) -> list[int]:
     return [int(part) for part in version.split(".") if part.isdigit()]
-
-
-def table(found: list[Record]) -> str:
-    """Returns a Markdown table, a row a case."""
-    last: dict[tuple[str, str], dict[str, Record]] = {}
-    for record in found:
-        if not record.get("small"):
-            versions = last.setdefault((record["benchmark"], record["case"]), {})
-            versions[record["versions"]["jax"]] = record
-    return "\n".join([HEADER, *(row([*versions.values()]) for versions in last.values())])
-
-
-def page(found: list[Record], text: str) -> str:
-    """Returns the text with the table between its marks."""
-    pattern = re.compile(f"{re.escape(MARKS[0])}.*{re.escape(MARKS[1])}", re.DOTALL)
-    return pattern.sub(lambda _: f"{MARKS[0]}\n\n{table(found)}\n\n{MARKS[1]}", text)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    made = records.parser(__doc__)
-    made.add_argument("--out", type=Path, default=RESULTS, help="where the lines are kept")
-    found = records.read(made.parse_args(arguments).out)
-    for path in PAGES:
-        path.write_text(page(found, path.read_text()))
-    print(table(found))
-
-
-if __name__ == "__main__":
-    main()

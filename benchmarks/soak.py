@@ -9,26 +9,20 @@ and optimizer as they were to the bit, and any other step changes them. In the e
 traced once, and the process has as much memory as before.
 """
 
+import functools
 import gc
-import os
 import random
-import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-import jax
-import jax.numpy as jnp
+import float16_training as training
 import numpy as np
-import optax
 import reliability
+from reliability import Case, Found
 from tqdm import tqdm
 
 import jmpx
 
 STEPS, PLANTED, WARM = 20_000, 64, 1_000
-MEBIBYTE = 2**20
 MOST_GROWTH = 8.0  # MiB of memory
 
 # The loss scales: none of them gets so large that a step overflows by itself.
@@ -81,138 +75,75 @@ def planted(steps: int, count: int, seed: int) -> set[int]:
     return found
 
 
-class State(NamedTuple):
-    params: Any
-    opt_state: Any
-    loss_scale: jmpx.DynamicLossScale
-
-
-OPTIMIZER = jmpx.skip_nonfinite(optax.adam(1e-4))
-
-
-def init(loss_scale: jmpx.DynamicLossScale) -> State:
-    rng = np.random.default_rng(0)
-    params = {
-        "in": jnp.asarray(rng.normal(size=(8, 8)) / 8, np.float32),
-        "out": jnp.asarray(rng.normal(size=(8,)) / 8, np.float32),
-    }
-    # Copied to the device, so that the first step is traced with what the next ones have.
-    return State(params, OPTIMIZER.init(params), jax.tree.map(jnp.asarray, loss_scale))
-
-
-def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    out = jnp.tanh(x @ params["in"]) @ params["out"]
-    return jnp.mean((out.astype(jnp.float32) - y.astype(jnp.float32)) ** 2)
-
-
-def make_step(skip_by: Any) -> tuple[Callable[..., tuple[State, jax.Array]], list[int]]:
-    """Returns a train step and a list that gets an item each time it is traced."""
-    traces: list[int] = []
-
-    @jax.jit
-    def step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Array]:
-        traces.append(1)
-        grad_fn = jmpx.filter_value_and_grad(loss_fn, state.loss_scale, policy="c=f16,o=f32")
-        _, loss_scale, finite, grads = grad_fn(state.params, x, y)
-        params, opt_state = jmpx.optimizer_update(
-            state.params, OPTIMIZER, state.opt_state, grads, finite, skip_by=skip_by
-        )
-        return State(params, opt_state, loss_scale), finite
-
-    return step, traces
-
-
 def memory() -> float:
     """Returns the memory of this process, in MiB."""
     import psutil
 
     gc.collect()
-    return psutil.Process().memory_info().rss / MEBIBYTE
+    return psutil.Process().memory_info().rss / 2**20
 
 
-def bits(state: State) -> list[bytes]:
-    """Returns the parameters and the state of the wrapped optimizer."""
-    opt_state: Any = state.opt_state
-    return [
-        np.asarray(leaf).tobytes()
-        for leaf in jax.tree.leaves((state.params, opt_state.inner_state))
-    ]
-
-
-def run(
-    name: str, skip_by: str, steps: int, count: int, seed: int
-) -> tuple[dict[str, Any], list[str]]:
-    """Takes the steps; returns figures, and what was other than in the model."""
+def run(name: str, skip_by: str, steps: int, seed: int) -> Found:
+    """Takes the steps with one loss scale; returns figures, and what differs from the model."""
+    count = min(PLANTED, steps // 10)
     rng, overflows = np.random.default_rng(seed), planted(steps, count, seed)
-    state, model = init(SCALES[name]), Model(SCALES[name])
-    step, traces = make_step(skip_by)
+    state, model = training.init(SCALES[name]), Model(SCALES[name])
+    step, traces = training.make_step(skip_by)
     failures: list[str] = []
-    before, seen, skipped = 0.0, set(), set()
-    for number in tqdm(range(steps), unit="step", desc=f"{name}, {skip_by}", mininterval=1):
+    before, skipped = 0.0, set()
+    for number in tqdm(range(steps), unit="step", desc=f"{name}, {skip_by}", disable=None):
         if number == min(WARM, steps // 2):
-            before = round(memory(), 1)
-        x = rng.normal(size=(4, 8)).astype(np.float32)
+            before = memory()
+        x = rng.normal(size=(16, 8)).astype(np.float32)
         if number in overflows:
-            x[rng.integers(4), rng.integers(8)] = rng.choice([np.inf, np.nan, 1e6, -7e4])
-        old, (state, finite) = state, step(state, x, x.sum(1))
-        skips: Any = state.opt_state
-        counts = skips.total_skipped, skips.consecutive_skipped
-        leaves = *jax.tree.leaves(state.loss_scale), *counts
-        found = tuple(np.asarray(leaf).item() for leaf in leaves)
+            x[rng.integers(16), rng.integers(8)] = rng.choice([np.inf, np.nan, 1e6, -7e4])
+        old, (state, _, finite) = state, step(state, x)
         if not finite:
             skipped.add(number)
-        if found != (wanted := model.step(number in overflows)) and len(failures) < 10:
-            failures.append(f"{name}, {skip_by}, step {number}: wanted {wanted}, got {found}")
-        if (bits(old) == bits(state)) != (number in overflows) and len(failures) < 10:
-            failures.append(f"{name}, {skip_by}, step {number}: skipped {number not in overflows}")
-        seen.add(found[0])
-    after = round(memory(), 1)
+        if (found := training.counts(state)) != (wanted := model.step(number in overflows)):
+            failures.append(f"step {number}: wanted {wanted}, got {found}")
+        same = updated_bits(old) == updated_bits(state)
+        if same != (number in overflows):
+            failures.append(f"step {number}: skipped {same}")
+    growth = memory() - before
     if skipped != overflows:
-        failures.append(f"{name}, {skip_by}: skipped {sorted(skipped ^ overflows)} otherwise")
+        failures.append(f"skipped {sorted(skipped ^ overflows)} otherwise")
     if len(traces) != 1:
-        failures.append(f"{name}, {skip_by}: {len(traces)} traces")
-    if after - before > MOST_GROWTH:
-        failures.append(f"{name}, {skip_by}: {after - before:.1f} MiB more memory")
-    figures = {"planted": count, "skipped": len(skipped), "traces": len(traces)}
-    return figures | {"scales": len(seen), "before": before, "after": after}, failures
+        failures.append(f"{len(traces)} traces")
+    if growth > MOST_GROWTH:
+        failures.append(f"{growth:.1f} MiB more memory")
+    figures = {"planted": count, "traces": len(traces), "more": round(growth, 1)}
+    return figures, [f"{name}, {skip_by}: {failure}" for failure in failures[:10]]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = reliability.parser(__doc__)
-    parser.add_argument("--scales", nargs="+", choices=list(SCALES), default=[*SCALES])
-    parser.add_argument("--steps", type=int)
-    args = parser.parse_args(arguments)
-    seed = random.randrange(2**31) if args.seed is None else args.seed
-    steps = args.steps or (300 if args.small else STEPS)
-    failed = False
-    for skip_by in ("cond", "where"):
-        runs = {
-            name: run(name, skip_by, steps, min(PLANTED, steps // 10), seed) for name in args.scales
-        }
-        failures = [failure for _, found in runs.values() for failure in found]
-        failed |= bool(failures)
-        each = [figures for figures, _ in runs.values()]
-        reliability.keep(
-            args.out,
-            "soak",
-            f'float16 steps with planted overflows, `skip_by="{skip_by}"`',
-            times="{steps} steps with each of {loss_scales} loss scales, {planted} planted",
-            outcome="exactly these skipped; scale and counts those of a plain Python model after "
-            "each step; {traces} trace; at most {more} MiB more memory",
-            figures={
-                "steps": steps,
-                "loss_scales": len(runs),
-                "planted": sum(figures["planted"] for figures in each),
-                "traces": max(figures["traces"] for figures in each),
-                "more": round(max(figures["after"] - figures["before"] for figures in each), 1),
-            },
-            failures=failures,
-            runs={name: figures for name, (figures, _) in runs.items()},
-            seed=seed,
-            small=args.small,
-        )
-    sys.exit(failed)
+def updated_bits(state: training.State) -> list[bytes]:
+    opt_state: Any = state.opt_state
+    return training.bits((state.params, opt_state.inner_state))
 
+
+def run_all(skip_by: str, small: bool, seed: int, steps: int = STEPS) -> Found:
+    steps = 300 if small else steps
+    runs = [run(name, skip_by, steps, seed) for name in SCALES]
+    figures = {
+        "steps": steps,
+        "loss_scales": len(runs),
+        "planted": sum(found["planted"] for found, _ in runs),
+        "traces": max(found["traces"] for found, _ in runs),
+        "more": max(found["more"] for found, _ in runs),
+    }
+    return figures, [failure for _, failures in runs for failure in failures]
+
+
+CASES = [
+    Case(
+        f'float16 steps with planted overflows, `skip_by="{skip_by}"`',
+        "{steps} steps with each of {loss_scales} loss scales, {planted} planted",
+        "exactly these skipped; scale and counts those of a plain Python model after each step; "
+        "{traces} trace; at most {more} MiB more memory",
+        functools.partial(run_all, skip_by),
+    )
+    for skip_by in ("cond", "where")
+]
 
 if __name__ == "__main__":
-    main()
+    reliability.main(__doc__, "soak", CASES)

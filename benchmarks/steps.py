@@ -3,14 +3,14 @@
 A step computes `run(state, *batch) -> state, loss` from `state = params, opt_state, scaling`, where
 `scaling` is whatever the implementation carries to scale its loss. The implementations:
 
-- handwritten: float16 has a dynamic loss scale, checks the gradients as they arrive and selects
-  with `where`; the flag is an output. Other dtypes neither scale nor skip, unless `scales` says so.
+- handwritten: a dynamic loss scale, gradients that are checked as they arrive, and `where`, which
+  selects what to keep; the flag is an output. Where nothing scales, nothing is skipped.
 - handwritten_cond: skips with `lax.cond`. handwritten_late: checks the gradients after they are
   unscaled, as JMP and MPX do, and selects with `where`.
 - jmp, mpx: as the users of JMP and of MPX (PyPI: mixed-precision-for-JAX) write it. MPX scales and
   skips in bfloat16, too.
 - jmpx: `filter_value_and_grad` with `optimizer_update`, which skips as its platform does best: with
-  `lax.cond` on CPUs and GPUs, with `where` on TPUs; jmpx_where always selects.
+  `lax.cond` on CPUs and GPUs, with `where` on TPUs; jmpx_where and jmpx_cond always do the one.
 - jmpx_counting, jmpx_counting_where: the same with an optimizer made by `skip_nonfinite`.
 - jmpx_wrapped, jmpx_wrapped_cond: `skip_nonfinite` alone, with `optax.apply_updates`; it selects
   unless told otherwise.
@@ -21,7 +21,6 @@ A step computes `run(state, *batch) -> state, loss` from `state = params, opt_st
 
 import importlib
 import importlib.util
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,17 +29,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tpu
 from models import Transformer, cross_entropy
 
 import jmpx
 
 PyTree = Any
-Batch = tuple[jax.Array, jax.Array]  # inputs and labels
 Optimizer = optax.GradientTransformation
 
 ADAM = optax.adam(1e-3)
 START, PERIOD = 2.0**15, 2000  # of the dynamic loss scale
 LOW = ("bfloat16", "float16")
+SCALED = ("float16", "bfloat16_scaled")  # what is computed with a loss scale
 DTYPES = ("float32_highest", "float32", *LOW)  # the first one multiplies without TF32
 
 
@@ -60,7 +60,8 @@ class Point(NamedTuple):
 
     def make(self, model: Transformer, optimizer: Optimizer) -> Step:
         make, _ = IMPLEMENTATIONS[self.implementation]
-        return make(model, self.dtype.removesuffix("_highest"), optimizer)
+        dtype, _, _ = self.dtype.partition("_")
+        return make(model, dtype, optimizer, scales=self.dtype in SCALED)
 
 
 def points(implementations: Iterable[str], dtypes: Sequence[str]) -> list[Point]:
@@ -105,12 +106,10 @@ def handwritten(
     model: Transformer,
     dtype: str,
     optimizer: Optimizer,
+    scales: bool = False,
     skip: Callable[..., Any] = by_where,
     late: bool = False,
-    scales: bool | None = None,
 ) -> Step:
-    scales = dtype == "float16" if scales is None else scales
-
     def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
         return model.loss(cast(params, dtype), cast(x, dtype), labels)
 
@@ -152,10 +151,9 @@ def jmp_style(
     model: Transformer,
     dtype: str,
     optimizer: Optimizer,
-    library: str,
-    scales: bool | None = None,
+    scales: bool = False,
+    library: str = "jmp",
 ) -> Step:
-    scales = dtype == "float16" if scales is None else scales
     jmp = importlib.import_module(library)
     policy = jmp.get_policy(f"params=float32,compute={dtype},output=float32")
 
@@ -175,18 +173,12 @@ def jmp_style(
             new = jmp.select_tree(finite, new, (params, opt_state))
         return (*new, loss_scale), loss
 
-    if scales:
-        return Step(run, jmp.DynamicLossScale(jnp.float32(START)), optimizer)
-    return Step(run, jmp.NoOpLossScale(), optimizer)
+    scaling = jmp.DynamicLossScale(jnp.float32(START)) if scales else jmp.NoOpLossScale()
+    return Step(run, scaling, optimizer)
 
 
-def mpx_style(
-    model: Transformer, dtype: str, optimizer: Optimizer, scales: bool | None = None
-) -> Step:
+def mpx_style(model: Transformer, dtype: str, optimizer: Optimizer, scales: bool = False) -> Step:
     import mpx
-
-    scales = dtype == "float16" if scales is None else scales
-    start = START if scales else 1.0
 
     def run(state: PyTree, *batch: jax.Array) -> Any:
         params, opt_state, scaling = state
@@ -196,20 +188,20 @@ def mpx_style(
         new = mpx.optimizer_update(params, optimizer, opt_state, grads, finite)
         return (*new, scaling), loss
 
-    return Step(run, mpx.DynamicLossScaling(jnp.float32(start), jnp.float32(1)), optimizer)
+    start = jnp.float32(START if scales else 1)
+    return Step(run, mpx.DynamicLossScaling(start, jnp.float32(1)), optimizer)
 
 
 def jmpx_style(
     model: Transformer,
     dtype: str,
     optimizer: Optimizer,
+    scales: bool = False,
     counting: bool = False,
     loss_fn: Callable[..., jax.Array] | None = None,
     policy: str | None = None,
-    scales: bool | None = None,
     **skip: Any,
 ) -> Step:
-    scaled = dtype == "float16" if scales is None else scales
     optimizer = jmpx.skip_nonfinite(optimizer) if counting else optimizer
 
     def run(state: PyTree, *batch: jax.Array) -> Any:
@@ -218,17 +210,18 @@ def jmpx_style(
             loss_fn or model.loss, scaling, policy=policy or f"compute={dtype}"
         )
         loss, scaling, finite, grads = grad_fn(params, *batch)
-        if scaled:
+        if scales:
             new = jmpx.optimizer_update(params, optimizer, opt_state, grads, finite, **skip)
         else:
             new = update(optimizer, grads, params, opt_state)
         return (*new, scaling), loss
 
-    scaling = jmpx.DynamicLossScale(START) if scaled else jmpx.NoOpLossScale()
-    return Step(run, scaling, optimizer)
+    return Step(run, jmpx.DynamicLossScale(START) if scales else jmpx.NoOpLossScale(), optimizer)
 
 
-def jmpx_wrapped(model: Transformer, dtype: str, optimizer: Optimizer, **skip: Any) -> Step:
+def jmpx_wrapped(
+    model: Transformer, dtype: str, optimizer: Optimizer, scales: bool, **skip: Any
+) -> Step:
     """The step of those who apply the updates themselves."""
     wrapped = jmpx.skip_nonfinite(optimizer, **skip)
 
@@ -246,6 +239,7 @@ def autocast_style(
     model: Transformer,
     dtype: str,
     optimizer: Optimizer,
+    scales: bool = False,
     rules: str = "",
     with_loss: bool = False,
     **options: Any,
@@ -258,86 +252,75 @@ def autocast_style(
 
     if with_loss:
         loss_fn = jmpx.autocast(model.loss, f"compute={dtype}{rules}", **options)
-    return jmpx_style(model, dtype, optimizer, loss_fn=loss_fn, policy="full")
+    return jmpx_style(model, dtype, optimizer, scales, loss_fn=loss_fn, policy="full")
 
 
-FLOAT16 = ("float16",)
 PEERS = ("jmp", "mpx")
-IMPLEMENTATIONS: dict[str, tuple[Callable[..., Step], tuple[str, ...]]] = {
-    "handwritten": (handwritten, DTYPES),
-    "handwritten_cond": (partial(handwritten, skip=by_cond), FLOAT16),
-    "handwritten_late": (partial(handwritten, late=True), FLOAT16),
-    "jmp": (partial(jmp_style, library="jmp"), LOW),
-    "mpx": (mpx_style, LOW),
-    "jmpx": (jmpx_style, LOW),
-    "jmpx_where": (partial(jmpx_style, skip_by="where"), FLOAT16),
-    "jmpx_counting": (partial(jmpx_style, counting=True), FLOAT16),
-    "jmpx_counting_where": (partial(jmpx_style, counting=True, skip_by="where"), FLOAT16),
-    "jmpx_wrapped": (jmpx_wrapped, FLOAT16),
-    "jmpx_wrapped_cond": (partial(jmpx_wrapped, skip_by="cond"), FLOAT16),
+IMPLEMENTATIONS: dict[str, tuple[Callable[..., Step], tuple[str, ...]]] = {  # and their dtypes
+    "handwritten": (handwritten, (*DTYPES, "bfloat16_scaled")),
+    "handwritten_cond": (partial(handwritten, skip=by_cond), SCALED),
+    "handwritten_late": (partial(handwritten, late=True), SCALED),
+    "jmp": (jmp_style, (*LOW, "bfloat16_scaled")),
+    "mpx": (mpx_style, (*LOW, "bfloat16_scaled")),
+    "jmpx": (jmpx_style, (*LOW, "bfloat16_scaled")),
+    "jmpx_where": (partial(jmpx_style, skip_by="where"), SCALED),
+    "jmpx_cond": (partial(jmpx_style, skip_by="cond"), SCALED),
+    "jmpx_counting": (partial(jmpx_style, counting=True), SCALED),
+    "jmpx_counting_where": (partial(jmpx_style, counting=True, skip_by="where"), SCALED),
+    "jmpx_wrapped": (jmpx_wrapped, SCALED),
+    "jmpx_wrapped_cond": (partial(jmpx_wrapped, skip_by="cond"), SCALED),
     "jmpx_jmp_style": (partial(jmp_style, library="jmpx"), LOW),
     "autocast": (autocast_style, LOW),
     "autocast_saved": (partial(autocast_style, save="products"), LOW),
 }
 
 
-# Traced, compiled, run.
+# Traced.
 
 
 class Traced(NamedTuple):
     """A traced step, and the leaves of the state that it begins with."""
 
     step: Any  # what `jax.jit(...).trace` returns
-    leaves: list[jax.Array]
+    leaves: list[Any]
     structure: Any  # of the state, a PyTreeDef
-    batch: Batch
+    batch: tuple[Any, ...]
 
 
 def trace(
-    point: Point,
-    model: Transformer,
-    size: int,
-    optimizer: Optimizer = ADAM,
-    seed: int = 0,
+    point: Point, model: Transformer, size: int, optimizer: Optimizer = ADAM, sharding: Any = None
+) -> Traced:
+    """Traces a step, for the devices of a sharding if there is one."""
+    rng, step = np.random.default_rng(0), point.make(model, optimizer)
+    params = model.init(rng)
+    state, batch = (params, step.optimizer.init(params), step.scaling), model.batch(rng, size)
+    if sharding is not None:
+        arrays = jax.tree.map(jnp.asarray, (state, batch))
+        state, batch = tpu.described(arrays, jax.tree.map(lambda _: sharding, arrays))
+    precision = "highest" if point.dtype == "float32_highest" else None
+    return traced(step, state, batch, precision)
+
+
+def traced(
+    step: Step, state: PyTree, batch: Any, precision: str | None, outputs: Any = None
 ) -> Traced:
     """Traces a step that donates its state.
 
     The state goes in and out as leaves, because JAX cannot lower JMP's loss scales.
+
+    Args:
+        step: what to trace.
+        state: arrays, or what describes them.
+        batch: those, too.
+        precision: of matrix products, as `jax.default_matmul_precision` takes it.
+        outputs: shardings of the leaves and of the loss; None leaves them to XLA.
     """
-    rng = np.random.default_rng(seed)
-    step = point.make(model, optimizer)
-    params = model.init(rng)
-    state = params, step.optimizer.init(params), step.scaling
     leaves, structure = jax.tree.flatten(state)
 
-    def train_step(leaves: list[jax.Array], *batch: jax.Array) -> Any:
+    def train_step(leaves: list[Any], *batch: Any) -> Any:
         state, loss = step.run(structure.unflatten(leaves), *batch)
         return jax.tree.leaves(state), loss
 
-    batch = model.batch(rng, size)
-    precision = "highest" if point.dtype == "float32_highest" else None
     with jax.default_matmul_precision(precision):
-        traced = jax.jit(train_step, donate_argnums=0).trace(leaves, *batch)
-    return Traced(traced, leaves, structure, batch)
-
-
-class Program:
-    """A compiled step, and its training state, which goes round."""
-
-    def __init__(self, traced: Traced, options: dict[str, Any] | None = None) -> None:
-        """Compiles the step; `options` are XLA's."""
-        self._leaves, self._structure, self._batch = traced[1:]
-        self.compiled = traced.step.lower().compile(options)
-        self.loss = jnp.float32(jnp.nan)
-
-    @property
-    def params(self) -> PyTree:
-        return self._structure.unflatten(self._leaves)[0]
-
-    def run(self, steps: int) -> float:
-        """Runs some steps and returns the seconds that one took."""
-        start = time.perf_counter()
-        for _ in range(steps):
-            self._leaves, self.loss = self.compiled(self._leaves, *self._batch)
-        jax.block_until_ready((self._leaves, self.loss))
-        return (time.perf_counter() - start) / steps
+        jitted = jax.jit(train_step, donate_argnums=0, out_shardings=outputs)
+        return Traced(jitted.trace(leaves, *batch), leaves, structure, batch)

@@ -1,9 +1,9 @@
 """Measures what it costs to keep parameters, optimizer state and averages in 16 bits.
 
-    python benchmarks/storage.py                    # all parts: some ten minutes of one CPU core
-    python benchmarks/storage.py --part counting averages
-    python benchmarks/storage.py > benchmarks/results/storage.jsonl
-    python benchmarks/plot_storage.py               # the table of it, and its picture
+    python benchmarks/storage.py --again            # all parts: some ten minutes of one CPU core
+    python benchmarks/storage.py --again --only averages
+    python benchmarks/report.py                     # the table of docs/storage.md
+    python benchmarks/pictures.py storage           # its picture
 
 Its parts:
 
@@ -13,9 +13,6 @@ Its parts:
   the mean of the last tenth of its losses.
 - moments: those of Adam after 4,000 gradients, over the ones that float64 has.
 - averages: the error of moving averages, decay 0.999, from 0.5 to 1 in 5,000 steps.
-- rounding: the mean error of `jmpx.optim.stochastic_round` in units of the last place; how many
-  float32 numbers `jmpx.optim.split_master` gives back, and how often its high half is what a cast
-  gives.
 
 All models compute in float32, so that only storage differs. XLA may not keep more digits than the
 program says (`xla_allow_excess_precision`), because otherwise it leaves out roundings to 16 bits.
@@ -23,7 +20,8 @@ program says (`xla_allow_excess_precision`), because otherwise it leaves out rou
 """
 
 import functools
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -32,13 +30,12 @@ import language_model
 import numpy as np
 import optax
 import records
-from tqdm import tqdm
 
 import jmpx
 
 PyTree = Any  # JAX has no type for pytrees
 Optimizer = Any  # an optax gradient transformation
-Fields = dict[str, Any]  # of a line of JSON
+Record = records.Record
 
 EXACTLY = {"xla_allow_excess_precision": False}
 DECAY = 0.999  # of moving averages, and of Adam's second moment
@@ -86,29 +83,23 @@ def kahan(optimizer: Optimizer, seed: int) -> Optimizer:
     return optax.GradientTransformation(init, update)
 
 
+def rounded(rounding: str, **options: Any) -> Way:
+    """Stores parameters as `low_precision_params` does."""
+    wrap = jmpx.optim.low_precision_params
+    return Way(lambda optimizer, seed: wrap(optimizer, rounding, seed=seed, **options))
+
+
 WAYS = {
     "float32": Way(lambda optimizer, seed: optimizer, jnp.float32),
     "bfloat16": Way(nearest, grad_dtype=None),
     "bfloat16, float32 state": Way(
         lambda optimizer, seed: jmpx.optim.with_state_dtype(optimizer, jnp.float32)
     ),
-    "bfloat16, stochastic": Way(
-        lambda optimizer, seed: jmpx.optim.low_precision_params(optimizer, "stochastic", seed=seed)
-    ),
-    "bfloat16, stochastic, bfloat16 state": Way(
-        lambda optimizer, seed: jmpx.optim.low_precision_params(
-            optimizer, "stochastic", state_dtype=jnp.bfloat16, seed=seed
-        )
-    ),
+    "bfloat16, stochastic": rounded("stochastic"),
+    "bfloat16, stochastic, bfloat16 state": rounded("stochastic", state_dtype=jnp.bfloat16),
     "bfloat16, Kahan": Way(kahan),
-    "split master": Way(
-        lambda optimizer, seed: jmpx.optim.low_precision_params(optimizer, "split")
-    ),
-    "split master, bfloat16 state": Way(
-        lambda optimizer, seed: jmpx.optim.low_precision_params(
-            optimizer, "split", state_dtype=jnp.bfloat16, seed=seed
-        )
-    ),
+    "split master": rounded("split"),
+    "split master, bfloat16 state": rounded("split", state_dtype=jnp.bfloat16),
 }
 OF_STATE = [name for name in WAYS if "state" in name]  # these differ where there is state
 OF_PARAMS = [name for name in WAYS if name not in OF_STATE]
@@ -156,89 +147,79 @@ def train(
     return Trained(params, state, np.asarray(losses))
 
 
-# The parts. Each yields the fields of its lines.
+# The parts. Each returns the figures of one way.
 
 
-def counting(small: bool = False) -> Iterator[Fields]:
+def counting(way: str, small: bool = False) -> Record:
     """Adds 2**-10 to 1, a thousand times, in many parameters at once."""
     masters = {"w": jnp.ones(64 if small else 4096)}
-    for way in OF_PARAMS:
-        optimizer = optax.sgd(2.0**-10)
-        trained = train(way, optimizer, masters, lambda p, _: -p["w"].sum(), jnp.zeros(1000))
-        values = np.asarray(trained.params["w"], np.float64)
-        fields = {"mean": values.mean(), "sd": values.std(), "exact": 1 + 1000 * 2.0**-10}
-        yield {"way": way, "bytes": trained.bytes(), **fields}
+    optimizer = optax.sgd(2.0**-10)
+    trained = train(way, optimizer, masters, lambda p, _: -p["w"].sum(), jnp.zeros(1000))
+    values = np.asarray(trained.params["w"], np.float64)
+    fields = {"mean": values.mean(), "sd": values.std(), "exact": 1 + 1000 * 2.0**-10}
+    return {"bytes": trained.bytes(), **fields}
 
 
-def regression(small: bool = False) -> Iterator[Fields]:
+def regression(way: str, seed: int, small: bool = False) -> Record:
     """Learns 100 weights of a linear function with noise of 0.01, whose square is the best loss."""
     steps, inputs, examples = (100, 8, 64) if small else (4000, 100, 2048)
-    for seed in range(1 if small else 5):
-        rng = np.random.default_rng(seed)
-        weights = rng.normal(size=inputs)
+    rng = np.random.default_rng(seed)
+    weights = rng.normal(size=inputs)
 
-        def draw(rng: np.random.Generator = rng, weights: np.ndarray = weights) -> Any:
-            x = rng.normal(size=(examples, inputs))
-            y = x @ weights + 0.01 * rng.normal(size=examples)
-            return jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
+    def draw() -> tuple[jax.Array, jax.Array]:
+        x = rng.normal(size=(examples, inputs))
+        y = x @ weights + 0.01 * rng.normal(size=examples)
+        return jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
 
-        def loss(params: PyTree, data: Any) -> jax.Array:
-            x, y = data
-            return jnp.mean((x @ params["w"].astype(jnp.float32) - y) ** 2)
+    def loss(params: PyTree, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.mean((x @ params["w"].astype(jnp.float32) - y) ** 2)
 
-        data, others = draw(), draw()
-        masters = {"w": jnp.zeros(inputs)}
-        for way in OF_PARAMS:
-            loss_fn = lambda params, _, data=data: loss(params, data)  # noqa: E731
-            trained = train(way, optax.sgd(0.01), masters, loss_fn, jnp.zeros(steps), seed)
-            yield {"way": way, "seed": seed, "loss": float(loss(trained.params, others))}
+    data, others = draw(), draw()
+    masters = {"w": jnp.zeros(inputs)}
+    loss_fn = lambda params, _: loss(params, *data)  # noqa: E731
+    trained = train(way, optax.sgd(0.01), masters, loss_fn, jnp.zeros(steps), seed)
+    return {"loss": float(loss(trained.params, *others))}
 
 
 SIZE = language_model.Size(width=48, context=32, batch=16, steps=2500)
 SMALL = language_model.Size(width=8, layers=1, heads=2, context=8, batch=4, steps=20)
 
 
-def transformer(small: bool = False) -> Iterator[Fields]:
+def transformer(way: str, seed: int, small: bool = False) -> Record:
     """Trains the language model, each way on the same batches."""
     size, text = SMALL if small else SIZE, language_model.read_text()
     loss_fn = language_model.make_loss(language_model.Precision(), size.heads)
-    for seed in range(1 if small else 2):
-        masters = language_model.init(size, text.characters, seed)
-        batches = jnp.asarray(np.stack([*language_model.batches(text.train, size, seed)]))
-        for way in WAYS:
-            trained = train(way, optax.adam(1e-3), masters, loss_fn, batches, seed)
-            loss = float(trained.losses[-size.steps // 10 :].mean())
-            fields = {"bytes": trained.bytes(), "loss": loss, "text_sha256": text.sha256[:12]}
-            yield {"way": way, "seed": seed, **fields}
+    masters = language_model.init(size, text.characters, seed)
+    batches = jnp.asarray(np.stack([*language_model.batches(text.train, size, seed)]))
+    trained = train(way, optax.adam(1e-3), masters, loss_fn, batches, seed)
+    loss = float(trained.losses[-size.steps // 10 :].mean())
+    return {"bytes": trained.bytes(), "loss": loss, "text_sha256": text.sha256[:12]}
 
 
-def moments(small: bool = False) -> Iterator[Fields]:
-    """Gives Adam gradients that are equal at all steps, and normal ones, and compares with float64.
+def moments(way: str, gradients: str, small: bool = False) -> Record:
+    """Gives Adam gradients that are equal at all steps, or normal ones, and compares with float64.
 
     What bfloat16 makes of equal ones depends on their mantissa, and so each entry has another one.
     """
     steps, count = (100, 16) if small else (4000, 1024)
-    drawn = np.random.default_rng(0).normal(size=(steps, count))
-    equal = np.broadcast_to(2.0 ** np.linspace(-1, 1, count), (steps, count))
-    for name, grads in {"equal": equal, "normal": drawn}.items():
-        batches = jnp.asarray(grads, jnp.float32)
-        age = np.arange(steps)[::-1]
-        first = 0.1 * 0.9**age @ grads
-        second = (1 - DECAY) * DECAY**age @ grads**2
-        for way in ("bfloat16", "bfloat16, float32 state", "bfloat16, stochastic, bfloat16 state"):
-            loss_fn = lambda params, grads: (params["w"] * grads).sum()  # noqa: E731
-            trained = train(way, optax.adam(1e-6), {"w": jnp.ones(count)}, loss_fn, batches)
-            mu, nu = (np.asarray(m["w"], np.float64) for m in adam_moments(trained.state))
-            ratio, mean_square = nu / second, nu / (grads**2).mean(0)
-            yield {
-                "way": way,
-                "gradients": name,
-                "nu_over_mean_square": mean_square.mean(),
-                "smallest_and_largest": [mean_square.min(), mean_square.max()],
-                "nu_over_exact": ratio.mean(),
-                "nu_sd": ratio.std(),
-                "mu_error": float(np.sqrt(((mu - first) ** 2).mean() / (first**2).mean())),
-            }
+    grads = np.random.default_rng(0).normal(size=(steps, count))
+    if gradients == "equal":
+        grads = np.broadcast_to(2.0 ** np.linspace(-1, 1, count), (steps, count))
+    age = np.arange(steps)[::-1]
+    first = 0.1 * 0.9**age @ grads
+    second = (1 - DECAY) * DECAY**age @ grads**2
+    loss_fn = lambda params, grads: (params["w"] * grads).sum()  # noqa: E731
+    batches = jnp.asarray(grads, jnp.float32)
+    state = train(way, optax.adam(1e-6), {"w": jnp.ones(count)}, loss_fn, batches).state
+    mu, nu = (np.asarray(m["w"], np.float64) for m in adam_moments(state))
+    ratio, mean_square = nu / second, nu / (grads**2).mean(0)
+    return {
+        "nu_over_mean_square": mean_square.mean(),
+        "smallest_and_largest": [mean_square.min(), mean_square.max()],
+        "nu_over_exact": ratio.mean(),
+        "nu_sd": ratio.std(),
+        "mu_error": float(np.sqrt(((mu - first) ** 2).mean() / (first**2).mean())),
+    }
 
 
 def adam_moments(state: PyTree) -> tuple[PyTree, PyTree]:
@@ -248,68 +229,94 @@ def adam_moments(state: PyTree) -> tuple[PyTree, PyTree]:
     return adam.mu, adam.nu
 
 
-def averages(small: bool = False) -> Iterator[Fields]:
+EMA = "jmpx.optim.ema of bfloat16"
+
+
+def averages(way: str, small: bool = False) -> Record:
     """Averages parameters that are 1 all the time, from 0.5 on."""
     steps = 100 if small else 5000
-    exact = 1 - 0.5 * DECAY**steps
-    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
-        update = functools.partial(optax.incremental_update, step_size=1 - DECAY)
-        found = repeat(lambda old, update=update: update(jnp.ones_like(old), old), steps, dtype)
-        yield {"way": f"optax, {found.dtype.name}", "error": abs(float(found) - exact)}
-    average = jmpx.optim.ema(DECAY)
-    ones = jnp.ones((), jnp.bfloat16)
-    init = average.init(jnp.full((), 0.5, jnp.bfloat16))
-    found = repeat(lambda state: average.update(ones, state)[1], steps, init=init).average
-    yield {"way": "jmpx.optim.ema of bfloat16", "error": abs(float(found) - exact)}
+    average, half = jmpx.optim.ema(DECAY), jnp.bfloat16(0.5)
+
+    def update(_: Any, old: Any) -> Any:
+        if way == EMA:
+            return average.update(jnp.ones((), jnp.bfloat16), old)[1]
+        return optax.incremental_update(jnp.ones_like(old), old, step_size=1 - DECAY)
+
+    start = average.init(half) if way == EMA else half.astype(way.partition(", ")[2])
+    run = jax.jit(lambda x: jax.lax.fori_loop(0, steps, update, x), compiler_options=EXACTLY)
+    found: Any = run(start)
+    found = found.average if way == EMA else found
+    return {"error": abs(float(found) - (1 - 0.5 * DECAY**steps))}
 
 
-def repeat(func: Callable[[Any], Any], times: int, dtype: Any = None, init: Any = None) -> Any:
-    """Applies a function many times, first to `init` or to 0.5."""
-    init = jnp.full((), 0.5, dtype) if init is None else init
-    body = lambda _, value: func(value)  # noqa: E731
-    run = jax.jit(lambda init: jax.lax.fori_loop(0, times, body, init), compiler_options=EXACTLY)
-    return run(init)
+PARTS = {each.__name__: each for each in (counting, regression, transformer, moments, averages)}
+ADAMS = ("bfloat16", "bfloat16, float32 state", "bfloat16, stochastic, bfloat16 state")
+AVERAGES = ("optax, bfloat16", "optax, float16", "optax, float32", EMA)
+POINTS = [
+    *({"part": "counting", "way": way} for way in OF_PARAMS),
+    *({"part": "regression", "way": w, "seed": seed} for seed in range(5) for w in OF_PARAMS),
+    *({"part": "transformer", "way": way, "seed": seed} for seed in range(2) for way in WAYS),
+    *({"part": "moments", "way": w, "gradients": g} for g in ("equal", "normal") for w in ADAMS),
+    *({"part": "averages", "way": way} for way in AVERAGES),
+]
 
 
-def rounding(small: bool = False) -> Iterator[Fields]:
-    """Rounds normal numbers, and splits them."""
-    count = 1000 if small else 2**22
-    x = np.random.default_rng(0).normal(size=count).astype(np.float32)
-    key = jax.random.key(0)
-    rounded = np.asarray(jmpx.optim.stochastic_round(x, jnp.bfloat16, key), np.float64)
-    _, exponent = np.frexp(x)
-    errors = (rounded - x) / 2.0 ** (exponent - 8)  # bfloat16 has 8 digits
-    yield {
-        "way": "jmpx.optim.stochastic_round",
-        "mean_error_ulp": errors.mean(),
-        "standard_error_ulp": errors.std() / count**0.5,
-    }
-    x = jnp.asarray(x)
-    high, low = jmpx.optim.split_master(x)
-    back = jmpx.optim.merge_master(high, low)
-    same = np.asarray(back).view(np.uint32) == np.asarray(x).view(np.uint32)
-    yield {
-        "way": "jmpx.optim.split_master",
-        "rebuilt": same.mean(),
-        "high_is_the_cast": float((high == x.astype(jnp.bfloat16)).mean()),
-    }
+def measure(part: str, **point: Any) -> Record:
+    return PARTS[part](**point)
 
 
-PARTS = {
-    each.__name__: each for each in (counting, regression, transformer, moments, averages, rounding)
-}
+# The table of docs/storage.md.
+
+
+def chosen(found: list[Record], part: str, way: str, key: str) -> list[float]:
+    """Returns one figure of all seeds."""
+    return [r[key] for r in found if (r["part"], r["way"]) == (part, way) and key in r]
+
+
+def over_float32(found: list[Record], way: str) -> list[float]:
+    """Returns the transformer's losses less those of float32 with the same seed and JAX."""
+    key = lambda r: (r["seed"], r["versions"]["jax"], r["python"])  # noqa: E731
+    runs = [r for r in found if r["part"] == "transformer"]
+    base = {key(r): r["loss"] for r in runs if r["way"] == "float32"}
+    return [r["loss"] - base[key(r)] for r in runs if r["way"] == way and key(r) in base]
+
+
+def cell(values: list[float], spell: Callable[[float], str]) -> str:
+    """Returns the mean, and the smallest and largest of several."""
+    if not values:
+        return ""
+    ends = f" ({spell(min(values))} to {spell(max(values))})" if len(values) > 1 else ""
+    return spell(statistics.mean(values)) + ends
+
+
+def table(found: list[Record]) -> str:
+    """Returns the table of one version of JAX: a row a way."""
+    small, loss, more = "{:.1e}".format, "{:.4f}".format, "{:+.4f}".format
+    rows = []
+    for way in WAYS:
+        of = lambda part, key, way=way: chosen(found, part, way, key)  # noqa: E731
+        mean, sd = of("counting", "mean"), of("counting", "sd")
+        rows.append(
+            (
+                way,
+                cell(of("counting", "bytes")[:1], "{:.3g}".format),
+                cell(of("transformer", "bytes")[:1], "{:.3g}".format),
+                cell(mean[:1], loss) + (f" (sd {sd[0]:.3f})" if any(sd[:1]) else ""),
+                cell(of("regression", "loss"), small),
+                cell(of("transformer", "loss"), loss).partition(" ")[0],
+                cell(over_float32(found, way), more) if way != "float32" else "",
+            )
+        )
+    header = ("parameters", "bytes each", "with Adam", "1 + 1000 times 2^-10")
+    header += ("regression, SGD", "language model, Adam", "less float32's")
+    return records.table(header, rows)
+
+
+RESULTS = records.RESULTS / "storage.jsonl"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = records.parser(__doc__)
-    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=[*PARTS])
-    parser.add_argument("--small", action="store_true", help="sizes for a test: seconds")
-    args = parser.parse_args(arguments)
-    with tqdm(unit="line", disable=None) as progress:
-        for part in args.part:
-            for fields in PARTS[part](args.small):
-                records.emit("storage", part=part, **fields)
-                progress.update()
+    records.main(__doc__, {"storage": (POINTS, measure)}, arguments, RESULTS, by_version=True)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -32,8 +30,8 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-import reliability
 from flax import nnx
+from reliability import Case, Found, main
 from tqdm import tqdm
 
 import jmpx
@@ -67,6 +65,9 @@ def traced_with(x: Any, w: Any) -> tuple[Any, Any]:
     return x * w, jnp.int32(code)
 
 
+ONE = jnp.ones((), jnp.float32)
+
+
 class Outer(hk.Module):
     def __call__(self, x: Any) -> Any:
         return traced_with(x, hk.get_parameter("w", (), jnp.float32, init=jnp.ones))
@@ -75,7 +76,7 @@ class Outer(hk.Module):
 class LinenOuter(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        return traced_with(x, self.param("w", lambda _: jnp.ones((), jnp.float32)))
+        return traced_with(x, self.param("w", lambda _: ONE))
 
 
 class EquinoxOuter(eqx.Module):
@@ -83,7 +84,7 @@ class EquinoxOuter(eqx.Module):
 
     # Equinox warns of a class with both of these when the class is made.
     def __init__(self) -> None:
-        self.w = jnp.ones((), jnp.float32)
+        self.w = ONE
 
     def __call__(self, x: Any) -> Any:
         return traced_with(x, self.w)
@@ -91,7 +92,7 @@ class EquinoxOuter(eqx.Module):
 
 class NNXOuter(nnx.Module):
     def __init__(self) -> None:
-        self.w = nnx.Param(jnp.ones((), jnp.float32))
+        self.w = nnx.Param(ONE)
 
     def __call__(self, x: Any) -> Any:
         return traced_with(x, self.w[...])
@@ -102,27 +103,18 @@ class Plain:
 
 
 HAIKU = hk.transform(lambda x: Outer()(x))
-PARAMS = {"outer": {"w": jnp.ones((), jnp.float32)}}
 LINEN, EQUINOX, NNX = LinenOuter(), EquinoxOuter(), NNXOuter()
 CLASSES = (Outer, LinenOuter, EquinoxOuter, NNXOuter, Plain)
 
-Run = Callable[[Any, str | None], Any]  # an input, and the policy map of a view
+
+@jax.jit
+def shared_loss(w: Any, x: Any) -> Any:
+    return traced_with(x, w)
 
 
-def run_haiku(x: Any, text: str | None) -> Any:
-    return HAIKU.apply(PARAMS, None, x)
-
-
-def run_linen(x: Any, text: str | None) -> Any:
-    return LINEN.apply({"params": {"w": jnp.ones((), jnp.float32)}}, x)
-
-
-def run_equinox(x: Any, text: str | None) -> Any:
-    return jmpx.equinox.with_policies(EQUINOX, text)(x)
-
-
-def run_nnx(x: Any, text: str | None) -> Any:
-    return jmpx.flax.with_policies(NNX, text)(x)
+@jax.jit
+def shared_product(model: Any, x: Any, w: Any) -> Any:
+    return x[:2] @ w.astype(x.dtype) * model.w
 
 
 def run_gradient(x: Any, text: str | None) -> Any:
@@ -132,15 +124,10 @@ def run_gradient(x: Any, text: str | None) -> Any:
 
     scaling = jmpx.DynamicLossScale(2.0**10)
     grad_fn = jmpx.filter_value_and_grad(loss_fn, scaling, has_aux=True, policy=text or "full")
-    (_, (code, y)), _, finite, grads = grad_fn(jnp.ones((), jnp.float32), x)
+    (_, (code, y)), _, finite, grads = grad_fn(ONE, x)
     if not isinstance(finite, jax.core.Tracer) and (not finite or grads.dtype != np.float32):
         raise ValueError(f"gradients in {grads.dtype}, finite: {finite}")
     return y, code
-
-
-@jax.jit
-def shared_loss(w: Any, x: Any) -> Any:
-    return traced_with(x, w)
 
 
 def run_autocast(x: Any, text: str | None) -> Any:
@@ -148,39 +135,20 @@ def run_autocast(x: Any, text: str | None) -> Any:
     return y, jnp.int32(-1)
 
 
-@jax.jit
-def shared_product(model: Any, x: Any, w: Any) -> Any:
-    return x[:2] @ w.astype(x.dtype) * model.w
-
-
-class Case(NamedTuple):
-    """How a framework runs, and the contexts in which classes and maps have their policies."""
-
-    run: Run
-    cls: type
-    opened: Callable[[str | None], AbstractContextManager[Any]]  # by a map, None for classes alone
-    is_view: bool = False  # the map is given to `run`
-
-
-def nothing(text: str | None) -> AbstractContextManager[Any]:
-    return contextlib.nullcontext()
-
-
-def haiku_map(text: str | None) -> AbstractContextManager[Any]:
-    return nothing(text) if text is None else jmpx.haiku.policies(text)
-
-
-FRAMEWORKS = {
-    "haiku": Case(run_haiku, Outer, haiku_map),
-    "linen": Case(run_linen, LinenOuter, jmpx.flax.policies),
-    "equinox": Case(run_equinox, EquinoxOuter, nothing, is_view=True),
-    "nnx": Case(run_nnx, NNXOuter, nothing, is_view=True),
+# Functions of an input and the map of a view, and the contexts that open a map for the others.
+MODULES = {
+    "haiku": lambda x, text: HAIKU.apply({"outer": {"w": ONE}}, None, x),
+    "linen": lambda x, text: LINEN.apply({"params": {"w": ONE}}, x),
+    "equinox": lambda x, text: jmpx.equinox.with_policies(EQUINOX, text)(x),
+    "nnx": lambda x, text: jmpx.flax.with_policies(NNX, text)(x),
+}
+OPENED = {
+    "haiku": lambda text: jmpx.haiku.policies(text) if text else contextlib.nullcontext(),
+    "linen": jmpx.flax.policies,
 }
 FUNCTIONS = {"gradient": run_gradient, "autocast": run_autocast}
-JITTED = {
-    name: jax.jit(run, static_argnums=1)
-    for name, run in [(n, case.run) for n, case in FRAMEWORKS.items()] + [*FUNCTIONS.items()]
-}
+EAGER = MODULES | FUNCTIONS
+JITTED = {name: jax.jit(run, static_argnums=1) for name, run in EAGER.items()}
 
 
 # What a thread should see, and what it sees.
@@ -202,17 +170,14 @@ class Wanted(NamedTuple):
         return 4 * DTYPES.index(self.compute) + 9 * MATMULS.index(self.matmul)
 
 
-ALL = [
-    Wanted(compute, output, matmul) for matmul in MATMULS for output in DTYPES for compute in DTYPES
-]
+ALL = [Wanted(c, o, matmul) for matmul in MATMULS for o in DTYPES for c in DTYPES]
 
 
 class Thread:
     """One thread, its policies and what went wrong in it."""
 
-    def __init__(self, number: int, rounds: int, barrier: threading.Barrier, bar: Any) -> None:
+    def __init__(self, number: int) -> None:
         self.own = [ALL[(number + 9 * i) % len(ALL)] for i in range(3)]  # attached, pushed, a map
-        self.rounds, self.barrier, self.bar = rounds, barrier, bar
         self.failures: list[str] = []
         self.checks = 0
 
@@ -221,125 +186,117 @@ class Thread:
         if wanted != seen and len(self.failures) < 10:
             self.failures.append(f"{what}: wanted {wanted}, saw {seen}")
 
-    def call(self, name: str, mode: str, x: Any, text: str | None, wanted: Wanted) -> None:
-        """Calls a framework or a function, and checks how it was traced."""
+    def call(self, name: str, mode: str, x: Any, text: str | None) -> tuple[str, int]:
+        """Returns what a call was traced with: the dtype of its result, and its code."""
         _log.current.clear()
-        case = FRAMEWORKS.get(name)
-        run = FUNCTIONS[name] if case is None else case.run
-        y, code = (JITTED[name] if mode != "eager" else run)(x, text)
-        what = f"{name}, {mode}, {'by class' if text is None else 'by map'}"
-        if case is None:  # the matmul of these is that of the regions in them
-            dtype = wanted.compute
-            if name == "gradient" and jnp.dtype(wanted.output).itemsize > jnp.dtype(dtype).itemsize:
-                dtype = wanted.output  # results are widened to it
-            seen = (y.dtype.name, int(code) % 9 if name == "gradient" else 0)
-            self.check(what, (dtype, wanted.code % 9 if name == "gradient" else 0), seen)
-            return
-        self.check(what, (wanted.output, wanted.code), (y.dtype.name, int(code)))
-        self.check(f"{what}, current policy", {str(wanted)} & {*_log.current}, {*_log.current})
+        y, code = (EAGER if mode == "eager" else JITTED)[name](x, text)
+        return y.dtype.name, int(code)
 
-    def frameworks(self, mode: str, x: Any, by_class: Wanted, by_map: Wanted) -> None:
-        for name, case in FRAMEWORKS.items():
-            with case.opened(None):
-                self.call(name, mode, x, None, by_class)
-            with case.opened(str(by_map)):
-                self.call(name, mode, x, str(by_map) if case.is_view else None, by_map)
+    def modules(self, mode: str, x: Any, by_class: Wanted, by_map: Wanted) -> None:
+        """Calls each framework under the policies of classes, and under those of a map."""
+        for name in MODULES:
+            for wanted, text in ((by_class, None), (by_map, str(by_map))):
+                with OPENED[name](text) if name in OPENED else contextlib.nullcontext():
+                    seen = self.call(name, mode, x, None if name in OPENED else text)
+                what, current = f"{name}, {mode}, map {text}", {*_log.current}
+                self.check(what, (wanted.output, wanted.code), seen)
+                self.check(f"{what}, current policy", {str(wanted)} & current, current)
+
+    def functions(self, mode: str, x: Any, wanted: Wanted) -> None:
+        """Calls the gradient function, whose results are widened to the output, and autocast."""
+        compute, output = (jnp.dtype(name) for name in (wanted.compute, wanted.output))
+        widened = output if output.itemsize > compute.itemsize else compute
+        dtype, code = self.call("gradient", mode, x, str(wanted))
+        self.check(f"gradient, {mode}", (widened.name, wanted.code % 9), (dtype, code % 9))
+        dtype, _ = self.call("autocast", mode, x, str(wanted))
+        self.check(f"autocast, {mode}", wanted.compute, dtype)
 
     def round(self, number: int) -> None:
         attached, pushed, mapped = self.own
         mode = ("eager", "jitted")[number % 2] if number % COMPILE_EVERY else "compiling"
         size = 2 if mode != "compiling" else 3 + number  # a shape that is new to all threads
         x = jnp.ones((size, 2), jnp.float32)
-        self.frameworks(mode, x, attached, attached)
+        self.modules(mode, x, attached, attached)
         with contextlib.ExitStack() as stack:
             for cls in CLASSES:
                 stack.enter_context(jmpx.push_policy(cls, str(pushed)))
             for cls in CLASSES:
                 self.check("policy_of, pushed", str(pushed), str(jmpx.policy_of(cls)))
-            self.frameworks(mode, x, pushed, pushed)
-        for name in FUNCTIONS:
-            self.call(name, mode, x, str(mapped), mapped)
+            self.modules(mode, x, pushed, pushed)
+        self.functions(mode, x, mapped)
         for cls in CLASSES:
             self.check("policy_of", str(attached), str(jmpx.policy_of(cls)))
         for text in map(str, self.own):
             self.check("get_policy", text, str(jmpx.get_policy(text)))
 
-    def run(self) -> None:
+    def run(self, rounds: int, barrier: threading.Barrier, bar: Any) -> None:
         try:
             for cls in CLASSES:
                 self.check("policy_of, at the start", None, jmpx.policy_of(cls))
                 jmpx.set_policy(cls, str(self.own[0]))
-            for number in range(self.rounds):
-                self.barrier.wait()
+            for number in range(rounds):
+                barrier.wait()
                 self.round(number)
-                self.bar.update()
+                bar.update()
         except Exception as error:
             self.failures.append(f"{type(error).__name__}: {error}")
-            self.barrier.abort()
+            barrier.abort()
 
-
-def in_a_thread(func: Callable[[], None]) -> None:
-    thread = threading.Thread(target=func)
-    thread.start()
-    thread.join()
+    def fresh(self) -> None:
+        """Holds that there are no policies, also in functions that other threads have compiled."""
+        x = jnp.ones((2, 2), jnp.float32)
+        for cls in CLASSES:
+            self.check("a fresh thread's policy_of", None, jmpx.policy_of(cls))
+        self.check("a fresh thread's current_policy", None, jmpx.current_policy())
+        for name in MODULES:
+            for mode in ("eager", "jitted"):
+                seen = self.call(name, mode, x, None)
+                self.check(f"a fresh thread's {name}", ("float32", 0), seen)
 
 
 def run_all(rounds: int) -> tuple[int, list[str]]:
     """Runs the threads; returns how much was checked, and what was wrong."""
     filters, interval = list(warnings.filters), sys.getswitchinterval()
-    barrier, bar = threading.Barrier(THREADS), tqdm(total=rounds * THREADS, unit="round")
-    workers = [Thread(number, rounds, barrier, bar) for number in range(THREADS)]
-    threads = [threading.Thread(target=worker.run) for worker in workers]
+    barrier = threading.Barrier(THREADS)
+    workers, last = [Thread(number) for number in range(THREADS)], Thread(0)
     sys.setswitchinterval(1e-4)
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with tqdm(total=rounds * THREADS, unit="round", disable=None) as bar:
+            run_together([(worker.run, (rounds, barrier, bar)) for worker in workers])
     finally:
         sys.setswitchinterval(interval)
-        bar.close()
-    last = Thread(0, 0, barrier, bar)
-    in_a_thread(lambda: fresh(last))
-    fresh(last)
+    run_together([(last.fresh, ())])
+    last.fresh()
     last.check("the filters of warnings", filters, list(warnings.filters))
     workers.append(last)
     failures = [failure for worker in workers for failure in worker.failures]
     return sum(worker.checks for worker in workers), list(dict.fromkeys(failures))
 
 
-def fresh(last: Thread) -> None:
-    """Holds that the thread has no policies, also in functions that other threads have compiled."""
-    plain, x = Wanted("float32", "float32", None), jnp.ones((2, 2), jnp.float32)
-    for cls in CLASSES:
-        last.check("a fresh thread's policy_of", None, jmpx.policy_of(cls))
-    last.check("a fresh thread's current_policy", None, jmpx.current_policy())
-    for name, case in FRAMEWORKS.items():
-        for run in (case.run, JITTED[name]):
-            y, code = run(x, None)
-            last.check(f"a fresh thread's {name}", (plain.output, plain.code), (y.dtype.name, code))
+def run_together(calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
+    threads = [threading.Thread(target=target, args=args) for target, args in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = reliability.parser(__doc__)
-    parser.add_argument("--rounds", type=int)
-    args = parser.parse_args(arguments)
-    rounds = args.rounds or (3 if args.small else 400)
+def run(small: bool, seed: int) -> Found:
+    rounds = 3 if small else 400
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checks, failures = run_all(rounds)
-    reliability.keep(
-        args.out,
-        "threads",
-        "policies of Haiku, Linen, Equinox, NNX, autocast and gradients in 8 threads at once",
-        times="{rounds} rounds a thread, {checks} checks",
-        outcome="each thread saw its own dtypes only, eager, jitted and while compiling",
-        figures={"rounds": rounds, "checks": checks},
-        failures=failures,
-        small=args.small,
-    )
-    sys.exit(bool(failures))
+    return {"rounds": rounds, "checks": checks}, failures
 
+
+CASES = [
+    Case(
+        "policies of Haiku, Linen, Equinox, NNX, autocast and gradients in 8 threads at once",
+        "{rounds} rounds a thread, {checks} checks",
+        "each thread saw its own dtypes only, eager, jitted and while compiling",
+        run,
+    )
+]
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, "threads", CASES)

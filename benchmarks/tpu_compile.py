@@ -4,12 +4,11 @@
     python benchmarks/tpu_compile.py                   # the points that are missing
     python benchmarks/tpu_compile.py --only vit autocast   # those of one model and one way
     python benchmarks/tpu_compile.py --list            # all points, and which are missing
-    python benchmarks/plot_tpu.py                      # the picture of what is there
-    python benchmarks/report.py --only                 # the tables
+    python benchmarks/pictures.py peak_memory          # the picture of what is there
+    python benchmarks/report.py                        # the tables
 
 A point takes a minute or two of a core, so the points are chosen: GROUPS says what each group
-tells. Each point is a line of `results/tpu_compile.jsonl` as soon as it is compiled; one that has a
-line is compiled again only with `--again`. The optimizer is Adam; the state is donated. A line has
+tells. The optimizer is Adam; the state is donated. A line has
 
 - peak_mib: the most memory that a chip holds at once, by the compiler's plan, with arguments;
 - gflop, gb_accessed: the compiler's estimates. It counts the body of a loop once, so a scanned
@@ -25,22 +24,19 @@ A program that does not fit into the 16 GiB of a chip is a line, too (status `oo
 """
 
 import collections
-import importlib.util
-import itertools
-import json
 import os
-import re
-import sys
 import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
+import jax
 import records
-from tqdm import tqdm
+import tpu
+from collectives import read, table
+from compiled_step import INSTRUCTION
+from tpu_matmul import count, read_products
+from tpu_steps import Point, trace
 
-RESULTS = Path(__file__).parent / "results" / "tpu_compile.jsonl"
-INSTALL = "The compiler of TPUs is missing: pip install -e '.[bench,tpu]'"
+RESULTS = records.RESULTS / "tpu_compile.jsonl"
 BARS = ("by hand", "autocast, save", "autocast", "float32")
 MAIN = (*BARS, "MPX")
 MARKED = ("by hand, marked blocks", "autocast, marked blocks")
@@ -77,54 +73,41 @@ GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...], str]] = [
 UNROLLED = (MARKED[0], "autocast, save")  # whose loops are compiled with two layers a turn, too
 KEY = ("model", "way", "layers", "batch", "scanned", "unroll", "chips")
 
-INSTRUCTION = re.compile(r"^  +(?:ROOT )?\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", re.MULTILINE)
 
-
-def points(small: bool = False) -> list[records.Record]:
+def points() -> list[records.Record]:
     """Returns the fields of all points, those that tell most first."""
     found = []
     for model, layers, batch, chips, scanned, ways, _ in GROUPS:
-        depth = 2 if small and model != "resnet" else layers
-        size = 2 if small else batch
-        found += [(model, way, depth, size, scanned, 1, chips) for way in ways]
+        found += [(model, way, layers, batch, scanned, 1, chips) for way in ways]
     found += [(*p[:5], 2, p[6]) for p in found if p[0] == "vit" and p[4] and p[1] in UNROLLED]
     return [dict(zip(KEY, values, strict=True)) for values in dict.fromkeys(found)]
 
 
 def counts(hlo: str) -> records.Record:
     """Counts what an optimized program holds, given as text."""
-    from tpu_matmul import read_products
-
     names = collections.Counter(INSTRUCTION.findall(hlo))
-    products = collections.Counter(map(str, read_products(hlo)))
     return {
         "instructions": names.total(),
         "fusions": names["fusion"],
         "converts": names["convert"],
         "copies": names["copy"] + names["copy-start"],
-        "products": dict(sorted(products.items())),
+        "products": count(list(read_products(hlo))),
     }
 
 
-def measure(fields: records.Record, small: bool = False) -> records.Record:
+def measure(small: bool = False, **fields: Any) -> records.Record:
     """Compiles a point and returns what was found; one that does not fit is a result, too."""
-    import collectives
-    import jax
-    from tpu import devices
-    from tpu_steps import Point, trace
-
     jax.clear_caches()  # which keep the steps that were traced before
     start = time.process_time()
-    lowered = trace(Point(**fields), devices(), small).lower(lowering_platforms=("tpu",))
+    lowered = trace(Point(**fields), tpu.devices(), small).lower(lowering_platforms=("tpu",))
     traced, clock = time.process_time(), time.perf_counter()
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return {"status": "oom", "message": str(error).splitlines()[0][:300]}
+        return {"status": "oom", "message": str(error).splitlines()[0][:300], **tpu.target()}
     hlo, cost, memory = program.as_text(), program.cost_analysis(), program.memory_analysis()
-    sent = collectives.table(collectives.read_hlo(hlo)) if fields["chips"] != "one" else {}
     return {
         "status": "ok",
         "peak_mib": memory.peak_memory_in_bytes / 2**20,
@@ -132,56 +115,17 @@ def measure(fields: records.Record, small: bool = False) -> records.Record:
         "gflop": cost["flops"] / 1e9,
         "gb_accessed": cost["bytes accessed"] / 1e9,
         **counts(hlo),
-        "collectives": sent,
+        "collectives": table(read(hlo)) if fields["chips"] != "one" else {},
         "trace_cpu_s": round(traced - start, 1),
         "compile_cpu_s": round(time.process_time() - traced, 1),
         "compile_s": round(time.perf_counter() - clock, 1),
         "load": round(os.getloadavg()[0], 1),
+        **tpu.target(),
     }
 
 
-def missing(planned: Iterable[records.Record], found: list[records.Record]) -> Iterator[Any]:
-    known = [{key: record[key] for key in KEY} for record in found]
-    return itertools.filterfalse(known.__contains__, planned)
-
-
-def keep(record: records.Record, path: Path) -> None:
-    """Writes a line in place of the one of the same point, if there is one, or after the others."""
-    key = {name: record[name] for name in KEY}
-    lines = [line for line in records.read(path) if {name: line[name] for name in KEY} != key]
-    path.write_text("".join(json.dumps(line) + "\n" for line in (*lines, record)))
-
-
-def matches(fields: records.Record, words: list[str]) -> bool:
-    """Returns whether each word is the value of a field."""
-    return all(word in map(str, fields.values()) for word in words)
-
-
 def main(arguments: list[str] | None = None) -> None:
-    parser = records.parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=[], help="values that a point must have")
-    parser.add_argument("--small", action="store_true", help="two narrow layers, to try it")
-    parser.add_argument("--again", action="store_true", help="compile also what has a line")
-    parser.add_argument("--list", action="store_true", help="print the points, compile none")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the lines are kept")
-    args = parser.parse_args(arguments)
-    planned = [fields for fields in points(args.small) if matches(fields, args.only)]
-    left = planned if args.again else list(missing(planned, records.read(args.out)))
-    if args.list:
-        for fields in planned:
-            print("missing" if fields in left else "there  ", *fields.values(), sep="\t")
-        return
-    if importlib.util.find_spec("libtpu") is None:
-        print(INSTALL, file=sys.stderr)
-        sys.exit(2)
-    from tpu import devices
-
-    target = {"target": devices()[0].device_kind, "libtpu": records.version("libtpu")}
-    progress = tqdm(left, unit="program")
-    for fields in progress:
-        progress.set_description(f"{fields['model']}, {fields['way']}")
-        found = {**measure(fields, args.small), **target, **records.surroundings()}
-        keep({"benchmark": "tpu_compile", **fields, **found}, args.out)
+    records.main(__doc__, {"tpu_compile": (points(), measure)}, arguments, RESULTS)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """The train steps that `tpu_compile.py` compiles: which model, in which way, on how many chips.
 
 Transformers take the steps of `steps.py`. The ResNet is Haiku's, which keeps the averages of its
-BatchNorms as state, so its steps are here. In those by hand, of MPX and of the gradient functions,
-BatchNorm is a float32 island; a Haiku user of JMP sets its policy, and one of a policy map gives it
-a rule. A model under autocast has no island.
+BatchNorms as state, so its steps are here. In those by hand and of MPX, BatchNorm is a float32
+island; a Haiku user of JMP sets its policy. A model under autocast has no island.
 """
 
 import contextlib
@@ -18,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import steps
+import tpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from models import LanguageModel, Transformer, ViT, cross_entropy
 from steps import Step
 
@@ -69,7 +70,7 @@ TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], bool]] = {  # and whether
     "float32, highest": (float32, False),
     "by hand": (steps.handwritten, False),
     "by hand, marked blocks": (steps.handwritten, True),
-    "JMP": (partial(steps.jmp_style, library="jmp"), False),
+    "JMP": (steps.jmp_style, False),
     "MPX": (steps.mpx_style, False),
     "module policies": (by_modules, False),
     "gradient functions": (steps.jmpx_style, False),
@@ -107,27 +108,12 @@ NETWORK = hk.transform_with_state(resnet)
 WITH_STATE = tuple[jax.Array, PyTree]  # a loss, and the averages
 
 
-def is_norm(module: str) -> bool:
-    return "batchnorm" in module
-
-
 def island(next_fn: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
     """Runs a BatchNorm in float32: an interceptor of Haiku's methods."""
     if not isinstance(context.module, hk.BatchNorm) or context.method_name != "__call__":
         return next_fn(*args, **kwargs)
     x, *rest = args
     return next_fn(x.astype(jnp.float32), *rest, **kwargs).astype(x.dtype)
-
-
-def loss_of(
-    apply: Callable[..., Any], around: Callable[[], Any] = contextlib.nullcontext
-) -> Callable[..., WITH_STATE]:
-    def loss_fn(params: PyTree, state: PyTree, images: jax.Array, labels: jax.Array) -> WITH_STATE:
-        with around():
-            logits, state = apply(params, state, None, images)
-        return cross_entropy(logits, labels), state
-
-    return loss_fn
 
 
 def with_islands() -> Any:
@@ -146,162 +132,108 @@ def with_jmp() -> Any:
 
 
 def cast_by_hand(params: PyTree) -> PyTree:
-    keep = lambda module, name, x: x if is_norm(module) else x.astype(LOW)  # noqa: E731
+    keep = lambda module, name, x: x if "batchnorm" in module else x.astype(LOW)  # noqa: E731
     return hk.data_structures.map(keep, params)
 
 
-def plain_gradients(loss_fn: Callable[..., WITH_STATE], cast: Callable[..., Any]) -> Any:
-    def run(scaling: Any, params: PyTree, state: PyTree, *batch: jax.Array) -> Any:
-        def cast_loss(params: PyTree) -> WITH_STATE:
-            params, images = cast(params, batch[0])
-            return loss_fn(params, state, images, batch[1])
-
-        (loss, state), grads = jax.value_and_grad(cast_loss, has_aux=True)(params)
-        return loss, state, scaling, grads, True
-
-    return run
-
-
-def mpx_gradients(scaling: Any, params: PyTree, state: PyTree, *batch: jax.Array) -> Any:
-    import mpx
-
-    mpx.set_half_precision_datatype(jnp.dtype(LOW))  # global in MPX, read while tracing
-    loss_fn = loss_of(NETWORK.apply, with_islands)
-
-    def of_params(params: PyTree, images: jax.Array, labels: jax.Array) -> WITH_STATE:
-        return loss_fn(params, state, images, labels)
-
-    grad_fn = mpx.filter_value_and_grad(of_params, scaling, has_aux=True)
-    (loss, new), scaling, finite, grads = grad_fn(params, *batch)
-    return loss, new, scaling, grads, finite
-
-
-def jmpx_gradients(scaling: Any, params: PyTree, state: PyTree, *batch: jax.Array) -> Any:
-    loss_fn = loss_of(NETWORK.apply, with_islands)
-
-    def of_params(params: PyTree, images: jax.Array, labels: jax.Array) -> WITH_STATE:
-        return loss_fn(params, state, images, labels)
-
-    policy = f"compute={LOW}"
-    grad_fn = jmpx.filter_value_and_grad(of_params, scaling, has_aux=True, policy=policy)
-    (loss, new), scaling, finite, grads = grad_fn(params, *batch)
-    return loss, new, scaling, grads, finite
-
-
-def uncast(*args: Any) -> Any:
-    return args
-
-
-RESNET_WAYS: dict[str, Callable[[], Any]] = {  # gradients of a loss with state
-    "float32": lambda: plain_gradients(loss_of(NETWORK.apply), uncast),
-    "by hand": lambda: plain_gradients(
-        loss_of(NETWORK.apply, with_islands),
-        lambda params, images: (cast_by_hand(params), images.astype(LOW)),
-    ),
-    "JMP": lambda: plain_gradients(loss_of(NETWORK.apply, with_jmp), uncast),
-    "MPX": lambda: mpx_gradients,
-    "module policies": lambda: plain_gradients(
-        loss_of(jmpx.apply_policy(NETWORK.apply, f"compute={LOW},output=float32; BatchNorm: full")),
-        uncast,
-    ),
-    "gradient functions": lambda: jmpx_gradients,
-    "autocast": lambda: plain_gradients(loss_of(jmpx.autocast(NETWORK.apply)), uncast),
-    "autocast, save": lambda: plain_gradients(
-        loss_of(jmpx.autocast(NETWORK.apply, save="products")), uncast
+# How the network is applied, in which context, and whether its arguments are cast by hand.
+RESNET_WAYS: dict[str, tuple[Callable[..., Any], Callable[[], Any], bool]] = {
+    "float32": (NETWORK.apply, contextlib.nullcontext, False),
+    "by hand": (NETWORK.apply, with_islands, True),
+    "JMP": (NETWORK.apply, with_jmp, False),
+    "MPX": (NETWORK.apply, with_islands, False),
+    "autocast": (jmpx.autocast(NETWORK.apply), contextlib.nullcontext, False),
+    "autocast, save": (
+        jmpx.autocast(NETWORK.apply, save="products"),
+        contextlib.nullcontext,
+        False,
     ),
 }
 
 
-def update_always(params: PyTree, optimizer: Any, opt_state: PyTree, grads: PyTree, _: Any) -> Any:
-    return steps.update(optimizer, grads, params, opt_state)
-
-
 def resnet_step(way: str) -> Step:
-    """Returns a step whose parameters are those of Haiku and its state."""
-    gradients = RESNET_WAYS[way]()
-    scaling: Any = jmpx.NoOpLossScale()
-    optimizer_update: Callable[..., Any] = update_always
-    if way == "MPX":
-        import mpx
+    """Returns a step whose `scaling` is the averages, and for MPX the loss scale, too."""
+    apply, around, casts = RESNET_WAYS[way]
 
-        scaling = mpx.DynamicLossScaling(jnp.float32(1), jnp.float32(1))
-        optimizer_update = mpx.optimizer_update
+    def loss_of(params: PyTree, images: jax.Array, state: PyTree, labels: jax.Array) -> WITH_STATE:
+        with around():
+            logits, state = apply(params, state, None, images)
+        return cross_entropy(logits, labels), state
 
-    def run(state: PyTree, *batch: jax.Array) -> Any:
+    def plain(state: PyTree, images: jax.Array, labels: jax.Array) -> Any:
+        def loss_fn(params: PyTree) -> WITH_STATE:
+            inputs = (cast_by_hand(params), images.astype(LOW)) if casts else (params, images)
+            return loss_of(*inputs, averages, labels)
+
+        params, opt_state, averages = state
+        (loss, averages), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        return (*steps.update(steps.ADAM, grads, params, opt_state), averages), loss
+
+    def with_mpx(state: PyTree, images: jax.Array, labels: jax.Array) -> Any:
+        def loss_fn(params: PyTree, images: jax.Array, labels: jax.Array) -> WITH_STATE:
+            return loss_of(params, images, averages, labels)
+
         params, opt_state, (scaling, averages) = state
-        loss, averages, scaling, grads, finite = gradients(scaling, params, averages, *batch)
-        new = optimizer_update(params, steps.ADAM, opt_state, grads, finite)
+        mpx.set_half_precision_datatype(jnp.dtype(LOW))  # global in MPX, read while tracing
+        grad_fn = mpx.filter_value_and_grad(loss_fn, scaling, has_aux=True)
+        (loss, averages), scaling, finite, grads = grad_fn(params, images, labels)
+        new = mpx.optimizer_update(params, steps.ADAM, opt_state, grads, finite)
         return (*new, (scaling, averages)), loss
 
-    return Step(run, scaling, steps.ADAM)
+    if way != "MPX":
+        return Step(plain, (), steps.ADAM)
+    import mpx
+
+    return Step(with_mpx, mpx.DynamicLossScaling(jnp.float32(1), jnp.float32(1)), steps.ADAM)
 
 
 # Either, on one chip or on eight.
 
 
-class Inputs(NamedTuple):
-    """The state and the batch of a step, as shapes."""
-
-    state: PyTree
-    batch: PyTree
-
-
-def inputs(point: Point, step: Step, size: int, small: bool) -> Inputs:
+def make(point: Point, size: int, small: bool) -> tuple[Step, PyTree, PyTree]:
+    """Returns a step, and the shapes of its state and of its batch."""
+    rng, averages = np.random.default_rng(0), None
     if point.model == "resnet":
-        side = 64 if small else 224
+        step, side = resnet_step(point.way), 64 if small else 224
         images = jax.ShapeDtypeStruct((size, side, side, 3), jnp.float32)
+        batch = images, jax.ShapeDtypeStruct((size,), jnp.int32)
         params, averages = jax.eval_shape(NETWORK.init, jax.random.key(0), images)
-        labels = jax.ShapeDtypeStruct((size,), jnp.int32)
-        batch = images, labels
     else:
-        model, rng = transformer(point, small), np.random.default_rng(0)
+        way, _ = TRANSFORMER_WAYS[point.way]
+        model = transformer(point, small)
+        if point.way.startswith("autocast"):
+            model = dataclasses.replace(model, islands=False)
+        step = way(model, LOW, steps.ADAM)
         params = jax.eval_shape(lambda: model.init(rng))
-        averages, batch = {}, jax.eval_shape(lambda: model.batch(rng, size))
-    opt_state = jax.eval_shape(step.optimizer.init, params)
+        batch = jax.eval_shape(lambda: model.batch(rng, size))
     # MPX's loss scale counts with a plain number.
     scaling = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, step.scaling))
-    if point.model == "resnet":
-        scaling = scaling, averages
-    return Inputs((params, opt_state, scaling), batch)
-
-
-def make(point: Point, small: bool = False) -> Step:
-    if point.model == "resnet":
-        return resnet_step(point.way)
-    way, _ = TRANSFORMER_WAYS[point.way]
-    model = transformer(point, small)
-    if point.way.startswith("autocast"):
-        model = dataclasses.replace(model, islands=False)
-    return way(model, LOW, steps.ADAM)
-
-
-def split(leaf: Any, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-    """Returns a sharding over the longest axis that the chips can share evenly."""
-    axes = [axis for axis, size in enumerate(leaf.shape) if size % mesh.size == 0]
-    chosen = max(axes, key=lambda axis: leaf.shape[axis], default=None)
-    names = ["data" if axis == chosen else None for axis in range(leaf.ndim)]
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*names))
+    if averages is not None:
+        scaling = (scaling, averages) if scaling else averages
+    return step, (params, jax.eval_shape(step.optimizer.init, params), scaling), batch
 
 
 def trace(point: Point, chips: list[Any], small: bool = False) -> Any:
     """Traces a step that donates its state, for the first or for all of some chips."""
-    step = make(point, small)
-    given = inputs(point, step, point.batch * (1 if point.chips == "one" else len(chips)), small)
-    leaves, structure = jax.tree.flatten(given.state)
+    if small:
+        point = point._replace(layers=2, batch=2)
+    size = point.batch * (1 if point.chips == "one" else len(chips))
+    step, state, batch = make(point, size, small)
     if point.chips == "one":
-        chip = jax.sharding.SingleDeviceSharding(chips[0])
-        places, rows, whole = [chip] * len(leaves), chip, chip
+        rows = whole = jax.sharding.SingleDeviceSharding(chips[0])
+        places = jax.tree.map(lambda _: whole, state)
     else:
-        mesh = jax.sharding.Mesh(np.array(chips), ("data",))
-        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-        places = [split(x, mesh) if point.chips == "fsdp" else whole for x in leaves]
+        mesh = Mesh(np.array(chips), ("data",))
+        whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
-    def train_step(leaves: list[jax.Array], *batch: jax.Array) -> Any:
-        state, loss = step.run(structure.unflatten(leaves), *batch)
-        return jax.tree.leaves(state), loss
+        def place(leaf: Any) -> NamedSharding:  # over the longest axis that all chips can share
+            axes = [axis for axis, size in enumerate(leaf.shape) if size % mesh.size == 0]
+            longest = max(axes, key=lambda axis: leaf.shape[axis], default=None)
+            names = ["data" if axis == longest else None for axis in range(leaf.ndim)]
+            return NamedSharding(mesh, P(*names)) if point.chips == "fsdp" else whole
 
-    described = fsdp.sharded((leaves, given.batch), (places, tuple(rows for _ in given.batch)))
-    jitted = jax.jit(train_step, donate_argnums=0, out_shardings=(places, whole))
-    with jax.default_matmul_precision("highest" if point.way.endswith("highest") else None):
-        return jitted.trace(described[0], *described[1])
+        places = jax.tree.map(place, state)
+    state, batch = tpu.described((state, batch), (places, jax.tree.map(lambda _: rows, batch)))
+    precision = "highest" if point.way.endswith("highest") else None
+    outputs = jax.tree.leaves(places), whole
+    return steps.traced(step, state, batch, precision, outputs).step

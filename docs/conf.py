@@ -22,6 +22,7 @@ extensions = [
     "docstrings",
     "pages",
     "public_names",
+    "rooms",
 ]
 exclude_patterns = ["README.md", "description.md", "_*", "**.ipynb_checkpoints"]
 

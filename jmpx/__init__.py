@@ -70,9 +70,9 @@ else:
     # These add parts to the keys of JAX's caches, which have to be there before the first trace.
     from jmpx._base import contexts as _contexts, matmul as _matmul  # noqa: F401
     from jmpx._base.later import later
-    from jmpx._base.of_0_2 import load_pickles_of_0_2
+    from jmpx._base.of_0_2 import find_names_of_0_2
 
-    load_pickles_of_0_2()
+    find_names_of_0_2()
 
     __getattr__, __dir__, __all__ = later(
         __name__,

@@ -13,7 +13,7 @@ from jmpx._base.dtypes import DTypeLike, as_dtype
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.matmul import as_matmul, matmul_region
 from jmpx._base.nnx_objects import skip_kept
-from jmpx._base.stateful import PureFunction, apply, call
+from jmpx._base.stateful import Changes, PureFunction, apply, call
 from jmpx._jaxprs.scopes import full_precision
 
 P = ParamSpec("P")
@@ -119,13 +119,13 @@ def _recast(
 
     def recast(
         pure: PureFunction, state: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[R, list[Any]]:
+    ) -> tuple[R, Changes]:
         return_dtype = outside((args[1:], kwargs))
         args, kwargs = skip_kept(lambda tree: cast_tree(tree, inside))((args, kwargs))
         scope = full_precision() if inside is jnp.float32 else contextlib.nullcontext()
         with scope, matmul_region(matmul, inside):
-            result, updates = pure(state, *args, **kwargs)
-        return result if return_dtype is None else cast_tree(result, return_dtype), updates
+            result, changes = pure(state, *args, **kwargs)
+        return result if return_dtype is None else cast_tree(result, return_dtype), changes
 
     @functools.wraps(func, updated=())  # A module's __dict__ would be its parameters.
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:

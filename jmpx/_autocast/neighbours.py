@@ -29,15 +29,10 @@ _CHOOSING = CHOOSERS | COPIES | {"gather", "eq"}
 
 
 class Ends(NamedTuple):
-    """What becomes of the results of a jaxpr outside of it.
+    """What becomes of the results of a jaxpr outside of it; nothing of results without a flag."""
 
-    Args:
-        exposed: which of the first results are exposed, see `exposed.py`; the others are not.
-        multiplied: which of the first results reach a product; None where that does not matter.
-    """
-
-    exposed: tuple[bool, ...] = ()
-    multiplied: tuple[bool, ...] | None = None
+    exposed: tuple[bool, ...] = ()  # which of the first results are exposed; see `exposed.py`
+    multiplied: tuple[bool, ...] | None = None  # which reach a product; None: it does not matter
 
 
 NOTHING = Ends()  # nothing is known of it

@@ -222,7 +222,7 @@ def _evaluate(
     if interpreter.saving is not None and takes_gradient(jaxpr):
         interpreter.used.left.add((None, None))
         interpreter.saving = None
-    return interpreter.evaluate(jaxpr, values, "", ends=ends)
+    return interpreter.evaluate(jaxpr, values, "", ends)
 
 
 def _restored(value: Value, traced: jax.core.ShapedArray, output: Output) -> Array:

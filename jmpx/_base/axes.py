@@ -72,7 +72,7 @@ def tracked_axes() -> frozenset[Hashable]:
 
 
 def vary(arrays: Sequence[jax.Array], axes: Iterable[Hashable]) -> list[jax.Array]:
-    """Returns the same arrays, as arrays that JAX takes to vary along axes that it tracks.
+    """Returns the same arrays, as arrays that vary along those of the axes that JAX tracks.
 
     Under `jax.shard_map`, JAX sums the gradient of an array that does not vary along an axis as
     soon as it has it, in 16 bits. The gradient of a varying array is left to the caller, who sums

@@ -1,6 +1,6 @@
 """What `python -m jmpx doctor` prints: versions, devices, settings, and what does not fit together.
 
-It imports no framework, and asks the installed metadata of jmpx which versions it needs.
+It imports no framework.
 """
 
 import functools
@@ -105,7 +105,7 @@ def report() -> Report:
     warnings: list[str] = []
     device = _device(warnings)
     sections = {
-        "versions": [_of_jmpx(), Row("python", platform.python_version()), *_versions(warnings)],
+        "versions": [_of_jmpx(), Row("python", platform.python_version()), *_versions()],
         "device": [Row("devices", None, "none")] if device is None else list(_about(device)),
         "settings": list(_settings(warnings)),
         "environment": list(_environment(device, warnings)),
@@ -119,51 +119,13 @@ def _of_jmpx() -> Row:
     return Row("jmpx", version, f"{version} in {Path(__file__).parents[1]}")
 
 
-def _versions(warnings: list[str]) -> Iterator[Row]:
-    needed = _requirements(warnings)
+def _versions() -> Iterator[Row]:
+    """Yields the installed versions of what jmpx works with; pip compares them with its needs."""
     for name, by in _PACKAGES.items():
-        lowest, is_extra = needed.get(name, ("0", True))
         try:
-            version = importlib.metadata.version(name)
+            yield Row(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             yield Row(name, None, f"not installed: pip install {by}")
-            if not is_extra:
-                warnings.append(f"jmpx needs {name}, which is not installed: pip install {by}.")
-            continue
-        yield Row(name, version)
-        if _number(version) < _number(lowest):
-            warnings.append(
-                f"jmpx needs {name} {lowest} or later, and {version} is installed: pip install "
-                f"--upgrade {by}."
-            )
-
-
-def _requirements(warnings: list[str]) -> dict[str, tuple[str, bool]]:
-    """Returns what the metadata of jmpx requires: the lowest version, and whether for an extra."""
-    try:
-        required = importlib.metadata.requires("jmpx") or []
-    except importlib.metadata.PackageNotFoundError:
-        warnings.append(
-            "jmpx runs from a folder and is not installed, so that nothing says which versions it "
-            "needs: pip install that folder."
-        )
-        return {}
-    found: dict[str, tuple[str, bool]] = {}
-    for each in required:
-        match = re.match(r"([\w.-]+)(?:[^;]*>=\s*([\w.]+))?[^;]*(;.*extra)?", each)
-        if match is not None:
-            name, lowest, extra = match.groups()
-            found.setdefault(name.lower(), (lowest or "0", extra is not None))
-    return found
-
-
-def _number(version: str) -> tuple[int, ...]:
-    """Returns the release of a version for comparison: 0.12.0.1 as (0, 12, 0, 1)."""
-    release = re.match(r"[\d.]*", version)
-    numbers = [int(number) for number in re.findall(r"\d+", release[0] if release else "")]
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return tuple(numbers)
 
 
 def _device(warnings: list[str]) -> Any:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jmpx._base.messages import describe
+from jmpx._base.text import columns
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import ATTRIBUTES, Policy, given_fields
 from jmpx._policies.rules import Rule
@@ -50,14 +51,11 @@ def explain(precision: str, model: str | None) -> list[str]:
 
 
 def explain_config(path: str, model: str | None) -> tuple[list[str], list[str]]:
-    """Returns the lines that tell what the policies in a configuration file mean.
+    """Returns the lines about the policies in a configuration file, and those about wrong ones.
 
     Args:
         path: the file.
         model: as in `explain`; there must be one policy then.
-
-    Returns:
-        The lines, and those about what is wrong.
 
     Raises:
         ValueError: if the file cannot be read or has no policy, or with a model more than one; or
@@ -66,27 +64,27 @@ def explain_config(path: str, model: str | None) -> tuple[list[str], list[str]]:
     """
     from jmpx._cli.config_files import sections
 
-    found = [(f"{path}: {each.path}" if each.path else path, each) for each in sections(path)]
-    wrong = [f"{place}: {each.error}" for place, each in found if each.error]
-    right = [(place, each, each.precision) for place, each in found if each.precision]
-    others = [
-        f"{place}: {describe(each.given)} is no policy of jmpx, and left out"
-        for place, each in found
-        if each.precision is each.error is None
-    ]
+    right: list[tuple[str, Any, MixedPrecision]] = []
+    wrong, others = list[str](), list[str]()
+    for section in sections(path):
+        place = f"{path}: {section.path}" if section.path else path
+        if section.precision is not None:
+            right.append((place, section.given, section.precision))
+        elif section.error is not None:
+            wrong.append(f"{place}: {section.error}")
+        else:
+            others.append(f"{place}: {describe(section.given)} is no policy of jmpx, and left out")
     if not right and not wrong:
         end = f" ({'; '.join(others)})" if others else ""
         raise ValueError(f"Found no policy in {path}{end}: {_REMEDY}.")
     if model is not None and len(right) != 1 and not wrong:
-        places = ", ".join(each.path for _, each, _ in right)
         raise ValueError(
-            f"Expected one policy in {path} for --model, got {len(right)}, at {places}: give the "
-            "string of one of them in place of --config."
+            f"Expected one policy for --model, got {len(right)}, at "
+            f"{', '.join(place for place, _, _ in right)}: give the string of one of them in place "
+            "of --config."
         )
-    lines: list[str] = []
-    for place, each, precision in right:
-        lines += ["", place, *_lines_of_precision(each.given, precision)]
-    lines += ["", *others] if others else []
+    blocks = [[place, *_lines_of_precision(given, mixed)] for place, given, mixed in right]
+    lines = [line for block in (*blocks, others) if block for line in ("", *block)]
     if not wrong:
         lines += _lines_about(model, right[0][2].policy_map)
     return lines[1:], wrong
@@ -173,14 +171,10 @@ def _aligned(header: tuple[str, ...], rows: Sequence[_Row]) -> list[str]:
         header: the names of the first columns.
         rows: the first cells of each row, and what it sets, by the keys of policy strings.
     """
+    names = (*header, *ATTRIBUTES)
     cells = [(*labels, *(fields.get(key, "") for key in ATTRIBUTES)) for labels, fields in rows]
-    columns = [
-        (name, *column)
-        for name, column in zip((*header, *ATTRIBUTES), zip(*cells, strict=True), strict=False)
-        if any(column)
-    ]
-    widths = [max(map(len, column)) for column in columns]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
+    shown = [i for i in range(len(names)) if any(row[i] for row in cells)]
+    return columns([[row[i] for i in shown] for row in (names, *cells)])
 
 
 def _lines_of(report: "Report") -> Iterator[str]:

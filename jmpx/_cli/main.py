@@ -32,8 +32,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jmpx._base.messages import did_you_mean
 from jmpx._cli.explain import FLAGS_REMEDY, explain, explain_config
@@ -44,6 +43,59 @@ _COMMANDS = {
     "ranges": "which magnitudes a program has, and what a 16-bit dtype would lose",
     "first-nonfinite": "the first operation of a program that makes an inf or NaN",
     "doctor": "versions, the device and settings, and what of them does not fit together",
+}
+
+
+_JSON = {"--json": {"action": "store_true", "help": "print JSON"}}
+_TARGET = {
+    "target": {
+        "metavar": "MODULE:FUNCTION",
+        "help": "a function without arguments that returns a pair of a loss or a training step and "
+        "the tuple of its arguments; the module may be the path of a .py file",
+    },
+    **_JSON,
+}
+# The arguments of each command, as argparse takes them.
+_ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
+    "doctor": _JSON,
+    "explain": {
+        "precision": {
+            "metavar": "POLICY",
+            "nargs": "?",
+            "help": "a policy or a policy map and, after a bar (|), a loss scale",
+        },
+        "--config": {
+            "metavar": "FILE",
+            "help": "a file of YAML, JSON or TOML, whose policies are explained",
+        },
+        "--model": {
+            "metavar": "MODULE:FUNCTION",
+            "help": "a function without arguments that returns a module of Equinox or NNX, or a "
+            "pair of what is traced and a tuple of its arguments: a Linen module, a Haiku "
+            "transformed function, or any other function",
+        },
+    },
+    "audit": {
+        **_TARGET,
+        "--lock": {
+            "metavar": "PATH",
+            "help": "a file of the dtypes that the program is to have: written if it is not there, "
+            "else compared with those that it has; the exit code is 1 if they differ",
+        },
+        "--platform": {
+            "choices": ("cpu", "cuda", "gpu", "tpu"),
+            "help": "also find what this hardware multiplies in a lower precision than its dtype",
+        },
+    },
+    "ranges": {
+        **_TARGET,
+        "--dtype": {
+            "metavar": "DTYPE",
+            "help": "also print the policy map that keeps in float32 what overflows in it: float16",
+        },
+        "--plot": {"metavar": "PATH", "help": "draw the histogram of exponents"},
+    },
+    "first-nonfinite": _TARGET,
 }
 
 
@@ -64,77 +116,21 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     version = sys.modules["jmpx"].__version__
     parser.add_argument("--version", action="version", version=f"jmpx {version}")
     subparsers = parser.add_subparsers(title="commands", metavar="", prog="python -m jmpx")
-    commands = {
-        name: subparsers.add_parser(name, help=text, description=f"Prints {text}.")
-        for name, text in _COMMANDS.items()
-    }
-    commands["doctor"].add_argument("--json", action="store_true", help="print JSON")
-    _add_explain(commands["explain"])
-    for name in ("audit", "ranges", "first-nonfinite"):
-        _add_target(commands[name])
-    _add_audit(commands["audit"])
-    _add_ranges(commands["ranges"])
-    return parser, commands
-
-
-def _add_explain(parser: _Parser) -> None:
-    parser.usage = (
+    commands: dict[str, _Parser] = {}
+    for name, text in _COMMANDS.items():
+        command = commands[name] = subparsers.add_parser(
+            name, help=text, description=f"Prints {text}."
+        )
+        command.set_defaults(command=name)
+        for argument, options in _ARGUMENTS[name].items():
+            command.add_argument(argument, **options)
+        if "target" in _ARGUMENTS[name]:
+            command.usage = f"{command.prog} MODULE:FUNCTION [options] [-- FLAGS OF THE PROGRAM]"
+    commands["explain"].usage = (
         'python -m jmpx [explain] [--model MODULE:FUNCTION] "c=bf16; BatchNorm: full" (or '
         "--config FILE)"
     )
-    parser.add_argument(
-        "precision",
-        metavar="POLICY",
-        nargs="?",
-        help="a policy or a policy map and, after a bar (|), a loss scale",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="a file of YAML, JSON or TOML in place of the policy, of which each policy is "
-        "explained",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns a module of Equinox or NNX, or a pair of "
-        "what is traced and a tuple of its arguments: a Linen module, a Haiku transformed "
-        "function, or any other function",
-    )
-
-
-def _add_target(parser: _Parser) -> None:
-    parser.usage = f"{parser.prog} MODULE:FUNCTION [options] [-- FLAGS OF THE PROGRAM]"
-    parser.add_argument(
-        "target",
-        metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns a pair of a loss or a training step and "
-        "the tuple of its arguments; the module may be the path of a .py file",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_audit(parser: _Parser) -> None:
-    parser.add_argument(
-        "--lock",
-        metavar="PATH",
-        help="a file of the dtypes that the program is to have: written if it is not there, else "
-        "compared with those that it has; the exit code is 1 if they differ",
-    )
-    parser.add_argument(
-        "--platform",
-        choices=("cpu", "cuda", "gpu", "tpu"),
-        help="also find what this hardware multiplies in a lower precision than its dtype",
-    )
-
-
-def _add_ranges(parser: _Parser) -> None:
-    parser.add_argument(
-        "--dtype",
-        metavar="DTYPE",
-        help="also print the policy map that keeps in float32 what overflows in it: float16",
-    )
-    parser.add_argument("--plot", metavar="PATH", help="draw the histogram of exponents")
+    return parser, commands
 
 
 def main(arguments: list[str]) -> int:
@@ -153,15 +149,13 @@ def main(arguments: list[str]) -> int:
             from jmpx._cli.doctor import doctor  # here, as only it reads the metadata of packages
 
             return doctor(given.json)
-        return _look_at_program(command, given, program_flags)
+        from jmpx._cli import commands as programs  # here, because it needs most of jmpx
+
+        return getattr(programs, command.replace("-", "_"))(given, program_flags)
     except BrokenPipeError:  # as with `| head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
-    except (
-        ValueError,
-        OSError,
-        RuntimeError,
-    ) as error:  # JAX cannot start, for `half`
+    except (ValueError, OSError, RuntimeError) as error:  # the last where JAX cannot start
         print(" ".join(str(error).split()), file=sys.stderr)
         return 2
 
@@ -211,15 +205,3 @@ def _refuse_command(parser: _Parser, word: str) -> None:
             raise
         near = did_you_mean(word, [*_COMMANDS]).rstrip(".")
         parser.error(f"unknown command {word!r}{near or f', and no policy: {error}'.rstrip('.')}")
-
-
-def _look_at_program(command: str, given: argparse.Namespace, program_flags: Sequence[str]) -> int:
-    """Runs a command that looks at a program, and returns the exit code."""
-    from jmpx._cli import commands  # here, because it needs most of jmpx
-
-    target = commands.Target(command, given.target, program_flags)
-    if command == "audit":
-        return commands.audit(target, given.platform, given.json, given.lock)
-    if command == "ranges":
-        return commands.ranges(target, given.dtype, given.json, given.plot)
-    return commands.first_nonfinite(target, given.json)

@@ -1,30 +1,27 @@
 """Finds what a function reads of the parameters of other devices: the gathers, and all else."""
 
-import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 
 from jmpx._base.axes import axis_names
-from jmpx._jaxprs.core import evaluate, inner_jaxprs, is_literal, scan_counts, trace
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, evaluate, inner_jaxprs, is_literal, trace
+from jmpx._jaxprs.inner import all_equations, inner_of, walk
+from jmpx._jaxprs.moves import EXCHANGES, PLACEMENTS
 
 R = TypeVar("R")
 S = TypeVar("S")
 
-# JAX has public types of these in `jax.extend` alone, which is imported on first use.
-Jaxpr: TypeAlias = Any  # open or closed
-Equation: TypeAlias = Any
-Atom: TypeAlias = Any  # a variable or a literal
-
 _NOTHING: frozenset[int] = frozenset()
 
-# Primitives that give a device the arrays of others; `all_gather` has variants with suffixes.
-_EXCHANGES = ("all_gather", "all_to_all", "ragged_all_to_all", "ppermute", "pgather")
-# Primitives that name axes, and send nothing along them: they change what JAX knows of an array.
-_SEND_NOTHING = ("pvary", "preduced", "reduced_vary_cast", "vary_unreduced_cast")
+# Primitives that give a device the arrays of others.
+_GATHERS = EXCHANGES | {"pgather"}
+# Primitives that name axes, and send nothing along them. `jax.lax.pbroadcast` does send.
+_CASTS = ("preduced", "reduced_vary_cast", "vary_unreduced_cast")
+_SEND_NOTHING = (*(PLACEMENTS - {"pbroadcast"}), *_CASTS)
 
-# Primitives of which nobody sees what they do with their operands.
+# Primitives that hide what they do with their operands.
 _HIDING = ("pure_callback", "io_callback", "ffi_call", "pallas_call", "custom_partitioning")
 
 # The operands of which the result holds elements; the others are indices and masks, through which
@@ -111,19 +108,9 @@ def find_exchanges(
         A function that does the same without another call of `func`, and the source of the loss.
     """
     traced = trace(func, (params,), {})
-    search = _Search(frozenset(axes))
-    results = search.run(
-        traced.jaxpr, [Source(frozenset([i]), frozenset([i])) for i in range(len(params))]
-    )
+    inputs = [Source(frozenset([i]), frozenset([i])) for i in range(len(params))]
+    results = _follow(traced.jaxpr, inputs, frozenset(axes))
     return lambda params: traced.rebuild(evaluate(traced.jaxpr, params)), results[0]
-
-
-def _open(jaxpr: Jaxpr) -> Jaxpr:
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def _shape(atom: Atom) -> tuple[int, ...]:
-    return getattr(atom.aval, "shape", ())  # A token has no shape.
 
 
 def _join(sources: Sequence[Source]) -> Source:
@@ -157,100 +144,66 @@ def _union(sets: Sequence[frozenset[S]]) -> frozenset[S]:
     return largest.union(*sets)
 
 
-def _axes_of(eqn: Equation) -> frozenset[Hashable]:
-    """Returns the mapped axes along which an equation, or one inside of it, sends something."""
-    if eqn.primitive.name.startswith(_SEND_NOTHING):
-        return frozenset()
-    named = [name for key in ("axis_name", "axes") for name in axis_names(eqn.params.get(key, ()))]
+def _sent_along(eqn: Equation) -> frozenset[Hashable]:
+    """Returns the mapped axes along which an equation, or one in its jaxprs, sends something."""
+    found: set[Hashable] = set()
+    for each in (eqn, *(e for jaxpr in inner_jaxprs(eqn.params) for e in all_equations(jaxpr))):
+        if not each.primitive.name.startswith(_SEND_NOTHING):
+            for key in ("axis_name", "axes"):
+                found.update(axis_names(each.params.get(key, ())))
     # `reduce_sum` and its like have axes that are numbers.
-    axes = frozenset(name for name in named if not isinstance(name, int))
-    inner = [_axes_of(each) for jaxpr in inner_jaxprs(eqn.params) for each in _open(jaxpr).eqns]
-    return axes.union(*inner)
+    return frozenset(name for name in found if not isinstance(name, int))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Search:
-    """Follows parameters through a jaxpr.
+def _follow(jaxpr: Jaxpr, inputs: Sequence[Source], axes: frozenset[Hashable]) -> list[Source]:
+    """Returns the sources of a jaxpr's results, given those of its operands.
 
-    Attributes:
+    Args:
+        jaxpr: the jaxpr, closed or open.
+        inputs: the sources of its operands.
         axes: the names of the axes over which a gather counts.
     """
 
-    axes: frozenset[Hashable]
-
-    def run(self, jaxpr: Jaxpr, inputs: Sequence[Source]) -> list[Source]:
-        """Returns the sources of a jaxpr's outputs, given those of its inputs."""
-        jaxpr = _open(jaxpr)
-        sources: dict[Atom, Source] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for var in jaxpr.constvars:
-            sources[var] = Source(None if _shape(var) else _NOTHING)
-
-        def read(atom: Atom) -> Source:
-            return Source(_NOTHING) if is_literal(atom) else sources[atom]
-
-        for eqn in jaxpr.eqns:
-            operands = [read(atom) for atom in eqn.invars]
-            results = self.step(eqn, operands)
-            sources.update(zip(eqn.outvars, results, strict=True))
-            for atom in eqn.invars:
-                if hasattr(atom.aval, "inner_aval"):  # a mutable array, which may be written to
-                    sources[atom] = _join([*operands, *results])
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def step(self, eqn: Equation, operands: list[Source]) -> list[Source]:
-        """Returns the sources of an equation's results."""
-        name = eqn.primitive.name
-        if name == "scan":
-            return self.scan(eqn, operands)
-        if name == "while":
-            return self.while_loop(eqn, operands)
-        if name == "cond":
-            branches = [self.run(branch, operands[1:]) for branch in eqn.params["branches"]]
-            return [_join(results) for results in zip(*branches, strict=True)]
-        for jaxpr in inner_jaxprs(eqn.params):
-            if len(_open(jaxpr).invars) == len(operands):
-                results = self.run(jaxpr, operands)
-                if len(results) == len(eqn.outvars):
-                    return results
-        return self.operation(eqn, operands)
-
-    def scan(self, eqn: Equation, operands: list[Source]) -> list[Source]:
-        consts, carry = scan_counts(eqn)
-        return self.loop(eqn.params["jaxpr"], operands, consts, consts + carry)
-
-    def while_loop(self, eqn: Equation, operands: list[Source]) -> list[Source]:
-        operands = operands[eqn.params["cond_nconsts"] :]
-        consts = eqn.params["body_nconsts"]
-        return self.loop(eqn.params["body_jaxpr"], operands, consts, len(operands))
-
-    def loop(self, body: Jaxpr, operands: list[Source], start: int, stop: int) -> list[Source]:
-        """Runs a body until the sources of its carry, at `start` to `stop`, no longer change."""
-        while True:
-            results = self.run(body, operands)
-            carried = list(map(_join, zip(operands[start:stop], results, strict=False)))
-            if carried == operands[start:stop]:
+    def step(eqn: Equation, operands: list[Source]) -> list[Source]:
+        inner = inner_of(eqn)
+        if inner is None:
+            return _operation(eqn, operands, axes)
+        operands, end = operands[inner.first :], inner.consts + inner.carry
+        while True:  # until the sources of a loop's carry no longer change
+            branches = [_follow(each, operands, axes) for each in inner.jaxprs]
+            results = list(map(_join, zip(*branches, strict=True)))
+            before = operands[inner.consts : end]
+            operands[inner.consts : end] = map(_join, zip(before, results, strict=False))
+            if operands[inner.consts : end] == before:
                 return results
-            operands = [*operands[:start], *carried, *operands[stop:]]
 
-    def operation(self, eqn: Equation, operands: list[Source]) -> list[Source]:
-        """Returns the sources of an operation's results."""
-        name = eqn.primitive.name
-        source = _picked(name, operands)
-        if name == "stop_gradient":
-            source = Source(None)
-        axes = _axes_of(eqn)
-        over = axes & self.axes
-        if source.origin and over and name.startswith(_EXCHANGES):
-            in_groups = eqn.params.get("axis_index_groups") is not None
-            gather = Gather(source.origin, name, over, in_groups, source.by_place)
-            source = source._replace(gathers=source.gathers | {gather})
-        # What is inside of an operation comes here if it could not be followed.
-        if name.startswith(_HIDING) or (axes and any(inner_jaxprs(eqn.params))):
-            source = source._replace(hidden=source.hidden | source.params)
-        if axes and source.params:
-            new = {Exchange(param, name, axis) for param in source.params for axis in axes}
-            source = source._replace(exchanges=source.exchanges.union(new))
-        # An array that is reduced to a scalar, such as a parameter's norm, may be gathered.
-        of_arrays = any(_shape(atom) for atom in eqn.invars)
-        scalar = source if source.origin is None else source._replace(origin=_NOTHING)
-        return [scalar if of_arrays and not _shape(var) else source for var in eqn.outvars]
+    return walk(jaxpr, inputs, step, _constant, _join)
+
+
+def _constant(atom: Atom, _: object) -> Source:
+    return Source(_NOTHING if is_literal(atom) or not _shape(atom) else None)
+
+
+def _shape(atom: Atom) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())  # A token has no shape.
+
+
+def _operation(eqn: Equation, operands: list[Source], axes: frozenset[Hashable]) -> list[Source]:
+    """Returns the sources of the results of an equation that is seen as a whole."""
+    name = eqn.primitive.name
+    source = Source(None) if name == "stop_gradient" else _picked(name, operands)
+    along = _sent_along(eqn)
+    over = along & axes
+    if source.origin and over and name in _GATHERS:
+        in_groups = eqn.params.get("axis_index_groups") is not None
+        gather = Gather(source.origin, name, over, in_groups, source.by_place)
+        source = source._replace(gathers=source.gathers | {gather})
+    if name.startswith(_HIDING) or (along and inner_jaxprs(eqn.params)):
+        source = source._replace(hidden=source.hidden | source.params)
+    if along and source.params:
+        new = {Exchange(param, name, axis) for param in source.params for axis in along}
+        source = source._replace(exchanges=source.exchanges | new)
+    # An array that is reduced to a scalar, such as a parameter's norm, may be gathered.
+    of_arrays = any(map(_shape, eqn.invars))
+    scalar = source if source.origin is None else source._replace(origin=_NOTHING)
+    return [scalar if of_arrays and not _shape(var) else source for var in eqn.outvars]

@@ -39,9 +39,6 @@ def unscaled_mean(
 
     Returns:
         The loss and the gradients, in their own dtypes.
-
-    Raises:
-        ValueError: if `reduce_dtype` is float64 while JAX's 64-bit types are disabled.
     """
     if axis_name is None:
         return value, scale.unscale(grads)

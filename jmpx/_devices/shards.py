@@ -92,20 +92,12 @@ class Over:
 
 
 def check_over(over: object) -> None:
-    """Refuses anything but an `Over` or None as the option `over` of a gradient function.
-
-    Raises:
-        TypeError: if it is something else.
-    """
+    """Refuses anything but an `Over` or None as the option `over` of a gradient function."""
     if over is None or isinstance(over, Over):
         return
-    example = '"data"'
-    if isinstance(over, str):
-        example = f'"{over}"'
-    elif isinstance(over, tuple | list) and over:
-        example = repr(tuple(over))
     raise TypeError(
-        f"Expected over to be a jmpx.Over, got {describe(over)}: write over=jmpx.Over({example})."
+        f"Expected over to be a jmpx.Over, got {describe(over)}: write "
+        'over=jmpx.Over("data") with the name of the mapped axis.'
     )
 
 
@@ -137,10 +129,6 @@ class Parameters(NamedTuple):
         Args:
             loss: what the loss is computed from.
             axis_name: the name (or names) of the mapped axis.
-
-        Raises:
-            TypeError: if a mask contradicts what JAX knows, or if it cannot be told without a mask
-                what a parameter is.
         """
         axes = axis_names(axis_name)
         tracked = tracked_axes().intersection(axes)
@@ -253,9 +241,6 @@ def read_mask(sharded: PyTree, tree: PyTree) -> list[Says] | None:
     Args:
         sharded: a bool or "own", or a pytree of them whose structure is a prefix of that of `tree`.
         tree: the first argument of a gradient function.
-
-    Raises:
-        ValueError: if the mask has another structure.
     """
     if sharded is None:
         return None

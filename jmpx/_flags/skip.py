@@ -7,7 +7,8 @@ from typing import Any
 from absl import flags
 
 from jmpx._flags.kinds import BooleanFlag, define, is_given
-from jmpx._steps.optimizer_checks import LARGEST_COUNT, MAX_CONSECUTIVE_SKIPS
+from jmpx._steps.optimizer_checks import MAX_CONSECUTIVE_SKIPS
+from jmpx._steps.whole_numbers import LARGEST_COUNT
 
 # absl does not type its validators:
 # pyright: reportUnknownMemberType=false

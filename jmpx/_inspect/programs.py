@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmpx._adapters.sessions import ModuleRecord, PolicyScope, inherited_policy, listening
+from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, listening
 from jmpx._base.leaves import is_floating, is_traceable
 from jmpx._base.stateful import PureFunction, split
 from jmpx._jaxprs import core

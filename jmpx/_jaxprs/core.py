@@ -5,10 +5,7 @@ This is the only file that touches `jax.extend`, which it imports on first use.
 
 import contextlib
 import functools
-import os
 import re
-import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,15 +13,17 @@ import jax
 import jax.core
 import numpy as np
 
-from jmpx._base.leaves import is_traceable
+from jmpx._base.leaves import PyTree, is_traceable
 from jmpx._jaxprs.marks import unmarked_params, unmarked_stack
-
-# JAX has no public types that all supported versions share: since 0.11, open and closed jaxprs are
-# one class; and the public type of an operand does not know that arrays have dtypes.
-Jaxpr = Any
-Equation = Any
-Atom = Any  # an operand or a result of an equation: a variable or a literal
-Primitive = Any  # `jax.extend.core.Primitive`, which is slow to import
+from jmpx._jaxprs.types import (
+    Array as Array,
+    Atom as Atom,
+    Aval as Aval,
+    Equation as Equation,
+    Jaxpr as Jaxpr,
+    Params as Params,
+    Primitive as Primitive,
+)
 
 
 class Traced(NamedTuple):
@@ -37,14 +36,17 @@ class Traced(NamedTuple):
     """
 
     jaxpr: Jaxpr
-    arrays: list[Any]
-    rebuild: Callable[[Sequence[Any]], Any]
+    arrays: list[Array]
+    rebuild: Callable[[Sequence[object]], PyTree]
 
 
 def trace(
-    fn: Callable[..., Any], args: Any, kwargs: Any, is_array: Callable[[Any], bool] = is_traceable
+    fn: Callable[..., PyTree],
+    args: PyTree,
+    kwargs: PyTree,
+    is_array: Callable[[object], bool] = is_traceable,
 ) -> Traced:
-    """Traces `fn(*args, **kwargs)`; leaves that are no arrays go in and out as they are.
+    """Traces `fn(*args, **kwargs)`; leaves that are not arrays go in and out as they are.
 
     Args:
         fn: the function.
@@ -54,33 +56,35 @@ def trace(
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     indices = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-    results: list[Any] = []
+    kept: list[object] = []  # the leaves of the result, `_TRACED` where one is an array
+    out_treedef = treedef
 
-    def on_arrays(*arrays: Any) -> list[Any]:  # made anew each time: JAX caches by identity
+    def on_arrays(*arrays: Array) -> list[Array]:  # made anew each time: JAX caches by identity
+        nonlocal out_treedef
         inputs = list(leaves)
         for i, array in zip(indices, arrays, strict=True):
             inputs[i] = array
         args, kwargs = jax.tree.unflatten(treedef, inputs)
         outputs, out_treedef = jax.tree.flatten(fn(*args, **kwargs))
-        traced = [is_traceable(output) for output in outputs]
-        kept = [None if t else output for t, output in zip(traced, outputs, strict=True)]
-        results[:] = traced, kept, out_treedef
-        return [output for t, output in zip(traced, outputs, strict=True) if t]
+        kept[:] = [_TRACED if is_traceable(output) else output for output in outputs]
+        return [output for output in outputs if is_traceable(output)]
 
     arrays = [leaves[i] for i in indices]
     jaxpr = jax.make_jaxpr(on_arrays)(*arrays)
     arrays = [_as_traced(array, aval) for array, aval in zip(arrays, jaxpr.in_avals, strict=True)]
-    traced, kept, out_treedef = results
 
-    def rebuild(outputs: Sequence[Any]) -> Any:
+    def rebuild(outputs: Sequence[object]) -> PyTree:
         remaining = iter(outputs)
-        merged = [next(remaining) if t else k for t, k in zip(traced, kept, strict=True)]
+        merged = [next(remaining) if leaf is _TRACED else leaf for leaf in kept]
         return jax.tree.unflatten(out_treedef, merged)
 
     return Traced(jaxpr, arrays, rebuild)
 
 
-def _as_traced(array: Any, aval: Any) -> Any:
+_TRACED = object()
+
+
+def _as_traced(array: Array, aval: Aval) -> Array:
     """Returns a NumPy array in the dtype that JAX traces it in: without x64, int64 is int32."""
     if not isinstance(array, np.ndarray | np.generic) or array.dtype == aval.dtype:
         return array
@@ -96,28 +100,17 @@ def import_extend() -> None:
     import jax.extend  # noqa: F401
 
 
-@functools.cache
-def _source_info() -> Any:
-    from jax.extend import source_info_util
-
-    return source_info_util
-
-
 def current_trace() -> object:
     """Returns an object that equals those of the same trace: of one body of a jaxpr."""
-    return _opaque_trace_state()()
+    return _of_core("get_opaque_trace_state")()
 
 
 @functools.cache
-def _opaque_trace_state() -> Callable[[], object]:
-    return _of_core("get_opaque_trace_state")
-
-
-def _of_core(name: str) -> Any:
+def _of_core(name: str) -> Callable[[], Any]:
     """Returns a function of traces, in `jax.core` until some line between JAX 0.7 and 0.10."""
     from jax.extend import core
 
-    return getattr(core, name) if hasattr(core, name) else getattr(jax.core, name)
+    return getattr(core, name, None) or getattr(jax.core, name)
 
 
 # The traces of functions that are differentiated, whose results have the dtypes of cotangents.
@@ -125,11 +118,9 @@ _DERIVATIVES = ("JVPTrace", "LinearizeTrace")
 
 
 def enclosing_bodies() -> list[str | None]:
-    """Returns which bodies are being traced now, the innermost first.
+    """Returns JAX's names of the transformations that trace a body here, the innermost first.
 
-    Returns:
-        For each body, JAX's name of the transformation, None if it is unknown. `jax.vmap` makes no
-        body.
+    A name is None if it is unknown. `jax.vmap` traces no body.
     """
     bodies = []
     with _of_core("take_current_trace")() as trace:
@@ -153,23 +144,23 @@ def operation_name(primitive: str) -> str:
     return primitive.replace("-", "_")
 
 
-def consts_of(jaxpr: Jaxpr) -> Sequence[Any]:
+def consts_of(jaxpr: Jaxpr) -> Sequence[Array]:
     """Returns the constants of a jaxpr; an open jaxpr, as in `jax.checkpoint`, has none."""
     return getattr(jaxpr, "consts", ())
 
 
-def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
+def inner_jaxprs(params: Params) -> list[Jaxpr]:
     """Returns the jaxprs among the parameters of an equation."""
     values = (v if isinstance(v, tuple) else (v,) for v in params.values())
     return [jaxpr for value in values for jaxpr in value if hasattr(jaxpr, "eqns")]
 
 
-def holds_jaxpr(params: dict[str, Any]) -> bool:
+def holds_jaxpr(params: Params) -> bool:
     """Whether a parameter of an equation is a jaxpr, or a tuple that holds one."""
     return bool(inner_jaxprs(params))
 
 
-def evaluate(jaxpr: Jaxpr, arrays: Sequence[Any]) -> list[Any]:
+def evaluate(jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
     """Runs a closed jaxpr, with the custom derivatives in it."""
     return jax.core.eval_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), consts_of(jaxpr), *arrays)
 
@@ -198,10 +189,9 @@ _WRAPPED = re.compile(r"[\w.]+\(|\)")
 
 
 def scope_of(eqn: Equation) -> str:
-    """Returns the names of the scopes that an equation was traced in, joined by slashes.
+    """Returns the scopes that an equation was traced in, with marks of modules, as a path.
 
-    Marks of modules are among them. The names of transformations around them are left out:
-    `transpose(jvp(enc))/mlp` is `enc/mlp`.
+    The transformations around them are left out: `transpose(jvp(enc))/mlp` is `enc/mlp`.
     """
     return _plain_scope(str(eqn.source_info.name_stack))
 
@@ -220,19 +210,12 @@ def scopes_entered(scope: str, eqn: Equation) -> Iterator[tuple[str, int]]:
         eqn: the equation.
 
     Yields:
-        The names of a scope and those around it, joined by slashes, and a number that tells apart
-        two times that the same scope was entered; 0 for those around the jaxpr.
+        The path of a scope, and a number that differs if the same scope was entered again; 0 for
+        those around the jaxpr.
     """
-    prefix = ""
-    entered = [
-        (scope, 0),
-        *(
-            (each.name, id(each))
-            for each in eqn.source_info.name_stack.stack
-            if type(each).__name__ == "Scope"
-        ),
-    ]
-    for names, number in entered:
+    prefix, stack = "", eqn.source_info.name_stack.stack
+    inner = [(each.name, id(each)) for each in stack if type(each).__name__ == "Scope"]
+    for names, number in [(scope, 0), *inner]:
         for name in filter(None, names.split("/")):
             prefix = f"{prefix}/{name}" if prefix else name
             yield prefix, number
@@ -245,16 +228,16 @@ def _plain_scope(stack: str) -> str:
 
 @contextlib.contextmanager
 def at_source_of(eqn: Equation, *scopes: str) -> Iterator[None]:
-    """Lets operations run where the equation was traced: in its scopes, line and JAX context.
+    """Lets operations run in the scopes, the line and the JAX context of an equation.
 
-    Marks of modules are left out of the scopes, unless an outer autocast is tracing, which reads
-    them.
+    Marks of modules are left out of the scopes, unless an outer autocast reads them.
 
     Args:
         eqn: the equation.
         scopes: names of further scopes inside of its own.
     """
-    info = _source_info()
+    from jax.extend import source_info_util as info
+
     stack = info.current_name_stack() + unmarked_stack(eqn.source_info.name_stack)
     for scope in scopes:
         stack = stack.extend(scope)
@@ -262,8 +245,8 @@ def at_source_of(eqn: Equation, *scopes: str) -> Iterator[None]:
         yield
 
 
-def looks_for_nans(operands: Sequence[Any]) -> bool:
-    """Whether JAX checks each operation for NaNs or infinities, and the operands are no tracers."""
+def looks_for_nans(operands: Sequence[Array]) -> bool:
+    """Whether JAX checks each operation on arrays, not tracers, for NaNs or infinities."""
     is_asked = any(getattr(jax.config, f"jax_debug_{what}") for what in ("nans", "infs"))
     return is_asked and not any(isinstance(array, jax.core.Tracer) for array in operands)
 
@@ -273,116 +256,16 @@ def looks_for_leaks() -> bool:
     return getattr(jax.config, "jax_check_tracer_leaks")  # noqa: B009, unknown to pyright
 
 
-class Place(NamedTuple):
-    """A line of the user's code.
-
-    Attributes:
-        file: the path of the file.
-        line: the number of the line.
-        function: the name of the function that the line is in.
-        caller: of a line in an installed package, the user's own line that called it; else None.
-    """
-
-    file: str
-    line: int
-    function: str
-    caller: "Place | None" = None
-
-    def __str__(self) -> str:
-        """Returns for example `model.py:12 (apply)`, relative to the working directory.
-
-        Of an installed package, it is relative to the folder of packages, and the caller follows.
-        """
-        folders = [os.getcwd() + os.sep, *_packages()] if self.caller else [os.getcwd() + os.sep]
-        file = self.file
-        for folder in folders:
-            file = file.removeprefix(folder)
-        called = f", called at {self.caller}" if self.caller else ""
-        return f"{file}:{self.line} ({self.function}){called}"
-
-
-_LIBRARIES = ("jax", "jaxlib", "jmpx", "flax", "haiku", "equinox", "jaxtyping", "optax", "chex")
-_NOTE = "jmpx's autocast was running"
-
-
-def place_of(eqn: Equation, called: str = "") -> Place | None:
-    """Returns the innermost line of the user's code in which an equation was traced.
-
-    Args:
-        eqn: the equation.
-        called: the name of the jitted function whose jaxpr holds the equation. JAX traces one such
-            as `jnp.where` once for all its calls, and until JAX 0.8 the equations in it have the
-            lines of the first call.
-
-    Returns:
-        The line; None if no frame is of the user, as in a jitted function of a library.
-    """
-    traceback = eqn.source_info.traceback
-    found: Place | None = None
-    for frame in () if traceback is None else traceback.frames:
-        name = frame.function_name.rpartition(".")[2]
-        if not is_of_library(frame.file_name):
-            place = Place(frame.file_name, frame.line_num, name)
-            if not place.file.startswith(_packages()):
-                return place if found is None else found._replace(caller=place)
-            found = found or place
-        if called and name == called:
-            break
-    return found
-
-
-@functools.cache
-def _packages() -> tuple[str, ...]:
-    """Returns the folders of installed packages, with a separator at their ends."""
-    return tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
-
-
-def call_of(eqn: Equation) -> object:
-    """Returns an object that tells apart the calls in the user's code that traced equations.
-
-    Two operations of one call, such as a promotion and the multiplication that it is for, have
-    equal ones; two calls on one line have not. None if no frame is of the user.
-    """
-    traceback = eqn.source_info.traceback
-    for code, at in () if traceback is None else zip(*traceback.raw_frames(), strict=True):
-        if not is_of_library(code.co_filename):
-            return code, at
-    return None
-
-
-@functools.cache
-def is_of_library(file: str) -> bool:
-    """Returns whether a file is of JAX, jmpx, a framework, or Python itself."""
-    modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
-    folders = [os.path.dirname(module.__file__ or "") for module in modules]
-    if file.startswith(tuple(folder + os.sep for folder in folders)) or file.startswith("<frozen"):
-        return True
-    return file.startswith(sysconfig.get_path("stdlib")) and not file.startswith(_packages())
-
-
-def note_source(error: Exception, eqn: Equation) -> None:
-    """Adds a note to an error of an equation: the line of the user's code that it is from.
-
-    Where an equation holds a jaxpr, the innermost equation with such a line adds the only note.
-    """
-    if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
-        return
-    place = place_of(eqn)
-    if place is not None:
-        source = f"{place.file}:{place.line} ({place.function})"
-        error.add_note(f"{_NOTE} `{eqn.primitive.name}` of {source}.")
-
-
 def bind(
-    eqn: Equation, operands: Sequence[Any], *, cached: bool = False, **params: Any
-) -> list[Any]:
+    eqn: Equation, operands: Sequence[Array], *, cached: bool = False, **params: object
+) -> list[Array]:
     """Runs an equation on other operands, and returns its results as a list.
 
     Args:
         eqn: the equation.
         operands: its operands: arrays or tracers.
-        cached: whether JAX may cache the primitive and its parameters as a jitted function. An
-            equation that has effects, a jaxpr or parameters without a hash is never cached.
+        cached: whether JAX may cache the primitive and its parameters as a jitted function, which
+            it cannot with effects, a jaxpr or parameters without a hash.
         **params: the parameters that differ from the equation's.
     """
     params = unmarked_params({**eqn.params, **params})
@@ -394,7 +277,7 @@ def bind(
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def _bind(primitive: Primitive, params: dict[str, Any], *operands: Any) -> Any:
+def _bind(primitive: Primitive, params: Params, *operands: Array) -> PyTree:
     bound = primitive.get_bind_params(params)
     # JAX 0.7 returns (functions, parameters), later lines one dictionary that holds both.
     functions, bound = bound if isinstance(bound, tuple) else ((), bound)
@@ -402,23 +285,23 @@ def _bind(primitive: Primitive, params: dict[str, Any], *operands: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+def _jitted(primitive: Primitive, params: tuple[tuple[str, object], ...]) -> Callable[..., PyTree]:
     """Returns a primitive as jax.numpy would call it: jitted, and inlined into the jaxpr.
 
-    JAX then differentiates a primitive once for all equations with the same shapes, instead of
-    once for each, which would be much of the time to trace the gradients of a deep model.
+    JAX then differentiates a primitive once for all equations of the same shapes: once for each
+    would be much of the time to trace the gradients of a deep model.
     """
     # Since JAX 0.12, True inlines when lowering, JAX_EARLY when tracing, as True did before.
     inline = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
     return jax.jit(functools.partial(_bind, primitive, dict(params)), inline=inline)
 
 
-def with_dtype(aval: Any, dtype: np.dtype) -> Any:
+def with_dtype(aval: Aval, dtype: np.dtype) -> Aval:
     """Returns an abstract value in another dtype, with its sharding and its varying axes."""
     return aval if aval.dtype == dtype else aval.update(dtype=np.dtype(dtype), weak_type=False)
 
 
-def weakly_typed(array: Any) -> Any:
+def weakly_typed(array: Array) -> Array:
     """Returns the array with JAX's weak type, as a Python number has: others decide its dtype."""
     return jax.lax.convert_element_type_p.bind(
         array, new_dtype=np.dtype(array.dtype), weak_type=True, sharding=None
@@ -437,17 +320,14 @@ _PLATFORMS = {"gpu": ("cuda", "rocm")}  # as JAX names them when it lowers a pro
 
 
 def platform_branch(eqn: Equation, platform: str | None = None) -> int | None:
-    """Returns which branch of a `lax.platform_dependent` runs on a platform.
-
-    The others are in the jaxpr alone: JAX does not lower them.
+    """Returns which branch of a `lax.platform_dependent` JAX lowers for a platform.
 
     Args:
         eqn: an equation.
-        platform: such as "tpu"; None for the one that runs what is not told where to run.
+        platform: such as "tpu"; None for JAX's default.
 
     Returns:
-        The number of the branch; None if the equation is another, or has no branch for this
-        platform.
+        The number of the branch; None for another equation, or if no branch is for the platform.
     """
     branches = eqn.params.get("branches_platforms")
     if eqn.primitive.name != "cond" or branches is None:
@@ -460,7 +340,7 @@ def platform_branch(eqn: Equation, platform: str | None = None) -> int | None:
     return None
 
 
-def manual_axes(eqn: Equation) -> Any:
+def manual_axes(eqn: Equation) -> frozenset[str]:
     """Returns the names of the axes that a shard_map makes manual."""
     params = eqn.params  # JAX 0.7 calls them manual_axes
     return params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]

@@ -5,22 +5,25 @@ carry, so that a watched program can be jitted, and what runs inside of a loop i
 trip.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.axes import as_whole, vary
+from jmpx._base.leaves import PyTree
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Atom, Equation, Jaxpr
+from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr
+from jmpx._jaxprs.inner import Inner, inner_of, walk
 
 State = TypeVar("State")
-Trips: TypeAlias = tuple[Any, ...]  # int32 of shape (): one for each loop around, outermost first
-# What runs an equation that holds no jaxpr.
-Run: TypeAlias = Callable[[Equation, list[Any]], list[Any]]
+Trips: TypeAlias = tuple[Array, ...]  # int32 of shape (): one for each loop around, outermost first
+# What runs an equation that stands for itself.
+Run: TypeAlias = Callable[[Equation, list[Array]], list[Array]]
 
 
 class Site(NamedTuple):
@@ -28,7 +31,7 @@ class Site(NamedTuple):
 
     Args:
         number: its place in the order of the program, from 0. Equations that stand for a jaxpr,
-            such as loops and calls, have no number, as the equations in it have theirs.
+            such as loops and calls, have no number of their own: it is that of the first in them.
         equation: the equation.
         scope: the scope, with marks of modules.
         is_backward: whether it is of a backward pass.
@@ -42,6 +45,11 @@ class Site(NamedTuple):
     around: tuple[Equation, ...]
 
     @property
+    def key(self) -> tuple[int, ...]:
+        """What identifies it in the program: the equations around it, and its own."""
+        return (*map(id, self.around), id(self.equation))
+
+    @property
     def loops(self) -> tuple[Equation, ...]:
         """The loops among the equations around it."""
         return tuple(filter(is_loop, self.around))
@@ -52,51 +60,23 @@ def is_loop(eqn: Equation) -> bool:
     return eqn.primitive.name in ("scan", "while")
 
 
-# Of primitives that stand for a jaxpr: the parameters that hold what is watched. All others are
-# watched as one equation, the jaxprs of a Pallas kernel or of a linear solve included.
-_WATCHED = {
-    "call": ("call_jaxpr",),
-    "closed_call": ("call_jaxpr",),
-    "jit": ("jaxpr",),
-    "remat2": ("jaxpr",),
-    "custom_jvp_call": ("call_jaxpr",),
-    "custom_vjp_call": ("call_jaxpr",),
-    "shard_map": ("jaxpr",),
-    "scan": ("jaxpr",),
-    "while": ("body_jaxpr",),
-    "cond": ("branches",),
-}
-
-
-def _watched_jaxprs(eqn: Equation) -> list[Jaxpr]:
-    keys = _WATCHED.get(eqn.primitive.name, ())
-    jaxprs = core.inner_jaxprs({key: eqn.params[key] for key in keys})
-    branch = core.platform_branch(eqn)
-    return jaxprs if branch is None else [jaxprs[branch]]
-
-
 class _Around(NamedTuple):
     """What surrounds a jaxpr."""
 
-    number: int  # of its first equation
     scope: str = ""
     is_backward: bool = False
     equations: tuple[Equation, ...] = ()
 
+    @classmethod
+    def inside(cls, site: Site) -> "_Around":
+        """Returns what surrounds the jaxprs of a site's equation."""
+        return cls(site.scope, site.is_backward, (*site.around, site.equation))
 
-def _inside(site: Site) -> _Around:
-    return _Around(site.number, site.scope, site.is_backward, (*site.around, site.equation))
-
-
-def _sites_in(jaxpr: Jaxpr, around: _Around, count: Callable[[Jaxpr], int]) -> Iterator[Site]:
-    """Yields a site for each equation of a jaxpr, also for those that stand for jaxprs."""
-    number = around.number
-    for eqn in jaxpr.eqns:
-        is_backward = around.is_backward or "transpose(" in str(eqn.source_info.name_stack)
-        scope = core.scope_within(around.scope, eqn)
-        yield Site(number, eqn, scope, is_backward, around.equations)
-        inner = _watched_jaxprs(eqn)
-        number += sum(map(count, inner)) if inner else 1
+    def site(self, number: int, eqn: Equation) -> Site:
+        """Returns the site of an equation of the jaxpr."""
+        is_backward = self.is_backward or "transpose(" in str(eqn.source_info.name_stack)
+        scope = core.scope_within(self.scope, eqn)
+        return Site(number, eqn, scope, is_backward, self.equations)
 
 
 def _counter() -> Callable[[Jaxpr], int]:
@@ -104,10 +84,15 @@ def _counter() -> Callable[[Jaxpr], int]:
 
     @functools.cache
     def count(jaxpr: Jaxpr) -> int:
-        inner = map(_watched_jaxprs, jaxpr.eqns)
-        return sum(sum(map(count, jaxprs)) if jaxprs else 1 for jaxprs in inner)
+        return sum(_sites_of(eqn, count) for eqn in jaxpr.eqns)
 
     return count
+
+
+def _sites_of(eqn: Equation, count: Callable[[Jaxpr], int]) -> int:
+    """Returns how many sites an equation has: its own, or those in the jaxprs that it runs."""
+    inner = inner_of(eqn)
+    return 1 if inner is None else sum(map(count, inner.jaxprs))
 
 
 def sites(jaxpr: Jaxpr, scope: str = "") -> list[Site]:
@@ -117,33 +102,32 @@ def sites(jaxpr: Jaxpr, scope: str = "") -> list[Site]:
         jaxpr: the jaxpr, closed or open.
         scope: the scope around it.
     """
-    count = _counter()
+    found: list[Site] = []
 
-    def walk(jaxpr: Jaxpr, around: _Around) -> Iterator[Site]:
-        for site in _sites_in(jaxpr, around, count):
-            inner = _watched_jaxprs(site.equation)
-            if not inner:
-                yield site
-            within = _inside(site)
-            for each in inner:
-                yield from walk(each, within)
-                within = within._replace(number=within.number + count(each))
+    def search(jaxpr: Jaxpr, around: _Around) -> None:
+        for eqn in jaxpr.eqns:
+            site, inner = around.site(len(found), eqn), inner_of(eqn)
+            if inner is None:
+                found.append(site)
+            for each in () if inner is None else inner.jaxprs:
+                search(each, _Around.inside(site))
 
-    return list(walk(jaxpr, _Around(0, scope)))
+    search(jaxpr, _Around(scope))
+    return found
 
 
 def evaluate(
     jaxpr: Jaxpr,
-    arrays: Sequence[Any],
-    watch: Callable[[State, Site, list[Any], list[Any], Trips], State],
+    arrays: Sequence[Array],
+    watch: Callable[[State, Site, list[Array], list[Array], Trips], State],
     state: State,
     scope: str = "",
     *,
     run: Run = core.bind,
-    constant: Callable[[Any], Any] = lambda array: array,
-    reduce: Callable[[State, tuple[Any, ...]], State] | None = None,
+    constant: Callable[[Array], Array] = lambda array: array,
+    reduce: Callable[[State, tuple[str, ...]], State] | None = None,
     by_site: bool = False,
-) -> tuple[list[Any], State]:
+) -> tuple[list[Array], State]:
     """Runs a jaxpr, and has a watcher see each equation with its operands and results.
 
     Functions with derivatives of their own run as plain ones: differentiate first, then evaluate.
@@ -171,177 +155,173 @@ def evaluate(
     Raises:
         ValueError: if the program holds a `jax.shard_map` and there is no `reduce`.
     """
-    watcher = _Watcher(watch, run, constant, reduce, by_site)
+    watcher = _Watcher(watch, run, constant, reduce, by_site, _counter())
     with np.errstate(all="ignore"):  # JAX casts literals by NumPy, -1e9 to float16 for one
-        return watcher.evaluate(jaxpr, arrays, state, _Around(0, scope), ())
+        return watcher.evaluate(jaxpr, arrays, state, (), _Around(scope), 0)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Watcher:
     """The functions of an evaluation; `evaluate` describes them."""
 
-    def __init__(
-        self, watch: Any, run: Run, constant: Any, reduce: Any = None, by_site: bool = False
-    ) -> None:
-        self.watch, self.run, self.constant, self.reduce = watch, run, constant, reduce
-        self.by_site, self.count = by_site, _counter()
-
-    def part(self, state: Any, site: Site) -> Any:
-        """Returns the part of the state that the sites in an equation may change."""
-        if not self.by_site:
-            return state
-        end = site.number + sum(map(self.count, _watched_jaxprs(site.equation)))
-        return {number: state[number] for number in range(site.number, end) if number in state}
-
-    def whole(self, state: Any, part: Any) -> Any:
-        """Returns the state with a part of it changed."""
-        return state | part if self.by_site else part
+    watch: Callable[..., PyTree]
+    run: Run
+    constant: Callable[[Array], Array]
+    reduce: Callable[..., PyTree] | None
+    by_site: bool
+    count: Callable[[Jaxpr], int]
 
     def evaluate(
-        self, jaxpr: Jaxpr, arrays: Sequence[Any], state: Any, around: _Around, trips: Trips
-    ) -> tuple[list[Any], Any]:
-        """Runs a jaxpr; `trips` counts the trips of the loops around it."""
-        env = dict(zip(jaxpr.invars, arrays, strict=True))
-        for var, const in zip(jaxpr.constvars, core.consts_of(jaxpr), strict=False):
-            env[var] = self.constant(const)
+        self,
+        jaxpr: Jaxpr,
+        arrays: Sequence[Array],
+        state: PyTree,
+        trips: Trips,
+        around: _Around,
+        number: int,
+    ) -> tuple[list[Array], PyTree]:
+        """Runs a jaxpr whose first site has a number; `trips` are those of the loops around it."""
 
-        def read(atom: Atom) -> Any:
-            if core.is_literal(atom):
-                return self.constant(np.asarray(atom.val, atom.aval.dtype))
-            return env[atom]
-
-        found = _sites_in(jaxpr, around, self.count)
-        for site, last in zip(found, core.last_uses(jaxpr), strict=True):
-            eqn, operands = site.equation, list(map(read, site.equation.invars))
+        def step(eqn: Equation, operands: list[Array]) -> list[Array]:
+            nonlocal state, number
+            site = around.site(number, eqn)
+            number += _sites_of(eqn, self.count)
             with core.at_source_of(eqn):
-                rule = _RULES.get(eqn.primitive.name)
-                if rule is None:
-                    results = self.run(eqn, operands)
-                    seen = ([*map(as_whole, each)] for each in (operands, results))
-                    state = self.watch(state, site, *seen, trips)
-                else:
-                    results, state = rule(self, site, operands, state, trips)
-            env.update(zip(eqn.outvars, results, strict=True))
-            for var in last:
-                del env[var]
-        return list(map(read, jaxpr.outvars)), state
+                results, state = self.step(site, operands, state, trips)
+            return results
 
-    def inner(
-        self, site: Site, operands: Sequence[Any], state: Any, trips: Trips, index: int = 0
-    ) -> tuple[list[Any], Any]:
-        """Runs one of the jaxprs that an equation stands for."""
-        jaxprs = _watched_jaxprs(site.equation)
-        around = _inside(site)
-        before = sum(map(self.count, jaxprs[:index]))
-        around = around._replace(number=around.number + before)
-        return self.evaluate(jaxprs[index], operands, state, around, trips)
+        return walk(jaxpr, arrays, step, self.read), state
 
+    def read(self, atom: Atom, array: Array) -> Array:
+        """Returns what stands for a constant or a literal."""
+        is_literal = core.is_literal(atom)
+        return self.constant(np.asarray(array, atom.aval.dtype) if is_literal else array)
 
-def _call(
-    watcher: _Watcher, site: Site, operands: list[Any], state: Any, trips: Trips
-) -> tuple[list[Any], Any]:
-    return watcher.inner(site, operands, state, trips)
-
-
-def _scan(
-    watcher: _Watcher, site: Site, operands: list[Any], state: Any, trips: Trips
-) -> tuple[list[Any], Any]:
-    params = site.equation.params
-    num_consts, num_carry = core.scan_counts(site.equation)
-    end = num_consts + num_carry
-    consts, carry, xs = operands[:num_consts], operands[num_consts:end], operands[end:]
-
-    def body(carried: Any, xs: Any) -> Any:
-        state, trip, carry = carried
-        inputs = [*consts, *carry, *xs]
-        results, state = watcher.inner(site, inputs, state, (*trips, trip))
-        return (state, trip + 1, results[:num_carry]), results[num_carry:]
-
-    (part, _, carry), ys = jax.lax.scan(
-        body,
-        (watcher.part(state, site), _first_trip(), carry),
-        xs,
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    return [*carry, *ys], watcher.whole(state, part)
+    def step(
+        self, site: Site, operands: list[Array], state: PyTree, trips: Trips
+    ) -> tuple[list[Array], PyTree]:
+        """Runs an equation, or what it holds."""
+        inner = inner_of(site.equation)
+        if inner is None:
+            results = self.run(site.equation, operands)
+            seen = ([*map(as_whole, arrays)] for arrays in (operands, results))
+            return results, self.watch(state, site, *seen, trips)
+        held = _Held(self, site, inner)
+        if not self.by_site:
+            return _RULES[inner.kind](held, operands, state, trips)
+        numbers = range(site.number, site.number + sum(map(self.count, inner.jaxprs)))
+        part = {number: state[number] for number in numbers if number in state}
+        results, part = _RULES[inner.kind](held, operands, part, trips)
+        return results, state | part
 
 
-def _while(
-    watcher: _Watcher, site: Site, operands: list[Any], state: Any, trips: Trips
-) -> tuple[list[Any], Any]:
-    params = site.equation.params
-    in_cond, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    cond_consts, body_consts, carry = operands[:in_cond], operands[in_cond:start], operands[start:]
-    unwatched = _Watcher(lambda state, *_: state, watcher.run, watcher.constant)
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """The jaxprs that an equation runs.
 
-    def cond(carried: Any) -> Any:
-        inputs = [*cond_consts, *carried[2]]
-        (result,), _ = unwatched.evaluate(params["cond_jaxpr"], inputs, (), _inside(site), ())
-        return result
+    Attributes:
+        watcher: who watches them.
+        site: the equation.
+        inner: the jaxprs, and how it runs them.
+    """
 
-    def body(carried: Any) -> Any:
-        state, trip, carry = carried
-        results, state = watcher.inner(site, [*body_consts, *carry], state, (*trips, trip))
-        return state, trip + 1, results
+    watcher: _Watcher
+    site: Site
+    inner: Inner
 
-    first = watcher.part(state, site), _first_trip(), carry
-    part, _, carry = jax.lax.while_loop(cond, body, first)
-    return carry, watcher.whole(state, part)
+    def run(
+        self, operands: Sequence[Array], state: PyTree, trips: Trips, index: int = 0
+    ) -> tuple[list[Array], PyTree]:
+        """Runs one of the jaxprs."""
+        number = self.site.number + sum(map(self.watcher.count, self.inner.jaxprs[:index]))
+        jaxpr, around = self.inner.jaxprs[index], _Around.inside(self.site)
+        return self.watcher.evaluate(jaxpr, operands, state, trips, around, number)
+
+    def scan(
+        self, operands: list[Array], state: PyTree, trips: Trips
+    ) -> tuple[list[Array], PyTree]:
+        consts, carry, xs = self.inner.split(operands)
+        params = self.site.equation.params
+
+        def body(carried: PyTree, xs: list[Array]) -> PyTree:
+            state, trip, carry = carried
+            results, state = self.run([*consts, *carry, *xs], state, (*trips, trip))
+            return (state, trip + 1, results[: len(carry)]), results[len(carry) :]
+
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        (state, _, carry), ys = jax.lax.scan(body, (state, _first_trip(), carry), xs, **options)
+        return [*carry, *ys], state
+
+    def while_loop(
+        self, operands: list[Array], state: PyTree, trips: Trips
+    ) -> tuple[list[Array], PyTree]:
+        consts, carry, _ = self.inner.split(operands)
+        in_condition = operands[: self.inner.first]
+        unwatched = dataclasses.replace(self.watcher, watch=lambda state, *_: state, reduce=None)
+
+        def condition(carried: PyTree) -> Array:
+            inputs, around = [*in_condition, *carried[2]], _Around.inside(self.site)
+            results, _ = unwatched.evaluate(self.inner.condition, inputs, {}, (), around, 0)
+            return results[0]
+
+        def body(carried: PyTree) -> PyTree:
+            state, trip, carry = carried
+            results, state = self.run([*consts, *carry], state, (*trips, trip))
+            return state, trip + 1, results
+
+        first = state, _first_trip(), carry
+        state, _, carry = jax.lax.while_loop(condition, body, first)
+        return carry, state
+
+    def branch(
+        self, operands: list[Array], state: PyTree, trips: Trips
+    ) -> tuple[list[Array], PyTree]:
+        index, *operands = operands
+        if len(self.inner.jaxprs) == 1:
+            return self.run(operands, state, trips)
+        branches = [
+            lambda state, *operands, index=index: self.run(operands, state, trips, index)
+            for index in range(len(self.inner.jaxprs))
+        ]
+        return jax.lax.switch(index.astype(jnp.int32), branches, state, *operands)
+
+    def shard_map(
+        self, operands: list[Array], state: PyTree, trips: Trips
+    ) -> tuple[list[Array], PyTree]:
+        reduce, params = self.watcher.reduce, self.site.equation.params
+        if reduce is None:
+            raise ValueError(
+                "Cannot watch inside of the jax.shard_map of this program, where each device has "
+                "values of its own: give what runs on one device, without the jax.shard_map."
+            )
+        axes = tuple(core.manual_axes(self.site.equation))
+
+        def body(state: PyTree, trips: Trips, *arrays: Array) -> tuple[list[Array], PyTree]:
+            leaves, treedef = jax.tree.flatten(state)
+            state = jax.tree.unflatten(treedef, vary(leaves, axes))
+            results, state = self.run(arrays, state, trips)
+            return results, reduce(state, axes)
+
+        everywhere = jax.sharding.PartitionSpec()
+        mapped = jax.shard_map(
+            body,
+            mesh=params["mesh"],
+            in_specs=(everywhere, everywhere, *params["in_specs"]),
+            out_specs=(list(params["out_specs"]), everywhere),
+            axis_names=set(axes),
+            check_vma=params["check_vma"],
+        )
+        return mapped(state, trips, *operands)
 
 
 def _first_trip() -> jax.Array:
     return jnp.zeros((), jnp.int32)
 
 
-def _cond(
-    watcher: _Watcher, site: Site, operands: list[Any], state: Any, trips: Trips
-) -> tuple[list[Any], Any]:
-    if core.platform_branch(site.equation) is not None:
-        return watcher.inner(site, operands[1:], state, trips)
-
-    def branch(index: int) -> Callable[..., Any]:
-        return lambda state, *operands: watcher.inner(site, operands, state, trips, index)
-
-    branches = [branch(i) for i in range(len(site.equation.params["branches"]))]
-    index = operands[0].astype(jnp.int32)
-    results, part = jax.lax.switch(index, branches, watcher.part(state, site), *operands[1:])
-    return results, watcher.whole(state, part)
-
-
-def _shard_map(
-    watcher: _Watcher, site: Site, operands: list[Any], state: Any, trips: Trips
-) -> tuple[list[Any], Any]:
-    reduce, params = watcher.reduce, site.equation.params
-    if reduce is None:
-        raise ValueError(
-            "Cannot watch inside of the jax.shard_map of this program, where each device has "
-            "values of its own: give what runs on one device, without the jax.shard_map."
-        )
-    axes = tuple(core.manual_axes(site.equation))
-
-    def body(state: Any, trips: Trips, *arrays: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(state)
-        state = jax.tree.unflatten(treedef, vary(leaves, axes))
-        results, state = watcher.inner(site, arrays, state, trips)
-        return results, reduce(state, axes)
-
-    everywhere = jax.sharding.PartitionSpec()
-    mapped = jax.shard_map(
-        body,
-        mesh=params["mesh"],
-        in_specs=(everywhere, everywhere, *params["in_specs"]),
-        out_specs=(list(params["out_specs"]), everywhere),
-        axis_names=set(axes),
-        check_vma=params["check_vma"],
-    )
-    results, part = mapped(watcher.part(state, site), trips, *operands)
-    return results, watcher.whole(state, part)
-
-
-_RULES = dict.fromkeys(_WATCHED, _call) | {
-    "shard_map": _shard_map,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
+_RULES = {
+    "call": _Held.run,
+    "scan": _Held.scan,
+    "while": _Held.while_loop,
+    "cond": _Held.branch,
+    "shard_map": _Held.shard_map,
 }

@@ -112,10 +112,8 @@ def set_policy(cls: type, policy: PolicyLike) -> None:
     A jitted function is traced anew when it is called under other policies than before. That holds
     for policies set by jmpx alone: JAX does not see what `hk.mixed_precision` sets by itself.
 
-    The policy's `matmul` holds for the products in the calls of the class. In Haiku an interceptor
-    of jmpx sees to that: the first policy with `matmul` in a thread must not be set inside an
-    `hk.intercept_methods` of one's own, and one that `hk.mixed_precision` sets by itself has no
-    effect outside of jmpx's contexts.
+    The policy's `matmul` holds for the products in the calls of the class. In Haiku it does so in
+    jmpx's contexts alone: `push_policy`, `jmpx.haiku.policies` and `apply_policy` by modules.
 
     Args:
         cls: the class; subclasses do not inherit its policy, as in Haiku.
@@ -130,7 +128,8 @@ def set_policy(cls: type, policy: PolicyLike) -> None:
         ValueError: if `policy` is not a policy string.
 
     Warns:
-        UserWarning: if the policy sets `reduce`, which a class policy has no use for.
+        UserWarning: if the policy sets `reduce`, which a class policy has no use for; if it sets
+            `matmul` for a Haiku class outside of jmpx's contexts.
 
     Example:
         >>> import haiku as hk
@@ -270,7 +269,7 @@ def running(policy: Policy | None, by: str) -> Iterator[None]:
         by: the function of the adapter that casts, as the user calls it.
     """
     if policy is not None:
-        note_cast(by)
+        note_cast(by, policy.compute_dtype)
     outer = _registry.running[-1] if _registry.running else None
     if not _registry.running:
         _registry.bodies = len(_enclosing_bodies())

@@ -16,7 +16,7 @@ from jmpx._scales.mixed_precision import MixedPrecisionLike, get_mixed_precision
 
 # The bits of exponent and mantissa of the formats to which values may have been rounded.
 _FORMATS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23)}
-_PYTHONS = ("int", "float", "complex")  # Python's numbers have no dtype to keep.
+_PYTHONS = {"int", "float", "complex"}  # Python's numbers have no dtype to keep.
 
 
 def describe_precision(tree: PyTree, policy: MixedPrecisionLike | None = None) -> dict[str, Any]:
@@ -107,47 +107,44 @@ bfloat16, to which its values stay rounded: restore it in bfloat16, or pass allo
     leaves = dict(_leaves_by_path(tree))
     _check_paths(saved, leaves)
     _check_keys(saved, leaves)
-    narrowed, widened = _compare(leaves, saved, None if allow_narrowing else rounded)
+    changes = list(_changes(leaves, saved, None if allow_narrowing else rounded))
     under = f", under the policy {policy!r}, such as" if policy else ", such as"
-    for found, allowed in ((narrowed, allow_narrowing), (widened, allow_widening)):
-        if not found or allowed:
-            continue
-        path, what = next(iter(found.items()))
-        head = f"Restored {len(found)} of {len(leaves)} leaves in"
-        if found is narrowed:
-            raise ValueError(
-                f"{head} less precision than they were saved in{under} {path} {what}: restore it "
-                f"in {saved[path]} all the way, or pass allow_narrowing=True to go on with what is "
-                "left."
-            )
+    narrowed = [(path, what) for kind, path, what in changes if kind == "narrowed"]
+    widened = [(path, what) for kind, path, what in changes if kind == "widened"]
+    if narrowed and not allow_narrowing:
+        path, what = narrowed[0]
         raise ValueError(
-            f"{head} wider dtypes than they were saved in{under} {path} {what}, to which its "
-            f"values stay rounded: restore it in {saved[path]}, or pass allow_widening=True."
+            f"Restored {len(narrowed)} of {len(leaves)} leaves in less precision than they were "
+            f"saved in{under} {path} {what}: restore it in {saved[path]} all the way, or pass "
+            "allow_narrowing=True to go on with what is left."
+        )
+    if widened and not allow_widening:
+        path, what = widened[0]
+        raise ValueError(
+            f"Restored {len(widened)} of {len(leaves)} leaves in wider dtypes than they were saved "
+            f"in{under} {path} {what}, to which its values stay rounded: restore it in "
+            f"{saved[path]}, or pass allow_widening=True."
         )
 
 
-def _compare(
+def _changes(
     leaves: Mapping[str, Any], saved: Mapping[str, str], rounded: Mapping[str, str] | None
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns what was narrowed and what was widened: the words of an error by paths.
+) -> Iterator[tuple[str, str, str]]:
+    """Yields "narrowed" or "widened", a path, and the words of an error for it.
 
     Values are looked at unless `rounded` is None.
     """
-    narrowed: dict[str, str] = {}
-    widened: dict[str, str] = {}
     for path, leaf in leaves.items():
         got, was = _name(leaf), saved[path]
         if got == was:
             # What was not rounded when it was saved, but is now, was narrowed in between.
             holder = None if rounded is None or path in rounded else _narrowest(leaf)
             if holder:
-                narrowed[path] = f"in {got} with values of {holder} alone"
-        elif got not in _PYTHONS and was not in _PYTHONS:
+                yield "narrowed", path, f"in {got} with values of {holder} alone"
+        elif not {got, was} & _PYTHONS:
             kind = _change(was, got)
             if kind is not None:
-                found = narrowed if kind == "narrowed" else widened
-                found[path] = f"in {got} instead of {was}"
-    return narrowed, widened
+                yield kind, path, f"in {got} instead of {was}"
 
 
 def _leaves_by_path(tree: PyTree) -> Iterator[tuple[str, Any]]:
@@ -234,11 +231,10 @@ def _read(description: object) -> tuple[Mapping[str, str], Mapping[str, str] | N
 
 def _check_paths(saved: Mapping[str, str], leaves: Mapping[str, Any]) -> None:
     """Refuses a tree that has other leaves than were described."""
-    missing = [path for path in saved if path not in leaves]
-    more = [path for path in leaves if path not in saved]
+    missing, more = saved.keys() - leaves.keys(), leaves.keys() - saved.keys()
     if missing or more:
         parts = [
-            f"{len(paths)} {word}, such as {paths[0]!r}"
+            f"{len(paths)} {word}, such as {min(paths)!r}"
             for paths, word in ((missing, "missing"), (more, "that were not saved"))
             if paths
         ]

@@ -41,15 +41,11 @@ class EmaState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ema:
-    """An exponential moving average of parameters, as `jmpx.optim.ema` makes it.
+    """An exponential moving average of parameters, as `jmpx.optim.ema` returns it.
 
     Args:
-        decay: how much of the average a step keeps.
-        debias: whether the first parameters count no more than later ones.
-
-    Raises:
-        TypeError: as `jmpx.optim.ema`.
-        ValueError: as `jmpx.optim.ema`.
+        decay: as in `jmpx.optim.ema`, whose errors it raises.
+        debias: as in `jmpx.optim.ema`.
 
     Example:
         >>> import jmpx
@@ -127,10 +123,9 @@ def ema(decay: float, debias: bool = False) -> Ema:
     """Averages parameters over the steps of a training: each one moves 1 - decay of the way.
 
     The average is float32 for parameters of 8 and 16 bits; wider parameters are averaged in their
-    own dtype. Where it would be in the dtype of the parameters, as that of `optax.ema` is without
-    an `accumulator_dtype` and that of `optax.incremental_update` always, it would stall: at a decay
-    of 0.999, an average of 1 in bfloat16 stays 1 for any parameter between 1 and 3. Leaves that are
-    not floating or complex arrays are those of the newest parameters.
+    own dtype. In the dtype of the parameters, as `optax.incremental_update` keeps it, an average
+    stalls: at a decay of 0.999, one of 1 in bfloat16 stays 1 for any parameter between 1 and 3.
+    Leaves that are not floating or complex arrays are those of the newest parameters.
 
     Args:
         decay: how much of the average a step keeps: at least 0, and at most 1 - 2**-24, beyond
@@ -199,25 +194,23 @@ def _step(average: Any, leaf: Any, weight: Any) -> Any:
 
 
 def _check_state(state: object, params: PyTree) -> None:
-    """Refuses a state that is none, or not of these parameters."""
+    """Refuses what is not a state of `ema`, or not of these parameters."""
     if not isinstance(state, EmaState):
         raise TypeError(
             "Expected the state of jmpx.optim.ema as the second argument, got a "
             f"{type(state).__name__}: call update(params, state), and restore a checkpoint into "
             "init(params)."
         )
-    if jax.tree.structure(state.average) != jax.tree.structure(params):
+    averages, structure = jax.tree_util.tree_flatten_with_path(state.average)
+    if structure != jax.tree.structure(params):
         raise ValueError(
             "Expected parameters of the structure that init was given, got another: give the same "
             "part of the model to both, and restore a checkpoint into init(params)."
         )
-    pairs = zip(
-        jax.tree_util.tree_leaves_with_path(state.average), jax.tree.leaves(params), strict=True
-    )
-    for (path, average), leaf in pairs:
+    for (path, average), leaf in zip(averages, jax.tree.leaves(params), strict=True):
+        where = jax.tree_util.keystr(path)
         if not _is_averaged(leaf):
             continue
-        where = jax.tree_util.keystr(path)
         if not is_inexact_array(average) or average.shape != leaf.shape:
             raise ValueError(
                 f"Expected parameters of the shapes that init was given, got {spell(leaf)} for "

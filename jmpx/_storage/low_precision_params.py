@@ -1,6 +1,7 @@
 """Optimizers of 16-bit parameters, which small updates move: by chance, or by kept low bits."""
 
 import dataclasses
+import itertools
 import warnings
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -58,47 +59,33 @@ def low_precision_params(
 ) -> "optax.GradientTransformationExtraArgs":
     """Wraps an optax optimizer so that it trains 16-bit parameters, which plain rounding stalls.
 
-    Near 1, an update below 0.2 % rounds to nothing in bfloat16. Here, the optimizer computes in
+    Near 1, an update below 0.2 % rounds to nothing in bfloat16. Here the optimizer computes in
     float32, and the new parameters are rounded in one of two ways:
 
     - "stochastic": up or down by chance, right on average, as by `jmpx.optim.stochastic_round`.
-      Nothing but the parameters is stored: 2 bytes each.
+      Only the parameters are stored: 2 bytes each.
     - "split": the state keeps the 16 bits that bfloat16 lacks, as `jmpx.optim.split_master` does,
       so that float32 masters are trained, at 4 bytes a parameter.
 
-    ```python
-    optimizer = jmpx.skip_nonfinite(jmpx.optim.low_precision_params(optax.adam(1e-3), "split"))
-    state = optimizer.init(params)         # of the float32 parameters
-    params, _ = jmpx.optim.split_master(params)  # for "stochastic", jmpx.mpx.cast_to_bfloat16 will
-    do
-    ```
-
     Put other transformations inside, as in `low_precision_params(optax.chain(...), ...)`: one that
     comes after it changes what was rounded. `jmpx.skip_nonfinite` belongs around it.
-
-    The difference of two bfloat16 numbers is exact in float32 if neither is more than 2**15 times
-    the other (2**12 in float16), and so is its sum with the old one. Beyond, `optax.apply_updates`
-    may miss a tiny new value, by 2**-24 of the old one at most; `jmpx.optimizer_update` takes the
-    new parameters as they are.
 
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`. It gets gradients and
             parameters in float32, and makes its state of them.
         rounding: "stochastic" or "split".
         state_dtype: the dtype of the optimizer's state between steps, as in
-            `jmpx.optim.with_state_dtype`. None leaves it to the optimizer: float32, as a rule.
-        seed: of the rounding by chance. Devices round replicated parameters alike; under
-            `jax.shard_map`, shards draw the same numbers, too, each for entries of its own.
+            `jmpx.optim.with_state_dtype`. None leaves it to the optimizer: usually float32.
+        seed: the seed of the stochastic rounding. Devices round replicated parameters alike; under
+            `jax.shard_map`, shards draw the same numbers, each for entries of its own.
 
     Returns:
-        An optax gradient transformation, whose state is a `LowPrecisionParamsState`.
-
-        - `init(params)` takes the float32 parameters. "stochastic" takes 16-bit ones, too.
-        - `update(grads, state, params)` takes the 16-bit parameters: bfloat16, or, with
-          "stochastic", float16. It returns float32 differences to the new ones, for
-          `optax.apply_updates` or `jmpx.optimizer_update`; other ways to add may widen the
-          parameters. Parameters that stayed float32 beside 16-bit ones are updated as usual. Other
-          arguments are handed on.
+        An optax gradient transformation, whose state is a `LowPrecisionParamsState`. `init` takes
+        the float32 parameters ("stochastic" takes 16-bit ones, too), `update` the 16-bit ones:
+        bfloat16, or, with "stochastic", float16. `update` returns float32 differences for
+        `optax.apply_updates`, which may miss a tiny new value by 2**-24 of the old one;
+        `jmpx.optimizer_update` takes the new parameters as they are. Parameters that stayed float32
+        beside 16-bit ones are updated as usual. Other arguments are handed on.
 
     Raises:
         TypeError: if `optimizer` is not an optax gradient transformation, or `seed` is not a whole
@@ -258,47 +245,39 @@ def _check_params(params: PyTree, rounding: Rounding) -> None:
 
 def _merged(params: PyTree, low: PyTree) -> PyTree:
     """Returns the float32 masters. Parameters that stayed float32 are their own."""
-    error = ValueError(
-        "Expected parameters of the structure and shapes that init was given, got others: give the "
-        "same part of the model to both, and restore a checkpoint into init(params)."
-    )
-    leaves, structure = jax.tree.flatten(params, is_leaf=is_none)
+    kept = lambda leaf, low: low if _is_narrow(leaf) else None  # noqa: E731
     try:
-        lows = structure.flatten_up_to(low)
-    except ValueError:
-        raise error from None
-    kept = []
-    for leaf, low_leaf in zip(leaves, lows, strict=True):
-        if _is_narrow(leaf) and getattr(low_leaf, "shape", None) != leaf.shape:
-            raise error
-        kept.append(low_leaf if _is_narrow(leaf) else None)
-    return merge_master(params, structure.unflatten(kept))
+        return merge_master(params, jax.tree.map(kept, params, low, is_leaf=is_none))
+    except (TypeError, ValueError):
+        raise ValueError(
+            "Expected parameters of the structure and shapes that init was given, got others: give "
+            "the same part of the model to both, and restore a checkpoint into init(params)."
+        ) from None
 
 
 def _split(masters: PyTree, params: PyTree, low: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the new parameters and their low halves."""
-    leaves, structure = jax.tree.flatten(params, is_leaf=is_none)
-    trees = (structure.flatten_up_to(tree) for tree in (masters, low))
-    halves = [
-        split_master(master) if _is_narrow(leaf) else (master, low_leaf)
-        for leaf, master, low_leaf in zip(leaves, *trees, strict=True)
-    ]
-    return (
-        structure.unflatten(high for high, _ in halves),
-        structure.unflatten(low_leaf for _, low_leaf in halves),
+    """Returns the new parameters and their low halves; float32 parameters stay as they are."""
+    narrow = lambda leaf, master: master if _is_narrow(leaf) else None  # noqa: E731
+    halves = split_master(jax.tree.map(narrow, params, masters, is_leaf=is_none))
+    chosen = lambda leaf, half, other: half if _is_narrow(leaf) else other  # noqa: E731
+    new, low = (
+        jax.tree.map(chosen, params, half, other, is_leaf=is_none)
+        for half, other in zip(halves, (masters, low), strict=True)
     )
+    return new, low
 
 
 def _rounded(masters: PyTree, params: PyTree, key: jax.Array) -> PyTree:
     """Returns the new parameters, rounded by chance, each with a key of its place."""
-    leaves, structure = jax.tree.flatten(params, is_leaf=is_none)
-    pairs = zip(leaves, structure.flatten_up_to(masters), strict=True)
-    return structure.unflatten(
-        stochastic_round(master, leaf.dtype, jax.random.fold_in(key, place))
-        if _is_narrow(leaf)
-        else master
-        for place, (leaf, master) in enumerate(pairs)
-    )
+    places = itertools.count()
+
+    def rounded(leaf: Any, master: Any) -> Any:
+        place = next(places)
+        if not _is_narrow(leaf):
+            return master
+        return stochastic_round(master, leaf.dtype, jax.random.fold_in(key, place))
+
+    return jax.tree.map(rounded, params, masters, is_leaf=is_none)
 
 
 def _difference(update: Any, new: Any, old: Any) -> Any:

@@ -92,9 +92,8 @@ def update_report(
         updates: what `optimizer.update` returns for them: the same tree. Leaves without an array
             here, such as None, and parameters that are not floating are left out.
         weight_decay: the factor of one step, the learning rate times the decay, by which each
-            parameter would shrink: a number, also a traced one. `jmpx.optim.low_precision_params`
-            loses
-            none: leave it out there.
+            parameter would shrink: a number, also a traced one. Leave it out under
+            `jmpx.optim.low_precision_params`, which loses none.
 
     Returns:
         The counts, by the path of the parameter; print them outside of `jax.jit`. Entries that are
@@ -135,29 +134,30 @@ def update_report(
             "structure: pass the parameters that the optimizer updates, and what its update "
             "returns for them."
         ) from None
-    counts: dict[str, tuple[str, LostUpdates, LostUpdates | None]] = {}
+    found: dict[str, LostUpdates] = {}
+    decays: dict[str, LostUpdates] = {}
+    dtypes: list[tuple[str, str]] = []
     for (path, leaf), change in zip(leaves, changes, strict=True):
-        if is_floating(leaf) and is_array(leaf) and is_floating(change):
-            name = jax.tree_util.keystr(path)
-            if leaf.shape != change.shape:
-                raise ValueError(
-                    f"The parameter {spell(leaf)} and the update {spell(change)} of "
-                    f"jmpx.inspect.update_report differ in their shape at params{name}: pass what "
-                    "the optimizer returns for these parameters."
-                )
-            leaf = jnp.asarray(leaf)
-            counts[name] = (leaf.dtype.name, *_count(leaf, change, decay))
-    if not counts:
+        if not (is_floating(leaf) and is_array(leaf) and is_floating(change)):
+            continue
+        name = jax.tree_util.keystr(path)
+        if leaf.shape != change.shape:
+            raise ValueError(
+                f"The parameter {spell(leaf)} and the update {spell(change)} of "
+                f"jmpx.inspect.update_report differ in their shape at params{name}: pass what the "
+                "optimizer returns for these parameters."
+            )
+        leaf = jnp.asarray(leaf)
+        found[name], lost = _count(leaf, change, decay)
+        decays |= {} if lost is None else {name: lost}
+        dtypes.append((name, leaf.dtype.name))
+    if not found:
         raise ValueError(
             "The parameters and the updates of jmpx.inspect.update_report have no floating leaf in "
             "common: pass the parameters that the optimizer updates, such as nnx.state(model, "
             "nnx.Param)."
         )
-    return UpdateReport(
-        {name: lost for name, (_, lost, _) in counts.items()},
-        {name: lost for name, (_, _, lost) in counts.items() if lost is not None},
-        tuple((name, dtype) for name, (dtype, _, _) in counts.items()),
-    )
+    return UpdateReport(found, decays, tuple(dtypes))
 
 
 def _check_decay(weight_decay: Any) -> jax.Array:
@@ -251,27 +251,18 @@ def _shares(counts: Iterable[LostUpdates]) -> tuple[float, ...]:
 
 
 def _remedy(report: UpdateReport, dtypes: dict[str, str]) -> str:
-    losing = {
-        dtypes[name]
-        for counts in (report.updates, report.decays)
-        for name, lost in counts.items()
-        if _shares([lost])[0] >= _WORTH_A_REMEDY
-    }
+    every = [*report.updates.items(), *report.decays.items()]
+    losing = {dtypes[name] for name, lost in every if _shares([lost])[0] >= _WORTH_A_REMEDY}
     narrow = sorted(losing - {"float32", "float64"})
+    split = ' or "split"' if narrow in ([], ["bfloat16"]) else ""
+    wrapper = f'jmpx.optim.low_precision_params(optimizer, "stochastic"){split}.'
     if narrow:
-        split = ' or "split"' if narrow == ["bfloat16"] else ""
         return (
             f"Remedy for {' and '.join(narrow)}: keep float32 parameters, as params=float32 does, "
-            "or round otherwise, by jmpx.optim.low_precision_params(optimizer, "
-            f'"stochastic"){split}.'
+            f"or round otherwise, by {wrapper}"
         )
     if losing:
         return "Remedy for float32: a larger learning rate; these updates are too small for it."
-    every = _shares([*report.updates.values(), *report.decays.values()])
-    if max(every) >= _WORTH_A_REMEDY:
-        return (
-            "Little is lost as stored. To store 16 bits, use "
-            "jmpx.optim.low_precision_params(optimizer, "
-            '"stochastic") or "split".'
-        )
+    if max(_shares(lost for _, lost in every)) >= _WORTH_A_REMEDY:
+        return f"Little is lost as stored. To store 16 bits, use {wrapper}"
     return "Little is lost."

@@ -120,7 +120,10 @@ FILES = {
         | {"Precision": "bf16 | none", "['student-policy']": "bf16 | none"},
     ),
     "preset": ([{"precision": "16-mixed"}], {"[0].precision": "16-mixed | dynamic,init=32768"}),
-    "mapping": ({"a": {"compute": "bf16", "output": "f32"}}, {"a": "c=bf16,o=f32 | none"}),
+    "mapping": (
+        {"a": {"policy": {"compute": "bf16", "output": "f32"}, "lr": 1}},
+        {"a.policy": "c=bf16,o=f32 | none"},
+    ),
     "whole": (
         {"policy": {"compute": "bf16"}, "rules": [BARE], "loss_scale": "static=8", "by": "modules"},
         {"": "by=modules,c=bf16; LayerNorm: full | static=8"},
@@ -133,10 +136,9 @@ FILES = {
         {"policy": {"compute": "bf16"}, "rules": ["LayerNorm: full"], "lr": 1},
         {"policy": "c=bf16; LayerNorm: full | none"},
     ),
-    "any key": ({"eval": {"x": "by=operations,c=bf16"}}, {"eval.x": "by=operations,c=bf16 | none"}),
     "mapping by stages": (
-        {"precision": {"early": "c=bf16", "late": {"compute": "f32"}}},
-        {"precision.early": "c=bf16 | none", "precision.late": "full | none"},
+        {"precision": {"early": {"policy": "c=bf16"}, "late": {"mp_policy": {"compute": "f32"}}}},
+        {"precision.early.policy": "c=bf16 | none", "precision.late.mp_policy": "full | none"},
     ),
     "not ours": (
         {"params": {"w": 1}, "output": "logs", "compute": {"nodes": 4}, "rules": "allow all"}
@@ -195,7 +197,7 @@ WRONG_SECTIONS = {
     "a word that is near": ({"precision": "bf61"}, "precision: Unknown dtype 'bf61'"),
     "a word of others": ({"precision": "fp8"}, "precision: Unknown dtype 'fp8'"),
     "a key": ({"precision": {"compute": "bf16", "outptu": "f32"}}, "precision: Unknown key at out"),
-    "a mapping": ({"e": {"compute": "bf61"}}, "e: Unknown dtype 'bf61' at compute: "),
+    "a mapping": ({"e_policy": {"compute": "bf61"}}, "e_policy: Unknown dtype 'bf61' at compute: "),
     "a rule": (
         {"x": {"policy": "bf16", "rules": [{"select": "A", "compute": "f61"}]}},
         "x: Unknown dtype 'f61' at rules[0].compute: ",
@@ -237,7 +239,7 @@ WRONG_FILES = {
     "config.py": ("policy = 'full'", "Expected --config "),
     "two.json": (
         '{"a_policy": "full", "b_policy": "bf16"}',
-        "Expected one policy in FILE for --model, got 2, at a_policy, b_policy: give",
+        "Expected one policy for --model, got 2, at FILE: a_policy, FILE: b_policy: give",
     ),
 }
 
@@ -544,49 +546,18 @@ def test_the_doctor_warns_of_settings(capsys):
         ]
 
 
-REQUIRED = ["jax>=0.7.2", "optax (>=0.2.4)", 'flax[all]>=0.12.0; extra == "flax"', "absl-py"]
-VERSIONS = {
-    (
-        "jax",
-        "0.7.1",
-    ): "jmpx needs jax 0.7.2 or later, and 0.7.1 is installed: pip install --up",
-    ("jax", "0.7.2"): None,
-    ("jax", "0.7.2rc1"): None,
-    ("jax", "0.12.0.1"): None,
-    ("optax", "0.2"): "jmpx needs optax 0.2.4 or later, and 0.2 is installed",
-    ("optax", None): "jmpx needs optax, which is not installed: pip install optax.",
-    ("flax", "0.12"): None,
-    (
-        "flax",
-        "0.11.9",
-    ): "flax 0.12.0 or later, and 0.11.9 is installed: pip install --upgrade 'j",
-    ("flax", None): None,
-    ("matplotlib", None): None,
-    ("jmpx", None): "jmpx runs from a folder and is not installed, so that nothing says which",
-}
-
-
-@pytest.mark.parametrize("name", VERSIONS)
-def test_the_doctor_compares_versions_with_the_metadata(name, capsys, monkeypatch):
-    name, version = name
-    expected = VERSIONS[name, version]
+def test_the_doctor_says_what_is_not_installed(capsys, monkeypatch):
     real = importlib.metadata.version
 
-    def missing(package):
-        raise importlib.metadata.PackageNotFoundError(package)
-
     def found(package):
-        return real(package) if package != name else version or missing(package)
+        if package == "flax":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return real(package)
 
     monkeypatch.setattr(importlib.metadata, "version", found)
-    requires = missing if name == "jmpx" else lambda package: REQUIRED
-    monkeypatch.setattr(importlib.metadata, "requires", requires)
     report, lines = examined(capsys)
-    assert len(report["warnings"]) == (expected is not None)
-    assert all(expected in text for text in report["warnings"])
-    if name != "jmpx":
-        assert report["versions"][name] == version
-        assert version or f"{name} not installed: pip install" in " ".join(lines)
+    assert report["versions"]["flax"] is None
+    assert "flax not installed: pip install 'jmpx[flax]'" in lines
 
 
 def test_the_version(capsys):

@@ -4,7 +4,7 @@ import dataclasses
 
 from jmpx._inspect.audit.data import Cast, Entry, Finding, Products, Scope
 from jmpx._inspect.audit.report import Audit
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 
 POLICY = "params=float32,compute=bfloat16,output=float32"
 LEAK = Finding(

@@ -15,8 +15,8 @@ from helpers.findings_of import found, line_of
 import jmpx
 import jmpx.flax
 import jmpx.haiku
-from jmpx._inspect.audit.data import FINDING_NAMES
-from jmpx._jaxprs import core
+from jmpx._inspect.audit.findings import KINDS
+from jmpx._jaxprs import places
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -26,7 +26,7 @@ X = jax.ShapeDtypeStruct((8, WIDTH), BF16)
 
 
 def findings(fn, *args):
-    return found(tuple(FINDING_NAMES), fn, *args)
+    return found(tuple(KINDS), fn, *args)
 
 
 def mean_square(y):
@@ -203,7 +203,7 @@ def test_a_library_names_its_own_line_and_the_callers(tmp_path, monkeypatch):
     assert spec and spec.loader
     layers = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(layers)
-    monkeypatch.setattr(core, "_packages", lambda: (f"{folder.parent}{os.sep}",))
+    monkeypatch.setattr(places, "_packages", lambda: (f"{folder.parent}{os.sep}",))
 
     def loss(w, x):
         return mean_square(layers.scaled(x @ w, np.float32(3)) @ w)  # called

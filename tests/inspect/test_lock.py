@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from jmpx._inspect.audit.data import Entry
 from jmpx._inspect.audit.lock import differences, text, write
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 
 
 def entry(scope, operation, dtypes, place=None):

@@ -15,7 +15,7 @@ from jmpx._inspect.audit.entries import entries
 from jmpx._inspect.audit.lock import differences, text, write
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 
 
 def entries_of(fn, *args):

@@ -12,7 +12,7 @@ from helpers.reports import CLEAN, LEAK, REPORT
 
 from jmpx._inspect.audit.data import Cast, Entry, Finding, Products, Scope
 from jmpx._inspect.audit.report import Audit
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 
 VOID = {"br", "hr", "img", "meta", "link", "input"}
 

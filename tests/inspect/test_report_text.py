@@ -14,8 +14,9 @@ from hypothesis import given, settings, strategies as st
 import jmpx
 from jmpx._base.text import bytes_text, flop_text, share_text, short_names
 from jmpx._inspect.audit.alike import alike_findings
-from jmpx._inspect.audit.data import FINDING_NAMES, SEVERITIES, Cast, Finding, Products, Scope
-from jmpx._jaxprs.core import Place
+from jmpx._inspect.audit.data import SEVERITIES, Cast, Finding, Products, Scope
+from jmpx._inspect.audit.findings import KINDS
+from jmpx._jaxprs.places import Place
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_without_findings_the_text_says_what_was_looked_for():
     said = re.search(r"No findings\. Looked for (.*?)\.", text)
     assert said and "Findings:" not in text
     names = re.split(", | and ", said[1])
-    assert names == [name for name in FINDING_NAMES if name != "platform-product"]
+    assert names == [name for name in KINDS if name != "platform-product"]
     on_tpu = " ".join(str(dataclasses.replace(CLEAN, platform="tpu")).split())
     assert f"{names[-1]} and platform-product." in on_tpu
 
@@ -235,7 +236,7 @@ sentences = st.lists(words, min_size=1, max_size=40).map(" ".join)
 places = st.builds(Place, paths, st.integers(1, 9999), words, st.none())
 findings = st.builds(
     Finding,
-    st.sampled_from(list(FINDING_NAMES)),
+    st.sampled_from(list(KINDS)),
     st.sampled_from(SEVERITIES),
     sentences,
     st.none() | st.builds(Place, paths, st.integers(1, 9999), words, st.none() | places),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collectives import read_hlo, read_stablehlo
+from collectives import read
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from models import Transformer
@@ -27,9 +27,9 @@ def test_a_loop_of_unknown_trips_is_refused():
     )
     program = jax.jit(mapped).lower(jax.ShapeDtypeStruct((64,), jnp.float32))
     with pytest.raises(ValueError, match="how often the loop around an all-reduce runs"):
-        read_stablehlo(program)
+        read(program)
     with pytest.raises(ValueError, match="how often the loop around an all-reduce runs"):
-        read_hlo(collectives.partitioned(program)[0])
+        read(collectives.partitioned(program)[0])
 
 
 # What the steps of `fsdp.py` send, in a smaller model.
@@ -59,12 +59,21 @@ JIT = {
 }
 
 
+def vmap_of_axis_name(model, mesh):
+    """Groups of a batch by hand: the axis of a vmap, which the mesh splits."""
+    of_a_group = fsdp.with_jmpx(model.loss, "c=bf16", over=jmpx.Over("groups"))
+    names = {"axis_name": "groups", "spmd_axis_name": "data"}
+    mapped = jax.vmap(of_a_group, in_axes=(None, 0, 0), out_axes=None, **names)
+    return lambda params, *batch: mapped(params, *fsdp.split(batch, mesh))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", JIT)
 def test_what_the_partitioner_inserts(way, problem, monkeypatch):
     name = "batch_sharding, c=bf16, 2 micro-batches"
     make = fsdp.with_policy("c=bf16", groups=True, microbatches=2)
     monkeypatch.setitem(fsdp.WAYS, name, make)
+    monkeypatch.setitem(fsdp.WAYS, "vmap of axis_name", vmap_of_axis_name)
     found, shares = kinds(way, "partitioner", problem)
     assert shares == pytest.approx(JIT[way], abs=0.05)
     # No larger than on one device, but for the last bits.
@@ -74,7 +83,6 @@ def test_what_the_partitioner_inserts(way, problem, monkeypatch):
 
 SHARD_MAP = {
     "all_gather of bf16": {"all-gather bf16": 0.5, "reduce-scatter bf16": 0.5},
-    "gather by hand": {"all-gather bf16": 0.5, "reduce-scatter f32": 1},
     "jmpx.distributed.gather, c=bf16": {"all-gather bf16": 0.5, "reduce-scatter f32": 1},
     "jmpx.distributed.gather, c=bf16,r=bf16": {"all-gather bf16": 0.5, "reduce-scatter bf16": 0.5},
 }
@@ -107,7 +115,7 @@ def test_groups_leave_a_sharding_over_other_axes_as_it_is(rng):
     def of(**options):
         grad_fn = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy="c=bf16", **options)
         step = jax.jit(lambda params, x: grad_fn(params, x).grads)
-        found = read_hlo(collectives.partitioned(step.lower(arrays, x))[0])
+        found = read(collectives.partitioned(step.lower(arrays, x))[0])
         return [
             sorted((one.kind, one.dtype, one.bytes) for one in found if one.group == size)
             for size in (2, 4)  # the sizes of the axes "model" and "data"

@@ -1,41 +1,49 @@
-"""What CONTRIBUTING.md says: its table names files that exist, and the hooks run what CI runs."""
+"""CONTRIBUTING.md, the plan of the rooms and the hooks say what is there."""
 
+import ast
 import re
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "docs" / "_ext"))
+LAYERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+ROOMS = sorted(folder.name for folder in (ROOT / "jmpx").glob("_*") if folder.suffix == "")
 
 
 def test_every_file_that_the_table_names_exists():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|")]
-    named = [name for row in rows for cell in row for name in re.findall(r"`([\w./-]+)`", cell)]
-    files = {name for name in named if "/" in name or name.endswith((".py", ".toml", ".cfg"))}
-    assert len(files) > 30
-    for name in files:
-        found = [*ROOT.glob(f"tests/*/{name}"), *ROOT.glob(f"jmpx/*/{name}")]
-        assert (ROOT / name).exists() or found, name
+    assert len(rows) - 2 <= 25
+    named = [
+        name for row in rows for cell in row for name in re.findall(r"`([\w./-]+/[\w./-]*)`", cell)
+    ]
+    linked = re.findall(r"\]\(([\w./]+)\)", text)
+    assert len({*named, *linked}) > 30
+    assert [name for name in (*named, *linked) if not (ROOT / name).exists()] == []
+    assert [room for room in ROOMS if f"`jmpx/{room}/`" not in text] == []
 
 
-def test_the_floors_of_the_page_are_those_that_are_checked():
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    layers = contracts["contracts"][0]["layers"]
-    floors = {
-        name: str(number)
-        for number, layer in enumerate(reversed(layers), 1)
-        for name in layer.split(" | ")
-    }
-    text = (ROOT / "docs" / "how_it_is_built.md").read_text()
-    rows = re.findall(r"^\| ([\d, ]+) \| (`.*?`) \|", text, re.MULTILINE)
-    named = {
-        name: numbers.split(", ")
-        for numbers, files in rows
-        for name in re.findall(r"`(\w+)(?:\.py|/)`", files)
-        if name != "__init__"
-    }
-    assert named.keys() == floors.keys()
-    assert [name for name in floors if floors[name] not in named[name]] == []
+def test_there_are_at_most_ten_floors_and_nothing_is_hidden_from_the_check():
+    rooms, circles, _ = LAYERS["contracts"]
+    assert len(rooms["layers"]) <= 10 and rooms["exhaustive"] and rooms["containers"] == ["jmpx"]
+    assert circles["ancestors"] == ["jmpx.**"]
+    allowed = {"name", "type", "layers", "containers", "exhaustive", "ancestors"}
+    assert {*rooms, *circles} <= allowed and {*LAYERS} == {"root_package", "contracts"}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_explains_itself(room):
+    from rooms import floors, purpose  # pyright: ignore[reportMissingImports]
+
+    docstring = ast.get_docstring(ast.parse((ROOT / "jmpx" / room / "__init__.py").read_text()))
+    assert docstring is not None and purpose(room).endswith(".")
+    readme = ROOT / "jmpx" / room / "README.md"
+    assert 8 <= len((readme.read_text() if readme.exists() else docstring).splitlines()) <= 120
+    assert sum(room in rooms for rooms in floors()) == 1
 
 
 def test_every_hook_is_a_stage_of_ci():

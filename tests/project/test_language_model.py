@@ -1,12 +1,11 @@
 """`benchmarks/language_model.py`, at its smallest size."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import language_model
 import numpy as np
 import pytest
+import records
 
 import jmpx
 
@@ -60,45 +59,29 @@ def test_the_validation_text_is_cut_in_order(little_text):
 
 
 @pytest.mark.slow  # trainings
-def test_runs_are_made_once_and_compared_by_seed(tmp_path, capsys):
-    out = tmp_path / "results.jsonl"
-    size = [
-        f"--{name}={value}" for name, value in TINY._replace(validate_every=2)._asdict().items()
-    ]
-    names = ["float32", "float16"]
-    arguments = [*size, f"--out={out}", "--precisions", *names]
-    language_model.main([*arguments, "--seeds=1"])
-    first = out.read_text()
-    language_model.main([*arguments, "--seeds=2"])
-    assert out.read_text().startswith(first) and len(out.read_text().splitlines()) == 4
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+def test_runs_are_made_once_and_compared_by_seed(tmp_path, monkeypatch):
+    out, texts = tmp_path / "results.jsonl", []
+    precisions = {n: language_model.PRECISIONS[n] for n in ("float32", "float16")}
+    monkeypatch.setattr(language_model, "PRECISIONS", precisions)
+    monkeypatch.setattr(language_model, "SIZE", TINY._replace(validate_every=2))
+    for seeds in (1, 2):
+        monkeypatch.setattr(language_model, "SEEDS", seeds)
+        language_model.main([f"--out={out}"])
+        texts.append(out.read_text())
+    assert texts[1].startswith(texts[0]) and len(texts[1].splitlines()) == 4
+    found = records.read(out)
     final = {}
-    for record in records:
+    for record in found:
         assert [step for step, _ in record["losses"]] == [2, 4]
         final[record["precision"], record["seed"]] = record["losses"][-1][1]
         assert record["skipped_steps"] == 0 and len(record["text_sha256"]) == 64
     assert final["float32", 0] != final["float32", 1]
     for seed in range(2):
         assert abs(final["float16", seed] - final["float32", seed]) < 0.01
-    capsys.readouterr()
-    language_model.main([f"--out={out}", "--report"])
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    rows = [line.split(" | ") for line in language_model.table(found).splitlines()]
     ours = np.array([final["float16", seed] for seed in range(2)])
     theirs = np.array([final["float32", seed] for seed in range(2)])
     (row,) = [row for row in rows if row[0] == "| float16"]
     assert row[1:5] == [
         *("2", f"{ours.mean():.4f}", f"{np.ptp(ours):.4f}", f"{(ours - theirs).mean():+.5f}")
     ]
-
-
-def test_the_differences_are_drawn(little_text, tmp_path):
-    common = language_model.setting(TINY, little_text) | {"skipped_steps": 0}
-    records = [
-        {**common, "precision": precision, "seed": seed, "losses": [[4, loss + seed]]}
-        for precision, loss in {"float32": 2.0, "float16": 2.1}.items()
-        for seed in range(2)
-    ]
-    out = tmp_path / "results.jsonl"
-    out.write_text("".join(json.dumps(record) + "\n" for record in records))
-    language_model.main([f"--out={out}", f"--plot={tmp_path / 'plot.png'}"])
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tpu
-import tpu_compile
+from compiled_step import INSTRUCTION
 from helpers import by_hand
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from models import ViT
@@ -53,7 +53,7 @@ def dtypes_of_products(hlo):
 
 def costs(program):
     """Returns what each cast costs. A prefetch (`copy-start`) moves an array, and copies none."""
-    names = collections.Counter(tpu_compile.INSTRUCTION.findall(program.as_text()))
+    names = collections.Counter(INSTRUCTION.findall(program.as_text()))
     accessed = program.cost_analysis()["bytes accessed"]
     return {"converts": names["convert"], "copies": names["copy"], "bytes": accessed}
 
@@ -108,7 +108,7 @@ def test_chips_sum_gradients_in_the_dtype_of_the_policy(reduce, dtype):
         return jax.lax.with_sharding_constraint(grads_of(*args)[1], whole)
 
     hlo = tpu.compiled(grads, arguments, shardings).as_text()
-    sent = collectives.table(collectives.read_hlo(hlo))
+    sent = collectives.table(collectives.read(hlo))
     assert [*sent] == [f"all-reduce {dtype}"]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[0])) / 2**20
     expected = 2 * 7 / 8 * size / (2 if reduce else 1)  # to each other chip, and back

@@ -10,7 +10,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import pytest
-from collectives import partitioned, read_hlo
+from collectives import partitioned, read
 from flax import nnx
 from helpers import normal
 from helpers.groups import make_mesh
@@ -37,7 +37,7 @@ def collectives_of(run, params, x, shards):
         )
     found = collections.defaultdict(collections.Counter)
     text, _ = partitioned(lowered)
-    for one in read_hlo(text):
+    for one in read(text):
         kind = "flag" if one.dtype == "pred" else one.kind
         found[kind][one.dtype if one.bytes > 1024 else f"few {one.dtype}"] += 1
     return found

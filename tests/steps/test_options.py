@@ -20,13 +20,11 @@ MAKERS = [
     mpx.filter_value_and_grad,
 ]
 REFUSED = [
-    ({"batch": 8}, r"got 8: write batch=jmpx\.Batch\(microbatches=8\)\.$"),
-    ({"batch": True}, r"got True: write batch=jmpx\.Batch\(microbatches=8\)\.$"),
-    ({"batch": P("data")}, r"write batch=jmpx\.Batch\(sharding=\.\.\.\)\.$"),
+    ({"batch": 8}, r"got 8: write batch=jmpx\.Batch\(microbatches=8\) or batch"),
+    ({"batch": P("data")}, r"or batch=jmpx\.Batch\(sharding=\.\.\.\)\.$"),
     ({"batch": jmpx.Over("data")}, r"write batch=jmpx\.Batch\("),
-    ({"over": "data"}, r'got .data.: write over=jmpx\.Over\("data"\)\.$'),
-    ({"over": ("a", "b")}, r"write over=jmpx\.Over\(\('a', 'b'\)\)\.$"),
-    ({"over": jmpx.Batch()}, r'write over=jmpx\.Over\("data"\)\.$'),
+    ({"over": "data"}, r'got .data.: write over=jmpx\.Over\("data"\) with the name of'),
+    ({"over": jmpx.Batch()}, r'write over=jmpx\.Over\("data"\) with the name of'),
     ({"axis_name": "data"}, r'got axis_name: write over=jmpx\.Over\("data"\) instead\.$'),
     ({"sharded": True}, r'got sharded: write over=jmpx\.Over\("data", sharded=\.\.\.\)'),
     ({"batch_sharding": P("data")}, r"write batch=jmpx\.Batch\(sharding=\.\.\.\) instead"),
@@ -70,7 +68,7 @@ BAD: list[Any] = [
     (jmpx.Over, ((),), r"got \(\): give it"),
     (jmpx.Over, ("data", {"w": 1}), "bool or a pytree of bools, got the leaf 1"),
     (jmpx.Batch, ("1",), "argnums of jmpx.Batch to be an int or several, got '1'"),
-    (jmpx.Batch, (None, 2.0), "microbatches to be an int, got 2.0"),
+    (jmpx.Batch, (None, 2.0), "microbatches to be a whole number, got 2.0"),
     (jmpx.Batch, (None, 1, "data"), "sharding of a jmpx.Batch .* got 'data'"),
 ]
 

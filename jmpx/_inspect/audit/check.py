@@ -9,7 +9,8 @@ from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._base.messages import describe, did_you_mean
 from jmpx._base.text import share_text
 from jmpx._inspect.audit.alike import alike_findings
-from jmpx._inspect.audit.data import FINDING_NAMES, SEVERITIES, Finding
+from jmpx._inspect.audit.data import SEVERITIES, Finding
+from jmpx._inspect.audit.findings import KINDS
 from jmpx._inspect.audit.text import finding_text, severities
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ def _allowed(allow: str | Iterable[str]) -> set[str]:
         )
     names = {allow} if isinstance(allow, str) else set(allow)
     for name in names:
-        if name not in FINDING_NAMES:
+        if name not in KINDS:
             raise ValueError(
                 f"Unknown finding {describe(name)} in allow=: expected names of "
-                f"{', '.join(FINDING_NAMES)}{did_you_mean(str(name), list(FINDING_NAMES))}"
+                f"{', '.join(KINDS)}{did_you_mean(str(name), list(KINDS))}"
             )
     return names
 

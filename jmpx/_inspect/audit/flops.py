@@ -19,6 +19,7 @@ import jax
 from jmpx._autocast.products import PRODUCTS
 from jmpx._inspect.graph import Node
 from jmpx._jaxprs.core import Equation, operation_name
+from jmpx._jaxprs.moves import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
 from jmpx._jaxprs.product_flops import PRODUCT_FLOPS
 
 Shape = tuple[int, ...]
@@ -26,12 +27,8 @@ Shape = tuple[int, ...]
 # FLOPs for each element of the result -> operations; as XLA writes those out that it has not.
 _BY_FLOPS = {
     0: """
-        exp expm1 log log1p tanh sin cos tan atan atan2 pow sqrt rsqrt cbrt erf
-        broadcast_in_dim reshape transpose squeeze expand_dims rev slice split tile concatenate
-        stack unstack pad scatter dynamic_slice dynamic_update_slice iota copy copy_p name
-        bitcast_convert_type device_put stop_gradient optimization_barrier empty empty2 create_token
-        all_gather all_gather_invariant all_gather_reduced all_to_all ragged_all_to_all ppermute
-        pbroadcast pvary reduce_scatter axis_index sharding_constraint reshard mesh_cast
+        exp expm1 log log1p tanh sin cos tan atan atan2 pow sqrt rsqrt cbrt erf scatter iota
+        bitcast_convert_type empty empty2 create_token reduce_scatter axis_index
         layout_constraint after_all debug_callback debug_print new_ref freeze get swap
         random_bits random_clone random_fold_in random_seed random_split random_wrap random_unwrap
         random_gamma rng_bit_generator rng_uniform threefry2x32
@@ -56,7 +53,11 @@ _BY_FLOPS = {
     73: "digamma",
     83: "bessel_i0e bessel_i1e",
 }
-_PER_ELEMENT = {name: flops for flops, names in _BY_FLOPS.items() for name in names.split()}
+# A gather counts what it fills, and a rounding counts 1.
+_MOVES = (IDENTITIES | PLACEMENTS | RESHAPES | PICKS | JOINS | EXCHANGES) - {"gather"}
+_PER_ELEMENT = dict.fromkeys(_MOVES, 0) | {
+    name: flops for flops, names in _BY_FLOPS.items() for name in names.split()
+}
 
 
 def flops(node: Node) -> int:

@@ -11,7 +11,8 @@ from jmpx._base.leaves import is_int
 from jmpx._base.messages import describe
 from jmpx._base.text import bytes_text, flop_text, share_text
 from jmpx._inspect.audit.alike import alike_findings
-from jmpx._inspect.audit.data import FINDING_NAMES, ONLY_WITH_PLATFORM, SEVERITIES, Finding, Scope
+from jmpx._inspect.audit.data import SEVERITIES, Finding, Scope
+from jmpx._inspect.audit.findings import KINDS
 from jmpx._inspect.audit.scope_rows import COLUMNS, ScopeRow, scope_rows
 from jmpx._inspect.audit.shares import Shares, notes, shares
 
@@ -164,8 +165,7 @@ def _finding_blocks(report: "Audit", width: int, is_full: bool) -> Iterator[str]
 
 def no_findings(report: "Audit") -> str:
     """Returns the sentence of a report without findings: what the audit looked for."""
-    left_out = () if report.platform else ONLY_WITH_PLATFORM
-    names = [name for name in FINDING_NAMES if name not in left_out]
+    names = [kind.name for kind in KINDS.values() if report.platform or not kind.needs_platform]
     return f"No findings. Looked for {', '.join(names[:-1])} and {names[-1]}."
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jmpx._jaxprs.core import Place, is_of_library
+from jmpx._jaxprs.places import Place, is_of_library
 
 KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",

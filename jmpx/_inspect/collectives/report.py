@@ -15,7 +15,7 @@ from jmpx._base.messages import describe
 from jmpx._inspect.collectives.data import Collective
 from jmpx._inspect.collectives.hlo import read_hlo
 from jmpx._inspect.collectives.stablehlo import read_stablehlo
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 
 _WIDTH, _PROSE, _PLACE, _ROWS = 100, 80, 16, 20  # characters, and lines
 _NONE_YET = "no collectives until XLA partitions it: give lowered.compile()"

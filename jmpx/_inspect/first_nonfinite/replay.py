@@ -16,7 +16,8 @@ from jmpx._inspect.first_nonfinite.search import HAND_ON, Event, Search
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.programs import Program
 from jmpx._inspect.widening import run_widened, widened
-from jmpx._jaxprs.core import operation_name, place_of
+from jmpx._jaxprs.core import operation_name
+from jmpx._jaxprs.places import place_of
 from jmpx._jaxprs.watched import Site
 from jmpx._policies.places import where
 from jmpx._policies.rules import parse_rule

@@ -6,7 +6,7 @@ import textwrap
 from typing import Any
 
 from jmpx._inspect.first_nonfinite.numbers import Numbers
-from jmpx._jaxprs.core import Place
+from jmpx._jaxprs.places import Place
 
 _WIDTH = 79
 _INDENT = 11
