@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from jmpx._autocast.binding import bind_arrays, run_as_traced
 from jmpx._autocast.reads import product_dtypes
-from jmpx._autocast.rules import Operation, is_float32, register
+from jmpx._autocast.rules import InnerPlace, Operation, is_float32, register
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
@@ -69,7 +69,7 @@ def _carry(operation: Operation, start: int, end: int | None = None) -> list[Val
 def _slices(operation: Operation, start: int) -> list[Value]:
     """Returns the operands from `start` on, of which each turn of a scan reads a slice.
 
-    What products alone read, as they read weights, is cast as a whole: so the backward pass
+    What only products read, as they read weights, is cast as a whole: so the backward pass
     collects the cotangents of the slices in 16 bits, which they are in, and casts them once.
     """
     jaxpr, atoms = operation.equation.params["jaxpr"], operation.equation.invars
@@ -113,7 +113,8 @@ def while_loop(operation: Operation) -> list[Value]:
     consts, carry = operation.values[:start], _carry(operation, start)
     dtypes = [value.dtype for value in carry]
     operands = [*consts[:in_cond], *carry]
-    cond = operation.interpreter.retrace(params["cond_jaxpr"], operands, operation.scope)
+    place = InnerPlace(operation.scope)
+    cond = operation.interpreter.retrace(params["cond_jaxpr"], operands, place)
     body = operation.retrace(params["body_jaxpr"], [*consts[in_cond:], *carry], dtypes)
     results = [Traits(dtype, is_weak=False) for dtype in dtypes]
     looped = operation._replace(values=[*consts, *carry])

@@ -73,9 +73,9 @@ def _has_product(jaxpr: Jaxpr) -> bool:
 def find_cuts(equations: Sequence[Equation], roles: Sequence[Role]) -> set[int]:
     """Returns the indices of equations before which the jaxpr is best cut.
 
-    One array at most lives there. Only large floating arrays count that depend on a product: what
-    is computed from parameters or inputs alone, such as a mask, is no activation. There is one such
-    place at most between two equations that hold products: the one at which the least has to be
+    One array at most lives there. Only large floating arrays that depend on a product count: what
+    only parameters or inputs contribute to, such as a mask, does not. There is one such place at
+    most between two equations that hold products: the one at which the least has to be
     saved. Of these places some are taken, see `Part`.
     """
     holders = [i for i, role in enumerate(roles) if role in _HOLDERS]

@@ -14,7 +14,7 @@ from jmpx._autocast.binding import run_as_traced, run_overridden
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours
 from jmpx._autocast.pieces import Kind, Piece, find_pieces, find_selected
 from jmpx._autocast.regions import Regions, matches_scope
-from jmpx._autocast.rules import Operation, Retraced, lookup
+from jmpx._autocast.rules import InnerPlace, Operation, Retraced, lookup
 from jmpx._autocast.saving import Saving, checkpointed
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value
 from jmpx._autocast.wide import note_products
@@ -144,7 +144,7 @@ class Interpreter:
         return bool(found)
 
     def _run_piece(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
-        """Runs a piece; if its products are to be saved, under `jax.checkpoint`."""
+        """Runs a piece; if products in it are saved, under `jax.checkpoint`."""
         equations, plain, env = piece.equations, self._that_saves(None), frame.env
         if piece.kind is Kind.SAVED:
 
@@ -165,53 +165,29 @@ class Interpreter:
                 self.used.left.add((piece.kind, place_of(equations[0])))
             plain._run(frame, equations)
 
-    def retrace(
-        self,
-        jaxpr: Jaxpr,
-        values: Sequence[Value],
-        scope: str,
-        ends: Ends = NOTHING,
-        result_dtypes: Sequence[np.dtype] = (),
-        num_uncast: int = 0,
-    ) -> Retraced:
-        """Traces the evaluation of a jaxpr, once for the same operands, scope and policy map.
+    def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], place: InnerPlace) -> Retraced:
+        """Traces the evaluation of a jaxpr, once for the same operands, place and policy map.
 
-        Args:
-            jaxpr: the jaxpr, closed or open.
-            values: its operands; only their traits count.
-            scope: the scope around it.
-            ends: what becomes of its results.
-            result_dtypes: the dtypes of its first results; the others come in any.
-            num_uncast: how many of the first operands come in the dtypes that were traced, and
-                are cast inside.
+        Of the operands, only their traits count.
         """
         traits = tuple(value.traits for value in values)
-        given = traits, scope, ends, tuple(result_dtypes), num_uncast
-        key = given, self.policy_map, self.regions.surrounding, self.saving, is_marking()
-        known = _retraced.setdefault(jaxpr, {})
+        around = self.policy_map, self.regions.surrounding, self.saving, is_marking()
+        known, key = _retraced.setdefault(jaxpr, {}), (traits, place, around)
         if key not in known:
-            known[key] = self._retrace(jaxpr, *given)
+            known[key] = self._retrace(jaxpr, traits, place)
         self.used.add(known[key].used)
         return known[key]
 
-    def _retrace(
-        self,
-        jaxpr: Jaxpr,
-        traits: Sequence[Traits],
-        scope: str,
-        ends: Ends,
-        result_dtypes: Sequence[np.dtype],
-        num_uncast: int,
-    ) -> Retraced:
-        interpreter = self.fresh()
+    def _retrace(self, jaxpr: Jaxpr, traits: Sequence[Traits], place: InnerPlace) -> Retraced:
+        interpreter, num_uncast = self.fresh(), place.num_uncast
         results: list[Traits] = []
 
         def on_arrays(*arrays: Array) -> list[Array]:
             inputs = [Value.of(array, each) for array, each in zip(arrays, traits, strict=True)]
             for i in range(num_uncast):
                 inputs[i] = Value.of(inputs[i].to(traits[i].dtype), traits[i])
-            outputs = interpreter.evaluate(jaxpr, inputs, scope, ends)
-            for i, dtype in enumerate(result_dtypes):
+            outputs = interpreter.evaluate(jaxpr, inputs, place.scope, place.ends)
+            for i, dtype in enumerate(place.result_dtypes):
                 outputs[i] = Value.of(outputs[i].to_finite(dtype), outputs[i].traits)
             results[:] = [output.traits for output in outputs]
             return [output.array for output in outputs]

@@ -64,7 +64,7 @@ class Neighbours(NamedTuple):
         return Ends(is_exposed, within(multiplied, equation, self.multiplied))
 
     def is_last(self, equation: Equation) -> bool:
-        """Whether an equation reaches no product, and is no call."""
+        """Whether an equation other than a call reaches no product."""
         if self.multiplied is None or any(var in self.multiplied for var in equation.outvars):
             return False
         return not is_call(equation)

@@ -29,6 +29,15 @@ def is_floating(atom: Atom) -> bool:
     return hasattr(atom.aval, "dtype") and jnp.issubdtype(atom.aval.dtype, jnp.floating)
 
 
+class InnerPlace(NamedTuple):
+    """What a jaxpr that an equation holds is evaluated in."""
+
+    scope: str  # around it
+    ends: Ends = NOTHING  # what becomes of its results
+    result_dtypes: tuple[np.dtype, ...] = ()  # of its first results; the others come in any
+    num_uncast: int = 0  # how many of its first operands are cast inside
+
+
 class Retraced(NamedTuple):
     """A closed jaxpr in other dtypes, the traits of its results, and what its evaluation met."""
 
@@ -52,39 +61,21 @@ class Interpreter(Protocol):
         """Runs a jaxpr on values, and returns its results."""
         ...
 
-    def retrace(
-        self,
-        jaxpr: Jaxpr,
-        values: Sequence[Value],
-        scope: str,
-        ends: Ends = NOTHING,
-        result_dtypes: Sequence[np.dtype] = (),
-        num_uncast: int = 0,
-    ) -> Retraced:
-        """Traces the evaluation of a jaxpr."""
+    def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], place: InnerPlace) -> Retraced:
+        """Traces the evaluation of a jaxpr that an equation holds."""
         ...
 
 
 class Operation(NamedTuple):
-    """An equation that is about to run, and what holds where it runs.
-
-    Args:
-        equation: the equation.
-        values: its operands.
-        interpreter: evaluates and retraces the jaxprs that the equation holds.
-        scope: the names of the scopes around the equation, joined by slashes.
-        region: what the policy rules say about that scope.
-        override: the dtype that a policy rule gives to the primitive; None without such a rule.
-        neighbours: results whose dtypes depend on the equations next to their own.
-    """
+    """An equation that is about to run, its operands, and what holds where it runs."""
 
     equation: Equation
     values: list[Value]
-    interpreter: Interpreter
-    scope: str
-    region: Region
-    override: np.dtype | None
-    neighbours: Neighbours
+    interpreter: Interpreter  # of the jaxprs that the equation holds
+    scope: str  # the names of the scopes around the equation, joined by slashes
+    region: Region  # what the policy rules say about that scope
+    override: np.dtype | None  # what a policy rule gives to the primitive; None without one
+    neighbours: Neighbours  # results whose dtypes depend on the equations next to their own
 
     @property
     def name(self) -> str:
@@ -149,9 +140,8 @@ class Operation(NamedTuple):
         num_uncast: int = 0,
     ) -> Retraced:
         """Traces the evaluation of a jaxpr whose results are those of the equation."""
-        return self.interpreter.retrace(
-            jaxpr, values, self.scope, self.ends, result_dtypes, num_uncast
-        )
+        place = InnerPlace(self.scope, self.ends, tuple(result_dtypes), num_uncast)
+        return self.interpreter.retrace(jaxpr, values, place)
 
 
 PrimitiveRule = Callable[[Operation], list[Value]]

@@ -1,4 +1,4 @@
-"""Products that run in float32 although autocast was to give them 16 bits, and warnings of them.
+"""Products that run in float32 although the policy gives them 16 bits, and warnings of them.
 
 JAX traces the backward pass that a user wrote for `jax.custom_vjp` only when it differentiates, and
 in the dtypes of the forward pass: autocast cannot evaluate it in others. The same holds for a
@@ -37,14 +37,14 @@ REMEDY = (
 
 
 class Ran(enum.Enum):
-    """How a product ran that was to run in 16 bits."""
+    """How a product ran to which the policy gives 16 bits."""
 
     LOW = "in 16 bits"
     PRECISE = (
         "their precision is above the default, so leave out `precision=` and "
         "jax.default_matmul_precision where 16 bits are meant"
     )
-    OTHER = "their operands are of another dtype, such as float64, and autocast casts float32 alone"
+    OTHER = "their operands are of another dtype, such as float64, and autocast casts only float32"
 
 
 def note_products(operation: Operation) -> None:

@@ -16,5 +16,5 @@ To read, in this order:
   and pickles of jmpx 0.2;
 - `made_once.py`: a cache whose results all threads share.
 
-It imports no other room, only JAX, NumPy and Python.
+It imports JAX, NumPy and Python, and no other room.
 """

@@ -37,7 +37,7 @@ def is_mapped(name: Hashable) -> bool:
 
 def _unknown(name: Hashable) -> str:
     got = f"Cannot find the mapped axis {describe(name)}"
-    # JAX tells the axes of a mesh alone, not those of `jax.vmap`.
+    # JAX tells only the axes of a mesh, not those of `jax.vmap`.
     known = [str(axis) for axis in jax.sharding.get_abstract_mesh().manual_axes]
     if known:
         return f"{got}: those of the mesh here are {known}{did_you_mean(str(name), known)}"

@@ -243,9 +243,7 @@ class _Split(PureFunction):
     The leaves are its arguments, flattened into objects and other leaves.
     """
 
-    def __init__(
-        self, fn: Function, leaves: list[PyTree], treedef: jax.tree_util.PyTreeDef
-    ) -> None:
+    def __init__(self, fn: Function, leaves: list[PyTree], treedef: PyTree) -> None:
         super().__init__(fn)
         self.leaves, self.treedef = leaves, treedef
         with nnx().split_context(_CONTEXT) as context:
