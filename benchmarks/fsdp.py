@@ -40,41 +40,41 @@ ROUNDS = {"xla_allow_excess_precision": False}  # as the program says, instead o
 ROWS, WHOLE = P("data"), P()  # shardings
 
 PyTree = Any
-Gradients = Callable[[PyTree, jax.Array, jax.Array], tuple[jax.Array, PyTree]]
-Way = Callable[[Transformer, Mesh], Gradients]
+Gradients = tuple[jax.Array, PyTree]  # a loss, and its gradients
+Way = Callable[..., Gradients]  # of the model, the mesh, the parameters and the batch
 
 cast = jmpx.mpx.cast_to_bfloat16
 
 
-# Ways to compute gradients under jit, where XLA inserts the collectives.
-
-
-def plain(model: Transformer, mesh: Mesh) -> Gradients:
-    return jax.value_and_grad(model.loss)
-
-
-def with_jmpx(loss_fn: Callable[..., jax.Array], policy: str, **options: Any) -> Gradients:
+def with_jmpx(loss_fn: Callable[..., jax.Array], policy: str, **options: Any) -> Way:
     grad_fn = jmpx.filter_value_and_grad(loss_fn, jmpx.NoOpLossScale(), policy=policy, **options)
 
-    def value_and_grad(*args: Any) -> tuple[jax.Array, PyTree]:
+    def value_and_grad(*args: Any) -> Gradients:
         result = grad_fn(*args)
         return result.value, result.grads
 
     return value_and_grad
 
 
+# Ways to compute gradients under jit, where XLA inserts the collectives.
+
+
+def plain(model: Transformer, mesh: Mesh, *args: Any) -> Gradients:
+    return jax.value_and_grad(model.loss)(*args)
+
+
 def with_policy(policy: str, groups: bool = False, microbatches: int = 1) -> Way:
-    def make(model: Transformer, mesh: Mesh) -> Gradients:
+    def way(model: Transformer, mesh: Mesh, *args: Any) -> Gradients:
         rows = NamedSharding(mesh, ROWS) if groups else None
         batch = jmpx.Batch(microbatches=microbatches, sharding=rows)
-        return with_jmpx(model.loss, policy, batch=batch)
+        return with_jmpx(model.loss, policy, batch=batch)(*args)
 
-    return make
+    return way
 
 
-def with_autocast(model: Transformer, mesh: Mesh) -> Gradients:
+def with_autocast(model: Transformer, mesh: Mesh, *args: Any) -> Gradients:
     without_casts = dataclasses.replace(model, islands=False)
-    return jax.value_and_grad(jmpx.autocast(without_casts.loss))
+    return jax.value_and_grad(jmpx.autocast(without_casts.loss))(*args)
 
 
 class Network(eqx.Module):
@@ -87,12 +87,11 @@ class Network(eqx.Module):
         return self.model.loss(self.params, x, labels)
 
 
-def with_equinox(model: Transformer, mesh: Mesh) -> Gradients:
-    def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
-        network = jmpx.equinox.with_policies(Network(params, model), "c=bf16,o=f32")
-        return network(x, labels)
+def with_equinox(model: Transformer, mesh: Mesh, *args: Any) -> Gradients:
+    def loss_fn(params: PyTree, *batch: jax.Array) -> jax.Array:
+        return jmpx.equinox.with_policies(Network(params, model), "c=bf16,o=f32")(*batch)
 
-    return jax.value_and_grad(loss_fn)
+    return jax.value_and_grad(loss_fn)(*args)
 
 
 def split(batch: tuple[jax.Array, ...], mesh: Mesh) -> list[jax.Array]:
@@ -100,63 +99,60 @@ def split(batch: tuple[jax.Array, ...], mesh: Mesh) -> list[jax.Array]:
     return jax.lax.with_sharding_constraint(groups, NamedSharding(mesh, ROWS))
 
 
-def groups_by_hand(model: Transformer, mesh: Mesh) -> Gradients:
-    def of_a_group(params: PyTree, x: jax.Array, labels: jax.Array) -> tuple[jax.Array, PyTree]:
+def groups_by_hand(model: Transformer, mesh: Mesh, params: PyTree, *batch: Any) -> Gradients:
+    def of_a_group(params: PyTree, x: jax.Array, labels: jax.Array) -> Gradients:
         return jax.value_and_grad(model.loss)(cast(params), cast(x), labels)
 
-    def value_and_grad(params: PyTree, *batch: jax.Array) -> tuple[jax.Array, PyTree]:
-        mapped = jax.vmap(of_a_group, in_axes=(None, 0, 0), spmd_axis_name="data")
-        losses, grads = mapped(params, *split(batch, mesh))
-        means = jax.tree.map(lambda grad: grad.astype(jnp.float32).mean(0), grads)
-        return losses.mean(), jax.lax.with_sharding_constraint(means, NamedSharding(mesh, ROWS))
-
-    return value_and_grad
+    mapped = jax.vmap(of_a_group, in_axes=(None, 0, 0), spmd_axis_name="data")
+    losses, grads = mapped(params, *split(batch, mesh))
+    means = jax.tree.map(lambda grad: grad.astype(jnp.float32).mean(0), grads)
+    return losses.mean(), jax.lax.with_sharding_constraint(means, NamedSharding(mesh, ROWS))
 
 
-def groups_gathered_once(model: Transformer, mesh: Mesh) -> Gradients:
-    def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
-        def gather(leaf: jax.Array) -> jax.Array:
-            # As it is sharded first: without that, XLA would gather before the cast.
-            for spec in (P(*[P.UNCONSTRAINED] * leaf.ndim), WHOLE):
-                leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
-            return leaf
+def groups_gathered_once(model: Transformer, mesh: Mesh, *args: Any) -> Gradients:
+    def gather(leaf: jax.Array) -> jax.Array:
+        # As it is sharded first: without that, XLA would gather before the cast.
+        for spec in (P(*[P.UNCONSTRAINED] * leaf.ndim), WHOLE):
+            leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+        return leaf
 
-        return model.loss(jax.tree.map(gather, cast(params)), x, labels)
+    def loss_fn(params: PyTree, *batch: jax.Array) -> jax.Array:
+        return model.loss(jax.tree.map(gather, cast(params)), *batch)
 
-    rows = NamedSharding(mesh, ROWS)
-    return with_jmpx(loss_fn, "c=bf16", batch=jmpx.Batch(sharding=rows), uncast=0)
+    batch = jmpx.Batch(sharding=NamedSharding(mesh, ROWS))
+    return with_jmpx(loss_fn, "c=bf16", batch=batch, uncast=0)(*args)
 
 
 # Ways under shard_map, where the program gathers the parameters.
 
 
-def under_shard_map(value_and_grad: Gradients, mesh: Mesh) -> Gradients:
+def under_shard_map(value_and_grad: Way, mesh: Mesh) -> Way:
     specs: Any = {"in_specs": ROWS, "out_specs": (WHOLE, ROWS)}
     return jax.shard_map(value_and_grad, mesh=mesh, **specs)
 
 
-def gathered_by_hand(model: Transformer, mesh: Mesh) -> Gradients:
+def gathered_by_hand(model: Transformer, mesh: Mesh, *args: Any) -> Gradients:
     def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
         whole = jax.tree.map(lambda x: jax.lax.all_gather(cast(x), "data", tiled=True), params)
         return model.loss(whole, cast(x), labels) / mesh.size
 
-    def value_and_grad(*args: Any) -> tuple[jax.Array, PyTree]:
+    def value_and_grad(*args: Any) -> Gradients:
         loss, grads = jax.value_and_grad(loss_fn)(*args)
         return jax.lax.psum(loss, "data"), grads
 
-    return under_shard_map(value_and_grad, mesh)
+    return under_shard_map(value_and_grad, mesh)(*args)
 
 
 def gathered_by_jmpx(policy: str, microbatches: int = 1) -> Way:
-    def make(model: Transformer, mesh: Mesh) -> Gradients:
-        def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
-            return model.loss(jmpx.distributed.gather(params, "data", policy), x, labels)
+    def way(model: Transformer, mesh: Mesh, *args: Any) -> Gradients:
+        def loss_fn(params: PyTree, *batch: jax.Array) -> jax.Array:
+            return model.loss(jmpx.distributed.gather(params, "data", policy), *batch)
 
         batch, over = jmpx.Batch(microbatches=microbatches), jmpx.Over("data")
-        options: Any = {"uncast": 0, "batch": batch, "over": over}
-        return under_shard_map(with_jmpx(loss_fn, policy, **options), mesh)
+        value_and_grad = with_jmpx(loss_fn, policy, uncast=0, batch=batch, over=over)
+        return under_shard_map(value_and_grad, mesh)(*args)
 
-    return make
+    return way
 
 
 GROUPS, GATHER = "batch_sharding", "jmpx.distributed.gather"  # the ways that jmpx offers
@@ -220,10 +216,9 @@ def prepare(way: str, given: Problem, devices: list[Any]) -> Prepared:
     """Traces a step, which returns its gradients, too, for CPUs or for those of `tpu.devices`."""
     mesh = Mesh(np.array(devices), ("data",))
     whole, rows = NamedSharding(mesh, WHOLE), NamedSharding(mesh, ROWS)
-    value_and_grad = WAYS[way](given.model, mesh)
 
     def step(params: PyTree, state: PyTree, *batch: jax.Array) -> Any:
-        loss, grads = value_and_grad(params, *batch)
+        loss, grads = WAYS[way](given.model, mesh, params, *batch)
         updates, state = OPTIMIZER.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss, grads
 

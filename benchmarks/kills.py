@@ -50,7 +50,7 @@ def leaves_of(state: State) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in found}
 
 
-def restored(template: State, values: dict[str, Any]) -> State:
+def restored(template: State, values: Any) -> State:
     leaves = [jnp.asarray(values[name]) for name in leaves_of(template)]
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 

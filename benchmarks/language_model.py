@@ -143,17 +143,6 @@ def init(size: Size, characters: int, seed: int) -> PyTree:
     }
 
 
-def nudge(params: PyTree, seed: int) -> PyTree:
-    """Replaces each parameter by the next larger or smaller number of float32."""
-    rng = np.random.default_rng(seed)
-
-    def next_to(x: jax.Array) -> jax.Array:
-        towards = np.inf * rng.choice([-1, 1], x.shape)
-        return jnp.asarray(np.nextafter(np.asarray(x), towards.astype(np.float32)))
-
-    return jax.tree.map(next_to, params)
-
-
 def normalize(scale: jax.Array, x: jax.Array) -> jax.Array:
     """Normalizes the last axis in float32 and scales it."""
     return jax.nn.standardize(x.astype(jnp.float32)).astype(x.dtype) * scale
@@ -169,16 +158,10 @@ def attend(qkv: jax.Array) -> jax.Array:
 
 
 def predict(params: PyTree, text: jax.Array, heads: int) -> jax.Array:
-    """Returns the scores of the next characters.
+    """Returns the scores of the next characters, of shape (batch, length, characters).
 
-    Args:
-        params: what `init` returns, of any dtype, in which the model computes; normalization and
-            softmax are in float32.
-        text: int32 of shape (batch, length).
-        heads: how many heads of attention there are.
-
-    Returns:
-        An array of shape (batch, length, characters).
+    The model computes in the dtype of the parameters, but for normalization and softmax, which are
+    in float32.
     """
     x = params["characters"][text] + params["positions"]
     for layer in params["layers"]:
@@ -189,14 +172,6 @@ def predict(params: PyTree, text: jax.Array, heads: int) -> jax.Array:
 
 
 # A run.
-
-
-class State(NamedTuple):
-    """What a training step takes and returns."""
-
-    params: PyTree
-    opt_state: jmpx.types.SkipNonfiniteState
-    loss_scale: jmpx.LossScale
 
 
 def make_loss(precision: Precision, heads: int) -> Callable[[PyTree, jax.Array], jax.Array]:
@@ -216,39 +191,33 @@ def train(precision: Precision, size: Size, text: Text, seed: int) -> Record:
     """Trains one model, and returns its validation losses and how many steps it skipped."""
     policy = jmpx.get_policy(precision.policy)
     loss_fn = make_loss(precision, size.heads)
-    warmup = size.steps // 10
-    rate = optax.warmup_cosine_decay_schedule(0, 3e-3, warmup, size.steps)
+    rate = optax.warmup_cosine_decay_schedule(0, 3e-3, size.steps // 10, size.steps)
     optimizer = jmpx.skip_nonfinite(optax.adam(rate))
-    exactly = {"xla_allow_excess_precision": False}
+    exactly = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
 
-    @functools.partial(jax.jit, compiler_options=exactly)
-    def step(state: State, text: jax.Array) -> State:
-        grad_fn = jmpx.filter_value_and_grad(loss_fn, state.loss_scale, policy=policy)
-        _, loss_scale, grads_finite, grads = grad_fn(state.params, text)
-        params, opt_state = jmpx.optimizer_update(
-            state.params, optimizer, state.opt_state, grads, grads_finite
-        )
-        return State(params, opt_state, loss_scale)
+    @exactly
+    def step(params: PyTree, opt_state: Any, loss_scale: Any, text: jax.Array) -> Any:
+        grad_fn = jmpx.filter_value_and_grad(loss_fn, loss_scale, policy=policy)
+        _, loss_scale, finite, grads = grad_fn(params, text)
+        return *jmpx.optimizer_update(params, optimizer, opt_state, grads, finite), loss_scale
 
-    @functools.partial(jax.jit, compiler_options=exactly)
+    @exactly
     def validate(params: PyTree, text: jax.Array) -> jax.Array:
         return jax.lax.map(functools.partial(loss_fn, policy.cast_to_compute(params)), text).mean()
 
-    params = init(size, text.characters, seed)
-    if precision.nudged:
-        params = nudge(params, seed)
+    params, rng = init(size, text.characters, seed), np.random.default_rng(seed)
+    if precision.nudged:  # each becomes the next larger or smaller number
+        ends = jax.tree.map(lambda x: np.float32(np.inf) * rng.choice([-1, 1], x.shape), params)
+        params = jax.tree.map(lambda x, end: jnp.nextafter(x, end.astype(np.float32)), params, ends)
     params = policy.cast_to_param(params)
-    opt_state: Any = optimizer.init(params)  # a SkipNonfiniteState, which optax's type hides
-    state = State(params, opt_state, precision.loss_scale())
-    held_back = jnp.asarray(pieces(text.validation, size))
-    losses = []
-    progress = tqdm(batches(text.train, size, seed), total=size.steps, unit="step", leave=False)
+    state: Any = params, optimizer.init(params), precision.loss_scale()
+    held_back, losses = jnp.asarray(pieces(text.validation, size)), []
+    progress = tqdm(batches(text.train, size, seed), total=size.steps, disable=None, leave=False)
     for number, batch in enumerate(progress, 1):
-        state = step(state, jnp.asarray(batch))
+        state = step(*state, jnp.asarray(batch))
         if number % size.validate_every == 0:
-            losses.append([number, round(float(validate(state.params, held_back)), 5)])
-            progress.set_postfix(loss=losses[-1][1])
-    return {"losses": losses, "skipped_steps": int(state.opt_state.total_skipped)}
+            losses.append([number, round(float(validate(state[0], held_back)), 5)])
+    return {"losses": losses, "skipped_steps": int(state[1].total_skipped)}
 
 
 # The points, and the table.

@@ -110,7 +110,7 @@ def peak_memory() -> Any:
 
 def stored() -> Any:
     """Draws the mean and deviation of what was counted up, and two losses."""
-    found, of = records.read(storage.RESULTS), storage.chosen
+    found, of = records.read(storage.RESULTS), storage.figures
     figure, (counting, regression, more) = panels(3, (10, 2.7), sharey=True)
     for row, (way, color) in enumerate(STORED.items()):
         dots = {"linestyle": "", "marker": "o", "color": color, "alpha": 0.7}

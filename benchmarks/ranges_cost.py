@@ -32,7 +32,7 @@ def seconds(call: Callable[..., Any], *args: Any) -> float:
 
 
 def measure(scanned: bool, small: bool = False) -> records.Record:
-    sizes = {"layers": 1, "width": 8, "hidden": 16} if small else {}
+    sizes: dict[str, Any] = {"layers": 1, "width": 8, "hidden": 16} if small else {}
     model, rng = Transformer(**sizes, scanned=scanned), np.random.default_rng(0)
     arguments = model.init(rng), *model.batch(rng)
     step = jax.jit(jax.value_and_grad(model.loss))
@@ -52,4 +52,4 @@ def measure(scanned: bool, small: bool = False) -> records.Record:
 POINTS = [{"scanned": scanned} for scanned in (False, True)]
 
 if __name__ == "__main__":
-    records.main(__doc__, {"ranges_cost": (POINTS, measure)}, out=records.RESULTS / "ranges.jsonl")
+    records.main(__doc__, {"ranges_cost": (POINTS, measure)})

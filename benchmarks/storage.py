@@ -83,7 +83,7 @@ def kahan(optimizer: Optimizer, seed: int) -> Optimizer:
     return optax.GradientTransformation(init, update)
 
 
-def rounded(rounding: str, **options: Any) -> Way:
+def rounded(rounding: Any, **options: Any) -> Way:
     """Stores parameters as `low_precision_params` does."""
     wrap = jmpx.optim.low_precision_params
     return Way(lambda optimizer, seed: wrap(optimizer, rounding, seed=seed, **options))
@@ -268,7 +268,7 @@ def measure(part: str, **point: Any) -> Record:
 # The table of docs/storage.md.
 
 
-def chosen(found: list[Record], part: str, way: str, key: str) -> list[float]:
+def figures(found: list[Record], part: str, way: str, key: str) -> list[float]:
     """Returns one figure of all seeds."""
     return [r[key] for r in found if (r["part"], r["way"]) == (part, way) and key in r]
 
@@ -281,30 +281,29 @@ def over_float32(found: list[Record], way: str) -> list[float]:
     return [r["loss"] - base[key(r)] for r in runs if r["way"] == way and key(r) in base]
 
 
-def cell(values: list[float], spell: Callable[[float], str]) -> str:
+def cell(values: list[float], form: str) -> str:
     """Returns the mean, and the smallest and largest of several."""
     if not values:
         return ""
-    ends = f" ({spell(min(values))} to {spell(max(values))})" if len(values) > 1 else ""
-    return spell(statistics.mean(values)) + ends
+    ends = f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{form}}{ends}"
 
 
 def table(found: list[Record]) -> str:
     """Returns the table of one version of JAX: a row a way."""
-    small, loss, more = "{:.1e}".format, "{:.4f}".format, "{:+.4f}".format
     rows = []
     for way in WAYS:
-        of = lambda part, key, way=way: chosen(found, part, way, key)  # noqa: E731
-        mean, sd = of("counting", "mean"), of("counting", "sd")
+        of = functools.partial(figures, found, way=way)
+        sd = of("counting", key="sd")[:1]
         rows.append(
             (
                 way,
-                cell(of("counting", "bytes")[:1], "{:.3g}".format),
-                cell(of("transformer", "bytes")[:1], "{:.3g}".format),
-                cell(mean[:1], loss) + (f" (sd {sd[0]:.3f})" if any(sd[:1]) else ""),
-                cell(of("regression", "loss"), small),
-                cell(of("transformer", "loss"), loss).partition(" ")[0],
-                cell(over_float32(found, way), more) if way != "float32" else "",
+                cell(of("counting", key="bytes")[:1], ".3g"),
+                cell(of("transformer", key="bytes")[:1], ".3g"),
+                cell(of("counting", key="mean"), ".4f") + (f" (sd {sd[0]:.3f})" if any(sd) else ""),
+                cell(of("regression", key="loss"), ".1e"),
+                cell(of("transformer", key="loss"), ".4f").partition(" ")[0],
+                cell(over_float32(found, way), "+.4f") if way != "float32" else "",
             )
         )
     header = ("parameters", "bytes each", "with Adam", "1 + 1000 times 2^-10")

@@ -59,12 +59,12 @@ JIT = {
 }
 
 
-def vmap_of_axis_name(model, mesh):
+def vmap_of_axis_name(model, mesh, params, *batch):
     """Groups of a batch by hand: the axis of a vmap, which the mesh splits."""
     of_a_group = fsdp.with_jmpx(model.loss, "c=bf16", over=jmpx.Over("groups"))
     names = {"axis_name": "groups", "spmd_axis_name": "data"}
     mapped = jax.vmap(of_a_group, in_axes=(None, 0, 0), out_axes=None, **names)
-    return lambda params, *batch: mapped(params, *fsdp.split(batch, mesh))
+    return mapped(params, *fsdp.split(batch, mesh))
 
 
 @pytest.mark.thorough

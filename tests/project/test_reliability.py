@@ -1,24 +1,23 @@
 """The scripts of `benchmarks/` that let jmpx fail: small runs, and that they notice a failure."""
 
-import json
 import os
 import random
 import threading
 from typing import Any
 
+import float16_training
 import fuzz_strings
 import jax
-import jax.numpy as jnp
-import killed_training
 import kills
 import pytest
 import records
 import reliability
 import soak
 import threads
-from helpers import ROOT, run_python
+from helpers import run_python
 from jax.experimental.compilation_cache import compilation_cache
-from killed_training import FORMATS, digest
+from kills import FORMATS, digest
+from reliability import Case
 
 import jmpx
 from jmpx._base import contexts
@@ -33,18 +32,9 @@ def promotion():
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Runs a script and returns its records."""
-
-    def main(script, *arguments):
-        out = tmp_path / "results.jsonl"
-        with pytest.raises(SystemExit) as end:
-            script.main([f"--out={out}", "--small", *arguments])
-        found = records.read(out)
-        assert end.value.code == any(record["failures"] for record in found)
-        return found
-
-    return main
+def seed(seed_arguments):
+    """Of what a script draws: what it drew before, or another one."""
+    return 0 if seed_arguments else random.randrange(2**31)
 
 
 def assert_one_sentence(error):
@@ -54,19 +44,18 @@ def assert_one_sentence(error):
 
 # kills.py
 
-every_format = pytest.mark.parametrize("form", ["npz", "equinox", "orbax"])
+every_format = pytest.mark.parametrize("form", FORMATS)
 
 
 @pytest.mark.slow  # trainings in processes of their own
 @pytest.mark.hypothesis
 @every_format
-def test_a_killed_training_loses_nothing(form, run, seed_arguments):
-    if form == "orbax":
+def test_a_killed_training_loses_nothing(form, seed):
+    if form == "Orbax":
         pytest.importorskip("orbax.checkpoint")
-    (record,) = run(kills, f"--formats={form}", "--kills=1", "--steps=150", *seed_arguments)
-    assert not record["failures"]
-    figures = record["figures"]
-    assert figures["lines"] == 150 + figures["repeated"] and figures["kills"] == 1
+    figures, failures = kills.run(form, False, seed, kills=1, steps=150)
+    assert not failures
+    assert figures["lines"] >= 150 and figures["kills"] == 1
 
 
 def test_a_line_or_a_bit_that_differs_is_a_failure():
@@ -74,7 +63,7 @@ def test_a_line_or_a_bit_that_differs_is_a_failure():
     whole.append({"final": "bits"})
     killed = [*whole[:2], {"from": 0, "unfinished": 1}, *whole[1:]]
     figures, failures = kills.compare(whole, killed, 2, 1)
-    assert not failures and figures["repeated"] == figures["torn_writes"] == 1
+    assert not failures and (figures["lines"], figures["torn_writes"]) == (3, 1)
     for index, other in ((1, [0, "c", 1, 0, 0, 0]), (-1, {"final": "others"}), (-2, [0, 0])):
         changed = list(killed)
         changed[index] = other
@@ -84,14 +73,15 @@ def test_a_line_or_a_bit_that_differs_is_a_failure():
 
 @pytest.fixture
 def states():
-    first, _ = killed_training.train_step(killed_training.init(), *killed_training.batch(0))
-    return first, killed_training.train_step(first, *killed_training.batch(1))[0]
+    step, _ = float16_training.make_step()
+    first, *_ = step(kills.init(), kills.batch(0))
+    return first, step(first, kills.batch(1))[0]
 
 
 def saved(form, folder, *states):
     """Returns a folder that holds a checkpoint of each state."""
     folder.mkdir()
-    if form == "orbax":
+    if form == "Orbax":
         pytest.importorskip("orbax.checkpoint")
     checkpoints = FORMATS[form](folder)
     for step, state in enumerate(states, 1):
@@ -100,10 +90,10 @@ def saved(form, folder, *states):
     return folder
 
 
-def resumed(form, folder, template):
+def resumed(form, folder):
     checkpoints = FORMATS[form](folder)
     try:
-        return killed_training.resume(checkpoints, template)
+        return kills.resume(checkpoints, kills.init())
     finally:
         checkpoints.close()
 
@@ -115,19 +105,19 @@ def resumed(form, folder, template):
 def test_a_torn_checkpoint_is_told_and_the_one_before_it_is_used(
     form, states, rng, tmp_path, capfd
 ):
-    folder, template = saved(form, tmp_path / "saved", *states), killed_training.init()
-    step, state = resumed(form, folder, template)
+    folder = saved(form, tmp_path / "saved", *states)
+    step, state = resumed(form, folder)
     assert (step, digest(state)) == (2, digest(states[1]))
-    if form == "orbax":  # The file of all leaves; tests of the others take long.
+    if form == "Orbax":  # The file of all leaves; tests of the others take long.
         newest = max((folder / "2" / "default" / "d").iterdir(), key=os.path.getsize)
     else:
         newest = FORMATS[form](folder).path(2)
     whole = newest.read_bytes()
-    lengths = {0, 1, len(whole) - 1, *rng.integers(len(whole), size=2 if form == "orbax" else 20)}
+    lengths = {0, 1, len(whole) - 1, *rng.integers(len(whole), size=2 if form == "Orbax" else 20)}
     for length in lengths:
         newest.write_bytes(whole[:length])
         capfd.readouterr()
-        step, state = resumed(form, folder, template)
+        step, state = resumed(form, folder)
         assert (step, digest(state)) == (1, digest(states[0])), length
         assert capfd.readouterr().err.count("is torn") == 1
     if form == "npz":
@@ -135,36 +125,24 @@ def test_a_torn_checkpoint_is_told_and_the_one_before_it_is_used(
             flipped = bytearray(whole)
             flipped[index] ^= 1 << rng.integers(8)
             newest.write_bytes(flipped)
-            step, state = resumed(form, folder, template)
+            step, state = resumed(form, folder)
             assert digest(state) == digest(states[step - 1]), index
 
 
-@pytest.mark.parametrize("form", ["npz", "equinox"])
+one_file = pytest.mark.parametrize("form", [*FORMATS][:2])
+
+
+@one_file
 def test_torn_checkpoints_alone_are_refused_in_one_sentence(form, states, tmp_path):
     folder = saved(form, tmp_path / "saved", states[0])
     path = FORMATS[form](folder).path(1)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="is torn .* and there is none before it") as error:
-        resumed(form, folder, killed_training.init())
+        resumed(form, folder)
     assert_one_sentence(error)
 
 
-@every_format
-def test_the_checkpoint_of_another_model_is_refused_in_one_sentence(form, states, tmp_path):
-    folder = saved(form, tmp_path / "saved", states[0])
-    before = sorted(folder.rglob("*"))
-    with pytest.raises(ValueError, match="is the checkpoint of another model, with ") as error:
-        resumed(form, folder, killed_training.init(width=8))
-    assert_one_sentence(error)
-    more = states[0]._replace(params={**states[0].params, "more": jnp.ones(2)})
-    for template in (more, states[0]._replace(params={})):
-        with pytest.raises(ValueError, match="is the checkpoint of another model") as error:
-            resumed(form, folder, template)
-        assert_one_sentence(error)
-    assert sorted(folder.rglob("*")) == before
-
-
-@pytest.mark.parametrize("form", ["npz", "equinox"])
+@one_file
 def test_a_write_that_fails_leaves_the_checkpoints_as_they_were(
     form, states, tmp_path, monkeypatch
 ):
@@ -176,7 +154,7 @@ def test_a_write_that_fails_leaves_the_checkpoints_as_they_were(
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         FORMATS[form](folder).save(2, states[1])
-    step, state = resumed(form, folder, killed_training.init())
+    step, state = resumed(form, folder)
     assert (step, digest(state)) == (1, digest(states[0]))
 
 
@@ -195,25 +173,17 @@ def test_flax_restores_no_loss_scale_without_numbers(name, value):
     assert restored.counter == 0
 
 
-def test_a_training_that_cannot_resume_says_so_in_one_line(states, tmp_path):
-    saved("npz", tmp_path / "checkpoints", states[0])
-    with pytest.raises(SystemExit, match="000001.npz is the checkpoint of another model") as error:
-        killed_training.main([str(tmp_path), "--width=8", "--steps=3"])
-    assert_one_sentence(error)
-    assert not (tmp_path / "log").exists()
-
-
 # soak.py
 
 
 @pytest.mark.slow  # 150 steps with each of two loss scales
 @pytest.mark.hypothesis
-def test_every_step_is_that_of_the_plain_model(run, seed_arguments):
-    scales = ["--scales", "hysteresis 3", "backoff 0.5, factor 1.1"]
-    found = run(soak, "--steps=150", *seed_arguments, *scales)
-    assert [record["failures"] for record in found] == [[], []]
-    for record in found:
-        assert record["figures"]["traces"] == 1 and record["figures"]["planted"] == 30
+@pytest.mark.parametrize("skip_by", ["cond", "where"])
+def test_every_step_is_that_of_the_plain_model(skip_by, seed):
+    for name in ("hysteresis 3", "backoff 0.5, factor 1.1"):
+        figures, failures = soak.run(name, skip_by, 150, seed)
+        assert not failures
+        assert figures["traces"] == 1 and figures["planted"] == 15
 
 
 def traced_each_time(func, jit=jax.jit):
@@ -228,7 +198,8 @@ def traced_each_time(func, jit=jax.jit):
 
 @pytest.mark.slow  # compiles as often as the soak
 @pytest.mark.parametrize("what", ["the scale", "the skip", "the trace"])
-def test_the_soak_notices_another_scale_or_skip(what, run, monkeypatch):
+@pytest.mark.parametrize("skip_by", ["cond", "where"])
+def test_the_soak_notices_another_scale_or_skip(what, skip_by, monkeypatch):
     if what == "the scale":
         adjust = jmpx.DynamicLossScale.adjust
         monkeypatch.setattr(jmpx.DynamicLossScale, "adjust", lambda s, f: adjust(s, ~f))
@@ -237,8 +208,7 @@ def test_the_soak_notices_another_scale_or_skip(what, run, monkeypatch):
         monkeypatch.setattr(jmpx, "optimizer_update", nothing)
     else:
         monkeypatch.setattr(jax, "jit", traced_each_time)
-    found = run(soak, f"--steps={4 if what == 'the trace' else 20}", "--scales", "factor 2")
-    assert all(record["failures"] for record in found)
+    assert soak.run("factor 2", skip_by, 4 if what == "the trace" else 20, 0)[1]
 
 
 # threads.py
@@ -291,21 +261,18 @@ def test_a_policy_of_the_main_thread_is_not_one_of_a_worker():
 
 
 @pytest.mark.hypothesis  # CI runs it with new draws, as a property
-def test_inputs_made_by_chance_give_values_or_sentences(run, seed_arguments):
-    (record,) = run(fuzz_strings, "--inputs=1500", *seed_arguments)
-    assert not record["failures"] and record["figures"]["executions"] == 1500
+def test_inputs_made_by_chance_give_values_or_sentences(seed):
+    assert fuzz_strings.small(seed) == (1500, [])
 
 
-@pytest.mark.parametrize("data", fuzz_strings.seeds(), ids=repr)
-def test_the_seeds_are_understood_by_one_parser_or_refused_by_all(data):
-    fuzz_strings.check(fuzz_strings.read(data))
+@pytest.mark.thorough
+def test_long_texts_take_linear_time(seed):
+    assert fuzz_strings.time_all(20, seed) == []
 
 
-def test_each_seed_is_understood_by_some_parser():
-    parsers = range(len(fuzz_strings.PARSERS))
-    for text in fuzz_strings.SEEDS:
-        inputs = [fuzz_strings.read(bytes([number, 0]) + text.encode()) for number in parsers]
-        assert any(map(fuzz_strings.check, inputs)), text
+@pytest.mark.parametrize("text", fuzz_strings.SEEDS)
+def test_each_seed_is_understood_by_some_parser(text):
+    assert any([fuzz_strings.check(parser, text) for parser in fuzz_strings.PARSERS])
 
 
 class Value(str):
@@ -335,13 +302,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_the_fuzzer_notices(what, monkeypatch, tmp_path):
-    monkeypatch.setitem(fuzz_strings.PARSERS, "get_policy", WRONG[what])
-    findings = fuzz_strings.Findings(tmp_path / "findings")
-    findings.run(b"\0\0ab")
-    findings.run(b"\0\0abc")
-    (line,) = (tmp_path / "findings").read_text().splitlines()
-    assert json.loads(line).startswith("get_policy of 'ab")
+def test_the_fuzzer_notices(what, monkeypatch):
+    monkeypatch.setattr(fuzz_strings, "PARSERS", dict.fromkeys(fuzz_strings.PARSERS, WRONG[what]))
+    _, (failure,) = fuzz_strings.small(0)
+    assert "property_of_parsers" in failure  # with the input
 
 
 @pytest.mark.thorough
@@ -351,12 +315,39 @@ def test_the_fuzzer_notices_a_parser_of_quadratic_time(monkeypatch):
         raise ValueError(f"No {sum(again)}.")
 
     monkeypatch.setitem(fuzz_strings.PARSERS, "get_policy", parse)
-    (make, *_) = fuzz_strings.stretched(fuzz_strings.Input("get_policy", "ab"), random.Random(0))
-    with pytest.raises(fuzz_strings.Finding, match="four times as many"):
-        fuzz_strings.check_time(make)
+    with pytest.raises(fuzz_strings.Finding, match="four times as often"):
+        fuzz_strings.check_time("get_policy", "ab", 0, 2)
 
 
-# The table
+# The runner and the table
+
+
+def test_a_case_that_fails_is_kept_and_ends_the_script(tmp_path, capsys):
+    out = tmp_path / "results.jsonl"
+    found = {"fine": [], "broken": ["It broke."]}
+
+    def case(name):
+        return Case(name, "{n} times", "it held", lambda small, seed: ({"n": seed}, found[name]))
+
+    for arguments, failed in ((["--only", "fine"], False), ([], True), (["--small"], True)):
+        with pytest.raises(SystemExit) as end:
+            reliability.main(
+                "", "tried", [*map(case, found)], [f"--out={out}", "--seed=7", *arguments]
+            )
+        assert end.value.code == failed
+        text = capsys.readouterr().out
+        assert ("FAILED: It broke." in text) == failed and "fine | 7 times | it held" in text
+    kept = [(line["case"], line["small"], line["seed"]) for line in records.read(out)]
+    assert kept == [
+        ("fine", False, 7),
+        ("broken", False, 7),
+        ("fine", True, 7),
+        ("broken", True, 7),
+    ]
+    found["broken"] = []
+    with pytest.raises(SystemExit):
+        reliability.main("", "tried", [*map(case, found)], [f"--out={out}", "--only", "broken"])
+    assert [line["failures"] for line in records.read(out)] == [[], [], [], ["It broke."]]
 
 
 def test_the_table_has_the_last_line_of_each_case_and_version():
@@ -374,13 +365,11 @@ def test_the_table_has_the_last_line_of_each_case_and_version():
     assert "| **1 failures**: 0.5 to 1.5 MiB |" in failed
 
 
-def test_the_pages_have_the_table_of_the_results():
+def test_nothing_that_is_kept_failed():
     found = records.read(reliability.RESULTS)
-    assert ROOT / "docs" / "reliability.md" in reliability.PAGES
-    for path in reliability.PAGES:
-        text = path.read_text()
-        assert reliability.page(found, text) == text and reliability.table(found) in text
     assert not any(record["failures"] for record in found)
+    cases = [case.name for script in (fuzz_strings, kills, soak, threads) for case in script.CASES]
+    assert list(dict.fromkeys(record["case"] for record in found)) == cases
 
 
 # What a program begins with
