@@ -1,7 +1,11 @@
 """What messages to a user have in common: the place, the nearest word, the value, the line."""
 
+import contextlib
+import functools
+import os
 import reprlib
 import sys
+import traceback
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
@@ -28,15 +32,16 @@ def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
 def user_stacklevel(*packages: str) -> int:
     """Returns the `stacklevel` at which the caller's `warnings.warn` names the user's line.
 
-    Lines of jmpx, of these packages, and of Python's contexts and decorators are not the user's.
-    Modules tell, not files, because the constructor of a dataclass has none. So the
-    `skip_file_prefixes` of `warnings.warn`, which Python 3.11 lacks, would not do.
+    Lines of jmpx, of these packages, of Python's contexts and decorators, and of the constructors
+    that dataclasses generate ("<string>") are not the user's.
+    Python 3.11 lacks the `skip_file_prefixes` of `warnings.warn`.
     """
-    skipped = {"jmpx", "contextlib", "functools", *packages}
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in skipped:
-        frame, level = frame.f_back, level + 1
-    return level
+    loaded = [sys.modules[name] for name in ("jmpx", *packages) if name in sys.modules]
+    folders = [os.path.dirname(module.__file__ or "") + os.sep for module in loaded]
+    others = (*folders, contextlib.__file__, functools.__file__, "<string>")
+    stack = traceback.StackSummary.extract(traceback.walk_stack(None), lookup_lines=False)
+    levels = (n for n, frame in enumerate(stack) if not frame.filename.startswith(others))
+    return next(levels, len(stack) - 1)
 
 
 def describe(value: object) -> str:

@@ -14,6 +14,7 @@ from jmpx._scales.kinds import LossScale
 from jmpx._scales.strings import LossScaleLike, get_loss_scale
 
 DefaultT = TypeVar("DefaultT", contravariant=True)
+T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 
 # A flag belongs to the module that calls a function of this one, and --help lists it there.
@@ -40,7 +41,7 @@ _LOSS_SCALE = Parser(
 )
 
 
-class _Define(Protocol[DefaultT, T]):
+class _Define(Protocol[DefaultT, T_co]):
     """The types of absl's own `DEFINE_` functions.
 
     The value may be None if the default is None and the flag is not required.
@@ -50,16 +51,16 @@ class _Define(Protocol[DefaultT, T]):
     def __call__(
         self, name: str, default: DefaultT | None, help: str, flag_values: flags.FlagValues = ...,
         *, required: Literal[True], **args: Any,
-    ) -> flags.FlagHolder[T]: ...  # fmt: skip
+    ) -> flags.FlagHolder[T_co]: ...  # fmt: skip
     @overload
     def __call__(
         self, name: str, default: None, help: str, flag_values: flags.FlagValues = ..., **args: Any
-    ) -> flags.FlagHolder[T | None]: ...
+    ) -> flags.FlagHolder[T_co | None]: ...
     @overload
     def __call__(
         self, name: str, default: DefaultT, help: str, flag_values: flags.FlagValues = ...,
         **args: Any,
-    ) -> flags.FlagHolder[T]: ...  # fmt: skip
+    ) -> flags.FlagHolder[T_co]: ...  # fmt: skip
 
 
 def _typed_by(

@@ -75,8 +75,8 @@ def define(
 
 
 def from_variable(
-    parser: flags.ArgumentParser[T], variable: str, default: T
-) -> tuple[T, str | None]:
+    parser: flags.ArgumentParser[T], variable: str, default: object
+) -> tuple[object, str | None]:
     """Returns the default that an environment variable sets, and what is wrong with it.
 
     A wrong value does not stop the program where it imports its modules: `refuse_default` makes it

@@ -251,10 +251,9 @@ def _flatten(scale: DynamicLossScale) -> tuple[tuple[object, ...], tuple[object,
     return leaves, tuple(getattr(scale, name) for name in _CONFIGURATION)
 
 
-def _flatten_with_keys(scale: DynamicLossScale) -> tuple[tuple[object, ...], tuple[object, ...]]:
+def _flatten_with_keys(scale: DynamicLossScale) -> tuple[list[Any], tuple[object, ...]]:
     leaves, configuration = _flatten(scale)
-    keys = map(jax.tree_util.GetAttrKey, LEAVES)
-    return tuple(zip(keys, leaves, strict=True)), configuration
+    return [*zip(map(jax.tree_util.GetAttrKey, LEAVES), leaves, strict=True)], configuration
 
 
 ScaleT = TypeVar("ScaleT", bound=DynamicLossScale)

@@ -78,7 +78,7 @@ class Options:
         kept = UncastArguments.of(func, uncast).including(state_argnum)
         self.applying = Application.of(policy, func, kept, "The gradient function")
         if is_mixed and over is None and self.batch.sharding is None:
-            _warn_of_reduce(self.applying.policy_map)
+            _warn_of_reduce(self.applying.reduce_dtype)
         self.grad_dtype = as_grad_dtype(grad_dtype)
         self.model_state = ModelState.of(state_argnum, has_aux)
 
@@ -138,9 +138,8 @@ def _check_one_mean(batch: Batch, over: Over | None) -> None:
         )
 
 
-def _warn_of_reduce(policy_map: PolicyMap) -> None:
+def _warn_of_reduce(reduce_dtype: DTypeLike | None) -> None:
     """Warns of a dtype of sums over devices where nothing is summed over devices."""
-    reduce_dtype = policy_map.default.reduce_dtype
     if reduce_dtype is not None:
         _warn(
             f"reduce={dtype_name(reduce_dtype)} of the gradient function's policy reduces nothing "

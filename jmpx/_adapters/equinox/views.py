@@ -51,41 +51,22 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
     """Returns the compute view of a model, to be made and called inside the loss function.
 
     The view is the model with its floating parameters cast, each from its stored value to the
-    compute dtype of the innermost policy. A module that has a policy makes a boundary: its
-    `__call__` and its other public methods cast their floating arguments to the compute dtype and
-    their result to the output dtype, also under `jax.vmap`, `equinox.filter_checkpoint` and the
-    like. Any other module with floating arrays of its own casts its floating arguments to the
-    compute dtype around it, so that noise or a one-hot that is made inside does not widen what
-    follows. Inside a method, `self` is the plain module, so that one method that calls another
-    casts nothing in between. The map's default is the policy of the model as a whole. A mere
-    container, a module without public methods or an `equinox.nn.Shared`, gives its policy to each
-    module in it.
-
-    Within JAX's loops and branches, the latter modules return at least the dtype that came in, as a
-    carry has to keep its dtype. A glob that matches an array and no module around it (`*/freqs:
-    full`) sets the dtype of that array alone. A rule sets the floating static field `dtype` of a
-    module that it selects, such as that of `RotaryPositionalEmbedding`, and the same field of
-    modules inside with the same value.
+    compute dtype of the innermost policy. Public methods of a module that has a policy cast their
+    floating arguments to the compute dtype and their result to the output dtype; those of any other
+    module with floating arrays of its own cast their arguments alone. Within JAX's loops and
+    branches, such a module returns at least the dtype that came in. Inside a method, `self` is the
+    plain module. docs/equinox.md tells what passes a boundary as it is, and how `BatchNorm`, cells,
+    containers, `dtype` fields and single arrays are treated.
 
     `isinstance`, attributes, the order of the leaves and their paths are those of the model. The
     types of the view's nodes are subclasses, so its tree definition differs: compute with a view,
     and return or store the model. Gradients with respect to the model have its structure and
     dtypes.
 
-    Three kinds of values pass a boundary as they are: `equinox.nn.State`, everything that can be
-    called (functions, modules), and whatever has no floating dtype. `BatchNorm` and `SpectralNorm`
-    compute under every policy in the dtype in which they are stored, which is that of their running
-    statistics. `GRUCell` and `LSTMCell` return their hidden state in the dtype in which it came to
-    them, also where they are the model: that is the dtype of the loop's carry. A parameter tied by
-    `equinox.nn.Shared` is cast by the policy of the module that stores it.
-
-    The `matmul` of a policy holds for the products in its region, forward and backward, but not in
-    what a `jax.custom_vjp` or `jax.custom_jvp` defines: JAX traces that later. See docs/matmul.md.
-
     Args:
         model: an `equinox.Module` with its parameters as they are stored.
         policy_map: all that `jmpx.get_policy_map` takes. Its rules name classes or paths
-            (`layers/0`). Its rules go before the policies of classes (`jmpx.set_policy`);
+            (`layers/0`), and take precedence over the policies of classes (`jmpx.set_policy`);
             None for those policies alone.
 
     Returns:
@@ -102,7 +83,6 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
 
     Example:
         >>> import equinox as eqx, jax, jax.numpy as jnp
-        >>> import jmpx
         >>> from jmpx.equinox import with_policies
         >>> model = eqx.nn.MLP(3, "scalar", 8, 1, key=jax.random.key(0))
         >>> def loss_fn(model, x):
@@ -113,6 +93,9 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
         bfloat16 float32
         >>> grads.layers[0].weight.dtype.name
         'float32'
+
+    See Also:
+        `jmpx.apply_policy`, which makes the views of all models among a function's arguments.
     """
     if not isinstance(model, eqx.Module):
         raise TypeError(

@@ -54,32 +54,23 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
     Put it around `init` and `apply`, in a jitted function or around its call. Calls of public
     methods cast where a rule, a class policy or the map's default gives them a policy; `setup` and
     private methods run as part of the call around them. A module that reads a parameter itself
-    casts its floating inputs to its compute dtype in any case; one with running statistics returns
-    what its surroundings compute in.
-
-    A rule or class policy sets the `dtype` field of the layer that it selects for the call, and of
-    layers inside that have the same value. Without a rule the field is the layer's compute dtype.
+    casts its floating inputs to its compute dtype in any case. A rule or class policy sets the
+    `dtype` field of the layer that it selects for the call; without one the field is the layer's
+    compute dtype.
 
     Where a module asks for a parameter by `self.param`, it gets the stored one cast to the compute
-    dtype of the innermost policy; in `setup`, that is the policy of the module's first call. `init`
-    creates parameters in the param dtype of that policy. `self.variables` holds the stored
-    parameters. Other collections, such as `batch_stats`, are left alone. Recurrent cells and the
-    bodies of `nn.scan` and `nn.while_loop` return their carry in the dtype in which it came. Inside
-    of loops, branches and derivatives of JAX other results are as wide as what came in.
-
-    The `matmul` of a policy holds for the products in its region, forward and backward, but not in
-    what a `jax.custom_vjp` or `jax.custom_jvp` defines: JAX traces that later. See docs/matmul.md.
+    dtype of the innermost policy. `init` creates parameters in the param dtype of that policy.
+    Other collections, such as `batch_stats`, are left alone. Recurrent cells and the bodies of
+    `nn.scan` and `nn.while_loop` return their carry in the dtype in which it came. Inside of loops,
+    branches and derivatives of JAX other results are as wide as what came in. docs/flax_linen.md
+    has the rest.
 
     Contexts may be nested, and may end in any order: the innermost one alone is in force. Of the
     tasks of an event loop, only one at a time can be in a context: leave it before each `await`.
-    Code that is compiled already runs in every task as in the one that holds the context.
 
     Args:
         policy_map: all that `jmpx.get_policy_map` takes, or None for the policies of classes
             alone (`jmpx.set_policy`). Paths are those of the parameters, joined by slashes.
-
-    Yields:
-        None.
 
     Raises:
         TypeError: if `policy_map` is of another type.
@@ -99,6 +90,9 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
         ...     y = model.apply(params, x)
         >>> params["params"]["layers_0"]["kernel"].dtype.name, y.dtype.name
         ('float32', 'bfloat16')
+
+    See Also:
+        `jmpx.apply_policy`, which runs a function under a policy map in all frameworks.
     """
     with pooled(policy_map, _NAME) as followed, applied(followed):
         yield

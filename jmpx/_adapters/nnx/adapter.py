@@ -1,14 +1,13 @@
-"""What jmpx offers for NNX besides `with_policies`: models that are changed while a function runs.
+"""What jmpx offers for NNX besides `with_policies`: other models while a function runs.
 
-All that a function does to a view, as `sow`, `eval`, running statistics and caches do, it does to
-the model, which has its classes, `dtype` attributes and parameters back afterwards. So the models
-have to be the function's own, as the copies in a trace are.
+All that a function does to a view, as `sow`, `eval`, running statistics and caches do, is done to
+the model afterwards. So the models have to be the function's own, as the copies in a trace are.
 """
 
 import functools
 import types
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 from flax import nnx
@@ -22,7 +21,7 @@ from jmpx._adapters.nnx.objects import (
     modules_in,
     set_value,
 )
-from jmpx._adapters.nnx.views import NnxScope
+from jmpx._adapters.nnx.views import NnxScope, copied, refuse_setting
 from jmpx._adapters.proxies import (
     is_optimizer_state,
     marking_proxy_class,
@@ -32,7 +31,7 @@ from jmpx._adapters.proxies import (
 from jmpx._base.casts import cast_like
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.made_once import made_once
-from jmpx._base.nnx_objects import is_object, objects_of
+from jmpx._base.nnx_objects import is_object, objects_of, replace_objects
 from jmpx._jaxprs.marks import Module
 from jmpx._policies.frameworks import Adapter
 from jmpx._policies.maps import PolicyMap
@@ -40,83 +39,41 @@ from jmpx._policies.maps import PolicyMap
 T = TypeVar("T")
 
 
-class _Cast(NamedTuple):
-    """A parameter in a view.
-
-    Args:
-        value: the cast parameter.
-        stored: the one of the model.
-        arrays: the arrays that `value` had at first.
-    """
-
-    value: nnx.Param
-    stored: nnx.Param
-    arrays: list[PyTree]
-
-
-class _Changed(NamedTuple):
-    """An object that was changed.
-
-    Args:
-        value: the object.
-        cls: its own class.
-        attributes: its own attributes and those that the view has in their place, by their names;
-            without parameters.
-    """
-
-    value: PyTree
-    cls: type
-    attributes: dict[str, tuple[PyTree, PyTree]]
-
-
 class _Views:
-    """Turns the modules in pytrees into views, in place; see `Proxies` and `Changes`.
-
-    Attributes:
-        changed: the objects of models and the optimizers, by their identities.
-        casts: the parameters, by the identities of the cast ones.
-    """
+    """Replaces the models in pytrees by views of copies; see `Proxies`."""
 
     def __init__(self, policy_map: PolicyMap) -> None:
         self.policy_map = policy_map
-        self.made: dict[type, type] = {}
-        self.scope: NnxScope | None = None
-        self.changed: dict[int, _Changed] = {}
-        self.casts: dict[int, _Cast] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forgets all objects: another trace has others."""
+        self.scope = NnxScope("jmpx.apply_policy", self.policy_map, hands_back=True)
+        # By the identities of the objects: them, and their copies.
+        self._copies: dict[int, tuple[PyTree, PyTree]] = {}
+        # By the identities of the copies: the objects, and the attributes of the copies at first.
+        self._given: dict[int, tuple[PyTree, dict[str, PyTree]]] = {}
+
+    @property
+    def made(self) -> dict[type, type]:
+        return self.scope.made
 
     def replace(self, tree: T) -> T:
         leaves, treedef = jax.tree.flatten(tree, is_leaf=is_closed)
         found = Models()
-        for leaf in leaves:
+        for index, leaf in enumerate(leaves):
             if not is_optimizer_state(leaf):
-                for value in objects_of(leaf):
-                    found.add(value)
+                copies = [copied(value, self._copies) for value in objects_of(leaf)]
+                leaves[index] = replace_objects(leaf, iter(copies))
+                for copy in copies:
+                    found.add(copy)
         for model in found.outermost():
-            scope = NnxScope("jmpx.apply_policy", self.policy_map, self)
-            if self.scope is not None:
-                scope.objects, scope.casts = self.scope.objects, self.scope.casts
-            self.scope = scope
-            scope.view(model)
-            scope.pool.warn(stacklevel=2)
-        for optimizer in found.optimizers if self.casts else ():
-            self.change(optimizer, _refusing_class(type(optimizer)))
+            self.scope.view(model)
+        for optimizer in found.optimizers if self.scope.casts else ():
+            object.__setattr__(optimizer, "__class__", _refusing_class(type(optimizer)))
+        for value, copy in self._copies.values():
+            self._given.setdefault(id(copy), (value, dict(vars(copy))))
         return treedef.unflatten(map(self._rebound, leaves))
-
-    def change(self, value: PyTree, cls: type) -> None:
-        self.changed[id(value)] = _Changed(value, type(value), {})
-        if cls is not type(value):
-            self.made[cls] = type(value)
-            object.__setattr__(value, "__class__", cls)
-
-    def set(self, value: PyTree, name: str, old: PyTree, new: PyTree) -> None:
-        self.changed[id(value)].attributes[name] = old, new
-
-    def cast(self, stored: nnx.Param, new: nnx.Param) -> nnx.Param:
-        if are_same(stored, new):
-            return stored
-        new.set_metadata({**new.get_metadata(), "on_set_value": _refuse_setting})
-        self.casts[id(new)] = _Cast(new, stored, jax.tree.leaves(new))
-        return new
 
     def _rebound(self, leaf: PyTree) -> PyTree:
         """Returns a bound method of a module as that of its view, a partial of it likewise."""
@@ -133,56 +90,53 @@ class _Views:
 
     def restore(self, tree: T) -> T:
         arrays: dict[int, PyTree] = {}
-        for value, stored, before in self.casts.values():
+        for value, stored, before in self.scope.casts.values():
             new, old = array_in(value), array_in(stored)
             if is_floating(new) and new.dtype != before[0].dtype:
                 set_value(stored, cast_like(new, old))
             arrays.update(zip(map(id, before), jax.tree.leaves(stored), strict=True))
-        for value, cls, attributes in self.changed.values():
-            object.__setattr__(value, "__class__", cls)
-            self._give_back(vars(value), attributes)
+        for value, copy in self._copies.values():
+            self._give_back(vars(value), vars(copy), self._given[id(copy)][1])
 
         def restored(leaf: PyTree) -> PyTree:
-            if isinstance(leaf, nnx.Pytree):
+            own = self._stored(leaf)
+            if own is leaf and isinstance(leaf, nnx.Pytree):
                 self._refuse_copy(leaf)
-            leaf = self._uncast(leaf)
-            is_variable = isinstance(leaf, nnx.Variable)
-            return _settable(leaf, arrays) if is_variable else arrays.get(id(leaf), leaf)
+            is_variable = isinstance(own, nnx.Variable)
+            return _settable(own, arrays) if is_variable else arrays.get(id(own), own)
 
         result = jax.tree.map(restored, tree, is_leaf=is_object)
-        self.scope = None  # another trace has other objects
-        self.changed.clear()
-        self.casts.clear()
+        self._begin()
         return result
 
-    def _uncast(self, value: PyTree, path: str = "") -> PyTree:
-        """Returns the stored parameter in place of one that was cast, and all else as it is."""
-        return self.casts[id(value)].stored if id(value) in self.casts else value
+    def _stored(self, value: PyTree, path: str = "") -> PyTree:
+        """Returns the object in place of its copy, the stored parameter in place of a cast one."""
+        if id(value) in self._given:
+            return self._given[id(value)][0]
+        return self.scope.casts[id(value)].stored if id(value) in self.scope.casts else value
 
     def _give_back(
-        self, attributes: dict[str, PyTree], changed: dict[str, tuple[PyTree, PyTree]]
+        self, own: dict[str, PyTree], new: dict[str, PyTree], before: dict[str, PyTree]
     ) -> None:
-        """Gives an object its attributes back, except for those that the function has set."""
-        for name, value in attributes.items():
-            old, new = changed.get(name, (None, _UNCHANGED))
-            if value is new and not isinstance(value, list | dict):  # which may have changed
-                attributes[name] = old
-            elif isinstance(value, nnx.Param) or name in changed:
-                attributes[name] = map_objects(value, (), self._uncast)
+        """Gives an object the attributes that the function has set in its copy, or deleted."""
+        for name in [name for name in own if name not in new]:
+            del own[name]
+        for name, value in new.items():
+            is_kept = name in before and value is before[name]
+            if not is_kept or isinstance(value, list | dict):  # which may have changed
+                stored = map_objects(value, (), self._stored)
+                if not is_kept or not are_same(own[name], stored, is_object):
+                    own[name] = stored
 
     def _refuse_copy(self, value: nnx.Pytree) -> None:
         """Raises if an object that a function returns is a copy that it made of a view."""
         for module, _ in modules_in([value]):
-            if type(module) in self.made:
-                cls = self.made[type(module)]
+            if type(module) in self.made and id(module) not in self._given:
                 raise ValueError(
                     f"Expected the function to return modules that it was given, got a copy of a "
-                    f"{cls.__name__}, whose parameters are cast by policy map "
+                    f"{self.made[type(module)].__name__}, whose parameters are cast by policy map "
                     f"{str(self.policy_map)!r}: return the module itself, and copy it outside."
                 )
-
-
-_UNCHANGED = object()
 
 
 @made_once
@@ -199,20 +153,10 @@ def _refusing_class(cls: type) -> type:
     return proxy_class(cls, {"update": update})
 
 
-def _refuse_setting(variable: nnx.Variable, value: PyTree) -> None:
-    """Refuses to set a parameter that is cast; the hook of NNX for that."""
-    raise ValueError(
-        f"Cannot set a parameter of shape {variable.shape} inside of a function under a policy "
-        f"map, where it is a copy in {variable.dtype} of the stored one: set it outside of the "
-        "function, or give its module a rule that computes in the stored dtype, such as "
-        "'WeightNorm: full'."
-    )
-
-
 def _settable(variable: nnx.Variable, arrays: dict[int, PyTree]) -> nnx.Variable:
     """Returns a variable of a result without the hook of cast parameters, and their arrays."""
     metadata = variable.get_metadata()
-    if metadata.get("on_set_value") is not _refuse_setting:
+    if metadata.get("on_set_value") is not refuse_setting:
         return variable
     new = jax.tree.map(lambda leaf: arrays.get(id(leaf), leaf), variable)
     del metadata["on_set_value"]

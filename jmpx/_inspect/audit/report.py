@@ -1,6 +1,7 @@
 """The report of an audit: frozen data, which prints, checks and locks itself."""
 
 import dataclasses
+import html
 import json
 import os
 from collections.abc import Iterable
@@ -10,7 +11,6 @@ from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import is_int
 from jmpx._inspect.audit.check import check_report
 from jmpx._inspect.audit.data import AuditData, Cast, Entry, Finding, Products, Scope
-from jmpx._inspect.audit.html import report_html
 from jmpx._inspect.audit.lock import differences, write
 from jmpx._inspect.audit.text import report_text, summary_line
 from jmpx._jaxprs.places import Place
@@ -21,7 +21,7 @@ _VERSION = 2  # of the keys of `Audit.to_dict` and of what they mean
 class Audit(AuditData):
     """What `jmpx.inspect.audit` says of a program.
 
-    `print(report)` shows it, a notebook shows it as a table, and `report.check` makes a test of it.
+    `print(report)` shows it, so does a notebook, and `report.check` makes a test of it.
 
     Attributes:
         title: the name of the function.
@@ -62,7 +62,7 @@ class Audit(AuditData):
         return self.to_text()
 
     def _repr_html_(self) -> str:
-        return report_html(self)
+        return f"<pre>{html.escape(self.to_text(width=100))}</pre>"
 
     def to_text(self, *, width: int | None = None, all: bool = False) -> str:
         """Returns the report as text: shares, the worst findings, the largest scopes.

@@ -4,22 +4,15 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from jmpx._base.leaves import is_int
 from jmpx._base.messages import describe
-from jmpx._base.text import bytes_text, columns, flop_text, share_text
-from jmpx._inspect.audit.alike import alike_findings
+from jmpx._base.text import bytes_text, columns, flop_text, share_text, short_names
+from jmpx._inspect.audit.alike import alike_findings, common, pattern
 from jmpx._inspect.audit.data import SEVERITIES, AuditData, Finding, Scope
 from jmpx._inspect.audit.findings import KINDS
-from jmpx._inspect.audit.tables import (
-    SCOPE_HEADER,
-    SCOPE_RIGHT,
-    Shares,
-    notes,
-    scope_rows,
-    shares,
-)
 
 _WIDTH, _NARROWEST = 100, 60
 _GAP = "  "
@@ -35,27 +28,26 @@ _RULE = re.compile(r"\S+: ")  # a rule of a policy map; other advice is a senten
 def report_text(report: AuditData, width: int | None, is_full: bool) -> str:
     """Returns the report as text; the arguments are those of `Audit.to_text`."""
     width = _columns(width)
+    gradient = "" if report.is_step else " and its gradient"
+    platform = f" on {report.platform}" if report.platform else ""
     blocks = [
-        title(report),
-        "\n".join(_share_lines(shares(report), width, is_full)),
-        "\n".join(_wrapped(note, width) for note in notes(report)),
+        f"Audit of {report.title}{gradient}{platform}",
+        "\n".join(_share_lines(report, width, is_full)),
+        "\n".join(_wrapped(note, width) for note in _notes(report)),
         *_finding_blocks(report, width, is_full),
         "\n".join(_scope_lines(report.scopes, width, is_full)),
     ]
     return "\n\n".join(filter(None, blocks))
 
 
-def title(report: AuditData) -> str:
-    """Returns what was audited."""
-    gradient = "" if report.is_step else " and its gradient"
-    return f"Audit of {report.title}{gradient}{f' on {report.platform}' if report.platform else ''}"
-
-
 def summary_line(report: AuditData) -> str:
     """Returns a report in one line: the largest share of products, and how many findings."""
-    products = shares(report)[0].rows
-    parts = [f"{flop_text(products[0].whole)} of products" if products else "no products"]
-    parts += [f"{share_text(row.part, row.whole)} {row.label}" for row in products[:1]]
+    parts = ["no products"]
+    if report.products:
+        whole = sum(each.flops for each in report.products)
+        most = max(report.products, key=lambda each: each.flops)
+        share = share_text(most.flops, whole)
+        parts = [f"{flop_text(whole)} of products", f"{share} {most.dtypes}"]
     parts.append(severities(alike_findings(report.findings)) or "no findings")
     return f"Audit of {report.title}: {', '.join(parts)}"
 
@@ -74,10 +66,7 @@ def _columns(width: int | None) -> int:
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Returns the text in lines that break at spaces alone, because paths are copied.
-
-    The first line sets the indentation.
-    """
+    """Returns the text in lines, indented as the first one, that break at spaces alone."""
     indent = " " * (len(text) - len(text.lstrip(" ")))
     lines = textwrap.wrap(
         text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
@@ -106,23 +95,52 @@ def _room(rows: Sequence[Sequence[str]], width: int) -> int:
 # Shares
 
 
-def _share_lines(tables: Sequence[Shares], width: int, is_full: bool) -> Iterator[str]:
+class _Share(NamedTuple):
+    """A part of something, such as the products of two dtypes: its dtypes, amount and count."""
+
+    label: str
+    part: int
+    whole: int
+    amount: str
+    times: str
+
+
+def _shares(report: AuditData) -> Iterator[tuple[str, list[_Share]]]:
+    """Yields the headings of the tables that a report begins with, and their rows."""
+    products = [(each.dtypes, each.flops, f"{each.count:,} x") for each in report.products]
+    saved = [(dtype, nbytes, "") for dtype, nbytes in report.saved.items()]
+    casts = [(f"{c.source} -> {c.target}", c.nbytes, f"{c.count:,} x") for c in report.casts]
+    yield _table("Matrix products and convolutions", products, flop_text)
+    yield f"Everything else: {flop_text(report.other_flops)}", []
+    yield _table("Saved for the backward pass", saved, bytes_text)
+    yield _table("Written by casts", casts, bytes_text)
+
+
+def _table(
+    what: str, parts: list[tuple[str, int, str]], text: Callable[[int], str]
+) -> tuple[str, list[_Share]]:
+    whole = sum(part for _, part, _ in parts)
+    rows = [_Share(label, part, whole, text(part), times) for label, part, times in parts]
+    rows.sort(key=lambda row: -row.part)
+    return f"{what}: {text(whole) if rows else 'nothing'}", rows
+
+
+def _share_lines(report: AuditData, width: int, is_full: bool) -> Iterator[str]:
     """Yields the tables one below the other, with columns of the same widths."""
-    limit = None if is_full else _SHARES
-    shown = [row for table in tables for row in table.rows[:limit]]
+    limit, tables = None if is_full else _SHARES, list(_shares(report))
+    shown = [row for _, rows in tables for row in rows[:limit]]
     cells = [(r.label, share_text(r.part, r.whole), r.amount, r.times) for r in shown]
     room = _room(cells, width - len(_GAP))
     if room < 0:  # long names of dtypes: what is known best from the other columns goes
         cells = [(*cell[:3], "") for cell in cells]
     bars = [_bar(row.part, row.whole, min(room, _BAR)) for row in shown]
-    rows = [(label, bar, *rest) for (label, *rest), bar in zip(cells, bars, strict=True)]
-    lines = iter(_aligned(rows, (2, 3, 4)))
-    for table in tables:
-        yield table.heading
-        for _ in table.rows[:limit]:
-            yield _GAP + next(lines)
-        for line in _left_out(0 if is_full else len(table.rows) - _SHARES, "rows"):
-            yield _GAP + line
+    lines = iter(
+        _aligned([(c[0], bar, *c[1:]) for c, bar in zip(cells, bars, strict=True)], (2, 3, 4))
+    )
+    for heading, rows in tables:
+        yield heading
+        yield from (_GAP + next(lines) for _ in rows[:limit])
+        yield from (_GAP + line for line in _left_out(len(rows[len(rows[:limit]) :]), "rows"))
 
 
 def _bar(part: int, whole: int, size: int) -> str:
@@ -133,25 +151,29 @@ def _bar(part: int, whole: int, size: int) -> str:
     return "#" * length + "." * (size - length)
 
 
+def _notes(report: AuditData) -> Iterator[str]:
+    """Yields sentences about what the tables do not count."""
+    if report.has_while:
+        yield "In a while loop, operations are counted for one trip: how many it makes is unknown."
+    if report.uncounted:
+        yield f"Not counted: {', '.join(report.uncounted)}, whose FLOPs are unknown."
+
+
 # Findings
 
 
 def _finding_blocks(report: AuditData, width: int, is_full: bool) -> Iterator[str]:
     """Yields the findings, or what was looked for if there are none."""
     if not report.findings:
-        yield _wrapped(no_findings(report), width)
+        names = [kind.name for kind in KINDS.values() if report.platform or not kind.needs_platform]
+        text = f"No findings. Looked for {', '.join(names[:-1])} and {names[-1]}."
+        yield _wrapped(text, width)
         return
     findings = report.findings if is_full else alike_findings(report.findings)
     shown = findings if is_full else findings[:_FINDINGS]
     yield f"Findings: {severities(findings)}"
     yield from (finding_text(finding, width) for finding in shown)
     yield from _left_out(len(findings) - len(shown), "findings")
-
-
-def no_findings(report: AuditData) -> str:
-    """Returns the sentence of a report without findings: what the audit looked for."""
-    names = [kind.name for kind in KINDS.values() if report.platform or not kind.needs_platform]
-    return f"No findings. Looked for {', '.join(names[:-1])} and {names[-1]}."
 
 
 def severities(findings: Sequence[Finding]) -> str:
@@ -164,16 +186,15 @@ def finding_text(finding: Finding, width: int = _WIDTH) -> str:
     """Returns a finding as text: what and where, why, and the rule on a line of its own."""
     indent = " " * _INDENT
     # The facts are words that do not break, and the severity stands in the indentation.
-    words = ", ".join(facts(finding)).replace(" ", _KEPT).replace(f",{_KEPT}", ", ")
+    words = ", ".join(_facts(finding)).replace(" ", _KEPT).replace(f",{_KEPT}", ", ")
     head = _wrapped(indent + words, width).replace(_KEPT, " ")
+    rule = indent + finding.rule
     lines = [
         f"{finding.severity:{_INDENT}}{head[_INDENT:]}",
         _wrapped(indent + finding.message, width),
+        rule if is_rule(finding) else _wrapped(rule, width),
     ]
-    if finding.rule:
-        rule = indent + finding.rule
-        lines.append(rule if is_rule(finding) else _wrapped(rule, width))
-    return "\n".join(lines)
+    return "\n".join(lines if finding.rule else lines[:2])
 
 
 def is_rule(finding: Finding) -> bool:
@@ -181,30 +202,58 @@ def is_rule(finding: Finding) -> bool:
     return _RULE.match(finding.rule) is not None
 
 
-def facts(finding: Finding) -> list[str]:
-    """Returns a finding's name, where it is, how often and how large."""
-    return [
-        finding.name,
-        *([str(finding.place)] if finding.place else []),
-        *([f"in {finding.scope}"] if finding.scope else []),
-        *([f"{finding.count:,} x"] if finding.count > 1 else []),
-        *([flop_text(finding.flops)] if finding.flops else []),
-        *([bytes_text(finding.nbytes)] if finding.nbytes else []),
-    ]
+def _facts(finding: Finding) -> Iterator[str]:
+    """Yields a finding's name, where it is, how often and how large."""
+    yield finding.name
+    if finding.place:
+        yield str(finding.place)
+    if finding.scope:
+        yield f"in {finding.scope}"
+    if finding.count > 1:
+        yield f"{finding.count:,} x"
+    if finding.flops:
+        yield flop_text(finding.flops)
+    if finding.nbytes:
+        yield bytes_text(finding.nbytes)
 
 
 # Scopes
 
+_HEADER = ("scope", "", "policy", "dtypes", "operations", "products")
+
 
 def _scope_lines(scopes: Sequence[Scope], width: int, is_full: bool) -> Iterator[str]:
     """Yields the table of scopes."""
-    rows = scope_rows(scopes, is_full)
+    rows = _scope_rows(scopes, is_full)
     if rows:
         shown = rows if is_full else rows[:_SCOPES]
-        filled = [any(column) for column in zip(*shown, strict=True)]
-        header = [name * is_filled for name, is_filled in zip(SCOPE_HEADER, filled, strict=True)]
-        yield from _aligned(_fitting([header, *shown], width), SCOPE_RIGHT)
+        filled = map(any, zip(*shown, strict=True))
+        header = [name * is_filled for name, is_filled in zip(_HEADER, filled, strict=True)]
+        yield from _aligned(_fitting([header, *shown], width), right=(1, 4, 5))
         yield from _left_out(len(rows) - len(shown), "rows")
+
+
+def _scope_rows(scopes: Iterable[Scope], is_full: bool) -> list[tuple[str, ...]]:
+    """Returns the cells of scopes, or of layers that are alike, those with the most FLOPs first."""
+    groups: dict[object, list[Scope]] = {}
+    for scope in scopes:
+        like = scope._replace(path=scope.path if is_full else pattern(scope.path))
+        groups.setdefault(like, []).append(scope)
+    totals = [(len(g) * g[0].flops, len(g) * g[0].operations, g) for g in groups.values()]
+    return [_cells(*total) for total in sorted(totals, key=lambda total: (-total[0], -total[1]))]
+
+
+def _cells(flops: int, operations: int, group: list[Scope]) -> tuple[str, ...]:
+    first = group[0]
+    path = common([scope.path for scope in group]) or "(outside of all)"
+    return (
+        f"{path} ({first.module})" if first.module not in ("", path) else path,
+        f"{len(group):,} x" if len(group) > 1 else "",
+        short_names(first.policy),
+        short_names(first.dtypes),
+        f"{operations:,}",
+        flop_text(flops) if flops else "",
+    )
 
 
 def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
@@ -216,5 +265,10 @@ def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
     if _room(cells, width) < _NAME:  # without policies
         cells = [[row[0], "", *row[2:]] for row in cells]
     size = _room(cells, width)
-    names = [row[0] if len(row[0]) <= size else f"...{row[0][3 - size :]}" for row in rows]
-    return [[name, *row] for name, row in zip(names, cells, strict=True)]
+    return [[_name(row[0], size), *rest] for row, rest in zip(rows, cells, strict=True)]
+
+
+def _name(name: str, size: int) -> str:
+    """Returns the path and the class, else the path, else the end of the path."""
+    path = name if len(name) <= size else name.partition(" (")[0]
+    return path if len(path) <= size else f"...{path[3 - size :]}"
