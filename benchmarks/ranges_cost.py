@@ -31,14 +31,14 @@ def seconds(call: Callable[..., Any], *args: Any) -> float:
     return time.process_time() - start
 
 
-def measure(scanned: bool, extremes_only: bool, small: bool = False) -> records.Record:
+def measure(scanned: bool, small: bool = False) -> records.Record:
     sizes: dict[str, Any] = {"layers": 1, "width": 8, "hidden": 16} if small else {}
     model, rng = Transformer(**sizes, scanned=scanned), np.random.default_rng(0)
     arguments = model.init(rng), *model.batch(rng)
     step = jax.jit(jax.value_and_grad(model.loss))
     compiling = seconds(step, *arguments)
     plain = min(seconds(step, *arguments) for _ in range(ROUNDS))
-    ranges = jmpx.inspect.ranges(model.loss, extremes_only=extremes_only)
+    ranges = jmpx.inspect.ranges(model.loss)
     first, *later = [seconds(ranges, *arguments) for _ in range(1 + ROUNDS)]
     return {
         "step_s": round(plain, 3),
@@ -49,7 +49,7 @@ def measure(scanned: bool, extremes_only: bool, small: bool = False) -> records.
     }
 
 
-POINTS = [{"scanned": s, "extremes_only": e} for s in (False, True) for e in (True, False)]
+POINTS = [{"scanned": scanned} for scanned in (False, True)]
 
 if __name__ == "__main__":
     records.main(__doc__, {"ranges_cost": (POINTS, measure)})

@@ -1,0 +1,25 @@
+"""Adapters: policies inside of Haiku, Equinox and Flax, and `jmpx.apply_policy` over all of them.
+
+Read in this order: `applying.py` runs a function in the way that its policy map says: with its
+arguments cast (`uncast.py`, `function_casts.py`), by modules, or under autocast. By modules, each
+framework has a package, `haiku`, `equinox`, `linen` or `nnx`, whose `adapter.py` offers what
+`_policies/frameworks.py` lists. Its other files import what all of them share:
+
+- `scopes.py`: which policy a module has, and the warnings of rules without effect,
+- `boundaries.py`: a call whose arguments and result are cast,
+- `carries.py`: the remedy for a loop whose carry changes its dtype,
+- `proxies.py`: subclasses of a user's classes, whose methods cast or mark their calls,
+- `dtype_fields.py`: the `dtype` fields of Flax's layers, `parameter_casts.py`: one cast for each
+  parameter, `creation.py`: the dtype of new parameters.
+
+Words: a *boundary* is a call of a module's public method that casts its arguments to the compute
+dtype of a policy, the *boundary policy*, and its result to the output dtype. The *surrounding
+policy* of a call is that of the call around it; the outermost call has none. A *view* is a model
+that `with_policies` made: its parameters are cast, and its modules cast at their boundaries. A
+*proxy class* is a subclass that an adapter makes of the class that the user wrote, the *plain
+class*. The *carry* of a loop is the value that each step takes and hands on; JAX requires that it
+keeps its dtype.
+
+The adapters import from `_autocast` and the rooms below it. Those of the frameworks do not import
+each other, and jmpx imports none before its framework.
+"""

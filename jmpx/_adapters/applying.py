@@ -7,28 +7,40 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
+from typing import NamedTuple, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmpx._adapters.uncast import UncastArguments, UncastLike
-from jmpx._base.contexts import casts_watched, parameters_cast
+from jmpx._base.contexts import casts_watched, parameters_rounded
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_array, is_floating
 from jmpx._base.mappings import is_list, is_mapping
 from jmpx._base.matmul import matmul_region
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.nnx_objects import skip_kept
-from jmpx._base.stateful import PureFunction, call
-from jmpx._policies.frameworks import Adapter, Views, imported_adapters
-from jmpx._policies.maps import PolicyMap, get_policy_map, warn_of
-from jmpx._policies.modules import calling, note_classes
+from jmpx._base.stateful import (
+    Arguments as Args,
+    Changes,
+    Function,
+    Keywords as Kwargs,
+    Leaf,
+    PureFunction,
+    call,
+)
+from jmpx._policies.frameworks import Proxies, imported_adapters
+from jmpx._policies.map_strings import get_policy_map
+from jmpx._policies.maps import PolicyMap, warn_of
+from jmpx._policies.modules import call_with_proxies
 from jmpx._policies.policy import Policy
 from jmpx._scales.mixed_precision import MixedPrecision, MixedPrecisionLike
 
-F = TypeVar("F", bound=Callable[..., Any])
-Leaf: TypeAlias = Any
+F = TypeVar("F", bound=Callable[..., PyTree])
+State: TypeAlias = list[Leaf]  # of the objects of NNX among the arguments
+Result: TypeAlias = tuple[PyTree, Changes]
+
 _HALF = re.compile(r"\bhalf\b", re.IGNORECASE)
 _NAME = "jmpx.apply_policy"
 
@@ -41,19 +53,16 @@ def apply_policy(
 
 @overload
 def apply_policy(
-    func: None = None,
-    policy: MixedPrecisionLike | None = None,
-    *,
-    uncast: UncastLike = (),
+    func: None = None, policy: MixedPrecisionLike | None = None, *, uncast: UncastLike = ()
 ) -> Callable[[F], F]: ...
 
 
 def apply_policy(
-    func: Callable[..., Any] | None = None,
+    func: Function | None = None,
     policy: MixedPrecisionLike | None = None,
     *,
     uncast: UncastLike = (),
-) -> Any:
+) -> PyTree:
     """Makes a function run in mixed precision, in the way that the policy says.
 
     The default part of a policy map says how it is applied:
@@ -62,19 +71,15 @@ def apply_policy(
       the floating results to the output dtype where that is wider; it narrows none.
     - `by=modules` runs the modules of Haiku and Linen that are called under the map, as the
       `policies` of their adapters do, and gives the function views of the modules of Equinox and
-      NNX that stand among its arguments, as `with_policies` does. Paths of rules begin at each
-      module. Optimizer states are left alone; a model that is handed back has its stored dtypes.
+      NNX among its arguments, as `with_policies` does. A model that is handed back has its stored
+      dtypes.
     - `by=operations` runs the function under autocast, see `jmpx.autocast`; with `save=products`
-      the backward pass keeps less. The first argument holds the parameters. Another input from
-      which no way leads to a matrix product, such as the targets of a loss, keeps its dtype.
+      the backward pass keeps less. The first argument holds the parameters. Another input that
+      leads to no matrix product, such as the targets of a loss, keeps its dtype.
 
     Without `by`, rules for classes or paths mean modules, rules for operations alone mean
-    operations, and no rules mean arguments. So a string, and a flag that holds it, is all that has
-    to change. `filter_grad` and `filter_value_and_grad` with `policy=` differentiate this function.
-
-    A module that the function closes over is not among its arguments: in Equinox and NNX, pass it.
-    Inside of the function, contexts, views and `jmpx.autocast` with the same map do nothing more.
-    With another one, contexts and autocast make an island, and a view of a view is an error.
+    operations, and no rules mean arguments. Inside of the function, contexts, views and
+    `jmpx.autocast` with the same map do nothing more. docs/which_way.md compares the three.
 
     Args:
         func: any function of pytrees, such as a module or `transformed.apply`; None to decorate
@@ -108,6 +113,9 @@ def apply_policy(
         bfloat16
         float32
         float32
+
+    See Also:
+        `jmpx.filter_value_and_grad`, which differentiates this function by `policy=`.
     """
     if func is None:
         return functools.partial(apply_policy, policy=policy, uncast=uncast)
@@ -116,103 +124,64 @@ def apply_policy(
             f"Expected a function to run under a policy, got {func!r}: write "
             f"jmpx.apply_policy(f, policy), or decorate it with @jmpx.apply_policy(policy=...)."
         )
-    applying = Applying.of(policy, func, UncastArguments.of(func, uncast), _NAME)
+    checked = Application.of(policy, func, UncastArguments.of(func, uncast), _NAME)
 
-    def transform(pure: PureFunction, state: list[Leaf], args: Any, kwargs: Any) -> Any:
-        application = applying.now()
+    def transform(pure: PureFunction, state: State, args: Args, kwargs: Kwargs) -> Result:
+        application = checked.now()
         with application.products(), application.creation():
             return application.run(pure, state, args, kwargs)
 
     @functools.wraps(func, updated=())
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return call(transform, func, args, kwargs)
 
     return wrapper
-
-
-class Applying(NamedTuple):
-    """A policy that was checked when a function was made, to be applied when that is called.
-
-    Only then may `half` ask JAX for its backend, which starts it.
-
-    Attributes:
-        given: the policy: the user's, if that says `half`.
-        policy_map: the policy map, with float16 in place of `half`.
-        func: the function, as the user gave it.
-        uncast: the arguments that are left as they are.
-        name: the function that applies the policy, as the user calls it.
-    """
-
-    given: Any
-    policy_map: PolicyMap
-    func: Callable[..., Any]
-    uncast: UncastArguments
-    name: str
-
-    @classmethod
-    def of(
-        cls, policy: Any, func: Callable[..., Any], uncast: UncastArguments, name: str
-    ) -> "Applying":
-        """Checks a policy, and warns of rules that it will not follow."""
-        given = "half" if policy is None else policy
-        try:
-            checked = _parse(_with_float16(given))
-        except (TypeError, ValueError):
-            checked = _parse(given)  # raises the same error, which shows what the user wrote
-        _warn_of_rules(checked, name)
-        says_half = isinstance(given, str) or is_mapping(given)
-        if not says_half or _with_float16(given) == given:
-            given = checked
-        return cls(given, checked, func, uncast, name)
-
-    def now(self) -> "Application":
-        """Returns what applies the policy in one call."""
-        return Application(_parse(self.given), self.func, self.uncast, self.name)
-
-
-def _with_float16(policy: Any, depth: int = 4) -> Any:
-    """Returns a string, or a mapping of strings, with float16 in place of `half`.
-
-    Args:
-        policy: the string or the mapping; anything else is returned as it is.
-        depth: how deep a mapping is read; one of a policy map has rules in a list.
-    """
-    if isinstance(policy, str):
-        return _HALF.sub("float16", policy)
-    if depth and is_mapping(policy):
-        return {key: _with_float16(value, depth - 1) for key, value in dict(policy).items()}
-    if depth and is_list(policy):
-        return [_with_float16(value, depth - 1) for value in policy]
-    return policy
-
-
-def _parse(policy: Any) -> PolicyMap:
-    return policy.policy_map if isinstance(policy, MixedPrecision) else get_policy_map(policy)
-
-
-def _warn_of_rules(policy_map: PolicyMap, name: str) -> None:
-    """Warns of rules that no way to cast arguments could follow."""
-    for rule in policy_map.rules if policy_map.way == "arguments" else ():
-        end = f", as {name} casts arguments alone by it: write by=modules or by=operations."
-        warn_of(rule, policy_map, "argument", end, user_stacklevel("jax"))
 
 
 class Application(NamedTuple):
     """How a function runs under a policy map.
 
     Attributes:
-        policy_map: the policy map; None runs the function as it is.
+        policy_map: the policy map, until `now` with float16 in place of `half`; None runs the
+            function as it is.
         func: the function, as the user gave it.
         uncast: the arguments that are left as they are.
         name: the function that applies the map, as the user calls it.
+        half: the policy as the user gave it, if that says `half`.
         stored: the first argument as it is stored, if the one given to `run` was widened before.
     """
 
     policy_map: PolicyMap | None
-    func: Callable[..., Any]
+    func: Function
     uncast: UncastArguments
     name: str
+    half: MixedPrecisionLike | None = None
     stored: PyTree = None
+
+    @classmethod
+    def of(
+        cls,
+        policy: MixedPrecisionLike | None,
+        func: Function,
+        uncast: UncastArguments,
+        name: str,
+    ) -> "Application":
+        """Checks a policy when a function is made, and warns of rules that it will not follow."""
+        given = "half" if policy is None else policy
+        without_half = _with_float16(given)
+        try:
+            policy_map = _parse(without_half)
+        except (TypeError, ValueError):
+            policy_map = _parse(given)  # raises the same error, which shows what the user wrote
+        for rule in policy_map.rules if policy_map.way == "arguments" else ():
+            end = f", as {name} casts arguments alone by it: write by=modules or by=operations."
+            warn_of(rule, policy_map, "argument", end, user_stacklevel("jax"))
+        says_half = (isinstance(given, str) or is_mapping(given)) and without_half != given
+        return cls(policy_map, func, uncast, name, given if says_half else None)
+
+    def now(self) -> "Application":
+        """Returns this with `half` looked up, which asks JAX for its backend and starts it."""
+        return self if self.half is None else self._replace(policy_map=_parse(self.half))
 
     @property
     def arguments_policy(self) -> Policy | None:
@@ -222,17 +191,11 @@ class Application(NamedTuple):
         return self.policy_map.default
 
     @property
-    def matmul(self) -> str | None:
-        """The algorithm of products in a function whose arguments are cast."""
-        policy = self.arguments_policy
-        return None if policy is None else policy.matmul_precision
-
-    @property
     def reduce_dtype(self) -> DTypeLike | None:
         """The dtype in which gradients are summed over devices; None means their own."""
         return None if self.policy_map is None else self.policy_map.default.reduce_dtype
 
-    def products(self) -> AbstractContextManager[Any]:
+    def products(self) -> AbstractContextManager[object]:
         """Returns the context in which products use the algorithm of the arguments' policy."""
         policy = self.arguments_policy
         if policy is None:
@@ -243,71 +206,125 @@ class Application(NamedTuple):
     def creation(self) -> Iterator[None]:
         """Has `init` create parameters in the same dtypes in each way."""
         with contextlib.ExitStack() as stack:
-            way = None if self.policy_map is None else self.policy_map.way
-            if self.policy_map is not None and way != "modules":
+            if self.policy_map is not None and self.policy_map.way != "modules":
+                are_cast = self.policy_map.way == "arguments"
                 for adapter in imported_adapters():
-                    stack.enter_context(
-                        adapter.created(self.policy_map.default, way == "arguments")
-                    )
+                    stack.enter_context(adapter.created(self.policy_map.default, are_cast))
             yield
 
-    def run(
-        self,
-        pure: PureFunction,
-        state: list[Leaf],
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-    ) -> tuple[PyTree, list[Leaf]]:
-        """Runs the function; returns its result, and the new state of NNX objects.
-
-        Args:
-            pure: the function, as a pure one of the state of the objects among its arguments.
-            state: that state.
-            args: the positional arguments of a call.
-            kwargs: its keyword arguments.
-        """
+    def run(self, pure: PureFunction, state: State, args: Args, kwargs: Kwargs) -> Result:
+        """Runs the function, as a pure one of the state of the objects among its arguments."""
         if self.policy_map is None:
             return pure(state, *args, **kwargs)
         ways = {
-            "arguments": _by_arguments,
-            "modules": _by_modules,
-            "operations": _by_operations,
+            "arguments": self._by_arguments,
+            "modules": self._by_modules,
+            "operations": self._by_operations,
         }
-        return ways[self.policy_map.way](self, self.policy_map, pure, state, args, kwargs)
+        return ways[self.policy_map.way](self.policy_map, pure, state, args, kwargs)
+
+    def _by_arguments(
+        self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs
+    ) -> Result:
+        """Runs a function with its arguments cast, and its results widened."""
+        policy = policy_map.default
+        inputs, keywords = self.uncast.exempt(skip_kept(policy.cast_to_compute))(args, kwargs)
+        compute, size = np.dtype(policy.compute_dtype), np.dtype(policy.output_dtype).itemsize
+        if compute.itemsize < 4 and not _has_any_to_cast((args, kwargs)):
+            _warn(
+                f"{self.name} casts nothing by policy map {str(policy_map)!r}, which it applies by "
+                "arguments, as no floating array stands among them: pass the arrays that the "
+                "function closes over as arguments, or write by=modules or by=operations."
+            )
+        before = args[:1] if self.stored is None else (self.stored,)
+        rounded = compute if _are_rounded(before, inputs[:1]) else None
+        with contextlib.ExitStack() as stack:
+            casts = stack.enter_context(parameters_rounded(rounded))
+            for adapter in imported_adapters():
+                stack.enter_context(adapter.noted_casts())
+            result, updates = pure(state, *inputs, **keywords)
+        if casts:
+            way = "operations" if {*casts} <= {"jmpx.autocast", _NAME} else "modules"
+            _warn(
+                f"{self.name} has cast its arguments to 16 bits before {' and '.join(casts)} "
+                "inside of it casts them again, so that parts which are to run in float32 get "
+                f"rounded parameters: write by={way} into its policy, or leave its first argument "
+                "uncast by uncast=0."
+            )
+
+        def widened(leaf: PyTree) -> PyTree:
+            is_narrow = is_floating(leaf) and leaf.dtype.itemsize < size
+            return policy.cast_to_output(leaf) if is_narrow else leaf
+
+        return jax.tree.map(widened, result), updates
+
+    def _by_modules(
+        self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs
+    ) -> Result:
+        """Runs a function whose modules cast."""
+        from jmpx._adapters.scopes import pooled  # here, as what casts arguments needs no framework
+
+        adapters = list(imported_adapters())
+        if not adapters:
+            raise ValueError(
+                f"Cannot apply policy map {str(policy_map)!r} by modules, as none of Haiku, Flax "
+                "and Equinox is imported: import the framework of the model, or write "
+                "by=operations or by=arguments."
+            )
+        with contextlib.ExitStack() as stack:
+            casts = stack.enter_context(casts_watched((policy_map, code_of(self.func))))
+            stack.enter_context(pooled(policy_map, self.name))
+            followed = policy_map.applied_by("modules", self.name)
+            for adapter in adapters:
+                stack.enter_context(adapter.noted_casts())
+                stack.enter_context(adapter.applied(followed))
+            views = filter(None, [adapter.views(followed) for adapter in adapters])
+            pure.invoke = functools.partial(_invoke, list(views), self.uncast)
+            result = pure(state, *args, **kwargs)
+        if not casts:
+            _warn(
+                f"{self.name} casts nothing by policy map {str(policy_map)!r}, which it applies by "
+                "modules: no module ran that its framework reports, and none stands among the "
+                "arguments: pass the whole model as an argument, in place of a part of it "
+                "(equinox.partition, nnx.split) or of closing over it, or write by=operations or "
+                "by=arguments."
+            )
+        return result
+
+    def _by_operations(
+        self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs
+    ) -> Result:
+        """Runs a function under autocast."""
+        from jmpx._autocast.saving import get_saving  # here, as the other ways need no autocast
+        from jmpx._autocast.wrapped import evaluated
+
+        saving = get_saving(policy_map.save, None)
+        # The state of NNX objects is theirs that the function is a method of, and statistics.
+        parameters = {id(leaf) for leaf in jax.tree.leaves((state, args[:1]))}
+        run = functools.partial(evaluated, policy_map, saving, "traced", by=self.name)
+        return run(pure, state, args, kwargs, is_parameter=lambda array: id(array) in parameters)
 
 
-def _by_arguments(
-    application: Application,
-    policy_map: PolicyMap,
-    pure: PureFunction,
-    state: list[Leaf],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-) -> tuple[PyTree, list[Leaf]]:
-    """Runs a function with its arguments cast, and its results widened."""
-    policy = policy_map.default
-    inputs, keywords = application.uncast.exempt(skip_kept(policy.cast_to_compute))(args, kwargs)
-    if jnp.dtype(policy.compute_dtype).itemsize < 4 and not _has_any_to_cast((args, kwargs)):
-        _warn(
-            f"{application.name} casts nothing by policy map {str(policy_map)!r}, which it applies "
-            "by arguments, as no floating array stands among them: pass the arrays that the "
-            "function closes over as arguments, or write by=modules or by=operations."
-        )
-    same = policy_map.applied_by("arguments", application.name)
-    before = args[:1] if application.stored is None else (application.stored,)
-    with contextlib.ExitStack() as stack:
-        casts = stack.enter_context(parameters_cast(_are_rounded(before, inputs[:1]), same))
-        for adapter in imported_adapters():
-            stack.enter_context(adapter.noted_casts())
-        result, updates = pure(state, *inputs, **keywords)
-    _warn_of_casts(application.name, list(casts))
-    size = jnp.dtype(policy.output_dtype).itemsize
+def _invoke(
+    views: Sequence[Proxies], uncast: UncastArguments, fn: Function, *args: PyTree, **kwargs: PyTree
+) -> PyTree:
+    """Calls a function with views in place of the models among its arguments."""
+    return call_with_proxies(views, fn, args, kwargs, uncast.exempt)
 
-    def widened(leaf: Any) -> Any:
-        is_narrow = is_floating(leaf) and leaf.dtype.itemsize < size
-        return policy.cast_to_output(leaf) if is_narrow else leaf
 
-    return jax.tree.map(widened, result), updates
+def _with_float16(policy: PyTree, depth: int = 4) -> PyTree:
+    """Returns a string, or a mapping of strings `depth` deep, with float16 in place of `half`."""
+    if isinstance(policy, str):
+        return _HALF.sub("float16", policy)
+    if depth and is_mapping(policy):
+        return {key: _with_float16(value, depth - 1) for key, value in dict(policy).items()}
+    if depth and is_list(policy):
+        return [_with_float16(value, depth - 1) for value in policy]
+    return policy
+
+
+def _parse(policy: MixedPrecisionLike) -> PolicyMap:
+    return policy.policy_map if isinstance(policy, MixedPrecision) else get_policy_map(policy)
 
 
 def _has_any_to_cast(tree: PyTree) -> bool:
@@ -331,119 +348,7 @@ def _are_rounded(before: PyTree, after: PyTree) -> bool:
     )
 
 
-def _warn_of_casts(name: str, casts: Sequence[str]) -> None:
-    """Warns if something has cast parameters inside of a function that was given rounded ones.
-
-    Args:
-        name: the function that cast the arguments.
-        casts: the names of the functions that have cast inside.
-    """
-    if casts:
-        way = "operations" if {*casts} <= {"jmpx.autocast", _NAME} else "modules"
-        _warn(
-            f"{name} has cast its arguments to 16 bits before {' and '.join(casts)} inside of it "
-            "casts them again, so that parts which are to run in float32 get rounded parameters: "
-            f"write by={way} into its policy, or leave its first argument uncast by uncast=0."
-        )
-
-
-def _by_modules(
-    application: Application,
-    policy_map: PolicyMap,
-    pure: PureFunction,
-    state: list[Leaf],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-) -> tuple[PyTree, list[Leaf]]:
-    """Runs a function whose modules cast."""
-    from jmpx._adapters.sessions import pooled  # here, as what casts arguments needs no framework
-
-    adapters = list(imported_adapters())
-    if not adapters:
-        raise ValueError(
-            f"Cannot apply policy map {str(policy_map)!r} by modules, as none of Haiku, Flax and "
-            "Equinox is imported: import the framework of the model, or write by=operations or "
-            "by=arguments."
-        )
-    with contextlib.ExitStack() as stack:
-        casts = stack.enter_context(casts_watched((policy_map, code_of(application.func))))
-        followed = stack.enter_context(pooled(policy_map, application.name))
-        views = list(_opened(adapters, followed, stack))
-        pure.invoke = functools.partial(_call_with_views, application, views)
-        result = pure(state, *args, **kwargs)
-    if not casts:
-        _warn(
-            f"{application.name} casts nothing by policy map {str(policy_map)!r}, which it applies "
-            "by modules: no module ran that its framework reports, and none stands among the "
-            "arguments: pass the whole model as an argument, in place of a part of it "
-            "(equinox.partition, nnx.split) or of closing over it, or write by=operations or "
-            "by=arguments."
-        )
-    return result
-
-
-def _opened(
-    adapters: Sequence[Adapter], policy_map: PolicyMap, stack: contextlib.ExitStack
-) -> Sequence[Views]:
-    """Enters what each framework needs; returns what makes views."""
-    for adapter in adapters:
-        stack.enter_context(adapter.noted_casts())
-        stack.enter_context(adapter.applied(policy_map))
-    views = (adapter.views(policy_map) for adapter in adapters)
-    return [each for each in views if each is not None]
-
-
-def _call_with_views(
-    application: Application,
-    views: Sequence[Views],
-    fn: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Calls a function with views in place of the models among its arguments."""
-    given = args, kwargs
-    front: tuple[Any, ...] = ()
-    own: dict[str, Any] = {}
-    for each in views:
-        given = application.uncast.exempt(each.view)(*given)
-        fn, front, own = calling(each.view, (fn, front, own))
-    try:
-        result = fn(*front, *given[0], **{**own, **given[1]})
-    except ValueError as error:
-        note_classes(error, [cls for each in views for cls in each.made.values()], _JOINED)
-        raise
-    for each in views:
-        result = each.stored(result)
-    return result
-
-
-_JOINED = (
-    "jmpx runs views of the modules in arguments ({names}), which are of subclasses: where the "
-    "function joins a part of a model with a part from outside, as equinox.combine does, pass both "
-    "parts as arguments, or join them before the call and pass the whole model."
-)
-
-
-def _by_operations(
-    application: Application,
-    policy_map: PolicyMap,
-    pure: PureFunction,
-    state: list[Leaf],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-) -> tuple[PyTree, list[Leaf]]:
-    """Runs a function under autocast."""
-    from jmpx._autocast.saving import get_saving  # here, as the other ways need no autocast
-    from jmpx._autocast.wrapped import evaluated
-
-    saving = get_saving(policy_map.save, None)
-    # The state of NNX objects is theirs that the function is a method of, and statistics.
-    parameters = {id(leaf) for leaf in jax.tree.leaves((state, args[:1]))}
-    run = functools.partial(evaluated, policy_map, saving, "traced", by=application.name)
-    return run(pure, state, args, kwargs, is_parameter=lambda array: id(array) in parameters)
-
-
-def code_of(func: Callable[..., Any]) -> object:
+def code_of(func: Function) -> object:
     """Returns what functions that are made anew for each call have in common."""
     func = inspect.unwrap(func)
     while isinstance(func, functools.partial):

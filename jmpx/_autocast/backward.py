@@ -1,22 +1,21 @@
 """Which variables of a jaxpr reach something, found from its results backwards.
 
-The way goes through the jaxprs that equations hold, operand by operand, and a loop's carry through
+A path goes through the jaxprs that equations hold, operand by operand, and a loop's carry through
 all of its turns.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr
 
 Flags: TypeAlias = tuple[bool, ...]  # of the operands or the results of an equation or a jaxpr
-Named: TypeAlias = Sequence[tuple[str, Equation]]
-# Tells which operands of an equation reach it, given its name and all variables that are found.
-Step: TypeAlias = Callable[[str, Equation, set[Atom]], Flags]
-# Returns the step of a jaxpr, given its equations.
-Search: TypeAlias = Callable[[Named], Step]
+# Tells which operands of an equation reach it, given all variables that are found.
+Step: TypeAlias = Callable[[Equation, Collection[Atom]], Flags]
+# Returns the step for the equations of a jaxpr.
+Search: TypeAlias = Callable[[Jaxpr], Step]
 
 # jaxpr -> (search, which of its results reach it outside) -> all its variables that reach it.
 _found: weakref.WeakKeyDictionary[Jaxpr, dict[tuple[Search, Flags], frozenset[Atom]]]
@@ -24,12 +23,12 @@ _found = weakref.WeakKeyDictionary()
 
 
 def find(search: Search, jaxpr: Jaxpr, results: Sequence[bool] = ()) -> frozenset[Atom]:
-    """Returns the variables of a jaxpr that reach something.
+    """Returns the variables of a jaxpr that reach what a search looks for.
 
     Args:
-        search: what they are to reach.
+        search: the search.
         jaxpr: the jaxpr, closed or open.
-        results: which of its results reach it outside; none that is not named does.
+        results: which of its first results reach it outside; the others do not.
     """
     known, key = _found.setdefault(jaxpr, {}), (search, tuple(results))
     if key not in known:
@@ -38,18 +37,22 @@ def find(search: Search, jaxpr: Jaxpr, results: Sequence[bool] = ()) -> frozense
 
 
 def _find(search: Search, jaxpr: Jaxpr, results: Flags) -> set[Atom]:
-    named = [(operation_name(eqn.primitive.name), eqn) for eqn in jaxpr.eqns]
-    step = search(named)
-    pairs = zip(jaxpr.outvars, results, strict=False)
-    found = {atom for atom, flag in pairs if flag and not core.is_literal(atom)}
-    for name, equation in reversed(named):
-        if is_call(equation):
-            flags = _through(search, equation, within(search, equation, found))
-        else:
-            flags = step(name, equation, found)
-        pairs = zip(equation.invars, flags, strict=True)
+    step, found = search(jaxpr), set[Atom]()
+
+    def add(atoms: Sequence[Atom], flags: Flags) -> None:
+        pairs = zip(atoms, flags, strict=False)
         found.update(atom for atom, flag in pairs if flag and not core.is_literal(atom))
+
+    add(jaxpr.outvars, results)
+    for equation in reversed(jaxpr.eqns):
+        through = _through(search, equation, found) if is_call(equation) else step(equation, found)
+        add(equation.invars, through)
     return found
+
+
+def variables(equation: Equation) -> list[Atom]:
+    """Returns the operands of an equation, without literals."""
+    return [atom for atom in equation.invars if not core.is_literal(atom)]
 
 
 def is_call(equation: Equation) -> bool:
@@ -60,8 +63,9 @@ def is_call(equation: Equation) -> bool:
     return len(jaxprs) == 1 and len(jaxprs[0].invars) == len(equation.invars)
 
 
-def _through(search: Search, equation: Equation, results: Flags) -> Flags:
-    """Returns which operands of a call reach something, given which results of its jaxpr do."""
+def _through(search: Search, equation: Equation, found: Collection[Atom]) -> Flags:
+    """Returns which operands of a call reach something."""
+    results = within(search, equation, found)
     name, params = equation.primitive.name, equation.params
     if name == "cond":
         columns = [_inputs(search, branch, results) for branch in params["branches"]]
@@ -76,23 +80,21 @@ def _through(search: Search, equation: Equation, results: Flags) -> Flags:
     return _inputs(search, jaxpr, results)
 
 
-def within(search: Search, equation: Equation, found: frozenset[Atom] | set[Atom]) -> Flags:
-    """Returns which results reach something of the jaxpr that an equation holds.
+def within(search: Search, equation: Equation, found: Collection[Atom]) -> Flags:
+    """Returns which results of the jaxpr that an equation holds reach something.
 
     They are those of the equation; a loop also reads what it carries in its next turn.
 
     Args:
-        search: what they are to reach.
+        search: the search.
         equation: the equation.
-        found: the variables that reach it of the jaxpr that holds the equation.
+        found: the variables that reach it in the jaxpr that holds the equation.
     """
-    results, name = tuple(var in found for var in equation.outvars), equation.primitive.name
-    if name == "scan":
-        start, size = core.scan_counts(equation)
-        body = equation.params["jaxpr"]
-    elif name == "while":
-        start, size = equation.params["body_nconsts"], len(results)
-        body = equation.params["body_jaxpr"]
+    results, params = tuple(var in found for var in equation.outvars), equation.params
+    if equation.primitive.name == "scan":
+        (start, size), body = core.scan_counts(equation), params["jaxpr"]
+    elif equation.primitive.name == "while":
+        start, size, body = params["body_nconsts"], len(results), params["body_jaxpr"]
     else:
         return results
     while True:

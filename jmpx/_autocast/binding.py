@@ -5,7 +5,6 @@ Rules are made of these functions.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +12,12 @@ import numpy as np
 from jax import lax
 
 from jmpx._autocast.exposed import COPIES, ELEMENTWISE
-from jmpx._autocast.products import with_algorithms, without_algorithm
+from jmpx._autocast.products import Params, with_algorithms, without_algorithm
 from jmpx._autocast.rules import Context, lookup
 from jmpx._autocast.value import FLOAT32, Array, Value, finite_constant, join
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, operation_name
+from jmpx._jaxprs.moves import RESHAPES
 
 # What a program computes of constants while it is traced is a constant, too: `1 - EPSILON`.
 _FOLDED = {
@@ -27,8 +27,9 @@ _FOLDED = {
     "div": np.divide,
     "neg": np.negative,
 }
-# Results of these hold each number of their operand once, if the sizes are equal.
-RESHAPES = frozenset("broadcast_in_dim reshape transpose squeeze rev copy".split())
+# Results of these hold each number of their operand once, if the sizes are equal. Other identities
+# and placements say something of an array, which its casts need not share.
+SHAPES = RESHAPES | {"copy"}
 
 
 def is_float32(atom: Atom) -> bool:
@@ -48,7 +49,7 @@ def float32_values(equation: Equation, values: Sequence[Value]) -> list[Value]:
 
 
 def all_weak(equation: Equation, values: Sequence[Value]) -> bool:
-    """Whether all floating operands yield, so that the results yield, too."""
+    """Whether all floating operands are weak, so that the results are, too."""
     pairs = zip(equation.invars, values, strict=True)
     return all(value.is_weak and is_float32(atom) for atom, value in pairs if is_floating(atom))
 
@@ -56,7 +57,7 @@ def all_weak(equation: Equation, values: Sequence[Value]) -> bool:
 def promoted(equation: Equation, values: Sequence[Value]) -> np.dtype:
     """Returns the widest dtype of the operands that were float32 when traced.
 
-    Operands that yield count only if all do. Without such operands it is float32.
+    Weak operands count only if all are weak. Without such operands it is float32.
     """
     return join([value.traits for value in float32_values(equation, values)]).dtype
 
@@ -77,15 +78,15 @@ def bind(
     values: Sequence[Value],
     arrays: Sequence[Array],
     is_weak: bool,
-    **params: Any,
+    **params: object,
 ) -> list[Value]:
     """Runs an equation; no result gets wider than it was traced.
 
     Args:
         equation: the equation.
         values: its operands.
-        arrays: the operands as arrays, cast to the dtypes in which the equation runs.
-        is_weak: whether the results yield.
+        arrays: the operands in the dtypes in which the equation runs.
+        is_weak: whether the results are weak.
         **params: the parameters that differ from the equation's.
     """
     results = bind_arrays(equation, arrays, **params)
@@ -97,7 +98,7 @@ def bind(
     elif name in _FOLDED and all(_is_known_number(value) for value in values):
         with np.errstate(all="ignore"):
             outputs[0].note_constant(_FOLDED[name](*(value.constant for value in values)))
-    if name in RESHAPES and len(values) == 1:
+    if name in SHAPES and len(values) == 1:
         _note_source(outputs[0], values[0], equation, params)
     if name in COPIES or name in ELEMENTWISE:
         outputs[0].uniform |= all(value.uniform for value in values)
@@ -113,16 +114,16 @@ def _is_known_number(value: Value) -> bool:
     return value.constant is not None and value.dtype == FLOAT32 and value.array.size == 1
 
 
-def _note_source(result: Value, source: Value, equation: Equation, params: Any) -> None:
+def _note_source(result: Value, source: Value, equation: Equation, params: Params) -> None:
     """Notes that a result is an operand in another shape, so that the two share their casts.
 
-    Only where both yield, as parameters do: an array that was computed need not be kept.
+    Only where both are weak, as parameters are: an array that was computed need not be kept.
     """
     if result.is_weak and source.is_weak and result.array.size == source.array.size:
         result.source = source, lambda array: bind_arrays(equation, [array], **params)[0]
 
 
-def bind_arrays(equation: Equation, arrays: Sequence[Array], **params: Any) -> list[Array]:
+def bind_arrays(equation: Equation, arrays: Sequence[Array], **params: object) -> list[Array]:
     """Runs an equation on arrays; if its primitive is registered as cached, JAX caches it."""
     entry = lookup(equation)
     return core.bind(equation, arrays, cached=entry is not None and entry.cached, **params)
@@ -134,23 +135,27 @@ def run_in(
     values: Sequence[Value],
     is_weak: bool,
     cast: Callable[[Value, np.dtype], Array] = Value.to,
-    **params: Any,
+    **params: object,
 ) -> list[Value]:
     """Runs an equation; operands that were float32 when traced are cast to `dtype`."""
     return bind(equation, values, cast_operands(equation, values, dtype, cast), is_weak, **params)
 
 
+def run_promoted(
+    equation: Equation,
+    values: Sequence[Value],
+    cast: Callable[[Value, np.dtype], Array] = Value.to,
+    **params: object,
+) -> list[Value]:
+    """Runs an equation in the widest dtype of its operands; see `promoted`."""
+    dtype, is_weak = promoted(equation, values), all_weak(equation, values)
+    return run_in(dtype, equation, values, is_weak, cast, **params)
+
+
 def run_as_traced(
     context: Context, equation: Equation, values: Sequence[Value], is_weak: bool
 ) -> list[Value]:
-    """Runs an equation in the dtypes in which it was traced, and float32 products as a policy says.
-
-    Args:
-        context: the context of the equation.
-        equation: the equation.
-        values: its operands.
-        is_weak: whether the results yield.
-    """
+    """Runs an equation as it was traced, and float32 products in the algorithm of the policy."""
     return run_in(FLOAT32, equation, values, is_weak, **with_algorithms(context, equation))
 
 
@@ -170,12 +175,8 @@ def run_overridden(context: Context, equation: Equation, values: Sequence[Value]
 def run_recomputed(dtype: np.dtype, equation: Equation, values: Sequence[Value]) -> list[Value]:
     """Runs an equation in float32; the backward pass keeps no float32 arrays of it.
 
-    It keeps the operands in the dtypes that they have, and casts them again.
-
-    Args:
-        dtype: the dtype of the results.
-        equation: the equation; its operands are all floating.
-        values: its operands.
+    It keeps the operands, which are all floating, in the dtypes that they have, and casts them
+    again. The results are in `dtype`.
     """
 
     # JAX caches the function, which must not keep the values alive.
@@ -199,13 +200,13 @@ def rounded(results: Sequence[Value], equation: Equation, dtype: np.dtype) -> li
     ]
 
 
-def result_dtype(equation: Equation, dtype: np.dtype) -> dict[str, Any]:
+def result_dtype(equation: Equation, dtype: np.dtype) -> Params:
     """Returns the parameter for a product's result dtype, changed from float32 to `dtype`."""
     key = "preferred_element_type"
     return {key: dtype} if equation.params.get(key) == FLOAT32 else {}
 
 
-def fill_value(equation: Equation, dtype: np.dtype) -> dict[str, Any]:
+def fill_value(equation: Equation, dtype: np.dtype) -> Params:
     """Returns the parameter of a gather that is the number for indices out of bounds, if any."""
     fill = equation.params.get("fill_value")
     if fill is None or not is_float32(equation.invars[0]):

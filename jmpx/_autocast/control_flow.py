@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.core
@@ -17,16 +17,19 @@ from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
 from jmpx._policies.modules import marked_calls
 
+Tangent: TypeAlias = Any  # an array or a symbolic zero
+
 
 @register("call", "closed_call", "jit", "remat2", everywhere=True)
 def function_call(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Retraces the function of a call, such as a jitted one or a checkpoint."""
     key = "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"
-    jaxpr, ends = equation.params[key], context.ends_within(equation)
+    jaxpr = equation.params[key]
     if key == "jaxpr" and core.looks_for_nans([value.array for value in values]):
         # Run the equations one by one, so that JAX finds the one that makes a NaN.
+        ends = context.neighbours.ends_within(equation)
         return context.interpreter.evaluate(jaxpr, values, context.scope, ends=ends)
-    retraced = context.interpreter.retrace(jaxpr, values, context.scope, ends=ends)
+    retraced = context.retrace(equation, jaxpr, values)
     if isinstance(retraced.jaxpr, type(jaxpr)):
         return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr})
     if retraced.jaxpr.consts:  # jax.checkpoint wants an open jaxpr, which has no constants
@@ -35,17 +38,20 @@ def function_call(context: Context, equation: Equation, values: list[Value]) -> 
 
 
 def _rebind(
-    equation: Equation, values: Sequence[Value], results: Sequence[Traits], **params: Any
+    equation: Equation, values: Sequence[Value], results: Sequence[Traits], **params: object
 ) -> list[Value]:
     """Runs an equation with retraced jaxprs, given the traits of its results."""
-    bound = bind_arrays(equation, [value.array for value in values], **params)
-    return [Value.of(r, traits) for r, traits in zip(bound, results, strict=True)]
+    return _values(bind_arrays(equation, [value.array for value in values], **params), results)
+
+
+def _values(arrays: Sequence[Array], traits: Sequence[Traits]) -> list[Value]:
+    return [Value.of(*pair) for pair in zip(arrays, traits, strict=True)]
 
 
 def _carry(context: Context, equation: Equation, values: list[Value], start: int) -> list[Value]:
     """Returns a loop's carry: in the traced dtypes, unless a policy rule says otherwise.
 
-    It does not yield: a float32 sum of bfloat16 terms stays float32.
+    It is not weak: a float32 sum of bfloat16 terms stays float32.
 
     Args:
         context: the context of the loop.
@@ -64,16 +70,10 @@ def _carry(context: Context, equation: Equation, values: list[Value], start: int
 
 
 def _slices(context: Context, equation: Equation, values: list[Value], start: int) -> list[Value]:
-    """Returns the arrays of which each turn of a scan reads a slice.
+    """Returns the operands from `start` on, of which each turn of a scan reads a slice.
 
     What products alone read, as they read weights, is cast as a whole: so the backward pass
     collects the cotangents of the slices in 16 bits, which they are in, and casts them once.
-
-    Args:
-        context: the context of the scan.
-        equation: the scan.
-        values: its operands.
-        start: the number of operands before these arrays.
     """
     dtypes = product_dtypes(equation.params["jaxpr"], context.scope, context.interpreter.regions)
     triples = zip(equation.invars[start:], values[start:], dtypes[start:], strict=True)
@@ -92,14 +92,8 @@ def scan(context: Context, equation: Equation, values: list[Value]) -> list[Valu
     end = num_consts + num_carry
     carry = _carry(context, equation, values[:end], num_consts)
     operands = [*values[:num_consts], *carry, *_slices(context, equation, values, end)]
-    retraced = context.interpreter.retrace(
-        equation.params["jaxpr"],
-        operands,
-        context.scope,
-        ends=context.ends_within(equation),
-        result_dtypes=[value.dtype for value in carry],
-        num_uncast=num_consts,
-    )
+    dtypes = [value.dtype for value in carry]
+    retraced = context.retrace(equation, equation.params["jaxpr"], operands, dtypes, num_consts)
     # The body casts constants, so that the backward pass sums their cotangents in float32.
     for i, atom in enumerate(equation.invars[:num_consts]):
         if is_float32(atom):
@@ -116,29 +110,22 @@ def while_loop(context: Context, equation: Equation, values: list[Value]) -> lis
     """Retraces a while loop, whose body returns its carry in the dtypes in which it came."""
     params = equation.params
     in_cond, in_body = params["cond_nconsts"], params["body_nconsts"]
-    start = in_cond + in_body
-    carry = _carry(context, equation, values, start)
-    cond_consts, body_consts = values[:in_cond], values[in_cond:start]
-    dtypes = [value.dtype for value in carry]
-    retrace = functools.partial(context.interpreter.retrace, scope=context.scope)
-    cond = retrace(params["cond_jaxpr"], [*cond_consts, *carry])
-    ends, operands = context.ends_within(equation), [*body_consts, *carry]
-    body = retrace(params["body_jaxpr"], operands, ends=ends, result_dtypes=dtypes)
-    operands = [*cond_consts, *body_consts, *carry]
+    carry = _carry(context, equation, values, in_cond + in_body)
+    consts, dtypes = values[: in_cond + in_body], [value.dtype for value in carry]
+    operands = [*consts[:in_cond], *carry]
+    cond = context.interpreter.retrace(params["cond_jaxpr"], operands, context.scope)
+    operands = [*consts[in_cond:], *carry]
+    body = context.retrace(equation, params["body_jaxpr"], operands, dtypes)
     results = [Traits(dtype, is_weak=False) for dtype in dtypes]
-    return _rebind(equation, operands, results, cond_jaxpr=cond.jaxpr, body_jaxpr=body.jaxpr)
+    jaxprs = {"cond_jaxpr": cond.jaxpr, "body_jaxpr": body.jaxpr}
+    return _rebind(equation, [*consts, *carry], results, **jaxprs)
 
 
 @register("cond", everywhere=True)
 def cond(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Retraces the branches twice: to see which dtypes they return, and to return the same."""
+    retrace = functools.partial(context.retrace, equation, values=values[1:])
     jaxprs = equation.params["branches"]
-    retrace = functools.partial(
-        context.interpreter.retrace,
-        values=values[1:],
-        scope=context.scope,
-        ends=context.ends_within(equation),
-    )
     columns = zip(*(retrace(jaxpr).results for jaxpr in jaxprs), strict=True)
     results = [join(column) for column in columns]
     dtypes = [traits.dtype for traits in results]
@@ -149,13 +136,12 @@ def cond(context: Context, equation: Equation, values: list[Value]) -> list[Valu
 @register("shard_map", everywhere=True)
 def shard_map(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Maps the evaluation of the function over the same mesh, with the same specifications."""
-    params, interpreter, scope = equation.params, context.interpreter, context.scope
-    ends = context.ends_within(equation)
+    params, ends = equation.params, context.neighbours.ends_within(equation)
     results: list[Traits] = []
 
     def body(*arrays: Array) -> list[Array]:
-        inputs = [Value.of(a, v.traits) for a, v in zip(arrays, values, strict=True)]
-        outputs = interpreter.evaluate(params["jaxpr"], inputs, scope, ends=ends)
+        inputs = _values(arrays, [value.traits for value in values])
+        outputs = context.interpreter.evaluate(params["jaxpr"], inputs, context.scope, ends=ends)
         # Uniform on each device is not uniform: the number may differ from device to device.
         results[:] = [output.traits._replace(uniform=False) for output in outputs]
         return [output.array for output in outputs]
@@ -168,8 +154,7 @@ def shard_map(context: Context, equation: Equation, values: list[Value]) -> list
         axis_names=core.manual_axes(equation),
         check_vma=params["check_vma"],
     )
-    arrays = mapped(*(value.array for value in values))
-    return [Value.of(a, traits) for a, traits in zip(arrays, results, strict=True)]
+    return _values(mapped(*(value.array for value in values)), results)
 
 
 @register("custom_jvp_call", everywhere=True)
@@ -178,22 +163,24 @@ def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> lis
 
     The rule is traced in the dtypes that it was written for, and then evaluated under autocast.
     """
-    jaxpr, ends = equation.params["call_jaxpr"], context.ends_within(equation)
-    retraced = context.interpreter.retrace(jaxpr, values, context.scope, ends=ends)
+    retraced = context.retrace(equation, equation.params["call_jaxpr"], values)
     # JAX calls the derivative rule later: it must not keep the values alive.
     traits = [value.traits for value in values]
     interpreter, scope = context.interpreter.fresh(), context.scope
+    ends = context.neighbours.ends_within(equation)
     symbolic_zeros = bool(equation.params.get("symbolic_zeros"))
 
     @jax.custom_jvp
     def call(*arrays: Array) -> list[Array]:
         return jax.core.eval_jaxpr(retraced.jaxpr.jaxpr, retraced.jaxpr.consts, *arrays)
 
-    def jvp(primals: Any, tangents: Any) -> Any:
+    def jvp(
+        primals: Sequence[Array], tangents: Sequence[Tangent]
+    ) -> tuple[list[Array], list[Tangent]]:
         varied = [i for i, tangent in enumerate(tangents) if _has_tangent(tangent)]
         with marked_calls(interpreter.regions.policy_map.rules):
             rule = _trace_rule(equation, varied)
-        inputs = [Value.of(p, t) for p, t in zip(primals, traits, strict=True)]
+        inputs = _values(primals, traits)
         inputs += [Value(tangents[i], traits[i].is_weak, tangent=True) for i in varied]
         outputs = interpreter.evaluate(rule, inputs, scope, ends=ends)
         pairs = zip(outputs, retraced.results, strict=False)
@@ -208,8 +195,7 @@ def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> lis
         ]
 
     call.defjvp(jvp, symbolic_zeros=symbolic_zeros)
-    arrays = call(*(value.array for value in values))
-    return [Value.of(a, traits) for a, traits in zip(arrays, retraced.results, strict=True)]
+    return _values(call(*(value.array for value in values)), retraced.results)
 
 
 def _trace_rule(equation: Equation, varied: Sequence[int]) -> Jaxpr:
@@ -224,7 +210,7 @@ def _trace_rule(equation: Equation, varied: Sequence[int]) -> Jaxpr:
     """
     avals = [atom.aval for atom in equation.invars]
 
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: Sequence[Array], tangents: Sequence[Array]) -> object:
         def call(*given: Array) -> list[Array]:
             operands = list(primals)
             for i, operand in zip(varied, given, strict=True):
@@ -242,6 +228,6 @@ def _inexact(atoms: Sequence[Atom]) -> list[int]:
     return [i for i, atom in enumerate(atoms) if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
 
 
-def _has_tangent(tangent: Any) -> bool:
+def _has_tangent(tangent: Tangent) -> bool:
     """Whether a tangent has values: those of integers and symbolic zeros have none."""
     return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0

@@ -7,10 +7,11 @@ import math
 import operator
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jmpx._autocast.backward import variables
 from jmpx._autocast.saving import is_weight_product
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
@@ -40,7 +41,7 @@ class Role(enum.Enum):
     LATER = "it has an effect and no results, and runs after its piece"
 
 
-HOLDING = frozenset({Role.PRODUCT, Role.INSIDE, Role.ALONE})  # equations that may hold products
+_HOLDERS = frozenset({Role.PRODUCT, Role.INSIDE, Role.ALONE})  # equations that may hold products
 
 
 class Life(NamedTuple):
@@ -58,10 +59,9 @@ class Life(NamedTuple):
     size: int
     is_saved: bool
 
-
-def variables(equation: Equation) -> list[Atom]:
-    """Returns the operands that are no literals."""
-    return [atom for atom in equation.invars if not core.is_literal(atom)]
+    def is_at(self, place: int) -> bool:
+        """Whether the array lives before an equation."""
+        return self.start < place <= self.end
 
 
 def holds_product(equation: Equation) -> bool:
@@ -83,52 +83,41 @@ def find_cuts(equations: Sequence[Equation], roles: Sequence[Role]) -> set[int]:
     One array at most lives there. Only large floating arrays count that depend on a product: what
     is computed from parameters or inputs alone, such as a mask, is no activation. There is one such
     place at most between two equations that hold products: the one at which the least has to be
-    saved. Of these places some are taken, see `_fewest`.
+    saved. Of these places some are taken, see `Part`.
     """
-    holders = [i for i, role in enumerate(roles) if role in HOLDING]
+    holders = [i for i, role in enumerate(roles) if role in _HOLDERS]
     lives, sizes = _lives(equations, roles)
     places = sorted(set(_cuts(holders, lives)))
-    saved = list(_sums(sizes, roles, {Role.PRODUCT}))
-    again = list(_sums(sizes, roles, {Role.ORDINARY}))
-    alone = [i for i, role in enumerate(roles) if role in HOLDING and role is not Role.PRODUCT]
+    products = list(_sums(sizes, roles, Role.PRODUCT))
+    again = list(_sums(sizes, roles, Role.ORDINARY))
+    alone = [i for i in holders if roles[i] is not Role.PRODUCT]
     chosen: set[int] = set()
     for start, stop in itertools.pairwise([0, *alone, len(equations)]):
         within = [place for place in places if start < place < stop]
         ends = (*within, stop)
-        chosen.update(
-            _fewest(
-                within,
-                [_kept(place, lives) for place in within],
-                [_SAVED * saved[end] for end in ends],
-                [_AGAIN * (again[end] - again[start]) for end in ends],
-            )
+        part = Part(
+            within,
+            [_saved_at(place, lives) for place in within],
+            [_SAVED * products[end] for end in ends],
+            [_AGAIN * (again[end] - again[start]) for end in ends],
         )
+        chosen.update(part.cuts())
     return chosen
 
 
-def _sums(sizes: Sequence[int], roles: Sequence[Role], counted: set[Role]) -> Iterator[int]:
-    """Returns the bytes that equations of some roles make before each equation, and in all."""
-    made = (size if role in counted else 0 for size, role in zip(sizes, roles, strict=True))
+def _sums(sizes: Sequence[int], roles: Sequence[Role], counted: Role) -> Iterator[int]:
+    """Returns the bytes that equations of a role make before each equation, and in all."""
+    made = (size * (role is counted) for size, role in zip(sizes, roles, strict=True))
     return itertools.accumulate(made, initial=0)
 
 
-def _kept(place: int, lives: Sequence[Life]) -> int:
-    """Returns the bytes that a cut keeps, and that products do not keep anyway."""
-    return sum(life.size for life in lives if life.start < place <= life.end and not life.is_saved)
+def _saved_at(place: int, lives: Sequence[Life]) -> int:
+    """Returns the bytes that a cut saves, and that products do not save anyway."""
+    return sum(life.size for life in lives if life.is_at(place) and not life.is_saved)
 
 
-def _fewest(
-    places: Sequence[int],
-    kept: Sequence[int],
-    products: Sequence[float],
-    again: Sequence[float],
-) -> list[int]:
-    """Returns the places to cut at, so that the peak of memory is the lowest.
-
-    A cut keeps what lives there. But a piece is computed again as a whole when its backward pass
-    begins, and a part of what it makes then lives at once, besides the products and cuts of all
-    earlier pieces, whose backward passes come later. So the first pieces may be long. Where a cut
-    keeps nothing, there is one.
+class Part(NamedTuple):
+    """A part of a jaxpr, and what cuts in it cost.
 
     Args:
         places: where cuts are possible.
@@ -137,40 +126,47 @@ def _fewest(
         again: the bytes that would live at once if all before each of them, and before the end,
             were computed again.
     """
-    highest = products[-1] + again[-1] + sum(kept)
-    low, high, best = 0.0, highest, list(places)
-    while high - low > highest / 1000:
-        peak = (low + high) / 2
-        found = _below(peak, places, kept, products, again)
-        low, high, best = (peak, high, best) if found is None else (low, peak, found)
-    free = [place for place, size in zip(places, kept, strict=True) if not size]
-    return sorted({*best, *free})
 
+    places: Sequence[int]
+    kept: Sequence[int]
+    products: Sequence[float]
+    again: Sequence[float]
 
-def _below(
-    peak: float,
-    places: Sequence[int],
-    kept: Sequence[int],
-    products: Sequence[float],
-    again: Sequence[float],
-) -> list[int] | None:
-    """Returns the cuts that keep the least of those by which memory stays below a peak, if any."""
-    least: list[tuple[int, list[int]] | None] = [(0, [])]  # before each place and the end
-    before = [0.0, *again]  # what was made before the beginning of a piece
-    for end, made in enumerate(products):
-        found: list[tuple[int, list[int]]] = []
-        for start in range(end, -1, -1):
-            needed = made + again[end] - before[start]
-            if needed > peak:
-                break
-            so_far = least[start]
-            if so_far is not None and so_far[0] + needed <= peak:
-                found.append(so_far)
-        if end == len(places):
-            return min(found)[1] if found else None
-        sums = [(total + kept[end], [*cuts, places[end]]) for total, cuts in found]
-        least.append(min(sums) if sums else None)
-    return None
+    def cuts(self) -> list[int]:
+        """Returns the places to cut at, so that the peak of memory is the lowest.
+
+        A cut keeps what lives there. But a piece is computed again as a whole when its backward
+        pass begins, and a part of what it makes then lives at once, besides the products and cuts
+        of all earlier pieces, whose backward passes come later. So the first pieces may be long.
+        Where a cut keeps nothing, there is one.
+        """
+        highest = self.products[-1] + self.again[-1] + sum(self.kept)
+        low, high, best = 0.0, highest, list(self.places)
+        while high - low > highest / 1000:
+            peak = (low + high) / 2
+            found = self._below(peak)
+            low, high, best = (peak, high, best) if found is None else (low, peak, found)
+        free = [place for place, size in zip(self.places, self.kept, strict=True) if not size]
+        return sorted({*best, *free})
+
+    def _below(self, peak: float) -> list[int] | None:
+        """Returns the cuts that keep the least of those that keep memory below a peak, if any."""
+        least: list[tuple[int, list[int]] | None] = [(0, [])]  # before each place and the end
+        before = [0.0, *self.again]  # what was made before the beginning of a piece
+        for end, made in enumerate(self.products):
+            found: list[tuple[int, list[int]]] = []
+            for start in range(end, -1, -1):
+                needed = made + self.again[end] - before[start]
+                if needed > peak:
+                    break
+                so_far = least[start]
+                if so_far is not None and so_far[0] + needed <= peak:
+                    found.append(so_far)
+            if end == len(self.places):
+                return min(found)[1] if found else None
+            sums = [(total + self.kept[end], [*cuts, self.places[end]]) for total, cuts in found]
+            least.append(min(sums) if sums else None)
+        return None
 
 
 def find_head(jaxpr: Jaxpr, roles: Sequence[Role]) -> int | None:
@@ -180,7 +176,7 @@ def find_head(jaxpr: Jaxpr, roles: Sequence[Role]) -> int | None:
     needs of the head only what it reads: a checkpoint around it would save nothing, and keep XLA
     from computing the cotangent in 16 bits, because it has to pass into the checkpoint as it is.
     """
-    head = max((i for i, role in enumerate(roles) if role in HOLDING), default=None)
+    head = max((i for i, role in enumerate(roles) if role in _HOLDERS), default=None)
     if head is None or roles[head] is not Role.PRODUCT:
         return None
     equation = jaxpr.eqns[head]
@@ -192,8 +188,7 @@ def find_head(jaxpr: Jaxpr, roles: Sequence[Role]) -> int | None:
     if size > max(results, default=0):
         return None
     lives, _ = _lives(jaxpr.eqns, roles)
-    read = [life.size for life in lives if life.start < head <= life.end]
-    return head if sum(read) < size else None
+    return head if sum(life.size for life in lives if life.is_at(head)) < size else None
 
 
 def _lives(equations: Sequence[Equation], roles: Sequence[Role]) -> tuple[list[Life], list[int]]:
@@ -227,7 +222,7 @@ _SYMBOL = 128
 _FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod, "max": max, "min": min}
 
 
-def _length(dimension: Any) -> int:
+def _length(dimension: object) -> int:
     """Returns a dimension; a symbolic one, as `2*b`, as if its symbols were `_SYMBOL`."""
     if isinstance(dimension, int):
         return dimension
@@ -237,18 +232,14 @@ def _length(dimension: Any) -> int:
 
 
 def _cuts(holders: Sequence[int], lives: Sequence[Life]) -> Iterator[int]:
-    """Yields the cuts between equations that hold products.
+    """Yields the cuts between equations that hold products, given the lives that count.
 
     An array that lives through half of a long part without a cut, such as the output of an encoder
     in the decoder or the skip connection of a U-Net, has to be saved anyway: it does not count
     there.
-
-    Args:
-        holders: the indices of equations that hold products.
-        lives: the lives of the arrays that count.
     """
     parts = [list(holders[:1])]
-    for before, after in zip(holders, holders[1:], strict=False):
+    for before, after in itertools.pairwise(holders):
         cut = _cheapest(before, after, lives)
         if cut is not None:
             yield cut
@@ -256,22 +247,17 @@ def _cuts(holders: Sequence[int], lives: Sequence[Life]) -> Iterator[int]:
         parts[-1].append(after)
     for part in parts:
         if len(part) > _MANY:
-            counting = [life for life in lives if 2 * _shared(life, part) < len(part)]
+            counting = [life for life in lives if 2 * sum(map(life.is_at, part)) < len(part)]
             if len(counting) < len(lives):
                 yield from _cuts(part, counting)
-
-
-def _shared(life: Life, part: Sequence[int]) -> int:
-    """Returns how many equations an array lives through."""
-    return sum(life.start < i <= life.end for i in part)
 
 
 def _cheapest(before: int, after: int, lives: Sequence[Life]) -> int | None:
     """Returns the best cut after one equation and not after another; None if there is none."""
     near = [life for life in lives if life.start < after and life.end > before]
     found: list[tuple[int, int]] = []
-    for i in range(before + 1, after + 1):
-        live = [life for life in near if life.start < i <= life.end]
+    for place in range(before + 1, after + 1):
+        live = [life for life in near if life.is_at(place)]
         if len(live) <= 1:
-            found.append((sum(life.size for life in live if not life.is_saved), i))
+            found.append((_saved_at(place, live), place))
     return min(found)[1] if found else None

@@ -2,9 +2,10 @@
 
 import copy
 import functools
+import itertools
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +27,21 @@ from jmpx._policies.maps import PolicyMap
 
 # jaxpr -> (traits of operands, scope, policy map ...) -> the jaxpr in other dtypes. A function that
 # was jitted once has one jaxpr; retraced once, it is compiled once.
-_retraced: weakref.WeakKeyDictionary[Jaxpr, dict[Any, Retraced]] = weakref.WeakKeyDictionary()
+_retraced: weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, Retraced]] = weakref.WeakKeyDictionary()
+
+
+class _Frame(NamedTuple):
+    """The evaluation of one jaxpr: the scope around it, its neighbours, and values by variables."""
+
+    scope: str
+    neighbours: Neighbours
+    env: dict[Atom, Value]
+
+    def read(self, atom: Atom) -> Value:
+        """Returns the value of an operand."""
+        if core.is_literal(atom):
+            return Value.of_constant(np.asarray(atom.val, atom.aval.dtype))
+        return self.env[atom]
 
 
 class Interpreter:
@@ -56,8 +71,6 @@ class Interpreter:
 
     def _that_saves(self, saving: Saving | None) -> "Interpreter":
         """Returns an interpreter that notes what it meets here, and saves something else."""
-        if saving == self.saving:
-            return self
         interpreter = copy.copy(self)
         interpreter.saving = saving
         return interpreter
@@ -78,39 +91,28 @@ class Interpreter:
             env[var] = Value.of_constant(const)
             env[var].data = ends.multiplied is not None and env[var].array.size > 1
 
-        neighbours = find_neighbours(jaxpr, ends)
+        frame = _Frame(scope, find_neighbours(jaxpr, ends), env)
         if self.saving is None or core.looks_for_nans([value.array for value in values]):
-            plain = self._that_saves(None)
-            plain._run(jaxpr.eqns, env, scope, neighbours, core.last_uses(jaxpr))
+            self._that_saves(None)._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
         else:
             for piece in self._pieces(jaxpr, scope, self.saving):
-                self._run_piece(piece, env, scope, neighbours, self.saving)
+                self._run_piece(frame, piece, self.saving)
                 for var in piece.last:
                     env.pop(var, None)
-        return [_read(env, atom) for atom in jaxpr.outvars]
+        return [frame.read(atom) for atom in jaxpr.outvars]
 
     def _run(
         self,
+        frame: _Frame,
         equations: Sequence[Equation],
-        env: dict[Atom, Value],
-        scope: str,
-        neighbours: Neighbours,
-        last_uses: Sequence[Sequence[Atom]],
+        last_uses: Iterable[Sequence[Atom]] | None = None,
     ) -> None:
-        """Runs equations, one after the other.
-
-        Args:
-            equations: the equations.
-            env: the values of variables; gets those that the equations define.
-            scope: the scope around the equations.
-            neighbours: see `Context`.
-            last_uses: for each equation the variables that nothing reads after it.
-        """
-        for equation, last in zip(equations, last_uses, strict=True):
+        """Runs equations, and forgets after each the variables that nothing reads any more."""
+        for equation, last in zip(equations, last_uses or itertools.repeat(()), strict=False):
             try:
-                context = self._context(equation, scope, neighbours)
-                values = [_read(env, atom) for atom in equation.invars]
-                if neighbours.is_last(equation):
+                context = self._context(equation, frame)
+                values = [frame.read(atom) for atom in equation.invars]
+                if frame.neighbours.is_last(equation):
                     values = [value.kept() for value in values]
                 note_products(context, equation, values)
                 results = _run(context, equation, values)
@@ -119,9 +121,17 @@ class Interpreter:
                 raise
             for result in results:
                 result.data |= result.is_weak and any(value.data for value in values)
-            env.update(zip(equation.outvars, results, strict=True))
+            frame.env.update(zip(equation.outvars, results, strict=True))
             for var in last:
-                del env[var]
+                del frame.env[var]
+
+    def _context(self, equation: Equation, frame: _Frame) -> Context:
+        name = operation_name(equation.primitive.name)
+        scope = core.scope_within(frame.scope, equation)
+        region = self.regions.region(scope)
+        override = self.regions.override(name, region)
+        self.used.operations.add(name)
+        return Context(self, scope, region, override, frame.neighbours)
 
     def _pieces(self, jaxpr: Jaxpr, scope: str, saving: Saving) -> list[Piece]:
         if not saving.selectors:
@@ -133,22 +143,14 @@ class Interpreter:
         self.used.rules.update(found)
         return bool(found)
 
-    def _run_piece(
-        self,
-        piece: Piece,
-        env: dict[Atom, Value],
-        scope: str,
-        neighbours: Neighbours,
-        saving: Saving,
-    ) -> None:
-        """Runs a piece as `_run` does; if it is to be saved, under `jax.checkpoint`."""
-        equations, plain = piece.equations, self._that_saves(None)
-        kept: list[list[Atom]] = [[]] * len(equations)
+    def _run_piece(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
+        """Runs a piece; if its products are to be saved, under `jax.checkpoint`."""
+        equations, plain, env = piece.equations, self._that_saves(None), frame.env
         if piece.kind is Kind.SAVED:
 
             def run(values: list[Value]) -> list[Value]:
                 inner = dict(zip(piece.inputs, values, strict=True))
-                plain._run(equations, inner, scope, neighbours, kept)
+                plain._run(frame._replace(env=inner), equations)
                 return [inner[var] for var in piece.outputs]
 
             last, values = set(piece.last), [env[var] for var in piece.inputs]
@@ -157,19 +159,11 @@ class Interpreter:
             env.update(zip(piece.outputs, results, strict=True))
         elif piece.kind is Kind.INSIDE:
             in_loop = saving.in_loop or equations[0].primitive.name == "scan"
-            inside = self._that_saves(saving._replace(in_loop=in_loop))
-            inside._run(equations, env, scope, neighbours, kept)
+            self._that_saves(saving._replace(in_loop=in_loop))._run(frame, equations)
         else:
             if piece.kind is not Kind.PLAIN:
                 self.used.left.add((piece.kind, place_of(equations[0])))
-            plain._run(equations, env, scope, neighbours, kept)
-
-    def _context(self, equation: Equation, scope: str, neighbours: Neighbours) -> Context:
-        name, scope = operation_name(equation.primitive.name), core.scope_within(scope, equation)
-        region = self.regions.region(scope)
-        override = self.regions.override(name, region)
-        self.used.operations.add(name)
-        return Context(self, scope, region, override, neighbours)
+            plain._run(frame, equations)
 
     def retrace(
         self,
@@ -194,8 +188,7 @@ class Interpreter:
         """
         traits = tuple(value.traits for value in values)
         given = traits, scope, ends, tuple(result_dtypes), num_uncast
-        surrounding = self.policy_map, self.regions.surrounding, self.saving, is_marking()
-        key = given, surrounding
+        key = given, self.policy_map, self.regions.surrounding, self.saving, is_marking()
         known = _retraced.setdefault(jaxpr, {})
         if key not in known:
             known[key] = self._retrace(jaxpr, *given)
@@ -231,17 +224,10 @@ class Interpreter:
         return Retraced(jax.make_jaxpr(on_arrays)(*avals), results, interpreter.used)
 
 
-def _read(env: dict[Atom, Value], atom: Atom) -> Value:
-    if core.is_literal(atom):
-        return Value.of_constant(np.asarray(atom.val, atom.aval.dtype))
-    return env[atom]
-
-
 def _run(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs an equation in its scopes and at its line of the user's code."""
-    dtype = context.region.dtype if context.override is None else context.override
-    # An autocast around this one is to leave in float32 what this one runs in float32.
-    scopes = [FULL_PRECISION] if dtype.itemsize >= 4 else []
+    # An autocast around this one must leave in float32 what this one runs in float32.
+    scopes = [FULL_PRECISION] if context.dtype.itemsize >= 4 else []
     with core.at_source_of(equation, *scopes):
         return _apply_rule(context, equation, values)
 

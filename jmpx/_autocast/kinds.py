@@ -3,8 +3,8 @@
 Three kinds are those of `torch.autocast`: `low` runs matrix products in 16 bits, `full` runs in
 float32 whatever needs range or digits, `promote` runs all else in the dtype of its operands. The
 other kinds are for primitives that 16 bits would break: next to large constants, or as powers,
-comparisons and sums over devices. Primitives that fit no kind have rules of their own, in
-`primitives.py` and `control_flow.py`.
+comparisons and sums over devices. Other primitives have rules of their own, in `primitives.py` and
+`control_flow.py`.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,7 @@ from jmpx._autocast.binding import (
     rounded,
     run_as_traced,
     run_in,
+    run_promoted,
     run_recomputed,
 )
 from jmpx._autocast.products import is_precise, low_dtype, without_algorithm
@@ -52,15 +53,13 @@ def keep(context: Context, equation: Equation, values: list[Value]) -> list[Valu
 
 
 def promote(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs in the widest dtype of its operands; those that yield take the dtype of the others."""
-    dtype, is_weak = promoted(equation, values), all_weak(equation, values)
-    return run_in(dtype, equation, values, is_weak)
+    """Runs in the widest dtype of its operands; weak ones take the dtype of the others."""
+    return run_promoted(equation, values)
 
 
 def limit(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs as `promote`; in float32 if a constant, such as 1 - 1e-7, would become 0, 1 or -1."""
-    rule = full if _moves_bound(equation, values) else promote
-    return rule(context, equation, values)
+    return (full if _moves_bound(equation, values) else promote)(context, equation, values)
 
 
 def _moves_bound(equation: Equation, values: Sequence[Value]) -> bool:
@@ -76,8 +75,7 @@ def promote_finite(context: Context, equation: Equation, values: list[Value]) ->
     """
     if context.is_exposed(equation) and _moves_bound(equation, values):
         return full(context, equation, values)
-    dtype, is_weak = promoted(equation, values), all_weak(equation, values)
-    return run_in(dtype, equation, values, is_weak, Value.to_finite)
+    return run_promoted(equation, values, Value.to_finite)
 
 
 def compare(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
@@ -126,8 +124,7 @@ def bounded(context: Context, equation: Equation, values: list[Value]) -> list[V
 
 def saturating(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs as `bounded`; in float32 if a result that is rounded onto 1 would break its readers."""
-    rule = full if context.is_exposed(equation) else bounded
-    return rule(context, equation, values)
+    return (full if context.is_exposed(equation) else bounded)(context, equation, values)
 
 
 def through_float32(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
@@ -159,7 +156,8 @@ def per_operand(context: Context, equation: Equation, values: list[Value]) -> li
     return [Value.of(result, v.traits) for result, v in zip(results, values, strict=True)]
 
 
-# Names are those of JAX's primitives, with underscores for hyphens (`scatter-add`).
+# Names are those of JAX's primitives, with underscores for hyphens (`scatter-add`). Moves of
+# numbers are listed one by one: each name must be a primitive of a supported version of JAX.
 KINDS = {
     low: """
         conv_general_dilated ragged_dot_general

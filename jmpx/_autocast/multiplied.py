@@ -1,8 +1,10 @@
-"""What a product reads: the way from an input to a matrix product or a convolution."""
+"""Products, and the search for what reaches one: a matrix product or a convolution."""
 
-from jmpx._autocast.backward import Flags, Named, Step, find
+from collections.abc import Collection
+
+from jmpx._autocast.backward import Flags, Step, find
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Atom, Equation, operation_name
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 
 CONVOLUTION = "conv_general_dilated"
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", CONVOLUTION})
@@ -17,17 +19,16 @@ def is_outer(equation: Equation) -> bool:
     return all(shape[axis] == 1 for axis in contracted)
 
 
-def multiplied(named: Named) -> Step:
-    """A search for the variables from which a way leads to a product."""
-    del named
+def multiplied(jaxpr: Jaxpr) -> Step:
+    """A search for the variables that reach a product."""
+    del jaxpr
     return _operands
 
 
-def _operands(name: str, equation: Equation, found: set[Atom]) -> Flags:
+def _operands(equation: Equation, found: Collection[Atom]) -> Flags:
     is_read = any(var in found for var in equation.outvars)
-    if name in PRODUCTS:
+    if operation_name(equation.primitive.name) in PRODUCTS:
         is_read |= not is_outer(equation)
     else:
-        jaxprs = core.inner_jaxprs(equation.params)
-        is_read |= any(find(multiplied, jaxpr) for jaxpr in jaxprs)
+        is_read |= any(find(multiplied, j) for j in core.inner_jaxprs(equation.params))
     return (is_read,) * len(equation.invars)

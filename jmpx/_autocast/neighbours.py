@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmpx._autocast.backward import find, is_call, within
+from jmpx._autocast.backward import find, is_call, variables, within
 from jmpx._autocast.exposed import COPIES, exposed
 from jmpx._autocast.multiplied import multiplied
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, is_literal, operation_name
@@ -32,8 +32,8 @@ class Ends(NamedTuple):
     """What becomes of the results of a jaxpr outside of it.
 
     Args:
-        exposed: which of them are exposed; see `exposed.py`. None that is not named is.
-        multiplied: from which of them a way leads to a product; None where that does not matter.
+        exposed: which of the first results are exposed, see `exposed.py`; the others are not.
+        multiplied: which of the first results reach a product; None where that does not matter.
     """
 
     exposed: tuple[bool, ...] = ()
@@ -52,7 +52,7 @@ class Neighbours(NamedTuple):
         choices: comparisons of a number with the maximum of it and others, as the derivative of a
             maximum makes them. The maximum was rounded, so the number has to be rounded, too.
         exposed: variables that must not be rounded onto a bound; see `exposed.py`.
-        multiplied: variables from which a way leads to a product; None where that does not matter.
+        multiplied: variables that reach a product; None where that does not matter.
     """
 
     statistics: set[Atom]
@@ -69,7 +69,7 @@ class Neighbours(NamedTuple):
         return Ends(is_exposed, within(multiplied, equation, self.multiplied))
 
     def is_last(self, equation: Equation) -> bool:
-        """Whether no way leads from an equation, which is no call, to a product."""
+        """Whether an equation reaches no product, and is no call."""
         if self.multiplied is None or any(var in self.multiplied for var in equation.outvars):
             return False
         return not is_call(equation)
@@ -79,16 +79,11 @@ _Named = Sequence[tuple[str, Equation]]
 
 
 def find_neighbours(jaxpr: Jaxpr, ends: Ends) -> Neighbours:
-    """Returns the results of a jaxpr whose dtypes depend on the equations next to their own.
-
-    Args:
-        jaxpr: the jaxpr, closed or open.
-        ends: what becomes of its results.
-    """
+    """Returns the results of a jaxpr whose dtypes depend on the equations next to their own."""
     named = [(operation_name(eqn.primitive.name), eqn) for eqn in jaxpr.eqns]
     found = _statistics(named), _slopes(named), _choices(named)
-    ways = None if ends.multiplied is None else find(multiplied, jaxpr, ends.multiplied)
-    return Neighbours(*found, find(exposed, jaxpr, ends.exposed), ways)
+    paths = None if ends.multiplied is None else find(multiplied, jaxpr, ends.multiplied)
+    return Neighbours(*found, find(exposed, jaxpr, ends.exposed), paths)
 
 
 def _statistics(named: _Named) -> set[Atom]:
@@ -98,7 +93,7 @@ def _statistics(named: _Named) -> set[Atom]:
         if name in CONSUMERS and (name != "mul" or eqn.invars[0] is eqn.invars[1]):
             consumers[eqn.outvars[0]] = CONSUMERS[name]
         elif consumers:
-            found.update(atom for atom in _variables(eqn) if name in consumers.get(atom, ()))
+            found.update(atom for atom in variables(eqn) if name in consumers.get(atom, ()))
     return found
 
 
@@ -107,11 +102,11 @@ def _slopes(named: _Named) -> set[Atom]:
     found = set()
     for name, eqn in named:
         if name in POWERS:
-            powers.update((atom, eqn.params.get("y", 2)) for atom in _variables(eqn))
+            powers.update((atom, eqn.params.get("y", 2)) for atom in variables(eqn))
         elif name == "mul" and powers:
             numbers = [atom.val for atom in eqn.invars if is_literal(atom)]
             if len(numbers) == 1:
-                (atom,) = _variables(eqn)
+                (atom,) = variables(eqn)
                 if (atom, np.asarray(numbers[0]).item()) in powers:
                     found.add(eqn.outvars[0])
     return found
@@ -124,7 +119,7 @@ def _choices(named: _Named) -> set[Atom]:
     for name, eqn in named:
         if name not in _CHOOSING:
             continue
-        atoms = [sources.get(atom, atom) for atom in _variables(eqn)]
+        atoms = [sources.get(atom, atom) for atom in variables(eqn)]
         if name in CHOOSERS:
             chosen[eqn.outvars[0]] = set(atoms)
         elif name == "eq":
@@ -133,8 +128,3 @@ def _choices(named: _Named) -> set[Atom]:
         elif atoms:
             sources[eqn.outvars[0]] = atoms[0]
     return found
-
-
-def _variables(eqn: Equation) -> list[Atom]:
-    """Returns the operands that are no literals."""
-    return [atom for atom in eqn.invars if not is_literal(atom)]

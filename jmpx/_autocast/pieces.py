@@ -6,7 +6,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jmpx._autocast.cuts import Role, find_cuts, find_head, holds_product, variables
+from jmpx._autocast.backward import variables
+from jmpx._autocast.cuts import Role, find_cuts, find_head, holds_product
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 
@@ -14,7 +15,7 @@ from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 _CUT_INSIDE = frozenset({"jit", "call", "closed_call", "cond", "shard_map", "scan"})
 _CHECKPOINT = "remat2"
 _NOT_DIFFERENTIATED = "while"
-# They matter neither if an equation runs twice nor if it runs later.
+# It does not matter if an equation with such an effect runs twice or later.
 _HARMLESS = frozenset({"NamedAxisEffect"})
 
 
@@ -57,16 +58,10 @@ def find_pieces(jaxpr: Jaxpr) -> list[Piece]:
 
 
 def find_selected(jaxpr: Jaxpr, scope: str, is_selected: Callable[[str], bool]) -> list[Piece]:
-    """Returns the pieces of a jaxpr, in their order: the scopes that the user selected.
-
-    Args:
-        jaxpr: the jaxpr.
-        scope: the scope around it.
-        is_selected: whether the user selected a scope.
-    """
+    """Returns the pieces of a jaxpr in their order: the scopes that the user selected."""
     roles = [_role_of_selected(equation) for equation in jaxpr.eqns]
     keys = [_outermost(equation, scope, is_selected) for equation in jaxpr.eqns]
-    return _pieces(jaxpr, _grouped_by_key(jaxpr.eqns, roles, keys))
+    return _pieces(jaxpr, _grouped(jaxpr.eqns, roles, keys, by_user=True))
 
 
 def takes_gradient(jaxpr: Jaxpr) -> bool:
@@ -97,10 +92,13 @@ def _found_groups(jaxpr: Jaxpr) -> list[_Group]:
     if jaxpr not in _found:
         roles = [_role(equation, _has_pieces) for equation in jaxpr.eqns]
         head = find_head(jaxpr, roles)
+        cuts = set()
         if head is not None:  # it is in no piece, and what it reads ends the last one
             roles[head] = Role.ORDINARY
-        cuts = find_cuts(jaxpr.eqns, roles) | ({head} if head is not None else set())
-        _found[jaxpr] = list(_grouped(jaxpr.eqns, roles, cuts))
+            cuts.add(head)
+        cuts |= find_cuts(jaxpr.eqns, roles)
+        keys = list(itertools.accumulate(i in cuts for i in range(len(roles))))
+        _found[jaxpr] = list(_grouped(jaxpr.eqns, roles, keys))
     return _found[jaxpr]
 
 
@@ -121,15 +119,13 @@ def _role(equation: Equation, has_pieces: Callable[[Jaxpr], bool]) -> Role:
     if name in _CUT_INSIDE:
         is_cut = name == "scan" or any(map(has_pieces, core.inner_jaxprs(equation.params)))
         return Role.INSIDE if is_cut else Role.PRODUCT
-    is_left = name in (_NOT_DIFFERENTIATED, _CHECKPOINT)
-    return Role.ALONE if is_left else Role.PRODUCT
+    return Role.ALONE if name in (_NOT_DIFFERENTIATED, _CHECKPOINT) else Role.PRODUCT
 
 
 def _role_of_selected(equation: Equation) -> Role:
     """Returns the role of an equation where the user selected the pieces: any call may hold one."""
-    role = _role(equation, lambda _: True)
     is_call = operation_name(equation.primitive.name) in _CUT_INSIDE
-    return Role.INSIDE if is_call and equation.outvars else role
+    return Role.INSIDE if is_call and equation.outvars else _role(equation, lambda _: True)
 
 
 def _has_effects(equation: Equation) -> bool:
@@ -146,50 +142,40 @@ def _kind_alone(equation: Equation, role: Role) -> Kind:
 
 
 def _grouped(
-    equations: Sequence[Equation], roles: Sequence[Role], cuts: set[int]
+    equations: Sequence[Equation],
+    roles: Sequence[Role],
+    keys: Sequence[Hashable],
+    by_user: bool = False,
 ) -> Iterator[_Group]:
-    indices: list[int] = []
-    for i, role in enumerate(roles):
-        is_alone = role in (Role.INSIDE, Role.ALONE)
-        if is_alone or i in cuts:
-            yield from _together(indices, roles)
-            indices = []
-        if is_alone:
-            yield _kind_alone(equations[i], role), [i]
-        else:
-            indices.append(i)
-    yield from _together(indices, roles)
+    """Yields groups of equations with equal keys, and those that are alone.
 
-
-def _together(
-    indices: Sequence[int], roles: Sequence[Role], is_selected: bool | None = None
-) -> Iterator[_Group]:
-    """Yields the pieces that equations make: one, and what has effects in it after it."""
-    now = [i for i in indices if roles[i] is not Role.LATER]
-    later = [i for i in indices if roles[i] is Role.LATER]
-    if is_selected is None:
-        is_selected = any(roles[i] is Role.PRODUCT for i in now)
-    if now:
-        yield Kind.SAVED if is_selected else Kind.PLAIN, now
-    if later:
-        yield Kind.PLAIN, later
-
-
-def _grouped_by_key(
-    equations: Sequence[Equation], roles: Sequence[Role], keys: Sequence[Hashable]
-) -> Iterator[_Group]:
-    """Yields pieces: of a key each; equations without one are in none."""
+    If the user selected the pieces, equations without a key are in none, and a call with a key is
+    part of its piece.
+    """
     for key, group in itertools.groupby(range(len(equations)), lambda i: keys[i]):
-        indices: list[int] = []
+        indices, is_selected = list[int](), by_user and key is not None
         for i in group:
-            is_inside = roles[i] is Role.INSIDE and (key is None or _has_effects(equations[i]))
+            is_inside = roles[i] is Role.INSIDE and (not is_selected or _has_effects(equations[i]))
             if is_inside or roles[i] is Role.ALONE:
-                yield from _together(indices, roles, is_selected=key is not None)
+                yield from _together(indices, roles, is_selected, by_user)
                 indices = []
                 yield _kind_alone(equations[i], roles[i]), [i]
             else:
                 indices.append(i)
-        yield from _together(indices, roles, is_selected=key is not None)
+        yield from _together(indices, roles, is_selected, by_user)
+
+
+def _together(
+    indices: Sequence[int], roles: Sequence[Role], is_selected: bool, by_user: bool
+) -> Iterator[_Group]:
+    """Yields the groups that equations make: one, and what has effects in it after it."""
+    now = [i for i in indices if roles[i] is not Role.LATER]
+    later = [i for i in indices if roles[i] is Role.LATER]
+    if now:
+        is_saved = is_selected if by_user else any(roles[i] is Role.PRODUCT for i in now)
+        yield Kind.SAVED if is_saved else Kind.PLAIN, now
+    if later:
+        yield Kind.PLAIN, later
 
 
 def _outermost(equation: Equation, scope: str, is_selected: Callable[[str], bool]) -> Hashable:

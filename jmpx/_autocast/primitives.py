@@ -3,14 +3,13 @@
 import jax.numpy as jnp
 
 from jmpx._autocast.binding import (
-    all_weak,
     bind,
     fill_value,
     float32_values,
     is_float32,
     promoted,
     run_as_traced,
-    run_in,
+    run_promoted,
 )
 from jmpx._autocast.kinds import (
     compare,
@@ -36,15 +35,14 @@ def dot_general(context: Context, equation: Equation, values: list[Value]) -> li
     The angles of a rotary embedding are one: positions times frequencies.
     """
     if is_outer(equation) and not is_precise(equation):
-        dtype, is_weak = promoted(equation, values), all_weak(equation, values)
-        params = with_algorithms(context, equation, dtype)
-        return run_in(dtype, equation, values, is_weak, **params)
+        params = with_algorithms(context, equation, promoted(equation, values))
+        return run_promoted(equation, values, **params)
     return low(context, equation, values)
 
 
 @register("mul", cached=True)
 def mul(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs as `scale`, but factors that are arrays of parameters are not looked at.
+    """Runs as `scale`, but does not examine factors that are arrays of parameters.
 
     They are in every layer, and their products in float32 would cost memory.
     """
@@ -77,14 +75,13 @@ def eq(context: Context, equation: Equation, values: list[Value]) -> list[Value]
 @register("gather", cached=True, keeps_finite=True)
 def gather(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs as `promote_finite`; the number for indices out of bounds stays finite, too."""
-    dtype, is_weak = promoted(equation, values), all_weak(equation, values)
-    params = fill_value(equation, dtype)
-    return run_in(dtype, equation, values, is_weak, Value.to_finite, **params)
+    params = fill_value(equation, promoted(equation, values))
+    return run_promoted(equation, values, Value.to_finite, **params)
 
 
 @register("get", "swap")
 def access(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs in float32; the result does not yield, as the reference may hold a sum."""
+    """Runs in float32; the result is not weak, as the reference may hold a sum."""
     return run_as_traced(context, equation, values, is_weak=False)
 
 
@@ -92,8 +89,8 @@ def access(context: Context, equation: Equation, values: list[Value]) -> list[Va
 def convert_element_type(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
     """Runs a cast that the user wrote.
 
-    A cast from float32 to float32 is none: JAX writes one where only the weak type changes. Nor is
-    the cast of an inner autocast, which gives its results their float32 back.
+    A cast from float32 to float32 does not count: JAX writes one where only the weak type changes.
+    Neither does that of an inner autocast, which gives its results their float32 back.
     """
     (value,), (atom,) = values, equation.invars
     if equation.params["new_dtype"] != FLOAT32:

@@ -4,7 +4,8 @@ Products in 16 bits get none: they multiply in their own dtype, and a dot algori
 """
 
 import weakref
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,11 +20,12 @@ from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
 from jmpx._jaxprs.rewriting import with_equations, with_jaxprs
 
+Params: TypeAlias = dict[str, Any]  # some parameters of an equation
 _WORDS_FOR = frozenset({FLOAT32, np.dtype(np.complex64)})  # which is a pair of float32 numbers
 
 # jaxpr -> (scope, policy map) -> the same jaxpr, the products in it with their algorithms, and what
 # was met there. None stands for the key itself, as a value that refers to its key keeps it alive.
-_Known = dict[Any, tuple[Jaxpr | None, Used]]
+_Known = dict[Hashable, tuple[Jaxpr | None, Used]]
 _rewritten: weakref.WeakKeyDictionary[Jaxpr, _Known] = weakref.WeakKeyDictionary()
 
 
@@ -46,35 +48,23 @@ def low_dtype(equation: Equation, dtype: np.dtype) -> np.dtype:
     return dtype if is_low else FLOAT32
 
 
-def with_algorithms(
-    context: Context, equation: Equation, dtype: np.dtype = FLOAT32
-) -> dict[str, Any]:
-    """Returns parameters of an equation that say the algorithms of its products.
+def with_algorithms(context: Context, equation: Equation, dtype: np.dtype = FLOAT32) -> Params:
+    """Returns the parameters of an equation that change by the algorithms of its products.
 
     These are the equation itself, or those in a jaxpr that it holds and nothing evaluates, such as
-    the matrix of a linear solver or a kernel.
-
-    Args:
-        context: the context of the equation.
-        equation: the equation.
-        dtype: the dtype in which operands run that were float32 when traced.
-
-    Returns:
-        The parameters that differ from the equation's.
+    the matrix of a linear solver or a kernel. Operands that were float32 when traced have `dtype`.
     """
     regions = context.interpreter.regions
-    if not regions.give_algorithms:
-        return {}
-    return _params(equation, context.scope, regions, dtype)
+    return _params(equation, context.scope, regions, dtype) if regions.give_algorithms else {}
 
 
-def without_algorithm(context: Context, equation: Equation) -> dict[str, Any]:
+def without_algorithm(context: Context, equation: Equation) -> Params:
     """Returns parameters for an equation that runs in 16 bits: as those of `with_algorithms`."""
     is_product = operation_name(equation.primitive.name) in PRODUCTS
     return _without_algorithm(equation, context.interpreter.regions) if is_product else {}
 
 
-def _without_algorithm(equation: Equation, regions: Regions) -> dict[str, Any]:
+def _without_algorithm(equation: Equation, regions: Regions) -> Params:
     """Keeps a dot algorithm that surrounds the call from a product.
 
     If the product had no precision, JAX would take the algorithm for the transposed products.
@@ -90,13 +80,11 @@ def gives_algorithm(context: Context, equation: Equation) -> bool:
         return False
     found = [regions.algorithm(name, context.region) for name in PRODUCTS]
     for algorithm in filter(None, found):  # whether there are such products is not known yet
-        regions.used.note(algorithm, regions.policy_map)
+        regions.note(algorithm)
     return any(found) or bool(with_algorithms(context, equation))
 
 
-def _params(
-    equation: Equation, scope: str, regions: Regions, dtype: np.dtype = FLOAT32
-) -> dict[str, Any]:
+def _params(equation: Equation, scope: str, regions: Regions, dtype: np.dtype = FLOAT32) -> Params:
     if operation_name(equation.primitive.name) in PRODUCTS:
         return _precision(equation, scope, regions, dtype)
     old = equation.params
@@ -104,7 +92,7 @@ def _params(
     return {key: value for key, value in new.items() if value is not old[key]}
 
 
-def _precision(equation: Equation, scope: str, regions: Regions, dtype: np.dtype) -> dict[str, Any]:
+def _precision(equation: Equation, scope: str, regions: Regions, dtype: np.dtype) -> Params:
     name, params = operation_name(equation.primitive.name), equation.params
     algorithm = regions.algorithm(name, regions.region(scope))
     if algorithm is None:
@@ -116,24 +104,19 @@ def _precision(equation: Equation, scope: str, regions: Regions, dtype: np.dtype
     takes_part = is_word and (dtypes | {params["preferred_element_type"]}) & _WORDS_FOR
     if not takes_part and dtypes != {FLOAT32}:
         return _without_algorithm(equation, regions) if dtypes else {}
-    regions.used.note(algorithm, regions.policy_map)
-    if params["precision"] is not None:  # what the user wrote goes first
+    regions.note(algorithm)
+    if params["precision"] is not None:  # what the user wrote takes precedence
         return {}
     if is_word:
         return {"precision": (lax.Precision(algorithm.name),) * 2}
-    if name == CONVOLUTION:  # JAX would run it in the default precision, and not say so
-        regions.used.ignored.add(algorithm)
-        return {}
-    return {"precision": lax.DotAlgorithmPreset[algorithm.name]}
+    # JAX ignores dot algorithms for convolutions.
+    return {} if name == CONVOLUTION else {"precision": lax.DotAlgorithmPreset[algorithm.name]}
 
 
 def _rewrite(jaxpr: Jaxpr, scope: str, regions: Regions) -> Jaxpr:
     """Returns a jaxpr, the products in it with their algorithms; the same object if none has any.
 
-    Args:
-        jaxpr: the jaxpr, closed or open.
-        scope: the scope around it.
-        regions: the regions of the evaluation; they note what was met.
+    The regions note what was met.
     """
     known = _rewritten.setdefault(jaxpr, {})
     key = scope, regions.policy_map, regions.surrounding

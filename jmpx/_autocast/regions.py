@@ -4,6 +4,7 @@ The rules of a policy map (`jmpx.types.Rule`) are called policy rules in this pa
 primitive has a rule, too: see `rules.py`.
 """
 
+import dataclasses
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -30,44 +31,32 @@ class Algorithm(NamedTuple):
     rank: int
 
 
-class Used(NamedTuple):
+@dataclasses.dataclass
+class Used:
     """What an evaluation met; the warnings of policy rules without effect read it.
 
-    Args:
+    Attributes:
         rules: policy rules that matched a scope or a primitive.
         scopes: scopes of equations, and the scopes around these.
         operations: names of primitives.
         algorithms: algorithms of float32 products, also of those that have one of their own.
-        ignored: algorithms that JAX ignores, because the product is a convolution.
         left: what `save=` left as it was: why, and where in the user's code.
-        products: how products ran that were to run in 16 bits; see `wide.py`.
-        wide: equations whose products were to run in 16 bits, and cannot.
+        products: how products ran that the policy gives 16 bits; see `wide.py`.
+        wide: equations whose products the policy gives 16 bits, and that cannot have them.
     """
 
-    rules: set[PolicyRule]
-    scopes: set[str]
-    operations: set[str]
-    algorithms: set[Algorithm]
-    ignored: set[Algorithm]
-    left: set[tuple[Hashable, Place | None]]
-    products: set[Hashable]
-    wide: set[Equation]
-
-    @classmethod
-    def nothing(cls) -> "Used":
-        """Returns what an evaluation has met before it starts."""
-        return cls(*(set() for _ in cls._fields))
-
-    def note(self, algorithm: Algorithm, policy_map: PolicyMap) -> None:
-        """Notes the algorithm of a product, and the policy rule that gives it."""
-        self.algorithms.add(algorithm)
-        if algorithm.rank >= 0:
-            self.rules.add(policy_map.rules[algorithm.rank])
+    rules: set[PolicyRule] = dataclasses.field(default_factory=set)
+    scopes: set[str] = dataclasses.field(default_factory=set)
+    operations: set[str] = dataclasses.field(default_factory=set)
+    algorithms: set[Algorithm] = dataclasses.field(default_factory=set)
+    left: set[tuple[Hashable, Place | None]] = dataclasses.field(default_factory=set)
+    products: set[Hashable] = dataclasses.field(default_factory=set)
+    wide: set[Equation] = dataclasses.field(default_factory=set)
 
     def add(self, inner: "Used") -> None:
         """Adds what the evaluation of an inner jaxpr met."""
-        for name in self._fields:
-            getattr(self, name).update(getattr(inner, name))
+        for name, met in vars(inner).items():
+            getattr(self, name).update(met)
 
 
 class Region(NamedTuple):
@@ -76,7 +65,7 @@ class Region(NamedTuple):
     Args:
         dtype: the compute dtype.
         rank: the position in the policy map of the rule that says so; -1 for the default.
-        is_weak: whether results that are computed in float32 here yield to 16 bits outside.
+        is_weak: whether results that are computed in float32 here are weak outside.
         is_fixed: whether `jmpx.full_precision` marks the scope: no policy rule changes its dtype.
         algorithm: that of float32 products; None leaves them to JAX.
     """
@@ -95,10 +84,7 @@ class Region(NamedTuple):
     def changed(self, rule: PolicyRule, rank: int, around: Algorithm | None) -> "Region":
         """Returns the region that a policy rule makes of this one.
 
-        Args:
-            rule: a rule that matches the scope.
-            rank: its position in the policy map.
-            around: the algorithm of the region around the scope.
+        A rule without an algorithm leaves that of the region around the scope.
         """
         algorithm = around if rule.matmul is None else Algorithm(rule.matmul, rank)
         says_only_that = rule.matmul is not None and rule.compute is None and rule.output is None
@@ -113,8 +99,8 @@ class Regions:
 
     Args:
         policy_map: the policy map.
-        surrounding: the algorithm of the region of jmpx in which autocast is called, if it is one
-            and the policy map's default says none.
+        surrounding: the algorithm that jmpx has set around the call of autocast; it holds if the
+            policy map's default says none.
 
     Attributes:
         used: the scopes and the matching rules that were met so far, among other things.
@@ -124,7 +110,7 @@ class Regions:
     def __init__(self, policy_map: PolicyMap, surrounding: str | None = None) -> None:
         self.policy_map = policy_map
         self.surrounding = surrounding
-        self.used = Used.nothing()
+        self.used = Used()
         names = (policy_map.default.matmul_precision, *(rule.matmul for rule in policy_map.rules))
         self.give_algorithms = any(name is not None for name in (surrounding, *names))
         self._regions: dict[str, Region] = {}
@@ -144,9 +130,7 @@ class Regions:
     def _region(self, scope: str) -> Region:
         outer, _, name = scope.rpartition("/")
         if not scope:
-            default = self.policy_map.default
-            algorithm = self._outermost_algorithm()
-            return Region(np.dtype(default.compute_dtype), -1, is_weak=True, algorithm=algorithm)
+            return self._outermost()
         region = self.region(outer)
         if name == FULL_PRECISION:
             return Region(FLOAT32, -1, False, is_fixed=True, algorithm=region.algorithm)
@@ -164,21 +148,24 @@ class Regions:
                     self.used.rules.add(rule)
         return region
 
-    def _outermost_algorithm(self) -> Algorithm | None:
-        matmul = self.policy_map.default.matmul_precision
-        if matmul is not None:
-            return Algorithm(matmul, -1)
-        return None if self.surrounding is None else Algorithm(self.surrounding, -2)
+    def _outermost(self) -> Region:
+        default = self.policy_map.default
+        matmul, rank = default.matmul_precision, -1
+        if matmul is None:
+            matmul, rank = self.surrounding, -2
+        algorithm = None if matmul is None else Algorithm(matmul, rank)
+        return Region(np.dtype(default.compute_dtype), -1, is_weak=True, algorithm=algorithm)
+
+    def note(self, algorithm: Algorithm) -> None:
+        """Notes the algorithm of a product, and the policy rule that gives it."""
+        self.used.algorithms.add(algorithm)
+        if algorithm.rank >= 0:
+            self.used.rules.add(self.policy_map.rules[algorithm.rank])
 
     def override(self, name: str, region: Region) -> np.dtype | None:
-        """Returns the dtype that a policy rule gives to a primitive (`op.exp: f32`).
+        """Returns the dtype that a policy rule gives to a primitive (`op.exp: f32`), if any.
 
-        Args:
-            name: the name of the primitive.
-            region: the region of the equation: a later policy rule for the scope wins.
-
-        Returns:
-            The dtype; None without such a rule.
+        A later policy rule for the scope, whose region this is, takes precedence over it.
         """
         if name not in self._overrides:
             return None
@@ -191,10 +178,8 @@ class Regions:
     def algorithm(self, name: str, region: Region) -> Algorithm | None:
         """Returns the algorithm of a float32 product; None leaves it to JAX.
 
-        Args:
-            name: the name of the primitive; a policy rule for it (`op.dot_general: m=highest`) goes
-                before the region, unless the region's algorithm is from a later rule.
-            region: the region of the equation.
+        A policy rule for the primitive (`op.dot_general: m=highest`) takes precedence over the
+        region, unless the region's algorithm is from a later rule.
         """
         found = region.algorithm
         for rank, rule in self._overrides.get(name, ()):

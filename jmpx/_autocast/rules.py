@@ -17,13 +17,7 @@ from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
 
 
 class Retraced(NamedTuple):
-    """A jaxpr in other dtypes.
-
-    Args:
-        jaxpr: the closed jaxpr.
-        results: the traits of its results.
-        used: what its evaluation met.
-    """
+    """A closed jaxpr in other dtypes, the traits of its results, and what its evaluation met."""
 
     jaxpr: Jaxpr
     results: list[Traits]
@@ -33,10 +27,7 @@ class Retraced(NamedTuple):
 class Interpreter(Protocol):
     """What a rule may ask of the interpreter, for the jaxprs that its equation holds."""
 
-    @property
-    def regions(self) -> Regions:
-        """The regions of the evaluation."""
-        ...
+    regions: Regions
 
     def fresh(self) -> "Interpreter":
         """Returns an interpreter of the same policy map that has met nothing yet."""
@@ -79,13 +70,32 @@ class Context(NamedTuple):
     override: np.dtype | None
     neighbours: Neighbours
 
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype that the policy gives to the equation."""
+        return self.region.dtype if self.override is None else self.override
+
     def is_exposed(self, equation: Equation) -> bool:
         """Whether the first result of the equation must not be rounded onto a bound."""
         return equation.outvars[0] in self.neighbours.exposed
 
-    def ends_within(self, equation: Equation) -> Ends:
-        """Returns what becomes of the results of the jaxpr that the equation holds."""
-        return self.neighbours.ends_within(equation)
+    def retrace(
+        self,
+        equation: Equation,
+        jaxpr: Jaxpr,
+        values: Sequence[Value],
+        result_dtypes: Sequence[np.dtype] = (),
+        num_uncast: int = 0,
+    ) -> Retraced:
+        """Traces the evaluation of a jaxpr whose results are those of an equation that holds it."""
+        return self.interpreter.retrace(
+            jaxpr,
+            values,
+            self.scope,
+            ends=self.neighbours.ends_within(equation),
+            result_dtypes=result_dtypes,
+            num_uncast=num_uncast,
+        )
 
 
 PrimitiveRule = Callable[[Context, Equation, list[Value]], list[Value]]

@@ -10,7 +10,7 @@ import numpy as np
 
 from jmpx._autocast.value import Array, Traits, Value
 from jmpx._base.messages import describe, did_you_mean
-from jmpx._jaxprs.core import Primitive, operation_name
+from jmpx._jaxprs.core import Atom, Primitive, operation_name
 from jmpx._policies.rules import Rule
 
 _Cast = tuple[np.dtype, bool]  # a key of `Value.casts`
@@ -28,13 +28,13 @@ class Saving(NamedTuple):
     in_loop: bool = False
 
 
-def get_saving(save: Any, pieces: Any) -> Saving | None:
+def get_saving(save: object, pieces: object) -> Saving | None:
     """Returns what the arguments of `autocast` with these names mean.
 
     Raises:
         TypeError: if `pieces` is neither a selector nor a sequence of them.
-        ValueError: if `save` is neither None nor "products", a selector is none of a module or a
-            scope, or `pieces` is given without `save`.
+        ValueError: if `save` is neither None nor "products", a selector is not that of a module or
+            a scope, or `pieces` is given without `save`.
     """
     if save is not None and save != "products":
         near = did_you_mean(save, ["products"]) if isinstance(save, str) else "."
@@ -42,8 +42,7 @@ def get_saving(save: Any, pieces: Any) -> Saving | None:
     if pieces is None:
         return None if save is None else Saving()
     selectors = (pieces,) if isinstance(pieces, str) else pieces
-    is_sequence = isinstance(selectors, Sequence)
-    if not is_sequence or not all(isinstance(each, str) for each in selectors):
+    if not isinstance(selectors, Sequence) or not all(isinstance(s, str) for s in selectors):
         raise TypeError(
             "Expected a selector of modules or scopes as pieces=, such as 'Block' or '*/layers_*', "
             f"or a sequence of them, got {describe(pieces)}."
@@ -56,7 +55,7 @@ def get_saving(save: Any, pieces: Any) -> Saving | None:
     if not selectors:
         raise ValueError(
             f"Expected at least one class, path or scope in pieces=, got {describe(pieces)}: name "
-            "what is to be a piece, or leave pieces out, and autocast finds where to cut."
+            "what each piece is, or leave pieces out, and autocast finds where to cut."
         )
     return Saving(tuple(map(_selector, selectors)))
 
@@ -72,7 +71,7 @@ def _selector(text: str) -> Rule:
 
 
 def is_weight_product(
-    primitive: Primitive, params: dict[str, Any], operands: Sequence[Any]
+    primitive: Primitive, params: dict[str, Any], operands: Sequence[Atom]
 ) -> bool:
     """Whether an operation is a convolution, or a matrix product as a layer makes it of weights.
 
@@ -91,7 +90,7 @@ def is_weight_product(
     return name in ("conv_general_dilated", "ragged_dot_general")
 
 
-def saves_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
+def saves_products(primitive: Primitive, *avals: Atom, **params: Any) -> bool:
     """Whether the backward pass keeps the results of an operation: a policy of `jax.checkpoint`."""
     return is_weight_product(primitive, params, avals)
 

@@ -1,8 +1,9 @@
-"""An array on its way through autocast: its dtype, whether it yields to others, its casts."""
+"""An array on its way through autocast: its dtype, whether it is weak, its casts."""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.core
@@ -20,17 +21,19 @@ class Traits(NamedTuple):
 
     Args:
         dtype: its dtype.
-        is_weak: whether it takes the dtype of an array that does not yield, where the two meet: a
+        is_weak: whether it takes the dtype of an array that is not weak, where the two meet: a
             float32 bias leaves a bfloat16 activation bfloat16. True until a 16-bit operation
-            contributes: inputs and constants yield, and results of these alone. Unrelated to JAX's
-            `weak_type`.
+            contributes: inputs and constants are weak, and results of these alone. JAX's
+            `weak_type` is another thing: an array is weak there if it is made of Python numbers
+            alone, so that a float32 parameter is not.
         tangent: whether it is a tangent, or computed from one. It is cast linearly, so that it can
             be transposed and an overflow shows.
         uniform: whether all its elements are the same number.
         power: whether it is float32 only because a power in float16 could overflow.
-        onto_bound: the 16-bit dtypes in which a constant that is none of 0, 1 and -1 becomes one.
-        data: whether an input that is no parameter, or an array that is closed over, contributes to
-            it while it yields; it then yields on the way to a product alone.
+        onto_bound: the 16-bit dtypes in which a constant other than 0, 1 and -1 becomes one of
+            them.
+        data: whether an input other than a parameter, or an array that is closed over, contributes
+            to it while it is weak; it is then weak on the path to a product alone.
     """
 
     dtype: np.dtype
@@ -45,16 +48,8 @@ class Traits(NamedTuple):
 class Value:
     """An array while autocast evaluates, in the dtype that was traced or a narrower one.
 
-    Args:
-        array: the array or the tracer.
-        is_weak: see `Traits`.
-        tangent: see `Traits`.
-
     Attributes:
-        data: see `Traits`.
-        uniform: see `Traits`.
-        power: see `Traits`.
-        onto_bound: see `Traits`.
+        array: the array or the tracer; of what else is known of it see `Traits`.
         constant: an array that holds the same numbers in any shape, where they are known while
             tracing; None elsewhere.
         casts: the array in other dtypes, by the dtype and whether finite numbers stay finite.
@@ -62,18 +57,7 @@ class Value:
             this array of it; None without one. What both are cast to is cast once.
     """
 
-    __slots__ = (
-        "array",
-        "casts",
-        "constant",
-        "data",
-        "onto_bound",
-        "power",
-        "source",
-        "tangent",
-        "uniform",
-        "is_weak",
-    )
+    __slots__ = ("array", "constant", "casts", "source", *Traits._fields[1:])
 
     def __init__(self, array: Array, is_weak: bool, tangent: bool = False) -> None:
         self.array = array
@@ -117,7 +101,7 @@ class Value:
         return Traits(self.dtype, self.is_weak, self.tangent, *known)
 
     def kept(self) -> "Value":
-        """Returns the value where it leads to no product: one that does not yield if it is data."""
+        """Returns the value where it reaches no product: data is not weak there."""
         if not self.data:
             return self
         value = Value.of(self.array, self.traits._replace(is_weak=False, data=False))
@@ -129,9 +113,9 @@ class Value:
         return self._cast(dtype, saturate=False)
 
     def to_finite(self, dtype: np.dtype) -> Array:
-        """Returns the array in `dtype`; in one that yields, finite numbers stay finite.
+        """Returns the array in `dtype`; finite numbers of a weak one stay finite.
 
-        An array that does not yield was computed: if it overflows, the overflow shows.
+        An array that is not weak was computed: if it overflows, the overflow shows.
         """
         return self._cast(dtype, saturate=self.is_weak and not self.tangent)
 
@@ -152,7 +136,7 @@ class Value:
         return _saturate(self.array, self._cast(dtype, saturate=False))
 
     def fits(self, dtype: np.dtype) -> bool:
-        """Whether `dtype` holds the numbers of an array that yields, with their digits.
+        """Whether `dtype` holds the numbers of a weak array, with their digits.
 
         Numbers that are known only when the program runs, such as a count, may have any size.
         """
@@ -188,9 +172,9 @@ def _holds(dtype: np.dtype, array: Array) -> bool:
 
 
 def _onto_bound(array: Array) -> frozenset[np.dtype]:
-    """Returns the 16-bit dtypes in which a number that is none of 0, 1 and -1 becomes one of them.
+    """Returns the 16-bit dtypes in which a number other than 0, 1 and -1 becomes one of them.
 
-    Weights that a function closes over are constants, too: large arrays are not looked at.
+    Weights that a function closes over are constants, too: large arrays are not examined.
     """
     if array.dtype != FLOAT32 or array.size > 2**16:
         return frozenset()
@@ -218,24 +202,18 @@ def _cast(array: Array, dtype: np.dtype) -> Array:
 
 
 def _saturate(x: Array, y: Array) -> Array:
-    """Returns `y`, the cast of `x`, with a large finite number where only `y` is infinite."""
+    """Returns `y`, the cast of `x`, with a large finite number where only `y` is infinite.
+
+    A mask of -1e9 becomes half of the least number, so that a logit can be added to it. In float16
+    it would be -inf, and a row that is masked as a whole NaN.
+    """
     if isinstance(x, jax.Array):
         return _saturate_traced(x, y)
     with np.errstate(over="ignore"):
         return _saturated(np, np.asarray(x), y)
 
 
-def _saturated(xp: Any, x: Any, y: Any) -> Any:
-    """Returns `y`, the cast of `x`, with a large finite number where only `y` is infinite.
-
-    A mask of -1e9 becomes half of the least number, so that a logit can be added to it. In float16
-    it would be -inf, and a row that is masked as a whole NaN.
-
-    Args:
-        xp: NumPy or `jax.numpy`, to which `x` and `y` belong.
-        x: an array.
-        y: the array in another dtype.
-    """
+def _saturated(xp: ModuleType, x: Array, y: Array) -> Array:
     bound = np.asarray(float(jnp.finfo(y.dtype).max) / 2, y.dtype)
     lost = xp.isfinite(x) & ~xp.isfinite(y)
     return xp.where(lost, xp.where(x > 0, bound, -bound), y)
@@ -250,6 +228,8 @@ _saturate_traced = jax.jit(_saturate_with_jvp)
 
 
 @_saturate_with_jvp.defjvp
-def _saturate_jvp(primals: Any, tangents: Any) -> Any:
+def _saturate_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
     """Gives a saturated cast the derivative of a plain one."""
     return _saturate_with_jvp(*primals), tangents[1]

@@ -1,14 +1,12 @@
 """Products that run in float32 although autocast was to give them 16 bits, and warnings of them.
 
 JAX traces the backward pass that a user wrote for `jax.custom_vjp` only when it differentiates, and
-in the dtypes of the forward pass: autocast cannot evaluate it in others. Neither can it a function
-with a partitioning of its own, nor a kernel.
+in the dtypes of the forward pass: autocast cannot evaluate it in others. The same holds for a
+function with a partitioning of its own, and for a kernel.
 """
 
 import enum
-import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,10 +24,10 @@ from jmpx._jaxprs.product_flops import PRODUCT_FLOPS
 from jmpx._policies.maps import PolicyMap
 
 _CUSTOM_VJP = "custom_vjp_call"
-_KERNEL = "pallas_call"  # its jaxpr is that of one of many programs
+_PALLAS = "pallas_call"  # its jaxpr is that of one of many programs
 
-# Parts of the names of other kernels: `ffi_call`, those of jax-triton and of cuDNN. Of primitives
-# without a rule the rest moves data.
+# Parts of the names of other kernels: `ffi_call`, those of jax-triton and of cuDNN. The remaining
+# primitives without a rule move data.
 _KERNELS = ("ffi_call", "custom_call", "kernel", "attention", "matmul", "gemm")
 
 REMEDY = (
@@ -51,15 +49,16 @@ class Ran(enum.Enum):
 
 def note_products(context: Context, equation: Equation, values: Sequence[Value]) -> None:
     """Notes how an equation runs, if it is a product or holds some, and is to run in 16 bits."""
-    name, override = operation_name(equation.primitive.name), context.override
-    dtype = context.region.dtype if override is None else override
+    name, dtype = operation_name(equation.primitive.name), context.dtype
     if dtype.itemsize > 2 or context.region.is_fixed:
         return
     used = context.interpreter.regions.used
     if name in PRODUCTS:
-        how = _how(equation, dtype) if override is None else Ran.LOW
+        how = _how(equation, dtype) if context.override is None else Ran.LOW
         used.products.update(set() if how is None else {how})
-    elif _is_opaque(name, equation) and _stays_wide(context, equation, values):
+    elif (name == _CUSTOM_VJP or lookup(equation) is None) and _stays_wide(
+        context, equation, values
+    ):
         used.wide.add(equation)
 
 
@@ -73,27 +72,22 @@ def _how(equation: Equation, dtype: np.dtype) -> Ran | None:
     return Ran.PRECISE if is_precise(equation) else Ran.OTHER
 
 
-def _is_opaque(name: str, equation: Equation) -> bool:
-    """Whether autocast runs an equation as it was traced, whatever it holds."""
-    return name == _CUSTOM_VJP or lookup(equation) is None
-
-
 def _stays_wide(context: Context, equation: Equation, values: Sequence[Value]) -> bool:
-    """Whether an opaque equation computes products in float32, which autocast would give 16 bits.
+    """Whether an equation that runs as traced has float32 products that were to have 16 bits.
 
-    Of a kernel that is no jaxpr only operands tell: at least two matrices, one of them in 16 bits.
+    A kernel without a jaxpr shows only its operands: at least two matrices, one of them in 16 bits.
     """
     pairs = [(a, v) for a, v in zip(equation.invars, values, strict=True) if is_float32(a)]
     if all(getattr(atom.aval, "size", 0) == 1 for atom, _ in pairs):
         return False
-    regions = context.interpreter.fresh().regions  # that a rule matches inside has no effect
+    regions = context.interpreter.fresh().regions  # a rule that matches inside has no effect
     if _has_wide_product(equation, context.scope, regions):
         return True
     return any(value.dtype.itemsize == 2 for _, value in pairs) and _has_kernel(equation)
 
 
 def _has_wide_product(equation: Equation, scope: str, regions: Regions) -> bool:
-    """Whether a product in the jaxprs of an equation runs in float32 where 16 bits were to be."""
+    """Whether a product in the jaxprs of an equation runs in float32 instead of 16 bits."""
     for inner in (inner for jaxpr in core.inner_jaxprs(equation.params) for inner in jaxpr.eqns):
         within = core.scope_within(scope, inner)
         if _is_wide_product(inner) and not regions.region(within).is_full:
@@ -110,7 +104,7 @@ def _is_wide_product(equation: Equation) -> bool:
 
 
 def _has_kernel(equation: Equation) -> bool:
-    """Whether an equation is a call of code that is no jaxpr, or holds one, on matrices."""
+    """Whether an equation calls code without a jaxpr on matrices, or holds such a call."""
     jaxprs = core.inner_jaxprs(equation.params)
     if jaxprs:
         return any(_has_kernel(inner) for jaxpr in jaxprs for inner in jaxpr.eqns)
@@ -119,70 +113,56 @@ def _has_kernel(equation: Equation) -> bool:
     return len(matrices) > 1 and any(word in name for word in _KERNELS)
 
 
-def wide_share(jaxpr: Jaxpr, wide: Iterable[Equation]) -> float | None:
-    """Returns which share of the FLOPs of all products equations have; None if it is not known.
-
-    Args:
-        jaxpr: the jaxpr of the whole function.
-        wide: the equations, at any depth in it.
-    """
-    total, found = _flops(jaxpr, set(wide), is_within=False)
-    return found / total if total and np.isfinite(total) else None
-
-
-def _flops(jaxpr: Jaxpr, wide: set[Equation], is_within: bool) -> tuple[float, float]:
-    """Returns the FLOPs of all products, and of those in `wide`; NaN where they are not known."""
-    total = found = 0.0
-    for equation in jaxpr.eqns:
-        name, is_wide = operation_name(equation.primitive.name), is_within or equation in wide
-        if name in PRODUCTS:
-            flops = _flops_of(name, equation)
-            total, found = total + flops, found + flops * is_wide
-            continue
-        jaxprs = core.inner_jaxprs(equation.params)
-        if is_wide and (name == _KERNEL or (not jaxprs and _has_kernel(equation))):
-            return float("nan"), float("nan")
-        times = equation.params["length"] if name == "scan" else 1
-        for inner in jaxprs:
-            more, more_found = _flops(inner, wide, is_wide)
-            total, found = total + times * more, found + times * more_found
-    return total, found
-
-
-def _flops_of(name: str, equation: Equation) -> float:
-    sizes: list[Any] = [size for atom in equation.invars for size in atom.aval.shape]
-    if not all(isinstance(size, int) for size in sizes):  # of a symbolic shape
-        return float("nan")
-    is_float = jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating)
-    return float(PRODUCT_FLOPS[name](equation)) if is_float else 0.0
-
-
-def warn_of_products(
-    policy_map: PolicyMap, used: Used, share: float | None, stacklevel: int
-) -> None:
-    """Warns of functions that stay float32, and where no product at all runs in 16 bits.
-
-    Args:
-        policy_map: the policy map.
-        used: what the evaluation met.
-        share: which share of the FLOPs of products the functions in `used.wide` have, if known.
-        stacklevel: that of `warnings.warn` in the caller.
-    """
+def wide_products(policy_map: PolicyMap, used: Used, jaxpr: Jaxpr) -> Iterator[str]:
+    """Yields what to say of functions that stay float32, or if no product runs in 16 bits."""
     if used.wide:
-        warnings.warn(_sentence(used.wide, share), stacklevel=stacklevel + 1)
+        found = {f"{e.primitive.name} at {_place(e)}" for e in used.wide}
+        total, wide = _flops(jaxpr, used.wide)
+        is_known = total and np.isfinite(total)
+        share = f", with {100 * wide / total:.0f} % of the FLOPs of all products"
+        yield (
+            f"JAX cannot trace {' and '.join(sorted(found))} again in 16 bits, so autocast leaves "
+            f"float32 there{share if is_known else ''}: {REMEDY}."
+        )
     elif used.products and Ran.LOW not in used.products:
         reasons = " and ".join(how.value for how in Ran if how in used.products)
-        warnings.warn(
+        yield (
             f"No product runs in 16 bits under autocast with policy map {str(policy_map)!r}: "
-            f"{reasons}.",
-            stacklevel=stacklevel + 1,
+            f"{reasons}."
         )
 
 
-def _sentence(wide: Iterable[Equation], share: float | None) -> str:
-    found = {f"{e.primitive.name} at {place_of(e) or 'a line of a library'}" for e in wide}
-    part = "" if share is None else f", with {100 * share:.0f} % of the FLOPs of all products"
-    return (
-        f"JAX cannot trace {' and '.join(sorted(found))} again in 16 bits, so autocast leaves "
-        f"float32 there{part}: {REMEDY}."
-    )
+def _place(equation: Equation) -> str:
+    return str(place_of(equation) or "a line of a library")
+
+
+def _flops(jaxpr: Jaxpr, wide: Collection[Equation]) -> tuple[float, float]:
+    """Returns the FLOPs of all products, and of those in `wide`; NaN where they are not known."""
+    total = found = 0.0
+    for equation in jaxpr.eqns:
+        flops, part = _flops_of(equation, wide)
+        total, found = total + flops, found + (flops if equation in wide else part)
+    return total, found
+
+
+def _flops_of(equation: Equation, wide: Collection[Equation]) -> tuple[float, float]:
+    name = operation_name(equation.primitive.name)
+    if name in PRODUCTS:
+        sizes = [size for atom in equation.invars for size in atom.aval.shape]
+        if not all(isinstance(size, int) for size in sizes):  # of a symbolic shape
+            return np.nan, 0.0
+        is_float = jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating)
+        return float(PRODUCT_FLOPS[name](equation)) if is_float else 0.0, 0.0
+    if equation in wide and _hides_products(equation):
+        return np.nan, 0.0
+    times = equation.params["length"] if name == "scan" else 1
+    inner = [_flops(jaxpr, wide) for jaxpr in core.inner_jaxprs(equation.params)]
+    return times * sum(flops for flops, _ in inner), times * sum(part for _, part in inner)
+
+
+def _hides_products(equation: Equation) -> bool:
+    """Whether an equation is or holds a call whose number of products no jaxpr shows."""
+    if equation.primitive.name == _PALLAS or _has_kernel(equation):
+        return True
+    jaxprs = core.inner_jaxprs(equation.params)
+    return any(_hides_products(inner) for jaxpr in jaxprs for inner in jaxpr.eqns)

@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import jax
+import jax.core
 import numpy as np
 
 from jmpx._autocast.interpreter import Interpreter
@@ -14,22 +16,17 @@ from jmpx._autocast.neighbours import Ends
 from jmpx._autocast.pieces import takes_gradient
 from jmpx._autocast.regions import Used
 from jmpx._autocast.saving import Saving
-from jmpx._autocast.unused import (
-    warn_of_algorithms,
-    warn_of_operations,
-    warn_of_saving,
-    warn_unused,
-)
+from jmpx._autocast.unused import unused_rules, unused_saving
 from jmpx._autocast.value import Array, Value
-from jmpx._autocast.wide import warn_of_products, wide_share
+from jmpx._autocast.wide import wide_products
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
-from jmpx._base.dtypes import check_computes
-from jmpx._base.leaves import is_floating, is_traceable
+from jmpx._base.dtypes import DTypeLike, check_computes
+from jmpx._base.leaves import PyTree, is_floating, is_traceable
 from jmpx._base.made_once import made_once
 from jmpx._base.matmul import region_setting
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.nnx_objects import is_object, module_base
-from jmpx._base.stateful import PureFunction, apply, call
+from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Jaxpr
 from jmpx._jaxprs.marks import Module
@@ -38,6 +35,8 @@ from jmpx._policies.added_rules import in_force
 from jmpx._policies.maps import PolicyMap, Rule
 from jmpx._policies.modules import Marks
 from jmpx._policies.registry import refuse_creation
+
+Output: TypeAlias = DTypeLike | None  # also "traced"; see `jmpx.autocast`
 
 core.import_extend()  # now, because the first call is often inside of a trace
 
@@ -79,7 +78,7 @@ class Autocast:
 
     _jmpx_fn: Callable[..., Any]
     _jmpx_policy_map: PolicyMap
-    _jmpx_output: Any = "traced"
+    _jmpx_output: Output = "traced"
     _jmpx_save: Saving | None = None
 
     @property
@@ -101,9 +100,6 @@ class Autocast:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the callable under autocast."""
-        return self._jmpx_call(*args, **kwargs)
-
-    def _jmpx_call(self, *args: Any, **kwargs: Any) -> Any:
         transform = functools.partial(
             evaluated, self._jmpx_policy_map, self._jmpx_save, self._jmpx_output
         )
@@ -113,15 +109,15 @@ class Autocast:
 def evaluated(
     policy_map: PolicyMap,
     save: Saving | None,
-    output: Any,
+    output: Output,
     pure: PureFunction,
-    state: Any,
-    args: Any,
-    kwargs: Any,
+    state: list[Leaf],
+    args: Arguments,
+    kwargs: Keywords,
     *,
-    is_parameter: Callable[[Any], bool] | None = None,
+    is_parameter: Callable[[Leaf], bool] | None = None,
     by: str = "jmpx.autocast",
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, Changes]:
     """Runs a pure function under autocast, and warns of what has no effect.
 
     While autocast traces a function under the same policies, this is a plain call: the operations
@@ -135,14 +131,14 @@ def evaluated(
         state: the state of its objects.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        is_parameter: tells of a floating array among the state and the arguments whether it is a
-            parameter, which yields everywhere. The others, and arrays that the function closes
-            over, then keep their dtype where no way leads to a product, as targets in a loss do.
-            None has all inputs yield everywhere.
+        is_parameter: whether a floating array among the state and the arguments is a parameter,
+            which is weak everywhere. The others, and arrays that the function closes over, then
+            keep their dtype where they reach no product, as targets in a loss do. None has all
+            inputs weak everywhere.
         by: what runs it under autocast, as the user calls it.
 
     Returns:
-        The result of the function, in the dtypes that `output` says, and the new state of its
+        The result of the function, in the dtypes that `output` says, and the changes of its
         objects, in the dtypes that were traced.
     """
     key = policy_map.default, policy_map.rules, save
@@ -159,11 +155,18 @@ def evaluated(
     pure.invoke = marks.call
     with fact_set(AUTOCAST, key):
         traced = _traced(interpreter, pure, state, args, kwargs)
-    values = _values(pure, traced.arrays, ((state, *args), kwargs), is_parameter)
-    keeps_data = is_parameter is not None
-    results = _evaluate(interpreter, output, traced.jaxpr, values, pure.size, keeps_data)
+    _, changes = traced.rebuild(traced.jaxpr.out_avals)
+    values = _values(changes.replaced(), traced.arrays, ((state, *args), kwargs), is_parameter)
+    # A loss outside may take the logarithm of a probability that leaves.
+    is_exposed = (True,) * len(traced.jaxpr.out_avals)
+    ends = Ends(is_exposed, None if is_parameter is None else ())
+    results = _evaluate(interpreter, traced.jaxpr, values, ends)
     _warn(policy_map, interpreter.used, selectors, marks.seen, traced.jaxpr)
-    return traced.rebuild(results)
+    num_changes = len(changes.arrays)
+    outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes
+    triples = zip(results, traced.jaxpr.out_avals, outputs, strict=True)
+    with jax.named_scope(RESTORE):
+        return traced.rebuild([_restored(*triple) for triple in triples])
 
 
 def _warn(
@@ -173,32 +176,24 @@ def _warn(
     seen: Iterable[Module],
     jaxpr: Jaxpr,
 ) -> None:
-    """Gives the warnings of an evaluation; see `unused.py` and `wide.py`."""
-    share = wide_share(jaxpr, used.wide) if used.wide else None
-    level = user_stacklevel("jax", "flax", "haiku", "equinox")
-    warn_unused(policy_map, used, seen, stacklevel=level)
-    warn_of_operations(policy_map, used, stacklevel=level)
-    warn_of_algorithms(policy_map, used, stacklevel=level)
-    warn_of_products(policy_map, used, share, stacklevel=level)
-    warn_of_saving(selectors, used, seen, stacklevel=level)
+    for message in (
+        *unused_rules(policy_map, used, seen),
+        *wide_products(policy_map, used, jaxpr),
+        *unused_saving(selectors, used, seen),
+    ):
+        level = user_stacklevel("jax", "flax", "haiku", "equinox")
+        warnings.warn(message, stacklevel=level)
 
 
 def _values(
-    pure: PureFunction,
+    replaced: Collection[int],
     arrays: Sequence[Array],
-    given: Any,
-    is_parameter: Callable[[Any], bool] | None,
+    given: PyTree,
+    is_parameter: Callable[[Leaf], bool] | None,
 ) -> list[Value]:
-    """Returns the operands of a function's jaxpr.
-
-    Args:
-        pure: the function.
-        arrays: the arrays that were traced.
-        given: what the function was given, of which they are the leaves.
-        is_parameter: see `evaluated`.
-    """
-    # As a loop's carry, state that is replaced does not yield: a moving average would stall.
-    values = [Value(array, is_weak=not pure.is_replaced(array)) for array in arrays]
+    """Returns the operands of a function's jaxpr: the traced arrays among the leaves of `given`."""
+    # As a loop's carry, state that is replaced is not weak: a moving average would stall.
+    values = [Value(array, is_weak=id(array) not in replaced) for array in arrays]
     if is_parameter is not None:
         leaves = filter(is_traceable, jax.tree.leaves(given))
         for value, leaf in zip(values, leaves, strict=True):
@@ -207,7 +202,11 @@ def _values(
 
 
 def _traced(
-    interpreter: Interpreter, pure: PureFunction, state: Any, args: Any, kwargs: Any
+    interpreter: Interpreter,
+    pure: PureFunction,
+    state: list[Leaf],
+    args: Arguments,
+    kwargs: Keywords,
 ) -> core.Traced:
     is_inside = interpreter.regions.surrounding is not None
     # A setting of jmpx around the call is for products that run in float32; the trace shows those
@@ -218,45 +217,16 @@ def _traced(
 
 
 def _evaluate(
-    interpreter: Interpreter,
-    output: Any,
-    jaxpr: Jaxpr,
-    values: list[Value],
-    state_size: int,
-    keeps_data: bool,
-) -> list[Array]:
-    """Returns the results of a function's jaxpr.
-
-    Args:
-        interpreter: the interpreter.
-        output: see `autocast`.
-        jaxpr: the jaxpr.
-        values: its operands.
-        keeps_data: whether data keeps its dtype where it leads to no product.
-        state_size: how many of its last results are state, which has the dtypes that were traced.
-    """
+    interpreter: Interpreter, jaxpr: Jaxpr, values: list[Value], ends: Ends
+) -> list[Value]:
     if interpreter.saving is not None and takes_gradient(jaxpr):
         interpreter.used.left.add((None, None))
         interpreter.saving = None
-    avals = jaxpr.out_avals
-    # A loss outside may take the logarithm of a probability that leaves.
-    ends = Ends((True,) * len(avals), () if keeps_data else None)
-    values = interpreter.evaluate(jaxpr, values, "", ends=ends)
-    with jax.named_scope(RESTORE):
-        return [
-            _restored(value, aval, output if i < len(avals) - state_size else "traced")
-            for i, (value, aval) in enumerate(zip(values, avals, strict=True))
-        ]
+    return interpreter.evaluate(jaxpr, values, "", ends=ends)
 
 
-def _restored(value: Value, traced: Any, output: Any) -> Any:
-    """Returns a result of the evaluation in the dtype that `output` says.
-
-    Args:
-        value: the result.
-        traced: its abstract value without autocast.
-        output: see `autocast`.
-    """
+def _restored(value: Value, traced: jax.core.ShapedArray, output: Output) -> Array:
+    """Returns a result in the dtype that `output` says; `traced` is what it is without autocast."""
     if output is None or not is_floating(value.array):
         return value.array
     if output != "traced":
@@ -267,19 +237,15 @@ def _restored(value: Value, traced: Any, output: Any) -> Any:
 
 @made_once
 def _module_class(base: Any) -> type:
-    """Returns the class of an `Autocast` that is an `nnx.Module`.
-
-    Args:
-        base: `nnx.Module`, as this file does not import Flax.
-    """
+    """Returns the class of an `Autocast` that is an `nnx.Module`, which `base` is."""
     names = [field.name for field in dataclasses.fields(Autocast)]
 
     class AutocastModule(Autocast, base):
-        def __init__(self, *values: Any) -> None:
+        def __init__(self, *values: object) -> None:
             for name, value in zip(names, values, strict=True):
                 base.__setattr__(self, name, value)
 
-        def __setattr__(self, name: str, value: Any) -> None:
+        def __setattr__(self, name: str, value: object) -> None:
             if name in names:
                 base.__setattr__(self, name, value)
             else:
@@ -288,7 +254,7 @@ def _module_class(base: Any) -> type:
         def __delattr__(self, name: str) -> None:
             delattr(self._jmpx_fn, name)
 
-        def __reduce__(self) -> Any:  # pickle does not find the class by its name
+        def __reduce__(self) -> tuple[object, ...]:  # pickle does not find the class by its name
             return _wrap, tuple(getattr(self, name) for name in names)
 
     return AutocastModule
@@ -299,7 +265,7 @@ def _wrap(fn: Callable[..., Any], *fields: Any) -> Autocast:
     return (_module_class(module_base()) if is_object(fn) else Autocast)(fn, *fields)
 
 
-def applied(fn: Callable[..., Any], *fields: Any) -> Any:
+def applied(fn: Callable[..., Any], *fields: Any) -> Callable[..., Any]:
     """Returns a callable under autocast: an `Autocast` of a pytree, else a function.
 
     Args:
@@ -312,6 +278,6 @@ def applied(fn: Callable[..., Any], *fields: Any) -> Any:
 
     @functools.wraps(fn, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return wrapped._jmpx_call(*args, **kwargs)
+        return wrapped(*args, **kwargs)
 
     return wrapper

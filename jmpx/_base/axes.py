@@ -1,7 +1,7 @@
 """Mapped axes, of `jax.shard_map`, `jax.pmap` and `jax.vmap`: their names, and what varies."""
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.core
@@ -11,6 +11,8 @@ from jax.sharding import AxisType, PartitionSpec
 from jmpx._base.messages import describe, did_you_mean
 from jmpx._base.trees import AxisName
 
+T = TypeVar("T")
+
 
 def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
     """Returns the names of one mapped axis or of several; an axis of several names is a tuple."""
@@ -18,17 +20,13 @@ def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
 
 
 def check_axis(axis_name: AxisName) -> None:
-    """Refuses an axis that is not mapped where this is called.
-
-    Raises:
-        ValueError: if there is no such axis.
-    """
+    """Refuses an axis that is not mapped where this is called."""
     for name in axis_names(axis_name):
         if not is_mapped(name):
             raise ValueError(_unknown(name))
 
 
-def is_mapped(name: Any) -> bool:
+def is_mapped(name: Hashable) -> bool:
     """Whether there is a mapped axis of this name where this is called."""
     try:
         jax.lax.axis_size(name)
@@ -37,7 +35,7 @@ def is_mapped(name: Any) -> bool:
     return True
 
 
-def _unknown(name: Any) -> str:
+def _unknown(name: Hashable) -> str:
     got = f"Cannot find the mapped axis {describe(name)}"
     # JAX tells the axes of a mesh alone, not those of `jax.vmap`.
     known = [str(axis) for axis in jax.sharding.get_abstract_mesh().manual_axes]
@@ -49,19 +47,16 @@ def _unknown(name: Any) -> str:
     )
 
 
-def varying_axes(x: Any) -> frozenset[Hashable]:
-    """Returns the axes along which JAX knows that an array may differ between devices.
-
-    Args:
-        x: an array, or the abstract one that stands for it in a jaxpr.
+def varying_axes(x: object) -> frozenset[Hashable]:
+    """Returns the axes along which JAX knows that an array, or an abstract one, may differ.
 
     JAX tracks them under `jax.shard_map`, unless it was told `check_vma=False`: there, and under
     `jax.pmap` and `jax.vmap`, the set is empty for every array.
     """
-    of_array: Any = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
-    if hasattr(of_array, "manual_axis_type"):
-        return of_array.manual_axis_type.varying
-    return getattr(of_array, "vma", frozenset())  # JAX 0.7
+    abstract = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+    axis_type = getattr(abstract, "manual_axis_type", None)
+    # JAX 0.7 has the set itself.
+    return getattr(abstract, "vma", frozenset()) if axis_type is None else axis_type.varying
 
 
 def is_tracked(axis_name: AxisName) -> bool:
@@ -92,15 +87,15 @@ def vary(arrays: Sequence[jax.Array], axes: Iterable[Hashable]) -> list[jax.Arra
 
 
 def _as_varying(array: jax.Array, missing: tuple[Hashable, ...]) -> jax.Array:
-    lax: Any = jax.lax
     if not missing:
         return array
+    lax: Any = jax.lax
     if hasattr(lax, "pcast"):
         return lax.pcast(array, missing, to="varying")
     return lax.pvary(array, missing)  # JAX 0.7
 
 
-def as_whole(array: Any) -> Any:
+def as_whole(array: T) -> T:
     """Returns an array of numbers whole on each device, if axes are `Explicit` here.
 
     There, arrays that are split in several ways cannot be put together.

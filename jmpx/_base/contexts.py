@@ -19,6 +19,8 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
 import jax
+import numpy as np
+from jax.typing import DTypeLike
 
 T = TypeVar("T")
 
@@ -54,6 +56,19 @@ class Context:
 AUTOCAST = "autocast traces"  # the topic of what autocast traces for: its policies
 
 
+@dataclasses.dataclass
+class _Rounded:
+    """What has cast inside of a function whose parameters were rounded to 16 bits.
+
+    Args:
+        dtype: the dtype to which they were rounded.
+        casts: the names of what has cast to another one.
+    """
+
+    dtype: np.dtype
+    casts: dict[str, None] = dataclasses.field(default_factory=dict)
+
+
 class _State:
     """What is in force in one thread.
 
@@ -61,10 +76,8 @@ class _State:
         open: the open contexts, the innermost last.
         hooks: the hooks that are entered, and what leaves them.
         facts: what else JAX's caches know, by topic.
-        casts: the names of what has cast inside of a function whose parameters were cast; None
-            outside of one.
-        parameters_map: the policy map by which they were.
-        excused: the names of what may cast there, as it follows the same policy map.
+        rounded: what has cast inside of a function whose parameters were rounded; None outside of
+            one.
         watches: for each open `casts_watched`, the names of what has cast inside of it.
         late: the open contexts that another thread has left.
         epochs: how often this thread has found such contexts.
@@ -74,9 +87,7 @@ class _State:
         self.open: list[Context] = []
         self.hooks: dict[Hook, contextlib.ExitStack] = {}
         self.facts: dict[str, Hashable] = {}
-        self.casts: dict[str, None] | None = None
-        self.parameters_map: object = None
-        self.excused: set[str] = set()
+        self.rounded: _Rounded | None = None
         self.watches: list[dict[str, None]] = []
         self.late: collections.deque[Context] = collections.deque()
         self.epochs = 0
@@ -241,49 +252,36 @@ def is_held(value: object) -> bool:
     return any(context.value is value for context in _thread.state.open)
 
 
-@contextlib.contextmanager
-def parameters_cast(are_rounded: bool, policy_map: object) -> Iterator[dict[str, None]]:
-    """Notes that the parameters of a function were cast to 16 bits, while the function runs.
+def is_hooked(hook: Hook) -> bool:
+    """Whether an open context of this thread hooks into a framework by this hook."""
+    return hook in _thread.state.hooks
 
-    The parameters arrive rounded, so every other cast inside is one too many. The note is part of
-    the key of JAX's caches: a function that was jitted and traced outside is traced anew, so that
-    its casts are noticed.
+
+@contextlib.contextmanager
+def parameters_rounded(dtype: np.dtype | None) -> Iterator[dict[str, None]]:
+    """Notes what casts while a function runs whose parameters were rounded to 16 bits.
+
+    A cast to the dtype of the parameters changes nothing; every other one would widen rounded
+    values. The dtype is part of the key of JAX's caches: a function that was jitted and traced
+    elsewhere is traced anew, so that its casts are noticed.
 
     Args:
-        are_rounded: whether the parameters were cast; if not, nothing is noted.
-        policy_map: the policy map by which they were cast.
+        dtype: the dtype to which they were rounded; None if they were not, and nothing is noted.
 
     Yields:
-        The names of what casts inside by another map, in order. Of nested functions the outermost
+        The names of what casts inside to another dtype, in order. Of nested functions the outermost
         one gets them, because its casts come first.
     """
     state = _thread.state
-    casts: dict[str, None] = {}
-    if not are_rounded or state.casts is not None:
-        yield casts
+    if dtype is None or state.rounded is not None:
+        yield {}
         return
-    state.casts, state.parameters_map = casts, policy_map
-    set_fact("parameters are cast", True)
+    state.rounded = _Rounded(dtype)
     try:
-        yield casts
+        with fact_set("parameters are rounded", dtype.name):
+            yield state.rounded.casts
     finally:
-        state.casts, state.parameters_map = None, None
-        for name in state.excused:
-            casts.pop(name, None)
-        state.excused.clear()
-        set_fact("parameters are cast", None)
-
-
-def excuse_casts(by: str, policy_map: object) -> None:
-    """Lets a function cast by the policy map by which the parameters around it were cast.
-
-    Args:
-        by: the function that casts, as the user calls it.
-        policy_map: the policy map that it follows.
-    """
-    state = _thread.state
-    if state.casts is not None and state.parameters_map == policy_map:
-        state.excused.add(by)
+        state.rounded = None
 
 
 # By the key of `casts_watched`, the names of what has cast inside of it in any call so far.
@@ -327,12 +325,15 @@ def casts_noted() -> Iterator[dict[str, None]]:
         watches.pop()
 
 
-def note_cast(by: str) -> None:
+def note_cast(by: str, dtype: DTypeLike | None = None) -> None:
     """Tells the gradient functions that are running, if any, that something inside of them casts.
 
     Args:
         by: the function that casts, as the user calls it.
+        dtype: the dtype to which it casts; None if there are several.
     """
     state = _thread.state
-    for casts in (*state.watches, *([] if state.casts is None else [state.casts])):
+    for casts in state.watches:
         casts[by] = None
+    if state.rounded is not None and (dtype is None or np.dtype(dtype) != state.rounded.dtype):
+        state.rounded.casts[by] = None

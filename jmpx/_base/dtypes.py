@@ -80,17 +80,13 @@ def half_dtype() -> ScalarType:
 
 
 def parse_dtype(name: str) -> ScalarType:
-    """Returns the JAX scalar type called `name`, ignoring case and surrounding white space.
-
-    Raises:
-        KeyError: if no dtype has that name.
-    """
+    """Returns the JAX scalar type of a name in any case; a KeyError if there is none."""
     name = name.strip().lower()
     return half_dtype() if name == "half" else _SCALAR_TYPES[_CANONICAL[name]]
 
 
 def is_dtype(value: object) -> TypeGuard[DTypeLike]:
-    """Whether a value is a dtype itself, rather than a name of one: `as_dtype` takes or refuses it.
+    """Whether a value is a dtype itself, rather than a name of one.
 
     That is a `np.dtype`, a scalar type of NumPy or JAX, or one of Python's numeric types.
     """
@@ -102,15 +98,9 @@ def is_dtype(value: object) -> TypeGuard[DTypeLike]:
 
 
 def as_dtype(dtype: DTypeLike | None, place: str = "") -> ScalarType:
-    """Returns `dtype` as JAX's scalar type, such as `jnp.float32`.
+    """Returns a dtype, or one that is named, as JAX's scalar type, such as `jnp.float32`.
 
-    Args:
-        dtype: the dtype, or its name.
-        place: where a user's mapping has it, for the message, such as ` at policy.compute`.
-
-    Raises:
-        TypeError: if `dtype` is not a dtype.
-        ValueError: if `dtype` is an unknown name, or not a floating dtype that JAX has.
+    The error for anything else says the place, such as ` at policy.compute`.
     """
     expected = (
         "expected a floating dtype such as jnp.bfloat16, np.dtype('float32') or one of the names "
@@ -139,11 +129,7 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def check_enabled(dtype: DTypeLike) -> None:
-    """Refuses float64 while 64-bit types are disabled, when JAX would silently use float32.
-
-    Raises:
-        ValueError: if `dtype` is float64 and 64-bit types are disabled.
-    """
+    """Refuses float64 while 64-bit types are disabled, when JAX would silently use float32."""
     config: Any = jax.config  # whose attributes JAX adds at run time
     if np.dtype(dtype) == np.float64 and not config.jax_enable_x64:
         raise ValueError(
@@ -154,24 +140,17 @@ def check_enabled(dtype: DTypeLike) -> None:
 
 
 def _is_for_storage(dtype: DTypeLike) -> bool:
-    """Tells whether a dtype is only for storage: a gradient in 8 bits would be 0 or NaN."""
+    """Whether a dtype is for storage alone: a gradient in 8 bits would be 0 or NaN."""
     return np.dtype(dtype).itemsize < 2
 
 
 def computable(dtype: DTypeLike) -> DTypeLike:
-    """Returns the dtype to compute in for values that are stored in `dtype`.
-
-    That is float32 for a dtype of 8 bits, and `dtype` itself for every other.
-    """
+    """Returns the dtype to compute in for what is stored in `dtype`: float32 for 8 bits."""
     return jnp.float32 if _is_for_storage(dtype) else dtype
 
 
 def check_computes(dtype: DTypeLike) -> None:
-    """Refuses dtypes that cannot be computed in: those of 8 bits, and a disabled float64.
-
-    Raises:
-        ValueError: if `dtype` has 8 bits, or is float64 while 64-bit types are disabled.
-    """
+    """Refuses dtypes that cannot be computed in: those of 8 bits, and a disabled float64."""
     if _is_for_storage(dtype):
         name = dtype_name(dtype)
         raise ValueError(
@@ -183,15 +162,7 @@ def check_computes(dtype: DTypeLike) -> None:
 
 
 def check_reduces(dtype: DTypeLike, place: str = "") -> None:
-    """Refuses dtypes of 8 bits to sum in, where a sum over a few devices would be NaN.
-
-    Args:
-        dtype: the dtype.
-        place: where a user's string has it, for the message.
-
-    Raises:
-        ValueError: if `dtype` has 8 bits.
-    """
+    """Refuses dtypes of 8 bits to sum in, where a sum over a few devices would be NaN."""
     if _is_for_storage(dtype):
         raise ValueError(
             f"Cannot reduce in {dtype_name(dtype)}{place}, where sums over devices would be NaN: "

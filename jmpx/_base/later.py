@@ -24,7 +24,7 @@ def later(
         if name in rooms:
             return importlib.import_module(f"{module}.{name}")
         if name not in places:
-            raise _missing(module, name)
+            return _elsewhere(module, name)
         file = importlib.import_module(f"jmpx.{places[name]}")
         names.update((each, getattr(file, each)) for each in files[places[name]].split())
         return names[name]
@@ -43,14 +43,18 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def _missing(module: str, name: str) -> AttributeError | ImportError:
-    """Returns the error for a name that a module does not have, which says what to write."""
-    from jmpx._base.moved import instead_of  # here, because only errors need it
+def _elsewhere(module: str, name: str) -> Any:
+    """Returns what a retired name stands for.
 
-    message, instead = f"module {module!r} has no attribute {name!r}", instead_of(name)
-    if instead is None:  # Python adds a name that is near.
-        return AttributeError(message, name=name, obj=sys.modules[module])
-    message += f": write {instead} instead."
-    # `from jmpx import name` asks here first, and drops the message of an AttributeError.
-    is_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
-    return ImportError(message, name=module) if is_import else AttributeError(message)
+    Raises:
+        AttributeError: if the name is not retired. It says what to write, if that is known.
+    """
+    from jmpx._base import moved  # here, because few programs need it
+
+    if f"{module}.{name}" in moved.RETIRED:
+        return moved.retired(f"{module}.{name}")
+    if message := moved.message(module, name):
+        raise AttributeError(message)
+    # Python adds a name that is near.
+    message = f"module {module!r} has no attribute {name!r}"
+    raise AttributeError(message, name=name, obj=sys.modules[module])

@@ -1,28 +1,25 @@
 """What messages to a user have in common: the place, the nearest word, the value, the line."""
 
+import contextlib
+import functools
+import os
 import reprlib
 import sys
+import traceback
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
 
 
 def position(part: str, start: int) -> str:
-    """Returns `at position n`: the index of the first character of `part` that is not a space.
-
-    Args:
-        part: a part of the user's string.
-        start: its index in that string.
-    """
+    """Returns `at position n`: where a part that starts at `start` has its first non-space."""
     return f"at position {start + len(part) - len(part.lstrip())}"
 
 
 def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
     """Returns the end of an error message: `; did you mean 'x'?`, or a full stop.
 
-    Args:
-        word: the word that the user wrote.
-        choices: the words that it may mean, or a dict from such words to what to suggest for them.
+    The choices are words, or a dict from such words to what to suggest for them.
     """
     import difflib  # here, because only errors need it
 
@@ -35,15 +32,16 @@ def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
 def user_stacklevel(*packages: str) -> int:
     """Returns the `stacklevel` at which the caller's `warnings.warn` names the user's line.
 
-    Args:
-        packages: libraries whose lines are not the user's, besides jmpx and the standard library's
-            contexts and decorators.
+    Lines of jmpx, of these packages, of Python's contexts and decorators, and of the constructors
+    that dataclasses generate ("<string>") are not the user's.
+    Python 3.11 lacks the `skip_file_prefixes` of `warnings.warn`.
     """
-    skipped = {"jmpx", "contextlib", "functools", *packages}
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in skipped:
-        frame, level = frame.f_back, level + 1
-    return level
+    loaded = [sys.modules[name] for name in ("jmpx", *packages) if name in sys.modules]
+    folders = [os.path.dirname(module.__file__ or "") + os.sep for module in loaded]
+    others = (*folders, contextlib.__file__, functools.__file__, "<string>")
+    stack = traceback.StackSummary.extract(traceback.walk_stack(None), lookup_lines=False)
+    levels = (n for n, frame in enumerate(stack) if not frame.filename.startswith(others))
+    return next(levels, len(stack) - 1)
 
 
 def describe(value: object) -> str:

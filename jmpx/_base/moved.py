@@ -2,8 +2,11 @@
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from jmpx._base.messages import user_stacklevel
 
 ROOMS = ("", ".inspect", ".optim", ".distributed", ".types", ".mpx")
 # Renamed since 0.2; what only moved is found in its room.
@@ -13,6 +16,8 @@ RENAMED = {
     "loss_scale_from": "jmpx.restore_loss_scale",
     "wire": "jmpx.inspect.collectives",
 }
+# Names that still work, in full: what to write instead, and the version that drops them.
+RETIRED: dict[str, tuple[str, str]] = {}
 # Of PyTorch, Apex, Lightning, Flax, JAX, optax, Keras and Haiku.
 OTHERS = {
     "AveragedModel": "jmpx.optim.ema",
@@ -61,6 +66,7 @@ ARGUMENTS = {
         "device_type": "leave it out, because one autocast serves all devices",
         "dtype": 'policy="c=bf16"',
         "enabled": 'leave it out, or give policy="full" where it is off',
+        "rules": 'rules for operations in policy, as policy="c=bf16; op.exp: f32",',
     },
     "jmpx.DynamicLossScale": {
         **{word: f"{argument}=" for word, argument in SCALES.items()},
@@ -99,6 +105,28 @@ def instead_of(name: str) -> str | None:
     rooms = (importlib.import_module(f"jmpx{room}") for room in ROOMS)
     places = (f"{room.__name__}.{name}" for room in rooms if name in room.__all__)
     return RENAMED.get(name) or OTHERS.get(name) or next(places, None)
+
+
+def message(module: str, name: str) -> str | None:
+    """Returns the error for a name that a module does not have, if it is known elsewhere."""
+    instead = instead_of(name)
+    return instead and f"module {module!r} has no attribute {name!r}: write {instead} instead."
+
+
+def retired(name: str) -> Any:
+    """Returns what a retired name stands for, and warns of its end.
+
+    Args:
+        name: a key of `RETIRED`.
+
+    Warns:
+        DeprecationWarning: it names the line of the program, the new name and the version.
+    """
+    new, version = RETIRED[name]
+    text = f"{name} is now {new}: write that instead, because jmpx {version} drops the old name."
+    warnings.warn(text, DeprecationWarning, stacklevel=user_stacklevel())
+    module, _, attribute = new.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def remedy(function: str, argument: str) -> str | None:

@@ -49,18 +49,31 @@ def holds_objects(tree: PyTree) -> bool:
     return any(map(is_object, jax.tree.leaves(tree, is_leaf=is_whole)))
 
 
+def _opened(leaf: PyTree) -> tuple[list[PyTree], Callable[[list[PyTree]], PyTree]]:
+    """Returns what a bound method, a partial or another callable holds, and how to put it back."""
+    if isinstance(leaf, types.MethodType):
+        return [leaf.__self__], lambda parts: types.MethodType(leaf.__func__, *parts)
+    if isinstance(leaf, functools.partial):
+        tree = leaf.func, leaf.args, leaf.keywords
+        parts, treedef = jax.tree.flatten(tree, is_leaf=is_whole)
+
+        def rebuild(parts: list[PyTree]) -> PyTree:
+            func, args, kwargs = treedef.unflatten(parts)
+            return functools.partial(func, *args, **kwargs)
+
+        return parts, rebuild
+    if callable(leaf) and not jax.tree_util.all_leaves([leaf], is_leaf=is_whole):
+        parts, treedef = jax.tree.flatten(leaf, is_leaf=is_whole)
+        return parts, treedef.unflatten
+    return [], lambda _: leaf
+
+
 def objects_of(leaf: PyTree) -> Iterator[Object]:
     """Yields `leaf` if it is an object, and those that it is a bound method or a partial of."""
     if is_object(leaf):
         yield leaf
-    elif isinstance(leaf, types.MethodType):
-        yield from objects_of(leaf.__self__)
-    elif isinstance(leaf, functools.partial):
-        inner = jax.tree.leaves((leaf.func, leaf.args, leaf.keywords), is_leaf=is_whole)
-        for part in inner:
-            yield from objects_of(part)
-    elif callable(leaf) and not jax.tree_util.all_leaves([leaf], is_leaf=is_whole):
-        for part in jax.tree.leaves(leaf, is_leaf=is_whole):
+    else:
+        for part in _opened(leaf)[0]:
             yield from objects_of(part)
 
 
@@ -75,21 +88,15 @@ def replace_objects(leaf: PyTree, copies: Iterator[Object]) -> PyTree:
         return next(copies)
     if not has_objects(leaf):
         return leaf
-    replace = functools.partial(replace_objects, copies=copies)
-    if isinstance(leaf, types.MethodType):
-        return types.MethodType(leaf.__func__, replace(leaf.__self__))
-    if isinstance(leaf, functools.partial):
-        parts = (leaf.func, leaf.args, leaf.keywords)
-        func, args, kwargs = jax.tree.map(replace, parts, is_leaf=is_whole)
-        return functools.partial(func, *args, **kwargs)
-    return jax.tree.map(replace, leaf, is_leaf=is_whole)
+    parts, rebuild = _opened(leaf)
+    return rebuild([replace_objects(part, copies) for part in parts])
 
 
 def skip_kept(cast: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-    """Makes a cast leave every variable of NNX as it is that is not an `nnx.Param`.
+    """Makes a cast leave variables of NNX as they are, except for each `nnx.Param`.
 
-    These variables are state: running statistics, caches, counters. A rounded average would lose
-    digits at every step. Layers cast what they read of it to 16 bits themselves.
+    They are state: running statistics, caches, counters. A rounded average would lose digits at
+    every step. Layers cast what they read of it to 16 bits themselves.
     """
 
     def spared(tree: PyTree) -> PyTree:
@@ -109,7 +116,7 @@ def _copy(tree: PyTree) -> PyTree:
 
 
 def is_kept(value: object) -> bool:
-    """Whether `value` is a variable that is no `nnx.Param`: state, which is never cast."""
+    """Whether `value` is a variable other than an `nnx.Param`: state, which is never cast."""
     flax_nnx = nnx()
     return (
         flax_nnx is not None

@@ -1,4 +1,7 @@
-"""Where the classes are that pickles of jmpx 0.2 name by the files that defined them then."""
+"""Where the names of jmpx 0.2 are, for pickles and for `from jmpx import ...`.
+
+Pickles name classes by the files that defined them then.
+"""
 
 import importlib
 import importlib.util
@@ -38,13 +41,18 @@ _FILES = {
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Makes a module for each old file, which hands on the names of the new one."""
+    """Makes a module for each old file, which hands on the names of the new one.
+
+    `from jmpx import name` looks for a module of a name that `jmpx` does not have, and would then
+    raise an error of its own: the finder says where the name is.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         file = fullname.removeprefix("jmpx.")
         if file not in _FILES:
+            _refuse_a_name_that_is_elsewhere(fullname)
             return None
         is_package = any(other.startswith(f"{file}.") for other in _FILES)
         return importlib.util.spec_from_loader(fullname, self, is_package=is_package)
@@ -54,6 +62,15 @@ class _Finder(MetaPathFinder, Loader):
         vars(module)["__getattr__"] = lambda name: getattr(new, name)
 
 
-def load_pickles_of_0_2() -> None:
-    """Lets `pickle` import what it finds in pickles of jmpx 0.2."""
+def _refuse_a_name_that_is_elsewhere(fullname: str) -> None:
+    module, _, name = fullname.rpartition(".")
+    if module == "jmpx":
+        from jmpx._base.moved import message  # here, because only errors need it
+
+        if text := message(module, name):
+            raise ImportError(text, name=module)
+
+
+def find_names_of_0_2() -> None:
+    """Lets `pickle` import what pickles of jmpx 0.2 name, and old imports say what to write."""
     sys.meta_path.append(_Finder())

@@ -2,14 +2,15 @@
 
 An object changes when it is used, which a function that JAX traces cannot do. NNX's own
 transformations split an object outside, use a copy inside, and update the object by the copy's new
-state. `call` does the same for the transformations of this package.
+state. `call` does the same for the transformations of this package; what the call has changed comes
+out of the transformation as a pytree, `Changes`.
 """
 
 import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 
@@ -24,17 +25,161 @@ from jmpx._base.nnx_objects import (
     replace_objects,
 )
 
+R = TypeVar("R")
 _CONTEXT = "jmpx"  # the tag of our contexts in `nnx.update_context`
 Leaf: TypeAlias = Any  # of an object: most are arrays, some are Python numbers or text
+Function: TypeAlias = Callable[..., Any]
+Arguments: TypeAlias = tuple[PyTree, ...]
+Keywords: TypeAlias = dict[str, PyTree]
 
 
-def apply(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def apply(fn: Callable[..., R], *args: PyTree, **kwargs: PyTree) -> R:
     """Calls a function. `call(transform, apply, (fn, *args), kwargs)` makes `fn` an argument."""
     return fn(*args, **kwargs)
 
 
+class _Parts(NamedTuple):
+    """A split object: its structure and its state.
+
+    If the object is exposed, `params` are its `nnx.Param`s, or all of the state of a variable: an
+    argument of the transformation. Else they are None.
+    """
+
+    value: Object
+    graphdef: Object
+    params: PyTree
+    rest: PyTree
+    is_exposed: bool = False
+
+    def merge(self, context: Object, params: PyTree, rest: PyTree) -> Object:
+        """Returns the object made of these parts, or the one that the context has made of them."""
+        return context.merge(self.graphdef, *(part for part in (params, rest) if part is not None))
+
+
+def _split(context: Object, value: Object, is_exposed: bool = False) -> _Parts:
+    if is_exposed and not isinstance(value, nnx().Variable):
+        graphdef, params, rest = context.split(value, nnx().Param, ...)
+    else:
+        graphdef, rest = context.split(value)
+        params, rest = (rest, None) if is_exposed else (None, rest)
+    return _Parts(value, graphdef, params, rest, is_exposed)
+
+
+class _Origin(NamedTuple):
+    """Where a leaf of the objects comes from, as they are after a call."""
+
+    place: int | None  # the index of the leaf before the call that it replaces, or is, if any
+    is_old: bool  # whether it is that leaf
+    is_array: bool  # whether it is a new array
+    constant: Leaf  # any other new leaf, such as a Python number
+    is_random: bool  # whether it is in a random counter
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Record:
+    """How a call has changed objects, without the new arrays."""
+
+    before: Sequence[_Parts] = ()  # the objects before the call
+    leaves: Sequence[Leaf] = ()  # of them: the parameters, then the state
+    num_params: int = 0  # among these leaves
+    after: Sequence[_Parts] = ()  # the objects, and those in the function's result
+    structure: Any = None  # of their leaves
+    origins: Sequence[_Origin] = ()  # of each of their leaves
+    is_rebuilt: bool = False  # whether the structure of an object, or their number, has changed
+
+    def merged(self, arrays: Sequence[Leaf]) -> Iterator[Leaf]:
+        """Yields the leaves after the call, given the new arrays."""
+        new = iter(arrays)
+        for origin in self.origins:
+            if origin.is_old:
+                yield self.leaves[origin.place or 0]
+            else:
+                yield next(new) if origin.is_array else origin.constant
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Returned:
+    """Stands for an object in a function's result: the one at `index` in `_Record.after`."""
+
+    index: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """What a call has changed in objects of NNX: a pytree of the new arrays."""
+
+    arrays: list[Leaf]
+    record: _Record = dataclasses.field(metadata={"static": True})
+
+    def replaced(self) -> set[int]:
+        """Returns the identities of what the objects held before the call, and hold no longer."""
+        leaves, origins = self.record.leaves, self.record.origins
+        kept = {id(leaves[o.place]) for o in origins if o.is_old and o.place is not None}
+        return {id(leaf) for leaf in leaves} - kept
+
+    def stored(self, with_random: bool = True) -> "Changes":
+        """Returns what each new array replaces, to which it goes back where a step is skipped.
+
+        None stands for a new variable, and for a random counter unless it is asked for: a skipped
+        step has drawn its numbers.
+        """
+        return self._at_places(self.record.leaves, with_random)
+
+    def _at_places(self, leaves: Sequence[Leaf], with_random: bool = True) -> "Changes":
+        places = [
+            o.place if with_random or not o.is_random else None
+            for o in self.record.origins
+            if o.is_array
+        ]
+        return Changes([None if p is None else leaves[p] for p in places], self.record)
+
+    def advance(self, state: Sequence[Leaf]) -> list[Leaf]:
+        """Returns the state with the new arrays in it, for a next call.
+
+        Raises:
+            ValueError: if the call has changed more of its objects than the values of arrays.
+        """
+        record, new, same = self.record, list(state), not self.record.is_rebuilt
+        for origin, leaf in zip(record.origins, record.merged(self.arrays), strict=True):
+            if origin.place is None or origin.place < record.num_params:
+                same &= origin.is_old
+            elif not origin.is_old:
+                new[origin.place - record.num_params] = leaf
+        if not same or not all(map(can_replace, new, state)):
+            raise ValueError(
+                "Cannot hand the state of an NNX module from one micro-batch to the next, because "
+                "the function changes more than the values of arrays in it, such as a parameter, a "
+                "Python number, a shape, a dtype or which variables there are: create all "
+                "variables before the call, or leave microbatches out."
+            )
+        return new
+
+    def read(self, state: Sequence[Leaf]) -> "Changes":
+        """Returns the changes whose arrays are in a state that `advance` has returned."""
+        return self._at_places([*[None] * self.record.num_params, *state])
+
+    def restore(self, result: PyTree) -> PyTree:
+        """Updates the objects by the new arrays; returns the function's result."""
+        record = self.record
+        is_same = not record.is_rebuilt and len(record.origins) == len(record.leaves)
+        if is_same and all(origin.is_old for origin in record.origins):
+            return result
+        _check_level([part.value for part in record.before])
+        rests = record.structure.unflatten(record.merged(self.arrays))
+        with nnx().merge_context(_CONTEXT, inner=False) as context:
+            pairs = zip(record.after, rests, strict=True)
+            objects = [part.merge(context, None, rest) for part, rest in pairs]
+        return jax.tree.map(
+            lambda leaf: objects[leaf.index] if isinstance(leaf, _Returned) else leaf,
+            result,
+            is_leaf=lambda leaf: isinstance(leaf, _Returned),
+        )
+
+
 class PureFunction:
-    """A function as a pure one: it takes the state of its objects, and returns their new state.
+    """A function as a pure one: it takes the state of its objects, and returns their changes.
 
     This class is for a function without objects, `_Split` for one with objects.
 
@@ -43,59 +188,26 @@ class PureFunction:
 
     Attributes:
         invoke: calls the function with its arguments, objects among them; may be replaced.
-        size: the number of arrays of state that the last call returned.
     """
 
-    size = 0
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Function) -> None:
         self.fn = fn
-        self.invoke: Callable[..., Any] = apply
+        self.invoke: Function = apply
 
-    def __call__(self, state: Sequence[Leaf], *args: Any, **kwargs: Any) -> tuple[Any, list[Leaf]]:
-        """Calls the function; returns its result, and the arrays that are new in its objects."""
+    def __call__(
+        self, state: Sequence[Leaf], *args: PyTree, **kwargs: PyTree
+    ) -> tuple[PyTree, Changes]:
+        """Calls the function; returns its result, and what has changed in its objects."""
         with _explain_closures():
-            return self.invoke(self.fn, *args, **kwargs), []
-
-    def is_replaced(self, array: Leaf) -> bool:
-        """Whether the objects held this array before the last call, and hold it no longer."""
-        return False
-
-    def stored(self) -> list[Leaf]:
-        """Returns what each new array of the last call replaces; None for a new variable."""
-        return []
-
-    def before(self) -> list[Leaf]:
-        """Returns what each new array of the last call goes back to where a step is skipped.
-
-        None stands for a new variable, and for a random counter, which goes on in any case: a
-        skipped step has drawn its numbers.
-        """
-        return []
-
-    def advance(self, state: Sequence[Leaf], updates: Sequence[Leaf]) -> list[Leaf]:
-        """Returns the state with the new arrays of the last call in it, for a next call.
-
-        Raises:
-            ValueError: if the last call changed more of its objects than the values of arrays.
-        """
-        return list(state)
-
-    def updates_of(self, state: Sequence[Leaf]) -> list[Leaf]:
-        """Returns the arrays of a state that the last call made anew."""
-        return []
-
-    def restore(self, result: PyTree, updates: Sequence[Leaf]) -> PyTree:
-        """Updates the objects by the new arrays of a call; returns the function's result."""
-        return result
+            return self.invoke(self.fn, *args, **kwargs), Changes([], _Record())
 
 
 def call(
-    transform: Callable[..., tuple[Any, list[Leaf]]],
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    transform: Callable[[PureFunction, list[Leaf], Arguments, Keywords], tuple[PyTree, Changes]],
+    fn: Function,
+    args: Arguments,
+    kwargs: Keywords,
+) -> PyTree:
     """Calls a function through a transformation, and gives the state of NNX objects back.
 
     The function itself may be an object, a bound method of one, or a `functools.partial` with one.
@@ -119,18 +231,18 @@ def call(
         ValueError: if a module that changes is not among the arguments, or is there but belongs to
             an outer trace.
     """
-    with split(fn, args, kwargs) as (pure, state, args, kwargs):
-        result, updates = transform(pure, state, args, kwargs)
-        return pure.restore(result, updates)
+    with split(fn, args, kwargs) as given:
+        result, changes = transform(*given)
+        return changes.restore(result)
 
 
 @contextlib.contextmanager
 def split(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[PureFunction, list[Leaf], tuple[Any, ...], dict[str, Any]]]:
+    fn: Function, args: Arguments, kwargs: Keywords
+) -> Iterator[tuple[PureFunction, list[Leaf], Arguments, Keywords]]:
     """Yields a function as a pure one, the state of its NNX objects, and its arguments.
 
-    The objects stay as they are unless `pure.restore` updates them. See `call`.
+    The objects stay as they are unless `Changes.restore` updates them. See `call`.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_whole)
     if nnx() is None or not any(map(has_objects, (fn, *leaves))):
@@ -150,41 +262,39 @@ class _Split(PureFunction):
         treedef: the structure of the arguments.
     """
 
-    def __init__(self, fn: Callable[..., Any], leaves: list[Leaf], treedef: Any) -> None:
+    def __init__(self, fn: Function, leaves: list[PyTree], treedef: Any) -> None:
         super().__init__(fn)
         self.leaves, self.treedef = leaves, treedef
         with nnx().split_context(_CONTEXT) as context:
-            splits = [[_split(context, o) for o in objects_of(fn)]]
-            for leaf in leaves:
-                splits.append([_split(context, o, is_object(leaf)) for o in objects_of(leaf)])
-        pairs = zip(leaves, splits[1:], strict=True)
+            of_fn = [_split(context, o) for o in objects_of(fn)]
+            of_leaves = [[_split(context, o, is_object(x)) for o in objects_of(x)] for x in leaves]
+        pairs = zip(leaves, of_leaves, strict=True)
         self.arguments = [parts[0].params if is_object(leaf) else leaf for leaf, parts in pairs]
-        self.splits = [part for parts in splits for part in parts]
+        self.splits = [*of_fn, *(part for parts in of_leaves for part in parts)]
         self.state, self.state_def = jax.tree.flatten([part.rest for part in self.splits])
-        self.originals: list[Leaf] = []
-        self.indices: dict[jax.tree_util.KeyPath, int] = {}  # of each path, in `originals`
-        for parts in ([part.params for part in self.splits], [part.rest for part in self.splits]):
-            for path, leaf in jax.tree_util.tree_leaves_with_path(parts):
-                _refuse_ref(leaf)
-                self.indices[path] = len(self.originals)
-                self.originals.append(leaf)
+        originals = [
+            pair
+            for parts in ([p.params for p in self.splits], [p.rest for p in self.splits])
+            for pair in jax.tree_util.tree_leaves_with_path(parts)
+        ]
+        self.places = {path: place for place, (path, _) in enumerate(originals)}
+        self.originals = [_refuse_ref(leaf) for _, leaf in originals]
 
-    def __call__(self, state: Sequence[Leaf], *args: Any, **kwargs: Any) -> tuple[Any, list[Leaf]]:
+    def __call__(
+        self, state: Sequence[Leaf], *args: PyTree, **kwargs: PyTree
+    ) -> tuple[PyTree, Changes]:
         given = self.treedef.flatten_up_to((args, kwargs))
         exposed = [part for part, leaf in zip(given, self.leaves, strict=True) if is_object(leaf)]
-        copies = self.merge(state, exposed)
+        copies = self._merge(state, exposed)
         before = nnx().graphdef(tuple(copies))
         fn, (args, kwargs) = self._insert(copies, given)
         with _explain_closures():
             result = self.invoke(fn, *args, **kwargs)
-        self.is_rebuilt = nnx().graphdef(tuple(copies)) != before
-        return self._split_again(copies, result, [*jax.tree.leaves(exposed), *state])
+        is_rebuilt = nnx().graphdef(tuple(copies)) != before
+        return self._split_again(copies, result, [*jax.tree.leaves(exposed), *state], is_rebuilt)
 
-    def merge(self, state: Sequence[Leaf], exposed: list[PyTree]) -> list[Object]:
-        """Returns a copy of each object, merged from its parts. No other method makes copies.
-
-        It runs inside of the trace, before the function runs on the copies.
-        """
+    def _merge(self, state: Sequence[Leaf], exposed: list[PyTree]) -> list[Object]:
+        """Returns a copy of each object, merged from its parts inside of the trace."""
         rests, params = self.state_def.unflatten(state), iter(exposed)
         with nnx().merge_context(_CONTEXT, inner=True) as context:
             return [
@@ -194,7 +304,7 @@ class _Split(PureFunction):
 
     def _insert(
         self, copies: list[Object], given: list[PyTree]
-    ) -> tuple[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]]:
+    ) -> tuple[Function, tuple[Arguments, Keywords]]:
         """Returns the function and its arguments with copies in place of the objects."""
         remaining = iter(copies)
         fn = replace_objects(self.fn, remaining)
@@ -205,152 +315,53 @@ class _Split(PureFunction):
         return fn, self.treedef.unflatten(arguments)
 
     def _split_again(
-        self, copies: list[Object], result: PyTree, known: list[Leaf]
-    ) -> tuple[PyTree, list[Leaf]]:
-        """Splits the copies and the objects in the result; returns the result and the new arrays.
+        self, copies: list[Object], result: PyTree, known: list[Leaf], is_rebuilt: bool
+    ) -> tuple[PyTree, Changes]:
+        """Splits the copies and the objects in the result, after the function ran.
 
         Args:
-            copies: the copies, after the function ran on them.
+            copies: the copies.
             result: what the function returned.
             known: the leaves that the copies were merged from, in the order of `originals`.
+            is_rebuilt: whether the structure of a copy has changed.
         """
         results, result_def = jax.tree.flatten(result, is_leaf=is_whole)
         with nnx().split_context(_CONTEXT) as context:
-            self.new = [_split(context, copy) for copy in copies]
+            after = [_split(context, copy) for copy in copies]
             for index, leaf in enumerate(results):
                 if is_object(leaf):
-                    results[index] = _Returned(len(self.new))
-                    self.new.append(_split(context, leaf))
-        leaves, self.new_def = jax.tree_util.tree_flatten_with_path([new.rest for new in self.new])
-        self.own = own = [self.indices.get(path) for path, _ in leaves]
-        # Where `restore` finds each leaf: an original, a constant, or None for the next new array.
-        self.sources: list[int | _Constant | None] = []
-        updates: list[Leaf] = []
-        for index, (_, leaf) in zip(own, leaves, strict=True):
-            if index is not None and known[index] is leaf:
-                self.sources.append(index)
-            elif isinstance(leaf, jax.Array):
-                self.sources.append(None)
-                updates.append(leaf if index is None else _as_stored(leaf, self.originals[index]))
-            else:
-                self.sources.append(_Constant(leaf))
-        self.size = len(updates)
-        kept = {id(self.originals[source]) for source in self.sources if isinstance(source, int)}
-        self.replaced = {id(leaf) for leaf in self.originals} - kept
-        self.is_changed = self.is_rebuilt or self.sources != own or len(own) != len(known)
-        return result_def.unflatten(results), updates
-
-    def is_replaced(self, array: Leaf) -> bool:
-        return id(array) in self.replaced
-
-    def stored(self) -> list[Leaf]:
-        pairs = zip(self.own, self.sources, strict=True)
-        return [None if i is None else self.originals[i] for i, source in pairs if source is None]
-
-    def before(self) -> list[Leaf]:
-        is_variable = lambda node: isinstance(node, nnx().Variable)  # noqa: E731
-        variables = jax.tree.leaves([new.rest for new in self.new], is_leaf=is_variable)
-        is_random = [isinstance(v, nnx().RngState) for v in variables for _ in jax.tree.leaves(v)]
-        changed = [r for r, s in zip(is_random, self.sources, strict=True) if s is None]
-        pairs = zip(changed, self.stored(), strict=True)
-        return [None if is_random else old for is_random, old in pairs]
-
-    def advance(self, state: Sequence[Leaf], updates: Sequence[Leaf]) -> list[Leaf]:
-        new, arrays = list(state), iter(updates)
-        exposed = len(self.originals) - len(state)  # the parameters go before the state
-        same = not self.is_rebuilt and len(self.new) == len(self.splits)
-        for index, source in zip(self.own, self.sources, strict=True):
-            if index is None or index < exposed:
-                same &= index == source
-            elif index != source:
-                new[index - exposed] = next(arrays) if source is None else self._value_of(source)
-        if not same or not all(map(can_replace, new, state)):
-            raise ValueError(
-                "Cannot hand the state of an NNX module from one micro-batch to the next, because "
-                "the function changes more than the values of arrays in it, such as a parameter, a "
-                "Python number, a shape, a dtype or which variables there are: create all "
-                "variables before the call, or leave microbatches out."
-            )
-        return new
-
-    def updates_of(self, state: Sequence[Leaf]) -> list[Leaf]:
-        exposed = len(self.originals) - len(state)
-        pairs = zip(self.own, self.sources, strict=True)
-        return [state[i - exposed] for i, source in pairs if source is None and i is not None]
-
-    def restore(self, result: PyTree, updates: Sequence[Leaf]) -> PyTree:
-        if not self.is_changed and len(self.new) == len(self.splits):
-            return result
-        _check_level([part.value for part in self.splits])
-        arrays = iter(updates)
-        leaves = [next(arrays) if s is None else self._value_of(s) for s in self.sources]
-        parts = zip(self.new, self.new_def.unflatten(leaves), strict=True)
-        with nnx().merge_context(_CONTEXT, inner=False) as context:
-            objects = [new.merge(context, None, rest) for new, rest in parts]
-        return jax.tree.map(
-            lambda leaf: objects[leaf.index] if isinstance(leaf, _Returned) else leaf,
-            result,
-            is_leaf=lambda leaf: isinstance(leaf, _Returned),
-        )
-
-    def _value_of(self, source: "int | _Constant") -> Leaf:
-        return source.value if isinstance(source, _Constant) else self.originals[source]
+                    results[index] = _Returned(len(after))
+                    after.append(_split(context, leaf))
+        rests = [part.rest for part in after]
+        leaves, structure = jax.tree_util.tree_flatten_with_path(rests)
+        origins, arrays = list[_Origin](), list[jax.Array]()
+        for (path, leaf), is_random in zip(leaves, _are_random(rests), strict=True):
+            place = self.places.get(path)
+            is_old = place is not None and known[place] is leaf
+            is_array = not is_old and isinstance(leaf, jax.Array)
+            constant = None if is_old or is_array else leaf
+            origins.append(_Origin(place, is_old, is_array, constant, is_random))
+            if is_array:
+                arrays.append(leaf if place is None else _as_stored(leaf, self.originals[place]))
+        start = self.splits, self.originals, len(known) - len(self.state)
+        is_rebuilt |= len(after) != len(copies)
+        record = _Record(*start, after, structure, origins, is_rebuilt)
+        return result_def.unflatten(results), Changes(arrays, record)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Constant:
-    """A new leaf of an object that is not an array, such as a Python number."""
-
-    value: Leaf
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Returned:
-    """Stands for an object in a function's result: the one at `index` in `_Split.new`."""
-
-    index: int
+def _are_random(rests: Sequence[PyTree]) -> list[bool]:
+    """Returns for each leaf of the state of objects whether it is in a random counter."""
+    variables = jax.tree.leaves(rests, is_leaf=lambda node: isinstance(node, nnx().Variable))
+    return [isinstance(v, nnx().RngState) for v in variables for _ in jax.tree.leaves(v)]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Parts:
-    """A split object.
-
-    Attributes:
-        value: the object.
-        graphdef: its structure.
-        params: its `nnx.Param`s if it is exposed, all of its state if it is an exposed variable,
-            else None.
-        rest: the other state.
-        is_exposed: whether `params` is an argument of the transformation.
-    """
-
-    value: Object
-    graphdef: Any
-    params: PyTree
-    rest: PyTree
-    is_exposed: bool = False
-
-    def merge(self, context: Any, params: PyTree, rest: PyTree) -> Object:
-        """Returns the object made of these parts, or the one that the context has made of them."""
-        return context.merge(self.graphdef, *(part for part in (params, rest) if part is not None))
-
-
-def _split(context: Any, value: Object, is_exposed: bool = False) -> _Parts:
-    if is_exposed and not isinstance(value, nnx().Variable):
-        graphdef, params, rest = context.split(value, nnx().Param, ...)
-    else:
-        graphdef, rest = context.split(value)
-        params, rest = (rest, None) if is_exposed else (None, rest)
-    return _Parts(value, graphdef, params, rest, is_exposed)
-
-
-def _refuse_ref(leaf: Leaf) -> None:
+def _refuse_ref(leaf: Leaf) -> Leaf:
     if type(getattr(leaf, "aval", None)).__name__ == "AbstractRef":
         raise TypeError(
             "Expected variables of NNX that hold arrays, got one that holds a mutable reference, "
             "of which a copy would change: make the nnx.Variable without ref=True."
         )
+    return leaf
 
 
 def _as_stored(array: jax.Array, original: Leaf) -> jax.Array:

@@ -6,8 +6,8 @@
   `config_files.py`: which policies a configuration file holds.
 - `commands.py`: `audit`, `ranges` and `first-nonfinite`, which look at a program.
 - `doctor.py`: versions, devices and settings, and what of them does not fit together.
-- `targets.py`: imports what a user names as `pkg.module:make`, with its flags, and turns an error of
-  the user's code into one line.
+- `targets.py`: imports what a user names as `pkg.module:make`, with its flags, and turns an error
+  of the user's code into one line.
 
 A command imports what it needs when it runs, so that `explain` starts without autocast and the
 frameworks. This room may import every other one; nothing imports it but `jmpx/__main__.py`.

@@ -18,7 +18,7 @@ import numpy as np
 
 from jmpx._adapters.applying import apply_policy
 from jmpx._adapters.dtype_fields import reading_policy
-from jmpx._adapters.sessions import ModuleRecord, PolicyScope, inherited_policy, listening, pooled
+from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, listening, pooled
 from jmpx._autocast import Autocast
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.regions import Regions
@@ -217,13 +217,13 @@ def _initializer(fn: Any) -> Callable[..., Any] | None:
 def _view(model: Any, policy_map: PolicyMap) -> None:
     """Makes the view of a model, with abstract arrays in place of its own."""
     if isinstance(model, _type_of("equinox", "Module")):
-        from jmpx._adapters.equinox import with_policies
+        from jmpx._adapters.equinox.views import with_policies
 
         _abstractly(lambda model: with_policies(model, policy_map), (model,))
     else:
         from flax import nnx
 
-        from jmpx._adapters.nnx import with_policies
+        from jmpx._adapters.nnx.views import with_policies
 
         graph, state = nnx.split(model)
         jax.eval_shape(
@@ -240,11 +240,11 @@ def _trace(fn: Any, args: tuple[Any, ...], policy_map: PolicyMap) -> None:
 
     with contextlib.ExitStack() as stack:
         if "haiku" in sys.modules:
-            from jmpx._adapters.haiku import policies
+            from jmpx._adapters.haiku.policies import policies
 
             stack.enter_context(policies(policy_map))
         if "flax.linen" in sys.modules:
-            from jmpx._adapters.linen import policies
+            from jmpx._adapters.linen.policies import policies
 
             stack.enter_context(policies(policy_map))
         _abstractly(run, args)
@@ -365,8 +365,6 @@ def _notes(policy_map: PolicyMap, met: list[ModuleRecord]) -> Iterator[str]:
 def _texts(caught: list[warnings.WarningMessage], policy_map: PolicyMap) -> list[str]:
     """Returns the messages of a user's warnings, each once, those about rules without the map."""
     texts = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
-    # Linen modules are among those of other frameworks, or there are none.
-    texts = [text for text in texts if not text.startswith("No Linen module ran")]
     of_map = f" of policy map {str(policy_map)!r}"
     return list(dict.fromkeys(text.replace(of_map, "", 1) for text in texts))
 

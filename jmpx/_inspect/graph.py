@@ -1,58 +1,54 @@
 """A jaxpr as a flat graph: inner jaxprs are inlined, and loops are tied together by nodes."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
 
 import numpy as np
 
 from jmpx._inspect.programs import Program
-from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
+from jmpx._jaxprs.core import is_literal, operation_name, scope_within
+from jmpx._jaxprs.inner import Inner, inner_of, walk
 from jmpx._jaxprs.marks import Module
 from jmpx._jaxprs.places import Place, place_of
+from jmpx._jaxprs.types import Atom, Aval, Equation, Jaxpr, NameStack
 from jmpx._policies.places import modules_of, selector, where
 
-Aval: TypeAlias = Any  # of an array, a random key, a token or a mutable reference
 
-
+@dataclasses.dataclass(eq=False, repr=False, slots=True)
 class Value:
     """What an equation reads or computes.
 
     Attributes:
+        aval: what JAX knows of it.
+        kind: `input`, `const` (an array that the function closes over), `literal` or `computed`.
+        constant: the number or numbers of a constant or a literal; None for the other kinds.
+        index: the number of an input; -1 for the other kinds.
+        node: what computes it; None for the other kinds.
+        readers: the nodes that read it, in the order of the program.
+        is_output: whether the program returns it.
         dtype: its dtype; that of a boolean for what has none, such as a token.
         shape: its shape.
-        weak: whether it has JAX's weak type, as a Python number has.
-        kind: `input`, `const` (an array that the function closes over), `literal` or `computed`.
-        node: what computes it; None for the other kinds.
-        constant: the number or numbers of a constant or a literal; None for the other kinds.
-        readers: the nodes that read it, in the order of the program.
-        index: the number of an input; -1 for the other kinds.
-        is_output: whether the program returns it.
     """
 
-    __slots__ = (
-        "constant",
-        "dtype",
-        "index",
-        "is_output",
-        "kind",
-        "node",
-        "readers",
-        "shape",
-        "weak",
-    )
+    aval: Aval
+    kind: str
+    constant: object = None
+    index: int = -1
+    node: "Node | None" = None
+    readers: "list[Node]" = dataclasses.field(default_factory=list)
+    is_output: bool = False
+    dtype: np.dtype = dataclasses.field(init=False)
+    shape: tuple[int, ...] = dataclasses.field(init=False)
 
-    def __init__(self, aval: Aval, kind: str, constant: Any = None, index: int = -1) -> None:
-        self.dtype: np.dtype = getattr(aval, "dtype", np.dtype(bool))
-        self.shape: tuple[int, ...] = getattr(aval, "shape", ())
-        self.weak: bool = getattr(aval, "weak_type", False)
-        self.kind = kind
-        self.node: Node | None = None
-        self.constant = constant
-        self.readers: list[Node] = []
-        self.index = index
-        self.is_output = False
+    def __post_init__(self) -> None:
+        self.dtype = getattr(self.aval, "dtype", np.dtype(bool))
+        self.shape = getattr(self.aval, "shape", ())
+
+    @property
+    def weak(self) -> bool:
+        """Whether it has JAX's weak type, as a Python number has."""
+        return getattr(self.aval, "weak_type", False)
 
     @property
     def size(self) -> int:
@@ -65,6 +61,7 @@ class Value:
         return self.size * self.dtype.itemsize
 
 
+@dataclasses.dataclass(eq=False, repr=False, slots=True)
 class Node:
     """An equation, or what ties the body of a loop to the program around it.
 
@@ -76,42 +73,36 @@ class Node:
     Attributes:
         name: the name of the primitive, as policy rules spell it, or of the structural node.
         eqn: the equation; of a structural node, the one that holds the inner jaxpr.
+        scope: its scopes, marks of modules among them.
+        is_backward: whether it belongs to a backward pass.
+        around: the equation whose jaxpr it is from, as a node; None at the top.
+        times: how often it runs: the product of the lengths of the scans around it.
+        in_while: whether it is inside a while loop, which runs an unknown number of times.
+        is_structure: whether it is a structural node.
         operands: what it reads.
         results: what it makes.
-        scope: its scopes, marks of modules among them.
-        times: how often it runs: the product of the lengths of the scans around it.
-        in_while: whether a while loop is around it, which runs nobody knows how often.
-        is_backward: whether it belongs to a backward pass.
-        is_structure: whether it is a structural node.
-        around: the equation whose jaxpr it is from, as a node; None at the top.
     """
 
-    __slots__ = (
-        "around",
-        "eqn",
-        "in_while",
-        "is_backward",
-        "is_structure",
-        "name",
-        "operands",
-        "results",
-        "scope",
-        "times",
-    )
+    name: str
+    eqn: Equation
+    scope: str
+    is_backward: bool
+    around: "Node | None"
+    times: int = 1
+    in_while: bool = False
+    is_structure: bool = False
+    operands: list[Value] = dataclasses.field(default_factory=list)
+    results: list[Value] = dataclasses.field(default_factory=list)
 
-    def __init__(
-        self, name: str, eqn: Equation, scope: str, is_backward: bool, around: "Node | None"
-    ) -> None:
-        self.name = name
-        self.eqn = eqn
-        self.operands: list[Value] = []
-        self.results: list[Value] = []
-        self.scope = scope
-        self.times: int = 1 if around is None else around.times
-        self.in_while: bool = around is not None and around.in_while
-        self.is_backward = is_backward
-        self.is_structure = False
-        self.around = around
+    @property
+    def is_carry(self) -> bool:
+        """Whether it ties what the body of a loop returns to what it starts with."""
+        return self.is_structure and self.name == "carry"
+
+    @property
+    def first_operands(self) -> list[Value]:
+        """Its operands, but for what the body of a loop returns to a carry, which comes later."""
+        return self.operands[:1] if self.is_carry else self.operands
 
 
 class Graph:
@@ -133,8 +124,8 @@ class Graph:
     def __init__(self, program: Program, platform: str | None = None) -> None:
         self.program = program
         self.nodes: list[Node] = []
-        jaxpr = _open(program.jaxpr)
-        self.inputs = [Value(var.aval, "input", index=i) for i, var in enumerate(jaxpr.invars)]
+        avals = enumerate(program.jaxpr.in_avals)
+        self.inputs = [Value(aval, "input", index=i) for i, aval in avals]
         self.outputs = _Builder(self.nodes, platform).run(program.jaxpr, self.inputs, None)
         for value in self.outputs:
             value.is_output = True
@@ -148,9 +139,9 @@ class Graph:
         return selector(node.scope)
 
     def outermost(self) -> frozenset[Module]:
-        """Returns the modules that all others are in: a rule for one would be for all of a model.
+        """Returns the modules around all others, a rule for which would be for the whole model.
 
-        A layer alone is none.
+        A layer alone is not among them.
         """
         scopes = [modules_of(scope) for scope in {node.scope for node in self.nodes}]
         around = [modules for modules in scopes if modules]
@@ -174,10 +165,6 @@ class Graph:
         return "" if module is None else self.program.policies.get(module.path, "")
 
 
-def _open(jaxpr: Jaxpr) -> Jaxpr:
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
 class _Builder:
     """Adds the equations of a jaxpr to a list of nodes.
 
@@ -189,152 +176,93 @@ class _Builder:
     def __init__(self, nodes: list[Node], platform: str | None) -> None:
         self.nodes, self.platform = nodes, platform
         self.consts: dict[int, Value] = {}
-        self.stacks: dict[tuple[str, int], tuple[Any, str, bool]] = {}
+        self.stacks: dict[tuple[str, int], tuple[NameStack, str, bool]] = {}
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Value], around: Node | None) -> list[Value]:
-        """Adds the equations of a jaxpr, and returns its results.
+        """Adds the equations of a jaxpr that the node around holds, and returns its results."""
 
-        Args:
-            jaxpr: the jaxpr, closed or open.
-            operands: its operands.
-            around: the equation that holds it.
-        """
-        inner = _open(jaxpr)
-        env: dict[Any, Value] = dict(zip(inner.invars, operands, strict=True))
-        for var, const in zip(inner.constvars, core.consts_of(jaxpr), strict=False):
-            env[var] = self.const(var.aval, const)
+        def step(eqn: Equation, operands: list[Value]) -> Sequence[Value]:
+            return self.equation(self.node(eqn, around), operands)
 
-        def read(atom: Any) -> Value:
-            # The class of literals is the one that has a value.
-            if hasattr(atom, "val"):
-                return Value(atom.aval, "literal", atom.val)
-            return env[atom]
+        return walk(jaxpr, operands, step, self.constant)
 
-        for eqn in inner.eqns:
-            if eqn.primitive.name == "platform_index":  # read by `_Builder.cond_` alone
-                env[eqn.outvars[0]] = Value(eqn.outvars[0].aval, "literal")
-                continue
-            node = self.node(operation_name(eqn.primitive.name), eqn, around)
-            results = self.equation(node, list(map(read, eqn.invars)))
-            env.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, inner.outvars))
+    def constant(self, atom: Atom, constant: object) -> Value:
+        if is_literal(atom):
+            return Value(atom.aval, "literal", constant)
+        return self.consts.setdefault(id(constant), Value(atom.aval, "const", constant))
 
-    def const(self, aval: Aval, const: Any) -> Value:
-        if id(const) not in self.consts:
-            self.consts[id(const)] = Value(aval, "const", const)
-        return self.consts[id(const)]
-
-    def node(self, name: str, eqn: Equation, around: Node | None) -> Node:
+    def node(self, eqn: Equation, around: Node | None) -> Node:
         stack, outer = eqn.source_info.name_stack, "" if around is None else around.scope
         key = outer, id(stack)
         if key not in self.stacks:  # Equations share stacks, and to spell one takes time.
-            is_backward = "transpose(" in str(stack)
-            self.stacks[key] = stack, core.scope_within(outer, eqn), is_backward
+            self.stacks[key] = stack, scope_within(outer, eqn), "transpose(" in str(stack)
         _, scope, is_backward = self.stacks[key]
-        is_backward |= around is not None and around.is_backward
-        return Node(name, eqn, scope, is_backward, around)
+        node = Node(operation_name(eqn.primitive.name), eqn, scope, is_backward, around)
+        if around is not None:
+            node.times, node.in_while = around.times, around.in_while
+            node.is_backward |= around.is_backward
+        return node
 
-    def equation(self, node: Node, operands: list[Value]) -> list[Value]:
-        """Adds an equation, or those of the jaxpr that it holds, and returns its results."""
-        if node.name in ("scan", "while", "cond", "shard_map"):
-            return getattr(self, f"{node.name}_")(node, operands)
-        for jaxpr in core.inner_jaxprs(node.eqn.params):
-            inner = _open(jaxpr)
-            if len(inner.invars) == len(operands) and _is_call(inner, node.eqn):
-                node.operands = operands
-                return self.run(jaxpr, operands, node)
-        return self.add(node, operands, [var.aval for var in node.eqn.outvars])
+    def equation(self, node: Node, operands: list[Value]) -> Sequence[Value]:
+        """Adds an equation, or those of the jaxprs that it runs, and returns its results."""
+        outs = [var.aval for var in node.eqn.outvars]
+        inner = inner_of(node.eqn, self.platform)
+        if node.name == "platform_index":  # read by the cond that has a branch for each platform
+            return [Value(aval, "literal") for aval in outs]
+        if inner is None:
+            return self.add(node, operands, outs)
+        node.operands = operands
+        if inner.kind in ("scan", "while"):
+            return self.loop(node, inner, outs)
+        operands = operands[inner.first :]
+        if inner.kind == "shard_map":
+            avals = [var.aval for var in inner.jaxprs[0].invars]
+            shards = self.ties("shard", node, operands, avals)
+            return self.ties("unshard", node, self.run(inner.jaxprs[0], shards, node), outs)
+        branches = [self.run(jaxpr, operands, node) for jaxpr in inner.jaxprs]
+        if len(branches) == 1:
+            return branches[0]
+        columns = zip(zip(*branches, strict=True), outs, strict=True)
+        return [self.tie("join", node, list(values), aval) for values, aval in columns]
+
+    def loop(self, node: Node, inner: Inner, outs: Sequence[Aval]) -> list[Value]:
+        # What is inside runs several times; the loop itself does so where it is in another one.
+        inside = dataclasses.replace(
+            node, times=node.times * (1 if inner.trips is None else inner.trips)
+        )
+        inside.in_while |= inner.trips is None
+        consts, first, arrays = inner.split(node.operands)
+        (body,), end = inner.jaxprs, inner.consts + inner.carry
+        avals = [var.aval for var in body.invars]
+        carry = self.ties("carry", inside, first, avals[inner.consts : end])
+        slices = self.ties("slice", inside, arrays, avals[end:])
+        if inner.condition is not None:
+            self.run(inner.condition, [*node.operands[: inner.first], *carry], inside)
+        results = self.run(body, [*consts, *carry, *slices], inside)
+        for value, new in zip(carry, results, strict=False):
+            if value.node is not None:
+                value.node.operands.append(new)
+                new.readers.append(value.node)
+        last = self.ties("result", node, results[: inner.carry], outs[: inner.carry])
+        return last + self.ties("stack", node, results[inner.carry :], outs[inner.carry :])
 
     def add(self, node: Node, operands: list[Value], avals: Sequence[Aval]) -> list[Value]:
         """Adds a node, and returns its results."""
         node.operands = operands
         for value in operands:
             value.readers.append(node)
-        for aval in avals:
-            value = Value(aval, "computed")
-            value.node = node
-            node.results.append(value)
+        node.results = [Value(aval, "computed", node=node) for aval in avals]
         self.nodes.append(node)
         return node.results
 
     def tie(self, name: str, at: Node, operands: list[Value], aval: Aval) -> Value:
         """Adds a structural node of a loop or a branch, and returns its result."""
-        node = Node(name, at.eqn, at.scope, at.is_backward, at.around)
-        node.times, node.in_while, node.is_structure = at.times, at.in_while, True
+        node = dataclasses.replace(at, name=name, is_structure=True)
         return self.add(node, operands, [aval])[0]
 
-    def scan_(self, node: Node, operands: list[Value]) -> list[Value]:
-        num_consts, num_carry = core.scan_counts(node.eqn)
-        node.operands = operands
-        jaxpr, end = node.eqn.params["jaxpr"], num_consts + num_carry
-        invars = _open(jaxpr).invars
-        inside = self.inside(node, node.eqn.params["length"])
-        carry = self.carry(inside, operands[num_consts:end], invars[num_consts:end])
-        pairs = zip(operands[end:], invars[end:], strict=True)
-        slices = [self.tie("slice", inside, [value], var.aval) for value, var in pairs]
-        results = self.run(jaxpr, [*operands[:num_consts], *carry, *slices], inside)
-        self.close(carry, results)
-        return [
-            self.tie("result" if i < num_carry else "stack", node, [value], var.aval)
-            for i, (value, var) in enumerate(zip(results, node.eqn.outvars, strict=True))
-        ]
-
-    def while_(self, node: Node, operands: list[Value]) -> list[Value]:
-        params = node.eqn.params
-        node.operands = operands
-        in_cond, in_body = params["cond_nconsts"], params["body_nconsts"]
-        start = in_cond + in_body
-        inside = self.inside(node, 1)
-        inside.in_while = True
-        carry = self.carry(inside, operands[start:], _open(params["body_jaxpr"]).invars[in_body:])
-        self.run(params["cond_jaxpr"], [*operands[:in_cond], *carry], inside)
-        results = self.run(params["body_jaxpr"], [*operands[in_cond:start], *carry], inside)
-        self.close(carry, results)
-        pairs = zip(results, node.eqn.outvars, strict=True)
-        return [self.tie("result", node, [value], var.aval) for value, var in pairs]
-
-    def inside(self, node: Node, times: int) -> Node:
-        """Returns a node that stands for the inside of a loop: what is in it runs several times."""
-        inside = Node(node.name, node.eqn, node.scope, node.is_backward, node.around)
-        inside.times, inside.in_while = node.times * times, node.in_while
-        return inside
-
-    def carry(self, inside: Node, first: Sequence[Value], invars: Sequence[Any]) -> list[Value]:
-        pairs = zip(first, invars, strict=True)
-        return [self.tie("carry", inside, [value], var.aval) for value, var in pairs]
-
-    def close(self, carry: list[Value], results: list[Value]) -> None:
-        """Ties what a body returns to what it starts with."""
-        for value, new in zip(carry, results, strict=False):
-            if value.node is not None:
-                value.node.operands.append(new)
-                new.readers.append(value.node)
-
-    def cond_(self, node: Node, operands: list[Value]) -> list[Value]:
-        node.operands = operands
-        branch = core.platform_branch(node.eqn, self.platform)
-        if branch is not None:
-            return self.run(node.eqn.params["branches"][branch], operands[1:], node)
-        branches = [self.run(each, operands[1:], node) for each in node.eqn.params["branches"]]
-        columns = zip(zip(*branches, strict=True), node.eqn.outvars, strict=True)
-        return [self.tie("join", node, list(values), var.aval) for values, var in columns]
-
-    def shard_map_(self, node: Node, operands: list[Value]) -> list[Value]:
-        node.operands = operands
-        jaxpr = node.eqn.params["jaxpr"]
-        pairs = zip(operands, _open(jaxpr).invars, strict=True)
-        shards = [self.tie("shard", node, [value], var.aval) for value, var in pairs]
-        results = self.run(jaxpr, shards, node)
-        pairs = zip(results, node.eqn.outvars, strict=True)
-        return [self.tie("unshard", node, [value], var.aval) for value, var in pairs]
-
-
-def _is_call(inner: Jaxpr, eqn: Equation) -> bool:
-    """Whether an equation does nothing but run the jaxpr that it holds."""
-    if len(inner.outvars) != len(eqn.outvars):
-        return False
-    pairs = (
-        *zip(inner.invars, eqn.invars, strict=True),
-        *zip(inner.outvars, eqn.outvars, strict=True),
-    )
-    return all(a.aval.shape == b.aval.shape for a, b in pairs if hasattr(a.aval, "shape"))
+    def ties(
+        self, name: str, at: Node, values: Sequence[Value], avals: Sequence[Aval]
+    ) -> list[Value]:
+        """Adds a structural node for each value."""
+        pairs = zip(values, avals, strict=True)
+        return [self.tie(name, at, [value], aval) for value, aval in pairs]

@@ -1,7 +1,6 @@
 """Runs equations that were traced in 16 or 8 bits in float32."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +10,10 @@ from jmpx._autocast.kinds import keep
 from jmpx._autocast.rules import lookup
 from jmpx._base.leaves import is_floating_dtype
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Atom, Equation, operation_name
+from jmpx._jaxprs.core import Array, Atom, Equation, Params, operation_name
 
-# Their equations hold what they compute as a jaxpr of numbers in the traced dtypes.
-_SCATTERS: dict[str, Callable[..., Any]] = {
+# Equations of these hold a jaxpr of numbers in the traced dtypes, and cannot run on others.
+_SCATTERS: dict[str, Callable[..., Array]] = {
     "scatter": lax.scatter,
     "scatter_add": lax.scatter_add,
     "scatter_max": lax.scatter_max,
@@ -23,48 +22,45 @@ _SCATTERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def widened(array: Any) -> Any:
+def widened(array: Array) -> Array:
     """Returns an array in float32 if it has a floating dtype of 16 or 8 bits."""
-    if not _is_narrow(getattr(array, "dtype", None)):
+    if not is_narrow(getattr(array, "dtype", None)):
         return array
     if isinstance(array, np.ndarray | np.generic):
         return np.asarray(array, np.float32)
     return lax.convert_element_type(array, np.float32)
 
 
-def run_widened(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
-    """Runs an equation that holds no jaxpr in float32 if it was traced in 16 or 8 bits.
+def run_widened(eqn: Equation, operands: Sequence[Array]) -> list[Array]:
+    """Runs an equation that was traced in 16 or 8 bits in float32, on wide operands.
 
-    Where the result depends on the dtype, such as that of a bitcast, or the primitive is unknown,
-    it runs as it was traced, and the results are widened. One that calls Python and has no results
-    is left out, as a print.
-
-    Args:
-        eqn: the equation.
-        operands: its operands; none of them has 16 or 8 bits.
+    If its result depends on the dtype, such as that of a bitcast, or its primitive is unknown, it
+    runs as it was traced, and the results are widened. An equation without results, such as a
+    print, does not run.
     """
     if not eqn.outvars:
         return []
-    if not any(_is_narrow(_dtype(atom)) for atom in (*eqn.invars, *eqn.outvars)):
+    atoms = (*eqn.invars, *eqn.outvars)
+    if not any(is_narrow(getattr(atom.aval, "dtype", None)) for atom in atoms):
         return core.bind(eqn, operands)
     name = operation_name(eqn.primitive.name)
-    if name == "convert_element_type" and _is_narrow(eqn.params["new_dtype"]):
+    if name == "convert_element_type" and is_narrow(eqn.params["new_dtype"]):
         dtype = operands[0].dtype
         is_wide = is_floating_dtype(dtype) and dtype.itemsize >= 4  # float64 stays float64
         return [operands[0] if is_wide else lax.convert_element_type(operands[0], np.float32)]
     if name in _SCATTERS:
         return [_scatter(name, eqn, operands)]
     entry = lookup(eqn)
-    if entry is None or entry.rule is keep or _has_algorithm(eqn) or _holds_jaxpr(eqn):
+    if entry is None or entry.rule is keep or _has_algorithm(eqn) or core.holds_jaxpr(eqn.params):
         pairs = zip(operands, eqn.invars, strict=True)
         return list(map(widened, core.bind(eqn, [_as_traced(*pair) for pair in pairs])))
-    params: dict[str, Any] = {
-        key: np.dtype(np.float32) for key, dtype in eqn.params.items() if _is_narrow(dtype)
+    params: Params = {
+        key: np.dtype(np.float32) for key, dtype in eqn.params.items() if is_narrow(dtype)
     }
     return core.bind(eqn, operands, **params)
 
 
-def _scatter(name: str, eqn: Equation, operands: Sequence[Any]) -> Any:
+def _scatter(name: str, eqn: Equation, operands: Sequence[Array]) -> Array:
     keys = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     return _SCATTERS[name](*operands, **{key: eqn.params[key] for key in keys})
 
@@ -76,23 +72,15 @@ def _has_algorithm(eqn: Equation) -> bool:
     return any(part is not None and not isinstance(part, lax.Precision) for part in parts)
 
 
-def _holds_jaxpr(eqn: Equation) -> bool:
-    return core.holds_jaxpr(eqn.params)
+def _as_traced(array: Array, atom: Atom) -> Array:
+    is_low = is_narrow(getattr(atom.aval, "dtype", None))
+    return lax.convert_element_type(array, atom.aval.dtype) if is_low else array
 
 
-def _as_traced(array: Any, atom: Atom) -> Any:
-    dtype = _dtype(atom)
-    return lax.convert_element_type(array, dtype) if _is_narrow(dtype) else array
-
-
-def _dtype(atom: Atom) -> Any:
-    return getattr(atom.aval, "dtype", None)
-
-
-def _is_narrow(dtype: object) -> bool:
-    """Whether something is a floating dtype of less than 32 bits."""
-    if not isinstance(dtype, np.dtype):
-        if not (isinstance(dtype, type) and issubclass(dtype, np.generic)):
-            return False
+def is_narrow(dtype: object) -> bool:
+    """Whether something is a floating dtype of 8 or 16 bits."""
+    if isinstance(dtype, type) and issubclass(dtype, np.generic):
         dtype = np.dtype(dtype)
+    if not isinstance(dtype, np.dtype):
+        return False
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4

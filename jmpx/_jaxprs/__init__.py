@@ -1,0 +1,19 @@
+"""Jaxprs: functions as lists of equations, which jmpx traces, reads, changes and runs again.
+
+The way through it:
+
+- `core.py` traces a function, reads equations and their scopes, and runs an equation on other
+  operands. It is the only file that imports `jax.extend`, and hides what differs between versions
+  of JAX. `types.py` names the types that JAX does not make public.
+- `inner.py` says how calls, branches, loops and shard maps run the jaxprs that they hold, and goes
+  through a jaxpr on values of any kind. Whoever interprets a program begins here.
+- `watched.py` runs a program and shows each equation, with its numbers, to a watcher.
+- `places.py` finds the line of the user's code that an equation is from.
+- `marks.py` tells autocast which module an equation belongs to; `scopes.py` names the other scopes
+  that autocast reads, among them `jmpx.full_precision`.
+- `rewriting.py` changes equations and the jaxprs in their parameters.
+- `moves.py` lists the primitives that only move numbers; `product_flops.py` counts the FLOPs of
+  products.
+
+It imports only `_base`.
+"""

@@ -13,36 +13,35 @@ import jax
 import jax.core
 import numpy as np
 
-from jmpx._base.leaves import is_traceable
+from jmpx._base.leaves import PyTree, is_traceable
 from jmpx._jaxprs.marks import unmarked_params, unmarked_stack
-
-# JAX has no public types that all supported versions share: since 0.11, open and closed jaxprs are
-# one class; and the public type of an operand does not know that arrays have dtypes.
-Jaxpr = Any
-Equation = Any
-Atom = Any  # an operand or a result of an equation: a variable or a literal
-Primitive = Any  # `jax.extend.core.Primitive`, which is slow to import
-Array = Any  # of JAX or NumPy, or what stands for one: a tracer, a random key, an abstract array
+from jmpx._jaxprs.types import (
+    Array as Array,
+    Atom as Atom,
+    Aval as Aval,
+    Equation as Equation,
+    Jaxpr as Jaxpr,
+    Params as Params,
+    Primitive as Primitive,
+)
 
 
 class Traced(NamedTuple):
-    """A function as a jaxpr.
+    """A function as a jaxpr."""
 
-    Args:
-        jaxpr: the closed jaxpr.
-        arrays: the arrays among the arguments, in the order of the jaxpr's inputs.
-        rebuild: makes the function's result out of the jaxpr's outputs.
-    """
-
-    jaxpr: Jaxpr
-    arrays: list[Any]
-    rebuild: Callable[[Sequence[Any]], Any]
+    jaxpr: Jaxpr  # the closed jaxpr
+    arrays: list[Array]  # the arrays among the arguments, in the order of the jaxpr's inputs
+    # Makes the function's result out of the jaxpr's outputs.
+    rebuild: Callable[[Sequence[object]], PyTree]
 
 
 def trace(
-    fn: Callable[..., Any], args: Any, kwargs: Any, is_array: Callable[[Any], bool] = is_traceable
+    fn: Callable[..., PyTree],
+    args: PyTree,
+    kwargs: PyTree,
+    is_array: Callable[[object], bool] = is_traceable,
 ) -> Traced:
-    """Traces `fn(*args, **kwargs)`; leaves that are no arrays go in and out as they are.
+    """Traces `fn(*args, **kwargs)`; leaves that are not arrays go in and out as they are.
 
     Args:
         fn: the function.
@@ -52,33 +51,35 @@ def trace(
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     indices = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-    results: list[Any] = []
+    kept: list[object] = []  # the leaves of the result, `_TRACED` where one is an array
+    out_treedef = treedef
 
-    def on_arrays(*arrays: Any) -> list[Any]:  # made anew each time: JAX caches by identity
+    def on_arrays(*arrays: Array) -> list[Array]:  # made anew each time: JAX caches by identity
+        nonlocal out_treedef
         inputs = list(leaves)
         for i, array in zip(indices, arrays, strict=True):
             inputs[i] = array
         args, kwargs = jax.tree.unflatten(treedef, inputs)
         outputs, out_treedef = jax.tree.flatten(fn(*args, **kwargs))
-        traced = [is_traceable(output) for output in outputs]
-        kept = [None if t else output for t, output in zip(traced, outputs, strict=True)]
-        results[:] = traced, kept, out_treedef
-        return [output for t, output in zip(traced, outputs, strict=True) if t]
+        kept[:] = [_TRACED if is_traceable(output) else output for output in outputs]
+        return [output for output in outputs if is_traceable(output)]
 
     arrays = [leaves[i] for i in indices]
     jaxpr = jax.make_jaxpr(on_arrays)(*arrays)
     arrays = [_as_traced(array, aval) for array, aval in zip(arrays, jaxpr.in_avals, strict=True)]
-    traced, kept, out_treedef = results
 
-    def rebuild(outputs: Sequence[Any]) -> Any:
+    def rebuild(outputs: Sequence[object]) -> PyTree:
         remaining = iter(outputs)
-        merged = [next(remaining) if t else k for t, k in zip(traced, kept, strict=True)]
+        merged = [next(remaining) if leaf is _TRACED else leaf for leaf in kept]
         return jax.tree.unflatten(out_treedef, merged)
 
     return Traced(jaxpr, arrays, rebuild)
 
 
-def _as_traced(array: Any, aval: Any) -> Any:
+_TRACED = object()
+
+
+def _as_traced(array: Array, aval: Aval) -> Array:
     """Returns a NumPy array in the dtype that JAX traces it in: without x64, int64 is int32."""
     if not isinstance(array, np.ndarray | np.generic) or array.dtype == aval.dtype:
         return array
@@ -94,28 +95,17 @@ def import_extend() -> None:
     import jax.extend  # noqa: F401
 
 
-@functools.cache
-def _source_info() -> Any:
-    from jax.extend import source_info_util
-
-    return source_info_util
-
-
 def current_trace() -> object:
     """Returns an object that equals those of the same trace: of one body of a jaxpr."""
-    return _opaque_trace_state()()
+    return _of_core("get_opaque_trace_state")()
 
 
 @functools.cache
-def _opaque_trace_state() -> Callable[[], object]:
-    return _of_core("get_opaque_trace_state")
-
-
-def _of_core(name: str) -> Any:
+def _of_core(name: str) -> Callable[[], Any]:
     """Returns a function of traces, in `jax.core` until some line between JAX 0.7 and 0.10."""
     from jax.extend import core
 
-    return getattr(core, name) if hasattr(core, name) else getattr(jax.core, name)
+    return getattr(core, name, None) or getattr(jax.core, name)
 
 
 # The traces of functions that are differentiated, whose results have the dtypes of cotangents.
@@ -123,11 +113,9 @@ _DERIVATIVES = ("JVPTrace", "LinearizeTrace")
 
 
 def enclosing_bodies() -> list[str | None]:
-    """Returns which bodies are being traced now, the innermost first.
+    """Returns JAX's names of the transformations that trace a body here, the innermost first.
 
-    Returns:
-        For each body, JAX's name of the transformation, None if it is unknown. `jax.vmap` makes no
-        body.
+    A name is None if it is unknown. `jax.vmap` traces no body.
     """
     bodies = []
     with _of_core("take_current_trace")() as trace:
@@ -151,23 +139,23 @@ def operation_name(primitive: str) -> str:
     return primitive.replace("-", "_")
 
 
-def consts_of(jaxpr: Jaxpr) -> Sequence[Any]:
+def consts_of(jaxpr: Jaxpr) -> Sequence[Array]:
     """Returns the constants of a jaxpr; an open jaxpr, as in `jax.checkpoint`, has none."""
     return getattr(jaxpr, "consts", ())
 
 
-def inner_jaxprs(params: dict[str, Any]) -> list[Jaxpr]:
+def inner_jaxprs(params: Params) -> list[Jaxpr]:
     """Returns the jaxprs among the parameters of an equation."""
     values = (v if isinstance(v, tuple) else (v,) for v in params.values())
     return [jaxpr for value in values for jaxpr in value if hasattr(jaxpr, "eqns")]
 
 
-def holds_jaxpr(params: dict[str, Any]) -> bool:
+def holds_jaxpr(params: Params) -> bool:
     """Whether a parameter of an equation is a jaxpr, or a tuple that holds one."""
     return bool(inner_jaxprs(params))
 
 
-def evaluate(jaxpr: Jaxpr, arrays: Sequence[Any]) -> list[Any]:
+def evaluate(jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
     """Runs a closed jaxpr, with the custom derivatives in it."""
     return jax.core.eval_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), consts_of(jaxpr), *arrays)
 
@@ -196,10 +184,9 @@ _WRAPPED = re.compile(r"[\w.]+\(|\)")
 
 
 def scope_of(eqn: Equation) -> str:
-    """Returns the names of the scopes that an equation was traced in, joined by slashes.
+    """Returns the scopes that an equation was traced in, with marks of modules, as a path.
 
-    Marks of modules are among them. The names of transformations around them are left out:
-    `transpose(jvp(enc))/mlp` is `enc/mlp`.
+    The transformations around them are left out: `transpose(jvp(enc))/mlp` is `enc/mlp`.
     """
     return _plain_scope(str(eqn.source_info.name_stack))
 
@@ -218,19 +205,12 @@ def scopes_entered(scope: str, eqn: Equation) -> Iterator[tuple[str, int]]:
         eqn: the equation.
 
     Yields:
-        The names of a scope and those around it, joined by slashes, and a number that tells apart
-        two times that the same scope was entered; 0 for those around the jaxpr.
+        The path of a scope, and a number that differs if the same scope was entered again; 0 for
+        those around the jaxpr.
     """
-    prefix = ""
-    entered = [
-        (scope, 0),
-        *(
-            (each.name, id(each))
-            for each in eqn.source_info.name_stack.stack
-            if type(each).__name__ == "Scope"
-        ),
-    ]
-    for names, number in entered:
+    prefix, stack = "", eqn.source_info.name_stack.stack
+    inner = [(each.name, id(each)) for each in stack if type(each).__name__ == "Scope"]
+    for names, number in [(scope, 0), *inner]:
         for name in filter(None, names.split("/")):
             prefix = f"{prefix}/{name}" if prefix else name
             yield prefix, number
@@ -243,16 +223,16 @@ def _plain_scope(stack: str) -> str:
 
 @contextlib.contextmanager
 def at_source_of(eqn: Equation, *scopes: str) -> Iterator[None]:
-    """Lets operations run where the equation was traced: in its scopes, line and JAX context.
+    """Lets operations run in the scopes, the line and the JAX context of an equation.
 
-    Marks of modules are left out of the scopes, unless an outer autocast is tracing, which reads
-    them.
+    Marks of modules are left out of the scopes, unless an outer autocast reads them.
 
     Args:
         eqn: the equation.
         scopes: names of further scopes inside of its own.
     """
-    info = _source_info()
+    from jax.extend import source_info_util as info
+
     stack = info.current_name_stack() + unmarked_stack(eqn.source_info.name_stack)
     for scope in scopes:
         stack = stack.extend(scope)
@@ -260,8 +240,8 @@ def at_source_of(eqn: Equation, *scopes: str) -> Iterator[None]:
         yield
 
 
-def looks_for_nans(operands: Sequence[Any]) -> bool:
-    """Whether JAX checks each operation for NaNs or infinities, and the operands are no tracers."""
+def looks_for_nans(operands: Sequence[Array]) -> bool:
+    """Whether JAX checks each operation on arrays, not tracers, for NaNs or infinities."""
     is_asked = any(getattr(jax.config, f"jax_debug_{what}") for what in ("nans", "infs"))
     return is_asked and not any(isinstance(array, jax.core.Tracer) for array in operands)
 
@@ -272,15 +252,15 @@ def looks_for_leaks() -> bool:
 
 
 def bind(
-    eqn: Equation, operands: Sequence[Any], *, cached: bool = False, **params: Any
-) -> list[Any]:
+    eqn: Equation, operands: Sequence[Array], *, cached: bool = False, **params: object
+) -> list[Array]:
     """Runs an equation on other operands, and returns its results as a list.
 
     Args:
         eqn: the equation.
         operands: its operands: arrays or tracers.
-        cached: whether JAX may cache the primitive and its parameters as a jitted function. An
-            equation that has effects, a jaxpr or parameters without a hash is never cached.
+        cached: whether JAX may cache the primitive and its parameters as a jitted function, which
+            it cannot with effects, a jaxpr or parameters without a hash.
         **params: the parameters that differ from the equation's.
     """
     params = unmarked_params({**eqn.params, **params})
@@ -292,7 +272,7 @@ def bind(
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def _bind(primitive: Primitive, params: dict[str, Any], *operands: Any) -> Any:
+def _bind(primitive: Primitive, params: Params, *operands: Array) -> PyTree:
     bound = primitive.get_bind_params(params)
     # JAX 0.7 returns (functions, parameters), later lines one dictionary that holds both.
     functions, bound = bound if isinstance(bound, tuple) else ((), bound)
@@ -300,23 +280,23 @@ def _bind(primitive: Primitive, params: dict[str, Any], *operands: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+def _jitted(primitive: Primitive, params: tuple[tuple[str, object], ...]) -> Callable[..., PyTree]:
     """Returns a primitive as jax.numpy would call it: jitted, and inlined into the jaxpr.
 
-    JAX then differentiates a primitive once for all equations with the same shapes, instead of
-    once for each, which would be much of the time to trace the gradients of a deep model.
+    JAX then differentiates a primitive once for all equations of the same shapes: once for each
+    would be much of the time to trace the gradients of a deep model.
     """
     # Since JAX 0.12, True inlines when lowering, JAX_EARLY when tracing, as True did before.
     inline = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
     return jax.jit(functools.partial(_bind, primitive, dict(params)), inline=inline)
 
 
-def with_dtype(aval: Any, dtype: np.dtype) -> Any:
+def with_dtype(aval: Aval, dtype: np.dtype) -> Aval:
     """Returns an abstract value in another dtype, with its sharding and its varying axes."""
     return aval if aval.dtype == dtype else aval.update(dtype=np.dtype(dtype), weak_type=False)
 
 
-def weakly_typed(array: Any) -> Any:
+def weakly_typed(array: Array) -> Array:
     """Returns the array with JAX's weak type, as a Python number has: others decide its dtype."""
     return jax.lax.convert_element_type_p.bind(
         array, new_dtype=np.dtype(array.dtype), weak_type=True, sharding=None
@@ -331,34 +311,7 @@ def scan_counts(eqn: Equation) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-_PLATFORMS = {"gpu": ("cuda", "rocm")}  # as JAX names them when it lowers a program
-
-
-def platform_branch(eqn: Equation, platform: str | None = None) -> int | None:
-    """Returns which branch of a `lax.platform_dependent` runs on a platform.
-
-    The others are in the jaxpr alone: JAX does not lower them.
-
-    Args:
-        eqn: an equation.
-        platform: such as "tpu"; None for the one that runs what is not told where to run.
-
-    Returns:
-        The number of the branch; None if the equation is another, or has no branch for this
-        platform.
-    """
-    branches = eqn.params.get("branches_platforms")
-    if eqn.primitive.name != "cond" or branches is None:
-        return None
-    platform = platform or jax.default_backend()
-    names = _PLATFORMS.get(platform, (platform,))
-    for number, platforms in enumerate(branches):
-        if platforms is None or any(name in platforms for name in names):
-            return number
-    return None
-
-
-def manual_axes(eqn: Equation) -> Any:
+def manual_axes(eqn: Equation) -> frozenset[str]:
     """Returns the names of the axes that a shard_map makes manual."""
     params = eqn.params  # JAX 0.7 calls them manual_axes
     return params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]

@@ -1,10 +1,11 @@
 """Changed jaxprs: the same program with other parameters or names, without running it anew."""
 
 from collections.abc import Callable
-from typing import Any
+
+from jmpx._jaxprs.types import Equation, Jaxpr, Params
 
 
-def with_equations(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
+def with_equations(jaxpr: Jaxpr, change: Callable[[Equation], Equation]) -> Jaxpr:
     """Returns a jaxpr, closed or open, with changed equations; the same object if none changed."""
     inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr  # of a closed one, until JAX 0.11
     eqns = [change(eqn) for eqn in inner.eqns]
@@ -14,15 +15,10 @@ def with_equations(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
     return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
 
-def with_jaxprs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Returns the parameters of an equation, the jaxprs among them changed.
+def with_jaxprs(params: Params, change: Callable[[Jaxpr], Jaxpr]) -> Params:
+    """Returns the parameters of an equation with changed jaxprs; the same object if none did."""
 
-    Args:
-        params: the parameters; the same object is returned if no jaxpr changed.
-        change: returns what replaces a jaxpr, or the jaxpr itself.
-    """
-
-    def changed(value: Any) -> Any:
+    def changed(value: object) -> object:
         if isinstance(value, tuple):  # or a named one, as of custom_linear_solve
             new = list(map(changed, value))
             is_new = any(a is not b for a, b in zip(new, value, strict=True))

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -13,19 +13,15 @@ from jmpx._base.matmul import as_matmul, matmul_precision
 FULL_PRECISION = "jmpx.full_precision"  # autocast leaves operations in it in float32
 RESTORE = "jmpx.restore"  # in it, autocast gives results their traced dtypes back
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 if TYPE_CHECKING:
 
-    class _Scope(Protocol):
+    class _Scope(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):
         """A context manager that is also a decorator."""
-
-        def __enter__(self) -> object: ...
-
-        def __exit__(self, *exception: Any) -> bool | None: ...
-
-        def __call__(self, func: _Function, /) -> _Function: ...
 
 
 @overload
@@ -36,29 +32,30 @@ def full_precision(func: None = None, *, matmul: str | None = None) -> "_Scope":
 def full_precision(func: _Function, *, matmul: str | None = None) -> _Function: ...
 
 
-def full_precision(func: Callable[..., Any] | None = None, *, matmul: str | None = None) -> Any:
+def full_precision(func: Callable[P, R] | None = None, *, matmul: str | None = None) -> Any:
     """Marks code that `jmpx.autocast` leaves as it was traced: in float32.
 
     A context manager, `with jmpx.full_precision():`, and a decorator, `@jmpx.full_precision`. It
     casts nothing by itself; outside of autocast it only names a scope, and sets the algorithm of
-    products if one is given. It holds through `jit`, loops and gradients, and no rule of a policy
-    map overrides it. An autocast that is called inside runs as its own policy says. See
-    `force_full_precision` for a function that casts its arguments.
+    products if one is given. It holds through `jit`, loops and gradients, and takes precedence over
+    all rules of policy maps. An autocast that is called inside follows its own policy.
+
+    See also: `force_full_precision` casts the arguments of a function.
 
     Args:
-        func: any callable; None for a context manager, or for a decorator that is given `matmul`.
+        func: any callable; None for a context manager, or for a decorator with `matmul`.
         matmul: the algorithm of the matrix products and convolutions inside, a name that
             `jax.default_matmul_precision` takes, in any case; None leaves it as it is. A product
-            that has a `precision=` of its own keeps that. It holds for what is traced inside: for
-            the gradients of its products, too, but not for the backward pass that a
-            `jax.custom_vjp` defines. JAX ignores a dot algorithm such as `BF16_BF16_F32_X3` for
-            convolutions: use a word such as `highest` for them.
+            with a `precision=` keeps that. It applies to what is traced inside: also to the
+            gradients of its products, but not to the backward pass that a `jax.custom_vjp` defines.
+            JAX ignores a dot algorithm such as `BF16_BF16_F32_X3` for convolutions: use a word such
+            as `highest` for them.
 
     Returns:
         A function with the signature of `func`, or a context manager.
 
     Raises:
-        TypeError: if `func` is not callable, or `matmul` is no name.
+        TypeError: if `func` is not callable, or `matmul` is not a string.
         ValueError: if the algorithm is unknown.
 
     Example:
@@ -82,7 +79,7 @@ def full_precision(func: Callable[..., Any] | None = None, *, matmul: str | None
         )
 
     @functools.wraps(func, updated=())
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         with _full_precision(matmul):
             return func(*args, **kwargs)
 

@@ -1,8 +1,8 @@
-"""The frameworks that jmpx supports, and what an adapter offers to the files below it.
+"""The frameworks that jmpx supports, and what an adapter offers to the rooms below it.
 
-To support another framework, write a file in `jmpx/_adapters/` with `sessions.py` as its base, and
-add one line to `_ADAPTERS`. The new file holds the functions that users call, and `adapter`: an
-instance of a subclass of `Adapter` that overrides what the framework needs.
+To support another framework, write a package in `jmpx/_adapters/`, of which the file `adapter.py`
+has an `adapter`: an instance of a subclass of `Adapter` that overrides what the framework needs.
+Then add one line to `_ADAPTERS`.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ T = TypeVar("T")
 # The package of a framework -> the file of its adapter. An adapter is imported after its framework
 # and never before, so that jmpx imports no framework by itself.
 _ADAPTERS = {
-    "haiku": "jmpx._adapters.haiku",
-    "equinox": "jmpx._adapters.equinox",
-    "flax.linen": "jmpx._adapters.linen",
-    "flax.nnx": "jmpx._adapters.nnx",
+    "haiku": "jmpx._adapters.haiku.adapter",
+    "equinox": "jmpx._adapters.equinox.adapter",
+    "flax.linen": "jmpx._adapters.linen.adapter",
+    "flax.nnx": "jmpx._adapters.nnx.adapter",
 }
 
 
@@ -48,50 +48,30 @@ class ClassPolicies(Protocol):
         ...
 
     def interception(self) -> AbstractContextManager[None]:
-        """Intercepts what modules call while a policy is pushed; see `_contexts.Context.hook`."""
+        """Intercepts what modules call while a policy is pushed; see `contexts.Context.hook`."""
         ...
 
 
-class Marker(Protocol):
-    """Has the modules in a pytree mark their calls, for `jmpx.autocast`.
+class Proxies(Protocol):
+    """Puts instances of proxy classes in place of the modules in pytrees, while a function runs.
+
+    They mark their calls for `jmpx.autocast`, or cast by one policy map for `jmpx.apply_policy`.
 
     Attributes:
-        made: the classes of marked modules, and the classes in whose place they are.
+        made: the proxy classes, and the classes in whose place they are.
     """
 
     made: dict[type, type]
 
-    def mark(self, tree: T) -> T:
-        """Returns a pytree whose modules mark their calls."""
+    def replace(self, tree: T) -> T:
+        """Returns a pytree with proxies in place of its modules."""
         ...
 
-    def unmark(self, tree: T) -> T:
-        """Returns a pytree whose modules are as they were before `mark`."""
-        ...
+    def restore(self, tree: T) -> T:
+        """Returns a result of the function with modules in place of their proxies.
 
-
-class Views(Protocol):
-    """Replaces the modules in pytrees by views under one policy map, for `jmpx.apply_policy`.
-
-    Attributes:
-        made: the classes of modules in views, and the classes in whose place they are.
-    """
-
-    made: dict[type, type]
-
-    def view(self, tree: T) -> T:
-        """Returns a pytree with a view in place of each outermost module in it.
-
-        A view of this policy map stays as it is, and so do optimizer states. A train state is
-        walked into, so that the paths of rules begin at each model.
-        """
-        ...
-
-    def stored(self, tree: T) -> T:
-        """Returns a result of the function with models in place of their views.
-
-        Leaves have the values of the model where the function left them alone, and the dtypes in
-        which the model stores them where it has changed them.
+        Parameters that were cast have their stored values where the function left them alone, and
+        their stored dtypes where it has changed them.
         """
         ...
 
@@ -118,37 +98,59 @@ class Adapter:
         """Marks the calls of modules while the context lasts, if the framework reports calls."""
         return contextlib.nullcontext()
 
-    def marker(self, matches: Callable[[type, str], bool]) -> Marker | None:
-        """Returns a marker, if the framework's modules can be found in pytrees.
+    def marker(self, matches: Callable[[type, str], bool]) -> Proxies | None:
+        """Returns what has modules in pytrees mark their calls; None if they cannot be found.
 
         Args:
             matches: whether the calls of a module of this class and path are to be marked.
         """
         return None
 
-    def applied(self, policy_map: PolicyMap) -> AbstractContextManager[None]:
+    def applied(self, policy_map: PolicyMap) -> AbstractContextManager[object]:
         """Casts, while the context lasts, what modules are called with, if calls are reported."""
         return contextlib.nullcontext()
 
-    def views(self, policy_map: PolicyMap) -> Views | None:
-        """Returns what makes views, if the framework's modules can be found in pytrees."""
+    def views(self, policy_map: PolicyMap) -> Proxies | None:
+        """Returns what makes views of the modules in pytrees; None if they cannot be found.
+
+        A view of this policy map stays as it is, and so do optimizer states. Train states are
+        searched for models, so that the paths of rules begin at each model.
+        """
         return None
 
     def created(self, policy: Policy, are_cast: bool) -> AbstractContextManager[None]:
         """Creates parameters in the param dtype of a policy, where no module has a policy.
 
-        Where arguments are cast, parameters would be created in the dtype of the inputs.
-
         Args:
             policy: the policy.
-            are_cast: whether the function that creates them reads them in the compute dtype, as it
-                reads its arguments; if not, it reads what its initializers return.
+            are_cast: whether the function reads parameters in the compute dtype, as it reads its
+                arguments; if not, it reads what its initializers return.
         """
         return contextlib.nullcontext()
 
     def refuse_creation(self) -> AbstractContextManager[None]:
         """Refuses, while the context lasts, to create parameters that could not leave autocast."""
         return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def required_package(package: str, framework: str) -> Iterator[None]:
+    """Says how to install a framework whose import fails; put it around the import.
+
+    Args:
+        package: the package that is imported, which is also the name of the adapter and the extra.
+        framework: the framework's name.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ModuleNotFoundError(
+            f"jmpx.{package} needs {framework}, which is not installed: "
+            f"pip install 'jmpx[{package}]'.",
+            name=package,
+        ) from None
 
 
 def imported_adapters() -> Iterator[Adapter]:

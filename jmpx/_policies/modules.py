@@ -3,18 +3,20 @@
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias, TypeVar
 
+from jmpx._base.leaves import PyTree
 from jmpx._base.stateful import apply
 from jmpx._jaxprs.marks import Module, is_marking, marking
-from jmpx._policies.frameworks import imported_adapters
+from jmpx._policies.frameworks import Proxies, imported_adapters
 from jmpx._policies.maps import PolicyMap, Rule
 
 R = TypeVar("R")
 
-# The arguments of a call are `Any`, because a function under autocast may take anything.
-_Call: TypeAlias = tuple[Callable[..., R], tuple[Any, ...], dict[str, Any]]
+# A function, with its positional and its keyword arguments.
+_Call: TypeAlias = tuple[Callable[..., R], tuple[PyTree, ...], dict[str, PyTree]]
+_Change: TypeAlias = Callable[[PyTree], PyTree]
 
 # How JAX's errors of two trees that differ begin, from JAX 0.10 on and in JAX 0.7.
 _DIFFERENT_TREES = ("pytree structure error", "Custom node type mismatch")
@@ -56,7 +58,7 @@ class Marks:
         self.seen.add(Module(cls, path))
         return any(rule.matches(cls, path) for rule in self.rules)
 
-    def call(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    def call(self, fn: Callable[..., R], *args: PyTree, **kwargs: PyTree) -> R:
         """Calls a function, for autocast to trace; modules that a rule matches mark their calls."""
         if not self.rules:
             return fn(*args, **kwargs)
@@ -66,8 +68,8 @@ class Marks:
 def call_marked(
     matches: Callable[[type, str], bool],
     fn: Callable[..., R],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
 ) -> R:
     """Calls a function, which is traced, so that modules mark their calls.
 
@@ -80,59 +82,78 @@ def call_marked(
     """
     made = (adapter.marker(matches) for adapter in imported_adapters())
     markers = [marker for marker in made if marker is not None]
-    for marker in markers:
-        fn, args, kwargs = calling(marker.mark, (fn, args, kwargs))
+    with _all_marked():
+        return call_with_proxies(markers, fn, args, kwargs)
+
+
+def call_with_proxies(
+    proxies: Sequence[Proxies],
+    fn: Callable[..., R],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    exempt: Callable[[_Change], Callable[..., PyTree]] = lambda change: (
+        lambda *arguments: change(arguments)
+    ),
+) -> R:
+    """Calls a function with proxies in place of the modules in it and its arguments.
+
+    Args:
+        proxies: what makes the proxies, of each framework.
+        fn: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        exempt: has a change of `(args, kwargs)` leave some of them as they are.
+    """
+    if fn is apply:
+        fn, args = args[0], args[1:]
+    own: _Call[R] = (fn, (), {})
     with contextlib.ExitStack() as stack:
-        for marker in markers:
-            stack.callback(marker.unmark, None)
-        stack.enter_context(_all_marked())
+        for each in proxies:
+            stack.callback(each.restore, None)
+            args, kwargs = exempt(each.replace)(args, kwargs)
+            own = _replaced(each.replace, *own)
+        fn, before, keywords = own
         try:
-            result = fn(*args, **kwargs)
+            result = fn(*before, *args, **{**keywords, **kwargs})
         except ValueError as error:
-            note_classes(error, [cls for each in markers for cls in each.made.values()], _JOINED)
+            _note_classes(error, [cls for each in proxies for cls in each.made.values()])
             raise
-    for marker in markers:
-        result = marker.unmark(result)
+        for each in proxies:
+            result = each.restore(result)
     return result
 
 
-_JOINED = (
-    "jmpx gives the modules in arguments ({names}) subclasses while it traces, so that rules can "
-    "select them: where the function joins such a part of a model with another part, as "
-    "equinox.combine does, pass both parts as arguments."
-)
-
-
-def note_classes(error: ValueError, classes: Iterable[type], note: str) -> None:
+def _note_classes(error: ValueError, classes: Iterable[type]) -> None:
     """Adds a note to JAX's error of two trees that differ in the class of a module.
 
     Args:
         error: the error.
-        classes: the classes of the modules in whose place instances of subclasses are.
-        note: the note, with `{names}` in place of the names of the classes in the error.
+        classes: the classes of the modules in whose place proxies are.
     """
     text = str(error)
     if not text.startswith(_DIFFERENT_TREES):
         return
     names = ", ".join(sorted({cls.__name__ for cls in classes if repr(cls) in text}))
     if names:
-        error.add_note(note.format(names=names))
+        error.add_note(
+            f"jmpx gives the modules in arguments ({names}) subclasses, so that rules can select "
+            "them: where the function joins a part of a model with a part from outside, as "
+            "equinox.combine does, pass both parts as arguments, or join them before the call and "
+            "pass the whole model."
+        )
 
 
-def calling(change: Callable[[Any], Any], call: _Call[R]) -> _Call[R]:
-    """Changes a function and its arguments; of a method, the object to which it is bound.
+def _replaced(
+    change: _Change, fn: Callable[..., R], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> _Call[R]:
+    """Changes a function, and the arguments that it is called with before others.
 
-    Args:
-        change: returns a pytree with its modules changed.
-        call: the function, its positional and its keyword arguments.
+    Of a method, that is the object to which it is bound; of a partial, its function and arguments.
     """
-    fn, args, kwargs = call
-    if fn is apply:
-        return calling(change, (args[0], args[1:], kwargs))
     if isinstance(fn, functools.partial):
-        return calling(change, (fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}))
+        return _replaced(change, fn.func, (*fn.args, *args), {**fn.keywords, **kwargs})
     owner, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
     if not isinstance(fn, types.MethodType) or getattr(owner, name, None) != fn:
-        return change(call)
+        return change((fn, args, kwargs))
     owner, args, kwargs = change((owner, args, kwargs))
     return getattr(owner, name), args, kwargs

@@ -1,71 +1,31 @@
 """Gradients in mixed precision, with loss scaling, of a function of any pytree."""
 
 import functools
-import inspect
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Literal, ParamSpec, TypeVar, Unpack, overload
 
-import jax
 from jax.typing import ArrayLike
 
-from jmpx._adapters.uncast import UncastLike
-from jmpx._base.dtypes import DTypeLike
+from jmpx._base.leaves import PyTree
 from jmpx._base.stateful import call
-from jmpx._devices.shards import Over
 from jmpx._scales.kinds import LossScale
-from jmpx._scales.mixed_precision import MixedPrecisionLike
-from jmpx._steps.batches import Batch
-from jmpx._steps.differentiation import Options, differentiate
+from jmpx._steps.differentiation import differentiate
+from jmpx._steps.options import GradientOptions, Options, with_options_spelled
 from jmpx._steps.results import Gradients, GradientsAndAux, ValueAndGradients
 
 P = ParamSpec("P")
 AuxT = TypeVar("AuxT")
+ValueT = TypeVar("ValueT")
 ScalingT = TypeVar("ScalingT", bound=LossScale)
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
-class GradientOptions(TypedDict, total=False):
-    """The options of gradient functions, as type checkers see them; `Options.of` has defaults."""
-
-    policy: MixedPrecisionLike | None
-    grad_dtype: DTypeLike | None
-    uncast: UncastLike
-    state_argnum: int | None
-    batch: Batch | None
-    over: Over | None
-
-
-def with_options_spelled(function: FunctionT) -> FunctionT:
-    """Gives a function with `**options` the signature in which `help` shows them one by one."""
-    own, made = (inspect.signature(each).parameters.values() for each in (function, Options.of))
-    parameters = [p for p in own if p.kind is not p.VAR_KEYWORD]
-    parameters += [p for p in made if p.kind is p.KEYWORD_ONLY]
-    vars(function)["__signature__"] = inspect.Signature(parameters)
-    return function
-
-
-@overload
-def filter_value_and_grad(
-    func: Callable[P, ArrayLike],
-    scaling: ScalingT,
-    has_aux: Literal[False] = False,
-    **options: Unpack[GradientOptions],
-) -> Callable[P, ValueAndGradients[jax.Array, ScalingT]]: ...
-
-
-@overload
-def filter_value_and_grad(
-    func: Callable[P, tuple[ArrayLike, AuxT]],
-    scaling: ScalingT,
-    has_aux: Literal[True],
-    **options: Unpack[GradientOptions],
-) -> Callable[P, ValueAndGradients[tuple[jax.Array, AuxT], ScalingT]]: ...
 
 
 @with_options_spelled
-def filter_value_and_grad(  # noqa: D417, because the options are documented one by one
-    func: Callable[..., Any], scaling: LossScale, has_aux: bool = False, **options: Any
-) -> Callable[..., ValueAndGradients[Any, Any]]:
+def filter_value_and_grad(
+    func: Callable[P, ValueT],
+    scaling: ScalingT,
+    has_aux: bool = False,
+    **options: Unpack[GradientOptions],
+) -> Callable[P, ValueAndGradients[ValueT, ScalingT]]:
     """Makes a function that computes a loss and its gradients in mixed precision.
 
     It casts the arguments of `func` by the policy, scales the loss in float32, differentiates it
@@ -103,7 +63,7 @@ def filter_value_and_grad(  # noqa: D417, because the options are documented one
             they do not fit the call, or are float64 while JAX's 64-bit types are disabled.
 
     Warns:
-        UserWarning: if a part of the policy has no effect, rounds twice, or wants a loss scale.
+        UserWarning: if a part of the policy has no effect, rounds twice, or needs a loss scale.
 
     Example:
         >>> import jax.numpy as jnp
@@ -116,7 +76,7 @@ def filter_value_and_grad(  # noqa: D417, because the options are documented one
         >>> value, grads_finite, grads["w"]
         (Array(9., dtype=float32), Array(True, dtype=bool), Array([6., 6., 6.], dtype=float32))
     """
-    return value_and_gradients_of(Options.of(func, scaling, has_aux, True, **options))
+    return value_and_gradients_of(Options(func, scaling, has_aux, True, **options))
 
 
 @overload
@@ -138,35 +98,20 @@ def filter_grad(
 
 
 @with_options_spelled
-def filter_grad(  # noqa: D417, because the options are documented one by one
-    func: Callable[..., Any], scaling: LossScale, has_aux: bool = False, **options: Any
-) -> Callable[..., Gradients[Any] | GradientsAndAux[Any, Any]]:
-    """Makes a function that computes gradients in mixed precision.
+def filter_grad(
+    func: Callable[P, ValueT],
+    scaling: ScalingT,  # pyright: ignore[reportInvalidTypeVarUse]: as of `filter_value_and_grad`
+    has_aux: bool = False,
+    **options: Unpack[GradientOptions],
+) -> Callable[..., PyTree]:
+    """Makes a function that computes gradients in mixed precision, without their loss.
 
-    It does what `filter_value_and_grad` does, whose documentation says more, without the value.
-
-    Args:
-        func: as of `filter_value_and_grad`.
-        scaling: a `NoOpLossScale`, `StaticLossScale` or `DynamicLossScale`.
-        has_aux: whether `func` returns `(loss, aux)`.
-        policy: whatever `jmpx.apply_policy` takes, by which `func` runs; None means `half`.
-        grad_dtype: the dtype of the gradients; None means that of each parameter.
-        uncast: the positions and names of arguments that are not cast.
-        state_argnum: the position of model state that comes back in aux.
-        batch: a `jmpx.Batch`, how the batch is split.
-        over: a `jmpx.Over`, the mapped axis over which gradients are averaged.
+    The arguments, errors and warnings are those of `filter_value_and_grad`.
 
     Returns:
         A function with the arguments of `func` that returns a `Gradients`, which unpacks as
         `(scaling, grads_finite, grads)`, or, with `has_aux`, a `GradientsAndAux`, which unpacks as
         `(scaling, grads_finite, grads, aux)`.
-
-    Raises:
-        TypeError: as `filter_value_and_grad`.
-        ValueError: as `filter_value_and_grad`.
-
-    Warns:
-        UserWarning: as `filter_value_and_grad`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -178,26 +123,26 @@ def filter_grad(  # noqa: D417, because the options are documented one by one
         False
         True
     """
-    return gradients_of(Options.of(func, scaling, has_aux, True, **options))
+    return gradients_of(Options(func, scaling, has_aux, True, **options))
 
 
-def value_and_gradients_of(options: Options) -> Callable[..., ValueAndGradients[Any, Any]]:
+def value_and_gradients_of(options: Options) -> Callable[..., ValueAndGradients[PyTree, PyTree]]:
     """Returns the function that computes a loss and its gradients."""
     run = functools.partial(differentiate, options)
 
     @functools.wraps(options.func, updated=())  # A module's __dict__ would be its parameters.
-    def wrapper(*args: Any, **kwargs: Any) -> ValueAndGradients[Any, Any]:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> ValueAndGradients[PyTree, PyTree]:
         return call(run, options.func, args, kwargs)
 
     return wrapper
 
 
-def gradients_of(options: Options) -> Callable[..., Gradients[Any] | GradientsAndAux[Any, Any]]:
+def gradients_of(options: Options) -> Callable[..., PyTree]:
     """Returns the function that computes gradients, without their loss."""
     value_and_grad = value_and_gradients_of(options)
 
     @functools.wraps(options.func, updated=())
-    def wrapper(*args: Any, **kwargs: Any) -> Gradients[Any] | GradientsAndAux[Any, Any]:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         value, new_scaling, grads_finite, grads = value_and_grad(*args, **kwargs)
         if options.has_aux:
             return GradientsAndAux(new_scaling, grads_finite, grads, aux=value[1])

@@ -1,36 +1,27 @@
 """Gradients of the groups of a batch that `jax.jit` splits over devices, and their mean.
 
-XLA sums gradients over devices where the backward pass makes them, in its dtype. Here the share of
-each device becomes a group with gradients of its own, so that what XLA sums over devices is their
-mean, in the dtype that the policy says.
+XLA by itself sums gradients over devices in the dtype of the backward pass. Here the share of each
+device becomes a group with gradients of its own, whose mean is computed in the policy's reduce.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jmpx._base.casts import at_least_float32, cast_like
-from jmpx._base.leaves import PyTree, is_floating, is_none, is_traceable, spell
-from jmpx._base.messages import did_you_mean
+from jmpx._base.leaves import PyTree, is_array, is_floating, is_none, is_traceable, spell
+from jmpx._steps.arrays import split_arrays
 from jmpx._steps.batches import BatchSharding, axes_of
-from jmpx._steps.microbatches import Backward, split_arrays
+from jmpx._steps.microbatches import Backward, of_arrays
 
 AXIS = "jmpx_groups"  # the mapped axis of the groups
 
 
 class Groups:
-    """The groups that a batch is split into: as many as the mesh has devices along its axes.
-
-    Args:
-        sharding: the sharding of the batch.
-
-    Raises:
-        ValueError: if there is no mesh that has its axes, or if XLA may not split arrays over them.
-    """
+    """The groups that a batch is split into: as many as the mesh has devices along its axes."""
 
     def __init__(self, sharding: BatchSharding) -> None:
         self.axes = axes_of(sharding)
@@ -48,94 +39,60 @@ class Groups:
         sharding = NamedSharding(mesh, PartitionSpec(self.axes, *others))  # pyright: ignore[reportArgumentType]
         return jax.lax.with_sharding_constraint(array, sharding)
 
-    def in_auto_axes(self, run: Callable[..., Backward], inputs: tuple[PyTree, ...]) -> Backward:
+    def in_auto_axes(
+        self, run: Callable[..., Backward], params: list[jax.Array], *others: PyTree
+    ) -> Backward:
         """Calls a function where all axes of the mesh are `Auto`, if some are `Explicit` here.
 
-        Args:
-            run: computes values and gradients of groups.
-            inputs: its arguments, the first of which are the parameters in a list. All arrays that
-                it reads have to be among them.
-
-        Returns:
-            Its result: gradients are sharded as the parameters are, aux over the groups, and all
-            else is whole on each device.
+        Its arguments hold all arrays that it reads. In its result, gradients are sharded as the
+        parameters are and aux over the groups; all else is whole on each device.
         """
         if not self.explicit_axes:
-            return run(*inputs)
-        arrays, merge = split_arrays(inputs)
-        rebuild: list[Callable[[Sequence[Any]], PyTree]] = []
+            return run(params, *others)
+        arrays, merge = split_arrays((params, *others))
+        run_on_arrays, put_back = of_arrays(run)
 
-        def body(arrays: Sequence[jax.Array]) -> Backward:
-            result = run(*merge(arrays))
-            aux, merge_aux = split_arrays(result.aux)
-            state, merge_state = split_arrays(result.state)
-            rebuild[:] = [merge_aux, merge_state]
-            return result._replace(aux=aux, state=state)
-
-        def place(*spec: Any) -> Any:
+        def place(*spec: object) -> NamedSharding:
             return NamedSharding(self.mesh.abstract_mesh, PartitionSpec(*spec))
 
-        grads = [place(*jax.typeof(param).sharding.spec) for param in inputs[0]]
-        places = Backward(place(), place(self.axes), place(), grads)
-        automatic = jax.sharding.auto_axes(body, axes=self.explicit_axes, out_sharding=places)
-        result = automatic(arrays)
-        merge_aux, merge_state = rebuild
-        return result._replace(aux=merge_aux(result.aux), state=merge_state(result.state))
+        grads = [place(*jax.typeof(param).sharding.spec) for param in params]
+        places: list[PyTree] = [place(), place(self.axes), place(), grads]
+        automatic = jax.sharding.auto_axes(
+            lambda arrays: run_on_arrays(*merge(arrays)),
+            axes=self.explicit_axes,
+            out_sharding=Backward(*places),
+        )
+        result: Backward = automatic(arrays)  # pyright: ignore[reportAssignmentType]
+        return put_back(result)
 
     def run(
         self, run: Callable[[Sequence[jax.Array]], Backward], arrays: Sequence[jax.Array]
     ) -> Backward:
-        """Runs a function of one group's arrays for all groups at once.
-
-        Args:
-            run: returns a value and gradients that are averaged over `AXIS`.
-            arrays: arrays of shape (groups, examples in each, ...).
+        """Runs a function of one group's arrays that averages over `AXIS`, for all groups at once.
 
         Returns:
             The same value and gradients, aux with a leading axis of groups, and the mean of the
             model state over groups.
-
-        Raises:
-            ValueError: if an array of model state that has no mean differs between groups, or if
-                the function names the axes of the groups in a sharding.
         """
-        rebuild: list[Callable[[Sequence[Any]], PyTree]] = []
+        run_on_arrays, put_back = of_arrays(run)
 
-        def one(part: Sequence[jax.Array]) -> Any:
-            backward = run(part)
-            aux, merge = split_arrays(backward.aux)
-            state, merge_state = split_arrays(backward.state)
-            rebuild[:] = [merge, merge_state]
-            return backward.value, aux, [_mean(x) for x in state], backward.grads
+        def one(part: Sequence[jax.Array]) -> Backward:
+            backward = run_on_arrays(part)
+            return backward._replace(state=[_mean(x) for x in backward.state])
 
-        mapped = jax.vmap(
-            one, out_axes=(None, 0, None, None), axis_name=AXIS, spmd_axis_name=self.axes
-        )
-        try:
-            value, aux, state, grads = mapped([self.constrain(array) for array in arrays])
-        except ValueError as error:
-            if "spmd_axis_name" not in str(error):
-                raise
-            raise ValueError(
-                f"Cannot split an array over {' and '.join(map(repr, self.axes))} in the function "
-                f"that is differentiated, because each group of the batch is on one device "
-                f"of it ({error}): leave the axis out of the shardings there."
-            ) from error
-        return Backward(value, rebuild[0](aux), rebuild[1](state), grads)
+        axes: list[PyTree] = [None, 0, None, None]  # Aux alone differs between groups.
+        mapped = jax.vmap(one, out_axes=Backward(*axes), axis_name=AXIS, spmd_axis_name=self.axes)
+        return put_back(mapped([self.constrain(array) for array in arrays]))
 
 
-def check_variables(new: Sequence[jax.Array], stored: Sequence[Any]) -> None:
-    """Refuses variables of an NNX module that hold something of each example.
+def check_variables(new: Sequence[jax.Array], stored: Sequence[PyTree]) -> None:
+    """Refuses new variables of an NNX module that hold something of each example.
 
-    Args:
-        new: the new arrays of one group.
-        stored: what each of them replaces; None for a new variable.
-
-    Raises:
-        ValueError: if one differs between groups, and does not replace an array of its shape.
+    `stored` has the leaves that the arrays of one group replace, and None for new variables.
     """
     for array, old in zip(new, stored, strict=True):
-        if getattr(old, "shape", None) != array.shape and _differs(array):
+        is_alike = is_array(old) and old.shape == array.shape
+        if not is_alike and _differs(array):
             raise ValueError(
                 f"Cannot average {spell(array)} in a variable of an NNX module "
                 "over the groups of the batch, because it is new or of another shape than "
@@ -144,13 +101,13 @@ def check_variables(new: Sequence[jax.Array], stored: Sequence[Any]) -> None:
 
 
 def as_placed(new: PyTree, old: PyTree) -> PyTree:
-    """Returns new model state, whose arrays are split as those are that they replace.
+    """Returns new model state, whose arrays are split as those that they replace.
 
-    Where the axes of a mesh are `Explicit`, the sharding of an array is a part of its type, which
-    the carry of a loop keeps.
+    On a mesh with `Explicit` axes, the sharding of an array is a part of its type, which the carry
+    of a loop keeps.
     """
 
-    def place(new: Any, old: Any) -> Any:
+    def place(new: PyTree, old: PyTree) -> PyTree:
         if not (is_traceable(new) and is_traceable(old)) or new.shape != old.shape:
             return new
         sharding = jax.typeof(old).sharding
@@ -188,7 +145,7 @@ def _differs(array: jax.Array) -> bool:
     return jax.lax.pmax(array, AXIS) is not array
 
 
-def _mesh_of(sharding: BatchSharding) -> Any:
+def _mesh_of(sharding: BatchSharding) -> Mesh | AbstractMesh:
     """Returns the mesh of a sharding; of the same mesh, the one whose axis types hold here."""
     here = jax.sharding.get_abstract_mesh()
     if isinstance(sharding, NamedSharding) and sharding.mesh.shape != here.shape:
@@ -196,16 +153,13 @@ def _mesh_of(sharding: BatchSharding) -> Any:
     return here
 
 
-def _check_axis(axis: str, mesh: Any) -> None:
+def _check_axis(axis: str, mesh: Mesh | AbstractMesh) -> None:
     """Refuses an axis over which nothing is split here: it is unknown, or mapped."""
     names = [str(name) for name in mesh.axis_names]
     if axis not in names:
-        if names:
-            where = f"expected one of the axes {names}{did_you_mean(axis, names)}"
-        else:
-            where = "set one by jax.set_mesh, or give a jax.sharding.NamedSharding."
         raise ValueError(
-            f"Cannot find a mesh with the axis {axis!r} of the batch's sharding: {where}"
+            f"Cannot find a mesh with the axis {axis!r} of the batch's sharding among {names}: set "
+            "one by jax.set_mesh, or give a jax.sharding.NamedSharding."
         )
     kind = dict(zip(names, mesh.axis_types, strict=True))[axis]
     if kind == AxisType.Manual:

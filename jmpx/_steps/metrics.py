@@ -1,12 +1,11 @@
 """What a logger plots of a mixed-precision run: its loss scale, and the steps that it skipped."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jmpx._base.leaves import PyTree
+from jmpx._base.leaves import Array, PyTree
 from jmpx._base.messages import describe
 from jmpx._scales.kinds import LossScale, in_place_of_loss_scale, is_loss_scale
 from jmpx._steps.progress import counts_of
@@ -19,26 +18,22 @@ _ARGUMENTS = "jmpx.metrics takes (opt_state, loss_scale), those that the step re
 def metrics(opt_state: PyTree = None, loss_scale: LossScale | None = None) -> dict[str, jax.Array]:
     """Returns the scalars of a mixed-precision step that a logger plots.
 
-    Call it at the end of the step, under `jax.jit`, and return the dict with the loss: then nothing
-    waits for the device until the logger reads them, `jax.device_get(metrics)`, all at once. It may
-    be called between steps, too. The keys depend on the arguments alone: `jmpx.NoOpLossScale()` is
-    the constant 1, so that runs in float16 and in bfloat16 share their plots.
+    Call it at the end of the step, under `jax.jit`, and return the dict with the loss: nothing
+    waits for the device until the logger reads them, by `jax.device_get(metrics)`. It may be called
+    between steps, too. The keys depend on the arguments alone: `jmpx.NoOpLossScale()` is the
+    constant 1, so that runs in float16 and in bfloat16 share their plots.
 
     Args:
         opt_state: the state of an optimizer of `skip_nonfinite`, or any pytree that holds one or
-            several, as `check_progress` takes it: an `nnx.Optimizer`, a Flax `TrainState`, a state
-            of an `optax.chain`. Of several states each number is the largest one.
+            several, as `check_progress` takes it.
         loss_scale: the loss scale of the next step, which the gradient function returned.
 
     Returns:
-        A dict of arrays of shape (), of which those are left out that nothing given tells:
-
-        - `"loss_scale"`: the factor that the next step scales its loss by, float32.
-        - `"total_skipped"`: how many steps were skipped so far, int32.
-        - `"consecutive_skipped"`: how many steps in a row were skipped, up to this one, int32.
-
-        Inside of `jax.shard_map` and `jax.pmap` they are the device's own. Of a stack of states,
-        as `jax.pmap` returns one, they are the largest counts and the smallest scale.
+        A dict of arrays of shape (): `"loss_scale"` in float32, `"total_skipped"`, the steps that
+        were skipped so far, and `"consecutive_skipped"`, those in a row up to this one, in int32;
+        without those that the arguments do not tell. Inside `jax.shard_map` and `jax.pmap` they are
+        the device's own. Of several states, or of a stack of them, they are the largest counts and
+        the smallest scale.
 
     Raises:
         TypeError: if the arguments are swapped, `loss_scale` is not a loss scale, `opt_state` is an
@@ -48,12 +43,10 @@ def metrics(opt_state: PyTree = None, loss_scale: LossScale | None = None) -> di
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import jmpx
-        >>> optimizer = jmpx.skip_nonfinite(optax.sgd(0.1))
-        >>> params = jnp.ones(2)
-        >>> _, state = optimizer.update(jnp.array([1.0, jnp.nan]), optimizer.init(params), params)
+        >>> state = jmpx.skip_nonfinite(optax.sgd(0.1)).init(jnp.ones(2))
         >>> found = jmpx.metrics(state, jmpx.DynamicLossScale(1024.0))
         >>> {name: float(value) for name, value in found.items()}
-        {'loss_scale': 1024.0, 'total_skipped': 1.0, 'consecutive_skipped': 1.0}
+        {'loss_scale': 1024.0, 'total_skipped': 0.0, 'consecutive_skipped': 0.0}
     """
     _check(opt_state, loss_scale)
     found = {} if loss_scale is None else {"loss_scale": _factor_of(loss_scale)}
@@ -69,17 +62,13 @@ def metrics(opt_state: PyTree = None, loss_scale: LossScale | None = None) -> di
     return found
 
 
-def _check(opt_state: Any, loss_scale: Any) -> None:
+def _check(opt_state: object, loss_scale: object) -> None:
     """Refuses arguments that are not of their kinds, and would be left out in silence."""
-    if is_loss_scale(opt_state):
+    if is_loss_scale(opt_state) or is_optimizer(opt_state):
+        kind = "loss scale" if is_loss_scale(opt_state) else "optimizer"
         raise TypeError(
-            "Expected an optimizer state as the first argument of jmpx.metrics, got the loss scale "
-            f"{describe(opt_state)}: pass it second, or as loss_scale=."
-        )
-    if is_optimizer(opt_state):
-        raise TypeError(
-            "Expected an optimizer state as the first argument of jmpx.metrics, got the optimizer "
-            f"{name_of(opt_state)}: pass the state that its update or jmpx.optimizer_update made."
+            "Expected an optimizer state as the first argument of jmpx.metrics, got the "
+            f"{kind} {name_of(opt_state)}: {_ARGUMENTS}."
         )
     if loss_scale is not None and not is_loss_scale(loss_scale):
         raise TypeError(
@@ -94,6 +83,6 @@ def _factor_of(loss_scale: LossScale) -> jax.Array:
     return jnp.asarray(one_scale.scale(jnp.ones((), jnp.float32)), jnp.float32)
 
 
-def _largest(count: Any) -> jax.Array:
+def _largest(count: Array | int) -> jax.Array:
     count = jnp.asarray(count, jnp.int32)
     return count.max() if count.ndim else count

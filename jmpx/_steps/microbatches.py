@@ -1,76 +1,83 @@
 """Gradients summed over the micro-batches of a batch, in float32."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jmpx._base.axes import tracked_axes, vary, varying_axes
 from jmpx._base.casts import at_least_float32
-from jmpx._base.leaves import PyTree, is_floating, is_traceable
+from jmpx._base.leaves import PyTree, is_floating
+from jmpx._steps.arrays import Merge, split_arrays
 
 
 class Backward(NamedTuple):
-    """What one forward and backward pass gives, or the passes of all micro-batches together.
+    """The result of a forward and a backward pass, or of those of all micro-batches together."""
 
-    Attributes:
-        value: the unscaled loss.
-        aux: what the function returned besides its loss and its model state.
-        state: the model state after the pass.
-        grads: the scaled gradients, in float32 or wider.
-    """
-
-    value: jax.Array
-    aux: PyTree
-    state: PyTree
-    grads: list[jax.Array]
+    value: jax.Array  # the unscaled loss
+    aux: PyTree  # what the function returned besides its loss and its model state
+    state: PyTree  # the model state after the pass
+    grads: list[jax.Array]  # the scaled gradients, in float32 or wider
 
 
-Run = Callable[[PyTree, Sequence[jax.Array]], Backward]  # of a state and of the arrays of one part
+BackwardT: TypeAlias = Callable[..., Backward]
+Carry: TypeAlias = tuple[list[jax.Array], list[jax.Array]]  # sums of gradients, and state
+
+
+def of_arrays(run: BackwardT) -> tuple[BackwardT, Callable[[Backward], Backward]]:
+    """Returns a function whose aux and state are arrays alone, and what puts the rest back in."""
+    merges: list[Merge] = []
+
+    def run_on_arrays(*args: PyTree) -> Backward:
+        result = run(*args)
+        (aux, merge_aux), (state, merge_state) = map(split_arrays, (result.aux, result.state))
+        merges[:] = [merge_aux, merge_state]
+        return result._replace(aux=aux, state=state)
+
+    def put_back(result: Backward) -> Backward:
+        merge_aux, merge_state = merges
+        return result._replace(aux=merge_aux(result.aux), state=merge_state(result.state))
+
+    return run_on_arrays, put_back
 
 
 def accumulate(
-    run: Run, state: PyTree, parts: Sequence[jax.Array], params: Sequence[jax.Array]
+    run: Callable[[PyTree, Sequence[jax.Array]], Backward],
+    state: PyTree,
+    parts: Sequence[jax.Array],
+    params: Sequence[jax.Array],
 ) -> Backward:
     """Runs micro-batches one after the other, and averages their values and gradients.
 
-    The loop holds the function once. It adds gradients in float32 and reduces nothing over devices.
-    Each micro-batch starts from the model state that the one before it left.
-
-    Args:
-        run: runs one micro-batch.
-        state: the model state before the first one; leaves that are no arrays do not change.
-        parts: arrays of shape (micro-batches, examples in each, ...).
-        params: the parameters, in whose shapes the gradients are.
+    The loop holds the function once. It adds gradients in float32, in the shapes of `params`, and
+    reduces nothing over devices. Each part, of arrays of shape (micro-batches, examples in each,
+    ...), starts from the state that the one before it left, of which only arrays change.
 
     Returns:
-        The mean value and the mean gradients, the state after the last micro-batch, and aux with a
-        leading axis of micro-batches.
+        The means, the last state, and aux with a leading axis of micro-batches.
     """
     arrays, merge = split_arrays(state)
-    rebuild: list[Callable[[Sequence[Any]], PyTree]] = []
+    run, put_back = of_arrays(run)
 
-    def body(carry: Any, part: Sequence[jax.Array]) -> Any:
+    def body(carry: Carry, part: Sequence[jax.Array]) -> tuple[Carry, tuple[jax.Array, PyTree]]:
         totals, arrays = carry
         one = run(merge(arrays), part)
         totals = [t + grad.astype(t.dtype) for t, grad in zip(totals, one.grads, strict=True)]
-        aux, merge_aux = split_arrays(one.aux)
-        rebuild[:] = [merge_aux]
-        return (totals, split_arrays(one.state)[0]), (one.value, aux)
+        return (totals, one.state), (one.value, one.aux)
 
     totals = [_like(param) for param in params]
     first = [part[0] for part in parts]
     arrays = _settled(lambda arrays: body((totals, arrays), first)[0][1], arrays)
     axes = [varying_axes(array) for array in arrays]
 
-    def step(carry: Any, part: Sequence[jax.Array]) -> Any:
+    def step(carry: Carry, part: Sequence[jax.Array]) -> tuple[Carry, tuple[jax.Array, PyTree]]:
         (totals, arrays), results = body(carry, part)
         return (totals, _vary_each(arrays, axes)), results
 
     (totals, arrays), (values, aux) = jax.lax.scan(step, (totals, arrays), list(parts))
     grads = [total / len(values) for total in totals]
-    return Backward(values.mean(), rebuild[0](aux), merge(arrays), grads)
+    return put_back(Backward(values.mean(), aux, arrays, grads))._replace(state=merge(arrays))
 
 
 def _like(param: jax.Array) -> jax.Array:
@@ -98,19 +105,5 @@ def _settled(
     return arrays
 
 
-def _vary_each(arrays: Sequence[jax.Array], axes: Sequence[Any]) -> list[jax.Array]:
+def _vary_each(arrays: Sequence[jax.Array], axes: Sequence[frozenset[Hashable]]) -> list[jax.Array]:
     return [vary([array], over)[0] for array, over in zip(arrays, axes, strict=True)]
-
-
-def split_arrays(tree: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[Any]], PyTree]]:
-    """Takes the arrays out of a pytree; returns them, and a function that puts such a list back."""
-    leaves, treedef = jax.tree.flatten(tree)
-    indices = [index for index, leaf in enumerate(leaves) if is_traceable(leaf)]
-
-    def merge(arrays: Sequence[Any]) -> PyTree:
-        merged = list(leaves)
-        for index, array in zip(indices, arrays, strict=True):
-            merged[index] = array
-        return treedef.unflatten(merged)
-
-    return [jnp.asarray(leaves[index]) for index in indices], merge

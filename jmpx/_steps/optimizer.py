@@ -1,6 +1,5 @@
 """Optimizer steps that are skipped when gradients are not finite."""
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -12,25 +11,23 @@ from jmpx._base.nnx_objects import holds_objects
 from jmpx._base.stateful import parameters_of
 from jmpx._base.trees import Flag, all_finite, as_flag
 from jmpx._steps.optimizer_checks import (
-    check_limit,
+    LIMIT_REMEDY,
     check_optimizer,
     check_skip_by,
-    check_state,
-    refuse_skip,
+    refuse_state,
     trained_part,
-    warn_of_cast_masters,
     warn_of_inner_counts,
-    warn_of_later_steps,
-    warn_of_multi_steps,
     warn_of_views,
 )
 from jmpx._steps.skipping import SkipBy, refuse_beyond, take_or_keep
+from jmpx._steps.whole_numbers import check_whole
 from jmpx._storage.low_precision_params import LowPrecisionParams
 from jmpx._storage.transformations import apply_update, with_extra_args
 
 if TYPE_CHECKING:
     import optax
 
+T = TypeVar("T")
 ModelT = TypeVar("ModelT")
 StateT = TypeVar("StateT")
 
@@ -40,19 +37,9 @@ class SkipNonfiniteState(NamedTuple):
 
     Attributes:
         inner_state: the state of the wrapped optimizer.
-        grads_finite: whether the last step was taken: a bool array of shape (). Use it to select
-            other state that the step made, such as moving averages.
+        grads_finite: whether the last step was taken: a bool array of shape ().
         total_skipped: how many steps were skipped so far: an int32 array of shape ().
-        consecutive_skipped: how many steps in a row were skipped, up to the last one: an int32
-            array of shape ().
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import jmpx
-        >>> state = jmpx.skip_nonfinite(optax.sgd(0.1)).init({"w": jnp.ones(2)})
-        >>> isinstance(state, jmpx.types.SkipNonfiniteState), int(state.total_skipped)
-        (True, 0)
+        consecutive_skipped: how many of them in a row, up to the last step: the same.
     """
 
     __module__ = "jmpx.types"
@@ -72,44 +59,32 @@ def skip_nonfinite(
     """Wraps an optax optimizer so that it skips steps with non-finite gradients, and counts them.
 
     A skipped step leaves the wrapped optimizer's state as it was, step counts and schedules
-    included, and returns updates of -0.0, which leave parameters as they were to the bit. Make it
-    the outermost transformation, because transformations around it see skipped steps: an
-    `optax.MultiSteps` around it keeps an overflow in its sum for ever. Write
-    `skip_nonfinite(optax.MultiSteps(optimizer, n))`, which skips one micro-step. Unlike
-    `optax.apply_if_finite` it never applies a non-finite update, however many it has skipped.
-
-    A run that diverged skips every step from then on. Where the loop is Python's,
-    `jmpx.inspect.check_progress` tells: it adds nothing to the program, and raises in every
-    process. `max_consecutive_skips` is for other loops, such as a `lax.scan` over the steps: a
-    callback raises from inside of the compiled program, for one comparison and one `lax.cond` a
-    step. Python sees the error when it next waits for the program: a `jax.errors.JaxRuntimeError`,
-    whose text ends with ours, and the results of the program are lost. Under `jax.jit` on several
-    processes, one of them raises, and the others fail once it has ended. `jax.export` refuses such
-    a program, and JAX before 0.12 leaves it out of the persistent compilation cache.
+    included, and returns updates of -0.0, which leave parameters as they were to the bit. Unlike
+    `optax.apply_if_finite` it never applies a non-finite update, however many it has skipped. Make
+    it the outermost transformation: the sum of an `optax.MultiSteps` around it stays non-finite
+    after one overflow, while `skip_nonfinite(optax.MultiSteps(optimizer, n))` skips one micro-step.
 
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`.
-        skip_by: "where" or "cond", as in `optimizer_update`, which ignores this one and takes its
-            own. The default is "where": a `lax.cond` would write its updates to memory, and the
-            function that applies them would read them again, 8 bytes a parameter.
-        max_consecutive_skips: how many steps in a row may be skipped; the one after them raises.
-            None sets no limit, and adds nothing to the program.
+        skip_by: "where" or "cond", as in `optimizer_update`, which takes its own instead. A
+            `lax.cond` writes the updates to memory and reads them again, 8 bytes a parameter.
+        max_consecutive_skips: how many steps in a row may be skipped; a callback raises at the one
+            after them, for loops inside the program, such as a `lax.scan` over the steps. Python
+            sees a `jax.errors.JaxRuntimeError` when it next waits for the program, whose results
+            are lost. `jax.export` refuses such a program. None adds nothing to the program.
 
     Returns:
-        An optax gradient transformation whose `update` takes an optional `grads_finite=`, a scalar
-        bool that says whether to take the step; without it, the gradients are checked. Other extra
-        arguments are handed on. Its state is a `SkipNonfiniteState`. Outside of `jax.jit`, `update`
-        and `optimizer_update` raise a FloatingPointError where the limit is passed.
+        An optax gradient transformation with a `SkipNonfiniteState`, whose `update` takes an
+        optional `grads_finite=`, a scalar bool that says whether to take the step; without it, the
+        gradients are checked. Other extra arguments are handed on.
 
     Raises:
-        TypeError: if `optimizer` is not an optax gradient transformation, or
-            `max_consecutive_skips` is not a whole number.
-        ValueError: if `skip_by` is neither "where" nor "cond", or `max_consecutive_skips` is less
-            than 1.
+        TypeError: if an argument is of another type.
+        ValueError: if `skip_by` or `max_consecutive_skips` has no such value.
 
-    Warns:
-        UserWarning: when its `init` is called by that of `optax.MultiSteps`; when `init` or
-            `update` is given parameters that `optimizer_update` warns of.
+    See Also:
+        `jmpx.inspect.check_progress` ends loops in Python: it adds nothing to the program, and
+        raises in every process.
 
     Example:
         >>> import jax.numpy as jnp
@@ -127,7 +102,9 @@ def skip_nonfinite(
     check_skip_by(skip_by)
     inner = with_extra_args(optimizer)
     if max_consecutive_skips is not None:
-        max_consecutive_skips = check_limit(max_consecutive_skips, "max_consecutive_skips")
+        max_consecutive_skips = check_whole(
+            max_consecutive_skips, "max_consecutive_skips", LIMIT_REMEDY
+        )
     skipping = _SkipNonfinite(inner, skip_by, max_consecutive_skips)
     return optax.GradientTransformationExtraArgs(skipping.init, skipping.update)
 
@@ -140,9 +117,6 @@ class _SkipNonfinite(NamedTuple):
     limit: int | None
 
     def init(self, params: "optax.Params") -> SkipNonfiniteState:
-        import optax
-
-        warn_of_multi_steps(inspect.unwrap(optax.MultiSteps.init))
         warn_of_views(params)
         # Two arrays: a jitted step that donates the state cannot donate one array twice.
         total, consecutive = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
@@ -151,15 +125,15 @@ class _SkipNonfinite(NamedTuple):
     def update(
         self,
         updates: "optax.Updates",
-        state: Any,
+        state: "optax.OptState",
         params: "optax.Params | None" = None,
         *,
         grads_finite: Flag | None = None,
         **extra_args: Any,
     ) -> "tuple[optax.Updates, SkipNonfiniteState]":
-        check_state(state)
+        if not isinstance(state, SkipNonfiniteState):
+            refuse_state(state)
         warn_of_views((updates, params))
-        warn_of_cast_masters(params, self.inner, state.inner_state, updates)
         if grads_finite is None:
             grads_finite = all_finite(updates)
 
@@ -176,12 +150,7 @@ class _SkipNonfinite(NamedTuple):
     def counted(
         self, state: SkipNonfiniteState, inner_state: PyTree, grads_finite: Flag
     ) -> SkipNonfiniteState:
-        """Returns the state after a step, which counts the step if it was skipped.
-
-        Raises:
-            FloatingPointError: if more steps in a row were skipped than the limit allows: now if
-                the count is concrete, when the program runs if it is traced.
-        """
+        """Returns the state after a step, which counts the step if it was skipped."""
         finite = as_flag(grads_finite, "grads_finite")
         skipped = (~finite).astype(jnp.int32)
         consecutive = (state.consecutive_skipped + 1) * skipped
@@ -193,30 +162,6 @@ class _SkipNonfinite(NamedTuple):
             total_skipped=state.total_skipped + skipped,
             consecutive_skipped=consecutive,
         )
-
-
-def _count_skip(
-    optimizer: Any,
-    state: SkipNonfiniteState,
-    inner_state: PyTree,
-    grads_finite: Flag,
-    by_update: Callable[[], SkipNonfiniteState],
-) -> SkipNonfiniteState:
-    """Returns the state of `skip_nonfinite` after a step that `optimizer_update` took or skipped.
-
-    Args:
-        optimizer: the optimizer, whose limit of skips holds.
-        state: the state before the step.
-        inner_state: the new state of the wrapped optimizer.
-        grads_finite: whether the step was taken.
-        by_update: calls the optimizer's `update` by the flag, and returns the state. Its counts are
-            taken where the optimizer is one of functions around those of `skip_nonfinite`, which
-            hide the limit.
-    """
-    skipping = getattr(inspect.unwrap(optimizer.update), "__self__", None)
-    if isinstance(skipping, _SkipNonfinite):
-        return skipping.counted(state, inner_state, grads_finite)
-    return by_update()._replace(inner_state=inner_state)
 
 
 def optimizer_update(
@@ -245,37 +190,31 @@ def optimizer_update(
         grads: gradients of the structure of `model`, as `filter_grad` returns them.
         grads_finite: whether to take the step: a scalar bool, traced or not.
         skip_by: "cond" runs the update in a `lax.cond`, which a skipped step does not enter.
-            "where" always computes the update and then selects. None, the default, takes "where" on
-            TPUs and "cond" elsewhere, by the platform that the program is lowered for, so that one
-            compiled for a TPU on another machine has "where", too. On a GPU "where" may be faster,
-            because it fuses with the optimizer, while a `lax.cond` may wait for the host to read
-            the flag: measure both. "where" is taken in any case for a flag that is not traced, or
-            that varies over the devices of a `jax.shard_map`.
+            "where" always computes the update and then selects, which fuses with the optimizer.
+            None takes "where" on TPUs and "cond" elsewhere, by the platform that the program is
+            lowered for. A flag that is not traced, or that varies over the devices of a
+            `jax.shard_map`, always takes "where".
         **extra_args: other arguments of `optimizer.update`, such as `value=`.
 
     Returns:
-        The new `(model, optimizer_state)`: the model's leaves of the dtypes that they had, those of
-        the state of the dtypes that optax gives them.
+        The new `(model, optimizer_state)`: the model's leaves in the dtypes that they had, those of
+        the state in the dtypes that optax gives them.
 
     Raises:
-        TypeError: if `grads_finite` is not a scalar bool, the arguments are not in this order, the
-            state of an NNX module's optimizer was made of the module itself, or `skip_by` is given
-            by its old name `skip`.
-        ValueError: if `skip_by` is neither "cond" nor "where" nor None.
+        TypeError: if `grads_finite` is not a scalar bool, the arguments are not in this order, or
+            the state of an NNX module's optimizer was made of the module itself.
+        ValueError: if `skip_by` has no such value.
 
     Warns:
-        UserWarning: if `model` is a view, which holds rounded parameters; if all parameters and
-            gradients are of 16 bits and the state was made of wider parameters; if `skip_nonfinite`
-            is inside of other transformations, where it does not count what this function skips; if
-            an `optax.chain` has transformations after `low_precision_params`.
+        UserWarning: if `model` is a view, which holds rounded parameters, or if `skip_nonfinite` is
+            inside other transformations, where it does not count what this function skips.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import jmpx
-        >>> model, optimizer = {"w": jnp.ones(2), "activation": jnp.tanh}, optax.sgd(0.5)
-        >>> grads = {"w": jnp.ones(2), "activation": None}
-        >>> state = optimizer.init({"w": model["w"], "activation": None})
+        >>> model, optimizer, grads = {"w": jnp.ones(2)}, optax.sgd(0.5), {"w": jnp.ones(2)}
+        >>> state = optimizer.init(model)
         >>> model, state = jmpx.optimizer_update(model, optimizer, state, grads, jnp.array(True))
         >>> model["w"]
         Array([0.5, 0.5], dtype=float32)
@@ -283,48 +222,45 @@ def optimizer_update(
     if skip_by is not None:
         check_skip_by(skip_by)
     check_optimizer(optimizer)
-    refuse_skip(optimizer, extra_args)
     warn_of_views(model)
     before, put_back = _parameters_of(model, optimizer_state, grads)
     params = trained_part(before, grads)
-    warn_of_cast_masters(params, optimizer, optimizer_state, grads)
-    old_state: Any = optimizer_state
-    counts = isinstance(old_state, SkipNonfiniteState)
-    if not counts and grads_finite is not True:
-        warn_of_inner_counts(old_state, SkipNonfiniteState)
-    warn_of_later_steps(old_state)
-    inner_state = old_state.inner_state if counts else old_state
-    inner_args, low_precision = extra_args, _low_precision_of(optimizer)
-    if counts:
-        extra_args = {**extra_args, "grads_finite": True}  # `take` runs for a step that is taken.
+    state: PyTree = optimizer_state
+    skipping = _made_by(_SkipNonfinite, optimizer)
+    inner, inner_state = optimizer, state
+    counts = isinstance(state, SkipNonfiniteState)
+    if skipping is not None:
+        if not counts:
+            refuse_state(state)
+        inner, inner_state = skipping.inner, state.inner_state
+    elif counts:  # Functions around those of `skip_nonfinite` hide its limit: it skips by itself.
+        extra_args, grads_finite = {**extra_args, "grads_finite": grads_finite}, True
+    elif grads_finite is not True:
+        warn_of_inner_counts(state, SkipNonfiniteState)
+    low_precision = _made_by(LowPrecisionParams, inner)
 
     def take() -> tuple[PyTree, PyTree]:
-        state: Any
         if low_precision is not None:
-            return low_precision.step(grads, inner_state, params, **inner_args)
-        updates, state = optimizer.update(grads, old_state, params, **extra_args)
-        stepped = jax.tree.map(apply_update, updates, params, is_leaf=is_none)
-        return stepped, state.inner_state if counts else state
+            return low_precision.step(grads, inner_state, params, **extra_args)
+        updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+        return jax.tree.map(apply_update, updates, params, is_leaf=is_none), new_state
 
-    def keep(new: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        return params, inner_state
-
-    new_state: Any
-    stepped, new_state = take_or_keep(grads_finite, take, keep, skip_by)
-    if counts:
-        given = {**extra_args, "grads_finite": grads_finite}
-        by_update: Any = lambda: optimizer.update(grads, old_state, params, **given)[1]  # noqa: E731
-        new_state = _count_skip(optimizer, old_state, new_state, grads_finite, by_update)
+    new_state: PyTree
+    stepped, new_state = take_or_keep(
+        grads_finite, take, lambda new: (params, inner_state), skip_by
+    )
+    if skipping is not None:
+        new_state: PyTree = skipping.counted(state, new_state, grads_finite)
     merge = lambda new, old: old if new is None else new  # noqa: E731
     return put_back(jax.tree.map(merge, stepped, before, is_leaf=is_none)), new_state
 
 
-def _low_precision_of(optimizer: Any) -> LowPrecisionParams | None:
-    """Returns the `low_precision_params` that an optimizer is, or that `skip_nonfinite` wraps."""
+def _made_by(
+    cls: type[T], optimizer: "optax.GradientTransformation | optax.MultiSteps"
+) -> T | None:
+    """Returns the object of a class whose method is the `update` of an optimizer, if any."""
     owner = getattr(optimizer.update, "__self__", None)
-    if isinstance(owner, _SkipNonfinite):
-        owner = getattr(owner.inner.update, "__self__", None)
-    return owner if isinstance(owner, LowPrecisionParams) else None
+    return owner if isinstance(owner, cls) else None
 
 
 def _parameters_of(
@@ -332,8 +268,7 @@ def _parameters_of(
 ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Returns the pytree that the optimizer updates, and a function from it to the new model.
 
-    An NNX module is updated in place if its gradients are those of `filter_grad`. If they are a
-    module themselves, as `jax.grad` returns them, the model is a pytree like any other.
+    If the gradients are an NNX module, as `jax.grad` returns them, so is what is updated.
     """
     if not holds_objects(model) or holds_objects(grads):
         return model, lambda new: new

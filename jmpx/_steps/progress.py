@@ -1,8 +1,7 @@
 """Whether training makes progress: which gradients are not finite, and for how long none were."""
 
-import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.core
@@ -10,37 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.casts import at_least_float32
-from jmpx._base.leaves import PyTree, is_array, is_floating, is_inexact_array, is_traceable
+from jmpx._base.leaves import Array, PyTree, is_array, is_floating, is_inexact_array, is_traceable
 from jmpx._base.messages import describe
-from jmpx._scales.kinds import (
-    DynamicLossScale,
-    LossScale,
-    NoOpLossScale,
-    StaticLossScale,
-    is_loss_scale,
-)
+from jmpx._scales.kinds import DynamicLossScale, LossScale, NoOpLossScale, is_loss_scale
 from jmpx._scales.numbers import format_number, shortest
-from jmpx._steps.optimizer_checks import LARGEST_COUNT, MAX_CONSECUTIVE_SKIPS, check_limit
+from jmpx._steps.optimizer_checks import LIMIT_REMEDY, MAX_CONSECUTIVE_SKIPS
+from jmpx._steps.whole_numbers import check_whole
 
+Leaf: TypeAlias = Any  # an array or a Python number
 _NAMED_LEAVES = 3  # in a message
-_LARGEST_START = 40  # No run begins with more than 2**40, the range of float16: 2**-24 to 2**16.
-_CARRY = "return it from the step"
 
 
 class NonfiniteCounts(NamedTuple):
-    """How many elements of an array are not finite.
-
-    Attributes:
-        inf: how many are infinite: an int32 array of shape ().
-        nan: how many are NaN: an int32 array of shape ().
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
-        >>> counts = jmpx.inspect.nonfinite([jnp.array([1.0, jnp.nan])])["[0]"]
-        >>> isinstance(counts, jmpx.inspect.NonfiniteCounts), int(counts.inf), int(counts.nan)
-        (True, 0, 1)
-    """
+    """How many elements of an array are infinite (`inf`) and NaN: int32 arrays of shape ()."""
 
     __module__ = "jmpx.inspect"
 
@@ -51,29 +32,26 @@ class NonfiniteCounts(NamedTuple):
 def nonfinite(tree: PyTree) -> dict[str, NonfiniteCounts]:
     """Counts the infinities and the NaNs in each leaf of a pytree, such as gradients.
 
-    It may be called under `jax.jit`, where it costs two reductions a leaf.
-
     Args:
         tree: any pytree. Floating and complex arrays and Python floats are counted, as
-            `jmpx.all_finite` checks them; other leaves are left out.
+            `jmpx.all_finite` checks them; other leaves are left out. Under `jax.jit` it costs two
+            reductions a leaf.
 
     Returns:
-        The counts by the path of the leaf, such as `"['layer']['w']"`, also where both are 0. An
-        element of a complex leaf whose parts are infinite and NaN is counted twice. A leaf of
-        2**31 elements or more is counted in float32, up to 2**31 - 128.
+        The counts by the path of the leaf, such as `"['layer']['w']"`. An element of a complex leaf
+        whose parts are infinite and NaN is counted twice.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> grads = {"w": jnp.array([jnp.inf, jnp.nan, jnp.nan]), "b": jnp.ones(2)}
-        >>> counts = jmpx.inspect.nonfinite(grads)
+        >>> counts = jmpx.inspect.nonfinite({"w": jnp.array([jnp.inf, jnp.nan, jnp.nan])})
         >>> {path: (int(inf), int(nan)) for path, (inf, nan) in counts.items()}
-        {"['b']": (0, 0), "['w']": (1, 2)}
+        {"['w']": (1, 2)}
     """
     return {path: _count(leaf) for path, leaf in _inexact_leaves(tree).items()}
 
 
-def _inexact_leaves(tree: PyTree) -> dict[str, Any]:
+def _inexact_leaves(tree: PyTree) -> dict[str, Leaf]:
     return {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -81,18 +59,12 @@ def _inexact_leaves(tree: PyTree) -> dict[str, Any]:
     }
 
 
-def _count(leaf: Any) -> NonfiniteCounts:
+def _count(leaf: Leaf) -> NonfiniteCounts:
     if is_array(leaf) and not is_traceable(leaf):
         inf, nan = (jnp.asarray(np.sum(f(leaf)), jnp.int32) for f in (np.isinf, np.isnan))
         return NonfiniteCounts(inf, nan)
     wide = at_least_float32(leaf) if is_floating(leaf) else leaf
-    return NonfiniteCounts(_sum(jnp.isinf(wide)), _sum(jnp.isnan(wide)))
-
-
-def _sum(flags: jax.Array) -> jax.Array:
-    if flags.size <= LARGEST_COUNT:
-        return flags.sum(dtype=jnp.int32)
-    return jnp.minimum(flags.sum(dtype=jnp.float32), LARGEST_COUNT - 127).astype(jnp.int32)
+    return NonfiniteCounts(*(f(wide).sum(dtype=jnp.int32) for f in (jnp.isinf, jnp.isnan)))
 
 
 def check_progress(
@@ -103,52 +75,46 @@ def check_progress(
 ) -> None:
     """Raises if an optimizer of `skip_nonfinite` has skipped too many steps in a row.
 
-    A run that diverged would skip for ever and learn nothing. Call this on the host, between steps:
-    it waits for one number of the state, reads the loss scale only for its error, and adds nothing
-    to the compiled step. Where waiting for every step is too much, call it every hundredth.
-
-    Every process of a program raises at the same step, where all of them have the state, as in data
-    parallelism. `skip_nonfinite(max_consecutive_skips=)` raises from inside of the compiled
-    program, for loops that the program itself runs.
+    A run that diverged would skip every step and learn nothing. Call this on the host, between
+    steps: it waits for one number of the state, and adds nothing to the compiled step. Where
+    waiting for every step is too much, call it every hundredth. Every process of a program raises
+    at the same step, where all of them have the state, as in data parallelism.
 
     Args:
         opt_state: the state of an optimizer of `skip_nonfinite`, or any pytree that holds one or
             several, such as a Flax `TrainState`, an `nnx.Optimizer` or a stack of states from
             `jax.pmap`; the longest row counts. Any field or key `consecutive_skipped` is read.
         loss_scale: the loss scale of the same step.
-        grads: gradients of the last step: the error names those that are not finite. They are
-            looked at only then.
+        grads: gradients of the last step: the error names those that are not finite.
         max_consecutive: how many steps in a row may be skipped; one more is an error. The default
-            is more than a scale of 2**24 needs to fall to 1 by halves. Give more where a
-            `backoff_factor` near 1 lets it fall slowly.
+            is more than a scale of 2**24 needs to fall to 1 by halves.
 
     Raises:
         FloatingPointError: if more steps than `max_consecutive` were skipped in a row. It tells how
-            many, the loss scale, and whether it can still fall, or never changed, as one does that
-            the step closes over.
-        TypeError: if `opt_state` holds no state of `skip_nonfinite`, `loss_scale` is not a loss
-            scale, a value is traced, as under `jax.jit`, or `max_consecutive` is no whole number.
+            many, the loss scale, and whether it can still fall.
+        TypeError: if an argument is of another type, or traced, as under `jax.jit`.
         ValueError: if `max_consecutive` is less than 1.
+
+    See Also:
+        `jmpx.skip_nonfinite(max_consecutive_skips=)` raises from inside the compiled program, for
+        loops that the program itself runs.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import jmpx
-        >>> optimizer, scaling = jmpx.skip_nonfinite(optax.sgd(0.1)), jmpx.DynamicLossScale(2.0)
-        >>> params, grads = jnp.ones(2), jnp.array([1.0, jnp.nan])
-        >>> state = optimizer.init(params)
+        >>> optimizer, params = jmpx.skip_nonfinite(optax.sgd(0.1)), jnp.ones(2)
+        >>> grads, state = jnp.array([1.0, jnp.nan]), optimizer.init(params)
         >>> for _ in range(3):
         ...     _, state = optimizer.update(grads, state, params)
-        ...     scaling = scaling.adjust(state.grads_finite)
-        >>> jmpx.inspect.check_progress(state, scaling, grads, max_consecutive=3)
-        >>> jmpx.inspect.check_progress(state, scaling, grads, max_consecutive=2)
+        >>> jmpx.inspect.check_progress(state, jmpx.NoOpLossScale(), grads, max_consecutive=2)
         Traceback (most recent call last):
         ...
-        FloatingPointError: Skipped 3 optimizer steps in a row, more than max_consecutive=2, with
-        the loss scale at its floor of 1, and infinities or NaN in grads (1 NaN): lower the
-        learning rate, or look for the cause in the data and by jmpx.inspect.nonfinite(grads).
+        FloatingPointError: Skipped 3 optimizer steps in a row, more than max_consecutive=2, without
+        a loss scale, and infinities or NaN in grads (1 NaN): lower the learning rate, or look for
+        the cause in the data and by jmpx.inspect.nonfinite(grads).
     """
-    limit = check_limit(max_consecutive, "max_consecutive")
+    limit = check_whole(max_consecutive, "max_consecutive", LIMIT_REMEDY)
     raise_if_stuck(opt_state, loss_scale, grads, limit, f"max_consecutive={limit}")
 
 
@@ -177,22 +143,21 @@ def raise_if_stuck(
         )
     count = max(int(_read(counter).max()) for counter in counters)
     if count > limit:
-        where, remedy = _about(loss_scale, count)
+        where, remedy = _about(loss_scale)
         raise FloatingPointError(
             f"Skipped {count} optimizer steps in a row, more than {source}, {where}"
             f"{_named(grads)}: {remedy}."
         )
 
 
-def counts_of(opt_state: PyTree, name: str) -> list[Any]:
+def counts_of(opt_state: PyTree, name: str) -> list[Array | int]:
     """Returns the counts of `skip_nonfinite` of this name, wherever a pytree has them.
 
-    They are found by their name, because a checkpoint and an `nnx.State` hold dicts in place of a
-    `SkipNonfiniteState`.
+    Checkpoints and `nnx.State` have dicts in place of a `SkipNonfiniteState`.
     """
-    found: list[Any] = []
+    found: list[PyTree] = []
 
-    def visit(node: Any) -> bool:  # With all leaves and paths it would take longer.
+    def visit(node: object) -> bool:  # With all leaves and paths it would take longer.
         if isinstance(node, tuple):
             found.append(getattr(node, name, None))
         elif not is_array(node) and isinstance(node, Mapping):
@@ -204,50 +169,38 @@ def counts_of(opt_state: PyTree, name: str) -> list[Any]:
     return [count for count in counts if is_array(count) or isinstance(count, int)]
 
 
-def _read(array: Any) -> np.ndarray:
-    """Returns the numbers of an array, of one over several processes those that this one holds."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        return np.concatenate([np.ravel(part) for part in _parts(array)])
-    return np.ravel(array)
+def _read(array: Array | int) -> np.ndarray:
+    """Returns the numbers of an array that this process holds, in one dimension."""
+    return np.concatenate([np.ravel(part) for part in _parts(array)])
 
 
-def _parts(array: Any) -> list[Any]:
-    """Returns the parts of an array over several processes that this process holds, each once."""
+def _parts(array: Leaf) -> list[Leaf]:
+    """Returns an array, or of one over several processes each part that this process holds."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return [array]
     return list({str(shard.index): shard.data for shard in array.addressable_shards}.values())
 
 
-def _about(loss_scale: LossScale, count: int) -> tuple[str, str]:
-    """Returns what a message says of a loss scale after `count` skipped steps, and the remedy."""
-    cause = "look for the cause in the data and by jmpx.inspect.nonfinite(grads)"
-    remedy = f"lower the learning rate, or {cause}"
+def _about(loss_scale: LossScale) -> tuple[str, str]:
+    """Returns what a message says of the loss scale, and the remedy."""
+    remedy = (
+        "lower the learning rate, or look for the cause in the data and by "
+        "jmpx.inspect.nonfinite(grads)"
+    )
     if isinstance(loss_scale, NoOpLossScale):
         return "without a loss scale", remedy
-    if isinstance(loss_scale, StaticLossScale):
-        text = format_number(shortest(loss_scale.loss_scale))
-        return f"with the static loss scale {text}", f"lower it or the learning rate, or {cause}"
     if not isinstance(loss_scale, DynamicLossScale):
-        return f"with a {type(loss_scale).__name__}", remedy
+        return f"with the loss scale {loss_scale}", f"lower the scale, {remedy}"
+    lowest = np.float32(_read(loss_scale.loss_scale).min())
     scale, floor = (
-        loss_scale._clip(np.float32(number)) for number in (_read(loss_scale.loss_scale).min(), 0)
+        format_number(shortest(loss_scale._clip(number))) for number in (lowest, np.float32(0))
     )
-    text = format_number(shortest(floor))
     if scale == floor:
-        return f"with the loss scale at its floor of {text}", remedy
-    where = f"with the loss scale at {format_number(shortest(scale))}, above its floor of {text}"
-    if _began_at(loss_scale, scale, count) > _LARGEST_START:
-        return f"{where}, so it never changed", f"{_CARRY}, and pass that one to the next step"
+        return f"with the loss scale at its floor of {floor}", remedy
     return (
-        where,
-        f"begin with a smaller scale, allow more steps in a row, or, if it never changed, {_CARRY}",
+        f"with the loss scale at {scale}, above its floor of {floor}",
+        "return the loss scale from the step, if it never changed, or begin with a smaller one",
     )
-
-
-def _began_at(loss_scale: DynamicLossScale, scale: Any, count: int) -> float:
-    """Returns the binary logarithm of the scale from which so many overflows lead to `scale`."""
-    shrinks = max(count + 1 - int(loss_scale.hysteresis), 0)
-    return float(np.log2(scale)) - shrinks * math.log2(loss_scale._backoff)
 
 
 def _named(grads: PyTree) -> str:
@@ -265,9 +218,6 @@ def _named(grads: PyTree) -> str:
         if what:
             bad.append(f"grads{path} ({', '.join(what)})")
     if not bad:
-        leaves = jax.tree.leaves(grads)
-        whole = all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves)
-        part = "the given gradients are" if whole else "this process's part of the gradients is"
-        return f", while {part} finite"
+        return ", while the gradients that this process holds are finite"
     named, more = ", ".join(bad[:_NAMED_LEAVES]), len(bad) - _NAMED_LEAVES
     return f", and infinities or NaN in {named}" + (f" and {more} more" if more > 0 else "")

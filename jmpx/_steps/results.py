@@ -45,20 +45,10 @@ class ValueAndGradients(NamedTuple, Generic[ValueT, ScalingT]):
 class Gradients(NamedTuple, Generic[ScalingT]):
     """The result of a function that `filter_grad` made; it unpacks as a tuple does.
 
-    As a pytree it matches its own class alone, as `ValueAndGradients` does.
-
     Attributes:
         scaling: the loss scale of the next step.
         grads_finite: whether all gradients are finite: a bool array of shape ().
-        grads: gradients of the structure, shapes and dtypes of the first argument, with None for
-            what cannot be differentiated; for an NNX module, an `nnx.State` of its parameters.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
-        >>> grad_fn = jmpx.filter_grad(jnp.sum, jmpx.NoOpLossScale(), policy="c=bf16")
-        >>> grad_fn(jnp.ones(2)).grads
-        Array([1., 1.], dtype=float32)
+        grads: gradients, as of `ValueAndGradients`.
     """
 
     __module__ = "jmpx.types"
@@ -69,22 +59,13 @@ class Gradients(NamedTuple, Generic[ScalingT]):
 
 
 class GradientsAndAux(NamedTuple, Generic[ScalingT, AuxT]):
-    """The result of a function that `filter_grad` made with `has_aux`; it unpacks as a tuple does.
-
-    As a pytree it matches its own class alone, as `ValueAndGradients` does.
+    """The result of a function that `filter_grad` made with `has_aux`.
 
     Attributes:
-        scaling: as of `Gradients`.
-        grads_finite: as of `Gradients`.
-        grads: as of `Gradients`.
+        scaling: the loss scale of the next step.
+        grads_finite: whether all gradients are finite: a bool array of shape ().
+        grads: gradients, as of `ValueAndGradients`.
         aux: the second of the two values that the differentiated function returned.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
-        >>> loss_fn = lambda w: (w.sum(), {"size": w.size})
-        >>> jmpx.filter_grad(loss_fn, jmpx.StaticLossScale(8), has_aux=True)(jnp.ones(2)).aux
-        {'size': 2}
     """
 
     __module__ = "jmpx.types"

@@ -17,7 +17,9 @@ from helpers import run_python
 import jmpx
 import jmpx.equinox
 import jmpx.flax
-from jmpx._adapters.sessions import noted_carries, public_methods, run_reading
+from jmpx._adapters.boundaries import run_reading
+from jmpx._adapters.carries import noted_carries
+from jmpx._adapters.proxies import public_methods
 from jmpx._jaxprs.marks import in_module
 from jmpx._policies import frameworks
 from jmpx._policies.frameworks import Adapter
@@ -143,10 +145,11 @@ def test_asking_the_adapters_imports_no_framework():
         "import flax.linen, sys, jmpx\n"
         "jmpx.set_policy(flax.linen.Dense, 'c=bf16')\n"
         "jmpx.autocast(lambda x: x, 'c=bf16; Dense?: full')(1.0)\n"
-        "print(jmpx.current_policy(), {'jmpx._adapters.linen', 'flax.nnx'} & set(sys.modules))\n"
+        "names = {'jmpx._adapters.linen.adapter', 'flax.nnx'}\n"
+        "print(jmpx.current_policy(), names & set(sys.modules))\n"
         "print({'equinox', 'haiku'} & set(sys.modules))",
     )
-    assert result.stdout == "None {'jmpx._adapters.linen'}\nset()\n", result.stderr
+    assert result.stdout == "None {'jmpx._adapters.linen.adapter'}\nset()\n", result.stderr
 
 
 class Methods:

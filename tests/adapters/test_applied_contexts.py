@@ -18,7 +18,7 @@ from helpers import BF16, F16, F32, LOG
 import jmpx
 import jmpx.flax
 import jmpx.haiku
-from jmpx._adapters.sessions import listening, pooled
+from jmpx._adapters.scopes import listening, pooled
 from jmpx._policies.frameworks import imported_adapters
 
 P = "c=bf16,o=f32; */norm?: full"

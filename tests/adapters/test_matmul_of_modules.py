@@ -322,7 +322,11 @@ def pushed(cls, policy):
 
 @contextlib.contextmanager
 def set_and_cleared(cls, policy):
-    jmpx.set_policy(cls, policy)
+    said = contextlib.nullcontext()
+    if issubclass(cls, hk.Module):
+        said = pytest.warns(UserWarning, match="holds in jmpx's contexts alone.*push_policy")
+    with said:
+        jmpx.set_policy(cls, policy)
     try:
         yield
     finally:
@@ -348,6 +352,8 @@ def test_a_class_policy_sets_the_algorithm(framework, attached, policy, found, p
         return y @ jnp.ones((3, 3), y.dtype)
 
     run = routed(framework, policy_map, call=outside)
+    if (framework, attached, policy_map) == ("haiku", set_and_cleared, None):
+        found = f"{found.split()[0]} DEFAULT"  # Haiku alone casts, as the warning says
     with attached(ROUTERS[framework], policy):
         assert ways(run, XS) == [found, "f32 DEFAULT"]
     assert ways(run, XS) == ["f32 DEFAULT", "f32 DEFAULT"]

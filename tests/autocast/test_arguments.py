@@ -34,7 +34,7 @@ def test_it_keeps_name_and_docstring():
 
 
 def test_it_decorates_with_arguments(rng):
-    @jmpx.autocast(policy="c=f16", rules={"tanh": "f32"}, output=None)
+    @jmpx.autocast(policy="c=f16; op.tanh: f32", output=None)
     def f(x):
         """Squares."""
         return x @ x, jnp.tanh(x @ x)

@@ -51,9 +51,7 @@ NAMES = {
     "consumers": set().union(*neighbours.CONSUMERS.values()),
     "powers": neighbours.POWERS,
     "choosers": neighbours.CHOOSERS,
-    "copies": neighbours.COPIES,
     "elementwise": binding.ELEMENTWISE,
-    "reshapes": binding.RESHAPES,
 }
 
 

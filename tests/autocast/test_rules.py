@@ -15,24 +15,18 @@ import jmpx
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        {"rules": {lax.exp_p: jnp.bfloat16}},
-        {"rules": {"exp": "bf16"}},
-        {"rules": {"op.exp": jnp.bfloat16}},
-        {"policy": "c=bf16; op.exp: bf16"},
-        {"policy": "c=bf16; op.exp: full", "rules": {"exp": "bf16"}},  # the last rule wins
-    ],
-    ids=str,
+    "policy",
+    ["c=bf16; op.exp: bf16", "c=bf16; op.exp: full; op.exp: bf16"],  # the last rule wins
 )
-def test_rules_of_operations(rng, how):
+def test_rules_of_operations(rng, policy):
     x = normal(rng, 3, 3)
-    assert jmpx.autocast(lambda x: jnp.exp(x @ x), output=None, **how)(x).dtype == jnp.bfloat16
+    f = jmpx.autocast(lambda x: jnp.exp(x @ x), policy, output=None)
+    assert f(x).dtype == jnp.bfloat16
 
 
 def test_a_rule_may_ask_for_more_precision_than_was_traced(rng):
     x = jnp.asarray(1 + rng.uniform(size=64) / 64, jnp.float32)
-    f = jmpx.autocast(jnp.prod, rules={lax.reduce_prod_p: "float64"})
+    f = jmpx.autocast(jnp.prod, "c=bf16; op.reduce_prod: float64")
     with enable_x64():
         got = f(x)
         assert any(v.aval.dtype == "float64" for e in equations_of(f, x) for v in e.outvars)
@@ -42,7 +36,7 @@ def test_a_rule_may_ask_for_more_precision_than_was_traced(rng):
 def test_grampax_semantics(rng):
     """Its default: the operands of products are cast, their results cast back."""
     w, b, x = normal(rng, 3, 2), normal(rng, 2), normal(rng, 4, 3)
-    f = jmpx.autocast(lambda: jnp.tanh(x @ w + b), "full", rules={lax.dot_general_p: "bf16"})
+    f = jmpx.autocast(lambda: jnp.tanh(x @ w + b), "full; op.dot_general: bf16")
     cast = functools.partial(jnp.asarray, dtype=jnp.bfloat16)
     assert_same_bits(f(), jnp.tanh((cast(x) @ cast(w)).astype(jnp.float32) + b))
 

@@ -303,6 +303,6 @@ def test_the_cuts_that_need_the_least_memory(sizes):
         return max(peaks)
 
     every = [c for n in range(len(kept) + 1) for c in itertools.combinations(range(len(kept)), n)]
-    found = cuts._fewest(range(len(kept)), kept, products, again)
+    found = cuts.Part(range(len(kept)), kept, products, again).cuts()
     bound = (products[-1] + again[-1] + sum(kept)) / 1000
     assert peak(found) <= min(map(peak, every)) + bound

@@ -3,8 +3,7 @@
 import pathlib
 from typing import Any
 
-from jmpx._inspect.audit.findings import find
-from jmpx._inspect.audit.options import Options
+from jmpx._inspect.audit.trying import tried
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import traced_program
 
@@ -12,7 +11,7 @@ from jmpx._inspect.programs import traced_program
 def found(names, fn, *args, platform=None) -> list[Any]:
     """The findings of some names in a function's step, the worst first."""
     graph = Graph(traced_program(fn, args))
-    return [each for each in find(graph, Options(platform)) if each.name in names]
+    return [each for each in tried(graph, platform) if each.name in names]
 
 
 def line_of(file, mark):

@@ -13,7 +13,8 @@ import pytest
 from helpers import ROOT
 
 import jmpx
-from jmpx._inspect.audit.data import FINDING_NAMES, SEVERITIES
+from jmpx._inspect.audit.data import SEVERITIES
+from jmpx._inspect.audit.findings import KINDS
 
 PAGE = ROOT / "docs" / "audit.md"
 TEXT = PAGE.read_text()
@@ -106,10 +107,10 @@ def test_its_test_fails_for_the_leaks_and_passes_when_they_are_mended(reports):
 
 def test_its_table_has_every_finding():
     rows = re.findall(r"^\| `([\w-]+)` \| (.*?) \| (.*?) \|$", TEXT, re.MULTILINE)
-    assert {name: what for name, what, _ in rows} == FINDING_NAMES
+    assert {name: what for name, what, _ in rows} == {k.name: k.meaning for k in KINDS.values()}
     assert all(len(advice) > 20 for *_, advice in rows)
 
 
 def test_findings_have_a_name_and_a_severity_of_the_table(reports):
     for finding in (finding for report in reports for finding in report.findings):
-        assert finding.name in FINDING_NAMES and finding.severity in SEVERITIES
+        assert finding.name in KINDS and finding.severity in SEVERITIES

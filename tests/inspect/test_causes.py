@@ -15,7 +15,7 @@ from helpers.findings_of import found, line_of
 import jmpx
 import jmpx.flax
 import jmpx.haiku
-from jmpx._inspect.audit.data import FINDING_NAMES
+from jmpx._inspect.audit.findings import KINDS
 from jmpx._jaxprs import places
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -26,7 +26,7 @@ X = jax.ShapeDtypeStruct((8, WIDTH), BF16)
 
 
 def findings(fn, *args):
-    return found(tuple(FINDING_NAMES), fn, *args)
+    return found(tuple(KINDS), fn, *args)
 
 
 def mean_square(y):

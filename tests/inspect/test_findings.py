@@ -4,7 +4,8 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from jmpx._inspect.audit.data import SEVERITIES, Finding
-from jmpx._inspect.audit.findings import merged
+from jmpx._inspect.audit.findings import KINDS, merged
+from jmpx._inspect.audit.step import Found
 from jmpx._jaxprs.places import Place
 
 FINDINGS = st.builds(
@@ -27,7 +28,8 @@ def key(finding):
 
 @given(st.lists(FINDINGS))
 def test_merged(findings):
-    result = merged(findings)
+    found = [Found(KINDS[each.name], each, [], ()) for each in findings]
+    result = [each.finding for each in merged(found)]
     assert {key(each) for each in result} == {key(each) for each in findings}
     for each in result:
         group = [finding for finding in findings if key(finding) == key(each)]

@@ -182,7 +182,7 @@ def test_what_was_traced_in_16_bits_runs_in_float32(dtype, rng):
 
     def run(params, dtype):
         fn = functools.partial(loss_fn, dtype=dtype)
-        return jmpx.inspect.ranges(fn, extremes_only=True)(params, indices)
+        return jmpx.inspect.ranges(fn)(params, indices)
 
     found = run(params, jnp.dtype(dtype))
     plain = run({"w": params["w"], "table": table.astype(F32)}, F32)
@@ -301,20 +301,6 @@ def test_the_numbers_of_a_loss_scale_do_not_count(rng):
     plain = jmpx.inspect.ranges(lambda w: jnp.mean((x @ w) ** 2))(w)
     assert found.loss_scale() == plain.loss_scale() / 2**16
     assert found.rules(scale=2**-16) == "compute=float16,output=float32"
-
-
-def test_extremes_alone_are_the_same(rng):
-    x = normal(rng, 4, 3)
-    counts, extremes = (
-        jmpx.inspect.ranges(scanned)(x),
-        jmpx.inspect.ranges(scanned, extremes_only=True)(x),
-    )
-    assert [each[:3] for each in data(extremes)] == [each[:3] for each in data(counts)]
-    assert extremes.loss_scale() == counts.loss_scale() and extremes.rules() == counts.rules()
-    assert str(extremes)
-    for ask in (extremes.histogram, lambda: extremes.shares("float16")):
-        with pytest.raises(ValueError, match="got extremes alone: run jmpx.inspect.ranges"):
-            ask()
 
 
 def test_a_function_without_gradients_has_activations_alone(rng):

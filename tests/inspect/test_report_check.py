@@ -9,7 +9,8 @@ import pytest
 from helpers.reports import CLEAN, EXP, LEAK, REPORT, SAVED
 from hypothesis import given, strategies as st
 
-from jmpx._inspect.audit.data import FINDING_NAMES, Products
+from jmpx._inspect.audit.data import Products
+from jmpx._inspect.audit.findings import KINDS
 
 ALLOWED = ("mixed-product", "saved-float32", "low-exp")
 
@@ -26,7 +27,7 @@ def error(report, *args, **kwargs):
         {"allow": ALLOWED},
         {"allow": list(ALLOWED)},
         {"allow": iter(ALLOWED)},
-        {"allow": FINDING_NAMES},
+        {"allow": KINDS},
         {"compute": "bfloat16", "at_least": 0.75, "allow": ALLOWED},
         {"compute": "bfloat16", "at_least": 0, "allow": ALLOWED},
         {"severity": "high", "allow": "mixed-product"},
@@ -115,7 +116,7 @@ def test_fails_if_the_share_is_smaller(bfloat16, float32, at_least):
             {"allow": ("low-expp",)},
             r"Unknown finding 'low-expp' in allow=: .*did you mean 'low-exp'\?",
         ),
-        ({"allow": "nothing"}, r"Unknown finding 'nothing' in allow=: expected names of float32-"),
+        ({"allow": "nothing"}, r"Unknown finding 'nothing' in allow=: expected names of rounded-"),
         ({"allow": (3,)}, "Unknown finding 3 in allow="),
         ({"severity": "hihg"}, "Unknown severity 'hihg': .*did you mean 'high'"),
         ({"severity": None}, "Unknown severity None"),

@@ -14,13 +14,13 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
-from jmpx._inspect.audit import trying
-from jmpx._inspect.audit.candidates import LEAKS
+from jmpx._inspect.audit import leaks, trying
 from jmpx._inspect.audit.data import SEVERITIES
 from jmpx._inspect.audit.text import is_rule
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 ROWS = 300
+LEAKS = [kind.name for kind in leaks.KINDS]
 OUTERMOST = ("LinenNet", "NNXNet", "EquinoxNet", "Tied", "Deep", "deep", "*/deep", "MLP")
 
 

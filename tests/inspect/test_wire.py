@@ -290,7 +290,7 @@ def test_json_has_every_field(mesh):
 def test_shares_are_those_of_kinds_and_dtypes(mesh):
     text = str(jmpx.inspect.collectives(by_hand(mesh, "bfloat16")))
     rows = [line.split() for line in text.splitlines()[3:5]]
-    assert [row[0] for row in rows] == ["50%", "50%"]
+    assert [row[:2] for row in rows] == [["50.0", "%"], ["50.0", "%"]]
     assert {tuple(row[-3:]) for row in rows} == {
         ("all-gather", "bf16", "2"), ("reduce-scatter", "bf16", "2"),
     }  # fmt: skip

@@ -172,7 +172,7 @@ def test_a_loop_whose_trips_are_unknown_counts_one_and_is_marked(mesh, holds):
     program = lowered(mesh, loop, (64,))
     for found in readings(program)[:2]:
         assert [(one.times, one.in_while) for one in found] == [(1, True)]
-    assert "1+" in str(jmpx.inspect.collectives(program)) and "trips are not known" in str(
+    assert "1+" in str(jmpx.inspect.collectives(program)) and "of unknown length" in str(
         jmpx.inspect.collectives(program)
     )
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers.adapters import ADAPTERS, LAYERS, X, run_haiku
-from jax import lax
 
 import jmpx
 import jmpx.equinox
@@ -55,7 +54,6 @@ COMPUTES = {
     "autocast": lambda n: autocast_product(X, n),
     "autocast, scope": lambda n: autocast_product(X, f"c=bf16; */head: {n}"),
     "autocast, operation": lambda n: autocast_product(X, f"c=bf16; op.exp: {n}"),
-    "autocast, rules": lambda n: autocast_product(X, "c=bf16", rules={lax.exp_p: n}),
     "haiku, class": lambda n: with_class_policy(hk.nets.MLP, f"c={n}", lambda: run_haiku("bf16")),
     "haiku, its own registry": lambda n: with_haikus_own(f"c={n},o=f32"),
     "equinox, class": lambda n: with_class_policy(eqx.nn.Linear, f"c={n}", linear_without_a_map),

@@ -6,11 +6,11 @@ from helpers import run_python
 
 HEAVY = (
     "jmpx._autocast jax.extend.core haiku equinox flax optax absl matplotlib sklearn tqdm jmp "
-    "jmpx._steps.gradient jmpx._steps.arguments jmpx._steps.optimizer "
-    "jmpx._steps.optimizer_checks jmpx._jaxprs.core jmpx._steps.policy_warnings "
+    "jmpx._steps.gradient jmpx._steps.arrays jmpx._steps.optimizer "
+    "jmpx._steps.optimizer_checks jmpx._jaxprs.core jmpx._steps.options "
     "jmpx._steps.results jmpx._devices.reduction jmpx._base.stateful jmpx._base.nnx_objects "
-    "jmpx._scales.state_dicts jmpx._adapters.function_casts jmpx._scales.mixed_precision "
-    "jmpx._scales.strings jmpx._scales.fields jmpx._cli.models jmpx._steps.progress "
+    "jmpx._adapters.function_casts jmpx._scales.mixed_precision "
+    "jmpx._scales.strings jmpx._cli.models jmpx._steps.progress "
     "jmpx._steps.skipping jmpx._devices.gather jmpx._base.axes jmpx._inspect.audit "
     "jmpx._inspect.ranges jmpx._inspect.first_nonfinite jmpx._inspect.programs "
     "jmpx._inspect.collectives.report jmpx._cli.explain jmpx._cli.commands jmpx._cli.targets "

@@ -12,7 +12,7 @@ from helpers import ROOT, run_python
 import jmpx
 import jmpx.mpx
 from jmpx._base import moved
-from jmpx._scales.numbers import ARGUMENTS
+from jmpx._scales.arguments import DYNAMIC
 
 OLD = """
 Audit Autocast DynamicLossScale DynamicLossScaling Ema EmaState FirstNonfinite Gradients
@@ -90,7 +90,7 @@ def test_an_argument_of_others_says_what_to_write(function, argument):
 
 @pytest.mark.parametrize("word", moved.SCALES)
 def test_strings_know_the_words_for_loss_scales(word):
-    key = {name: key for key, name in ARGUMENTS.items()}[moved.SCALES[word]]
+    key = {argument.name: key for key, argument in DYNAMIC.items()}[moved.SCALES[word]]
     with pytest.raises(ValueError, match=f"Unknown key '{word}' .* did you mean '{key}'"):
         jmpx.get_loss_scale(f"dynamic,{word}=8")
 
@@ -115,3 +115,21 @@ def test_the_page_lists_each_name_and_argument():
     missing += [name for name in options.split() if f"`{name}=" not in first]
     assert not missing
     check_names("\n".join(re.sub(r"[(].*?[)]`", "`", row.split("|")[2]) for row in rows))
+
+
+def test_a_retired_name_works_and_warns_at_the_line_that_uses_it(monkeypatch):
+    retired = {
+        "jmpx.old_ema": ("jmpx.optim.ema", "2.0"),
+        "jmpx.optim.old": ("jmpx.cast_tree", "3.1"),
+    }
+    monkeypatch.setattr(moved, "RETIRED", retired)
+    text = (
+        r"^jmpx.old_ema is now jmpx.optim.ema: write that instead, because jmpx 2.0 drops the old "
+    )
+    with pytest.warns(DeprecationWarning, match=text) as caught:
+        assert getattr(jmpx, "old_ema") is jmpx.optim.ema  # noqa: B009
+        from jmpx import old_ema  # pyright: ignore[reportAttributeAccessIssue]
+    assert {warning.filename for warning in caught} == {__file__}
+    with pytest.warns(DeprecationWarning, match="^jmpx.optim.old is now jmpx.cast_tree: .* 3.1"):
+        assert getattr(jmpx.optim, "old") is jmpx.cast_tree  # noqa: B009
+    assert old_ema is jmpx.optim.ema and not {*retired} & {*dir(jmpx), *dir(jmpx.optim)}

@@ -118,7 +118,7 @@ def test_the_state_is_the_one_without_a_limit():
         (0, ValueError, "Expected max_consecutive_skips to be between 1 and .* got 0"),
         (-1, ValueError, "got -1"),
         (2**31, ValueError, "got 2147483648"),
-        (True, TypeError, "Expected max_consecutive_skips to be a whole number of steps, got True"),
+        (True, TypeError, "Expected max_consecutive_skips to be a whole number, got True"),
         (5.0, TypeError, "got 5.0"),
         (jnp.int32(3), TypeError, "whole number"),
     ],

@@ -1,13 +1,11 @@
 """`matmul=` of a gradient function's policy: the algorithm of products, forward and backward."""
 
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from helpers import enable_x64, normal, warns_once
+from helpers import enable_x64, normal
 from helpers.jaxprs import equations
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -173,51 +171,3 @@ def test_a_policy_without_matmul_inherits_that_of_its_surroundings(rng):
 def test_where_it_is_unset_or_unused(options, rng):
     found = products(mpx.filter_grad(loss, NOOP, **options), *make_args(rng))
     assert found and all(precision == {"DEFAULT"} for _, precision in found)
-
-
-# Convolutions
-
-
-def convolution(w, x):
-    y = jax.lax.conv_general_dilated(x, w, (1,), "SAME")
-    return y.sum()
-
-
-def in_scan(w, x):
-    return jax.lax.scan(lambda c, _: (c + jax.jit(convolution)(w, x), None), 0.0, None, length=2)[0]
-
-
-def with_its_own(w, x):
-    return jax.lax.conv_general_dilated(x, w, (1,), "SAME", precision="highest").sum()
-
-
-@pytest.mark.parametrize("fn", [convolution, in_scan])
-def test_a_convolution_under_a_dot_algorithm_warns_once(fn, rng):
-    w, x = normal(rng, 2, 3, 3), normal(rng, 1, 3, 8)
-    grad_fn = jmpx.filter_value_and_grad(fn, NOOP, policy="c=f32,m=F32_F32_F32")
-    with warns_once(__file__, "matmul=F32_F32_F32 of the .* which JAX ignores for the convolution"):
-        value, *_, grads = grad_fn(w, x)
-    np.testing.assert_allclose(value, fn(w, x), rtol=1e-6)
-    np.testing.assert_allclose(grads, jax.grad(fn)(w, x), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("fn", "matmul"),
-    [
-        (convolution, "highest"),
-        (with_its_own, "F32_F32_F32"),
-        (lambda w, x: w.sum(), "F32_F32_F32"),
-    ],
-)
-def test_other_convolutions_warn_of_nothing(fn, matmul, rng):
-    calls = []
-
-    def counting(w, x):
-        calls.append(1)
-        return fn(w, x)
-
-    w, x = normal(rng, 2, 3, 3), normal(rng, 1, 3, 8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        jmpx.filter_grad(counting, NOOP, policy=f"c=f32,m={matmul}")(w, x)
-    assert len(calls) == 1

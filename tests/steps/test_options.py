@@ -20,13 +20,10 @@ MAKERS = [
     mpx.filter_value_and_grad,
 ]
 REFUSED = [
-    ({"batch": 8}, r"got 8: write batch=jmpx\.Batch\(microbatches=8\)\.$"),
-    ({"batch": True}, r"got True: write batch=jmpx\.Batch\(microbatches=8\)\.$"),
-    ({"batch": P("data")}, r"write batch=jmpx\.Batch\(sharding=\.\.\.\)\.$"),
-    ({"batch": jmpx.Over("data")}, r"write batch=jmpx\.Batch\("),
-    ({"over": "data"}, r'got .data.: write over=jmpx\.Over\("data"\)\.$'),
-    ({"over": ("a", "b")}, r"write over=jmpx\.Over\(\('a', 'b'\)\)\.$"),
-    ({"over": jmpx.Batch()}, r'write over=jmpx\.Over\("data"\)\.$'),
+    ({"batch": 8}, r"got 8: write for example batch=jmpx\.Batch\(microbatches=8\)\.$"),
+    ({"batch": jmpx.Over("data")}, r"for example batch=jmpx\.Batch\("),
+    ({"over": "data"}, r'got .data.: write for example over=jmpx\.Over\("data"\)\.$'),
+    ({"over": jmpx.Batch()}, r'write for example over=jmpx\.Over\("data"\)\.$'),
     ({"axis_name": "data"}, r'got axis_name: write over=jmpx\.Over\("data"\) instead\.$'),
     ({"sharded": True}, r'got sharded: write over=jmpx\.Over\("data", sharded=\.\.\.\)'),
     ({"batch_sharding": P("data")}, r"write batch=jmpx\.Batch\(sharding=\.\.\.\) instead"),
@@ -70,7 +67,7 @@ BAD: list[Any] = [
     (jmpx.Over, ((),), r"got \(\): give it"),
     (jmpx.Over, ("data", {"w": 1}), "bool or a pytree of bools, got the leaf 1"),
     (jmpx.Batch, ("1",), "argnums of jmpx.Batch to be an int or several, got '1'"),
-    (jmpx.Batch, (None, 2.0), "microbatches to be an int, got 2.0"),
+    (jmpx.Batch, (None, 2.0), "microbatches to be a whole number, got 2.0"),
     (jmpx.Batch, (None, 1, "data"), "sharding of a jmpx.Batch .* got 'data'"),
 ]
 

@@ -150,7 +150,7 @@ def test_autocast_keeps_the_signature(x: jax.Array) -> None:
     def plain(params: Params, x: jax.Array, *, scale: float = 1.0) -> dict[str, jax.Array]:
         return predict(params, x, scale=scale)
 
-    @jmpx.autocast(policy="c=bf16; op.mul: bf16", rules={"add": "f32"}, output=None)
+    @jmpx.autocast(policy="c=bf16; op.mul: bf16", output=None)
     def decorated(params: Params, x: jax.Array, *, scale: float = 1.0) -> dict[str, jax.Array]:
         return predict(params, x, scale=scale)
 

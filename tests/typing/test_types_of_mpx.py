@@ -43,7 +43,7 @@ def test_a_step() -> None:
     params, batch = make_params(), ones(4, 2)
     optimizer = optax.sgd(0.1)
     state = optimizer.init(params)
-    scaling = jmpx.mpx.DynamicLossScaling(2.0**10)
+    scaling: jmpx.mpx.DynamicLossScaling = jmpx.mpx.DynamicLossScaling(2.0**10)
     scaling, _, grads = jmpx.mpx.filter_grad(loss_fn, scaling)(params, batch)
     assert isinstance(grads, Params)
     loss, scaling, finite, grads = jmpx.mpx.filter_value_and_grad(loss_fn, scaling)(params, batch)

@@ -7,7 +7,6 @@ from typing import Any
 from jmpx._base.messages import did_you_mean
 from jmpx._inspect.audit import summary
 from jmpx._inspect.audit.entries import entries
-from jmpx._inspect.audit.options import Options
 from jmpx._inspect.audit.report import Audit
 from jmpx._inspect.audit.trying import tried
 from jmpx._inspect.graph import Graph
@@ -65,28 +64,28 @@ def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..
     if platform is not None and platform not in PLATFORMS:
         near = did_you_mean(str(platform), list(PLATFORMS))
         raise ValueError(f"Unknown platform {platform!r}: expected 'tpu', 'gpu' or 'cpu'{near}")
-    options = Options(platform=None if platform is None else PLATFORMS[platform])
+    hardware = None if platform is None else PLATFORMS[platform]
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
     def run(*args: Any, **kwargs: Any) -> Audit:
-        return report_of(traced_program(fn, args, kwargs), options)
+        return report_of(traced_program(fn, args, kwargs), hardware)
 
     return run
 
 
-def report_of(program: Program, options: Options) -> Audit:
+def report_of(program: Program, platform: str | None) -> Audit:
     """Returns the report of a program that was traced."""
-    graph = Graph(program, options.platform)
+    graph = Graph(program, platform)
     return Audit(
         title=program.name,
         is_step=not program.is_differentiated,
-        platform=options.platform,
+        platform=platform,
         products=summary.products(graph),
         other_flops=summary.other_flops(graph),
         saved=summary.saved(graph),
         casts=summary.casts(graph),
         scopes=summary.scopes(graph),
-        findings=tried(graph, options),
+        findings=tried(graph, platform),
         entries=entries(graph),
         has_while=any(node.in_while for node in graph.nodes),
         uncounted=summary.uncounted(graph),

@@ -1,27 +1,10 @@
 """What an audit finds, as plain data: findings, products, casts, scopes and locked operations."""
 
+import dataclasses
 from typing import NamedTuple
 
 from jmpx._jaxprs.places import Place
 
-# What each finding is. The names are public: `report.check(allow=...)` and the JSON have them.
-FINDING_NAMES: dict[str, str] = {
-    "float32-product": "a matrix product or convolution in float32, in a step of 16 bits",
-    "mixed-product": "a matrix product or convolution of two dtypes",
-    "promotion": "a value that makes 16-bit values float32, such as a constant",
-    "saved-float32": "large float32 values that are kept for the backward pass",
-    "constant-range": "a constant that 16 bits turn into infinity, zero or the bound of a range",
-    "cast-to-and-fro": "a cast to another dtype and back",
-    "double-rounding": "a rounding to 16 bits of what was rounded to 16 bits before",
-    "rounded-logits": "logits that are rounded to 16 bits before the softmax of a loss",
-    "low-exp": "an exponential, a logarithm, a reciprocal square root or a soft-cap in 16 bits",
-    "low-sum": "a long sum in 16 bits",
-    "low-carry": "a loop that accumulates in 16 bits",
-    "low-average": "a moving average in 16 bits, which stops to move once its changes are small",
-    "low-collective": "a sum over devices in 16 bits",
-    "platform-product": "a float32 product that the hardware multiplies in bfloat16 or TF32",
-}
-ONLY_WITH_PLATFORM = ("platform-product",)  # what is looked for only if a platform is named
 SEVERITIES = ("high", "medium", "low")  # the worst one first
 
 
@@ -29,7 +12,7 @@ class Finding(NamedTuple):
     """Something that costs precision, range, time or memory, and that the program need not do.
 
     Attributes:
-        name: what kind of finding it is: one of `FINDING_NAMES`.
+        name: what kind of finding it is, such as `"low-exp"`.
         severity: `"high"`, `"medium"` or `"low"`.
         message: one sentence: what happens, and why it matters.
         place: the line of the user's code; None where there is none.
@@ -115,3 +98,21 @@ class Entry(NamedTuple):
     operation: str
     dtypes: str
     place: Place | None = None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AuditData:
+    """The data of a report; `Audit` says what each attribute is."""
+
+    title: str
+    is_step: bool
+    platform: str | None
+    products: tuple[Products, ...]
+    other_flops: int
+    saved: dict[str, int]
+    casts: tuple[Cast, ...]
+    scopes: tuple[Scope, ...]
+    findings: tuple[Finding, ...]
+    entries: tuple[Entry, ...]
+    has_while: bool
+    uncounted: tuple[str, ...] = ()

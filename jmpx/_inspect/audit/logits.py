@@ -5,20 +5,23 @@ model that is nearly right, or near its teacher, the rounding of the logits is m
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from jmpx._inspect.audit.data import Finding
-from jmpx._inspect.audit.dependence import reaches_end
 from jmpx._inspect.audit.flops import flops, is_product, multiplied
-from jmpx._inspect.audit.low_values import LOW, MOVES, is_view, modules_with_parts
+from jmpx._inspect.audit.remedies import Remedies
 from jmpx._inspect.audit.signs import is_at_most_zero
+from jmpx._inspect.audit.step import Found, Kind, Step
+from jmpx._inspect.audit.values import AUTOCAST, LOW, MOVES, is_view, reaches_end
 from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._jaxprs.marks import Module
-from jmpx._policies.places import where
+from jmpx._policies.places import modules_of, where
 
-_AUTOCAST = "jmpx.autocast"
+_LOGITS = Kind(
+    "rounded-logits",
+    "logits that are rounded to 16 bits before the softmax of a loss",
+    Remedies.wider,
+)
+KINDS = (_LOGITS,)
 _ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
 # Between a product and the softmax: biases, temperatures, masks and soft-caps.
 _BETWEEN = frozenset("add sub mul div neg tanh max min clamp select_n concatenate pad".split())
@@ -28,41 +31,22 @@ _TIES = frozenset({"slice", "stack", "result", "join", "shard", "unshard"})
 _NEAREST = 4  # products that may add up to the logits; a residual stream has more
 
 
-class Logits:
-    """The softmaxes of losses whose logits are rounded.
+def search(step: Step) -> Iterator[Found]:
+    """Yields a finding for each product whose rounded results are the logits of a loss.
 
-    Args:
-        graph: the graph.
-
-    Attributes:
-        found: the findings, one for each product that makes such logits.
-        explained: the ids of the nodes from these products to the softmaxes: of no other finding.
+    What is between these products and the softmaxes is explained by it.
     """
-
-    def __init__(self, graph: Graph) -> None:
-        self.explained: set[int] = set()
-        products: dict[int, _Rounded] = {}
-        for node in graph.nodes if graph.program.has_backward else ():
-            if node.name == "log" and not node.is_backward and reaches_end(node):
-                for exponential in _exponentials(node.operands[0]):
-                    found, between = _rounded(exponential.operands[0])
-                    if found:
-                        self.explained.update(map(id, (node, exponential, *between)))
-                        self.explained.update(id(each.product) for each in found)
-                        products.update({id(each.product): each for each in found})
-        self.found = list(_findings(graph, list(products.values()))) if products else []
-
-
-class _Rounded(NamedTuple):
-    """A product whose result is rounded to 16 bits.
-
-    Attributes:
-        product: the product.
-        value: the first value behind it that has 16 bits.
-    """
-
-    product: Node
-    value: Value
+    rounded: dict[int, tuple[Node, np.dtype]] = {}
+    for node in step.graph.nodes if step.graph.program.has_backward else ():
+        if node.name == "log" and not node.is_backward and reaches_end(node):
+            for exponential in _exponentials(node.operands[0]):
+                products, between = _rounded(exponential.operands[0])
+                rounded.update((id(product), (product, dtype)) for product, dtype in products)
+                if products:
+                    step.explained.update(map(id, (node, exponential, *between)))
+    step.explained.update(rounded)
+    if rounded:
+        yield from _findings(step, list(rounded.values()))
 
 
 def _through(node: Node, names: frozenset[str]) -> Sequence[Value]:
@@ -71,9 +55,7 @@ def _through(node: Node, names: frozenset[str]) -> Sequence[Value]:
         return node.operands if node.name in _TIES else ()
     if node.name in MOVES or is_view(node):
         return node.operands[:1]
-    if node.name in names:
-        return node.operands[node.name == "select_n" :]
-    return ()
+    return node.operands[node.name == "select_n" :] if node.name in names else ()
 
 
 def _exponentials(value: Value) -> list[Node]:
@@ -91,15 +73,19 @@ def _exponentials(value: Value) -> list[Node]:
     return found
 
 
-def _rounded(value: Value) -> tuple[list[_Rounded], list[Node]]:
-    """Returns the products behind a value that are rounded on the way, and what is between."""
-    found: list[_Rounded] = []
+def _rounded(value: Value) -> tuple[list[tuple[Node, np.dtype]], list[Node]]:
+    """Returns the products behind a value that are rounded on the way, and what is between.
+
+    Returns:
+        Each product with the 16-bit dtype that its result is rounded to, and the other nodes.
+    """
+    found: list[tuple[Node, np.dtype]] = []
     between: list[Node] = []
-    pending: list[tuple[Value, Value | None]] = [(value, None)]
+    pending: list[tuple[Value, np.dtype | None]] = [(value, None)]
     seen: set[int] = set()
     while pending and len(found) < _NEAREST:
         each, low = pending.pop(0)
-        low = each if each.dtype in LOW else low
+        low = each.dtype if each.dtype in LOW else low
         node = each.node
         if node is None or id(each) in seen:
             continue
@@ -108,44 +94,51 @@ def _rounded(value: Value) -> tuple[list[_Rounded], list[Node]]:
             between.append(node)
             pending += [(operand, low) for operand in _through(node, _BETWEEN)]
         elif low is not None:
-            found.append(_Rounded(node, low))
+            found.append((node, low))
     return found, between
 
 
-def _findings(graph: Graph, products: list[_Rounded]) -> Iterator[Finding]:
+def _findings(step: Step, products: list[tuple[Node, np.dtype]]) -> Iterator[Found]:
+    graph = step.graph
     sizes: dict[tuple[object, ...], int] = {}  # of a product and those of its backward pass
     for node in filter(is_product, graph.nodes):
         key = graph.path(node), graph.place(node)
         sizes[key] = sizes.get(key, 0) + flops(node)
-    parents = modules_with_parts(graph)
-    for product, value in products:
-        dtype, path, place = value.dtype.name, graph.path(product), graph.place(product)
-        yield Finding(
-            "rounded-logits",
+    for product, dtype in products:
+        yield step.found(
+            _LOGITS,
             "high",
-            f"Logits are rounded to {dtype} before the softmax of a loss: its gradient is a "
+            product,
+            f"Logits are rounded to {dtype.name} before the softmax of a loss: its gradient is a "
             "difference of probabilities, which may be smaller than what the rounding changes.",
-            place,
-            path,
-            _rule(graph, product, value.dtype, parents),
-            count=product.times,
-            flops=sizes.pop((path, place), 0),
+            *_remedy(graph, product, dtype),
+            flops=sizes.pop((graph.path(product), graph.place(product)), 0),
         )
 
 
-def _rule(graph: Graph, product: Node, dtype: np.dtype, parents: set[Module]) -> str:
-    """Returns the rule that keeps logits in float32, or what to write."""
+def _remedy(graph: Graph, product: Node, dtype: np.dtype) -> Iterator[str]:
+    """Yields what to write so that logits stay in float32, and the rule that does the same."""
     is_low = dtype.name in multiplied(product)
     policy = "compute=float32,output=float32"
     if product.name == "dot_general" and is_low:  # JAX ignores the algorithm of a convolution
         policy += f",matmul={_ALGORITHMS[dtype.name]}"
     selector, module = graph.selector(product), where(product.scope).module
-    takers = graph.program.takers
-    is_selected = _AUTOCAST in takers if module is None else module not in parents
-    if takers and selector is not None and is_selected:
-        return f"{selector}: {policy}"
-    if _AUTOCAST in takers:
-        return f"jax.named_scope around the product, and a rule for the scope with {policy}"
-    if is_low:
-        return "preferred_element_type=jnp.float32 in the product, and no cast behind it"
-    return "leave out the cast to 16 bits"
+    is_autocast = AUTOCAST in graph.program.takers
+    is_selected = selector is not None and (
+        is_autocast if module is None else not _has_parts(graph, product)
+    )
+    if is_autocast and not is_selected:
+        yield f"jax.named_scope around the product, and a rule for the scope with {policy}"
+    elif is_low:
+        yield "preferred_element_type=jnp.float32 in the product, and no cast behind it"
+    else:
+        yield "leave out the cast to 16 bits"
+    if is_selected:
+        yield f"{selector}: {policy}"
+
+
+def _has_parts(graph: Graph, node: Node) -> bool:
+    """Whether the module of a node holds others, to which a rule for it would extend."""
+    module = where(node.scope).module
+    scopes = {each.scope for each in graph.nodes}
+    return any(module in modules_of(s) and where(s).module != module for s in scopes)

@@ -1,15 +1,27 @@
 """Recurrences: values that a loop, or a step that is called again and again, computes anew."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from jmpx._inspect.audit.dependence import Loop, loops_of
-from jmpx._inspect.audit.low_values import is_low, is_view, number, source
+from jmpx._inspect.audit.values import is_low, is_view, number, source
 from jmpx._inspect.graph import Graph, Node, Value
 
 _FEW = 64  # An average is a few operations away from what it was; layers are many.
+
+
+class Loop(NamedTuple):
+    """A loop.
+
+    Attributes:
+        carries: its nodes that tie what the body returns to what it starts with.
+        trips: how often its body runs; None for a while loop.
+    """
+
+    carries: tuple[Node, ...]
+    trips: int | None
 
 
 class BackwardPath(NamedTuple):
@@ -30,30 +42,27 @@ class BackwardPath(NamedTuple):
     dtype: np.dtype | None = None
 
     def back(self, operand: Value, factor: float = 1.0, *added: Value) -> "BackwardPath":
-        """Returns the way to an operand of what computed the value.
-
-        Args:
-            operand: the operand.
-            factor: by what it is multiplied.
-            *added: what is added to it.
-        """
+        """Returns the way to an operand that is multiplied by a factor, and added to others."""
         node = self.value.node if added else self.node
         dtype = operand.dtype if is_low(operand) else self.dtype
         return BackwardPath(operand, self.decay * factor, (*self.addends, *added), node, dtype)
 
 
 class Recurrence(NamedTuple):
-    """A value that is made of an earlier one of itself.
+    """A value in 16 bits that is made of an earlier one of itself.
 
     Attributes:
-        way: the way back to the earlier one: what a trip of a loop starts with, or an argument of
-            the step.
+        old: the earlier value: what a trip of a loop starts with, or an argument of the step.
+        decay: the number by which it is multiplied.
+        addends: what is added to it.
         node: the addition.
         dtype: the 16-bit dtype of the value.
         loop: the loop; None for an argument of the step.
     """
 
-    way: BackwardPath
+    old: Value
+    decay: float
+    addends: tuple[Value, ...]
     node: Node
     dtype: np.dtype
     loop: Loop | None
@@ -61,28 +70,38 @@ class Recurrence(NamedTuple):
     @property
     def is_average(self) -> bool:
         """Whether the earlier value decays."""
-        return is_decay(self.way.decay)
+        return _is_decay(self.decay)
 
 
-def is_decay(factor: float) -> bool:
+def _is_decay(factor: float) -> bool:
     """Whether a value that is multiplied by a factor decays, and most of it is kept."""
     return 0.5 <= factor < 1 - 1e-6
 
 
 def recurrences(graph: Graph) -> Iterator[Recurrence]:
     """Yields the sums and averages that are kept in 16 bits."""
-    for way, loop in (*_in_loops(graph), *_over_calls(graph)):
-        is_kept = is_decay(way.decay) or (way.decay == 1 and loop is not None)
-        if is_kept and way.node is not None and way.dtype is not None:
-            yield Recurrence(way, way.node, way.dtype, loop)
+    for path, loop in (*_in_loops(graph), *_over_calls(graph)):
+        old, decay, addends, node, dtype = path
+        is_kept = _is_decay(decay) or (decay == 1 and loop is not None)
+        if is_kept and node is not None and dtype is not None:
+            yield Recurrence(old, decay, addends, node, dtype, loop)
+
+
+def _loops(graph: Graph) -> Iterator[Loop]:
+    """Yields the loops of a graph that carry something."""
+    by_loop = itertools.groupby(graph.nodes, lambda n: id(n.eqn) if n.is_carry else None)
+    for loop, together in by_loop:
+        if loop is not None:
+            carries = tuple(together)
+            yield Loop(carries, carries[0].eqn.params.get("length"))
 
 
 def _in_loops(graph: Graph) -> Iterator[tuple[BackwardPath, Loop]]:
-    for loop in loops_of(graph):
+    for loop in _loops(graph):
         for carry in loop.carries:
             old, new = carry.results[0], carry.operands[-1]
-            for way in _ways(new, lambda value, old=old: value is old):
-                yield way, loop
+            for path in _paths(new, lambda value, old=old: value is old):
+                yield path, loop
 
 
 def _over_calls(graph: Graph) -> Iterator[tuple[BackwardPath, None]]:
@@ -92,10 +111,10 @@ def _over_calls(graph: Graph) -> Iterator[tuple[BackwardPath, None]]:
     """
     unread = (value for node in graph.nodes for value in node.results if not value.readers)
     for new in {id(value): value for value in (*graph.outputs, *unread)}.values():
-        ways = _ways(new, lambda value, new=new: _may_be_state(value, new), _FEW)
-        averages = [way for way in ways if way.addends and is_decay(way.decay)]
+        paths = _paths(new, lambda value, new=new: _may_be_state(value, new), _FEW)
+        averages = [path for path in paths if path.addends and _is_decay(path.decay)]
         if averages:  # What is averaged may be an argument, too; the average decays least.
-            yield max(averages, key=lambda way: way.decay), None
+            yield max(averages, key=lambda path: path.decay), None
 
 
 def _may_be_state(value: Value, new: Value) -> bool:
@@ -103,7 +122,7 @@ def _may_be_state(value: Value, new: Value) -> bool:
     return (value.kind == "input" or is_constant) and value.size == new.size
 
 
-def _ways(
+def _paths(
     new: Value, is_old: Callable[[Value], bool], most: int | None = None
 ) -> list[BackwardPath]:
     """Returns the ways from a new value to old ones.
@@ -116,64 +135,60 @@ def _ways(
     pending = [BackwardPath(new, dtype=new.dtype if is_low(new) else None)]
     seen, found = {id(new)}, []
     while pending:
-        for way in _back(pending.pop(), over_calls=most is not None):
-            if is_old(way.value):
-                found.append(way)
-            elif id(way.value) not in seen and (most is None or len(seen) < most):
-                seen.add(id(way.value))
-                pending.append(way)
+        for path in _back(pending.pop(), over_calls=most is not None):
+            if is_old(path.value):
+                found.append(path)
+            elif id(path.value) not in seen and (most is None or len(seen) < most):
+                seen.add(id(path.value))
+                pending.append(path)
     return found
 
 
-def _back(way: BackwardPath, *, over_calls: bool) -> list[BackwardPath]:
+def _back(path: BackwardPath, *, over_calls: bool) -> list[BackwardPath]:
     """Returns the ways to the operands that a value is a sum or a multiple of."""
-    node = way.value.node
+    node = path.value.node
     if node is None:
         return []
     name, operands = node.name, node.operands
     if is_view(node) or (over_calls and node.is_structure and name in ("slice", "stack")):
-        return [way.back(operands[0])]
+        return [path.back(operands[0])]
     if node.is_structure:
-        return [way.back(operand) for operand in operands] if name == "join" else []
+        return [path.back(operand) for operand in operands] if name == "join" else []
     if name == "select_n":
-        return [way.back(operand) for operand in operands[1:]]
+        return [path.back(operand) for operand in operands[1:]]
     if name in ("scatter_add", "scatter_sub"):
-        return [way.back(operands[0], 1.0, operands[2])]
+        return [path.back(operands[0], 1.0, operands[2])]
     if name == "scatter" and operands[2].size == operands[0].size:  # x[...] = new
-        return [way.back(operands[2])]
+        return [path.back(operands[2])]
     if name in ("add", "add_any"):
-        return _added(way, *operands) + _added(way, *operands[::-1])
+        return _added(path, *operands) + _added(path, *operands[::-1])
     if name == "sub":
-        return _added(way, *operands)
-    if name in ("mul", "div"):
-        return _scaled(way, name, operands)
-    return []
+        return _added(path, *operands)
+    if name == "div":
+        divisor = number(operands[1])
+        return [path.back(operands[0], 1 / divisor)] if divisor else []
+    factors = ((held, number(scale)) for held, scale in _factors(node))
+    return [path.back(held, factor) for held, factor in factors if factor is not None]
 
 
-def _added(way: BackwardPath, held: Value, addend: Value) -> list[BackwardPath]:
+def _added(path: BackwardPath, held: Value, addend: Value) -> list[BackwardPath]:
     """Returns the way past an addition; that of `rate * (x - held)` lets what is held decay."""
     node = source(addend).node
-    if node is not None and node.name == "dynamic_update_slice" and number(node.operands[0]) == 0:
+    if node is None:
+        return [path.back(held, 1.0, addend)]
+    if node.name == "dynamic_update_slice" and number(node.operands[0]) == 0:
         return []  # Each trip adds to a part of its own, as the gradient of `x[i]` does.
     for scale, difference in _factors(node):
         rate, inner = number(scale), source(difference).node
         if rate is not None and inner is not None and inner.name == "sub":
             if source(inner.operands[1]) is source(held):
-                return [way.back(held, 1 - rate, inner.operands[0])]
-    return [way.back(held, 1.0, addend)]
+                return [path.back(held, 1 - rate, inner.operands[0])]
+    return [path.back(held, 1.0, addend)]
 
 
-def _scaled(way: BackwardPath, name: str, operands: list[Value]) -> list[BackwardPath]:
-    if name == "div":
-        divisor = number(operands[1])
-        return [way.back(operands[0], 1 / divisor)] if divisor else []
-    pairs = ((operands[0], number(operands[1])), (operands[1], number(operands[0])))
-    return [way.back(held, factor) for held, factor in pairs if factor is not None]
-
-
-def _factors(node: Node | None) -> list[tuple[Value, Value]]:
+def _factors(node: Node) -> list[tuple[Value, Value]]:
     """Returns the two factors of a product, in either order; none if it is something else."""
-    if node is None or node.name != "mul":
+    if node.name != "mul":
         return []
     left, right = node.operands
     return [(left, right), (right, left)]

@@ -5,17 +5,33 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._inspect.audit.data import Finding
-from jmpx._inspect.audit.low_values import (
+from jmpx._inspect.audit.remedies import Remedies
+from jmpx._inspect.audit.step import Found, Kind, Step
+from jmpx._inspect.audit.values import (
+    AUTOCAST,
+    CAST,
     LOW,
     MOVES,
-    full_rule,
+    WIDE,
+    before,
+    call,
     number as number_of,
-    scopes_of_products,
     source as unmoved,
 )
-from jmpx._inspect.audit.streams import CAST, WIDE, Streams, call, compute_dtype
 from jmpx._inspect.graph import Graph, Node, Value
+
+_CONSTANT = Kind(
+    "constant-range",
+    "a constant that 16 bits turn into infinity, zero or the bound of a range",
+    Remedies.wider,
+)
+_TO_AND_FRO = Kind("cast-to-and-fro", "a cast to another dtype and back", Remedies.wider_makers)
+_TWICE = Kind(
+    "double-rounding",
+    "a rounding to 16 bits of what was rounded to 16 bits before",
+    Remedies.wider_makers,
+)
+KINDS = (_CONSTANT, _TO_AND_FRO, _TWICE)
 
 _FLOAT16 = np.dtype(np.float16)
 _LARGEST, _SMALLEST = 65504.0, 2.0**-24  # of float16
@@ -26,29 +42,21 @@ _CHOICES = frozenset({"select_n", "pad", "concatenate", "max", "min", "clamp", "
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "rem"})
 
 
-def rounding(graph: Graph, streams: Streams, explained: set[int]) -> Iterator[Finding]:
-    """Yields the findings about constants and casts.
-
-    Args:
-        graph: the graph.
-        streams: the streams in it.
-        explained: the ids of nodes that another finding is about.
-    """
-    with_products = scopes_of_products(graph)
-    for node in streams.forward:
+def search(step: Step) -> Iterator[Found]:
+    """Yields the findings about constants and casts."""
+    for node in step.streams.forward:
         if node.name == CAST:
-            yield from _cast_constant(graph, node)
-            is_told = id(node) in explained or streams.is_of_leak(node.results[0])
-            if not is_told and not _is_of_autocast(graph, node):
-                yield from _casts(graph, node, with_products)
+            yield from _cast_constant(step, node)
+            is_told = id(node) in step.explained or step.streams.is_of_leak(node.results[0])
+            if not is_told and not _is_of_autocast(step.graph, node):
+                yield from _casts(step, node)
         elif node.name in _ARITHMETIC and node.results[0].dtype == _FLOAT16:
-            yield from _lost_literal(graph, node)
+            yield from _lost_literal(step, node)
 
 
-def _finding(graph: Graph, name: str, severity: str, node: Node, text: str, rule: str) -> Finding:
+def _found(step: Step, kind: Kind, severity: str, node: Node, text: str, advice: str) -> Found:
     nbytes = node.results[0].nbytes * node.times
-    place, path = graph.place(node), graph.path(node)
-    return Finding(name, severity, text, place, path, rule, node.times, 0, nbytes)
+    return step.found(kind, severity, node, text, advice, nbytes=nbytes)
 
 
 # Constants.
@@ -57,19 +65,19 @@ _INSTEAD = "use a number that float16 holds, such as jnp.finfo(x.dtype).min for 
 _LARGER = "use a larger number, such as 1e-4, or compute this in float32"
 
 
-def _cast_constant(graph: Graph, node: Node) -> Iterator[Finding]:
+def _cast_constant(step: Step, node: Node) -> Iterator[Found]:
     """Yields a finding where a constant is cast to 16 bits, which cannot hold it."""
     source, result = node.operands[0], node.results[0]
     if source.dtype not in WIDE or any(each.name == "is_finite" for each in result.readers):
         return  # What asks whether it is finite replaces it, as autocast does.
     number = _beyond(source) if result.dtype == _FLOAT16 else None
     if number is not None:
-        became, rule = ("inf", _INSTEAD) if abs(number) > 1 else ("0", _LARGER)
+        became, advice = ("inf", _INSTEAD) if abs(number) > 1 else ("0", _LARGER)
         sign = "-" if became == "inf" and number < 0 else ""
         text = f"The constant {number:g} is {sign}{became} in float16."
-        yield _finding(graph, "constant-range", "high", node, text, rule)
+        yield _found(step, _CONSTANT, "high", node, text, advice)
     elif result.dtype in LOW and _is_bound(result):
-        yield from _moved_bound(graph, node)
+        yield from _moved_bound(step, node)
 
 
 def _is_bound(value: Value) -> bool:
@@ -80,8 +88,8 @@ def _is_bound(value: Value) -> bool:
     )
 
 
-def _moved_bound(graph: Graph, node: Node) -> Iterator[Finding]:
-    """Yields a finding where a bound such as 1 - 1e-7 rounds onto what it is to keep away from."""
+def _moved_bound(step: Step, node: Node) -> Iterator[Found]:
+    """Yields a finding where a bound such as 1 - 1e-7 is rounded onto the end of a range."""
     constant, dtype = unmoved(node.operands[0]).constant, node.results[0].dtype
     if constant is None or np.size(constant) > _MANY:
         return
@@ -93,8 +101,8 @@ def _moved_bound(graph: Graph, node: Node) -> Iterator[Finding]:
         text = (
             f"The bound {bound:.8g} is {end:g} in {dtype.name}: it keeps nothing away from there."
         )
-        rule = "clip in float32, with x.astype(jnp.float32), up to what reads the result"
-        yield _finding(graph, "constant-range", "high", node, text, rule)
+        advice = "clip in float32, with x.astype(jnp.float32), up to what reads the result"
+        yield _found(step, _CONSTANT, "high", node, text, advice)
 
 
 def _beyond(value: Value, depth: int = 8) -> float | None:
@@ -109,9 +117,7 @@ def _beyond(value: Value, depth: int = 8) -> float | None:
     if node.name in _CHOICES:
         found = (_beyond(each, depth - 1) for each in node.operands if each.dtype in WIDE)
         return next((number for number in found if number is not None), None)
-    if node.name == "mul":
-        return _beyond_mask(*node.operands)
-    return None
+    return _beyond_mask(*node.operands) if node.name == "mul" else None
 
 
 def _beyond_mask(left: Value, right: Value) -> float | None:
@@ -143,63 +149,63 @@ def _beyond_numbers(constant: object) -> float | None:
     return float(numbers[beyond].flat[0]) if beyond.any() else None
 
 
-def _lost_literal(graph: Graph, node: Node) -> Iterator[Finding]:
+def _lost_literal(step: Step, node: Node) -> Iterator[Found]:
     """Yields a finding where a Python number met a float16 array, in which it is inf or 0.
 
     JAX writes such a number into the program in float16. A 0 that is added last was a number too
     small: nobody writes `x + 0`, while `sum` writes `0 + x`.
     """
     for index, value in enumerate(node.operands[:2]):
-        if value.kind != "literal" or value.size != 1:
-            continue
-        number = float(np.asarray(value.constant).reshape(()))
-        if np.isinf(number):
+        number = number_of(value) if value.kind == "literal" else None
+        if number is not None and np.isinf(number):
             text = f"A number beyond 65504, the largest of float16, became {number:g} in it."
-            yield _finding(graph, "constant-range", "high", node, text, _INSTEAD)
+            yield _found(step, _CONSTANT, "high", node, text, _INSTEAD)
         elif number == 0 and index == 1:
             text = "A number below 6e-8, the smallest of float16, became 0 in it."
-            yield _finding(graph, "constant-range", "medium", node, text, _LARGER)
+            yield _found(step, _CONSTANT, "medium", node, text, _LARGER)
 
 
 # Casts.
 
 
-def _casts(graph: Graph, node: Node, with_products: set[str]) -> Iterator[Finding]:
+def _casts(step: Step, node: Node) -> Iterator[Found]:
     """Yields findings about a cast of what another cast made."""
     (source,), (result,) = node.operands, node.results
-    before = _cast_before(source)
-    first = None if before is None else before.operands[0]
-    dtypes = [value.dtype for value in (first, source, result) if value is not None]
+    earlier = _cast_before(source)
+    first = None if earlier is None else earlier.operands[0]
     if source.dtype in LOW and result.dtype in LOW and source.dtype != result.dtype:
-        yield _rounded_twice(graph, node, source, first)
-    elif first is None:
+        yield _rounded_twice(step, node, source, first)
+    elif earlier is None or first is None:
         return
     elif first.dtype in LOW and source.dtype in WIDE and result.dtype in LOW:
         if first.dtype != result.dtype:
-            yield _rounded_twice(graph, node, first, None)
+            yield _rounded_twice(step, node, first, None)
         elif len(source.readers) == 1:
             text = f"A {first.dtype.name} value is cast to {source.dtype.name} and back unchanged."
-            rule = "leave out both casts"
-            yield _finding(graph, "cast-to-and-fro", "low", node, text, rule)
+            yield _found(step, _TO_AND_FRO, "low", node, text, "leave out both casts")
     elif first.dtype in WIDE and source.dtype in LOW and result.dtype in WIDE:
-        if _is_of_sum(first) or all(_is_sum(reader) for reader in result.readers):
-            return  # jnp.sum and jnp.mean add 16-bit numbers in float32, and round the result
-        if before is None or not _is_only_widened(before.results[0]):
-            return  # others read it in 16 bits
-        if not graph.policy(node) and call(before) == call(node):
-            return  # as a library does it
-        names = " to ".join(dtype.name for dtype in dtypes)
+        if _is_meant(step.graph, node, earlier):
+            return
+        names = " to ".join(value.dtype.name for value in (first, source, result))
         text = f"A value is cast from {names}, with nothing between: its digits are lost."
-        rule = _full_rule(graph, node, with_products) or (
-            f"read the {first.dtype.name} value, or leave out the cast back"
-        )
-        yield _finding(graph, "cast-to-and-fro", "medium", node, text, rule)
+        advice = f"read the {first.dtype.name} value, or leave out the cast back"
+        yield _found(step, _TO_AND_FRO, "medium", node, text, advice)
+
+
+def _is_meant(graph: Graph, node: Node, earlier: Node) -> bool:
+    """Whether a float32 value is rounded to 16 bits on purpose before it is cast up again."""
+    (first,), (result,) = earlier.operands, node.results
+    if _is_of_sum(first) or all(_is_sum(reader) for reader in result.readers):
+        return True  # jnp.sum and jnp.mean add 16-bit numbers in float32, and round the result
+    if not _is_only_widened(earlier.results[0]):
+        return True  # others read it in 16 bits
+    return not graph.policy(node) and call(earlier) == call(node)
 
 
 def _is_of_autocast(graph: Graph, node: Node) -> bool:
     """Whether autocast rounds what a cast returns: as a part of what the user wrote around it."""
     rounding = node if node.results[0].dtype in LOW else _cast_before(node.operands[0])
-    if rounding is None or "jmpx.autocast" not in graph.program.takers:
+    if rounding is None or AUTOCAST not in graph.program.takers:
         return False
     own, maker = call(rounding), rounding.operands[0].node
     around = [each for each in (maker, *rounding.results[0].readers) if each is not None]
@@ -208,22 +214,12 @@ def _is_of_autocast(graph: Graph, node: Node) -> bool:
 
 def _is_only_widened(value: Value) -> bool:
     """Whether all operations of the forward pass that read a 16-bit value read it cast up."""
-    for reader in value.readers:
-        if reader.name == CAST or reader.is_backward:
-            is_fine = reader.is_backward or reader.results[0].dtype in WIDE
-        else:
-            is_fine = reader.name in MOVES and _is_only_widened(reader.results[0])
-        if not is_fine:
-            return False
-    return True
-
-
-def _full_rule(graph: Graph, node: Node, with_products: set[str]) -> str | None:
-    """Returns the rule for a module that computes in float32 under a policy of 16 bits."""
-    policy = graph.policy(node)
-    if not policy or compute_dtype(policy) in WIDE:
-        return None
-    return full_rule(graph, node, with_products)
+    return all(
+        reader.is_backward
+        or (reader.name == CAST and reader.results[0].dtype in WIDE)
+        or (reader.name in MOVES and _is_only_widened(reader.results[0]))
+        for reader in value.readers
+    )
 
 
 def _is_sum(node: Node | None) -> bool:
@@ -234,37 +230,29 @@ def _is_of_sum(value: Value) -> bool:
     """Whether a value is a sum or a mean."""
     node = value.node
     if node is not None and node.name in ("div", "mul"):
-        node = node.operands[0].node
-    while node is not None and node.name in MOVES:
-        node = node.operands[0].node
-    return _is_sum(node)
+        value = node.operands[0]
+    return _is_sum(before(value, MOVES).node)
 
 
-def _rounded_twice(graph: Graph, node: Node, source: Value, first: Value | None) -> Finding:
+def _rounded_twice(step: Step, node: Node, source: Value, first: Value | None) -> Found:
     """Returns a finding about a value of one 16-bit dtype that is rounded to the other."""
-    result, stored = node.results[0], _moved_from(source)
+    result, stored = node.results[0], before(source, MOVES)
     if stored.kind == "input":
-        name = graph.program.names[stored.index]
+        name = step.graph.program.names[stored.index]
         text = (
             f"The {source.dtype.name} argument `{name}` is rounded to {result.dtype.name}: it was "
             "rounded when it was stored."
         )
-        rule = f"store it in float32, or compute in {source.dtype.name}"
+        advice = f"store it in float32, or compute in {source.dtype.name}"
     else:
         was = "" if first is None else f"A {first.dtype.name} value is cast to "
         text = f"{was or 'A value in '}{source.dtype.name}{' and' if was else ' is cast'} to "
         text += f"{result.dtype.name}: it is rounded twice."
-        rule = "cast once, from float32, or use one 16-bit dtype"
-    return _finding(graph, "double-rounding", "medium", node, text, rule)
-
-
-def _moved_from(value: Value) -> Value:
-    while value.node is not None and value.node.name in MOVES:
-        value = value.node.operands[0]
-    return value
+        advice = "cast once, from float32, or use one 16-bit dtype"
+    return _found(step, _TWICE, "medium", node, text, advice)
 
 
 def _cast_before(value: Value) -> Node | None:
     """Returns the cast that made a value, which was only moved since."""
-    value = _moved_from(value)
-    return value.node if value.node is not None and value.node.name == CAST else None
+    maker = before(value, MOVES).node
+    return maker if maker is not None and maker.name == CAST else None

@@ -5,7 +5,7 @@ The exponential of such a number cannot overflow: so softmax subtracts the maxim
 
 import numpy as np
 
-from jmpx._inspect.audit.low_values import number, source
+from jmpx._inspect.audit.values import number, source
 from jmpx._inspect.graph import Node, Value
 
 _DEPTH = 6  # Softmax needs three steps.

@@ -7,23 +7,25 @@ is a norm, a softmax or a loss that is computed in float32. It returns to 16 bit
 loss, before a product reads it and before it widens what other modules computed in 16 bits.
 """
 
-import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Iterator, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
 from jmpx._autocast.products import PRODUCTS, is_precise
 from jmpx._inspect.audit.flops import flops
-from jmpx._inspect.audit.low_values import LOW, MOVES
+from jmpx._inspect.audit.values import (
+    CAST,
+    LOW,
+    MOVES,
+    MOVES_AND_CASTS,
+    WIDE,
+    before,
+    call,
+    compute_dtype,
+)
 from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._jaxprs.places import call_of
 from jmpx._policies.places import where
-from jmpx._policies.strings import get_policy
-
-WIDE = frozenset({np.dtype(jnp.float32), np.dtype(jnp.float64)})
-CAST = "convert_element_type"
 
 # Operations for whose sake a part of a model is computed in float32, as a norm or a softmax is.
 _OF_ISLANDS = frozenset(
@@ -35,6 +37,7 @@ _OF_ISLANDS = frozenset(
 )
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Stream:
     """Wide values that were computed from 16-bit ones.
 
@@ -46,19 +49,17 @@ class Stream:
         widened: where it widened what another module or function had computed in 16 bits.
         nbytes: the bytes of its values that are saved for the backward pass.
         is_island: whether it computes what an island is made for.
+        into: the stream that this one became a part of.
     """
 
-    __slots__ = ("cause", "into", "is_island", "kind", "nbytes", "node", "products", "widened")
-
-    def __init__(self, kind: str, node: Node, cause: Value | None = None) -> None:
-        self.kind = kind
-        self.node = node
-        self.cause = cause
-        self.products: list[Node] = []
-        self.widened: list[Node] = []
-        self.nbytes = 0
-        self.is_island = False
-        self.into: Stream | None = None  # the stream that this one became a part of
+    kind: str
+    node: Node
+    cause: Value | None = None
+    products: list[Node] = dataclasses.field(default_factory=list)
+    widened: list[Node] = dataclasses.field(default_factory=list)
+    nbytes: int = 0
+    is_island: bool = False
+    into: "Stream | None" = None
 
     @property
     def whole(self) -> "Stream":
@@ -68,21 +69,12 @@ class Stream:
             stream = stream.into
         return stream
 
-
-class Meeting(NamedTuple):
-    """The operands of a node, by what they are.
-
-    Attributes:
-        cast: those that were cast up right before.
-        wide: those of a stream.
-        other: those that come from wide arguments and constants alone.
-        is_half: whether there are 16-bit ones.
-    """
-
-    cast: list[Value]
-    wide: list[Value]
-    other: list[Value]
-    is_half: bool
+    def merge_into(self, other: "Stream") -> None:
+        """Makes the stream a part of another one, unless it is a leak of its own."""
+        if self is not other and self.kind == "cast":
+            self.into = other
+            other.is_island |= self.is_island
+            other.widened += self.widened
 
 
 class Streams:
@@ -99,24 +91,25 @@ class Streams:
         saved: the bytes that are saved for the backward pass, of floats in all dtypes.
         saved_others: values saved for the backward pass that are wide and belong to no stream.
         half_products: the products with a 16-bit operand, or that would have one without a leak.
-        wide_products: the other products, without those that a user asks for.
         asked: the products that a user asks for in float32, and sums of products such as a norm.
     """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
+        self._streams: list[Stream] = []
         self._of: dict[int, Stream] = {}  # the id of a value -> its stream
         self._casts: dict[int, Node] = {}  # the id of a value -> the cast that it is fresh from
-        self._streams: list[Stream] = []
-        self.forward = list(forward(graph))
-        self.half_products: list[Node] = []
-        self.wide_products: list[Node] = []
-        self.asked: list[Node] = []
         self._variable: set[int] = set()  # the ids of values that depend on an argument
+        self.forward = list(_forward(graph))
+        self.half_products: list[Node] = []
+        self.asked: list[Node] = []
+        self._wide_flops = 0  # of all other products
         for node in self.forward:
             if any(map(self.is_variable, node.operands)):
                 self._variable.update(map(id, node.results))
-            self._visit(node)
+            stream = self._visit(node)
+            if stream is not None:
+                self._of.update((id(v), stream) for v in node.results if v.dtype in WIDE)
         self.is_half = self._is_half()
         self.saved = 0
         self.saved_others: list[Value] = []
@@ -125,127 +118,104 @@ class Streams:
 
     def _is_half(self) -> bool:
         half = sum(map(flops, self.half_products))
-        if half and half >= sum(map(flops, self.wide_products)):
-            return True
-        return outermost_dtype(self._graph) in LOW
+        return bool(half and half >= self._wide_flops) or outermost_dtype(self._graph) in LOW
 
-    def _visit(self, node: Node) -> None:
+    def _visit(self, node: Node) -> Stream | None:
+        """Returns the stream of the wide results of a node; None if there is none."""
         if node.name in PRODUCTS:
-            self._product(node)
-        elif any(value.dtype in WIDE for value in node.results):
-            if node.name == CAST:
-                self._cast(node)
-            else:
-                self._combine(node)
+            return self._product(node)
+        if not any(value.dtype in WIDE for value in node.results):
+            return None
+        if node.name != CAST:
+            return self._combine(node)
+        if node.operands[0].dtype not in LOW:
+            return self._of.get(id(node.operands[0]))
+        self._casts[id(node.results[0])] = node
+        return self._start("cast", node)
 
     def _start(self, kind: str, node: Node, cause: Value | None = None) -> Stream:
         stream = Stream(kind, node, cause)
         self._streams.append(stream)
         return stream
 
-    def _give(self, node: Node, stream: Stream) -> None:
-        for value in node.results:
-            if value.dtype in WIDE:
-                self._of[id(value)] = stream
-
-    def _cast(self, node: Node) -> None:
-        (source,), (result,) = node.operands, node.results
-        if source.dtype in LOW:
-            self._casts[id(result)] = node
-            self._of[id(result)] = self._start("cast", node)
-        elif id(source) in self._of:
-            self._of[id(result)] = self._of[id(source)]
-
-    def _meeting(self, operands: list[Value]) -> Meeting:
+    def _met(self, operands: Sequence[Value]) -> tuple[list[Value], list[Value], list[Value]]:
+        """Returns the wide values: fresh from casts, other ones of streams, and of no stream."""
         wide = [value for value in operands if value.dtype in WIDE]
-        cast = [value for value in wide if id(value) in self._casts]
-        of_stream = [v for v in wide if id(v) in self._of and id(v) not in self._casts]
-        other = [value for value in wide if id(value) not in self._of]
-        return Meeting(cast, of_stream, other, any(value.dtype in LOW for value in operands))
+        return (
+            [value for value in wide if id(value) in self._casts],
+            [v for v in wide if id(v) in self._of and id(v) not in self._casts],
+            [value for value in wide if id(value) not in self._of],
+        )
 
-    def _combine(self, node: Node) -> None:
+    def _combine(self, node: Node) -> Stream | None:
         """Follows streams through a node that is neither a cast nor a product."""
-        # What the body of a loop returns to its carry is not known yet.
-        operands = node.operands[:1] if node.name == "carry" else node.operands
-        cast, wide, other, _ = self._meeting(operands)
+        cast, wide, other = self._met(node.first_operands)
         if node.name in MOVES and cast and not wide:
-            self._casts[id(node.results[0])] = self._casts[id(cast[0])]
-            self._give(node, self._of[id(cast[0])])
-            return
+            self._casts.update((id(value), self._casts[id(cast[0])]) for value in node.results)
+            return self._of[id(cast[0])]
+        if not cast and not wide:
+            return None
+        stream = self._united(wide or cast)
         if wide:
-            stream = self._united(wide)
             for value in cast:
                 self._widen(stream, value, node)
-        elif cast:
-            stream = self._united(cast)
-            silent = [value for value in cast if self._is_silent(value, node)]
-            if other and silent and not self.is_asked(node):
-                stream.into = self._start("promotion", node, other[0])
-                stream = stream.into
-        else:
-            return
+        elif other and not self.is_asked(node) and any(self._is_silent(v, node) for v in cast):
+            stream.into = self._start("promotion", node, other[0])
+            stream = stream.into
         stream.is_island |= node.name in _OF_ISLANDS
-        self._give(node, stream)
+        return stream
 
     def _united(self, values: list[Value]) -> Stream:
         """Returns the stream of values that meet: a leak if one is, else one island of them all."""
         streams = list({id(s): s for s in (self._of[id(v)].whole for v in values)}.values())
-        leaks = [stream for stream in streams if stream.kind != "cast"]
-        first = (leaks or streams)[0]
+        first = next((stream for stream in streams if stream.kind != "cast"), streams[0])
         for stream in streams:
-            self._merge(stream, first)
+            stream.merge_into(first)
         return first
-
-    def _merge(self, part: Stream, whole: Stream) -> None:
-        """Makes a stream a part of another one, unless it is a leak of its own."""
-        if part is not whole and part.kind == "cast":
-            part.into = whole
-            whole.is_island |= part.is_island
-            whole.widened += part.widened
 
     def _widen(self, stream: Stream, value: Value, node: Node) -> None:
         """Notes that a stream meets a value that was cast up for it."""
         cast, part = self._casts[id(value)], self._of[id(value)].whole
         if part is stream or part.kind != "cast":
             return
-        self._merge(part, stream)
+        part.merge_into(stream)
         if value.size > 1 and _is_computed(cast.operands[0]) and not self.is_asked(node):
             if self._home(stream.node) != self._home(node):
                 stream.widened.append(node)
 
-    def _product(self, node: Node) -> None:
-        meeting = self._meeting(node.operands[:2])
-        cast, wide, other, is_half = meeting
+    def _product(self, node: Node) -> Stream | None:
+        cast, wide, other = self._met(node.operands[:2])
         parts = [self._of[id(value)].whole for value in (*cast, *wide)]
         if not parts and not other:
             self.half_products.append(node)
-            stream = self._start("cast", node) if node.results[0].dtype in WIDE else None
-        elif self.is_asked(node) or _is_inner(node):
+            return self._start("cast", node) if node.results[0].dtype in WIDE else None
+        if self.is_asked(node) or _is_inner(node):
             self.asked.append(node)
             stream = self._united([*cast, *wide]) if parts else None
             for part in parts:
                 part.is_island = True
+            return stream
+        stream = self._leak(node, wide, (*other, *wide, *cast), bool(other))
+        is_half = any(value.dtype in LOW for value in node.operands[:2])
+        if is_half or stream.node is not node or (cast and not self.is_written(node)):
+            self.half_products.append(node)
         else:
-            stream = self._leak(node, meeting)
-            is_meant_half = (
-                is_half or stream.node is not node or (cast and not self.is_written(node))
-            )
-            (self.half_products if is_meant_half else self.wide_products).append(node)
-            stream.products.append(node)
-            for part in parts:
-                if not part.is_island and not part.widened:
-                    self._merge(part, stream)
-        if stream is not None:
-            self._give(node, stream)
+            self._wide_flops += flops(node)
+        stream.products.append(node)
+        for part in parts:
+            if not part.is_island and not part.widened:
+                part.merge_into(stream)
+        return stream
 
-    def _leak(self, node: Node, meeting: Meeting) -> Stream:
+    def _leak(
+        self, node: Node, wide: list[Value], causes: Sequence[Value], has_other: bool
+    ) -> Stream:
         """Returns the stream because of which a product is wide."""
-        leaks = [self._of[id(value)].whole for value in meeting.wide]
+        leaks = [self._of[id(value)].whole for value in wide]
         is_cause = all(stream.kind != "cast" or stream.widened for stream in leaks)
-        if leaks and is_cause and not meeting.other:
+        if leaks and is_cause and not has_other:
             return leaks[0]
-        cause = (meeting.other or meeting.wide or meeting.cast)[0]
-        return self._start("product", node, cause)
+        return self._start("product", node, causes[0])
 
     def is_variable(self, value: Value) -> bool:
         """Whether a value is an argument, or depends on one."""
@@ -259,30 +229,23 @@ class Streams:
     def origin(self, value: Value) -> Node | None:
         """Returns what made the first wide value that a wide value is computed from."""
         node = value.node
-        while node is not None:
-            if id(node.results[0]) in self._of:
-                return self._of[id(node.results[0])].whole.node
-            operands = node.operands[:1] if node.name == "carry" else node.operands
-            before = [each.node for each in operands if each.dtype in WIDE and each.node]
-            if not before:
-                break
-            node = before[0]
-        return node
+        while node is not None and id(node.results[0]) not in self._of:
+            wide = (v.node for v in node.first_operands if v.dtype in WIDE and v.node is not None)
+            earlier = next(wide, None)
+            if earlier is None:
+                return node
+            node = earlier
+        return None if node is None else self._of[id(node.results[0])].whole.node
 
     def is_asked(self, node: Node) -> bool:
         """Whether the user asks that a node computes in float32: by a policy, rule or precision."""
         if where(node.scope).is_full or (node.name in PRODUCTS and is_precise(node.eqn)):
             return True
-        module = where(node.scope).module
-        return module is not None and self._is_chosen(module.path)
-
-    def _is_chosen(self, path: str) -> bool:
-        """Whether a rule or a class policy of a module, or of one around it, asks for float32."""
-        program = self._graph.program
-        policy = program.policies.get(path, "")
-        if not policy or compute_dtype(policy) not in WIDE:
+        module, program = where(node.scope).module, self._graph.program
+        policy = "" if module is None else program.policies.get(module.path, "")
+        if module is None or not policy or compute_dtype(policy) not in WIDE:
             return False
-        parts = path.split("/")
+        parts = module.path.split("/")  # A rule may be for a module around it.
         return any("/".join(parts[: i + 1]) in program.chosen for i in range(len(parts)))
 
     def _is_silent(self, value: Value, node: Node) -> bool:
@@ -305,12 +268,11 @@ class Streams:
     def _count_saved(self) -> None:
         for node in self.forward:
             for value in node.results:
-                if value.dtype not in WIDE and value.dtype not in LOW:
-                    continue
-                if not any(reader.is_backward for reader in value.readers):
+                is_saved = any(reader.is_backward for reader in value.readers)
+                if not is_saved or value.dtype not in WIDE | LOW:
                     continue
                 self.saved += value.nbytes
-                if value.dtype not in WIDE or self.is_asked(node):
+                if value.dtype in LOW or self.is_asked(node):
                     continue
                 if id(value) in self._of:
                     own = self._of[id(value)]  # A loss that a leak reaches keeps its own bytes.
@@ -319,45 +281,24 @@ class Streams:
                     self.saved_others.append(value)
 
 
-@functools.lru_cache(maxsize=1024)
-def compute_dtype(policy: str) -> np.dtype:
-    """Returns the dtype in which a policy computes."""
-    return np.dtype(get_policy(policy).compute_dtype)
-
-
 def outermost_dtype(graph: Graph) -> np.dtype | None:
     """Returns the dtype in which the outermost policy computes; None if there is no policy."""
     return next(map(compute_dtype, filter(None, graph.program.policies.values())), None)
 
 
-def forward(graph: Graph) -> Iterator[Node]:
+def _forward(graph: Graph) -> Iterator[Node]:
     """Yields the nodes that a gradient is computed of: not the backward pass, nor what reads it."""
     after: set[int] = set()
     for node in graph.nodes:
-        operands = node.operands[:1] if node.name == "carry" else node.operands
-        if node.is_backward or any(id(value) in after for value in operands):
+        if node.is_backward or any(id(value) in after for value in node.first_operands):
             after.update(map(id, node.results))
         else:
             yield node
 
 
-def call(node: Node) -> object:
-    """Returns the user's call that an operation is a part of."""
-    each: Node | None = node
-    while each is not None:
-        found = call_of(each.eqn)
-        if found is not None:
-            return found
-        each = each.around
-    return None
-
-
 def _is_computed(value: Value) -> bool:
     """Whether arithmetic made a value, and not only moves and casts of an argument."""
-    node = value.node
-    while node is not None and (node.is_structure or node.name in MOVES or node.name == CAST):
-        node = node.operands[0].node
-    return node is not None
+    return before(value, MOVES_AND_CASTS | {"carry", "join"}).node is not None
 
 
 def _is_inner(node: Node) -> bool:
@@ -366,5 +307,4 @@ def _is_inner(node: Node) -> bool:
         return False
     (contracted, _), (batch, _) = node.eqn.params["dimension_numbers"]
     of_both = [node.operands[0].shape[axis] for axis in (*contracted, *batch)]
-    sizes = [value.size for value in node.operands[:2]]
-    return sizes == [int(np.prod(of_both))] * 2
+    return [value.size for value in node.operands[:2]] == [int(np.prod(of_both))] * 2

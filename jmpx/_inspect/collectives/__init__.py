@@ -1,0 +1,16 @@
+"""What a step sends between devices: `jmpx.inspect.collectives`.
+
+Nothing runs: the collectives are read from a lowered or compiled program, with their bytes, how
+often they run, which input they carry and which output they become.
+
+The way through it:
+
+- `report.py` is what users call, and its result, `Collectives`; `text.py` prints it.
+- `stablehlo.py` reads what JAX lowers, `hlo.py` the text that XLA writes. Both make the blocks of
+  operations that `dataflow.py` evaluates without numbers, to follow inputs to collectives and
+  collectives to outputs, through calls, branches and loops.
+- `data.py` says what a collective is, and how many bytes it sends.
+
+The names of operations are those of HLO, not the primitives of JAX. It imports only `_base` and
+`_jaxprs/places.py`.
+"""

@@ -16,18 +16,12 @@ COMPUTATION = re.compile(r"^(ENTRY )?(%[\w.-]+) .*\{$")
 OPERATION = re.compile(r"^ +(ROOT )?(%[\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\(")
 ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 OPERAND = re.compile(r"(%[\w.-]+)((?:#\d+)*)")
-BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
-TRUE_AND_FALSE = re.compile(r"\b(?:true|false)_computation=(%[\w.-]+)")
-CALLED = re.compile(r"\b(?:calls|to_apply)=(%[\w.-]+)")
-LOOP = re.compile(r"\bcondition=(%[\w.-]+), body=(%[\w.-]+)")
-CONSTANT = re.compile(r" = [su]\d+\[\]\S* constant\((-?\d+)\)")
-INDEX = re.compile(r"\bindex=(\d+)")
+# After its operands, an operation has attributes. Those in braces, as in `metadata={op_name="f"}`,
+# are read as its own; the others have a string, a list such as `{%a, %b}`, or a word.
+ATTRIBUTE = re.compile(r"""\b(\w+)=("(?:[^"\\]|\\.)*"|\{[^{}"=]*\}|[^\s,{}"]+)""")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-TARGET = re.compile(r'custom_call_target="(\w+)"')
-CHAIN = re.compile(r'chain_id="(\d+)"')
-NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-FRAME = re.compile(r"stack_frame_id=(\d+)")
-SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
+# Groups of devices have three forms: lists `{{0,1},{2,3}}`, a range in the shape
+# `[groups,devices]<=[...]` and, since JAX 0.10, axes of a mesh.
 LISTS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 RANGE = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
 MESH = re.compile(r"replica_groups=@?mesh\[([^]]*)\] ?\{([^}]*)\}")
@@ -41,17 +35,11 @@ TARGETS = {
 
 
 class Hlo(NamedTuple):
-    """What a module of HLO says of what travels between devices.
+    """The collectives of a module of HLO."""
 
-    Attributes:
-        name: of the program, such as `jit_step`.
-        devices: how many run it.
-        collectives: those that it holds.
-    """
-
-    name: str
-    devices: int
-    collectives: list[Collective]
+    name: str  # of the program, such as `jit_step`
+    devices: int  # how many run it
+    collectives: list[Collective]  # those that it holds
 
 
 def read_hlo(text: str, outputs: Iterable[str] = ()) -> Hlo:
@@ -59,7 +47,7 @@ def read_hlo(text: str, outputs: Iterable[str] = ()) -> Hlo:
 
     Args:
         text: what `compiled.as_text()` returns, or a file that XLA dumped.
-        outputs: the names of the arrays that it returns; else they have numbers.
+        outputs: the names of the arrays that it returns; without names they have numbers.
 
     Raises:
         ValueError: if the text is not whole.
@@ -98,14 +86,28 @@ class _Reader:
         elif found := OPERATION.match(line):
             root, name, types, kind = found.groups()
             operands, rest = _operands(line, found.end())
-            block = self.blocks[self._computation]
+            block, attributes = self.blocks[self._computation], _attributes(rest)
             if root:
                 block.results = (self._key(name),)
             if kind == "parameter":
-                self._parameter(block, int(operands), self._key(name), rest)
+                block.arguments += [""] * (int(operands) + 1 - len(block.arguments))
+                block.arguments[int(operands)] = self._key(name)
+                self.inputs[self._key(name)] = attributes.get("op_name", "").replace("\\", "")
+                return
+            names = tuple(self._read(block, each) for each in OPERAND.findall(operands))
+            operation = Operation(kind, (self._key(name),), names)
+            block.operations.append(operation)
+            if kind == "constant":
+                is_integer = re.match(r"[su]\d+\[\]", types)
+                operation.number = int(operands) if is_integer else None
+            elif kind.removesuffix("-start") in KINDS:
+                operation.kind = "copy"  # if it was read already
+                operation.arrays = tuple(self._exchanged(kind, types, rest, attributes))
             else:
-                names = tuple(self._read(block, each) for each in OPERAND.findall(operands))
-                block.operations.append(self._operation(line, rest, types, kind, name, names))
+                self._complete(operation, rest, attributes)
+            if operation.arrays or operation.blocks:
+                operation.name = attributes.get("op_name", "")
+                operation.place = self._frames.place(attributes)
 
     def _block(self, name: str) -> Block:
         return self.blocks.setdefault(name, Block())
@@ -113,12 +115,6 @@ class _Reader:
     def _key(self, name: str) -> str:
         """Returns a name that is the only one: two computations may use the same."""
         return self._computation + name
-
-    def _parameter(self, block: Block, index: int, key: str, rest: str) -> None:
-        block.arguments += [""] * (index + 1 - len(block.arguments))
-        block.arguments[index] = key
-        if found := NAME.search(rest):
-            self.inputs[key] = found[1].replace("\\", "")
 
     def _read(self, block: Block, operand: tuple[str, str]) -> str:
         """Returns the name of an operand; since JAX 0.12, `%x#1` is a part of the tuple `%x`."""
@@ -131,44 +127,33 @@ class _Reader:
             name = part
         return name
 
-    def _operation(
-        self, line: str, rest: str, types: str, kind: str, name: str, operands: tuple[str, ...]
-    ) -> Operation:
-        operation = Operation(kind, (self._key(name),), operands)
-        if kind.removesuffix("-start") in KINDS:
-            operation.kind = "copy"  # if it was read already
-            operation.arrays = tuple(self._exchanged(rest, types, kind))
-        elif kind == "while":
-            operation.blocks = tuple(
-                self._block(name) for pair in LOOP.findall(rest) for name in pair
-            )
-            operation.number = _integer(TRIPS, rest)
+    def _complete(self, operation: Operation, rest: str, attributes: dict[str, str]) -> None:
+        """Completes an operation by its attributes: its blocks, index, trips or comparison."""
+        kind, called = operation.kind, ("calls", "to_apply")
+        if kind == "while":
+            called, trips = ("condition", "body"), TRIPS.search(rest)
+            operation.number = int(trips[1]) if trips else None
         elif kind == "conditional":
-            names = ", ".join(BRANCHES.findall(rest)).split(", ") + TRUE_AND_FALSE.findall(rest)
-            operation.blocks = tuple(self._block(each) for each in names if each)
-        elif kind == "constant":
-            operation.number = _integer(CONSTANT, line)
+            called = ("branch_computations", "true_computation", "false_computation")
         elif kind == "get-tuple-element":
-            operation.number = _integer(INDEX, rest)
+            operation.number = int(attributes["index"])
         elif kind == "compare":
-            _compare(operation, rest)
+            operation.compare(attributes["direction"])
         elif kind == "custom-call":
-            found = TARGET.search(rest)
-            operation.kind = TARGETS.get(found[1], kind) if found else kind
-        elif not kind.endswith(("-done", "-update")):  # which name what `async-start` called
-            operation.blocks = tuple(map(self._block, CALLED.findall(rest)))
-        if operation.arrays or operation.blocks:
-            found = NAME.search(rest)
-            operation.name = found[1] if found else ""
-            operation.place = self._frames.place(rest)
-        return operation
+            operation.kind = TARGETS.get(attributes["custom_call_target"], kind)
+        elif kind.endswith(("-done", "-update")):  # which name what `async-start` called
+            return
+        names = " ".join(attributes.get(key, "") for key in called)
+        operation.blocks = tuple(self._block(name) for name, _ in OPERAND.findall(names))
 
-    def _exchanged(self, rest: str, types: str, kind: str) -> Iterator[Collective]:
+    def _exchanged(
+        self, kind: str, types: str, rest: str, attributes: dict[str, str]
+    ) -> Iterator[Collective]:
         """Yields the collectives of an operation: one for each array that it exchanges."""
-        if chain := CHAIN.search(rest):
-            if chain[1] in self._chains:
+        if chain := attributes.get("chain_id"):
+            if chain in self._chains:
                 return
-            self._chains.add(chain[1])
+            self._chains.add(chain)
         arrays, group = ARRAY.findall(types), _group(rest, self.devices)
         if kind == "collective-permute-start":
             arrays = arrays[1:2]  # the operand, the result and, on TPUs, semaphores
@@ -193,25 +178,13 @@ def _operands(line: str, start: int) -> tuple[str, str]:
     return line[start : end - 1], line[end:]
 
 
-def _compare(operation: Operation, rest: str) -> None:
-    """Marks a comparison of the kinds that bound a loop."""
-    if "direction=LT" in rest:
-        operation.kind = "compare-lt"
-    elif "direction=GT" in rest:
-        operation.kind, operation.operands = "compare-lt", operation.operands[::-1]
-
-
-def _integer(pattern: re.Pattern[str], text: str) -> int | None:
-    found = pattern.search(text)
-    return int(found[1]) if found else None
+def _attributes(rest: str) -> dict[str, str]:
+    """Returns the attributes of an operation, strings without their quotes."""
+    return {name: value.strip('"') for name, value in ATTRIBUTE.findall(rest)}
 
 
 def _group(line: str, devices: int) -> int:
-    """Returns how many devices are in a group of a collective.
-
-    HLO has three forms for groups: lists `{{0,1},{2,3}}`, a range in the shape
-    `[groups,devices]<=[...]` and, since JAX 0.10, axes of a mesh. Without groups, all take part.
-    """
+    """Returns how many devices are in a group of a collective; without groups, all take part."""
     if found := LISTS.search(line):
         return found[1].count(",") + 1
     if found := RANGE.search(line):
@@ -236,12 +209,13 @@ class _StackFrames:
             split = (row.partition(" ") for row in rows.splitlines())
             self._tables[name] = {int(number): row for number, _, row in split}
 
-    def place(self, rest: str) -> Place | None:
+    def place(self, attributes: dict[str, str]) -> Place | None:
         """Returns the user's line of an operation."""
-        if found := FRAME.search(rest):
-            return place_of_frames(self._calls(int(found[1])))
-        if found := SOURCE.search(rest):
-            return place_of_frames([(found[1], int(found[2]), "")])
+        if "stack_frame_id" in attributes:
+            return place_of_frames(self._calls(int(attributes["stack_frame_id"])))
+        if "source_file" in attributes:
+            source = attributes["source_file"], int(attributes["source_line"]), ""
+            return place_of_frames([source])
         return None
 
     def _calls(self, frame: int) -> Iterator[tuple[str, int, str]]:

@@ -29,19 +29,13 @@ MESH_AXES = re.compile(r"mesh_axes<mesh = @(\w+), axes = \[(.*?)\]>")
 
 
 class Lowered(NamedTuple):
-    """What a module of StableHLO says of what travels between devices.
+    """The collectives of a module of StableHLO."""
 
-    Attributes:
-        name: of the program, such as `jit_step`.
-        devices: how many run it.
-        collectives: those that it holds.
-        is_final: whether all that it computes is under `shard_map`, so that XLA's partitioner has
-            nothing to insert.
-    """
-
-    name: str
-    devices: int
-    collectives: list[Collective]
+    name: str  # of the program, such as `jit_step`
+    devices: int  # how many run it
+    collectives: list[Collective]  # those that it holds
+    # Whether all that it computes is under `shard_map`, so that XLA's partitioner has nothing to
+    # insert.
     is_final: bool
 
 
@@ -113,7 +107,7 @@ class _Reader:
         if name == "stablehlo.constant":
             operation.number = _constant(given)
         elif name == "stablehlo.compare":
-            _compare(operation, str(attributes["comparison_direction"]))
+            operation.compare(str(attributes["comparison_direction"]).split()[-1].strip(">"))
         elif name == "stablehlo.custom_call":
             target = _text(attributes, "call_target_name")
             operation.kind = "copy" if target in SHARDINGS else target.replace("_", "-")
@@ -143,14 +137,6 @@ class _Reader:
         if found := MESH_AXES.search(str(groups)):
             return math.prod(self._meshes[found[1]][axis] for axis in AXIS.findall(found[2]))
         return groups.type.shape[1]
-
-
-def _compare(operation: Operation, direction: str) -> None:
-    """Marks a comparison of the kinds that bound a loop."""
-    if " LT" in direction:
-        operation.kind = "compare-lt"
-    elif " GT" in direction:
-        operation.kind, operation.operands = "compare-lt", operation.operands[::-1]
 
 
 def _constant(given: Mlir) -> int | None:

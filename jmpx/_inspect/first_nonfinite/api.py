@@ -2,39 +2,39 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.core
 import numpy as np
 
+from jmpx._base.leaves import PyTree
 from jmpx._inspect.first_nonfinite.replay import Replay
 from jmpx._inspect.first_nonfinite.report import FirstNonfinite
 from jmpx._inspect.programs import Program, traced_program
 
 
-def first_nonfinite(fn: Callable[..., Any]) -> Callable[..., FirstNonfinite | None]:
+def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite | None]:
     """Finds the operation that makes the first infinity or NaN, and the rule that mends it.
 
     It runs the function once, equation by equation inside of one compiled program, and looks at
-    each result; then it follows what is not finite from the results back to where it came from. It
-    looks into loops, jitted functions and the backward pass. An infinity that goes nowhere is not
-    reported: exp(-inf) of a mask is 0, and `jnp.where` may drop a log(0). A rule is told only after
-    the function ran with it in its policy maps, and what was found was gone; at most six are tried.
+    each result; then it follows infinities and NaNs from the results back to their origin, through
+    loops, jitted functions and the backward pass. An infinity that goes nowhere is not reported:
+    exp(-inf) of a mask is 0, and `jnp.where` may drop a log(0). A rule is reported only after the
+    function ran with it in its policy maps and the infinity was gone; at most six are tried.
 
-    `jax_debug_nans` stops at each overflow, also at those that a dynamic loss scale expects. With
-    this, a step that was skipped is replayed: see `docs/nonfinite.md`.
+    `jax_debug_nans` stops at each overflow, also at those that a dynamic loss scale expects; this
+    replays a step that was skipped: see `docs/nonfinite.md`.
 
     Args:
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
             a tuple that begins with one. Or a step that computes its gradients itself: gradients
-            that it checks, as `jmpx.all_finite` does, count as results. Any other function is run
-            as it is. Nothing of it prints, and the modules among its arguments stay as they are.
+            that it checks, as `jmpx.all_finite` does, count as results. Any other function runs as
+            it is. It prints nothing, and the modules among its arguments stay as they are.
 
     Returns:
         A function of the arguments of `fn` that returns a `jmpx.inspect.FirstNonfinite`, which
-        prints as the operation, its line, module, operands and what mends it; or None if all
-        results are finite.
+        prints as the operation, its line, module, operands and remedy; or None if all results are
+        finite.
 
     Raises:
         TypeError: if `fn` is not callable; when called, if an argument is a shape or is traced.
@@ -61,7 +61,7 @@ def first_nonfinite(fn: Callable[..., Any]) -> Callable[..., FirstNonfinite | No
         )
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
-    def run(*args: Any, **kwargs: Any) -> FirstNonfinite | None:
+    def run(*args: PyTree, **kwargs: PyTree) -> FirstNonfinite | None:
         program = traced_program(fn, args, kwargs)
         _check_arrays(program)
         with jax.debug_nans(False), jax.debug_infs(False):  # They would stop before it is named.

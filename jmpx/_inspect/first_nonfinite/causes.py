@@ -1,40 +1,32 @@
 """Why an operation makes an infinity or a NaN, and what mends it."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._inspect.first_nonfinite.numbers import is_inexact, is_narrow, numbers_of
+from jmpx._inspect.first_nonfinite.numbers import is_inexact, numbers_of
 from jmpx._inspect.first_nonfinite.search import Event
-from jmpx._inspect.widening import run_widened, widened
-from jmpx._jaxprs.core import operation_name
+from jmpx._inspect.widening import is_narrow, run_widened, widened
+from jmpx._jaxprs.core import Array, operation_name
 
 
 class Cause(NamedTuple):
-    """Why a number is not finite.
+    """Why a number is not finite."""
 
-    Attributes:
-        reason: the reason, a sentence without its full stop.
-        remedy: what to do, another one.
-        rule: what to paste; empty if no rule mends it.
-        in_code: what to write in the code if no rule mends what float32 does; empty if the remedy
-            says it, or float32 does not mend it.
-        is_of_dtype: whether it is finite in float32.
-    """
-
-    reason: str
-    remedy: str
-    rule: str = ""
+    reason: str  # the reason, a sentence without its full stop
+    remedy: str  # the remedy, another one
+    rule: str = ""  # the rule to paste; empty if no rule mends it
+    # The remedy in the code, where float32 mends it but no rule does; may be empty.
     in_code: str = ""
-    is_of_dtype: bool = False
+    is_of_dtype: bool = False  # whether it is finite in float32
 
     def with_rule(self, rule: str, *, is_tried: bool) -> "Cause":
-        """Returns the cause with the rule that was seen to mend it.
+        """Returns the cause with the rule that mended it in a replay.
 
         Args:
-            rule: the rule; empty if none mends it.
+            rule: the rule; empty if none mended it.
             is_tried: whether rules were tried.
         """
         how = _ANYWHERE if rule.startswith("op.") else ""
@@ -56,7 +48,7 @@ _ANYWHERE = (
     "line by jax.named_scope"
 )
 _SUBTRACT = "subtract the largest number first, as jax.nn.softmax and jax.nn.logsumexp do"
-# operation -> (which operand is bad, what happens then, what to do)
+# operation -> (whether an operand is out of range, what the operation does then, the remedy)
 _OUT_OF_RANGE = {
     "acos": (lambda x: np.abs(x) > 1, "reads a number beyond 1", "clip it with jnp.clip"),
     "acosh": (lambda x: x < 1, "reads a number below 1", "clip it with jnp.clip"),
@@ -87,21 +79,21 @@ _OF_INFINITIES = {
 
 
 def cause_of_event(
-    event: Event, operands: Sequence[Any], results: Sequence[Any], maker: str
+    event: Event, operands: Sequence[Array], results: Sequence[Array], maker: str
 ) -> Cause:
     """Returns why an equation made an infinity or a NaN.
 
     Args:
         event: the equation.
-        operands: what it read.
-        results: what it made.
+        operands: its operands; None for random keys and the like.
+        results: its results.
         maker: the operation that made its first operand, or `const` or `literal`; else empty.
     """
     name = operation_name(event.site.equation.primitive.name)
     if not event.is_made:
         return Cause(
-            f"It computes {_OF_INFINITIES.get(name, 'a NaN')} of infinities that are meant, as in "
-            "a row that a mask of -inf masks as a whole",
+            f"It computes {_OF_INFINITIES.get(name, 'a NaN')} of intentional infinities, as in a "
+            "row that a mask of -inf masks as a whole",
             "No dtype mends it: mask by jnp.finfo(x.dtype).min, or leave a number in each row",
         )
     largest = _largest_in_float32(event, operands)
@@ -124,24 +116,23 @@ def cause_of_event(
 
 
 def in_float32(reason: str, what: str = "it is finite") -> Cause:
-    """Returns the cause of what float32 mends."""
+    """Returns the cause of an infinity or a NaN that float32 mends."""
     in_code = "cast what it reads with .astype(jnp.float32)"
     return Cause(reason, f"In float32 {what}", in_code=in_code, is_of_dtype=True)
 
 
-def _largest_in_float32(event: Event, operands: Sequence[Any]) -> float | None:
+def _largest_in_float32(event: Event, operands: Sequence[Array]) -> float | None:
     """Returns the largest magnitude of an equation's results in float32.
 
-    None if they are not finite there either, if nothing about it has fewer bits, or if the equation
-    cannot run alone.
+    None if they are not finite there either, if all its dtypes are wide, or if it cannot run alone.
     """
     eqn = event.site.equation
-    atoms = [*eqn.invars, *eqn.outvars]
-    if not any(is_inexact(atom.aval) and is_narrow(atom.aval.dtype) for atom in atoms):
+    dtypes = (getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars))
+    if not any(map(is_narrow, dtypes)) or any(operand is None for operand in operands):
         return None
     try:
         results = run_widened(eqn, list(map(widened, operands)))
-    except Exception:  # such as a sum over devices, or an operand that is no array
+    except NameError:  # JAX's error for an axis that is mapped only inside of the program
         return None
     found = [numbers_of(result) for result in results if is_inexact(result)]
     if any(each.nans or each.infs for each in found):
@@ -149,8 +140,10 @@ def _largest_in_float32(event: Event, operands: Sequence[Any]) -> float | None:
     return max((each.largest or 0.0 for each in found), default=None)
 
 
-def _of_numbers(name: str, event: Event, operands: Sequence[Any], results: Sequence[Any]) -> Cause:
-    """Returns the cause of what is not finite in float32 either."""
+def _of_numbers(
+    name: str, event: Event, operands: Sequence[Array], results: Sequence[Array]
+) -> Cause:
+    """Returns the cause of an infinity or a NaN that float32 does not mend."""
     if name in _OUT_OF_RANGE:
         is_bad, what, remedy = _OUT_OF_RANGE[name]
         operand = np.asarray(operands[1 if name in _DIVISIONS else 0])

@@ -1,16 +1,16 @@
 """Which of the infinities and NaNs of a run reach the results: a walk from them, backwards."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
 from jmpx._inspect.first_nonfinite.numbers import NAN, is_inexact, worst_of
-from jmpx._inspect.first_nonfinite.search import Event, Search, Seen
+from jmpx._inspect.first_nonfinite.search import Event, Key, Search, Seen
 from jmpx._inspect.graph import Graph, Node, Value
+from jmpx._inspect.sites import key_of
+from jmpx._jaxprs.types import Array
 from jmpx._jaxprs.watched import Site
-
-_Key: TypeAlias = tuple[int, ...]  # the equations around an equation, and itself
 
 
 class _Reached(NamedTuple):
@@ -26,25 +26,23 @@ class Flow:
     Args:
         graph: the program.
         search: its search.
-        seen: what the run showed.
+        seen: the numbers that the run showed.
         arrays: the inputs of that run.
     """
 
-    def __init__(self, graph: Graph, search: Search, seen: Seen, arrays: Sequence[Any]) -> None:
+    def __init__(self, graph: Graph, search: Search, seen: Seen, arrays: Sequence[Array]) -> None:
         self.graph, self.search, self.seen, self.arrays = graph, search, seen, arrays
-        numbers = {_key_of_site(site): site.number for site in reversed(search.sites)}
-        nodes = (node for node in graph.nodes if not node.is_structure)
-        self.number_of = {id(node): numbers.get(_key_of_node(node), -1) for node in nodes}
+        self.keys = {id(node): key_of(node) for node in graph.nodes if not node.is_structure}
         pairs = zip(graph.inputs, seen.inputs, strict=True)
         self.known: dict[int, int] = {id(value): worst for value, worst in pairs}
-        while self._spread():  # what a loop carries comes from below
+        while self._spread():  # a loop carries values from its end to its beginning
             pass
 
     def origin(self) -> Event | Value | None:
-        """Returns where the first infinity or NaN is from that reaches a result of the program.
+        """Returns the origin of the first infinity or NaN that reaches a result of the program.
 
-        It is an equation, or an argument or a constant. What is checked for infinities counts as a
-        result, because the results of a step that was skipped are all finite.
+        It is an equation, an argument or a constant. Arrays that the program checks for infinities
+        count as results, because the results of a step that was skipped are all finite.
         """
         events, given = self._reached(self._ends())
         broken = [value for value in given if self._worst(value) == NAN]
@@ -63,11 +61,12 @@ class Flow:
 
     def node(self, site: Site) -> Node | None:
         """Returns the node of a site."""
-        found = (node for node in self.graph.nodes if self._number(node) == site.number)
+        found = (node for node in self.graph.nodes if self._key(node) == site.key)
         return next(found, None)
 
-    def _number(self, node: Node) -> int:
-        return self.number_of.get(id(node), -1)
+    def _key(self, node: Node) -> Key:
+        """Returns the key of the site of a node; a structural node has none."""
+        return self.keys.get(id(node), ())
 
     def _worst(self, value: Value) -> int:
         """Returns the worst number that a value ever held."""
@@ -75,7 +74,7 @@ class Flow:
             self.known[id(value)] = 0 if value.node is not None else worst_of(self._array(value))
         return self.known[id(value)]
 
-    def _array(self, value: Value) -> Any:
+    def _array(self, value: Value) -> Array:
         """Returns an argument or a constant."""
         if value.kind == "input":
             return self.arrays[value.index]
@@ -86,8 +85,8 @@ class Flow:
         """Goes through the program once; returns whether a value was found to hold more."""
         changed = False
         for node in self.graph.nodes:
-            worst = self.seen.worst.get(self._number(node))
-            if worst is None:  # it hands on what it reads
+            worst = self.seen.worst.get(self._key(node))
+            if worst is None:  # it hands on its operands
                 worst = max(map(self._worst, node.operands), default=0)
             for value in filter(is_inexact, node.results):
                 changed |= self._worst(value) != worst
@@ -95,7 +94,7 @@ class Flow:
         return changed
 
     def _ends(self) -> list[Value]:
-        """Returns the results that are not finite, and what is checked for that."""
+        """Returns the results that are not finite, and the arrays that the program checks."""
         pairs = zip(self.graph.outputs, self.seen.outputs, strict=True)
         ends = [value for value, worst in pairs if worst and value.node is not None]
         return [*ends, *(value for node in self.graph.nodes for value in _checked(node))]
@@ -123,38 +122,27 @@ class Flow:
         return _Reached(events, sorted(given, key=lambda value: (order[value.kind], value.index)))
 
     def _event(self, node: Node) -> Event | None:
-        """Returns whether a node made an infinity or a NaN, as an event."""
-        number = self._number(node)
-        if node.is_structure or number not in self.seen.worst:
+        """Returns the event of a node that made an infinity or a NaN."""
+        key = self._key(node)
+        if key not in self.seen.worst:
             return None
-        if self.search.sites[number].loops:
-            return self.seen.in_loops.get(number)
-        worst, before = self.seen.worst[number], max(map(self._worst, node.operands), default=0)
+        site = self.search.sites[key]
+        if site.loops:
+            return self.seen.in_loops.get(key)
+        worst, before = self.seen.worst[key], max(map(self._worst, node.operands), default=0)
         is_event = worst > before and (before == 0 or worst == NAN)
-        return self.search.event(self.search.sites[number], before == 0) if is_event else None
+        return self.search.event(site, before == 0) if is_event else None
 
     def _is_mask(self, value: Value) -> bool:
-        """Whether infinities are meant: those of a literal, and those of -inf alone."""
+        """Whether infinities are intentional: those of a literal, and -inf alone."""
         if value.kind == "literal":
             return True
         array = np.asarray(self._array(value))
         return not np.iscomplexobj(array) and not bool((array == np.inf).any())
 
 
-def _key_of_node(node: Node) -> _Key:
-    key, around = [id(node.eqn)], node.around
-    while around is not None:
-        key.append(id(around.eqn))
-        around = around.around
-    return tuple(reversed(key))
-
-
-def _key_of_site(site: Site) -> _Key:
-    return tuple(map(id, (*site.around, site.equation)))
-
-
 def _checked(node: Node) -> Iterator[Value]:
-    """Yields what a program checks for infinities or NaNs as a whole, as `jmpx.all_finite` does."""
+    """Yields an array that a node checks for infinities or NaNs, as in `jmpx.all_finite`."""
     is_check = node.name == "is_finite" or (
         node.name == "ne" and node.operands[0] is node.operands[-1]
     )

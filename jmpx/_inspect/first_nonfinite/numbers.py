@@ -1,10 +1,13 @@
-"""What arrays hold: infinities, NaNs, and the range of the rest."""
+"""The numbers of arrays: infinities, NaNs, and the range of the rest."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jmpx._jaxprs.types import Array, Aval
 
 INF, NAN = 1, 2  # the worst that an array holds; 0 is neither
 
@@ -40,30 +43,22 @@ class Numbers(NamedTuple):
         return ", ".join(parts)
 
 
-def is_inexact(x: Any) -> bool:
+def is_inexact(x: Array | Aval) -> bool:
     """Whether an array, or an abstract one, has a floating or complex dtype."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def is_narrow(dtype: Any) -> bool:
-    """Whether a dtype is a floating one of 8 or 16 bits."""
-    return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
-
-
-def numbers_of(array: Any) -> Numbers:
-    """Returns what an array holds."""
+def numbers_of(array: Array) -> Numbers:
+    """Returns the numbers of an array."""
     x = np.asarray(array)
-    dtype, shape = x.dtype.name, x.shape
     wide = x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
     finite = np.abs(wide[np.isfinite(wide)])
+    ends = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
     nans = int(np.isnan(wide).sum())
-    infs = wide.size - finite.size - nans
-    if not finite.size:
-        return Numbers(dtype, shape, None, None, nans, infs)
-    return Numbers(dtype, shape, float(finite.min()), float(finite.max()), nans, infs)
+    return Numbers(x.dtype.name, x.shape, *ends, nans, wide.size - finite.size - nans)
 
 
-def worst_of(array: Any) -> int:
+def worst_of(array: Array) -> int:
     """Returns `NAN`, `INF` or 0: the worst number that an array holds."""
     if not is_inexact(array):
         return 0
@@ -71,7 +66,7 @@ def worst_of(array: Any) -> int:
     return NAN if np.isnan(x).any() else INF if np.isinf(x).any() else 0
 
 
-def worst_traced(arrays: list[Any]) -> jax.Array:
+def worst_traced(arrays: Sequence[Array]) -> jax.Array:
     """Returns the worst number that any of the arrays holds, as an int32 of shape ()."""
     lax = jax.lax
     worst = jnp.zeros((), jnp.int32)

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from jmpx._inspect.first_nonfinite.numbers import is_inexact, is_narrow
 from jmpx._inspect.first_nonfinite.search import HAND_ON
 from jmpx._inspect.graph import Graph, Node
+from jmpx._inspect.widening import is_narrow
+from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.places import selector, where
-from jmpx._policies.rules import parse_rule
 
-MOST = 6  # rules that are tried; for each the program is compiled once more
+_MOST = 6  # rules that are tried; for each the program is compiled once more
 _FARTHEST = 32  # how many operations before it are looked at
 _AUTOCAST = "jmpx.autocast"
 
@@ -17,17 +17,17 @@ def rules_for(graph: Graph, node: Node) -> list[str]:
     """Returns rules for a node and for what computed its operands, the nearest first.
 
     Args:
-        graph: the program; a rule can be pasted only into a policy map that something in it takes.
-        node: what made the infinity or the NaN.
+        graph: the program; there are rules only if a function in it takes a policy map.
+        node: the operation that made the infinity or the NaN.
     """
     takers, outermost = graph.program.takers, graph.outermost()
     rules = (rule for each in _before(node) for rule in _of_node(each, _AUTOCAST in takers))
-    found = {text: parse_rule(text, text, 0) for text in rules} if takers else {}
+    found = {text: parse_rule(text) for text in rules} if takers else {}
     return [
         text
         for text, rule in found.items()
         if not any(rule.matches(*module) for module in outermost)
-    ][:MOST]
+    ][:_MOST]
 
 
 def _before(node: Node) -> Iterator[Node]:
@@ -36,7 +36,7 @@ def _before(node: Node) -> Iterator[Node]:
     while pending and len(seen) < _FARTHEST:
         each = pending.pop(0)
         values = (*each.operands, *each.results)
-        if any(is_inexact(value) and is_narrow(value.dtype) for value in values):
+        if any(is_narrow(value.dtype) for value in values):
             yield each
         for value in each.operands:
             if value.node is not None and id(value.node) not in seen:
@@ -48,10 +48,10 @@ def _of_node(node: Node, is_autocast: bool) -> Iterator[str]:
     select, module = selector(node.scope), where(node.scope).module
     if select is not None and (module is not None or is_autocast):
         yield f"{select}: f32"
-        # It returns the dtype of those around it, unless told, and that may overflow there.
+        # Without `o=` it returns the output dtype of the map, in which its result may overflow.
         if module is not None and not is_autocast and not node.is_backward:
             yield f"{select}: c=f32,o=f32"
-    # A rule for operations is for those of the forward pass, and a cast is none of autocast's.
-    is_none = node.is_backward or node.is_structure
-    if is_autocast and not is_none and node.name not in (*HAND_ON, "convert_element_type"):
+    # Rules for operations are for those that autocast computes, in the forward pass.
+    is_computed = node.name not in HAND_ON | {"convert_element_type"} and not node.is_structure
+    if is_autocast and is_computed and not node.is_backward:
         yield f"op.{node.name}: f32"

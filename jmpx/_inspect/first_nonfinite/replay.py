@@ -1,33 +1,40 @@
-"""A program that is run, at several loss scales if it has one, and what is found in words."""
+"""Runs a program, at several loss scales if it has one, and describes the origin that it finds."""
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from jmpx._base.leaves import PyTree
 from jmpx._inspect.first_nonfinite.causes import Cause, cause_of_event, in_float32
 from jmpx._inspect.first_nonfinite.flow import Flow
-from jmpx._inspect.first_nonfinite.numbers import NAN, is_inexact, is_narrow, numbers_of, worst_of
+from jmpx._inspect.first_nonfinite.numbers import NAN, is_inexact, numbers_of, worst_of
 from jmpx._inspect.first_nonfinite.remedies import rules_for
 from jmpx._inspect.first_nonfinite.report import FirstNonfinite
-from jmpx._inspect.first_nonfinite.scales import Scale, is_scaling, run_unscaled, scale_of
+from jmpx._inspect.first_nonfinite.scales import Scale, scale_of
 from jmpx._inspect.first_nonfinite.search import HAND_ON, Event, Search
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.programs import Program
-from jmpx._inspect.widening import run_widened, widened
-from jmpx._jaxprs.core import operation_name
-from jmpx._jaxprs.places import place_of
-from jmpx._jaxprs.watched import Site
+from jmpx._inspect.widening import is_narrow, run_widened, widened
+from jmpx._jaxprs.core import Array, operation_name
+from jmpx._jaxprs.places import Place, place_of
+from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.places import where
-from jmpx._policies.rules import parse_rule
+
+# What identifies an operation: its name, place and path, and whether it is in the backward pass.
+_Key: TypeAlias = tuple[str, Place | None, str, bool]
+_OR_SCALE = (
+    "; or lower the loss scale if there is one: a jmpx.DynamicLossScale among the arguments shows "
+    "by how much"
+)
 
 
 class _Run(NamedTuple):
-    """What a run found."""
+    """A run, and the origin of the first infinity or NaN that reaches a result of it."""
 
     search: Search
-    arrays: Sequence[Any]
+    arrays: Sequence[Array]
     flow: Flow
     found: Event | Value | None
 
@@ -40,13 +47,13 @@ class Replay:
         tree: the function and its arguments.
     """
 
-    def __init__(self, program: Program, tree: Any) -> None:
+    def __init__(self, program: Program, tree: PyTree) -> None:
         self.program, self.graph, self.tree = program, Graph(program), tree
         self.search = Search(program.jaxpr)
-        self.scale = scale_of(tree, program.arrays, self.search.sites)
+        self.scale = scale_of(tree, program.arrays)
 
-    def run(self, search: Search, arrays: Sequence[Any]) -> _Run:
-        """Runs the program once, and follows what went through it."""
+    def run(self, search: Search, arrays: Sequence[Array]) -> _Run:
+        """Runs the program once, and follows the numbers through it."""
         flow = Flow(self.graph, search, search.look(arrays), arrays)
         return _Run(search, arrays, flow, flow.origin())
 
@@ -62,23 +69,15 @@ class Replay:
         lower = self.at_scale(scale, scale.floor)
         if lower.found is None:
             return self.describe(first, scale.number, self.cause_of_scale(scale))
-        # It is there at the floor of the scale, too, so that what mends that one is told.
+        # It is there at the floor of the scale, too: the report is about that run.
         return self.describe(lower, scale.floor)
 
     def at_scale(self, scale: Scale, number: float) -> _Run:
-        """Runs the program at another loss scale; at 1, if the scale is part of the program."""
-        if scale.indices:
-            return self.run(self.search, scale.put(self.program.arrays, number))
-        return self.run(Search(self.program.jaxpr, run_unscaled), self.program.arrays)
+        """Runs the program at another loss scale."""
+        return self.run(self.search, scale.put(self.program.arrays, number))
 
     def cause_of_scale(self, scale: Scale) -> Cause:
         """Returns the cause if all is finite at the floor of the loss scale."""
-        if not scale.indices:
-            return Cause(
-                f"The loss scale {scale.number:g} alone makes it overflow: at 1, all is finite",
-                "Pass a dynamic one to the step, which finds the scale that the gradients bear",
-                "dynamic",
-            )
         low, high = scale.floor, scale.number
         while high > 2 * low:
             middle = 2.0 ** ((math.log2(low) + math.log2(high)) // 2)
@@ -94,7 +93,7 @@ class Replay:
     def describe(
         self, run: _Run, scale: float | None, cause: Cause | None = None
     ) -> FirstNonfinite | None:
-        """Returns what a run found as the user sees it."""
+        """Returns the report about a run."""
         if isinstance(run.found, Value):
             return self.given(run.found, run.arrays, scale)
         return None if run.found is None else self.made(run, run.found, scale, cause)
@@ -113,12 +112,12 @@ class Replay:
                 cause = self.cause_in_16_bits(run, cause)
             if cause.is_of_dtype and node is not None:
                 cause = self.with_rule(cause, node, scale)
-            cause = self.or_scale(cause, site)
+            if self.scale is None and site.is_backward and cause.is_of_dtype:
+                cause = cause._replace(remedy=cause.remedy + _OR_SCALE)
         seen = [numbers_of(x) for x in results if is_inexact(x)]
         return FirstNonfinite(
             kind="inf" if any(each.infs for each in seen) else "NaN",
             operation=operation_name(eqn.primitive.name),
-            given="",
             place=place_of(eqn) if node is None else self.graph.place(node),
             scope=where(site.scope).path,
             policy=policy,
@@ -135,47 +134,48 @@ class Replay:
     def with_rule(self, cause: Cause, node: Node, scale: float | None) -> Cause:
         """Returns a cause with the rule under which all is finite.
 
-        If there is none, it has the one under which something else is found, that reads other
-        numbers than those of the node.
+        Else it has the first rule under which another operation, on other numbers, is found.
         """
-        rules = rules_for(self.graph, node)
-        moving = ""
+        rules, moving = rules_for(self.graph, node), ""
         for rule in rules:
             found = self.under(rule, scale)
-            if found == ():
+            if found == []:
                 return cause.with_rule(rule, is_tried=True)
-            moving = moving or ("" if found is None or self.key(node) in found else rule)
+            if found and self.key(node) not in found:
+                moving = moving or rule
         return cause.with_rule(moving, is_tried=bool(rules))
 
-    def under(self, rule: str, scale: float | None) -> tuple[object, ...] | None:
+    def under(self, rule: str, scale: float | None) -> list[_Key] | None:
         """Replays the program with a rule at the end of its policy maps.
 
         Returns:
-            What tells the operation apart that is found, and the one that made its operand; nothing
-            if all is finite. None if the program cannot be traced so, or something else is found.
+            The keys of the operation that is found, and of the one that made its operand; none if
+            all is finite. None if the program cannot run so, or something else is found.
         """
         try:
-            program = self.program.with_rules(parse_rule(rule, rule, 0))
-        except Exception:  # such as the carry of a user's loop, which would change its dtype
+            program = self.program.with_rules(parse_rule(rule))
+        except (AssertionError, TypeError, ValueError):  # such as a loop whose carry would change
             return None
         other = Replay(program, self.tree)
         run = other.run(other.search, program.arrays)
         if other.scale is not None and scale is not None and scale != other.scale.number:
             run = other.at_scale(other.scale, scale)
+        if run.found is None:
+            return []
         node = run.flow.node(run.found.site) if isinstance(run.found, Event) else None
         if node is None:
-            return () if run.found is None else None
-        maker = _source(node)
-        return other.key(node), None if maker.node is None else other.key(maker.node)
+            return None
+        maker = _source(node).node
+        return [other.key(each) for each in (node, maker) if each is not None]
 
-    def key(self, node: Node) -> tuple[Any, ...]:
-        """Returns what tells a node apart from others, in this program and with a rule."""
+    def key(self, node: Node) -> _Key:
+        """Returns what identifies a node, in this program and in the same one with a rule."""
         return node.name, self.graph.place(node), self.graph.path(node), node.is_backward
 
     def cause_in_16_bits(self, run: _Run, cause: Cause) -> Cause:
-        """Returns the cause of what is finite if the whole program computes in float32."""
+        """Returns the cause if all is finite once the whole program computes in float32."""
         values = (value for node in self.graph.nodes for value in node.results)
-        if not any(is_inexact(value) and is_narrow(value.dtype) for value in values):
+        if not any(is_narrow(value.dtype) for value in values):
             return cause
         wide = Search(self.program.jaxpr, run_widened, widened)
         if self.run(wide, list(map(widened, run.arrays))).found is not None:
@@ -183,34 +183,20 @@ class Replay:
         reason = f"{cause.reason}, because of numbers that 16 bits lost before"
         return in_float32(reason, "all is finite")
 
-    def or_scale(self, cause: Cause, site: Site) -> Cause:
-        """Returns a cause that also tells of a loss scale that no argument holds."""
-        is_unknown = self.scale is None and site.is_backward
-        if not is_unknown or not any(is_scaling(each.equation) for each in self.search.sites):
-            return cause
-        hint = "; or lower the loss scale: pass it as an argument, and it is told to how much"
-        return cause._replace(remedy=cause.remedy + hint)
-
-    def given(self, value: Value, arrays: Sequence[Any], scale: float | None) -> FirstNonfinite:
+    def given(self, value: Value, arrays: Sequence[Array], scale: float | None) -> FirstNonfinite:
         """Describes an argument or a constant that is not finite."""
         is_input = value.kind == "input"
         array = arrays[value.index] if is_input else np.asarray(value.constant, value.dtype)
         reader = value.readers[0] if value.readers and not is_input else None
         return FirstNonfinite(
             kind="NaN" if worst_of(array) == NAN else "inf",
-            operation="",
             given=self.program.names[value.index] if is_input else "a constant",
             place=None if reader is None else self.graph.place(reader),
             scope="" if reader is None else self.graph.path(reader),
-            policy="",
-            is_backward=False,
-            trips=(),
-            operands=(),
             results=(numbers_of(array),),
             loss_scale=scale,
             is_at_floor=self.scale is not None and scale == self.scale.floor,
-            cause="The function was given it, and no rule mends it: look for what made it.",
-            rule="",
+            cause="The function was given it, and no rule mends it: look where it was made.",
         )
 
 

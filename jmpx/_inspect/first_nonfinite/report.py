@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import textwrap
-from typing import Any
+from collections.abc import Mapping
 
 from jmpx._inspect.first_nonfinite.numbers import Numbers
 from jmpx._jaxprs.places import Place
@@ -28,13 +28,13 @@ class FirstNonfinite:
         is_backward: whether it is in the backward pass.
         trips: for each loop around it, the outermost first, the trip in which it was made, from 0
             in the order in which trips run, and the line of the loop.
-        operands: what the operation read.
-        results: what it made.
-        loss_scale: the loss scale of the run; None if there is none. Where lowering it to its floor
-            does not help, the run is one at the floor.
-        is_at_floor: whether it is at its floor.
-        cause: why it is not finite, and what to do.
-        rule: what to paste: a rule of a policy map, or a loss scale; empty if none mends it.
+        operands: the numbers that the operation read.
+        results: the numbers that it made.
+        loss_scale: the loss scale of the run; None without one among the arguments. If lowering it
+            to its floor does not help, the run is one at the floor.
+        is_at_floor: whether the scale is at its floor.
+        cause: why it is not finite, and the remedy.
+        rule: the text to paste: a rule of a policy map, or a loss scale; empty if none mends it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -47,30 +47,26 @@ class FirstNonfinite:
     __module__ = "jmpx.inspect"
 
     kind: str
-    operation: str
-    given: str
-    place: Place | None
-    scope: str
-    policy: str
-    is_backward: bool
-    trips: tuple[tuple[int, Place | None], ...]
-    operands: tuple[Numbers, ...]
-    results: tuple[Numbers, ...]
-    loss_scale: float | None
-    is_at_floor: bool
-    cause: str
-    rule: str
+    operation: str = ""
+    given: str = ""
+    place: Place | None = None
+    scope: str = ""
+    policy: str = ""
+    is_backward: bool = False
+    trips: tuple[tuple[int, Place | None], ...] = ()
+    operands: tuple[Numbers, ...] = ()
+    results: tuple[Numbers, ...] = ()
+    loss_scale: float | None = None
+    is_at_floor: bool = False
+    cause: str = ""
+    rule: str = ""
 
     def __str__(self) -> str:
-        """Returns the report as lines of at most 79 characters, but for long paths and rules."""
-        lines = [self._headline(), *self._rows()]
-        return "\n".join(lines)
-
-    def _headline(self) -> str:
-        if self.given:
-            return f"{self.given} holds {_a(self.kind)}"
+        """Returns the report as lines of at most 79 characters, except for long paths and rules."""
+        what = "an infinity" if self.kind == "inf" else "a NaN"
         passes = "backward" if self.is_backward else "forward"
-        return f"{self.operation} makes {_a(self.kind)} in the {passes} pass"
+        made = f"{self.operation} makes {what} in the {passes} pass"
+        return "\n".join([f"{self.given} holds {what}" if self.given else made, *self._rows()])
 
     def _rows(self) -> list[str]:
         rows = [("at", str(self.place))] if self.place else []
@@ -87,7 +83,7 @@ class FirstNonfinite:
         lines += _wrapped("cause", self.cause)
         return lines + ([f"  {'rule':<{_INDENT}}{self.rule}"] if self.rule else [])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns the data as dictionaries, lists, texts and numbers."""
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return data | {
@@ -106,13 +102,9 @@ class FirstNonfinite:
         return json.dumps(self.to_dict(), indent=indent)
 
 
-def _plain(place: Place | None) -> dict[str, Any] | None:
+def _plain(place: Place | None) -> Mapping[str, object] | None:
     """Returns a line, and the user's own that called it, as a dictionary."""
     return None if place is None else place._asdict() | {"caller": _plain(place.caller)}
-
-
-def _a(kind: str) -> str:
-    return "an infinity" if kind == "inf" else "a NaN"
 
 
 def _wrapped(name: str, text: str) -> list[str]:

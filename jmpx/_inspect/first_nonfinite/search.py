@@ -1,63 +1,56 @@
-"""Runs a program, and notes in which equations infinities and NaNs first appear."""
+"""Runs a program, and finds in which equations infinities and NaNs first appear."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from jmpx._base.leaves import PyTree
 from jmpx._inspect.first_nonfinite.numbers import INF, NAN, is_inexact, worst_traced
 from jmpx._jaxprs import core, watched
-from jmpx._jaxprs.core import Equation, Jaxpr
+from jmpx._jaxprs.moves import PLACEMENTS, RESHAPES
+from jmpx._jaxprs.types import Array, Aval, Equation, Jaxpr
 from jmpx._jaxprs.watched import Run, Site, Trips, is_loop
 
-# These hand on each number that they read, so that their operands tell what they hold.
-HAND_ON = ("broadcast_in_dim", "copy", "neg", "pvary", "reshape", "rev", "squeeze", "transpose")
+# The results of these hold the numbers of the operand, so that a search looks at the operand alone.
+# An identity may have several operands, as `optimization_barrier` has: it is not among them.
+HAND_ON = RESHAPES | PLACEMENTS | {"copy", "neg"}
 # XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears. What
 # runs once or twice is not worth optimizing: that would take half of the time to compile.
 _AS_WRITTEN = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 MADE, TURNED = 1, 2  # out of finite numbers; NaN out of infinities
+# Of each site: the worst number; in a loop, also the kind of the first event and its trips.
+Key: TypeAlias = tuple[int, ...]
+_Notes: TypeAlias = dict[Key, tuple[Array, ...]]
 
 
 class Event(NamedTuple):
-    """An equation that made an infinity or a NaN.
+    """An equation that made an infinity or a NaN."""
 
-    Attributes:
-        site: the equation.
-        is_made: whether all its operands were finite; else it made a NaN out of infinities.
-        trips: the trips of the loops around it in which it first did, from 0.
-        order: its place in the order in which equations ran: less is earlier.
-    """
-
-    site: Site
-    is_made: bool
-    trips: tuple[int, ...]
-    order: tuple[int, ...]
+    site: Site  # the equation
+    is_made: bool  # whether all its operands were finite; else it made a NaN out of infinities
+    trips: tuple[int, ...]  # the trips of the loops around it in which it first did, from 0
+    order: tuple[int, ...]  # its place in the order in which equations ran: less is earlier
 
 
 class Seen(NamedTuple):
-    """What a run of a program showed.
+    """What a run of a program showed: the worst numbers, `NAN`, `INF` or 0."""
 
-    Attributes:
-        worst: of each watched site, by its number, the worst number that its results held.
-        in_loops: of each site in a loop, whether it made one, as an event.
-        inputs: of each input of the program, the worst number that it holds.
-        outputs: of each result of the program, the worst number that it holds.
-    """
-
-    worst: dict[int, int]
-    in_loops: dict[int, Event]
-    inputs: list[int]
-    outputs: list[int]
+    worst: dict[Key, int]  # of the results of each watched site, by its key
+    in_loops: dict[Key, Event]  # the events of sites in loops, by their keys
+    inputs: list[int]  # of each input of the program
+    outputs: list[int]  # of each result of the program
 
 
 def is_watched(eqn: Equation) -> bool:
-    """Whether it is noted what the results of an equation hold."""
+    """Whether a search looks at the results of an equation."""
     return eqn.primitive.name not in HAND_ON and any(is_inexact(v.aval) for v in eqn.outvars)
 
 
-def silent(eqn: Equation, operands: list[Any]) -> list[Any]:
-    """Runs an equation; one that calls Python and has no results is left out, as a print."""
+def silent(eqn: Equation, operands: list[Array]) -> list[Array]:
+    """Runs an equation, unless it has no results, such as a print."""
     return core.bind(eqn, operands) if eqn.outvars else []
 
 
@@ -67,57 +60,44 @@ class Search:
     Args:
         jaxpr: the closed jaxpr.
         run: how an equation runs.
-        constant: what a constant is replaced by.
+        constant: returns the array to use for a constant.
     """
 
     def __init__(
         self,
         jaxpr: Jaxpr,
         run: Run = silent,
-        constant: Callable[[Any], Any] = lambda array: array,
+        constant: Callable[[Array], Array] = lambda array: array,
     ) -> None:
-        self.jaxpr, self.run, self.constant = jaxpr, run, constant
-        self.sites = watched.sites(jaxpr)
-        self.starts: dict[tuple[int, ...], int] = {}  # of each loop, the number of its first site
-        for site in self.sites:
-            for i in range(len(site.around)):
-                self.starts.setdefault((*map(id, site.around[: i + 1]),), site.number)
+        self._evaluate = functools.partial(watched.evaluate, jaxpr, run=run, constant=constant)
+        self.sites = {site.key: site for site in watched.sites(jaxpr)}
+        # The place of each site in the program; a loop has the place of its first site.
+        self.places: dict[Key, int] = {}
+        for place, key in enumerate(self.sites):
+            for end in range(1, len(key) + 1):
+                self.places.setdefault(key[:end], place)
         self._compiled = jax.jit(self._watch_all, compiler_options=_AS_WRITTEN)
 
-    def _evaluate(
-        self, arrays: Sequence[Any], watch: Any, state: Any, reduce: Any, by_site: bool = False
-    ) -> Any:
-        return watched.evaluate(
-            self.jaxpr,
-            arrays,
-            watch,
-            state,
-            run=self.run,
-            constant=self.constant,
-            reduce=reduce,
-            by_site=by_site,
-        )
-
-    def _watch_all(self, *arrays: Any) -> tuple[dict[int, Any], Any, Any]:
+    def _watch_all(self, *arrays: Array) -> tuple[_Notes, list[Array], list[Array]]:
         zero = jnp.zeros((), jnp.int32)
         state = {
-            site.number: (zero,) * (2 + len(site.loops) if site.loops else 1)
-            for site in self.sites
+            key: (zero,) * (2 + len(site.loops) if site.loops else 1)
+            for key, site in self.sites.items()
             if is_watched(site.equation)
         }
-        results, state = self._evaluate(arrays, _note, state, _joined, by_site=True)
+        results, state = self._evaluate(arrays, _note, state, reduce=_joined, by_site=True)
         inputs, outputs = ([worst_traced([x]) for x in each] for each in (arrays, results))
         return state, inputs, outputs
 
-    def look(self, arrays: Sequence[Any]) -> Seen:
+    def look(self, arrays: Sequence[Array]) -> Seen:
         """Runs the program on its inputs."""
         rows, inputs, outputs = jax.device_get(self._compiled(*arrays))
         worst, in_loops = {}, {}
-        for number, row in rows.items():
-            worst[number], *event = map(int, row)
+        for key, row in rows.items():
+            worst[key], *event = map(int, row)
             if any(event[:1]):
                 kind, *trips = event
-                in_loops[number] = self.event(self.sites[number], kind == MADE, trips)
+                in_loops[key] = self.event(self.sites[key], kind == MADE, trips)
         return Seen(worst, in_loops, list(map(int, inputs)), list(map(int, outputs)))
 
     def event(self, site: Site, is_made: bool, trips: Sequence[int] = ()) -> Event:
@@ -125,28 +105,37 @@ class Search:
         order, counts = [], iter(trips)
         for i, eqn in enumerate(site.around):
             if is_loop(eqn):
-                order += [self.starts[(*map(id, site.around[: i + 1]),)], next(counts)]
-        return Event(site, is_made, tuple(trips), (*order, site.number))
+                order += [self.places[site.key[: i + 1]], next(counts)]
+        return Event(site, is_made, tuple(trips), (*order, self.places[site.key]))
 
-    def operands_of(self, event: Event, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Runs the program again; returns the operands and results of an equation in its trip."""
+    def operands_of(
+        self, event: Event, arrays: Sequence[Array]
+    ) -> tuple[list[Array | None], list[Array | None]]:
+        """Runs the program again; returns the operands and results of an equation in its trip.
+
+        One that does not hold numbers, such as a random key, is None.
+        """
         atoms = [*event.site.equation.invars, *event.site.equation.outvars]
         is_kept = [_is_plain(atom.aval) for atom in atoms]
 
-        def watch(state: Any, site: Site, operands: Any, results: Any, trips: Trips) -> Any:
-            if site.number != event.site.number:
+        def watch(
+            state: PyTree, site: Site, operands: list[Array], results: list[Array], trips: Trips
+        ) -> PyTree:
+            if site.key != event.site.key:
                 return state
             found, kept = state
             pairs = zip(trips, event.trips, strict=True)
             is_it = ~found & jnp.stack([jnp.array(True), *(a == b for a, b in pairs)]).all()
             seen = [a for a, k in zip((*operands, *results), is_kept, strict=True) if k]
-            seen = [_select(is_it, new, old) for new, old in zip(seen, kept, strict=True)]
-            return found | is_it, seen
+            pairs = zip(seen, kept, strict=True)
+            chosen = [jnp.where(is_it, jnp.asarray(new, old.dtype), old) for new, old in pairs]
+            return found | is_it, chosen
 
-        def run(*arrays: Any) -> list[Any]:
+        def run(*arrays: Array) -> list[Array]:
             pairs = zip(atoms, is_kept, strict=True)
             kept = [jnp.zeros(a.aval.shape, a.aval.dtype) for a, k in pairs if k]
-            _, (_, kept) = self._evaluate(arrays, watch, (jnp.array(False), kept), _of_one_device)
+            state = jnp.array(False), kept
+            _, (_, kept) = self._evaluate(arrays, watch, state, reduce=_of_one_device)
             return kept
 
         kept = iter(jax.jit(run, compiler_options=_AS_WRITTEN)(*arrays))
@@ -155,40 +144,36 @@ class Search:
         return seen[:end], seen[end:]
 
 
-def _is_plain(aval: Any) -> bool:
+def _is_plain(aval: Aval) -> bool:
     """Whether an operand is an array of numbers; random keys and references are not."""
     return hasattr(aval, "shape") and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
-def _select(flag: jax.Array, new: Any, old: jax.Array) -> jax.Array:
-    return jnp.where(flag, jnp.asarray(new, old.dtype), old)
-
-
 def _note(
-    state: dict[int, Any], site: Site, operands: list[Any], results: list[Any], trips: Trips
-) -> dict[int, Any]:
-    """Notes what the results of a site hold; in a loop, also when it first made what they hold.
+    state: _Notes, site: Site, operands: list[Array], results: list[Array], trips: Trips
+) -> _Notes:
+    """Notes the worst number of a site's results; in a loop, also when the site first made one.
 
-    The notes are scalars, which XLA computes together with what they are of: arrays of them would
-    take several times as long to compile.
+    The notes are scalars, which XLA computes together with the results: arrays of notes would take
+    several times as long to compile.
     """
     if not is_watched(site.equation):
         return state
     worst = worst_traced(results)
     if not trips:
-        return state | {site.number: (worst,)}
-    worst_before, kind_before, *trips_before = state[site.number]
+        return state | {site.key: (worst,)}
+    worst_before, kind_before, *trips_before = state[site.key]
     before = worst_traced(operands)
     is_made, is_turned = (worst > 0) & (before == 0), (worst == NAN) & (before == INF)
     kind = jnp.where(is_made, MADE, jnp.where(is_turned, TURNED, 0)).astype(jnp.int32)
     is_first = (kind > 0) & (kind_before == 0)
     pairs = zip((kind, *trips), (kind_before, *trips_before), strict=True)
     event = [jax.lax.select(is_first, new, old) for new, old in pairs]
-    return state | {site.number: (jax.lax.max(worst_before, worst), *event)}
+    return state | {site.key: (jax.lax.max(worst_before, worst), *event)}
 
 
-def _joined(state: dict[int, Any], axes: tuple[Any, ...]) -> dict[int, Any]:
-    """Joins what all devices noted: the worst number, and the first event of a site."""
+def _joined(state: _Notes, axes: tuple[str, ...]) -> _Notes:
+    """Joins the notes of all devices: the worst number, and the first event of a site."""
     late = jnp.iinfo(jnp.int32).max
 
     def joined(worst: jax.Array, *event: jax.Array) -> tuple[jax.Array, ...]:
@@ -199,11 +184,11 @@ def _joined(state: dict[int, Any], axes: tuple[Any, ...]) -> dict[int, Any]:
         firsts = (jnp.where(is_first, part, 0) for part in event)
         return tuple(jax.lax.pmax(part, axes) for part in (worst, *firsts))
 
-    return {number: joined(*row) for number, row in state.items()}
+    return {key: joined(*row) for key, row in state.items()}
 
 
-def _of_one_device(state: Any, axes: tuple[Any, ...]) -> Any:
-    """Returns the operands of one of the devices that saw the equation make what it made."""
+def _of_one_device(state: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Returns the operands of the first device on which the equation made the event."""
     found, kept = state
     is_bad = worst_traced(kept) > 0
     late = jnp.iinfo(jnp.int32).max

@@ -2,41 +2,40 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
+from jmpx._base.leaves import PyTree
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.ranges.collecting import collected
-from jmpx._inspect.ranges.measuring import Plan, measure
+from jmpx._inspect.ranges.measuring import measure
+from jmpx._inspect.ranges.plan import Plan
 from jmpx._inspect.ranges.report import Ranges
 
 
-def ranges(fn: Callable[..., Any], *, extremes_only: bool = False) -> Callable[..., Ranges]:
+def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
     """Runs a train step once in float32, and tells how large and how small its numbers are.
 
     What was traced in 16 or 8 bits runs in float32, too: casts of the function itself, of its
     policies and of autocast have no effect. The numbers that each operation computes are counted by
     exponent, also inside of loops, for each module or `jax.named_scope`, activations and gradients
-    apart. So what float16, bfloat16 and the 8-bit formats would lose is known for any loss scale,
+    apart. So the losses in float16, bfloat16 and the 8-bit formats are known for any loss scale,
     exactly. Operations that only move numbers, such as reshapes, count nothing, nor does a single
     number outside of modules and scopes, such as the loss. What `jax.checkpoint` computes again
-    counts as activations; all else in a backward pass, such as what a `jax.custom_vjp` computes
-    again by itself, as gradients.
+    counts as activations; all else in a backward pass counts as gradients, even where a
+    `jax.custom_vjp` computes activations again.
 
-    A large program runs operation by operation, and its loops are compiled with all that is counted
-    in them. On a CPU, four transformer blocks take 2.6 times the processor's time of a plain step
-    for extremes alone, and 4 times with counts (`benchmarks/ranges_cost.py`). The first call takes
-    some seconds more, to compile each different operation; a loop is compiled in every call, which
-    takes two to three times as long as to compile the plain step.
+    A large program runs operation by operation, and its loops are compiled with their counts. On a
+    CPU, four transformer blocks take 4 times the processor's time of a plain step
+    (`benchmarks/ranges_cost.py`). The first call takes some seconds more, to compile each different
+    operation; a loop is compiled in every call, which takes two to three times as long as to
+    compile the plain step.
 
     Args:
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
             a tuple that begins with one. Or a step that computes its gradients itself; if it scales
             its loss, gradients are seen as it scales them. Any other function runs as it is.
-        extremes_only: whether only the largest and the smallest numbers are looked for, which is
-            faster: they suffice for the loss scale and the rules, not for shares and pictures.
 
     Returns:
         A function of the arguments of `fn`, which are arrays, that returns a `jmpx.inspect.Ranges`.
@@ -67,12 +66,12 @@ def ranges(fn: Callable[..., Any], *, extremes_only: bool = False) -> Callable[.
     """
 
     @functools.wraps(fn, updated=())
-    def call(*args: Any, **kwargs: Any) -> Ranges:
+    def call(*args: PyTree, **kwargs: PyTree) -> Ranges:
         program = traced_program(fn, args, kwargs)
         _refuse_shapes(program)
         graph = Graph(program)
-        plan = Plan(graph, extremes_only)
-        return collected(graph, plan, measure(program.jaxpr, program.arrays, plan))
+        plan = Plan(graph)
+        return collected(graph, plan, measure(program, plan))
 
     return call
 

@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import NUMBERS
-from jmpx._base.messages import describe
+from jmpx._base.messages import describe, did_you_mean
 from jmpx._inspect.ranges.formats import (
     BINS,
     LOWEST,
@@ -19,7 +19,7 @@ from jmpx._inspect.ranges.formats import (
     as_format,
     bin_of,
 )
-from jmpx._inspect.ranges.statistics import INFINITE, MASKED, NAN, ZERO
+from jmpx._policies.rules import Rule
 
 
 class Shares(NamedTuple):
@@ -56,10 +56,10 @@ class Histogram:
 
     @classmethod
     def of(cls, counts: np.ndarray) -> "Histogram":
-        """Makes a histogram of what `statistics.histogram` counts."""
+        """Makes a histogram of what `statistics.count` counts."""
         (indices,) = np.nonzero(counts[:BINS])
         bins = tuple((int(i), int(counts[i])) for i in indices)
-        return cls(bins, *(int(counts[i]) for i in (ZERO, INFINITE, NAN, MASKED)))
+        return cls(bins, *map(int, counts[BINS:]))
 
     @property
     def numbers(self) -> int:
@@ -88,17 +88,17 @@ class Histogram:
             scale: what numbers are multiplied by, a power of two.
 
         Raises:
-            ValueError: if the format is another one, or the scale is no power of two.
+            ValueError: if the format is another one, or the scale is not a power of two.
         """
         known, shift = as_format(dtype), exponent_of(scale) * PARTS
-        kept, normal, overflows = (
-            bin_of(key) - shift for key in (known.kept, known.normal, known.overflows)
+        edges = (bin_of(key) - shift for key in (known.kept, known.normal, known.overflows))
+        kept, normal, overflowing = edges
+        counts = (
+            sum(count for i, count in self.bins if i < kept),
+            sum(count for i, count in self.bins if kept <= i < normal),
+            sum(count for i, count in self.bins if i >= overflowing),
         )
-        lost = sum(count for i, count in self.bins if i < kept)
-        subnormal = sum(count for i, count in self.bins if kept <= i < normal)
-        overflowing = sum(count for i, count in self.bins if i >= overflows)
-        whole = max(self.numbers, 1)
-        return Shares(lost / whole, subnormal / whole, overflowing / whole)
+        return Shares(*(count / max(self.numbers, 1) for count in counts))
 
 
 def merged(histograms: Iterable[Histogram]) -> Histogram:
@@ -113,11 +113,7 @@ def merged(histograms: Iterable[Histogram]) -> Histogram:
 
 
 def exponent_of(scale: float) -> int:
-    """Returns the exponent of a scale that is a power of two.
-
-    Raises:
-        ValueError: if it is another number, or none.
-    """
+    """Returns the exponent of a scale; raises a ValueError if it is not a power of two."""
     is_number = isinstance(scale, (*NUMBERS, np.generic)) or getattr(scale, "ndim", None) == 0
     number = float(scale) if is_number and not isinstance(scale, complex) else 0.0
     mantissa, exponent = math.frexp(number)
@@ -131,12 +127,9 @@ def exponent_of(scale: float) -> int:
 
 def overflows(number: float, known: Format, scale: float = 1) -> bool:
     """Whether a positive finite number overflows in a format once it is scaled."""
-    if not number:
-        return False
     mantissa, exponent = math.frexp(number * scale)
-    return ((exponent - 1) << MANTISSA_BITS) + (mantissa * 2 - 1) * 2**MANTISSA_BITS >= (
-        known.overflows
-    )
+    key = ((exponent - 1) << MANTISSA_BITS) + (mantissa * 2 - 1) * 2**MANTISSA_BITS
+    return bool(number) and key >= known.overflows
 
 
 class Operation(NamedTuple):
@@ -160,19 +153,19 @@ class Range:
     """The numbers that the operations of one scope computed.
 
     Attributes:
-        scope: the path of the module, or the names of scopes; empty for what is in none.
+        scope: the path of the module, or the names of scopes; empty outside of them.
         selector: a selector of policy rules for the scope; None if only its operations have one.
         operations: the extremes by operation; those with the largest numbers first.
         entering: the largest magnitude that came from elsewhere: from other scopes, or as an
             argument.
-        histogram: how many numbers have which magnitude; None if only extremes were asked for.
+        histogram: how many numbers have which magnitude.
     """
 
     scope: str
     selector: str | None
     operations: tuple[Operation, ...]
     entering: float = 0.0
-    histogram: Histogram | None = None
+    histogram: Histogram = Histogram()
 
     @property
     def largest(self) -> float:
@@ -184,3 +177,22 @@ class Range:
         """The smallest magnitude that is not zero; 0.0 if there is none."""
         found = [operation.smallest for operation in self.operations if operation.smallest]
         return min(found, default=0.0)
+
+    def is_in(self, scope: object) -> bool:
+        """Whether this is a scope, inside of it, or inside of one that it selects."""
+        if not isinstance(scope, str) or not scope:
+            return scope == self.scope
+        names, rule = self.scope.split("/"), Rule(scope)
+        outer = ("/".join(names[:end]) for end in range(1, len(names) + 1))
+        return any(path == scope or rule.matches_scope(path) for path in outer)
+
+
+def check_scope(ranges: Sequence[Range], scope: str | None) -> None:
+    """Refuses a scope that no range is in."""
+    if scope is not None and not any(each.is_in(scope) for each in ranges):
+        known = sorted({each.scope for each in ranges})
+        choices = {name: path for path in known for name in (path.rpartition("/")[2], path)}
+        raise ValueError(
+            "Expected scope= to be one of the scopes that print(ranges.to_text(all=True)) shows, "
+            f"got {describe(scope)}{did_you_mean(str(scope).strip('*/'), choices)}"
+        )

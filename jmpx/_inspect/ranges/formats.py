@@ -1,9 +1,9 @@
 """The four formats that a run is compared with, and where each of them loses a number."""
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from jmpx._base.dtypes import DTypeLike, dtype_name, parse_dtype
 from jmpx._base.messages import describe, did_you_mean
@@ -18,64 +18,44 @@ class Format(NamedTuple):
 
     A number `2**e * (1 + m / 2**23)` has the key `e * 2**23 + m`, in which keys are ordered as the
     numbers are, and a factor of `2**k` adds `k * 2**23`.
-
-    Args:
-        name: as tables show it.
-        largest: its largest number.
-        kept: the lowest key that is not rounded to zero.
-        normal: the lowest key that is rounded to a normal number.
-        overflows: the lowest key that is rounded to infinity, or to NaN in `float8_e4m3fn`.
     """
 
-    name: str
-    largest: float
-    kept: int
-    normal: int
-    overflows: int
+    name: str  # as tables show it
+    largest: float  # its largest number
+    kept: int  # the lowest key that is not rounded to zero
+    normal: int  # the lowest key that is rounded to a normal number
+    overflows: int  # the lowest key that is rounded to infinity, or to NaN in `float8_e4m3fn`
 
 
 def _format(name: str, dtype: DTypeLike) -> Format:
     info = jnp.finfo(dtype)
     lowest, bits, largest = int(info.minexp), int(info.nmant), float(info.max)
     # Rounding is to nearest. A tie goes to the even number, whose last bit is 0.
-    exponent = int(np.floor(np.log2(largest)))
+    exponent = math.frexp(largest)[1] - 1
     last = round(largest * 2.0 ** (bits - exponent)) % 2
     return Format(
         name,
         largest,
-        kept=_key(lowest - bits - 1) + 1,  # half of the smallest number is a tie with 0
-        normal=_key(lowest) - (1 << MANTISSA_BITS - bits),  # a tie with the smallest normal number
-        overflows=_key_of(largest + 2.0 ** (exponent - bits - 1)) + (1 - last),
+        kept=_key(2.0 ** (lowest - bits - 1)) + 1,  # half of the smallest number is a tie with 0
+        normal=_key(2.0**lowest) - (1 << MANTISSA_BITS - bits),  # a tie with the smallest normal
+        overflows=_key(largest + 2.0 ** (exponent - bits - 1)) + (1 - last),
     )
 
 
-def _key(exponent: int) -> int:
-    return exponent << MANTISSA_BITS
+def _key(number: float) -> int:
+    mantissa, exponent = math.frexp(number)
+    return ((exponent - 1) << MANTISSA_BITS) + round((2 * mantissa - 1) * 2**MANTISSA_BITS)
 
 
-def _key_of(number: float) -> int:
-    exponent = int(np.floor(np.log2(number)))
-    return _key(exponent) + round((number / 2.0**exponent - 1) * 2**MANTISSA_BITS)
-
-
+_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 FORMATS = {
-    dtype: _format(name, dtype)
-    for name, dtype in {
-        "float16": "float16",
-        "bfloat16": "bfloat16",
-        "e4m3": "float8_e4m3fn",
-        "e5m2": "float8_e5m2",
-    }.items()
+    dtype: _format(_NAMES.get(dtype, dtype), dtype) for dtype in ("float16", "bfloat16", *_NAMES)
 }
 _ALIASES = {known.name: known for known in FORMATS.values()}
 
 
 def as_format(dtype: DTypeLike) -> Format:
-    """Returns the format of a dtype or of its name; `e4m3` and `e5m2` are names, too.
-
-    Raises:
-        ValueError: if it is none of the four.
-    """
+    """Returns the format of a dtype or of its name; raises a ValueError if it is another one."""
     name = dtype.strip().lower() if isinstance(dtype, str) else describe(dtype)
     if name in _ALIASES:
         return _ALIASES[name]
@@ -92,9 +72,8 @@ def as_format(dtype: DTypeLike) -> Format:
     return FORMATS[name]
 
 
-# What is counted: float32 numbers by exponent, and within an exponent by these parts of the
-# mantissa, at whose edges a format changes what becomes of a number. So shares are exact, at any
-# scale that is a power of two.
+# Numbers are counted by exponent, and within an exponent by parts of the mantissa, at whose edges a
+# format treats a number otherwise. So shares are exact, at any scale that is a power of two.
 CUTS = sorted(
     {
         key % (1 << MANTISSA_BITS)

@@ -3,15 +3,16 @@
 import dataclasses
 import json
 import os
-from typing import Any
 
 from jmpx._base.dtypes import DTypeLike
+from jmpx._base.messages import describe, did_you_mean
 from jmpx._inspect.ranges.advice import policy_text, scale_for, scale_or_1
-from jmpx._inspect.ranges.data import Histogram, Range, Shares, merged
-from jmpx._inspect.ranges.plain import ranges_dict
-from jmpx._inspect.ranges.plot import plot_ranges
-from jmpx._inspect.ranges.scopes import among
-from jmpx._inspect.ranges.text import ranges_text
+from jmpx._inspect.ranges.data import Histogram, Range, Shares, check_scope, merged
+from jmpx._inspect.ranges.plot import plot_histograms
+from jmpx._inspect.ranges.text import Found, found_text
+
+_VERSION = 1  # of `to_dict`: it changes when the meaning of a key does
+_KINDS = ("activations", "gradients")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +22,12 @@ class Ranges:
     `print(ranges)` shows them. Numbers are counted where they are computed; operations that only
     move numbers, such as reshapes, count nothing, nor does a single number outside of modules and
     scopes, such as the loss. What `jax.checkpoint` computes again in the backward pass counts as
-    activations, both times. What float32 cannot hold of float64 counts as infinite or zero.
+    activations, both times. Numbers of float64 that float32 cannot hold count as infinite or zero.
 
     Attributes:
         title: the name of the function.
-        activations: what the forward pass computed, by scope, in the order of the program.
-        gradients: what the backward pass computed, by scope.
+        activations: the numbers of the forward pass, by scope, in the order of the program.
+        gradients: the numbers of the backward pass, by scope.
         masks: constants beyond float16 that `jnp.where` puts into arrays, such as 1e9 for -1e9.
             Numbers of these magnitudes are counted apart: they do not overflow where they matter,
             as softmax makes the same of an infinity, and autocast keeps them finite.
@@ -46,15 +47,19 @@ class Ranges:
 
         Args:
             kind: `gradients` or `activations`.
-            scope: a scope, which stands for those inside of it, too, or a selector such as
-                `*/mlp`; None for all.
+            scope: a scope, with those inside of it, or a selector such as `*/mlp`; None for all.
 
         Raises:
-            ValueError: if there is no such kind or scope, or if only extremes were asked for.
+            ValueError: if there is no such kind or scope.
         """
-        return merged(
-            each.histogram for each in among(self, kind, scope) if each.histogram is not None
-        )
+        if kind not in _KINDS:
+            raise ValueError(
+                f"Expected kind= to be 'activations' or 'gradients', got {describe(kind)}"
+                f"{did_you_mean(str(kind), list(_KINDS))}"
+            )
+        check_scope((*self.activations, *self.gradients), scope)
+        found = self.activations if kind == "activations" else self.gradients
+        return merged(each.histogram for each in found if scope is None or each.is_in(scope))
 
     def shares(
         self,
@@ -75,8 +80,7 @@ class Ranges:
             scope: a scope or a selector, see `histogram`; None for all.
 
         Raises:
-            ValueError: if an argument is not one that is described here, or if only extremes were
-                asked for.
+            ValueError: if an argument is none of those described here.
         """
         return self.histogram(kind, scope).shares(dtype, scale)
 
@@ -85,15 +89,15 @@ class Ranges:
 
         It is the largest power of two with which the largest gradient, times `2**head_room`, does
         not overflow. If the function scales its loss itself, it is a factor to that scale. A loss
-        that is itself computed in float16, as all of the function is under `policy="c=f16"` of the
-        gradient functions, takes no more than 2**15, because the scale passes through its dtype.
+        that is itself computed in float16, as under `policy="c=f16"` of the gradient functions,
+        takes no more than 2**15, because the scale passes through its dtype.
 
         Args:
             head_room: by how many powers of two gradients may grow.
             dtype: the format that holds the gradients. For bfloat16 it is 1.
 
         Raises:
-            ValueError: if `head_room` is no whole number, the format is unknown, or there are no
+            ValueError: if `head_room` is not a whole number, the format is unknown, or there are no
                 gradients.
 
         Example:
@@ -109,10 +113,10 @@ class Ranges:
     def rules(self, dtype: DTypeLike = "float16", scale: float | None = None) -> str:
         """Returns a policy map string that keeps in float32 what would overflow.
 
-        A scope is kept if an operation in it computes a number beyond the dtype, or takes one from
-        elsewhere. Selectors are, in this order, the paths of modules, named scopes, which only
-        autocast follows, and for what is in neither, operations such as `op.mul?`, which holds for
-        the operation everywhere: a `jax.named_scope` around it is more precise.
+        A scope is kept if an operation in it computes a number beyond the dtype, or reads one from
+        elsewhere. Selectors are the paths of modules, else named scopes, which only autocast
+        follows, and outside of both operations such as `op.mul?`, a rule for the operation
+        everywhere: a `jax.named_scope` around it is more precise.
 
         Args:
             dtype: `float16` or `bfloat16`, in which all the rest computes.
@@ -124,7 +128,7 @@ class Ranges:
             rule if nothing overflows.
 
         Raises:
-            ValueError: if the dtype is another one, or the scale is no power of two.
+            ValueError: if the dtype is another one, or the scale is not a power of two.
         """
         factor = scale_or_1(self.gradients, dtype) if scale is None else scale
         return policy_text(self.activations, self.gradients, dtype, factor)
@@ -139,14 +143,15 @@ class Ranges:
         Args:
             path: the file to write, which ends with `.png`, `.svg` or `.pdf`.
             scope: a scope or a selector, see `histogram`; None for all.
-            scale: a loss scale, a power of two: where it moves float16's range is shown.
+            scale: a loss scale, a power of two: the picture shows where it moves float16's range.
 
         Raises:
             ImportError: if there is no matplotlib.
-            ValueError: if the file has another ending, there is no such scope, or only extremes
-                were asked for.
+            ValueError: if the file has another ending, or there is no such scope.
         """
-        plot_ranges(self, path, scope, scale)
+        where = "" if scope is None else f" in {scope}"
+        histograms = {kind: self.histogram(kind, scope) for kind in _KINDS}
+        plot_histograms(f"{self.title}{where}: magnitudes in float32", histograms, path, scale)
 
     def to_text(self, *, width: int = 100, all: bool = False) -> str:
         """Returns the ranges as text: formats, scopes, a loss scale and rules for float16.
@@ -156,16 +161,23 @@ class Ranges:
             all: whether to show every scope.
 
         Raises:
-            ValueError: if `width` is no whole number, or less than 72.
+            ValueError: if `width` is not a whole number, or less than 72.
         """
-        return ranges_text(self, width, all)
+        title = self.title + (" and its gradient" if self.gradients and not self.is_step else "")
+        return found_text(Found(title, self.activations, self.gradients, self.masks), width, all)
 
     def __str__(self) -> str:
         return self.to_text()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
-        return ranges_dict(self)
+        return {
+            "version": _VERSION,
+            "title": self.title,
+            "is_step": self.is_step,
+            "masks": list(self.masks),
+            **{kind: list(map(_range_dict, getattr(self, kind))) for kind in _KINDS},
+        }
 
     def to_json(self, indent: int | None = 2) -> str:
         """Returns `to_dict()` as JSON.
@@ -174,3 +186,13 @@ class Ranges:
             indent: as in `json.dumps`; None puts all into one line.
         """
         return json.dumps(self.to_dict(), indent=indent)
+
+
+def _range_dict(each: Range) -> dict[str, object]:
+    names = ("scope", "selector", "largest", "smallest", "entering")
+    return {
+        **{name: getattr(each, name) for name in names},
+        "operations": [operation._asdict() for operation in each.operations],
+        "exponents": {str(e): count for e, count in each.histogram.exponents.items()},
+        **{n: getattr(each.histogram, n) for n in ("zeros", "infinite", "nan", "masked")},
+    }

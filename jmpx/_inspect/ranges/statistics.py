@@ -1,20 +1,17 @@
-"""What is counted of an array on its device: extremes, and how many numbers are in which bin.
+"""What is measured of an array on its device: extremes, and how many numbers are in which bin.
 
-All of it reads the bits of float32 numbers as integers: a processor that takes subnormal numbers
-for zero does not take their bits so.
+All of it reads the bits of float32 numbers as integers, because a processor may take subnormal
+numbers for zero.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jmpx._inspect.ranges.formats import BINS, CUTS, LOWEST, MANTISSA_BITS, PARTS
-
-Array = Any  # JAX's arrays and tracers
+from jmpx._jaxprs.types import Array
 
 ZERO, INFINITE, NAN, MASKED = range(BINS, BINS + 4)  # the bins after those of numbers
 SIZE = BINS + 4
@@ -31,7 +28,7 @@ def magnitudes(array: Array) -> Array:
 
 
 def is_mask(bits: Array, masks: Sequence[float]) -> Array:
-    """Whether magnitudes are those of masks, such as 1e9, but for what scores add to them."""
+    """Whether magnitudes are those of masks, such as 1e9, up to the scores added."""
     found = jnp.zeros(bits.shape, bool)
     for mask in masks:
         low = max(int(np.float32(abs(mask)).view(np.uint32)) - _NEAR, 0)
@@ -40,14 +37,9 @@ def is_mask(bits: Array, masks: Sequence[float]) -> Array:
 
 
 def extremes(bits: Array, masks: Sequence[float] = ()) -> Array:
-    """Returns the largest magnitude and the smallest that is not zero, as the bits of float32.
+    """Returns the bits of the largest magnitude and of the smallest one that is not zero.
 
-    Args:
-        bits: from `magnitudes`.
-        masks: magnitudes that do not count.
-
-    Returns:
-        Two integers; 0 and 2**32 - 1 if all numbers are zero, infinite, NaN or masked.
+    They are 0 and 2**32 - 1 if all numbers are zero, infinite, NaN or masked.
     """
     large, small = _compared(bits, masks)
     # One reduction of two operands reads the array once.
@@ -65,7 +57,7 @@ def extremes_of_parts(bits: Array, masks: Sequence[float], parts: Array, size: i
     """Returns the extremes of each part of an array, of shape (size, 2).
 
     Args:
-        bits: from `magnitudes`, of one axis.
+        bits: the array's magnitudes, of one axis.
         masks: magnitudes that do not count.
         parts: the part of each number.
         size: the number of parts.
@@ -90,12 +82,7 @@ def no_extremes(shape: tuple[int, ...] = ()) -> Array:
 
 
 def bins_of(bits: Array, masks: Sequence[float] = ()) -> Array:
-    """Returns the bin of each number, in 16 bits.
-
-    Args:
-        bits: from `magnitudes`.
-        masks: magnitudes whose bin is `MASKED`.
-    """
+    """Returns the bin of each magnitude, in 16 bits; that of a mask is `MASKED`."""
     exponent, mantissa = bits >> MANTISSA_BITS, bits & np.uint32((1 << MANTISSA_BITS) - 1)
     is_subnormal = exponent == 0
     zeros = lax.clz(mantissa)  # the leading zeros of a subnormal number say its exponent
@@ -114,30 +101,19 @@ def bins_of(bits: Array, masks: Sequence[float] = ()) -> Array:
 
 
 def count(bins: Array, rows: Array, size: int) -> Array:
-    """Returns how many numbers are in each bin of each row, of shape (size, SIZE).
-
-    Args:
-        bins: the bin of each number.
-        rows: the row of each number, or one for all.
-        size: the number of rows.
-    """
+    """Returns how many numbers are in each bin of each row, given the bin and row of each."""
     counts = jnp.zeros((size, SIZE), jnp.uint32)
     return counts.at[rows, bins].add(np.uint32(1), mode="promise_in_bounds")
 
 
 def add_counts(total: Array, counts: Array) -> Array:
-    """Returns the sum of counts as pairs of 32 bits, because there are no integers of 64 in JAX.
-
-    Args:
-        total: the sum so far, of shape (..., 2): the low and the high bits.
-        counts: what is added, of shape (...).
-    """
+    """Adds counts to a sum of shape (..., 2), the low and the high 32 bits, as JAX lacks 64."""
     low = total[..., 0] + counts
     high = total[..., 1] + (low < counts).astype(jnp.uint32)
     return jnp.stack([low, high], -1)
 
 
-def as_integers(total: jax.Array | np.ndarray) -> np.ndarray:
+def as_integers(total: Array) -> np.ndarray:
     """Returns the sums of `add_counts` as integers of 64 bits."""
     pairs = np.asarray(total).astype(np.int64)
     return pairs[..., 0] + (pairs[..., 1] << 32)

@@ -1,0 +1,188 @@
+"""Calls of modules whose floating arguments are cast, and whose results may be."""
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import TypeAlias, TypeVar
+
+import jax
+import numpy as np
+
+from jmpx._base.casts import cast_like, cast_tree
+from jmpx._base.leaves import PyTree, is_floating
+from jmpx._base.stateful import Arguments as Args, Function as Method, Keywords as Kwargs
+from jmpx._jaxprs import core
+from jmpx._policies.policy import Policy
+from jmpx._policies.registry import in_loop, running
+
+T = TypeVar("T")
+
+Cast: TypeAlias = Callable[[PyTree], PyTree]
+Passes: TypeAlias = Callable[[object], bool]  # whether a node of a pytree passes as it is
+
+core.import_extend()  # now, because `in_loop` is often asked first inside of a trace
+
+
+def nothing_passes(node: object) -> bool:
+    """Has no node of a pytree pass as it is."""
+    return False
+
+
+def run_at_boundary(
+    policy: Policy,
+    method: Method,
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    by: str,
+    carry: PyTree = None,
+    passes: Passes = nothing_passes,
+) -> PyTree:
+    """Runs a method with its arguments cast to the compute dtype, its result to the output dtype.
+
+    Args:
+        policy: the boundary policy.
+        method: the method, which gets `args` and `kwargs`.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        by: the function that makes the boundary, as the user calls it.
+        carry: the carry among the arguments, if the method is a step of a loop: the new one comes
+            back in its dtypes.
+        passes: whether a node of a pytree passes the boundary as it is.
+    """
+    args, kwargs = _cast_arguments(policy, args, kwargs, passes)
+    with running(policy, by):
+        result = method(*args, **kwargs)
+    return cast_result(lambda tree: cast_except(policy.cast_to_output, tree, passes), result, carry)
+
+
+def run_reading(
+    policy: Policy,
+    method: Method,
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    by: str,
+    carry: PyTree = None,
+    passes: Passes = nothing_passes,
+    keeps: bool = False,
+) -> PyTree:
+    """Runs a call that is not a boundary, of a module that reads parameters itself.
+
+    What is made inside of a model, such as noise, is often float32. Floating arguments are cast, so
+    that it does not widen the products of this module and all that follows.
+
+    Inside of a loop or a branch of JAX, where results have to keep the dtype of a carry, only
+    arguments that are wider than the compute dtype are cast. If there are any, each array of the
+    result is at least as wide as the widest floating argument of its shape was, or of all if none
+    has it. Elsewhere the result is as the method returns it.
+
+    The arguments are those of `run_at_boundary`, and `keeps`: whether the result has to be as wide
+    as the arguments outside of loops, too.
+    """
+    came = _floating_leaves((args, kwargs), passes) if keeps or in_loop() else []
+    size = np.dtype(policy.compute_dtype).itemsize
+
+    def passes_narrow(node: PyTree) -> bool:
+        return passes(node) or (is_floating(node) and node.dtype.itemsize <= size)
+
+    args, kwargs = _cast_arguments(policy, args, kwargs, passes_narrow if came else passes)
+    with running(policy, by):
+        result = method(*args, **kwargs)
+    if all(leaf.dtype.itemsize <= size for leaf in came):
+        return cast_result(as_it_is, result, carry)
+    widen = _as_wide_as(came)
+    return cast_result(
+        lambda tree: cast_except(lambda tree: jax.tree.map(widen, tree), tree, passes),
+        result,
+        carry,
+    )
+
+
+def as_it_is(tree: T) -> T:
+    """Returns a pytree as it is: the cast of a result that nobody casts."""
+    return tree
+
+
+def cast_result(cast: Cast, result: PyTree, carry: PyTree) -> PyTree:
+    """Returns the result of a call cast, but the new carry of a step in the dtypes of the old."""
+    if carry is None:
+        return cast(result)
+    structure = jax.tree.structure(carry)
+    if jax.tree.structure(result) == structure:  # the carry alone, as in `nn.remat_scan`
+        return jax.tree.map(cast_like, result, carry)
+    # The carry and the output of a step, as in `nn.scan`.
+    if isinstance(result, tuple) and result and jax.tree.structure(result[0]) == structure:
+        return (jax.tree.map(cast_like, result[0], carry), *cast(result[1:]))
+    return cast(result)
+
+
+def _cast_arguments(
+    policy: Policy, args: Args, kwargs: Kwargs, passes: Passes
+) -> tuple[Args, Kwargs]:
+    """Returns the arguments of a call in the compute dtype.
+
+    One in which nothing is cast stays the same object, as a list to which a module appends must.
+    """
+    compute = np.dtype(policy.compute_dtype)
+
+    def cast(argument: PyTree) -> PyTree:
+        if isinstance(argument, jax.Array) and argument.dtype == compute:
+            return argument  # what most calls are given
+        new = cast_except(policy.cast_to_compute, argument, passes)
+        return argument if are_same(argument, new, passes) else new
+
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+
+def are_same(tree: PyTree, other: PyTree, is_leaf: Passes | None = None) -> bool:
+    """Whether two pytrees have the same objects as leaves."""
+    leaves, others = (jax.tree.leaves(each, is_leaf=is_leaf) for each in (tree, other))
+    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
+
+
+def _floating_leaves(tree: PyTree, passes: Passes) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes of the floating leaves in a pytree, without the nodes that pass."""
+    # JAX takes NumPy's float64 as float32, unless it has 64-bit types.
+    canonical = jax.dtypes.canonicalize_dtype
+    return [
+        jax.ShapeDtypeStruct(leaf.shape, canonical(leaf.dtype))
+        for leaf in jax.tree.leaves(tree, is_leaf=passes)
+        if not passes(leaf) and is_floating(leaf)
+    ]
+
+
+def _as_wide_as(came: list[jax.ShapeDtypeStruct]) -> Cast:
+    """Returns a function that casts a floating leaf which is narrower than the arguments alike."""
+
+    def widen(leaf: PyTree) -> PyTree:
+        if not is_floating(leaf):
+            return leaf
+        alike = [each for each in came if each.shape == leaf.shape] or came
+        return at_least(widest(each.dtype for each in alike))(leaf)
+
+    return widen
+
+
+def widest(dtypes: Iterable[np.dtype]) -> np.dtype:
+    """Returns the dtype of the most bits, because strict promotion knows no common dtype."""
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+def at_least(dtype: np.dtype) -> Cast:
+    """Returns a function that casts a floating leaf which is narrower than a dtype."""
+
+    def widen(leaf: PyTree) -> PyTree:
+        is_narrow = is_floating(leaf) and leaf.dtype.itemsize < dtype.itemsize
+        return cast_tree(leaf, dtype) if is_narrow else leaf
+
+    return widen
+
+
+def cast_except(cast: Cast, tree: T, passes: Passes) -> T:
+    """Casts a pytree except for the nodes that pass as they are."""
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=passes)
+    if not any(map(passes, nodes)):
+        return cast(tree)
+    others = treedef.unflatten([None if passes(node) else node for node in nodes])
+    pairs = zip(nodes, treedef.flatten_up_to(cast(others)), strict=True)
+    return treedef.unflatten([node if passes(node) else new for node, new in pairs])

@@ -1,0 +1,6 @@
+"""Equinox: the compute view of a model, in which each part has the policy that a map gives it.
+
+`nodes.py` tells what a node of a model is, and maps nodes with their paths. `views.py` makes the
+view of a model, of instances of proxy classes. `adapter.py` is what other rooms see: models that
+are views, or that mark their calls for autocast, while a function runs.
+"""

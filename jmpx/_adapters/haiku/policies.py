@@ -1,0 +1,390 @@
+"""`jmpx.haiku.policies`: Haiku's modules under a policy map."""
+
+import contextlib
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._adapters.boundaries import Args, Kwargs, Method, run_at_boundary, run_reading, widest
+from jmpx._adapters.carries import noted_carries
+from jmpx._adapters.parameter_casts import ParameterCasts
+from jmpx._adapters.proxies import is_public
+from jmpx._adapters.scopes import PolicyScope, in_policy_scope, pooled
+from jmpx._base.casts import cast_like, cast_tree
+from jmpx._base.contexts import opened, refuse_other_tasks
+from jmpx._base.dtypes import DTypeLike, computable
+from jmpx._base.leaves import PyTree, is_floating
+from jmpx._policies.frameworks import required_package
+from jmpx._policies.map_strings import get_policy_map
+from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule
+from jmpx._policies.policy import Policy
+from jmpx._policies.registry import running
+
+with required_package("haiku", "Haiku"):
+    import haiku as hk
+
+store: Any = hk.mixed_precision  # Any, because it is annotated with JMP's policies
+
+_NAME = "jmpx.haiku.policies"
+
+# These modules compute in the dtype of their running statistics, unless a rule or a class policy is
+# about them: in bfloat16, a decay of 0.999 would be 1. The value is the name of the state that they
+# keep, empty for the modules of trees, whose state belongs to the modules in the tree.
+_STATISTICS = {
+    hk.ExponentialMovingAverage: "hidden",
+    hk.SpectralNorm: "u0",
+    hk.nets.VectorQuantizerEMA: "embeddings",
+    hk.EMAParamsTree: "",
+    hk.SNParamsTree: "",
+}
+
+
+@runtime_checkable
+class _Lift(Protocol):
+    """A module of `hk.lift` or `hk.layer_stack`, which takes and returns stored parameters.
+
+    Haiku's class of these modules is not public.
+    """
+
+    prefix_name: object
+
+
+@contextlib.contextmanager
+def policies(policy_map: PolicyMapLike) -> Iterator[None]:
+    """Runs Haiku modules under a policy map while the context lasts.
+
+    Put it around `init` and `apply`, or within the function that is jitted. The map's default
+    applies to each outermost module call: inputs and parameters are cast to its compute dtype, the
+    result to its output dtype. A rule makes an island of every public method call of the modules
+    that it matches, by class (`BatchNorm`) or by Haiku's path (`*/logits`, `mlp/~/linear_0`). The
+    innermost policy creates parameters in its param dtype, and casts the stored ones to its compute
+    dtype. The policy of a class applies where no rule of the map matches.
+
+    Any other module with floating parameters of its own casts its floating arguments to the compute
+    dtype around it. Within JAX's loops and branches it returns at least the dtype that came in. A
+    recurrent core (`hk.RNNCore`) returns its state in the dtype in which it came. A state keeps the
+    dtype in which it is stored; a new one in a 16-bit dtype of the policy is stored in the param
+    dtype, or in float32 where that is narrower. docs/haiku.md has the rest.
+
+    Contexts may be nested, and may end in any order: the innermost one alone is in force. Of the
+    tasks of an event loop, only one at a time can be in a context: leave it before each `await`. A
+    jitted function is traced anew under another map, and under other policies set by jmpx, but not
+    under those set by `hk.mixed_precision` itself.
+
+    Args:
+        policy_map: all that `jmpx.get_policy_map` takes.
+
+    Raises:
+        TypeError: if `policy_map` is of another type.
+        ValueError: if it is not a policy map string; if another task of the thread is in a context
+            of jmpx at entry, or runs a module while this context lasts.
+
+    Warns:
+        UserWarning: at the end, of each rule that matched no module.
+
+    Example:
+        >>> import haiku as hk, jax, jax.numpy as jnp
+        >>> import jmpx.haiku
+        >>> network = hk.transform(lambda x: hk.nets.MLP([8, 2])(x))
+        >>> with jmpx.haiku.policies("c=bf16,o=f32; */linear_1: full"):
+        ...     params = network.init(jax.random.key(0), jnp.ones((4, 3)))
+        ...     y = network.apply(params, None, jnp.ones((4, 3)))
+        >>> y.dtype.name
+        'float32'
+
+    See Also:
+        `jmpx.apply_policy`, which runs a function under a policy map in all frameworks.
+    """
+    followed = get_policy_map(policy_map)
+    with pooled(followed, _NAME), applied(followed):
+        yield
+
+
+@contextlib.contextmanager
+def applied(policy_map: PolicyMap) -> Iterator[None]:
+    """Runs Haiku modules under a policy map while the context lasts; leaves warnings to a pool."""
+    # A loop around the outermost module, as that of `hk.layer_stack` may be, is in no other call.
+    with (
+        in_policy_scope(HaikuScope, _NAME, policy_map, interception),
+        noted_carries(hk.Module, None),
+    ):
+        yield
+
+
+class _Call(NamedTuple):
+    """A running method that casts; the parameters of the module itself by a policy of their own."""
+
+    module: hk.Module
+    policy: Policy
+    own: Policy
+
+
+class HaikuScope(PolicyScope):
+    """A `policies` context.
+
+    Inside of it, jmpx casts by the policies of classes, too, and Haiku's registry is without them
+    until the end: Haiku would round a parameter before a rule reads it, and an input before a rule
+    of the map overrides the policy of its class.
+
+    Attributes:
+        default: the default of the policy map.
+        calls: the calls that cast, the innermost last.
+        casts: the casts of parameters in the outermost of these calls.
+        owners: the modules that had floating parameters when that began, by their names.
+        class_policies: the policies that were taken out of Haiku's registry.
+        is_reading: whether state is to be read as it is stored.
+    """
+
+    def __init__(self, name: str, policy_map: PolicyMap) -> None:
+        super().__init__(name, policy_map)
+        self.default = policy_map.default
+        self.calls: list[_Call] = []
+        self.casts = ParameterCasts()
+        self.owners: frozenset[str] = frozenset()
+        self.class_policies: dict[type, Policy] = {}
+        self.is_reading = False
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy of the innermost call; None outside of all calls."""
+        return self.calls[-1].policy if self.calls else None
+
+    def take_over(self, cls: type[hk.Module]) -> None:
+        """Takes the policy of a class out of Haiku's registry."""
+        policy = store.get_policy(cls)
+        if policy is not None:
+            self.class_policies[cls] = policy
+            store.clear_policy(cls)
+
+    def give_back(self) -> None:
+        """Puts the policies of classes back into Haiku's registry."""
+        for cls, policy in self.class_policies.items():
+            if store.get_policy(cls) is None:
+                store.set_policy(cls, policy)
+
+    def intercept(
+        self, method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext
+    ) -> PyTree:
+        """Runs a method, at a boundary if its call has a policy."""
+        module = context.module
+        self.take_over(type(module))
+        is_part = any(call.module is module for call in self.calls)  # of a call that casts
+        if is_part or not is_public(context.method_name) or isinstance(module, _Lift):
+            return method(*args, **kwargs)
+        policy = self.call_policy(module)
+        self.record_module(type(module), module.module_name, policy, self.policy)
+        carry = _state_of_core(args, kwargs, context)
+        if carry is None:
+            return self.run(module, policy, None, method, args, kwargs)
+        # With its new state before its output, as loops have a carry.
+        step: Method = lambda *args, **kwargs: _reversed_pair(method(*args, **kwargs))  # noqa: E731
+        return _with_state_like(carry, self.run(module, policy, carry, step, args, kwargs))
+
+    def run(
+        self,
+        module: hk.Module,
+        boundary: Policy | None,
+        carry: PyTree,
+        method: Method,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> PyTree:
+        """Runs a method at a boundary, or, without a boundary policy, as one that may read."""
+        policy = boundary or self.calls[-1].policy
+        call = _Call(module, policy, policy)
+        if boundary is not None:
+            with self.called(call):
+                return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
+        if hk.running_init():
+            # No module has parameters yet. So they come as wide as the arguments, which are not
+            # cast: an operation that refuses two dtypes, such as a convolution, gets one.
+            with self.called(call._replace(own=_as_wide_as(policy, (args, kwargs)))):
+                return method(*args, **kwargs)
+        if module.module_name not in self.owners and not _owns_parameters(module):
+            return method(*args, **kwargs)
+        with self.called(call):
+            return run_reading(policy, method, args, kwargs, by=_NAME)
+
+    def call_policy(self, module: hk.Module) -> Policy | None:
+        """Returns the boundary policy of a call of a module."""
+        cls = type(module)
+        own, policy = self.policies_of(cls, module.module_name, self.policy)
+        states = [state for base, state in _STATISTICS.items() if isinstance(module, base)]
+        if not states or own is not None:
+            return policy
+        stored = [leaf for leaf in jax.tree.leaves(self.stored(states[0])) if is_floating(leaf)]
+        dtype = computable(stored[0].dtype if stored else _state_dtype(self.default))
+        return Rule(cls.__name__, compute=dtype).resolve(self.default, self.policy)
+
+    @contextlib.contextmanager
+    def called(self, call: _Call) -> Iterator[None]:
+        """Makes a call the innermost one; inside of the outermost one, parameters are cast."""
+        with contextlib.ExitStack() as stack:
+            if not self.calls:
+                creator, getter = parameter_hooks(
+                    lambda: self.calls[-1].policy.param_dtype,
+                    lambda value, _: self.casts.to_compute(self.calls[-1].own, value),
+                )
+                stack.enter_context(creator)
+                stack.enter_context(getter)
+                stack.callback(self.casts.clear)
+                self.owners = _owners()
+            stack.enter_context(noted_carries(type(call.module), call.policy))
+            self.calls.append(call)
+            stack.callback(self.calls.pop)
+            yield
+
+    def stored(self, name: str) -> PyTree:
+        """Returns a state of the running module as it is stored; None without one."""
+        self.is_reading = True
+        try:
+            return hk.get_state(name)
+        except ValueError:
+            return None
+        finally:
+            self.is_reading = False
+
+    def keep_state(self, value: PyTree, name: str) -> PyTree:
+        """Returns the new value of a state in the dtypes in which the state is stored.
+
+        The first value defines the state. If it comes in a 16-bit dtype of the innermost policy, it
+        is stored in the dtype that it would have without policies.
+        """
+        stored = self.stored(name)
+        if stored is None:
+            return jax.tree.map(lambda leaf: _first_state(leaf, self.policy or self.default), value)
+        if jax.tree.structure(value) != jax.tree.structure(stored):
+            return value
+        return jax.tree.map(cast_like, value, stored)
+
+
+def parameter_hooks(
+    param_dtype: Callable[[], DTypeLike | None],
+    read: Callable[[jax.Array, hk.GetterContext], jax.Array],
+) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Returns the creator of floating parameters, and the getter of parameters.
+
+    `param_dtype` may return None, for the dtype that is asked for.
+    """
+
+    def create(
+        next_creator: Callable[..., jax.Array],
+        shape: Sequence[int],
+        dtype: DTypeLike,
+        init: hk.initializers.Initializer,
+        context: hk.GetterContext,
+    ) -> jax.Array:
+        del context
+        own = param_dtype() if jnp.issubdtype(dtype, jnp.floating) else None
+        return next_creator(shape, dtype if own is None else own, init)
+
+    def get(
+        next_getter: Callable[[jax.Array], jax.Array], value: jax.Array, context: hk.GetterContext
+    ) -> jax.Array:
+        return next_getter(read(value, context))
+
+    return hk.custom_creator(create), hk.custom_getter(get)
+
+
+def _owners() -> frozenset[str]:
+    """Returns the names of the modules that have floating parameters."""
+    own = {} if hk.running_init() else hk.get_params()
+    return frozenset(name for name, each in own.items() if any(map(is_floating, each.values())))
+
+
+_params_dict = inspect.unwrap(hk.Module.params_dict)  # interceptors must not see the call
+
+
+def _owns_parameters(module: hk.Module) -> bool:
+    """Whether a module itself has floating parameters, which a transform inside may hold."""
+    inside = _params_dict(module)
+    names = (name for name in inside if name.rpartition("/")[0] == module.module_name)
+    return any(is_floating(leaf) for name in names for leaf in jax.tree.leaves(inside[name]))
+
+
+def _as_wide_as(policy: Policy, args: PyTree) -> Policy:
+    """Returns a policy that computes in the widest floating dtype of its own and of arguments."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(args) if is_floating(leaf)]
+    own = np.dtype(policy.compute_dtype)
+    return dataclasses.replace(policy, compute_dtype=widest([own, *dtypes]))
+
+
+def _state_of_core(args: Args, kwargs: Kwargs, context: hk.MethodContext) -> PyTree:
+    """Returns the state in the arguments of a step of a recurrent core; None for other calls."""
+    if not isinstance(context.module, hk.RNNCore) or context.method_name != "__call__":
+        return None
+    named = (kwargs[name] for name in ("prev_state", "state") if name in kwargs)
+    return next(itertools.chain(args[1:2], named), None)
+
+
+def _with_state_like(old: PyTree, result: PyTree) -> PyTree:
+    """Returns the output of a step of a core and its new state, in the dtypes of the old one."""
+    pair = _reversed_pair(result)
+    if pair is result or jax.tree.structure(pair[1]) != jax.tree.structure(old):
+        return pair
+    return pair[0], jax.tree.map(cast_like, pair[1], old)
+
+
+def _reversed_pair(result: PyTree) -> PyTree:
+    return result[::-1] if isinstance(result, tuple) and len(result) == 2 else result
+
+
+def _state_dtype(policy: Policy) -> np.dtype:
+    """Returns the dtype of new state: that of new parameters, but at least float32."""
+    return widest([np.dtype(np.float32), np.dtype(policy.param_dtype)])
+
+
+def _first_state(leaf: PyTree, policy: Policy) -> PyTree:
+    """Casts a leaf to the dtype of new state, if it is in a 16-bit dtype of the policy."""
+    dtypes = [np.dtype(dtype) for dtype in (policy.compute_dtype, policy.output_dtype)]
+    is_cast = is_floating(leaf) and leaf.dtype.itemsize < 4 and leaf.dtype in dtypes
+    return cast_tree(leaf, _state_dtype(policy)) if is_cast else leaf
+
+
+def _intercept(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext) -> PyTree:
+    """Intercepts each method call while a context of this thread is open."""
+    cls, scopes = type(context.module), opened(HaikuScope)
+    refuse_other_tasks(f"run the Haiku module {cls.__name__}")
+    if scopes:
+        return scopes[-1].intercept(method, args, kwargs, context)
+    policy = store.get_policy(cls)
+    if policy is None:
+        return method(*args, **kwargs)
+    # Haiku itself casts by it, and knows nothing of `matmul`.
+    with running(policy, "hk.mixed_precision"):
+        return method(*args, **kwargs)
+
+
+def _set_state(next_setter: Method, value: PyTree, context: hk.SetterContext) -> PyTree:
+    """Decides last about the new value of a state, after the user's setters."""
+    value, scopes = next_setter(value), opened(HaikuScope)
+    if not scopes:
+        return value
+    return scopes[-1].keep_state(value, context.full_name.removeprefix(f"{hk.current_name()}/"))
+
+
+def _get_state(next_getter: Method, value: PyTree, context: hk.GetterContext) -> PyTree:
+    """Reads a state before the user's getters do, which may cast it."""
+    del context
+    scopes = opened(HaikuScope)
+    return value if scopes and scopes[-1].is_reading else next_getter(value)
+
+
+# Haiku makes getters and setters only inside of a transformed function, but they work after it.
+_state_hooks = hk.transform(
+    lambda: (hk.custom_getter(_get_state, params=False, state=True), hk.custom_setter(_set_state))
+)
+
+
+@contextlib.contextmanager
+def interception() -> Iterator[None]:
+    """Intercepts method calls, and reads and writes of state, in this thread."""
+    getter, setter = _state_hooks.apply({}, None)
+    with hk.intercept_methods(_intercept), getter, setter:
+        yield

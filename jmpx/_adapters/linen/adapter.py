@@ -1,0 +1,80 @@
+"""What jmpx offers for Linen besides `policies`: marks for autocast, and the dtypes of `init`."""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import jax
+from flax import linen as nn
+
+from jmpx._adapters.boundaries import Args, Kwargs, Method
+from jmpx._adapters.creation import creating, creation_in_force
+from jmpx._adapters.linen.modules import is_public_method, module_of
+from jmpx._adapters.linen.policies import LinenScope, applied
+from jmpx._base.casts import cast_like
+from jmpx._base.contexts import opened
+from jmpx._base.leaves import PyTree
+from jmpx._jaxprs.marks import in_module
+from jmpx._policies.frameworks import Adapter
+from jmpx._policies.maps import PolicyMap
+from jmpx._policies.policy import Policy
+
+
+def _creation() -> AbstractContextManager[None]:
+    """Creates the parameters of this thread."""
+    return nn.intercept_methods(_create)
+
+
+def _create(
+    method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext
+) -> PyTree:
+    """Intercepts each method call, so that new parameters are in the dtype of a `Creation`."""
+    module = context.module
+    if module.scope is not None and module.is_initializing() and not opened(LinenScope):
+        object.__setattr__(module, "param", functools.partial(_param, module))
+    return method(*args, **kwargs)
+
+
+def _param(
+    module: nn.Module, name: str, init: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
+) -> PyTree:
+    """Stands in for `module.param` while parameters are created."""
+    creation = creation_in_force(LinenScope)
+    if creation is None:
+        return type(module).param(module, name, init, *args, **kwargs)
+    asked: PyTree = None
+
+    def create(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        nonlocal asked
+        asked = init(*args, **kwargs)
+        return creation.policy.cast_to_param(asked)
+
+    stored = type(module).param(module, name, create, *args, **kwargs)
+    if creation.are_cast:
+        return creation.policy.cast_to_compute(stored)
+    return stored if asked is None else jax.tree.map(cast_like, stored, asked)
+
+
+def _mark(
+    method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext
+) -> PyTree:
+    """Intercepts each method call under autocast, and marks those of public methods."""
+    module = context.module
+    if module.scope is None or not is_public_method(type(module), context.method_name):
+        return method(*args, **kwargs)
+    with in_module(*module_of(module)):
+        return method(*args, **kwargs)
+
+
+class _Adapter(Adapter):
+    def marked_calls(self) -> AbstractContextManager[None]:
+        return nn.intercept_methods(_mark)
+
+    def applied(self, policy_map: PolicyMap) -> AbstractContextManager[object]:
+        return applied(policy_map)
+
+    def created(self, policy: Policy, are_cast: bool) -> AbstractContextManager[None]:
+        return creating(policy, are_cast, "Linen", _creation)
+
+
+adapter: Adapter = _Adapter()

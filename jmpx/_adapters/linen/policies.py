@@ -1,0 +1,307 @@
+"""`jmpx.flax.policies`: Linen's modules under a policy map."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+import jax
+from flax import linen as nn
+
+from jmpx._adapters.boundaries import (
+    Args,
+    Kwargs,
+    Method,
+    as_it_is,
+    at_least,
+    cast_result,
+    run_at_boundary,
+    run_reading,
+)
+from jmpx._adapters.carries import noted_carries
+from jmpx._adapters.dtype_fields import FieldInCall, field_in_call, reading_policy
+from jmpx._adapters.linen.modules import (
+    field_set,
+    is_public_method,
+    lifted_by,
+    module_of,
+    own,
+    reads,
+    state_dtype,
+)
+from jmpx._adapters.parameter_casts import ParameterCasts
+from jmpx._adapters.scopes import (
+    PolicyScope,
+    in_policy_scope,
+    inherited_policy,
+    pooled,
+    wrapper_policy,
+)
+from jmpx._base.contexts import opened, refuse_other_tasks
+from jmpx._base.leaves import PyTree
+from jmpx._jaxprs.marks import Module
+from jmpx._policies.maps import PolicyMapLike
+from jmpx._policies.policy import Policy
+from jmpx._policies.registry import running
+
+_NAME = "jmpx.flax.policies"
+
+
+@contextlib.contextmanager
+def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
+    """Runs Linen modules under a policy map while the context lasts; also a decorator.
+
+    Put it around `init` and `apply`, in a jitted function or around its call. Calls of public
+    methods cast where a rule, a class policy or the map's default gives them a policy; `setup` and
+    private methods run as part of the call around them. A module that reads a parameter itself
+    casts its floating inputs to its compute dtype in any case. A rule or class policy sets the
+    `dtype` field of the layer that it selects for the call; without one the field is the layer's
+    compute dtype.
+
+    Where a module asks for a parameter by `self.param`, it gets the stored one cast to the compute
+    dtype of the innermost policy. `init` creates parameters in the param dtype of that policy.
+    Other collections, such as `batch_stats`, are left alone. Recurrent cells and the bodies of
+    `nn.scan` and `nn.while_loop` return their carry in the dtype in which it came. Inside of loops,
+    branches and derivatives of JAX other results are as wide as what came in. docs/flax_linen.md
+    has the rest.
+
+    Contexts may be nested, and may end in any order: the innermost one alone is in force. Of the
+    tasks of an event loop, only one at a time can be in a context: leave it before each `await`.
+
+    Args:
+        policy_map: all that `jmpx.get_policy_map` takes, or None for the policies of classes
+            alone (`jmpx.set_policy`). Paths are those of the parameters, joined by slashes.
+
+    Raises:
+        TypeError: if `policy_map` is of another type.
+        ValueError: if the string is not of the grammar; if another task of the thread is in a
+            context of jmpx at entry, or runs a module while this context lasts.
+
+    Warns:
+        UserWarning: at the end, of each rule that matched none of the modules that ran; if `dtype`
+            fields keep most parameters from the map's compute dtype, with the rule that mends it.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp
+        >>> import jmpx.flax
+        >>> model, x = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)]), jnp.ones((4, 3))
+        >>> with jmpx.flax.policies("c=bf16; */layers_2: full"):
+        ...     params = model.init(jax.random.key(0), x)
+        ...     y = model.apply(params, x)
+        >>> params["params"]["layers_0"]["kernel"].dtype.name, y.dtype.name
+        ('float32', 'bfloat16')
+
+    See Also:
+        `jmpx.apply_policy`, which runs a function under a policy map in all frameworks.
+    """
+    with pooled(policy_map, _NAME) as followed, applied(followed):
+        yield
+
+
+def applied(policy_map: PolicyMapLike | None) -> contextlib.AbstractContextManager["LinenScope"]:
+    """Runs Linen modules under a policy map while the context lasts; leaves warnings to a pool."""
+    return in_policy_scope(LinenScope, _NAME, policy_map, _interception)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A running method of a module.
+
+    Attributes:
+        module: the module. Methods that a module calls on itself, those of its base class and the
+            body of a lifted transform run as part of the call that casts.
+        boundary_policy: the boundary policy of the module's calls, None if they do not cast.
+        surrounding: the surrounding policy.
+        field: the `dtype` field of the module.
+        is_cast: whether a public method is running, so that its inputs are cast already.
+        lifted: the names of the lifted transforms in whose body the method runs.
+        keeps: whether calls inside return what is as wide as their arguments, for a wide state.
+    """
+
+    module: Module
+    boundary_policy: Policy | None
+    surrounding: Policy | None
+    field: FieldInCall
+    is_cast: bool = False
+    lifted: tuple[str, ...] = ()
+    keeps: bool = False
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy under which the method runs."""
+        return self.surrounding if self.boundary_policy is None else self.boundary_policy
+
+    @property
+    def reading(self) -> Policy | None:
+        """The policy under which the module reads its own parameters."""
+        return None if self.policy is None else reading_policy(self.policy, self.field.value)
+
+
+class LinenScope(PolicyScope):
+    """A `policies` context.
+
+    Attributes:
+        calls: the running methods, the innermost last.
+        casts: the casts of parameters in the outermost of these calls.
+    """
+
+    def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
+        super().__init__(name, policy_map)
+        self.calls: list[_Call] = []
+        self.casts = ParameterCasts()
+
+    def intercept(
+        self, module: nn.Module, method_name: str, method: Method, args: Args, kwargs: Kwargs
+    ) -> PyTree:
+        """Runs a method, at a boundary if it is public and its call has a policy."""
+        # Interceptors do not see the methods of `nn.Module` itself; an attribute hides `param`.
+        object.__setattr__(module, "param", functools.partial(self.param, module))
+        call = self.find_call(module)
+        casts = not call.is_cast and is_public_method(type(module), method_name)
+        carry = args[0] if args and self.is_step(module, method_name) else None
+        state = state_dtype(module, call.reading) if casts else None
+        if state is not None and own(module, "cache"):
+            args, kwargs = jax.tree.map(at_least(state), (args, kwargs))
+        is_cast, keeps = call.is_cast or casts, call.keeps or state is not None
+        self.calls.append(
+            dataclasses.replace(call, is_cast=is_cast, lifted=lifted_by(module), keeps=keeps)
+        )
+        try:
+            with field_set(module, call.field.value):
+                if casts:
+                    self.census.note_layer(call.module, call.field)
+                    with noted_carries(call.module.cls, call.reading):
+                        return self.run_public(call, module, method, args, kwargs, carry)
+                with running(call.policy, _NAME):
+                    return cast_result(as_it_is, method(*args, **kwargs), carry)
+        finally:
+            self.calls.pop()
+            if not self.calls:
+                self.casts.clear()
+
+    def run_public(
+        self,
+        call: _Call,
+        module: nn.Module,
+        method: Method,
+        args: Args,
+        kwargs: Kwargs,
+        carry: PyTree,
+    ) -> PyTree:
+        """Runs a public method, whose inputs are cast at a boundary or if it reads parameters."""
+        has_own = reads(module)
+        policy = call.reading if has_own else call.policy
+        if policy is not None and call.boundary_policy is not None:
+            return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
+        if policy is not None and isinstance(module, nn.OptimizedLSTMCell):
+            args = _cast_hidden(policy, args)
+        if call.reading is not None and (has_own or module.is_initializing()):
+            run = functools.partial(run_reading, call.reading, by=_NAME, keeps=call.keeps)
+            result = _run_reading(run, call.reading, module, method, args, kwargs)
+        else:
+            with running(policy, _NAME):
+                result = method(*args, **kwargs)
+        return cast_result(as_it_is, result, carry)
+
+    def find_call(self, module: nn.Module) -> _Call:
+        """Returns the call that a method of a module begins, or the call that it is part of."""
+        called = module_of(module)
+        outer = self.calls[-1] if self.calls else None
+        if outer is not None and outer.module == called:
+            return outer
+        surrounding = wrapper_policy(self.policy_map) if outer is None else outer.policy
+        rule, boundary = self.policies_of(*called, surrounding)
+        field = field_in_call(module, rule, None if outer is None else outer.field.selected)
+        self.record_module(*called, boundary, surrounding)
+        keeps = outer is not None and outer.keeps
+        return _Call(called, boundary, surrounding, field, keeps=keeps)
+
+    def is_step(self, module: nn.Module, method_name: str) -> bool:
+        """Whether a method begins a step of a loop: of a recurrent cell, or lifted by Linen."""
+        lifted, outer = lifted_by(module), self.calls[-1:]
+        if isinstance(module, nn.RNNCellBase) and method_name == "__call__":
+            return True
+        is_body = any(f"{name}(" in "".join(lifted[-1:]) for name in ("scan", "while_loop"))
+        return is_body and [call.lifted for call in outer] != [lifted]
+
+    def param(
+        self,
+        module: nn.Module,
+        name: str,
+        init: Callable[..., PyTree],
+        *args: PyTree,
+        **kwargs: PyTree,
+    ) -> PyTree:
+        """Stands in for `module.param`: creates in the param dtype, reads in the compute dtype."""
+        policy = self.calls[-1].reading if self.calls else None
+        if policy is None:
+            return type(module).param(module, name, init, *args, **kwargs)
+
+        def create(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            return policy.cast_to_param(init(*args, **kwargs))
+
+        stored = type(module).param(module, name, create, *args, **kwargs)
+        self.census.note_parameter(self.calls[-1].module, name, stored)
+        return self.casts.to_compute(policy, stored)
+
+
+def _interception() -> contextlib.AbstractContextManager[None]:
+    """Intercepts the method calls of this thread."""
+    return nn.intercept_methods(_intercept)
+
+
+def _intercept(
+    method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext
+) -> PyTree:
+    """Intercepts each method call while a context of this thread is open."""
+    module, scopes = context.module, opened(LinenScope)
+    if module.scope is None or not scopes:
+        return method(*args, **kwargs)  # it has no parameters; or a context ended out of order
+    refuse_other_tasks(f"run the Linen module {type(module).__name__}")
+    return scopes[-1].intercept(module, context.method_name, method, args, kwargs)
+
+
+def _run_reading(
+    run_reading: Callable[..., PyTree],
+    policy: Policy,
+    module: nn.Module,
+    method: Method,
+    args: Args,
+    kwargs: Kwargs,
+) -> PyTree:
+    """Runs a call that is not a boundary, of a module that reads parameters or statistics itself.
+
+    Statistics are in float32, and would make the results of the module so. While a module creates
+    its parameters it is not yet known that it reads any, so its result is cast in place of its
+    inputs: what is made of it, such as a cache, gets the dtype that it has in later calls.
+    """
+    to_compute = inherited_policy(policy).cast_to_output
+
+    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        result = method(*args, **kwargs)
+        return to_compute(result) if own(module, "batch_stats") else result
+
+    if reads(module):
+        return run_reading(run, args, kwargs)
+    with running(policy, _NAME):
+        result = run(*args, **kwargs)
+    if not reads(module):
+        return result
+    inputs = jax.tree.leaves((args, kwargs))
+
+    def created(*cast: PyTree) -> PyTree:
+        is_cast = any(new is not old for new, old in zip(cast, inputs, strict=True))
+        return to_compute(result) if is_cast else result
+
+    return run_reading(created, tuple(inputs), {})
+
+
+def _cast_hidden(policy: Policy, args: Args) -> Args:
+    """Casts what an `OptimizedLSTMCell` multiplies itself: not the sum that its carry begins with.
+
+    It owns no parameters: modules inside of it hand them to it.
+    """
+    if len(args) != 2 or not isinstance(args[0], tuple) or len(args[0]) != 2:
+        return args  # of a subclass, or of another method
+    (cell, hidden), inputs = args
+    return (cell, policy.cast_to_compute(hidden)), policy.cast_to_compute(inputs)

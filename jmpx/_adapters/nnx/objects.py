@@ -1,0 +1,160 @@
+"""What the objects of a model are: modules that are called, containers, parameters, optimizers."""
+
+import types
+from collections.abc import Callable
+from typing import TypeGuard
+
+import jax
+from flax import nnx
+
+from jmpx._adapters.proxies import is_optimizer_state, public_methods
+from jmpx._base.leaves import PyTree
+from jmpx._base.nnx_objects import is_object, is_whole
+
+_NO_CONTAINERS = (int, float, str, type(None), type, types.FunctionType)
+
+
+def map_objects(
+    tree: PyTree, parts: tuple[str, ...], func: Callable[[PyTree, str], PyTree]
+) -> PyTree:
+    """Maps the value of an attribute: an object of NNX, or a container of them, with its path."""
+    if isinstance(tree, _NO_CONTAINERS):
+        return tree
+    if is_object(tree):  # most are, and JAX takes long for a tree
+        return func(tree, "/".join(filter(None, parts)))
+
+    def at_path(key_path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
+        keys = jax.tree_util.keystr(key_path, simple=True, separator="/")
+        return func(leaf, "/".join(filter(None, (*parts, keys))))
+
+    return jax.tree_util.tree_map_with_path(at_path, tree, is_leaf=is_object)
+
+
+def is_called(value: object) -> TypeGuard[nnx.Module]:
+    """Whether it is a module that may be called, rather than a list or a dict of modules."""
+    containers = tuple(getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name))
+    return isinstance(value, nnx.Module) and (callable(value) or not isinstance(value, containers))
+
+
+def is_holder(module: nnx.Module) -> bool:
+    """Whether it only holds modules: without public methods, nobody calls it."""
+    return not any(public_methods(type(module), nnx.Module)) and not _holds_parameter(module, set())
+
+
+def has_statistics(module: nnx.Module) -> bool:
+    """Whether it keeps running statistics. They stay in float32, and would make its results so."""
+    return any(isinstance(value, nnx.BatchStat) for value in vars(module).values())
+
+
+def reads(module: nnx.Module) -> bool:
+    """Whether its calls cast their arguments: it reads variables, or is a step of a loop."""
+    is_cell = isinstance(module, nnx.RNNCellBase)
+    return is_cell or has_statistics(module) or _holds_parameter(module, set())
+
+
+def _holds_parameter(value: nnx.Pytree, seen: set[int]) -> bool:
+    """Whether there is a parameter in an object, other than in modules that are called."""
+    seen.add(id(value))
+    nodes = filter(is_object, jax.tree.leaves(list(vars(value).values()), is_leaf=is_object))
+    return any(
+        isinstance(node, nnx.Param)
+        or (
+            isinstance(node, nnx.Pytree)
+            and not is_called(node)
+            and id(node) not in seen
+            and _holds_parameter(node, seen)
+        )
+        for node in nodes
+    )
+
+
+def notes_dtype(module: nnx.Module) -> bool:
+    """Whether it is an `nnx.Embed` without a dtype of its own, which has noted that of its table.
+
+    It would promote to that dtype.
+    """
+    return isinstance(module, nnx.Embed) and module.dtype == module.embedding[...].dtype
+
+
+def array_in(variable: nnx.Variable) -> PyTree:
+    """Returns the one array in a variable; None if there are several."""
+    leaves = jax.tree.leaves(variable)
+    return leaves[0] if len(leaves) == 1 else None
+
+
+def set_value(variable: nnx.Variable, value: jax.Array) -> None:
+    """Gives a variable another array."""
+    if hasattr(variable, "set_value"):
+        variable.set_value(value)
+    else:  # Flax 0.12.0
+        variable.value = value
+
+
+def modules_in(roots: list[PyTree]) -> list[tuple[nnx.Module, str]]:
+    """Returns the modules in objects that can be called, each once, with their paths."""
+    found: dict[int, tuple[PyTree, str]] = {}
+
+    def visit(value: PyTree, path: str) -> None:
+        if id(value) in found or not isinstance(value, nnx.Pytree):
+            return
+        found[id(value)] = value, path
+        for name, attribute in vars(value).items():
+            map_objects(attribute, (path, str(name)), visit)
+
+    for root in roots:
+        visit(root, "")
+    return [(value, path) for value, path in found.values() if is_called(value)]
+
+
+class Models:
+    """The models and the optimizers in objects.
+
+    Attributes:
+        models: the outermost modules. Those in a list or dict of NNX count, and those in a train
+            state, a module that holds them beside an optimizer, or beside metrics if it is not
+            callable itself.
+        optimizers: the optimizers.
+    """
+
+    def __init__(self) -> None:
+        self.models: dict[int, nnx.Module] = {}
+        self.optimizers: list[nnx.Optimizer] = []
+        self._seen: set[int] = set()
+
+    def add(self, value: PyTree) -> None:
+        """Adds an object and what it holds."""
+        if id(value) in self._seen or not isinstance(value, nnx.Pytree):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, nnx.Optimizer):
+            self.optimizers.append(value)
+        if is_called(value) and not _is_train_state(value):
+            self.models[id(value)] = value
+        elif not isinstance(value, nnx.Metric):
+            for part in _parts(value):
+                self.add(part)
+
+    def outermost(self) -> list[nnx.Module]:
+        """Returns the models that are not parts of others."""
+        models = list(self.models.values())
+        if len(models) == 1:
+            return models
+        inside = (part for model in models for part, _ in modules_in([model]) if part is not model)
+        parts = set(map(id, inside))
+        return [model for model in models if id(model) not in parts]
+
+
+def _parts(value: nnx.Pytree) -> list[PyTree]:
+    """Returns the objects in the attributes of an object, without those in optimizer states."""
+    leaves = jax.tree.leaves(list(vars(value).values()), is_leaf=is_closed)
+    return list(filter(is_object, leaves))
+
+
+def _is_train_state(module: nnx.Module) -> bool:
+    kinds = (nnx.Optimizer,) if callable(module) else (nnx.Optimizer, nnx.Metric)
+    return any(isinstance(part, kinds) for part in _parts(module))
+
+
+def is_closed(node: object) -> bool:
+    """Whether no models are searched inside of a node of a pytree by `jax.tree`."""
+    return is_whole(node) or is_optimizer_state(node)

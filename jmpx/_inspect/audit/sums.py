@@ -1,0 +1,154 @@
+"""Findings: long sums in 16 bits, and sums over devices."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from jmpx._inspect.audit.remedies import Remedies
+from jmpx._inspect.audit.step import Found, Kind, Step
+from jmpx._inspect.audit.values import (
+    digits,
+    is_low,
+    largest_count,
+    low_dtype,
+    low_nbytes,
+    source,
+    worst,
+)
+from jmpx._inspect.graph import Node, Value
+
+_SUM = Kind("low-sum", "a long sum in 16 bits", Remedies.wider_operations)
+_COLLECTIVE = Kind("low-collective", "a sum over devices in 16 bits")
+KINDS = (_SUM, _COLLECTIVE)
+
+
+def search(step: Step) -> Iterator[Found]:
+    """Yields `low-sum` and `low-collective`.
+
+    A backward pass repeats what its forward pass did, on whose line it is found. Only a sum that
+    it adds, of the gradients of one row of a table or one parameter, is its own.
+    """
+    for node in step.graph.nodes:
+        dtype = None if node.is_structure else low_dtype(node)
+        if dtype is None or id(node) in step.explained:
+            continue
+        if node.name in _COLLECTIVES and (axes := _named_axes(node)):
+            yield _collective(step, node, dtype, axes)
+        elif node.name in _SUMS and is_low(node.results[0]):
+            yield from _sum(step, node, dtype)
+
+
+def _sum(step: Step, node: Node, dtype: np.dtype) -> Iterator[Found]:
+    is_scatter = node.name.startswith("scatter")
+    terms, limit = _SUMS[node.name](node), largest_count(dtype)
+    if terms <= limit or (node.is_backward and not is_scatter):
+        return
+    if is_scatter:
+        # Where there are more terms than places can take, some place gets too many.
+        places = node.operands[0].size * terms // max(node.operands[2].size, 1)
+        severity = "high" if terms > limit * places else "medium"
+        what = "The gradient of a lookup" if node.is_backward else node.name
+        message = (
+            f"{what} adds up to {terms:,} terms to one place in {dtype.name}, one after the other: "
+            f"after {limit} it may stand still."
+        )
+        advice = "x.astype(jnp.float32) before it, and the cast to 16 bits behind it"
+    else:
+        severity = "medium"
+        message = (
+            f"{node.name} takes in {terms:,} terms in {dtype.name}, which counts exactly only to "
+            f"{limit}, and may round each partial result."
+        )
+        advice = "dtype=jnp.float32 in the call, or x.astype(jnp.float32) before it"
+    yield step.found(_SUM, severity, node, message, advice, nbytes=low_nbytes(node))
+
+
+def _reduced(node: Node) -> int:
+    return node.operands[0].size // max(node.results[0].size, 1)
+
+
+def _cumulative(node: Node) -> int:
+    return node.operands[0].shape[node.eqn.params["axis"]]
+
+
+def _window(node: Node) -> int:
+    return math.prod(node.eqn.params["window_dimensions"])
+
+
+def _reduced_by(node: Node) -> int:
+    """Returns how many terms a reduction with a function of the user takes in, if that adds."""
+    jaxpr = node.eqn.params["jaxpr"]
+    if not any(eqn.primitive.name in ("add", "mul") for eqn in jaxpr.eqns):
+        return 0
+    return _window(node) if node.name == "reduce_window" else _reduced(node)
+
+
+def _scattered(node: Node) -> int:
+    """Returns how many updates a scatter may add to one place; 0 if each place gets one."""
+    operand, indices, updates = node.operands[:3]
+    dimensions = node.eqn.params["dimension_numbers"]
+    if node.eqn.params["unique_indices"] or _are_distinct(indices):
+        return 0
+    rows = math.prod(
+        n for i, n in enumerate(updates.shape) if i not in dimensions.update_window_dims
+    )
+    return rows // max(math.prod(operand.shape[i] for i in dimensions.operand_batching_dims), 1)
+
+
+def _are_distinct(indices: Value) -> bool:
+    """Whether indices count rows, as in `x[jnp.arange(n), labels]`, or are an order of rows."""
+    pending, seen = [indices], 0
+    while pending and seen < 32:
+        node, seen = source(pending.pop()).node, seen + 1
+        if node is None:
+            continue
+        if node.name in ("iota", "sort", "top_k"):
+            return True
+        if node.name in ("concatenate", "select_n", "add", "clamp"):
+            pending += node.operands
+    return False
+
+
+# How many terms an operation adds up.
+_SUMS: dict[str, Callable[[Node], int]] = {
+    "reduce": _reduced_by,
+    "reduce_window": _reduced_by,
+    "reduce_sum": _reduced,
+    "reduce_prod": _reduced,
+    "cumsum": _cumulative,
+    "cumprod": _cumulative,
+    "reduce_window_sum": _window,
+    "scatter_add": _scattered,
+    "scatter_sub": _scattered,
+    "psum": _reduced,  # over an axis of jax.vmap
+}
+
+
+# Sums over devices.
+
+_COLLECTIVES = frozenset({"psum", "psum_invariant", "reduce_scatter"})
+
+
+def _named_axes(node: Node) -> list[str]:
+    """Returns the names of the axes over which a node sums; under `jax.vmap` some are numbers."""
+    params = node.eqn.params
+    axes = params["axes"] if "axes" in params else params["axis_name"]
+    each = axes if isinstance(axes, tuple) else (axes,)
+    return [str(axis) for axis in each if not isinstance(axis, int)]
+
+
+def _collective(step: Step, node: Node, dtype: np.dtype, axes: list[str]) -> Found:
+    named = f"the axis {axes[0]!r}" if len(axes) == 1 else f"the axes {', '.join(map(repr, axes))}"
+    message = (
+        f"{node.name} sums in {dtype.name} over {named}: the parts and their sums keep "
+        f"{digits(dtype)}."
+    )
+    advice = (
+        "r=f32 in the policy of jmpx's gradient functions, with axis_name=; or cast to float32 "
+        "before the sum"
+    )
+    select = None if node.is_backward else step.graph.selector(node)
+    rules = () if select is None else (f"{select}: full",)
+    nbytes = low_nbytes(node)
+    return step.found(_COLLECTIVE, worst(dtype), node, message, advice, *rules, nbytes=nbytes)

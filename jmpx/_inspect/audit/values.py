@@ -1,0 +1,133 @@
+"""What searches ask of values and nodes: where numbers are from, and what 16 bits keep of them."""
+
+import functools
+from collections.abc import Collection
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._inspect.audit.flops import is_product
+from jmpx._inspect.graph import Node, Value
+from jmpx._jaxprs.moves import IDENTITIES, PICKS, PLACEMENTS, RESHAPES, ROUNDINGS
+from jmpx._jaxprs.places import call_of
+from jmpx._policies.strings import get_policy
+
+LOW = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16)))
+WIDE = frozenset(map(np.dtype, (jnp.float32, jnp.float64)))
+AUTOCAST = "jmpx.autocast"  # as it stands among the functions that take a policy map
+CAST = "convert_element_type"
+
+# What moves numbers of its first operand, each on its own: what joins operands, or the parts of
+# several devices, is an operation that the user wrote, and no part of another one.
+MOVES = IDENTITIES | PLACEMENTS | RESHAPES | PICKS | {"stack", "result", "shard", "unshard"}
+MOVES_AND_CASTS = MOVES | {CAST}
+# What returns all numbers of its operand. A barrier has a result for each of several operands.
+_VIEWS = (IDENTITIES - {"optimization_barrier"}) | PLACEMENTS | RESHAPES | ROUNDINGS
+
+
+def is_low(value: Value) -> bool:
+    """Whether a value has 16 bits."""
+    return value.dtype in LOW
+
+
+def largest_count(dtype: np.dtype) -> int:
+    """Returns up to which number a dtype holds all integers: 256 for bfloat16, 2048 for float16.
+
+    A sum in that dtype that is as large does not change when 1 is added.
+    """
+    return 2 ** (int(jnp.finfo(dtype).nmant) + 1)
+
+
+def digits(dtype: np.dtype) -> str:
+    """Returns how many decimal digits a dtype keeps, in words."""
+    return "2 to 3 digits" if dtype == jnp.bfloat16 else "3 to 4 digits"
+
+
+def worst(dtype: np.dtype) -> str:
+    """Returns the severity of a hazard to range in float16, and to digits in bfloat16."""
+    return "high" if dtype == jnp.float16 else "medium"
+
+
+def low_dtype(node: Node) -> np.dtype | None:
+    """Returns the 16-bit dtype of a node's first operand that has one; None if none has."""
+    return next((value.dtype for value in node.operands if is_low(value)), None)
+
+
+def low_nbytes(node: Node) -> int:
+    """Returns the bytes of the 16-bit operands of all runs of a node."""
+    return node.times * sum(value.nbytes for value in node.operands if is_low(value))
+
+
+@functools.lru_cache(maxsize=1024)
+def compute_dtype(policy: str) -> np.dtype:
+    """Returns the dtype in which a policy computes."""
+    return np.dtype(get_policy(policy).compute_dtype)
+
+
+def before(value: Value, names: Collection[str]) -> Value:
+    """Returns what a value was before the nodes of some names, through their first operands."""
+    while value.node is not None and value.node.name in names:
+        value = value.node.operands[0]
+    return value
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node returns the numbers of its first operand, in another shape or dtype."""
+    return node.name in ("shard", "unshard") if node.is_structure else node.name in _VIEWS
+
+
+def source(value: Value) -> Value:
+    """Returns the value whose numbers a value has: casts, copies and shapes are left out."""
+    while value.node is not None and is_view(value.node):
+        value = value.node.operands[0]
+    return value
+
+
+def number(value: Value) -> float | None:
+    """Returns a number that is known when a program is traced, such as `1 - 0.9`; else None."""
+    value = source(value)
+    node = value.node
+    if node is None:
+        is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+        is_known = is_real and value.size == 1 and value.constant is not None
+        return float(np.asarray(value.constant).reshape(())) if is_known else None
+    if node.is_structure or node.name not in ("sub", "add"):
+        return None
+    if any(source(operand).node is not None for operand in node.operands):
+        return None
+    left, right = map(number, node.operands)
+    if left is None or right is None:
+        return None
+    return left - right if node.name == "sub" else left + right
+
+
+def reaches_end(node: Node, avoided: frozenset[np.dtype] = frozenset()) -> bool:
+    """Whether a result reaches an end of the forward pass, such as a loss, before a product.
+
+    Args:
+        node: what computes the result.
+        avoided: dtypes that end the way to a loss.
+    """
+    pending, seen = [node], {id(node)}
+    while pending:
+        for value in pending.pop().results:
+            if value.dtype in avoided:
+                continue
+            if value.is_output or (not value.readers and value.shape == ()):
+                return True
+            readers = [each for each in value.readers if not each.is_backward]
+            new = [each for each in readers if id(each) not in seen and not is_product(each)]
+            seen.update(map(id, new))
+            pending += new
+    return False
+
+
+def call(node: Node) -> object:
+    """Returns the user's call that an operation is a part of; None if it is unknown."""
+    each: Node | None = node
+    while each is not None:
+        found = call_of(each.eqn)
+        if found is not None:
+            return found
+        each = each.around
+    return None

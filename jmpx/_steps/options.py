@@ -1,0 +1,167 @@
+"""The options of a gradient function, which are checked when it is made."""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TypedDict, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jmpx._adapters.applying import Application
+from jmpx._adapters.uncast import UncastArguments, UncastLike
+from jmpx._base.casts import at_least_float32
+from jmpx._base.dtypes import DTypeLike, dtype_name
+from jmpx._base.leaves import PyTree
+from jmpx._base.messages import describe, did_you_mean, user_stacklevel
+from jmpx._base.moved import remedy
+from jmpx._devices.shards import Over
+from jmpx._policies.maps import PolicyMap
+from jmpx._scales.kinds import LossScale, NoOpLossScale, in_place_of_loss_scale, is_loss_scale
+from jmpx._scales.mixed_precision import MixedPrecisionLike
+from jmpx._steps.arrays import as_grad_dtype
+from jmpx._steps.batches import Batch, numbers_of, split_batch
+from jmpx._steps.model_state import ModelState
+
+T = TypeVar("T")
+FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
+
+
+class GradientOptions(TypedDict, total=False):
+    """The options of gradient functions, as type checkers see them; `Options` has the defaults."""
+
+    policy: MixedPrecisionLike | None
+    grad_dtype: DTypeLike | None
+    uncast: UncastLike
+    state_argnum: int | None
+    batch: Batch | None
+    over: Over | None
+
+
+def with_options_spelled(function: FunctionT) -> FunctionT:
+    """Gives a function with `**options` the signature in which `help` shows them one by one."""
+    own, made = (inspect.signature(each).parameters.values() for each in (function, Options))
+    parameters = [p for p in own if p.kind is not p.VAR_KEYWORD]
+    parameters += [p for p in made if p.kind is p.KEYWORD_ONLY]
+    vars(function)["__signature__"] = inspect.Signature(parameters)
+    return function
+
+
+class Options:
+    """What a gradient function was made with; `is_mixed` tells whether it casts, scales, checks."""
+
+    def __init__(
+        self,
+        func: Callable[..., PyTree],
+        scaling: LossScale,
+        has_aux: bool,
+        is_mixed: bool,
+        /,
+        *,
+        policy: MixedPrecisionLike | None = None,
+        grad_dtype: DTypeLike | None = None,
+        uncast: UncastLike = (),
+        state_argnum: int | None = None,
+        batch: Batch | None = None,
+        over: Over | None = None,
+        **unknown: object,
+    ) -> None:
+        _refuse_unknown(unknown)
+        _check_function_and_scale(func, scaling)
+        self.func, self.scaling, self.has_aux, self.is_mixed = func, scaling, has_aux, is_mixed
+        self.over = _option("over", over, Over, 'jmpx.Over("data")')
+        self.batch = _option("batch", batch, Batch, "jmpx.Batch(microbatches=8)") or Batch()
+        _check_one_mean(self.batch, over)
+        numbers_of(self.batch.argnums, state_argnum)
+        self.split = functools.partial(split_batch, self.batch, state_argnum)
+        kept = UncastArguments.of(func, uncast).including(state_argnum)
+        self.applying = Application.of(policy, func, kept, "The gradient function")
+        if is_mixed and over is None and self.batch.sharding is None:
+            _warn_of_reduce(self.applying.reduce_dtype)
+        self.grad_dtype = as_grad_dtype(grad_dtype)
+        self.model_state = ModelState.of(state_argnum, has_aux)
+
+    def applied(self) -> Application:
+        """Returns what runs `func` in one call."""
+        application = self.applying.now()
+        if not self.is_mixed:
+            return application._replace(policy_map=None)
+        _warn_of_no_scale(application.policy_map, self.scaling)
+        return application
+
+    def to_float32(self, array: jax.Array) -> jax.Array:
+        """Returns a loss in float32, or as it is where nothing is cast."""
+        return at_least_float32(array) if self.is_mixed else array
+
+
+def _refuse_unknown(options: Mapping[str, object]) -> None:
+    """Refuses keyword arguments that no gradient function takes."""
+    known = list(GradientOptions.__annotations__)
+    for name in options:
+        accepted = f"Expected {', '.join(known)} or has_aux as an option of a gradient function"
+        if found := remedy("a gradient function", name):
+            raise TypeError(f"{accepted}, got {name}: {found}.")
+        raise TypeError(f"{accepted}, got {name!r}{did_you_mean(name, known)}")
+
+
+def _option(name: str, value: T | None, cls: type[T], example: str) -> T | None:
+    """Refuses anything but None and a value of one class as an option."""
+    if value is None or isinstance(value, cls):
+        return value
+    raise TypeError(
+        f"Expected {name} to be a jmpx.{cls.__name__}, got {describe(value)}: write for example "
+        f"{name}={example}."
+    )
+
+
+def _check_function_and_scale(func: object, scaling: object) -> None:
+    if not callable(func):
+        raise TypeError(
+            f"Expected a function to differentiate, got {func!r}: pass the callable itself."
+        )
+    if not is_loss_scale(scaling):
+        example = "pass for example jmpx.NoOpLossScale() or jmpx.DynamicLossScale()"
+        raise TypeError(
+            f"Expected a loss scale as the second argument, got {describe(scaling)}: "
+            f"{in_place_of_loss_scale(scaling, example)}."
+        )
+
+
+def _check_one_mean(batch: Batch, over: Over | None) -> None:
+    """Refuses a batch that `jax.jit` splits over devices beside a mapped axis."""
+    if batch.sharding is not None and over is not None:
+        raise ValueError(
+            f"Cannot average over both batch=jmpx.Batch(sharding={batch.sharding}) and "
+            f"over=jmpx.Over({over.axis_name!r}): a sharding is for jax.jit alone, and over for "
+            "the mapped axis of jax.shard_map, jax.pmap or jax.vmap, so leave one of them out."
+        )
+
+
+def _warn_of_reduce(reduce_dtype: DTypeLike | None) -> None:
+    """Warns of a dtype of sums over devices where nothing is summed over devices."""
+    if reduce_dtype is not None:
+        _warn(
+            f"reduce={dtype_name(reduce_dtype)} of the gradient function's policy reduces nothing "
+            "without a mean over devices: give over=jmpx.Over(...) with the axis of jax.shard_map "
+            "or jax.pmap, under jax.jit alone batch=jmpx.Batch(sharding=...) with that of the "
+            "batch, or leave reduce out."
+        )
+
+
+def _warn_of_no_scale(policy_map: PolicyMap | None, scaling: LossScale) -> None:
+    """Warns if gradients are computed in float16 without a loss scale."""
+    if policy_map is None or type(scaling) is not NoOpLossScale:
+        return
+    rules = () if policy_map.way == "arguments" else policy_map.rules
+    if jnp.float16 in {policy_map.default.compute_dtype, *(rule.compute for rule in rules)}:
+        _warn(
+            "The gradient function computes in float16 without a loss scale, so that gradients "
+            "below 2**-24 become 0: give it jmpx.DynamicLossScale() and carry that from step to "
+            "step, compute in bfloat16, or write jmpx.StaticLossScale(1) if this is intentional."
+        )
+
+
+def _warn(message: str) -> None:
+    """Warns at the line of the user that calls or makes the gradient function."""
+    warnings.warn(message, stacklevel=user_stacklevel("jax"))
