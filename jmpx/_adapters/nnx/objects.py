@@ -37,7 +37,7 @@ def is_called(value: object) -> TypeGuard[nnx.Module]:
 
 
 def is_holder(module: nnx.Module) -> bool:
-    """Whether it only holds modules: without public methods, nobody calls it."""
+    """Whether it only holds modules: without public methods, it is never called."""
     return not any(public_methods(type(module), nnx.Module)) and not _holds_parameter(module, set())
 
 
