@@ -225,11 +225,11 @@ def test_what_the_function_makes_of_parts_holds_those_of_the_model(rng):
 
     def fn(model):
         setattr(model, "extra", Pair(model.inner))  # noqa: B010
-        return Pair((model.inner, model.head.kernel))
+        return Pair(nnx.List([model.inner, Pair(model.head.kernel)]))
 
     made = apply_policy(fn, RULES)(model)
     assert made.model[0] is vars(model)["extra"].model is model.inner is inner
-    assert type(inner) is nnx.Linear and made.model[1] is model.head.kernel
+    assert type(inner) is nnx.Linear and made.model[1].model is model.head.kernel
     assert model.head.kernel.dtype == inner.kernel.dtype == F32
 
 
