@@ -1,5 +1,6 @@
 """How Sphinx builds the manual: `python -m sphinx -W -b html docs site`."""
 
+import configparser
 import sys
 from pathlib import Path
 
@@ -8,10 +9,11 @@ sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
 
 import jmpx  # noqa: E402
 
-project = "jmpx"
+setup_cfg = configparser.ConfigParser()
+setup_cfg.read(HERE.parent / "setup.cfg")
+project = setup_cfg["metadata"]["name"]
+author = copyright = setup_cfg["metadata"]["author"]
 version = release = jmpx.__version__
-author = "the jmpx authors"
-copyright = author
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from jmpx._base.trees import all_finite as all_finite, select_tree as select_tree
     from jmpx._devices.shards import Over as Over
     from jmpx._jaxprs.scopes import full_precision as full_precision
-    from jmpx._policies.maps import PolicyMap as PolicyMap, get_policy_map as get_policy_map
+    from jmpx._policies.map_strings import get_policy_map as get_policy_map
+    from jmpx._policies.maps import PolicyMap as PolicyMap
     from jmpx._policies.policy import Policy as Policy
     from jmpx._policies.registry import (
         clear_policy as clear_policy,
@@ -91,7 +92,8 @@ else:
             "_scales.mixed_precision": "MixedPrecision get_mixed_precision",
             "_steps.optimizer": "optimizer_update skip_nonfinite",
             "_policies.policy": "Policy",
-            "_policies.maps": "PolicyMap get_policy_map",
+            "_policies.map_strings": "get_policy_map",
+            "_policies.maps": "PolicyMap",
             "_policies.strings": "get_policy",
             "_policies.registry": "clear_policy current_policy policy_of push_policy set_policy",
             "_jaxprs.scopes": "full_precision",

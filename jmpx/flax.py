@@ -5,12 +5,9 @@ a model that is made inside the loss function.
 """
 
 from jmpx._policies.frameworks import required_package
-from jmpx._scales.kinds import register_all_with_flax
 
 with required_package("flax", "Flax"):
     from jmpx._adapters.linen.policies import policies as policies
     from jmpx._adapters.nnx.views import with_policies as with_policies
 
 __all__ = ("policies", "with_policies")
-
-register_all_with_flax()

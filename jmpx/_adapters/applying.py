@@ -31,7 +31,8 @@ from jmpx._base.stateful import (
     call,
 )
 from jmpx._policies.frameworks import Proxies, imported_adapters
-from jmpx._policies.maps import PolicyMap, get_policy_map, warn_of
+from jmpx._policies.map_strings import get_policy_map
+from jmpx._policies.maps import PolicyMap, warn_of
 from jmpx._policies.modules import call_with_proxies
 from jmpx._policies.policy import Policy
 from jmpx._scales.mixed_precision import MixedPrecision, MixedPrecisionLike

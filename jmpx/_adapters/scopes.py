@@ -13,7 +13,8 @@ from jmpx._base.matmul import matmul_of
 from jmpx._base.messages import user_stacklevel
 from jmpx._jaxprs.marks import Module
 from jmpx._policies.added_rules import in_force
-from jmpx._policies.maps import PolicyMap, PolicyMapLike, get_policy_map, warn_unused
+from jmpx._policies.map_strings import get_policy_map
+from jmpx._policies.maps import PolicyMap, PolicyMapLike, warn_unused
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import policy_of
 from jmpx._policies.rules import Rule

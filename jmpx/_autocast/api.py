@@ -7,7 +7,8 @@ from jmpx._autocast.saving import get_saving
 from jmpx._autocast.wrapped import applied
 from jmpx._base.dtypes import DTypeLike, as_dtype, is_dtype
 from jmpx._base.moved import telling
-from jmpx._policies.maps import PolicyMapLike, get_policy_map
+from jmpx._policies.map_strings import get_policy_map
+from jmpx._policies.maps import PolicyMapLike
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -1,55 +1,125 @@
-"""Nested mappings, as YAML and JSON files give them: reads their keys, with the path of each value.
+"""What a user wrote in a string or in a nested mapping, with its place for error messages.
 
-A path such as `rules[0].compute` says in error messages where a value stands.
+A place is a position in a string, or a path such as `rules[0].compute` in a mapping, as YAML and
+JSON files give it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import (
+    Any,
+    Generic,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeGuard,
+    TypeVar,
+    runtime_checkable,
+)
 
 from jmpx._base.messages import describe, did_you_mean
 
-if TYPE_CHECKING:
-
-    class MappingLike(Protocol):
-        """What `dict()` takes: `ml_collections.ConfigDict`, for one, is not a `Mapping`."""
-
-        def keys(self) -> Iterable[Any]:
-            """Returns the keys."""
-            ...
-
-        def __getitem__(self, key: Any, /) -> Any: ...
-
-else:
-    MappingLike = Any
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Located(NamedTuple):
-    """A value of a mapping or a list, and its path."""
+class Located(NamedTuple, Generic[T_co]):
+    """A value, and its path; the path of what is not in a mapping is empty."""
 
-    value: Any
-    path: str
+    value: T_co
+    path: str = ""
+
+    @property
+    def at(self) -> str:
+        """The place in a message: ` at rules[0].compute`, or nothing."""
+        return f" at {self.path}" if self.path else ""
+
+
+class Text(NamedTuple):
+    """A part of a user's string.
+
+    Attributes:
+        text: the part.
+        start: its index in the whole string.
+        whole: the whole string as messages quote it: `policy 'c=bf16,o=f32'`.
+    """
+
+    text: str
+    start: int
+    whole: str
+
+    @property
+    def value(self) -> str:
+        """The part without the white space around it."""
+        return self.text.strip()
+
+    @property
+    def path(self) -> str:
+        """The place: `position 2 of policy 'c=bf16'`. Only messages need it, so it is lazy."""
+        start = self.start + len(self.text) - len(self.text.lstrip())
+        return f"position {start} of {self.whole}"
+
+    @property
+    def at(self) -> str:
+        """The place in a message: ` at position 2 of policy 'c=bf16'`."""
+        return f" at {self.path}"
+
+    def split(self, mark: str) -> Iterator["Text"]:
+        """Yields the parts between marks."""
+        start = self.start
+        for text in self.text.split(mark):
+            yield Text(text, start, self.whole)
+            start += len(text) + len(mark)
+
+    def cut(self, mark: str) -> tuple["Text", "Text"]:
+        """Returns the parts before and after the first mark."""
+        before, _, after = self.text.partition(mark)
+        start = self.start + len(before) + len(mark)
+        return self._replace(text=before), Text(after, start, self.whole)
+
+    def refuse(self, mark: str, remedy: str) -> None:
+        """Refuses a mark that the part must not contain.
+
+        Raises:
+            ValueError: if the part contains it.
+        """
+        if mark in self.text:
+            place = Text(mark, self.start + self.text.index(mark), self.whole)
+            raise ValueError(f"Unexpected {mark!r}{place.at}: {remedy}.")
+
+
+def whole_text(text: str, what: str, at: str = "") -> Text:
+    """Returns a user's whole string, without the semicolon that may end it.
+
+    Args:
+        text: the string.
+        what: what it is, such as "policy".
+        at: its place in a mapping, see `Located.at`.
+    """
+    return Text(text.rstrip().removesuffix(";"), 0, f"{what} {text!r}{at}")
+
+
+Found: TypeAlias = Located[object] | Text
+Entry: TypeAlias = tuple[Located[str] | Text, Found]  # a key, and its value
+
+
+@runtime_checkable
+class MappingLike(Protocol):
+    """What `dict()` takes: `ml_collections.ConfigDict`, for one, is not a `Mapping`."""
+
+    def keys(self) -> Iterable[Any]:
+        """Returns the keys."""
+        ...
+
+    def __getitem__(self, key: Any, /) -> Any: ...
 
 
 def is_mapping(value: object) -> TypeGuard[MappingLike]:
-    """Whether a value is a mapping: it has `keys()` and `[]`, which is what `dict()` asks for."""
-    if isinstance(value, type):
-        return False
-    return hasattr(value, "keys") and hasattr(value, "__getitem__")
+    """Whether a value is a mapping, rather than a class of mappings."""
+    return isinstance(value, MappingLike) and not isinstance(value, type)
 
 
-def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+def is_list(value: object) -> TypeGuard[Sequence[object]]:
     """Whether a value is a list, a tuple or another sequence, but not text."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
-
-
-def at(path: str) -> str:
-    """Returns the place of a path for a message: ` at rules[0].compute`; nothing for the root."""
-    return f" at {path}" if path else ""
-
-
-def quote(text: str, path: str) -> str:
-    """Returns how messages quote a string: with its path, if it stands in a mapping."""
-    return f"{text!r}{at(path)}"
 
 
 def child(path: str, key: object) -> str:
@@ -59,84 +129,79 @@ def child(path: str, key: object) -> str:
     return f"{path}.{key}" if path else key
 
 
-def read_keys(mapping: MappingLike, path: str, keys: Mapping[str, str]) -> dict[str, Located]:
-    """Reads a mapping, whose keys are as those of policy strings: case and space do not count.
-
-    Args:
-        mapping: the mapping.
-        path: its path.
-        keys: the known keys, and the names that they stand for.
-
-    Returns:
-        What the mapping has under each name. A key that is not known is its own name.
+def read_entries(mapping: MappingLike, path: str = "") -> list[Entry]:
+    """Returns the keys and the values of a mapping at a path.
 
     Raises:
         TypeError: if a key is not a string.
-        ValueError: if two keys stand for one name, or a value cannot be read.
     """
-    values: dict[str, Located] = {}
-    spelled: dict[str, str] = {}
-    for key in _read(lambda: list(mapping.keys()), path):
+    entries: list[Entry] = []
+    for key in mapping.keys():
         if not isinstance(key, str):
-            raise refuse_value("a string as a key", key, path, "write it in quotes")
-        name = keys.get(key.strip().lower(), key)
-        if name in values:
-            raise ValueError(
-                f"Duplicate key at {child(path, key)}: {spelled[name]!r}, which means the "
-                "same, stands there, too; write one of them."
-            )
-        found = child(path, key)
-        values[name], spelled[name] = Located(_read(lambda k=key: mapping[k], found), found), key
-    return values
+            raise refuse_value("a string as a key", Located(key, path), "write it in quotes")
+        place = child(path, key)
+        entries.append((Located(key, place), Located(mapping[key], place)))
+    return entries
 
 
-def read_list(values: Sequence[Any], path: str) -> Iterator[Located]:
-    """Yields the items of a list, and their paths.
+def by_name(
+    entries: Iterable[Entry],
+    names: Mapping[str, str],
+    elsewhere: Mapping[str, str] = {},
+    near: Mapping[str, str] = {},
+) -> dict[str, Found]:
+    """Returns values by the names that their keys stand for; case and space do not count.
+
+    Args:
+        entries: the keys and the values.
+        names: the accepted keys, and the names that they stand for.
+        elsewhere: keys that users write in the wrong place, and the remedy for each.
+        near: other words for the names, which a message may suggest.
 
     Raises:
-        ValueError: if a value cannot be read.
+        ValueError: if a key is not accepted, or two keys stand for one name.
     """
-    for index in range(len(values)):
-        found = child(path, index)
-        yield Located(_read(lambda i=index: values[i], found), found)
+    found: dict[str, Found] = {}
+    for key, value in entries:
+        word = key.value.strip().lower()
+        name = names.get(word)
+        if name is None and word in elsewhere:
+            raise ValueError(f"Unexpected key {word!r}{key.at}: {elsewhere[word]}.")
+        if name is None:
+            raise unknown(
+                "key", key, ", ".join(map(repr, dict.fromkeys(names.values()))), {**names, **near}
+            )
+        if name in found:
+            raise ValueError(f"Duplicate key {name!r}{key.at}: give each key at most once.")
+        found[name] = value
+    return found
 
 
-def _read(read: Callable[[], Any], path: str) -> Any:
-    """Reads a value of a configuration, whose library may compute it, as OmegaConf's `${a.b}`."""
-    try:
-        return read()
-    except Exception as error:
-        lines = str(error).splitlines() or [""]
-        reason = f"{type(error).__name__}: {lines[0]}"
-        raise ValueError(
-            f"Cannot read the value{at(path)} ({reason}): give it a value, or leave it out."
-        ) from error
-
-
-def refuse_value(what: str, value: object, path: str, remedy: str) -> TypeError:
-    """Returns the error for a value of a type that cannot stand at a path.
+def unknown(what: str, found: Found, expected: str, near: Iterable[str] = ()) -> ValueError:
+    """Returns the error for a word that is not accepted.
 
     Args:
-        what: what is expected there, such as "a policy".
-        value: the value.
-        path: its path.
+        what: what the word should be, such as "dtype".
+        found: the word.
+        expected: the accepted words, as the message lists them.
+        near: the words of which the message suggests the nearest.
+    """
+    word = str(found.value).strip()
+    got = f"Unknown {what} {word!r}" if word else f"Missing {what}"
+    end = did_you_mean(word, near if isinstance(near, dict) else list(near))
+    return ValueError(f"{got}{found.at}: expected one of {expected}{end}")
+
+
+def refuse_value(what: str, found: Found, remedy: str) -> TypeError:
+    """Returns the error for a value of a type that is not accepted.
+
+    Args:
+        what: what is expected, such as "a policy".
+        found: the value.
         remedy: the end of the sentence.
     """
-    if path and value is None:
+    if found.at and found.value is None:
         remedy += ", or leave it out"
-    elif isinstance(value, bool):
+    elif isinstance(found.value, bool):
         remedy += "; YAML reads the words on, off, yes and no as booleans, unless they are quoted"
-    return TypeError(f"Expected {what}{at(path)}, got {describe(value)}: {remedy}.")
-
-
-def unknown_key(key: str, path: str, expected: str, known: Iterable[str]) -> ValueError:
-    """Returns the error for a key that a mapping cannot have.
-
-    Args:
-        key: the key.
-        path: the path of the mapping.
-        expected: what the mapping may have, in words.
-        known: the keys that it may have, of which the message suggests the nearest.
-    """
-    near = did_you_mean(key, list(known))
-    return ValueError(f"Unknown key at {child(path, key)}: expected one of {expected}{near}")
+    return TypeError(f"Expected {what}{found.at}, got {describe(found.value)}: {remedy}.")

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from jmpx._base.mappings import child
 from jmpx._cli.targets import attempt
-from jmpx._policies.strings import HOW, KEYS
+from jmpx._policies.maps import HOW
+from jmpx._policies.strings import KEYS
 from jmpx._scales.mixed_precision import MixedPrecision, get_mixed_precision
 
 _NAMED = re.compile(r"(.*[_-])?policy([_-]map)?|(mp_)?(?:mixed_)?precision", re.IGNORECASE)

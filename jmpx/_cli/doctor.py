@@ -20,7 +20,8 @@ import numpy as np
 from jmpx._base.dtypes import check_computes, dtype_name, half_dtype
 from jmpx._base.messages import did_you_mean
 from jmpx._inspect.audit.hardware import DIGITS, MULTIPLIES_IN
-from jmpx._policies.maps import PolicyMap, get_policy_map
+from jmpx._policies.map_strings import get_policy_map
+from jmpx._policies.maps import PolicyMap
 from jmpx._scales.strings import get_loss_scale
 
 T = TypeVar("T")

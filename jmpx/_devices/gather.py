@@ -2,24 +2,26 @@
 
 import functools
 from collections.abc import Hashable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmpx._base.axes import axis_names, check_axis, is_tracked, vary, varying_axes
 from jmpx._base.casts import at_least_float32
 from jmpx._base.contexts import note_cast
-from jmpx._base.dtypes import DTypeLike, check_enabled
-from jmpx._base.leaves import Array, PyTree, is_floating, is_int, is_none, is_traceable, spell
+from jmpx._base.dtypes import check_enabled
+from jmpx._base.leaves import Array, PyTree, is_floating, is_int, is_traceable, spell
 from jmpx._base.messages import describe
 from jmpx._base.nnx_objects import is_kept, skip_kept
 from jmpx._base.trees import AxisName
-from jmpx._policies.maps import get_policy_map
+from jmpx._devices.shards import for_each_leaf
 from jmpx._policies.policy import Policy
 from jmpx._policies.strings import PolicyLike, get_policy
 
 T = TypeVar("T")
+Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0) -> T:
@@ -28,26 +30,21 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
     Each device stores a part of every parameter and computes with the whole, as ZeRO-3 and FSDP do.
     Forward, a floating leaf is cast to the policy's compute dtype first and gathered then, so that
     few bytes travel. Backward, its gradient goes to the policy's reduce dtype, is summed over the
-    devices and scattered, so that each device gets the sum for its part, in the dtype in which the
-    leaf is stored. `jax.lax.all_gather` of a cast leaf would sum it in the compute dtype.
+    devices and scattered, and comes back in the dtype in which the leaf is stored.
 
     As the backward pass of `jax.lax.all_gather`, this one sums: the gradient of a mean over devices
     is that sum divided by their number, which the gradient functions do. In float16, the gradients
-    are divided by the number of devices before the sum and multiplied by it after, in float32, so
-    that a sum whose mean is finite does not overflow on its way.
-
-    A function in `jax.checkpoint` gathers again in its backward pass instead of keeping the whole
-    parameters until then. Forward-mode derivatives gather the tangents in the reduce dtype.
+    are divided before the sum and multiplied after, so that a sum whose mean is finite does not
+    overflow on its way. A function in `jax.checkpoint` gathers again in its backward pass.
 
     Args:
         tree: any pytree, whose arrays are this device's parts. Floating leaves are cast; other
             arrays are gathered as they are. Python scalars, PRNG keys and what JAX cannot hold pass
-            untouched, and so does state of NNX: each variable that is no `nnx.Param`. An NNX module
-            comes back as a copy that shares these variables.
+            untouched, and so does state of NNX: each variable that is not an `nnx.Param`.
         axis_name: the name (or names) of the mapped axis, of `jax.shard_map`, `jax.pmap` or
             `jax.vmap`.
-        policy: a policy, or anything else that `get_policy` takes. Without `reduce`, gradients are
-            summed in float32 or in the wider dtype of their leaf.
+        policy: whatever `get_policy` takes. Without `reduce`, gradients are summed in float32 or in
+            the wider dtype of their leaf.
         axis: the axis of its shape along which a leaf is split: an int or None, or a pytree prefix
             of them. None is for leaves that each device has whole: they are only cast.
 
@@ -56,10 +53,10 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
         floating ones are in the compute dtype.
 
     Raises:
-        TypeError: if `policy` is nothing that `get_policy` takes, if `axis` holds anything but ints
-            and None, or if JAX knows that a leaf which is to be gathered is equal on all devices.
-        ValueError: if `axis_name` is no mapped axis, `policy` is not a policy string or has rules,
-            `axis` is no prefix of the tree, or a leaf has no such axis.
+        TypeError: if an argument is of another type, or if JAX knows that a leaf with an axis is
+            equal on all devices.
+        ValueError: if `axis_name` is not a mapped axis, `policy` has rules, `axis` is not a prefix
+            of the tree, or a leaf has no such axis.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -74,7 +71,7 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
         >>> grads.shape, grads.dtype.name, float(grads[0, 0])
         ((4, 2), 'float32', 4.0)
     """
-    chosen = _policy_without_rules(policy)
+    chosen = get_policy(policy)
     check_axis(axis_name)
     names = axis_names(axis_name)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_kept)
@@ -89,65 +86,28 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
     return treedef.unflatten(gathered)
 
 
-def _policy_without_rules(policy: Any) -> Policy:
-    try:
-        return get_policy(policy)
-    except (TypeError, ValueError):
-        try:
-            rules = get_policy_map(policy).rules
-        except (TypeError, ValueError):
-            rules = ()
-        if not rules:
-            raise
-    raise ValueError(
-        f"Cannot gather by the rule {str(rules[0])!r} of {describe(policy)}, because a tree does "
-        "not say which module reads which leaf, so that the parts which are to run in float32 "
-        "would be rounded: gather each part of the tree with the policy of its own."
-    )
-
-
 def _axes_of(axis: PyTree, tree: PyTree) -> list[int | None]:
     """Returns the axis of each leaf of a tree, from a prefix of it."""
-    axes: list[int | None] = []
-
-    def add(split: Any, subtree: PyTree) -> None:
-        if split is not None and not is_int(split):
+    for split in jax.tree.leaves(axis):
+        if not is_int(split):
             raise TypeError(
                 f"Expected ints and None in axis, got {describe(split)}: write the axis of a "
                 "shape along which a leaf is split, or None if each device has all of it."
             )
-        count = len(jax.tree.leaves(subtree, is_leaf=is_kept))
-        axes.extend([split if split is None else int(split)] * count)
-
     try:
-        jax.tree.map(add, axis, tree, is_leaf=is_none)
+        return for_each_leaf(axis, tree, lambda leaf: True, is_kept)
     except ValueError:
         raise ValueError(
             f"Expected axis to be a prefix of the tree that is gathered, got {describe(axis)}: "
             "write one int or None for all leaves, or a tree with one for each branch, such as "
             "{'w': 0, 'b': None}."
         ) from None
-    return axes
 
 
 def _gather_leaf(
-    name: str,
-    leaf: Any,
-    cast: Any,
-    names: tuple[Hashable, ...],
-    axis: int | None,
-    policy: Policy,
+    name: str, leaf: Any, cast: Any, names: tuple[Hashable, ...], axis: int | None, policy: Policy
 ) -> Any:
-    """Gathers one leaf.
-
-    Args:
-        name: where it is, for a message.
-        leaf: the leaf as it is stored.
-        cast: the leaf as the policy casts it.
-        names: the names of the mapped axis.
-        axis: the axis of its shape along which it is split; None if it is whole.
-        policy: the policy.
-    """
+    """Gathers one leaf: `leaf` as it is stored, `cast` as the policy casts it."""
     if not is_traceable(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf
     equal_along = [a for a in names if is_tracked(a) and a not in varying_axes(leaf)]
@@ -155,7 +115,7 @@ def _gather_leaf(
         return cast
     if axis is not None:
         _check_shard(name, leaf, axis, equal_along)
-        axis %= leaf.ndim
+        axis = int(axis) % leaf.ndim
     if not is_floating(leaf):
         return _spread(jnp.asarray(cast), names, axis)
     reduce_dtype = policy.reduce_dtype
@@ -163,8 +123,8 @@ def _gather_leaf(
         reduce_dtype = jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype
     check_enabled(reduce_dtype)
     over = tuple(equal_along) if axis is None else names
-    way = _Way(over, axis, jnp.dtype(reduce_dtype))
-    return _with_wide_sum(jnp.asarray(leaf), jnp.asarray(cast), way)
+    arrays = jnp.asarray(leaf), jnp.asarray(cast)
+    return _with_wide_sum(*arrays, over, axis, jnp.dtype(reduce_dtype))
 
 
 def _check_shard(name: str, leaf: Array, axis: int, equal_along: list[Hashable]) -> None:
@@ -182,20 +142,6 @@ def _check_shard(name: str, leaf: Array, axis: int, equal_along: list[Hashable])
         )
 
 
-class _Way(NamedTuple):
-    """How a leaf comes to all devices, and its gradient back.
-
-    Attributes:
-        names: the names of the mapped axis; for a whole leaf, of those along which it is equal.
-        axis: the axis of its shape along which it is split; None if each device has all of it.
-        reduce_dtype: the dtype in which its gradient is summed.
-    """
-
-    names: tuple[Hashable, ...]
-    axis: int | None
-    reduce_dtype: DTypeLike
-
-
 def _spread(array: jax.Array, names: tuple[Hashable, ...], axis: int | None) -> jax.Array:
     """Gathers an array; a whole one becomes one that varies, so that JAX sums its gradient here."""
     if axis is None:
@@ -203,26 +149,33 @@ def _spread(array: jax.Array, names: tuple[Hashable, ...], axis: int | None) -> 
     return jax.lax.all_gather(array, names, axis=axis, tiled=True)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _with_wide_sum(leaf: jax.Array, cast: jax.Array, way: _Way) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def _with_wide_sum(
+    leaf: jax.Array,
+    cast: jax.Array,
+    names: tuple[Hashable, ...],
+    axis: int | None,
+    reduce_dtype: np.dtype,
+) -> jax.Array:
     """Returns the cast leaf, gathered; the derivative is that of the stored leaf.
 
     The tangent is gathered in the reduce dtype and cast after that. The backward pass is its
     transpose: it casts the gradient first, and sums and scatters it in the reduce dtype. JAX thus
     makes the backward pass itself, for each of its transformations.
     """
-    return _spread(cast, way.names, way.axis)
+    return _spread(cast, names, axis)
 
 
 @_with_wide_sum.defjvp
-def _wide_sum(way: _Way, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _wide_sum(
+    names: tuple[Hashable, ...], axis: int | None, dtype: np.dtype, primals: Pair, tangents: Pair
+) -> Pair:
     (leaf, cast), (tangent, _) = primals, tangents
-    dtype = way.reduce_dtype
     if dtype == jnp.float16:
         # Read from its end, as the transpose runs: divide in float32, sum, multiply in float32.
-        size = jax.lax.axis_size(way.names)
+        size = jax.lax.axis_size(names)
         narrow = (at_least_float32(tangent) * size).astype(dtype)
-        total = at_least_float32(_spread(narrow, way.names, way.axis)) / size
+        total = at_least_float32(_spread(narrow, names, axis)) / size
     else:
-        total = _spread(tangent.astype(dtype), way.names, way.axis)
-    return _with_wide_sum(leaf, cast, way), total.astype(cast.dtype)
+        total = _spread(tangent.astype(dtype), names, axis)
+    return _with_wide_sum(leaf, cast, names, axis, dtype), total.astype(cast.dtype)

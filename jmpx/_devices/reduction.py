@@ -34,11 +34,7 @@ def unscaled_mean(
         scale: what they are unscaled by.
         axis_name: the name (or names) of the mapped axis; None averages nothing.
         reduce_dtype: the dtype in which floating gradients are summed; None means their own.
-        shards: for each gradient, the axes over which its parameter is a shard. Over them, the
-            gradient is summed already, and divided once by their size.
-
-    Returns:
-        The loss and the gradients, in their own dtypes.
+        shards: for each gradient, the axes over which its parameter is a shard.
     """
     if axis_name is None:
         return value, scale.unscale(grads)
@@ -68,9 +64,8 @@ def _mean_in(
 ) -> list[jax.Array]:
     """Averages arrays whose floating ones are summed in a dtype; complex ones keep their own.
 
-    A sum over many devices may be beyond float16 though the mean is not, so that the division goes
-    before a sum in float16. It goes after all others, in float32 or wider, where it is exact for
-    a power of two and rounds once for other sizes.
+    A sum over many devices may overflow float16 though the mean does not: the division goes before
+    a sum in float16, and after all others, in float32 or wider, where it rounds at most once.
     """
     if dtype is None:
         return jax.lax.pmean(list(arrays), axis_name)

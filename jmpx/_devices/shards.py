@@ -1,23 +1,21 @@
 """Which parameters of a gradient function are shards, and over which of the mapped axes.
 
-A replica is a parameter of which each device has a copy: its gradient is the mean over the devices.
-A shard is a part of a parameter that no other device has. The function gathers it, and the gather's
-backward pass sums the gradient over the devices, so that it is divided by their number once. So is
-that of an own part, which nobody gathers: what the other devices do with its results comes back to
-it, as in tensor and expert parallelism.
+The gradient of a replica, of which each device has a copy, is the mean over the devices. That of a
+shard is summed already, by the backward pass of the gather, and divided by their number once; so is
+that of an own part, as in tensor and expert parallelism, which comes back from other devices.
 """
 
 import dataclasses
-from collections.abc import Hashable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable, Iterable
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 
 from jmpx._base.axes import axis_names, tracked_axes
-from jmpx._base.leaves import PyTree, is_inexact_array
+from jmpx._base.leaves import PyTree, is_inexact_array, is_none
 from jmpx._base.messages import describe
 from jmpx._base.trees import AxisName
-from jmpx._devices.exchanges import Exchange, Gather, Source
+from jmpx._devices.exchanges import Gather, Source
 
 Axes = frozenset[Hashable]
 _NOTHING: Axes = frozenset()
@@ -32,27 +30,24 @@ class Over:
 
     It is the option `over` of `filter_value_and_grad` and `filter_grad` under `jax.shard_map`,
     `jax.pmap` and `jax.vmap`. The value is averaged in float32, the gradients in the policy's
-    reduce; unset, in float32 or the wider dtype of a parameter. In float16 they are divided by the
-    number of devices before they are summed. They are scaled then, so that small ones do not
-    underflow, and a sum that overflows is seen by the check. The flag and the loss scale are the
-    same on the whole axis.
+    reduce; unset, in float32 or the wider dtype of a parameter. They are scaled then, so that small
+    ones do not underflow, and the check sees a sum that overflows. The flag and the loss scale are
+    the same on the whole axis.
 
     Each device may hold a copy of a parameter, or a shard of it that the function gathers, by
-    `jmpx.distributed.gather` or by `lax.all_gather`: the gradient of a shard is summed by the
-    gather's backward pass, and divided here by the number of devices. Under `jax.shard_map` JAX
-    knows which parameters differ between devices, so that `sharded` may be left out: those that the
-    function gathers are shards, and those that only their own device reads are copies, which may
-    differ. Any other has to be told. With `check_vma=False`, and under `jax.pmap` and `jax.vmap`,
-    JAX does not know: a gathered parameter has to be told, and all others are averaged unless this
-    says otherwise. A mask that contradicts the program is refused when the gradient function is
-    called.
+    `jmpx.distributed.gather` or by `lax.all_gather`: the gather's backward pass sums the gradient
+    of a shard, which is divided here by the number of devices. Under `jax.shard_map` JAX knows
+    which parameters differ between devices: those that the function gathers are shards, those that
+    only their own device reads are copies, and for any other `sharded` has to tell. With
+    `check_vma=False`, and under `jax.pmap` and `jax.vmap`, JAX does not know: `sharded` has to tell
+    what a gathered parameter is, and all others are averaged unless it says otherwise. A mask that
+    contradicts the program is refused when the gradient function is called.
 
     Args:
         axis_name: the name of the mapped axis, or a tuple of several.
         sharded: True for a shard that the function gathers, False for a copy, "own" for a part that
-            nobody gathers, such as an expert or a part of a tensor, whose activations travel; or a
-            pytree of these that is a prefix of the first argument. True is refused where nothing
-            gathers the parameter, and False where it is gathered as it is.
+            no device gathers, such as an expert or a part of a tensor, whose activations travel; or
+            a pytree of these that is a prefix of the first argument.
 
     Raises:
         TypeError: if `axis_name` is None, or a leaf of `sharded` neither a bool nor "own".
@@ -87,48 +82,27 @@ class Over:
                 raise TypeError(
                     "Expected sharded of jmpx.Over to be a bool or a pytree of bools, got the leaf "
                     f"{describe(leaf)}: say True for the parameters of which each device holds a "
-                    'shard that the function gathers, and "own" for a part that nobody gathers.'
+                    'shard that the function gathers, and "own" for a part that no device gathers.'
                 )
 
 
-def check_over(over: object) -> None:
-    """Refuses anything but an `Over` or None as the option `over` of a gradient function."""
-    if over is None or isinstance(over, Over):
-        return
-    raise TypeError(
-        f"Expected over to be a jmpx.Over, got {describe(over)}: write "
-        'over=jmpx.Over("data") with the name of the mapped axis.'
-    )
-
-
 class Parameters(NamedTuple):
-    """What is known of the parameters before the function runs, each in a list.
+    """What is known of the parameters before the function runs, each in a list."""
 
-    Attributes:
-        paths: the names of the parameters, for error messages.
-        varying: the axes along which JAX knows each of them to vary.
-        sharded: what the mask says of each of them; None if there is no mask.
-    """
-
-    paths: list[str]
-    varying: list[Axes]
-    sharded: list[Says] | None
+    paths: list[str]  # for error messages
+    varying: list[Axes]  # the axes along which JAX knows each of them to vary
+    sharded: list[Says] | None  # what the mask says of each of them, if there is one
 
     def find_shards(self, loss: Source, axis_name: AxisName) -> list[Axes]:
         """Returns for each parameter the axes over which it is a shard: none for a replica.
 
         Where JAX tracks what varies, a parameter that is equal on all devices is a replica, because
-        the mean of its gradients is right whatever the function does with it. A varying one is a
-        shard if the mask says so. Without a mask it is a shard if the function gathers it, and a
-        replica if the loss of a device depends on that device's parameter alone. Otherwise it may
-        be either: a copy in a model whose activations are gathered or averaged, or a part of one
-        whose activations are exchanged, as in tensor and expert parallelism. Where JAX tracks
-        nothing, the mask decides. What it calls a shard has to be gathered, and what it calls a
-        replica must not be, unless each device picks the part that it gives from its copy.
-
-        Args:
-            loss: what the loss is computed from.
-            axis_name: the name (or names) of the mapped axis.
+        the mean of its gradients is right whatever the function does with it. The mask decides on a
+        varying one. Without a mask it is a shard if the function gathers it, and a replica if the
+        loss of a device depends on that device's parameter alone; otherwise it may be either, as in
+        tensor and expert parallelism, and is refused. Where JAX tracks nothing, the mask decides.
+        The function has to gather what the mask calls a shard, and must not gather a replica,
+        unless each device picks the part that it gives from its copy.
         """
         axes = axis_names(axis_name)
         tracked = tracked_axes().intersection(axes)
@@ -164,8 +138,9 @@ class Parameters(NamedTuple):
             )
         if not any(self.varying[index] & gather.axes for index in gather.params):
             raise TypeError(
-                f"Cannot gather {name}, {reads}, because it is no shard but the same on all "
-                "devices: split it by in_specs of jax.shard_map, or say sharded=False for it."
+                f"Cannot gather {name}, {reads}, because it is the same on all "
+                "devices, and not a shard: split it by in_specs of jax.shard_map, or say "
+                "sharded=False for it."
             )
 
     def _axes_of_shard(
@@ -180,12 +155,23 @@ class Parameters(NamedTuple):
         if self.sharded is None:
             for exchange in exchanges:
                 if exchange.axis in varying:
-                    raise TypeError(_neither(name, exchange))
+                    raise TypeError(
+                        f"Cannot tell whether {name} is a shard or a replica, because it differs "
+                        f"along {_spell([exchange.axis])} and the function does not gather it, but "
+                        "the loss of each device depends on those of others, by "
+                        f"{exchange.operation}: say by sharded= of jmpx.Over which parameters are "
+                        'shards, and "own" for a part that no device gathers.'
+                    )
             return varying & gathered
         says = self.sharded[index]
         if says is False:
             may_vary = varying.union(*(g.axes - tracked for g in gathers if not g.by_place))
-            _check_replica(name, may_vary & gathered)
+            if may_vary & gathered:
+                raise TypeError(
+                    f"Cannot average the gradient of {name} over {_spell(may_vary & gathered)} as "
+                    "that of a replica, as sharded=False says, because the function gathers it "
+                    "there as a shard: say sharded=True for it."
+                )
             return _NOTHING
         untracked = frozenset(axes) - tracked
         if not (varying or untracked):
@@ -212,73 +198,39 @@ class Parameters(NamedTuple):
         return known if len(axes) > 1 else varying | untracked
 
 
-def _check_replica(name: str, gathered: Axes) -> None:
-    if gathered:
-        raise TypeError(
-            f"Cannot average the gradient of {name} over {_spell(gathered)} as that of a replica, "
-            "as sharded=False says, because the function gathers it there as a shard: say "
-            "sharded=True for it."
-        )
-
-
-def _neither(name: str, exchange: Exchange) -> str:
-    return (
-        f"Cannot tell whether {name} is a shard or a replica, because it differs along "
-        f"{_spell([exchange.axis])} and the function does not gather it, but the loss of each "
-        f"device depends on those of others, by {exchange.operation}: say by sharded= of "
-        'jmpx.Over which parameters are shards, and "own" for a part that nobody gathers.'
-    )
-
-
-def _spell(axes: Any) -> str:
+def _spell(axes: Iterable[Hashable]) -> str:
     names = sorted(map(repr, axes))
     return f"the axis {names[0]}" if len(names) == 1 else f"the axes {' and '.join(names)}"
 
 
 def read_mask(sharded: PyTree, tree: PyTree) -> list[Says] | None:
-    """Returns what a mask says of each differentiable array of a pytree; None without a mask.
-
-    Args:
-        sharded: a bool or "own", or a pytree of them whose structure is a prefix of that of `tree`.
-        tree: the first argument of a gradient function.
-    """
+    """Returns what a mask says of each differentiable array of a pytree; None without a mask."""
     if sharded is None:
         return None
     try:
-        says = jax.tree.leaves(jax.tree.map(_repeat, sharded, tree), is_leaf=_is_repeated)
+        says = for_each_leaf(sharded, tree, is_inexact_array)
+        if None not in says:
+            return says
+        raise ValueError
     except (ValueError, TypeError, KeyError):
         raise ValueError(
             "Expected sharded to have the structure of the first argument, or of its first levels, "
-            f"but it {_difference(sharded, tree)}: give a bool for each parameter, or for several "
-            "at once."
+            f"got {describe(sharded)} for {jax.tree.structure(tree)}: give a bool for each "
+            "parameter, or for several at once."
         ) from None
-    return [says for repeated in says for says in repeated.values]
 
 
-class _Repeated(NamedTuple):
-    values: list[Says]
+def for_each_leaf(
+    prefix: PyTree,
+    tree: PyTree,
+    is_wanted: Callable[[object], bool],
+    is_leaf: Callable[[object], bool] | None = None,
+) -> list[PyTree]:
+    """Returns the value that a prefix of a pytree has for each of the wanted leaves."""
+    values: list[PyTree] = []
 
+    def add(value: PyTree, subtree: PyTree) -> None:
+        values.extend(value for leaf in jax.tree.leaves(subtree, is_leaf) if is_wanted(leaf))
 
-def _is_repeated(node: object) -> bool:
-    return isinstance(node, _Repeated)
-
-
-def _repeat(says: Says, tree: PyTree) -> _Repeated:
-    return _Repeated([says for leaf in jax.tree.leaves(tree) if is_inexact_array(leaf)])
-
-
-def _difference(sharded: PyTree, tree: PyTree) -> str:
-    """Returns how a mask differs from a pytree of which it is no prefix."""
-    said, there = (
-        [path for path, _ in jax.tree_util.tree_leaves_with_path(each)] for each in (sharded, tree)
-    )
-    for path in there:
-        if not any(path[: len(prefix)] == prefix for prefix in said):
-            return f"says nothing of {jax.tree_util.keystr(path)}"
-    for prefix in said:
-        if not any(path[: len(prefix)] == prefix for path in there):
-            return f"speaks of {jax.tree_util.keystr(prefix)}, which is not there"
-    kinds = [type(each).__name__ for each in (sharded, tree)]
-    if kinds[0] == kinds[1]:
-        return "holds containers of other types"
-    return f"is a {kinds[0]}, and the parameters are a {kinds[1]}"
+    jax.tree.map(add, prefix, tree, is_leaf=is_none)
+    return values

@@ -27,21 +27,13 @@ from jmpx._policies.modules import call_marked
 
 
 class _Call(NamedTuple):
-    """What is traced, and how.
+    """What is traced, and how."""
 
-    Attributes:
-        fn: the function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        marks_objects: whether modules in the arguments mark their calls.
-        rules: the rules that are added to each policy map.
-    """
-
-    fn: Callable[..., PyTree]
-    args: tuple[PyTree, ...]
-    kwargs: dict[str, PyTree]
-    marks_objects: bool = True
-    rules: tuple[Rule, ...] = ()
+    fn: Callable[..., PyTree]  # the function
+    args: tuple[PyTree, ...]  # its arguments
+    kwargs: dict[str, PyTree]  # its keyword arguments
+    marks_objects: bool = True  # whether modules in the arguments mark their calls
+    rules: tuple[Rule, ...] = ()  # the rules that are added to each policy map
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,8 +67,8 @@ class Program:
     def with_rules(self, *rules: Rule) -> "Program":
         """Traces the program again, with rules at the end of its policy maps.
 
-        It raises what the function raises with these rules, such as a TypeError of JAX for a loop
-        whose carry would change its dtype.
+        Errors of the function with these rules pass through, such as JAX's TypeError for a loop
+        whose carry changes its dtype.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The first trace has given each warning.

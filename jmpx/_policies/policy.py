@@ -1,10 +1,12 @@
 """Policies: the dtypes of parameters, of computation, of results and of sums over devices."""
 
 import dataclasses
-from typing import Self, TypeVar
+from collections.abc import Mapping
+from typing import Self, TypeAlias, TypeVar
 
 from jmpx._base.casts import cast_tree
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, check_reduces, dtype_name
+from jmpx._base.mappings import MappingLike
 from jmpx._base.matmul import as_matmul
 
 T = TypeVar("T")
@@ -35,7 +37,7 @@ class Policy:
     scalar type, such as `jnp.float32`.
 
     Raises:
-        TypeError: if an argument is not a dtype, or `matmul_precision` is no name.
+        TypeError: if an argument is not a dtype, or `matmul_precision` is not a name.
         ValueError: if a dtype is unknown or not floating, the algorithm is unknown, or
             `reduce_dtype` has 8 bits.
 
@@ -109,13 +111,15 @@ class Policy:
 
     def __repr__(self) -> str:
         """Returns the constructor call, with the names of the dtypes."""
-        given = given_fields(self)
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        own = {name: given[key] for key, name in ATTRIBUTES.items() if key in given}
-        others = {name: value for name, value in values.items() if name not in _KEYS}
-        fields = {**own, **others}
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in fields.items())})"
+        given = {ATTRIBUTES[key]: text for key, text in given_fields(self).items()}
+        names = [field.name for field in dataclasses.fields(self)]
+        others = {name: getattr(self, name) for name in names if name not in ATTRIBUTES.values()}
+        fields = ", ".join(f"{name}={value!r}" for name, value in (given | others).items())
+        return f"{type(self).__name__}({fields})"
 
+
+# What `get_policy` takes.
+PolicyLike: TypeAlias = str | Policy | MappingLike | DTypeLike
 
 # The keys of policy strings -> the attributes of policies.
 ATTRIBUTES = {
@@ -125,14 +129,17 @@ ATTRIBUTES = {
     "matmul": "matmul_precision",
     "reduce": "reduce_dtype",
 }
-_KEYS = {attribute: key for key, attribute in ATTRIBUTES.items()}
 
 
 def given_fields(policy: Policy) -> dict[str, str]:
     """Returns what a policy sets: names of dtypes and of the algorithm, by the keys of strings."""
-    values = {key: getattr(policy, attribute) for key, attribute in ATTRIBUTES.items()}
+    return written({key: getattr(policy, name) for key, name in ATTRIBUTES.items()})
+
+
+def written(fields: Mapping[str, DTypeLike | None]) -> dict[str, str]:
+    """Returns the fields that are set, as the strings of policies have them."""
     return {
-        key: value if key == "matmul" else dtype_name(value)
-        for key, value in values.items()
+        key: str(value) if key == "matmul" else dtype_name(value)
+        for key, value in fields.items()
         if value is not None
     }

@@ -18,8 +18,8 @@ from jmpx._base.dtypes import dtype_name
 from jmpx._base.matmul import matmul_of, matmul_region
 from jmpx._base.messages import user_stacklevel
 from jmpx._policies.frameworks import ClassPolicies, adapters_of, imported_adapters
-from jmpx._policies.policy import Policy
-from jmpx._policies.strings import PolicyLike, get_policy
+from jmpx._policies.policy import Policy, PolicyLike
+from jmpx._policies.strings import get_policy
 
 # A class is kept by its name, which survives a reload of its module. Classes that are made in
 # functions share one name, so each of them is kept by itself.
@@ -36,8 +36,7 @@ class _Registry(threading.local):
 
     Attributes:
         policies: the policies that were attached here, also those that a framework's own store
-            keeps, for JAX's caches to compare. A local class lives as long as its policy does here
-            and in JAX's caches.
+            keeps, for JAX's caches to compare.
         running: the policies of the methods that run, the innermost last.
         bodies: how many bodies were being traced when the outermost of them began.
     """
@@ -81,13 +80,13 @@ def _to_policy(policy: PolicyLike) -> Policy:
 
 
 def _attach(cls: type, policy: Policy | None, cached: Policy | None) -> None:
-    """Attaches a policy to a class, or detaches it.
+    """Attaches a policy to a class, or detaches it where the policy is None.
 
     Args:
         cls: the class.
-        policy: the policy for the framework's own store, None to detach.
-        cached: the policy for `_Registry.policies`, None to remove it. It differs from `policy`
-            where a framework's store has a policy that was not set by jmpx.
+        policy: the policy for the framework's own store.
+        cached: the policy for `_Registry.policies`. It differs where a framework's store has a
+            policy that was not set by jmpx.
     """
     catch_up()
     store = _store_of(cls)
@@ -117,14 +116,12 @@ def set_policy(cls: type, policy: PolicyLike) -> None:
 
     Args:
         cls: the class; subclasses do not inherit its policy, as in Haiku.
-        policy: all that `get_policy` takes: a policy, a policy string, a mapping or a dtype. A bare
-            dtype, also as a string, is a complete policy: `"full"` is float32 for parameters,
-            computation and output. `"bf16"` and `jnp.bfloat16` are bfloat16 for all three: Haiku
-            and Linen then create parameters in bfloat16. To compute in bfloat16 with parameters
-            that are stored in float32, write `"c=bf16"`.
+        policy: a policy, or anything else that `get_policy` takes. A bare dtype is a complete
+            policy: under `"bf16"`, Haiku and Linen create parameters in bfloat16. To compute in
+            bfloat16 with parameters that are stored in float32, write `"c=bf16"`.
 
     Raises:
-        TypeError: if `cls` is not a class, or `policy` is nothing that `get_policy` takes.
+        TypeError: if `cls` is not a class, or `get_policy` does not take `policy`.
         ValueError: if `policy` is not a policy string.
 
     Warns:
@@ -146,9 +143,6 @@ def set_policy(cls: type, policy: PolicyLike) -> None:
 
 def clear_policy(cls: type) -> None:
     """Detaches the policy of a class; a class without one is left as it is.
-
-    Args:
-        cls: the class.
 
     Raises:
         TypeError: if `cls` is not a class.
@@ -227,13 +221,13 @@ def push_policy(cls: type, policy: PolicyLike) -> Iterator[None]:
 
     Args:
         cls: the class.
-        policy: all that `get_policy` takes; see `set_policy`.
+        policy: a policy, or anything else that `get_policy` takes; see `set_policy`.
 
     Yields:
         None.
 
     Raises:
-        TypeError: if `cls` is not a class, or `policy` is nothing that `get_policy` takes.
+        TypeError: if `cls` is not a class, or `get_policy` does not take `policy`.
         ValueError: if `policy` is not a policy string; for Haiku, if the call stands inside a
             method of the same class; if another task of the thread is in a context of jmpx at
             entry, or runs a module while this context lasts.
@@ -262,10 +256,10 @@ def push_policy(cls: type, policy: PolicyLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(policy: Policy | None, by: str) -> Iterator[None]:
-    """Makes a policy the one that `current_policy` returns while a method runs; for adapters.
+    """Makes a policy, or None, the one that `current_policy` returns while a method runs.
 
     Args:
-        policy: the policy, None for a method that runs without one.
+        policy: the policy.
         by: the function of the adapter that casts, as the user calls it.
     """
     if policy is not None:

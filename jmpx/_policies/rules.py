@@ -2,47 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
 
-from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
-from jmpx._base.mappings import (
-    Located,
-    MappingLike,
-    is_mapping,
-    quote,
-    read_keys,
-    refuse_value,
-    unknown_key,
-)
+from jmpx._base.dtypes import DTypeLike, as_dtype
 from jmpx._base.matmul import as_matmul, matmul_of
-from jmpx._base.messages import describe, did_you_mean, position
-from jmpx._policies.policy import ATTRIBUTES, Policy
-from jmpx._policies.strings import (
-    DESCRIBED_KEYS,
-    HOW,
-    KEYS,
-    NO_HOW,
-    parse_fields,
-    read_field,
-    read_fields,
-    refuse_bar,
-    refuse_colons,
-    refuse_how,
-    without_last_semicolon,
-)
+from jmpx._policies.policy import Policy, written
 
 # The fields that a rule may set.
 _FIELDS = ("params", "compute", "output", "matmul")
-
-# The keys of a rule's mapping.
-_KEYS = KEYS | {name: name for name in ("select", "optional", "policy")} | {"selector": "select"}
-
-_NO_REDUCE = (
-    "gradients are summed over devices in one dtype, so give it in the default policy, the one "
-    "without a selector"
-)
-_DESCRIBED_KEYS = f"'select', 'optional', 'policy', {DESCRIBED_KEYS}"
-_EXAMPLE = "'LayerNorm: full' or {'select': 'LayerNorm', 'compute': 'float32'}"
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -64,7 +30,7 @@ class Rule:
             call. See `Policy`.
 
     Raises:
-        TypeError: if a field is neither None nor a dtype, or `matmul` is no name.
+        TypeError: if a field is neither None nor a dtype, or `matmul` is not a name.
         ValueError: if a dtype is unknown or not floating, or the algorithm is unknown.
     """
 
@@ -158,147 +124,14 @@ class Rule:
         return f"{self.label}: {fields}"
 
     def _given_fields(self) -> dict[str, str]:
-        values = {key: getattr(self, key) for key in _FIELDS}
-        return {
-            key: value if key == "matmul" else dtype_name(value)
-            for key, value in values.items()
-            if value is not None
-        }
+        return written({key: getattr(self, key) for key in _FIELDS})
 
 
-def parse_rule(part: str, quoted: str, start: int) -> Rule:
-    """Parses a rule, `selector: policy`, which may be a part of a longer string.
-
-    Args:
-        part: the rule's part of the user's string.
-        quoted: the whole string as error messages quote it.
-        start: the index of `part` in that string.
-
-    Raises:
-        ValueError: if the rule does not follow the grammar.
-    """
-    selector, _, policy = part.partition(":")
-    name = selector.strip()
-    if name.rpartition(",")[2].strip() in (*KEYS, *HOW):
-        refuse_colons(part, quoted, start, f", or '*/{name}' for a path" if name in KEYS else "")
-    optional = name.endswith("?")
-    name = name.removesuffix("?").rstrip()
-    if not _is_selector(name):
-        raise _unknown_selector(name, f"{position(selector, start)} of policy map {quoted}")
-    if not policy.strip():
-        raise ValueError(
-            f"Missing policy for {name!r} {position(selector, start)} of policy map {quoted}: "
-            f"write for example '{name}: full'."
-        )
-    fields = parse_fields(policy, quoted, start + len(selector) + 1, bare=("compute",))
-    refuse_how(fields, f"the rule {part.strip()!r} {position(part, start)} of policy map {quoted}")
-    if "reduce" in fields:
-        raise ValueError(
-            f"Unexpected 'reduce' in the rule {part.strip()!r} {position(part, start)} of policy "
-            f"map {quoted}: {_NO_REDUCE}."
-        )
-    return Rule(name, **fields, optional=optional)
-
-
-def _is_selector(name: str) -> bool:
+def is_selector(name: str) -> bool:
     """Whether a rule may have this selector: in a policy map string, it stands before a colon."""
     if re.search(r"[\s=,:;|]", name):
         return False
     return "/" in name or "*" in name or _CLASS.fullmatch(name) is not None
-
-
-def _unknown_selector(name: str, place: str) -> ValueError:
-    return ValueError(
-        f"Unknown selector {name!r} {place}: expected a class name such as 'BatchNorm' or "
-        "'haiku.BatchNorm', a glob of paths such as '*/head/*', or an operation such as 'op.exp'."
-    )
-
-
-def read_rule(found: Located) -> Rule:
-    """Reads a rule of a mapping: a string, a mapping or a rule, and its path.
-
-    Raises:
-        TypeError: if it is of another type, or one of its values is.
-        ValueError: if it does not follow the grammar.
-    """
-    rule, path = found
-    if isinstance(rule, Rule):
-        return rule
-    if isinstance(rule, str):
-        part, quoted = without_last_semicolon(rule), quote(rule, path)
-        refuse_bar(rule, f"policy map {quoted}")
-        if ":" not in part or ";" in part:
-            raise ValueError(f"Expected one rule, got {quoted}: write {_EXAMPLE}.")
-        return parse_rule(part, quoted, 0)
-    if is_mapping(rule):
-        return _read_mapping(rule, path)
-    raise refuse_value("a rule", rule, path, f"write {_EXAMPLE}")
-
-
-def _read_mapping(rule: MappingLike, path: str) -> Rule:
-    given = read_keys(rule, path, _KEYS)
-    if _is_short(given):  # as YAML reads `- LayerNorm: full`
-        ((selector, policy),) = given.items()
-        given = {"select": Located(selector, policy.path), "policy": policy}
-    if "select" not in given:
-        raise ValueError(
-            f"Missing key 'select' at {path}, got {describe(list(given))}: write {_EXAMPLE}."
-        )
-    for name, found in given.items():
-        if name in HOW:
-            raise ValueError(f"Unexpected key at {found.path}: {NO_HOW}.")
-        if name not in _KEYS.values():
-            raise unknown_key(name, path, _DESCRIBED_KEYS, _KEYS)
-    name, optional = _read_selector(given["select"], given.get("optional"))
-    own = {key: found for key, found in given.items() if key in ATTRIBUTES}
-    if "policy" not in given:
-        fields = {key: read_field(key, found) for key, found in own.items()}
-    elif not own:
-        fields = read_fields(given["policy"], bare=("compute",))
-    else:
-        raise ValueError(
-            f"Unexpected key at {next(iter(own.values())).path} beside 'policy': write all fields "
-            "of the rule under 'policy', or none."
-        )
-    if "reduce" in fields:
-        place = given["reduce" if own else "policy"].path
-        raise ValueError(f"Unexpected 'reduce' at {place}: {_NO_REDUCE}.")
-    if not fields:
-        raise ValueError(
-            f"Missing policy for {name!r} at {path}: write for example "
-            f"{{'select': {name!r}, 'compute': 'float32'}}."
-        )
-    return Rule(name, **fields, optional=optional)
-
-
-def _is_short(given: Mapping[str, Located]) -> bool:
-    """Whether a mapping is a selector and its policy, and no key of a rule that is misspelt."""
-    if len(given) != 1:
-        return False
-    (word,) = given
-    return word not in _KEYS.values() and did_you_mean(word, list(_KEYS)) == "."
-
-
-def _read_selector(select: Located, optional: Located | None) -> tuple[str, bool]:
-    """Reads the selector of a rule, and whether the rule is optional."""
-    if not isinstance(select.value, str):
-        raise refuse_value("a selector", *select, "write for example 'LayerNorm'")
-    name = select.value.strip()
-    marked = name.endswith("?")
-    name = name.removesuffix("?").rstrip()
-    if not _is_selector(name):
-        raise _unknown_selector(name, f"at {select.path}")
-    if optional is None:
-        return name, marked
-    if not isinstance(optional.value, bool):
-        remedy = "write true for a rule that may match nothing without a warning"
-        raise refuse_value("true or false", *optional, remedy)
-    if marked and not optional.value:
-        raise ValueError(
-            f"Expected true at {optional.path}, got False: the question mark at {select.path} "
-            "makes the rule optional, so leave one of the two out."
-        )
-    return name, optional.value
 
 
 def _matches_path(glob: str, path: str) -> bool:

@@ -1,10 +1,14 @@
-"""Policy strings and mappings: their grammar, which those of policy maps share."""
+"""The grammar of policies, in strings and in mappings.
 
+Both forms are read as entries, keys with values that know their places: one function checks the
+keys, and one reads each field.
+"""
+
+import contextlib
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from jmpx._base.dtypes import (
-    DTypeLike,
     ScalarType,
     as_dtype,
     check_reduces,
@@ -15,22 +19,21 @@ from jmpx._base.dtypes import (
     parse_dtype,
 )
 from jmpx._base.mappings import (
+    Found,
     Located,
-    MappingLike,
-    at,
-    child,
+    Text,
+    by_name,
     is_mapping,
-    quote,
-    read_keys,
+    read_entries,
     refuse_value,
-    unknown_key,
+    unknown,
+    whole_text,
 )
 from jmpx._base.matmul import describe_matmuls, matmul_names, parse_matmul
-from jmpx._base.messages import describe, did_you_mean, position
-from jmpx._policies.policy import ATTRIBUTES, Policy, given_fields
+from jmpx._policies.maps import HOW, PolicyMap, read_how
+from jmpx._policies.policy import ATTRIBUTES, Policy, PolicyLike, given_fields
 
-# What `get_policy` takes.
-PolicyLike: TypeAlias = str | Policy | MappingLike | DTypeLike
+Field: TypeAlias = Any  # a dtype, or a word, by the key
 
 # The fields that a policy without keys sets.
 DTYPES = ("params", "compute", "output")
@@ -43,24 +46,19 @@ KEYS = {
     "m": "matmul", "matmul": "matmul",
     "r": "reduce", "reduce": "reduce",
 }  # fmt: skip
-
-# What the default part of a policy map may say besides: how the map is applied.
-HOW: dict[str, tuple[str, ...]] = {
-    "by": ("arguments", "modules", "operations"),
-    "save": ("products",),
-}
+MAP_KEYS = KEYS | {name: name for name in HOW}  # of the default part of a policy map
 
 # Lightning's precision strings, then Keras's. The mixed ones of Lightning return float32, those of
 # Keras return the compute dtype.
 _PRESETS = {
-    "bf16-mixed": "params=float32,compute=bfloat16,output=float32",
-    "16-mixed": "params=float32,compute=float16,output=float32",
-    "bf16-true": "bfloat16",
-    "16-true": "float16",
-    "32-true": "float32",
-    "64-true": "float64",
-    "mixed_bfloat16": "params=float32,compute=bfloat16,output=bfloat16",
-    "mixed_float16": "params=float32,compute=float16,output=float16",
+    "bf16-mixed": ("float32", "bfloat16", "float32"),
+    "16-mixed": ("float32", "float16", "float32"),
+    "bf16-true": ("bfloat16", "bfloat16", "bfloat16"),
+    "16-true": ("float16", "float16", "float16"),
+    "32-true": ("float32", "float32", "float32"),
+    "64-true": ("float64", "float64", "float64"),
+    "mixed_bfloat16": ("float32", "bfloat16", "bfloat16"),
+    "mixed_float16": ("float32", "float16", "float16"),
 }
 
 _NO_RULES = (
@@ -69,15 +67,25 @@ _NO_RULES = (
     "with_policies of the adapters, and jmpx.flags.DEFINE_policy_map"
 )
 NO_LOSS_SCALE = (
-    "a loss scale is no part of a policy or of a policy map, so give the whole to "
-    "jmpx.get_mixed_precision, which takes both, from a mapping as 'policy' and 'loss_scale'"
+    "policies and policy maps have no loss scale, so give the whole to jmpx.get_mixed_precision, "
+    "which takes both, from a mapping as 'policy' and 'loss_scale'"
 )
-NO_HOW = (
+_NO_HOW = (
     "how a policy is applied stands in the default part of a policy map, the one without a "
     "selector, which jmpx.apply_policy and the gradient functions take"
 )
-_NO_POLICY = "write the keys of the policy themselves, as {'compute': 'bfloat16'}"
-DESCRIBED_KEYS = "'params' (p, param), 'compute' (c), 'output' (o), 'matmul' (m) or 'reduce' (r)"
+_NO_REDUCE = (
+    "gradients are summed over devices in one dtype, so give it in the default policy, the one "
+    "without a selector"
+)
+# Keys that users write where they cannot stand, and the remedies.
+ELSEWHERE = {
+    "rules": _NO_RULES,
+    "loss_scale": NO_LOSS_SCALE,
+    "policy": "write the keys of the policy themselves, as {'compute': 'bfloat16'}",
+    **dict.fromkeys(HOW, _NO_HOW),
+    **dict.fromkeys(("r", "reduce"), _NO_REDUCE),
+}
 
 
 def get_policy(policy: PolicyLike) -> Policy:
@@ -104,9 +112,6 @@ def get_policy(policy: PolicyLike) -> Policy:
         policy: a policy string; or a mapping; or a dtype such as `jnp.bfloat16`, which means the
             same as its name; or a policy, which is returned as it is.
 
-    Returns:
-        The policy.
-
     Raises:
         TypeError: if `policy` is of another type, or a value of the mapping is. A policy map is not
             a policy.
@@ -131,114 +136,84 @@ float8_*; did you mean 'bfloat16'?
     """
     if isinstance(policy, Policy):
         return policy
-    if not is_mapping(policy):
-        _refuse_policy_map(policy)
-    return complete(read_fields(Located(policy, ""), bare=DTYPES))
-
-
-def _refuse_policy_map(value: object) -> None:
-    """Refuses a `PolicyMap` and a `MixedPrecision`, which this file cannot import."""
-    if hasattr(value, "rules"):
+    if isinstance(policy, PolicyMap):
         raise TypeError(
-            f"Expected a policy, got the policy map {str(value)!r}: {_NO_RULES}; its .default is "
+            f"Expected a policy, got the policy map {str(policy)!r}: {_NO_RULES}; its .default is "
             "a policy."
         )
-    if hasattr(value, "policy_map"):
-        raise TypeError(
-            f"Expected a policy, got {describe(value)}: its .policy_map is a policy map, whose "
-            ".default is a policy."
-        )
+    return complete(read_fields(Located(policy), DTYPES, KEYS))
 
 
-def read_fields(found: Located, bare: tuple[str, ...]) -> dict[str, Any]:
-    """Reads the fields of a policy that a user gave, or that a mapping has at a path.
+def read_fields(found: Found, bare: tuple[str, ...], keys: dict[str, str]) -> dict[str, Field]:
+    """Reads the fields of a policy from any value that `get_policy` takes.
 
     Args:
-        found: a policy string, a mapping, a dtype or a policy; and its path, empty for what is not
-            in a mapping.
+        found: the value.
         bare: the fields that a dtype without a key sets.
-
-    Returns:
-        The value of each field that is set, as `parse_fields` does.
-
-    Raises:
-        TypeError: if the value is of another type, or one in the mapping is.
-        ValueError: if it does not follow the grammar.
+        keys: the accepted keys, and the fields that they set.
     """
-    policy, path = found
-    if isinstance(policy, Policy):
-        return {key: getattr(policy, ATTRIBUTES[key]) for key in given_fields(policy)}
-    if isinstance(policy, str):
-        part, quoted = without_last_semicolon(policy), quote(policy, path)
-        refuse_bar(policy, f"policy {quoted}")
-        _refuse_rules(part, quoted)
-        fields = parse_fields(part, quoted, 0, bare)
-        refuse_how(fields, f"policy {quoted}")
-        return fields
-    if is_mapping(policy):
-        return _read_mapping(policy, path)
-    if is_dtype(policy):
-        return dict.fromkeys(bare, as_dtype(policy, at(path)))
+    value = found.value
+    if isinstance(value, str):
+        text = whole_text(value, "policy", found.at)
+        text.refuse("|", NO_LOSS_SCALE)
+        _refuse_rules(text)
+        return parse_fields(text, bare, keys)
+    if isinstance(value, Policy):
+        value = given_fields(value)
+    if is_mapping(value):
+        given = by_name(read_entries(value, found.path), keys, ELSEWHERE)
+        if not given:
+            raise missing_policy(found)
+        return {name: read_field(name, each) for name, each in given.items()}
+    if is_dtype(value):
+        return dict.fromkeys(bare, as_dtype(value, found.at))
     what = "a policy string, a mapping, a dtype or a jmpx.Policy"
     remedy = "write for example 'params=float32,compute=bfloat16,output=float32'"
-    raise refuse_value(what, policy, path, remedy)
+    raise refuse_value(what, found, remedy)
 
 
-def _read_mapping(policy: MappingLike, path: str) -> dict[str, Any]:
-    """Reads the mapping of a policy."""
-    given = read_keys(policy, path, KEYS)
-    for name in given:
-        if name not in ATTRIBUTES:
-            raise _unknown_key(name, path)
-    if not given:
+def parse_fields(part: Text, bare: tuple[str, ...], keys: dict[str, str]) -> dict[str, Field]:
+    """Parses the fields of a policy string; see `read_fields`."""
+    pieces = list(part.split(","))
+    without_key = [piece for piece in pieces if "=" not in piece.text]
+    given = by_name((piece.cut("=") for piece in pieces if "=" in piece.text), keys, ELSEWHERE)
+    fields = {name: read_field(name, value) for name, value in given.items()}
+    if not without_key:
+        return fields
+    first = without_key[0]
+    refuse_colon(first)
+    if len(pieces) > 1 and not first.value:
+        raise ValueError(f"Empty part{first.at}: write 'key=value' on both sides of each comma.")
+    if len(without_key) > 1 or not fields.keys().isdisjoint(DTYPES):
+        names = ", ".join(f"'{name}='" for name in dict.fromkeys(keys.values()))
         raise ValueError(
-            f"Empty mapping{at(path)} in place of a policy: give at least one key, as "
-            "{'compute': 'bfloat16'}."
+            f"Missing key for {first.value!r}{first.at}: write one of {names} before it."
         )
-    return {name: read_field(name, found) for name, found in given.items()}
+    preset = _PRESETS.get(first.value.lower())
+    if preset is not None:
+        return dict(zip(DTYPES, map(parse_dtype, preset), strict=True)) | fields
+    return dict.fromkeys(bare, _read_dtype(first, _PRESETS)) | fields
 
 
-def read_field(name: str, found: Located) -> Any:
-    """Reads the value of one field of a policy, by its key in `ATTRIBUTES`.
-
-    Raises:
-        TypeError: if the value is of another type than that field takes.
-        ValueError: if it is unknown.
-    """
-    value, path = found
-    if name == "matmul":
-        if not isinstance(value, str):
-            remedy = f"write one of {describe_matmuls()}"
-            raise refuse_value("the name of an algorithm of matrix products", value, path, remedy)
-        try:
-            return parse_matmul(value)
-        except KeyError:
-            raise _unknown_matmul(value, f"at {path}") from None
-    if isinstance(value, str):
-        try:
-            dtype = parse_dtype(value)
-        except KeyError:
-            raise _unknown_dtype(value, f"at {path}") from None
-    elif is_dtype(value):
-        dtype = as_dtype(value, at(path))
-    else:
-        raise refuse_value("a dtype", value, path, "write its name, such as 'bfloat16'")
-    if name == "reduce":
-        check_reduces(dtype, at(path))
-    return dtype
+def _refuse_rules(text: Text) -> None:
+    """Refuses what only a policy map may have."""
+    for part in text.split(";"):
+        refuse_colon(part)
+        if ":" in part.text:
+            raise ValueError(f"Unexpected rule {part.value!r}{part.at}: {_NO_RULES}.")
+    text.refuse(";", "write commas between the parts of a policy")
 
 
-def _unknown_key(key: str, path: str) -> ValueError:
-    """Returns the error for a key that a policy's mapping cannot have."""
-    reasons = {"rules": _NO_RULES, "loss_scale": NO_LOSS_SCALE, "policy": _NO_POLICY}
-    reasons |= dict.fromkeys(HOW, NO_HOW)
-    reason = reasons.get(key.strip().lower())
-    if reason is not None:
-        return ValueError(f"Unexpected key at {child(path, key)}: {reason}.")
-    return unknown_key(key, path, DESCRIBED_KEYS, KEYS)
+def refuse_colon(part: Text) -> None:
+    """Refuses `compute: bf16`, which else would be a rule for a class of that name."""
+    before, value = part.cut(":")
+    word = before.text.rpartition(",")[2].strip()
+    if ":" in part.text and word in MAP_KEYS:
+        meant = f"{word}={value.value.partition(',')[0].lstrip('= ')}"
+        part.refuse(":", f"write {meant!r}, with an equals sign, or '*/{word}' for a path")
 
 
-def complete(fields: dict[str, Any]) -> Policy:
+def complete(fields: dict[str, Field]) -> Policy:
     """Returns the policy with these fields, in which those that are left out have defaults."""
     params = fields.get("params", parse_dtype("float32"))
     compute = fields.get("compute", params)
@@ -246,219 +221,47 @@ def complete(fields: dict[str, Any]) -> Policy:
     return Policy(**{ATTRIBUTES[key]: value for key, value in fields.items()})
 
 
-def without_last_semicolon(text: str) -> str:
-    """Returns the string of a policy or policy map without the semicolon that may end it."""
-    return text.rstrip().removesuffix(";")
+def missing_policy(found: Found) -> ValueError:
+    return ValueError(f"Missing policy{found.at}: write for example {{'compute': 'bfloat16'}}.")
 
 
-def _refuse_rules(part: str, quoted: str) -> None:
-    """Refuses rules and semicolons, but leaves mistakes such as `c:bf16` to `refuse_colons`."""
-    start = 0
-    for piece in part.split(";"):
-        selector, colon, _ = piece.partition(":")
-        if colon and "=" not in selector and selector.strip().lower() not in (*KEYS, *HOW):
-            raise ValueError(
-                f"Unexpected rule {piece.strip()!r} {position(piece, start)} of policy {quoted}: "
-                f"{_NO_RULES}."
-            )
-        start += len(piece) + 1
-    if ";" in part:
-        raise ValueError(
-            f"Unexpected ';' at position {part.index(';')} of policy {quoted}: write commas "
-            "between the parts of a policy."
-        )
-
-
-def refuse_bar(text: str, whole: str) -> None:
-    """Refuses a bar, which separates a loss scale from a policy map.
-
-    Args:
-        text: the user's string.
-        whole: what the string is, and the string, as the message quotes it.
-    """
-    if "|" in text:
-        raise ValueError(
-            f"Unexpected '|' at position {text.index('|')} of {whole}: {NO_LOSS_SCALE}."
-        )
-
-
-def refuse_colons(part: str, quoted: str, start: int, end: str = "") -> None:
-    """Refuses a colon in place of an equals sign, as in `compute:bf16`.
-
-    Args:
-        part: the policy's part of the user's string.
-        quoted: the whole string as the message quotes it.
-        start: the index of `part` in that string.
-        end: words to add to the end of the message.
-    """
-    for field in part.split(","):
-        key, colon, _ = field.partition(":")
-        if colon and key.strip().lower() in (*KEYS, *HOW):
-            meant = ",".join(map(_with_equals_sign, part.strip().split(",")))
-            raise ValueError(
-                f"Unexpected ':' at position {start + len(key)} of policy {quoted}: write "
-                f"{meant!r}, with an equals sign{end}."
-            )
-        start += len(field) + 1
-
-
-def _with_equals_sign(field: str) -> str:
-    """Returns `key: value` and `key := value` as `key=value`."""
-    key, colon, value = field.partition(":")
-    return f"{key.rstrip()}={value.lstrip().removeprefix('=').lstrip()}" if colon else field
-
-
-def parse_fields(part: str, quoted: str, start: int, bare: tuple[str, ...]) -> dict[str, Any]:
-    """Parses a policy, which may be a part of a longer string.
-
-    Args:
-        part: the policy's part of the user's string.
-        quoted: the whole string as error messages quote it, see `jmpx._base.mappings.quote`.
-        start: the index of `part` in that string.
-        bare: the fields that a dtype without a key sets.
-
-    Returns:
-        The value of each field that the policy sets, by the keys of `ATTRIBUTES`: a dtype, or the
-        name of an algorithm.
+def read_field(name: str, found: Found) -> Field:
+    """Reads the value of one key of a policy, or of the default part of a policy map.
 
     Raises:
-        ValueError: if the policy does not follow the grammar.
+        TypeError: if the value is of a type that the key does not take.
+        ValueError: if the value is unknown.
     """
-    preset = _PRESETS.get(part.strip().lower())
-    if preset is not None:
-        return parse_fields(preset, repr(preset), 0, bare=DTYPES)
-    refuse_colons(part, quoted, start)
-    if "=" not in part:
-        dtype = _parse_dtype(part, quoted, start, presets=_PRESETS)
-        return dict.fromkeys(bare, dtype)
-    fields: dict[str, Any] = {}
-    pieces = _pieces(part, start)
-    dtypes = [piece for piece in pieces if "=" not in piece[0]]
-    others = [piece for piece in pieces if "=" in piece[0]]
-    if len(dtypes) == 1 and dtypes[0][0].strip() and not any(map(_sets_dtype, others)):
-        text, at = dtypes[0]
-        fields, pieces = parse_fields(text, quoted, at, bare), others
-    for field, at in pieces:
-        key, value = _parse_field(field, quoted, at)
-        if key in fields:
-            known = ", ".join(map(repr, (*ATTRIBUTES, *HOW)))
-            raise ValueError(
-                f"Duplicate key {key!r} {position(field, at)} of policy {quoted}: give each of "
-                f"{known} at most once."
-            )
-        fields[key] = value
-    return fields
-
-
-def _pieces(part: str, start: int) -> list[tuple[str, int]]:
-    """Returns what stands between the commas of a part, each with its index in the string."""
-    pieces: list[tuple[str, int]] = []
-    for text in part.split(","):
-        pieces.append((text, start))
-        start += len(text) + 1
-    return pieces
-
-
-def _sets_dtype(piece: tuple[str, int]) -> bool:
-    """Whether a dtype without a key cannot stand beside a piece, because that sets a dtype, too."""
-    key = piece[0].partition("=")[0].strip().lower()
-    return KEYS.get(key) not in ("matmul", "reduce") and key not in HOW
-
-
-def _parse_field(field: str, quoted: str, start: int) -> tuple[str, Any]:
-    """Parses the `key=value` that begins at index `start` of the user's string."""
-    if not field.strip():
-        raise ValueError(
-            f"Empty part {position(field, start)} of policy {quoted}: write 'key=value' on both "
-            "sides of each comma."
-        )
-    key, equals, value = field.partition("=")
-    if not equals:
-        raise ValueError(
-            f"Missing key for {field.strip()!r} {position(field, start)} of policy {quoted}: write "
-            "'params=', 'compute=', 'output=', 'matmul=' or 'reduce=' before it."
-        )
-    name = key.strip().lower()
     if name in HOW:
-        return name, parse_how(name, value, f"{position(value, start + len(key) + 1)} of {quoted}")
-    name = KEYS.get(name)
-    if name is None:
-        raise ValueError(
-            f"Unknown key {key.strip()!r} {position(key, start)} of policy {quoted}: expected one "
-            f"of {DESCRIBED_KEYS}{did_you_mean(key, [*KEYS, *HOW])}"
-        )
-    start += len(key) + 1
+        return read_how(name, found)
     if name == "matmul":
-        return name, _parse_matmul(value, quoted, start)
-    dtype = _parse_dtype(value, quoted, start)
+        return _read_matmul(found)
+    dtype = _read_dtype(found)
     if name == "reduce":
-        check_reduces(dtype, f" {position(value, start)} of policy {quoted}")
-    return name, dtype
+        check_reduces(dtype, found.at)
+    return dtype
 
 
-def parse_how(name: str, value: str, place: str) -> str:
-    """Returns the word that says how a policy map is applied.
-
-    Args:
-        name: the key, `by` or `save`.
-        value: the word as the user wrote it.
-        place: where it stands, for the message.
-
-    Raises:
-        ValueError: if there is no such word.
-    """
-    word = value.strip().lower()
-    if word in HOW[name]:
-        return word
-    what = f"Unknown word {value.strip()!r}" if word else "Missing word"
-    words = ", ".join(HOW[name])
-    raise ValueError(
-        f"{what} for {name!r} {place}: expected one of {words}{did_you_mean(word, [*HOW[name]])}"
-    )
+def _read_matmul(found: Found) -> str:
+    if not isinstance(found.value, str):
+        remedy = f"write one of {describe_matmuls()}"
+        raise refuse_value("the name of an algorithm of matrix products", found, remedy)
+    with contextlib.suppress(KeyError):
+        return parse_matmul(found.value)
+    near = {name: name for name in matmul_names()} | {"tf32": "tensorfloat32"}
+    raise unknown("algorithm", found, describe_matmuls(), near)
 
 
-def refuse_how(fields: dict[str, Any], where: str) -> None:
-    """Refuses words about how a policy is applied, where there is no map that could say it.
-
-    Args:
-        fields: what was parsed.
-        where: what the fields are of, and their place, for the message.
-
-    Raises:
-        ValueError: if they hold such a word.
-    """
-    name = next((name for name in HOW if name in fields), None)
-    if name is not None:
-        raise ValueError(f"Unexpected {name!r} in {where}: {NO_HOW}.")
-
-
-def _parse_matmul(value: str, quoted: str, start: int) -> str:
-    try:
-        return parse_matmul(value)
-    except KeyError:
-        pass
-    raise _unknown_matmul(value, f"{position(value, start)} of policy {quoted}")
-
-
-def _unknown_matmul(value: str, place: str) -> ValueError:
-    what = f"Unknown algorithm {value.strip()!r}" if value.strip() else "Missing algorithm"
-    near = did_you_mean(value, {name: name for name in matmul_names()} | {"tf32": "tensorfloat32"})
-    return ValueError(f"{what} {place}: expected one of {describe_matmuls()}{near}")
-
-
-def _parse_dtype(value: str, quoted: str, start: int, presets: Iterable[str] = ()) -> ScalarType:
-    try:
+def _read_dtype(found: Found, presets: Iterable[str] = ()) -> ScalarType:
+    value = found.value
+    if is_dtype(value):
+        return as_dtype(value, found.at)
+    if not isinstance(value, str):
+        raise refuse_value("a dtype", found, "write its name, such as 'bfloat16'")
+    with contextlib.suppress(KeyError):
         return parse_dtype(value)
-    except KeyError:
-        pass
-    raise _unknown_dtype(value, f"{position(value, start)} of policy {quoted}", presets)
-
-
-def _unknown_dtype(value: str, place: str, presets: Iterable[str] = ()) -> ValueError:
     reason = no_dtype(value)
     if reason is not None:
-        return ValueError(f"Unknown dtype {value.strip()!r} {place}: {reason}.")
+        raise ValueError(f"Unknown dtype {value.strip()!r}{found.at}: {reason}.")
     accepted = ", ".join([describe_dtypes(), *presets])
-    what = f"Unknown dtype {value.strip()!r}" if value.strip() else "Missing dtype"
-    near = did_you_mean(value, [*dtype_names(), *presets])
-    return ValueError(f"{what} {place}: expected one of {accepted}{near}")
+    raise unknown("dtype", found, accepted, [*dtype_names(), *presets])

@@ -4,27 +4,27 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Iterable
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._base.leaves import is_array, is_floating
+from jmpx._base.leaves import Array, is_array, is_floating
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.moved import telling
 from jmpx._base.trees import Flag, as_flag
-from jmpx._scales.numbers import ARGUMENTS, as_text, concrete_leaf, plain_number, shortest
-from jmpx._scales.scaling import (
+from jmpx._scales.arguments import (
+    DYNAMIC,
     HIGHEST_SCALE,
-    LONGEST_PERIOD,
     LOWEST_SCALE,
-    Scaling,
     as_leaf,
-    as_number,
-    is_integer_array,
-    register_with_flax,
+    check_number,
+    concrete_leaf,
 )
+from jmpx._scales.flax_states import register_with_flax
+from jmpx._scales.numbers import plain_number, shortest
+from jmpx._scales.scaling import Scaling
 
 
 @telling("jmpx.DynamicLossScale")
@@ -78,6 +78,7 @@ class DynamicLossScale(Scaling):
     """
 
     __module__ = "jmpx"
+    _kind: ClassVar[str] = "dynamic"
 
     # Any, because trees of axes, masks, shapes or shardings hold other objects than arrays here.
     loss_scale: Any = 2**15
@@ -92,53 +93,39 @@ class DynamicLossScale(Scaling):
     def __post_init__(self) -> None:
         for name in ("loss_scale", "min_loss_scale"):
             value = getattr(self, name)
-            if is_integer_array(value):
+            if is_array(value) and jnp.issubdtype(value.dtype, jnp.integer):  # JMP's warning
                 warnings.warn(
                     f"Expected floating type for {name}, got {value.dtype}: it is converted.",
                     stacklevel=user_stacklevel(),
                 )
-        for name in _CONFIGURATION:
-            value = getattr(self, name)
-            if value is not None or name not in ("max_loss_scale", "backoff_factor"):
-                self._set(name, as_number(value, f"DynamicLossScale.{name}"))
+        for argument in DYNAMIC.values():
+            value = getattr(self, argument.name)
+            if argument.name not in LEAVES and (value is not None or argument.name not in _MAYBE):
+                number = check_number(argument, value, f"DynamicLossScale.{argument.name}")
+                self._set(argument.name, number)
         self._check()
-        scale = as_leaf(self.loss_scale, np.float32, "loss_scale")
+        scale = as_leaf(self.loss_scale, np.float32, DYNAMIC["init"])
         self._set("loss_scale", self._clip(scale) if is_array(scale) else scale)
-        counter = as_leaf(self.counter, np.int32, "counter")
+        counter = as_leaf(self.counter, np.int32, DYNAMIC["counter"])
         if isinstance(counter, np.ndarray):
             counter = np.asarray(np.maximum(counter, np.int32(1 - self.hysteresis)))
         self._set("counter", counter)
-        register_with_flax(DynamicLossScale, names=LEAVES)
+        register_with_flax(type(self), LEAVES)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
     def _check(self) -> None:
-        """Refuses a configuration that cannot work."""
-        for name in ("period", "hysteresis"):
-            steps = getattr(self, name)
-            if not 1 <= steps <= LONGEST_PERIOD or steps != int(steps):
-                raise ValueError(
-                    f"Expected a {name} of 1, 2, 3 ... steps, up to 2**31 - 1, got {steps}."
-                )
-        if not 1 <= self.factor <= HIGHEST_SCALE:
+        """Refuses arguments that contradict each other."""
+        if self.factor == 1 and self.backoff_factor is None:
             raise ValueError(
-                f"Expected a factor between 1 and 2**126, such as 2, got {self.factor}."
-            )
-        if not LOWEST_SCALE <= self._backoff < 1:
-            raise ValueError(
-                "Expected a backoff_factor of at least 2**-126 and below 1, which lets the scale "
-                f"shrink, got {self._backoff}: leave it out for 1 / factor, with a factor above 1."
-            )
-        if self.min_loss_scale > HIGHEST_SCALE:
-            raise ValueError(
-                "Expected a min_loss_scale of at most 2**126, which a product in float32 undoes, "
-                f"got {self.min_loss_scale}: give for example 1.0."
+                "Expected a factor above 1 where backoff_factor is left out, which is 1 / factor "
+                "then, so that the scale could not shrink: give one of the two."
             )
         low, high = self._bounds
         if low > high:
             raise ValueError(
-                f"Expected max_loss_scale to be at least min_loss_scale and at least 2**-126, got "
+                f"Expected max_loss_scale to be at least min_loss_scale, got "
                 f"{self.max_loss_scale} and {self.min_loss_scale}: swap them, or leave one out."
             )
 
@@ -157,14 +144,14 @@ class DynamicLossScale(Scaling):
         high = HIGHEST_SCALE if self.max_loss_scale is None else self.max_loss_scale
         return max(self.min_loss_scale, LOWEST_SCALE), min(high, HIGHEST_SCALE)
 
-    def _clip(self, scale: Any) -> Any:
+    def _clip(self, scale: Array) -> jax.Array | np.ndarray:
         low, high = map(np.float32, self._bounds)
         if isinstance(scale, jax.Array):
             return jnp.minimum(jnp.maximum(scale, low), high)
         return np.asarray(np.minimum(np.maximum(scale, low), high))
 
     @property
-    def _effective_scale(self) -> Any:
+    def _effective_scale(self) -> jax.Array | np.ndarray:
         """The scale clipped to its bounds, so that one multiplication undoes it.
 
         The constructor clips, too; a scale that a checkpoint restored has not been through it.
@@ -174,7 +161,7 @@ class DynamicLossScale(Scaling):
                 f"Expected a loss scale of shape (), got {jnp.shape(self.loss_scale)}: map over a "
                 "stack of loss scales with jax.vmap."
             )
-        return self._clip(as_leaf(self.loss_scale, np.float32, "loss_scale"))
+        return self._clip(as_leaf(self.loss_scale, np.float32, DYNAMIC["init"]))
 
     def adjust(self, grads_finite: Flag) -> Self:
         """Returns the loss scale of the next step.
@@ -194,9 +181,9 @@ class DynamicLossScale(Scaling):
         scale = jnp.asarray(self._effective_scale)
         grown = scale * float(self.factor)
         shrunk = scale * self._backoff
-        due = self._finite_steps >= int(self.period) - 1
+        due = self._finite_steps >= self.period - 1
         if self.hysteresis != 1:
-            shrunk = jnp.where(self._overflows >= int(self.hysteresis) - 1, shrunk, scale)
+            shrunk = jnp.where(self._overflows >= self.hysteresis - 1, shrunk, scale)
         return dataclasses.replace(  # Its constructor clips the scale.
             self,
             loss_scale=jnp.where(finite, jnp.where(due, grown, scale), shrunk),
@@ -218,7 +205,7 @@ class DynamicLossScale(Scaling):
         if self.hysteresis == 1:
             return jnp.where(finite & ~due, self.counter + 1, 0)
         # A full row stays one overflow short of its length, so that the next one shrinks, too.
-        overflows = jnp.minimum(self._overflows + 1, int(self.hysteresis) - 1)
+        overflows = jnp.minimum(self._overflows + 1, self.hysteresis - 1)
         return jnp.where(finite, jnp.where(due, 0, self._finite_steps + 1), -overflows)
 
     def _concrete(self) -> tuple[np.float32, int]:
@@ -228,85 +215,53 @@ class DynamicLossScale(Scaling):
             TypeError: if a leaf is not one concrete number.
         """
         leaf, counter = (concrete_leaf(getattr(self, name), name) for name in LEAVES)
-        scale = self._clip(as_leaf(leaf, np.float32, "loss_scale"))[()]
+        scale = np.float32(self._clip(leaf.astype(np.float32)))
         if not np.isfinite(scale):
             raise TypeError(
-                f"Cannot write a loss scale whose loss_scale is {scale}: restore another one."
+                f"Expected loss_scale of the loss scale to be finite, got {scale}: restore another "
+                "one."
             )
         return scale, int(counter)
 
     def _numbers(self) -> dict[str, int | float]:
-        """The numbers by their keys in strings, without defaults other than that of `init`.
-
-        Raises:
-            TypeError: if a leaf is not one concrete number.
-        """
         scale, counter = self._concrete()
-        values = {key: getattr(self, name) for key, name in ARGUMENTS.items()}
+        values = {key: getattr(self, argument.name) for key, argument in DYNAMIC.items()}
         values |= {"init": shortest(scale), "counter": counter}
         defaults = {field.name: field.default for field in dataclasses.fields(DynamicLossScale)}
         return {
             key: plain_number(value)
             for key, value in values.items()
-            if key == "init" or value != defaults[ARGUMENTS[key]]
+            if key == "init" or value != defaults[DYNAMIC[key].name]
         }
 
-    def to_dict(self) -> dict[str, str | int | float]:
-        """Returns a mapping such as `{"type": "dynamic", "init": 32768, "period": 500}`.
-
-        `jmpx.get_loss_scale` reads it, and `json.dumps` takes it. Defaults are left out, except
-        `init`.
-
-        Raises:
-            TypeError: if the scale or its counter is traced, or is not one number.
-        """
-        return {"type": "dynamic", **self._numbers()}
-
-    def state_dict(self) -> dict[str, str | int | float]:
-        """Returns what a checkpoint needs, as plain values for JSON and msgpack.
-
-        That is `{"type": "dynamic", "loss_scale": 32768.0, "counter": 0}`, without the
-        configuration, which a program gives anew: `jmpx.restore_loss_scale(state, like=loss_scale)`
-        restores it.
-
-        Raises:
-            TypeError: if the scale or its counter is traced, or is not one number.
-        """
+    def _state(self) -> dict[str, int | float]:
         scale, counter = self._concrete()
-        return {"type": "dynamic", "loss_scale": float(scale), "counter": counter}
-
-    def __str__(self) -> str:
-        """Returns the string, which `jmpx.get_loss_scale` parses back to an equal loss scale.
-
-        A loss scale whose leaves are not concrete numbers is written as by `repr`.
-        """
-        try:
-            return as_text("dynamic", self._numbers())
-        except TypeError:
-            return repr(self)
+        return {"loss_scale": float(scale), "counter": counter}
 
 
 LEAVES = ("loss_scale", "counter")
+_MAYBE = ("max_loss_scale", "backoff_factor")  # may be None
 _CONFIGURATION = tuple(
     field.name for field in dataclasses.fields(DynamicLossScale) if field.name not in LEAVES
 )
 
 
-def _flatten(scale: DynamicLossScale) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _flatten(scale: DynamicLossScale) -> tuple[tuple[object, ...], tuple[object, ...]]:
     leaves = tuple(getattr(scale, name) for name in LEAVES)
     return leaves, tuple(getattr(scale, name) for name in _CONFIGURATION)
 
 
-def _flatten_with_keys(scale: DynamicLossScale) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _flatten_with_keys(scale: DynamicLossScale) -> tuple[list[Any], tuple[object, ...]]:
     leaves, configuration = _flatten(scale)
-    keys = map(jax.tree_util.GetAttrKey, LEAVES)
-    return tuple(zip(keys, leaves, strict=True)), configuration
+    return [*zip(map(jax.tree_util.GetAttrKey, LEAVES), leaves, strict=True)], configuration
 
 
 ScaleT = TypeVar("ScaleT", bound=DynamicLossScale)
 
 
-def _unflatten(cls: type[ScaleT], configuration: tuple[Any, ...], leaves: Iterable[Any]) -> ScaleT:
+def _unflatten(
+    cls: type[ScaleT], configuration: tuple[object, ...], leaves: Iterable[object]
+) -> ScaleT:
     # Made without the constructor, which converts and clips: trees of axes, masks or shardings hold
     # 0, True or a sharding, which must stay. A floating array is a scale, and becomes a float32
     # that is not weakly typed.
@@ -314,7 +269,7 @@ def _unflatten(cls: type[ScaleT], configuration: tuple[Any, ...], leaves: Iterab
     for name, value in zip(LEAVES + _CONFIGURATION, (*leaves, *configuration), strict=True):
         scale._set(name, value)
     if is_array(scale.loss_scale) and is_floating(scale.loss_scale):
-        scale._set("loss_scale", as_leaf(scale.loss_scale, np.float32, "loss_scale"))
+        scale._set("loss_scale", as_leaf(scale.loss_scale, np.float32, DYNAMIC["init"]))
     return scale
 
 

@@ -13,29 +13,34 @@ All arithmetic is in float32 or float64, never in 16 bits. Every scale is betwee
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Self, TypeVar, Union
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self, TypeVar, Union, runtime_checkable
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
 
 from jmpx._base.trees import Flag
-from jmpx._scales.dynamic import LEAVES, DynamicLossScale
-from jmpx._scales.numbers import as_text, shortest
-from jmpx._scales.scaling import (
-    HIGHEST_SCALE,
-    LOWEST_SCALE,
-    Scaling,
-    as_number,
-    register_with_flax,
-)
+from jmpx._scales.arguments import LOWEST_SCALE, STATIC, check_number
+from jmpx._scales.dynamic import DynamicLossScale
+from jmpx._scales.flax_states import register_with_flax
+from jmpx._scales.numbers import shortest
+from jmpx._scales.scaling import Scaling, Written
 
 T = TypeVar("T")
 
 
+class _Constant(Written):
+    """A loss scale that never changes."""
+
+    def adjust(self, grads_finite: Flag) -> Self:
+        """Returns this loss scale, for finite gradients and for others."""
+        del grads_finite
+        return self
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class NoOpLossScale:
+class NoOpLossScale(_Constant):
     """The loss scale that does nothing, for float32 and bfloat16.
 
     Follows JMP's `NoOpLossScale`. As a pytree it has no leaves.
@@ -49,7 +54,7 @@ class NoOpLossScale:
     __module__ = "jmpx"
 
     def __post_init__(self) -> None:
-        register_with_flax(NoOpLossScale, StaticLossScale)
+        register_with_flax(type(self))
 
     @property
     def loss_scale(self) -> float:
@@ -64,27 +69,10 @@ class NoOpLossScale:
         """Returns `tree` itself."""
         return tree
 
-    def adjust(self, grads_finite: Flag) -> Self:
-        """Returns this loss scale, for finite gradients and for others."""
-        del grads_finite
-        return self
-
-    def to_dict(self) -> dict[str, str]:
-        """Returns the mapping `{"type": "none"}`, which `jmpx.get_loss_scale` reads."""
-        return {"type": "none"}
-
-    def state_dict(self) -> dict[str, str]:
-        """Returns `{"type": "none"}`, which `jmpx.restore_loss_scale` reads from a checkpoint."""
-        return {"type": "none"}
-
-    def __str__(self) -> str:
-        """Returns the string `none`, which `jmpx.get_loss_scale` reads."""
-        return "none"
-
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale(Scaling):
+class StaticLossScale(_Constant, Scaling):
     """A loss scale that never changes.
 
     Follows JMP's `StaticLossScale`. As a pytree it has no leaves: the factor is part of the
@@ -109,6 +97,7 @@ class StaticLossScale(Scaling):
     """
 
     __module__ = "jmpx"
+    _kind: ClassVar[str] = "static"
 
     loss_scale: np.float32
 
@@ -117,14 +106,14 @@ class StaticLossScale(Scaling):
         def __init__(self, loss_scale: ArrayLike) -> None: ...
 
     def __post_init__(self) -> None:
-        number = as_number(self.loss_scale, "StaticLossScale.loss_scale")
-        if number != 0 and not LOWEST_SCALE <= number <= HIGHEST_SCALE:
+        number = check_number(STATIC["init"], self.loss_scale, "StaticLossScale.loss_scale")
+        if 0 < number < LOWEST_SCALE:
             raise ValueError(
-                "Expected StaticLossScale.loss_scale to be between 2**-126 and 2**126, which a "
-                f"product in float32 undoes, got {number}: give for example 2.0**15."
+                f"Expected StaticLossScale.loss_scale to be {STATIC['init'].expected}, which a "
+                f"product in float32 undoes, got {number}."
             )
         object.__setattr__(self, "loss_scale", np.float32(number))
-        register_with_flax(NoOpLossScale, StaticLossScale)
+        register_with_flax(type(self))
 
     @property
     def _effective_scale(self) -> np.float32:
@@ -135,41 +124,32 @@ class StaticLossScale(Scaling):
             )
         return self.loss_scale
 
-    def adjust(self, grads_finite: Flag) -> Self:
-        """Returns this loss scale, for finite gradients and for others."""
-        del grads_finite
-        return self
+    def _numbers(self) -> dict[str, int | float]:
+        return {"init": shortest(self.loss_scale)}
 
-    def to_dict(self) -> dict[str, str | int | float]:
-        """Returns a mapping such as `{"type": "static", "init": 1024}`.
-
-        `jmpx.get_loss_scale` reads it, and `json.dumps` takes it.
-        """
-        return {"type": "static", "init": shortest(self.loss_scale)}
-
-    def state_dict(self) -> dict[str, str | float]:
-        """Returns what `jmpx.restore_loss_scale` reads from a checkpoint, such as JSON or msgpack.
-
-        That is `{"type": "static", "loss_scale": 1024.0}`.
-        """
-        return {"type": "static", "loss_scale": float(self.loss_scale)}
-
-    def __str__(self) -> str:
-        """Returns a string such as `static=1024`, which `jmpx.get_loss_scale` reads."""
-        return as_text("static", {"init": shortest(self.loss_scale)})
+    def _state(self) -> dict[str, int | float]:
+        return {"loss_scale": float(self.loss_scale)}
 
 
 LossScale = Union[NoOpLossScale, StaticLossScale, DynamicLossScale]  # noqa: UP007 (as in JMP)
 
 
+@runtime_checkable
+class _Scales(Protocol):
+    """What all loss scales have, also those of other libraries, such as JMP."""
+
+    def scale(self, tree: T) -> T: ...
+    def unscale(self, tree: T) -> T: ...
+    def adjust(self, grads_finite: Flag) -> object: ...
+
+
 def is_loss_scale(value: object) -> bool:
-    """Whether a value has the methods of a loss scale. A class has none that can be called."""
-    names = ("scale", "unscale", "adjust")
-    return not isinstance(value, type) and all(hasattr(value, name) for name in names)
+    """Whether a value is a loss scale, rather than a class of them."""
+    return isinstance(value, _Scales) and not isinstance(value, type)
 
 
 def in_place_of_loss_scale(value: object, otherwise: str) -> str:
-    """Returns the remedy for a value that is no loss scale: to call it, if that makes one."""
+    """Returns the remedy for a value that is not a loss scale: to call it, if that makes one."""
     if not isinstance(value, type) or not issubclass(value, LossScale):
         return otherwise
     number = "2.0**15" if value is StaticLossScale else ""
@@ -191,9 +171,3 @@ def _scales_as_made(cls: type[DynamicLossScale]) -> bool:
     """Whether a subclass scales as its base does, as MPX's does."""
     methods = ("scale", "unscale", "_effective_scale")
     return all(getattr(cls, name) is getattr(DynamicLossScale, name) for name in methods)
-
-
-def register_all_with_flax() -> None:
-    """Lets `flax.serialization` save and restore loss scales that were made before its import."""
-    register_with_flax(NoOpLossScale, StaticLossScale)
-    register_with_flax(DynamicLossScale, names=LEAVES)

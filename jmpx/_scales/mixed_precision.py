@@ -1,30 +1,27 @@
 """The mixed precision of a program as one value: a policy map, and a loss scale."""
 
-import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import jax.core
-import numpy as np
-
 from jmpx._base.dtypes import is_dtype
 from jmpx._base.leaves import is_array
-from jmpx._base.mappings import is_mapping
-from jmpx._base.messages import describe, position
-from jmpx._base.moved import telling
-from jmpx._policies.maps import (
-    PolicyMap,
-    PolicyMapLike,
-    get_policy_map,
-    parse_policy_map,
-    read_policy_map,
-    read_sections,
+from jmpx._base.mappings import (
+    Located,
+    MappingLike,
+    is_mapping,
+    read_entries,
+    refuse_value,
+    whole_text,
 )
+from jmpx._base.moved import telling
+from jmpx._policies.map_strings import get_policy_map, map_of, parse_policy_map
+from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.policy import Policy
+from jmpx._scales.arguments import concrete_leaf
 from jmpx._scales.dynamic import LEAVES, DynamicLossScale
-from jmpx._scales.fields import KINDS, build
 from jmpx._scales.kinds import LossScale
 from jmpx._scales.strings import (
+    KINDS,
     LossScaleLike,
     get_loss_scale,
     parse_loss_scale,
@@ -40,9 +37,8 @@ class MixedPrecision:
     """A policy map and the loss scale to begin with: what one string says about a program.
 
     A frozen, hashable, picklable value (not a pytree), whose numbers are those of the first step:
-    the loss scale that changes belongs into the train state. `str()` gives one line that
-    `get_mixed_precision` parses back to an equal value. Two of them are equal if their maps are and
-    their loss scales have one class and the same numbers.
+    the loss scale that changes belongs in the train state. `str()` gives one line that
+    `get_mixed_precision` parses back to an equal value.
 
     Args:
         policy_map: a policy map, or anything else that `get_policy_map` takes.
@@ -81,44 +77,16 @@ class MixedPrecision:
 
     @property
     def policy(self) -> Policy:
-        """The policy.
-
-        Raises:
-            ValueError: if the policy map has rules or `by`, which a policy cannot hold.
-        """
-        if self.policy_map.rules or self.policy_map.by is not None:
-            what = "rules" if self.policy_map.rules else "by"
-            raise ValueError(
-                f"Cannot read one policy from the policy map '{self.policy_map}', whose {what} it "
-                "would drop: read policy_map, whose .default is the policy alone."
-            )
-        return self.policy_map.default
+        """The policy; a ValueError if the map has rules or `by`, which a policy cannot hold."""
+        return self.policy_map.alone("the policy map ")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns dicts, lists, strings and numbers, which `get_mixed_precision` reads back.
 
         Example:
-            >>> import json
             >>> import jmpx
-            >>> precision = jmpx.get_mixed_precision("f32; op.exp: bf16 | static=1024")
-            >>> print(json.dumps(precision.to_dict(), indent=1))
-            {
-             "policy": {
-              "params": "float32",
-              "compute": "float32",
-              "output": "float32"
-             },
-             "rules": [
-              {
-               "select": "op.exp",
-               "compute": "bfloat16"
-              }
-             ],
-             "loss_scale": {
-              "type": "static",
-              "init": 1024
-             }
-            }
+            >>> list(jmpx.get_mixed_precision("f32; op.exp: bf16 | static=1024").to_dict())
+            ['policy', 'rules', 'loss_scale']
         """
         return {**self.policy_map.to_dict(), "loss_scale": self.loss_scale.to_dict()}
 
@@ -134,7 +102,7 @@ class MixedPrecision:
     def __hash__(self) -> int:
         return hash(self._value())
 
-    def _value(self) -> tuple[Any, ...]:
+    def _value(self) -> tuple[object, ...]:
         """Returns what equality compares; arrays, which have neither `==` nor hash, as numbers."""
         scale = self.loss_scale
         numbers = (getattr(scale, field.name) for field in dataclasses.fields(scale))
@@ -143,28 +111,11 @@ class MixedPrecision:
 
 
 def _with_numpy_arrays(loss_scale: LossScale) -> LossScale:
-    """Returns a loss scale whose leaves are NumPy's arrays of shape ().
-
-    Raises:
-        TypeError: if a leaf is traced, donated or of another shape, or no array.
-    """
+    """Returns a loss scale whose leaves are NumPy's arrays of shape ()."""
     if not isinstance(loss_scale, DynamicLossScale):
         return loss_scale
-    leaves = {name: _as_numpy_array(getattr(loss_scale, name), name) for name in LEAVES}
-    if all(leaf is getattr(loss_scale, name) for name, leaf in leaves.items()):
-        return loss_scale
+    leaves = {name: concrete_leaf(getattr(loss_scale, name), name) for name in LEAVES}
     return dataclasses.replace(loss_scale, **leaves)
-
-
-def _as_numpy_array(leaf: Any, name: str) -> Any:
-    if is_array(leaf) and leaf.ndim == 0 and not isinstance(leaf, jax.core.Tracer):
-        with contextlib.suppress(RuntimeError):  # It was donated, or another process holds it.
-            return np.asarray(leaf)
-    raise TypeError(
-        f"Expected {name} of the loss scale of a MixedPrecision to be one number, got "
-        f"{describe(leaf)}: it is the loss scale that a program begins with, so keep the one that "
-        "changes in the train state."
-    )
 
 
 # What `get_mixed_precision` takes.
@@ -190,9 +141,6 @@ def get_mixed_precision(spec: MixedPrecisionLike) -> MixedPrecision:
         spec: a string; or a mapping; or a policy map, a policy or a dtype; or a mixed precision,
             which is returned as it is.
 
-    Returns:
-        The mixed precision.
-
     Raises:
         TypeError: if `spec` is of another type, or a value of the mapping is.
         ValueError: if the string or the mapping does not follow the grammar. The message gives the
@@ -210,52 +158,38 @@ def get_mixed_precision(spec: MixedPrecisionLike) -> MixedPrecision:
     if isinstance(spec, str):
         return _parse(spec)
     if is_mapping(spec):
-        sections = read_sections(spec)
-        policy_map = read_policy_map(sections)
-        if "loss_scale" not in sections:
-            return MixedPrecision(policy_map)
-        return MixedPrecision(policy_map, read_loss_scale(sections["loss_scale"], policy_map))
-    if isinstance(spec, LossScale):
-        raise TypeError(
-            f"Expected a policy map and a loss scale, got {spec} alone: write for example "
-            f"jmpx.MixedPrecision('c=f16,o=f32', {spec!r})."
-        )
+        return _read(Located(spec))
     if isinstance(spec, Policy | PolicyMap) or is_dtype(spec):
         return MixedPrecision(spec)
-    raise TypeError(
-        "Expected the string of a mixed precision, a mapping, a dtype, a jmpx.Policy, a "
-        f"jmpx.PolicyMap or a jmpx.MixedPrecision, got {describe(spec)}: write for example "
-        f"{_EXAMPLE}."
+    what = (
+        "the string of a mixed precision, a mapping, a dtype, a jmpx.Policy, a jmpx.PolicyMap or a "
+        "jmpx.MixedPrecision"
     )
+    raise refuse_value(what, Located(spec), f"write for example {_EXAMPLE}")
+
+
+def _read(found: Located[MappingLike]) -> MixedPrecision:
+    """Reads the mapping of a mixed precision: that of a policy map, with `loss_scale` beside it."""
+    entries = read_entries(found.value)
+    scales = [entry for entry in entries if entry[0].value.strip().lower() == "loss_scale"]
+    policy_map = map_of([entry for entry in entries if entry not in scales], found)
+    if not scales:
+        return MixedPrecision(policy_map)
+    if len(scales) > 1:
+        raise ValueError(f"Duplicate key 'loss_scale'{scales[1][0].at}: give it once.")
+    return MixedPrecision(policy_map, read_loss_scale(scales[0][1], policy_map))
 
 
 def _parse(text: str) -> MixedPrecision:
     """Parses the string of a mixed precision."""
-    whole = f"of mixed precision {text!r}"
-    policy_map, bar, loss_scale = text.partition("|")
-    start = len(policy_map) + 1
-    if "|" in loss_scale:
+    policy_map, loss_scale = whole_text(text, "mixed precision").cut("|")
+    word = policy_map.value.partition(";")[0].partition(",")[0].partition("=")[0]
+    if word.strip().lower() in KINDS:
         raise ValueError(
-            f"Second '|' at position {start + loss_scale.index('|')} {whole}: write one policy map "
-            f"and one loss scale, as {_EXAMPLE}."
+            f"Unexpected loss scale {word.strip()!r}{policy_map.at}: write it after the policy "
+            f"map, as {_EXAMPLE}."
         )
-    first = policy_map.partition(";")[0]
-    if first.partition(",")[0].partition("=")[0].strip().lower() in KINDS:
-        raise ValueError(
-            f"Unexpected loss scale {first.strip()!r} {position(first, 0)} {whole}: write it after "
-            f"the policy map, as {_EXAMPLE}."
-        )
-    if not policy_map.strip():
-        raise ValueError(
-            f"Empty policy map {position(policy_map, 0)} {whole}: write for example {_EXAMPLE}."
-        )
-    if bar and not loss_scale.strip():
-        raise ValueError(
-            f"Empty loss scale {position(loss_scale, start)} {whole}: write for example "
-            f"{_EXAMPLE}, or leave the bar out for 'auto'."
-        )
-    parsed = parse_policy_map(policy_map, repr(text))
-    if not bar:
+    parsed = parse_policy_map(policy_map)
+    if "|" not in text:
         return MixedPrecision(parsed)
-    kind, numbers, places = parse_loss_scale(loss_scale, repr(text), start)
-    return MixedPrecision(parsed, build(kind, numbers, places.__getitem__, parsed))
+    return MixedPrecision(parsed, parse_loss_scale(loss_scale, parsed))

@@ -1,26 +1,12 @@
-"""Numbers of loss scales in strings and mappings: their keys, and how they are read and written."""
+"""Numbers of loss scales as texts: how they are read and written."""
 
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
-import jax.core
 import numpy as np
 
-from jmpx._base.leaves import is_array
-
-# The keys of strings and mappings -> the arguments of `DynamicLossScale`, in the order of printing.
-ARGUMENTS = {
-    "init": "loss_scale",
-    "period": "period",
-    "factor": "factor",
-    "min": "min_loss_scale",
-    "max": "max_loss_scale",
-    "backoff": "backoff_factor",
-    "hysteresis": "hysteresis",
-    "counter": "counter",
-}
+from jmpx._scales.arguments import DYNAMIC
 
 # Each character is tried a fixed number of times, so that a long text takes linear time.
 _LITERAL = r"(?:[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
@@ -91,32 +77,9 @@ def shortest(number: np.float32) -> int | float:
     return plain_number(exact if is_exact else short)
 
 
-def concrete_leaf(leaf: object, name: str) -> Any:
-    """Returns a leaf of a loss scale as a NumPy array of shape ().
-
-    Raises:
-        TypeError: if it is traced, donated or of another shape, or no array.
-    """
-    if not is_array(leaf):
-        what = f"of the type {type(leaf).__name__}"
-    elif isinstance(leaf, jax.core.Tracer):
-        what = "traced"
-    elif leaf.ndim != 0:
-        what = f"an array of shape {leaf.shape}"
-    else:
-        try:
-            return np.asarray(leaf)
-        except RuntimeError:
-            what = "donated, or held by another process"
-    raise TypeError(
-        f"Cannot write a loss scale whose {name} is {what}, so not one number: write it outside of "
-        "jax.jit and jax.vmap, and before it is donated."
-    )
-
-
 def as_text(kind: str, numbers: Mapping[str, int | float]) -> str:
     """Returns the string of a loss scale, such as `dynamic,init=32768` or `static=1024`."""
-    parts = [f"{key}={format_number(numbers[key])}" for key in ARGUMENTS if key in numbers]
     if kind == "static":
-        return "=".join([kind, *(part.removeprefix("init=") for part in parts)])
+        return f"static={format_number(numbers['init'])}"
+    parts = [f"{key}={format_number(numbers[key])}" for key in DYNAMIC if key in numbers]
     return ",".join([kind, *parts])

@@ -3,37 +3,40 @@
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import numpy as np
 
 from jmpx._base.leaves import is_array
-from jmpx._base.messages import describe, did_you_mean
+from jmpx._base.mappings import Located, unknown
+from jmpx._base.messages import describe
+from jmpx._scales.arguments import DYNAMIC, STATIC, check_number
+from jmpx._scales.flax_states import note_choice
 from jmpx._scales.kinds import DynamicLossScale, LossScale
 from jmpx._scales.mixed_precision import MixedPrecision
 from jmpx._scales.numbers import as_text, shortest
-from jmpx._scales.scaling import HIGHEST_SCALE, LONGEST_PERIOD, as_number
-from jmpx._scales.state_dicts import note_choice
 from jmpx._scales.strings import LossScaleLike, get_loss_scale
 
 LossScaleT = TypeVar("LossScaleT", bound=LossScale)
 
-# Each kind, and what `state_dict` has of it besides its kind.
-_KEYS = {"dynamic": ("loss_scale", "counter"), "static": ("loss_scale",), "none": ()}
+# What `state_dict` has of each kind besides its kind.
+_NUMBERS = {
+    "dynamic": {"loss_scale": STATIC["init"], "counter": DYNAMIC["counter"]},
+    "static": {"loss_scale": STATIC["init"]},
+    "none": {},
+}
 _REMEDY = "give what state_dict() of the loss scale returned, or restore an older checkpoint"
 
 
 @overload
-def restore_loss_scale(state: Mapping[str, Any], like: LossScaleT) -> LossScaleT: ...
-
-
+def restore_loss_scale(state: Mapping[str, object], like: LossScaleT) -> LossScaleT: ...
 @overload
 def restore_loss_scale(
-    state: Mapping[str, Any], like: LossScaleLike | MixedPrecision
+    state: Mapping[str, object], like: LossScaleLike | MixedPrecision
 ) -> LossScale: ...
-
-
-def restore_loss_scale(state: Mapping[str, Any], like: LossScaleLike | MixedPrecision) -> LossScale:
+def restore_loss_scale(
+    state: Mapping[str, object], like: LossScaleLike | MixedPrecision
+) -> LossScale:
     """Makes the loss scale with which a run goes on from a checkpoint.
 
     Its class and its configuration are those of `like`, the loss scale that the run would begin
@@ -51,11 +54,9 @@ def restore_loss_scale(state: Mapping[str, Any], like: LossScaleLike | MixedPrec
         like: a loss scale, or its string or mapping, as `jmpx.get_loss_scale` takes it; or a
             `jmpx.MixedPrecision`, whose loss scale is taken.
 
-    Returns:
-        The loss scale, whose leaves are NumPy arrays if it is dynamic and was restored.
-
     Raises:
-        TypeError: if `state` is no mapping or one of its values no number; or as `get_loss_scale`.
+        TypeError: if `state` is not a mapping, or one of its values is not a number; or as
+            `get_loss_scale`.
         ValueError: if `state` has other keys, or a number is out of its range; or as
             `get_loss_scale`.
 
@@ -81,55 +82,26 @@ def restore_loss_scale(state: Mapping[str, Any], like: LossScaleLike | MixedPrec
     return restored
 
 
-def _read(state: object) -> tuple[str, dict[str, Any]]:
+def _read(state: object) -> tuple[str, dict[str, int | float]]:
     """Returns the kind of a checkpoint's loss scale, and its numbers by their keys."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"Expected the state of a loss scale as a mapping, got {describe(state)}: {_REMEDY}."
         )
-    if isinstance(state.get("loss_scale"), Mapping):
-        raise ValueError(
-            "Expected the state of a loss scale, got a mapping that holds one: give its "
-            "'loss_scale' alone."
-        )
-    kind = _kind_of(state)
+    kind = state.get("type", "dynamic" if state else "none")  # Flax's state does not name it
+    kind = kind.item() if is_array(kind) and kind.ndim == 0 else kind
+    if not isinstance(kind, str) or kind not in _NUMBERS:
+        raise unknown("kind", Located(kind, "'type'"), f"{list(_NUMBERS)}, so {_REMEDY}", [*_NUMBERS])
     keys = [key for key in state if key != "type"]
-    if sorted(map(str, keys)) != sorted(_KEYS[kind]):
+    if sorted(map(str, keys)) != sorted(_NUMBERS[kind]):
         raise ValueError(
-            f"Expected the state of a {kind!r} loss scale to hold {list(_KEYS[kind])}, got "
+            f"Expected the state of a {kind!r} loss scale to hold {list(_NUMBERS[kind])}, got "
             f"{describe(keys)}: {_REMEDY}."
         )
-    return kind, {key: _number(key, state[key]) for key in keys}
-
-
-def _kind_of(state: Mapping[str, Any]) -> str:
-    """Returns the kind, which Flax's state does not name."""
-    if "type" not in state:
-        return "dynamic" if state else "none"
-    kind = state["type"]
-    kind = kind.item() if is_array(kind) and kind.ndim == 0 else kind
-    if not isinstance(kind, str) or kind not in _KEYS:
-        near = did_you_mean(kind, list(_KEYS)) if isinstance(kind, str) else "."
-        raise ValueError(
-            f"Expected the type in the state of a loss scale to be one of {list(_KEYS)}, got "
-            f"{describe(kind)}: {_REMEDY}{near}"
-        )
-    return kind
-
-
-def _number(key: str, value: Any) -> int | float:
-    """Returns a number of the state.
-
-    Raises:
-        TypeError: if it is none.
-        ValueError: if it is out of its range.
-    """
-    least = -LONGEST_PERIOD if key == "counter" else 0
-    number = as_number(value, f"{key} in the state of a loss scale", least)
-    most = LONGEST_PERIOD if key == "counter" else HIGHEST_SCALE
-    if number > most or (key == "counter" and number != int(number)):
-        what = "a whole number of at most 2**31 - 1" if key == "counter" else "at most 2**126"
-        raise ValueError(
-            f"Expected {key} in the state of a loss scale to be {what}, got {number}: {_REMEDY}."
-        )
-    return int(number) if key == "counter" else shortest(np.float32(number))
+    numbers = {
+        key: check_number(argument, state[key], f"{key} in the state of a loss scale")
+        for key, argument in _NUMBERS[kind].items()
+    }
+    if "loss_scale" in numbers:
+        numbers["loss_scale"] = shortest(np.float32(numbers["loss_scale"]))
+    return kind, numbers

@@ -1,47 +1,61 @@
-"""Loss scales from strings and mappings: their grammar."""
+"""The grammar of loss scales, in strings and in mappings."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias, TypeVar, overload
 
+import numpy as np
+
+from jmpx._base.dtypes import parse_dtype
 from jmpx._base.mappings import (
+    Entry,
+    Found,
     Located,
     MappingLike,
-    child,
+    Text,
+    by_name,
     is_mapping,
-    quote,
-    read_keys,
+    read_entries,
     refuse_value,
+    unknown,
+    whole_text,
 )
-from jmpx._base.messages import describe as describe_value, did_you_mean, position
-from jmpx._policies.maps import PolicyMap, PolicyMapLike, get_policy_map
-from jmpx._policies.strings import without_last_semicolon
-from jmpx._scales.fields import (
-    KINDS,
-    as_number_of,
-    build,
-    describe,
-    find_key,
-    find_kind,
+from jmpx._base.moved import SCALES
+from jmpx._policies.map_strings import get_policy_map
+from jmpx._policies.maps import PolicyMap, PolicyMapLike
+from jmpx._scales.arguments import ARGUMENTS, DYNAMIC, check_number
+from jmpx._scales.kinds import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    in_place_of_loss_scale,
 )
-from jmpx._scales.kinds import LossScale, in_place_of_loss_scale
-from jmpx._scales.numbers import ARGUMENTS
+from jmpx._scales.numbers import parse_number
 
 LossScaleT = TypeVar("LossScaleT", bound=LossScale)
 
 # What `get_loss_scale` takes.
 LossScaleLike: TypeAlias = str | MappingLike | LossScale
 
-_EXAMPLE = "'dynamic,init=2**15'"
+# The words for each kind.
+KINDS = {**{kind: kind for kind in ARGUMENTS}, "noop": "none"}
+_NEAR_KINDS = KINDS | {
+    "DynamicLossScale": "dynamic",
+    "StaticLossScale": "static",
+    "NoOpLossScale": "none",
+}
+_KIND_WORDS = ", ".join(map(repr, KINDS))
+_KEYS = {key: key for key in DYNAMIC}
+_KEY_WORDS = ", ".join(map(repr, DYNAMIC))
+# Other words for the keys: the arguments of the class, and the words of other libraries.
+_OF_NAMES = {argument.name: key for key, argument in DYNAMIC.items()}
+_NEAR_KEYS = _OF_NAMES | {word: _OF_NAMES[name] for word, name in SCALES.items()}
 
 
 @overload
 def get_loss_scale(spec: LossScaleT, policy: PolicyMapLike | None = ...) -> LossScaleT: ...
-
-
 @overload
 def get_loss_scale(spec: LossScaleLike, policy: PolicyMapLike | None = ...) -> LossScale: ...
-
-
 def get_loss_scale(spec: LossScaleLike, policy: PolicyMapLike | None = None) -> LossScale:
     """Makes a loss scale from a string, such as `"dynamic, init=2**15, period=500"`.
 
@@ -67,7 +81,7 @@ def get_loss_scale(spec: LossScaleLike, policy: PolicyMapLike | None = None) -> 
         policy: a policy map, or anything else that `get_policy_map` takes. Only `auto` needs it.
 
     Returns:
-        The loss scale. `str()` of it is a string that gives an equal one, `.to_dict()` a mapping.
+        The loss scale. Its string and its `to_dict()` give an equal one.
 
     Raises:
         TypeError: if `spec` or `policy` is of another type, or a number of a mapping is none.
@@ -92,141 +106,100 @@ one of 'init', 'period', 'factor', 'min', 'max', 'backoff', 'hysteresis', 'count
 'period'?
     """
     policy_map = None if policy is None else get_policy_map(policy)
-    return read_loss_scale(Located(spec, ""), policy_map)
+    return read_loss_scale(Located(spec), policy_map)
 
 
-def read_loss_scale(found: Located, policy_map: PolicyMap | None) -> LossScale:
-    """Makes a loss scale from what a user gave, or from what a mapping has at a path.
-
-    Args:
-        found: the string, mapping or loss scale; and its path, empty for what is not in a mapping.
-        policy_map: what decides `auto`.
-
-    Raises:
-        TypeError: if the value is of another type, or a number of a mapping is none.
-        ValueError: as `get_loss_scale`.
-    """
-    spec, path = found
+def read_loss_scale(found: Found, policy_map: PolicyMap | None) -> LossScale:
+    """Makes a loss scale from any value that `get_loss_scale` takes."""
+    spec = found.value
     if isinstance(spec, LossScale):
         return spec
     if isinstance(spec, str):
-        kind, numbers, places = parse_loss_scale(spec, quote(spec, path))
-        return build(kind, numbers, places.__getitem__, policy_map)
+        return parse_loss_scale(whole_text(spec, "loss scale", found.at), policy_map)
     if is_mapping(spec):
-        given = read_keys(spec, path, {word: word for word in ("type", *ARGUMENTS)})
-        fields = {key: found.value for key, found in given.items()}
-        paths = {"type": child(path, "type")} | {key: each.path for key, each in given.items()}
-        return make_loss_scale(fields, lambda key: f"at {paths[key]}", policy_map)
+        entries = read_entries(spec, found.path)
+        given = by_name(entries, {"type": "type", **_KEYS}, near=_NEAR_KEYS)
+        if "type" not in given:
+            raise ValueError(f"Missing key 'type'{found.at}: expected one of {_KIND_WORDS}.")
+        return _make(given.pop("type"), given, policy_map)
     what = "the string of a loss scale, a mapping or a loss scale"
-    remedy = in_place_of_loss_scale(spec, f"write for example {_EXAMPLE}, or 'none'")
-    raise refuse_value(what, spec, path, remedy)
+    remedy = in_place_of_loss_scale(spec, "write for example 'dynamic,init=2**15', or 'none'")
+    raise refuse_value(what, found, remedy)
 
 
-def make_loss_scale(
-    fields: Mapping[str, object],
-    place: Callable[[str], str],
-    policy: PolicyMapLike | None = None,
-) -> LossScale:
-    """Makes a loss scale from the fields of a mapping.
-
-    Args:
-        fields: the kind by the key `type`, and a number or its string by each other key.
-        place: returns where the value of a key stands, such as "at 'loss_scale.init'", for error
-            messages; it takes the key as `fields` has it, and `type` also if it is missing.
-        policy: what decides `auto`.
-
-    Raises:
-        TypeError: if the kind is no string, or a value no number.
-        ValueError: as `get_loss_scale`.
-    """
-    words = {word.strip().lower(): word for word in fields}
-    if "type" not in words:
-        raise ValueError(f"Missing type {place('type')}: expected one of {describe(KINDS)}.")
-    where = place(words["type"])
-    kind = fields[words["type"]]
-    if not isinstance(kind, str):
-        raise TypeError(
-            f"Expected the kind of a loss scale, got {describe_value(kind)} {where}: write one of "
-            f"{describe(KINDS)}."
-        )
-    kind = find_kind(kind, where)
-    numbers: dict[str, int | float] = {}
-    places = {"type": where}
-    for word, value in fields.items():
-        if word != words["type"]:
-            key = find_key(word, kind, numbers, place(word))
-            numbers[key], places[key] = as_number_of(key, value, place(word)), place(word)
-    policy_map = None if policy is None else get_policy_map(policy)
-    return build(kind, numbers, places.__getitem__, policy_map)
+def parse_loss_scale(text: Text, policy_map: PolicyMap | None) -> LossScale:
+    """Parses the string of a loss scale, which may be the end of that of a mixed precision."""
+    text.refuse("|", "write one policy map, a bar and one loss scale, for jmpx.get_mixed_precision")
+    text.refuse(";", "give one loss scale, with commas between its parts")
+    first, *parts = text.split(",")
+    kind, number = first.cut("=")
+    entries: list[Entry] = [(Located("init"), number)] if "=" in first.text else []
+    for part in parts:
+        if "=" not in part.text:
+            what = f"Expected 'key=number', got {part.value!r}" if part.value else "Empty part"
+            raise ValueError(f"{what}{part.at}: write one of {_KEY_WORDS} and an equals sign.")
+        entries.append(part.cut("="))
+    return _make(kind, by_name(entries, _KEYS, near=_NEAR_KEYS), policy_map)
 
 
-def parse_loss_scale(
-    text: str, quoted: str | None = None, start: int = 0
-) -> tuple[str, dict[str, int | float], dict[str, str]]:
-    """Parses the string of a loss scale, which may be the end of a longer string.
-
-    Args:
-        text: the string.
-        quoted: the user's whole string as error messages quote it; None means `text`.
-        start: the index of `text` in the whole string.
-
-    Returns:
-        The kind; the numbers by their keys; and where the kind, by the key `type`, and each number
-        stand, for error messages.
-
-    Raises:
-        ValueError: if the string does not follow the grammar, or a number is out of its range.
-    """
-    of = f"of loss scale {text!r}" if quoted is None else f"of loss scale {quoted}"
-    whole = without_last_semicolon(text)
-    if "|" in whole:
+def _make(kind: Found, given: Mapping[str, Found], policy_map: PolicyMap | None) -> LossScale:
+    """Makes a loss scale from its kind, and from its numbers by their keys."""
+    if not isinstance(kind.value, str):
+        raise refuse_value("the kind of a loss scale", kind, f"write one of {_KIND_WORDS}")
+    word = KINDS.get(kind.value.strip().lower())
+    if word is None:
+        raise unknown("kind", kind, _KIND_WORDS, _NEAR_KINDS)
+    numbers = {key: _read_number(word, key, value) for key, value in given.items()}
+    try:
+        made = _make_kind(word, numbers)
+    except ValueError as error:
+        raise ValueError(f"Cannot make the loss scale{kind.at}: {error}") from None
+    if isinstance(made, DynamicLossScale) and made.loss_scale != np.float32(
+        numbers.get("init", made.loss_scale)
+    ):
         raise ValueError(
-            f"Unexpected '|' at position {start + whole.index('|')} {of}: give a policy and a loss "
-            "scale together to jmpx.get_mixed_precision, which takes both."
+            f"Expected 'init' to be within 'min' and 'max', got {numbers['init']}"
+            f"{given['init'].at}: the scale would begin with {made.loss_scale}, so give other "
+            "bounds."
         )
-    if ";" in whole:
-        raise ValueError(
-            f"Unexpected ';' at position {start + whole.index(';')} {of}: give one loss scale, "
-            "with commas between its parts."
-        )
-    fields = whole.split(",")
-    word, equals, number = fields[0].partition("=")
-    where = f"{position(word, start)} {of}"
-    kind = find_kind(word, where)
-    numbers: dict[str, int | float] = {}
-    places = {"type": where}
-    if equals:
-        place = f"{position(number, start + len(word) + 1)} {of}"
-        find_key("init", kind, numbers, place, written=number)
-        fields[0] = f"init={number}"
-    start += len(word) - len("init") if equals else len(fields.pop(0)) + 1
-    for field in fields:
-        word, number = _split(field, start, of)
-        key = find_key(word, kind, numbers, f"{position(word, start)} {of}")
-        where = f"{position(number, start + len(word) + 1)} {of}"
-        numbers[key], places[key] = as_number_of(key, number, where), where
-        start += len(field) + 1
-    return kind, numbers, places
+    return NoOpLossScale() if word == "auto" and not _scales(kind, policy_map) else made
 
 
-def _split(field: str, start: int, of: str) -> tuple[str, str]:
-    """Splits the `key=number` that begins at index `start` of a string."""
-    where = f"{position(field, start)} {of}"
-    if not field.strip():
-        raise ValueError(f"Empty part {where}: write 'key=number' on both sides of each comma.")
-    word, equals, number = field.partition("=")
-    if word.strip().lower() in KINDS:
+def _make_kind(kind: str, numbers: Mapping[str, int | float]) -> LossScale:
+    if kind == "none":
+        return NoOpLossScale()
+    if kind == "static" and "init" not in numbers:
+        raise ValueError("its factor is missing, so write it as 'static=1024'.")
+    if kind == "static":
+        return StaticLossScale(numbers["init"])
+    return DynamicLossScale(**{DYNAMIC[key].name: number for key, number in numbers.items()})  # pyright: ignore[reportArgumentType]
+
+
+def _read_number(kind: str, key: str, found: Found) -> int | float:
+    """Reads the number of a key, which a string may write as `2**15`."""
+    if key not in ARGUMENTS[kind]:
+        takes = "takes its factor alone" if kind == "static" else "takes no number"
         raise ValueError(
-            f"Second loss scale {field.strip()!r} {where}: give one kind, then 'key=number'."
+            f"Unexpected {key!r}{found.at}: {kind!r} {takes}, so leave it out or write 'dynamic'."
         )
-    if not equals and ":" in field:
+    number = found.value
+    if isinstance(number, str):
+        try:
+            number = parse_number(number)
+        except ValueError:
+            raise ValueError(
+                f"Expected the number of {key!r}, got {number.strip()!r}{found.at}: write it as "
+                "32768, 2**15, 0.5 or 1e4, because nothing is evaluated."
+            ) from None
+    return check_number(ARGUMENTS[kind][key], number, repr(key), found.at)
+
+
+def _scales(kind: Found, policy_map: PolicyMap | None) -> bool:
+    """Whether `auto` means a dynamic loss scale: whether anything computes in float16."""
+    if policy_map is None:
         raise ValueError(
-            f"Unexpected ':' at position {start + field.index(':')} {of}: write 'key=number', with "
-            "an equals sign."
+            f"Cannot decide 'auto'{kind.at} without a policy: give get_loss_scale a policy=, or "
+            "write 'dynamic' or 'none'."
         )
-    if not equals:
-        raise ValueError(
-            f"Missing key for {field.strip()!r} {where}: write 'key=number' with one of "
-            f"{describe(ARGUMENTS)}{did_you_mean(field, [f'{key}=' for key in ARGUMENTS])}"
-        )
-    return word, number
+    computes_in = {policy_map.default.compute_dtype, *(rule.compute for rule in policy_map.rules)}
+    return parse_dtype("float16") in computes_in

@@ -1,0 +1,23 @@
+"""The train step: gradients of a scaled loss, optimizer steps that are skipped, and their counts.
+
+The way through it, in the order of reading:
+
+1. `gradient`: `filter_value_and_grad` and `filter_grad`. `options` checks what they are given,
+   `results` has what they return.
+2. `differentiation`: one call of a gradient function, from the arguments to the flag that says
+   whether all gradients are finite. `arrays` takes the parameters out of the first argument,
+   `model_state` hands running statistics on, and keeps the old ones where a gradient overflowed.
+3. `batches` splits the arguments of a call. `microbatches` sums the gradients of the parts in a
+   loop, `groups` averages those of the devices that `jax.jit` splits a batch over.
+4. `optimizer`: `optimizer_update` and `skip_nonfinite`. `optimizer_checks` refuses wrong arguments,
+   `skipping` selects between the old and the new state, or raises.
+5. `progress` tells on the host that a run only skips; `metrics` has the numbers to plot.
+6. `mpx`: the same functions by MPX's names, arguments and defaults.
+
+To change how a skipped step is counted, open `optimizer` (`_SkipNonfinite.counted`); `progress` and
+`metrics` read the counts by name.
+
+The room imports `_base`, `_jaxprs`, `_policies`, `_scales`, `_storage`, `_adapters` (how a function
+runs under a policy) and `_devices` (shards, and means over devices). Optax is imported by the
+functions that need it alone.
+"""

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,10 @@ from jmpx._steps.arrays import split_arrays
 from jmpx._steps.whole_numbers import check_whole
 
 MICROBATCHES, GROUPS = "micro-batches", "groups"
-_REMEDY = "name the arguments that hold examples by argnums of jmpx.Batch, and others go whole"
+_REMEDY = (
+    "name the arguments that hold examples by argnums of jmpx.Batch, and others, such as PRNG "
+    "keys, go whole"
+)
 BatchSharding: TypeAlias = NamedSharding | PartitionSpec
 
 
@@ -24,15 +27,14 @@ BatchSharding: TypeAlias = NamedSharding | PartitionSpec
 class Batch:
     """How a gradient function splits the batch: into micro-batches, and over the devices of a mesh.
 
-    It is the option `batch` of `filter_value_and_grad` and `filter_grad`. The values and gradients
-    of the parts are averaged, so that the loss has to be a mean over examples that count alike: a
-    sum comes out divided by the number of parts. A loss that compares examples, or divides by their
-    weights, is another loss in parts, which jmpx cannot see.
+    The values and gradients of the parts are averaged, so that the loss has to be a mean over
+    examples that count alike. jmpx cannot see that a loss compares examples, or divides by their
+    weights, and is another one in parts.
 
     Micro-batches run one after the other, so that the memory of activations is that of one part.
     Their gradients are summed in float32, and there is one loss scale, one check, and one mean over
-    devices; what the function gathers, it gathers in each part. Aux gets a leading axis of
-    micro-batches, and the model state goes from one part to the next.
+    devices. Aux gets a leading axis of micro-batches, and the model state goes from one part to the
+    next.
 
     A sharding is for `jax.jit` without a mapped axis, where XLA by itself would sum gradients over
     devices in the compute dtype. With it they are summed in the policy's reduce; unset, in float32.
@@ -42,10 +44,9 @@ class Batch:
 
     Args:
         argnums: the positions of the arguments whose arrays are split along their first axis; by
-            default all but the first and that of `state_argnum`. Others go whole, into each part,
-            as keyword arguments do, and by default PRNG keys of shape (), from which each part
-            draws the same. Without it, an array in a keyword argument is refused, unless its shape
-            is ().
+            default all but the first and that of `state_argnum`. Others go whole into each part, as
+            keyword arguments do, and by default PRNG keys of shape (). Without it, an array in a
+            keyword argument is refused, unless its shape is ().
         microbatches: how many parts of one size a batch is split into.
         sharding: the `jax.sharding.NamedSharding` of the batch, or its `PartitionSpec` under
             `jax.set_mesh`, whose first entry names the mesh axes that split the first axis of the
@@ -53,14 +54,12 @@ class Batch:
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if `argnums` holds 0, the position of the parameters, `microbatches` is below 1,
-            or `sharding` does not split the first axis.
+        ValueError: if an argument has no such value.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> def loss_fn(w, x):
-        ...     return jnp.mean((x @ w) ** 2), x.shape
+        >>> loss_fn = lambda w, x: (jnp.mean((x @ w) ** 2), x.shape)
         >>> grad_fn = jmpx.filter_grad(
         ...     loss_fn, jmpx.NoOpLossScale(), True, policy="bf16", batch=jmpx.Batch(microbatches=4)
         ... )
@@ -76,7 +75,7 @@ class Batch:
     sharding: BatchSharding | None = None
 
     def __post_init__(self) -> None:
-        BatchArguments.of(self.argnums)
+        numbers_of(self.argnums)
         check_whole(self.microbatches, "microbatches", "1 does not split a batch")
         if self.sharding is None:
             return
@@ -93,18 +92,6 @@ class Batch:
             )
 
 
-def as_batch(batch: object) -> Batch:
-    """Returns the option `batch` of a gradient function; for None a batch in one part."""
-    if batch is None:
-        return Batch()
-    if isinstance(batch, Batch):
-        return batch
-    raise TypeError(
-        f"Expected batch to be a jmpx.Batch, got {describe(batch)}: write "
-        "batch=jmpx.Batch(microbatches=8) or batch=jmpx.Batch(sharding=...)."
-    )
-
-
 def axes_of(sharding: BatchSharding) -> tuple[str, ...]:
     """Returns the mesh axes by which a sharding splits the first axis of a batch."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
@@ -113,140 +100,114 @@ def axes_of(sharding: BatchSharding) -> tuple[str, ...]:
     return tuple(axis for axis in axes if isinstance(axis, str))
 
 
-class Parts(NamedTuple):
-    """Arguments that are split.
-
-    Attributes:
-        arrays: the split arrays, of shape (parts, examples in each, ...).
-        merge: puts the arrays of one part back among the arguments.
-    """
-
-    arrays: list[jax.Array]
-    merge: Callable[[Sequence[jax.Array]], tuple[PyTree, ...]]
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchArguments:
-    """The positional arguments that hold a batch of examples along the first axis of their arrays.
-
-    Args:
-        numbers: their positions; None means all but the first.
-        whole: positions that are never split.
-    """
-
-    numbers: tuple[int, ...] | None = None
-    whole: tuple[int, ...] = ()
-
-    @classmethod
-    def of(
-        cls, argnums: int | Sequence[int] | None, state_argnum: int | None = None
-    ) -> "BatchArguments":
-        """Checks the positions that the user gave."""
-        whole = (0,) if state_argnum is None else (0, state_argnum)
-        if argnums is None:
-            return cls(None, whole)
-        numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
-        for number in numbers:
-            if not is_int(number):
-                raise TypeError(
-                    f"Expected argnums of jmpx.Batch to be an int or several, got {argnums!r}: say "
-                    "which arguments hold a batch of examples."
-                )
-            if number in whole:
-                raise ValueError(
-                    f"Cannot split argument {number}, as argnums={argnums!r} of jmpx.Batch says, "
-                    f"because it holds the {'model state' if number else 'parameters'}: give the "
-                    "positions of the arguments that hold examples."
-                )
-        return cls(numbers, whole)
-
-    def split(
-        self,
-        args: Sequence[PyTree],
-        count: int,
-        what: str,
-        keywords: Mapping[str, PyTree] | None = None,
-    ) -> Parts:
-        """Splits the arrays of these arguments into equal parts, along a new first axis.
-
-        The parts are in the order of the examples. Objects of NNX, numbers, and by default PRNG
-        keys of shape () go whole into each part.
-
-        Args:
-            args: all positional arguments of a call.
-            count: the number of parts.
-            what: the name of the parts, for error messages.
-            keywords: the keyword arguments of the call, which go whole.
-        """
-        positions = self._positions(len(args))
-        split = [
-            split_arrays(arg, self._is_split if number in positions else _never, is_whole)
-            for number, arg in enumerate(args)
-        ]
-        arrays, treedef = jax.tree.flatten([arrays for arrays, _ in split])
-        self._check(
-            [(n, array) for n, (found, _) in enumerate(split) for array in found], what, count
-        )
-        if self.numbers is None:
-            _check_keywords(keywords or {}, what)
-
-        def merge(parts: Sequence[jax.Array]) -> tuple[PyTree, ...]:
-            of_arguments = treedef.unflatten(parts)
-            return tuple(put(part) for (_, put), part in zip(split, of_arguments, strict=True))
-
-        return Parts([_split(array, count) for array in arrays], merge)
-
-    def _positions(self, count: int) -> set[int]:
-        """Returns the positions of these arguments in a call with `count` of them."""
-        if self.numbers is None:
-            return set(range(count)) - set(self.whole)
-        for number in self.numbers:
-            if not -count <= number < count or number % count in self.whole:
-                raise ValueError(
-                    f"Cannot split argument {number}, as argnums of jmpx.Batch says, in a call "
-                    f"with {count} positional arguments: count from 1, the first after the "
-                    "parameters."
-                )
-        return {number % count for number in self.numbers}
-
-    def _is_split(self, leaf: object) -> bool:
-        if not is_traceable(leaf):
-            return False
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and leaf.ndim == 0
-        return self.numbers is not None or not is_key
-
-    def _check(self, found: list[tuple[int, jax.Array]], what: str, count: int) -> None:
-        """Refuses arrays, each with the position of its argument, that do not make equal parts."""
-        if not found:
-            none = "no positional argument but the first holds an array of examples"
-            if self.numbers is not None:
-                none = f"the arguments of argnums={self.numbers} hold no array"
+def numbers_of(
+    argnums: int | Sequence[int] | None, state_argnum: int | None = None
+) -> tuple[int, ...] | None:
+    """Returns the positions that the user gave; None means all but the first."""
+    if argnums is None:
+        return None
+    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    for number in numbers:
+        if not is_int(number):
             raise TypeError(
-                f"Cannot split a batch into {count} {what}, because {none}: pass the examples by "
-                f"position, and {_REMEDY}."
+                f"Expected argnums of jmpx.Batch to be an int or several, got {argnums!r}: say "
+                "which arguments hold a batch of examples."
             )
-        number, first = found[0]
-        for other, leaf in found:
-            if leaf.ndim == 0:
-                raise TypeError(
-                    f"Cannot split argument {other} into {count} {what}, because it holds "
-                    f"{spell(leaf)}, which has no axis of examples: {_REMEDY}."
-                )
-            if leaf.shape[0] != first.shape[0]:
-                raise ValueError(
-                    f"Cannot split arguments {number} and {other} into {count} {what}, because "
-                    f"{spell(first)} and {spell(leaf)} differ in their number of examples: "
-                    f"{_REMEDY}."
-                )
-        if first.shape[0] % count:
+        if number in (0, state_argnum):
             raise ValueError(
-                f"Cannot split the {first.shape[0]} examples of argument {number}, "
-                f"{spell(first)}, into {count} {what} of one size: make {count} divide them."
+                f"Cannot split argument {number}, as argnums={argnums!r} of jmpx.Batch says, "
+                f"because it holds the {'model state' if number else 'parameters'}: give the "
+                "positions of the arguments that hold examples."
             )
+    return numbers
 
 
-def _never(leaf: object) -> bool:
-    return False
+def split_batch(
+    batch: Batch,
+    state_argnum: int | None,
+    args: Sequence[PyTree],
+    count: int,
+    what: str,
+    keywords: Mapping[str, PyTree] | None = None,
+) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], tuple[PyTree, ...]]]:
+    """Splits a batch into equal parts along a new first axis, in the order of its examples.
+
+    Objects of NNX, numbers, and by default PRNG keys of shape () go whole into each part, as the
+    keyword arguments do. Messages call the parts `what`.
+
+    Returns:
+        Arrays of shape (parts, examples in each, ...), and a function that puts the arrays of one
+        part back among the arguments.
+    """
+    numbers = numbers_of(batch.argnums, state_argnum)
+    positions = _positions(numbers, (0, state_argnum), len(args))
+
+    def holds_examples(leaf: object) -> bool:
+        if numbers is not None or not is_traceable(leaf):
+            return is_traceable(leaf)
+        return leaf.ndim > 0 or not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+    split = [
+        split_arrays(arg, holds_examples if n in positions else lambda leaf: False, is_whole)
+        for n, arg in enumerate(args)
+    ]
+    arrays, treedef = jax.tree.flatten([arrays for arrays, _ in split])
+    found = [(n, array) for n, (arrays, _) in enumerate(split) for array in arrays]
+    _check_arrays(found, numbers, count, what)
+    if numbers is None:
+        _check_keywords(keywords or {}, what)
+
+    def merge(part: Sequence[jax.Array]) -> tuple[PyTree, ...]:
+        pairs = zip(split, treedef.unflatten(part), strict=True)
+        return tuple(put_back(arrays) for (_, put_back), arrays in pairs)
+
+    return [_split(array, count) for array in arrays], merge
+
+
+def _positions(
+    numbers: tuple[int, ...] | None, whole: tuple[int | None, ...], count: int
+) -> set[int]:
+    """Returns the positions of the arguments that are split in a call with `count` of them."""
+    if numbers is None:
+        return set(range(count)).difference(whole)
+    for number in numbers:
+        if not -count <= number < count or number % count in whole:
+            raise ValueError(
+                f"Cannot split argument {number}, as argnums of jmpx.Batch says, in a call with "
+                f"{count} positional arguments: count from 1, the first after the parameters."
+            )
+    return {number % count for number in numbers}
+
+
+def _check_arrays(
+    found: list[tuple[int, jax.Array]], numbers: tuple[int, ...] | None, count: int, what: str
+) -> None:
+    """Refuses arrays, each with the position of its argument, that do not make equal parts."""
+    if not found:
+        none = "no positional argument but the first holds an array of examples"
+        if numbers is not None:
+            none = f"the arguments of argnums={numbers} hold no array"
+        raise TypeError(
+            f"Cannot split a batch into {count} {what}, because {none}: pass the examples by "
+            f"position, and {_REMEDY}."
+        )
+    number, first = found[0]
+    for other, leaf in found:
+        if leaf.ndim == 0:
+            raise TypeError(
+                f"Cannot split argument {other} into {count} {what}, because it holds "
+                f"{spell(leaf)}, which has no axis of examples: {_REMEDY}."
+            )
+        if leaf.shape[0] != first.shape[0]:
+            raise ValueError(
+                f"Cannot split arguments {number} and {other} into {count} {what}, because "
+                f"{spell(first)} and {spell(leaf)} differ in their number of examples: {_REMEDY}."
+            )
+    if first.shape[0] % count:
+        raise ValueError(
+            f"Cannot split the {first.shape[0]} examples of argument {number}, {spell(first)}, "
+            f"into {count} {what} of one size: make {count} divide them."
+        )
 
 
 def _split(array: jax.Array, count: int) -> jax.Array:

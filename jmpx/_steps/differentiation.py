@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jmpx._adapters.applying import Application
 from jmpx._base.axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
 from jmpx._base.leaves import PyTree, is_array, is_floating, is_inexact_array, spell
-from jmpx._base.stateful import PureFunction
+from jmpx._base.stateful import Changes, PureFunction
 from jmpx._base.trees import all_finite
 from jmpx._devices.exchanges import find_exchanges
 from jmpx._devices.reduction import unscaled_mean
@@ -34,19 +34,19 @@ Keywords = dict[str, PyTree]
 
 def differentiate(
     options: Options, pure: PureFunction, state: State, args: Arguments, kwargs: Keywords
-) -> tuple[ValueAndGradients[PyTree, LossScale], State]:
-    """Computes a loss and its gradients; returns them, and the new state of NNX objects."""
+) -> tuple[ValueAndGradients[PyTree, LossScale], Changes]:
+    """Computes a loss and its gradients; returns them, and what changed in NNX objects."""
     stored, merge = split_parameters(args)
     params = widened(stored, options.grad_dtype) if options.is_mixed else stored
     application = options.applied()
     old_state = options.model_state.get(args)
+    call = _Call(options, application, pure, merge, kwargs, options.over, options.scaling)
     checked, axes = None, ()
     if options.batch.sharding is None:
-        call = _Call(options, application, pure, merge, kwargs, options.over, options.scaling)
         result, checked, axes = call.mean(params, state, args)
     else:
         groups = Groups(options.batch.sharding)
-        run = functools.partial(_mean_of_groups, groups, options, application, pure)
+        run = functools.partial(call.mean_of_groups, groups)
         result = groups.in_auto_axes(run, params, options.scaling, state, args, kwargs)
         if groups.explicit_axes:
             stored_state = result.state[0].stored(), old_state
@@ -68,50 +68,15 @@ def differentiate(
     return ValueAndGradients(value, new_scaling, grads_finite, merge(grads, None)), updates
 
 
-def _mean_of_groups(
-    groups: Groups,
-    options: Options,
-    application: Application,
-    pure: PureFunction,
-    params: list[jax.Array],
-    scaling: LossScale,
-    state: State,
-    args: Arguments,
-    kwargs: Keywords,
-) -> Backward:
-    """Returns the mean value and gradients over the groups of a batch."""
-    _, merge = split_parameters(args)
-    call = _Call(options, application, pure, merge, kwargs, Over(AXIS), scaling)
-    parts = options.batch_arguments.split(args, groups.count, GROUPS, kwargs)
-
-    def run(arrays: Sequence[jax.Array]) -> Backward:
-        one, *_ = call.mean(params, state, parts.merge(arrays))
-        changes = one.state[0]
-        check_variables(changes.arrays, changes.stored().arrays)
-        return one
-
-    return groups.run(run, parts.arrays)
-
-
 class _Call(NamedTuple):
-    """One call of a gradient function.
-
-    Attributes:
-        options: what the function was made with.
-        application: how it runs under the policy.
-        pure: the function to differentiate.
-        merge: puts parameters back into the first argument.
-        kwargs: the keyword arguments.
-        over: the mapped axis, which may be that of the groups.
-        scaling: the loss scale.
-    """
+    """One call of a gradient function."""
 
     options: Options
     application: Application
     pure: PureFunction
-    merge: Merge
+    merge: Merge  # puts parameters back into the first argument
     kwargs: Keywords
-    over: Over | None
+    over: Over | None  # may be the axis of the groups
     scaling: LossScale
 
     @property
@@ -147,23 +112,44 @@ class _Call(NamedTuple):
         # Unscaling by 1 or more keeps finite gradients finite, and scaled ones are there already.
         return mean, backward.grads if is_at_least_1(self.scaling) else None, ()
 
+    def mean_of_groups(
+        self,
+        groups: Groups,
+        params: list[jax.Array],
+        scaling: LossScale,
+        state: State,
+        args: Arguments,
+        kwargs: Keywords,
+    ) -> Backward:
+        """Returns the mean value and gradients over the groups, from arrays that it is given."""
+        _, merge = split_parameters(args)
+        call = self._replace(merge=merge, kwargs=kwargs, over=Over(AXIS), scaling=scaling)
+        parts, join = self.options.split(args, groups.count, GROUPS, kwargs)
+
+        def run(arrays: Sequence[jax.Array]) -> Backward:
+            one, *_ = call.mean(params, state, join(arrays))
+            changes = one.state[0]
+            check_variables(changes.arrays, changes.stored().arrays)
+            return one
+
+        return groups.run(run, parts)
+
     def accumulate(
         self, params: list[jax.Array], state: State, args: Arguments, shards: "_Shards"
     ) -> Backward:
         """Runs all micro-batches of a batch, each from the state that the one before it left."""
         options, model_state = self.options, self.options.model_state
         keywords = self.kwargs if options.batch.sharding is None else None  # checked already
-        count = options.batch.microbatches
-        parts = options.batch_arguments.split(args, count, MICROBATCHES, keywords)
+        parts, join = options.split(args, options.batch.microbatches, MICROBATCHES, keywords)
 
         def run(states: tuple[State, PyTree], arrays: Sequence[jax.Array]) -> Backward:
-            inputs = model_state.put(parts.merge(arrays), states[1])
+            inputs = model_state.put(join(arrays), states[1])
             one = self.run(params, states[0], inputs, shards)
             changes, new = one.state
             aux = one.aux, dataclasses.replace(changes, arrays=[])
             return one._replace(state=(changes.advance(states[0]), new), aux=aux)
 
-        total = accumulate(run, (state, model_state.get(args)), parts.arrays, params)
+        total = accumulate(run, (state, model_state.get(args)), parts, params)
         aux, changes = total.aux
         return total._replace(state=(changes.read(total.state[0]), total.state[1]), aux=aux)
 
@@ -181,7 +167,9 @@ class _Call(NamedTuple):
             new, aux = options.model_state.split(aux, old)
             if options.batch.microbatches > 1:
                 options.model_state.check(new, old)
-            value = shards.of_each_device(options.to_float32(value))
+            # Gradients are averaged: each device differentiates a loss of its own, because the
+            # gradient of a common one would be this device's part of it alone.
+            value = vary([options.to_float32(value)], shards.axes)[0]
             return self.scale.scale(value), (value, aux, (updates, new))
 
         run = shards.find(scaled_loss, params)
@@ -203,14 +191,6 @@ class _Shards:
         varying = [varying_axes(leaf) for leaf in jax.tree.leaves(model) if is_inexact_array(leaf)]
         self.parameters = Parameters(paths_of(model), varying, read_mask(over.sharded, model))
 
-    def of_each_device(self, value: jax.Array) -> jax.Array:
-        """Returns a loss as one of each device, also where it is the same on all.
-
-        The gradients are averaged, so that each device has to differentiate a loss of its own. The
-        gradient of a common loss is only this device's part of it.
-        """
-        return vary([value], self.axes)[0]
-
     def find(
         self, run: Callable[[list[jax.Array]], R], params: list[jax.Array]
     ) -> Callable[[list[jax.Array]], R]:
@@ -225,8 +205,8 @@ class _Shards:
     def disagreeing(self, grads: list[jax.Array], value: jax.Array) -> tuple[Hashable, ...]:
         """Returns the axes along which devices share a loss, but not their gradients.
 
-        Also along an axis that is not averaged over, devices share what their losses read of each
-        other's parameters: the parts of a tensor, for one.
+        Devices also share what their losses read of each other's parameters along axes that are not
+        averaged over, as in tensor parallelism.
         """
         varying = frozenset[Hashable]().union(*map(varying_axes, grads))
         tracked = tracked_axes()

@@ -126,9 +126,7 @@ def filter_grad(
     return gradients_of(Options(func, scaling, has_aux, True, **options))
 
 
-def value_and_gradients_of(
-    options: Options,
-) -> Callable[..., ValueAndGradients[PyTree, PyTree]]:
+def value_and_gradients_of(options: Options) -> Callable[..., ValueAndGradients[PyTree, PyTree]]:
     """Returns the function that computes a loss and its gradients."""
     run = functools.partial(differentiate, options)
 

@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jmpx._base.casts import at_least_float32, cast_like
 from jmpx._base.leaves import PyTree, is_array, is_floating, is_none, is_traceable, spell
-from jmpx._base.messages import did_you_mean
 from jmpx._steps.arrays import split_arrays
 from jmpx._steps.batches import BatchSharding, axes_of
 from jmpx._steps.microbatches import Backward, of_arrays
@@ -22,11 +21,7 @@ AXIS = "jmpx_groups"  # the mapped axis of the groups
 
 
 class Groups:
-    """The groups that a batch is split into: as many as the mesh has devices along its axes.
-
-    Args:
-        sharding: the sharding of the batch.
-    """
+    """The groups that a batch is split into: as many as the mesh has devices along its axes."""
 
     def __init__(self, sharding: BatchSharding) -> None:
         self.axes = axes_of(sharding)
@@ -87,24 +82,13 @@ class Groups:
 
         axes: list[PyTree] = [None, 0, None, None]  # Aux alone differs between groups.
         mapped = jax.vmap(one, out_axes=Backward(*axes), axis_name=AXIS, spmd_axis_name=self.axes)
-        try:
-            return put_back(mapped([self.constrain(array) for array in arrays]))
-        except ValueError as error:
-            if "spmd_axis_name" not in str(error):
-                raise
-            raise ValueError(
-                f"Cannot split an array over {' and '.join(map(repr, self.axes))} in the function "
-                f"that is differentiated, because each group of the batch is on one device "
-                f"of it ({error}): leave the axis out of the shardings there."
-            ) from error
+        return put_back(mapped([self.constrain(array) for array in arrays]))
 
 
 def check_variables(new: Sequence[jax.Array], stored: Sequence[PyTree]) -> None:
     """Refuses new variables of an NNX module that hold something of each example.
 
-    Args:
-        new: the new arrays of one group.
-        stored: the leaves that they replace; None for a new variable.
+    `stored` has the leaves that the arrays of one group replace, and None for new variables.
     """
     for array, old in zip(new, stored, strict=True):
         is_alike = is_array(old) and old.shape == array.shape
@@ -173,12 +157,9 @@ def _check_axis(axis: str, mesh: Mesh | AbstractMesh) -> None:
     """Refuses an axis over which nothing is split here: it is unknown, or mapped."""
     names = [str(name) for name in mesh.axis_names]
     if axis not in names:
-        if names:
-            where = f"expected one of the axes {names}{did_you_mean(axis, names)}"
-        else:
-            where = "set one by jax.set_mesh, or give a jax.sharding.NamedSharding."
         raise ValueError(
-            f"Cannot find a mesh with the axis {axis!r} of the batch's sharding: {where}"
+            f"Cannot find a mesh with the axis {axis!r} of the batch's sharding among {names}: set "
+            "one by jax.set_mesh, or give a jax.sharding.NamedSharding."
         )
     kind = dict(zip(names, mesh.axis_types, strict=True))[axis]
     if kind == AxisType.Manual:

@@ -25,18 +25,15 @@ def metrics(opt_state: PyTree = None, loss_scale: LossScale | None = None) -> di
 
     Args:
         opt_state: the state of an optimizer of `skip_nonfinite`, or any pytree that holds one or
-            several, as `check_progress` takes it. Of several states each number is the largest.
+            several, as `check_progress` takes it.
         loss_scale: the loss scale of the next step, which the gradient function returned.
 
     Returns:
-        A dict of arrays of shape (), without those that the arguments do not tell:
-
-        - `"loss_scale"`: the factor that the next step scales its loss by, float32.
-        - `"total_skipped"`: how many steps were skipped so far, int32.
-        - `"consecutive_skipped"`: how many steps in a row were skipped, up to this one, int32.
-
-        Inside `jax.shard_map` and `jax.pmap` they are the device's own. Of a stack of states, as
-        `jax.pmap` returns one, they are the largest counts and the smallest scale.
+        A dict of arrays of shape (): `"loss_scale"` in float32, `"total_skipped"`, the steps that
+        were skipped so far, and `"consecutive_skipped"`, those in a row up to this one, in int32;
+        without those that the arguments do not tell. Inside `jax.shard_map` and `jax.pmap` they are
+        the device's own. Of several states, or of a stack of them, they are the largest counts and
+        the smallest scale.
 
     Raises:
         TypeError: if the arguments are swapped, `loss_scale` is not a loss scale, `opt_state` is an

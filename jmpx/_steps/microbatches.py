@@ -13,19 +13,12 @@ from jmpx._steps.arrays import Merge, split_arrays
 
 
 class Backward(NamedTuple):
-    """The result of a forward and a backward pass, or of those of all micro-batches together.
+    """The result of a forward and a backward pass, or of those of all micro-batches together."""
 
-    Attributes:
-        value: the unscaled loss.
-        aux: what the function returned besides its loss and its model state.
-        state: the model state after the pass.
-        grads: the scaled gradients, in float32 or wider.
-    """
-
-    value: jax.Array
-    aux: PyTree
-    state: PyTree
-    grads: list[jax.Array]
+    value: jax.Array  # the unscaled loss
+    aux: PyTree  # what the function returned besides its loss and its model state
+    state: PyTree  # the model state after the pass
+    grads: list[jax.Array]  # the scaled gradients, in float32 or wider
 
 
 BackwardT: TypeAlias = Callable[..., Backward]
@@ -57,13 +50,9 @@ def accumulate(
 ) -> Backward:
     """Runs micro-batches one after the other, and averages their values and gradients.
 
-    The loop holds the function once. It adds gradients in float32 and reduces nothing over devices.
-
-    Args:
-        run: runs one micro-batch, by the state that the one before it left and its arrays.
-        state: the model state before the first one; leaves that are not arrays do not change.
-        parts: arrays of shape (micro-batches, examples in each, ...).
-        params: the parameters, in whose shapes the gradients are.
+    The loop holds the function once. It adds gradients in float32, in the shapes of `params`, and
+    reduces nothing over devices. Each part, of arrays of shape (micro-batches, examples in each,
+    ...), starts from the state that the one before it left, of which only arrays change.
 
     Returns:
         The means, the last state, and aux with a leading axis of micro-batches.

@@ -8,14 +8,7 @@ import jax.numpy as jnp
 
 from jmpx._base.axes import varying_axes
 from jmpx._base.casts import cast_like
-from jmpx._base.leaves import (
-    PyTree,
-    can_replace,
-    is_array,
-    is_none,
-    is_traceable,
-    spell,
-)
+from jmpx._base.leaves import PyTree, can_replace, is_array, is_none, is_traceable, spell
 from jmpx._base.trees import holds_on_all, select_tree
 from jmpx._steps.whole_numbers import check_whole
 
@@ -24,11 +17,7 @@ _ALL = "state"  # the rest of an aux that is the state and nothing else
 
 @dataclasses.dataclass(frozen=True)
 class ModelState:
-    """The argument that holds model state, which comes back in aux.
-
-    Args:
-        argnum: its position; None if there is none.
-    """
+    """The argument that holds model state, which comes back in aux, by its position."""
 
     argnum: int | None = None
 

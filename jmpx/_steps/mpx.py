@@ -12,9 +12,9 @@ from jmpx._adapters.function_casts import force_full_precision as _force_full_pr
 from jmpx._base.casts import cast_tree
 from jmpx._base.dtypes import DTypeLike, as_dtype
 from jmpx._base.leaves import PyTree
-from jmpx._scales.dynamic import LEAVES, DynamicLossScale, register_pytree
+from jmpx._scales.arguments import LARGEST_FLOAT16
+from jmpx._scales.dynamic import DynamicLossScale, register_pytree
 from jmpx._scales.kinds import LossScale
-from jmpx._scales.scaling import LARGEST_FLOAT16, register_with_flax
 from jmpx._steps.gradient import P, ScalingT, ValueT, gradients_of, value_and_gradients_of
 from jmpx._steps.options import GradientOptions, Options, with_options_spelled
 from jmpx._steps.results import ValueAndGradients
@@ -33,20 +33,18 @@ def half_precision_datatype() -> type[Any]:
 
 
 def set_half_precision_datatype(datatype: DTypeLike) -> None:
-    """Sets the dtype of half precision for the functions of `jmpx.mpx` that are called from now on.
+    """Sets the dtype of half precision, for calls from now on: float16 or bfloat16.
 
-    Args:
-        datatype: float16 or bfloat16. What `jax.jit` has compiled before keeps its dtype.
+    What `jax.jit` has compiled before keeps its dtype.
 
     Raises:
         TypeError: if it is not a dtype.
         ValueError: if it is another dtype.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> import jmpx.mpx as mpx
         >>> mpx.set_half_precision_datatype("bfloat16")
-        >>> mpx.cast_to_half_precision(jnp.ones(2)).dtype.name
+        >>> mpx.half_precision_datatype().__name__
         'bfloat16'
         >>> mpx.set_half_precision_datatype(mpx.HALF_PRECISION_DATATYPE)
     """
@@ -131,7 +129,6 @@ class DynamicLossScaling(DynamicLossScale):
         given |= {"max_loss_scale": LARGEST_FLOAT16} | others
         counter = 0 if counter is None else counter
         super().__init__(factor=factor, period=period, counter=counter, **given)
-        register_with_flax(DynamicLossScaling, names=LEAVES)
 
     @property
     def loss_scaling(self) -> Any:
@@ -152,10 +149,7 @@ def scaled(
 ) -> Callable[P, PyTree]:
     """Makes a function that returns the scaled loss of `func`, in float32.
 
-    Args:
-        func: a function that returns a loss, any pytree, or with `has_aux` the pair `(loss, aux)`.
-        scaling: the loss scale.
-        has_aux: whether `func` returns `(loss, aux)`, of which `aux` is left as it is.
+    With `has_aux`, `func` returns the pair `(loss, aux)`, of which `aux` is left as it is.
 
     Example:
         >>> import jax.numpy as jnp
@@ -220,15 +214,9 @@ def filter_value_and_grad(
 
     It is `jmpx.filter_value_and_grad` with MPX's fourth argument (arXiv 2507.03312, section 3.4).
     Without a policy, the arguments are cast to `half_precision_datatype()`, as it is at the call.
-
-    Args:
-        func: a function of pytrees that returns a loss, or `(loss, aux)`.
-        scaling: the loss scale.
-        has_aux: whether `func` returns `(loss, aux)`.
-        use_mixed_precision: if False, nothing is cast, scaled or checked, the policy has no effect,
-            and the gradient is the plain one, averaged in its own dtype, and cast to `grad_dtype`
-            at the end.
-        **options: those of `jmpx.filter_value_and_grad`, which has the errors and warnings, too.
+    With `use_mixed_precision=False`, nothing is cast, scaled or checked, the policy has no effect,
+    and the gradient is the plain one, averaged in its own dtype, and cast to `grad_dtype` at the
+    end.
 
     Returns:
         A function that returns `(value, scaling, grads_finite, grads)`, a `ValueAndGradients`.
@@ -262,14 +250,6 @@ def filter_grad(
     Returns:
         A function that returns `(scaling, grads_finite, grads)` or, with `has_aux`,
         `(scaling, grads_finite, grads, aux)`: a `Gradients` or a `GradientsAndAux`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
-        >>> import jmpx.mpx as mpx
-        >>> grad_fn = mpx.filter_grad(jnp.sum, jmpx.StaticLossScale(8), use_mixed_precision=False)
-        >>> grad_fn(jnp.ones(2)).grads
-        Array([1., 1.], dtype=float32)
     """
     return _in_half(gradients_of, func, scaling, has_aux, use_mixed_precision, options)
 

@@ -16,9 +16,7 @@ from jmpx._steps.optimizer_checks import (
     check_skip_by,
     refuse_state,
     trained_part,
-    warn_of_cast_masters,
     warn_of_inner_counts,
-    warn_of_later_steps,
     warn_of_views,
 )
 from jmpx._steps.skipping import SkipBy, refuse_beyond, take_or_keep
@@ -39,11 +37,9 @@ class SkipNonfiniteState(NamedTuple):
 
     Attributes:
         inner_state: the state of the wrapped optimizer.
-        grads_finite: whether the last step was taken: a bool array of shape (). Use it to select
-            other state that the step made, such as moving averages.
+        grads_finite: whether the last step was taken: a bool array of shape ().
         total_skipped: how many steps were skipped so far: an int32 array of shape ().
-        consecutive_skipped: how many steps in a row were skipped, up to the last one: an int32
-            array of shape ().
+        consecutive_skipped: how many of them in a row, up to the last step: the same.
     """
 
     __module__ = "jmpx.types"
@@ -64,11 +60,9 @@ def skip_nonfinite(
 
     A skipped step leaves the wrapped optimizer's state as it was, step counts and schedules
     included, and returns updates of -0.0, which leave parameters as they were to the bit. Unlike
-    `optax.apply_if_finite` it never applies a non-finite update, however many it has skipped.
-
-    Make it the outermost transformation, because transformations around it see skipped steps: the
-    sum of an `optax.MultiSteps` around it stays non-finite after one overflow. Write
-    `skip_nonfinite(optax.MultiSteps(optimizer, n))`, which skips one micro-step.
+    `optax.apply_if_finite` it never applies a non-finite update, however many it has skipped. Make
+    it the outermost transformation: the sum of an `optax.MultiSteps` around it stays non-finite
+    after one overflow, while `skip_nonfinite(optax.MultiSteps(optimizer, n))` skips one micro-step.
 
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`.
@@ -77,22 +71,16 @@ def skip_nonfinite(
         max_consecutive_skips: how many steps in a row may be skipped; a callback raises at the one
             after them, for loops inside the program, such as a `lax.scan` over the steps. Python
             sees a `jax.errors.JaxRuntimeError` when it next waits for the program, whose results
-            are lost. `jax.export` refuses such a program, and JAX before 0.12 does not cache it on
-            disk. None sets no limit, and adds nothing to the program.
+            are lost. `jax.export` refuses such a program. None adds nothing to the program.
 
     Returns:
-        An optax gradient transformation whose `update` takes an optional `grads_finite=`, a scalar
-        bool that says whether to take the step; without it, the gradients are checked. Other extra
-        arguments are handed on. Its state is a `SkipNonfiniteState`. Outside `jax.jit`, `update`
-        and `optimizer_update` raise a FloatingPointError where the limit is passed.
+        An optax gradient transformation with a `SkipNonfiniteState`, whose `update` takes an
+        optional `grads_finite=`, a scalar bool that says whether to take the step; without it, the
+        gradients are checked. Other extra arguments are handed on.
 
     Raises:
-        TypeError: if `optimizer` is not an optax gradient transformation, or
-            `max_consecutive_skips` is not a whole number.
+        TypeError: if an argument is of another type.
         ValueError: if `skip_by` or `max_consecutive_skips` has no such value.
-
-    Warns:
-        UserWarning: if `init` or `update` is given parameters that `optimizer_update` warns of.
 
     See Also:
         `jmpx.inspect.check_progress` ends loops in Python: it adds nothing to the program, and
@@ -146,7 +134,6 @@ class _SkipNonfinite(NamedTuple):
         if not isinstance(state, SkipNonfiniteState):
             refuse_state(state)
         warn_of_views((updates, params))
-        warn_of_cast_masters(params, self.inner, state.inner_state, updates)
         if grads_finite is None:
             grads_finite = all_finite(updates)
 
@@ -203,11 +190,10 @@ def optimizer_update(
         grads: gradients of the structure of `model`, as `filter_grad` returns them.
         grads_finite: whether to take the step: a scalar bool, traced or not.
         skip_by: "cond" runs the update in a `lax.cond`, which a skipped step does not enter.
-            "where" always computes the update and then selects; it fuses with the optimizer, while
-            a GPU may wait for the host to read the flag of a `lax.cond`. None takes "where" on TPUs
-            and "cond" elsewhere, by the platform that the program is lowered for. "where" is taken
-            in any case for a flag that is not traced, or that varies over the devices of a
-            `jax.shard_map`.
+            "where" always computes the update and then selects, which fuses with the optimizer.
+            None takes "where" on TPUs and "cond" elsewhere, by the platform that the program is
+            lowered for. A flag that is not traced, or that varies over the devices of a
+            `jax.shard_map`, always takes "where".
         **extra_args: other arguments of `optimizer.update`, such as `value=`.
 
     Returns:
@@ -217,21 +203,18 @@ def optimizer_update(
     Raises:
         TypeError: if `grads_finite` is not a scalar bool, the arguments are not in this order, or
             the state of an NNX module's optimizer was made of the module itself.
-        ValueError: if `skip_by` is neither "cond" nor "where" nor None.
+        ValueError: if `skip_by` has no such value.
 
     Warns:
-        UserWarning: if `model` is a view, which holds rounded parameters; if all parameters and
-            gradients have 16 bits and the state was made of wider parameters; if `skip_nonfinite`
-            is inside other transformations, where it does not count what this function skips; if
-            an `optax.chain` has transformations after `low_precision_params`.
+        UserWarning: if `model` is a view, which holds rounded parameters, or if `skip_nonfinite` is
+            inside other transformations, where it does not count what this function skips.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import jmpx
-        >>> model, optimizer = {"w": jnp.ones(2), "activation": jnp.tanh}, optax.sgd(0.5)
-        >>> grads = {"w": jnp.ones(2), "activation": None}
-        >>> state = optimizer.init({"w": model["w"], "activation": None})
+        >>> model, optimizer, grads = {"w": jnp.ones(2)}, optax.sgd(0.5), {"w": jnp.ones(2)}
+        >>> state = optimizer.init(model)
         >>> model, state = jmpx.optimizer_update(model, optimizer, state, grads, jnp.array(True))
         >>> model["w"]
         Array([0.5, 0.5], dtype=float32)
@@ -254,8 +237,6 @@ def optimizer_update(
         extra_args, grads_finite = {**extra_args, "grads_finite": grads_finite}, True
     elif grads_finite is not True:
         warn_of_inner_counts(state, SkipNonfiniteState)
-    warn_of_cast_masters(params, inner, inner_state, grads)
-    warn_of_later_steps(state)
     low_precision = _made_by(LowPrecisionParams, inner)
 
     def take() -> tuple[PyTree, PyTree]:
@@ -287,8 +268,7 @@ def _parameters_of(
 ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Returns the pytree that the optimizer updates, and a function from it to the new model.
 
-    An NNX module is updated in place if its gradients are those of `filter_grad`. If they are a
-    module themselves, as `jax.grad` returns them, the model is a pytree like any other.
+    If the gradients are an NNX module, as `jax.grad` returns them, so is what is updated.
     """
     if not holds_objects(model) or holds_objects(grads):
         return model, lambda new: new

@@ -1,19 +1,14 @@
 """Checks of what an optimizer step is given: errors, and warnings of what would train badly."""
 
-import contextlib
 import warnings
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from jmpx._base.leaves import PyTree, is_array, is_floating, is_none, is_view, spell
+from jmpx._base.leaves import PyTree, is_array, is_none, is_view, spell
 from jmpx._base.messages import describe
-from jmpx._storage.low_precision_params import LowPrecisionParamsState
 from jmpx._storage.transformations import in_place_of_optimizer, is_optimizer, name_of
-
-if TYPE_CHECKING:
-    import optax
 
 # By then a scale of 2**24 has been at its floor of 1 for half of the time.
 MAX_CONSECUTIVE_SKIPS = 50
@@ -79,70 +74,14 @@ def warn_of_views(tree: PyTree) -> None:
 
 def warn_of_inner_counts(state: PyTree, counting: type) -> None:
     """Warns if transformations around `skip_nonfinite` hide it from `optimizer_update`."""
-    if _holds(state, counting):
+    is_counting = lambda node: isinstance(node, counting)  # noqa: E731
+    if any(map(is_counting, jax.tree.leaves(state, is_leaf=is_counting))):
         _warn(
             "Got an optimizer with a jmpx.skip_nonfinite inside other transformations, which "
             "does not count the steps that optimizer_update skips: make it the outermost one, as "
             "in skip_nonfinite(optax.chain(...)), or let it skip alone by "
             "optimizer_update(..., grads_finite=True)."
         )
-
-
-def warn_of_later_steps(state: PyTree) -> None:
-    """Warns if an `optax.chain` changes what `low_precision_params` has rounded."""
-    if _has_later_steps(state):
-        _warn(
-            "Got an optax.chain with transformations after jmpx.optim.low_precision_params, which "
-            "change updates of parameters that it has rounded: put them inside, as in "
-            "low_precision_params(optax.chain(...), ...)."
-        )
-
-
-def _has_later_steps(state: PyTree) -> bool:
-    is_chain = lambda node: type(node) is tuple and bool(node)  # noqa: E731
-    chains = [node for node in jax.tree.leaves(state, is_leaf=is_chain) if is_chain(node)]
-    return any(
-        _holds(node[:-1], LowPrecisionParamsState) or _has_later_steps(node[-1]) for node in chains
-    )
-
-
-def warn_of_cast_masters(
-    params: PyTree,
-    optimizer: "optax.GradientTransformation | optax.MultiSteps",
-    state: PyTree,
-    grads: PyTree,
-) -> None:
-    """Warns if all parameters have 16 bits, but the state was made of wider ones.
-
-    The state is compared to the one that `init` makes of these parameters, because some optimizers
-    keep wide accumulators for 16-bit parameters. Wide gradients widen the state of 16-bit
-    parameters too, so that there is no warning with them.
-    """
-    given = [leaf for leaf in jax.tree.leaves((params, grads)) if is_floating(leaf)]
-    if not given or params is None or any(leaf.dtype.itemsize != 2 for leaf in given):
-        return
-    if _holds(state, LowPrecisionParamsState):  # It is made of wider ones, as it should be.
-        return
-    wide = [is_floating(x) and x.ndim > 0 and x.dtype.itemsize > 2 for x in jax.tree.leaves(state)]
-    if not any(wide):
-        return
-    with contextlib.suppress(jax.errors.JAXTypeError):  # from an init that cannot be traced
-        made = jax.eval_shape(optimizer.init, params)
-        if jax.tree.structure(made) == jax.tree.structure(state) and any(
-            is_wide and is_floating(leaf) and leaf.dtype.itemsize == 2
-            for is_wide, leaf in zip(wide, jax.tree.leaves(made), strict=True)
-        ):
-            _warn(
-                "Got parameters of 16 bits, and an optimizer state that was made of wider ones: "
-                "cast parameters inside of the loss function, and update those that are stored; or "
-                "make the state of the 16-bit ones, by the optimizer's init."
-            )
-
-
-def _holds(state: PyTree, cls: type) -> bool:
-    """Whether a state of class `cls` is in the state of an optimizer."""
-    is_one = lambda node: isinstance(node, cls)  # noqa: E731
-    return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
 
 
 def _warn(message: str) -> None:

@@ -1,5 +1,6 @@
 """The options of a gradient function, which are checked when it is made."""
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,14 +16,15 @@ from jmpx._base.dtypes import DTypeLike, dtype_name
 from jmpx._base.leaves import PyTree
 from jmpx._base.messages import describe, did_you_mean, user_stacklevel
 from jmpx._base.moved import remedy
-from jmpx._devices.shards import Over, check_over
+from jmpx._devices.shards import Over
 from jmpx._policies.maps import PolicyMap
 from jmpx._scales.kinds import LossScale, NoOpLossScale, in_place_of_loss_scale, is_loss_scale
 from jmpx._scales.mixed_precision import MixedPrecisionLike
 from jmpx._steps.arrays import as_grad_dtype
-from jmpx._steps.batches import Batch, BatchArguments, as_batch
+from jmpx._steps.batches import Batch, numbers_of, split_batch
 from jmpx._steps.model_state import ModelState
 
+T = TypeVar("T")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 
@@ -67,15 +69,16 @@ class Options:
     ) -> None:
         _refuse_unknown(unknown)
         _check_function_and_scale(func, scaling)
-        check_over(over)
         self.func, self.scaling, self.has_aux, self.is_mixed = func, scaling, has_aux, is_mixed
-        self.batch, self.over = as_batch(batch), over
+        self.over = _option("over", over, Over, 'jmpx.Over("data")')
+        self.batch = _option("batch", batch, Batch, "jmpx.Batch(microbatches=8)") or Batch()
         _check_one_mean(self.batch, over)
-        self.batch_arguments = BatchArguments.of(self.batch.argnums, state_argnum)
+        numbers_of(self.batch.argnums, state_argnum)
+        self.split = functools.partial(split_batch, self.batch, state_argnum)
         kept = UncastArguments.of(func, uncast).including(state_argnum)
         self.applying = Application.of(policy, func, kept, "The gradient function")
         if is_mixed and over is None and self.batch.sharding is None:
-            _warn_of_reduce(self.applying.policy_map)
+            _warn_of_reduce(self.applying.reduce_dtype)
         self.grad_dtype = as_grad_dtype(grad_dtype)
         self.model_state = ModelState.of(state_argnum, has_aux)
 
@@ -102,6 +105,16 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
         raise TypeError(f"{accepted}, got {name!r}{did_you_mean(name, known)}")
 
 
+def _option(name: str, value: T | None, cls: type[T], example: str) -> T | None:
+    """Refuses anything but None and a value of one class as an option."""
+    if value is None or isinstance(value, cls):
+        return value
+    raise TypeError(
+        f"Expected {name} to be a jmpx.{cls.__name__}, got {describe(value)}: write for example "
+        f"{name}={example}."
+    )
+
+
 def _check_function_and_scale(func: object, scaling: object) -> None:
     if not callable(func):
         raise TypeError(
@@ -125,9 +138,8 @@ def _check_one_mean(batch: Batch, over: Over | None) -> None:
         )
 
 
-def _warn_of_reduce(policy_map: PolicyMap) -> None:
+def _warn_of_reduce(reduce_dtype: DTypeLike | None) -> None:
     """Warns of a dtype of sums over devices where nothing is summed over devices."""
-    reduce_dtype = policy_map.default.reduce_dtype
     if reduce_dtype is not None:
         _warn(
             f"reduce={dtype_name(reduce_dtype)} of the gradient function's policy reduces nothing "

@@ -9,37 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.casts import at_least_float32
-from jmpx._base.leaves import (
-    Array,
-    PyTree,
-    is_array,
-    is_floating,
-    is_inexact_array,
-    is_traceable,
-)
+from jmpx._base.leaves import Array, PyTree, is_array, is_floating, is_inexact_array, is_traceable
 from jmpx._base.messages import describe
-from jmpx._scales.kinds import (
-    DynamicLossScale,
-    LossScale,
-    NoOpLossScale,
-    StaticLossScale,
-    is_loss_scale,
-)
+from jmpx._scales.kinds import DynamicLossScale, LossScale, NoOpLossScale, is_loss_scale
 from jmpx._scales.numbers import format_number, shortest
 from jmpx._steps.optimizer_checks import LIMIT_REMEDY, MAX_CONSECUTIVE_SKIPS
-from jmpx._steps.whole_numbers import LARGEST_COUNT, check_whole
+from jmpx._steps.whole_numbers import check_whole
 
 Leaf: TypeAlias = Any  # an array or a Python number
 _NAMED_LEAVES = 3  # in a message
 
 
 class NonfiniteCounts(NamedTuple):
-    """How many elements of an array are not finite.
-
-    Attributes:
-        inf: how many are infinite: an int32 array of shape ().
-        nan: how many are NaN: an int32 array of shape ().
-    """
+    """How many elements of an array are infinite (`inf`) and NaN: int32 arrays of shape ()."""
 
     __module__ = "jmpx.inspect"
 
@@ -50,24 +32,21 @@ class NonfiniteCounts(NamedTuple):
 def nonfinite(tree: PyTree) -> dict[str, NonfiniteCounts]:
     """Counts the infinities and the NaNs in each leaf of a pytree, such as gradients.
 
-    It may be called under `jax.jit`, where it costs two reductions a leaf.
-
     Args:
         tree: any pytree. Floating and complex arrays and Python floats are counted, as
-            `jmpx.all_finite` checks them; other leaves are left out.
+            `jmpx.all_finite` checks them; other leaves are left out. Under `jax.jit` it costs two
+            reductions a leaf.
 
     Returns:
         The counts by the path of the leaf, such as `"['layer']['w']"`. An element of a complex leaf
-        whose parts are infinite and NaN is counted twice. A leaf of 2**31 elements or more is
-        counted in float32, up to 2**31 - 128.
+        whose parts are infinite and NaN is counted twice.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> grads = {"w": jnp.array([jnp.inf, jnp.nan, jnp.nan]), "b": jnp.ones(2)}
-        >>> counts = jmpx.inspect.nonfinite(grads)
+        >>> counts = jmpx.inspect.nonfinite({"w": jnp.array([jnp.inf, jnp.nan, jnp.nan])})
         >>> {path: (int(inf), int(nan)) for path, (inf, nan) in counts.items()}
-        {"['b']": (0, 0), "['w']": (1, 2)}
+        {"['w']": (1, 2)}
     """
     return {path: _count(leaf) for path, leaf in _inexact_leaves(tree).items()}
 
@@ -85,13 +64,7 @@ def _count(leaf: Leaf) -> NonfiniteCounts:
         inf, nan = (jnp.asarray(np.sum(f(leaf)), jnp.int32) for f in (np.isinf, np.isnan))
         return NonfiniteCounts(inf, nan)
     wide = at_least_float32(leaf) if is_floating(leaf) else leaf
-    return NonfiniteCounts(_sum(jnp.isinf(wide)), _sum(jnp.isnan(wide)))
-
-
-def _sum(flags: jax.Array) -> jax.Array:
-    if flags.size <= LARGEST_COUNT:
-        return flags.sum(dtype=jnp.int32)
-    return jnp.minimum(flags.sum(dtype=jnp.float32), LARGEST_COUNT - 127).astype(jnp.int32)
+    return NonfiniteCounts(*(f(wide).sum(dtype=jnp.int32) for f in (jnp.isinf, jnp.isnan)))
 
 
 def check_progress(
@@ -119,9 +92,7 @@ def check_progress(
     Raises:
         FloatingPointError: if more steps than `max_consecutive` were skipped in a row. It tells how
             many, the loss scale, and whether it can still fall.
-        TypeError: if `opt_state` holds no state of `skip_nonfinite`, `loss_scale` is not a loss
-            scale, a value is traced, as under `jax.jit`, or `max_consecutive` is not a whole
-            number.
+        TypeError: if an argument is of another type, or traced, as under `jax.jit`.
         ValueError: if `max_consecutive` is less than 1.
 
     See Also:
@@ -132,17 +103,16 @@ def check_progress(
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import jmpx
-        >>> optimizer, scaling = jmpx.skip_nonfinite(optax.sgd(0.1)), jmpx.DynamicLossScale(1.0)
-        >>> params, grads = jnp.ones(2), jnp.array([1.0, jnp.nan])
-        >>> state = optimizer.init(params)
+        >>> optimizer, params = jmpx.skip_nonfinite(optax.sgd(0.1)), jnp.ones(2)
+        >>> grads, state = jnp.array([1.0, jnp.nan]), optimizer.init(params)
         >>> for _ in range(3):
         ...     _, state = optimizer.update(grads, state, params)
-        >>> jmpx.inspect.check_progress(state, scaling, grads, max_consecutive=2)
+        >>> jmpx.inspect.check_progress(state, jmpx.NoOpLossScale(), grads, max_consecutive=2)
         Traceback (most recent call last):
         ...
-        FloatingPointError: Skipped 3 optimizer steps in a row, more than max_consecutive=2, with
-        the loss scale at its floor of 1, and infinities or NaN in grads (1 NaN): lower the
-        learning rate, or look for the cause in the data and by jmpx.inspect.nonfinite(grads).
+        FloatingPointError: Skipped 3 optimizer steps in a row, more than max_consecutive=2, without
+        a loss scale, and infinities or NaN in grads (1 NaN): lower the learning rate, or look for
+        the cause in the data and by jmpx.inspect.nonfinite(grads).
     """
     limit = check_whole(max_consecutive, "max_consecutive", LIMIT_REMEDY)
     raise_if_stuck(opt_state, loss_scale, grads, limit, f"max_consecutive={limit}")
@@ -183,8 +153,7 @@ def raise_if_stuck(
 def counts_of(opt_state: PyTree, name: str) -> list[Array | int]:
     """Returns the counts of `skip_nonfinite` of this name, wherever a pytree has them.
 
-    They are found by their name, because a checkpoint and an `nnx.State` hold dicts in place of a
-    `SkipNonfiniteState`.
+    Checkpoints and `nnx.State` have dicts in place of a `SkipNonfiniteState`.
     """
     found: list[PyTree] = []
 
@@ -214,15 +183,14 @@ def _parts(array: Leaf) -> list[Leaf]:
 
 def _about(loss_scale: LossScale) -> tuple[str, str]:
     """Returns what a message says of the loss scale, and the remedy."""
-    cause = "look for the cause in the data and by jmpx.inspect.nonfinite(grads)"
-    remedy = f"lower the learning rate, or {cause}"
+    remedy = (
+        "lower the learning rate, or look for the cause in the data and by "
+        "jmpx.inspect.nonfinite(grads)"
+    )
     if isinstance(loss_scale, NoOpLossScale):
         return "without a loss scale", remedy
-    if isinstance(loss_scale, StaticLossScale):
-        text = format_number(shortest(loss_scale.loss_scale))
-        return f"with the static loss scale {text}", f"lower it or the learning rate, or {cause}"
     if not isinstance(loss_scale, DynamicLossScale):
-        return f"with a {type(loss_scale).__name__}", remedy
+        return f"with the loss scale {loss_scale}", f"lower the scale, {remedy}"
     lowest = np.float32(_read(loss_scale.loss_scale).min())
     scale, floor = (
         format_number(shortest(loss_scale._clip(number))) for number in (lowest, np.float32(0))
@@ -231,8 +199,7 @@ def _about(loss_scale: LossScale) -> tuple[str, str]:
         return f"with the loss scale at its floor of {floor}", remedy
     return (
         f"with the loss scale at {scale}, above its floor of {floor}",
-        "return the loss scale from the step, if it never changed, begin with a smaller one, or "
-        "allow more steps in a row",
+        "return the loss scale from the step, if it never changed, or begin with a smaller one",
     )
 
 

@@ -49,13 +49,6 @@ class Gradients(NamedTuple, Generic[ScalingT]):
         scaling: the loss scale of the next step.
         grads_finite: whether all gradients are finite: a bool array of shape ().
         grads: gradients, as of `ValueAndGradients`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
-        >>> grad_fn = jmpx.filter_grad(jnp.sum, jmpx.NoOpLossScale(), policy="c=bf16")
-        >>> grad_fn(jnp.ones(2)).grads
-        Array([1., 1.], dtype=float32)
     """
 
     __module__ = "jmpx.types"
@@ -73,13 +66,6 @@ class GradientsAndAux(NamedTuple, Generic[ScalingT, AuxT]):
         grads_finite: whether all gradients are finite: a bool array of shape ().
         grads: gradients, as of `ValueAndGradients`.
         aux: the second of the two values that the differentiated function returned.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
-        >>> loss_fn = lambda w: (w.sum(), {"size": w.size})
-        >>> jmpx.filter_grad(loss_fn, jmpx.StaticLossScale(8), has_aux=True)(jnp.ones(2)).aux
-        {'size': 2}
     """
 
     __module__ = "jmpx.types"

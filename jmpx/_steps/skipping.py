@@ -1,8 +1,7 @@
 """A step that is taken or skipped by a flag, and the end of a run that skips too many in a row."""
 
-import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import jax
 import jax.core
@@ -16,17 +15,17 @@ SkipBy: TypeAlias = Literal["cond", "where"]
 
 
 def take_or_keep(
-    grads_finite: Flag, take: Callable[[], T], keep: Callable[[Any], T], skip_by: SkipBy | None
+    grads_finite: Flag, take: Callable[[], T], keep: Callable[[PyTree], T], skip_by: SkipBy | None
 ) -> T:
     """Returns `take()` if the gradients are finite, and `keep(take())` if the step is skipped.
 
-    `keep` needs nothing of its argument but shapes and dtypes. A `lax.cond` needs branches of one
-    type. If their types differ, because the state holds a Python number or because the flag varies
-    over the devices of a `jax.shard_map`, "where" is taken. Some optimizers widen their state at
-    the first step: a skipped step widens it, too.
+    `keep` reads only shapes and dtypes of its argument. A `lax.cond` needs branches of one type:
+    "where" is taken if their types differ, because the state holds a Python number or because the
+    flag varies over the devices of a `jax.shard_map`. Some optimizers widen their state at the
+    first step: a skipped step widens it, too.
 
-    Where `skip_by` is None, both ways are in the jaxpr, and JAX lowers the one of the platform that
-    the program is compiled for. They share one trace of `take`.
+    Where `skip_by` is None, both ways are in the jaxpr, with one trace of `take`, and JAX lowers
+    the one of the platform that the program is compiled for.
     """
     if grads_finite is True:
         return take()
@@ -49,7 +48,7 @@ def take_or_keep(
     return jax.lax.platform_dependent(tpu=lambda: by_where(once), default=by_cond)
 
 
-def _traced_once(take: Callable[[], T]) -> Callable[[], Any]:
+def _traced_once(take: Callable[[], T]) -> Callable[[], T]:
     """Returns a function that JAX traces once for all its calls; it returns None if not arrays."""
 
     @jax.jit
@@ -60,13 +59,14 @@ def _traced_once(take: Callable[[], T]) -> Callable[[], Any]:
     return optimizer_update
 
 
-def _in_dtype_of(old: Any, new: Any) -> Any:
-    differ = is_array(old) and hasattr(new, "dtype") and old.dtype != new.dtype
+def _in_dtype_of(old: PyTree, new: PyTree) -> PyTree:
+    has_dtype = is_array(new) or isinstance(new, jax.ShapeDtypeStruct)
+    differ = is_array(old) and has_dtype and old.dtype != new.dtype
     return jnp.asarray(old, new.dtype) if differ else old
 
 
 def _common_shapes(
-    finite: jax.Array, take: Callable[[], Any], keep: Callable[[Any], Any]
+    finite: jax.Array, take: Callable[[], PyTree], keep: Callable[[PyTree], PyTree]
 ) -> PyTree | None:
     """Returns the shapes of `take()` if it and `keep` return arrays of the same types, or None."""
     found: list[PyTree] = []
@@ -86,18 +86,23 @@ def _common_shapes(
     return found[0] if found else None
 
 
-def _type_of(leaf: Any) -> Any:
-    """Returns the type of an array as JAX tells it, such as the axes over which it varies.
-
-    Weak types count as strong ones: if an array is weakly typed in one branch only, `lax.cond`
-    makes it strong.
-    """
+def _type_of(leaf: PyTree) -> object:
+    """Returns JAX's type of an array, with strong types for weak ones, as `lax.cond` makes them."""
     return jax.typeof(jnp.asarray(leaf, leaf.dtype)) if is_array(leaf) else None
 
 
 def refuse_beyond(limit: int, consecutive: jax.Array) -> None:
-    """Raises if more steps than `limit` were skipped in a row."""
-    check = functools.partial(_check_skips, limit)
+    """Raises if more steps than `limit` were skipped in a row; from a program when it runs."""
+
+    def check(count: jax.Array) -> None:
+        if int(count) > limit:
+            raise FloatingPointError(
+                f"Skipped {int(count)} optimizer steps in a row, more than "
+                f"max_consecutive_skips={limit}, because gradients were not finite: lower the "
+                "learning rate, look for the cause in the data, and see which gradients they are "
+                "by jmpx.inspect.nonfinite(grads)."
+            )
+
     if not isinstance(consecutive, jax.core.Tracer):
         check(consecutive)
         return
@@ -107,14 +112,3 @@ def refuse_beyond(limit: int, consecutive: jax.Array) -> None:
     jax.lax.cond(
         consecutive > limit, lambda n: jax.debug.callback(check, n), lambda n: None, consecutive
     )
-
-
-def _check_skips(limit: int, count: Any) -> None:
-    """Raises a FloatingPointError if more steps than `limit` were skipped in a row."""
-    if int(count) > limit:
-        raise FloatingPointError(
-            f"Skipped {int(count)} optimizer steps in a row, more than "
-            f"max_consecutive_skips={limit}, because gradients were not finite: lower the learning "
-            "rate, look for the cause in the data, and see which gradients they are by "
-            "jmpx.inspect.nonfinite(grads)."
-        )

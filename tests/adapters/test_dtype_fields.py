@@ -16,7 +16,7 @@ from jmpx._adapters.dtype_fields import (
     spelled_as,
 )
 from jmpx._jaxprs.marks import Module
-from jmpx._policies.maps import get_policy_map
+from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.strings import get_policy
 
 F32, BF16, F16 = (np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16))

@@ -68,25 +68,17 @@ def test_masks_of_nested_parameters(framework, rng, key):
 
 
 PARAMS = {"a": [np.ones(2, np.float32), {"b": np.ones(2, np.float32)}], "n": 3, "c": np.ones(2)}
-SAYS = "Expected sharded to have the structure of the first argument, or of its first levels, but"
+SAYS = "Expected sharded to have the structure of the first argument, or of its first levels, got"
 BAD_MASKS = [
-    ({"a": True}, ValueError, rf"{SAYS} it says nothing of \['c'\]: give a bool"),
-    ({"a": [True], "n": False, "c": True}, ValueError, r"says nothing of \['a'\]\[1\]\['b'\]"),
-    ({"a": True, "n": False, "c": None}, ValueError, r"says nothing of \['c'\]"),
+    ({"a": True}, ValueError, rf"{SAYS} {{'a': True}} for PyTreeDef.*: give a bool"),
+    ({"a": [True], "n": False, "c": True}, ValueError, SAYS),
+    ({"a": True, "n": False, "c": None}, ValueError, SAYS),
     ({"a": 1, "n": True, "c": True}, TypeError, "pytree of bools, got the leaf 1: say True for"),
-    (AXIS, TypeError, "the leaf 'data': say True for .* \"own\" for a part that nobody gathers"),
+    (AXIS, TypeError, "the leaf 'data': say True for .* \"own\" for a part that no device gathers"),
     (np.ones(10**6, bool), TypeError, r"got the leaf array\(.{1,99}: say"),
-    (
-        {"a": True, "n": False, "c": True, "d": True},
-        ValueError,
-        r"it speaks of \['d'\], which is not there",
-    ),
-    ([True, True, True], ValueError, r"says nothing of \['a'\]\[0\]"),
-    (
-        {"a": (True, True), "n": False, "c": True},
-        ValueError,
-        "it holds containers of other types: give",
-    ),
+    ({"a": True, "n": False, "c": True, "d": True}, ValueError, SAYS),
+    ([True, True, True], ValueError, SAYS),
+    ({"a": (True, True), "n": False, "c": True}, ValueError, SAYS),
 ]
 
 

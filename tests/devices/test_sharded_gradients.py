@@ -241,7 +241,7 @@ def test_what_may_be_both_is_refused_without_a_mask(name, rng):
     message = r"Cannot tell whether the first argument's \['full'\]\['w'\] is a shard or a replica"
     with pytest.raises(TypeError, match=message) as error:
         over_devices(gradients(loss_fn), "shard_map", params, batch)
-    remedy = 'of jmpx.Over which parameters are shards, and "own" for a part that nobody gathers.'
+    remedy = 'which parameters are shards, and "own" for a part that no device gathers.'
     assert remedy in str(error.value).split("\n")[0]
 
 

@@ -151,7 +151,7 @@ BAD = [
     ("--mp_policy=c=bf16,r=f64", "float32, bfloat16 and float16 only"),
     ("--mp_policy=c=bf16,m=higest", "did you mean 'highest'"),
     ("--mp_loss_scale=dynamc", "did you mean 'dynamic'"),
-    ("--mp_scale_value=-1", "positive number"),
+    ("--mp_scale_value=-1", "not a non-negative number"),
     ("--mp_params_rounding=split", "write params=bfloat16 in --mp_policy"),
     ("--batch_size=2000", "batch_size"),
     ("--learning_rate=-1", "learning_rate"),

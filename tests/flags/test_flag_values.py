@@ -82,11 +82,9 @@ BAD = [
     ("scale_type", "sometimes", "one of <auto|NoOp|Static|Dynamic>"),
     ("scale_type", None, "must have a value"),
     ("scale_value", "many", "--saved_scale_value=many"),
-    ("scale_value", "-1", "positive number"),
-    ("scale_value", None, "positive number"),
-    ("scale_period", 0, "positive integer"),
-    ("scale_period", "1.5", "--saved_scale_period=1.5"),
-    ("min_scale", "65536", "must not exceed"),
+    ("scale_value", "-1", "not a non-negative number"),
+    ("scale_value", None, "must have a value"),
+    ("scale_value", "1e39", "Expected 'init' to be a number between 0"),
     ("skip_nonfinite", "perhaps", "--saved_skip_nonfinite=perhaps"),
 ]
 
@@ -112,8 +110,6 @@ def test_a_bad_value_that_is_set_is_one_sentence_and_changes_nothing(mp, name, g
         ("scale_type", "static", "Static"),
         ("scale_type", "noop", "NoOp"),
         ("scale_value", "256", 256.0),
-        ("scale_period", "7", 7),
-        ("min_scale", "0.125", 0.125),
         ("skip_nonfinite", "false", False),
         ("skip_nonfinite", 1, True),
     ],
@@ -198,7 +194,7 @@ def test_one_policy_of_a_flag_with_rules_is_refused():
     with pytest.raises(ValueError, match="--mp_policy='params=float32.*BatchNorm.*") as error:
         _ = mp.policy
     message = str(error.value)
-    assert "\n" not in message and "read policy_map" in message and "without rules" in message
+    assert "\n" not in message and "read policy_map" in message
     assert mp.policy_map == jmpx.get_policy_map(text)
     assert mp.loss_scale() == jmpx.NoOpLossScale()
     values.mp_policy = "c=bf16;"

@@ -59,11 +59,9 @@ def test_every_flag_arrives():
     mp, _ = define(
         "--mp_policy=c=f16,o=f32",
         "--mp_scale_value=256",
-        "--mp_scale_period=7",
-        "--mp_min_scale=0.125",
         "--nomp_skip_nonfinite",
     )
-    assert mp.loss_scale() == jmpx.DynamicLossScale(256.0, period=7, min_loss_scale=0.125)
+    assert mp.loss_scale() == jmpx.DynamicLossScale(256.0)
     assert mp.skip_nonfinite is False
     mp, _ = define("--mp_scale_type=Static", "--mp_scale_value=0.5")
     assert mp.loss_scale() == jmpx.StaticLossScale(0.5)
@@ -82,7 +80,7 @@ def test_prefix_and_default_policy():
 
 def test_flags_survive_strings_and_flag_files(tmp_path):
     policy = "--mp_policy=c=f16,o=bf16; BatchNorm: full; */head/*: c=f32,o=f32"
-    arguments = [policy, "--mp_scale_value=0.1", "--mp_min_scale=0.01"]
+    arguments = [policy, "--mp_scale_type=Static", "--mp_scale_value=0.1"]
     before, values = define(*arguments)
     path = tmp_path / "flags.txt"
     path.write_text(values.flags_into_string())
@@ -101,14 +99,12 @@ BAD = [
     ("--mp_policy=", "Empty rule at position 0"),
     ("--mp_policy=c=bf16; BatchNorm: bf61", "Unknown dtype 'bf61' at position 19"),
     ("--mp_scale_type=Sometimes", "one of <auto|NoOp|Static|Dynamic>"),
-    ("--mp_scale_value=0", "positive number"),
-    ("--mp_scale_value=-1", "positive number"),
-    ("--mp_scale_value=nan", "positive number"),
-    ("--mp_scale_value=1e39", "positive number"),
+    ("--mp_scale_value=0", "Expected 'init' to be within 'min' and 'max', got 0"),
+    ("--mp_scale_value=0.5", "Expected 'init' to be within 'min' and 'max', got 0.5"),
+    ("--mp_scale_value=-1", "not a non-negative number"),
+    ("--mp_scale_value=nan", "Expected the number of 'init', got 'nan'"),
+    ("--mp_scale_value=1e39", "Expected 'init' to be a number between 0"),
     ("--mp_scale_value=many", "mp_scale_value"),
-    ("--mp_scale_period=0", "positive integer"),
-    ("--mp_min_scale=inf", "positive number"),
-    ("--mp_min_scale=65536", "must not exceed"),
     ("--mp_max_skips=-1", "not an integer in the range"),
     ("--mp_max_skips=2147483648", "not an integer in the range"),
     ("--mp_max_skips=often", "mp_max_skips"),
@@ -155,7 +151,7 @@ def test_flags_belong_to_the_module_that_defines_them():
     values = flags.FlagValues()
     jmpx.flags.define_mp_flags(flag_values=values)
     owners = {name: values.find_module_defining_flag(name) for name in values}
-    assert len(owners) == 9 and set(owners.values()) == {__name__}
+    assert len(owners) == 7 and set(owners.values()) == {__name__}
 
 
 def test_importing_registers_nothing():

@@ -5,7 +5,7 @@ import shutil
 
 from helpers import ROOT
 
-FOLDERS = (".ci", "benchmarks", "docs", "examples", "jmpx", "tests")
+FOLDERS = (".ci", ".github", "benchmarks", "docs", "examples", "jmpx", "tests")
 FILES = """
     .pre-commit-config.yaml CHANGELOG.md CITATION.cff CONTRIBUTING.md LICENSE MANIFEST.in README.md
     pyproject.toml setup.cfg

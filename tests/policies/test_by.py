@@ -58,14 +58,14 @@ def test_a_mapping_has_the_key_beside_the_policy_or_in_it(mapping):
 
 
 BAD = {
-    "by=module,c=bf16": "Unknown word 'module' for 'by' at position 3 .* did you mean 'modules'",
-    "by=,c=bf16": "Missing word for 'by'",
+    "by=module,c=bf16": "Unknown word 'module' at position 3 .* did you mean 'modules'",
+    "by=,c=bf16": "Missing word at position 3",
     "by=modules,c=bf16,by=arguments": "Duplicate key 'by'",
     "c=bf16,save=products": "write by=operations beside it",
     "by=modules,c=bf16,save=products; Linear: full": "write by=operations beside it",
     "by=operations,save=all": "expected one of products",
-    "c=bf16; Linear: full,by=modules": "Unexpected 'by' in the rule .* default part",
-    "c=bf16; Linear: c=f32,save=products": "Unexpected 'save' in the rule",
+    "c=bf16; Linear: full,by=modules": "Unexpected key 'by' at position 21 .* default part",
+    "c=bf16; Linear: c=f32,save=products": "Unexpected key 'save' at position 22",
     "by: modules": "with an equals sign",
     "c=bf16,bye=modules": "did you mean 'by'",
 }
@@ -78,10 +78,10 @@ def test_a_wrong_word_is_one_sentence(text):
 
 
 BAD_MAPPINGS = [
-    ({"policy": "by=modules,c=bf16", "by": "modules"}, ValueError, "Unexpected key at by"),
+    ({"policy": "by=modules,c=bf16", "by": "modules"}, ValueError, "Duplicate key 'by' at by"),
     ({"compute": "bf16", "by": 3}, TypeError, "Expected a word at by"),
     ({"rules": [{"select": "A", "compute": "f32", "by": "modules"}]}, ValueError, r"rules\[0\].by"),
-    ({"by": "modules"}, ValueError, "Missing key 'policy'"),
+    ({"by": "modules"}, ValueError, "Missing policy"),
 ]
 
 

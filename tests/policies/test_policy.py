@@ -75,7 +75,7 @@ BAD = [
     ("c=f16,,o=f32", "Empty part at position 6"),
     ("comptue=f16", "Unknown key 'comptue' at position 0 .*did you mean 'compute'"),
     ("c=f16,x=f16", "Unknown key 'x' at position 6 "),
-    ("=f16", "Unknown key '' at position 0"),
+    ("=f16", "Missing key at position 0"),
     ("c=f16,f32", "Missing key for 'f32' at position 6"),
     ("c=f16,c=bf16", "Duplicate key 'compute' at position 6"),
     ("c=f16,compute=bf16", "Duplicate key 'compute' at position 6"),

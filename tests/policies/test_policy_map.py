@@ -70,7 +70,7 @@ BAD = [
     ("c=bf16;;", "Empty rule at position 7"),
     ("c=bf16;; BatchNorm: full", "Empty rule at position 7"),
     ("c=bf16; BatchNorm:", "Missing policy for 'BatchNorm' at position 8"),
-    ("c=bf16; : full", "Unknown selector '' at position"),
+    ("c=bf16; : full", "Missing selector at position"),
     ("c=bf16; Batch Norm: full", "Unknown selector 'Batch Norm' at position 8"),
     ("c=bf16; 3x: full", "Unknown selector '3x' at position 8"),
     ("c=bf16; head=1: full", "Unknown selector 'head=1' at position 8"),

@@ -69,18 +69,19 @@ COLONS = [
     ("compute:bf16", 7, "compute=bf16"),
     ("c:bf16", 1, "c=bf16"),
     ("o : f32", 2, "o=f32"),
-    ("params:f32,compute:bf16", 6, "params=f32,compute=bf16"),
-    ("params=f32, compute: bf16", 19, "params=f32, compute=bf16"),
+    ("params:f32,compute:bf16", 6, "params=f32"),
+    ("params=f32, compute: bf16", 19, "compute=bf16"),
     ("c := bf16", 2, "c=bf16"),
 ]
 
 
 @pytest.mark.parametrize(("text", "position", "meant"), COLONS)
 def test_a_colon_for_an_equals_sign(text, position, meant):
-    message = f"Unexpected ':' at position {position} of policy {text!r}: write {meant!r}, "
+    of = rf"of policy( map)? {re.escape(repr(text))}"
+    message = f"Unexpected ':' at position {position} {of}: write '{meant}', "
     for parse in (jmpx.get_policy, jmpx.get_policy_map, jmpx.haiku.policies):
         with (
-            pytest.raises(ValueError, match=re.escape(message)) as error,
+            pytest.raises(ValueError, match=message) as error,
             contextlib.ExitStack() as s,
         ):
             s.enter_context(parse(text))  # pyright: ignore[reportArgumentType]
@@ -88,8 +89,8 @@ def test_a_colon_for_an_equals_sign(text, position, meant):
     assert jmpx.get_policy(meant)
     # In a rule, and after one, it is one as well.
     for before in ("Linear: ", "c=bf16; ", "BatchNorm: full; "):
-        position_there = position + len(before)
-        with pytest.raises(ValueError, match=f"Unexpected ':' at position {position_there} of"):
+        there = f"Unexpected ':' at position {position + len(before)} of"
+        with pytest.raises(ValueError, match=f"{there}|Unknown key 'c :'"):
             jmpx.get_policy_map(before + text)
 
 
@@ -100,7 +101,7 @@ def test_keys_as_classes_and_as_paths():
         jmpx.get_policy_map("c=bf16; output: full")
     assert jmpx.get_policy_map("c=bf16; */output: full").rule_for(Own, "output")
     for text in ("C: bf16", "Compute:bf16"):
-        with pytest.raises(ValueError, match="write '[cC].*=bf16', with an equals sign"):
+        with pytest.raises(ValueError, match="Unexpected rule '[cC].*bf16' at position 0"):
             jmpx.get_policy(text)
 
 

@@ -12,7 +12,7 @@ from helpers import ROOT, run_python
 import jmpx
 import jmpx.mpx
 from jmpx._base import moved
-from jmpx._scales.numbers import ARGUMENTS
+from jmpx._scales.arguments import DYNAMIC
 
 OLD = """
 Audit Autocast DynamicLossScale DynamicLossScaling Ema EmaState FirstNonfinite Gradients
@@ -90,7 +90,7 @@ def test_an_argument_of_others_says_what_to_write(function, argument):
 
 @pytest.mark.parametrize("word", moved.SCALES)
 def test_strings_know_the_words_for_loss_scales(word):
-    key = {name: key for key, name in ARGUMENTS.items()}[moved.SCALES[word]]
+    key = {argument.name: key for key, argument in DYNAMIC.items()}[moved.SCALES[word]]
     with pytest.raises(ValueError, match=f"Unknown key '{word}' .* did you mean '{key}'"):
         jmpx.get_loss_scale(f"dynamic,{word}=8")
 

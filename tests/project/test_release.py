@@ -54,6 +54,32 @@ def test_the_citation_is_that_of_the_metadata():
     assert set(citation["keywords"]) == set(SETUP["metadata"]["keywords"].split(", "))
 
 
+METADATA, OPTIONS = SETUP["metadata"], SETUP["options"]
+PYTHON = OPTIONS["python_requires"].removeprefix(">=")
+(JAX,) = re.findall(r"^jax>=(.*)$", OPTIONS["install_requires"], re.MULTILINE)
+TITLE = METADATA["name"] + ": " + METADATA["description"].replace("Mixed", "mixed")
+NEEDS = f"needs Python {PYTHON} and JAX {JAX} or newer"
+# What other files tell of the facts of setup.cfg, word by word.
+TOLD = [
+    ("CITATION.cff", f'title: "{TITLE}"'),
+    ("CITATION.cff", f"authors:\n  - name: {METADATA['author']}\n"),
+    ("LICENSE", "Version " + METADATA["license"].removeprefix("Apache-") + ", January 2004"),
+    ("README.md", NEEDS),
+    ("docs/description.md", NEEDS),
+    ("docs/description.md", f"Licensed under {METADATA['license']}."),
+    ("docs/start.md", NEEDS),
+    ("docs/releasing.md", f"python=python{PYTHON} "),
+    ("jmpx/__init__.py", f'"""{TITLE}.\n'),
+    ("pyproject.toml", f'target-version = "py{PYTHON.replace(".", "")}"'),
+    (".github/workflows/ci.yml", f"            {PYTHON}\n      - run:"),
+]
+
+
+@pytest.mark.parametrize(("file", "words"), TOLD)
+def test_other_files_tell_what_the_metadata_say(file, words):
+    assert (ROOT / file).read_text().count(words) == 1
+
+
 def run(*command, cwd):
     """Runs a command in a folder, where Python finds nothing but what is installed."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

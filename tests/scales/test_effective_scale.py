@@ -181,7 +181,7 @@ def test_what_cannot_work_is_refused_when_it_is_made(name):
 
 @pytest.mark.parametrize("number", [2.0**127, 2.0**-127, 1e-40])
 def test_a_static_scale_that_no_product_undoes_is_refused(number):
-    with pytest.raises(ValueError, match=r"to be between 2\*\*-126 and 2\*\*126"):
+    with pytest.raises(ValueError, match=r"to be a number between 2\*\*-126 and 2\*\*126"):
         jmpx.StaticLossScale(number)
 
 

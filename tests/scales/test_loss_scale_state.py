@@ -119,12 +119,12 @@ DYNAMIC = {"type": "dynamic", "loss_scale": 8.0, "counter": 0}
 BAD = {
     "no mapping": (json.dumps(DYNAMIC), TypeError, "as a mapping, got '{"),
     "kind": ({"type": "dynamik"}, ValueError, "did you mean 'dynamic'"),
-    "kind of no text": ({"type": 3}, ValueError, "got 3"),
+    "kind of no text": ({"type": 3}, ValueError, "Unknown kind '3'"),
     "missing": ({"type": "dynamic", "loss_scale": 8.0}, ValueError, r"got \['loss_scale'\]"),
     "whole": (
         {"loss_scale": DYNAMIC, "description": {}},
         ValueError,
-        "give its 'loss_scale' alone",
+        r"hold \['loss_scale', 'counter'\], got \['loss_scale', 'description'\]",
     ),
     "of torch": ({"scale": 8.0, "_growth_tracker": 0}, ValueError, r"got \['scale', "),
     "too much": ({"type": "none", "counter": 1}, ValueError, r"to hold \[\], got \['counter'\]"),
@@ -134,7 +134,7 @@ BAD = {
     "NaN": ({**DYNAMIC, "loss_scale": float("nan")}, ValueError, "got nan"),
     "inf": ({**DYNAMIC, "loss_scale": float("inf")}, ValueError, "got inf"),
     "negative": ({**DYNAMIC, "loss_scale": -1.0}, ValueError, "got -1.0"),
-    "large": ({**DYNAMIC, "loss_scale": 2.0**127}, ValueError, r"at most 2\*\*126"),
+    "large": ({**DYNAMIC, "loss_scale": 2.0**127}, ValueError, r"and 2\*\*126"),
     "fraction": ({**DYNAMIC, "counter": 0.5}, ValueError, "whole number .* got 0.5"),
     "count": ({**DYNAMIC, "counter": 2**31}, ValueError, "whole number"),
 }
@@ -162,11 +162,11 @@ def test_what_is_no_loss_scale_is_refused():
 
 
 def test_a_traced_or_stacked_scale_has_no_state():
-    with pytest.raises(TypeError, match="whose loss_scale is traced"):
+    with pytest.raises(TypeError, match="Expected loss_scale of the loss scale to be one"):
         jax.jit(lambda s: s.state_dict())(jmpx.DynamicLossScale())
     stack = jax.tree.map(lambda x: jnp.stack([x, x]), jmpx.DynamicLossScale())
-    with pytest.raises(TypeError, match=r"an array of shape \(2,\)"):
+    with pytest.raises(TypeError, match="Expected loss_scale of the loss scale to be one"):
         stack.state_dict()
     nan = jax.tree.map(lambda x: x * np.nan, jmpx.DynamicLossScale())
-    with pytest.raises(TypeError, match="loss_scale is nan"):
+    with pytest.raises(TypeError, match="to be finite, got nan"):
         nan.state_dict()

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jmpx
-from jmpx._steps.batches import GROUPS, MICROBATCHES, BatchArguments
+from jmpx._steps.batches import GROUPS, MICROBATCHES, split_batch
 
 DTYPES = ["float32", "float16", "bfloat16", "int8", "uint32", "bool", "complex64"]
 
@@ -62,10 +62,10 @@ def test_the_parts_put_together_are_the_batch_in_order(batch, explicit):
     count, each, args = batch
     params = {"w": jnp.ones(7)}
     argnums = tuple(range(1, len(args) + 1)) if explicit else None
-    arguments = BatchArguments.of(argnums, None)
-    parts = arguments.split((params, *args), count, MICROBATCHES)
-    assert all(array.shape[:2] == (count, each) for array in parts.arrays)
-    merged = [parts.merge([array[i] for array in parts.arrays]) for i in range(count)]
+    batch = jmpx.Batch(argnums)
+    arrays, merge = split_batch(batch, None, (params, *args), count, MICROBATCHES)
+    assert all(array.shape[:2] == (count, each) for array in arrays)
+    merged = [merge([array[i] for array in arrays]) for i in range(count)]
     for one in merged:
         assert jax.tree.structure(one) == jax.tree.structure((params, *args))
         assert one[0] is not params and one[0]["w"] is params["w"]
@@ -91,12 +91,12 @@ def test_the_parts_put_together_are_the_batch_in_order(batch, explicit):
 )
 def test_a_batch_that_cannot_be_split_is_refused(count, examples, others, what):
     args = {}, jnp.zeros((examples, 2)), jnp.zeros(others)
-    arguments = BatchArguments.of(None, None)
+    split = lambda: split_batch(jmpx.Batch(), None, args, count, what)[0]  # noqa: E731
     if examples == others and examples % count == 0:
-        assert arguments.split(args, count, what).arrays[1].shape == (count, examples // count)
+        assert split()[1].shape == (count, examples // count)
         return
     with pytest.raises(ValueError, match=f"into {count} {what}") as error:
-        arguments.split(args, count, what)
+        split()
     differ = "differ in their number of examples" in str(error.value)
     assert differ == (examples != others) and "\n" not in str(error.value)
 
@@ -206,22 +206,6 @@ def test_a_mapped_axis_besides(rng):
 
 
 PARAMS = {"w": jnp.ones((6, 3)), "b": jnp.ones(3)}
-
-
-@pytest.mark.parametrize("how", ["constraint", "shard_map"])
-def test_the_axis_of_the_groups_in_the_function(how, rng):
-    mesh = make_mesh(8)
-
-    def split(x):
-        if how == "constraint":
-            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
-        return jax.shard_map(lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
-
-    loss = lambda params, x: loss_fn(params, split(x))  # noqa: E731
-    with pytest.raises(ValueError, match="Cannot split an array over 'data' .*leave the axis out"):
-        value_and_grad(loss, batch={"sharding": NamedSharding(mesh, P("data"))})(
-            PARAMS, jnp.ones((64, 6))
-        )
 
 
 def test_an_error_of_the_function_is_its_own():

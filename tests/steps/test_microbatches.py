@@ -341,7 +341,11 @@ BAD = {
     "bool position": (lambda: run(argnums=True), TypeError, "to be an int or several"),
     "state split": (lambda: run(argnums=1, state_argnum=1, has_aux=True), ValueError, "the model"),
     "state without aux": (lambda: run_state(has_aux=False), ValueError, "say has_aux=True"),
-    "state at 0": (lambda: run_state(state_argnum=0), ValueError, "argument 0 holds the param"),
+    "state at 0": (
+        lambda: run_state(state_argnum=0),
+        ValueError,
+        "between 1 and .* after argument 0",
+    ),
     "state at -1": (lambda: run_state(state_argnum=-1), ValueError, "between 1 and .* got -1"),
     "state at 3": (lambda: run_state(state_argnum=3), ValueError, "with 3 positional arguments"),
     "state at True": (lambda: run_state(state_argnum=True), TypeError, "a whole number, got True"),

@@ -81,17 +81,6 @@ def test_it_costs_two_reductions_a_leaf():
     assert "callback" not in text
 
 
-def test_counts_do_not_wrap_around(monkeypatch):
-    large = jax.ShapeDtypeStruct((2**16, 2**16), jnp.float16)  # too large to make
-    assert not re.search(
-        r":i32\[\] = reduce_sum", str(jax.make_jaxpr(jmpx.inspect.nonfinite)([large]))
-    )
-    monkeypatch.setattr("jmpx._steps.progress.LARGEST_COUNT", 200)
-    tree = [jnp.full(200, jnp.nan), jnp.full(300, jnp.nan), jnp.ones(300).at[3].set(jnp.nan)]
-    nans = [int(counts.nan) for counts in jmpx.inspect.nonfinite(tree).values()]
-    assert nans == [200, 73, 1]
-
-
 # check_progress: what it raises
 
 
@@ -168,7 +157,10 @@ def restored(scaling, number):
     ("scaling", "expected"),
     [
         (jmpx.NoOpLossScale(), "=50, without a loss scale: lower the learning rate, or"),
-        (jmpx.StaticLossScale(2.0**20), "with the static loss scale 1048576: lower it or the"),
+        (
+            jmpx.StaticLossScale(2.0**20),
+            "with the loss scale static=1048576: lower the scale, lower",
+        ),
         (jmpx.DynamicLossScale(2.0**10, backoff_factor=0.8), "above its floor of 1: return the"),
         (restored(jmpx.DynamicLossScale(), 0.125), "at its floor of 1: lower"),
         (
@@ -317,7 +309,7 @@ def test_a_step_without_a_limit_lowers_as_before(skip, rng):
         *(
             ((inner(1), jmpx.NoOpLossScale()), {"max_consecutive": n}, error, expected)
             for n, error, expected in [
-                (0, ValueError, "max_consecutive to be between 1 and 2.*31 - 1 steps, got 0"),
+                (0, ValueError, "max_consecutive to be between 1 and 2.*31 - 1, got 0"),
                 (-5, ValueError, "got -5"),
                 (2**31, ValueError, "got 2147483648"),
                 (True, TypeError, "max_consecutive to be a whole number, got True"),

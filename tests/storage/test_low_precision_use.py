@@ -47,18 +47,6 @@ def test_gradients_of_16_bits_are_told_once(jit, rng):
 # Around and inside of others
 
 
-def test_what_comes_after_it_in_a_chain_is_told(rng):
-    masters = make_params(rng)
-    params, _ = jmpx.optim.split_master(masters)
-    low = jmpx.optim.low_precision_params(optax.sgd(0.1), "split")
-    before, after = optax.chain(optax.clip(1.0), low), optax.chain(low, optax.scale(0.5))
-    train(before, params, before.init(masters), 1)  # nothing is said
-    for optimizer in (after, jmpx.skip_nonfinite(after), optax.chain(optax.clip(1.0), after)):
-        state, grads = optimizer.init(masters), grad_of(params)
-        with warns_once(__file__, "transformations after jmpx.optim.low_precision_params"):
-            jmpx.optimizer_update(params, optimizer, state, grads, True)
-
-
 def test_multi_steps_inside_steps_as_with_masters(rng):
     masters, grads = make_params(rng), [make_params(rng) for _ in range(4)]
     multi: Any = lenient(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation())

@@ -21,7 +21,8 @@ from jmpx._base.contexts import opened, refuse_other_tasks
 from jmpx._base.dtypes import DTypeLike, computable
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._policies.frameworks import required_package
-from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule, get_policy_map
+from jmpx._policies.map_strings import get_policy_map
+from jmpx._policies.maps import PolicyMap, PolicyMapLike, Rule
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import running
 

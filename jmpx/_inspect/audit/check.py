@@ -1,27 +1,20 @@
 """Checks of a report that tests call: the share of a dtype, and findings that are not allowed."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from numbers import Real
-from typing import TYPE_CHECKING
 
 from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
 from jmpx._base.messages import describe, did_you_mean
 from jmpx._base.text import share_text
 from jmpx._inspect.audit.alike import alike_findings
-from jmpx._inspect.audit.data import SEVERITIES, Finding
+from jmpx._inspect.audit.data import SEVERITIES, AuditData
 from jmpx._inspect.audit.findings import KINDS
 from jmpx._inspect.audit.text import finding_text, severities
 
-if TYPE_CHECKING:
-    from jmpx._inspect.audit.report import Audit
-
-_AT_LEAST = 0.95
-_WIDTH = 100
-
 
 def check_report(
-    report: "Audit",
+    report: AuditData,
     compute: DTypeLike | None,
     at_least: float | None,
     allow: str | Iterable[str],
@@ -29,11 +22,20 @@ def check_report(
 ) -> None:
     """Raises an AssertionError if the report fails; the arguments are those of `Audit.check`."""
     names = _allowed(allow)
-    failing = _known_severities(severity)
+    if severity not in SEVERITIES:
+        raise ValueError(
+            f"Unknown severity {describe(severity)}: expected the lowest one that fails, "
+            f"{', '.join(map(repr, SEVERITIES))}{did_you_mean(str(severity), list(SEVERITIES))}"
+        )
+    failing = SEVERITIES[: SEVERITIES.index(severity) + 1]
     problems = list(_too_few(report, compute, at_least))
     left = [f for f in report.findings if f.name not in names and f.severity in failing]
     if left:
-        problems.append(_not_allowed(alike_findings(left)))
+        findings = alike_findings(left)
+        names = tuple(dict.fromkeys(finding.name for finding in findings))
+        problems.append(f"Findings: {severities(findings)}.")
+        problems += map(finding_text, findings)
+        problems.append(f"Mend what is not intended, and allow the rest by name: allow={names}.")
     if problems:
         raise AssertionError(f"The audit of {report.title} failed.\n\n" + "\n\n".join(problems))
 
@@ -54,17 +56,7 @@ def _allowed(allow: str | Iterable[str]) -> set[str]:
     return names
 
 
-def _known_severities(severity: str) -> tuple[str, ...]:
-    """Returns a severity and those that are worse."""
-    if severity not in SEVERITIES:
-        raise ValueError(
-            f"Unknown severity {describe(severity)}: expected the lowest one that fails, "
-            f"{', '.join(map(repr, SEVERITIES))}{did_you_mean(str(severity), list(SEVERITIES))}"
-        )
-    return SEVERITIES[: SEVERITIES.index(severity) + 1]
-
-
-def _too_few(report: "Audit", compute: DTypeLike | None, at_least: float | None) -> Iterator[str]:
+def _too_few(report: AuditData, compute: DTypeLike | None, at_least: float | None) -> Iterator[str]:
     """Yields what is wrong with the share of products in a dtype, if anything is."""
     if at_least is not None and not _is_share(at_least):
         raise ValueError(
@@ -78,7 +70,7 @@ def _too_few(report: "Audit", compute: DTypeLike | None, at_least: float | None)
                 "compute='bfloat16', too."
             )
         return
-    at_least = _AT_LEAST if at_least is None else at_least
+    at_least = 0.95 if at_least is None else at_least
     name = dtype_name(as_dtype(compute, " at compute="))
     whole = sum(each.flops for each in report.products)
     part = sum(each.flops for each in report.products if each.dtypes == f"{name} x {name}")
@@ -86,24 +78,13 @@ def _too_few(report: "Audit", compute: DTypeLike | None, at_least: float | None)
         yield f"It has no matrix products or convolutions, so none in {name}."
     elif part < at_least * whole:
         percent = math.floor(10_000 * part / whole) / 100  # never rounded up to what was expected
+        largest = sorted(report.products, key=lambda each: -each.flops)
+        shares = [f"  {each.dtypes}: {share_text(each.flops, whole)}" for each in largest]
         yield (
             f"{percent:g} % of the FLOPs of matrix products and convolutions are {name}, expected "
-            f"at least {100 * at_least:g} %:\n{_by_dtypes(report, whole)}"
+            f"at least {100 * at_least:g} %:\n" + "\n".join(shares)
         )
 
 
 def _is_share(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
-
-
-def _by_dtypes(report: "Audit", whole: int) -> str:
-    largest = sorted(report.products, key=lambda each: -each.flops)
-    return "\n".join(f"  {each.dtypes}: {share_text(each.flops, whole)}" for each in largest)
-
-
-def _not_allowed(findings: Sequence[Finding]) -> str:
-    blocks = [f"Findings: {severities(findings)}."]
-    blocks += [finding_text(finding, _WIDTH) for finding in findings]
-    names = tuple(dict.fromkeys(finding.name for finding in findings))
-    blocks.append(f"Mend what should not be so, and allow the rest by name: allow={names}.")
-    return "\n\n".join(blocks)

@@ -1,5 +1,6 @@
 """What an audit finds, as plain data: findings, products, casts, scopes and locked operations."""
 
+import dataclasses
 from typing import NamedTuple
 
 from jmpx._jaxprs.places import Place
@@ -11,7 +12,7 @@ class Finding(NamedTuple):
     """Something that costs precision, range, time or memory, and that the program need not do.
 
     Attributes:
-        name: what kind of finding it is: such as `low-exp`.
+        name: what kind of finding it is, such as `"low-exp"`.
         severity: `"high"`, `"medium"` or `"low"`.
         message: one sentence: what happens, and why it matters.
         place: the line of the user's code; None where there is none.
@@ -97,3 +98,21 @@ class Entry(NamedTuple):
     operation: str
     dtypes: str
     place: Place | None = None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AuditData:
+    """The data of a report; `Audit` says what each attribute is."""
+
+    title: str
+    is_step: bool
+    platform: str | None
+    products: tuple[Products, ...]
+    other_flops: int
+    saved: dict[str, int]
+    casts: tuple[Cast, ...]
+    scopes: tuple[Scope, ...]
+    findings: tuple[Finding, ...]
+    entries: tuple[Entry, ...]
+    has_while: bool
+    uncounted: tuple[str, ...] = ()

@@ -5,16 +5,15 @@ what loops carry. Maxima and minima round nothing. Of the operations of the back
 rows of their own, because a cast that was forgotten may change them alone.
 """
 
-from collections.abc import Iterable
-from typing import Any
+import functools
 
 import numpy as np
 from jax import lax
 
-from jmpx._autocast.products import PRODUCTS
 from jmpx._base.leaves import is_floating_dtype
 from jmpx._inspect.audit.data import Entry
-from jmpx._inspect.graph import Graph, Node, Value
+from jmpx._inspect.audit.flops import is_product
+from jmpx._inspect.graph import Graph, Node
 
 _REDUCTIONS = frozenset(
     """
@@ -23,39 +22,30 @@ _REDUCTIONS = frozenset(
     """.split()
 )
 _DEVICES = {"psum_invariant": "psum", "psum2": "psum"}  # psum2 until JAX 0.8
-_CARRY = "carry"
 
 
 def entries(graph: Graph) -> tuple[Entry, ...]:
     """Returns what a lock file holds of a program, each row once, with its first place."""
     found: dict[tuple[str, str, str], Entry] = {}
-    scopes: dict[str, str] = {}
     for node in graph.nodes:
         operation = _DEVICES.get(node.name, node.name)
-        dtypes = _dtypes(node, operation)
-        if not dtypes:
+        if is_product(node):
+            dtypes = _dtypes_of_product(node)
+        elif operation in _REDUCTIONS or node.is_carry:
+            floating = (v.dtype.name for v in node.operands if is_floating_dtype(v.dtype))
+            dtypes = ", ".join(sorted(set(floating)))
+        else:
             continue
-        path = graph.path(node)
-        if path not in scopes:
-            scopes[path] = lasting_scope(path)
         if node.is_backward:
             operation = f"{operation}, backward"
-        key = (scopes[path], operation, dtypes)
-        if key not in found:
+        key = lasting_scope(graph.path(node)), operation, dtypes
+        if dtypes and key not in found:
             found[key] = Entry(*key, graph.place(node))
     return tuple(found.values())
 
 
-def _dtypes(node: Node, operation: str) -> str:
-    """Returns the dtypes of an operation that a lock holds, else an empty string."""
-    if node.name in PRODUCTS:
-        return _dtypes_of_product(node)
-    if operation in _REDUCTIONS or operation == _CARRY and node.is_structure:
-        return ", ".join(_floating(node.operands))
-    return ""
-
-
 def _dtypes_of_product(node: Node) -> str:
+    """Returns the dtypes of a product, and an algorithm that holds for them; empty for integers."""
     # Sorted, because the backward pass of another JAX may swap the operands.
     operands = sorted(value.dtype.name for value in node.operands[:2])
     result = node.results[0].dtype
@@ -69,7 +59,7 @@ def _dtypes_of_product(node: Node) -> str:
     return f"{text}, {algorithm}" if algorithm and is_wide else text
 
 
-def _algorithm(precision: Any) -> str:
+def _algorithm(precision: object) -> str:
     """Returns the name of an algorithm of products; an empty string for JAX's default."""
     names = []
     for each in precision if type(precision) is tuple else (precision,):
@@ -79,11 +69,7 @@ def _algorithm(precision: Any) -> str:
     return "" if names in (["default"], ["DEFAULT"]) else " x ".join(names)
 
 
-def _floating(values: Iterable[Value]) -> list[str]:
-    """Returns the floating dtypes of values, each once."""
-    return sorted({value.dtype.name for value in values if is_floating_dtype(value.dtype)})
-
-
+@functools.lru_cache(maxsize=4096)
 def lasting_scope(path: str) -> str:
     """Returns a scope without the names that repeat those before them.
 

@@ -12,7 +12,6 @@ here: a `cumsum` takes one addition for each element, and a `ragged_dot` multipl
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -21,8 +20,6 @@ from jmpx._inspect.graph import Node
 from jmpx._jaxprs.core import Equation, operation_name
 from jmpx._jaxprs.moves import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
 from jmpx._jaxprs.product_flops import PRODUCT_FLOPS
-
-Shape = tuple[int, ...]
 
 # FLOPs for each element of the result -> operations; as XLA writes those out that it has not.
 _BY_FLOPS = {
@@ -105,18 +102,16 @@ def flops_of(eqn: Equation, name: str = "") -> int:
 
 
 def is_counted(name: str) -> bool:
-    """Whether the FLOPs of an operation are known: not those of a kernel in another language."""
+    """Whether the FLOPs of an operation are known, as those of a kernel of Pallas are not."""
     return name in _PER_ELEMENT or name in _COUNTS
 
 
-def _shapes(eqn: Equation) -> tuple[Shape, Shape]:
-    """Returns the shapes of the first operand and of the first result."""
-    return eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+def _in(eqn: Equation) -> int:
+    return math.prod(eqn.invars[0].aval.shape)
 
 
-def _sizes(eqn: Equation) -> tuple[int, int]:
-    operand, result = _shapes(eqn)
-    return math.prod(operand), math.prod(result)
+def _out(eqn: Equation) -> int:
+    return math.prod(eqn.outvars[0].aval.shape)
 
 
 # Sums over elements, windows and axes.
@@ -124,13 +119,11 @@ def _sizes(eqn: Equation) -> tuple[int, int]:
 
 def _flops_within(eqn: Equation) -> int:
     """Returns the FLOPs of the function that an equation reduces with."""
-    jaxpr = eqn.params["jaxpr"]
-    return sum(flops_of(inner) for inner in jaxpr.eqns)
+    return sum(map(flops_of, eqn.params["jaxpr"].eqns))
 
 
 def _reduction(eqn: Equation, flops: int = 1) -> int:
-    operand, result = _sizes(eqn)
-    return flops * (operand - result)
+    return flops * (_in(eqn) - _out(eqn))
 
 
 def _window_size(eqn: Equation) -> int:
@@ -138,23 +131,22 @@ def _window_size(eqn: Equation) -> int:
 
 
 def _window_reduction(eqn: Equation, flops: int = 1) -> int:
-    return flops * (_window_size(eqn) - 1) * _sizes(eqn)[1]
+    return flops * (_window_size(eqn) - 1) * _out(eqn)
 
 
 def _scattered_windows(eqn: Equation) -> int:
     """For each element: comparisons find the place in its window, an addition puts it there."""
-    return math.prod(eqn.invars[0].aval.shape) * _window_size(eqn)
+    return _in(eqn) * _window_size(eqn)
 
 
 def _cumulative(eqn: Equation, flops: int = 1) -> int:
-    operand, axis = eqn.invars[0].aval.shape, eqn.params["axis"]
-    return flops * (math.prod(operand) - math.prod(operand) // max(1, operand[axis]))
+    length = eqn.invars[0].aval.shape[eqn.params["axis"]]
+    return flops * (_in(eqn) - _in(eqn) // max(1, length))
 
 
 def _sort(eqn: Equation) -> int:
-    operand = eqn.invars[0].aval.shape
-    length = operand[eqn.params["dimension"]]
-    return math.prod(operand) * math.ceil(math.log2(max(1, length)))
+    length = eqn.invars[0].aval.shape[eqn.params["dimension"]]
+    return _in(eqn) * math.ceil(math.log2(max(1, length)))
 
 
 def _scatter(eqn: Equation) -> int:
@@ -163,27 +155,21 @@ def _scatter(eqn: Equation) -> int:
 
 def _gather(eqn: Equation) -> int:
     """Selects between what is read and a filler, if indices may be out of bounds."""
-    fills = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
-    return fills * math.prod(eqn.outvars[0].aval.shape)
-
-
-def _polynomial(eqn: Equation) -> int:
-    return 2 * (len(eqn.invars) - 2) * _sizes(eqn)[1]
+    return (eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP) * _out(eqn)
 
 
 def _integer_power(eqn: Equation) -> int:
     """By squaring; a negative power also divides."""
     power = eqn.params["y"]
     multiplications = abs(power).bit_length() + abs(power).bit_count() - 2 if power else 0
-    return (multiplications + (power < 0)) * _sizes(eqn)[1]
+    return (multiplications + (power < 0)) * _out(eqn)
 
 
 # Linear algebra, as XLA estimates it.
 
 
 def _cholesky(eqn: Equation) -> int:
-    shape = eqn.invars[0].aval.shape
-    return math.prod(shape) * shape[-1] // 3
+    return _in(eqn) * eqn.invars[0].aval.shape[-1] // 3
 
 
 def _triangular_solve(eqn: Equation) -> int:
@@ -192,11 +178,10 @@ def _triangular_solve(eqn: Equation) -> int:
 
 
 def _fft(eqn: Equation) -> int:
-    lengths = eqn.params["fft_lengths"]
-    return 8 * _sizes(eqn)[0] * sum(length.bit_length() - 1 for length in lengths)
+    return 8 * _in(eqn) * sum(length.bit_length() - 1 for length in eqn.params["fft_lengths"])
 
 
-_COUNTS: dict[str, Callable[[Any], int]] = {
+_COUNTS: dict[str, Callable[[Equation], int]] = {
     **PRODUCT_FLOPS,
     **dict.fromkeys(
         ("reduce_" + name for name in ("sum", "prod", "max", "min", "and", "or", "xor")), _reduction
@@ -212,10 +197,10 @@ _COUNTS: dict[str, Callable[[Any], int]] = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), _cumulative),
     "cumlogsumexp": functools.partial(_cumulative, flops=8),
     "sort": _sort,
-    "top_k": lambda eqn: _sizes(eqn)[0],
+    "top_k": _in,
     **dict.fromkeys(("scatter_" + name for name in ("add", "sub", "mul", "max", "min")), _scatter),
     "gather": _gather,
-    "polynomial": _polynomial,  # since JAX 0.11
+    "polynomial": lambda eqn: 2 * (len(eqn.invars) - 2) * _out(eqn),  # since JAX 0.11
     "integer_pow": _integer_power,
     "cholesky": _cholesky,
     "triangular_solve": _triangular_solve,

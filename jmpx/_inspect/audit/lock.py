@@ -2,7 +2,7 @@
 
 The file has a section per scope and, in it, a line per operation and its dtypes, in an order that
 does not depend on the program's: code may move, and a merge of two files is a file. It ends with a
-line of its own, so that a file that was cut off is known.
+line of its own, which shows that nothing was cut off.
 """
 
 import os
@@ -24,8 +24,9 @@ _LAST = "# end of lock"
 _OUTERMOST = "(outermost)"  # what has no scope
 _MEND = "restore it, or delete it and write it again."
 
-# (scope, operation) -> dtypes -> where they are: a line of the lock file, or of the user's code.
-_Rows: TypeAlias = dict[tuple[str, str], dict[str, str]]
+_Row: TypeAlias = tuple[str, str]  # scope, operation
+# Rows -> dtypes -> where they are: a line of the lock file, or of the user's code.
+_Rows: TypeAlias = dict[_Row, dict[str, str]]
 
 
 class Difference(NamedTuple):
@@ -36,10 +37,10 @@ class Difference(NamedTuple):
     Attributes:
         scope: the module's path, else the named scopes; empty outside of all.
         operation: its name.
-        locked: dtypes that the file has and the program has not.
-        found: dtypes that the program has and the file has not.
-        place: the line of the user's code that is not as it was; where nothing came in place of
-            what was locked, the line of the lock file.
+        locked: dtypes that only the file has.
+        found: dtypes that only the program has.
+        place: the line of the user's code that changed; where nothing replaces what was locked,
+            the line of the lock file.
     """
 
     scope: str
@@ -49,25 +50,17 @@ class Difference(NamedTuple):
     place: str
 
     def __str__(self) -> str:
-        locked, found = " and ".join(self.locked) or "nothing", " and ".join(self.found)
+        locked, found = (" and ".join(each) or "nothing" for each in (self.locked, self.found))
         place = f"{self.place}: " if self.place else ""
-        row = f"{self.scope or _OUTERMOST}: {self.operation}"
-        return f"{place}{row}: locked {locked}, now {found or 'nothing'}"
+        return f"{place}{self.scope or _OUTERMOST}: {self.operation}: locked {locked}, now {found}"
 
 
 def write(entries: Iterable[Entry], path: str | os.PathLike[str]) -> None:
-    """Writes a lock file; what is there before stays as it is until the new file is complete.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
+    """Writes a lock file; an older one stays as it is until the new one is complete."""
     target = Path(os.path.realpath(path))  # a link stays a link
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text(entries))
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_text(text(entries), encoding="utf-8", newline="\n")
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
@@ -76,48 +69,26 @@ def write(entries: Iterable[Entry], path: str | os.PathLike[str]) -> None:
 def differences(entries: Iterable[Entry], path: str | os.PathLike[str]) -> tuple[Difference, ...]:
     """Returns how a program differs from a lock file, in the order of the file.
 
-    Args:
-        entries: what the program has.
-        path: the lock file.
-
     Raises:
         ValueError: if it is no lock file, or a damaged one. One sentence says so.
         OSError: if it cannot be read.
     """
     locked, found = _read(path), _rows(entries)
-    return tuple(
-        Difference(*row, (*gone,), (*new,), next(iter((new or gone).values())))
-        for row in sorted({*locked, *found}, key=lambda row: tuple(map(_natural, row)))
-        for gone in [_without(locked.get(row, {}), found.get(row, {}))]
-        for new in [_without(found.get(row, {}), locked.get(row, {}))]
-        if gone or new
-    )
-
-
-def check(entries: Iterable[Entry], path: str | os.PathLike[str], title: str) -> None:
-    """Raises if a program differs from a lock file.
-
-    Args:
-        entries: what the program has.
-        path: the lock file.
-        title: the name of the program.
-
-    Raises:
-        AssertionError: if it differs; the message has a line for each difference.
-        ValueError: if it is no lock file, or a damaged one.
-        OSError: if it cannot be read.
-    """
-    found = differences(entries, path)
-    if found:
-        lines = "\n".join(map(str, found))
-        raise AssertionError(f"{title} differs from its lock {os.fspath(path)!r}.\n\n{lines}")
+    differing = []
+    for row in _sorted({*locked, *found}):
+        old, now = locked.get(row, {}), found.get(row, {})
+        gone, new = (sorted(set(one) - set(other)) for one, other in ((old, now), (now, old)))
+        if gone or new:
+            place = now[new[0]] if new else old[gone[0]]
+            differing.append(Difference(*row, (*gone,), (*new,), place))
+    return tuple(differing)
 
 
 def text(entries: Iterable[Entry]) -> str:
     """Returns the content of a lock file."""
     lines, scope = [_FIRST, *_ABOUT.splitlines()], None
     rows = _rows(entries)
-    for row in sorted(rows, key=lambda row: tuple(map(_natural, row))):
+    for row in _sorted(rows):
         if row[0] != scope:
             scope = row[0]
             lines += ["", f"[{scope or _OUTERMOST}]"]
@@ -135,24 +106,20 @@ def _rows(entries: Iterable[Entry]) -> _Rows:
     return rows
 
 
-def _without(dtypes: dict[str, str], others: dict[str, str]) -> dict[str, str]:
-    return {name: dtypes[name] for name in sorted(dtypes) if name not in others}
+def _sorted(rows: Iterable[_Row]) -> list[_Row]:
+    """Returns rows with `blocks/2` before `blocks/10`, and a scope before those in it."""
 
+    def natural(name: str) -> list[list[tuple[str, int]]]:
+        return [
+            [(other, int(digits or 0)) for other, digits in re.findall(r"(\D*)(\d*)", part)]
+            for part in name.split("/")
+        ]
 
-def _natural(name: str) -> list[list[tuple[str, int]]]:
-    """Returns a key that sorts `blocks/2` before `blocks/10`, and a scope before those in it."""
-    return [
-        [(other, int(digits or 0)) for other, digits in re.findall(r"(\D*)(\d*)", part)]
-        for part in name.split("/")
-    ]
+    return sorted(rows, key=lambda row: tuple(map(natural, row)))
 
 
 def _read(path: str | os.PathLike[str]) -> _Rows:
-    """Returns the rows of a lock file.
-
-    Raises:
-        ValueError: if it is no lock file, or a damaged one.
-    """
+    """Returns the rows of a lock file."""
     name = os.fspath(path)
     try:
         first, *lines = Path(path).read_text(encoding="utf-8").splitlines() or [""]
@@ -167,13 +134,13 @@ def _read(path: str | os.PathLike[str]) -> _Rows:
     if not lines or lines[-1] != _LAST:
         raise ValueError(f"The lock file {name!r} is cut off before {_LAST!r}: {_MEND}")
     rows: _Rows = {}
-    for number, scope, operation, dtypes in _parsed(lines[:-1], name):
-        rows.setdefault((scope, operation), {}).setdefault(dtypes, f"{name}:{number}")
+    for number, row, dtypes in _parsed(lines[:-1], name):
+        rows.setdefault(row, {}).setdefault(dtypes, f"{name}:{number}")
     return rows
 
 
-def _parsed(lines: list[str], name: str) -> Iterator[tuple[int, str, str, str]]:
-    """Yields the number, the scope, the operation and the dtypes of each row."""
+def _parsed(lines: list[str], name: str | bytes) -> Iterator[tuple[int, _Row, str]]:
+    """Yields the number of each line with a row, the row and its dtypes."""
     scope = None
     for number, line in enumerate(lines, 2):
         operation, _, dtypes = line.partition(": ")
@@ -182,7 +149,7 @@ def _parsed(lines: list[str], name: str) -> Iterator[tuple[int, str, str, str]]:
         if line.startswith("[") and line.endswith("]"):
             scope = "" if line[1:-1] == _OUTERMOST else line[1:-1]
         elif scope is not None and operation and dtypes:
-            yield number, scope, operation, dtypes
+            yield number, (scope, operation), dtypes
         else:
             raise ValueError(
                 f"Line {number} of the lock file {name!r} is {describe(line)}, and not a scope "

@@ -1,25 +1,27 @@
 """The report of an audit: frozen data, which prints, checks and locks itself."""
 
 import dataclasses
+import html
 import json
 import os
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Self
 
 from jmpx._base.dtypes import DTypeLike
+from jmpx._base.leaves import is_int
 from jmpx._inspect.audit.check import check_report
-from jmpx._inspect.audit.data import Cast, Entry, Finding, Products, Scope
-from jmpx._inspect.audit.html import report_html
-from jmpx._inspect.audit.lock import check as check_lock, write
-from jmpx._inspect.audit.plain import report_dict
+from jmpx._inspect.audit.data import AuditData, Cast, Entry, Finding, Products, Scope
+from jmpx._inspect.audit.lock import differences, write
 from jmpx._inspect.audit.text import report_text, summary_line
+from jmpx._jaxprs.places import Place
+
+_VERSION = 2  # of the keys of `Audit.to_dict` and of what they mean
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Audit:
+class Audit(AuditData):
     """What `jmpx.inspect.audit` says of a program.
 
-    `print(report)` shows it, a notebook shows it as a table, and `report.check` makes a test of it.
+    `print(report)` shows it, so does a notebook, and `report.check` makes a test of it.
 
     Attributes:
         title: the name of the function.
@@ -53,19 +55,6 @@ class Audit:
 
     __module__ = "jmpx.inspect"
 
-    title: str
-    is_step: bool
-    platform: str | None
-    products: tuple[Products, ...]
-    other_flops: int
-    saved: dict[str, int]
-    casts: tuple[Cast, ...]
-    scopes: tuple[Scope, ...]
-    findings: tuple[Finding, ...]
-    entries: tuple[Entry, ...]
-    has_while: bool
-    uncounted: tuple[str, ...] = ()
-
     def __repr__(self) -> str:
         return f"<{summary_line(self)}>"
 
@@ -73,7 +62,7 @@ class Audit:
         return self.to_text()
 
     def _repr_html_(self) -> str:
-        return report_html(self)
+        return f"<pre>{html.escape(self.to_text(width=100))}</pre>"
 
     def to_text(self, *, width: int | None = None, all: bool = False) -> str:
         """Returns the report as text: shares, the worst findings, the largest scopes.
@@ -89,13 +78,14 @@ class Audit:
         """
         return report_text(self, width, all)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them.
 
         The keys are the names of the attributes of the report and of what it holds, besides
         `"version"`, a number that changes when the meaning of a key does.
         """
-        return report_dict(self)
+        fields = [field.name for field in dataclasses.fields(self)]
+        return {"version": _VERSION, **{name: _plain(getattr(self, name)) for name in fields}}
 
     def to_json(self, indent: int | None = 2) -> str:
         """Returns `to_dict()` as JSON.
@@ -164,5 +154,19 @@ class Audit:
             ValueError: if the file is no lock file, or a damaged one.
             OSError: if it cannot be read.
         """
-        check_lock(self.entries, path, self.title)
+        found = differences(self.entries, path)
+        if found:
+            lines = "\n".join(map(str, found))
+            name = os.fspath(path)
+            raise AssertionError(f"{self.title} differs from its lock {name!r}.\n\n{lines}")
         return self
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, Finding | Products | Cast | Scope | Entry | Place):
+        return _plain(value._asdict())
+    if isinstance(value, tuple):
+        return list(map(_plain, value))
+    return int(value) if is_int(value) else value  # `json.dumps` takes no numbers of NumPy

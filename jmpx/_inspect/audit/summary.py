@@ -1,6 +1,5 @@
 """What a report counts of a program: products, saved values and casts by dtype, and its scopes."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
@@ -9,6 +8,7 @@ import numpy as np
 from jmpx._base.leaves import is_floating_dtype
 from jmpx._inspect.audit.data import Cast, Products, Scope
 from jmpx._inspect.audit.flops import flops, is_counted, is_product, multiplied
+from jmpx._inspect.audit.values import CAST
 from jmpx._inspect.graph import Graph, Node
 from jmpx._policies.places import where
 
@@ -18,18 +18,16 @@ _LEAST_SHARE = 0.005  # of the work of a scope, for a dtype to be named
 def products(graph: Graph) -> tuple[Products, ...]:
     """Returns the matrix products and convolutions by operand dtypes, the most FLOPs first.
 
-    Of a product with an algorithm of 16 bits, such as BF16_BF16_F32, they are that algorithm's.
-
-    The backward pass swaps operands, so both orders of two dtypes are one row.
+    Of a product with an algorithm of 16 bits, such as BF16_BF16_F32, the dtypes are those of the
+    algorithm. The backward pass swaps operands, so both orders of two dtypes are one row.
     """
-    found: dict[str, tuple[int, int]] = {}
-    for node in graph.nodes:
-        if is_product(node):
-            dtypes = " x ".join(sorted(multiplied(node)))
-            total, count = found.get(dtypes, (0, 0))
-            found[dtypes] = total + flops(node), count + node.times
-    rows = (Products(dtypes, *counts) for dtypes, counts in found.items())
-    return tuple(sorted(rows, key=lambda row: -row.flops))
+    total: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for node in filter(is_product, graph.nodes):
+        dtypes = " x ".join(sorted(multiplied(node)))
+        total[dtypes] += flops(node)
+        count[dtypes] += node.times
+    return tuple(Products(dtypes, part, count[dtypes]) for dtypes, part in total.most_common())
 
 
 def other_flops(graph: Graph) -> int:
@@ -38,7 +36,7 @@ def other_flops(graph: Graph) -> int:
 
 
 def uncounted(graph: Graph) -> tuple[str, ...]:
-    """Returns the names of operations whose FLOPs nobody knows, such as `pallas_call`."""
+    """Returns the names of operations whose FLOPs are unknown, such as `pallas_call`."""
     names = (node.name for node in graph.nodes if not node.is_structure)
     return tuple(dict.fromkeys(name for name in names if not is_counted(name)))
 
@@ -74,50 +72,15 @@ def _backward(graph: Graph) -> Iterator[Node]:
 
 def casts(graph: Graph) -> tuple[Cast, ...]:
     """Returns the casts from one floating dtype to another, the most bytes first."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    total: Counter[tuple[str, str]] = Counter()
+    count: Counter[tuple[str, str]] = Counter()
     for node in graph.nodes:
-        if _is_cast(node):
-            value, result = node.operands[0], node.results[0]
-            key = value.dtype.name, result.dtype.name
-            count, nbytes = found.get(key, (0, 0))
-            found[key] = count + node.times, nbytes + node.times * result.nbytes
-    rows = (Cast(*dtypes, *counts) for dtypes, counts in found.items())
-    return tuple(sorted(rows, key=lambda row: -row.nbytes))
-
-
-def _is_cast(node: Node) -> bool:
-    if node.name != "convert_element_type":
-        return False
-    source, target = node.operands[0].dtype, node.results[0].dtype
-    return source != target and is_floating_dtype(source) and is_floating_dtype(target)
-
-
-@dataclasses.dataclass
-class _Row:
-    """What is known of a scope so far.
-
-    Attributes:
-        module: the name of the module's class; empty for a named scope.
-        policy: the policy that held.
-        operations: how many there are.
-        flops: the FLOPs of the products.
-        work: the FLOPs by dtype.
-        made: the elements by dtype of what takes none.
-    """
-
-    module: str
-    policy: str
-    operations: int = 0
-    flops: int = 0
-    work: Counter[np.dtype] = dataclasses.field(default_factory=Counter)
-    made: Counter[np.dtype] = dataclasses.field(default_factory=Counter)
-
-    @property
-    def dtypes(self) -> str:
-        """The dtypes of its work, or of what it makes if it only moves data; most first."""
-        parts = self.work if self.work.total() else self.made
-        least = _LEAST_SHARE * parts.total()
-        return ", ".join(dtype.name for dtype, part in parts.most_common() if part >= least)
+        if node.name == CAST:
+            source, target = node.operands[0].dtype, node.results[0].dtype
+            if source != target and is_floating_dtype(source) and is_floating_dtype(target):
+                total[source.name, target.name] += node.times * node.results[0].nbytes
+                count[source.name, target.name] += node.times
+    return tuple(Cast(*dtypes, count[dtypes], part) for dtypes, part in total.most_common())
 
 
 def scopes(graph: Graph) -> tuple[Scope, ...]:
@@ -125,45 +88,39 @@ def scopes(graph: Graph) -> tuple[Scope, ...]:
 
     Each row has what runs directly in it, not in the modules and named scopes inside of it.
     """
-    rows: dict[str, _Row] = {}
-    by_scope: dict[str, _Row] = {}  # with marks: several are one path
+    by_path: dict[str, list[Node]] = {}
     for node in graph.nodes:
-        if node.is_structure:
-            continue
-        row = by_scope.get(node.scope)
-        if row is None:
-            row = by_scope[node.scope] = _row(graph, node, rows)
-        row.operations += node.times
-        _add_work(row, node)
-    return tuple(
-        Scope(path, row.module, row.policy, row.operations, row.dtypes, row.flops)
-        for path, row in rows.items()
+        if not node.is_structure:
+            by_path.setdefault(graph.path(node), []).append(node)
+    return tuple(_scope(graph, path, nodes) for path, nodes in by_path.items())
+
+
+def _scope(graph: Graph, path: str, nodes: list[Node]) -> Scope:
+    _, module, names, _ = where(nodes[0].scope)
+    return Scope(
+        path,
+        "" if module is None or names else module.cls.__name__,
+        graph.policy(nodes[0]),
+        sum(node.times for node in nodes),
+        _dtypes(nodes),
+        sum(map(flops, filter(is_product, nodes))),
     )
 
 
-def _row(graph: Graph, node: Node, rows: dict[str, _Row]) -> _Row:
-    """Returns the row of a node's path, which is added if it is new."""
-    found = where(node.scope)
-    is_module = found.module is not None and not found.names
-    module = found.module.cls.__name__ if found.module is not None and is_module else ""
-    return rows.setdefault(found.path, _Row(module, graph.policy(node)))
+def _dtypes(nodes: list[Node]) -> str:
+    """Returns the dtypes of the work of operations, or of what they make if they only move data.
 
-
-def _add_work(row: _Row, node: Node) -> None:
-    """Adds a node's FLOPs to the dtypes in which it computes: of a product, those of its operands.
-
-    A cast does no work in either of its dtypes.
+    The dtypes of a product are those of its operands, and a cast does no work in either of its own.
+    Those with the most work come first.
     """
-    total = flops(node)
-    if is_product(node):
-        row.flops += total
-        dtypes = {value.dtype for value in node.operands[:2]}
-    elif node.name == "convert_element_type" or not node.results:
-        return
-    else:
-        dtypes = {node.results[0].dtype}
-    for dtype in filter(is_floating_dtype, dtypes):
-        if total:
-            row.work[dtype] += total
-        else:
-            row.made[dtype] += node.times * sum(value.size for value in node.results)
+    work: Counter[np.dtype] = Counter()
+    made: Counter[np.dtype] = Counter()
+    for node in nodes:
+        if node.name != CAST:
+            values, total = node.operands[:2] if is_product(node) else node.results[:1], flops(node)
+            for dtype in filter(is_floating_dtype, {value.dtype for value in values}):
+                work[dtype] += total
+                made[dtype] += node.times * sum(value.size for value in node.results)
+    parts = work if work.total() else made
+    least = max(_LEAST_SHARE * parts.total(), 1)
+    return ", ".join(dtype.name for dtype, part in parts.most_common() if part >= least)

@@ -4,67 +4,50 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from jmpx._base.leaves import is_int
 from jmpx._base.messages import describe
-from jmpx._base.text import bytes_text, flop_text, share_text
-from jmpx._inspect.audit.alike import alike_findings
-from jmpx._inspect.audit.data import SEVERITIES, Finding, Scope
+from jmpx._base.text import bytes_text, columns, flop_text, share_text, short_names
+from jmpx._inspect.audit.alike import alike_findings, common, pattern
+from jmpx._inspect.audit.data import SEVERITIES, AuditData, Finding, Scope
 from jmpx._inspect.audit.findings import KINDS
-from jmpx._inspect.audit.scope_rows import COLUMNS, ScopeRow, scope_rows
-from jmpx._inspect.audit.shares import Shares, notes, shares
 
-if TYPE_CHECKING:
-    from jmpx._inspect.audit.report import Audit
-
-_WIDTH = 100
-_NARROWEST = 60
+_WIDTH, _NARROWEST = 100, 60
 _GAP = "  "
 _BAR = 30
 _NAME = 24  # columns that the name of a scope needs: a narrow table goes without policies
 _INDENT = 8  # of what is below the first line of a finding
 # How much the text shows, unless all is asked for.
 _SHARES, _FINDINGS, _SCOPES = 6, 8, 16
-_ALL = "print(report.to_text(all=True))"
 _KEPT = "\N{NO-BREAK SPACE}"  # a space at which lines do not break
 _RULE = re.compile(r"\S+: ")  # a rule of a policy map; other advice is a sentence or code
 
 
-def report_text(report: "Audit", width: int | None, is_full: bool) -> str:
-    """Returns the report as text: the shares, the findings, the scopes.
-
-    Args:
-        report: the report.
-        width: the columns that the text may have; None: 100, or the terminal's if it has fewer.
-        is_full: whether long tables are printed as a whole.
-
-    Raises:
-        ValueError: if `width` is no whole number of at least 60.
-    """
+def report_text(report: AuditData, width: int | None, is_full: bool) -> str:
+    """Returns the report as text; the arguments are those of `Audit.to_text`."""
     width = _columns(width)
+    gradient = "" if report.is_step else " and its gradient"
+    platform = f" on {report.platform}" if report.platform else ""
     blocks = [
-        title(report),
-        "\n".join(_share_lines(shares(report), width, is_full)),
-        "\n".join(_wrapped(note, width) for note in notes(report)),
+        f"Audit of {report.title}{gradient}{platform}",
+        "\n".join(_share_lines(report, width, is_full)),
+        "\n".join(_wrapped(note, width) for note in _notes(report)),
         *_finding_blocks(report, width, is_full),
         "\n".join(_scope_lines(report.scopes, width, is_full)),
     ]
     return "\n\n".join(filter(None, blocks))
 
 
-def title(report: "Audit") -> str:
-    """Returns what was audited."""
-    gradient = "" if report.is_step else " and its gradient"
-    return f"Audit of {report.title}{gradient}{f' on {report.platform}' if report.platform else ''}"
-
-
-def summary_line(report: "Audit") -> str:
+def summary_line(report: AuditData) -> str:
     """Returns a report in one line: the largest share of products, and how many findings."""
-    products = shares(report)[0].rows
-    parts = [f"{flop_text(products[0].whole)} of products" if products else "no products"]
-    parts += [f"{share_text(row.part, row.whole)} {row.label}" for row in products[:1]]
+    parts = ["no products"]
+    if report.products:
+        whole = sum(each.flops for each in report.products)
+        most = max(report.products, key=lambda each: each.flops)
+        share = share_text(most.flops, whole)
+        parts = [f"{flop_text(whole)} of products", f"{share} {most.dtypes}"]
     parts.append(severities(alike_findings(report.findings)) or "no findings")
     return f"Audit of {report.title}: {', '.join(parts)}"
 
@@ -72,8 +55,8 @@ def summary_line(report: "Audit") -> str:
 def _columns(width: int | None) -> int:
     if width is None:
         # A terminal may say that it has no columns.
-        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
-        return max(_NARROWEST, min(_WIDTH, columns or _WIDTH))
+        terminal = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
+        return max(_NARROWEST, min(_WIDTH, terminal or _WIDTH))
     if not is_int(width) or width < _NARROWEST:
         raise ValueError(
             f"Expected width= to be a number of columns, {_NARROWEST} or more, got "
@@ -83,10 +66,7 @@ def _columns(width: int | None) -> int:
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Returns the text in lines that break at spaces alone, because paths are copied.
-
-    The first line sets the indentation.
-    """
+    """Returns the text in lines, indented as the first one, that break at spaces alone."""
     indent = " " * (len(text) - len(text.lstrip(" ")))
     lines = textwrap.wrap(
         text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
@@ -95,49 +75,72 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def _left_out(number: int, what: str) -> list[str]:
-    return [f"... and {number:,} more {what}: {_ALL}"] if number > 0 else []
+    left = f"... and {number:,} more {what}: print(report.to_text(all=True))"
+    return [left] if number > 0 else []
 
 
-def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Returns the rows with aligned columns, without the columns that are empty.
-
-    Args:
-        rows: the cells of each row.
-        sides: `>` for each column whose cells are aligned to the right, `<` for the others.
-    """
-    sizes = _sizes(rows)
-    columns = [
-        (i, side, size) for i, (side, size) in enumerate(zip(sides, sizes, strict=True)) if size
-    ]
-    return [
-        _GAP.join(f"{row[i]:{side}{size}}" for i, side, size in columns).rstrip() for row in rows
-    ]
+def _aligned(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
+    """Returns the rows with aligned columns, without the columns that are empty."""
+    kept = [i for i, column in enumerate(zip(*rows, strict=True)) if any(column)]
+    to_the_right = [at for at, i in enumerate(kept) if i in right]
+    return columns([[row[i] for i in kept] for row in rows], to_the_right, _GAP) if rows else []
 
 
-def _sizes(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+def _room(rows: Sequence[Sequence[str]], width: int) -> int:
+    """Returns how many columns of text these leave, with a gap behind each."""
+    sizes = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return width - sum(size + len(_GAP) for size in sizes if size)
 
 
 # Shares
 
 
-def _share_lines(tables: Sequence[Shares], width: int, is_full: bool) -> Iterator[str]:
+class _Share(NamedTuple):
+    """A part of something, such as the products of two dtypes: its dtypes, amount and count."""
+
+    label: str
+    part: int
+    whole: int
+    amount: str
+    times: str
+
+
+def _shares(report: AuditData) -> Iterator[tuple[str, list[_Share]]]:
+    """Yields the headings of the tables that a report begins with, and their rows."""
+    products = [(each.dtypes, each.flops, f"{each.count:,} x") for each in report.products]
+    saved = [(dtype, nbytes, "") for dtype, nbytes in report.saved.items()]
+    casts = [(f"{c.source} -> {c.target}", c.nbytes, f"{c.count:,} x") for c in report.casts]
+    yield _table("Matrix products and convolutions", products, flop_text)
+    yield f"Everything else: {flop_text(report.other_flops)}", []
+    yield _table("Saved for the backward pass", saved, bytes_text)
+    yield _table("Written by casts", casts, bytes_text)
+
+
+def _table(
+    what: str, parts: list[tuple[str, int, str]], text: Callable[[int], str]
+) -> tuple[str, list[_Share]]:
+    whole = sum(part for _, part, _ in parts)
+    rows = [_Share(label, part, whole, text(part), times) for label, part, times in parts]
+    rows.sort(key=lambda row: -row.part)
+    return f"{what}: {text(whole) if rows else 'nothing'}", rows
+
+
+def _share_lines(report: AuditData, width: int, is_full: bool) -> Iterator[str]:
     """Yields the tables one below the other, with columns of the same widths."""
-    limit = None if is_full else _SHARES
-    shown = [row for table in tables for row in table.rows[:limit]]
+    limit, tables = None if is_full else _SHARES, list(_shares(report))
+    shown = [row for _, rows in tables for row in rows[:limit]]
     cells = [(r.label, share_text(r.part, r.whole), r.amount, r.times) for r in shown]
-    room = width - len(_GAP) - sum(size + len(_GAP) for size in _sizes(cells))
+    room = _room(cells, width - len(_GAP))
     if room < 0:  # long names of dtypes: what is known best from the other columns goes
-        cells = [(label, share, amount, "") for label, share, amount, _ in cells]
+        cells = [(*cell[:3], "") for cell in cells]
     bars = [_bar(row.part, row.whole, min(room, _BAR)) for row in shown]
-    rows = [(label, bar, *rest) for (label, *rest), bar in zip(cells, bars, strict=True)]
-    lines = iter(_aligned(rows, "<<>>>") if rows else [])
-    for table in tables:
-        yield table.heading
-        for _ in table.rows[:limit]:
-            yield _GAP + next(lines)
-        for line in _left_out(0 if is_full else len(table.rows) - _SHARES, "rows"):
-            yield _GAP + line
+    lines = iter(
+        _aligned([(c[0], bar, *c[1:]) for c, bar in zip(cells, bars, strict=True)], (2, 3, 4))
+    )
+    for heading, rows in tables:
+        yield heading
+        yield from (_GAP + next(lines) for _ in rows[:limit])
+        yield from (_GAP + line for line in _left_out(len(rows[len(rows[:limit]) :]), "rows"))
 
 
 def _bar(part: int, whole: int, size: int) -> str:
@@ -148,13 +151,23 @@ def _bar(part: int, whole: int, size: int) -> str:
     return "#" * length + "." * (size - length)
 
 
+def _notes(report: AuditData) -> Iterator[str]:
+    """Yields sentences about what the tables do not count."""
+    if report.has_while:
+        yield "In a while loop, operations are counted for one trip: how many it makes is unknown."
+    if report.uncounted:
+        yield f"Not counted: {', '.join(report.uncounted)}, whose FLOPs are unknown."
+
+
 # Findings
 
 
-def _finding_blocks(report: "Audit", width: int, is_full: bool) -> Iterator[str]:
+def _finding_blocks(report: AuditData, width: int, is_full: bool) -> Iterator[str]:
     """Yields the findings, or what was looked for if there are none."""
     if not report.findings:
-        yield _wrapped(no_findings(report), width)
+        names = [kind.name for kind in KINDS.values() if report.platform or not kind.needs_platform]
+        text = f"No findings. Looked for {', '.join(names[:-1])} and {names[-1]}."
+        yield _wrapped(text, width)
         return
     findings = report.findings if is_full else alike_findings(report.findings)
     shown = findings if is_full else findings[:_FINDINGS]
@@ -163,32 +176,25 @@ def _finding_blocks(report: "Audit", width: int, is_full: bool) -> Iterator[str]
     yield from _left_out(len(findings) - len(shown), "findings")
 
 
-def no_findings(report: "Audit") -> str:
-    """Returns the sentence of a report without findings: what the audit looked for."""
-    names = [kind.name for kind in KINDS.values() if report.platform or not kind.needs_platform]
-    return f"No findings. Looked for {', '.join(names[:-1])} and {names[-1]}."
-
-
 def severities(findings: Sequence[Finding]) -> str:
     """Returns how many findings have which severity, such as `2 high, 1 low`."""
     counts = [(sum(f.severity == severity for f in findings), severity) for severity in SEVERITIES]
     return ", ".join(f"{count:,} {severity}" for count, severity in counts if count)
 
 
-def finding_text(finding: Finding, width: int) -> str:
+def finding_text(finding: Finding, width: int = _WIDTH) -> str:
     """Returns a finding as text: what and where, why, and the rule on a line of its own."""
     indent = " " * _INDENT
     # The facts are words that do not break, and the severity stands in the indentation.
-    words = ", ".join(facts(finding)).replace(" ", _KEPT).replace(f",{_KEPT}", ", ")
+    words = ", ".join(_facts(finding)).replace(" ", _KEPT).replace(f",{_KEPT}", ", ")
     head = _wrapped(indent + words, width).replace(_KEPT, " ")
+    rule = indent + finding.rule
     lines = [
         f"{finding.severity:{_INDENT}}{head[_INDENT:]}",
         _wrapped(indent + finding.message, width),
+        rule if is_rule(finding) else _wrapped(rule, width),
     ]
-    if finding.rule:
-        rule = indent + finding.rule
-        lines.append(rule if is_rule(finding) else _wrapped(rule, width))
-    return "\n".join(lines)
+    return "\n".join(lines if finding.rule else lines[:2])
 
 
 def is_rule(finding: Finding) -> bool:
@@ -196,54 +202,73 @@ def is_rule(finding: Finding) -> bool:
     return _RULE.match(finding.rule) is not None
 
 
-def facts(finding: Finding) -> list[str]:
-    """Returns a finding's name, where it is, how often and how large."""
-    return [
-        finding.name,
-        *([str(finding.place)] if finding.place else []),
-        *([f"in {finding.scope}"] if finding.scope else []),
-        *([f"{finding.count:,} x"] if finding.count > 1 else []),
-        *([flop_text(finding.flops)] if finding.flops else []),
-        *([bytes_text(finding.nbytes)] if finding.nbytes else []),
-    ]
+def _facts(finding: Finding) -> Iterator[str]:
+    """Yields a finding's name, where it is, how often and how large."""
+    yield finding.name
+    if finding.place:
+        yield str(finding.place)
+    if finding.scope:
+        yield f"in {finding.scope}"
+    if finding.count > 1:
+        yield f"{finding.count:,} x"
+    if finding.flops:
+        yield flop_text(finding.flops)
+    if finding.nbytes:
+        yield bytes_text(finding.nbytes)
 
 
 # Scopes
 
+_HEADER = ("scope", "", "policy", "dtypes", "operations", "products")
+
 
 def _scope_lines(scopes: Sequence[Scope], width: int, is_full: bool) -> Iterator[str]:
     """Yields the table of scopes."""
-    rows = scope_rows(scopes, is_full)
+    rows = _scope_rows(scopes, is_full)
     if rows:
         shown = rows if is_full else rows[:_SCOPES]
-        yield from _aligned(_fitting(shown, width), "<><<>>")
+        filled = map(any, zip(*shown, strict=True))
+        header = [name * is_filled for name, is_filled in zip(_HEADER, filled, strict=True)]
+        yield from _aligned(_fitting([header, *shown], width), right=(1, 4, 5))
         yield from _left_out(len(rows) - len(shown), "rows")
 
 
-def _fitting(rows: Sequence[ScopeRow], width: int) -> list[tuple[str, ...]]:
-    """Returns the cells of a header and the rows, shortened so that they fit."""
-    columns = list(zip(COLUMNS, *(row.cells for row in rows), strict=True))
-    columns = [column if any(column[1:]) else [""] * len(column) for column in columns]
-    if _room(columns, width) < _NAME:
-        columns = [[_start(cell, width // 5) for cell in column] for column in columns]
-    if _room(columns, width) < _NAME:
-        columns[COLUMNS.index("policy")] = [""] * (len(rows) + 1)
-    names = ["scope", *(_name(row, _room(columns, width)) for row in rows)]
-    return list(zip(names, *columns, strict=True))
+def _scope_rows(scopes: Iterable[Scope], is_full: bool) -> list[tuple[str, ...]]:
+    """Returns the cells of scopes, or of layers that are alike, those with the most FLOPs first."""
+    groups: dict[object, list[Scope]] = {}
+    for scope in scopes:
+        like = scope._replace(path=scope.path if is_full else pattern(scope.path))
+        groups.setdefault(like, []).append(scope)
+    totals = [(len(g) * g[0].flops, len(g) * g[0].operations, g) for g in groups.values()]
+    return [_cells(*total) for total in sorted(totals, key=lambda total: (-total[0], -total[1]))]
 
 
-def _room(columns: Sequence[Sequence[str]], width: int) -> int:
-    """Returns how many columns the text of other columns leaves."""
-    sizes = (max(map(len, column)) for column in columns)
-    return width - sum(size + len(_GAP) for size in sizes if size)
+def _cells(flops: int, operations: int, group: list[Scope]) -> tuple[str, ...]:
+    first = group[0]
+    path = common([scope.path for scope in group]) or "(outside of all)"
+    return (
+        f"{path} ({first.module})" if first.module not in ("", path) else path,
+        f"{len(group):,} x" if len(group) > 1 else "",
+        short_names(first.policy),
+        short_names(first.dtypes),
+        f"{operations:,}",
+        flop_text(flops) if flops else "",
+    )
 
 
-def _start(text: str, size: int) -> str:
-    return text if len(text) <= size else text[: size - 3] + "..."
+def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
+    """Returns the cells of the scopes, shortened so that they fit, first of all but the names."""
+    cells = [row[1:] for row in rows]
+    if _room(cells, width) < _NAME:
+        size = width // 5
+        cells = [[c if len(c) <= size else f"{c[: size - 3]}..." for c in row] for row in cells]
+    if _room(cells, width) < _NAME:  # without policies
+        cells = [[row[0], "", *row[2:]] for row in cells]
+    size = _room(cells, width)
+    return [[_name(row[0], size), *rest] for row, rest in zip(rows, cells, strict=True)]
 
 
-def _name(row: ScopeRow, size: int) -> str:
+def _name(name: str, size: int) -> str:
     """Returns the path and the class, else the path, else the end of the path."""
-    if len(row.name) <= size or not row.path:
-        return _start(row.name, size)
-    return row.path if len(row.path) <= size else "..." + row.path[3 - size :]
+    path = name if len(name) <= size else name.partition(" (")[0]
+    return path if len(path) <= size else f"...{path[3 - size :]}"

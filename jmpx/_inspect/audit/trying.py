@@ -12,7 +12,8 @@ from jmpx._inspect.audit.remedies import Remedies, is_half_product
 from jmpx._inspect.audit.step import Found
 from jmpx._inspect.graph import Graph
 from jmpx._jaxprs.places import Place
-from jmpx._policies.rules import Rule, parse_rule
+from jmpx._policies.map_strings import parse_rule
+from jmpx._policies.rules import Rule
 
 MOST = 12  # rules that are tried in one audit; each is one more trace
 
@@ -98,13 +99,13 @@ class _Trials:
         """Returns the rules for a group of layers out of those for each of them."""
         columns = zip(*map(self._rules, group), strict=False)
         alike = [column for column in columns if len(set(map(pattern, column))) == 1]
-        return {text: parse_rule(text, text, 0) for text in map(common, alike)}
+        return {text: parse_rule(text) for text in map(common, alike)}
 
     def _rules(self, finding: Finding) -> list[str]:
         """Returns the rules that may mend a finding, but for those of an outermost module."""
         found = self._found[_key(finding)]
         texts = dict.fromkeys((*found.rules, *found.kind.rules(self._remedies, found.nodes)))
-        return [t for t in texts if not self._remedies.is_of_all(parse_rule(t, t, 0))]
+        return [t for t in texts if not self._remedies.is_of_all(parse_rule(t))]
 
     def _worst_new(self, rule: Rule, group: Sequence[Finding], own: int) -> int | None:
         """Returns how bad new findings are under a rule, 0 the worst; None if it mends nothing."""

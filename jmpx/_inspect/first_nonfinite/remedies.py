@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from jmpx._inspect.first_nonfinite.search import HAND_ON
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.widening import is_narrow
+from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.places import selector, where
-from jmpx._policies.rules import parse_rule
 
 _MOST = 6  # rules that are tried; for each the program is compiled once more
 _FARTHEST = 32  # how many operations before it are looked at
@@ -17,12 +17,12 @@ def rules_for(graph: Graph, node: Node) -> list[str]:
     """Returns rules for a node and for what computed its operands, the nearest first.
 
     Args:
-        graph: the program; without a function in it that takes a policy map, there are no rules.
+        graph: the program; there are rules only if a function in it takes a policy map.
         node: the operation that made the infinity or the NaN.
     """
     takers, outermost = graph.program.takers, graph.outermost()
     rules = (rule for each in _before(node) for rule in _of_node(each, _AUTOCAST in takers))
-    found = {text: parse_rule(text, text, 0) for text in rules} if takers else {}
+    found = {text: parse_rule(text) for text in rules} if takers else {}
     return [
         text
         for text, rule in found.items()

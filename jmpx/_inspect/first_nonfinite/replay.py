@@ -1,4 +1,4 @@
-"""A program that is run, at several loss scales if it has one, and what is found in words."""
+"""Runs a program, at several loss scales if it has one, and describes the origin that it finds."""
 
 import math
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from jmpx._inspect.programs import Program
 from jmpx._inspect.widening import is_narrow, run_widened, widened
 from jmpx._jaxprs.core import Array, operation_name
 from jmpx._jaxprs.places import Place, place_of
+from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.places import where
-from jmpx._policies.rules import parse_rule
 
 # What identifies an operation: its name, place and path, and whether it is in the backward pass.
 _Key: TypeAlias = tuple[str, Place | None, str, bool]
@@ -118,7 +118,6 @@ class Replay:
         return FirstNonfinite(
             kind="inf" if any(each.infs for each in seen) else "NaN",
             operation=operation_name(eqn.primitive.name),
-            given="",
             place=place_of(eqn) if node is None else self.graph.place(node),
             scope=where(site.scope).path,
             policy=policy,
@@ -154,7 +153,7 @@ class Replay:
             all is finite. None if the program cannot run so, or something else is found.
         """
         try:
-            program = self.program.with_rules(parse_rule(rule, rule, 0))
+            program = self.program.with_rules(parse_rule(rule))
         except (AssertionError, TypeError, ValueError):  # such as a loop whose carry would change
             return None
         other = Replay(program, self.tree)
@@ -191,19 +190,13 @@ class Replay:
         reader = value.readers[0] if value.readers and not is_input else None
         return FirstNonfinite(
             kind="NaN" if worst_of(array) == NAN else "inf",
-            operation="",
             given=self.program.names[value.index] if is_input else "a constant",
             place=None if reader is None else self.graph.place(reader),
             scope="" if reader is None else self.graph.path(reader),
-            policy="",
-            is_backward=False,
-            trips=(),
-            operands=(),
             results=(numbers_of(array),),
             loss_scale=scale,
             is_at_floor=self.scale is not None and scale == self.scale.floor,
             cause="The function was given it, and no rule mends it: look where it was made.",
-            rule="",
         )
 
 

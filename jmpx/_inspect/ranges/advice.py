@@ -10,10 +10,10 @@ from jmpx._base.leaves import is_int
 from jmpx._base.messages import describe
 from jmpx._inspect.ranges.data import Operation, Range, overflows
 from jmpx._inspect.ranges.formats import Format, as_format
-from jmpx._policies.maps import get_policy_map
+from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.rules import Rule
+from jmpx._scales.arguments import HIGHEST_SCALE, LOWEST_SCALE
 from jmpx._scales.numbers import format_number
-from jmpx._scales.scaling import HIGHEST_SCALE, LOWEST_SCALE
 
 _FULL = "compute=float32"
 

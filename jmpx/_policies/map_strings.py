@@ -1,0 +1,287 @@
+"""The grammar of policy maps and of their rules, in strings and in mappings."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from jmpx._base.dtypes import is_dtype
+from jmpx._base.mappings import (
+    Entry,
+    Found,
+    Located,
+    Text,
+    by_name,
+    child,
+    is_list,
+    is_mapping,
+    read_entries,
+    refuse_value,
+    unknown,
+    whole_text,
+)
+from jmpx._base.messages import did_you_mean
+from jmpx._policies.maps import HOW, PolicyMap, PolicyMapLike
+from jmpx._policies.policy import ATTRIBUTES, Policy
+from jmpx._policies.rules import Rule, is_selector
+from jmpx._policies.strings import (
+    DTYPES,
+    ELSEWHERE,
+    KEYS,
+    MAP_KEYS,
+    NO_LOSS_SCALE,
+    Field,
+    complete,
+    get_policy,
+    missing_policy,
+    parse_fields,
+    read_field,
+    read_fields,
+    refuse_colon,
+)
+
+# The keys of the sections of a map's mapping, of a rule, and of a rule's mapping.
+_SECTIONS = {name: name for name in ("policy", "rules")}
+_RULE_KEYS = {key: name for key, name in KEYS.items() if name != "reduce"}
+_RULE_MAPPING_KEYS = {
+    **{name: name for name in ("select", "optional", "policy")},
+    **{"selector": "select"},
+    **_RULE_KEYS,
+}
+_RULE_EXAMPLE = "'LayerNorm: full' or {'select': 'LayerNorm', 'compute': 'float32'}"
+
+
+def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
+    """Parses a policy map string, such as `"c=bf16,o=f32; BatchNorm: full; */head/*: c=f32"`.
+
+    The parts are separated by semicolons. The part without a selector is the default, the policy of
+    the outermost call as a whole: inputs and parameters are cast to its compute dtype, and the
+    result, once, to its output dtype. Without such a part, the default is float32.
+
+    Every other part is a rule, `selector: policy`. A selector is
+
+    - a class name, such as `BatchNorm` or, more precisely, `haiku.BatchNorm`; it also matches
+      subclasses,
+    - a glob of paths, which contains `/` or `*`,
+    - or an operation, such as `op.exp`, which only autocast follows.
+
+    If several rules match, the last one applies. A question mark at the end of a selector
+    (`BatchNorm?: full`) makes the rule optional: no warning is given if it matches nothing.
+
+    How `jmpx.apply_policy` and the gradient functions apply the map stands in the default part:
+    `by=arguments` casts the floating arguments of the function, `by=modules` casts at the calls of
+    modules, and `by=operations` casts each operation, as `jmpx.autocast` does; `save=products`
+    beside it saves memory. Without `by`, rules for classes or paths mean modules, rules for
+    operations alone mean operations, and no rules mean arguments.
+
+    A rule sets only the fields that it names, and a dtype without a key sets compute. The other
+    fields are inherited: params from the default, compute and output from the compute dtype of the
+    surrounding call, matmul from that call. Only the default may set reduce.
+
+    A mapping, of any kind that `get_policy` takes, has the default under `policy` and the list of
+    rules under `rules`; `by` and `save` stand beside these. The keys of a rule are `select`, those
+    of a policy, and `optional: true`, which says the same as a question mark. Each of these values
+    may also be its string, and `policy` the string of a whole map. A mapping that has the keys of a
+    policy is the default.
+
+    Args:
+        policy_map: a policy map string; or a mapping; or a policy or a dtype, which gives a map
+            without rules; or a policy map, which is returned as it is.
+
+    Raises:
+        TypeError: if `policy_map` is of another type, or a value of the mapping is.
+        ValueError: if the string or the mapping does not follow the grammar, or has a loss scale.
+            The message gives the position in the string, or the path in the mapping.
+
+    Example:
+        >>> import jmpx
+        >>> policy_map = jmpx.get_policy_map("c=bf16; LayerNorm: full; */logits: c=f32,o=f32")
+        >>> print(policy_map.default)
+        params=float32,compute=bfloat16,output=bfloat16
+        >>> print(*policy_map.rules, sep="; ")
+        LayerNorm: compute=float32; */logits: compute=float32,output=float32
+        >>> rules = [{"select": "LayerNorm", "compute": "f32"}, "*/logits: c=f32,o=f32"]
+        >>> policy_map == jmpx.get_policy_map({"policy": {"compute": "bf16"}, "rules": rules})
+        True
+    """
+    return _read_map(Located(policy_map))
+
+
+def parse_rule(text: str) -> Rule:
+    """Parses one rule of a policy map, such as `LayerNorm: full`."""
+    return _read_rule(Located(text))
+
+
+def _read_map(found: Found) -> PolicyMap:
+    """Reads a policy map from any value that `get_policy_map` takes."""
+    value = found.value
+    if isinstance(value, PolicyMap):
+        return value
+    if isinstance(value, str):
+        return parse_policy_map(whole_text(value, "policy map", found.at))
+    if isinstance(value, Policy):
+        return PolicyMap(value)
+    if is_mapping(value):
+        return map_of(read_entries(value, found.path), found)
+    if is_dtype(value):
+        return PolicyMap(get_policy(value))
+    what = "a policy map string, a mapping, a dtype, a jmpx.Policy or a jmpx.PolicyMap"
+    remedy = (
+        "write for example 'c=bf16,o=f32; BatchNorm: full', or give the .policy_map of a "
+        "jmpx.MixedPrecision"
+    )
+    raise refuse_value(what, found, remedy)
+
+
+def parse_policy_map(text: Text) -> PolicyMap:
+    """Parses the string of a policy map, which may begin that of a mixed precision."""
+    default, rules = _parse_parts(text)
+    return _make_map(default or {}, rules)
+
+
+def map_of(entries: list[Entry], found: Found) -> PolicyMap:
+    """Returns the policy map of a mapping's entries; one that is nested has no sections."""
+    given = by_name(entries, MAP_KEYS | ({} if found.path else _SECTIONS), ELSEWHERE)
+    sections = [name for name in _SECTIONS if name in given]
+    fields = {name: read_field(name, given[name]) for name in given if name not in sections}
+    how = {name: fields.pop(name) for name in HOW if name in fields}
+    if fields and sections:
+        name = next(iter(fields))
+        raise ValueError(
+            f"Unexpected key {name!r}{given[name].at} beside {sections[0]!r}: the keys of the "
+            "default policy stand under 'policy' there, as {'policy': {'compute': 'bfloat16'}}."
+        )
+    rules = _read_rules(given["rules"]) if "rules" in given else []
+    if "policy" not in given and not fields and not rules:
+        raise missing_policy(found)
+    whole = _read_map(given["policy"]) if "policy" in given else _make_map(fields, ())
+    more = how | ({"rules": tuple(rules)} if "rules" in given else {})
+    for name in more:
+        if getattr(whole, name):
+            raise ValueError(
+                f"Duplicate key {name!r}{given[name].at}: the value of 'policy' has {name}, too, "
+                "so write one of them."
+            )
+    return dataclasses.replace(whole, **more)
+
+
+def _make_map(fields: dict[str, Field], rules: Iterable[Rule]) -> PolicyMap:
+    """Returns the policy map of the fields of its default part, and of its rules."""
+    how = {name: fields.pop(name) for name in HOW if name in fields}
+    return PolicyMap(complete(fields), tuple(rules), **how)
+
+
+def _parse_parts(text: Text) -> tuple[dict[str, Field] | None, list[Rule]]:
+    """Parses the default part, None if there is none, and the rules of a policy map string."""
+    text.refuse("|", NO_LOSS_SCALE)
+    default: dict[str, Field] | None = None
+    rules: list[Rule] = []
+    for part in text.split(";"):
+        if not part.value:
+            raise ValueError(
+                f"Empty rule{part.at}: write a policy or 'selector: policy' there, or leave the "
+                "semicolon out."
+            )
+        if ":" in part.text:
+            rules.append(_parse_rule(part))
+        elif default is None:
+            default = parse_fields(part, DTYPES, MAP_KEYS)
+        else:
+            raise ValueError(
+                f"Second default {part.value!r}{part.at}: write 'selector: policy' for all "
+                "policies but one."
+            )
+    return default, rules
+
+
+def _read_rules(found: Found) -> list[Rule]:
+    """Reads the rules of a mapping: a list of rules, or the string of one or several."""
+    value = found.value
+    if isinstance(value, str):
+        default, rules = _parse_parts(whole_text(value, "rules", found.at))
+        if default is not None:
+            raise ValueError(
+                f"Unexpected policy without a selector in {value!r}{found.at}: write each rule as "
+                "'selector: policy', and the default under the key 'policy'."
+            )
+        return rules
+    if is_list(value):
+        return [_read_rule(Located(each, child(found.path, i))) for i, each in enumerate(value)]
+    remedy = "write [{'select': 'LayerNorm', 'compute': 'float32'}]"
+    if is_mapping(value):
+        remedy = f"the last rule that matches applies, so their order counts; {remedy}"
+    raise refuse_value("a list of rules", found, remedy)
+
+
+def _read_rule(found: Found) -> Rule:
+    """Reads a rule: a string, a mapping or a `Rule`."""
+    value = found.value
+    if isinstance(value, Rule):
+        return value
+    if is_mapping(value):
+        return _rule_of(read_entries(value, found.path), found)
+    if not isinstance(value, str):
+        raise refuse_value("a rule", found, f"write {_RULE_EXAMPLE}")
+    text = whole_text(value, "rule", found.at)
+    text.refuse("|", NO_LOSS_SCALE)
+    if ":" not in text.text or ";" in text.text:
+        raise ValueError(f"Expected one rule, got {value!r}{found.at}: write {_RULE_EXAMPLE}.")
+    return _parse_rule(text)
+
+
+def _parse_rule(part: Text) -> Rule:
+    """Parses a rule, `selector: policy`, which may be a part of a longer string."""
+    selector, policy = part.cut(":")
+    refuse_colon(part)
+    if not policy.value:
+        raise ValueError(
+            f"Missing policy for {selector.value!r}{selector.at}: write for example "
+            f"'{selector.value}: full'."
+        )
+    name, optional = _read_selector(selector)
+    fields = parse_fields(policy, ("compute",), _RULE_KEYS)
+    return Rule(name, **fields, optional=optional)
+
+
+def _rule_of(entries: list[Entry], found: Found) -> Rule:
+    """Returns the rule of a mapping's entries, also of `{"LayerNorm": "full"}`, as in YAML."""
+    key, value = entries[0] if len(entries) == 1 else (Located("select"), found)
+    if did_you_mean(key.value, [*_RULE_MAPPING_KEYS]) == ".":
+        given: dict[str, Found] = {"select": key, "policy": value}
+    else:
+        given = by_name(entries, _RULE_MAPPING_KEYS, ELSEWHERE)
+    if "select" not in given:
+        raise ValueError(f"Missing key 'select'{found.at}: write {_RULE_EXAMPLE}.")
+    name, optional = _read_selector(given["select"])
+    own = {key: each for key, each in given.items() if key in ATTRIBUTES}
+    fields = {key: read_field(key, each) for key, each in own.items()}
+    if "policy" in given and own:
+        raise ValueError(
+            f"Unexpected key{next(iter(own.values())).at} beside 'policy': write all fields of the "
+            "rule under 'policy', or none."
+        )
+    if "policy" in given:
+        fields = read_fields(given["policy"], ("compute",), _RULE_KEYS)
+    if not fields:
+        raise missing_policy(found)
+    if "optional" in given:
+        flag = given["optional"]
+        if not isinstance(flag.value, bool):
+            raise refuse_value(
+                "true or false", flag, "write true for a rule that may match nothing"
+            )
+        optional = optional or flag.value
+    return Rule(name, **fields, optional=optional)
+
+
+def _read_selector(found: Found) -> tuple[str, bool]:
+    """Reads the selector of a rule, and whether a question mark makes the rule optional."""
+    if not isinstance(found.value, str):
+        raise refuse_value("a selector", found, "write for example 'LayerNorm'")
+    text = found.value.strip()
+    name = text.removesuffix("?").rstrip()
+    if not is_selector(name):
+        expected = (
+            "a class name such as 'BatchNorm' or 'haiku.BatchNorm', a glob of paths such as "
+            "'*/head/*', an operation such as 'op.exp'"
+        )
+        raise unknown("selector", found, expected)
+    return name, text.endswith("?")
