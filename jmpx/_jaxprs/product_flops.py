@@ -48,7 +48,7 @@ def _convolution(eqn: Equation) -> int:
 def _taps(
     inputs: tuple[int, int], kernel: tuple[int, int], outputs: tuple[int, int], padding: int
 ) -> int:
-    """Returns how often one axis of a kernel meets an input, and not padding or a hole of a dilation.
+    """Returns how often one axis of a kernel meets a number of an input, not padding or a hole.
 
     Args:
         inputs: the size of the input, and the distance of its elements.
