@@ -5,7 +5,7 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeAlias, TypeVar, overload
 
@@ -21,8 +21,16 @@ from jmpx._base.mappings import is_list, is_mapping
 from jmpx._base.matmul import matmul_region
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.nnx_objects import skip_kept
-from jmpx._base.stateful import PureFunction, call
-from jmpx._policies.frameworks import imported_adapters
+from jmpx._base.stateful import (
+    Arguments as Args,
+    Changes,
+    Function,
+    Keywords as Kwargs,
+    Leaf,
+    PureFunction,
+    call,
+)
+from jmpx._policies.frameworks import Proxies, imported_adapters
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, warn_of
 from jmpx._policies.modules import call_with_proxies
@@ -30,11 +38,8 @@ from jmpx._policies.policy import Policy
 from jmpx._scales.mixed_precision import MixedPrecision, MixedPrecisionLike
 
 F = TypeVar("F", bound=Callable[..., PyTree])
-Args: TypeAlias = tuple[PyTree, ...]
-Kwargs: TypeAlias = dict[str, PyTree]
-# The leaves of the state of NNX objects: arrays, Python numbers, text.
-State: TypeAlias = list[PyTree]
-Result: TypeAlias = tuple[PyTree, State]  # of a function, and the new state of its objects
+State: TypeAlias = list[Leaf]  # of the objects of NNX among the arguments
+Result: TypeAlias = tuple[PyTree, Changes]
 
 _HALF = re.compile(r"\bhalf\b", re.IGNORECASE)
 _NAME = "jmpx.apply_policy"
@@ -53,7 +58,7 @@ def apply_policy(
 
 
 def apply_policy(
-    func: Callable[..., PyTree] | None = None,
+    func: Function | None = None,
     policy: MixedPrecisionLike | None = None,
     *,
     uncast: UncastLike = (),
@@ -66,19 +71,15 @@ def apply_policy(
       the floating results to the output dtype where that is wider; it narrows none.
     - `by=modules` runs the modules of Haiku and Linen that are called under the map, as the
       `policies` of their adapters do, and gives the function views of the modules of Equinox and
-      NNX that stand among its arguments, as `with_policies` does. Paths of rules begin at each
-      module. Optimizer states are left alone; a model that is handed back has its stored dtypes.
+      NNX among its arguments, as `with_policies` does. A model that is handed back has its stored
+      dtypes.
     - `by=operations` runs the function under autocast, see `jmpx.autocast`; with `save=products`
-      the backward pass keeps less. The first argument holds the parameters. Another input from
-      which no way leads to a matrix product, such as the targets of a loss, keeps its dtype.
+      the backward pass keeps less. The first argument holds the parameters. Another input that
+      leads to no matrix product, such as the targets of a loss, keeps its dtype.
 
     Without `by`, rules for classes or paths mean modules, rules for operations alone mean
-    operations, and no rules mean arguments. So a string, and a flag that holds it, is all that has
-    to change. `filter_grad` and `filter_value_and_grad` with `policy=` differentiate this function.
-
-    A module that the function closes over is not among its arguments: in Equinox and NNX, pass it.
-    Inside of the function, contexts, views and `jmpx.autocast` with the same map do nothing more.
-    With another one, contexts and autocast make an island, and a view of a view is an error.
+    operations, and no rules mean arguments. Inside of the function, contexts, views and
+    `jmpx.autocast` with the same map do nothing more. docs/which_way.md compares the three.
 
     Args:
         func: any function of pytrees, such as a module or `transformed.apply`; None to decorate
@@ -112,6 +113,9 @@ def apply_policy(
         bfloat16
         float32
         float32
+
+    See Also:
+        `jmpx.filter_value_and_grad`, which differentiates this function by `policy=`.
     """
     if func is None:
         return functools.partial(apply_policy, policy=policy, uncast=uncast)
@@ -148,7 +152,7 @@ class Application(NamedTuple):
     """
 
     policy_map: PolicyMap | None
-    func: Callable[..., PyTree]
+    func: Function
     uncast: UncastArguments
     name: str
     half: MixedPrecisionLike | None = None
@@ -158,7 +162,7 @@ class Application(NamedTuple):
     def of(
         cls,
         policy: MixedPrecisionLike | None,
-        func: Callable[..., PyTree],
+        func: Function,
         uncast: UncastArguments,
         name: str,
     ) -> "Application":
@@ -209,14 +213,7 @@ class Application(NamedTuple):
             yield
 
     def run(self, pure: PureFunction, state: State, args: Args, kwargs: Kwargs) -> Result:
-        """Runs the function; returns its result, and the new state of NNX objects.
-
-        Args:
-            pure: the function, as a pure one of the state of the objects among its arguments.
-            state: that state.
-            args: the positional arguments of a call.
-            kwargs: its keyword arguments.
-        """
+        """Runs the function, as a pure one of the state of the objects among its arguments."""
         if self.policy_map is None:
             return pure(state, *args, **kwargs)
         ways = {
@@ -281,11 +278,8 @@ class Application(NamedTuple):
             for adapter in adapters:
                 stack.enter_context(adapter.noted_casts())
                 stack.enter_context(adapter.applied(followed))
-            views = [adapter.views(followed) for adapter in adapters]
-            made = [each for each in views if each is not None]
-            pure.invoke = lambda fn, *args, **kwargs: call_with_proxies(
-                made, fn, args, kwargs, self.uncast.exempt
-            )
+            views = filter(None, [adapter.views(followed) for adapter in adapters])
+            pure.invoke = functools.partial(_invoke, list(views), self.uncast)
             result = pure(state, *args, **kwargs)
         if not casts:
             _warn(
@@ -305,19 +299,21 @@ class Application(NamedTuple):
         from jmpx._autocast.wrapped import evaluated
 
         saving = get_saving(policy_map.save, None)
-        # The state of NNX objects is theirs that the function is a method of, and statistics.
+        # State is statistics, and the parameters of NNX objects of which the function is a method.
         parameters = {id(leaf) for leaf in jax.tree.leaves((state, args[:1]))}
         run = functools.partial(evaluated, policy_map, saving, "traced", by=self.name)
         return run(pure, state, args, kwargs, is_parameter=lambda array: id(array) in parameters)
 
 
-def _with_float16(policy: PyTree, depth: int = 4) -> PyTree:
-    """Returns a string, or a mapping of strings, with float16 in place of `half`.
+def _invoke(
+    views: Sequence[Proxies], uncast: UncastArguments, fn: Function, *args: PyTree, **kwargs: PyTree
+) -> PyTree:
+    """Calls a function with views in place of the models among its arguments."""
+    return call_with_proxies(views, fn, args, kwargs, uncast.exempt)
 
-    Args:
-        policy: the string or the mapping; anything else is returned as it is.
-        depth: how deep a mapping is read; one of a policy map has rules in a list.
-    """
+
+def _with_float16(policy: PyTree, depth: int = 4) -> PyTree:
+    """Returns a string, or a mapping of strings `depth` deep, with float16 in place of `half`."""
     if isinstance(policy, str):
         return _HALF.sub("float16", policy)
     if depth and is_mapping(policy):
@@ -352,7 +348,7 @@ def _are_rounded(before: PyTree, after: PyTree) -> bool:
     )
 
 
-def code_of(func: Callable[..., PyTree]) -> object:
+def code_of(func: Function) -> object:
     """Returns what functions that are made anew for each call have in common."""
     func = inspect.unwrap(func)
     while isinstance(func, functools.partial):

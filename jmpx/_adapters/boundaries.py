@@ -9,15 +9,13 @@ import numpy as np
 
 from jmpx._base.casts import cast_like, cast_tree
 from jmpx._base.leaves import PyTree, is_floating
+from jmpx._base.stateful import Arguments as Args, Function as Method, Keywords as Kwargs
 from jmpx._jaxprs import core
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import in_loop, running
 
 T = TypeVar("T")
 
-Method: TypeAlias = Callable[..., PyTree]
-Args: TypeAlias = tuple[PyTree, ...]
-Kwargs: TypeAlias = dict[str, PyTree]
 Cast: TypeAlias = Callable[[PyTree], PyTree]
 Passes: TypeAlias = Callable[[object], bool]  # whether a node of a pytree passes as it is
 
@@ -39,19 +37,17 @@ def run_at_boundary(
     carry: PyTree = None,
     passes: Passes = nothing_passes,
 ) -> PyTree:
-    """Runs a method with its arguments and its result cast.
+    """Runs a method with its arguments cast to the compute dtype, its result to the output dtype.
 
     Args:
         policy: the boundary policy.
-        method: the method.
+        method: the method, which gets `args` and `kwargs`.
         args: its positional arguments.
         kwargs: its keyword arguments.
         by: the function that makes the boundary, as the user calls it.
-        carry: the carry among the arguments, if the method is a step of a loop.
+        carry: the carry among the arguments, if the method is a step of a loop: the new one comes
+            back in its dtypes.
         passes: whether a node of a pytree passes the boundary as it is.
-
-    Returns:
-        The result in the output dtype, but a new carry in the dtypes of the old one.
     """
     args, kwargs = _cast_arguments(policy, args, kwargs, passes)
     with running(policy, by):
@@ -75,27 +71,18 @@ def run_reading(
     What is made inside of a model, such as noise, is often float32. Floating arguments are cast, so
     that it does not widen the products of this module and all that follows.
 
-    Args:
-        policy: the policy under which the module reads its parameters.
-        method: the method.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        by: the function that casts, as the user calls it.
-        carry: the carry among the arguments, if the method is a step of a loop.
-        passes: whether a node of a pytree passes as it is.
-        keeps: whether the result has to be as wide as the arguments outside of loops, too.
+    Inside of a loop or a branch of JAX, where results have to keep the dtype of a carry, only
+    arguments that are wider than the compute dtype are cast. If there are any, each array of the
+    result is at least as wide as the widest floating argument of its shape was, or of all if none
+    has it. Elsewhere the result is as the method returns it.
 
-    Returns:
-        The result as the method returns it, but a new carry in the dtypes of the old one. Inside of
-        a loop or a branch of JAX, where results have to keep the dtype of a carry, only arguments
-        that are wider than the compute dtype are cast. If there are any, each array of the result
-        is at least as wide as the widest floating argument of its shape was, or of all if none has
-        it.
+    The arguments are those of `run_at_boundary`, and `keeps`: whether the result has to be as wide
+    as the arguments outside of loops, too.
     """
     came = _floating_leaves((args, kwargs), passes) if keeps or in_loop() else []
     size = np.dtype(policy.compute_dtype).itemsize
 
-    def passes_narrow(node: object) -> bool:
+    def passes_narrow(node: PyTree) -> bool:
         return passes(node) or (is_floating(node) and node.dtype.itemsize <= size)
 
     args, kwargs = _cast_arguments(policy, args, kwargs, passes_narrow if came else passes)
@@ -112,18 +99,12 @@ def run_reading(
 
 
 def as_it_is(tree: T) -> T:
-    """Returns a pytree as it is: the cast of a result that nobody casts."""
+    """Returns a pytree as it is, where a result is not cast."""
     return tree
 
 
 def cast_result(cast: Cast, result: PyTree, carry: PyTree) -> PyTree:
-    """Returns the result of a call cast, but a new carry in the dtypes of the old one.
-
-    Args:
-        cast: casts the rest of the result.
-        result: the result.
-        carry: the old carry, if the call is a step of a loop; else None.
-    """
+    """Returns the result of a call cast, but the new carry of a step in the dtypes of the old."""
     if carry is None:
         return cast(result)
     structure = jax.tree.structure(carry)
@@ -171,13 +152,13 @@ def _floating_leaves(tree: PyTree, passes: Passes) -> list[jax.ShapeDtypeStruct]
 
 
 def _as_wide_as(came: list[jax.ShapeDtypeStruct]) -> Cast:
-    """Returns a function that casts a floating leaf which is narrower than the arguments alike."""
+    """Returns a function that casts a leaf which is narrower than the arguments of its shape."""
 
     def widen(leaf: PyTree) -> PyTree:
         if not is_floating(leaf):
             return leaf
-        alike = [each for each in came if each.shape == leaf.shape] or came
-        return at_least(widest(each.dtype for each in alike))(leaf)
+        same = [each for each in came if each.shape == leaf.shape] or came
+        return at_least(widest(each.dtype for each in same))(leaf)
 
     return widen
 

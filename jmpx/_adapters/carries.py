@@ -33,10 +33,6 @@ def noted_carries(cls: type, policy: Policy | None) -> Iterator[None]:
 
     Put it around each call of a module under a policy. An error of a loop is raised in the call
     around the loop; the modules that returned inside of the loop are named.
-
-    Args:
-        cls: the plain class of the module.
-        policy: the policy under which the call runs; None if it runs under none.
     """
     inside: dict[type, DTypeLike] = {}
     calls = _thread.inside  # of this thread, where a generator may end in another one

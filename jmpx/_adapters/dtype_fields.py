@@ -2,21 +2,20 @@
 
 Most layers of Flax have one, such as `nn.Dense`. A rule that selects a layer sets the field for the
 call. Layers inside have often been handed the field, `nn.Dense(8, dtype=self.dtype)`, so the rule
-sets theirs, too, where the value is the same. Without a rule the field is the layer's compute
+sets their fields, too, where the value is the same. Without a rule the field is the layer's compute
 dtype, whatever the policy around it says.
 """
 
 import dataclasses
 import warnings
 from collections.abc import Hashable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._base.dtypes import as_dtype, computable, dtype_name
-from jmpx._base.leaves import is_floating
+from jmpx._base.dtypes import DTypeLike, as_dtype, computable, dtype_name
+from jmpx._base.leaves import PyTree, is_floating
 from jmpx._jaxprs.marks import Module
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy
@@ -56,7 +55,7 @@ class FieldInCall:
     """The `dtype` field of a layer during a call.
 
     Args:
-        value: the value that the field is to have in the call; None for a layer without the field.
+        value: the value that the field has in the call; None for a layer without the field.
         is_ruled: whether a rule set it, which may have selected a layer around this one.
         selected: what the layers inside follow; None if no rule is around them.
     """
@@ -71,8 +70,7 @@ def field_in_call(module: object, rule: Policy | None, around: Selected | None) 
 
     Args:
         module: the layer, its field as the user wrote it or as a call around this one handed it on.
-        rule: the policy that a rule, or else the layer's class, gives to the call; None if neither
-            does.
+        rule: the policy that a rule, or else the layer's class, gives to the call; None without.
         around: what a rule makes of the layer around this one.
     """
     field = dtype_field(module)
@@ -85,13 +83,13 @@ def field_in_call(module: object, rule: Policy | None, around: Selected | None) 
 
 
 def reading_policy(policy: Policy, field: np.dtype | None) -> Policy:
-    """Returns the policy under which a layer reads its own parameters: its field goes before."""
+    """Returns the policy under which a layer reads its own parameters, in which its field holds."""
     if field is None or field == np.dtype(policy.compute_dtype):
         return policy
     return dataclasses.replace(policy, compute_dtype=field)
 
 
-def spelled_as(written: Any, dtype: np.dtype) -> Any:
+def spelled_as(written: DTypeLike, dtype: np.dtype) -> DTypeLike:
     """Returns a dtype in the form of another: a name, a NumPy dtype or one of JAX's scalar types.
 
     Code that reads the field may look it up, or ask it for its size.
@@ -117,28 +115,18 @@ class FieldCensus:
 
     def note_layer(self, module: Module, field: FieldInCall) -> None:
         """Notes a module that was met, and its field."""
-        if field.value is None:
-            return
-        if not field.is_ruled:
+        if field.value is not None and not field.is_ruled:
             self.fields[module] = field.value
-        elif field.selected is not None and field.selected.written != field.value:
+        elif field.selected is not None and field.value not in (None, field.selected.written):
             self.changed.add(module)
 
-    def note_parameter(self, module: Module, name: Hashable, stored: Any) -> None:
+    def note_parameter(self, module: Module, name: Hashable, stored: PyTree) -> None:
         """Notes a parameter, any pytree, that a module reads itself."""
-        size = sum(
-            int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(stored) if is_floating(leaf)
-        )
-        self.sizes.setdefault(module, {})[name] = size
+        leaves = filter(is_floating, jax.tree.leaves(stored))
+        self.sizes.setdefault(module, {})[name] = sum(int(np.prod(leaf.shape)) for leaf in leaves)
 
     def warn(self, policy_map: PolicyMap, by: str, stacklevel: int) -> None:
-        """Warns if fields keep most parameters from the compute dtype of the map's default.
-
-        Args:
-            policy_map: the policy map.
-            by: the function that casts, as the user calls it.
-            stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
-        """
+        """Warns if fields keep most parameters from the compute dtype of the map's default."""
         compute = np.dtype(policy_map.default.compute_dtype)
         sizes = {module: sum(own.values()) for module, own in self.sizes.items()}
         kept = {m: sizes[m] for m, field in self.fields.items() if field != compute and m in sizes}
@@ -164,17 +152,9 @@ class FieldCensus:
         That is the class of one module around all of them that has the field itself, else their own
         classes, those with the most parameters first.
         """
-        around = [
-            module
-            for module, field in self.fields.items()
-            if field == dtype and all(_is_inside(layer.path, module.path) for layer in kept)
-        ]
-        if around:
-            return [min(around, key=lambda module: len(module.path)).cls.__name__]
+        for module in sorted(self.fields, key=lambda module: len(module.path)):
+            inside = (f"{layer.path}/".startswith(f"{module.path}/") for layer in kept)
+            if self.fields[module] == dtype and (not module.path or all(inside)):
+                return [module.cls.__name__]
         ordered = sorted(kept, key=lambda module: -kept[module])
         return list(dict.fromkeys(module.cls.__name__ for module in ordered))
-
-
-def _is_inside(path: str, outer: str) -> bool:
-    """Whether a module is in another one, or is it."""
-    return path == outer or not outer or path.startswith(f"{outer}/")

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +13,11 @@ from jmpx._base.dtypes import DTypeLike, as_dtype
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.matmul import as_matmul, matmul_region
 from jmpx._base.nnx_objects import skip_kept
-from jmpx._base.stateful import PureFunction, apply, call
+from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
 from jmpx._jaxprs.scopes import full_precision
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def _widest_floating(tree: PyTree) -> DTypeLike | None:
-    """Returns the widest dtype of the floating leaves, or None if there are none.
-
-    If two dtypes are equally wide, as float16 and bfloat16 are, neither holds the other's numbers:
-    the result is float32.
-    """
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves(tree) if is_floating(leaf)}
-    if not dtypes:
-        return None
-    width = max(dtype.itemsize for dtype in dtypes)
-    widest = [dtype for dtype in dtypes if dtype.itemsize == width]
-    return widest[0] if len(widest) == 1 else jnp.float32
 
 
 def cast_function(
@@ -39,9 +25,8 @@ def cast_function(
 ) -> Callable[P, R]:
     """Makes a function run on arguments of one dtype and return another.
 
-    Follows MPX's `cast_function` (arXiv 2507.03312, section 3.2), for results of any pytree.
-    A callable that is itself a pytree, such as an Equinox module, is cast too, so that its
-    parameters agree with its inputs.
+    Follows MPX's `cast_function` (arXiv 2507.03312, section 3.2). A callable that is itself a
+    pytree, such as an Equinox module, is cast too, so that its parameters agree with its inputs.
 
     Args:
         func: any callable of pytrees.
@@ -89,7 +74,8 @@ def force_full_precision(
         A function with the signature of `func`.
 
     Raises:
-        TypeError: if `func` is not callable, `return_dtype` is not a dtype, or `matmul` is no name.
+        TypeError: if `func` is not callable, `return_dtype` is not a dtype, or `matmul` is not a
+            name.
         ValueError: if `return_dtype` is not a floating dtype, or the algorithm is unknown.
 
     Example:
@@ -118,8 +104,8 @@ def _recast(
         raise TypeError(f"Expected a function to wrap, got {func!r}: pass the callable itself.")
 
     def recast(
-        pure: PureFunction, state: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[R, list[Any]]:
+        pure: PureFunction, state: list[Leaf], args: Arguments, kwargs: Keywords
+    ) -> tuple[PyTree, Changes]:
         return_dtype = outside((args[1:], kwargs))
         args, kwargs = skip_kept(lambda tree: cast_tree(tree, inside))((args, kwargs))
         scope = full_precision() if inside is jnp.float32 else contextlib.nullcontext()
@@ -132,3 +118,15 @@ def _recast(
         return call(recast, apply, (func, *args), kwargs)
 
     return wrapper
+
+
+def _widest_floating(tree: PyTree) -> DTypeLike | None:
+    """Returns the widest dtype of the floating leaves, or None if there are none.
+
+    If two dtypes are equally wide, as float16 and bfloat16 are, neither holds the other's numbers:
+    the result is float32.
+    """
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(tree) if is_floating(leaf)}
+    width = max((dtype.itemsize for dtype in dtypes), default=0)
+    widest = [dtype for dtype in dtypes if dtype.itemsize == width]
+    return jnp.float32 if len(widest) > 1 else next(iter(widest), None)

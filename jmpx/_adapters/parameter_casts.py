@@ -1,12 +1,13 @@
 """Casts of the parameters that modules read: one in each trace, however often a module reads."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._base.leaves import PyTree
 from jmpx._jaxprs import core
 from jmpx._policies.policy import Policy
 
@@ -14,7 +15,7 @@ T = TypeVar("T")
 
 # By the identity of a parameter and the dtype: the parameter, kept so that no other one gets its
 # identity, and the cast.
-_Casts = dict[tuple[int, np.dtype], tuple[Any, Any]]
+_Casts = dict[tuple[int, np.dtype], tuple[PyTree, PyTree]]
 
 core.import_extend()  # now, because the first read is often inside of a trace
 
@@ -22,9 +23,9 @@ core.import_extend()  # now, because the first read is often inside of a trace
 class ParameterCasts:
     """The casts that are made while a model is traced.
 
-    A weight that is read twice, as that of a shared layer is, is cast once: the program has no cast
-    too many. In another trace, as of the body of a loop or of a checkpoint, it is cast anew,
-    because an array of one trace must not leak into another one.
+    A weight that is read twice, as that of a shared layer is, is cast once. In another trace, as of
+    the body of a loop or of a checkpoint, it is cast anew: an array of one trace must not leak into
+    another one.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class ParameterCasts:
         """Returns a stored parameter, any pytree, in the compute dtype of a policy."""
         return jax.tree.map(lambda leaf: self._cast(policy, leaf), tree)
 
-    def _cast(self, policy: Policy, leaf: Any) -> Any:
+    def _cast(self, policy: Policy, leaf: PyTree) -> PyTree:
         # JAX would find the casts of inner traces here, when it looks for leaks.
         if not isinstance(leaf, jax.core.Tracer) or core.looks_for_leaks():
             return policy.cast_to_compute(leaf)

@@ -40,16 +40,8 @@ class ModuleRecord(NamedTuple):
 class Pool:
     """What the scopes of one policy map have met that began in one context of `pooled`.
 
-    A rule that matches a module of any framework counts as used.
-
-    Args:
-        name: the function that applies the policy map, as the user calls it.
-        policy_map: the policy map; None for the policies of classes alone.
-
-    Attributes:
-        seen: the modules that were met.
-        arrays: the paths of the floating arrays of views.
-        census: the parameters that `dtype` fields keep from the policy map.
+    A rule that matches a module of any framework counts as used. `arrays` has the paths of the
+    floating arrays of views, `name` is the function that applies the map, as the user calls it.
     """
 
     name: str
@@ -190,12 +182,6 @@ def in_policy_scope(
     """Opens a scope, or goes on with the innermost one of its kind if it follows an equal map.
 
     Contexts that go on with one scope may end in any order: it lasts as long as any of them.
-
-    Args:
-        kind: the adapter's class of scopes.
-        name: the function that makes the context, as the user calls it.
-        policy_map: all that `PolicyScope` takes.
-        hook: hooks into the framework; see `contexts.Context`.
     """
     innermost = opened(kind)[-1:]
     if innermost and innermost[0].policy_map == _for_modules(policy_map, name):
@@ -220,13 +206,7 @@ def pooled(policy_map: PolicyMapLike | None, name: str) -> Iterator[PolicyMap | 
     """Has the scopes of all frameworks under one policy map warn together, at the end.
 
     Inside of another pool of an equal map, that is this pool, too: the last of them to end warns.
-
-    Args:
-        policy_map: the policy map; None for the policies of classes alone.
-        name: the function that applies it, as the user calls it.
-
-    Yields:
-        The policy map to give to the adapters, None for None.
+    Yields the policy map to give to the adapters, None for the policies of classes alone.
     """
     pool = Pool.open_for(name, _for_modules(policy_map, name))
     with entered(Context(name, pool)):

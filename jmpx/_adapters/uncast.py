@@ -4,11 +4,12 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from jmpx._base.leaves import PyTree
 from jmpx._base.messages import describe
 
-Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
 UncastLike: TypeAlias = int | str | Sequence[int | str]  # positions and names, one or several
 
 
@@ -17,25 +18,19 @@ class UncastArguments:
     """The arguments that a function gets as they are, while its others are cast.
 
     Args:
-        numbers: the positions that the user gave.
-        names: the names that the user gave.
+        given: the positions and names that the user gave.
         positional: the names of the arguments that the function takes by position, in order.
         known: the names of all arguments of the function.
     """
 
-    numbers: tuple[int, ...]
-    names: tuple[str, ...]
+    given: tuple[int | str, ...]
     positional: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, func: Callable[..., Any], uncast: UncastLike) -> "UncastArguments":
-        """Checks the positions and the names, and reads the signature of the function.
-
-        Raises:
-            TypeError: if one of them is neither an int nor a string.
-        """
-        given: tuple[Any, ...] = (uncast,)
+    def of(cls, func: Callable[..., PyTree], uncast: UncastLike) -> "UncastArguments":
+        """Checks the positions and the names, and reads the signature of the function."""
+        given: tuple[PyTree, ...] = (uncast,)
         if isinstance(uncast, Iterable) and not isinstance(uncast, str | bytes):
             given = tuple(uncast)
         if any(isinstance(each, bool) or not isinstance(each, Integral | str) for each in given):
@@ -48,56 +43,52 @@ class UncastArguments:
             parameters = inspect.signature(func).parameters.values() if given else ()
         except (TypeError, ValueError):  # of a function that is not written in Python
             parameters = ()
-        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        each_one = (*by_position, inspect.Parameter.KEYWORD_ONLY)
-        return cls(
-            tuple(each for each in given if not isinstance(each, str)),
-            tuple(each for each in given if isinstance(each, str)),
-            tuple(p.name for p in parameters if p.kind in by_position),
-            tuple(p.name for p in parameters if p.kind in each_one),
-        )
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        positional = tuple(p.name for p in named if p.kind != p.KEYWORD_ONLY)
+        return cls(given, positional, tuple(p.name for p in named))
 
     def including(self, number: int | None) -> "UncastArguments":
         """Returns these arguments and one more, by its position."""
         if number is None:
             return self
-        return dataclasses.replace(self, numbers=(*self.numbers, number))
+        return dataclasses.replace(self, given=(*self.given, number))
 
     def exempt(self, cast: Callable[[Arguments], Arguments]) -> Callable[..., Arguments]:
         """Returns a function `(args, kwargs)` that casts the arguments of a call except these."""
 
-        def cast_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            numbers, names = self._find(args, kwargs)
-            uncast = {number: args[number] for number in numbers}
-            uncast_by_name = {name: kwargs[name] for name in names}
-            args = tuple(None if i in uncast else arg for i, arg in enumerate(args))
-            args, kwargs = cast((args, {k: v for k, v in kwargs.items() if k not in names}))
-            args = tuple(uncast.get(i, arg) for i, arg in enumerate(args))
-            return args, {**kwargs, **uncast_by_name}
+        def cast_others(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Arguments:
+            places = {self._place(each, args, kwargs) for each in self.given}
+            others = tuple(None if i in places else arg for i, arg in enumerate(args))
+            cast_args, cast_kwargs = cast(
+                (others, {name: value for name, value in kwargs.items() if name not in places})
+            )
+            args = tuple(args[i] if i in places else arg for i, arg in enumerate(cast_args))
+            return args, {**kwargs, **cast_kwargs}
 
         return cast_others
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[set[int], set[str]]:
-        """Finds these arguments in a call; returns the positions of some, the names of others."""
-        numbers: set[int] = set()
-        names = set(self.names)
-        for number in self.numbers:
-            if -len(args) <= number < len(args):
-                numbers.add(number % len(args))
-            elif 0 <= number < len(self.positional):
-                names.add(self.positional[number])
-            else:
+    def _place(
+        self, given: int | str, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> int | str:
+        """Returns where an argument is in a call: its position, or its name if it has no position.
+
+        An argument of the function that the call does not pass has a name.
+        """
+        if not isinstance(given, str):
+            if -len(args) <= given < len(args):
+                return given % len(args)
+            if not 0 <= given < len(self.positional):
                 raise ValueError(
-                    f"Cannot leave argument {number} uncast, as uncast says, in a call with "
+                    f"Cannot leave argument {given} uncast, as uncast says, in a call with "
                     f"{len(args)} positional arguments: count from 0, or give its name."
                 )
-        for name in names - kwargs.keys():
-            if name in self.positional[: len(args)]:
-                numbers.add(self.positional.index(name))
-            elif name not in self.known:
-                raise ValueError(
-                    f"Cannot leave argument {name!r} uncast, as uncast says, which is neither "
-                    "passed nor an argument of the function: expected one of "
-                    f"{sorted({*self.known, *kwargs})}."
-                )
-        return numbers, names & kwargs.keys()
+            return self.positional[given]
+        if given not in kwargs and given in self.positional[: len(args)]:
+            return self.positional.index(given)
+        if given not in kwargs and given not in self.known:
+            raise ValueError(
+                f"Cannot leave argument {given!r} uncast, as uncast says, which is neither passed "
+                "nor an argument of the function: expected one of "
+                f"{sorted({*self.known, *kwargs})}."
+            )
+        return given

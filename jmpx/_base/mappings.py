@@ -18,13 +18,13 @@ from typing import (
 
 from jmpx._base.messages import describe, did_you_mean
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Located(NamedTuple, Generic[T]):
+class Located(NamedTuple, Generic[T_co]):
     """A value, and its path; the path of what is not in a mapping is empty."""
 
-    value: T
+    value: T_co
     path: str = ""
 
     @property

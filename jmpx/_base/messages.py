@@ -32,12 +32,13 @@ def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
 def user_stacklevel(*packages: str) -> int:
     """Returns the `stacklevel` at which the caller's `warnings.warn` names the user's line.
 
-    Lines of jmpx, of these packages, and of Python's contexts and decorators are not the user's.
+    Lines of jmpx, of these packages, of Python's contexts and decorators, and of the constructors
+    that dataclasses generate ("<string>") are not the user's.
     Python 3.11 lacks the `skip_file_prefixes` of `warnings.warn`.
     """
     loaded = [sys.modules[name] for name in ("jmpx", *packages) if name in sys.modules]
     folders = [os.path.dirname(module.__file__ or "") + os.sep for module in loaded]
-    others = (*folders, contextlib.__file__, functools.__file__)
+    others = (*folders, contextlib.__file__, functools.__file__, "<string>")
     stack = traceback.StackSummary.extract(traceback.walk_stack(None), lookup_lines=False)
     levels = (n for n, frame in enumerate(stack) if not frame.filename.startswith(others))
     return next(levels, len(stack) - 1)

@@ -1,4 +1,4 @@
-"""Finds what a function reads of the parameters of other devices: the gathers, and all else."""
+"""Finds how a function reads parameters of other devices: by gathers, or by other operations."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
@@ -21,7 +21,7 @@ _GATHERS = EXCHANGES | {"pgather"}
 _CASTS = ("preduced", "reduced_vary_cast", "vary_unreduced_cast")
 _SEND_NOTHING = (*(PLACEMENTS - {"pbroadcast"}), *_CASTS)
 
-# Primitives that hide what they do with their operands.
+# Primitives whose computation is hidden.
 _HIDING = ("pure_callback", "io_callback", "ffi_call", "pallas_call", "custom_partitioning")
 
 # The operands of which the result holds elements; the others are indices and masks, through which
@@ -34,60 +34,38 @@ _PICKED_FROM = {
 
 
 class Gather(NamedTuple):
-    """An operation that gives a device parts of parameters that other devices hold.
+    """An operation that gives a device parts of parameters that other devices hold."""
 
-    Attributes:
-        params: the indices of the parameters.
-        operation: the name of the primitive.
-        axes: the mapped axes over which it does so.
-        in_groups: whether it does so within groups of an axis, by `axis_index_groups`.
-        by_place: whether each device picks what it gives by its place on an axis, as from a copy.
-    """
-
-    params: frozenset[int]
-    operation: str
-    axes: frozenset[Hashable]
-    in_groups: bool
+    params: frozenset[int]  # the indices of the parameters
+    operation: str  # the name of the primitive
+    axes: frozenset[Hashable]  # the mapped axes over which it does so
+    in_groups: bool  # whether it does so within groups of an axis, by `axis_index_groups`
+    # Whether each device picks its part by its place on an axis, as from a copy.
     by_place: bool
 
 
 class Exchange(NamedTuple):
-    """An operation through which the loss of a device depends on a parameter of other devices.
+    """An operation through which the loss of a device depends on a parameter of other devices."""
 
-    Attributes:
-        param: the index of the parameter.
-        operation: the name of the primitive.
-        axis: the mapped axis.
-    """
-
-    param: int
-    operation: str
-    axis: Hashable
-
-
-_NO_GATHER: frozenset[Gather] = frozenset()
-_NO_EXCHANGE: frozenset[Exchange] = frozenset()
+    param: int  # the index of the parameter
+    operation: str  # the name of the primitive
+    axis: Hashable  # the mapped axis
 
 
 class Source(NamedTuple):
-    """What an array is computed from.
+    """What an array is computed from."""
 
-    Attributes:
-        origin: the parameters that it holds elements of, or None if it depends on data. A scalar
-            holds none: it scales a parameter, or picks a part of one.
-        params: the parameters that contribute to it, by whatever way a gradient can go back.
-        gathers: the gathers that contribute to it.
-        exchanges: all operations that bring it something that depends on parameters of others.
-        hidden: the parameters that contribute to it by an operation into which nobody sees.
-        by_place: whether it depends on the place of its device on a mapped axis.
-    """
-
+    # The parameters that it holds elements of, or None if it depends on data. A scalar holds none:
+    # it scales a parameter, or picks a part of one.
     origin: frozenset[int] | None
+    # The parameters that contribute to it, so that a gradient can go back to them.
     params: frozenset[int] = _NOTHING
-    gathers: frozenset[Gather] = _NO_GATHER
-    exchanges: frozenset[Exchange] = _NO_EXCHANGE
+    gathers: frozenset[Gather] = frozenset()  # the gathers that contribute to it
+    # The operations that bring it numbers that depend on parameters of other devices.
+    exchanges: frozenset[Exchange] = frozenset()
+    # The parameters that contribute to it by an operation that hides its computation.
     hidden: frozenset[int] = _NOTHING
-    by_place: bool = False
+    by_place: bool = False  # whether it depends on the place of its device on a mapped axis
 
 
 def find_exchanges(
@@ -96,8 +74,8 @@ def find_exchanges(
     """Traces a function of parameters once, and finds what its loss reads of other devices.
 
     The backward pass of a gather sums the gradient over the devices and gives each device the part
-    of its shard. An activation may be gathered, too, as contrastive losses do: it depends on data,
-    and is an exchange that is no gather. What reaches aux alone, or no gradient, does not count.
+    of its shard. A gather of activations, as in contrastive losses, counts as another exchange, as
+    they depend on data. Exchanges that reach aux alone, or no gradient, do not count.
 
     Args:
         func: the function, the first array of whose result is the loss; others may be any leaves.
@@ -115,19 +93,21 @@ def find_exchanges(
 
 def _join(sources: Sequence[Source]) -> Source:
     """Returns the source of an array that is computed from arrays of these sources."""
-    origins = [source.origin for source in sources if source.origin is not None]
+    if not sources:
+        return Source(_NOTHING)
+    origins, params, gathers, exchanges, hidden, by_place = zip(*sources, strict=True)
     return Source(
-        _union(origins) if len(origins) == len(sources) else None,
-        _union([source.params for source in sources]),
-        _union([source.gathers for source in sources]),
-        _union([source.exchanges for source in sources]),
-        _union([source.hidden for source in sources]),
-        any(source.by_place for source in sources),
+        None if None in origins else _union(origins),
+        _union(params),
+        _union(gathers),
+        _union(exchanges),
+        _union(hidden),
+        any(by_place),
     )
 
 
 def _picked(name: str, operands: Sequence[Source]) -> Source:
-    """Returns the source of an operation's result, before what the operation itself adds."""
+    """Returns the joined source of the operands that an operation picks elements of."""
     elements = _PICKED_FROM.get(name, slice(None))
     source = _join(operands[elements])
     indices = [operand for operand in operands if operand not in operands[elements]]

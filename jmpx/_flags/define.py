@@ -5,7 +5,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast, overload
 
 from absl import flags
 
-from jmpx._flags.kinds import Parser, define
+from jmpx._flags.kinds import Parser, parsed
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.policy import Policy, PolicyLike
@@ -14,6 +14,7 @@ from jmpx._scales.kinds import LossScale
 from jmpx._scales.strings import LossScaleLike, get_loss_scale
 
 DefaultT = TypeVar("DefaultT", contravariant=True)
+T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 
 # A flag belongs to the module that calls a function of this one, and --help lists it there.
@@ -40,7 +41,7 @@ _LOSS_SCALE = Parser(
 )
 
 
-class _Define(Protocol[DefaultT, T]):
+class _Define(Protocol[DefaultT, T_co]):
     """The types of absl's own `DEFINE_` functions.
 
     The value may be None if the default is None and the flag is not required.
@@ -50,16 +51,16 @@ class _Define(Protocol[DefaultT, T]):
     def __call__(
         self, name: str, default: DefaultT | None, help: str, flag_values: flags.FlagValues = ...,
         *, required: Literal[True], **args: Any,
-    ) -> flags.FlagHolder[T]: ...  # fmt: skip
+    ) -> flags.FlagHolder[T_co]: ...  # fmt: skip
     @overload
     def __call__(
         self, name: str, default: None, help: str, flag_values: flags.FlagValues = ..., **args: Any
-    ) -> flags.FlagHolder[T | None]: ...
+    ) -> flags.FlagHolder[T_co | None]: ...
     @overload
     def __call__(
         self, name: str, default: DefaultT, help: str, flag_values: flags.FlagValues = ...,
         **args: Any,
-    ) -> flags.FlagHolder[T]: ...  # fmt: skip
+    ) -> flags.FlagHolder[T_co]: ...  # fmt: skip
 
 
 def _typed_by(
@@ -68,6 +69,21 @@ def _typed_by(
     """Gives a function the types above, for the defaults and the values of a parser."""
     del parse
     return lambda func: cast("_Define[DefaultT, T]", func)
+
+
+def _define(
+    parser: Parser[T],
+    name: str,
+    default: object,
+    help: str,
+    flag_values: flags.FlagValues,
+    required: bool = False,
+    module_name: str | None = None,
+    **args: Any,
+) -> flags.FlagHolder[T]:
+    flag = parsed(parser, name, default, help, **args)
+    holder = flags.DEFINE_flag(flag, flag_values, module_name, required=required)
+    return cast("flags.FlagHolder[T]", holder)  # the types above say whether it may hold None
 
 
 @_typed_by(get_policy)
@@ -107,7 +123,7 @@ def DEFINE_policy(
         >>> str(policy.value)
         'params=float32,compute=bfloat16,output=float32'
     """
-    return define(_POLICY, name, default, help, flag_values, **args)
+    return _define(_POLICY, name, default, help, flag_values, **args)
 
 
 @_typed_by(get_policy_map)
@@ -135,7 +151,7 @@ def DEFINE_policy_map(
         >>> str(rules.value.rules[0])
         'BatchNorm: compute=float32'
     """
-    return define(POLICY_MAP, name, default, help, flag_values, **args)
+    return _define(POLICY_MAP, name, default, help, flag_values, **args)
 
 
 @_typed_by(_get_loss_scale)
@@ -164,4 +180,4 @@ def DEFINE_loss_scale(
         >>> str(scale.value)
         'dynamic,init=1024'
     """
-    return define(_LOSS_SCALE, name, default, help, flag_values, **args)
+    return _define(_LOSS_SCALE, name, default, help, flag_values, **args)

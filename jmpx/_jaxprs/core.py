@@ -23,20 +23,16 @@ from jmpx._jaxprs.types import (
     Jaxpr as Jaxpr,
     Params as Params,
     Primitive as Primitive,
+    is_jaxpr,
 )
 
 
 class Traced(NamedTuple):
-    """A function as a jaxpr.
+    """A function as a jaxpr."""
 
-    Args:
-        jaxpr: the closed jaxpr.
-        arrays: the arrays among the arguments, in the order of the jaxpr's inputs.
-        rebuild: makes the function's result out of the jaxpr's outputs.
-    """
-
-    jaxpr: Jaxpr
-    arrays: list[Array]
+    jaxpr: Jaxpr  # the closed jaxpr
+    arrays: list[Array]  # the arrays among the arguments, in the order of the jaxpr's inputs
+    # Makes the function's result out of the jaxpr's outputs.
     rebuild: Callable[[Sequence[object]], PyTree]
 
 
@@ -152,7 +148,7 @@ def consts_of(jaxpr: Jaxpr) -> Sequence[Array]:
 def inner_jaxprs(params: Params) -> list[Jaxpr]:
     """Returns the jaxprs among the parameters of an equation."""
     values = (v if isinstance(v, tuple) else (v,) for v in params.values())
-    return [jaxpr for value in values for jaxpr in value if hasattr(jaxpr, "eqns")]
+    return [jaxpr for value in values for jaxpr in value if is_jaxpr(jaxpr)]
 
 
 def holds_jaxpr(params: Params) -> bool:
@@ -314,30 +310,6 @@ def scan_counts(eqn: Equation) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
-
-
-_PLATFORMS = {"gpu": ("cuda", "rocm")}  # as JAX names them when it lowers a program
-
-
-def platform_branch(eqn: Equation, platform: str | None = None) -> int | None:
-    """Returns which branch of a `lax.platform_dependent` JAX lowers for a platform.
-
-    Args:
-        eqn: an equation.
-        platform: such as "tpu"; None for JAX's default.
-
-    Returns:
-        The number of the branch; None for another equation, or if no branch is for the platform.
-    """
-    branches = eqn.params.get("branches_platforms")
-    if eqn.primitive.name != "cond" or branches is None:
-        return None
-    platform = platform or jax.default_backend()
-    names = _PLATFORMS.get(platform, (platform,))
-    for number, platforms in enumerate(branches):
-        if platforms is None or any(name in platforms for name in names):
-            return number
-    return None
 
 
 def manual_axes(eqn: Equation) -> frozenset[str]:

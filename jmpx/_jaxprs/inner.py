@@ -8,17 +8,10 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from jmpx._jaxprs.core import (
-    Atom,
-    Equation,
-    Jaxpr,
-    consts_of,
-    inner_jaxprs,
-    is_literal,
-    last_uses,
-    platform_branch,
-    scan_counts,
-)
+import jax
+
+from jmpx._jaxprs.core import consts_of, inner_jaxprs, is_literal, last_uses, scan_counts
+from jmpx._jaxprs.types import Atom, Equation, Jaxpr
 
 V = TypeVar("V")
 
@@ -30,32 +23,21 @@ class Inner(NamedTuple):
     operands are `consts` constants, `carry` arrays that each trip hands to the next, as its first
     results, and arrays of which each trip reads a slice; the results after the carry are stacked.
 
-    Attributes:
-        kind: `call`, `scan`, `while`, `cond` or `shard_map`.
-        jaxprs: the jaxprs, of which one runs: a cond has several.
-        first: the number of operands before: the index of a cond, the constants of `condition`.
-        consts: the number of constants of a loop.
-        carry: the number of carried arrays of a loop.
-        trips: how many trips a loop makes; None if it depends on the data.
-        condition: the condition of a while loop; it takes the first operands and the carry.
     """
 
-    kind: str
-    jaxprs: tuple[Jaxpr, ...]
-    first: int = 0
+    kind: str  # `call`, `scan`, `while`, `cond` or `shard_map`
+    jaxprs: tuple[Jaxpr, ...]  # of which one runs: a cond has several
+    first: int = 0  # how many operands come before: a cond's index, the constants of `condition`
     consts: int = 0
     carry: int = 0
-    trips: int | None = 1
-    condition: Jaxpr | None = None
+    trips: int | None = 1  # how many trips a loop makes; None if it depends on the data
+    condition: Jaxpr | None = None  # of a while loop; it takes the first operands and the carry
 
     def split(self, operands: Sequence[V]) -> tuple[list[V], list[V], list[V]]:
         """Returns the constants, the carry and the sliced arrays among a loop's operands."""
-        consts, end = self.first + self.consts, self.first + self.consts + self.carry
-        return (
-            list(operands[self.first : consts]),
-            list(operands[consts:end]),
-            list(operands[end:]),
-        )
+        given = list(operands[self.first :])
+        end = self.consts + self.carry
+        return given[: self.consts], given[self.consts : end], given[end:]
 
 
 def inner_of(eqn: Equation, platform: str | None = None) -> Inner | None:
@@ -63,12 +45,12 @@ def inner_of(eqn: Equation, platform: str | None = None) -> Inner | None:
 
     Args:
         eqn: the equation.
-        platform: such as "tpu": of a `lax.platform_dependent`, the only branch is the one of this
-            platform; None for the platform that JAX takes here.
+        platform: such as "tpu": a `lax.platform_dependent` runs the branch of this platform; None
+            for JAX's default.
 
     Returns:
-        None if the equation stands for itself: if it holds no jaxpr, or makes more of one than a
-        call, as a Pallas kernel and a linear solve do.
+        None if the equation stands for itself: if it holds no jaxpr, or is more than a call of one,
+        such as a Pallas kernel or a linear solve.
     """
     params, name = eqn.params, eqn.primitive.name
     if name == "scan":
@@ -80,13 +62,22 @@ def inner_of(eqn: Equation, platform: str | None = None) -> Inner | None:
         bodies = (params["body_jaxpr"],)
         return Inner(name, bodies, first, consts, carry, None, params["cond_jaxpr"])
     if name == "cond":
-        branch = platform_branch(eqn, platform)
-        branches = params["branches"]
-        return Inner(name, tuple(branches if branch is None else branches[branch : branch + 1]), 1)
+        return Inner(name, tuple(_branches(eqn, platform)), first=1)
     jaxprs = tuple(inner_jaxprs(params))
     if name == "shard_map":
         return Inner(name, jaxprs)
     return Inner("call", jaxprs) if len(jaxprs) == 1 and _is_call(jaxprs[0], eqn) else None
+
+
+def _branches(eqn: Equation, platform: str | None) -> Sequence[Jaxpr]:
+    """Returns the branches of a cond: of a `lax.platform_dependent`, the one that JAX lowers."""
+    branches, platforms = eqn.params["branches"], eqn.params.get("branches_platforms")
+    platform = platform or jax.default_backend()
+    names = ("cuda", "rocm") if platform == "gpu" else (platform,)  # as JAX lowers for them
+    for branch, known in zip(branches, platforms or (), strict=platforms is not None):
+        if known is None or any(name in known for name in names):
+            return [branch]
+    return branches
 
 
 def _is_call(jaxpr: Jaxpr, eqn: Equation) -> bool:
@@ -114,8 +105,8 @@ def walk(
         operands: its operands: arrays, or whatever stands for them.
         step: `step(equation, operands)` returns the results of an equation.
         constant: `constant(atom, array)` returns what stands for a constant or a literal.
-        join: makes one of what an array was that an equation may have written to, of all operands
-            and of the results; None where such arrays keep what was written themselves.
+        join: makes one value of several: a mutable array that an equation may have written to
+            joins all its operands and results. None if values of mutable arrays need no update.
     """
     env = dict(zip(jaxpr.invars, operands, strict=True))
     for var, const in zip(jaxpr.constvars, consts_of(jaxpr), strict=False):

@@ -23,15 +23,10 @@ _MARK = "jmpx.module:"
 
 
 class Module(NamedTuple):
-    """A module that was called.
+    """A module that was called."""
 
-    Args:
-        cls: its class.
-        path: its path in the model.
-    """
-
-    cls: type
-    path: str
+    cls: type  # its class
+    path: str  # its path in the model
 
 
 # These last as long as the process: a mark in a jaxpr that JAX has cached always means its module.

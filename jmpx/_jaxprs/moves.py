@@ -1,4 +1,4 @@
-"""Primitives that move numbers and compute none, by what they do with them.
+"""Primitives that only move numbers, in groups.
 
 Whoever follows numbers through a program names the groups that matter to it, and says why it leaves
 out a group or a primitive of one.

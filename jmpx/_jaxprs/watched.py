@@ -6,8 +6,7 @@ trip.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -24,29 +23,20 @@ State = TypeVar("State")
 Trips: TypeAlias = tuple[Array, ...]  # int32 of shape (): one for each loop around, outermost first
 # What runs an equation that stands for itself.
 Run: TypeAlias = Callable[[Equation, list[Array]], list[Array]]
+_Results: TypeAlias = tuple[list[Array], PyTree]  # results, and the state after them
 
 
 class Site(NamedTuple):
-    """An equation at its place in a program. A function that is called twice has two sites.
+    """An equation at its place in a program. A function that is called twice has two sites."""
 
-    Args:
-        number: its place in the order of the program, from 0. Equations that stand for a jaxpr,
-            such as loops and calls, have no number of their own: it is that of the first in them.
-        equation: the equation.
-        scope: the scope, with marks of modules.
-        is_backward: whether it is of a backward pass.
-        around: the equations that hold it, the outermost first.
-    """
-
-    number: int
-    equation: Equation
-    scope: str
-    is_backward: bool
-    around: tuple[Equation, ...]
+    equation: Equation  # the equation; None for the program as a whole
+    scope: str = ""  # the scope, with marks of modules
+    is_backward: bool = False  # whether it is of a backward pass
+    around: tuple[Equation, ...] = ()  # the equations that hold it, the outermost first
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What identifies it in the program: the equations around it, and its own."""
+        """What identifies the site; it begins with the keys of the equations that hold it."""
         return (*map(id, self.around), id(self.equation))
 
     @property
@@ -54,66 +44,35 @@ class Site(NamedTuple):
         """The loops among the equations around it."""
         return tuple(filter(is_loop, self.around))
 
+    def inside(self, eqn: Equation) -> "Site":
+        """Returns the site of an equation in a jaxpr that this one runs."""
+        is_backward = self.is_backward or "transpose(" in str(eqn.source_info.name_stack)
+        around = self.around if self.equation is None else (*self.around, self.equation)
+        return Site(eqn, core.scope_within(self.scope, eqn), is_backward, around)
+
 
 def is_loop(eqn: Equation) -> bool:
     """Whether an equation runs a jaxpr several times."""
     return eqn.primitive.name in ("scan", "while")
 
 
-class _Around(NamedTuple):
-    """What surrounds a jaxpr."""
-
-    scope: str = ""
-    is_backward: bool = False
-    equations: tuple[Equation, ...] = ()
-
-    @classmethod
-    def inside(cls, site: Site) -> "_Around":
-        """Returns what surrounds the jaxprs of a site's equation."""
-        return cls(site.scope, site.is_backward, (*site.around, site.equation))
-
-    def site(self, number: int, eqn: Equation) -> Site:
-        """Returns the site of an equation of the jaxpr."""
-        is_backward = self.is_backward or "transpose(" in str(eqn.source_info.name_stack)
-        scope = core.scope_within(self.scope, eqn)
-        return Site(number, eqn, scope, is_backward, self.equations)
-
-
-def _counter() -> Callable[[Jaxpr], int]:
-    """Returns a function that counts the sites of a jaxpr, each jaxpr once."""
-
-    @functools.cache
-    def count(jaxpr: Jaxpr) -> int:
-        return sum(_sites_of(eqn, count) for eqn in jaxpr.eqns)
-
-    return count
-
-
-def _sites_of(eqn: Equation, count: Callable[[Jaxpr], int]) -> int:
-    """Returns how many sites an equation has: its own, or those in the jaxprs that it runs."""
-    inner = inner_of(eqn)
-    return 1 if inner is None else sum(map(count, inner.jaxprs))
-
-
 def sites(jaxpr: Jaxpr, scope: str = "") -> list[Site]:
-    """Returns the sites of a program: `sites(jaxpr)[site.number]` is the one of that number.
+    """Returns the sites of the equations that stand for no jaxpr, in the order of the program.
 
     Args:
         jaxpr: the jaxpr, closed or open.
         scope: the scope around it.
     """
-    found: list[Site] = []
 
-    def search(jaxpr: Jaxpr, around: _Around) -> None:
+    def search(jaxpr: Jaxpr, holder: Site) -> Iterator[Site]:
         for eqn in jaxpr.eqns:
-            site, inner = around.site(len(found), eqn), inner_of(eqn)
+            site, inner = holder.inside(eqn), inner_of(eqn)
             if inner is None:
-                found.append(site)
+                yield site
             for each in () if inner is None else inner.jaxprs:
-                search(each, _Around.inside(site))
+                yield from search(each, site)
 
-    search(jaxpr, _Around(scope))
-    return found
+    return list(search(jaxpr, Site(None, scope)))
 
 
 def evaluate(
@@ -142,22 +101,22 @@ def evaluate(
         state: a pytree of arrays.
         scope: the scope around it.
         run: `run(equation, operands)` returns the results of an equation that stands for no jaxpr.
-        constant: what a constant or a literal is replaced by, such as the same one in float32.
+        constant: returns the array to use for a constant or a literal, such as one in float32.
         reduce: `reduce(state, axes)` makes one state of those of all devices along mapped axes.
             A `jax.shard_map` in the program needs it.
-        by_site: whether the state is a dict by the numbers of sites, and `watch` changes the value
-            of its site alone. Then a loop carries no more than the values of the sites in it, which
+        by_site: whether the state is a dict by the keys of sites, and `watch` changes the value of
+            its site alone. Then a loop carries no more than the values of the sites in it, which
             compiles much sooner.
 
     Returns:
         The results of the jaxpr, and the last state.
 
     Raises:
-        ValueError: if the program holds a `jax.shard_map` and there is no `reduce`.
+        ValueError: if the program holds a `jax.shard_map` and `reduce` is None.
     """
-    watcher = _Watcher(watch, run, constant, reduce, by_site, _counter())
+    watcher = _Watcher(watch, run, constant, reduce, by_site)
     with np.errstate(all="ignore"):  # JAX casts literals by NumPy, -1e9 to float16 for one
-        return watcher.evaluate(jaxpr, arrays, state, (), _Around(scope), 0)
+        return watcher.evaluate(jaxpr, arrays, state, (), Site(None, scope))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,25 +128,16 @@ class _Watcher:
     constant: Callable[[Array], Array]
     reduce: Callable[..., PyTree] | None
     by_site: bool
-    count: Callable[[Jaxpr], int]
 
     def evaluate(
-        self,
-        jaxpr: Jaxpr,
-        arrays: Sequence[Array],
-        state: PyTree,
-        trips: Trips,
-        around: _Around,
-        number: int,
-    ) -> tuple[list[Array], PyTree]:
-        """Runs a jaxpr whose first site has a number; `trips` are those of the loops around it."""
+        self, jaxpr: Jaxpr, arrays: Sequence[Array], state: PyTree, trips: Trips, holder: Site
+    ) -> _Results:
+        """Runs a jaxpr that an equation holds; `trips` are those of the loops around it."""
 
         def step(eqn: Equation, operands: list[Array]) -> list[Array]:
-            nonlocal state, number
-            site = around.site(number, eqn)
-            number += _sites_of(eqn, self.count)
+            nonlocal state
             with core.at_source_of(eqn):
-                results, state = self.step(site, operands, state, trips)
+                results, state = self.step(holder.inside(eqn), operands, state, trips)
             return results
 
         return walk(jaxpr, arrays, step, self.read), state
@@ -197,33 +147,25 @@ class _Watcher:
         is_literal = core.is_literal(atom)
         return self.constant(np.asarray(array, atom.aval.dtype) if is_literal else array)
 
-    def step(
-        self, site: Site, operands: list[Array], state: PyTree, trips: Trips
-    ) -> tuple[list[Array], PyTree]:
-        """Runs an equation, or what it holds."""
+    def step(self, site: Site, operands: list[Array], state: PyTree, trips: Trips) -> _Results:
+        """Runs an equation, or the jaxprs that it stands for."""
         inner = inner_of(site.equation)
         if inner is None:
             results = self.run(site.equation, operands)
             seen = ([*map(as_whole, arrays)] for arrays in (operands, results))
             return results, self.watch(state, site, *seen, trips)
-        held = _Held(self, site, inner)
-        if not self.by_site:
-            return _RULES[inner.kind](held, operands, state, trips)
-        numbers = range(site.number, site.number + sum(map(self.count, inner.jaxprs)))
-        part = {number: state[number] for number in numbers if number in state}
-        results, part = _RULES[inner.kind](held, operands, part, trips)
+        run = _RULES[inner.kind]
+        if not self.by_site or inner.kind == "call":
+            return run(_Held(self, site, inner), operands, state, trips)
+        key = site.key
+        part = {each: state[each] for each in state if each[: len(key)] == key}
+        results, part = run(_Held(self, site, inner), operands, part, trips)
         return results, state | part
 
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """The jaxprs that an equation runs.
-
-    Attributes:
-        watcher: who watches them.
-        site: the equation.
-        inner: the jaxprs, and how it runs them.
-    """
+    """The jaxprs that an equation stands for, and who watches them."""
 
     watcher: _Watcher
     site: Site
@@ -231,15 +173,11 @@ class _Held:
 
     def run(
         self, operands: Sequence[Array], state: PyTree, trips: Trips, index: int = 0
-    ) -> tuple[list[Array], PyTree]:
+    ) -> _Results:
         """Runs one of the jaxprs."""
-        number = self.site.number + sum(map(self.watcher.count, self.inner.jaxprs[:index]))
-        jaxpr, around = self.inner.jaxprs[index], _Around.inside(self.site)
-        return self.watcher.evaluate(jaxpr, operands, state, trips, around, number)
+        return self.watcher.evaluate(self.inner.jaxprs[index], operands, state, trips, self.site)
 
-    def scan(
-        self, operands: list[Array], state: PyTree, trips: Trips
-    ) -> tuple[list[Array], PyTree]:
+    def scan(self, operands: list[Array], state: PyTree, trips: Trips) -> _Results:
         consts, carry, xs = self.inner.split(operands)
         params = self.site.equation.params
 
@@ -252,17 +190,15 @@ class _Held:
         (state, _, carry), ys = jax.lax.scan(body, (state, _first_trip(), carry), xs, **options)
         return [*carry, *ys], state
 
-    def while_loop(
-        self, operands: list[Array], state: PyTree, trips: Trips
-    ) -> tuple[list[Array], PyTree]:
+    def while_loop(self, operands: list[Array], state: PyTree, trips: Trips) -> _Results:
         consts, carry, _ = self.inner.split(operands)
         in_condition = operands[: self.inner.first]
         unwatched = dataclasses.replace(self.watcher, watch=lambda state, *_: state, reduce=None)
 
         def condition(carried: PyTree) -> Array:
-            inputs, around = [*in_condition, *carried[2]], _Around.inside(self.site)
-            results, _ = unwatched.evaluate(self.inner.condition, inputs, {}, (), around, 0)
-            return results[0]
+            inputs = [*in_condition, *carried[2]]
+            (result,), _ = unwatched.evaluate(self.inner.condition, inputs, {}, (), self.site)
+            return result
 
         def body(carried: PyTree) -> PyTree:
             state, trip, carry = carried
@@ -273,9 +209,7 @@ class _Held:
         state, _, carry = jax.lax.while_loop(condition, body, first)
         return carry, state
 
-    def branch(
-        self, operands: list[Array], state: PyTree, trips: Trips
-    ) -> tuple[list[Array], PyTree]:
+    def branch(self, operands: list[Array], state: PyTree, trips: Trips) -> _Results:
         index, *operands = operands
         if len(self.inner.jaxprs) == 1:
             return self.run(operands, state, trips)
@@ -285,9 +219,7 @@ class _Held:
         ]
         return jax.lax.switch(index.astype(jnp.int32), branches, state, *operands)
 
-    def shard_map(
-        self, operands: list[Array], state: PyTree, trips: Trips
-    ) -> tuple[list[Array], PyTree]:
+    def shard_map(self, operands: list[Array], state: PyTree, trips: Trips) -> _Results:
         reduce, params = self.watcher.reduce, self.site.equation.params
         if reduce is None:
             raise ValueError(
@@ -296,7 +228,7 @@ class _Held:
             )
         axes = tuple(core.manual_axes(self.site.equation))
 
-        def body(state: PyTree, trips: Trips, *arrays: Array) -> tuple[list[Array], PyTree]:
+        def body(state: PyTree, trips: Trips, *arrays: Array) -> _Results:
             leaves, treedef = jax.tree.flatten(state)
             state = jax.tree.unflatten(treedef, vary(leaves, axes))
             results, state = self.run(arrays, state, trips)

@@ -52,10 +52,9 @@ _RULE_EXAMPLE = "'LayerNorm: full' or {'select': 'LayerNorm', 'compute': 'float3
 def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
     """Parses a policy map string, such as `"c=bf16,o=f32; BatchNorm: full; */head/*: c=f32"`.
 
-    The parts are separated by semicolons; one at the end of the string is ignored. The part
-    without a selector is the default, the policy of the outermost call as a whole: inputs and
-    parameters are cast to its compute dtype, and the result, once, to its output dtype. Without
-    such a part, the default is float32.
+    The parts are separated by semicolons. The part without a selector is the default, the policy of
+    the outermost call as a whole: inputs and parameters are cast to its compute dtype, and the
+    result, once, to its output dtype. Without such a part, the default is float32.
 
     Every other part is a rule, `selector: policy`. A selector is
 
@@ -68,14 +67,10 @@ def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
     (`BatchNorm?: full`) makes the rule optional: no warning is given if it matches nothing.
 
     How `jmpx.apply_policy` and the gradient functions apply the map stands in the default part:
-
-    - `by=arguments` casts the floating arguments of the function, and nothing inside of it,
-    - `by=modules` casts at the calls of modules, as rules for classes and paths need it,
-    - `by=operations` casts each operation, as `jmpx.autocast` does; `save=products` may stand
-      beside it, which saves memory.
-
-    Without `by`, rules for classes or paths mean modules, rules for operations alone mean
-    operations, and no rules mean arguments.
+    `by=arguments` casts the floating arguments of the function, `by=modules` casts at the calls of
+    modules, and `by=operations` casts each operation, as `jmpx.autocast` does; `save=products`
+    beside it saves memory. Without `by`, rules for classes or paths mean modules, rules for
+    operations alone mean operations, and no rules mean arguments.
 
     A rule sets only the fields that it names, and a dtype without a key sets compute. The other
     fields are inherited: params from the default, compute and output from the compute dtype of the
@@ -90,9 +85,6 @@ def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
     Args:
         policy_map: a policy map string; or a mapping; or a policy or a dtype, which gives a map
             without rules; or a policy map, which is returned as it is.
-
-    Returns:
-        The policy map.
 
     Raises:
         TypeError: if `policy_map` is of another type, or a value of the mapping is.

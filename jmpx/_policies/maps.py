@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Collection, Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jmpx._base.mappings import Found, Located, refuse_value, unknown
 from jmpx._base.messages import did_you_mean
@@ -134,7 +134,7 @@ class PolicyMap:
         """
         return next((rule for rule in reversed(self.rules) if rule.matches(cls, path)), None)
 
-    def to_dict(self) -> dict[str, str | dict[str, str] | list[dict[str, str]]]:
+    def to_dict(self) -> dict[str, Any]:
         """Returns dicts and lists of strings, which `get_policy_map` reads back to an equal map.
 
         Example:

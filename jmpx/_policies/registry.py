@@ -18,8 +18,8 @@ from jmpx._base.dtypes import dtype_name
 from jmpx._base.matmul import matmul_of, matmul_region
 from jmpx._base.messages import user_stacklevel
 from jmpx._policies.frameworks import ClassPolicies, adapters_of, imported_adapters
-from jmpx._policies.policy import Policy
-from jmpx._policies.strings import PolicyLike, get_policy
+from jmpx._policies.policy import Policy, PolicyLike
+from jmpx._policies.strings import get_policy
 
 # A class is kept by its name, which survives a reload of its module. Classes that are made in
 # functions share one name, so each of them is kept by itself.
@@ -36,8 +36,7 @@ class _Registry(threading.local):
 
     Attributes:
         policies: the policies that were attached here, also those that a framework's own store
-            keeps, for JAX's caches to compare. A local class lives as long as its policy does here
-            and in JAX's caches.
+            keeps, for JAX's caches to compare.
         running: the policies of the methods that run, the innermost last.
         bodies: how many bodies were being traced when the outermost of them began.
     """
@@ -81,13 +80,13 @@ def _to_policy(policy: PolicyLike) -> Policy:
 
 
 def _attach(cls: type, policy: Policy | None, cached: Policy | None) -> None:
-    """Attaches a policy to a class, or detaches it.
+    """Attaches a policy to a class, or detaches it where the policy is None.
 
     Args:
         cls: the class.
-        policy: the policy for the framework's own store, None to detach.
-        cached: the policy for `_Registry.policies`, None to remove it. It differs from `policy`
-            where a framework's store has a policy that was not set by jmpx.
+        policy: the policy for the framework's own store.
+        cached: the policy for `_Registry.policies`. It differs where a framework's store has a
+            policy that was not set by jmpx.
     """
     catch_up()
     store = _store_of(cls)
@@ -109,22 +108,20 @@ def set_policy(cls: type, policy: PolicyLike) -> None:
     Linen, NNX or Equinox module class casts under `jmpx.flax.policies`, or in a view that
     `with_policies` makes. Any other class may ask for its policy: `policy_of(type(self))`.
 
-    A jitted function is traced anew when it is called under other policies than before. That holds
-    for policies set by jmpx alone: JAX does not see what `hk.mixed_precision` sets by itself.
+    A jitted function is traced anew when it is called under other policies than before, if jmpx set
+    them: JAX does not see what `hk.mixed_precision` sets by itself.
 
     The policy's `matmul` holds for the products in the calls of the class. In Haiku it does so in
     jmpx's contexts alone: `push_policy`, `jmpx.haiku.policies` and `apply_policy` by modules.
 
     Args:
         cls: the class; subclasses do not inherit its policy, as in Haiku.
-        policy: all that `get_policy` takes: a policy, a policy string, a mapping or a dtype. A bare
-            dtype, also as a string, is a complete policy: `"full"` is float32 for parameters,
-            computation and output. `"bf16"` and `jnp.bfloat16` are bfloat16 for all three: Haiku
-            and Linen then create parameters in bfloat16. To compute in bfloat16 with parameters
-            that are stored in float32, write `"c=bf16"`.
+        policy: a policy, or anything else that `get_policy` takes. A bare dtype is a complete
+            policy: under `"bf16"`, Haiku and Linen create parameters in bfloat16. To compute in
+            bfloat16 with parameters that are stored in float32, write `"c=bf16"`.
 
     Raises:
-        TypeError: if `cls` is not a class, or `policy` is nothing that `get_policy` takes.
+        TypeError: if `cls` is not a class, or `get_policy` does not take `policy`.
         ValueError: if `policy` is not a policy string.
 
     Warns:
@@ -147,9 +144,6 @@ def set_policy(cls: type, policy: PolicyLike) -> None:
 def clear_policy(cls: type) -> None:
     """Detaches the policy of a class; a class without one is left as it is.
 
-    Args:
-        cls: the class.
-
     Raises:
         TypeError: if `cls` is not a class.
 
@@ -165,14 +159,9 @@ def clear_policy(cls: type) -> None:
 
 
 def policy_of(cls: type) -> Policy | None:
-    """Returns the policy that is attached to a class.
+    """Returns the policy that is attached to a class itself, not to its bases; None if it has none.
 
-    Args:
-        cls: the class; a policy of its base classes does not count.
-
-    Returns:
-        The policy, or None if it has none. For a Haiku module class, the answer of
-        `hk.mixed_precision.get_policy`.
+    For a Haiku module class it is the answer of `hk.mixed_precision.get_policy`.
 
     Raises:
         TypeError: if `cls` is not a class.
@@ -192,13 +181,7 @@ def policy_of(cls: type) -> Policy | None:
 
 @dataclasses.dataclass(eq=False)
 class _Push:
-    """A context of `push_policy`.
-
-    Attributes:
-        cls: the class.
-        policy: the policy that the class had at entry.
-        cached: what `_Registry.policies` held for the class at entry.
-    """
+    """A context of `push_policy`: what the class had at entry, as `_attach` takes it."""
 
     cls: type
     policy: Policy | None
@@ -219,24 +202,23 @@ class _Push:
 def push_policy(cls: type, policy: PolicyLike) -> Iterator[None]:
     """Attaches a policy to a class while the context lasts; also a decorator.
 
-    Contexts may be nested. When one ends, the class has the policy again that it had before. That
-    holds after an exception, too, and when contexts end in another order than that of their
-    nesting, as contexts in generators may; `hk.mixed_precision.push_policy` alone promises neither.
-    Of the tasks of an event loop, only one at a time can be in a context: leave it before each
-    `await`. Code that is compiled already runs in every task as in the one that holds the context.
+    Contexts may be nested. When one ends, the class has the policy again that it had before, also
+    after an exception, and when contexts end in another order than that of their nesting, as
+    contexts in generators may. Of the tasks of an event loop, only one at a time can be in a
+    context: leave it before each `await`.
 
     Args:
         cls: the class.
-        policy: all that `get_policy` takes; see `set_policy`.
+        policy: a policy, or anything else that `get_policy` takes; see `set_policy`.
 
     Yields:
         None.
 
     Raises:
-        TypeError: if `cls` is not a class, or `policy` is nothing that `get_policy` takes.
-        ValueError: if `policy` is not a policy string; for Haiku, if the call stands inside a
-            method of the same class; if another task of the thread is in a context of jmpx at
-            entry, or runs a module while this context lasts.
+        TypeError: as `set_policy`.
+        ValueError: as `set_policy`; for Haiku, if the call stands inside a method of the same
+            class; if another task of the thread is in a context of jmpx at entry, or runs a module
+            while this context lasts.
 
     Warns:
         UserWarning: if the policy sets `reduce`, which a class policy has no use for.
@@ -262,10 +244,10 @@ def push_policy(cls: type, policy: PolicyLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(policy: Policy | None, by: str) -> Iterator[None]:
-    """Makes a policy the one that `current_policy` returns while a method runs; for adapters.
+    """Makes a policy, or None, the one that `current_policy` returns while a method runs.
 
     Args:
-        policy: the policy, None for a method that runs without one.
+        policy: the policy.
         by: the function of the adapter that casts, as the user calls it.
     """
     if policy is not None:
@@ -314,12 +296,10 @@ def in_loop() -> bool:
 
 
 def current_policy() -> Policy | None:
-    """Returns the policy under which the method of a module is running.
+    """Returns the policy of the innermost running method of a module; None outside of all.
 
-    Returns:
-        The policy of the innermost running method of a Haiku, Linen, NNX or Equinox module that has
-        one; None outside of such methods. In a function that is jitted by itself and that several
-        modules call, it is the policy of the call for which the function was traced.
+    In a function that is jitted by itself and that several modules call, it is the policy of the
+    call for which the function was traced.
 
     Example:
         >>> import haiku as hk, jax, jax.numpy as jnp

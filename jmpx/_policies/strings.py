@@ -6,7 +6,7 @@ keys, and one reads each field.
 
 import contextlib
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jmpx._base.dtypes import (
     ScalarType,
@@ -33,8 +33,7 @@ from jmpx._base.matmul import describe_matmuls, matmul_names, parse_matmul
 from jmpx._policies.maps import HOW, PolicyMap, read_how
 from jmpx._policies.policy import ATTRIBUTES, Policy, PolicyLike, given_fields
 
-# The value of a key: a dtype, or a word.
-Field: TypeAlias = ScalarType | str
+Field: TypeAlias = Any  # a dtype, or a word, by the key
 
 # The fields that a policy without keys sets.
 DTYPES = ("params", "compute", "output")
@@ -112,9 +111,6 @@ def get_policy(policy: PolicyLike) -> Policy:
     Args:
         policy: a policy string; or a mapping; or a dtype such as `jnp.bfloat16`, which means the
             same as its name; or a policy, which is returned as it is.
-
-    Returns:
-        The policy.
 
     Raises:
         TypeError: if `policy` is of another type, or a value of the mapping is. A policy map is not

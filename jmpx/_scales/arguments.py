@@ -17,6 +17,7 @@ LOWEST_SCALE, HIGHEST_SCALE = 2.0**-126, 2.0**126
 LARGEST_FLOAT16 = (2 - 2.0**-10) * 2**15
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _LARGEST_COUNT = 2**31 - 1  # The counter is an int32.
+_BELOW_1 = float(np.nextafter(1, 0))
 
 
 class Argument(NamedTuple):
@@ -45,14 +46,9 @@ DYNAMIC = {
     "factor": Argument("factor", 1, HIGHEST_SCALE, "a number between 1 and 2**126"),
     "min": Argument("min_loss_scale", 0, HIGHEST_SCALE, "a number between 0 and 2**126"),
     "max": Argument(
-        "max_loss_scale",
-        LOWEST_SCALE,
-        _LARGEST_FLOAT32,
-        "a number between 2**-126 and float32's largest",
+        "max_loss_scale", LOWEST_SCALE, _LARGEST_FLOAT32, "between 2**-126 and float32's largest"
     ),
-    "backoff": Argument(
-        "backoff_factor", LOWEST_SCALE, float(np.nextafter(1, 0)), "at least 2**-126 and below 1"
-    ),
+    "backoff": Argument("backoff_factor", LOWEST_SCALE, _BELOW_1, "at least 2**-126 and below 1"),
     "hysteresis": Argument("hysteresis", *_STEPS),
     "counter": Argument(
         "counter", -_LARGEST_COUNT, _LARGEST_COUNT, "a whole number within 2**31 - 1 of 0", True
@@ -72,11 +68,7 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
 def check_number(argument: Argument, value: object, what: str, at: str = "") -> int | float:
     """Returns a number within the range of an argument; a concrete scalar array is one, too.
 
-    Args:
-        argument: the argument.
-        value: the value.
-        what: how the message names the argument.
-        at: where the value stands, for the message.
+    Messages name the argument `what`, and the place of the value `at`.
 
     Raises:
         TypeError: if the value is traced, or not a number.
@@ -92,9 +84,8 @@ def check_number(argument: Argument, value: object, what: str, at: str = "") -> 
     message = f"Expected {what} to be {argument.expected}, got {describe(value)}{at}."
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise TypeError(message)
-    if not argument.low <= number <= argument.high:
-        raise ValueError(message)
-    if argument.is_whole and number != int(number):
+    is_within = argument.low <= number <= argument.high
+    if not is_within or (argument.is_whole and number != int(number)):
         raise ValueError(message)
     return int(number) if argument.is_whole else number
 

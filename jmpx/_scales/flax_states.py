@@ -19,15 +19,14 @@ _LOG = logging.getLogger("jmpx")
 _FLAX = "flax.serialization"
 # What checkpoints have of the classes: nothing, or the leaves of a dynamic one.
 _SAVED = ([], ["counter", "loss_scale"])
-# The classes of which there are instances, and the leaves that a checkpoint has of each.
+# The classes that have instances, and the leaves that a checkpoint has of each.
 _known: dict[type, tuple[str, ...]] = {}
 
 
 def register_with_flax(cls: type, names: tuple[str, ...] = ()) -> None:
     """Tells Flax how to save and restore a class, now or when Flax is imported.
 
-    A class is registered when its first instance is made, because a registration of the user's own,
-    which comes before that, stays.
+    That is when its first instance is made, so that a registration of the user's own stays.
 
     Args:
         cls: the class, a dataclass.
@@ -69,13 +68,7 @@ _finder = _Finder()
 
 
 def note_choice(chosen: object, saved: str, level: int) -> None:
-    """Logs the loss scale with which a run goes on, and that of the checkpoint.
-
-    Args:
-        chosen: the loss scale.
-        saved: that of the checkpoint, as its string.
-        level: the level of the log.
-    """
+    """Logs the loss scale with which a run goes on, and that of the checkpoint, as its string."""
     _LOG.log(
         level, "The loss scale goes on as '%s'; that of the checkpoint was '%s'.", chosen, saved
     )

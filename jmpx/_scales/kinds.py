@@ -29,9 +29,18 @@ from jmpx._scales.scaling import Scaling, Written
 T = TypeVar("T")
 
 
+class _Constant(Written):
+    """A loss scale that never changes."""
+
+    def adjust(self, grads_finite: Flag) -> Self:
+        """Returns this loss scale, for finite gradients and for others."""
+        del grads_finite
+        return self
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class NoOpLossScale(Written):
+class NoOpLossScale(_Constant):
     """The loss scale that does nothing, for float32 and bfloat16.
 
     Follows JMP's `NoOpLossScale`. As a pytree it has no leaves.
@@ -60,15 +69,10 @@ class NoOpLossScale(Written):
         """Returns `tree` itself."""
         return tree
 
-    def adjust(self, grads_finite: Flag) -> Self:
-        """Returns this loss scale, for finite gradients and for others."""
-        del grads_finite
-        return self
-
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale(Scaling):
+class StaticLossScale(_Constant, Scaling):
     """A loss scale that never changes.
 
     Follows JMP's `StaticLossScale`. As a pytree it has no leaves: the factor is part of the
@@ -85,11 +89,8 @@ class StaticLossScale(Scaling):
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> loss_scale = jmpx.StaticLossScale(2**15)
-        >>> loss_scale.scale(jnp.float16(4))  # more than float16 can hold
+        >>> jmpx.StaticLossScale(2**15).scale(jnp.float16(4))  # more than float16 can hold
         Array(131072., dtype=float32)
-        >>> loss_scale.unscale(jnp.float16(4))
-        Array(0.00012207, dtype=float32)
     """
 
     __module__ = "jmpx"
@@ -119,11 +120,6 @@ class StaticLossScale(Scaling):
                 "as 2.0**15, or use NoOpLossScale()."
             )
         return self.loss_scale
-
-    def adjust(self, grads_finite: Flag) -> Self:
-        """Returns this loss scale, for finite gradients and for others."""
-        del grads_finite
-        return self
 
     def _numbers(self) -> dict[str, int | float]:
         return {"init": shortest(self.loss_scale)}

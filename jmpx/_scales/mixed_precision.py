@@ -1,7 +1,7 @@
 """The mixed precision of a program as one value: a policy map, and a loss scale."""
 
 import dataclasses
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jmpx._base.dtypes import is_dtype
 from jmpx._base.leaves import is_array
@@ -37,9 +37,8 @@ class MixedPrecision:
     """A policy map and the loss scale to begin with: what one string says about a program.
 
     A frozen, hashable, picklable value (not a pytree), whose numbers are those of the first step:
-    the loss scale that changes belongs into the train state. `str()` gives one line that
-    `get_mixed_precision` parses back to an equal value. Two of them are equal if their maps are and
-    their loss scales have one class and the same numbers.
+    the loss scale that changes belongs in the train state. `str()` gives one line that
+    `get_mixed_precision` parses back to an equal value.
 
     Args:
         policy_map: a policy map, or anything else that `get_policy_map` takes.
@@ -78,38 +77,16 @@ class MixedPrecision:
 
     @property
     def policy(self) -> Policy:
-        """The policy.
-
-        Raises:
-            ValueError: if the policy map has rules or `by`, which a policy cannot hold.
-        """
+        """The policy; a ValueError if the map has rules or `by`, which a policy cannot hold."""
         return self.policy_map.alone("the policy map ")
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """Returns dicts, lists, strings and numbers, which `get_mixed_precision` reads back.
 
         Example:
-            >>> import json
             >>> import jmpx
-            >>> precision = jmpx.get_mixed_precision("f32; op.exp: bf16 | static=1024")
-            >>> print(json.dumps(precision.to_dict(), indent=1))
-            {
-             "policy": {
-              "params": "float32",
-              "compute": "float32",
-              "output": "float32"
-             },
-             "rules": [
-              {
-               "select": "op.exp",
-               "compute": "bfloat16"
-              }
-             ],
-             "loss_scale": {
-              "type": "static",
-              "init": 1024
-             }
-            }
+            >>> list(jmpx.get_mixed_precision("f32; op.exp: bf16 | static=1024").to_dict())
+            ['policy', 'rules', 'loss_scale']
         """
         return {**self.policy_map.to_dict(), "loss_scale": self.loss_scale.to_dict()}
 
@@ -163,9 +140,6 @@ def get_mixed_precision(spec: MixedPrecisionLike) -> MixedPrecision:
     Args:
         spec: a string; or a mapping; or a policy map, a policy or a dtype; or a mixed precision,
             which is returned as it is.
-
-    Returns:
-        The mixed precision.
 
     Raises:
         TypeError: if `spec` is of another type, or a value of the mapping is.

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ class Written:
         restores it. A static loss scale has no counter; one that does nothing has the type alone.
 
         Raises:
-            TypeError: if the scale or its counter is traced, or is not one number.
+            TypeError: as `to_dict`.
         """
         return {"type": self._kind, **self._state()}
 
@@ -102,7 +102,7 @@ def _multiply(tree: T, factor: Callable[[np.dtype], ArrayLike]) -> T:
     """Multiplies floating and complex arrays, in float32 or wider, by the factor of their dtype."""
     factor = functools.cache(factor)  # computed once for each dtype, not for each leaf
 
-    def multiply_leaf(leaf: object) -> object:
+    def multiply_leaf(leaf: Any) -> Any:
         if not is_inexact_array(leaf):
             return leaf
         if not is_floating(leaf):

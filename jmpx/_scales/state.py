@@ -1,4 +1,4 @@
-"""Loss scales from a checkpoint's plain numbers, also where the run has changed its kind."""
+"""Loss scales from a checkpoint's plain numbers, even if the run has changed their kind."""
 
 import dataclasses
 import logging
@@ -8,7 +8,8 @@ from typing import TypeVar, overload
 import numpy as np
 
 from jmpx._base.leaves import is_array
-from jmpx._base.messages import describe, did_you_mean
+from jmpx._base.mappings import Located, unknown
+from jmpx._base.messages import describe
 from jmpx._scales.arguments import DYNAMIC, STATIC, check_number
 from jmpx._scales.flax_states import note_choice
 from jmpx._scales.kinds import DynamicLossScale, LossScale
@@ -29,14 +30,10 @@ _REMEDY = "give what state_dict() of the loss scale returned, or restore an olde
 
 @overload
 def restore_loss_scale(state: Mapping[str, object], like: LossScaleT) -> LossScaleT: ...
-
-
 @overload
 def restore_loss_scale(
     state: Mapping[str, object], like: LossScaleLike | MixedPrecision
 ) -> LossScale: ...
-
-
 def restore_loss_scale(
     state: Mapping[str, object], like: LossScaleLike | MixedPrecision
 ) -> LossScale:
@@ -57,11 +54,9 @@ def restore_loss_scale(
         like: a loss scale, or its string or mapping, as `jmpx.get_loss_scale` takes it; or a
             `jmpx.MixedPrecision`, whose loss scale is taken.
 
-    Returns:
-        The loss scale, whose leaves are NumPy arrays if it is dynamic and was restored.
-
     Raises:
-        TypeError: if `state` is no mapping or one of its values no number; or as `get_loss_scale`.
+        TypeError: if `state` is not a mapping, or one of its values is not a number; or as
+            `get_loss_scale`.
         ValueError: if `state` has other keys, or a number is out of its range; or as
             `get_loss_scale`.
 
@@ -93,12 +88,11 @@ def _read(state: object) -> tuple[str, dict[str, int | float]]:
         raise TypeError(
             f"Expected the state of a loss scale as a mapping, got {describe(state)}: {_REMEDY}."
         )
-    if isinstance(state.get("loss_scale"), Mapping):
-        raise ValueError(
-            "Expected the state of a loss scale, got a mapping that holds one: give its "
-            "'loss_scale' alone."
-        )
-    kind = _kind_of(state)
+    kind = state.get("type", "dynamic" if state else "none")  # Flax's state does not name it
+    kind = kind.item() if is_array(kind) and kind.ndim == 0 else kind
+    if not isinstance(kind, str) or kind not in _NUMBERS:
+        found = Located(kind, "'type' of the state of a loss scale")
+        raise unknown("kind", found, ", ".join(map(repr, _NUMBERS)), [*_NUMBERS])
     keys = [key for key in state if key != "type"]
     if sorted(map(str, keys)) != sorted(_NUMBERS[kind]):
         raise ValueError(
@@ -112,18 +106,3 @@ def _read(state: object) -> tuple[str, dict[str, int | float]]:
     if "loss_scale" in numbers:
         numbers["loss_scale"] = shortest(np.float32(numbers["loss_scale"]))
     return kind, numbers
-
-
-def _kind_of(state: Mapping[str, object]) -> str:
-    """Returns the kind, which Flax's state does not name."""
-    if "type" not in state:
-        return "dynamic" if state else "none"
-    kind = state["type"]
-    kind = kind.item() if is_array(kind) and kind.ndim == 0 else kind
-    if not isinstance(kind, str) or kind not in _NUMBERS:
-        near = did_you_mean(kind, list(_NUMBERS)) if isinstance(kind, str) else "."
-        raise ValueError(
-            f"Expected the type in the state of a loss scale to be one of {list(_NUMBERS)}, got "
-            f"{describe(kind)}: {_REMEDY}{near}"
-        )
-    return kind

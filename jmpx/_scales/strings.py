@@ -54,12 +54,8 @@ _NEAR_KEYS = _OF_NAMES | {word: _OF_NAMES[name] for word, name in SCALES.items()
 
 @overload
 def get_loss_scale(spec: LossScaleT, policy: PolicyMapLike | None = ...) -> LossScaleT: ...
-
-
 @overload
 def get_loss_scale(spec: LossScaleLike, policy: PolicyMapLike | None = ...) -> LossScale: ...
-
-
 def get_loss_scale(spec: LossScaleLike, policy: PolicyMapLike | None = None) -> LossScale:
     """Makes a loss scale from a string, such as `"dynamic, init=2**15, period=500"`.
 
@@ -85,7 +81,7 @@ def get_loss_scale(spec: LossScaleLike, policy: PolicyMapLike | None = None) -> 
         policy: a policy map, or anything else that `get_policy_map` takes. Only `auto` needs it.
 
     Returns:
-        The loss scale. `str()` of it is a string that gives an equal one, `.to_dict()` a mapping.
+        The loss scale. Its string and its `to_dict()` give an equal one.
 
     Raises:
         TypeError: if `spec` or `policy` is of another type, or a number of a mapping is none.
@@ -114,12 +110,7 @@ one of 'init', 'period', 'factor', 'min', 'max', 'backoff', 'hysteresis', 'count
 
 
 def read_loss_scale(found: Found, policy_map: PolicyMap | None) -> LossScale:
-    """Makes a loss scale from any value that `get_loss_scale` takes.
-
-    Args:
-        found: the value.
-        policy_map: what decides `auto`.
-    """
+    """Makes a loss scale from any value that `get_loss_scale` takes."""
     spec = found.value
     if isinstance(spec, LossScale):
         return spec

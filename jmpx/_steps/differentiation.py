@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jmpx._adapters.applying import Application
 from jmpx._base.axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
 from jmpx._base.leaves import PyTree, is_array, is_floating, is_inexact_array, spell
-from jmpx._base.stateful import PureFunction
+from jmpx._base.stateful import Changes, PureFunction
 from jmpx._base.trees import all_finite
 from jmpx._devices.exchanges import find_exchanges
 from jmpx._devices.reduction import unscaled_mean
@@ -34,8 +34,8 @@ Keywords = dict[str, PyTree]
 
 def differentiate(
     options: Options, pure: PureFunction, state: State, args: Arguments, kwargs: Keywords
-) -> tuple[ValueAndGradients[PyTree, LossScale], State]:
-    """Computes a loss and its gradients; returns them, and the new state of NNX objects."""
+) -> tuple[ValueAndGradients[PyTree, LossScale], Changes]:
+    """Computes a loss and its gradients; returns them, and what changed in NNX objects."""
     stored, merge = split_parameters(args)
     params = widened(stored, options.grad_dtype) if options.is_mixed else stored
     application = options.applied()

@@ -242,9 +242,9 @@ def test_a_cast_in_front_of_a_layer_does_not_keep_it_wide(framework, policy, is_
         assert ask(MADE[framework], f"{policy}; {rule}")[1] == []  # the remedy
 
 
-def with_fields(framework):
+def with_fields(framework, dtype=jnp.float32):
     class Linen(nn.Module):
-        dtype: type = jnp.float32
+        dtype: type
 
         @nn.compact
         def __call__(self, x):
@@ -252,14 +252,24 @@ def with_fields(framework):
 
     class NNX(nnx.Module):
         def __init__(self, rngs):
-            self.dtype = jnp.float32
-            self.first = nnx.Linear(3, 9, dtype=jnp.float32, rngs=rngs)
+            self.dtype = dtype
+            self.first = nnx.Linear(3, 9, dtype=dtype, rngs=rngs)
             self.last = nnx.Linear(9, 3, rngs=rngs)
 
         def __call__(self, x):
             return self.last(self.first(x))
 
-    return {"linen": lambda: (Linen(), (X,)), "nnx": lambda: NNX(nnx.Rngs(0))}[framework]
+    return {"linen": lambda: (Linen(dtype), (X,)), "nnx": lambda: NNX(nnx.Rngs(0))}[framework]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("policy", ["full", "c=f16"])
+def test_a_field_decides_whether_it_is_narrower_or_another_format(framework, policy, ask):
+    tables, _ = ask(with_fields(framework, jnp.bfloat16), f"by=modules,{policy}")
+    found = {row["path"]: (row["rule"], row["compute"]) for row in only(tables)}
+    (first,) = (path for path in found if path.endswith("first"))
+    assert found[first] == ("its dtype field", "bfloat16")
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -413,6 +423,7 @@ def test_a_function_without_modules_shows_scopes_and_operations(ask):
     ran = {row["operation"]: (row["rule"], row["runs_in"]) for row in operations}
     assert ran["tanh"] == ("op.tanh", "float32")
     assert ran["dot_general"] == ("", "bfloat16 float32") and ran["exp"] == ("", "float32")
+    assert "convert_element_type" not in ran and all(dtypes for _, dtypes in ran.values())
     assert [line.partition(" matched ")[2] for line in others] == [
         "no scope; did you mean 'router'?",
         "no operation, as 'softmax' is none of JAX's primitives: write 'op.exp' and "
@@ -524,12 +535,6 @@ def test_a_function_that_no_module_of_which_could_be_cast(ask):
     tables, _ = ask((router, (jnp.ones((3, 3)), X)), "by=modules,c=bf16")
     title = next(iter(tables))
     assert title == "no module is called that by=modules could cast; by operations it would be:"
-
-
-def test_an_algorithm_that_jax_ignores_is_noted(ask):
-    model = eqx.nn.Conv2d(3, 3, 3, key=jax.random.key(0))
-    _, (line,) = ask(model, "by=modules,c=f32,m=BF16_BF16_F32_X3")
-    assert "matmul=BF16_BF16_F32_X3 does not hold for convolutions" in line
 
 
 @pytest.mark.thorough

@@ -13,6 +13,7 @@ from helpers.training import value
 from hypothesis import given, settings, strategies as st
 
 import jmpx
+from jmpx._scales.kinds import is_at_least_1
 
 KINDS = {
     "NoOp": jmpx.NoOpLossScale(),
@@ -305,6 +306,27 @@ def test_round_trips_keep_everything(trip, loss_scale):
     there = ROUND_TRIPS[trip](loss_scale)
     assert there == loss_scale and type(there) is type(loss_scale)
     assert repr(there.adjust(False)) == repr(loss_scale.adjust(False))
+
+
+class OfOnesOwn(jmpx.DynamicLossScale):
+    def unscale(self, tree):
+        return super().unscale(tree)
+
+
+AT_LEAST_1 = {
+    "none": True,
+    "static=1": True,
+    "static=0.5": False,
+    "dynamic": True,
+    "dynamic,min=1": True,
+    "dynamic,init=2,min=0.5": False,
+}
+
+
+@pytest.mark.parametrize("text", AT_LEAST_1)
+def test_which_scales_never_fall_below_1(text):
+    assert is_at_least_1(jmpx.get_loss_scale(text)) == AT_LEAST_1[text]
+    assert not is_at_least_1(OfOnesOwn())
 
 
 def test_a_min_loss_scale_below_1_holds_in_a_jitted_loop():

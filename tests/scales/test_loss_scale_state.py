@@ -119,12 +119,12 @@ DYNAMIC = {"type": "dynamic", "loss_scale": 8.0, "counter": 0}
 BAD = {
     "no mapping": (json.dumps(DYNAMIC), TypeError, "as a mapping, got '{"),
     "kind": ({"type": "dynamik"}, ValueError, "did you mean 'dynamic'"),
-    "kind of no text": ({"type": 3}, ValueError, "got 3"),
+    "kind of no text": ({"type": 3}, ValueError, "Unknown kind '3'"),
     "missing": ({"type": "dynamic", "loss_scale": 8.0}, ValueError, r"got \['loss_scale'\]"),
     "whole": (
         {"loss_scale": DYNAMIC, "description": {}},
         ValueError,
-        "give its 'loss_scale' alone",
+        r"hold \['loss_scale', 'counter'\], got \['loss_scale', 'description'\]",
     ),
     "of torch": ({"scale": 8.0, "_growth_tracker": 0}, ValueError, r"got \['scale', "),
     "too much": ({"type": "none", "counter": 1}, ValueError, r"to hold \[\], got \['counter'\]"),

@@ -226,7 +226,7 @@ BAD = {
     "dynamic, period=2.5": "whole number between 1 and 2.* got 2.5 at position 16",
     "dynamic, hysteresis=0": "Expected 'hysteresis' to be a whole number",
     "dynamic, counter=2**31": "Expected 'counter' to be a whole number",
-    "dynamic, max=2**128": "Expected 'max' to be a number .* float32's largest, got 3402823669",
+    "dynamic, max=2**128": "Expected 'max' to be between .* float32's largest, got 3402823669",
     "dynamic | none": "Unexpected '[|]' at position 8",
 }  # fmt: skip
 NO_NUMBERS = [

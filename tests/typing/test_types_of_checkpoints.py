@@ -23,8 +23,8 @@ def test_averages() -> None:
 def test_states_of_loss_scales() -> None:
     dynamic = jmpx.DynamicLossScale(8.0)
     assert_type(dynamic.state_dict(), dict[str, str | int | float])
-    assert_type(jmpx.StaticLossScale(8).state_dict(), dict[str, str | float])
-    assert_type(jmpx.NoOpLossScale().state_dict(), dict[str, str])
+    assert_type(jmpx.StaticLossScale(8).state_dict(), dict[str, str | int | float])
+    assert_type(jmpx.NoOpLossScale().state_dict(), dict[str, str | int | float])
     scales: list[jmpx.LossScale] = [dynamic, jmpx.NoOpLossScale()]
     for scale in scales:
         jmpx.restore_loss_scale(scale.state_dict(), like=scale)

@@ -3,27 +3,14 @@
 import functools
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
 import numpy as np
 
-from jmpx._adapters.equinox.nodes import (
-    as_instance,
-    bind_to,
-    bound,
-    fields_of,
-    holds,
-    is_called,
-    is_data,
-    is_leaf,
-    is_model,
-    is_module,
-    keeps_dtype,
-    map_children,
-    map_nodes,
-)
+from jmpx._adapters.boundaries import widest
+from jmpx._adapters.equinox import nodes
 from jmpx._adapters.equinox.views import EquinoxScope, proxy_mixin
 from jmpx._adapters.proxies import is_optimizer_state, marking_proxy_class, plain_class
 from jmpx._base.casts import cast_tree
@@ -35,6 +22,7 @@ from jmpx._policies.frameworks import Adapter
 from jmpx._policies.maps import PolicyMap
 
 T = TypeVar("T")
+_Dtypes: TypeAlias = dict[str, np.dtype]  # of the arrays in a module, by their paths
 
 
 class _Marker:
@@ -48,54 +36,37 @@ class _Marker:
         self.made: dict[type, type] = {}
 
     def replace(self, tree: T) -> T:
-        return map_nodes(self._mark_model, tree, is_model)
+        return nodes.map_nodes(self._mark_model, tree, nodes.is_model)
 
     def restore(self, tree: T) -> T:
-        return map_nodes(self._unmark, tree, lambda node: type(node) in self.made)
+        return nodes.map_nodes(self._unmark, tree, lambda node: type(node) in self.made)
 
     def _mark_model(self, node: PyTree) -> PyTree:
-        method = bound(node)
-        if method is not None:  # it holds the function of its class, not of the proxy class
-            return bind_to(self._mark(method[0], "", ()), node)
-        return self._mark(node, "", ())
+        method = nodes.bound(node)
+        if method is None:
+            return self._mark(node, "", ())
+        # It holds the function of its class, not of the proxy class.
+        return nodes.bind_to(self._mark(method[0], "", ()), node)
 
     def _mark(self, node: PyTree, path: str, containers: tuple[Module, ...]) -> PyTree:
-        """Marks a node.
-
-        Args:
-            node: the node.
-            path: its path.
-            containers: modules around it that a rule matches, but that are never called: the
-                modules in them are marked in their place.
-        """
-        if keeps_dtype(node) or is_leaf(node):
+        """Marks a node, for containers around it, too, which are never called themselves."""
+        if nodes.keeps_dtype(node) or nodes.is_leaf(node):
             return node
         cls = plain_class(type(node))
-        is_matched = is_module(node) and self.matches(cls, path)
+        is_matched = nodes.is_module(node) and self.matches(cls, path)
         modules = (*containers, Module(cls, path)) if is_matched else containers
-        is_marked = is_module(node) and bool(modules) and is_called(cls)
+        is_marked = nodes.is_module(node) and bool(modules) and nodes.is_called(cls)
         inner = () if is_marked else modules
-        built = map_children(node, path, lambda child, at: self._mark(child, at, inner))
+        built = nodes.map_children(node, path, lambda child, at: self._mark(child, at, inner))
         if not is_marked:
             return built
         marked = marking_proxy_class(type(node), modules, eqx.Module, proxy_mixin(type(node)))
         self.made[marked] = type(node)
-        return as_instance(built, marked)
+        return nodes.as_instance(built, marked)
 
     def _unmark(self, node: PyTree) -> PyTree:
-        plain = as_instance(node, self.made[type(node)])
-        return map_children(plain, "", lambda child, _: self.restore(child))
-
-
-class _Place(NamedTuple):
-    """Where a node is in a module around it."""
-
-    cls: type
-    path: str
-
-    def child(self, name: str) -> "_Place":
-        """Returns where a child of the node is."""
-        return _Place(self.cls, f"{self.path}/{name}" if self.path else name)
+        plain = nodes.as_instance(node, self.made[type(node)])
+        return nodes.map_children(plain, "", lambda child, _: self.restore(child))
 
 
 class _Views:
@@ -112,16 +83,18 @@ class _Views:
         self._replaced: dict[int, tuple[PyTree, PyTree]] = {}  # see `EquinoxScope`
 
     def replace(self, tree: T) -> T:
-        return map_nodes(self._view, tree, lambda node: is_optimizer_state(node) or is_model(node))
+        return nodes.map_nodes(
+            self._view, tree, lambda node: is_optimizer_state(node) or nodes.is_model(node)
+        )
 
     def _view(self, node: PyTree) -> PyTree:
-        if is_optimizer_state(node) or is_data(node):
+        if is_optimizer_state(node) or nodes.is_data(node):
             return node
-        method = bound(node)
+        method = nodes.bound(node)
         if method is not None:
-            return bind_to(self.replace(method[0]), node)
-        if holds(node, is_optimizer_state):
-            return map_children(node, "", lambda child, _: self.replace(child))
+            return nodes.bind_to(self.replace(method[0]), node)
+        if nodes.holds(node, is_optimizer_state):
+            return nodes.map_children(node, "", lambda child, _: self.replace(child))
         scope = EquinoxScope(self._policy_map)
         view = scope.outermost(node)
         self.made |= scope.made
@@ -130,78 +103,65 @@ class _Views:
 
     def restore(self, tree: T) -> T:
         rounded: dict[str, np.dtype] = {}
-        result = self._stored(tree, (), rounded)
+        result = self._stored(tree, "", {}, rounded)
         if rounded:
             _warn_of_rounded(rounded)
         return result
 
     def _stored(
-        self, node: PyTree, places: tuple[_Place, ...], rounded: dict[str, np.dtype]
+        self, node: PyTree, path: str, dtypes: _Dtypes, rounded: dict[str, np.dtype]
     ) -> PyTree:
         """Returns a node of the result as the model stores it.
 
         Args:
             node: the node.
-            places: where it is in the modules around it, the outermost first.
+            path: its path in the outermost model of a class that is known.
+            dtypes: the dtypes in which the arrays of that model are stored.
             rounded: takes the paths of arrays that were rounded, and their dtypes.
         """
         if id(node) in self._replaced:
             return self._replaced[id(node)][1]
-        if keeps_dtype(node):
+        if nodes.keeps_dtype(node):
             return node
-        if is_leaf(node):
-            return self._as_stored(node, places, rounded) if is_floating(node) else node
-        if is_module(node):
-            places = (*places, _Place(type(node), ""))
-
-        def child(child: PyTree, name: str) -> PyTree:
-            return self._stored(child, tuple(place.child(name) for place in places), rounded)
-
-        plain, method = map_children(node, "", child), bound(node)
+        if nodes.is_leaf(node):
+            if not is_floating(node) or path not in dtypes:
+                return node
+            if node.dtype.itemsize < dtypes[path].itemsize:
+                rounded[path] = node.dtype
+            return cast_tree(node, dtypes[path])
+        if not dtypes:
+            path, dtypes = "", self._dtypes.get(type(node), {})
+        plain = nodes.map_children(
+            node, path, lambda child, at: self._stored(child, at, dtypes, rounded)
+        )
+        method = nodes.bound(node)
         if method is not None and plain is not node:
-            return bind_to(self._stored(method[0], (), rounded), node)
+            return nodes.bind_to(self._stored(method[0], "", {}, rounded), node)
         return _plain(plain, self.made[type(node)]) if type(node) in self.made else plain
 
-    def _as_stored(
-        self, leaf: PyTree, places: tuple[_Place, ...], rounded: dict[str, np.dtype]
-    ) -> PyTree:
-        """Returns a floating array that the function has put into a model, in its stored dtype."""
-        found = [dtypes for place in places if (dtypes := self._dtypes.get(place))]
-        if not found:
-            return leaf
-        # An array of the model as a whole is known by its path; one of a layer may be of several.
-        dtype = max(min(found, key=len), key=lambda dtype: dtype.itemsize)
-        if leaf.dtype.itemsize < dtype.itemsize:
-            rounded[places[0].path] = leaf.dtype
-        return cast_tree(leaf, dtype)
-
     @functools.cached_property
-    def _dtypes(self) -> dict[_Place, set[np.dtype]]:
-        """The dtypes in which models store their arrays, by their places in modules."""
-        dtypes: dict[_Place, set[np.dtype]] = {}
+    def _dtypes(self) -> dict[type, _Dtypes]:
+        """The dtypes in which modules store their arrays, by the classes of their views."""
+        known: dict[type, _Dtypes] = {}
         for view, stored in self._replaced.values():
-            if is_module(view):
-                for path, leaf in jax.tree_util.tree_leaves_with_path(stored):
-                    if is_floating(leaf):
-                        name = jax.tree_util.keystr(path, simple=True, separator="/")
-                        dtypes.setdefault(_Place(type(view), name), set()).add(leaf.dtype)
-        return dtypes
+            dtypes = known.setdefault(type(view), {}) if nodes.is_module(view) else {}
+            for key, leaf in jax.tree_util.tree_leaves_with_path(stored):
+                if is_floating(leaf):
+                    path, dtype = jax.tree_util.keystr(key, simple=True, separator="/"), leaf.dtype
+                    dtypes[path] = widest([dtype, dtypes.get(path, dtype)])
+        return known
 
 
 def _plain(view: eqx.Module, cls: type) -> eqx.Module:
     """Returns a module in a view as an instance of the class in whose place its own is."""
-    module, written = as_instance(view, cls), vars(type(view))["__jmpx_written__"]
+    module, written = nodes.as_instance(view, cls), vars(type(view))["__jmpx_written__"]
     if written is not None:
-        fields_of(module)["dtype"] = written
+        nodes.fields_of(module)["dtype"] = written
     return module
 
 
 def _warn_of_rounded(rounded: dict[str, np.dtype]) -> None:
-    """Warns of arrays of models that a function hands back in fewer bits than they are stored in.
-
-    Args:
-        rounded: the paths of the arrays, and the dtypes in which they come.
-    """
+    """Warns of arrays of models that a function hands back in fewer bits than they have."""
     path, dtype = next(iter(rounded.items()))
     warnings.warn(
         f"A function under a policy map hands back arrays of its model that are rounded to "

@@ -23,7 +23,7 @@ class _Example(eqx.Module):
 
 # Classes of Equinox that are not public.
 _BOUND = type(_Example().method)
-_JITTED = type(eqx.filter_jit(lambda: None))
+_JITTED: type = type(eqx.filter_jit(lambda: None))
 
 
 def map_children(node: T, path: str, func: Callable[[PyTree, str], PyTree]) -> T:

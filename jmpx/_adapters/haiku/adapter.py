@@ -10,9 +10,10 @@ import jax
 
 from jmpx._adapters.boundaries import Args, Kwargs, Method
 from jmpx._adapters.creation import Creation, creating, creation_in_force
-from jmpx._adapters.haiku.policies import HaikuScope, applied, interception, parameter_hooks
+from jmpx._adapters.haiku.policies import HaikuScope, applied, interception, parameter_hooks, store
 from jmpx._adapters.proxies import is_public
 from jmpx._base.contexts import is_hooked, note_cast, opened
+from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.matmul import matmul_of
 from jmpx._base.messages import user_stacklevel
@@ -28,10 +29,10 @@ class _ClassPolicies:
     def get(self, cls: type) -> Policy | None:
         taken = (scope.class_policies.get(cls) for scope in opened(HaikuScope))
         kept = (policy for policy in taken if policy is not None)
-        return hk.mixed_precision.get_policy(cls) or next(kept, None)
+        return store.get_policy(cls) or next(kept, None)
 
     def set(self, cls: type, policy: Policy) -> None:
-        hk.mixed_precision.set_policy(cls, policy)
+        store.set_policy(cls, policy)
         if matmul_of(policy) is not None and not is_hooked(interception):
             warnings.warn(
                 f"matmul={matmul_of(policy)} of the policy of {cls.__name__} holds in jmpx's "
@@ -41,13 +42,13 @@ class _ClassPolicies:
             )
 
     def clear(self, cls: type) -> None:
-        hk.mixed_precision.clear_policy(cls)
+        store.clear_policy(cls)
         for scope in opened(HaikuScope):
             scope.class_policies.pop(cls, None)
 
     def check_push(self, cls: type, policy: Policy) -> None:
         """Raises Haiku's error inside of a method of the class."""
-        with hk.mixed_precision.push_policy(cls, policy):
+        with store.push_policy(cls, policy):
             pass
 
     interception = staticmethod(interception)  # the hook of `policies`, so that they share it
@@ -55,7 +56,7 @@ class _ClassPolicies:
 
 def _in_force() -> Creation | None:
     """Returns the `Creation` in force; None where a module has a policy."""
-    has_policy = hk.mixed_precision.current_policy() is not None
+    has_policy = store.current_policy() is not None
     return None if has_policy else creation_in_force(HaikuScope)
 
 
@@ -68,7 +69,7 @@ def _read_created(value: jax.Array, context: hk.GetterContext) -> jax.Array:
     return value.astype(compute if creation.are_cast else context.original_dtype)
 
 
-def _param_dtype() -> object:
+def _param_dtype() -> DTypeLike | None:
     creation = _in_force()
     return None if creation is None else creation.policy.param_dtype
 
@@ -87,7 +88,7 @@ def _creation() -> Iterator[None]:
 
 def _note(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext) -> PyTree:
     """Notes the calls that Haiku itself runs under the policy of their class."""
-    policy = hk.mixed_precision.get_policy(type(context.module))
+    policy = store.get_policy(type(context.module))
     if policy is not None:
         note_cast("hk.mixed_precision", policy.compute_dtype)
     return method(*args, **kwargs)
@@ -123,7 +124,7 @@ class _Adapter(Adapter):
     class_policies: ClassPolicies | None = _ClassPolicies()
 
     def current_policy(self) -> Policy | None:
-        return hk.mixed_precision.current_policy()
+        return store.current_policy()
 
     def noted_casts(self) -> AbstractContextManager[None]:
         return hk.intercept_methods(_note)

@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from jmpx._policies.registry import running
 
 with required_package("haiku", "Haiku"):
     import haiku as hk
+
+store: Any = hk.mixed_precision  # Any, because it is annotated with JMP's policies
 
 _NAME = "jmpx.haiku.policies"
 
@@ -60,37 +62,23 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
     Put it around `init` and `apply`, or within the function that is jitted. The map's default
     applies to each outermost module call: inputs and parameters are cast to its compute dtype, the
     result to its output dtype. A rule makes an island of every public method call of the modules
-    that it matches, by class (`BatchNorm`) or by Haiku's path (`*/logits`, `mlp/~/linear_0`), so
-    that it can name one instance among many. The innermost policy creates parameters in its param
-    dtype, and casts the stored ones to its compute dtype. The policy of a class applies where no
-    rule of the map matches; it goes before the default.
+    that it matches, by class (`BatchNorm`) or by Haiku's path (`*/logits`, `mlp/~/linear_0`). The
+    innermost policy creates parameters in its param dtype, and casts the stored ones to its compute
+    dtype. The policy of a class applies where no rule of the map matches.
 
     Any other module with floating parameters of its own casts its floating arguments to the compute
-    dtype around it, so that noise, a one-hot or a state of zeros that is made inside does not widen
-    what follows. Within JAX's loops and branches it returns at least the dtype that came in, as a
-    carry has to keep its dtype. A recurrent core (`hk.RNNCore`) returns its state in the dtype in
-    which it came. `init` creates the parameters, so there it casts no arguments of such modules.
-
-    A state keeps the dtype in which it is stored, whatever `hk.set_state` is given. A state that is
-    first set in a 16-bit dtype of the policy is stored in the param dtype, or in float32 where that
-    is narrower. `ExponentialMovingAverage`, `SpectralNorm`, their trees and `VectorQuantizerEMA`
-    compute in the dtype of their state, unless a rule or a class policy is about them.
-
-    The `matmul` of a policy holds for the products in its region, forward and backward, but not in
-    what a `jax.custom_vjp` or `jax.custom_jvp` defines: JAX traces that later. See docs/matmul.md.
+    dtype around it. Within JAX's loops and branches it returns at least the dtype that came in. A
+    recurrent core (`hk.RNNCore`) returns its state in the dtype in which it came. A state keeps the
+    dtype in which it is stored; a new one in a 16-bit dtype of the policy is stored in the param
+    dtype, or in float32 where that is narrower. docs/haiku.md has the rest.
 
     Contexts may be nested, and may end in any order: the innermost one alone is in force. Of the
-    tasks of an event loop, only one at a time can be in a context: leave it before each `await`.
-    Code that is compiled already runs in every task as in the one that holds the context.
-
-    A jitted function is traced anew under another map, and under other policies set by jmpx, but
-    not under other policies set by `hk.mixed_precision` itself.
+    tasks of an event loop, only one at a time can be in a context: leave it before each `await`. A
+    jitted function is traced anew under another map, and under other policies set by jmpx, but not
+    under those set by `hk.mixed_precision` itself.
 
     Args:
         policy_map: all that `jmpx.get_policy_map` takes.
-
-    Yields:
-        None.
 
     Raises:
         TypeError: if `policy_map` is of another type.
@@ -109,6 +97,9 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
         ...     y = network.apply(params, None, jnp.ones((4, 3)))
         >>> y.dtype.name
         'float32'
+
+    See Also:
+        `jmpx.apply_policy`, which runs a function under a policy map in all frameworks.
     """
     followed = get_policy_map(policy_map)
     with pooled(followed, _NAME), applied(followed):
@@ -127,13 +118,7 @@ def applied(policy_map: PolicyMap) -> Iterator[None]:
 
 
 class _Call(NamedTuple):
-    """A running method that casts.
-
-    Args:
-        module: its module.
-        policy: the policy of the modules inside.
-        own: the policy by which the parameters of the module itself are cast.
-    """
+    """A running method that casts; the parameters of the module itself by a policy of their own."""
 
     module: hk.Module
     policy: Policy
@@ -153,7 +138,7 @@ class HaikuScope(PolicyScope):
         casts: the casts of parameters in the outermost of these calls.
         owners: the modules that had floating parameters when that began, by their names.
         class_policies: the policies that were taken out of Haiku's registry.
-        is_reading: whether state is to be read as it is stored.
+        is_reading: whether state is read as it is stored, without the user's getters.
     """
 
     def __init__(self, name: str, policy_map: PolicyMap) -> None:
@@ -172,16 +157,16 @@ class HaikuScope(PolicyScope):
 
     def take_over(self, cls: type[hk.Module]) -> None:
         """Takes the policy of a class out of Haiku's registry."""
-        policy = hk.mixed_precision.get_policy(cls)
+        policy = store.get_policy(cls)
         if policy is not None:
             self.class_policies[cls] = policy
-            hk.mixed_precision.clear_policy(cls)
+            store.clear_policy(cls)
 
     def give_back(self) -> None:
         """Puts the policies of classes back into Haiku's registry."""
         for cls, policy in self.class_policies.items():
-            if hk.mixed_precision.get_policy(cls) is None:
-                hk.mixed_precision.set_policy(cls, policy)
+            if store.get_policy(cls) is None:
+                store.set_policy(cls, policy)
 
     def intercept(
         self, method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext
@@ -285,14 +270,12 @@ def parameter_hooks(
 ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """Returns the creator of floating parameters, and the getter of parameters.
 
-    Args:
-        param_dtype: returns the dtype in which one is created; None for that which is asked for.
-        read: returns a stored parameter as it is read.
+    `param_dtype` may return None, for the dtype that is asked for.
     """
 
     def create(
         next_creator: Callable[..., jax.Array],
-        shape: tuple[int, ...],
+        shape: Sequence[int],
         dtype: DTypeLike,
         init: hk.initializers.Initializer,
         context: hk.GetterContext,
@@ -370,7 +353,7 @@ def _intercept(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodCon
     refuse_other_tasks(f"run the Haiku module {cls.__name__}")
     if scopes:
         return scopes[-1].intercept(method, args, kwargs, context)
-    policy = hk.mixed_precision.get_policy(cls)
+    policy = store.get_policy(cls)
     if policy is None:
         return method(*args, **kwargs)
     # Haiku itself casts by it, and knows nothing of `matmul`.

@@ -18,7 +18,7 @@ from jmpx._policies.policy import Policy
 def module_of(module: nn.Module) -> Module:
     """Returns a module as the class that the user wrote, and its path."""
     cls = type(module)
-    while cls.__module__ == nn.remat.__module__:  # made by `nn.scan`, `nn.remat` or alike
+    while cls.__module__ == nn.remat.__module__:  # made by `nn.scan`, `nn.remat` or the like
         cls = cls.__bases__[0]
     return Module(cls, "/".join(module.path))
 
@@ -32,14 +32,14 @@ def is_public_method(cls: type, name: str) -> bool:
 def field_set(module: nn.Module, dtype: np.dtype | None) -> Iterator[None]:
     """Sets the `dtype` field of a module for a call; None leaves it."""
     written = vars(module).get("dtype")
-    is_set = dtype is not None and np.dtype(written) != dtype
-    if is_set:
-        object.__setattr__(module, "dtype", spelled_as(written, dtype))  # a module is frozen
+    if dtype is None or written is None or np.dtype(written) == dtype:
+        yield
+        return
+    object.__setattr__(module, "dtype", spelled_as(written, dtype))  # a module is frozen
     try:
         yield
     finally:
-        if is_set:
-            object.__setattr__(module, "dtype", written)
+        object.__setattr__(module, "dtype", written)
 
 
 def own(module: nn.Module, collection: str) -> list[jax.Array]:
@@ -54,7 +54,7 @@ def reads(module: nn.Module) -> bool:
     return bool(own(module, "params") or own(module, "batch_stats"))
 
 
-# Collections that are no state: what is written there may have any dtype.
+# Collections other than state: what is written there may have any dtype.
 _NO_STATE = ("params", "batch_stats", "intermediates")
 
 

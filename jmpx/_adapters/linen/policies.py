@@ -20,15 +20,7 @@ from jmpx._adapters.boundaries import (
 )
 from jmpx._adapters.carries import noted_carries
 from jmpx._adapters.dtype_fields import FieldInCall, field_in_call, reading_policy
-from jmpx._adapters.linen.modules import (
-    field_set,
-    is_public_method,
-    lifted_by,
-    module_of,
-    own,
-    reads,
-    state_dtype,
-)
+from jmpx._adapters.linen import modules
 from jmpx._adapters.parameter_casts import ParameterCasts
 from jmpx._adapters.scopes import (
     PolicyScope,
@@ -54,32 +46,23 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
     Put it around `init` and `apply`, in a jitted function or around its call. Calls of public
     methods cast where a rule, a class policy or the map's default gives them a policy; `setup` and
     private methods run as part of the call around them. A module that reads a parameter itself
-    casts its floating inputs to its compute dtype in any case; one with running statistics returns
-    what its surroundings compute in.
-
-    A rule or class policy sets the `dtype` field of the layer that it selects for the call, and of
-    layers inside that have the same value. Without a rule the field is the layer's compute dtype.
+    casts its floating inputs to its compute dtype in any case. A rule or class policy sets the
+    `dtype` field of the layer that it selects for the call; without one the field is the layer's
+    compute dtype.
 
     Where a module asks for a parameter by `self.param`, it gets the stored one cast to the compute
-    dtype of the innermost policy; in `setup`, that is the policy of the module's first call. `init`
-    creates parameters in the param dtype of that policy. `self.variables` holds the stored
-    parameters. Other collections, such as `batch_stats`, are left alone. Recurrent cells and the
-    bodies of `nn.scan` and `nn.while_loop` return their carry in the dtype in which it came. Inside
-    of loops, branches and derivatives of JAX other results are as wide as what came in.
-
-    The `matmul` of a policy holds for the products in its region, forward and backward, but not in
-    what a `jax.custom_vjp` or `jax.custom_jvp` defines: JAX traces that later. See docs/matmul.md.
+    dtype of the innermost policy. `init` creates parameters in the param dtype of that policy.
+    Other collections, such as `batch_stats`, are left alone. Recurrent cells and the bodies of
+    `nn.scan` and `nn.while_loop` return their carry in the dtype in which it came. Inside of loops,
+    branches and derivatives of JAX other results are as wide as what came in. docs/flax_linen.md
+    has the rest.
 
     Contexts may be nested, and may end in any order: the innermost one alone is in force. Of the
     tasks of an event loop, only one at a time can be in a context: leave it before each `await`.
-    Code that is compiled already runs in every task as in the one that holds the context.
 
     Args:
         policy_map: all that `jmpx.get_policy_map` takes, or None for the policies of classes
             alone (`jmpx.set_policy`). Paths are those of the parameters, joined by slashes.
-
-    Yields:
-        None.
 
     Raises:
         TypeError: if `policy_map` is of another type.
@@ -99,6 +82,9 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
         ...     y = model.apply(params, x)
         >>> params["params"]["layers_0"]["kernel"].dtype.name, y.dtype.name
         ('float32', 'bfloat16')
+
+    See Also:
+        `jmpx.apply_policy`, which runs a function under a policy map in all frameworks.
     """
     with pooled(policy_map, _NAME) as followed, applied(followed):
         yield
@@ -163,17 +149,19 @@ class LinenScope(PolicyScope):
         # Interceptors do not see the methods of `nn.Module` itself; an attribute hides `param`.
         object.__setattr__(module, "param", functools.partial(self.param, module))
         call = self.find_call(module)
-        casts = not call.is_cast and is_public_method(type(module), method_name)
+        casts = not call.is_cast and modules.is_public_method(type(module), method_name)
         carry = args[0] if args and self.is_step(module, method_name) else None
-        state = state_dtype(module, call.reading) if casts else None
-        if state is not None and own(module, "cache"):
+        state = modules.state_dtype(module, call.reading) if casts else None
+        if state is not None and modules.own(module, "cache"):
             args, kwargs = jax.tree.map(at_least(state), (args, kwargs))
         is_cast, keeps = call.is_cast or casts, call.keeps or state is not None
         self.calls.append(
-            dataclasses.replace(call, is_cast=is_cast, lifted=lifted_by(module), keeps=keeps)
+            dataclasses.replace(
+                call, is_cast=is_cast, lifted=modules.lifted_by(module), keeps=keeps
+            )
         )
         try:
-            with field_set(module, call.field.value):
+            with modules.field_set(module, call.field.value):
                 if casts:
                     self.census.note_layer(call.module, call.field)
                     with noted_carries(call.module.cls, call.reading):
@@ -195,7 +183,7 @@ class LinenScope(PolicyScope):
         carry: PyTree,
     ) -> PyTree:
         """Runs a public method, whose inputs are cast at a boundary or if it reads parameters."""
-        has_own = reads(module)
+        has_own = modules.reads(module)
         policy = call.reading if has_own else call.policy
         if policy is not None and call.boundary_policy is not None:
             return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
@@ -211,7 +199,7 @@ class LinenScope(PolicyScope):
 
     def find_call(self, module: nn.Module) -> _Call:
         """Returns the call that a method of a module begins, or the call that it is part of."""
-        called = module_of(module)
+        called = modules.module_of(module)
         outer = self.calls[-1] if self.calls else None
         if outer is not None and outer.module == called:
             return outer
@@ -224,7 +212,7 @@ class LinenScope(PolicyScope):
 
     def is_step(self, module: nn.Module, method_name: str) -> bool:
         """Whether a method begins a step of a loop: of a recurrent cell, or lifted by Linen."""
-        lifted, outer = lifted_by(module), self.calls[-1:]
+        lifted, outer = modules.lifted_by(module), self.calls[-1:]
         if isinstance(module, nn.RNNCellBase) and method_name == "__call__":
             return True
         is_body = any(f"{name}(" in "".join(lifted[-1:]) for name in ("scan", "while_loop"))
@@ -285,13 +273,13 @@ def _run_reading(
 
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         result = method(*args, **kwargs)
-        return to_compute(result) if own(module, "batch_stats") else result
+        return to_compute(result) if modules.own(module, "batch_stats") else result
 
-    if reads(module):
+    if modules.reads(module):
         return run_reading(run, args, kwargs)
     with running(policy, _NAME):
         result = run(*args, **kwargs)
-    if not reads(module):
+    if not modules.reads(module):
         return result
     inputs = jax.tree.leaves((args, kwargs))
 

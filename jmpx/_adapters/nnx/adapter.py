@@ -1,28 +1,20 @@
-"""What jmpx offers for NNX besides `with_policies`: models that are changed while a function runs.
+"""What jmpx offers for NNX besides `with_policies`: other models while a function runs.
 
-All that a function does to a view, as `sow`, `eval`, running statistics and caches do, it does to
-the model, which has its classes, `dtype` attributes and parameters back afterwards. So the models
-have to be the function's own, as the copies in a trace are.
+All that a function does to a view, as `sow`, `eval`, running statistics and caches do, is done to
+the model afterwards. So the models have to be the function's own, as the copies in a trace are.
 """
 
 import functools
 import types
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 from flax import nnx
 
 from jmpx._adapters.boundaries import are_same
-from jmpx._adapters.nnx.objects import (
-    Models,
-    array_in,
-    is_closed,
-    map_objects,
-    modules_in,
-    set_value,
-)
-from jmpx._adapters.nnx.views import NnxScope
+from jmpx._adapters.nnx import objects
+from jmpx._adapters.nnx.views import NnxScope, copied, refuse_setting
 from jmpx._adapters.proxies import (
     is_optimizer_state,
     marking_proxy_class,
@@ -32,7 +24,7 @@ from jmpx._adapters.proxies import (
 from jmpx._base.casts import cast_like
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.made_once import made_once
-from jmpx._base.nnx_objects import is_object, objects_of
+from jmpx._base.nnx_objects import is_object, objects_of, replace_objects
 from jmpx._jaxprs.marks import Module
 from jmpx._policies.frameworks import Adapter
 from jmpx._policies.maps import PolicyMap
@@ -40,89 +32,51 @@ from jmpx._policies.maps import PolicyMap
 T = TypeVar("T")
 
 
-class _Cast(NamedTuple):
-    """A parameter in a view.
-
-    Args:
-        value: the cast parameter.
-        stored: the one of the model.
-        arrays: the arrays that `value` had at first.
-    """
-
-    value: nnx.Param
-    stored: nnx.Param
-    arrays: list[PyTree]
-
-
-class _Changed(NamedTuple):
-    """An object that was changed.
-
-    Args:
-        value: the object.
-        cls: its own class.
-        attributes: its own attributes and those that the view has in their place, by their names;
-            without parameters.
-    """
-
-    value: PyTree
-    cls: type
-    attributes: dict[str, tuple[PyTree, PyTree]]
-
-
 class _Views:
-    """Turns the modules in pytrees into views, in place; see `Proxies` and `Changes`.
-
-    Attributes:
-        changed: the objects of models and the optimizers, by their identities.
-        casts: the parameters, by the identities of the cast ones.
-    """
+    """Replaces the models in pytrees by views of copies; see `Proxies`."""
 
     def __init__(self, policy_map: PolicyMap) -> None:
         self.policy_map = policy_map
         self.made: dict[type, type] = {}
-        self.scope: NnxScope | None = None
-        self.changed: dict[int, _Changed] = {}
-        self.casts: dict[int, _Cast] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forgets all objects: another trace has others."""
+        self._scope: NnxScope | None = None
+        # By the identities of the objects: them, and their copies.
+        self._copies: dict[int, tuple[PyTree, PyTree]] = {}
+        # By the identities of the copies: the objects, and the attributes of the copies at first.
+        self._given: dict[int, tuple[PyTree, dict[str, PyTree]]] = {}
+        self._made_inside: dict[int, PyTree] = {}
 
     def replace(self, tree: T) -> T:
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_closed)
-        found = Models()
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=objects.is_closed)
+        found = objects.Models()
         for leaf in leaves:
+            for value in () if is_optimizer_state(leaf) else objects_of(leaf):
+                found.add(value)
+        if not found.models:
+            return tree
+        for index, leaf in enumerate(leaves):
             if not is_optimizer_state(leaf):
-                for value in objects_of(leaf):
-                    found.add(value)
+                copies = [copied(value, self._copies) for value in objects_of(leaf)]
+                leaves[index] = replace_objects(leaf, iter(copies))
+        scope = self._scope or NnxScope("jmpx.apply_policy", self.policy_map, hands_back=True)
         for model in found.outermost():
-            scope = NnxScope("jmpx.apply_policy", self.policy_map, self)
-            if self.scope is not None:
-                scope.objects, scope.casts = self.scope.objects, self.scope.casts
-            self.scope = scope
-            scope.view(model)
-            scope.pool.warn(stacklevel=2)
-        for optimizer in found.optimizers if self.casts else ():
-            self.change(optimizer, _refusing_class(type(optimizer)))
+            scope.view(copied(model, self._copies))
+        for optimizer in found.optimizers if scope.casts else ():
+            refusing = _refusing_class(type(optimizer))
+            object.__setattr__(copied(optimizer, self._copies), "__class__", refusing)
+        for value, copy in self._copies.values():
+            self._given.setdefault(id(copy), (value, dict(vars(copy))))
+        self._scope, self.made = scope, self.made | scope.made
         return treedef.unflatten(map(self._rebound, leaves))
-
-    def change(self, value: PyTree, cls: type) -> None:
-        self.changed[id(value)] = _Changed(value, type(value), {})
-        if cls is not type(value):
-            self.made[cls] = type(value)
-            object.__setattr__(value, "__class__", cls)
-
-    def set(self, value: PyTree, name: str, old: PyTree, new: PyTree) -> None:
-        self.changed[id(value)].attributes[name] = old, new
-
-    def cast(self, stored: nnx.Param, new: nnx.Param) -> nnx.Param:
-        if are_same(stored, new):
-            return stored
-        new.set_metadata({**new.get_metadata(), "on_set_value": _refuse_setting})
-        self.casts[id(new)] = _Cast(new, stored, jax.tree.leaves(new))
-        return new
 
     def _rebound(self, leaf: PyTree) -> PyTree:
         """Returns a bound method of a module as that of its view, a partial of it likewise."""
         if isinstance(leaf, functools.partial):
             parts = (leaf.func, leaf.args, leaf.keywords)
-            func, args, kwargs = jax.tree.map(self._rebound, parts, is_leaf=is_closed)
+            func, args, kwargs = jax.tree.map(self._rebound, parts, is_leaf=objects.is_closed)
             return functools.partial(func, *args, **kwargs)
         if not isinstance(leaf, types.MethodType):
             return leaf
@@ -132,57 +86,64 @@ class _Views:
         return getattr(owner, name) if is_own else leaf
 
     def restore(self, tree: T) -> T:
+        if self._scope is None:
+            return tree
         arrays: dict[int, PyTree] = {}
-        for value, stored, before in self.casts.values():
-            new, old = array_in(value), array_in(stored)
+        for value, stored, before in self._scope.casts.values():
+            new, old = objects.array_in(value), objects.array_in(stored)
             if is_floating(new) and new.dtype != before[0].dtype:
-                set_value(stored, cast_like(new, old))
+                objects.set_value(stored, cast_like(new, old))
             arrays.update(zip(map(id, before), jax.tree.leaves(stored), strict=True))
-        for value, cls, attributes in self.changed.values():
-            object.__setattr__(value, "__class__", cls)
-            self._give_back(vars(value), attributes)
+        for value, copy in self._copies.values():
+            self._give_back(vars(value), vars(copy), self._given[id(copy)][1])
 
         def restored(leaf: PyTree) -> PyTree:
-            if isinstance(leaf, nnx.Pytree):
-                self._refuse_copy(leaf)
-            leaf = self._uncast(leaf)
+            leaf = self._stored(leaf)
             is_variable = isinstance(leaf, nnx.Variable)
             return _settable(leaf, arrays) if is_variable else arrays.get(id(leaf), leaf)
 
         result = jax.tree.map(restored, tree, is_leaf=is_object)
-        self.scope = None  # another trace has other objects
-        self.changed.clear()
-        self.casts.clear()
+        self._forget()
         return result
 
-    def _uncast(self, value: PyTree, path: str = "") -> PyTree:
-        """Returns the stored parameter in place of one that was cast, and all else as it is."""
-        return self.casts[id(value)].stored if id(value) in self.casts else value
+    def _stored(self, value: PyTree, path: str = "") -> PyTree:
+        """Returns the object in place of its copy, the stored parameter in place of a cast one.
+
+        An object that the function has made stays, with such values in place of its own.
+        """
+        if id(value) in self._given:
+            return self._given[id(value)][0]
+        if self._scope is not None and id(value) in self._scope.casts:
+            return self._scope.casts[id(value)].stored
+        known = id(value) in self._copies or id(value) in self._made_inside
+        if isinstance(value, nnx.Pytree) and not known:
+            self._refuse_copy(type(value))
+            self._made_inside[id(value)] = value
+            for name, attribute in list(vars(value).items()):
+                vars(value)[name] = objects.map_objects(attribute, (), self._stored)
+        return value
 
     def _give_back(
-        self, attributes: dict[str, PyTree], changed: dict[str, tuple[PyTree, PyTree]]
+        self, own: dict[str, PyTree], new: dict[str, PyTree], before: dict[str, PyTree]
     ) -> None:
-        """Gives an object its attributes back, except for those that the function has set."""
-        for name, value in attributes.items():
-            old, new = changed.get(name, (None, _UNCHANGED))
-            if value is new and not isinstance(value, list | dict):  # which may have changed
-                attributes[name] = old
-            elif isinstance(value, nnx.Param) or name in changed:
-                attributes[name] = map_objects(value, (), self._uncast)
+        """Gives an object the attributes that the function has set in its copy, or deleted."""
+        for name in [name for name in own if name not in new]:
+            del own[name]
+        for name, value in new.items():
+            is_kept = name in before and value is before[name]
+            if not is_kept or isinstance(value, list | dict):  # which may have changed
+                stored = objects.map_objects(value, (), self._stored)
+                if not is_kept or not are_same(own[name], stored, is_object):
+                    own[name] = stored
 
-    def _refuse_copy(self, value: nnx.Pytree) -> None:
-        """Raises if an object that a function returns is a copy that it made of a view."""
-        for module, _ in modules_in([value]):
-            if type(module) in self.made:
-                cls = self.made[type(module)]
-                raise ValueError(
-                    f"Expected the function to return modules that it was given, got a copy of a "
-                    f"{cls.__name__}, whose parameters are cast by policy map "
-                    f"{str(self.policy_map)!r}: return the module itself, and copy it outside."
-                )
-
-
-_UNCHANGED = object()
+    def _refuse_copy(self, cls: type) -> None:
+        """Raises if an object is a copy that the function made of a view."""
+        if cls in self.made:
+            raise ValueError(
+                f"Expected the function to return modules that it was given, got a copy of a "
+                f"{self.made[cls].__name__}, whose parameters are cast by policy map "
+                f"{str(self.policy_map)!r}: return the module itself, and copy it outside."
+            )
 
 
 @made_once
@@ -199,20 +160,10 @@ def _refusing_class(cls: type) -> type:
     return proxy_class(cls, {"update": update})
 
 
-def _refuse_setting(variable: nnx.Variable, value: PyTree) -> None:
-    """Refuses to set a parameter that is cast; the hook of NNX for that."""
-    raise ValueError(
-        f"Cannot set a parameter of shape {variable.shape} inside of a function under a policy "
-        f"map, where it is a copy in {variable.dtype} of the stored one: set it outside of the "
-        "function, or give its module a rule that computes in the stored dtype, such as "
-        "'WeightNorm: full'."
-    )
-
-
 def _settable(variable: nnx.Variable, arrays: dict[int, PyTree]) -> nnx.Variable:
     """Returns a variable of a result without the hook of cast parameters, and their arrays."""
     metadata = variable.get_metadata()
-    if metadata.get("on_set_value") is not _refuse_setting:
+    if metadata.get("on_set_value") is not refuse_setting:
         return variable
     new = jax.tree.map(lambda leaf: arrays.get(id(leaf), leaf), variable)
     del metadata["on_set_value"]
@@ -232,9 +183,9 @@ class _Marker:
         self.given: list[PyTree] = []
 
     def replace(self, tree: T) -> T:
-        objects = _objects(tree)
-        self.given += objects
-        for module, path in modules_in(objects):
+        roots = _objects(tree)
+        self.given += roots
+        for module, path in objects.modules_in(roots):
             cls = type(module)
             called = Module(plain_class(cls), path)
             if cls not in self.made and self.matches(*called):
@@ -244,7 +195,7 @@ class _Marker:
         return tree
 
     def restore(self, tree: T) -> T:
-        for module, _ in modules_in([*self.given, *_objects(tree)]):
+        for module, _ in objects.modules_in([*self.given, *_objects(tree)]):
             if type(module) in self.made:
                 object.__setattr__(module, "__class__", self.made[type(module)])
         return tree

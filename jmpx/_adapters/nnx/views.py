@@ -6,7 +6,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -21,16 +21,7 @@ from jmpx._adapters.dtype_fields import (
     reading_policy,
     spelled_as,
 )
-from jmpx._adapters.nnx.objects import (
-    array_in,
-    has_statistics,
-    is_called,
-    is_holder,
-    map_objects,
-    notes_dtype,
-    reads,
-    set_value,
-)
+from jmpx._adapters.nnx import objects
 from jmpx._adapters.proxies import plain_class, proxy_class, public_methods
 from jmpx._adapters.scopes import PolicyScope, inherited_policy, wrapping
 from jmpx._base.casts import cast_like
@@ -63,27 +54,17 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
 
     Make the view inside the loss function, so that gradients are those of the model outside, in the
     structure and the dtypes of its parameters. In the view each `nnx.Param` is the stored one, cast
-    to the compute dtype of the innermost policy. All other variables are the model's own: where the
-    view updates running statistics, caches or random streams, the model's change, and keep their
-    dtype. Attributes that are set on the view, as `sow` and `eval` do, are set on the view alone.
+    to the compute dtype of the innermost policy. All other variables are the model's own, and keep
+    their dtype. Attributes that are set on the view, as `sow` and `eval` do, are set on it alone.
 
     Public methods cast where a rule, a class policy or the map's default gives the module a policy.
     Those of other modules that read an `nnx.Param` themselves cast their floating arguments to the
     compute dtype, and those of modules with running statistics their result, too. In a loop or a
-    branch of JAX, a result that no rule casts stays as wide as the arguments were. A recurrent cell
-    returns its carry in the dtype in which it came. An `nnx.MultiHeadAttention` with a cache in a
-    wider dtype computes in that dtype.
+    branch of JAX, a result that no rule casts stays as wide as the arguments were. A rule or a
+    class policy sets the `dtype` attribute of a layer in the view; without one a layer computes in
+    its `dtype`. docs/flax_nnx.md has the rest.
 
-    A rule or a class policy sets the `dtype` attribute of a layer, and of the layers inside that
-    were given the same one, in the view alone. Without a rule a layer computes in its `dtype`. A
-    `dtype` that an `nnx.Embed` has from its table does not count.
-
-    The `matmul` of a policy holds for the products in its region, forward and backward, but not in
-    what a `jax.custom_vjp` or `jax.custom_jvp` defines: JAX traces that later. See docs/matmul.md.
-
-    A module of the view is an instance of its class in the model, or of a subclass of it if its
-    public methods cast. A view serves one computation: neither keep it nor return it from a
-    transform.
+    A view serves one computation: neither keep it nor return it from a transform.
 
     Args:
         module: the model; it is not changed.
@@ -91,7 +72,7 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
             alone (`jmpx.set_policy`). Paths are attribute names and indices joined by slashes.
 
     Returns:
-        The view.
+        The view, whose modules are instances of their classes in the model, or of subclasses.
 
     Raises:
         TypeError: if `module` is not an `nnx.Module` or `policy_map` is of another type.
@@ -113,6 +94,9 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
         >>> loss, grads = nnx.value_and_grad(loss_fn)(model, jnp.ones((4, 3)))
         >>> loss.dtype.name, grads["kernel"][...].dtype.name
         ('float32', 'float32')
+
+    See Also:
+        `jmpx.apply_policy`, under which a function changes the models themselves.
     """
     if not isinstance(module, nnx.Module):
         raise TypeError(
@@ -120,26 +104,27 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
             "jmpx.flax.policies, for Equinox jmpx.equinox.with_policies."
         )
     scope = NnxScope(_NAME, policy_map)
-    view = scope.view(_copied(module, {}), "", _Around())
+    view = scope.view(copied(module, {}))
     scope.pool.warn(stacklevel=2)
     return view
 
 
-def _copied(value: PyTree, copies: dict[int, PyTree]) -> PyTree:
+def copied(value: PyTree, copies: dict[int, tuple[PyTree, PyTree]]) -> PyTree:
     """Returns a copy of an object with the same variables; views in it stay as they are.
 
-    Args:
-        value: the object, or any other value of an attribute.
-        copies: the copies that were made before, by the identities of the objects.
+    `copies` takes the objects and their copies, by the identities of the objects.
     """
     if not isinstance(value, nnx.Pytree) or is_view(value):
         return value
     if id(value) not in copies:
-        copy = copies[id(value)] = object.__new__(type(value))
+        copy = object.__new__(type(value))
+        copies[id(value)] = value, copy
         for name, attribute in vars(value).items():
             # Not by setattr: Flax 0.11 keeps items of a list under integers.
-            vars(copy)[name] = map_objects(attribute, (), lambda node, _: _copied(node, copies))
-    return copies[id(value)]
+            vars(copy)[name] = objects.map_objects(
+                attribute, (), lambda node, _: copied(node, copies)
+            )
+    return copies[id(value)][1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,85 +149,72 @@ class _Maker(NamedTuple):
 
     name: str
     policy_map: PolicyMap | None
-    is_in_place: bool
+    hands_back: bool
 
 
-class Changes(Protocol):
-    """Takes what a scope changes in a model that is not a copy, so that it can be given back."""
+class Cast(NamedTuple):
+    """A parameter in a view: the cast one, the stored one, and the arrays of the first at first."""
 
-    def change(self, value: PyTree, cls: type) -> None:
-        """Gives an object another class."""
-        ...
-
-    def set(self, value: PyTree, name: str, old: PyTree, new: PyTree) -> None:
-        """Takes the old and the new value of an attribute of an object."""
-        ...
-
-    def cast(self, stored: nnx.Param, new: nnx.Param) -> nnx.Param:
-        """Returns the parameter to put in place of a stored one."""
-        ...
+    value: nnx.Param
+    stored: nnx.Param
+    arrays: list[jax.Array]
 
 
 class NnxScope(PolicyScope):
-    """Turns models into views in place; an object that they share is changed once.
+    """Turns copies of models into views; an object that they share is turned once.
 
     Args:
         name: see `PolicyScope`.
         policy_map: see `PolicyScope`.
-        changes: takes what is changed; None for a copy of a model, which keeps it.
+        hands_back: whether the function hands the models back, so that no cast parameter may be
+            set, and the open context for Linen casts those of Linen's modules.
 
     Attributes:
-        objects: the objects that were changed, by their identities.
-        casts: the cast parameters, by the identities of the stored ones and their dtypes: modules
-            that share one may have different policies.
+        made: the proxy classes, and the classes in whose place they are.
+        casts: the parameters, by the identities of the cast ones.
     """
 
     def __init__(
-        self, name: str, policy_map: PolicyMapLike | None, changes: Changes | None = None
+        self, name: str, policy_map: PolicyMapLike | None, hands_back: bool = False
     ) -> None:
         super().__init__(name, policy_map)
-        self.changes = changes
-        self.maker = _Maker(name, self.policy_map, changes is not None)
-        self.objects: dict[int, PyTree] = {}
-        self.casts: dict[tuple[int, np.dtype], nnx.Param] = {}
+        self.maker = _Maker(name, self.policy_map, hands_back)
+        self.made: dict[type, type] = {}
+        self.casts: dict[int, Cast] = {}
+        self._objects: dict[int, PyTree] = {}
+        # Modules that share a parameter may have different policies.
+        self._parameters: dict[tuple[int, np.dtype], nnx.Param] = {}
 
     def view(self, value: PyTree, path: str = "", around: _Around = _Around()) -> PyTree:
         """Returns a value of the model as it is in the view: a module, a variable or another."""
         if isinstance(value, nnx.Param):
             return self.parameter(value, path, around)
-        if not isinstance(value, nnx.Pytree) or id(value) in self.objects:
+        if not isinstance(value, nnx.Pytree) or id(value) in self._objects:
             return value
         if is_view(value):
             self.check_view(value)
             return value
-        self.objects[id(value)] = value
-        cls, written, attributes = type(value), {}, dict(vars(value))
-        if is_called(value):
+        self._objects[id(value)] = value
+        attributes = vars(value)
+        if objects.is_called(value):
             cls, around, field = self.module(value, path, around)
-            if notes_dtype(value):
-                written["dtype"] = None
+            if objects.notes_dtype(value):
+                attributes["dtype"] = None
             elif field.is_ruled and field.value is not None:
-                written["dtype"] = spelled_as(attributes["dtype"], field.value)
-        if self.changes is None:
-            object.__setattr__(value, "__class__", cls)
-        else:
-            self.changes.change(value, cls)
-        for name, old in attributes.items():
-            parts = (path, str(name))
-            new = map_objects(
-                written.get(name, old), parts, lambda node, at: self.view(node, at, around)
+                attributes["dtype"] = spelled_as(attributes["dtype"], field.value)
+            if cls is not type(value):
+                self.made[cls] = type(value)
+                object.__setattr__(value, "__class__", cls)
+        for name, old in list(attributes.items()):
+            attributes[name] = objects.map_objects(
+                old, (path, str(name)), lambda node, at: self.view(node, at, around)
             )
-            is_variable = isinstance(new, nnx.Param)
-            if new is old or (not is_variable and are_same(old, new, is_object)):
-                continue
-            if self.changes is not None and not is_variable:
-                self.changes.set(value, name, old, new)
-            vars(value)[name] = new
         return value
 
     def check_view(self, value: nnx.Pytree) -> None:
         """Raises if a module is of a view under another policy map."""
-        maker: _Maker = type(value).__jmpx_view__
+        cls: PyTree = type(value)
+        maker: _Maker = cls.__jmpx_view__
         if self.policy_map not in (None, maker.policy_map):
             raise ValueError(
                 f"Cannot apply policy map {str(self.policy_map)!r} by {self.name} to a "
@@ -261,43 +233,59 @@ class NnxScope(PolicyScope):
         policy = around.reading if policy is None else policy
         if policy is None or around.module is None:
             return value
-        if self.changes is not None and issubclass(around.module.cls, nnx.bridge.ToNNX):
+        if self.maker.hands_back and issubclass(around.module.cls, nnx.bridge.ToNNX):
             return value  # cast by the context for Linen, whose rules may keep it
         self.census.note_parameter(around.module, id(value), value)
         key = id(value), np.dtype(policy.compute_dtype)
-        if key not in self.casts:
-            new = policy.cast_to_compute(value)
-            self.casts[key] = new if self.changes is None else self.changes.cast(value, new)
-        return self.casts[key]
+        if key not in self._parameters:
+            self._parameters[key] = self.cast(value, policy)
+        return self._parameters[key]
+
+    def cast(self, stored: nnx.Param, policy: Policy) -> nnx.Param:
+        """Returns a parameter of the view in place of a stored one."""
+        new = policy.cast_to_compute(stored)
+        if not self.maker.hands_back:
+            return new
+        if are_same(stored, new):
+            return stored
+        new.set_metadata({**new.get_metadata(), "on_set_value": refuse_setting})
+        self.casts[id(new)] = Cast(new, stored, jax.tree.leaves(new))
+        return new
 
     def module(
         self, value: nnx.Module, path: str, around: _Around
     ) -> tuple[type, _Around, FieldInCall]:
-        """Returns what a module is in the view.
-
-        Returns:
-            Its class, what surrounds the values of its attributes, and its `dtype` field.
-        """
+        """Returns its class in the view, what surrounds its attributes, and its `dtype` field."""
         module, surrounding = Module(plain_class(type(value)), path), around.surrounding
         rule, policy = self.policies_of(*module, surrounding)
-        layer = _NO_FIELD if notes_dtype(value) else value
+        layer = _NO_FIELD if objects.notes_dtype(value) else value
         field = field_in_call(layer, rule, around.selected)
         self.census.note_layer(module, field)
-        if policy is None and surrounding is not None and has_statistics(value):
+        if policy is None and surrounding is not None and objects.has_statistics(value):
             policy = inherited_policy(surrounding)
         if rule is None:
-            policy = None if surrounding is None and is_holder(value) else policy
+            policy = None if surrounding is None and objects.is_holder(value) else policy
             policy = _wide_enough(policy, surrounding, value)
         self.record_module(*module, policy, surrounding)
         in_force = surrounding if policy is None else policy
         if in_force is None:
             return type(value), _Around(module, selected=field.selected), field
         reading, cls = reading_policy(in_force, field.value), type(value)
-        if policy is not None or reads(value):
-            policy_in_call = reading if reads(value) else in_force
+        if policy is not None or objects.reads(value):
+            policy_in_call = reading if objects.reads(value) else in_force
             note_cast(self.name, policy_in_call.compute_dtype)
             cls = _view_class(cls, policy_in_call, policy is not None, self.maker)
         return cls, _Around(module, in_force, reading, field.selected), field
+
+
+def refuse_setting(variable: nnx.Variable, value: PyTree) -> None:
+    """Refuses to set a parameter that is cast; the hook of NNX for that."""
+    raise ValueError(
+        f"Cannot set a parameter of shape {variable.shape} inside of a function under a policy "
+        f"map, where it is a copy in {variable.dtype} of the stored one: set it outside of the "
+        "function, or give its module a rule that computes in the stored dtype, such as "
+        "'WeightNorm: full'."
+    )
 
 
 def _wide_enough(
@@ -322,7 +310,7 @@ def _wide_enough(
 def _view_class(cls: type, policy: Policy, is_boundary: bool, maker: _Maker) -> type:
     """Returns the proxy class whose public methods cast, at boundaries their results, too."""
     run = functools.partial(run_at_boundary if is_boundary else run_reading, by=maker.name)
-    if issubclass(cls, nnx.bridge.ToNNX) and maker.is_in_place:
+    if issubclass(cls, nnx.bridge.ToNNX) and maker.hands_back:
         run = functools.partial(_run_wrapped, run, maker.policy_map)
     names = public_methods(cls, nnx.Module)
     methods = {name: _casting(getattr(cls, name), name, policy, run) for name in names}
@@ -371,9 +359,9 @@ def _casting(method: Method, name: str, policy: Policy, run: Callable[..., PyTre
 def _kept_state(module: nnx.Module) -> Iterator[None]:
     """Gives the variables of a module, except for parameters, their dtypes back after a call."""
     own = [value for value in vars(module).values() if isinstance(value, nnx.Variable)]
-    before = [(v, array_in(v)) for v in own if not isinstance(v, nnx.Param)]
+    before = [(v, objects.array_in(v)) for v in own if not isinstance(v, nnx.Param)]
     yield
     for variable, old in before:
-        new = array_in(variable)
+        new = objects.array_in(variable)
         if is_floating(old) and is_floating(new) and new.dtype != old.dtype:
-            set_value(variable, cast_like(new, old))
+            objects.set_value(variable, cast_like(new, old))

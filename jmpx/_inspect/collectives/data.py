@@ -1,4 +1,4 @@
-"""Collectives: what they are, and how many bytes they send.
+"""Collectives: their fields, and how many bytes they send.
 
 A collective's bytes are those of the whole array, which a gather returns and a reduction reads.
 In a ring of n devices, each of them sends
@@ -77,7 +77,7 @@ def array_bytes(dtype: str, shape: Iterable[int]) -> int:
 
 
 def place_of_frames(frames: Iterable[tuple[str, int, str]]) -> Place | None:
-    """Returns the innermost place that is no library's, of files, lines and functions."""
+    """Returns the innermost place of the user's code among files, lines and functions."""
     for file, line, function in frames:
         if not is_of_library(file):
             return Place(file, line, function.rpartition(".")[2])

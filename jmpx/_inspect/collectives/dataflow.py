@@ -22,7 +22,7 @@ class Operation:
     results: tuple[Hashable, ...]
     operands: tuple[Hashable, ...] = ()
     blocks: tuple["Block", ...] = ()  # that it calls; of a loop: its condition, then its body
-    arrays: tuple[Collective, ...] = ()  # of a collective: what it exchanges
+    arrays: tuple[Collective, ...] = ()  # of a collective: the arrays that it exchanges
     # Of a constant: its value; of get-tuple-element: the index; of a loop: the trips, if known.
     number: int | None = None
     name: str = ""  # that JAX gave it, such as `transpose(jvp())/dot_general`
@@ -37,7 +37,7 @@ class Operation:
 
 @dataclasses.dataclass(slots=True)
 class Block:
-    """A function or region: its arguments, what it runs, and what it returns."""
+    """A function or region: the names of its arguments and results, and its operations."""
 
     arguments: list[Hashable] = dataclasses.field(default_factory=list)
     operations: list[Operation] = dataclasses.field(default_factory=list)
@@ -48,7 +48,7 @@ class Block:
 
 
 class Number(NamedTuple):
-    """An integer: a constant, or what a loop counts and an offset."""
+    """An integer: a constant, or the counter of a loop plus an offset."""
 
     counter: int  # which loop carries it; 0 of constants
     offset: int
@@ -83,7 +83,7 @@ def leaves(tree: Tree) -> Iterator[Value]:
 
 
 def joined(trees: Iterable[Tree]) -> Tree:
-    """Returns what is known of a value that is one of several, or is computed from them."""
+    """Returns the knowledge of a value that is one of several, or is computed from them."""
     first, *others = trees
     for other in others:
         first = _join(first, other)
@@ -145,7 +145,7 @@ class Run:
             return self._looped(operation, operands)
         if operation.kind == "conditional":
             return self._branched(operation, operands)
-        if operation.blocks:  # of others than calls, such as a sort, for what they exchange
+        if operation.blocks:  # other operations, such as a sort, may exchange arrays
             found = [self._called(operation, block, operands) for block in operation.blocks]
             return found[0] if operation.kind in CALLS else ()
         return _computed(operation, operands[READ.get(operation.kind, slice(None))])
@@ -188,7 +188,7 @@ class Run:
         return joined(results)
 
     def _looped(self, operation: Operation, initial: list[Tree]) -> tuple[Tree, ...]:
-        """Evaluates a loop until nothing more is learned of what it carries."""
+        """Evaluates a loop until the knowledge of its carry no longer changes."""
         condition, body = operation.blocks
         before, state = len(self.collectives), tuple(initial)
         while True:
@@ -211,7 +211,7 @@ class Run:
         return state
 
     def _carried(self, before: Tree, after: Tree) -> Tree:
-        """Joins what a loop carries into a trip and out of it; a number that changes counts."""
+        """Joins the carry before and after a trip; a number that changes is a counter."""
         if not (isinstance(before, Value) and isinstance(after, Value)):
             if isinstance(before, Value) or isinstance(after, Value) or len(before) != len(after):
                 return UNKNOWN

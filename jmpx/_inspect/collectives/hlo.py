@@ -35,17 +35,11 @@ TARGETS = {
 
 
 class Hlo(NamedTuple):
-    """What a module of HLO says of what travels between devices.
+    """The collectives of a module of HLO."""
 
-    Attributes:
-        name: of the program, such as `jit_step`.
-        devices: how many run it.
-        collectives: those that it holds.
-    """
-
-    name: str
-    devices: int
-    collectives: list[Collective]
+    name: str  # of the program, such as `jit_step`
+    devices: int  # how many run it
+    collectives: list[Collective]  # those that it holds
 
 
 def read_hlo(text: str, outputs: Iterable[str] = ()) -> Hlo:
@@ -134,7 +128,7 @@ class _Reader:
         return name
 
     def _complete(self, operation: Operation, rest: str, attributes: dict[str, str]) -> None:
-        """Adds what the attributes of an operation say: what it calls, reads or compares."""
+        """Completes an operation by its attributes: its blocks, index, trips or comparison."""
         kind, called = operation.kind, ("calls", "to_apply")
         if kind == "while":
             called, trips = ("condition", "body"), TRIPS.search(rest)
@@ -186,7 +180,8 @@ def _operands(line: str, start: int) -> tuple[str, str]:
 
 def _attributes(rest: str) -> dict[str, str]:
     """Returns the attributes of an operation, strings without their quotes."""
-    return {name: value.strip('"') for name, value in ATTRIBUTE.findall(rest)}
+    found = ATTRIBUTE.findall(rest)
+    return {name: value[1:-1] if value.startswith('"') else value for name, value in found}
 
 
 def _group(line: str, devices: int) -> int:

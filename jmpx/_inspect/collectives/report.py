@@ -36,7 +36,7 @@ class Collectives:
     Attributes:
         program: the name of the program, such as `jit_step`.
         devices: how many run it.
-        platform: what it was compiled for, such as `"tpu"`; None if it was not compiled.
+        platform: the target of the compiler, such as `"tpu"`; None if it was not compiled.
         collectives: one for each array that it exchanges, with `kind`, `dtype`, `bytes` (of the
             whole array), `sent` (bytes that a device sends), `group` (devices that take part),
             `times`, `parameter`, `results`, `is_backward`, `in_while`, `in_branch` and `place`.
@@ -57,7 +57,7 @@ class Collectives:
         return sum(one.sent for one in self.collectives)
 
     def __str__(self) -> str:
-        """Returns tables of 100 columns: what is sent by kind and dtype, and the largest arrays."""
+        """Returns tables of 100 columns: bytes by kind and dtype, and the largest arrays."""
         title = f"{self.program} on {self.devices} device{'s' * (self.devices != 1)}"
         title += f", compiled for {self.platform}" if self.platform else ""
         return "\n".join(lines(title, self.devices, self.collectives, self.notes))
@@ -137,7 +137,7 @@ def _is_stage(value: object) -> bool:
 
 
 def _other(step: object) -> str:
-    """Returns what a wrong argument is, and what to pass instead."""
+    """Returns a description of a wrong argument, and of the right one."""
     name = getattr(step, "__name__", "")
     name = name if name.isidentifier() else "step"
     if isinstance(step, jax.stages.Traced):

@@ -29,19 +29,13 @@ MESH_AXES = re.compile(r"mesh_axes<mesh = @(\w+), axes = \[(.*?)\]>")
 
 
 class Lowered(NamedTuple):
-    """What a module of StableHLO says of what travels between devices.
+    """The collectives of a module of StableHLO."""
 
-    Attributes:
-        name: of the program, such as `jit_step`.
-        devices: how many run it.
-        collectives: those that it holds.
-        is_final: whether all that it computes is under `shard_map`, so that XLA's partitioner has
-            nothing to insert.
-    """
-
-    name: str
-    devices: int
-    collectives: list[Collective]
+    name: str  # of the program, such as `jit_step`
+    devices: int  # how many run it
+    collectives: list[Collective]  # those that it holds
+    # Whether all that it computes is under `shard_map`, so that XLA's partitioner has nothing to
+    # insert.
     is_final: bool
 
 

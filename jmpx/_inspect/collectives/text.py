@@ -89,7 +89,7 @@ def _common(names: Sequence[str]) -> str:
 
 
 def _carried(one: Collective) -> str:
-    """Returns what a collective carries, as far as it is known."""
+    """Returns the array that a collective carries, as far as it is known."""
     if one.parameter:
         return one.parameter
     if not one.results:

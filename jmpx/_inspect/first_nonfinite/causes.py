@@ -13,21 +13,14 @@ from jmpx._jaxprs.core import Array, operation_name
 
 
 class Cause(NamedTuple):
-    """Why a number is not finite.
+    """Why a number is not finite."""
 
-    Attributes:
-        reason: the reason, a sentence without its full stop.
-        remedy: what to do, another one.
-        rule: the rule to paste; empty if no rule mends it.
-        in_code: the remedy in the code, where float32 mends it but no rule does; may be empty.
-        is_of_dtype: whether it is finite in float32.
-    """
-
-    reason: str
-    remedy: str
-    rule: str = ""
+    reason: str  # the reason, a sentence without its full stop
+    remedy: str  # the remedy, another one
+    rule: str = ""  # the rule to paste; empty if no rule mends it
+    # The remedy in the code, where float32 mends it but no rule does; may be empty.
     in_code: str = ""
-    is_of_dtype: bool = False
+    is_of_dtype: bool = False  # whether it is finite in float32
 
     def with_rule(self, rule: str, *, is_tried: bool) -> "Cause":
         """Returns the cause with the rule that mended it in a replay.
@@ -55,7 +48,7 @@ _ANYWHERE = (
     "line by jax.named_scope"
 )
 _SUBTRACT = "subtract the largest number first, as jax.nn.softmax and jax.nn.logsumexp do"
-# operation -> (which operand is bad, what happens then, what to do)
+# operation -> (whether an operand is out of range, what the operation does then, the remedy)
 _OUT_OF_RANGE = {
     "acos": (lambda x: np.abs(x) > 1, "reads a number beyond 1", "clip it with jnp.clip"),
     "acosh": (lambda x: x < 1, "reads a number below 1", "clip it with jnp.clip"),
@@ -92,7 +85,7 @@ def cause_of_event(
 
     Args:
         event: the equation.
-        operands: its operands; None where they are no numbers.
+        operands: its operands; None for random keys and the like.
         results: its results.
         maker: the operation that made its first operand, or `const` or `literal`; else empty.
     """

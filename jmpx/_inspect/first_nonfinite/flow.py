@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jmpx._inspect.first_nonfinite.numbers import NAN, is_inexact, worst_of
-from jmpx._inspect.first_nonfinite.search import Event, Search, Seen
+from jmpx._inspect.first_nonfinite.search import Event, Key, Search, Seen
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.sites import key_of
 from jmpx._jaxprs.types import Array
@@ -26,18 +26,16 @@ class Flow:
     Args:
         graph: the program.
         search: its search.
-        seen: what the run showed.
+        seen: the numbers that the run showed.
         arrays: the inputs of that run.
     """
 
     def __init__(self, graph: Graph, search: Search, seen: Seen, arrays: Sequence[Array]) -> None:
         self.graph, self.search, self.seen, self.arrays = graph, search, seen, arrays
-        numbers = {site.key: site.number for site in reversed(search.sites)}
-        nodes = (node for node in graph.nodes if not node.is_structure)
-        self.number_of = {id(node): numbers.get(key_of(node), -1) for node in nodes}
+        self.keys = {id(node): key_of(node) for node in graph.nodes if not node.is_structure}
         pairs = zip(graph.inputs, seen.inputs, strict=True)
         self.known: dict[int, int] = {id(value): worst for value, worst in pairs}
-        while self._spread():  # what a loop carries comes from below
+        while self._spread():  # a loop carries values from its end to its beginning
             pass
 
     def origin(self) -> Event | Value | None:
@@ -63,11 +61,12 @@ class Flow:
 
     def node(self, site: Site) -> Node | None:
         """Returns the node of a site."""
-        found = (node for node in self.graph.nodes if self._number(node) == site.number)
+        found = (node for node in self.graph.nodes if self._key(node) == site.key)
         return next(found, None)
 
-    def _number(self, node: Node) -> int:
-        return self.number_of.get(id(node), -1)
+    def _key(self, node: Node) -> Key:
+        """Returns the key of the site of a node; a structural node has none."""
+        return self.keys.get(id(node), ())
 
     def _worst(self, value: Value) -> int:
         """Returns the worst number that a value ever held."""
@@ -86,8 +85,8 @@ class Flow:
         """Goes through the program once; returns whether a value was found to hold more."""
         changed = False
         for node in self.graph.nodes:
-            worst = self.seen.worst.get(self._number(node))
-            if worst is None:  # it hands on what it reads
+            worst = self.seen.worst.get(self._key(node))
+            if worst is None:  # it hands on its operands
                 worst = max(map(self._worst, node.operands), default=0)
             for value in filter(is_inexact, node.results):
                 changed |= self._worst(value) != worst
@@ -124,14 +123,15 @@ class Flow:
 
     def _event(self, node: Node) -> Event | None:
         """Returns the event of a node that made an infinity or a NaN."""
-        number = self._number(node)
-        if node.is_structure or number not in self.seen.worst:
+        key = self._key(node)
+        if key not in self.seen.worst:
             return None
-        if self.search.sites[number].loops:
-            return self.seen.in_loops.get(number)
-        worst, before = self.seen.worst[number], max(map(self._worst, node.operands), default=0)
+        site = self.search.sites[key]
+        if site.loops:
+            return self.seen.in_loops.get(key)
+        worst, before = self.seen.worst[key], max(map(self._worst, node.operands), default=0)
         is_event = worst > before and (before == 0 or worst == NAN)
-        return self.search.event(self.search.sites[number], before == 0) if is_event else None
+        return self.search.event(site, before == 0) if is_event else None
 
     def _is_mask(self, value: Value) -> bool:
         """Whether infinities are intentional: those of a literal, and -inf alone."""

@@ -1,4 +1,4 @@
-"""What arrays hold: infinities, NaNs, and the range of the rest."""
+"""The numbers of arrays: infinities, NaNs, and the range of the rest."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -49,7 +49,7 @@ def is_inexact(x: Array | Aval) -> bool:
 
 
 def numbers_of(array: Array) -> Numbers:
-    """Returns what an array holds."""
+    """Returns the numbers of an array."""
     x = np.asarray(array)
     wide = x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
     finite = np.abs(wide[np.isfinite(wide)])

@@ -17,7 +17,7 @@ def rules_for(graph: Graph, node: Node) -> list[str]:
     """Returns rules for a node and for what computed its operands, the nearest first.
 
     Args:
-        graph: the program; without a function in it that takes a policy map, there are no rules.
+        graph: the program; there are rules only if a function in it takes a policy map.
         node: the operation that made the infinity or the NaN.
     """
     takers, outermost = graph.program.takers, graph.outermost()

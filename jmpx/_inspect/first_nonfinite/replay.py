@@ -1,4 +1,4 @@
-"""A program that is run, at several loss scales if it has one, and what is found in words."""
+"""Runs a program, at several loss scales if it has one, and describes the origin that it finds."""
 
 import math
 from collections.abc import Sequence
@@ -118,7 +118,6 @@ class Replay:
         return FirstNonfinite(
             kind="inf" if any(each.infs for each in seen) else "NaN",
             operation=operation_name(eqn.primitive.name),
-            given="",
             place=place_of(eqn) if node is None else self.graph.place(node),
             scope=where(site.scope).path,
             policy=policy,
@@ -191,19 +190,13 @@ class Replay:
         reader = value.readers[0] if value.readers and not is_input else None
         return FirstNonfinite(
             kind="NaN" if worst_of(array) == NAN else "inf",
-            operation="",
             given=self.program.names[value.index] if is_input else "a constant",
             place=None if reader is None else self.graph.place(reader),
             scope="" if reader is None else self.graph.path(reader),
-            policy="",
-            is_backward=False,
-            trips=(),
-            operands=(),
             results=(numbers_of(array),),
             loss_scale=scale,
             is_at_floor=self.scale is not None and scale == self.scale.floor,
             cause="The function was given it, and no rule mends it: look where it was made.",
-            rule="",
         )
 
 

@@ -33,7 +33,7 @@ class FirstNonfinite:
         loss_scale: the loss scale of the run; None without one among the arguments. If lowering it
             to its floor does not help, the run is one at the floor.
         is_at_floor: whether the scale is at its floor.
-        cause: why it is not finite, and what to do.
+        cause: why it is not finite, and the remedy.
         rule: the text to paste: a rule of a policy map, or a loss scale; empty if none mends it.
 
     Example:
@@ -47,19 +47,19 @@ class FirstNonfinite:
     __module__ = "jmpx.inspect"
 
     kind: str
-    operation: str
-    given: str
-    place: Place | None
-    scope: str
-    policy: str
-    is_backward: bool
-    trips: tuple[tuple[int, Place | None], ...]
-    operands: tuple[Numbers, ...]
-    results: tuple[Numbers, ...]
-    loss_scale: float | None
-    is_at_floor: bool
-    cause: str
-    rule: str
+    operation: str = ""
+    given: str = ""
+    place: Place | None = None
+    scope: str = ""
+    policy: str = ""
+    is_backward: bool = False
+    trips: tuple[tuple[int, Place | None], ...] = ()
+    operands: tuple[Numbers, ...] = ()
+    results: tuple[Numbers, ...] = ()
+    loss_scale: float | None = None
+    is_at_floor: bool = False
+    cause: str = ""
+    rule: str = ""
 
     def __str__(self) -> str:
         """Returns the report as lines of at most 79 characters, except for long paths and rules."""

@@ -12,17 +12,11 @@ from jmpx._scales.dynamic import DynamicLossScale
 
 
 class Scale(NamedTuple):
-    """The loss scale of a step.
+    """The loss scale of a step."""
 
-    Attributes:
-        number: the scale.
-        floor: the smallest one that it can be.
-        indices: the inputs of the program that hold it.
-    """
-
-    number: float
-    floor: float
-    indices: tuple[int, ...]
+    number: float  # the scale
+    floor: float  # the smallest one that it can be
+    indices: tuple[int, ...]  # the inputs of the program that hold it
 
     def put(self, arrays: Sequence[Array], number: float) -> list[Array]:
         """Returns the inputs of the program with another scale."""

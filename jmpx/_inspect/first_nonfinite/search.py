@@ -14,47 +14,34 @@ from jmpx._jaxprs.moves import PLACEMENTS, RESHAPES
 from jmpx._jaxprs.types import Array, Aval, Equation, Jaxpr
 from jmpx._jaxprs.watched import Run, Site, Trips, is_loop
 
-# These hand on each number that they read, so that their operands tell what they hold. An identity
-# such as `optimization_barrier` may have several operands: each result is looked at.
+# The results of these hold the numbers of the operand, so that a search looks at the operand alone.
+# An identity may have several operands, as `optimization_barrier` has: it is not among them.
 HAND_ON = RESHAPES | PLACEMENTS | {"copy", "neg"}
 # XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears. What
 # runs once or twice is not worth optimizing: that would take half of the time to compile.
 _AS_WRITTEN = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 MADE, TURNED = 1, 2  # out of finite numbers; NaN out of infinities
 # Of each site: the worst number; in a loop, also the kind of the first event and its trips.
-_Notes: TypeAlias = dict[int, tuple[Array, ...]]
+Key: TypeAlias = tuple[int, ...]
+_Notes: TypeAlias = dict[Key, tuple[Array, ...]]
 
 
 class Event(NamedTuple):
-    """An equation that made an infinity or a NaN.
+    """An equation that made an infinity or a NaN."""
 
-    Attributes:
-        site: the equation.
-        is_made: whether all its operands were finite; else it made a NaN out of infinities.
-        trips: the trips of the loops around it in which it first did, from 0.
-        order: its place in the order in which equations ran: less is earlier.
-    """
-
-    site: Site
-    is_made: bool
-    trips: tuple[int, ...]
-    order: tuple[int, ...]
+    site: Site  # the equation
+    is_made: bool  # whether all its operands were finite; else it made a NaN out of infinities
+    trips: tuple[int, ...]  # the trips of the loops around it in which it first did, from 0
+    order: tuple[int, ...]  # its place in the order in which equations ran: less is earlier
 
 
 class Seen(NamedTuple):
-    """What a run of a program showed: the worst numbers, `NAN`, `INF` or 0.
+    """What a run of a program showed: the worst numbers, `NAN`, `INF` or 0."""
 
-    Attributes:
-        worst: of the results of each watched site, by its number.
-        in_loops: the events of sites in loops, by their numbers.
-        inputs: of each input of the program.
-        outputs: of each result of the program.
-    """
-
-    worst: dict[int, int]
-    in_loops: dict[int, Event]
-    inputs: list[int]
-    outputs: list[int]
+    worst: dict[Key, int]  # of the results of each watched site, by its key
+    in_loops: dict[Key, Event]  # the events of sites in loops, by their keys
+    inputs: list[int]  # of each input of the program
+    outputs: list[int]  # of each result of the program
 
 
 def is_watched(eqn: Equation) -> bool:
@@ -73,7 +60,7 @@ class Search:
     Args:
         jaxpr: the closed jaxpr.
         run: how an equation runs.
-        constant: what a constant is replaced by.
+        constant: returns the array to use for a constant.
     """
 
     def __init__(
@@ -83,18 +70,19 @@ class Search:
         constant: Callable[[Array], Array] = lambda array: array,
     ) -> None:
         self._evaluate = functools.partial(watched.evaluate, jaxpr, run=run, constant=constant)
-        self.sites = watched.sites(jaxpr)
-        self.starts: dict[tuple[int, ...], int] = {}  # of each loop, the number of its first site
-        for site in self.sites:
-            for i in range(len(site.around)):
-                self.starts.setdefault((*map(id, site.around[: i + 1]),), site.number)
+        self.sites = {site.key: site for site in watched.sites(jaxpr)}
+        # The place of each site in the program; a loop has the place of its first site.
+        self.places: dict[Key, int] = {}
+        for place, key in enumerate(self.sites):
+            for end in range(1, len(key) + 1):
+                self.places.setdefault(key[:end], place)
         self._compiled = jax.jit(self._watch_all, compiler_options=_AS_WRITTEN)
 
     def _watch_all(self, *arrays: Array) -> tuple[_Notes, list[Array], list[Array]]:
         zero = jnp.zeros((), jnp.int32)
         state = {
-            site.number: (zero,) * (2 + len(site.loops) if site.loops else 1)
-            for site in self.sites
+            key: (zero,) * (2 + len(site.loops) if site.loops else 1)
+            for key, site in self.sites.items()
             if is_watched(site.equation)
         }
         results, state = self._evaluate(arrays, _note, state, reduce=_joined, by_site=True)
@@ -105,11 +93,11 @@ class Search:
         """Runs the program on its inputs."""
         rows, inputs, outputs = jax.device_get(self._compiled(*arrays))
         worst, in_loops = {}, {}
-        for number, row in rows.items():
-            worst[number], *event = map(int, row)
+        for key, row in rows.items():
+            worst[key], *event = map(int, row)
             if any(event[:1]):
                 kind, *trips = event
-                in_loops[number] = self.event(self.sites[number], kind == MADE, trips)
+                in_loops[key] = self.event(self.sites[key], kind == MADE, trips)
         return Seen(worst, in_loops, list(map(int, inputs)), list(map(int, outputs)))
 
     def event(self, site: Site, is_made: bool, trips: Sequence[int] = ()) -> Event:
@@ -117,15 +105,15 @@ class Search:
         order, counts = [], iter(trips)
         for i, eqn in enumerate(site.around):
             if is_loop(eqn):
-                order += [self.starts[(*map(id, site.around[: i + 1]),)], next(counts)]
-        return Event(site, is_made, tuple(trips), (*order, site.number))
+                order += [self.places[site.key[: i + 1]], next(counts)]
+        return Event(site, is_made, tuple(trips), (*order, self.places[site.key]))
 
     def operands_of(
         self, event: Event, arrays: Sequence[Array]
     ) -> tuple[list[Array | None], list[Array | None]]:
         """Runs the program again; returns the operands and results of an equation in its trip.
 
-        They are None where they are no numbers, such as random keys.
+        One that does not hold numbers, such as a random key, is None.
         """
         atoms = [*event.site.equation.invars, *event.site.equation.outvars]
         is_kept = [_is_plain(atom.aval) for atom in atoms]
@@ -133,7 +121,7 @@ class Search:
         def watch(
             state: PyTree, site: Site, operands: list[Array], results: list[Array], trips: Trips
         ) -> PyTree:
-            if site.number != event.site.number:
+            if site.key != event.site.key:
                 return state
             found, kept = state
             pairs = zip(trips, event.trips, strict=True)
@@ -173,15 +161,15 @@ def _note(
         return state
     worst = worst_traced(results)
     if not trips:
-        return state | {site.number: (worst,)}
-    worst_before, kind_before, *trips_before = state[site.number]
+        return state | {site.key: (worst,)}
+    worst_before, kind_before, *trips_before = state[site.key]
     before = worst_traced(operands)
     is_made, is_turned = (worst > 0) & (before == 0), (worst == NAN) & (before == INF)
     kind = jnp.where(is_made, MADE, jnp.where(is_turned, TURNED, 0)).astype(jnp.int32)
     is_first = (kind > 0) & (kind_before == 0)
     pairs = zip((kind, *trips), (kind_before, *trips_before), strict=True)
     event = [jax.lax.select(is_first, new, old) for new, old in pairs]
-    return state | {site.number: (jax.lax.max(worst_before, worst), *event)}
+    return state | {site.key: (jax.lax.max(worst_before, worst), *event)}
 
 
 def _joined(state: _Notes, axes: tuple[str, ...]) -> _Notes:
@@ -196,7 +184,7 @@ def _joined(state: _Notes, axes: tuple[str, ...]) -> _Notes:
         firsts = (jnp.where(is_first, part, 0) for part in event)
         return tuple(jax.lax.pmax(part, axes) for part in (worst, *firsts))
 
-    return {number: joined(*row) for number, row in state.items()}
+    return {key: joined(*row) for key, row in state.items()}
 
 
 def _of_one_device(state: PyTree, axes: tuple[str, ...]) -> PyTree:

@@ -23,8 +23,8 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
     apart. So the losses in float16, bfloat16 and the 8-bit formats are known for any loss scale,
     exactly. Operations that only move numbers, such as reshapes, count nothing, nor does a single
     number outside of modules and scopes, such as the loss. What `jax.checkpoint` computes again
-    counts as activations; all else in a backward pass as gradients, also what a `jax.custom_vjp`
-    computes again by itself.
+    counts as activations; all else in a backward pass counts as gradients, even where a
+    `jax.custom_vjp` computes activations again.
 
     A large program runs operation by operation, and its loops are compiled with their counts. On a
     CPU, four transformer blocks take 4 times the processor's time of a plain step

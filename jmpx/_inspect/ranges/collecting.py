@@ -1,4 +1,4 @@
-"""Makes the ranges of a program out of what was measured."""
+"""Makes the ranges of a program out of the measurements."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from jmpx._inspect.ranges.statistics import as_number
 
 
 def collected(graph: Graph, plan: Plan, measured: Measured) -> Ranges:
-    """Returns the ranges of a program, of which this was measured."""
+    """Returns the ranges of a program."""
     largest = {
         id(node): as_number(bits)
         for node, bits in zip(plan.nodes, measured.extremes[:, 0], strict=True)
@@ -41,7 +41,7 @@ def collected(graph: Graph, plan: Plan, measured: Measured) -> Ranges:
 
 
 def _enters(graph: Graph, value: Value, row: Row) -> bool:
-    """Whether a value is from elsewhere; what the forward pass saved enters no gradients."""
+    """Whether a value is from another scope, and from the same pass."""
     if value.node is None:
         return not row.is_gradient
     is_alike = is_gradient(value.node) == row.is_gradient

@@ -18,20 +18,13 @@ class Format(NamedTuple):
 
     A number `2**e * (1 + m / 2**23)` has the key `e * 2**23 + m`, in which keys are ordered as the
     numbers are, and a factor of `2**k` adds `k * 2**23`.
-
-    Args:
-        name: as tables show it.
-        largest: its largest number.
-        kept: the lowest key that is not rounded to zero.
-        normal: the lowest key that is rounded to a normal number.
-        overflows: the lowest key that is rounded to infinity, or to NaN in `float8_e4m3fn`.
     """
 
-    name: str
-    largest: float
-    kept: int
-    normal: int
-    overflows: int
+    name: str  # as tables show it
+    largest: float  # its largest number
+    kept: int  # the lowest key that is not rounded to zero
+    normal: int  # the lowest key that is rounded to a normal number
+    overflows: int  # the lowest key that is rounded to infinity, or to NaN in `float8_e4m3fn`
 
 
 def _format(name: str, dtype: DTypeLike) -> Format:

@@ -23,17 +23,11 @@ _MOST = 1 << 24  # numbers that wait to be measured
 
 
 class Measured(NamedTuple):
-    """What was measured, as NumPy arrays.
+    """What was measured, as NumPy arrays."""
 
-    Args:
-        extremes: the bits of the extremes of each node, of shape (nodes, 2).
-        counts: the count in each bin of each row.
-        entered: the bits of the largest magnitude of each argument.
-    """
-
-    extremes: np.ndarray
-    counts: np.ndarray
-    entered: list[int]
+    extremes: np.ndarray  # the bits of the extremes of each node, of shape (nodes, 2)
+    counts: np.ndarray  # the count in each bin of each row
+    entered: list[int]  # the bits of the largest magnitude of each argument
 
 
 def measure(program: Program, plan: Plan) -> Measured:

@@ -13,8 +13,8 @@ from jmpx._inspect.sites import key_of
 from jmpx._jaxprs.moves import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
 from jmpx._jaxprs.watched import Site
 
-# Numbers count where they are computed, and not where these move them. In float32, a cast moves
-# numbers, too. The results of a gather, such as embeddings, count: what they are of may be huge.
+# Numbers count where they are computed, not where these move them; in float32, a cast does, too. A
+# gather is not among them: embeddings count, and their table, an argument, does not.
 _MOVES = IDENTITIES | PLACEMENTS | RESHAPES | (PICKS - {"gather"}) | JOINS | EXCHANGES
 _MOVES |= {"convert_element_type"}
 _OF_ONE_NUMBER = IDENTITIES | RESHAPES | {"convert_element_type", "neg"}  # up to its sign
@@ -22,17 +22,11 @@ _RECOMPUTED = "rematted_computation"  # what JAX calls the recomputed part of a 
 
 
 class Row(NamedTuple):
-    """A row of the table of counts: a scope, forward or backward.
+    """A row of the table of counts: a scope, forward or backward."""
 
-    Args:
-        scope: the path of the module, and the named scopes inside of it.
-        selector: a selector of policy rules for it, or None.
-        is_gradient: whether it is the backward pass.
-    """
-
-    scope: str
-    selector: str | None
-    is_gradient: bool
+    scope: str  # the path of the module, and the named scopes inside of it
+    selector: str | None  # a selector of policy rules for it, or None
+    is_gradient: bool  # whether it is the backward pass
 
 
 class Plan:
@@ -77,7 +71,7 @@ def _is_move(node: Node) -> bool:
 
 
 def is_gradient(node: Node) -> bool:
-    """Whether a node computes gradients: the backward pass, without what it computes again."""
+    """Whether a node computes gradients: the backward pass without recomputed activations."""
     return node.is_backward and _RECOMPUTED not in node.scope.split("/")
 
 
@@ -92,9 +86,10 @@ def _constant(value: Value) -> float | None:
     """Returns the number that all elements of a value are; None if that is not known."""
     while value.node is not None and value.node.name in _OF_ONE_NUMBER:
         value = value.node.operands[0]
-    if value.constant is None or not is_floating_dtype(value.dtype) or np.size(value.constant) != 1:
+    if value.constant is None or not is_floating_dtype(value.dtype):
         return None
-    return float(np.asarray(value.constant).reshape(()))
+    numbers = np.asarray(value.constant)
+    return float(numbers.item()) if numbers.size == 1 else None
 
 
 def sources(node: Node) -> Iterator[Value]:
