@@ -46,11 +46,6 @@ class Value:
         self.shape = getattr(self.aval, "shape", ())
 
     @property
-    def weak(self) -> bool:
-        """Whether it has JAX's weak type, as a Python number has."""
-        return getattr(self.aval, "weak_type", False)
-
-    @property
     def size(self) -> int:
         """How many numbers it has."""
         return math.prod(self.shape)

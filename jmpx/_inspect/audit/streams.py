@@ -112,7 +112,8 @@ class Streams:
             if stream is not None:
                 self._of.update((id(v), stream) for v in node.results if v.dtype in WIDE)
         half = sum(map(flops, self.half_products))
-        self.is_half = 0 < half >= self._wide_flops or outermost_dtype(graph) in LOW
+        is_most = half > 0 and half >= self._wide_flops
+        self.is_half = is_most or outermost_dtype(graph) in LOW
         self.saved = 0
         self.saved_others: list[Value] = []
         self._count_saved()
