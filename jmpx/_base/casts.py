@@ -1,7 +1,7 @@
 """Casts of pytrees: floating leaves change their dtype, all other leaves pass untouched."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_enabled, half_dtype
 from jmpx._base.eager_casts import cast_concrete, is_concrete
-from jmpx._base.leaves import Array, is_floating
+from jmpx._base.leaves import Array, PyTree, is_floating
 
 T = TypeVar("T")
 FloatingT = TypeVar("FloatingT", bound=Array | jax.ShapeDtypeStruct)
@@ -20,7 +20,7 @@ def at_least_float32(leaf: FloatingT) -> FloatingT:
     return _cast_leaf(leaf, np.dtype(np.float32)) if leaf.dtype.itemsize < 4 else leaf
 
 
-def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
+def _cast_leaf(leaf: PyTree, dtype: np.dtype) -> PyTree:
     """Casts one floating leaf, which may be a tracer or a `jax.ShapeDtypeStruct`."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(dtype=dtype, weak_type=False)
@@ -30,7 +30,7 @@ def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
         return leaf.astype(dtype)
 
 
-def _cast_leaves(leaves: Sequence[Any], dtype: np.dtype) -> list[Any]:
+def _cast_leaves(leaves: Sequence[PyTree], dtype: np.dtype) -> list[PyTree]:
     casts, concrete = list(leaves), []
     for index, leaf in enumerate(leaves):
         if not is_floating(leaf) or leaf.dtype == dtype:
@@ -79,7 +79,7 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
     return structure.unflatten(_cast_leaves(leaves, np.dtype(dtype)))
 
 
-def cast_like(new: T, old: Any) -> T:
+def cast_like(new: T, old: PyTree) -> T:
     """Returns `new` in the dtype of the leaf `old` that it replaces, if both are floating."""
     return cast_tree(new, old.dtype) if is_floating(old) else new
 

@@ -12,7 +12,7 @@ _MANY_ARRAYS, _SMALL_SIZE, _CHUNK_LENGTH = 64, 2**18, 16
 
 
 def is_concrete(leaf: object) -> bool:
-    """Whether `leaf` is a JAX array that holds numbers, and no tracer."""
+    """Whether `leaf` is a JAX array that holds numbers, rather than a tracer."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
 
 
