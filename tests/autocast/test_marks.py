@@ -3,10 +3,11 @@
 import functools
 
 import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
+from flax import linen as nn, nnx
 from helpers.four_frameworks import (
     ALL,
     BATCH,
@@ -31,6 +32,7 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
+from jmpx._jaxprs.marks import Module, is_own_name
 
 
 def hidden(net, differentiable=True):
@@ -195,3 +197,43 @@ def test_no_rule_of_modules_no_marks():
         jax.make_jaxpr(jmpx.autocast(f, policy))(model, X)
         assert any("block" in name for name in names)
         assert not any("jmpx" in name for name in names)
+
+
+class Attending(nn.Dense):
+    pass
+
+
+# A module of a path, the name of a scope beside its mark, and whether its framework named it so.
+NAMES = [
+    ("net/block/linear", hk.Linear, "linear", True),
+    ("net/block/linear", hk.Linear, "block", False),
+    ("net/block/linear", hk.Linear, "Linear", True),
+    ("block/Dense_0", nn.Dense, "Dense_0.attend", True),
+    ("block/Dense_0", nn.Dense, "Dense_1.attend", False),
+    ("", Attending, "Attending", True),
+    ("", Attending, "Dense", True),
+    ("layers/0", eqx.nn.Linear, "eqx.nn.Linear", True),
+    ("layers/0", eqx.nn.Linear, "eqx.nn.Conv", False),
+]
+
+
+@pytest.mark.parametrize(("path", "cls", "name", "is_own"), NAMES)
+def test_which_scopes_beside_a_mark_are_the_modules_own(path, cls, name, is_own):
+    assert is_own_name(Module(cls, path), name) == is_own
+
+
+@pytest.mark.parametrize("order", ["plain first", "autocast first"])
+def test_a_jitted_model_is_traced_with_marks_and_without(order):
+    _, params, _, _ = FRAMEWORKS["haiku"]
+    jitted = jax.jit(lambda params, x: HAIKU.apply(params, x))
+    cast = jmpx.autocast(jitted, "c=bf16; HaikuHead: full")
+
+    def plain():
+        assert not any("jmpx.module" in stack for stack in stacks(trace(jitted, params, X)))
+
+    def under_autocast():
+        assert_selected(products(cast, params, X), ["head"])
+
+    calls = [plain, under_autocast]
+    for call in calls if order == "plain first" else calls[::-1]:
+        call()
