@@ -66,7 +66,7 @@ def test_push_policy_nests_and_restores_also_after_an_error(cls):
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_pushes_may_end_in_any_order(first):
-    policies = ["c=bf16", "c=f16", "full"]
+    policies: list[str | None] = ["c=bf16", "c=f16", "full"]
     pushes = [jmpx.push_policy(Plain, policy) for policy in policies]
     for push in pushes:
         push.__enter__()
