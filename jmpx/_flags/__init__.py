@@ -6,9 +6,9 @@
   them, and what contradicts.
 
 No file registers a flag when it is imported. Each file disclaims its flags, so that `--help` lists
-them under the module that defines them. A flag's value is parsed by the functions of `_policies` and
+them under the module that defines them. A flag's value is parsed by functions of `_policies` and
 `_scales`, whose errors absl shows as usage errors; a condition on several flags is a function of
-their values that returns what is wrong.
+their values that returns the mistake.
 
 To follow a flag to a module: `--mp_policy` gives `MixedPrecisionFlags.policy_map`, which a program
 hands to `jmpx.apply_policy` or to `policy=` of a gradient function (`_adapters/applying.py`).

@@ -5,7 +5,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast, overload
 
 from absl import flags
 
-from jmpx._flags.kinds import Parser, define
+from jmpx._flags.kinds import Parser, parsed
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.policy import Policy, PolicyLike
@@ -71,6 +71,21 @@ def _typed_by(
     return lambda func: cast("_Define[DefaultT, T]", func)
 
 
+def _define(
+    parser: Parser[T],
+    name: str,
+    default: object,
+    help: str,
+    flag_values: flags.FlagValues,
+    required: bool = False,
+    module_name: str | None = None,
+    **args: Any,
+) -> flags.FlagHolder[T]:
+    flag = parsed(parser, name, default, help, **args)
+    holder = flags.DEFINE_flag(flag, flag_values, module_name, required=required)
+    return cast("flags.FlagHolder[T]", holder)  # the types above say whether it may hold None
+
+
 @_typed_by(get_policy)
 def DEFINE_policy(
     name: str,
@@ -108,7 +123,7 @@ def DEFINE_policy(
         >>> str(policy.value)
         'params=float32,compute=bfloat16,output=float32'
     """
-    return define(_POLICY, name, default, help, flag_values, **args)
+    return _define(_POLICY, name, default, help, flag_values, **args)
 
 
 @_typed_by(get_policy_map)
@@ -136,7 +151,7 @@ def DEFINE_policy_map(
         >>> str(rules.value.rules[0])
         'BatchNorm: compute=float32'
     """
-    return define(POLICY_MAP, name, default, help, flag_values, **args)
+    return _define(POLICY_MAP, name, default, help, flag_values, **args)
 
 
 @_typed_by(_get_loss_scale)
@@ -165,4 +180,4 @@ def DEFINE_loss_scale(
         >>> str(scale.value)
         'dynamic,init=1024'
     """
-    return define(_LOSS_SCALE, name, default, help, flag_values, **args)
+    return _define(_LOSS_SCALE, name, default, help, flag_values, **args)

@@ -58,34 +58,20 @@ class EnumFlag(Flag[str], flags.EnumFlag):
     """An enum flag that also parses the values that a program sets, such as "static"."""
 
 
-def define(
-    parser: flags.ArgumentParser[T],
-    name: str,
-    default: object,
-    help: str,
-    flag_values: flags.FlagValues,
-    required: bool = False,
-    module_name: str | None = None,
-    **args: Any,
-) -> flags.FlagHolder[T]:
-    """Does the same as `flags.DEFINE`, but defines a `Flag`."""
-    flag = Flag(parser, flags.ArgumentSerializer(), name, cast(Any, default), help, **args)
-    holder = flags.DEFINE_flag(flag, flag_values, module_name, required=required)
-    return cast("flags.FlagHolder[T]", holder)  # the callers' types say whether it may hold None
+def parsed(
+    parser: flags.ArgumentParser[T], name: str, default: object, help: str, **args: Any
+) -> Flag[T]:
+    """Returns a flag whose values a parser makes of what users and programs write."""
+    return Flag(parser, flags.ArgumentSerializer(), name, cast(Any, default), help, **args)
 
 
 def from_variable(
-    parser: flags.ArgumentParser[T], variable: str, default: object
-) -> tuple[object, str | None]:
-    """Returns the default that an environment variable sets, and what is wrong with it.
+    parser: flags.ArgumentParser[T], variable: str, default: Any
+) -> tuple[Any, str | None]:
+    """Returns the default that an environment variable sets, and the mistake in the variable.
 
     A wrong value does not stop the program where it imports its modules: `refuse_default` makes it
-    a usage error when the program parses its flags.
-
-    Args:
-        parser: the parser of the flag.
-        variable: the environment variable. It counts as unset if it is empty.
-        default: the default without the variable.
+    a usage error when the program parses its flags. An empty variable counts as unset.
     """
     text = os.environ.get(variable, "")
     if not text.strip():
@@ -110,7 +96,7 @@ def refuse_default(name: str, mistake: str, flag_values: flags.FlagValues) -> No
 
 
 def warn_of_variables(known: tuple[str, ...]) -> None:
-    """Warns of environment variables that are meant for jmpx, and that it does not read."""
+    """Warns of environment variables that look like jmpx's, and that it does not read."""
     for name, value in os.environ.items():
         if name.startswith("JMPX_") and name not in known and value.strip():
             warnings.warn(

@@ -1,8 +1,9 @@
 """The flags of `jmpx.flags.define_mp_flags`, what they mean together, and what contradicts."""
 
+import functools
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import numpy as np
 from absl import flags
@@ -16,8 +17,8 @@ from jmpx._flags.kinds import (
     EnumFlag,
     Flag,
     Parser,
-    define,
     from_variable,
+    parsed,
     refuse_default,
     warn_of_variables,
 )
@@ -26,8 +27,7 @@ from jmpx._policies.policy import Policy
 from jmpx._scales.kinds import LossScale, NoOpLossScale
 from jmpx._scales.mixed_precision import MixedPrecision
 from jmpx._scales.strings import LossScaleLike, get_loss_scale
-from jmpx._steps.optimizer_checks import MAX_CONSECUTIVE_SKIPS
-from jmpx._steps.whole_numbers import LARGEST_COUNT
+from jmpx._steps.checks import LARGEST_COUNT, MAX_CONSECUTIVE_SKIPS
 
 if TYPE_CHECKING:
     import optax  # pyright: ignore[reportMissingTypeStubs]
@@ -55,13 +55,9 @@ _LOSS_SCALE_OR_AUTO = Parser(
 
 
 class _LossScaleFlag(Flag[str]):
-    """`--mp_loss_scale`, which is not written where other flags replace its default.
+    """`--mp_loss_scale`, which is not written where its parts replace its default."""
 
-    Attributes:
-        parts: the flags that replace it.
-    """
-
-    parts: tuple[flags.Flag[object], ...] = ()
+    parts: tuple[flags.Flag[Any], ...] = ()
 
     def serialize(self) -> str:
         is_replaced = any(flag.value != flag.default for flag in self.parts)
@@ -86,11 +82,7 @@ class MixedPrecisionFlags:
 
     @property
     def policy(self) -> Policy:
-        """The policy of `--mp_policy`.
-
-        Raises:
-            ValueError: if the flag has rules or `by`, which a policy cannot hold.
-        """
+        """The policy of `--mp_policy`; a ValueError if the flag has rules or `by`."""
         return self.policy_map.alone(f"--{self._prefix}_policy=")
 
     @property
@@ -100,10 +92,7 @@ class MixedPrecisionFlags:
 
     @property
     def max_consecutive_skips(self) -> int | None:
-        """How many steps in a row `--mp_max_skips` lets the program skip.
-
-        None, for any number, if the flag is 0 or no step is skipped; `skip_nonfinite` takes it.
-        """
+        """How many steps in a row may be skipped; None for any number, or where none is."""
         return (cast(int, self._read("max_skips")) or None) if self.skip_nonfinite else None
 
     def check_progress(
@@ -134,8 +123,7 @@ class MixedPrecisionFlags:
 
         Args:
             optimizer: an optax gradient transformation.
-            **options: the keyword arguments of `jmpx.optim.low_precision_params` other than
-                `rounding`.
+            **options: the other keyword arguments of `jmpx.optim.low_precision_params`.
         """
         rounding = self.params_rounding
         if rounding == "nearest":
@@ -221,165 +209,152 @@ def define_mp_flags(
         1024.0
     """
     warn_of_variables(("JMPX_POLICY", "JMPX_LOSS_SCALE"))
-    _define_policy(prefix, default_policy, flag_values)
-    _define_loss_scale(prefix, flag_values)
-    _define_skips(prefix, flag_values)
-    _define_rounding(prefix, flag_values)
+    group = _Group(prefix, flag_values)
+    _define_policy(group, default_policy)
+    _define_loss_scale(group)
+    _define_skips(group)
+    _define_rounding(group)
     return MixedPrecisionFlags(prefix, flag_values)
 
 
-def _define_policy(prefix: str, default: PolicyMapLike, flag_values: flags.FlagValues) -> None:
-    name = f"{prefix}_policy"
-    default, mistake = from_variable(POLICY_MAP, "JMPX_POLICY", default)
-    define(
-        POLICY_MAP,
-        name,
-        default,
+class _Group(NamedTuple):
+    """The flags of one prefix, while they are defined."""
+
+    prefix: str
+    flag_values: flags.FlagValues
+
+    def add(
+        self, flag: flags.Flag[Any], mistake: str | None = None, optional: bool = False
+    ) -> None:
+        """Defines a flag, and refuses None, which a program may set, and a wrong variable."""
+        flags.DEFINE_flag(flag, self.flag_values)
+        if not optional:
+            message = "must have a value"
+            flags.register_validator(flag.name, _is_given, message, self.flag_values)
+        if mistake:
+            refuse_default(flag.name, mistake, self.flag_values)
+
+    def refuse(self, names: tuple[str, ...], mistake_of: Callable[..., str]) -> None:
+        """Registers a function that returns the mistake in the values of several flags."""
+        names = tuple(f"{self.prefix}_{name}" for name in names)
+
+        def check(values: dict[str, object]) -> bool:
+            given = [values[name] for name in names]
+            mistake = "" if None in given[:-1] else mistake_of(self.prefix, *given)
+            if mistake:  # absl would begin a ValidationError with the values of all flags
+                raise flags.IllegalFlagValueError(mistake)
+            return True
+
+        flags.register_multi_flags_validator(names, check, flag_values=self.flag_values)
+
+
+def _is_given(value: object) -> bool:
+    return value is not None
+
+
+def _define_policy(group: _Group, default: PolicyMapLike) -> None:
+    start, mistake = from_variable(POLICY_MAP, "JMPX_POLICY", default)
+    help = (
         "In which dtypes parameters are stored, computation runs and results leave, with rules for "
-        "parts of the model. The environment variable JMPX_POLICY sets the default.",
-        flag_values,
+        "parts of the model. The environment variable JMPX_POLICY sets the default."
     )
-    _refuse_none(name, flag_values)
-    if mistake:
-        refuse_default(name, mistake, flag_values)
+    group.add(parsed(POLICY_MAP, f"{group.prefix}_policy", start, help), mistake)
 
 
-def _define_loss_scale(prefix: str, flag_values: flags.FlagValues) -> None:
-    name = f"{prefix}_loss_scale"
+def _define_loss_scale(group: _Group) -> None:
+    prefix = group.prefix
     default, mistake = from_variable(_LOSS_SCALE_OR_AUTO, "JMPX_LOSS_SCALE", None)
     help = "The loss scale. The environment variable JMPX_LOSS_SCALE sets the default."
-    whole = _LossScaleFlag(_LOSS_SCALE_OR_AUTO, flags.ArgumentSerializer(), name, default, help)
-    flags.DEFINE_flag(whole, flag_values)
-    kind = EnumFlag(
-        f"{prefix}_scale_type",
-        _SCALE_TYPE,
-        "The kind of loss scale; auto is Dynamic if the policy computes in float16, else NoOp.",
-        ["auto", "NoOp", "Static", "Dynamic"],
-        case_sensitive=False,
-    )
-    flags.DEFINE_flag(kind, flag_values)
-    value = f"{prefix}_scale_value"
+    serializer = flags.ArgumentSerializer()
+    whole = _LossScaleFlag(_LOSS_SCALE_OR_AUTO, serializer, f"{prefix}_loss_scale", default, help)
+    help = "The kind of loss scale; auto is Dynamic if the policy computes in float16, else NoOp."
+    kinds = ["auto", "NoOp", "Static", "Dynamic"]
+    kind = EnumFlag(f"{prefix}_scale_type", _SCALE_TYPE, help, kinds, case_sensitive=False)
     help = "The loss scale of Static; the one that Dynamic begins with."
-    define(flags.FloatParser(lower_bound=0), value, _SCALE_VALUE, help, flag_values)
-    whole.parts = kind, flag_values[value]
-    for each in (kind.name, value):
-        _refuse_none(each, flag_values)
-    if mistake:
-        refuse_default(name, mistake, flag_values)
+    value = parsed(flags.FloatParser(lower_bound=0), f"{prefix}_scale_value", _SCALE_VALUE, help)
+    whole.parts = kind, value
+    group.add(whole, mistake, optional=True)
+    group.add(kind)
+    group.add(value)
+    names = ("policy", "scale_type", "scale_value", "loss_scale")
+    group.refuse(names, functools.partial(_mistake_of_scale, default))
 
-    def check(policy_map: PolicyMap, whole: str | None, kind: str, value: float) -> str:
-        spec = _in_force(whole, kind, value, default)
-        is_plain = (kind, value) == (_SCALE_TYPE, _SCALE_VALUE)
-        if spec == whole and not is_plain:
-            part = f"scale_type={kind}" if kind != _SCALE_TYPE else f"scale_value={value}"
-            return (
-                f"--{prefix}_{part} contradicts --{name}={whole}, which is the whole loss scale: "
-                "give one of the two"
-            )
-        try:
-            get_loss_scale(spec, policy_map)
-        except ValueError as error:
-            return str(error) if spec == whole else f"--{prefix}_scale_value={value}: {error}"
-        return ""
 
-    names = ("policy", "loss_scale", "scale_type", "scale_value")
-    _refuse(prefix, names, check, flag_values)
+def _mistake_of_scale(
+    default: object, prefix: str, policy_map: PolicyMap, kind: str, value: float, whole: str | None
+) -> str:
+    """Returns the mistake in the flags of the loss scale, empty if there is none."""
+    spec = _in_force(whole, kind, value, default)
+    if spec == whole and (kind, value) != (_SCALE_TYPE, _SCALE_VALUE):
+        part = f"scale_type={kind}" if kind != _SCALE_TYPE else f"scale_value={value}"
+        return (
+            f"--{prefix}_{part} contradicts --{prefix}_loss_scale={whole}, which is the whole loss "
+            "scale: give one of the two"
+        )
+    try:
+        get_loss_scale(spec, policy_map)
+    except ValueError as error:
+        return str(error) if spec == whole else f"--{prefix}_scale_value={value}: {error}"
+    return ""
 
 
 def _in_force(whole: object, kind: object, value: object, default: object) -> str:
-    """Returns the string of the loss scale in force.
-
-    Args:
-        whole: the value of `--mp_loss_scale`.
-        kind: that of `--mp_scale_type`.
-        value: that of `--mp_scale_value`.
-        default: the default of the first, which the others replace.
-    """
+    """Returns the string of the loss scale in force: of the whole, unless parts replace it."""
     is_replaced = whole == default and (kind, value) != (_SCALE_TYPE, _SCALE_VALUE)
     if isinstance(whole, str) and not is_replaced:
         return whole
     return "none" if kind == "NoOp" else f"{str(kind).lower()},init={value}"
 
 
-def _define_skips(prefix: str, flag_values: flags.FlagValues) -> None:
-    skip, most = f"{prefix}_skip_nonfinite", f"{prefix}_max_skips"
+def _define_skips(group: _Group) -> None:
     help = "Whether to skip the optimizer step where gradients are not finite."
-    flags.DEFINE_flag(BooleanFlag(skip, True, help), flag_values)
-    define(
-        flags.IntegerParser(lower_bound=0, upper_bound=LARGEST_COUNT),
-        most,
-        MAX_CONSECUTIVE_SKIPS,
+    group.add(BooleanFlag(f"{group.prefix}_skip_nonfinite", True, help))
+    parser = flags.IntegerParser(lower_bound=0, upper_bound=LARGEST_COUNT)
+    help = (
         "How many steps in a row may be skipped: one more, and training has diverged and ends. 0 "
-        "sets no limit.",
-        flag_values,
+        "sets no limit."
     )
-    for each in (skip, most):
-        _refuse_none(each, flag_values)
-
-    def check(skips: bool, limit: int) -> str:
-        # A flag file has the default, too, so that it cannot contradict.
-        if skips or limit in (0, MAX_CONSECUTIVE_SKIPS):
-            return ""
-        return (
-            f"--{most} counts skipped steps, of which --no{skip} leaves none: give one of the two"
-        )
-
-    _refuse(prefix, ("skip_nonfinite", "max_skips"), check, flag_values)
+    group.add(parsed(parser, f"{group.prefix}_max_skips", MAX_CONSECUTIVE_SKIPS, help))
+    group.refuse(("skip_nonfinite", "max_skips"), _mistake_of_skips)
 
 
-def _define_rounding(prefix: str, flag_values: flags.FlagValues) -> None:
-    policy, rounding = f"{prefix}_policy", f"{prefix}_params_rounding"
-    flag = EnumFlag(
-        rounding,
-        "nearest",
+def _mistake_of_skips(prefix: str, skips: bool, limit: int | None) -> str:
+    # A flag file has the default, too, so that it cannot contradict.
+    if skips or limit in (0, None, MAX_CONSECUTIVE_SKIPS):
+        return ""
+    return (
+        f"--{prefix}_max_skips counts skipped steps, of which --no{prefix}_skip_nonfinite leaves "
+        "none: give one of the two"
+    )
+
+
+def _define_rounding(group: _Group) -> None:
+    help = (
         "How updates of 16-bit parameters are rounded: nearest drops the small ones, stochastic "
         "rounds by chance, right on average, and split keeps the low bits of float32 beside "
-        "bfloat16.",
-        list(get_args(ParamsRounding)),
-        case_sensitive=False,
+        "bfloat16."
     )
-    flags.DEFINE_flag(flag, flag_values)
-    _refuse_none(rounding, flag_values)
+    name, ways = f"{group.prefix}_params_rounding", list(get_args(ParamsRounding))
+    group.add(EnumFlag(name, "nearest", help, ways, case_sensitive=False))
+    group.refuse(("policy", "params_rounding"), _mistake_of_rounding)
 
-    def check(policy_map: PolicyMap, way: str) -> str:
-        if way == "nearest":
-            return ""
-        stored = [policy_map.default.param_dtype, *(rule.params for rule in policy_map.rules)]
-        narrow = [dtype_name(each) for each in stored if each and np.dtype(each).itemsize < 4]
-        if not narrow:
-            return (
-                f"--{rounding}={way} rounds parameters of 16 bits, of which --{policy} has none: "
-                f"write params=bfloat16 in --{policy}, or leave --{rounding} out"
-            )
-        others = [name for name in narrow if name != "bfloat16"]
-        if way == "split" and others:
-            return (
-                f"--{rounding}=split keeps the low bits of bfloat16 parameters, and --{policy} has "
-                f"{others[0]} ones: write params=bfloat16 there, or --{rounding}=stochastic"
-            )
+
+def _mistake_of_rounding(prefix: str, policy_map: PolicyMap, way: str | None) -> str:
+    """Returns the mistake in a rounding of the parameters of a policy map."""
+    policy, rounding = f"--{prefix}_policy", f"--{prefix}_params_rounding"
+    if way in ("nearest", None):
         return ""
-
-    _refuse(prefix, ("policy", "params_rounding"), check, flag_values)
-
-
-def _refuse_none(name: str, flag_values: flags.FlagValues) -> None:
-    """Refuses None, which a program may set."""
-    flags.register_validator(
-        name, lambda value: value is not None, "must have a value", flag_values
-    )
-
-
-def _refuse(
-    prefix: str, names: tuple[str, ...], check: Callable[..., str], flag_values: flags.FlagValues
-) -> None:
-    """Registers a function that returns what is wrong with the values of several flags."""
-    names = tuple(f"{prefix}_{name}" for name in names)
-
-    def validate(values: dict[str, object]) -> bool:
-        is_set = all(values[name] is not None or name.endswith("_loss_scale") for name in names)
-        mistake = check(*(values[name] for name in names)) if is_set else ""
-        if mistake:  # absl would begin a ValidationError with the values of all flags
-            raise flags.IllegalFlagValueError(mistake)
-        return True
-
-    flags.register_multi_flags_validator(names, validate, flag_values=flag_values)
+    stored = [policy_map.default.param_dtype, *(rule.params for rule in policy_map.rules)]
+    narrow = [dtype_name(each) for each in stored if each and np.dtype(each).itemsize < 4]
+    if not narrow:
+        return (
+            f"{rounding}={way} rounds parameters of 16 bits, of which {policy} has none: write "
+            f"params=bfloat16 in {policy}, or leave {rounding} out"
+        )
+    others = [name for name in narrow if name != "bfloat16"]
+    if way == "split" and others:
+        return (
+            f"{rounding}=split keeps the low bits of bfloat16 parameters, and {policy} has "
+            f"{others[0]} ones: write params=bfloat16 there, or {rounding}=stochastic"
+        )
+    return ""

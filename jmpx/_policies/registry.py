@@ -108,8 +108,8 @@ def set_policy(cls: type, policy: PolicyLike) -> None:
     Linen, NNX or Equinox module class casts under `jmpx.flax.policies`, or in a view that
     `with_policies` makes. Any other class may ask for its policy: `policy_of(type(self))`.
 
-    A jitted function is traced anew when it is called under other policies than before. That holds
-    for policies set by jmpx alone: JAX does not see what `hk.mixed_precision` sets by itself.
+    A jitted function is traced anew when it is called under other policies than before, if jmpx set
+    them: JAX does not see what `hk.mixed_precision` sets by itself.
 
     The policy's `matmul` holds for the products in the calls of the class. In Haiku it does so in
     jmpx's contexts alone: `push_policy`, `jmpx.haiku.policies` and `apply_policy` by modules.
@@ -159,14 +159,9 @@ def clear_policy(cls: type) -> None:
 
 
 def policy_of(cls: type) -> Policy | None:
-    """Returns the policy that is attached to a class.
+    """Returns the policy that is attached to a class itself, not to its bases; None if it has none.
 
-    Args:
-        cls: the class; a policy of its base classes does not count.
-
-    Returns:
-        The policy, or None if it has none. For a Haiku module class, the answer of
-        `hk.mixed_precision.get_policy`.
+    For a Haiku module class it is the answer of `hk.mixed_precision.get_policy`.
 
     Raises:
         TypeError: if `cls` is not a class.
@@ -186,13 +181,7 @@ def policy_of(cls: type) -> Policy | None:
 
 @dataclasses.dataclass(eq=False)
 class _Push:
-    """A context of `push_policy`.
-
-    Attributes:
-        cls: the class.
-        policy: the policy that the class had at entry.
-        cached: what `_Registry.policies` held for the class at entry.
-    """
+    """A context of `push_policy`: what the class had at entry, as `_attach` takes it."""
 
     cls: type
     policy: Policy | None
@@ -213,11 +202,10 @@ class _Push:
 def push_policy(cls: type, policy: PolicyLike) -> Iterator[None]:
     """Attaches a policy to a class while the context lasts; also a decorator.
 
-    Contexts may be nested. When one ends, the class has the policy again that it had before. That
-    holds after an exception, too, and when contexts end in another order than that of their
-    nesting, as contexts in generators may; `hk.mixed_precision.push_policy` alone promises neither.
-    Of the tasks of an event loop, only one at a time can be in a context: leave it before each
-    `await`. Code that is compiled already runs in every task as in the one that holds the context.
+    Contexts may be nested. When one ends, the class has the policy again that it had before, also
+    after an exception, and when contexts end in another order than that of their nesting, as
+    contexts in generators may. Of the tasks of an event loop, only one at a time can be in a
+    context: leave it before each `await`.
 
     Args:
         cls: the class.
@@ -227,10 +215,10 @@ def push_policy(cls: type, policy: PolicyLike) -> Iterator[None]:
         None.
 
     Raises:
-        TypeError: if `cls` is not a class, or `get_policy` does not take `policy`.
-        ValueError: if `policy` is not a policy string; for Haiku, if the call stands inside a
-            method of the same class; if another task of the thread is in a context of jmpx at
-            entry, or runs a module while this context lasts.
+        TypeError: as `set_policy`.
+        ValueError: as `set_policy`; for Haiku, if the call stands inside a method of the same
+            class; if another task of the thread is in a context of jmpx at entry, or runs a module
+            while this context lasts.
 
     Warns:
         UserWarning: if the policy sets `reduce`, which a class policy has no use for.
@@ -308,12 +296,10 @@ def in_loop() -> bool:
 
 
 def current_policy() -> Policy | None:
-    """Returns the policy under which the method of a module is running.
+    """Returns the policy of the innermost running method of a module; None outside of all.
 
-    Returns:
-        The policy of the innermost running method of a Haiku, Linen, NNX or Equinox module that has
-        one; None outside of such methods. In a function that is jitted by itself and that several
-        modules call, it is the policy of the call for which the function was traced.
+    In a function that is jitted by itself and that several modules call, it is the policy of the
+    call for which the function was traced.
 
     Example:
         >>> import haiku as hk, jax, jax.numpy as jnp

@@ -50,7 +50,9 @@ DYNAMIC = {
     ),
     "backoff": Argument("backoff_factor", LOWEST_SCALE, _BELOW_1, "at least 2**-126 and below 1"),
     "hysteresis": Argument("hysteresis", *_STEPS),
-    "counter": Argument("counter", -_LARGEST_COUNT, *_STEPS[1:]),
+    "counter": Argument(
+        "counter", -_LARGEST_COUNT, _LARGEST_COUNT, "a whole number within 2**31 - 1 of 0", True
+    ),
 }
 # 0 is a placeholder, which cannot scale.
 STATIC = {"init": Argument("loss_scale", 0, HIGHEST_SCALE, "a number between 2**-126 and 2**126")}
@@ -66,11 +68,7 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
 def check_number(argument: Argument, value: object, what: str, at: str = "") -> int | float:
     """Returns a number within the range of an argument; a concrete scalar array is one, too.
 
-    Args:
-        argument: the argument.
-        value: the value.
-        what: how the message names the argument.
-        at: where the value stands, for the message.
+    Messages name the argument `what`, and the place of the value `at`.
 
     Raises:
         TypeError: if the value is traced, or not a number.

@@ -59,8 +59,8 @@ class DynamicLossScale(Scaling):
         backoff_factor: what the scale is multiplied by when it shrinks, at least 2**-126; None
             means 1 / `factor`.
         hysteresis: how many overflows in a row shrink the scale. Each further one in the same row
-            shrinks it again; a finite step ends the row. Every overflow lets the count of finite
-            steps begin anew, also where the scale stays.
+            shrinks it again; a finite step ends the row. Every overflow restarts the count of
+            finite steps, even if the scale stays.
 
     Raises:
         TypeError: if a configuration value is traced or not a number.
@@ -164,14 +164,11 @@ class DynamicLossScale(Scaling):
         return self._clip(as_leaf(self.loss_scale, np.float32, DYNAMIC["init"]))
 
     def adjust(self, grads_finite: Flag) -> Self:
-        """Returns the loss scale of the next step.
+        """Returns the loss scale of the next step, of the same configuration.
 
         Args:
             grads_finite: whether this step's gradients were finite: a Python bool or a bool array
                 of shape (), traced or not.
-
-        Returns:
-            A loss scale of the same configuration.
 
         Raises:
             TypeError: if `grads_finite` is not a scalar bool.
@@ -274,7 +271,7 @@ def _unflatten(
 
 
 def register_pytree(cls: type[DynamicLossScale]) -> None:
-    """Lets JAX know the leaves of a class of dynamic loss scales."""
+    """Tells JAX which leaves a class of dynamic loss scales has."""
     unflatten = functools.partial(_unflatten, cls)
     jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, unflatten, _flatten)
 

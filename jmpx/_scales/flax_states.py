@@ -19,7 +19,7 @@ _LOG = logging.getLogger("jmpx")
 _FLAX = "flax.serialization"
 # What checkpoints have of the classes: nothing, or the leaves of a dynamic one.
 _SAVED = ([], ["counter", "loss_scale"])
-# The classes of which there are instances, and the leaves that a checkpoint has of each.
+# The classes that have instances, and the leaves that a checkpoint has of each.
 _known: dict[type, tuple[str, ...]] = {}
 
 

@@ -52,7 +52,7 @@ class Written:
         restores it. A static loss scale has no counter; one that does nothing has the type alone.
 
         Raises:
-            TypeError: if the scale or its counter is traced, or is not one number.
+            TypeError: as `to_dict`.
         """
         return {"type": self._kind, **self._state()}
 

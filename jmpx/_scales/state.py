@@ -1,4 +1,4 @@
-"""Loss scales from a checkpoint's plain numbers, also where the run has changed its kind."""
+"""Loss scales from a checkpoint's plain numbers, even if the run has changed their kind."""
 
 import dataclasses
 import logging
@@ -91,7 +91,8 @@ def _read(state: object) -> tuple[str, dict[str, int | float]]:
     kind = state.get("type", "dynamic" if state else "none")  # Flax's state does not name it
     kind = kind.item() if is_array(kind) and kind.ndim == 0 else kind
     if not isinstance(kind, str) or kind not in _NUMBERS:
-        raise unknown("kind", Located(kind, "'type'"), f"{list(_NUMBERS)}, so {_REMEDY}", [*_NUMBERS])
+        found = Located(kind, "'type' of the state of a loss scale")
+        raise unknown("kind", found, ", ".join(map(repr, _NUMBERS)), [*_NUMBERS])
     keys = [key for key in state if key != "type"]
     if sorted(map(str, keys)) != sorted(_NUMBERS[kind]):
         raise ValueError(

@@ -196,7 +196,7 @@ WRONG_SECTIONS = {
     "a string": ({"a": {"policy": "c=bf61"}}, "a.policy: Unknown dtype 'bf61' at position 2 of"),
     "a word that is near": ({"precision": "bf61"}, "precision: Unknown dtype 'bf61'"),
     "a word of others": ({"precision": "fp8"}, "precision: Unknown dtype 'fp8'"),
-    "a key": ({"precision": {"compute": "bf16", "outptu": "f32"}}, "precision: Unknown key at out"),
+    "a key": ({"precision": {"compute": "bf16", "outptu": "f32"}}, "precision: Unknown key 'outp"),
     "a mapping": ({"e_policy": {"compute": "bf61"}}, "e_policy: Unknown dtype 'bf61' at compute: "),
     "a rule": (
         {"x": {"policy": "bf16", "rules": [{"select": "A", "compute": "f61"}]}},
@@ -402,8 +402,10 @@ NO_COMMANDS = {
     ("bf61",): "unknown command 'bf61', and no policy: Unknown dtype 'bf61' at position 0 of ",
     ("tf32",): "unknown command 'tf32', and no policy: Unknown dtype 'tf32' at position 0 of ",
     ("bf16", "bf16"): "unrecognized arguments: bf16; usage: python -m jmpx [explain]",
-    ("16-mixd",): "Unknown dtype '16-mixd' at position 0 of policy '16-mixd': expected one of ",
-    ("c=bf61",): "Unknown dtype 'bf61' at position 2 of policy 'c=bf61': expected one of ",
+    (
+        "16-mixd",
+    ): "Unknown dtype '16-mixd' at position 0 of mixed precision '16-mixd': expected one of ",
+    ("c=bf61",): "Unknown dtype 'bf61' at position 2 of mixed precision 'c=bf61': expected one of ",
     ("explain",): "expected either a policy or --config FILE; usage: python -m jmpx [explain] ",
     ("full", "--config", "a.yaml"): "expected either a policy or --config FILE; usage: ",
     ("doctor", "full"): "unrecognized arguments: full; usage: python -m jmpx doctor",
