@@ -26,10 +26,7 @@ _found = weakref.WeakKeyDictionary()
 def find(search: Search, jaxpr: Jaxpr, results: Sequence[bool] = ()) -> frozenset[Atom]:
     """Returns the variables of a jaxpr that reach what a search looks for.
 
-    Args:
-        search: the search.
-        jaxpr: the jaxpr, closed or open.
-        results: which of its first results reach it outside; the others do not.
+    The flags say which of its first results reach it outside; the others do not.
     """
     known, key = _found.setdefault(jaxpr, {}), (search, tuple(results))
     if key not in known:
@@ -81,12 +78,8 @@ def _through(search: Search, equation: Equation, inner: Inner, found: Collection
 def within(search: Search, equation: Equation, found: Collection[Atom]) -> Flags:
     """Returns which results of the jaxpr that an equation holds reach something.
 
-    They are those of the equation; a loop also reads what it carries in its next turn.
-
-    Args:
-        search: the search.
-        equation: the equation.
-        found: the variables that reach it in the jaxpr that holds the equation.
+    They are those of the equation that are found; a loop also reads what it carries in its next
+    turn.
     """
     results, inner = tuple(var in found for var in equation.outvars), inner_of(equation)
     while inner is not None:

@@ -50,11 +50,6 @@ def _carry(operation: Operation, start: int, end: int | None = None) -> list[Val
     """Returns a loop's carry: in the traced dtypes, unless a policy rule says otherwise.
 
     It is not weak: a float32 sum of bfloat16 terms stays float32.
-
-    Args:
-        operation: the loop.
-        start: the number of operands before the carry.
-        end: the number of operands up to its end; None for all.
     """
     dtype = FLOAT32 if operation.override is None else operation.override
     pairs = zip(operation.equation.invars[start:end], operation.values[start:end], strict=True)
@@ -201,12 +196,8 @@ def custom_jvp(operation: Operation) -> list[Value]:
 def _trace_rule(equation: Equation, varied: Sequence[int]) -> Jaxpr:
     """Returns the derivative rule of a custom_jvp equation, as a jaxpr in the traced dtypes.
 
-    It takes the operands, then the tangents of those that vary, and returns the results, then the
-    tangents of the inexact ones.
-
-    Args:
-        equation: the equation.
-        varied: the indices of operands that have tangents; the others have symbolic zeros.
+    It takes the operands, then the tangents of those that vary, whose indices are given, and
+    returns the results, then the tangents of the inexact ones.
     """
     avals = [atom.aval for atom in equation.invars]
 

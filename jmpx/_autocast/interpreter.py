@@ -45,16 +45,12 @@ class _Frame(NamedTuple):
 
 
 class Interpreter:
-    """Evaluates jaxprs under a policy map.
+    """Evaluates jaxprs under a policy map; `used` tells what it has met.
 
     Args:
         policy_map: the policies of scopes and operations.
         surrounding: the algorithm of products that surrounds the call, see `Regions`.
         saving: what is saved for the backward pass; None leaves that to JAX.
-
-    Attributes:
-        regions: the regions of the evaluation.
-        used: what the evaluation met so far.
     """
 
     def __init__(
@@ -78,14 +74,7 @@ class Interpreter:
     def evaluate(
         self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, ends: Ends = NOTHING
     ) -> list[Value]:
-        """Runs a jaxpr on values, and returns its results.
-
-        Args:
-            jaxpr: the jaxpr, closed or open.
-            values: its operands.
-            scope: the scope around it.
-            ends: what becomes of its results.
-        """
+        """Runs a jaxpr, closed or open, in a scope; returns its results, of which `ends` tells."""
         env = dict(zip(jaxpr.invars, values, strict=True))
         for var, const in zip(jaxpr.constvars, core.consts_of(jaxpr), strict=False):
             env[var] = Value.of_constant(const)

@@ -72,20 +72,14 @@ class Region(NamedTuple):
 class Regions:
     """The regions of one evaluation under a policy map.
 
-    Args:
-        policy_map: the policy map.
-        surrounding: the algorithm that jmpx has set around the call of autocast; it holds if the
-            policy map's default says none.
-
-    Attributes:
-        used: the scopes and the matching rules that were met so far, among other things.
-        give_algorithms: whether the policy map gives any product an algorithm.
+    The surrounding algorithm is what jmpx has set around the call of autocast; it holds if the
+    policy map's default says none.
     """
 
     def __init__(self, policy_map: PolicyMap, surrounding: str | None = None) -> None:
         self.policy_map = policy_map
         self.surrounding = surrounding
-        self.used = Used()
+        self.used = Used()  # what was met so far
         names = (policy_map.default.matmul_precision, *(rule.matmul for rule in policy_map.rules))
         self.give_algorithms = any(name is not None for name in (surrounding, *names))
         self._regions: dict[str, Region] = {}

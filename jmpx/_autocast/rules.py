@@ -30,7 +30,7 @@ def is_floating(atom: Atom) -> bool:
 
 
 class InnerPlace(NamedTuple):
-    """What a jaxpr that an equation holds is evaluated in."""
+    """Where a jaxpr that an equation holds is evaluated, and what becomes of it."""
 
     scope: str  # around it
     ends: Ends = NOTHING  # what becomes of its results

@@ -88,13 +88,8 @@ def checkpointed(
     """Runs a function of values under `jax.checkpoint`.
 
     Casts go in and out with the values, so that each is made once: the cotangents of one cast are
-    summed in its dtype, those of two casts in the dtype of the value.
-
-    Args:
-        run: the function.
-        values: its operands; get the casts that it makes of those that are read again.
-        is_read: which of the operands are read again afterwards.
-        saving: what is saved.
+    summed in its dtype, those of two casts in the dtype of the value. The values get the casts
+    that the function makes of those that are read again afterwards.
     """
     # JAX may keep the function, which must not keep the arrays alive.
     constants = [v.array if isinstance(v.array, np.ndarray) else None for v in values]

@@ -27,7 +27,16 @@ from jmpx._base.made_once import made_once
 from jmpx._base.matmul import region_setting
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.nnx_objects import is_object, module_base
-from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
+from jmpx._base.stateful import (
+    Arguments,
+    Changes,
+    Function,
+    Keywords,
+    Leaf,
+    PureFunction,
+    apply,
+    call,
+)
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Jaxpr
 from jmpx._jaxprs.marks import Module
@@ -59,12 +68,6 @@ class Autocast:
     If the callable is an object of Flax's NNX, it is an `nnx.Module`, so that it can be an
     attribute of other modules; attributes that are set on it are set on the object.
 
-    Args:
-        _jmpx_fn: the callable.
-        _jmpx_policy_map: the policies of scopes and operations.
-        _jmpx_output: "traced", None or a dtype; see `jmpx.autocast`.
-        _jmpx_save: what the backward pass keeps; see `jmpx.autocast`.
-
     Example:
         >>> import equinox as eqx, jax
         >>> import jmpx
@@ -77,13 +80,14 @@ class Autocast:
 
     __module__ = "jmpx.types"
 
-    _jmpx_fn: Callable[..., Any]
+    # The arguments of `jmpx.autocast`:
+    _jmpx_fn: Function
     _jmpx_policy_map: PolicyMap
     _jmpx_output: Output = "traced"
     _jmpx_save: Saving | None = None
 
     @property
-    def __wrapped__(self) -> Callable[..., Any]:
+    def __wrapped__(self) -> Function:
         return self._jmpx_fn
 
     def __getattr__(self, name: str) -> Any:
@@ -249,18 +253,13 @@ def _module_class(base: Any) -> type:
     return AutocastModule
 
 
-def _wrap(fn: Callable[..., Any], *fields: Any) -> Autocast:
+def _wrap(fn: Function, *fields: Any) -> Autocast:
     """Makes the `Autocast` of a callable, which may be a pytree or an object of NNX."""
     return (_module_class(module_base()) if is_object(fn) else Autocast)(fn, *fields)
 
 
-def applied(fn: Callable[..., Any], *fields: Any) -> Callable[..., Any]:
-    """Returns a callable under autocast: an `Autocast` of a pytree, else a function.
-
-    Args:
-        fn: the callable.
-        *fields: the other fields of `Autocast`.
-    """
+def applied(fn: Function, *fields: Any) -> Function:
+    """Returns a callable under autocast: an `Autocast` of a pytree, else a function."""
     wrapped = _wrap(fn, *fields)
     if is_object(fn) or not jax.tree_util.all_leaves([fn]):
         return wrapped

@@ -4,7 +4,7 @@ To read, in this order:
 
 - `leaves.py`: which leaves of a pytree are arrays, which are floating, which JAX can hold;
 - `dtypes.py`: the names of floating dtypes, and which of them can be computed in;
-- `casts.py`, `eager_casts.py`: casts of pytrees, within a trace and outside of one;
+- `casts.py`: casts of pytrees, within a trace and outside of one;
 - `trees.py`: whether all of a pytree is finite, and a selection between two;
 - `axes.py`: mapped axes, and what varies along them;
 - `matmul.py`: the algorithm of matrix products, and the context that sets it;

@@ -89,6 +89,8 @@ def cast_gradients(
     grads: Sequence[jax.Array], params: Sequence[jax.Array], dtype: DTypeLike | None
 ) -> list[jax.Array]:
     """Returns gradients in `dtype`; complex ones, and all for None, in their parameters' dtypes."""
+    if dtype is not None:
+        check_enabled(dtype)
     return [
         grad.astype(param.dtype if dtype is None or not is_floating(param) else dtype)
         for grad, param in zip(grads, params, strict=True)

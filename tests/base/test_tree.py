@@ -9,7 +9,7 @@ from flax import nnx
 from helpers import enable_x64, normal
 
 import jmpx
-from jmpx._base import eager_casts
+from jmpx._base import casts
 from jmpx._base.casts import at_least_float32
 from jmpx._base.nnx_objects import is_state
 
@@ -122,14 +122,14 @@ def test_leaves_stay_where_they_are(copies, rng):
 def test_many_leaves_are_cast_together(rng):
     x = normal(rng, 3)
     tree = [x + i for i in range(100)] + [jnp.arange(3), x.astype(jnp.bfloat16)]
-    together, calls = eager_casts._cast_together, []
+    together, calls = casts._cast_together, []
 
     def counted(leaves, dtype):
         calls.append(len(leaves))
         return together(leaves, dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager_casts, "_cast_together", counted)
+        patch.setattr(casts, "_cast_together", counted)
         cast = jmpx.cast_tree(tree, jnp.bfloat16)
         assert calls == [16] * 7 and cast[-2:] == tree[-2:]
         jmpx.cast_tree([*tree[:63], jnp.float32(1)], jnp.bfloat16)
