@@ -1,8 +1,8 @@
 """Counts which collectives a program runs, in which dtypes, and how many bytes they send.
 
 `jmpx.inspect.collectives` reads them. Under jit, JAX writes no collectives: XLA's partitioner
-inserts them, and `partitioned` returns what it made. A CPU's final program does not tell: XLA:CPU
-widens 16-bit collectives later.
+inserts them, and `partitioned` returns what it made. A CPU's final program does not show them:
+XLA:CPU widens 16-bit collectives later.
 """
 
 import contextlib

@@ -82,7 +82,7 @@ MINUTES, INPUTS = 15.0, 1_500  # of atheris, and of a small run
 
 
 class Finding(Exception):
-    """What a parser may not do."""
+    """A violation of what parsers promise."""
 
 
 def spliced(text: str, start: int, end: int, new: str) -> str:
@@ -109,7 +109,7 @@ def check(parser: str, spec: Any) -> bool:
     """Gives an input to its parser; returns whether it was understood.
 
     Raises:
-        Finding: if the parser does what it may not.
+        Finding: if the parser breaks its promise.
     """
     parse = PARSERS[parser]
     try:
@@ -131,7 +131,7 @@ def check(parser: str, spec: Any) -> bool:
 
 
 def check_string(parser: str, spec: str, value: Any) -> None:
-    """Holds a string that was understood to what it means elsewhere."""
+    """Checks that a string which was understood means the same elsewhere."""
     if PARSERS[parser](f" \t{spec} ") != value:
         raise Finding("white space around it changes its value")
     if parser == "get_policy" and jmpx.get_policy_map(spec) != jmpx.PolicyMap(value):
@@ -148,7 +148,7 @@ _QUOTED = r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
 
 
 def check_sentence(message: str, spec: Any) -> None:
-    """Holds an error message to one sentence on one line, not much longer than its input."""
+    """Checks that an error message is one sentence on one line, not much longer than its input."""
     if message.splitlines() != [message] or not message.endswith((".", "?")):
         raise Finding(f"no sentence: {message!r}")
     if re.search(r"[.?!] [A-Z]", re.sub(_QUOTED, "", message)):
@@ -179,7 +179,7 @@ def property_of_parsers(parser: str, spec: Any) -> None:
 
 
 def guided(seed: int) -> tuple[int, list[str]]:
-    """Runs atheris; returns how many inputs it ran, and what ended it before its time."""
+    """Runs atheris; returns how many inputs it ran, and the error that ended it early, if any."""
     options = [f"-seed={seed}", f"-max_total_time={60 * MINUTES:.0f}", "-timeout=10"]
     # In a process of its own, because libFuzzer ends the process when it is done.
     command = [sys.executable, __file__, "--guided", *options]
@@ -201,9 +201,9 @@ def small(seed: int) -> tuple[int, list[str]]:
 
 
 def check_time(parser: str, text: str, start: int, end: int, length: int = 4_000) -> None:
-    """Repeats a piece of a text; holds four times the length to less than eight times the time.
+    """Repeats a piece of a text: four times the length must take less than eight times as long.
 
-    Times are the processor's, the least of a few.
+    Times are CPU times, the least of up to three.
     """
 
     def seconds(length: int) -> float:

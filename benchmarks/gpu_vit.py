@@ -81,7 +81,7 @@ POINTS = [
 
 
 def table(found: list[Record]) -> str:
-    """Returns a row a step: its time and memory, and those of float32 by hand over them."""
+    """Returns one row per step: its time and memory, and the ratio of float32 by hand to each."""
     by_hand = [r for r in found if (r["implementation"], r["dtype"]) == ("handwritten", "float32")]
     base = {record["batch"]: record for record in by_hand}
     rows = []

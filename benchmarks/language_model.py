@@ -12,12 +12,12 @@ cross-entropy over the validation text, in nats a character.
 The seed draws the parameters and the order of the batches, the same ones for each precision, so the
 runs of one seed can be compared. Two rows say how to read the others. In "float32, nudged" each
 initial parameter is changed in its last bit: any other rounding may change the loss as much.
-"bfloat16 throughout" stores the parameters in bfloat16, too, where small updates are lost: it has
-to come out worse.
+"bfloat16 throughout" stores the parameters in bfloat16, too, where small updates are lost: it must
+come out worse.
 
-XLA may not keep more digits than the program says (`xla_allow_excess_precision`), because otherwise
-a CPU leaves out most roundings to 16 bits. A CPU rounds the operands and the result of a matrix
-product to 16 bits and sums in float32, as GPUs and TPUs do.
+XLA must not keep more digits than the program says (`xla_allow_excess_precision`), because
+otherwise a CPU leaves out most roundings to 16 bits. A CPU rounds the operands and the result of a
+matrix product to 16 bits and sums in float32, as GPUs and TPUs do.
 """
 
 import functools
@@ -241,7 +241,7 @@ def measure(precision: str, seed: int, small: bool = False, **fields: Any) -> Re
 
 
 def table(found: list[Record]) -> str:
-    """Returns a Markdown table, a row a precision, of the last loss of each seed."""
+    """Returns a Markdown table of the last loss of each seed: one row per precision."""
     losses: dict[str, dict[int, float]] = {name: {} for name in PRECISIONS}
     for record in found:
         losses[record["precision"]][record["seed"]] = record["losses"][-1][1]

@@ -1,4 +1,4 @@
-"""What all benchmarks share: their command line, their lines of JSON, and tables in Markdown.
+"""What all benchmarks share: a command line, lines of JSON, and tables in Markdown.
 
 A benchmark has points and a function that measures one. Its script measures the points that its
 file has no line of, prints their lines and keeps them in that file:
@@ -162,7 +162,7 @@ def table_of_bars(rows: Iterable[Row]) -> str:
 
 
 def plain(value: Any) -> str:
-    """Returns a value as the cell of a table."""
+    """Returns the text of a table's cell."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""What the scripts that try to make jmpx fail share: their command line, and the table of results.
+"""What the scripts that try to make jmpx fail share: a command line, and the table of results.
 
 `kills.py`, `soak.py`, `threads.py` and `fuzz_strings.py` keep a line of JSON for each case and
 version of JAX in `benchmarks/results/reliability.jsonl`; `report.py` writes the table.
@@ -64,7 +64,7 @@ def is_same(old: Record, new: Record) -> bool:
 
 
 def table(found: list[Record]) -> str:
-    """Returns a Markdown table: a row a case, of the last line of each version of JAX."""
+    """Returns a Markdown table: one row per case, of the last line of each version of JAX."""
     last: dict[tuple[str, str], dict[str, Record]] = {}
     for record in found:
         if not record.get("small"):

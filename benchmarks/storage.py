@@ -3,7 +3,7 @@
     python benchmarks/storage.py --again            # all parts: some ten minutes of one CPU core
     python benchmarks/storage.py --again --only averages
     python benchmarks/report.py                     # the table of docs/storage.md
-    python benchmarks/pictures.py storage           # its picture
+    python benchmarks/pictures.py                   # its picture
 
 Its parts:
 
@@ -14,7 +14,7 @@ Its parts:
 - moments: those of Adam after 4,000 gradients, over the ones that float64 has.
 - averages: the error of moving averages, decay 0.999, from 0.5 to 1 in 5,000 steps.
 
-All models compute in float32, so that only storage differs. XLA may not keep more digits than the
+All models compute in float32, so that only storage differs. XLA must not keep more digits than the
 program says (`xla_allow_excess_precision`), because otherwise it leaves out roundings to 16 bits.
 `bytes` are those of parameters and optimizer state, for each parameter.
 """
@@ -290,7 +290,7 @@ def cell(values: list[float], form: str) -> str:
 
 
 def table(found: list[Record]) -> str:
-    """Returns the table of one version of JAX: a row a way."""
+    """Returns the table of one version of JAX: one row per way."""
     rows = []
     for way in WAYS:
         of = functools.partial(figures, found, way=way)

@@ -1,4 +1,4 @@
-"""Runs policies in eight threads at once, and holds that each thread sees its own dtypes only.
+"""Runs policies in eight threads at once, and checks that each thread sees only its own dtypes.
 
     python benchmarks/threads.py
     python benchmarks/threads.py --small
@@ -6,7 +6,7 @@
 Each thread attaches its own policy to classes that all threads share, pushes another one, opens a
 policy map of its own, and calls modules of Haiku, Linen, Equinox and NNX, autocast and a gradient
 function: eagerly, through jitted functions that all threads share, and with shapes that no thread
-has compiled before. A call tells the dtypes, the algorithm of products and the `current_policy()`
+has compiled before. A call reports the dtypes, the algorithm of products and the `current_policy()`
 with which it was traced. Python changes threads every tenth of a millisecond. Warnings are errors.
 
 At the end, new threads have no policy, modules compute as they were written, and the filters of
@@ -43,7 +43,7 @@ THREADS, COMPILE_EVERY = 8, 20
 DTYPES = ("float32", "float16", "bfloat16")
 MATMULS = (None, "high", "highest")
 
-# Modules whose results tell how they were traced.
+# Modules whose results show how they were traced.
 
 
 class Log(threading.local):
@@ -57,7 +57,7 @@ _log = Log()
 
 
 def traced_with(x: Any, w: Any) -> tuple[Any, Any]:
-    """Returns a floating result, and an integer that tells what JAX traced it with."""
+    """Returns a floating result, and an integer that encodes the dtypes and the precision."""
     _log.current.append(str(jmpx.current_policy()))
     config: Any = jax.config
     code = DTYPES.index(x.dtype.name) + 3 * DTYPES.index(w.dtype.name)
@@ -243,7 +243,7 @@ class Thread:
             barrier.abort()
 
     def fresh(self) -> None:
-        """Holds that there are no policies, also in functions that other threads have compiled."""
+        """Checks that there are no policies, also in functions that other threads have compiled."""
         x = jnp.ones((2, 2), jnp.float32)
         for cls in CLASSES:
             self.check("a fresh thread's policy_of", None, jmpx.policy_of(cls))

@@ -14,7 +14,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 TOPOLOGY = "v5e:2x4"
 INSTALL = "The compiler of TPUs is missing: pip install -e '.[bench,tpu]'"
-# Else libtpu asks the network which machine of Google this is, and lets one process load it.
+# Without these, libtpu asks the network which Google machine this is, and one process alone can
+# load it.
 SETTINGS = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",

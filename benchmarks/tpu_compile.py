@@ -1,14 +1,14 @@
-"""Compiles train steps for a TPU v5e that is not there, and writes down what they need.
+"""Compiles train steps for a TPU v5e, without the chip, and records what they need.
 
     pip install -e '.[bench,tpu]'
     python benchmarks/tpu_compile.py                   # the points that are missing
     python benchmarks/tpu_compile.py --only vit autocast   # those of one model and one way
     python benchmarks/tpu_compile.py --list            # all points, and which are missing
-    python benchmarks/pictures.py peak_memory          # the picture of what is there
+    python benchmarks/pictures.py                      # the picture
     python benchmarks/report.py                        # the tables
 
 A point takes a minute or two of a core, so the points are chosen: GROUPS says what each group
-tells. The optimizer is Adam; the state is donated. A line has
+shows. The optimizer is Adam; the state is donated. A line has
 
 - peak_mib: the most memory that a chip holds at once, by the compiler's plan, with arguments;
 - gflop, gb_accessed: the compiler's estimates. It counts the body of a loop once, so a scanned
@@ -44,8 +44,8 @@ REST = ("MPX", "JMP", "module policies", "gradient functions", *MARKED, "float32
 WITH_LOSS = "autocast, save, with the loss"
 CARRIES = ("autocast, marked blocks, bfloat16 carry", "autocast, save, bfloat16 carry")
 
-# model, layers, batch, chips, whether scanned, ways, and what these points tell. In this order: the
-# first groups are what the bars compare.
+# Model, layers, batch, chips, whether scanned, ways, and what these points show. The bars compare
+# those of the first groups.
 GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...], str]] = [
     ("vit", 6, 64, "one", False, BARS, "six layers that are written out, 197 tokens"),
     (
@@ -68,14 +68,14 @@ GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...], str]] = [
     ("language_model", 6, 32, "one", False, MAIN, "the picture's right end"),
     ("resnet", 50, 32, "one", False, (*MAIN, "JMP"), "BatchNorm as others write it"),
     ("vit", 6, 32, "one", True, ("autocast", MARKED[1], CARRIES[0]), "what the scan's carry costs"),
-    ("vit", 12, 64, "one", False, BARS[:2], "whether six layers tell of the paper's twelve"),
+    ("vit", 12, 64, "one", False, BARS[:2], "whether six layers stand for the paper's twelve"),
 ]
 UNROLLED = (MARKED[0], "autocast, save")  # whose loops are compiled with two layers a turn, too
 KEY = ("model", "way", "layers", "batch", "scanned", "unroll", "chips")
 
 
 def points() -> list[records.Record]:
-    """Returns the fields of all points, those that tell most first."""
+    """Returns the fields of all points, the most informative first."""
     found = []
     for model, layers, batch, chips, scanned, ways, _ in GROUPS:
         found += [(model, way, layers, batch, scanned, 1, chips) for way in ways]
@@ -96,7 +96,7 @@ def counts(hlo: str) -> records.Record:
 
 
 def measure(small: bool = False, **fields: Any) -> records.Record:
-    """Compiles a point and returns what was found; one that does not fit is a result, too."""
+    """Compiles a point and returns what was found; a program that does not fit is a result, too."""
     jax.clear_caches()  # which keep the steps that were traced before
     start = time.process_time()
     lowered = trace(Point(**fields), tpu.devices(), small).lower(lowering_platforms=("tpu",))

@@ -1,12 +1,12 @@
-"""Compiles for a TPU v5e that is not there, and reads the precisions from what its compiler made.
+"""Compiles for a TPU v5e, without the chip, and reads the precisions in the compiled programs.
 
     pip install -e '.[bench,haiku,tpu]'
     python benchmarks/tpu_matmul.py --again --only tpu_steps       # products of train steps
     python benchmarks/tpu_matmul.py --again --only tpu_products    # one product in each precision
     python benchmarks/tpu_matmul.py --again --only tpu_reductions  # gradients of eight devices
 
-A CPU's program could not tell: XLA computes 16-bit products and sums in float32 there. The package
-libtpu brings the compiler of TPUs, which needs no TPU.
+A program compiled for a CPU does not show them: XLA computes 16-bit products and sums in float32
+there. The package libtpu contains the compiler of TPUs, which needs no TPU.
 
 A TPU multiplies in bfloat16. A float32 product takes one pass over operands rounded to bfloat16, as
 a bfloat16 product does, unless its precision asks for more: `high` and `highest` split the operands
@@ -173,7 +173,7 @@ def compile_product(dtype: str, precision: str, size: int) -> Any:
 def measure_product(
     dtype: str, precision: str, size: int = 2048, small: bool = False
 ) -> records.Record:
-    """Compiles the product of two square matrices; one that the compiler refuses is a line, too."""
+    """Compiles the product of two square matrices; one that is refused is a line, too."""
     size = 256 if small else size
     try:
         program = compile_product(dtype, precision, size)

@@ -1,4 +1,4 @@
-"""Counts what scaling, checking and skipping add to a train step on a TPU v5e that is not there.
+"""Counts what scaling, checking and skipping add to a train step on a TPU v5e, without the chip.
 
     pip install -e '.[bench,tpu]'
     python benchmarks/tpu_overhead.py --again

@@ -299,7 +299,7 @@ class Application(NamedTuple):
         from jmpx._autocast.wrapped import evaluated
 
         saving = get_saving(policy_map.save, None)
-        # The state of NNX objects is theirs that the function is a method of, and statistics.
+        # State is statistics, and the parameters of NNX objects of which the function is a method.
         parameters = {id(leaf) for leaf in jax.tree.leaves((state, args[:1]))}
         run = functools.partial(evaluated, policy_map, saving, "traced", by=self.name)
         return run(pure, state, args, kwargs, is_parameter=lambda array: id(array) in parameters)

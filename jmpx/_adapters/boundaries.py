@@ -99,7 +99,7 @@ def run_reading(
 
 
 def as_it_is(tree: T) -> T:
-    """Returns a pytree as it is: the cast of a result that nobody casts."""
+    """Returns a pytree as it is, where a result is not cast."""
     return tree
 
 
@@ -152,13 +152,13 @@ def _floating_leaves(tree: PyTree, passes: Passes) -> list[jax.ShapeDtypeStruct]
 
 
 def _as_wide_as(came: list[jax.ShapeDtypeStruct]) -> Cast:
-    """Returns a function that casts a floating leaf which is narrower than the arguments alike."""
+    """Returns a function that casts a leaf which is narrower than the arguments of its shape."""
 
     def widen(leaf: PyTree) -> PyTree:
         if not is_floating(leaf):
             return leaf
-        alike = [each for each in came if each.shape == leaf.shape] or came
-        return at_least(widest(each.dtype for each in alike))(leaf)
+        same = [each for each in came if each.shape == leaf.shape] or came
+        return at_least(widest(each.dtype for each in same))(leaf)
 
     return widen
 

@@ -2,7 +2,7 @@
 
 Most layers of Flax have one, such as `nn.Dense`. A rule that selects a layer sets the field for the
 call. Layers inside have often been handed the field, `nn.Dense(8, dtype=self.dtype)`, so the rule
-sets theirs, too, where the value is the same. Without a rule the field is the layer's compute
+sets their fields, too, where the value is the same. Without a rule the field is the layer's compute
 dtype, whatever the policy around it says.
 """
 

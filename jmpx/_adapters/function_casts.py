@@ -74,7 +74,8 @@ def force_full_precision(
         A function with the signature of `func`.
 
     Raises:
-        TypeError: if `func` is not callable, `return_dtype` is not a dtype, or `matmul` is no name.
+        TypeError: if `func` is not callable, `return_dtype` is not a dtype, or `matmul` is not a
+            name.
         ValueError: if `return_dtype` is not a floating dtype, or the algorithm is unknown.
 
     Example:

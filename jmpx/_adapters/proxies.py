@@ -92,7 +92,7 @@ def plain_class(cls: type) -> type:
 
 
 def is_optimizer_state(node: object) -> bool:
-    """Whether a node of a pytree is a state of Optax or jmpx, whose arrays nobody casts.
+    """Whether a node of a pytree is a state of Optax or jmpx, whose arrays are never cast.
 
     Averages of gradients have the structure of the model, and its modules in them.
     """

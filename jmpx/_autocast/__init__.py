@@ -1,4 +1,9 @@
-"""Autocast: mixed precision per operation, of any function, without a cast in it."""
+"""Autocast: mixed precision per operation, of any function, without a cast in it.
+
+Open `README.md` beside this file first: it lists the files, follows one operation through them, and
+says how to add a rule. The table in `kinds.py` is the design. This room imports `_policies`,
+`_jaxprs` and `_base`; rules reach the interpreter through the `Operation` that they are given.
+"""
 
 # These fill the registry of rules.
 from jmpx._autocast import control_flow, custom_vjp, kinds, primitives  # noqa: F401

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
+from jmpx._jaxprs.inner import Inner, inner_of
 
 Flags: TypeAlias = tuple[bool, ...]  # of the operands or the results of an equation or a jaxpr
 # Tells which operands of an equation reach it, given all variables that are found.
@@ -25,10 +26,7 @@ _found = weakref.WeakKeyDictionary()
 def find(search: Search, jaxpr: Jaxpr, results: Sequence[bool] = ()) -> frozenset[Atom]:
     """Returns the variables of a jaxpr that reach what a search looks for.
 
-    Args:
-        search: the search.
-        jaxpr: the jaxpr, closed or open.
-        results: which of its first results reach it outside; the others do not.
+    The flags say which of its first results reach it outside; the others do not.
     """
     known, key = _found.setdefault(jaxpr, {}), (search, tuple(results))
     if key not in known:
@@ -45,8 +43,11 @@ def _find(search: Search, jaxpr: Jaxpr, results: Flags) -> set[Atom]:
 
     add(jaxpr.outvars, results)
     for equation in reversed(jaxpr.eqns):
-        through = _through(search, equation, found) if is_call(equation) else step(equation, found)
-        add(equation.invars, through)
+        inner = inner_of(equation)
+        if inner is None:
+            add(equation.invars, step(equation, found))
+        else:
+            add(equation.invars, _through(search, equation, inner, found))
     return found
 
 
@@ -57,52 +58,37 @@ def variables(equation: Equation) -> list[Atom]:
 
 def is_call(equation: Equation) -> bool:
     """Whether an equation runs the jaxprs that it holds on its operands: a call, loop or branch."""
-    if equation.primitive.name in ("cond", "while"):
-        return True
-    jaxprs = core.inner_jaxprs(equation.params)
-    return len(jaxprs) == 1 and len(jaxprs[0].invars) == len(equation.invars)
+    return inner_of(equation) is not None
 
 
-def _through(search: Search, equation: Equation, found: Collection[Atom]) -> Flags:
+def _through(search: Search, equation: Equation, inner: Inner, found: Collection[Atom]) -> Flags:
     """Returns which operands of a call reach something."""
     results = within(search, equation, found)
-    name, params = equation.primitive.name, equation.params
-    if name == "cond":
-        columns = [_inputs(search, branch, results) for branch in params["branches"]]
-        return False, *map(any, zip(*columns, strict=True))
-    if name == "while":
-        in_cond, in_body = params["cond_nconsts"], params["body_nconsts"]
-        cond = _inputs(search, params["cond_jaxpr"], ())
-        body = _inputs(search, params["body_jaxpr"], results)
-        carry = zip(cond[in_cond:], body[in_body:], strict=True)
-        return *cond[:in_cond], *body[:in_body], *map(any, carry)
-    (jaxpr,) = core.inner_jaxprs(params)
-    return _inputs(search, jaxpr, results)
+    # Of a `lax.platform_dependent`, any branch may run: the program may be for another platform.
+    jaxprs = equation.params.get("branches", inner.jaxprs)
+    columns = zip(*(_inputs(search, jaxpr, results) for jaxpr in jaxprs), strict=True)
+    flags = tuple(map(any, columns))
+    if inner.condition is None:
+        return (False,) * inner.first + flags
+    cond = _inputs(search, inner.condition, ())
+    carry = zip(cond[inner.first :], flags[inner.consts :], strict=True)
+    return *cond[: inner.first], *flags[: inner.consts], *map(any, carry)
 
 
 def within(search: Search, equation: Equation, found: Collection[Atom]) -> Flags:
     """Returns which results of the jaxpr that an equation holds reach something.
 
-    They are those of the equation; a loop also reads what it carries in its next turn.
-
-    Args:
-        search: the search.
-        equation: the equation.
-        found: the variables that reach it in the jaxpr that holds the equation.
+    They are those of the equation that are found; a loop also reads what it carries in its next
+    turn.
     """
-    results, params = tuple(var in found for var in equation.outvars), equation.params
-    if equation.primitive.name == "scan":
-        (start, size), body = core.scan_counts(equation), params["jaxpr"]
-    elif equation.primitive.name == "while":
-        start, size, body = params["body_nconsts"], len(results), params["body_jaxpr"]
-    else:
-        return results
-    while True:
-        read = _inputs(search, body, results)[start : start + size]
+    results, inner = tuple(var in found for var in equation.outvars), inner_of(equation)
+    while inner is not None:
+        read = _inputs(search, inner.jaxprs[0], results)[inner.consts : inner.consts + inner.carry]
         carry = tuple(a or b for a, b in zip(read, results, strict=False))
-        if carry == results[:size]:
-            return results
-        results = carry + results[size:]
+        if carry == results[: inner.carry]:
+            break
+        results = carry + results[inner.carry :]
+    return results
 
 
 def _inputs(search: Search, jaxpr: Jaxpr, results: Flags) -> Flags:

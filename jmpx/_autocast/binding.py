@@ -1,23 +1,23 @@
-"""Runs one equation on values: as it was traced, in another dtype, or in float32 and rounded.
+"""Runs an operation: as it was traced, in another dtype, or in float32 and rounded.
 
 Rules are made of these functions.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jmpx._autocast.exposed import COPIES, ELEMENTWISE
-from jmpx._autocast.products import Params, with_algorithms, without_algorithm
-from jmpx._autocast.rules import Context, lookup
-from jmpx._autocast.value import FLOAT32, Array, Value, finite_constant, join
+from jmpx._autocast.products import with_algorithms, without_algorithm
+from jmpx._autocast.rules import Cast, Operation, is_float32, lookup
+from jmpx._autocast.value import FLOAT32, Array, Value, finite_constant
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Atom, Equation, operation_name
+from jmpx._jaxprs.core import Equation
 from jmpx._jaxprs.moves import RESHAPES
+from jmpx._jaxprs.types import Params
 
 # What a program computes of constants while it is traced is a constant, too: `1 - EPSILON`.
 _FOLDED = {
@@ -32,67 +32,20 @@ _FOLDED = {
 SHAPES = RESHAPES | {"copy"}
 
 
-def is_float32(atom: Atom) -> bool:
-    """Whether an operand or a result was float32 when traced: all others keep their dtype."""
-    return getattr(atom.aval, "dtype", None) == FLOAT32
-
-
-def is_floating(atom: Atom) -> bool:
-    """Whether an operand or a result is an array of floating dtype."""
-    return hasattr(atom.aval, "dtype") and jnp.issubdtype(atom.aval.dtype, jnp.floating)
-
-
-def float32_values(equation: Equation, values: Sequence[Value]) -> list[Value]:
-    """Returns the operands that were float32 when traced."""
-    pairs = zip(equation.invars, values, strict=True)
-    return [value for atom, value in pairs if is_float32(atom)]
-
-
-def all_weak(equation: Equation, values: Sequence[Value]) -> bool:
-    """Whether all floating operands are weak, so that the results are, too."""
-    pairs = zip(equation.invars, values, strict=True)
-    return all(value.is_weak and is_float32(atom) for atom, value in pairs if is_floating(atom))
-
-
-def promoted(equation: Equation, values: Sequence[Value]) -> np.dtype:
-    """Returns the widest dtype of the operands that were float32 when traced.
-
-    Weak operands count only if all are weak. Without such operands it is float32.
-    """
-    return join([value.traits for value in float32_values(equation, values)]).dtype
-
-
-def cast_operands(
-    equation: Equation,
-    values: Sequence[Value],
-    dtype: np.dtype,
-    cast: Callable[[Value, np.dtype], Array] = Value.to,
-) -> list[Array]:
-    """Returns the operands as arrays; the ones that were float32 when traced are in `dtype`."""
-    pairs = zip(equation.invars, values, strict=True)
-    return [cast(value, dtype) if is_float32(atom) else value.array for atom, value in pairs]
-
-
 def bind(
-    equation: Equation,
-    values: Sequence[Value],
-    arrays: Sequence[Array],
-    is_weak: bool,
-    **params: object,
+    operation: Operation, arrays: Sequence[Array], is_weak: bool, **params: object
 ) -> list[Value]:
-    """Runs an equation; no result gets wider than it was traced.
+    """Runs an operation; no result gets wider than it was traced.
 
     Args:
-        equation: the equation.
-        values: its operands.
-        arrays: the operands in the dtypes in which the equation runs.
+        operation: the operation.
+        arrays: its operands in the dtypes in which it runs.
         is_weak: whether the results are weak.
         **params: the parameters that differ from the equation's.
     """
+    equation, name, values = operation.equation, operation.name, operation.values
     results = bind_arrays(equation, arrays, **params)
-    tangent = any(value.tangent for value in values)
-    outputs = [Value(result, is_weak, tangent) for result in results]
-    name = operation_name(equation.primitive.name)
+    outputs = [Value(result, is_weak, operation.is_tangent) for result in results]
     if name in COPIES:
         outputs[0].constant, outputs[0].onto_bound = values[0].constant, values[0].onto_bound
     elif name in _FOLDED and all(_is_known_number(value) for value in values):
@@ -130,54 +83,41 @@ def bind_arrays(equation: Equation, arrays: Sequence[Array], **params: object) -
 
 
 def run_in(
-    dtype: np.dtype,
-    equation: Equation,
-    values: Sequence[Value],
-    is_weak: bool,
-    cast: Callable[[Value, np.dtype], Array] = Value.to,
-    **params: object,
+    dtype: np.dtype, operation: Operation, is_weak: bool, cast: Cast = Value.to, **params: object
 ) -> list[Value]:
-    """Runs an equation; operands that were float32 when traced are cast to `dtype`."""
-    return bind(equation, values, cast_operands(equation, values, dtype, cast), is_weak, **params)
+    """Runs an operation; operands that were float32 when traced are cast to `dtype`."""
+    return bind(operation, operation.arrays(dtype, cast), is_weak, **params)
 
 
-def run_promoted(
-    equation: Equation,
-    values: Sequence[Value],
-    cast: Callable[[Value, np.dtype], Array] = Value.to,
-    **params: object,
-) -> list[Value]:
-    """Runs an equation in the widest dtype of its operands; see `promoted`."""
-    dtype, is_weak = promoted(equation, values), all_weak(equation, values)
-    return run_in(dtype, equation, values, is_weak, cast, **params)
+def run_promoted(operation: Operation, cast: Cast = Value.to, **params: object) -> list[Value]:
+    """Runs an operation in the widest dtype of its operands."""
+    return run_in(operation.promoted, operation, operation.is_weak, cast, **params)
 
 
-def run_as_traced(
-    context: Context, equation: Equation, values: Sequence[Value], is_weak: bool
-) -> list[Value]:
-    """Runs an equation as it was traced, and float32 products in the algorithm of the policy."""
-    return run_in(FLOAT32, equation, values, is_weak, **with_algorithms(context, equation))
+def run_as_traced(operation: Operation, is_weak: bool) -> list[Value]:
+    """Runs an operation as it was traced, and float32 products in the algorithm of the policy."""
+    return run_in(FLOAT32, operation, is_weak, **with_algorithms(operation))
 
 
-def run_overridden(context: Context, equation: Equation, values: Sequence[Value]) -> list[Value]:
-    """Runs an equation in the dtype that a policy rule gives to its primitive."""
-    dtype = np.dtype(context.override)
+def run_overridden(operation: Operation, dtype: np.dtype) -> list[Value]:
+    """Runs an operation in the dtype that a policy rule gives to its primitive."""
+    equation = operation.equation
     if core.holds_jaxpr(equation.params):  # a function of float32 scalars, as of `lax.reduce`
-        return rounded(run_as_traced(context, equation, values, is_weak=False), equation, dtype)
+        return rounded(run_as_traced(operation, is_weak=False), operation, dtype)
     entry = lookup(equation)
     cast = Value.to_finite if entry is not None and entry.keeps_finite else Value.to
-    params = result_dtype(equation, dtype) | fill_value(equation, dtype)
-    algorithm_of = with_algorithms if dtype == FLOAT32 else without_algorithm
-    params |= algorithm_of(context, equation)
-    return run_in(dtype, equation, values, False, cast, **params)
+    algorithm = (with_algorithms if dtype == FLOAT32 else without_algorithm)(operation)
+    params = result_dtype(equation, dtype) | fill_value(equation, dtype) | algorithm
+    return run_in(dtype, operation, False, cast, **params)
 
 
-def run_recomputed(dtype: np.dtype, equation: Equation, values: Sequence[Value]) -> list[Value]:
-    """Runs an equation in float32; the backward pass keeps no float32 arrays of it.
+def run_recomputed(operation: Operation, dtype: np.dtype) -> list[Value]:
+    """Runs an operation in float32; the backward pass keeps no float32 arrays of it.
 
     It keeps the operands, which are all floating, in the dtypes that they have, and casts them
     again. The results are in `dtype`.
     """
+    equation = operation.equation
 
     # JAX caches the function, which must not keep the values alive.
     @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -186,14 +126,13 @@ def run_recomputed(dtype: np.dtype, equation: Equation, values: Sequence[Value])
         results = bind_arrays(equation, operands)
         return [lax.convert_element_type(result, dtype) for result in results]
 
-    results = run(*(value.array for value in values))
-    is_weak, tangent = all_weak(equation, values), any(value.tangent for value in values)
-    return [Value(result, is_weak, tangent) for result in results]
+    results = run(*(value.array for value in operation.values))
+    return [Value(result, operation.is_weak, operation.is_tangent) for result in results]
 
 
-def rounded(results: Sequence[Value], equation: Equation, dtype: np.dtype) -> list[Value]:
-    """Returns results of an equation; those that were float32 when traced are cast to `dtype`."""
-    pairs = zip(results, equation.outvars, strict=True)
+def rounded(results: Sequence[Value], operation: Operation, dtype: np.dtype) -> list[Value]:
+    """Returns results of an operation; those that were float32 when traced are cast to `dtype`."""
+    pairs = zip(results, operation.equation.outvars, strict=True)
     return [
         Value(result.to(dtype), result.is_weak, result.tangent) if is_float32(var) else result
         for result, var in pairs

@@ -1,6 +1,5 @@
 """Rules of primitives that carry jaxprs: loops, branches, calls and custom derivatives."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -9,9 +8,9 @@ import jax.core
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
-from jmpx._autocast.binding import bind_arrays, is_float32, run_as_traced
+from jmpx._autocast.binding import bind_arrays, run_as_traced
 from jmpx._autocast.reads import product_dtypes
-from jmpx._autocast.rules import Context, register
+from jmpx._autocast.rules import InnerPlace, Operation, is_float32, register
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
@@ -21,46 +20,39 @@ Tangent: TypeAlias = Any  # an array or a symbolic zero
 
 
 @register("call", "closed_call", "jit", "remat2", everywhere=True)
-def function_call(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def function_call(operation: Operation) -> list[Value]:
     """Retraces the function of a call, such as a jitted one or a checkpoint."""
-    key = "jaxpr" if "jaxpr" in equation.params else "call_jaxpr"
-    jaxpr = equation.params[key]
+    params, values = operation.equation.params, operation.values
+    key = "jaxpr" if "jaxpr" in params else "call_jaxpr"
+    jaxpr, scope = params[key], operation.scope
     if key == "jaxpr" and core.looks_for_nans([value.array for value in values]):
         # Run the equations one by one, so that JAX finds the one that makes a NaN.
-        ends = context.neighbours.ends_within(equation)
-        return context.interpreter.evaluate(jaxpr, values, context.scope, ends=ends)
-    retraced = context.retrace(equation, jaxpr, values)
+        return operation.interpreter.evaluate(jaxpr, values, scope, operation.ends)
+    retraced = operation.retrace(jaxpr, values)
     if isinstance(retraced.jaxpr, type(jaxpr)):
-        return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr})
+        return _rebind(operation, retraced.results, **{key: retraced.jaxpr})
     if retraced.jaxpr.consts:  # jax.checkpoint wants an open jaxpr, which has no constants
-        return run_as_traced(context, equation, values, is_weak=True)
-    return _rebind(equation, values, retraced.results, **{key: retraced.jaxpr.jaxpr})
+        return run_as_traced(operation, is_weak=True)
+    return _rebind(operation, retraced.results, **{key: retraced.jaxpr.jaxpr})
 
 
-def _rebind(
-    equation: Equation, values: Sequence[Value], results: Sequence[Traits], **params: object
-) -> list[Value]:
-    """Runs an equation with retraced jaxprs, given the traits of its results."""
-    return _values(bind_arrays(equation, [value.array for value in values], **params), results)
+def _rebind(operation: Operation, results: Sequence[Traits], **params: object) -> list[Value]:
+    """Runs an operation with retraced jaxprs, given the traits of its results."""
+    arrays = [value.array for value in operation.values]
+    return _values(bind_arrays(operation.equation, arrays, **params), results)
 
 
 def _values(arrays: Sequence[Array], traits: Sequence[Traits]) -> list[Value]:
     return [Value.of(*pair) for pair in zip(arrays, traits, strict=True)]
 
 
-def _carry(context: Context, equation: Equation, values: list[Value], start: int) -> list[Value]:
+def _carry(operation: Operation, start: int, end: int | None = None) -> list[Value]:
     """Returns a loop's carry: in the traced dtypes, unless a policy rule says otherwise.
 
     It is not weak: a float32 sum of bfloat16 terms stays float32.
-
-    Args:
-        context: the context of the loop.
-        equation: the loop.
-        values: its operands up to the end of the carry.
-        start: the number of operands before the carry.
     """
-    dtype = FLOAT32 if context.override is None else context.override
-    pairs = zip(equation.invars[start : len(values)], values[start:], strict=True)
+    dtype = FLOAT32 if operation.override is None else operation.override
+    pairs = zip(operation.equation.invars[start:end], operation.values[start:end], strict=True)
     return [
         Value(v.to_finite(dtype), is_weak=False, tangent=v.tangent)
         if is_float32(atom)
@@ -69,14 +61,15 @@ def _carry(context: Context, equation: Equation, values: list[Value], start: int
     ]
 
 
-def _slices(context: Context, equation: Equation, values: list[Value], start: int) -> list[Value]:
+def _slices(operation: Operation, start: int) -> list[Value]:
     """Returns the operands from `start` on, of which each turn of a scan reads a slice.
 
-    What products alone read, as they read weights, is cast as a whole: so the backward pass
+    What only products read, as they read weights, is cast as a whole: so the backward pass
     collects the cotangents of the slices in 16 bits, which they are in, and casts them once.
     """
-    dtypes = product_dtypes(equation.params["jaxpr"], context.scope, context.interpreter.regions)
-    triples = zip(equation.invars[start:], values[start:], dtypes[start:], strict=True)
+    jaxpr, atoms = operation.equation.params["jaxpr"], operation.equation.invars
+    dtypes = product_dtypes(jaxpr, operation.scope, operation.interpreter.regions)
+    triples = zip(atoms[start:], operation.values[start:], dtypes[start:], strict=True)
     return [
         Value(value.to(dtype), value.is_weak, value.tangent)
         if dtype is not None and is_float32(atom)
@@ -86,19 +79,21 @@ def _slices(context: Context, equation: Equation, values: list[Value], start: in
 
 
 @register("scan", everywhere=True)
-def scan(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def scan(operation: Operation) -> list[Value]:
     """Retraces the body of a scan, which returns its carry in the dtypes in which it came."""
+    equation, values = operation.equation, operation.values
     num_consts, num_carry = core.scan_counts(equation)
     end = num_consts + num_carry
-    carry = _carry(context, equation, values[:end], num_consts)
-    operands = [*values[:num_consts], *carry, *_slices(context, equation, values, end)]
+    carry = _carry(operation, num_consts, end)
+    operands = [*values[:num_consts], *carry, *_slices(operation, end)]
     dtypes = [value.dtype for value in carry]
-    retraced = context.retrace(equation, equation.params["jaxpr"], operands, dtypes, num_consts)
+    retraced = operation.retrace(equation.params["jaxpr"], operands, dtypes, num_consts)
     # The body casts constants, so that the backward pass sums their cotangents in float32.
     for i, atom in enumerate(equation.invars[:num_consts]):
         if is_float32(atom):
             operands[i] = Value(values[i].to(FLOAT32), values[i].is_weak)
-    results = _rebind(equation, operands, retraced.results, jaxpr=retraced.jaxpr)
+    scanned = operation._replace(values=operands)
+    results = _rebind(scanned, retraced.results, jaxpr=retraced.jaxpr)
     return [
         Value(result.array, result.is_weak and i >= num_carry, result.tangent)
         for i, result in enumerate(results)
@@ -106,42 +101,42 @@ def scan(context: Context, equation: Equation, values: list[Value]) -> list[Valu
 
 
 @register("while", everywhere=True)
-def while_loop(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def while_loop(operation: Operation) -> list[Value]:
     """Retraces a while loop, whose body returns its carry in the dtypes in which it came."""
-    params = equation.params
-    in_cond, in_body = params["cond_nconsts"], params["body_nconsts"]
-    carry = _carry(context, equation, values, in_cond + in_body)
-    consts, dtypes = values[: in_cond + in_body], [value.dtype for value in carry]
+    params = operation.equation.params
+    in_cond, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    consts, carry = operation.values[:start], _carry(operation, start)
+    dtypes = [value.dtype for value in carry]
     operands = [*consts[:in_cond], *carry]
-    cond = context.interpreter.retrace(params["cond_jaxpr"], operands, context.scope)
-    operands = [*consts[in_cond:], *carry]
-    body = context.retrace(equation, params["body_jaxpr"], operands, dtypes)
+    place = InnerPlace(operation.scope)
+    cond = operation.interpreter.retrace(params["cond_jaxpr"], operands, place)
+    body = operation.retrace(params["body_jaxpr"], [*consts[in_cond:], *carry], dtypes)
     results = [Traits(dtype, is_weak=False) for dtype in dtypes]
-    jaxprs = {"cond_jaxpr": cond.jaxpr, "body_jaxpr": body.jaxpr}
-    return _rebind(equation, [*consts, *carry], results, **jaxprs)
+    looped = operation._replace(values=[*consts, *carry])
+    return _rebind(looped, results, cond_jaxpr=cond.jaxpr, body_jaxpr=body.jaxpr)
 
 
 @register("cond", everywhere=True)
-def cond(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def cond(operation: Operation) -> list[Value]:
     """Retraces the branches twice: to see which dtypes they return, and to return the same."""
-    retrace = functools.partial(context.retrace, equation, values=values[1:])
-    jaxprs = equation.params["branches"]
-    columns = zip(*(retrace(jaxpr).results for jaxpr in jaxprs), strict=True)
+    jaxprs, values = operation.equation.params["branches"], operation.values[1:]
+    columns = zip(*(operation.retrace(jaxpr, values).results for jaxpr in jaxprs), strict=True)
     results = [join(column) for column in columns]
     dtypes = [traits.dtype for traits in results]
-    branches = tuple(retrace(jaxpr, result_dtypes=dtypes).jaxpr for jaxpr in jaxprs)
-    return _rebind(equation, values, results, branches=branches)
+    branches = tuple(operation.retrace(jaxpr, values, dtypes).jaxpr for jaxpr in jaxprs)
+    return _rebind(operation, results, branches=branches)
 
 
 @register("shard_map", everywhere=True)
-def shard_map(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def shard_map(operation: Operation) -> list[Value]:
     """Maps the evaluation of the function over the same mesh, with the same specifications."""
-    params, ends = equation.params, context.neighbours.ends_within(equation)
+    params, values, ends = operation.equation.params, operation.values, operation.ends
     results: list[Traits] = []
 
     def body(*arrays: Array) -> list[Array]:
         inputs = _values(arrays, [value.traits for value in values])
-        outputs = context.interpreter.evaluate(params["jaxpr"], inputs, context.scope, ends=ends)
+        interpreter = operation.interpreter
+        outputs = interpreter.evaluate(params["jaxpr"], inputs, operation.scope, ends)
         # Uniform on each device is not uniform: the number may differ from device to device.
         results[:] = [output.traits._replace(uniform=False) for output in outputs]
         return [output.array for output in outputs]
@@ -151,23 +146,23 @@ def shard_map(context: Context, equation: Equation, values: list[Value]) -> list
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=list(params["out_specs"]),
-        axis_names=core.manual_axes(equation),
+        axis_names=core.manual_axes(operation.equation),
         check_vma=params["check_vma"],
     )
     return _values(mapped(*(value.array for value in values)), results)
 
 
 @register("custom_jvp_call", everywhere=True)
-def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def custom_jvp(operation: Operation) -> list[Value]:
     """Retraces a function that has its own derivative rule, and the rule.
 
     The rule is traced in the dtypes that it was written for, and then evaluated under autocast.
     """
-    retraced = context.retrace(equation, equation.params["call_jaxpr"], values)
+    equation, values = operation.equation, operation.values
+    retraced = operation.retrace(equation.params["call_jaxpr"], values)
     # JAX calls the derivative rule later: it must not keep the values alive.
     traits = [value.traits for value in values]
-    interpreter, scope = context.interpreter.fresh(), context.scope
-    ends = context.neighbours.ends_within(equation)
+    interpreter, scope, ends = operation.interpreter.fresh(), operation.scope, operation.ends
     symbolic_zeros = bool(equation.params.get("symbolic_zeros"))
 
     @jax.custom_jvp
@@ -182,7 +177,7 @@ def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> lis
             rule = _trace_rule(equation, varied)
         inputs = _values(primals, traits)
         inputs += [Value(tangents[i], traits[i].is_weak, tangent=True) for i in varied]
-        outputs = interpreter.evaluate(rule, inputs, scope, ends=ends)
+        outputs = interpreter.evaluate(rule, inputs, scope, ends)
         pairs = zip(outputs, retraced.results, strict=False)
         results = [output.to_finite(result.dtype) for output, result in pairs]
         new = dict(zip(_inexact(equation.outvars), outputs[len(results) :], strict=True))
@@ -201,12 +196,8 @@ def custom_jvp(context: Context, equation: Equation, values: list[Value]) -> lis
 def _trace_rule(equation: Equation, varied: Sequence[int]) -> Jaxpr:
     """Returns the derivative rule of a custom_jvp equation, as a jaxpr in the traced dtypes.
 
-    It takes the operands, then the tangents of those that vary, and returns the results, then the
-    tangents of the inexact ones.
-
-    Args:
-        equation: the equation.
-        varied: the indices of operands that have tangents; the others have symbolic zeros.
+    It takes the operands, then the tangents of those that vary, whose indices are given, and
+    returns the results, then the tangents of the inexact ones.
     """
     avals = [atom.aval for atom in equation.invars]
 

@@ -45,19 +45,12 @@ _HOLDERS = frozenset({Role.PRODUCT, Role.INSIDE, Role.ALONE})  # equations that 
 
 
 class Life(NamedTuple):
-    """From where to where an array lives.
+    """From where to where an array lives."""
 
-    Args:
-        start: the index of the equation that makes it.
-        end: that of the last equation that reads it.
-        size: its bytes.
-        is_saved: whether it is saved in any case, as the result of a product.
-    """
-
-    start: int
-    end: int
-    size: int
-    is_saved: bool
+    start: int  # the index of the equation that makes it
+    end: int  # that of the last equation that reads it
+    size: int  # in bytes
+    is_saved: bool  # whether it is saved in any case, as the result of a product
 
     def is_at(self, place: int) -> bool:
         """Whether the array lives before an equation."""
@@ -80,9 +73,9 @@ def _has_product(jaxpr: Jaxpr) -> bool:
 def find_cuts(equations: Sequence[Equation], roles: Sequence[Role]) -> set[int]:
     """Returns the indices of equations before which the jaxpr is best cut.
 
-    One array at most lives there. Only large floating arrays count that depend on a product: what
-    is computed from parameters or inputs alone, such as a mask, is no activation. There is one such
-    place at most between two equations that hold products: the one at which the least has to be
+    One array at most lives there. Only large floating arrays that depend on a product count: what
+    only parameters or inputs contribute to, such as a mask, does not. There is one such place at
+    most between two equations that hold products: the one at which the least has to be
     saved. Of these places some are taken, see `Part`.
     """
     holders = [i for i, role in enumerate(roles) if role in _HOLDERS]
@@ -117,20 +110,12 @@ def _saved_at(place: int, lives: Sequence[Life]) -> int:
 
 
 class Part(NamedTuple):
-    """A part of a jaxpr, and what cuts in it cost.
+    """A part of a jaxpr, and what cuts in it cost, in bytes."""
 
-    Args:
-        places: where cuts are possible.
-        kept: the bytes that each of them keeps.
-        products: the bytes of products before each of them, and before the end.
-        again: the bytes that would live at once if all before each of them, and before the end,
-            were computed again.
-    """
-
-    places: Sequence[int]
-    kept: Sequence[int]
-    products: Sequence[float]
-    again: Sequence[float]
+    places: Sequence[int]  # where cuts are possible
+    kept: Sequence[int]  # what each of them keeps
+    products: Sequence[float]  # the products before each of them, and before the end
+    again: Sequence[float]  # what would live at once if all before was computed again
 
     def cuts(self) -> list[int]:
         """Returns the places to cut at, so that the peak of memory is the lowest.

@@ -39,7 +39,7 @@ _PATHS = frozenset(
     """
     add sub add_any neg abs max min clamp square integer_pow one_minus_square
     reduce_sum reduce_max reduce_min reduce_prod reduce_window_sum reduce_window_max
-    reduce_window_min cumsum cumprod cummax cummin sort top_k select_n
+    reduce_window_min cumsum cumprod cummax cummin sort top_k select_n reduce reduce_window
     scatter scatter_add scatter_sub scatter_max scatter_min select_and_gather_add
     psum psum_invariant pmax pmin reduce_scatter
     """.split()

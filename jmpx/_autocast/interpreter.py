@@ -10,11 +10,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jmpx._autocast.binding import cast_operands, run_as_traced, run_overridden
+from jmpx._autocast.binding import run_as_traced, run_overridden
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours
 from jmpx._autocast.pieces import Kind, Piece, find_pieces, find_selected
 from jmpx._autocast.regions import Regions, matches_scope
-from jmpx._autocast.rules import Context, Retraced, lookup
+from jmpx._autocast.rules import InnerPlace, Operation, Retraced, lookup
 from jmpx._autocast.saving import Saving, checkpointed
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value
 from jmpx._autocast.wide import note_products
@@ -45,16 +45,12 @@ class _Frame(NamedTuple):
 
 
 class Interpreter:
-    """Evaluates jaxprs under a policy map.
+    """Evaluates jaxprs under a policy map; `used` tells what it has met.
 
     Args:
         policy_map: the policies of scopes and operations.
         surrounding: the algorithm of products that surrounds the call, see `Regions`.
         saving: what is saved for the backward pass; None leaves that to JAX.
-
-    Attributes:
-        regions: the regions of the evaluation.
-        used: what the evaluation met so far.
     """
 
     def __init__(
@@ -76,16 +72,9 @@ class Interpreter:
         return interpreter
 
     def evaluate(
-        self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, *, ends: Ends = NOTHING
+        self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, ends: Ends = NOTHING
     ) -> list[Value]:
-        """Runs a jaxpr on values, and returns its results.
-
-        Args:
-            jaxpr: the jaxpr, closed or open.
-            values: its operands.
-            scope: the scope around it.
-            ends: what becomes of its results.
-        """
+        """Runs a jaxpr, closed or open, in a scope; returns its results, of which `ends` tells."""
         env = dict(zip(jaxpr.invars, values, strict=True))
         for var, const in zip(jaxpr.constvars, core.consts_of(jaxpr), strict=False):
             env[var] = Value.of_constant(const)
@@ -110,28 +99,28 @@ class Interpreter:
         """Runs equations, and forgets after each the variables that nothing reads any more."""
         for equation, last in zip(equations, last_uses or itertools.repeat(()), strict=False):
             try:
-                context = self._context(equation, frame)
-                values = [frame.read(atom) for atom in equation.invars]
-                if frame.neighbours.is_last(equation):
-                    values = [value.kept() for value in values]
-                note_products(context, equation, values)
-                results = _run(context, equation, values)
+                operation = self._operation(equation, frame)
+                note_products(operation)
+                results = _run(operation)
             except Exception as error:
                 note_source(error, equation)
                 raise
             for result in results:
-                result.data |= result.is_weak and any(value.data for value in values)
+                result.data |= result.is_weak and any(v.data for v in operation.values)
             frame.env.update(zip(equation.outvars, results, strict=True))
             for var in last:
                 del frame.env[var]
 
-    def _context(self, equation: Equation, frame: _Frame) -> Context:
+    def _operation(self, equation: Equation, frame: _Frame) -> Operation:
         name = operation_name(equation.primitive.name)
         scope = core.scope_within(frame.scope, equation)
+        values = [frame.read(atom) for atom in equation.invars]
+        if frame.neighbours.is_last(equation):
+            values = [value.kept() for value in values]
         region = self.regions.region(scope)
         override = self.regions.override(name, region)
         self.used.operations.add(name)
-        return Context(self, scope, region, override, frame.neighbours)
+        return Operation(equation, values, self, scope, region, override, frame.neighbours)
 
     def _pieces(self, jaxpr: Jaxpr, scope: str, saving: Saving) -> list[Piece]:
         if not saving.selectors:
@@ -144,7 +133,7 @@ class Interpreter:
         return bool(found)
 
     def _run_piece(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
-        """Runs a piece; if its products are to be saved, under `jax.checkpoint`."""
+        """Runs a piece; if products in it are saved, under `jax.checkpoint`."""
         equations, plain, env = piece.equations, self._that_saves(None), frame.env
         if piece.kind is Kind.SAVED:
 
@@ -165,54 +154,29 @@ class Interpreter:
                 self.used.left.add((piece.kind, place_of(equations[0])))
             plain._run(frame, equations)
 
-    def retrace(
-        self,
-        jaxpr: Jaxpr,
-        values: Sequence[Value],
-        scope: str,
-        *,
-        ends: Ends = NOTHING,
-        result_dtypes: Sequence[np.dtype] = (),
-        num_uncast: int = 0,
-    ) -> Retraced:
-        """Traces the evaluation of a jaxpr, once for the same operands, scope and policy map.
+    def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], place: InnerPlace) -> Retraced:
+        """Traces the evaluation of a jaxpr, once for the same operands, place and policy map.
 
-        Args:
-            jaxpr: the jaxpr, closed or open.
-            values: its operands; only their traits count.
-            scope: the scope around it.
-            ends: what becomes of its results.
-            result_dtypes: the dtypes of its first results; the others come in any.
-            num_uncast: how many of the first operands come in the dtypes that were traced, and
-                are cast inside.
+        Of the operands, only their traits count.
         """
         traits = tuple(value.traits for value in values)
-        given = traits, scope, ends, tuple(result_dtypes), num_uncast
-        key = given, self.policy_map, self.regions.surrounding, self.saving, is_marking()
-        known = _retraced.setdefault(jaxpr, {})
+        around = self.policy_map, self.regions.surrounding, self.saving, is_marking()
+        known, key = _retraced.setdefault(jaxpr, {}), (traits, place, around)
         if key not in known:
-            known[key] = self._retrace(jaxpr, *given)
+            known[key] = self._retrace(jaxpr, traits, place)
         self.used.add(known[key].used)
         return known[key]
 
-    def _retrace(
-        self,
-        jaxpr: Jaxpr,
-        traits: Sequence[Traits],
-        scope: str,
-        ends: Ends,
-        result_dtypes: Sequence[np.dtype],
-        num_uncast: int,
-    ) -> Retraced:
-        interpreter = self.fresh()
+    def _retrace(self, jaxpr: Jaxpr, traits: Sequence[Traits], place: InnerPlace) -> Retraced:
+        interpreter, num_uncast = self.fresh(), place.num_uncast
         results: list[Traits] = []
 
         def on_arrays(*arrays: Array) -> list[Array]:
             inputs = [Value.of(array, each) for array, each in zip(arrays, traits, strict=True)]
             for i in range(num_uncast):
                 inputs[i] = Value.of(inputs[i].to(traits[i].dtype), traits[i])
-            outputs = interpreter.evaluate(jaxpr, inputs, scope, ends=ends)
-            for i, dtype in enumerate(result_dtypes):
+            outputs = interpreter.evaluate(jaxpr, inputs, place.scope, place.ends)
+            for i, dtype in enumerate(place.result_dtypes):
                 outputs[i] = Value.of(outputs[i].to_finite(dtype), outputs[i].traits)
             results[:] = [output.traits for output in outputs]
             return [output.array for output in outputs]
@@ -224,43 +188,41 @@ class Interpreter:
         return Retraced(jax.make_jaxpr(on_arrays)(*avals), results, interpreter.used)
 
 
-def _run(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs an equation in its scopes and at its line of the user's code."""
+def _run(operation: Operation) -> list[Value]:
+    """Runs an operation in its scopes and at its line of the user's code."""
     # An autocast around this one must leave in float32 what this one runs in float32.
-    scopes = [FULL_PRECISION] if context.dtype.itemsize >= 4 else []
-    with core.at_source_of(equation, *scopes):
-        return _apply_rule(context, equation, values)
+    scopes = [FULL_PRECISION] if operation.dtype.itemsize >= 4 else []
+    with core.at_source_of(operation.equation, *scopes):
+        return _apply_rule(operation)
 
 
-def _apply_rule(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs an equation by the first of these that applies.
+def _apply_rule(operation: Operation) -> list[Value]:
+    """Runs an operation by the first of these that applies.
 
     1. `jmpx.full_precision` marks it. 2. The rule of its primitive is asked everywhere. 3. A policy
     rule gives the primitive a dtype. 4. The region is float32. 5. The primitive has no rule, and
     runs as it was traced. 6. The rule of the primitive.
     """
-    entry, region = lookup(equation), context.region
+    entry, region = lookup(operation.equation), operation.region
     if region.is_fixed:
-        return _run_fixed(context, equation, values)
+        return _run_fixed(operation)
     if entry is not None and entry.everywhere:
-        return entry.rule(context, equation, values)
-    if context.override is not None:
-        return run_overridden(context, equation, values)
+        return entry.rule(operation)
+    if operation.override is not None:
+        return run_overridden(operation, operation.override)
     if region.is_full:
-        return run_as_traced(context, equation, values, is_weak=region.is_weak)
-    if entry is None:
-        return run_as_traced(context, equation, values, is_weak=True)
-    return entry.rule(context, equation, values)
+        return run_as_traced(operation, is_weak=region.is_weak)
+    return run_as_traced(operation, is_weak=True) if entry is None else entry.rule(operation)
 
 
-def _run_fixed(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
-    """Runs an equation as it was traced; products in its jaxprs get the algorithm of the region."""
-    entry, gives_algorithms = lookup(equation), context.interpreter.regions.give_algorithms
+def _run_fixed(operation: Operation) -> list[Value]:
+    """Runs an operation as it was traced; products in its jaxprs have the region's algorithm."""
+    equation, entry = operation.equation, lookup(operation.equation)
+    gives_algorithms = operation.interpreter.regions.give_algorithms
     holds_jaxprs = gives_algorithms and core.holds_jaxpr(equation.params)
     if entry is None or not entry.everywhere or not holds_jaxprs:
-        return run_as_traced(context, equation, values, is_weak=False)
-    arrays = cast_operands(equation, values, FLOAT32)
-    pairs = zip(arrays, values, strict=True)
-    operands = [Value(array, is_weak=False, tangent=v.tangent) for array, v in pairs]
-    results = entry.rule(context, equation, operands)
+        return run_as_traced(operation, is_weak=False)
+    pairs = zip(operation.arrays(FLOAT32), operation.values, strict=True)
+    values = [Value(array, is_weak=False, tangent=v.tangent) for array, v in pairs]
+    results = entry.rule(operation._replace(values=values))
     return [Value(result.array, is_weak=False, tangent=result.tangent) for result in results]

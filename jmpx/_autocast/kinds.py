@@ -12,12 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jmpx._autocast.binding import (
-    all_weak,
     bind,
     bind_arrays,
-    cast_operands,
-    float32_values,
-    promoted,
     result_dtype,
     rounded,
     run_as_traced,
@@ -26,134 +22,129 @@ from jmpx._autocast.binding import (
     run_recomputed,
 )
 from jmpx._autocast.products import is_precise, low_dtype, without_algorithm
-from jmpx._autocast.rules import Context, register
+from jmpx._autocast.rules import Operation, register
 from jmpx._autocast.value import FLOAT32, Value
-from jmpx._jaxprs.core import Equation
 
 
-def low(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def low(operation: Operation) -> list[Value]:
     """Runs in the compute dtype; in float32 if the user asked for more than default precision."""
-    if is_precise(equation):
-        return run_as_traced(context, equation, values, is_weak=False)
-    dtype = low_dtype(equation, context.region.dtype)
+    if is_precise(operation.equation):
+        return run_as_traced(operation, is_weak=False)
+    dtype = low_dtype(operation.equation, operation.region.dtype)
     if dtype == FLOAT32:
-        return full(context, equation, values)
-    params = result_dtype(equation, dtype) | without_algorithm(context, equation)
-    return run_in(dtype, equation, values, is_weak=False, **params)
+        return full(operation)
+    params = result_dtype(operation.equation, dtype) | without_algorithm(operation)
+    return run_in(dtype, operation, is_weak=False, **params)
 
 
-def full(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def full(operation: Operation) -> list[Value]:
     """Runs in float32."""
-    return run_as_traced(context, equation, values, all_weak(equation, values))
+    return run_as_traced(operation, operation.is_weak)
 
 
-def keep(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def keep(operation: Operation) -> list[Value]:
     """Runs in the dtypes that were traced, because the result depends on the dtype, as bits do."""
-    return full(context, equation, values)
+    return full(operation)
 
 
-def promote(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def promote(operation: Operation) -> list[Value]:
     """Runs in the widest dtype of its operands; weak ones take the dtype of the others."""
-    return run_promoted(equation, values)
+    return run_promoted(operation)
 
 
-def limit(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def limit(operation: Operation) -> list[Value]:
     """Runs as `promote`; in float32 if a constant, such as 1 - 1e-7, would become 0, 1 or -1."""
-    return (full if _moves_bound(equation, values) else promote)(context, equation, values)
+    return (full if _moves_bound(operation) else promote)(operation)
 
 
-def _moves_bound(equation: Equation, values: Sequence[Value]) -> bool:
+def _moves_bound(operation: Operation) -> bool:
     """Whether a constant that is near to 0, 1 or -1 would become it in the dtype of `promote`."""
-    dtype = promoted(equation, values)
-    return any(dtype in value.onto_bound for value in float32_values(equation, values))
+    dtype = operation.promoted
+    return any(dtype in value.onto_bound for value in operation.float32_values)
 
 
-def promote_finite(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def promote_finite(operation: Operation) -> list[Value]:
     """Runs as `promote`; finite numbers stay finite, such as a mask of -1e9 in float16.
 
     It runs in float32 if the result must not be rounded onto a bound, and a constant would be.
     """
-    if context.is_exposed(equation) and _moves_bound(equation, values):
-        return full(context, equation, values)
-    return run_promoted(equation, values, Value.to_finite)
+    if operation.is_exposed and _moves_bound(operation):
+        return full(operation)
+    return run_promoted(operation, Value.to_finite)
 
 
-def compare(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def compare(operation: Operation) -> list[Value]:
     """Runs as `promote` if the dtypes are equal, else in float32: rounding one side may decide."""
-    if len({value.dtype for value in float32_values(equation, values)}) == 1:
-        return promote(context, equation, values)
-    return full(context, equation, values)
+    dtypes = {value.dtype for value in operation.float32_values}
+    return (promote if len(dtypes) == 1 else full)(operation)
 
 
-def scale(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def scale(operation: Operation) -> list[Value]:
     """Runs as `promote`; if 16 bits cannot hold an operand, in float32, and rounds the result."""
-    return scale_checking(float32_values(equation, values), context, equation, values)
+    return scale_checking(operation.float32_values, operation)
 
 
-def scale_checking(
-    checked: Sequence[Value], context: Context, equation: Equation, values: list[Value]
-) -> list[Value]:
-    """Runs as `scale`, which looks only at the operands in `checked`."""
-    dtype = promoted(equation, values)
+def scale_checking(checked: Sequence[Value], operation: Operation) -> list[Value]:
+    """Runs as `scale`, which examines only the operands in `checked`."""
+    dtype = operation.promoted
     unfit = [value for value in checked if not value.fits(dtype)]
     if not unfit:
-        return promote(context, equation, values)
+        return promote(operation)
     if all(value.constant is not None for value in unfit):
-        return rounded(full(context, equation, values), equation, dtype)
-    return run_recomputed(dtype, equation, values)
+        return rounded(full(operation), operation, dtype)
+    return run_recomputed(operation, dtype)
 
 
-def power(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def power(operation: Operation) -> list[Value]:
     """Runs as `promote`, but in float32 instead of float16, where powers overflow."""
-    if equation.outvars[0] in context.neighbours.statistics:
-        return full(context, equation, values)
-    if promoted(equation, values) != np.float16:
-        return promote(context, equation, values)
-    results = run_recomputed(FLOAT32, equation, values)
+    if operation.result in operation.neighbours.statistics:
+        return full(operation)
+    if operation.promoted != np.float16:
+        return promote(operation)
+    results = run_recomputed(operation, FLOAT32)
     for result in results:
         result.power = True
     return results
 
 
-def bounded(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def bounded(operation: Operation) -> list[Value]:
     """Runs as `promote`; on powers in the compute dtype, as infinity gives the right result."""
-    if all(value.power for value in values):
-        return run_in(context.region.dtype, equation, values, all_weak(equation, values))
-    return promote(context, equation, values)
+    if all(value.power for value in operation.values):
+        return run_in(operation.region.dtype, operation, operation.is_weak)
+    return promote(operation)
 
 
-def saturating(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def saturating(operation: Operation) -> list[Value]:
     """Runs as `bounded`; in float32 if a result that is rounded onto 1 would break its readers."""
-    return (full if context.is_exposed(equation) else bounded)(context, equation, values)
+    return (full if operation.is_exposed else bounded)(operation)
 
 
-def through_float32(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def through_float32(operation: Operation) -> list[Value]:
     """Runs in float32, and rounds the result to the dtype that `promote` would return."""
-    return rounded(full(context, equation, values), equation, promoted(equation, values))
+    return rounded(full(operation), operation, operation.promoted)
 
 
-def reduce_devices(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def reduce_devices(operation: Operation) -> list[Value]:
     """Sums over devices in float32, and rounds each sum to the dtype of its terms."""
-    pairs = zip(full(context, equation, values), values, strict=True)
+    pairs = zip(full(operation), operation.values, strict=True)
     return [Value(result.to(v.dtype), v.is_weak, v.tangent) for result, v in pairs]
 
 
-def update(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def update(operation: Operation) -> list[Value]:
     """Runs in float32 on operands that are rounded before, and rounds the result again.
 
     So a maximum is one of the numbers that `promote_finite` would compare.
     """
-    dtype = promoted(equation, values)
-    placed = cast_operands(equation, values, dtype, Value.to_finite)
-    arrays = cast_operands(equation, [Value(array, is_weak=True) for array in placed], FLOAT32)
-    results = bind(equation, values, arrays, all_weak(equation, values))
-    return rounded(results, equation, dtype)
+    dtype = operation.promoted
+    placed = operation.arrays(dtype, Value.to_finite)
+    widened = operation._replace(values=[Value(array, is_weak=True) for array in placed])
+    return rounded(bind(operation, widened.arrays(FLOAT32), operation.is_weak), operation, dtype)
 
 
-def per_operand(context: Context, equation: Equation, values: list[Value]) -> list[Value]:
+def per_operand(operation: Operation) -> list[Value]:
     """Runs on each operand in the dtype that it has; each result is as its operand."""
-    results = bind_arrays(equation, [value.array for value in values])
-    return [Value.of(result, v.traits) for result, v in zip(results, values, strict=True)]
+    results = bind_arrays(operation.equation, [value.array for value in operation.values])
+    return [Value.of(result, v.traits) for result, v in zip(results, operation.values, strict=True)]
 
 
 # Names are those of JAX's primitives, with underscores for hyphens (`scatter-add`). Moves of

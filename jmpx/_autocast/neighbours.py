@@ -29,15 +29,10 @@ _CHOOSING = CHOOSERS | COPIES | {"gather", "eq"}
 
 
 class Ends(NamedTuple):
-    """What becomes of the results of a jaxpr outside of it.
+    """What becomes of the results of a jaxpr outside of it; nothing of results without a flag."""
 
-    Args:
-        exposed: which of the first results are exposed, see `exposed.py`; the others are not.
-        multiplied: which of the first results reach a product; None where that does not matter.
-    """
-
-    exposed: tuple[bool, ...] = ()
-    multiplied: tuple[bool, ...] | None = None
+    exposed: tuple[bool, ...] = ()  # which of the first results are exposed; see `exposed.py`
+    multiplied: tuple[bool, ...] | None = None  # which reach a product; None: it does not matter
 
 
 NOTHING = Ends()  # nothing is known of it
@@ -69,7 +64,7 @@ class Neighbours(NamedTuple):
         return Ends(is_exposed, within(multiplied, equation, self.multiplied))
 
     def is_last(self, equation: Equation) -> bool:
-        """Whether an equation reaches no product, and is no call."""
+        """Whether an equation other than a call reaches no product."""
         if self.multiplied is None or any(var in self.multiplied for var in equation.outvars):
             return False
         return not is_call(equation)

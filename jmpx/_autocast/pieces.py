@@ -10,6 +10,7 @@ from jmpx._autocast.backward import variables
 from jmpx._autocast.cuts import Role, find_cuts, find_head, holds_product
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
+from jmpx._jaxprs.inner import all_equations
 
 # Their jaxprs are cut as the one around them is.
 _CUT_INSIDE = frozenset({"jit", "call", "closed_call", "cond", "shard_map", "scan"})
@@ -30,21 +31,13 @@ class Kind(enum.Enum):
 
 
 class Piece(NamedTuple):
-    """Equations that run together.
-
-    Args:
-        kind: what becomes of them.
-        equations: the equations, in their order.
-        inputs: the variables that they read, and others define.
-        outputs: the variables that they define, and others read.
-        last: the variables that nothing reads after them.
-    """
+    """Equations that run together."""
 
     kind: Kind
-    equations: list[Equation]
-    inputs: list[Atom]
-    outputs: list[Atom]
-    last: list[Atom]
+    equations: list[Equation]  # in their order
+    inputs: list[Atom]  # the variables that they read, and others define
+    outputs: list[Atom]  # the variables that they define, and others read
+    last: list[Atom]  # the variables that nothing reads after them
 
 
 _Group = tuple[Kind, list[int]]  # indices of equations
@@ -66,11 +59,8 @@ def find_selected(jaxpr: Jaxpr, scope: str, is_selected: Callable[[str], bool]) 
 
 def takes_gradient(jaxpr: Jaxpr) -> bool:
     """Whether a backward pass is part of a jaxpr."""
-    return any(
-        "transpose(" in str(equation.source_info.name_stack)
-        or any(map(takes_gradient, core.inner_jaxprs(equation.params)))
-        for equation in jaxpr.eqns
-    )
+    stacks = (equation.source_info.name_stack for equation in all_equations(jaxpr))
+    return any("transpose(" in str(stack) for stack in stacks)
 
 
 def _pieces(jaxpr: Jaxpr, groups: Iterable[_Group]) -> list[Piece]:

@@ -5,7 +5,6 @@ Products in 16 bits get none: they multiply in their own dtype, and a dot algori
 
 import weakref
 from collections.abc import Hashable
-from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +12,14 @@ from jax import lax
 
 from jmpx._autocast.multiplied import CONVOLUTION, PRODUCTS
 from jmpx._autocast.regions import Regions, Used
-from jmpx._autocast.rules import Context
+from jmpx._autocast.rules import Operation
 from jmpx._autocast.value import FLOAT32
 from jmpx._base.matmul import is_algorithm
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
 from jmpx._jaxprs.rewriting import with_equations, with_jaxprs
+from jmpx._jaxprs.types import Params
 
-Params: TypeAlias = dict[str, Any]  # some parameters of an equation
 _WORDS_FOR = frozenset({FLOAT32, np.dtype(np.complex64)})  # which is a pair of float32 numbers
 
 # jaxpr -> (scope, policy map) -> the same jaxpr, the products in it with their algorithms, and what
@@ -48,20 +47,23 @@ def low_dtype(equation: Equation, dtype: np.dtype) -> np.dtype:
     return dtype if is_low else FLOAT32
 
 
-def with_algorithms(context: Context, equation: Equation, dtype: np.dtype = FLOAT32) -> Params:
-    """Returns the parameters of an equation that change by the algorithms of its products.
+def with_algorithms(operation: Operation, dtype: np.dtype = FLOAT32) -> Params:
+    """Returns the parameters of an operation that change by the algorithms of its products.
 
-    These are the equation itself, or those in a jaxpr that it holds and nothing evaluates, such as
+    These are the operation itself, or those in a jaxpr that it holds and nothing evaluates, such as
     the matrix of a linear solver or a kernel. Operands that were float32 when traced have `dtype`.
     """
-    regions = context.interpreter.regions
-    return _params(equation, context.scope, regions, dtype) if regions.give_algorithms else {}
+    regions = operation.interpreter.regions
+    if not regions.give_algorithms:
+        return {}
+    return _params(operation.equation, operation.scope, regions, dtype)
 
 
-def without_algorithm(context: Context, equation: Equation) -> Params:
-    """Returns parameters for an equation that runs in 16 bits: as those of `with_algorithms`."""
-    is_product = operation_name(equation.primitive.name) in PRODUCTS
-    return _without_algorithm(equation, context.interpreter.regions) if is_product else {}
+def without_algorithm(operation: Operation) -> Params:
+    """Returns parameters for an operation that runs in 16 bits: as those of `with_algorithms`."""
+    if operation.name not in PRODUCTS:
+        return {}
+    return _without_algorithm(operation.equation, operation.interpreter.regions)
 
 
 def _without_algorithm(equation: Equation, regions: Regions) -> Params:
@@ -73,15 +75,15 @@ def _without_algorithm(equation: Equation, regions: Regions) -> Params:
     return {"precision": (lax.Precision.DEFAULT,) * 2} if is_open else {}
 
 
-def gives_algorithm(context: Context, equation: Equation) -> bool:
-    """Whether products of an equation have an algorithm, those that it traces later included."""
-    regions = context.interpreter.regions
+def gives_algorithm(operation: Operation) -> bool:
+    """Whether products of an operation have an algorithm, those that it traces later included."""
+    regions = operation.interpreter.regions
     if not regions.give_algorithms:
         return False
-    found = [regions.algorithm(name, context.region) for name in PRODUCTS]
+    found = [regions.algorithm(name, operation.region) for name in PRODUCTS]
     for algorithm in filter(None, found):  # whether there are such products is not known yet
         regions.note(algorithm)
-    return any(found) or bool(with_algorithms(context, equation))
+    return any(found) or bool(with_algorithms(operation))
 
 
 def _params(equation: Equation, scope: str, regions: Regions, dtype: np.dtype = FLOAT32) -> Params:

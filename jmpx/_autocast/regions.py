@@ -4,7 +4,6 @@ The rules of a policy map (`jmpx.types.Rule`) are called policy rules in this pa
 primitive has a rule, too: see `rules.py`.
 """
 
-import dataclasses
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -19,39 +18,23 @@ from jmpx._policies.maps import PolicyMap, Rule as PolicyRule
 
 
 class Algorithm(NamedTuple):
-    """The algorithm of float32 products, as a policy map gives it.
+    """The algorithm of float32 products, and the position in the policy map of the rule for it."""
 
-    Args:
-        name: its name, as `jax.default_matmul_precision` takes it.
-        rank: the position in the policy map of the rule that says so; -1 for the default, -2 for
-            what surrounds the call.
-    """
-
-    name: str
-    rank: int
+    name: str  # as `jax.default_matmul_precision` takes it
+    rank: int  # -1 for the default, -2 for what surrounds the call
 
 
-@dataclasses.dataclass
 class Used:
-    """What an evaluation met; the warnings of policy rules without effect read it.
+    """What an evaluation met; the warnings of policy rules without effect read it."""
 
-    Attributes:
-        rules: policy rules that matched a scope or a primitive.
-        scopes: scopes of equations, and the scopes around these.
-        operations: names of primitives.
-        algorithms: algorithms of float32 products, also of those that have one of their own.
-        left: what `save=` left as it was: why, and where in the user's code.
-        products: how products ran that the policy gives 16 bits; see `wide.py`.
-        wide: equations whose products the policy gives 16 bits, and that cannot have them.
-    """
-
-    rules: set[PolicyRule] = dataclasses.field(default_factory=set)
-    scopes: set[str] = dataclasses.field(default_factory=set)
-    operations: set[str] = dataclasses.field(default_factory=set)
-    algorithms: set[Algorithm] = dataclasses.field(default_factory=set)
-    left: set[tuple[Hashable, Place | None]] = dataclasses.field(default_factory=set)
-    products: set[Hashable] = dataclasses.field(default_factory=set)
-    wide: set[Equation] = dataclasses.field(default_factory=set)
+    def __init__(self) -> None:
+        self.rules = set[PolicyRule]()  # that matched a scope or a primitive
+        self.scopes = set[str]()  # of equations, and the scopes around these
+        self.operations = set[str]()  # names of primitives
+        self.algorithms = set[Algorithm]()  # of float32 products, even if they have one already
+        self.left = set[tuple[Hashable, Place | None]]()  # by `save=`: why and where
+        self.products = set[Hashable]()  # how those ran that should have 16 bits; see `wide.py`
+        self.wide = set[Equation]()  # whose products should have 16 bits, and cannot
 
     def add(self, inner: "Used") -> None:
         """Adds what the evaluation of an inner jaxpr met."""
@@ -60,21 +43,13 @@ class Used:
 
 
 class Region(NamedTuple):
-    """What holds at a scope.
+    """What holds at a scope."""
 
-    Args:
-        dtype: the compute dtype.
-        rank: the position in the policy map of the rule that says so; -1 for the default.
-        is_weak: whether results that are computed in float32 here are weak outside.
-        is_fixed: whether `jmpx.full_precision` marks the scope: no policy rule changes its dtype.
-        algorithm: that of float32 products; None leaves them to JAX.
-    """
-
-    dtype: np.dtype
-    rank: int
-    is_weak: bool
-    is_fixed: bool = False
-    algorithm: Algorithm | None = None
+    dtype: np.dtype  # in which it computes
+    rank: int  # the position in the policy map of the rule that says so; -1 for the default
+    is_weak: bool  # whether results that are computed in float32 here are weak outside
+    is_fixed: bool = False  # by `jmpx.full_precision`: no policy rule changes the dtype
+    algorithm: Algorithm | None = None  # of float32 products; None leaves them to JAX
 
     @property
     def is_full(self) -> bool:
@@ -97,20 +72,14 @@ class Region(NamedTuple):
 class Regions:
     """The regions of one evaluation under a policy map.
 
-    Args:
-        policy_map: the policy map.
-        surrounding: the algorithm that jmpx has set around the call of autocast; it holds if the
-            policy map's default says none.
-
-    Attributes:
-        used: the scopes and the matching rules that were met so far, among other things.
-        give_algorithms: whether the policy map gives any product an algorithm.
+    The surrounding algorithm is what jmpx has set around the call of autocast; it holds if the
+    policy map's default says none.
     """
 
     def __init__(self, policy_map: PolicyMap, surrounding: str | None = None) -> None:
         self.policy_map = policy_map
         self.surrounding = surrounding
-        self.used = Used()
+        self.used = Used()  # what was met so far
         names = (policy_map.default.matmul_precision, *(rule.matmul for rule in policy_map.rules))
         self.give_algorithms = any(name is not None for name in (surrounding, *names))
         self._regions: dict[str, Region] = {}

@@ -1,19 +1,41 @@
 """The registry: one rule for each primitive that autocast knows.
 
-A rule is a function, `rule(context, equation, values) -> results`, that runs an equation on its
-operands. `@register("scan")` puts it here; `kinds.py`, `primitives.py`, `control_flow.py` and
-`custom_vjp.py` do so when they are imported.
+A rule is a function, `rule(operation) -> results`, that runs an equation on its operands.
+`@register("scan")` puts it here; `kinds.py`, `primitives.py`, `control_flow.py` and `custom_vjp.py`
+do so when they are imported.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours
 from jmpx._autocast.regions import Region, Regions, Used
-from jmpx._autocast.value import Traits, Value
-from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
+from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
+
+Cast = Callable[[Value, np.dtype], Array]  # such as `Value.to`
+
+
+def is_float32(atom: Atom) -> bool:
+    """Whether an operand or a result was float32 when traced: all others keep their dtype."""
+    return getattr(atom.aval, "dtype", None) == FLOAT32
+
+
+def is_floating(atom: Atom) -> bool:
+    """Whether an operand or a result is an array of floating dtype."""
+    return hasattr(atom.aval, "dtype") and jnp.issubdtype(atom.aval.dtype, jnp.floating)
+
+
+class InnerPlace(NamedTuple):
+    """Where a jaxpr that an equation holds is evaluated, and what becomes of it."""
+
+    scope: str  # around it
+    ends: Ends = NOTHING  # what becomes of its results
+    result_dtypes: tuple[np.dtype, ...] = ()  # of its first results; the others come in any
+    num_uncast: int = 0  # how many of its first operands are cast inside
 
 
 class Retraced(NamedTuple):
@@ -34,71 +56,95 @@ class Interpreter(Protocol):
         ...
 
     def evaluate(
-        self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, *, ends: Ends = NOTHING
+        self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, ends: Ends = NOTHING
     ) -> list[Value]:
         """Runs a jaxpr on values, and returns its results."""
         ...
 
-    def retrace(
-        self,
-        jaxpr: Jaxpr,
-        values: Sequence[Value],
-        scope: str,
-        *,
-        ends: Ends = NOTHING,
-        result_dtypes: Sequence[np.dtype] = (),
-        num_uncast: int = 0,
-    ) -> Retraced:
-        """Traces the evaluation of a jaxpr."""
+    def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], place: InnerPlace) -> Retraced:
+        """Traces the evaluation of a jaxpr that an equation holds."""
         ...
 
 
-class Context(NamedTuple):
-    """What holds where an equation runs.
+class Operation(NamedTuple):
+    """An equation that is about to run, its operands, and what holds where it runs."""
 
-    Args:
-        interpreter: evaluates and retraces the jaxprs that the equation holds.
-        scope: the names of the scopes around the equation, joined by slashes.
-        region: what the policy rules say about that scope.
-        override: the dtype that a policy rule gives to the primitive; None without such a rule.
-        neighbours: results whose dtypes depend on the equations next to their own.
-    """
+    equation: Equation
+    values: list[Value]
+    interpreter: Interpreter  # of the jaxprs that the equation holds
+    scope: str  # the names of the scopes around the equation, joined by slashes
+    region: Region  # what the policy rules say about that scope
+    override: np.dtype | None  # what a policy rule gives to the primitive; None without one
+    neighbours: Neighbours  # results whose dtypes depend on the equations next to their own
 
-    interpreter: Interpreter
-    scope: str
-    region: Region
-    override: np.dtype | None
-    neighbours: Neighbours
+    @property
+    def name(self) -> str:
+        """The name of the primitive."""
+        return operation_name(self.equation.primitive.name)
+
+    @property
+    def result(self) -> Atom:
+        """The first result."""
+        return self.equation.outvars[0]
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that the policy gives to the equation."""
+        """The dtype that the policy gives to the operation."""
         return self.region.dtype if self.override is None else self.override
 
-    def is_exposed(self, equation: Equation) -> bool:
-        """Whether the first result of the equation must not be rounded onto a bound."""
-        return equation.outvars[0] in self.neighbours.exposed
+    @property
+    def float32_values(self) -> list[Value]:
+        """The operands that were float32 when traced."""
+        pairs = zip(self.equation.invars, self.values, strict=True)
+        return [value for atom, value in pairs if is_float32(atom)]
+
+    @property
+    def promoted(self) -> np.dtype:
+        """The widest dtype of the operands that were float32 when traced; else float32.
+
+        Weak operands count only if all are weak.
+        """
+        return join([value.traits for value in self.float32_values]).dtype
+
+    @property
+    def is_weak(self) -> bool:
+        """Whether all floating operands are weak, so that the results are, too."""
+        pairs = zip(self.equation.invars, self.values, strict=True)
+        return all(v.is_weak and is_float32(atom) for atom, v in pairs if is_floating(atom))
+
+    @property
+    def is_tangent(self) -> bool:
+        """Whether an operand is a tangent, so that the results are, too."""
+        return any(value.tangent for value in self.values)
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether the first result must not be rounded onto a bound."""
+        return self.result in self.neighbours.exposed
+
+    @property
+    def ends(self) -> Ends:
+        """What becomes of the results of the jaxpr that the equation holds."""
+        return self.neighbours.ends_within(self.equation)
+
+    def arrays(self, dtype: np.dtype, cast: Cast = Value.to) -> list[Array]:
+        """Returns the operands; the ones that were float32 when traced are in `dtype`."""
+        pairs = zip(self.equation.invars, self.values, strict=True)
+        return [cast(value, dtype) if is_float32(atom) else value.array for atom, value in pairs]
 
     def retrace(
         self,
-        equation: Equation,
         jaxpr: Jaxpr,
         values: Sequence[Value],
         result_dtypes: Sequence[np.dtype] = (),
         num_uncast: int = 0,
     ) -> Retraced:
-        """Traces the evaluation of a jaxpr whose results are those of an equation that holds it."""
-        return self.interpreter.retrace(
-            jaxpr,
-            values,
-            self.scope,
-            ends=self.neighbours.ends_within(equation),
-            result_dtypes=result_dtypes,
-            num_uncast=num_uncast,
-        )
+        """Traces the evaluation of a jaxpr whose results are those of the equation."""
+        place = InnerPlace(self.scope, self.ends, tuple(result_dtypes), num_uncast)
+        return self.interpreter.retrace(jaxpr, values, place)
 
 
-PrimitiveRule = Callable[[Context, Equation, list[Value]], list[Value]]
+PrimitiveRule = Callable[[Operation], list[Value]]
 _Rule = TypeVar("_Rule", bound=PrimitiveRule)
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.core
@@ -11,31 +11,21 @@ import numpy as np
 from jmpx._autocast.value import Array, Traits, Value
 from jmpx._base.messages import describe, did_you_mean
 from jmpx._jaxprs.core import Atom, Primitive, operation_name
+from jmpx._jaxprs.types import Params
 from jmpx._policies.rules import Rule
 
 _Cast = tuple[np.dtype, bool]  # a key of `Value.casts`
 
 
 class Saving(NamedTuple):
-    """What autocast saves for the backward pass: in each piece, the results of weight products.
+    """What autocast saves for the backward pass: in each piece, the results of weight products."""
 
-    Args:
-        selectors: what each piece is, as rules without a dtype; without any, autocast decides.
-        in_loop: whether the body of a scan is evaluated.
-    """
-
-    selectors: tuple[Rule, ...] = ()
-    in_loop: bool = False
+    selectors: tuple[Rule, ...] = ()  # of the pieces; without any, autocast decides
+    in_loop: bool = False  # whether the body of a scan is evaluated
 
 
 def get_saving(save: object, pieces: object) -> Saving | None:
-    """Returns what the arguments of `autocast` with these names mean.
-
-    Raises:
-        TypeError: if `pieces` is neither a selector nor a sequence of them.
-        ValueError: if `save` is neither None nor "products", a selector is not that of a module or
-            a scope, or `pieces` is given without `save`.
-    """
+    """Returns what the arguments of `autocast` with these names mean, and refuses others."""
     if save is not None and save != "products":
         near = did_you_mean(save, ["products"]) if isinstance(save, str) else "."
         raise ValueError(f"Expected None or 'products' as save=, got {describe(save)}{near}")
@@ -70,17 +60,11 @@ def _selector(text: str) -> Rule:
     return Rule(name, optional=text.strip().endswith("?"))
 
 
-def is_weight_product(
-    primitive: Primitive, params: dict[str, Any], operands: Sequence[Atom]
-) -> bool:
+def is_weight_product(primitive: Primitive, params: Params, operands: Sequence[Atom]) -> bool:
     """Whether an operation is a convolution, or a matrix product as a layer makes it of weights.
 
     A product of two activations, such as the scores of an attention, has dimensions of the batch.
-
-    Args:
-        primitive: the operation.
-        params: its parameters.
-        operands: its operands, or their shapes and dtypes.
+    The operands may be given as their shapes and dtypes.
     """
     name = operation_name(primitive.name)
     if name == "dot_general":
@@ -90,7 +74,7 @@ def is_weight_product(
     return name in ("conv_general_dilated", "ragged_dot_general")
 
 
-def saves_products(primitive: Primitive, *avals: Atom, **params: Any) -> bool:
+def saves_products(primitive: Primitive, *avals: Atom, **params: object) -> bool:
     """Whether the backward pass keeps the results of an operation: a policy of `jax.checkpoint`."""
     return is_weight_product(primitive, params, avals)
 
@@ -104,13 +88,8 @@ def checkpointed(
     """Runs a function of values under `jax.checkpoint`.
 
     Casts go in and out with the values, so that each is made once: the cotangents of one cast are
-    summed in its dtype, those of two casts in the dtype of the value.
-
-    Args:
-        run: the function.
-        values: its operands; get the casts that it makes of those that are read again.
-        is_read: which of the operands are read again afterwards.
-        saving: what is saved.
+    summed in its dtype, those of two casts in the dtype of the value. The values get the casts
+    that the function makes of those that are read again afterwards.
     """
     # JAX may keep the function, which must not keep the arrays alive.
     constants = [v.array if isinstance(v.array, np.ndarray) else None for v in values]

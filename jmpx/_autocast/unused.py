@@ -78,10 +78,7 @@ _WITHOUT_EFFECT = {
 def unused_rules(policy_map: PolicyMap, used: Used, modules: Iterable[Module]) -> Iterator[str]:
     """Yields what to say of each policy rule that met nothing, or changes nothing.
 
-    Args:
-        policy_map: the policy map.
-        used: what the evaluation met.
-        modules: the modules that the arguments hold.
+    The modules are those that the arguments hold.
     """
     modules = _modules(used, modules)
     ranks = {algorithm.rank for algorithm in used.algorithms}
@@ -143,12 +140,7 @@ def _near(rule: PolicyRule, used: Used, modules: set[Module]) -> str:
 
 
 def near_operation(selector: str, met: Iterable[str]) -> str:
-    """Returns the end of a warning: the operations that a policy rule may mean.
-
-    Args:
-        selector: the selector of a policy rule that met no operation, such as `op.expp`.
-        met: the names of the operations that ran.
-    """
+    """Returns the end of a warning: what a selector such as `op.expp` may mean."""
     name = selector.removeprefix("op.")
     if name.lower() in INSTEAD:
         *others, last = (f"'op.{operation}'" for operation in INSTEAD[name.lower()])

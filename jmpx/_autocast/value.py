@@ -23,9 +23,9 @@ class Traits(NamedTuple):
         dtype: its dtype.
         is_weak: whether it takes the dtype of an array that is not weak, where the two meet: a
             float32 bias leaves a bfloat16 activation bfloat16. True until a 16-bit operation
-            contributes: inputs and constants are weak, and results of these alone. JAX's
-            `weak_type` is another thing: an array is weak there if it is made of Python numbers
-            alone, so that a float32 parameter is not.
+            contributes: inputs and constants are weak, and what only these contribute to. JAX's
+            `weak_type` differs: there, only what is made of Python numbers is weak, so that a
+            float32 parameter is not.
         tangent: whether it is a tangent, or computed from one. It is cast linearly, so that it can
             be transposed and an overflow shows.
         uniform: whether all its elements are the same number.
@@ -33,7 +33,7 @@ class Traits(NamedTuple):
         onto_bound: the 16-bit dtypes in which a constant other than 0, 1 and -1 becomes one of
             them.
         data: whether an input other than a parameter, or an array that is closed over, contributes
-            to it while it is weak; it is then weak on the path to a product alone.
+            to it while it is weak; it is then weak only on the path to a product.
     """
 
     dtype: np.dtype

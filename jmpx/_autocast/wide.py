@@ -1,4 +1,4 @@
-"""Products that run in float32 although autocast was to give them 16 bits, and warnings of them.
+"""Products that run in float32 although the policy gives them 16 bits, and warnings of them.
 
 JAX traces the backward pass that a user wrote for `jax.custom_vjp` only when it differentiates, and
 in the dtypes of the forward pass: autocast cannot evaluate it in others. The same holds for a
@@ -6,25 +6,25 @@ function with a partitioning of its own, and for a kernel.
 """
 
 import enum
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator
 
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._autocast.binding import is_float32
 from jmpx._autocast.multiplied import PRODUCTS, is_outer
 from jmpx._autocast.products import is_precise, low_dtype
 from jmpx._autocast.regions import Regions, Used
-from jmpx._autocast.rules import Context, lookup
-from jmpx._autocast.value import FLOAT32, Value
+from jmpx._autocast.rules import Operation, is_float32, lookup
+from jmpx._autocast.value import FLOAT32
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
+from jmpx._jaxprs.inner import all_equations
 from jmpx._jaxprs.places import place_of
 from jmpx._jaxprs.product_flops import PRODUCT_FLOPS
 from jmpx._policies.maps import PolicyMap
 
 _CUSTOM_VJP = "custom_vjp_call"
-_PALLAS = "pallas_call"  # its jaxpr is that of one of many programs
 
 # Parts of the names of other kernels: `ffi_call`, those of jax-triton and of cuDNN. The remaining
 # primitives without a rule move data.
@@ -37,28 +37,26 @@ REMEDY = (
 
 
 class Ran(enum.Enum):
-    """How a product ran that was to run in 16 bits."""
+    """How a product ran to which the policy gives 16 bits."""
 
     LOW = "in 16 bits"
     PRECISE = (
         "their precision is above the default, so leave out `precision=` and "
         "jax.default_matmul_precision where 16 bits are meant"
     )
-    OTHER = "their operands are of another dtype, such as float64, and autocast casts float32 alone"
+    OTHER = "their operands are of another dtype, such as float64, and autocast casts only float32"
 
 
-def note_products(context: Context, equation: Equation, values: Sequence[Value]) -> None:
-    """Notes how an equation runs, if it is a product or holds some, and is to run in 16 bits."""
-    name, dtype = operation_name(equation.primitive.name), context.dtype
-    if dtype.itemsize > 2 or context.region.is_fixed:
+def note_products(operation: Operation) -> None:
+    """Notes how an operation runs that is a product or holds some, if the policy says 16 bits."""
+    name, dtype, equation = operation.name, operation.dtype, operation.equation
+    if dtype.itemsize > 2 or operation.region.is_fixed:
         return
-    used = context.interpreter.regions.used
+    used = operation.interpreter.regions.used
     if name in PRODUCTS:
-        how = _how(equation, dtype) if context.override is None else Ran.LOW
+        how = _how(equation, dtype) if operation.override is None else Ran.LOW
         used.products.update(set() if how is None else {how})
-    elif (name == _CUSTOM_VJP or lookup(equation) is None) and _stays_wide(
-        context, equation, values
-    ):
+    elif (name == _CUSTOM_VJP or lookup(equation) is None) and _stays_wide(operation):
         used.wide.add(equation)
 
 
@@ -72,18 +70,19 @@ def _how(equation: Equation, dtype: np.dtype) -> Ran | None:
     return Ran.PRECISE if is_precise(equation) else Ran.OTHER
 
 
-def _stays_wide(context: Context, equation: Equation, values: Sequence[Value]) -> bool:
-    """Whether an equation that runs as traced has float32 products that were to have 16 bits.
+def _stays_wide(operation: Operation) -> bool:
+    """Whether an operation that runs as traced has float32 products that should have 16 bits.
 
     A kernel without a jaxpr shows only its operands: at least two matrices, one of them in 16 bits.
     """
-    pairs = [(a, v) for a, v in zip(equation.invars, values, strict=True) if is_float32(a)]
-    if all(getattr(atom.aval, "size", 0) == 1 for atom, _ in pairs):
+    equation = operation.equation
+    if all(getattr(atom.aval, "size", 0) == 1 for atom in filter(is_float32, equation.invars)):
         return False
-    regions = context.interpreter.fresh().regions  # a rule that matches inside has no effect
-    if _has_wide_product(equation, context.scope, regions):
+    regions = operation.interpreter.fresh().regions  # a rule that matches inside has no effect
+    if _has_wide_product(equation, operation.scope, regions):
         return True
-    return any(value.dtype.itemsize == 2 for _, value in pairs) and _has_kernel(equation)
+    has_low = any(value.dtype.itemsize == 2 for value in operation.float32_values)
+    return has_low and any(map(_is_kernel, _with_inner(equation)))
 
 
 def _has_wide_product(equation: Equation, scope: str, regions: Regions) -> bool:
@@ -103,14 +102,18 @@ def _is_wide_product(equation: Equation) -> bool:
     return is_wide and not is_precise(equation) and not is_outer(equation)
 
 
-def _has_kernel(equation: Equation) -> bool:
-    """Whether an equation calls code without a jaxpr on matrices, or holds such a call."""
-    jaxprs = core.inner_jaxprs(equation.params)
-    if jaxprs:
-        return any(_has_kernel(inner) for jaxpr in jaxprs for inner in jaxpr.eqns)
+def _with_inner(equation: Equation) -> Iterator[Equation]:
+    """Yields an equation, and those of all jaxprs in it."""
+    yield equation
+    yield from itertools.chain.from_iterable(map(all_equations, core.inner_jaxprs(equation.params)))
+
+
+def _is_kernel(equation: Equation) -> bool:
+    """Whether an equation calls code without a jaxpr on matrices."""
     name = operation_name(equation.primitive.name)
     matrices = [a for a in equation.invars if is_float32(a) and len(a.aval.shape) > 1]
-    return len(matrices) > 1 and any(word in name for word in _KERNELS)
+    is_named = len(matrices) > 1 and any(word in name for word in _KERNELS)
+    return is_named and not core.holds_jaxpr(equation.params)
 
 
 def wide_products(policy_map: PolicyMap, used: Used, jaxpr: Jaxpr) -> Iterator[str]:
@@ -153,16 +156,10 @@ def _flops_of(equation: Equation, wide: Collection[Equation]) -> tuple[float, fl
             return np.nan, 0.0
         is_float = jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating)
         return float(PRODUCT_FLOPS[name](equation)) if is_float else 0.0, 0.0
-    if equation in wide and _hides_products(equation):
+    # A jaxpr shows neither the products of a kernel nor how often those of a Pallas kernel run.
+    inner_ones = _with_inner(equation) if equation in wide else ()
+    if any(_is_kernel(e) or e.primitive.name == "pallas_call" for e in inner_ones):
         return np.nan, 0.0
     times = equation.params["length"] if name == "scan" else 1
     inner = [_flops(jaxpr, wide) for jaxpr in core.inner_jaxprs(equation.params)]
     return times * sum(flops for flops, _ in inner), times * sum(part for _, part in inner)
-
-
-def _hides_products(equation: Equation) -> bool:
-    """Whether an equation is or holds a call whose number of products no jaxpr shows."""
-    if equation.primitive.name == _PALLAS or _has_kernel(equation):
-        return True
-    jaxprs = core.inner_jaxprs(equation.params)
-    return any(_hides_products(inner) for jaxpr in jaxprs for inner in jaxpr.eqns)

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import jax
@@ -26,7 +27,16 @@ from jmpx._base.made_once import made_once
 from jmpx._base.matmul import region_setting
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.nnx_objects import is_object, module_base
-from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
+from jmpx._base.stateful import (
+    Arguments,
+    Changes,
+    Function,
+    Keywords,
+    Leaf,
+    PureFunction,
+    apply,
+    call,
+)
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Jaxpr
 from jmpx._jaxprs.marks import Module
@@ -58,12 +68,6 @@ class Autocast:
     If the callable is an object of Flax's NNX, it is an `nnx.Module`, so that it can be an
     attribute of other modules; attributes that are set on it are set on the object.
 
-    Args:
-        _jmpx_fn: the callable.
-        _jmpx_policy_map: the policies of scopes and operations.
-        _jmpx_output: "traced", None or a dtype; see `jmpx.autocast`.
-        _jmpx_save: what the backward pass keeps; see `jmpx.autocast`.
-
     Example:
         >>> import equinox as eqx, jax
         >>> import jmpx
@@ -76,13 +80,14 @@ class Autocast:
 
     __module__ = "jmpx.types"
 
-    _jmpx_fn: Callable[..., Any]
+    # The arguments of `jmpx.autocast`:
+    _jmpx_fn: Function
     _jmpx_policy_map: PolicyMap
     _jmpx_output: Output = "traced"
     _jmpx_save: Saving | None = None
 
     @property
-    def __wrapped__(self) -> Callable[..., Any]:
+    def __wrapped__(self) -> Function:
         return self._jmpx_fn
 
     def __getattr__(self, name: str) -> Any:
@@ -127,10 +132,10 @@ def evaluated(
         policy_map: the policies of scopes and operations.
         save: what the backward pass keeps; None leaves that to JAX.
         output: "traced", None or a dtype; see `autocast`.
-        pure: the function.
-        state: the state of its objects.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
+        pure: the function, with the state of its objects and its arguments.
+        state: see `pure`.
+        args: see `pure`.
+        kwargs: see `pure`.
         is_parameter: whether a floating array among the state and the arguments is a parameter,
             which is weak everywhere. The others, and arrays that the function closes over, then
             keep their dtype where they reach no product, as targets in a loss do. None has all
@@ -153,14 +158,17 @@ def evaluated(
     selectors = save.selectors if save else ()
     marks = Marks(PolicyMap(policy_map.default, (*policy_map.rules, *selectors)))
     pure.invoke = marks.call
-    with fact_set(AUTOCAST, key):
-        traced = _traced(interpreter, pure, state, args, kwargs)
+    with fact_set(AUTOCAST, key), refuse_creation(), _open_products(interpreter):
+        traced = core.trace(pure, (state, *args), kwargs)
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
     values = _values(changes.replaced(), traced.arrays, ((state, *args), kwargs), is_parameter)
     # A loss outside may take the logarithm of a probability that leaves.
     is_exposed = (True,) * len(traced.jaxpr.out_avals)
     ends = Ends(is_exposed, None if is_parameter is None else ())
-    results = _evaluate(interpreter, traced.jaxpr, values, ends)
+    if interpreter.saving is not None and takes_gradient(traced.jaxpr):
+        interpreter.used.left.add((None, None))
+        interpreter.saving = None
+    results = interpreter.evaluate(traced.jaxpr, values, "", ends)
     _warn(policy_map, interpreter.used, selectors, marks.seen, traced.jaxpr)
     num_changes = len(changes.arrays)
     outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes
@@ -201,28 +209,13 @@ def _values(
     return values
 
 
-def _traced(
-    interpreter: Interpreter,
-    pure: PureFunction,
-    state: list[Leaf],
-    args: Arguments,
-    kwargs: Keywords,
-) -> core.Traced:
+def _open_products(interpreter: Interpreter) -> AbstractContextManager[object]:
+    """Returns the context of a trace that shows which precisions the user's own code sets.
+
+    A setting of jmpx around the call is for products that run in float32.
+    """
     is_inside = interpreter.regions.surrounding is not None
-    # A setting of jmpx around the call is for products that run in float32; the trace shows those
-    # whose precision the user's own code sets.
-    open_products = jax.default_matmul_precision(None) if is_inside else contextlib.nullcontext()
-    with refuse_creation(), open_products:
-        return core.trace(pure, (state, *args), kwargs)
-
-
-def _evaluate(
-    interpreter: Interpreter, jaxpr: Jaxpr, values: list[Value], ends: Ends
-) -> list[Value]:
-    if interpreter.saving is not None and takes_gradient(jaxpr):
-        interpreter.used.left.add((None, None))
-        interpreter.saving = None
-    return interpreter.evaluate(jaxpr, values, "", ends=ends)
+    return jax.default_matmul_precision(None) if is_inside else contextlib.nullcontext()
 
 
 def _restored(value: Value, traced: jax.core.ShapedArray, output: Output) -> Array:
@@ -260,18 +253,13 @@ def _module_class(base: Any) -> type:
     return AutocastModule
 
 
-def _wrap(fn: Callable[..., Any], *fields: Any) -> Autocast:
+def _wrap(fn: Function, *fields: Any) -> Autocast:
     """Makes the `Autocast` of a callable, which may be a pytree or an object of NNX."""
     return (_module_class(module_base()) if is_object(fn) else Autocast)(fn, *fields)
 
 
-def applied(fn: Callable[..., Any], *fields: Any) -> Callable[..., Any]:
-    """Returns a callable under autocast: an `Autocast` of a pytree, else a function.
-
-    Args:
-        fn: the callable.
-        *fields: the other fields of `Autocast`.
-    """
+def applied(fn: Function, *fields: Any) -> Function:
+    """Returns a callable under autocast: an `Autocast` of a pytree, else a function."""
     wrapped = _wrap(fn, *fields)
     if is_object(fn) or not jax.tree_util.all_leaves([fn]):
         return wrapped

@@ -37,7 +37,7 @@ def is_mapped(name: Hashable) -> bool:
 
 def _unknown(name: Hashable) -> str:
     got = f"Cannot find the mapped axis {describe(name)}"
-    # JAX tells the axes of a mesh alone, not those of `jax.vmap`.
+    # JAX tells only the axes of a mesh, not those of `jax.vmap`.
     known = [str(axis) for axis in jax.sharding.get_abstract_mesh().manual_axes]
     if known:
         return f"{got}: those of the mesh here are {known}{did_you_mean(str(name), known)}"
@@ -72,7 +72,7 @@ def tracked_axes() -> frozenset[Hashable]:
 
 
 def vary(arrays: Sequence[jax.Array], axes: Iterable[Hashable]) -> list[jax.Array]:
-    """Returns the same arrays, as arrays that JAX takes to vary along axes that it tracks.
+    """Returns the same arrays, as arrays that vary along those of the axes that JAX tracks.
 
     Under `jax.shard_map`, JAX sums the gradient of an array that does not vary along an axis as
     soon as it has it, in 16 bits. The gradient of a varying array is left to the caller, who sums

@@ -173,7 +173,7 @@ def refuse_other_tasks(action: str) -> None:
 
     A thread has one cache key and one list of interceptors for all its tasks. If two tasks held
     contexts at once, or one traced a module while another held a context, modules would get casts
-    that nobody asked for, and JAX's caches would keep them. Context variables tell tasks apart
+    of another task, and JAX's caches would keep them. Context variables tell tasks apart
     in every event loop; a task that is started inside a context is inside it, too.
 
     Args:

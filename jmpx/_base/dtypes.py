@@ -140,7 +140,7 @@ def check_enabled(dtype: DTypeLike) -> None:
 
 
 def _is_for_storage(dtype: DTypeLike) -> bool:
-    """Whether a dtype is for storage alone: a gradient in 8 bits would be 0 or NaN."""
+    """Whether a dtype is only for storage: a gradient in 8 bits would be 0 or NaN."""
     return np.dtype(dtype).itemsize < 2
 
 

@@ -28,8 +28,8 @@ def is_array(leaf: object) -> TypeGuard[Array]:
 def is_floating(leaf: object) -> bool:
     """Whether `leaf` is an array or a `jax.ShapeDtypeStruct` of a real floating dtype.
 
-    Casts change these leaves and no others. A NumPy scalar such as `np.float32(1)` is one of them.
-    A Python number is not: it has no dtype, and JAX lets it take that of the other operand.
+    Casts change these leaves and no others: a NumPy scalar such as `np.float32(1)`, but not a
+    Python number, which has no dtype: JAX lets it take that of the other operand.
     """
     return isinstance(leaf, (*ARRAYS, jax.ShapeDtypeStruct)) and is_floating_dtype(leaf.dtype)
 
@@ -58,7 +58,7 @@ def is_traceable(leaf: object) -> TypeGuard[jax.Array | np.ndarray | np.number |
     )
 
 
-def can_replace(new: Any, old: Any) -> bool:
+def can_replace(new: PyTree, old: PyTree) -> bool:
     """Whether a loop that carries the leaf `old` can carry `new` next.
 
     An array may have other values, in its shape and dtype; any other leaf must be the same.
@@ -79,5 +79,5 @@ def spell(leaf: object) -> str:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether `value` is a whole number, of Python or NumPy; a bool is none."""
+    """Whether `value` is a whole number of Python or NumPy, other than a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)

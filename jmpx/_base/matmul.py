@@ -1,8 +1,8 @@
 """The algorithm of matrix products and convolutions: its names, and the context that sets it.
 
-A float32 product multiplies in bfloat16 on a TPU, and in TF32 on newer GPUs, unless it is told
-otherwise. The names are those of `jax.default_matmul_precision`: six words that say how precise a
-product is to be, and dot algorithms, which say in which dtypes it multiplies and sums.
+A float32 product multiplies in bfloat16 on a TPU, and in TF32 on newer GPUs, by default. The names
+are those of `jax.default_matmul_precision`: six words for the precision of a product, and dot
+algorithms, which say in which dtypes it multiplies and sums.
 """
 
 import contextlib
@@ -32,11 +32,7 @@ def describe_matmuls() -> str:
 
 
 def parse_matmul(name: str) -> str:
-    """Returns a name as JAX spells it, ignoring case and surrounding white space.
-
-    Raises:
-        KeyError: if `jax.default_matmul_precision` does not take it.
-    """
+    """Returns a name in any case as JAX spells it; a KeyError if JAX does not take it."""
     name = name.strip()
     for spelled in (name.lower(), name.upper()):
         try:
@@ -48,23 +44,19 @@ def parse_matmul(name: str) -> str:
 
 
 def as_matmul(precision: str | None) -> str | None:
-    """Returns the name of an algorithm of products, as JAX spells it; None for None.
-
-    Raises:
-        TypeError: if `precision` is not a name.
-        ValueError: if it is an unknown name.
-    """
+    """Returns the name of an algorithm of products, as JAX spells it; None for None."""
     if precision is None:
         return None
-    expected = f"expected one of {describe_matmuls()}, as jax.default_matmul_precision takes them."
+    unknown = (
+        f"Unknown algorithm {precision!r} of matrix products: expected one of "
+        f"{describe_matmuls()}, as jax.default_matmul_precision takes them."
+    )
     if not isinstance(precision, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"Unknown algorithm {precision!r} of matrix products: {expected}")
+        raise TypeError(unknown)
     try:
         return parse_matmul(precision)
     except KeyError:
-        raise ValueError(
-            f"Unknown algorithm {precision!r} of matrix products: {expected}"
-        ) from None
+        raise ValueError(unknown) from None
 
 
 def is_algorithm(matmul: str | None) -> bool:
@@ -72,80 +64,64 @@ def is_algorithm(matmul: str | None) -> bool:
     return matmul is not None and matmul not in _WORDS
 
 
-def matmul_of(policy: Any) -> str | None:
+def matmul_of(policy: object) -> str | None:
     """Returns the algorithm of a policy; one of JMP, which Haiku's registry may hold, has none."""
     return getattr(policy, "matmul_precision", None)
 
 
 class _Held(NamedTuple):
-    """The dot algorithm of the innermost region of jmpx.
-
-    Attributes:
-        algorithm: its name.
-        outside: JAX's setting without it.
-        in_force: whether the region computes in float32, so that it uses the algorithm.
-    """
+    """The dot algorithm of the innermost region of jmpx."""
 
     algorithm: str
-    outside: str
-    in_force: bool
-
-    @property
-    def setting(self) -> str:
-        """JAX's setting in the region."""
-        return self.algorithm if self.in_force else self.outside
+    outside: str  # JAX's setting without it
+    in_force: bool  # whether the region computes in float32, so that it uses the algorithm
 
 
 class _Thread(threading.local):
-    """What the innermost region of jmpx in one thread has set.
+    """What the innermost region of jmpx in one thread has set."""
 
-    Attributes:
-        held: its dot algorithm, None for a word.
-        setting: JAX's setting in it; None outside of all regions.
-    """
-
-    def __init__(self) -> None:
-        self.held: _Held | None = None
-        self.setting: str | None = None
+    held: _Held | None = None  # its dot algorithm; None for a word
+    setting: str | None = None  # JAX's setting in it; None outside of all regions
 
 
 _thread = _Thread()
+# Any, because JAX annotates neither its user contexts nor its settings.
+_config: Any = jax.config
 # JAX's caches know its own setting; this tells them what a region inside would set.
-_held_key: Any = jax.make_user_context(None)  # Any, because JAX does not annotate it
+_held_key: Any = jax.make_user_context(None)
 
 
-def matmul_region(matmul: str | None, dtype: DTypeLike) -> AbstractContextManager[Any]:
+def matmul_region(matmul: str | None, dtype: DTypeLike) -> AbstractContextManager[None]:
     """Returns the context of a region: code that computes in one dtype, with one algorithm.
 
     A word such as `highest` holds for all products: on those in 16 bits it changes nothing. A dot
     algorithm would: JAX casts the operands of every product to the dtypes of the algorithm, float64
-    ones too. So it is in force where a region computes in float32 alone. Regions inside of another
+    ones too. So it is in force only where a region computes in float32. Regions inside of another
     one inherit it, also from one that does not compute in float32.
 
     Args:
         matmul: the name of the algorithm as JAX spells it; None inherits that of the surrounding
-            region, and leaves what somebody else has set since.
+            region, and leaves what the user's code has set since.
         dtype: the dtype in which the region computes.
     """
-    config: Any = jax.config  # Any, because JAX does not annotate its settings
-    held, now = _thread.held, config.jax_default_matmul_precision
+    held, now = _thread.held, _config.jax_default_matmul_precision
     if matmul is None:
-        if held is None or now != held.setting:
+        if held is None or now != _thread.setting:
             return contextlib.nullcontext()
         matmul = held.algorithm
     if not is_algorithm(matmul):
         return _region(None, matmul)
-    if held is not None and now == held.setting:
+    if held is not None and now == _thread.setting:
         outside = held.outside
     else:
         # By its name, also if JAX has no setting: else JAX would look for one again when it
         # transposes a product, which may be in a region of the algorithm.
         outside = now or "default"
-    region = _Held(matmul, outside, in_force=np.dtype(dtype) == jnp.float32)
-    return _region(region, region.setting)
+    in_force = np.dtype(dtype) == jnp.float32
+    return _region(_Held(matmul, outside, in_force), matmul if in_force else outside)
 
 
-def matmul_precision(matmul: str | None) -> AbstractContextManager[Any]:
+def matmul_precision(matmul: str | None) -> AbstractContextManager[None]:
     """Returns the context of code in float32 with an algorithm; None changes nothing."""
     return contextlib.nullcontext() if matmul is None else matmul_region(matmul, jnp.float32)
 
@@ -164,6 +140,5 @@ def _region(held: _Held | None, setting: str) -> Iterator[None]:
 
 def region_setting() -> str | None:
     """Returns JAX's setting, if a region of jmpx has made it; None for the user's own, or none."""
-    config: Any = jax.config  # Any, because JAX does not annotate its settings
     setting = _thread.setting
-    return setting if config.jax_default_matmul_precision == setting else None
+    return setting if _config.jax_default_matmul_precision == setting else None

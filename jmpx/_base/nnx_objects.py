@@ -17,7 +17,7 @@ from jmpx._base.leaves import PyTree
 Object: TypeAlias = Any  # Flax may be missing, and its types with it.
 
 
-def nnx() -> Any:
+def nnx() -> Object:
     """Returns the module `flax.nnx`, or None if the program has not imported it."""
     return sys.modules.get("flax.nnx")
 

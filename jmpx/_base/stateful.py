@@ -41,8 +41,7 @@ def apply(fn: Callable[..., R], *args: PyTree, **kwargs: PyTree) -> R:
 class _Parts(NamedTuple):
     """A split object: its structure and its state.
 
-    If the object is exposed, `params` are its `nnx.Param`s, or all of the state of a variable: an
-    argument of the transformation. Else they are None.
+    Of an exposed object, `params` are an argument of the transformation; else they are None.
     """
 
     value: Object
@@ -83,7 +82,7 @@ class _Record:
     leaves: Sequence[Leaf] = ()  # of them: the parameters, then the state
     num_params: int = 0  # among these leaves
     after: Sequence[_Parts] = ()  # the objects, and those in the function's result
-    structure: Any = None  # of their leaves
+    structure: PyTree = None  # of their leaves
     origins: Sequence[_Origin] = ()  # of each of their leaves
     is_rebuilt: bool = False  # whether the structure of an object, or their number, has changed
 
@@ -120,10 +119,9 @@ class Changes:
         return {id(leaf) for leaf in leaves} - kept
 
     def stored(self, with_random: bool = True) -> "Changes":
-        """Returns what each new array replaces, to which it goes back where a step is skipped.
+        """Returns what each new array replaces; None for a new variable.
 
-        None stands for a new variable, and for a random counter unless it is asked for: a skipped
-        step has drawn its numbers.
+        A step that is skipped goes back to it, but for random counters: it has drawn its numbers.
         """
         return self._at_places(self.record.leaves, with_random)
 
@@ -182,17 +180,11 @@ class PureFunction:
     """A function as a pure one: it takes the state of its objects, and returns their changes.
 
     This class is for a function without objects, `_Split` for one with objects.
-
-    Args:
-        fn: the function.
-
-    Attributes:
-        invoke: calls the function with its arguments, objects among them; may be replaced.
     """
 
     def __init__(self, fn: Function) -> None:
         self.fn = fn
-        self.invoke: Function = apply
+        self.invoke: Function = apply  # calls the function with its arguments; may be replaced
 
     def __call__(
         self, state: Sequence[Leaf], *args: PyTree, **kwargs: PyTree
@@ -222,14 +214,6 @@ def call(
         fn: the function.
         args: its positional arguments.
         kwargs: its keyword arguments.
-
-    Returns:
-        The result of `fn`, as `transform` returned it.
-
-    Raises:
-        TypeError: if a variable holds a mutable reference.
-        ValueError: if a module that changes is not among the arguments, or is there but belongs to
-            an outer trace.
     """
     with split(fn, args, kwargs) as given:
         result, changes = transform(*given)
@@ -256,13 +240,10 @@ def split(
 class _Split(PureFunction):
     """A function of NNX objects, which are split. Make it within an `nnx.update_context`.
 
-    Args:
-        fn: the function.
-        leaves: its arguments, flattened into objects and other leaves.
-        treedef: the structure of the arguments.
+    The leaves are its arguments, flattened into objects and other leaves.
     """
 
-    def __init__(self, fn: Function, leaves: list[PyTree], treedef: Any) -> None:
+    def __init__(self, fn: Function, leaves: list[PyTree], treedef: PyTree) -> None:
         super().__init__(fn)
         self.leaves, self.treedef = leaves, treedef
         with nnx().split_context(_CONTEXT) as context:
@@ -319,11 +300,7 @@ class _Split(PureFunction):
     ) -> tuple[PyTree, Changes]:
         """Splits the copies and the objects in the result, after the function ran.
 
-        Args:
-            copies: the copies.
-            result: what the function returned.
-            known: the leaves that the copies were merged from, in the order of `originals`.
-            is_rebuilt: whether the structure of a copy has changed.
+        The copies were merged from the leaves in `known`, which have the order of `originals`.
         """
         results, result_def = jax.tree.flatten(result, is_leaf=is_whole)
         with nnx().split_context(_CONTEXT) as context:

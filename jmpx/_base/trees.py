@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.core
@@ -63,7 +63,7 @@ def holds_on_all(flag: jax.Array, axis_name: AxisName) -> jax.Array:
     return jax.lax.pmin(flag.astype(jnp.int32), axis_name) == 1
 
 
-def _is_finite(leaf: Any) -> jax.Array | np.bool_:
+def _is_finite(leaf: PyTree) -> jax.Array | np.bool_:
     if is_array(leaf) and not is_traceable(leaf):
         return np.isfinite(leaf).all()
     if not is_floating(leaf):
@@ -122,7 +122,9 @@ def select_tree(pred: Flag, a: T, b: T) -> T:
     return jax.tree_util.tree_map_with_path(select, a, b)
 
 
-def _select_leaf(pred: Flag, flag: jax.Array, path: jax.tree_util.KeyPath, a: Any, b: Any) -> Any:
+def _select_leaf(
+    pred: Flag, flag: jax.Array, path: jax.tree_util.KeyPath, a: PyTree, b: PyTree
+) -> PyTree:
     if a is b or not isinstance(a, ARRAYS + NUMBERS):
         return a
     if not is_array(a) and not is_array(b) and a == b:
@@ -139,7 +141,7 @@ def _select_leaf(pred: Flag, flag: jax.Array, path: jax.tree_util.KeyPath, a: An
     return jax.lax.select(flag, a, b)
 
 
-def _select_outside_jax(pred: Flag, path: jax.tree_util.KeyPath, a: Any, b: Any) -> Any:
+def _select_outside_jax(pred: Flag, path: jax.tree_util.KeyPath, a: PyTree, b: PyTree) -> PyTree:
     """Selects between two leaves if JAX cannot hold one of them, such as text or a date."""
     if not isinstance(pred, jax.core.Tracer):
         return a if pred else b

@@ -2,8 +2,9 @@
 
 - `main.py`: the parser, the table of commands and of their arguments, and the exit codes. A new
   command is a row in its two tables, and a function.
-- `explain.py`: what a policy string means; `models.py`: which rule each module of a model has;
-  `config_files.py`: which policies a configuration file holds.
+- `explain.py`: what a policy string means; `config_files.py`: which policies a file holds.
+- `models.py`: which rule each module of a model has, for `--model`; `operations.py`: the same by
+  operations; `made.py`: what is looked at; `model_tables.py`: what is printed, as data.
 - `commands.py`: `audit`, `ranges` and `first-nonfinite`, which look at a program.
 - `doctor.py`: versions, devices and settings, and what of them does not fit together.
 - `targets.py`: imports what a user names as `pkg.module:make`, with its flags, and turns an error

@@ -9,12 +9,13 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from jmpx._base.leaves import PyTree
 from jmpx._base.text import count_text
 from jmpx._cli.targets import attempt, load
 
-Program: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
+Program: TypeAlias = tuple[Callable[..., PyTree], tuple[PyTree, ...]]
 
 _RETURNS = "a pair of a function and the tuple of its arguments"
 
@@ -35,7 +36,7 @@ def audit(given: argparse.Namespace, flags: Sequence[str]) -> int:
     return int(differs)
 
 
-def _compared(entries: Sequence[Any], path: str) -> tuple[bool, list[str]]:
+def _compared(entries: Sequence[PyTree], path: str) -> tuple[bool, list[str]]:
     """Returns whether a program differs from a lock file, and the lines that say how."""
     from jmpx._inspect.audit.lock import differences, write
 
@@ -96,7 +97,7 @@ def _made(given: argparse.Namespace, flags: Sequence[str]) -> Iterator[Program]:
         sys.argv = before
 
 
-def _print(found: Any, given: argparse.Namespace) -> None:
+def _print(found: PyTree, given: argparse.Namespace) -> None:
     """Prints a result, or its JSON."""
     print(found.to_json() if given.json else found)
 

@@ -12,12 +12,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 
 from jmpx._base.dtypes import check_computes, dtype_name, half_dtype
+from jmpx._base.leaves import PyTree
 from jmpx._base.messages import did_you_mean
 from jmpx._inspect.audit.hardware import DIGITS, MULTIPLIES_IN
 from jmpx._policies.map_strings import get_policy_map
@@ -43,6 +44,8 @@ _SETTINGS = (
     "jax_debug_infs",
 )
 _VARIABLES = ("JMPX_POLICY", "JMPX_LOSS_SCALE")
+Device: TypeAlias = Any  # JAX's own class is no type of annotations
+
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 _UNKNOWN = "unknown for this device"
 
@@ -129,7 +132,7 @@ def _versions() -> Iterator[Row]:
             yield Row(name, None, f"not installed: pip install {by}")
 
 
-def _device(warnings: list[str]) -> Any:
+def _device(warnings: list[str]) -> PyTree:
     """Returns the first device of this process; None if JAX cannot start."""
     try:
         return jax.local_devices()[0]
@@ -141,7 +144,7 @@ def _device(warnings: list[str]) -> Any:
         return None
 
 
-def _about(device: Any) -> Iterator[Row]:
+def _about(device: Device) -> Iterator[Row]:
     """Yields what jmpx does on a device, and what the device does."""
     kinds = [each.device_kind for each in jax.devices()]
     counts = [f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)]
@@ -156,7 +159,7 @@ def _about(device: Any) -> Iterator[Row]:
     yield Row("skip_by", "where" if device.platform == "tpu" else "cond")
 
 
-def _multiplied(device: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+def _multiplied(device: Device) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
     """Returns the formats of 16 and of 8 bits that a device multiplies; None where nobody knows.
 
     Tensor cores multiply float16 from compute capability 7.0 on, bfloat16 from 8.0 on, and 8 bits
@@ -171,14 +174,14 @@ def _multiplied(device: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...] | 
     return sixteen, _EIGHT_BITS if capability >= (8, 9) else ()
 
 
-def _capability(device: Any) -> tuple[int, ...] | None:
+def _capability(device: Device) -> tuple[int, ...] | None:
     """Returns the compute capability of a GPU of NVIDIA, None for any other device."""
     text = str(getattr(device, "compute_capability", ""))  # of AMD's it is a word
     is_number = device.platform in ("gpu", "cuda") and re.fullmatch(r"\d+\.\d+", text)
     return tuple(map(int, text.split("."))) if is_number else None
 
 
-def _float32_products(device: Any) -> Row:
+def _float32_products(device: Device) -> Row:
     """Returns in what products of float32 are multiplied, unless a setting or policy says it."""
     name, setting = "float32 products", _setting("jax_default_matmul_precision")
     if setting is not None:
@@ -195,7 +198,7 @@ def _float32_products(device: Any) -> Row:
     return Row(name, inside, f"{inside} ({digits})")
 
 
-def _setting(name: str) -> Any:
+def _setting(name: str) -> PyTree:
     """Returns a setting of JAX, which adds them to its configuration at run time."""
     return getattr(jax.config, name, None)
 
@@ -211,7 +214,7 @@ def _settings(warnings: list[str]) -> Iterator[Row]:
             )
 
 
-def _environment(device: Any, warnings: list[str]) -> Iterator[Row]:
+def _environment(device: Device, warnings: list[str]) -> Iterator[Row]:
     """Yields the environment variables of jmpx, which set the defaults of a program's flags."""
     given = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("JMPX_")}
     given = {name: text for name, text in given.items() if text.strip()}  # as flags read them
@@ -242,7 +245,7 @@ def _read(name: str, text: str, read: Callable[[str], T], warnings: list[str]) -
     return None
 
 
-def _misfits(policy_map: PolicyMap, device: Any) -> Iterator[str]:
+def _misfits(policy_map: PolicyMap, device: Device) -> Iterator[str]:
     """Yields what of `JMPX_POLICY` cannot be computed here, or is slow."""
     native = None if device is None else _multiplied(device)[0]
     given = (policy_map.default.compute_dtype, *(rule.compute for rule in policy_map.rules))

@@ -1,7 +1,7 @@
 """What `python -m jmpx explain` prints: what a policy string means, and for which modules."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from jmpx._base.messages import describe
 from jmpx._base.text import columns
@@ -64,7 +64,7 @@ def explain_config(path: str, model: str | None) -> tuple[list[str], list[str]]:
     """
     from jmpx._cli.config_files import sections
 
-    right: list[tuple[str, Any, MixedPrecision]] = []
+    right: list[tuple[str, object, MixedPrecision]] = []
     wrong, others = list[str](), list[str]()
     for section in sections(path):
         place = f"{path}: {section.path}" if section.path else path
@@ -90,7 +90,7 @@ def explain_config(path: str, model: str | None) -> tuple[list[str], list[str]]:
     return lines[1:], wrong
 
 
-def _lines_of_precision(given: Any, mixed: MixedPrecision) -> list[str]:
+def _lines_of_precision(given: object, mixed: MixedPrecision) -> list[str]:
     """Returns the lines about a policy map and a loss scale, as a user gave them."""
     return [
         table(mixed.policy_map),
@@ -154,10 +154,10 @@ def _fields_of(rule: Rule, default: Policy) -> dict[str, str]:
     return {key: f"{value} *" if key in inherited else value for key, value in fields.items()}
 
 
-def _loss_scale_line(given: Any, loss_scale: LossScale) -> str:
+def _loss_scale_line(given: object, loss_scale: LossScale) -> str:
     """Returns the line that shows the loss scale, and why, if the policy map decided on it."""
     line = f"loss scale: {loss_scale}"
-    text = given.partition("|")[2] if isinstance(given, str) else given.get("loss_scale", "")
+    text = given.get("loss_scale", "") if isinstance(given, dict) else str(given).partition("|")[2]
     if not isinstance(text, str) or text.partition(",")[0].strip().lower() not in ("", "auto"):
         return line
     which = "no policy computes" if isinstance(loss_scale, NoOpLossScale) else "a policy computes"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
+from jmpx._base.leaves import PyTree
 from jmpx._base.messages import did_you_mean
 
 R = TypeVar("R")
@@ -16,7 +17,9 @@ R = TypeVar("R")
 _LONGEST = 500  # of an error that becomes one line: some of JAX's have a sentence per array
 
 
-def load(target: str, option: str, returns: str, program_flags: Sequence[str] | None = None) -> Any:
+def load(
+    target: str, option: str, returns: str, program_flags: Sequence[str] | None = None
+) -> PyTree:
     """Returns what the function that a target names returns.
 
     Args:

@@ -35,7 +35,7 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
     As the backward pass of `jax.lax.all_gather`, this one sums: the gradient of a mean over devices
     is that sum divided by their number, which the gradient functions do. In float16, the gradients
     are divided before the sum and multiplied after, so that a sum whose mean is finite does not
-    overflow on its way. A function in `jax.checkpoint` gathers again in its backward pass.
+    overflow on its way.
 
     Args:
         tree: any pytree, whose arrays are this device's parts. Floating leaves are cast; other
@@ -159,9 +159,8 @@ def _with_wide_sum(
 ) -> jax.Array:
     """Returns the cast leaf, gathered; the derivative is that of the stored leaf.
 
-    The tangent is gathered in the reduce dtype and cast after that. The backward pass is its
-    transpose: it casts the gradient first, and sums and scatters it in the reduce dtype. JAX thus
-    makes the backward pass itself, for each of its transformations.
+    The tangent is gathered in the reduce dtype and cast after that. JAX transposes this into the
+    backward pass, which casts the gradient first, and sums and scatters it in the reduce dtype.
     """
     return _spread(cast, names, axis)
 

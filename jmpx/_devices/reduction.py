@@ -30,8 +30,8 @@ def unscaled_mean(
 
     Args:
         value: the unscaled loss, which is averaged in its own dtype.
-        grads: the scaled gradients, in float32 or wider.
-        scale: what they are unscaled by.
+        grads: the gradients, in float32 or wider, scaled by `scale`.
+        scale: the loss scale.
         axis_name: the name (or names) of the mapped axis; None averages nothing.
         reduce_dtype: the dtype in which floating gradients are summed; None means their own.
         shards: for each gradient, the axes over which its parameter is a shard.

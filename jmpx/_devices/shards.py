@@ -1,8 +1,8 @@
 """Which parameters of a gradient function are shards, and over which of the mapped axes.
 
-The gradient of a replica, of which each device has a copy, is the mean over the devices. That of a
-shard is summed already, by the backward pass of the gather, and divided by their number once; so is
-that of an own part, as in tensor and expert parallelism, which comes back from other devices.
+Each device has a copy of a replica, whose gradient is the mean over the devices. The backward pass
+of the gather has summed the gradient of a shard already: it is divided by their number once. So is
+the gradient of an own part, as in tensor and expert parallelism.
 """
 
 import dataclasses
@@ -35,13 +35,11 @@ class Over:
     the same on the whole axis.
 
     Each device may hold a copy of a parameter, or a shard of it that the function gathers, by
-    `jmpx.distributed.gather` or by `lax.all_gather`: the gather's backward pass sums the gradient
-    of a shard, which is divided here by the number of devices. Under `jax.shard_map` JAX knows
-    which parameters differ between devices: those that the function gathers are shards, those that
-    only their own device reads are copies, and for any other `sharded` has to tell. With
+    `jmpx.distributed.gather` or by `lax.all_gather`. Under `jax.shard_map` JAX knows which
+    parameters differ between devices: those that the function gathers are shards, those that only
+    their own device reads are copies, and for any other `sharded` has to tell. With
     `check_vma=False`, and under `jax.pmap` and `jax.vmap`, JAX does not know: `sharded` has to tell
-    what a gathered parameter is, and all others are averaged unless it says otherwise. A mask that
-    contradicts the program is refused when the gradient function is called.
+    what a gathered parameter is, and all others are averaged unless it says otherwise.
 
     Args:
         axis_name: the name of the mapped axis, or a tuple of several.
@@ -81,8 +79,8 @@ class Over:
             if not (isinstance(leaf, bool) or (isinstance(leaf, str) and leaf == "own")):
                 raise TypeError(
                     "Expected sharded of jmpx.Over to be a bool or a pytree of bools, got the leaf "
-                    f"{describe(leaf)}: say True for the parameters of which each device holds a "
-                    'shard that the function gathers, and "own" for a part that no device gathers.'
+                    f"{describe(leaf)}: say True for parameters whose shards the function gathers, "
+                    'and "own" for a part that no device gathers.'
                 )
 
 
@@ -111,7 +109,7 @@ class Parameters(NamedTuple):
         return [self._axes_of_shard(i, loss, axes, tracked) for i in range(len(self.paths))]
 
     def _check_gather(self, gather: Gather, tracked: Axes) -> None:
-        """Refuses a gather of which it is not known whether it gathers shards, or that does not."""
+        """Refuses a gather that does not gather shards, or may not."""
         name = f"the first argument's {self.paths[min(gather.params)]}"
         reads = f"which the function reads by {gather.operation} over {_spell(gather.axes)}"
         is_tracked = gather.axes <= tracked
@@ -138,9 +136,8 @@ class Parameters(NamedTuple):
             )
         if not any(self.varying[index] & gather.axes for index in gather.params):
             raise TypeError(
-                f"Cannot gather {name}, {reads}, because it is the same on all "
-                "devices, and not a shard: split it by in_specs of jax.shard_map, or say "
-                "sharded=False for it."
+                f"Cannot gather {name}, {reads}, because it is the same on all devices: split it "
+                "by in_specs of jax.shard_map, or say sharded=False for it."
             )
 
     def _axes_of_shard(
@@ -151,17 +148,16 @@ class Parameters(NamedTuple):
         gathers = [gather for gather in loss.gathers if index in gather.params]
         gathered = _NOTHING.union(*(gather.axes for gather in gathers))
         exchanges = [e for e in loss.exchanges if e.param == index and e.axis not in gathered]
-        exchanges.sort(key=str)
         if self.sharded is None:
-            for exchange in exchanges:
-                if exchange.axis in varying:
-                    raise TypeError(
-                        f"Cannot tell whether {name} is a shard or a replica, because it differs "
-                        f"along {_spell([exchange.axis])} and the function does not gather it, but "
-                        "the loss of each device depends on those of others, by "
-                        f"{exchange.operation}: say by sharded= of jmpx.Over which parameters are "
-                        'shards, and "own" for a part that no device gathers.'
-                    )
+            if unsure := [e for e in exchanges if e.axis in varying]:
+                exchange = min(unsure, key=str)
+                raise TypeError(
+                    f"Cannot tell whether {name} is a shard or a replica, because it differs along "
+                    f"{_spell([exchange.axis])} and the function does not gather it, but the loss "
+                    f"of each device depends on those of others, by {exchange.operation}: say by "
+                    'sharded= of jmpx.Over which parameters are shards, and "own" for a part that '
+                    "no device gathers."
+                )
             return varying & gathered
         says = self.sharded[index]
         if says is False:
@@ -207,17 +203,18 @@ def read_mask(sharded: PyTree, tree: PyTree) -> list[Says] | None:
     """Returns what a mask says of each differentiable array of a pytree; None without a mask."""
     if sharded is None:
         return None
+    says: list[PyTree]
     try:
         says = for_each_leaf(sharded, tree, is_inexact_array)
-        if None not in says:
-            return says
-        raise ValueError
     except (ValueError, TypeError, KeyError):
+        says = [None]
+    if None in says:
         raise ValueError(
             "Expected sharded to have the structure of the first argument, or of its first levels, "
             f"got {describe(sharded)} for {jax.tree.structure(tree)}: give a bool for each "
             "parameter, or for several at once."
-        ) from None
+        )
+    return says
 
 
 def for_each_leaf(

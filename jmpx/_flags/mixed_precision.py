@@ -27,8 +27,7 @@ from jmpx._policies.policy import Policy
 from jmpx._scales.kinds import LossScale, NoOpLossScale
 from jmpx._scales.mixed_precision import MixedPrecision
 from jmpx._scales.strings import LossScaleLike, get_loss_scale
-from jmpx._steps.optimizer_checks import MAX_CONSECUTIVE_SKIPS
-from jmpx._steps.whole_numbers import LARGEST_COUNT
+from jmpx._steps.checks import LARGEST_COUNT, MAX_CONSECUTIVE_SKIPS
 
 if TYPE_CHECKING:
     import optax  # pyright: ignore[reportMissingTypeStubs]

@@ -1,0 +1,16 @@
+"""Looks at a train step: its dtypes, its numbers and what it sends, behind `jmpx.inspect`.
+
+The way through it:
+
+- `programs.py` traces a loss, with its gradient, or a step; `graph.py` makes a flat graph of the
+  program, and `sites.py` says which node is which equation of a program that runs. `widening.py`
+  runs equations of 16 bits in float32.
+- `audit/` reads the graph, without numbers: casts, saved bytes, FLOPs by dtype, and findings.
+- `ranges/` runs the program in float32, and counts the magnitudes of its numbers.
+- `first_nonfinite/` runs the program as it is, and finds the origin of an infinity or a NaN.
+- `collectives/` reads a lowered or compiled program, and lists what its devices exchange.
+
+Each of the four has half a page of its own, and opens with `api.py` or `report.py`. None of them
+imports another. The room imports from all rooms below it, most of all `_jaxprs` and `_policies`; of
+`_adapters` it reads the policies under which modules ran.
+"""

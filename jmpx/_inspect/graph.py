@@ -11,7 +11,7 @@ from jmpx._jaxprs.core import is_literal, operation_name, scope_within
 from jmpx._jaxprs.inner import Inner, inner_of, walk
 from jmpx._jaxprs.marks import Module
 from jmpx._jaxprs.places import Place, place_of
-from jmpx._jaxprs.types import Atom, Aval, Equation, Jaxpr, NameStack
+from jmpx._jaxprs.types import Array, Atom, Aval, Equation, Jaxpr, NameStack
 from jmpx._policies.places import modules_of, selector, where
 
 
@@ -33,7 +33,7 @@ class Value:
 
     aval: Aval
     kind: str
-    constant: object = None
+    constant: Array | None = None
     index: int = -1
     node: "Node | None" = None
     readers: "list[Node]" = dataclasses.field(default_factory=list)
@@ -44,11 +44,6 @@ class Value:
     def __post_init__(self) -> None:
         self.dtype = getattr(self.aval, "dtype", np.dtype(bool))
         self.shape = getattr(self.aval, "shape", ())
-
-    @property
-    def weak(self) -> bool:
-        """Whether it has JAX's weak type, as a Python number has."""
-        return getattr(self.aval, "weak_type", False)
 
     @property
     def size(self) -> int:
@@ -166,12 +161,7 @@ class Graph:
 
 
 class _Builder:
-    """Adds the equations of a jaxpr to a list of nodes.
-
-    Args:
-        nodes: the list.
-        platform: the platform whose branches count; None for this machine's.
-    """
+    """Adds the equations of a jaxpr to a list of nodes."""
 
     def __init__(self, nodes: list[Node], platform: str | None) -> None:
         self.nodes, self.platform = nodes, platform
@@ -186,7 +176,7 @@ class _Builder:
 
         return walk(jaxpr, operands, step, self.constant)
 
-    def constant(self, atom: Atom, constant: object) -> Value:
+    def constant(self, atom: Atom, constant: Array) -> Value:
         if is_literal(atom):
             return Value(atom.aval, "literal", constant)
         return self.consts.setdefault(id(constant), Value(atom.aval, "const", constant))

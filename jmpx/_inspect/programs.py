@@ -6,7 +6,6 @@ holds no backward pass.
 """
 
 import dataclasses
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 
 from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, listening
 from jmpx._base.leaves import PyTree, is_floating, is_traceable
-from jmpx._base.stateful import PureFunction, split
+from jmpx._base.stateful import split
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import all_equations
 from jmpx._jaxprs.types import Array, Jaxpr
@@ -110,14 +109,20 @@ def traced_program(
 
 def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
     """Traces a function, with its gradient if it is a loss; None is to find out."""
-    marked = functools.partial(_marked, call.marks_objects)
+
+    def marked(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        return call_marked(lambda cls, path: call.marks_objects, fn, args, kwargs)
+
     arguments = (call.fn, *call.args), call.kwargs
     with (
         listening() as sessions,
         rules_added(call.rules) as takers,
         split(marked, *arguments) as (pure, state, args, kwargs),
     ):
-        run = functools.partial(_run, pure, state)
+
+        def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            return pure(state, *args, **kwargs)[0]  # without the new state of NNX objects
+
         traced, is_loss = _traced(run, args, kwargs, is_loss)
         met = [met for session in sessions for met in session.met]
         chosen = {each.module.path for s in sessions for each in s.met if _is_chosen(s, each)}
@@ -149,18 +154,6 @@ def _traced(
         if is_loss is None:
             warnings.simplefilter("ignore")  # The first trace has given each warning.
         return _trace_gradient(run, args, kwargs), True
-
-
-def _marked(
-    marks_objects: bool, fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree
-) -> PyTree:
-    """Calls a function whose modules mark their calls, those in arguments only if asked."""
-    return call_marked(lambda cls, path: marks_objects, fn, args, kwargs)
-
-
-def _run(pure: PureFunction, state: list[Array], *args: PyTree, **kwargs: PyTree) -> PyTree:
-    """Returns the result of a function of NNX objects without their new state."""
-    return pure(state, *args, **kwargs)[0]
 
 
 def _is_array(leaf: object) -> bool:

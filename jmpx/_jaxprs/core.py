@@ -23,6 +23,7 @@ from jmpx._jaxprs.types import (
     Jaxpr as Jaxpr,
     Params as Params,
     Primitive as Primitive,
+    is_jaxpr,
 )
 
 
@@ -147,7 +148,7 @@ def consts_of(jaxpr: Jaxpr) -> Sequence[Array]:
 def inner_jaxprs(params: Params) -> list[Jaxpr]:
     """Returns the jaxprs among the parameters of an equation."""
     values = (v if isinstance(v, tuple) else (v,) for v in params.values())
-    return [jaxpr for value in values for jaxpr in value if hasattr(jaxpr, "eqns")]
+    return [jaxpr for value in values for jaxpr in value if is_jaxpr(jaxpr)]
 
 
 def holds_jaxpr(params: Params) -> bool:

@@ -48,7 +48,7 @@ def _convolution(eqn: Equation) -> int:
 def _taps(
     inputs: tuple[int, int], kernel: tuple[int, int], outputs: tuple[int, int], padding: int
 ) -> int:
-    """Returns how often one axis of a kernel meets an input, and not padding or a dilation's hole.
+    """Returns how often one axis of a kernel meets a number of an input, not padding or a hole.
 
     Args:
         inputs: the size of the input, and the distance of its elements.
@@ -68,9 +68,7 @@ def _taps(
         if start % common:
             continue
         low, high = max(0, -(start // step)), min(many - 1, (last - start) // step)
-        first = (
-            -start // common * inverse % period
-        )  # at a place that holds a number; then each period
+        first = -start // common * inverse % period  # the first number; one in each period
         first += max(0, -((first - low) // period)) * period
         count += max(0, (high - first) // period + 1)
     return count

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from jmpx._jaxprs.types import Equation, Jaxpr, Params
+from jmpx._jaxprs.types import Equation, Jaxpr, Params, is_jaxpr
 
 
 def with_equations(jaxpr: Jaxpr, change: Callable[[Equation], Equation]) -> Jaxpr:
@@ -23,7 +23,7 @@ def with_jaxprs(params: Params, change: Callable[[Jaxpr], Jaxpr]) -> Params:
             new = list(map(changed, value))
             is_new = any(a is not b for a, b in zip(new, value, strict=True))
             return getattr(value, "_make", tuple)(new) if is_new else value
-        return change(value) if hasattr(value, "eqns") else value
+        return change(value) if is_jaxpr(value) else value
 
     new = {key: changed(value) for key, value in params.items()}
     return new if any(new[key] is not params[key] for key in params) else params

@@ -12,3 +12,8 @@ Primitive: TypeAlias = Any  # `jax.extend.core.Primitive`, which is slow to impo
 Array: TypeAlias = Any  # of JAX or NumPy, or what stands for one, such as a tracer
 Params: TypeAlias = dict[str, Any]  # the parameters of an equation
 NameStack: TypeAlias = Any
+
+
+def is_jaxpr(value: object) -> bool:
+    """Whether something is a jaxpr, closed or open: their classes take 30 ms to import."""
+    return hasattr(value, "eqns")

@@ -70,8 +70,8 @@ def as_grad_dtype(dtype: DTypeLike | None) -> DTypeLike | None:
 def widened(params: list[jax.Array], dtype: DTypeLike | None) -> list[jax.Array]:
     """Returns parameters in a dtype in which their gradients are not rounded below `dtype`.
 
-    A gradient has the dtype of what is differentiated, so that parameters are widened, which rounds
-    nothing, before the policy casts them.
+    A gradient has the dtype of its parameter, so that parameters are widened, which rounds nothing,
+    before the policy casts them.
     """
     if dtype is None:
         return params
@@ -89,6 +89,8 @@ def cast_gradients(
     grads: Sequence[jax.Array], params: Sequence[jax.Array], dtype: DTypeLike | None
 ) -> list[jax.Array]:
     """Returns gradients in `dtype`; complex ones, and all for None, in their parameters' dtypes."""
+    if dtype is not None:
+        check_enabled(dtype)
     return [
         grad.astype(param.dtype if dtype is None or not is_floating(param) else dtype)
         for grad, param in zip(grads, params, strict=True)

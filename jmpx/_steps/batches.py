@@ -13,7 +13,7 @@ from jmpx._base.leaves import PyTree, is_int, is_traceable, spell
 from jmpx._base.messages import describe
 from jmpx._base.nnx_objects import is_whole
 from jmpx._steps.arrays import split_arrays
-from jmpx._steps.whole_numbers import check_whole
+from jmpx._steps.checks import check_whole
 
 MICROBATCHES, GROUPS = "micro-batches", "groups"
 _REMEDY = (

@@ -139,8 +139,7 @@ class _Call(NamedTuple):
     ) -> Backward:
         """Runs all micro-batches of a batch, each from the state that the one before it left."""
         options, model_state = self.options, self.options.model_state
-        keywords = self.kwargs if options.batch.sharding is None else None  # checked already
-        parts, join = options.split(args, options.batch.microbatches, MICROBATCHES, keywords)
+        parts, join = options.split(args, options.batch.microbatches, MICROBATCHES, self.kwargs)
 
         def run(states: tuple[State, PyTree], arrays: Sequence[jax.Array]) -> Backward:
             inputs = model_state.put(join(arrays), states[1])

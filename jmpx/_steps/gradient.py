@@ -45,8 +45,8 @@ def filter_value_and_grad(
             parameter. With float32, parameters in 16 or 8 bits get gradients that were not rounded.
         uncast: the position or the name of an argument that is not cast, or several of both, such
             as targets that float16 cannot hold. Negative positions count from the end.
-        state_argnum: the position of model state that `func` returns anew, as its aux or as the
-            first element of an aux that is a tuple. It is not cast and not split.
+        state_argnum: the position of model state whose new value `func` returns, as its aux or as
+            the first element of an aux that is a tuple. It is not cast and not split.
         batch: a `jmpx.Batch`: micro-batches, and groups of a batch that `jax.jit` splits.
         over: a `jmpx.Over`: the mapped axis over which value and gradients are averaged.
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._base.leaves import Array, PyTree
-from jmpx._base.messages import describe
-from jmpx._scales.kinds import LossScale, in_place_of_loss_scale, is_loss_scale
+from jmpx._scales.kinds import LossScale, is_loss_scale
+from jmpx._steps.checks import check_loss_scale
 from jmpx._steps.progress import counts_of
 from jmpx._storage.transformations import is_optimizer, name_of
 
@@ -70,11 +70,8 @@ def _check(opt_state: object, loss_scale: object) -> None:
             "Expected an optimizer state as the first argument of jmpx.metrics, got the "
             f"{kind} {name_of(opt_state)}: {_ARGUMENTS}."
         )
-    if loss_scale is not None and not is_loss_scale(loss_scale):
-        raise TypeError(
-            "Expected a loss scale as the second argument of jmpx.metrics, got "
-            f"{describe(loss_scale)}: {in_place_of_loss_scale(loss_scale, _ARGUMENTS)}."
-        )
+    if loss_scale is not None:
+        check_loss_scale(loss_scale, _ARGUMENTS)
 
 
 def _factor_of(loss_scale: LossScale) -> jax.Array:

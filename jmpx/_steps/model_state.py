@@ -10,7 +10,7 @@ from jmpx._base.axes import varying_axes
 from jmpx._base.casts import cast_like
 from jmpx._base.leaves import PyTree, can_replace, is_array, is_none, is_traceable, spell
 from jmpx._base.trees import holds_on_all, select_tree
-from jmpx._steps.whole_numbers import check_whole
+from jmpx._steps.checks import check_whole
 
 _ALL = "state"  # the rest of an aux that is the state and nothing else
 
@@ -31,7 +31,7 @@ class ModelState:
         )
         if not has_aux:
             raise ValueError(
-                f"Cannot hand on the model state of state_argnum={argnum} without aux: return "
+                f"Cannot return the model state of state_argnum={argnum} without aux: return "
                 "(loss, state) or (loss, (state, other)), and say has_aux=True."
             )
         return cls(argnum)

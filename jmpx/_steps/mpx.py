@@ -149,7 +149,7 @@ def scaled(
 ) -> Callable[P, PyTree]:
     """Makes a function that returns the scaled loss of `func`, in float32.
 
-    With `has_aux`, `func` returns the pair `(loss, aux)`, of which `aux` is left as it is.
+    With `has_aux`, `func` returns the pair `(loss, aux)`, and `aux` stays as it is.
 
     Example:
         >>> import jax.numpy as jnp

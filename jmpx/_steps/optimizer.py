@@ -10,17 +10,16 @@ from jmpx._base.leaves import PyTree, is_none
 from jmpx._base.nnx_objects import holds_objects
 from jmpx._base.stateful import parameters_of
 from jmpx._base.trees import Flag, all_finite, as_flag
-from jmpx._steps.optimizer_checks import (
-    LIMIT_REMEDY,
+from jmpx._steps.checks import (
     check_optimizer,
     check_skip_by,
+    check_whole,
     refuse_state,
     trained_part,
     warn_of_inner_counts,
     warn_of_views,
 )
 from jmpx._steps.skipping import SkipBy, refuse_beyond, take_or_keep
-from jmpx._steps.whole_numbers import check_whole
 from jmpx._storage.low_precision_params import LowPrecisionParams
 from jmpx._storage.transformations import apply_update, with_extra_args
 
@@ -76,7 +75,7 @@ def skip_nonfinite(
     Returns:
         An optax gradient transformation with a `SkipNonfiniteState`, whose `update` takes an
         optional `grads_finite=`, a scalar bool that says whether to take the step; without it, the
-        gradients are checked. Other extra arguments are handed on.
+        gradients are checked. Other extra arguments go to the wrapped optimizer.
 
     Raises:
         TypeError: if an argument is of another type.
@@ -102,9 +101,7 @@ def skip_nonfinite(
     check_skip_by(skip_by)
     inner = with_extra_args(optimizer)
     if max_consecutive_skips is not None:
-        max_consecutive_skips = check_whole(
-            max_consecutive_skips, "max_consecutive_skips", LIMIT_REMEDY
-        )
+        max_consecutive_skips = check_whole(max_consecutive_skips, "max_consecutive_skips")
     skipping = _SkipNonfinite(inner, skip_by, max_consecutive_skips)
     return optax.GradientTransformationExtraArgs(skipping.init, skipping.update)
 
@@ -182,7 +179,7 @@ def optimizer_update(
     `low_precision_params` the new parameters are taken as it rounds them.
 
     Args:
-        model: any pytree; the leaves for which `grads` holds None are handed on untouched. An NNX
+        model: any pytree; leaves for which `grads` holds None stay as they are. An NNX
             module is updated in place and returned; make its optimizer state by
             `optimizer.init(nnx.state(model, nnx.Param))`.
         optimizer: an optax gradient transformation.
@@ -268,7 +265,7 @@ def _parameters_of(
 ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Returns the pytree that the optimizer updates, and a function from it to the new model.
 
-    If the gradients are an NNX module, as `jax.grad` returns them, so is what is updated.
+    If the gradients are an NNX module, as `jax.grad` returns them, the model is a plain pytree.
     """
     if not holds_objects(model) or holds_objects(grads):
         return model, lambda new: new

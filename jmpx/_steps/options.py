@@ -18,10 +18,11 @@ from jmpx._base.messages import describe, did_you_mean, user_stacklevel
 from jmpx._base.moved import remedy
 from jmpx._devices.shards import Over
 from jmpx._policies.maps import PolicyMap
-from jmpx._scales.kinds import LossScale, NoOpLossScale, in_place_of_loss_scale, is_loss_scale
+from jmpx._scales.kinds import LossScale, NoOpLossScale
 from jmpx._scales.mixed_precision import MixedPrecisionLike
 from jmpx._steps.arrays import as_grad_dtype
 from jmpx._steps.batches import Batch, numbers_of, split_batch
+from jmpx._steps.checks import check_loss_scale
 from jmpx._steps.model_state import ModelState
 
 T = TypeVar("T")
@@ -120,12 +121,7 @@ def _check_function_and_scale(func: object, scaling: object) -> None:
         raise TypeError(
             f"Expected a function to differentiate, got {func!r}: pass the callable itself."
         )
-    if not is_loss_scale(scaling):
-        example = "pass for example jmpx.NoOpLossScale() or jmpx.DynamicLossScale()"
-        raise TypeError(
-            f"Expected a loss scale as the second argument, got {describe(scaling)}: "
-            f"{in_place_of_loss_scale(scaling, example)}."
-        )
+    check_loss_scale(scaling, "pass for example jmpx.NoOpLossScale() or jmpx.DynamicLossScale()")
 
 
 def _check_one_mean(batch: Batch, over: Over | None) -> None:

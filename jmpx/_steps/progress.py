@@ -10,11 +10,9 @@ import numpy as np
 
 from jmpx._base.casts import at_least_float32
 from jmpx._base.leaves import Array, PyTree, is_array, is_floating, is_inexact_array, is_traceable
-from jmpx._base.messages import describe
-from jmpx._scales.kinds import DynamicLossScale, LossScale, NoOpLossScale, is_loss_scale
+from jmpx._scales.kinds import DynamicLossScale, LossScale, NoOpLossScale
 from jmpx._scales.numbers import format_number, shortest
-from jmpx._steps.optimizer_checks import LIMIT_REMEDY, MAX_CONSECUTIVE_SKIPS
-from jmpx._steps.whole_numbers import check_whole
+from jmpx._steps.checks import MAX_CONSECUTIVE_SKIPS, check_loss_scale, check_whole
 
 Leaf: TypeAlias = Any  # an array or a Python number
 _NAMED_LEAVES = 3  # in a message
@@ -114,7 +112,7 @@ def check_progress(
         a loss scale, and infinities or NaN in grads (1 NaN): lower the learning rate, or look for
         the cause in the data and by jmpx.inspect.nonfinite(grads).
     """
-    limit = check_whole(max_consecutive, "max_consecutive", LIMIT_REMEDY)
+    limit = check_whole(max_consecutive, "max_consecutive")
     raise_if_stuck(opt_state, loss_scale, grads, limit, f"max_consecutive={limit}")
 
 
@@ -122,11 +120,7 @@ def raise_if_stuck(
     opt_state: PyTree, loss_scale: LossScale, grads: PyTree, limit: int, source: str
 ) -> None:
     """Does what `check_progress` does, for a limit that the error calls by `source`."""
-    if not is_loss_scale(loss_scale):
-        raise TypeError(
-            "Expected a loss scale as the second argument of jmpx.inspect.check_progress, got "
-            f"{describe(loss_scale)}: pass the one of the step, or jmpx.NoOpLossScale()."
-        )
+    check_loss_scale(loss_scale, "pass the one of the step, or jmpx.NoOpLossScale()")
     counters = counts_of(opt_state, "consecutive_skipped")
     if not counters:
         raise TypeError(
@@ -193,7 +187,8 @@ def _about(loss_scale: LossScale) -> tuple[str, str]:
         return f"with the loss scale {loss_scale}", f"lower the scale, {remedy}"
     lowest = np.float32(_read(loss_scale.loss_scale).min())
     scale, floor = (
-        format_number(shortest(loss_scale._clip(number))) for number in (lowest, np.float32(0))
+        format_number(shortest(np.float32(loss_scale._clip(number))))
+        for number in (lowest, np.float32(0))
     )
     if scale == floor:
         return f"with the loss scale at its floor of {floor}", remedy

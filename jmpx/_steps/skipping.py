@@ -107,7 +107,7 @@ def refuse_beyond(limit: int, consecutive: jax.Array) -> None:
         check(consecutive)
         return
     # A callback that runs at every step would make the device wait for Python. `io_callback` cannot
-    # be mapped by `jax.vmap` inside of a `lax.cond`, nor be differentiated. Under `jax.vmap` the
+    # be mapped by `jax.vmap` inside a `lax.cond`, nor be differentiated. Under `jax.vmap` the
     # cond becomes a select and the callback always runs, so that it compares for itself, too.
     jax.lax.cond(
         consecutive > limit, lambda n: jax.debug.callback(check, n), lambda n: None, consecutive

@@ -64,7 +64,7 @@ def describe_precision(tree: PyTree, policy: MixedPrecisionLike | None = None) -
 
 def check_restored(
     tree: PyTree,
-    description: Mapping[str, Any],
+    description: Mapping[str, object],
     *,
     allow_narrowing: bool = False,
     allow_widening: bool = False,
@@ -128,7 +128,7 @@ bfloat16, to which its values stay rounded: restore it in bfloat16, or pass allo
 
 
 def _changes(
-    leaves: Mapping[str, Any], saved: Mapping[str, str], rounded: Mapping[str, str] | None
+    leaves: Mapping[str, PyTree], saved: Mapping[str, str], rounded: Mapping[str, str] | None
 ) -> Iterator[tuple[str, str, str]]:
     """Yields "narrowed" or "widened", a path, and the words of an error for it.
 
@@ -147,7 +147,7 @@ def _changes(
                 yield kind, path, f"in {got} instead of {was}"
 
 
-def _leaves_by_path(tree: PyTree) -> Iterator[tuple[str, Any]]:
+def _leaves_by_path(tree: PyTree) -> Iterator[tuple[str, PyTree]]:
     """Yields the arrays, shapes and numbers of a tree by paths that do not tell containers."""
     is_scale = lambda node: isinstance(node, LossScale)  # noqa: E731
     seen: set[str] = set()
@@ -159,7 +159,7 @@ def _leaves_by_path(tree: PyTree) -> Iterator[tuple[str, Any]]:
             yield name, leaf
 
 
-def _name(leaf: Any) -> str:
+def _name(leaf: PyTree) -> str:
     return str(leaf.dtype) if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
@@ -167,7 +167,7 @@ def _has_values(leaf: object) -> bool:
     return is_array(leaf) and not isinstance(leaf, jax.core.Tracer)
 
 
-def _narrowest(leaf: Any) -> str | None:
+def _narrowest(leaf: PyTree) -> str | None:
     """Returns the name of a narrower dtype that holds all values of a leaf, if there is one."""
     if not _has_values(leaf) or not is_floating(leaf) or leaf.dtype.itemsize < 4:
         return None
@@ -209,7 +209,7 @@ def _can_hold(new: np.dtype, old: np.dtype) -> bool:
     return is_traceable(np.empty(0, new)) and np.can_cast(old, new)
 
 
-def _read(description: object) -> tuple[Mapping[str, str], Mapping[str, str] | None, Any]:
+def _read(description: object) -> tuple[Mapping[str, str], Mapping[str, str] | None, object]:
     """Returns the dtypes, what was rounded, and the policy of a description."""
     remedy = "give what jmpx.inspect.describe_precision returned, as json.loads reads it back"
     if not isinstance(description, Mapping):
@@ -229,7 +229,7 @@ def _read(description: object) -> tuple[Mapping[str, str], Mapping[str, str] | N
     return description["dtypes"], description.get("rounded"), description.get("policy")
 
 
-def _check_paths(saved: Mapping[str, str], leaves: Mapping[str, Any]) -> None:
+def _check_paths(saved: Mapping[str, str], leaves: Mapping[str, PyTree]) -> None:
     """Refuses a tree that has other leaves than were described."""
     missing, more = saved.keys() - leaves.keys(), leaves.keys() - saved.keys()
     if missing or more:
@@ -245,7 +245,7 @@ def _check_paths(saved: Mapping[str, str], leaves: Mapping[str, Any]) -> None:
         )
 
 
-def _check_keys(saved: Mapping[str, str], leaves: Mapping[str, Any]) -> None:
+def _check_keys(saved: Mapping[str, str], leaves: Mapping[str, PyTree]) -> None:
     """Refuses raw numbers for a random key, a key for raw numbers, and a key of another kind."""
     for path, leaf in leaves.items():
         got, was = _name(leaf), saved[path]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.core
@@ -106,7 +106,7 @@ class Ema:
             new = select_tree(as_flag(grads_finite, "grads_finite"), new, state)
         return new.average, new
 
-    def _weight(self, count: jax.Array) -> Any:
+    def _weight(self, count: jax.Array) -> PyTree:
         """Returns the weight of the newest parameters, as a number or a float32.
 
         Bias correction divides an average that began with zeros by 1 - decay**count. The same comes
@@ -157,7 +157,7 @@ def ema(decay: float, debias: bool = False) -> Ema:
     return Ema(decay, debias)
 
 
-def _as_decay(decay: Any) -> float:
+def _as_decay(decay: PyTree) -> float:
     if isinstance(decay, jax.core.Tracer):
         raise TypeError(
             f"Expected decay to be a number, got the traced {decay.aval}: make the average outside "
@@ -178,14 +178,14 @@ def _is_averaged(leaf: object) -> bool:
     return is_inexact_array(leaf) and is_traceable(leaf)
 
 
-def _begin(leaf: Any) -> Any:
+def _begin(leaf: PyTree) -> PyTree:
     """Returns a leaf in the dtype of its average, as an array of its own."""
     if not is_traceable(leaf):
         return leaf
     return jnp.array(at_least_float32(leaf) if is_floating(leaf) else leaf, copy=True)
 
 
-def _step(average: Any, leaf: Any, weight: Any) -> Any:
+def _step(average: PyTree, leaf: PyTree, weight: jax.Array | float) -> PyTree:
     """Moves an average towards a leaf: equal ones stay equal, which a weighted sum would not."""
     if not _is_averaged(leaf):
         return leaf

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import warnings
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +124,7 @@ def low_precision_params(
     if state_dtype is not None:
         inner = with_state_dtype(inner, state_dtype, seed=seed)
     # optax's type of states knows no None.
-    low_precision: Any = LowPrecisionParams(inner, rounding, check_seed(seed))
+    low_precision: PyTree = LowPrecisionParams(inner, rounding, check_seed(seed))
     return optax.GradientTransformationExtraArgs(low_precision.init, low_precision.update)
 
 
@@ -153,7 +153,7 @@ class LowPrecisionParams:
         return LowPrecisionParamsState(self.inner.init(widen(params)), None, count)
 
     def update(
-        self, updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, LowPrecisionParamsState]:
         """Returns the float32 differences to the new parameters, and the new state."""
         wide_updates, new, state = self._step(updates, state, params, extra_args)
@@ -161,14 +161,14 @@ class LowPrecisionParams:
         return differences, state
 
     def step(
-        self, grads: PyTree, state: Any, params: PyTree, **extra_args: Any
+        self, grads: PyTree, state: PyTree, params: PyTree, **extra_args: PyTree
     ) -> tuple[PyTree, LowPrecisionParamsState]:
         """Returns the new parameters themselves, and the new state."""
         _, new, state = self._step(grads, state, params, extra_args)
         return new, state
 
     def _step(
-        self, grads: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]
+        self, grads: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, PyTree]
     ) -> tuple[PyTree, PyTree, LowPrecisionParamsState]:
         """Returns the inner optimizer's updates, the new parameters and the new state."""
         _check_state(state, self.rounding)
@@ -271,7 +271,7 @@ def _rounded(masters: PyTree, params: PyTree, key: jax.Array) -> PyTree:
     """Returns the new parameters, rounded by chance, each with a key of its place."""
     places = itertools.count()
 
-    def rounded(leaf: Any, master: Any) -> Any:
+    def rounded(leaf: PyTree, master: PyTree) -> PyTree:
         place = next(places)
         if not _is_narrow(leaf):
             return master
@@ -280,7 +280,7 @@ def _rounded(masters: PyTree, params: PyTree, key: jax.Array) -> PyTree:
     return jax.tree.map(rounded, params, masters, is_leaf=is_none)
 
 
-def _difference(update: Any, new: Any, old: Any) -> Any:
+def _difference(update: PyTree, new: PyTree, old: PyTree) -> PyTree:
     """Returns what `optax.apply_updates` adds to an old parameter to make it the new one.
 
     For a parameter of 16 bits it is the float32 difference, in which -0.0 changes no parameter.

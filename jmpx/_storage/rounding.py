@@ -9,7 +9,7 @@ import numpy as np
 
 from jmpx._base.casts import at_least_float32, cast_tree
 from jmpx._base.dtypes import DTypeLike, ScalarType, as_dtype, dtype_name
-from jmpx._base.leaves import is_array, is_floating, spell
+from jmpx._base.leaves import PyTree, is_array, is_floating, spell
 from jmpx._base.messages import describe
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ def stochastic_round(tree: T, dtype: DTypeLike, key: jax.Array) -> T:
     )
 
 
-def _check_key(key: Any) -> None:
+def _check_key(key: PyTree) -> None:
     if is_array(key):
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if key.shape == () if typed else key.dtype == np.uint32 and key.ndim == 1:
@@ -85,7 +85,9 @@ def _check_key(key: Any) -> None:
     )
 
 
-def _round(path: Any, leaf: Any, dtype: ScalarType, key: jax.Array, place: int) -> Any:
+def _round(
+    path: jax.tree_util.KeyPath, leaf: PyTree, dtype: ScalarType, key: jax.Array, place: int
+) -> PyTree:
     if not is_floating(leaf) or leaf.dtype == dtype:
         return leaf
     where = f"{leaf.dtype}{list(leaf.shape)} at tree{jax.tree_util.keystr(path)}"

@@ -1,11 +1,12 @@
 """Float32 masters as two halves: bfloat16 parameters for the model, and 16 bits for the rest."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_array, is_floating, spell
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ def merge_master(high: T, low: PyTree) -> T:
     )
 
 
-def _split(path: Any, leaf: Any) -> tuple[Any, Any]:
+def _split(path: jax.tree_util.KeyPath, leaf: PyTree) -> tuple[PyTree, PyTree]:
     if not is_floating(leaf):
         return leaf, None
     if leaf.dtype != np.float32:
@@ -109,11 +110,11 @@ def _split(path: Any, leaf: Any) -> tuple[Any, Any]:
     return _split_array(leaf)
 
 
-def _with_dtype(leaf: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
+def _with_dtype(leaf: jax.ShapeDtypeStruct, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     return leaf.update(dtype=dtype, weak_type=False)
 
 
-def _merge(path: Any, high: Any, low: Any) -> Any:
+def _merge(path: jax.tree_util.KeyPath, high: PyTree, low: PyTree) -> PyTree:
     if low is None:
         return high
     accepted = is_array(high) and is_array(low)

@@ -1,7 +1,7 @@
 """Optimizer state in a dtype of its own, whatever that of the parameters."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +118,7 @@ class _StateDtype:
         return StateDtypeState(jax.tree.map(self._cast, state), jnp.zeros((), jnp.int32))
 
     def update(
-        self, updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, StateDtypeState]:
         new_updates, new = self.inner.update(
             widen(updates), widen(state.inner_state), widen(params), **extra_args
@@ -130,10 +130,10 @@ class _StateDtype:
         )
         return new_updates, StateDtypeState(structure.unflatten(stored), state.count + 1)
 
-    def _cast(self, leaf: Any) -> Any:
+    def _cast(self, leaf: PyTree) -> PyTree:
         return cast_tree(leaf, self.dtype) if _is_stored(leaf) else leaf
 
-    def _round(self, leaf: Any, key: jax.Array) -> Any:
+    def _round(self, leaf: PyTree, key: jax.Array) -> PyTree:
         """Returns a leaf of the new state as it is stored: right on average in a narrow dtype."""
         if not _is_stored(leaf) or np.dtype(self.dtype).itemsize >= 4:
             return self._cast(leaf)

@@ -1,6 +1,6 @@
 """What all wrappers of optax optimizers share: which they take, in which dtype these compute."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def in_place_of_optimizer(value: object, otherwise: str) -> str:
     )
 
 
-def with_extra_args(optimizer: Any) -> "optax.GradientTransformationExtraArgs":
+def with_extra_args(optimizer: PyTree) -> "optax.GradientTransformationExtraArgs":
     """Returns an optax optimizer, or an `optax.MultiSteps`, as one that takes extra arguments.
 
     Raises:
@@ -49,7 +49,7 @@ def with_extra_args(optimizer: Any) -> "optax.GradientTransformationExtraArgs":
             f"{in_place_of_optimizer(optimizer, 'pass for example optax.adam(1e-3)')}."
         )
     if isinstance(optimizer, optax.MultiSteps):  # It takes extra arguments, and does not say so.
-        multi_steps: Any = optimizer
+        multi_steps: PyTree = optimizer
         optimizer = optax.GradientTransformationExtraArgs(multi_steps.init, multi_steps.update)
     return optax.with_extra_args_support(optimizer)
 
@@ -59,7 +59,7 @@ def widen(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: at_least_float32(x) if is_floating(x) else x, tree)
 
 
-def apply_update(update: Any, leaf: Any) -> Any:
+def apply_update(update: PyTree, leaf: PyTree) -> PyTree:
     """Returns a parameter plus its update, in the dtype of the parameter."""
     if update is None:
         return leaf

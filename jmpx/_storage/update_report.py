@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.core
@@ -160,7 +160,7 @@ def update_report(
     return UpdateReport(found, decays, tuple(dtypes))
 
 
-def _check_decay(weight_decay: Any) -> jax.Array:
+def _check_decay(weight_decay: PyTree) -> jax.Array:
     is_number = isinstance(weight_decay, int | float) and not isinstance(weight_decay, bool)
     if is_number or (is_floating(weight_decay) and np.shape(weight_decay) == ()):
         return jnp.asarray(weight_decay, jnp.float32)

@@ -219,6 +219,20 @@ def test_a_copy_of_a_view_is_refused(rng):
         apply_policy(nnx.clone, RULES)(make(rng))
 
 
+def test_what_the_function_makes_of_parts_holds_those_of_the_model(rng):
+    model = make(rng)
+    inner = model.inner
+
+    def fn(model):
+        setattr(model, "extra", Pair(model.inner))  # noqa: B010
+        return Pair(nnx.List([model.inner, Pair(model.head.kernel)]))
+
+    made = apply_policy(fn, RULES)(model)
+    assert made.model[0] is vars(model)["extra"].model is model.inner is inner
+    assert type(inner) is nnx.Linear and made.model[1].model is model.head.kernel
+    assert model.head.kernel.dtype == inner.kernel.dtype == F32
+
+
 def test_what_a_function_sets_reaches_the_model(rng):
     model, other = make(rng), make(rng)
     values = nnx.state(other, nnx.Param)

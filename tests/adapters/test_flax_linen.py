@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import BF16, F32, LOG, MIXED, assert_same_bits, dtypes, normal, run_python, warns_once
+from helpers.jaxprs import FULL, LOW, dots
 from helpers.linen import Watched, cast, init
 
 import jmpx
@@ -343,3 +344,54 @@ def test_a_missing_flax_says_how_to_install_it():
     assert message.endswith(
         "jmpx.flax needs Flax, which is not installed: pip install 'jmpx[flax]'."
     )
+
+
+class Methods(nn.Module):
+    """Notes what each of its methods gets, by the method's name."""
+
+    def setup(self):
+        self.of_setup = self.given_by_setup(jnp.ones((3, 3)))
+        self.inner = nn.Dense(2)
+
+    def __call__(self, x):
+        return self.note("__call__", x)
+
+    def given_by_setup(self, x):
+        return self.note("given_by_setup", x)
+
+    def _encode(self, x):
+        return self.note("_encode", x)
+
+    def lifted(self, x):
+        def branch(inner, x):
+            return self.note("branch", x)
+
+        return nn.cond(True, branch, branch, self.inner, self.note("lifted", x).astype(F32))
+
+    @nn.nowrap
+    def note(self, name, x):
+        LOG.append((name, x.dtype.name))
+        return x @ jnp.eye(3, dtype=x.dtype)
+
+
+# What a method of each name gets, and the products of its call under autocast: one is of `setup`,
+# through a public method.
+RECEIVED = {
+    "__call__": ({"__call__": "bfloat16"}, {FULL}),
+    "_encode": ({"_encode": "float32"}, {LOW, FULL}),
+    "lifted": ({"lifted": "bfloat16", "branch": "float32"}, {FULL}),
+}
+
+
+@pytest.mark.parametrize("name", RECEIVED)
+def test_public_methods_of_the_class_are_boundaries(name):
+    with jmpx.flax.policies("c=bf16,o=f32; Dense?: c=f16"):
+        Methods().apply({}, jnp.ones((3, 3)), method=name)
+    expected = {"given_by_setup": "bfloat16", **RECEIVED[name][0]}
+    assert dict(LOG) == expected
+
+
+@pytest.mark.parametrize("name", RECEIVED)
+def test_public_methods_of_the_class_are_marked_for_rules(name):
+    run = jmpx.autocast(lambda x: Methods().apply({}, x, method=name), "c=bf16; Methods?: full")
+    assert {*dots(run, jnp.ones((3, 3)))} == RECEIVED[name][1]

@@ -89,14 +89,14 @@ def test_a_rule_for_a_new_primitive(monkeypatch):
     assert dtype_of_double("compute=full") == "float32"
 
 
-def test_a_rule_reads_its_context(monkeypatch):
+def test_a_rule_reads_what_holds_there(monkeypatch):
     monkeypatch.setattr(rules, "_entries", dict(rules._entries))
     seen = []
 
     @rules.register("double_it", everywhere=True)
-    def rule(context, equation, values):
-        seen.append((context.scope, context.region.dtype.name, context.override))
-        return low(context, equation, values)
+    def rule(operation):
+        seen.append((operation.scope, operation.region.dtype.name, operation.override))
+        return low(operation)
 
     def f(x):
         with jax.named_scope("head"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jmpx
+from jmpx._base.leaves import spell
 
 
 @pytest.mark.sampled(3)
@@ -47,13 +48,28 @@ def test_select_tree_of_what_jax_cannot_hold(name):
 
     def step(w, flag):
         picked.append(jmpx.select_tree(False, {**a, "w": w}, b)["x"])  # no tracer
-        if name not in ("objects", "a number and a text"):  # equal ones are no conflict
-            equal = {"w": w, "x": pickle.loads(pickle.dumps(a["x"]))}
-            assert jmpx.select_tree(flag, {"w": w, "x": a["x"]}, equal)["x"] is a["x"]
         return jmpx.select_tree(flag, a, b)["w"]
 
     with pytest.raises(TypeError, match=r"by a traced flag between .* at tree\['x'\]") as error:
         jax.jit(step)(jnp.ones(2), True)
     message = str(error.value).splitlines()[0]  # JAX adds lines to what is raised in jit
     assert message.endswith("outside of jax.jit, or leave them out of the trees.")
+    assert f" between {spell(a['x'])} and {spell(b['x'])} at " in message
     assert picked[0] is b["x"]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in OUTSIDE if n not in ("objects", "a number and a text")]
+)
+def test_leaves_that_jax_cannot_hold_and_that_are_equal_are_no_conflict(name):
+    leaf, _ = OUTSIDE[name]
+    equal = pickle.loads(pickle.dumps(leaf))
+    found = []
+
+    @jax.jit
+    def step(flag):
+        found.append(jmpx.select_tree(flag, {"x": leaf}, {"x": equal})["x"])
+        return flag
+
+    step(True)
+    assert found[0] is leaf and equal is not leaf

@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import enable_x64, normal
 
 import jmpx
-from jmpx._base import eager_casts
+from jmpx._base import casts
+from jmpx._base.casts import at_least_float32
+from jmpx._base.nnx_objects import is_state
 
 FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32]
 
@@ -119,14 +122,14 @@ def test_leaves_stay_where_they_are(copies, rng):
 def test_many_leaves_are_cast_together(rng):
     x = normal(rng, 3)
     tree = [x + i for i in range(100)] + [jnp.arange(3), x.astype(jnp.bfloat16)]
-    together, calls = eager_casts._cast_together, []
+    together, calls = casts._cast_together, []
 
     def counted(leaves, dtype):
         calls.append(len(leaves))
         return together(leaves, dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager_casts, "_cast_together", counted)
+        patch.setattr(casts, "_cast_together", counted)
         cast = jmpx.cast_tree(tree, jnp.bfloat16)
         assert calls == [16] * 7 and cast[-2:] == tree[-2:]
         jmpx.cast_tree([*tree[:63], jnp.float32(1)], jnp.bfloat16)
@@ -370,3 +373,16 @@ def test_constants_of_a_traced_function_are_cast_once_while_it_is_traced(leaf, r
     np.testing.assert_array_equal(
         jax.jit(product)(x), jax.jit(jnp.matmul)(x, weights.astype(x.dtype))
     )
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, jnp.float8_e4m3fn, np.float64])
+def test_what_is_narrower_than_float32_is_widened_to_it(dtype):
+    leaf = np.ones(2, dtype)
+    wide = at_least_float32(leaf)
+    assert wide.dtype == max(leaf.dtype, np.dtype(np.float32), key=lambda dtype: dtype.itemsize)
+    assert (wide is leaf) == (leaf.dtype.itemsize >= 4)
+
+
+def test_a_state_of_nnx_is_told_from_its_module():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    assert is_state(nnx.state(model)) and not is_state(model) and not is_state({"w": 1})

@@ -537,12 +537,6 @@ def test_a_function_that_no_module_of_which_could_be_cast(ask):
     assert title == "no module is called that by=modules could cast; by operations it would be:"
 
 
-def test_an_algorithm_that_jax_ignores_is_noted(ask):
-    model = eqx.nn.Conv2d(3, 3, 3, key=jax.random.key(0))
-    _, (line,) = ask(model, "by=modules,c=f32,m=BF16_BF16_F32_X3")
-    assert "matmul=BF16_BF16_F32_X3 does not hold for convolutions" in line
-
-
 @pytest.mark.thorough
 def test_as_a_command(tmp_path):
     (tmp_path / "net.py").write_text(

@@ -124,7 +124,7 @@ def test_a_lock_that_cannot_be_read_or_written_is_one_line(capsys, tmp_path):
     path = tmp_path / "precision.lock"
     path.write_text("[tool]\n")
     assert run("audit", "THIS:shapes", "--lock", str(path)) == 2
-    assert capsys.readouterr().err.startswith(f"{str(path)!r} is no lock file of jmpx: expected")
+    assert capsys.readouterr().err.startswith(f"{str(path)!r} is not a lock file of jmpx: expected")
     assert path.read_text() == "[tool]\n"
     assert run("audit", "THIS:shapes", "--lock", str(tmp_path)) == 2
     assert run("audit", "THIS:shapes", "--lock", str(tmp_path / "no" / "lock")) == 2

@@ -94,14 +94,16 @@ def test_a_file_that_was_cut_off_is_known(tmp_path):
     path, whole = tmp_path / "l", text([entry("a", "carry", "float32")])
     for end in range(len(whole) - 1):  # the last character is the end of the line
         path.write_text(whole[:end])
-        with pytest.raises(ValueError, match="is no lock file|is of another|is cut off") as error:
+        with pytest.raises(
+            ValueError, match="is not a lock file|is of another|is cut off"
+        ) as error:
             differences([], path)
         assert str(error.value).count(". ") == 0 and "\n" not in str(error.value)
 
 
 WRONG = {
-    "no text": (b"\xff\xfe", "is no lock file of jmpx, because it is no text."),
-    "empty": (b"", "is no lock file of jmpx: expected the first line '# jmpx precision lock 1'"),
+    "no text": (b"\xff\xfe", "is not a lock file of jmpx, because it is not text."),
+    "empty": (b"", "is not a lock file of jmpx: expected the first line '# jmpx precision lock 1'"),
     "foreign": (b"[tool]\nx: y\n", "got '[tool]'."),
     "later": (b"# jmpx precision lock 2\n", "is of another version of jmpx: expected"),
     "a merge": (

@@ -92,7 +92,7 @@ def test_a_width_is_a_number_of_columns(found, width):
 
 def test_nothing_found_is_said(rng):
     text = str(jmpx.inspect.ranges(lambda x: x + 1)(np.arange(3)))
-    assert "0 scopes" in text and "Loss scale" not in text
+    assert "0 scopes" in text and "Loss scale" not in text and "subnormal" not in text
 
 
 def test_json_holds_what_the_ranges_hold(found):

@@ -12,6 +12,8 @@ from helpers.jaxprs import trace
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
+from jmpx._inspect.graph import Graph
+from jmpx._inspect.programs import traced_program
 from jmpx._jaxprs import watched
 
 
@@ -221,6 +223,20 @@ def test_scopes_and_the_equations_around_go_with_a_site():
     assert [eqn.primitive.name for eqn in sin.loops] == ["scan"]
     backward = [site for site in found if site.is_backward]
     assert any(site.loops for site in backward) and not sin.is_backward
+
+
+def test_an_equation_that_is_more_than_a_call_is_seen_as_a_whole():
+    def solve(matvec, b):
+        return b / 2
+
+    def fn(b):  # the jaxpr of the product has the shapes of the solve
+        return jax.lax.custom_linear_solve(lambda x: 2 * x, b, solve, solve)
+
+    found, counts = check(fn, jnp.ones(3))
+    assert [site.equation.primitive.name for site in found] == ["custom_linear_solve"]
+    assert counts.tolist() == [1]
+    graph = Graph(traced_program(fn, (jnp.ones(3),)))
+    assert [node.name for node in graph.nodes] == ["custom_linear_solve"]
 
 
 def mapped(x):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jmpx
+from jmpx._policies.registry import in_loop
 
 MIXED = jmpx.get_policy("c=bf16,o=f32")
 
@@ -61,6 +62,40 @@ def test_push_policy_nests_and_restores_also_after_an_error(cls):
             raise RuntimeError
         assert jmpx.policy_of(cls) == jmpx.get_policy("f16")
     assert jmpx.policy_of(cls) is None
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_pushes_may_end_in_any_order(first):
+    policies = ["c=bf16", "c=f16", "full"]
+    pushes = [jmpx.push_policy(Plain, policy) for policy in policies]
+    for push in pushes:
+        push.__enter__()
+    for index in (first, *({0, 1, 2} - {first})):
+        pushes[index].__exit__(None, None, None)
+        policies[index] = None
+        left = [jmpx.get_policy(policy) for policy in policies if policy]
+        assert jmpx.policy_of(Plain) == (left[-1] if left else None)
+
+
+BODIES = {
+    "nothing": lambda f: f,
+    "a jit in a derivative": lambda f: jax.grad(jax.jit(f)),
+    "a checkpoint": jax.checkpoint,
+    "a loop": lambda f: lambda x: jax.lax.fori_loop(0, 2, lambda _, x: f(x), x),
+    "a branch": lambda f: lambda x: jax.lax.cond(x > 0, f, lambda x: x, x),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_where_no_method_runs_any_loop_or_branch_counts(name):
+    found = []
+
+    def f(x):
+        found.append(in_loop())
+        return x
+
+    BODIES[name](f)(1.0)
+    assert {*found} == {name in ("a loop", "a branch")}
 
 
 def test_push_policy_as_a_decorator():

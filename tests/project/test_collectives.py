@@ -1,5 +1,7 @@
 """What FSDP steps send, as `benchmarks/collectives.py` counts it."""
 
+from typing import Any
+
 import collectives
 import fsdp
 import jax
@@ -62,7 +64,7 @@ JIT = {
 def vmap_of_axis_name(model, mesh, params, *batch):
     """Groups of a batch by hand: the axis of a vmap, which the mesh splits."""
     of_a_group = fsdp.with_jmpx(model.loss, "c=bf16", over=jmpx.Over("groups"))
-    names = {"axis_name": "groups", "spmd_axis_name": "data"}
+    names: Any = {"axis_name": "groups", "spmd_axis_name": "data"}
     mapped = jax.vmap(of_a_group, in_axes=(None, 0, 0), out_axes=None, **names)
     return mapped(params, *fsdp.split(batch, mesh))
 

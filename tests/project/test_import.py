@@ -7,7 +7,7 @@ from helpers import run_python
 HEAVY = (
     "jmpx._autocast jax.extend.core haiku equinox flax optax absl matplotlib sklearn tqdm jmp "
     "jmpx._steps.gradient jmpx._steps.arrays jmpx._steps.optimizer "
-    "jmpx._steps.optimizer_checks jmpx._jaxprs.core jmpx._steps.options "
+    "jmpx._steps.checks jmpx._jaxprs.core jmpx._steps.options "
     "jmpx._steps.results jmpx._devices.reduction jmpx._base.stateful jmpx._base.nnx_objects "
     "jmpx._adapters.function_casts jmpx._scales.mixed_precision "
     "jmpx._scales.strings jmpx._cli.models jmpx._steps.progress "

@@ -282,6 +282,9 @@ def test_gradients_are_arrays_or_none(rng):
         jmpx.optimizer_update(model["w"], optimizer, state, jnp.array(True), model["w"])
     with pytest.raises(TypeError, match="Expected gradients of the structure of the model"):
         jmpx.optimizer_update(model, optimizer, state, {"v": jnp.ones(2)}, True)
+    weight = {"w": jnp.ones(())}
+    stepped, _ = jmpx.optimizer_update(weight, optimizer, optimizer.init(weight), {"w": 0.5}, True)
+    np.testing.assert_allclose(stepped["w"], 0.95)
 
 
 # skip_nonfinite inside of other transformations

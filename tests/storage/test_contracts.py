@@ -141,6 +141,8 @@ def test_integers_may_become_wider_and_not_narrower():
         with pytest.raises(ValueError, match="f in float64 with values of float32 alone"):
             single = state["f"].astype(jnp.float32).astype(jnp.float64)
             jmpx.inspect.check_restored({**state, "f": single}, description)
+        beyond = {"large": jnp.array(2.0**200), "small": jnp.array(2.0**-200)}  # of float32
+        assert saved(beyond)["rounded"] == {}
         rounded = jnp.array(0.5, jnp.float64)
         jmpx.inspect.check_restored({**state, "f": rounded}, saved({**state, "f": rounded}))
     with pytest.raises(ValueError, match="f in float32 instead of float64"):

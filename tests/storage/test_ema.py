@@ -221,6 +221,13 @@ BAD = {
         ValueError,
         r"float32\[1, 2\] for an average of float32\[2\] at \['w'\]",
     ),
+    "shape behind a count": (
+        lambda: ema(0.9).update(
+            {"n": 1, "w": jnp.ones(3)}, ema(0.9).init({"n": 1, "w": jnp.ones(2)})
+        ),
+        ValueError,
+        r"float32\[3\] for an average of float32\[2\] at \['w'\]",
+    ),
     "average of 16 bits": (
         lambda: ema(0.9).update({"w": jnp.ones(2)}, a_state(jnp.bfloat16)),
         TypeError,

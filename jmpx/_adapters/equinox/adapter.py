@@ -10,21 +10,7 @@ import jax
 import numpy as np
 
 from jmpx._adapters.boundaries import widest
-from jmpx._adapters.equinox.nodes import (
-    as_instance,
-    bind_to,
-    bound,
-    fields_of,
-    holds,
-    is_called,
-    is_data,
-    is_leaf,
-    is_model,
-    is_module,
-    keeps_dtype,
-    map_children,
-    map_nodes,
-)
+from jmpx._adapters.equinox import nodes
 from jmpx._adapters.equinox.views import EquinoxScope, proxy_mixin
 from jmpx._adapters.proxies import is_optimizer_state, marking_proxy_class, plain_class
 from jmpx._base.casts import cast_tree
@@ -50,37 +36,37 @@ class _Marker:
         self.made: dict[type, type] = {}
 
     def replace(self, tree: T) -> T:
-        return map_nodes(self._mark_model, tree, is_model)
+        return nodes.map_nodes(self._mark_model, tree, nodes.is_model)
 
     def restore(self, tree: T) -> T:
-        return map_nodes(self._unmark, tree, lambda node: type(node) in self.made)
+        return nodes.map_nodes(self._unmark, tree, lambda node: type(node) in self.made)
 
     def _mark_model(self, node: PyTree) -> PyTree:
-        method = bound(node)
+        method = nodes.bound(node)
         if method is None:
             return self._mark(node, "", ())
         # It holds the function of its class, not of the proxy class.
-        return bind_to(self._mark(method[0], "", ()), node)
+        return nodes.bind_to(self._mark(method[0], "", ()), node)
 
     def _mark(self, node: PyTree, path: str, containers: tuple[Module, ...]) -> PyTree:
         """Marks a node, for containers around it, too, which are never called themselves."""
-        if keeps_dtype(node) or is_leaf(node):
+        if nodes.keeps_dtype(node) or nodes.is_leaf(node):
             return node
         cls = plain_class(type(node))
-        is_matched = is_module(node) and self.matches(cls, path)
+        is_matched = nodes.is_module(node) and self.matches(cls, path)
         modules = (*containers, Module(cls, path)) if is_matched else containers
-        is_marked = is_module(node) and bool(modules) and is_called(cls)
+        is_marked = nodes.is_module(node) and bool(modules) and nodes.is_called(cls)
         inner = () if is_marked else modules
-        built = map_children(node, path, lambda child, at: self._mark(child, at, inner))
+        built = nodes.map_children(node, path, lambda child, at: self._mark(child, at, inner))
         if not is_marked:
             return built
         marked = marking_proxy_class(type(node), modules, eqx.Module, proxy_mixin(type(node)))
         self.made[marked] = type(node)
-        return as_instance(built, marked)
+        return nodes.as_instance(built, marked)
 
     def _unmark(self, node: PyTree) -> PyTree:
-        plain = as_instance(node, self.made[type(node)])
-        return map_children(plain, "", lambda child, _: self.restore(child))
+        plain = nodes.as_instance(node, self.made[type(node)])
+        return nodes.map_children(plain, "", lambda child, _: self.restore(child))
 
 
 class _Views:
@@ -97,16 +83,18 @@ class _Views:
         self._replaced: dict[int, tuple[PyTree, PyTree]] = {}  # see `EquinoxScope`
 
     def replace(self, tree: T) -> T:
-        return map_nodes(self._view, tree, lambda node: is_optimizer_state(node) or is_model(node))
+        return nodes.map_nodes(
+            self._view, tree, lambda node: is_optimizer_state(node) or nodes.is_model(node)
+        )
 
     def _view(self, node: PyTree) -> PyTree:
-        if is_optimizer_state(node) or is_data(node):
+        if is_optimizer_state(node) or nodes.is_data(node):
             return node
-        method = bound(node)
+        method = nodes.bound(node)
         if method is not None:
-            return bind_to(self.replace(method[0]), node)
-        if holds(node, is_optimizer_state):
-            return map_children(node, "", lambda child, _: self.replace(child))
+            return nodes.bind_to(self.replace(method[0]), node)
+        if nodes.holds(node, is_optimizer_state):
+            return nodes.map_children(node, "", lambda child, _: self.replace(child))
         scope = EquinoxScope(self._policy_map)
         view = scope.outermost(node)
         self.made |= scope.made
@@ -133,9 +121,9 @@ class _Views:
         """
         if id(node) in self._replaced:
             return self._replaced[id(node)][1]
-        if keeps_dtype(node):
+        if nodes.keeps_dtype(node):
             return node
-        if is_leaf(node):
+        if nodes.is_leaf(node):
             if not is_floating(node) or path not in dtypes:
                 return node
             if node.dtype.itemsize < dtypes[path].itemsize:
@@ -143,10 +131,12 @@ class _Views:
             return cast_tree(node, dtypes[path])
         if not dtypes:
             path, dtypes = "", self._dtypes.get(type(node), {})
-        plain = map_children(node, path, lambda child, at: self._stored(child, at, dtypes, rounded))
-        method = bound(node)
+        plain = nodes.map_children(
+            node, path, lambda child, at: self._stored(child, at, dtypes, rounded)
+        )
+        method = nodes.bound(node)
         if method is not None and plain is not node:
-            return bind_to(self._stored(method[0], "", {}, rounded), node)
+            return nodes.bind_to(self._stored(method[0], "", {}, rounded), node)
         return _plain(plain, self.made[type(node)]) if type(node) in self.made else plain
 
     @functools.cached_property
@@ -154,7 +144,7 @@ class _Views:
         """The dtypes in which modules store their arrays, by the classes of their views."""
         known: dict[type, _Dtypes] = {}
         for view, stored in self._replaced.values():
-            dtypes = known.setdefault(type(view), {}) if is_module(view) else {}
+            dtypes = known.setdefault(type(view), {}) if nodes.is_module(view) else {}
             for key, leaf in jax.tree_util.tree_leaves_with_path(stored):
                 if is_floating(leaf):
                     path, dtype = jax.tree_util.keystr(key, simple=True, separator="/"), leaf.dtype
@@ -164,9 +154,9 @@ class _Views:
 
 def _plain(view: eqx.Module, cls: type) -> eqx.Module:
     """Returns a module in a view as an instance of the class in whose place its own is."""
-    module, written = as_instance(view, cls), vars(type(view))["__jmpx_written__"]
+    module, written = nodes.as_instance(view, cls), vars(type(view))["__jmpx_written__"]
     if written is not None:
-        fields_of(module)["dtype"] = written
+        nodes.fields_of(module)["dtype"] = written
     return module
 
 

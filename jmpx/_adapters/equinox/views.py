@@ -12,18 +12,7 @@ import numpy as np
 from jmpx._adapters.boundaries import Method, cast_except, run_at_boundary, run_reading
 from jmpx._adapters.carries import noted_carries
 from jmpx._adapters.dtype_fields import Selected, field_in_call
-from jmpx._adapters.equinox.nodes import (
-    as_instance,
-    fields_of,
-    holds,
-    is_called,
-    is_leaf,
-    is_module,
-    keeps_dtype,
-    map_children,
-    may_read,
-    reads,
-)
+from jmpx._adapters.equinox import nodes
 from jmpx._adapters.proxies import plain_class, proxy_class, public_methods
 from jmpx._adapters.scopes import PolicyScope, inherited_policy
 from jmpx._base.contexts import note_cast
@@ -141,22 +130,22 @@ class EquinoxScope(PolicyScope):
     def outermost(self, model: T) -> T:
         """Returns the view of a model; a view under the same policy map is the same object."""
         around = _Around()
-        if self.policy_map is not None and holds(model, is_view):  # a part of a view
+        if self.policy_map is not None and nodes.holds(model, is_view):  # a part of a view
             inherited = inherited_policy(self.policy_map.default)
             around = _Around(inherited, inherited)
         return self.view(model, "", around)
 
     def view(self, node: PyTree, path: str, around: _Around) -> PyTree:
         """Returns a node of the model as it is in the view: a module, a container or a leaf."""
-        if keeps_dtype(node):
+        if nodes.keeps_dtype(node):
             return node
-        if is_leaf(node):
+        if nodes.is_leaf(node):
             own = self.array_policy(path, around.inner) if is_floating(node) else None
             policy = own or around.inner
             return node if policy is None else self.replace(node, policy.cast_to_compute(node))
-        if is_module(node):
+        if nodes.is_module(node):
             return self.module_view(node, path, around)
-        return map_children(node, path, lambda child, at: self.view(child, at, around))
+        return nodes.map_children(node, path, lambda child, at: self.view(child, at, around))
 
     def module_view(self, module: eqx.Module, path: str, around: _Around) -> eqx.Module:
         """Returns a module as it is in the view; see `view`."""
@@ -165,20 +154,24 @@ class EquinoxScope(PolicyScope):
             self.check_view(cls, path)
             return module
         rule, policy = self.module_policies(module, path, around)
-        is_boundary = policy is not None and is_called(cls)
+        is_boundary = policy is not None and nodes.is_called(cls)
         field = field_in_call(module, rule, around.selected)
         surrounding = policy if is_boundary else around.surrounding
         inner = _Around(surrounding, policy or around.inner, field.selected)
-        view = map_children(module, path, lambda child, at: self.view(child, at, inner))
-        casts = is_boundary or (surrounding is not None and policy is None and may_read(module))
-        written = fields_of(module)["dtype"] if field.is_ruled and field.value is not None else None
+        view = nodes.map_children(module, path, lambda child, at: self.view(child, at, inner))
+        casts = is_boundary or (
+            surrounding is not None and policy is None and nodes.may_read(module)
+        )
+        written = (
+            nodes.fields_of(module)["dtype"] if field.is_ruled and field.value is not None else None
+        )
         if casts or written is not None:
             kind = _Kind(is_boundary, self.ruled_in(path), written)
             made = _view_class(cls, surrounding if casts else None, kind, self.policy_map)
             self.made[made] = cls
-            view = as_instance(view, made)
+            view = nodes.as_instance(view, made)
         if written is not None:
-            fields_of(view)["dtype"] = as_dtype(field.value)
+            nodes.fields_of(view)["dtype"] = as_dtype(field.value)
         return self.replace(module, view)
 
     def replace(self, old: PyTree, new: T) -> T:
@@ -292,8 +285,8 @@ def _casting(cls: type, name: str, policy: Policy, kind: _Kind) -> Method:
 
     @functools.wraps(inspect.getattr_static(cls, name), updated=())
     def method(self: eqx.Module, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        plain = as_instance(self, cls)
-        if not kind.is_boundary and not reads(plain):
+        plain = nodes.as_instance(self, cls)
+        if not kind.is_boundary and not nodes.reads(plain):
             return getattr(plain, name)(*args, **kwargs)
         plain = getattr(_cast_late(plain, policy, kind.ruled), name)
         hidden = next(iter(args[1:2]), kwargs.get("hidden"))
@@ -313,20 +306,24 @@ def _cast_late(module: T, policy: Policy, ruled: frozenset[str]) -> T:
     def cast(node: PyTree, path: str) -> PyTree:
         if path in ruled or _has_a_policy(node):
             return node
-        return policy.cast_to_compute(node) if is_leaf(node) else map_children(node, path, cast)
+        return (
+            policy.cast_to_compute(node)
+            if nodes.is_leaf(node)
+            else nodes.map_children(node, path, cast)
+        )
 
     leaves, compute = jax.tree.leaves(module, is_leaf=_has_a_policy), np.dtype(policy.compute_dtype)
     if all(leaf.dtype == compute for leaf in leaves if is_floating(leaf)):
         return module
     if ruled:
-        return map_children(module, "", cast)
+        return nodes.map_children(module, "", cast)
     return cast_except(policy.cast_to_compute, module, _has_a_policy)
 
 
 def _has_a_policy(node: object) -> bool:
     """Whether nothing is cast in a node by the policy around it."""
-    return keeps_dtype(node) or getattr(type(node), "__jmpx_view__", False)
+    return nodes.keeps_dtype(node) or getattr(type(node), "__jmpx_view__", False)
 
 
 def _passes(node: object) -> bool:
-    return keeps_dtype(node) or is_view(node) or callable(node)
+    return nodes.keeps_dtype(node) or is_view(node) or callable(node)

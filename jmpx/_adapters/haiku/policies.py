@@ -138,7 +138,7 @@ class HaikuScope(PolicyScope):
         casts: the casts of parameters in the outermost of these calls.
         owners: the modules that had floating parameters when that began, by their names.
         class_policies: the policies that were taken out of Haiku's registry.
-        is_reading: whether state is to be read as it is stored.
+        is_reading: whether state is read as it is stored, without the user's getters.
     """
 
     def __init__(self, name: str, policy_map: PolicyMap) -> None:

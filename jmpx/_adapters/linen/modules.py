@@ -18,7 +18,7 @@ from jmpx._policies.policy import Policy
 def module_of(module: nn.Module) -> Module:
     """Returns a module as the class that the user wrote, and its path."""
     cls = type(module)
-    while cls.__module__ == nn.remat.__module__:  # made by `nn.scan`, `nn.remat` or alike
+    while cls.__module__ == nn.remat.__module__:  # made by `nn.scan`, `nn.remat` or the like
         cls = cls.__bases__[0]
     return Module(cls, "/".join(module.path))
 
@@ -54,7 +54,7 @@ def reads(module: nn.Module) -> bool:
     return bool(own(module, "params") or own(module, "batch_stats"))
 
 
-# Collections that are no state: what is written there may have any dtype.
+# Collections other than state: what is written there may have any dtype.
 _NO_STATE = ("params", "batch_stats", "intermediates")
 
 

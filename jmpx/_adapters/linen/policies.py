@@ -20,15 +20,7 @@ from jmpx._adapters.boundaries import (
 )
 from jmpx._adapters.carries import noted_carries
 from jmpx._adapters.dtype_fields import FieldInCall, field_in_call, reading_policy
-from jmpx._adapters.linen.modules import (
-    field_set,
-    is_public_method,
-    lifted_by,
-    module_of,
-    own,
-    reads,
-    state_dtype,
-)
+from jmpx._adapters.linen import modules
 from jmpx._adapters.parameter_casts import ParameterCasts
 from jmpx._adapters.scopes import (
     PolicyScope,
@@ -157,17 +149,19 @@ class LinenScope(PolicyScope):
         # Interceptors do not see the methods of `nn.Module` itself; an attribute hides `param`.
         object.__setattr__(module, "param", functools.partial(self.param, module))
         call = self.find_call(module)
-        casts = not call.is_cast and is_public_method(type(module), method_name)
+        casts = not call.is_cast and modules.is_public_method(type(module), method_name)
         carry = args[0] if args and self.is_step(module, method_name) else None
-        state = state_dtype(module, call.reading) if casts else None
-        if state is not None and own(module, "cache"):
+        state = modules.state_dtype(module, call.reading) if casts else None
+        if state is not None and modules.own(module, "cache"):
             args, kwargs = jax.tree.map(at_least(state), (args, kwargs))
         is_cast, keeps = call.is_cast or casts, call.keeps or state is not None
         self.calls.append(
-            dataclasses.replace(call, is_cast=is_cast, lifted=lifted_by(module), keeps=keeps)
+            dataclasses.replace(
+                call, is_cast=is_cast, lifted=modules.lifted_by(module), keeps=keeps
+            )
         )
         try:
-            with field_set(module, call.field.value):
+            with modules.field_set(module, call.field.value):
                 if casts:
                     self.census.note_layer(call.module, call.field)
                     with noted_carries(call.module.cls, call.reading):
@@ -189,7 +183,7 @@ class LinenScope(PolicyScope):
         carry: PyTree,
     ) -> PyTree:
         """Runs a public method, whose inputs are cast at a boundary or if it reads parameters."""
-        has_own = reads(module)
+        has_own = modules.reads(module)
         policy = call.reading if has_own else call.policy
         if policy is not None and call.boundary_policy is not None:
             return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
@@ -205,7 +199,7 @@ class LinenScope(PolicyScope):
 
     def find_call(self, module: nn.Module) -> _Call:
         """Returns the call that a method of a module begins, or the call that it is part of."""
-        called = module_of(module)
+        called = modules.module_of(module)
         outer = self.calls[-1] if self.calls else None
         if outer is not None and outer.module == called:
             return outer
@@ -218,7 +212,7 @@ class LinenScope(PolicyScope):
 
     def is_step(self, module: nn.Module, method_name: str) -> bool:
         """Whether a method begins a step of a loop: of a recurrent cell, or lifted by Linen."""
-        lifted, outer = lifted_by(module), self.calls[-1:]
+        lifted, outer = modules.lifted_by(module), self.calls[-1:]
         if isinstance(module, nn.RNNCellBase) and method_name == "__call__":
             return True
         is_body = any(f"{name}(" in "".join(lifted[-1:]) for name in ("scan", "while_loop"))
@@ -279,13 +273,13 @@ def _run_reading(
 
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         result = method(*args, **kwargs)
-        return to_compute(result) if own(module, "batch_stats") else result
+        return to_compute(result) if modules.own(module, "batch_stats") else result
 
-    if reads(module):
+    if modules.reads(module):
         return run_reading(run, args, kwargs)
     with running(policy, _NAME):
         result = run(*args, **kwargs)
-    if not reads(module):
+    if not modules.reads(module):
         return result
     inputs = jax.tree.leaves((args, kwargs))
 

@@ -13,14 +13,7 @@ import jax
 from flax import nnx
 
 from jmpx._adapters.boundaries import are_same
-from jmpx._adapters.nnx.objects import (
-    Models,
-    array_in,
-    is_closed,
-    map_objects,
-    modules_in,
-    set_value,
-)
+from jmpx._adapters.nnx import objects
 from jmpx._adapters.nnx.views import NnxScope, copied, refuse_setting
 from jmpx._adapters.proxies import (
     is_optimizer_state,
@@ -44,42 +37,46 @@ class _Views:
 
     def __init__(self, policy_map: PolicyMap) -> None:
         self.policy_map = policy_map
-        self._begin()
+        self.made: dict[type, type] = {}
+        self._forget()
 
-    def _begin(self) -> None:
+    def _forget(self) -> None:
         """Forgets all objects: another trace has others."""
-        self.scope = NnxScope("jmpx.apply_policy", self.policy_map, hands_back=True)
+        self._scope: NnxScope | None = None
         # By the identities of the objects: them, and their copies.
         self._copies: dict[int, tuple[PyTree, PyTree]] = {}
         # By the identities of the copies: the objects, and the attributes of the copies at first.
         self._given: dict[int, tuple[PyTree, dict[str, PyTree]]] = {}
-
-    @property
-    def made(self) -> dict[type, type]:
-        return self.scope.made
+        self._made_inside: dict[int, PyTree] = {}
 
     def replace(self, tree: T) -> T:
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_closed)
-        found = Models()
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=objects.is_closed)
+        found = objects.Models()
+        for leaf in leaves:
+            for value in () if is_optimizer_state(leaf) else objects_of(leaf):
+                found.add(value)
+        if not found.models:
+            return tree
         for index, leaf in enumerate(leaves):
             if not is_optimizer_state(leaf):
                 copies = [copied(value, self._copies) for value in objects_of(leaf)]
                 leaves[index] = replace_objects(leaf, iter(copies))
-                for copy in copies:
-                    found.add(copy)
+        scope = self._scope or NnxScope("jmpx.apply_policy", self.policy_map, hands_back=True)
         for model in found.outermost():
-            self.scope.view(model)
-        for optimizer in found.optimizers if self.scope.casts else ():
-            object.__setattr__(optimizer, "__class__", _refusing_class(type(optimizer)))
+            scope.view(copied(model, self._copies))
+        for optimizer in found.optimizers if scope.casts else ():
+            refusing = _refusing_class(type(optimizer))
+            object.__setattr__(copied(optimizer, self._copies), "__class__", refusing)
         for value, copy in self._copies.values():
             self._given.setdefault(id(copy), (value, dict(vars(copy))))
+        self._scope, self.made = scope, self.made | scope.made
         return treedef.unflatten(map(self._rebound, leaves))
 
     def _rebound(self, leaf: PyTree) -> PyTree:
         """Returns a bound method of a module as that of its view, a partial of it likewise."""
         if isinstance(leaf, functools.partial):
             parts = (leaf.func, leaf.args, leaf.keywords)
-            func, args, kwargs = jax.tree.map(self._rebound, parts, is_leaf=is_closed)
+            func, args, kwargs = jax.tree.map(self._rebound, parts, is_leaf=objects.is_closed)
             return functools.partial(func, *args, **kwargs)
         if not isinstance(leaf, types.MethodType):
             return leaf
@@ -89,31 +86,42 @@ class _Views:
         return getattr(owner, name) if is_own else leaf
 
     def restore(self, tree: T) -> T:
+        if self._scope is None:
+            return tree
         arrays: dict[int, PyTree] = {}
-        for value, stored, before in self.scope.casts.values():
-            new, old = array_in(value), array_in(stored)
+        for value, stored, before in self._scope.casts.values():
+            new, old = objects.array_in(value), objects.array_in(stored)
             if is_floating(new) and new.dtype != before[0].dtype:
-                set_value(stored, cast_like(new, old))
+                objects.set_value(stored, cast_like(new, old))
             arrays.update(zip(map(id, before), jax.tree.leaves(stored), strict=True))
         for value, copy in self._copies.values():
             self._give_back(vars(value), vars(copy), self._given[id(copy)][1])
 
         def restored(leaf: PyTree) -> PyTree:
-            own = self._stored(leaf)
-            if own is leaf and isinstance(leaf, nnx.Pytree):
-                self._refuse_copy(leaf)
-            is_variable = isinstance(own, nnx.Variable)
-            return _settable(own, arrays) if is_variable else arrays.get(id(own), own)
+            leaf = self._stored(leaf)
+            is_variable = isinstance(leaf, nnx.Variable)
+            return _settable(leaf, arrays) if is_variable else arrays.get(id(leaf), leaf)
 
         result = jax.tree.map(restored, tree, is_leaf=is_object)
-        self._begin()
+        self._forget()
         return result
 
     def _stored(self, value: PyTree, path: str = "") -> PyTree:
-        """Returns the object in place of its copy, the stored parameter in place of a cast one."""
+        """Returns the object in place of its copy, the stored parameter in place of a cast one.
+
+        An object that the function has made stays, with such values in place of its own.
+        """
         if id(value) in self._given:
             return self._given[id(value)][0]
-        return self.scope.casts[id(value)].stored if id(value) in self.scope.casts else value
+        if self._scope is not None and id(value) in self._scope.casts:
+            return self._scope.casts[id(value)].stored
+        known = id(value) in self._copies or id(value) in self._made_inside
+        if isinstance(value, nnx.Pytree) and not known:
+            self._refuse_copy(type(value))
+            self._made_inside[id(value)] = value
+            for name, attribute in list(vars(value).items()):
+                vars(value)[name] = objects.map_objects(attribute, (), self._stored)
+        return value
 
     def _give_back(
         self, own: dict[str, PyTree], new: dict[str, PyTree], before: dict[str, PyTree]
@@ -124,19 +132,18 @@ class _Views:
         for name, value in new.items():
             is_kept = name in before and value is before[name]
             if not is_kept or isinstance(value, list | dict):  # which may have changed
-                stored = map_objects(value, (), self._stored)
+                stored = objects.map_objects(value, (), self._stored)
                 if not is_kept or not are_same(own[name], stored, is_object):
                     own[name] = stored
 
-    def _refuse_copy(self, value: nnx.Pytree) -> None:
-        """Raises if an object that a function returns is a copy that it made of a view."""
-        for module, _ in modules_in([value]):
-            if type(module) in self.made and id(module) not in self._given:
-                raise ValueError(
-                    f"Expected the function to return modules that it was given, got a copy of a "
-                    f"{self.made[type(module)].__name__}, whose parameters are cast by policy map "
-                    f"{str(self.policy_map)!r}: return the module itself, and copy it outside."
-                )
+    def _refuse_copy(self, cls: type) -> None:
+        """Raises if an object is a copy that the function made of a view."""
+        if cls in self.made:
+            raise ValueError(
+                f"Expected the function to return modules that it was given, got a copy of a "
+                f"{self.made[cls].__name__}, whose parameters are cast by policy map "
+                f"{str(self.policy_map)!r}: return the module itself, and copy it outside."
+            )
 
 
 @made_once
@@ -176,9 +183,9 @@ class _Marker:
         self.given: list[PyTree] = []
 
     def replace(self, tree: T) -> T:
-        objects = _objects(tree)
-        self.given += objects
-        for module, path in modules_in(objects):
+        roots = _objects(tree)
+        self.given += roots
+        for module, path in objects.modules_in(roots):
             cls = type(module)
             called = Module(plain_class(cls), path)
             if cls not in self.made and self.matches(*called):
@@ -188,7 +195,7 @@ class _Marker:
         return tree
 
     def restore(self, tree: T) -> T:
-        for module, _ in modules_in([*self.given, *_objects(tree)]):
+        for module, _ in objects.modules_in([*self.given, *_objects(tree)]):
             if type(module) in self.made:
                 object.__setattr__(module, "__class__", self.made[type(module)])
         return tree

@@ -32,12 +32,12 @@ def map_objects(
 
 def is_called(value: object) -> TypeGuard[nnx.Module]:
     """Whether it is a module that may be called, rather than a list or a dict of modules."""
-    containers = tuple(getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name))
-    return isinstance(value, nnx.Module) and (callable(value) or not isinstance(value, containers))
+    is_container = isinstance(value, nnx.List | nnx.Dict) and not callable(value)
+    return isinstance(value, nnx.Module) and not is_container
 
 
 def is_holder(module: nnx.Module) -> bool:
-    """Whether it only holds modules: without public methods, nobody calls it."""
+    """Whether it only holds modules: without public methods, it is never called."""
     return not any(public_methods(type(module), nnx.Module)) and not _holds_parameter(module, set())
 
 

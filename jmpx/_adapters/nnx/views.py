@@ -21,16 +21,7 @@ from jmpx._adapters.dtype_fields import (
     reading_policy,
     spelled_as,
 )
-from jmpx._adapters.nnx.objects import (
-    array_in,
-    has_statistics,
-    is_called,
-    is_holder,
-    map_objects,
-    notes_dtype,
-    reads,
-    set_value,
-)
+from jmpx._adapters.nnx import objects
 from jmpx._adapters.proxies import plain_class, proxy_class, public_methods
 from jmpx._adapters.scopes import PolicyScope, inherited_policy, wrapping
 from jmpx._base.casts import cast_like
@@ -130,7 +121,9 @@ def copied(value: PyTree, copies: dict[int, tuple[PyTree, PyTree]]) -> PyTree:
         copies[id(value)] = value, copy
         for name, attribute in vars(value).items():
             # Not by setattr: Flax 0.11 keeps items of a list under integers.
-            vars(copy)[name] = map_objects(attribute, (), lambda node, _: copied(node, copies))
+            vars(copy)[name] = objects.map_objects(
+                attribute, (), lambda node, _: copied(node, copies)
+            )
     return copies[id(value)][1]
 
 
@@ -203,9 +196,9 @@ class NnxScope(PolicyScope):
             return value
         self._objects[id(value)] = value
         attributes = vars(value)
-        if is_called(value):
+        if objects.is_called(value):
             cls, around, field = self.module(value, path, around)
-            if notes_dtype(value):
+            if objects.notes_dtype(value):
                 attributes["dtype"] = None
             elif field.is_ruled and field.value is not None:
                 attributes["dtype"] = spelled_as(attributes["dtype"], field.value)
@@ -213,7 +206,7 @@ class NnxScope(PolicyScope):
                 self.made[cls] = type(value)
                 object.__setattr__(value, "__class__", cls)
         for name, old in list(attributes.items()):
-            attributes[name] = map_objects(
+            attributes[name] = objects.map_objects(
                 old, (path, str(name)), lambda node, at: self.view(node, at, around)
             )
         return value
@@ -265,21 +258,21 @@ class NnxScope(PolicyScope):
         """Returns its class in the view, what surrounds its attributes, and its `dtype` field."""
         module, surrounding = Module(plain_class(type(value)), path), around.surrounding
         rule, policy = self.policies_of(*module, surrounding)
-        layer = _NO_FIELD if notes_dtype(value) else value
+        layer = _NO_FIELD if objects.notes_dtype(value) else value
         field = field_in_call(layer, rule, around.selected)
         self.census.note_layer(module, field)
-        if policy is None and surrounding is not None and has_statistics(value):
+        if policy is None and surrounding is not None and objects.has_statistics(value):
             policy = inherited_policy(surrounding)
         if rule is None:
-            policy = None if surrounding is None and is_holder(value) else policy
+            policy = None if surrounding is None and objects.is_holder(value) else policy
             policy = _wide_enough(policy, surrounding, value)
         self.record_module(*module, policy, surrounding)
         in_force = surrounding if policy is None else policy
         if in_force is None:
             return type(value), _Around(module, selected=field.selected), field
         reading, cls = reading_policy(in_force, field.value), type(value)
-        if policy is not None or reads(value):
-            policy_in_call = reading if reads(value) else in_force
+        if policy is not None or objects.reads(value):
+            policy_in_call = reading if objects.reads(value) else in_force
             note_cast(self.name, policy_in_call.compute_dtype)
             cls = _view_class(cls, policy_in_call, policy is not None, self.maker)
         return cls, _Around(module, in_force, reading, field.selected), field
@@ -366,9 +359,9 @@ def _casting(method: Method, name: str, policy: Policy, run: Callable[..., PyTre
 def _kept_state(module: nnx.Module) -> Iterator[None]:
     """Gives the variables of a module, except for parameters, their dtypes back after a call."""
     own = [value for value in vars(module).values() if isinstance(value, nnx.Variable)]
-    before = [(v, array_in(v)) for v in own if not isinstance(v, nnx.Param)]
+    before = [(v, objects.array_in(v)) for v in own if not isinstance(v, nnx.Param)]
     yield
     for variable, old in before:
-        new = array_in(variable)
+        new = objects.array_in(variable)
         if is_floating(old) and is_floating(new) and new.dtype != old.dtype:
-            set_value(variable, cast_like(new, old))
+            objects.set_value(variable, cast_like(new, old))

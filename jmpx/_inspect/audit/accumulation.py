@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from jmpx._inspect.audit.recurrences import Loop, Recurrence, recurrences
+from jmpx._inspect.audit.recurrences import Loop, Recurrence, recurrences, trips
 from jmpx._inspect.audit.remedies import Remedies
 from jmpx._inspect.audit.step import Found, Kind, Step
 from jmpx._inspect.audit.values import largest_count
@@ -26,14 +26,15 @@ def search(step: Step) -> Iterator[Found]:
             continue
         if each.is_average:
             yield _average(step, each)
-        elif each.loop is not None and each.loop.trips not in (0, 1):
+        elif each.loop is not None and trips(each.loop) not in (0, 1):
             yield from _carry(step, each, each.loop)
 
 
 def _carry(step: Step, found: Recurrence, loop: Loop) -> Iterator[Found]:
     node, name, limit = found.node, found.dtype.name, largest_count(found.dtype)
-    is_long = loop.trips is None or loop.trips > limit
-    is_short = loop.trips is not None and loop.trips <= limit // 16
+    count = trips(loop)
+    is_long = count is None or count > limit
+    is_short = count is not None and count <= limit // 16
     what = f"The loop sums in a carry in {name}"
     advice = "start the carry in float32, as jnp.zeros(shape, jnp.float32), and add in float32"
     if node.is_backward:
@@ -43,16 +44,16 @@ def _carry(step: Step, found: Recurrence, loop: Loop) -> Iterator[Found]:
         advice = (
             "cast the value to 16 bits inside of the loop: its gradient is then summed in float32"
         )
-        node = loop.carries[0]  # JAX's versions give the addition itself different lines.
-    trips = "an unknown number of" if loop.trips is None else f"{loop.trips:,}"
+        node = loop[0]  # JAX's versions give the addition itself different lines.
+    many = "an unknown number of" if count is None else f"{count:,}"
     yield step.found(
         _CARRY,
         "high" if is_long else "low" if is_short else "medium",
         node,
-        f"{what} over {trips} trips: a term below 1/{limit} of the sum so far may be lost.",
+        f"{what} over {many} trips: a term below 1/{limit} of the sum so far may be lost.",
         advice,
         count=1,
-        nbytes=found.old.nbytes * (loop.trips or 1),
+        nbytes=found.old.nbytes * (count or 1),
     )
 
 
@@ -71,16 +72,11 @@ def _average(step: Step, found: Recurrence) -> Found:
 
 
 class _Dependence:
-    """Which values contribute to which, found in one pass over a graph.
-
-    Args:
-        graph: the graph.
-        found: the recurrences about whose values it is asked.
-    """
+    """Which values of recurrences contribute to which values, found in one pass over a graph."""
 
     def __init__(self, graph: Graph, found: Sequence[Recurrence]) -> None:
         loops = [each.loop for each in found if each.loop is not None and not each.is_average]
-        self._carries = {id(carry.results[0]): carry for loop in loops for carry in loop.carries}
+        self._carries = {id(carry.results[0]): carry for loop in loops for carry in loop}
         asked = dict.fromkeys((*self._carries, *(id(each.old) for each in found)))
         self._bits = {key: 1 << i for i, key in enumerate(asked)}
         # The bits of what contributes to a value.

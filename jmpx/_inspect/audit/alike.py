@@ -14,22 +14,18 @@ def pattern(text: str) -> str:
     return _NUMBER.sub("*", text)
 
 
-def common(texts: Sequence[str]) -> str:
-    """Returns texts of one pattern as one text, with `*` for the numbers that differ."""
-    numbers = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
-    parts = iter([same[0] if len(set(same)) == 1 else "*" for same in numbers])
-    return _NUMBER.sub(lambda _: next(parts), texts[0])
+def common(texts: Sequence[str], number: re.Pattern[str] = _NUMBER, differing: str = "*") -> str:
+    """Returns texts of one pattern as one text, with `*` for the numbers that differ.
 
-
-def _ranged(texts: Sequence[str]) -> str:
-    """Returns sentences of one pattern as one sentence, with `3 to 5` for numbers that differ."""
-    numbers = zip(*(_DECIMAL.findall(text) for text in texts), strict=True)
-    ranges = iter([_range(sorted(set(same), key=float)) for same in numbers])
-    return _DECIMAL.sub(lambda _: next(ranges), texts[0])
-
-
-def _range(numbers: Sequence[str]) -> str:
-    return numbers[0] if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    Args:
+        texts: the texts.
+        number: what a number is.
+        differing: what stands for numbers that differ, of which `{0}` is the least.
+    """
+    columns = zip(*(number.findall(text) for text in texts), strict=True)
+    ranges = [sorted(set(column), key=float) for column in columns]
+    parts = iter([r[0] if len(r) == 1 else differing.format(r[0], r[-1]) for r in ranges])
+    return number.sub(lambda _: next(parts), texts[0])
 
 
 def alike_groups(findings: Iterable[Finding]) -> list[list[Finding]]:
@@ -48,7 +44,7 @@ def alike_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """
     return tuple(
         group[0]._replace(
-            message=_ranged([each.message for each in group]),
+            message=common([each.message for each in group], _DECIMAL, "{} to {}"),
             scope=common([each.scope for each in group]),
             rule=common([each.rule for each in group]),
             count=sum(each.count for each in group),

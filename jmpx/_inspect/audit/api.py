@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from jmpx._base.messages import did_you_mean
 from jmpx._inspect.audit import summary
@@ -15,13 +14,12 @@ from jmpx._inspect.programs import Program, traced_program
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
 
 
-def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..., Audit]:
+def audit(fn: Callable[..., object], *, platform: str | None = None) -> Callable[..., Audit]:
     """Tells which operations of a train step run in which dtype, and where precision leaks.
 
-    The function is traced, never run: shapes suffice, and no memory is taken. Modules of Haiku,
-    Equinox, Linen and NNX are known by their paths, other code by `jax.named_scope`. A rule that
-    it proposes has been tried: the function was traced once more with the rule in its policy maps,
-    for at most 12 rules.
+    The function is traced, never run: shapes suffice. Modules of Haiku, Equinox, Linen and NNX are
+    known by their paths, other code by `jax.named_scope`. A rule that it proposes has been tried:
+    the function was traced once more with the rule in its policy maps, for at most 12 rules.
 
     Args:
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
@@ -36,8 +34,10 @@ def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..
         A function of the arguments of `fn`, arrays or `jax.ShapeDtypeStruct`s, that returns a
         `jmpx.inspect.Audit`: shares of FLOPs by dtype, bytes that are saved for the backward pass,
         casts, a table of modules, and findings, each with the line of your code and a rule to
-        paste, or what to write there.
-        `report.check(...)` makes it one line of a test.
+        paste, or what to write there. `report.check(...)` makes it one line of a test.
+
+    See Also:
+        `jmpx.inspect.ranges` runs the function once, to measure the magnitudes of its values.
 
     Raises:
         TypeError: if `fn` is not callable.
@@ -67,7 +67,7 @@ def audit(fn: Callable[..., Any], *, platform: str | None = None) -> Callable[..
     hardware = None if platform is None else PLATFORMS[platform]
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
-    def run(*args: Any, **kwargs: Any) -> Audit:
+    def run(*args: object, **kwargs: object) -> Audit:
         return report_of(traced_program(fn, args, kwargs), hardware)
 
     return run

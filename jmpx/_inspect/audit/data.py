@@ -35,12 +35,9 @@ class Finding(NamedTuple):
 
 
 class Products(NamedTuple):
-    """The matrix products and convolutions that have the same operand dtypes.
+    """The matrix products and convolutions of operand dtypes such as `"bfloat16 x bfloat16"`.
 
-    Attributes:
-        dtypes: the operand dtypes, such as `"bfloat16 x bfloat16"`.
-        flops: the floating-point operations of all of them.
-        count: how many there are; one in a loop counts once per trip.
+    One in a loop counts once per trip.
     """
 
     dtypes: str
@@ -49,14 +46,7 @@ class Products(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """The casts from one dtype to another.
-
-    Attributes:
-        source: the dtype that they read.
-        target: the dtype that they write.
-        count: how many there are.
-        nbytes: the bytes that they write.
-    """
+    """The casts from one dtype to another, and the bytes that they write."""
 
     source: str
     target: str
@@ -85,14 +75,7 @@ class Scope(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An operation whose dtypes a lock file holds.
-
-    Attributes:
-        scope: the module's path, else the named scopes.
-        operation: its name.
-        dtypes: the dtypes of its operands and results.
-        place: the line of the user's code; None where there is none.
-    """
+    """An operation whose dtypes a lock file holds, and the line of the user's code."""
 
     scope: str
     operation: str

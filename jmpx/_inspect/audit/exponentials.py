@@ -47,7 +47,8 @@ def search(step: Step) -> Iterator[Found]:
         found = None if is_constant or _is_derivative(node) else hazard(node, dtype)
         if found is not None:
             advice = f"x.astype(jnp.float32) before {node.name}"
-            yield step.found(_EXP, found[0], node, found[1], advice, nbytes=low_nbytes(node))
+            message = f"{node.name} in {dtype.name} {found[1]}."
+            yield step.found(_EXP, found[0], node, message, advice, nbytes=low_nbytes(node))
 
 
 def _is_derivative(node: Node) -> bool:
@@ -65,49 +66,47 @@ def _grows(node: Node, dtype: np.dtype) -> _Hazard:
     error = f"is off by up to {8 * rate * float(info.eps) / 2:.1%} near"
     if is_at_most_zero(node.operands[0]):
         message = f"cannot overflow, as its argument is at most 0, but {error} -8"
-        return None if _is_stable(node) else ("low", f"{node.name} in {dtype.name} {message}.")
+        return None if _is_stable(node) else ("low", message)
     limit = math.log(float(info.max)) / rate + (node.name in ("sinh", "cosh")) * math.log(2)
-    message = f"overflows beyond {limit:.2f}, and {error} 8"
-    return worst(dtype), f"{node.name} in {dtype.name} {message}."
+    return worst(dtype), f"overflows beyond {limit:.2f}, and {error} 8"
 
 
 def _logarithm(node: Node, dtype: np.dtype) -> _Hazard:
     info = jnp.finfo(dtype)
     if is_sum_of_exponentials(node.operands[0]):
         message = f"of a sum of exponentials keeps {digits(dtype)}"
-        return None if _is_stable(node) else ("low", f"{node.name} in {dtype.name} {message}.")
+        return None if _is_stable(node) else ("low", message)
     if node.name == "log1p":
-        return "low", f"log1p in {dtype.name} keeps {digits(dtype)}."
+        return "low", f"keeps {digits(dtype)}"
     message = f"takes numbers within {float(info.eps) / 2:.2%} of 1 for 1"
     if dtype == jnp.float16:
         message += f", and those below {float(info.smallest_subnormal):.0e} for 0"
-    return worst(dtype), f"{node.name} in {dtype.name} {message}."
+    return worst(dtype), message
 
 
 def _root(node: Node, dtype: np.dtype) -> _Hazard:
-    info, message = jnp.finfo(dtype), f"keeps {digits(dtype)}"
+    info, message = jnp.finfo(dtype), f"reads an argument that keeps {digits(dtype)}"
     if dtype == jnp.float16:
         least = float(info.smallest_subnormal)
         message += f", is infinite beyond {float(info.max):.0f}, and 0 below {least:.0e}"
-    return worst(dtype), f"The argument of rsqrt in {dtype.name} {message}."
+    return worst(dtype), message
 
 
 def _power(node: Node, dtype: np.dtype) -> _Hazard:
     limit = float(jnp.finfo(dtype).max)
     message = f"overflows beyond {limit:.0f}, and" if dtype == jnp.float16 else "loses digits:"
-    message += " its exponent multiplies the relative error of its base"
-    return worst(dtype), f"pow in {dtype.name} {message}."
+    return worst(dtype), f"{message} its exponent multiplies the relative error of its base"
 
 
 def _periodic(node: Node, dtype: np.dtype) -> _Hazard:
     count = largest_count(dtype)
-    message = f"of numbers beyond {count} is noise: they are rounded to steps of 2 and more"
-    return "medium", f"{node.name} in {dtype.name} {message}."
+    return "medium", (
+        f"of numbers beyond {count} is noise: they are rounded to steps of 2 and more"
+    )
 
 
 def _sensitive(node: Node, dtype: np.dtype) -> _Hazard:
-    message = f"loses digits: its argument keeps {digits(dtype)}, whose error grows"
-    return "medium", f"{node.name} in {dtype.name} {message}."
+    return "medium", f"loses digits: its argument keeps {digits(dtype)}, whose error grows"
 
 
 def _capped(node: Node, dtype: np.dtype) -> _Hazard:
@@ -117,9 +116,7 @@ def _capped(node: Node, dtype: np.dtype) -> _Hazard:
     if dtype != jnp.bfloat16 or cap < _LEAST_CAP or scaled is None or _number_in(scaled) is None:
         return None
     step = cap * float(jnp.finfo(dtype).eps) / 2
-    return "medium", (
-        f"A soft-cap by tanh in {dtype.name}: numbers near {cap:g} are {step:.2g} apart."
-    )
+    return "medium", f"makes a coarse soft-cap: numbers near {cap:g} are {step:.2g} apart"
 
 
 def _factor(value: Value) -> float:

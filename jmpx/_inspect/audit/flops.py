@@ -117,26 +117,22 @@ def _out(eqn: Equation) -> int:
 # Sums over elements, windows and axes.
 
 
-def _flops_within(eqn: Equation) -> int:
-    """Returns the FLOPs of the function that an equation reduces with."""
-    return sum(map(flops_of, eqn.params["jaxpr"].eqns))
+def _by_function(eqn: Equation) -> int:
+    """Returns the FLOPs of the function that an equation reduces with; 1 if it is an addition."""
+    return sum(map(flops_of, eqn.params["jaxpr"].eqns)) if "jaxpr" in eqn.params else 1
 
 
-def _reduction(eqn: Equation, flops: int = 1) -> int:
-    return flops * (_in(eqn) - _out(eqn))
+def _reduction(eqn: Equation, flops: int | None = None) -> int:
+    return (_by_function(eqn) if flops is None else flops) * (_in(eqn) - _out(eqn))
 
 
-def _window_size(eqn: Equation) -> int:
-    return math.prod(eqn.params["window_dimensions"])
-
-
-def _window_reduction(eqn: Equation, flops: int = 1) -> int:
-    return flops * (_window_size(eqn) - 1) * _out(eqn)
+def _window_reduction(eqn: Equation) -> int:
+    return _by_function(eqn) * (math.prod(eqn.params["window_dimensions"]) - 1) * _out(eqn)
 
 
 def _scattered_windows(eqn: Equation) -> int:
     """For each element: comparisons find the place in its window, an addition puts it there."""
-    return _in(eqn) * _window_size(eqn)
+    return _in(eqn) * math.prod(eqn.params["window_dimensions"])
 
 
 def _cumulative(eqn: Equation, flops: int = 1) -> int:
@@ -188,9 +184,9 @@ _COUNTS: dict[str, Callable[[Equation], int]] = {
     ),
     "argmax": functools.partial(_reduction, flops=9),
     "argmin": functools.partial(_reduction, flops=9),
-    "reduce": lambda eqn: _reduction(eqn, _flops_within(eqn)),
+    "reduce": _reduction,
     **dict.fromkeys(("reduce_window_" + name for name in ("sum", "max", "min")), _window_reduction),
-    "reduce_window": lambda eqn: _window_reduction(eqn, _flops_within(eqn)),
+    "reduce_window": _window_reduction,
     "select_and_scatter_add": _scattered_windows,
     "select_and_scatter": _scattered_windows,
     "select_and_gather_add": _window_reduction,

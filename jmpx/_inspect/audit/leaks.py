@@ -1,9 +1,8 @@
 """Findings: float32 where a step means to compute in 16 bits."""
 
 import inspect
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 from jmpx._autocast.products import PRODUCTS
 from jmpx._base.text import count_text, short_names
@@ -11,13 +10,14 @@ from jmpx._inspect.audit.data import SEVERITIES
 from jmpx._inspect.audit.flops import flops, is_product
 from jmpx._inspect.audit.remedies import Remedies
 from jmpx._inspect.audit.step import Found, Kind, Step
-from jmpx._inspect.audit.streams import Stream, outermost_dtype
+from jmpx._inspect.audit.streams import Stream
 from jmpx._inspect.audit.values import (
     LOW,
     MOVES_AND_CASTS,
     WIDE,
     before,
     compute_dtype,
+    half_dtype,
     number,
     reaches_end,
 )
@@ -40,6 +40,7 @@ _SAVED = Kind(
     Remedies.narrower,
 )
 KINDS = (_FLOAT32, _MIXED, _PROMOTION, _SAVED)
+_Key: TypeAlias = tuple[str, Place | None]  # where a product is, the same forward and backward
 _SMALL = (0.01, 0.001)  # shares below which a leak is one step less severe
 _LARGE = 0.05  # of all bytes that are saved for the backward pass
 
@@ -54,14 +55,9 @@ def search(step: Step) -> Iterator[Found]:
 
 
 def _weighed(found: list[Found], products: int, saved: int) -> Iterator[Found]:
-    """Yields findings with the severity that their shares of FLOPs and bytes leave them.
+    """Yields findings with the severity that their shares of FLOPs and saved bytes leave them.
 
     Those of one line are one share: a line may run in many layers.
-
-    Args:
-        found: the findings.
-        products: the FLOPs of all products.
-        saved: the bytes that are saved for the backward pass.
     """
     shares: dict[tuple[str, Place | None], float] = {}
     for _, each, *_ in found:
@@ -74,33 +70,16 @@ def _weighed(found: list[Found], products: int, saved: int) -> Iterator[Found]:
         yield one._replace(finding=each._replace(severity=SEVERITIES[rank]))
 
 
-class _Key(NamedTuple):
-    """Where a product is in the program, the same forward and backward."""
-
-    path: str
-    place: Place | None
-
-
 class _Leaks:
     """The leaks of a step that computes in 16 bits."""
 
     def __init__(self, step: Step) -> None:
         self._step, self._graph, self._streams = step, step.graph, step.streams
-        self._half = self._half_dtype()
+        self._half = half_dtype(step.graph)
         self._backward = self._backward_products()
 
-    def _half_dtype(self) -> str:
-        """Returns the name of the 16-bit dtype that most products have."""
-        counts: Counter[str] = Counter()
-        for node in self._streams.half_products:
-            for value in (*node.operands[:2], *node.results):
-                dtype = _before_cast(value).dtype
-                if dtype in LOW:
-                    counts[dtype.name] += flops(node)
-        return counts.most_common(1)[0][0] if counts else str(outermost_dtype(self._graph))
-
     def _key(self, node: Node) -> _Key:
-        return _Key(self._graph.path(node), self._graph.place(node))
+        return self._graph.path(node), self._graph.place(node)
 
     def _backward_products(self) -> dict[_Key, list[Node]]:
         """Returns the wide products of the backward pass, by where their forward products are."""
@@ -132,7 +111,7 @@ class _Leaks:
         return self._step.found(kind, severity, node, message, *remedy, **sizes)
 
     def of_streams(self) -> Iterator[Found]:
-        """Yields the findings about streams that are no islands."""
+        """Yields the findings about streams that are not islands."""
         saved: dict[Place | None, list[Stream]] = {}
         causes: dict[object, list[Stream]] = {}
         for stream in self._streams.found:
@@ -238,7 +217,7 @@ class _Leaks:
         elif carries := [each for each in node.results[0].readers if each.name == "carry"]:
             node = carries[0]
             message = f"A loop carries {self._half} values in float32{follow}."
-            remedy = (self._carried(),)
+            remedy = (f"carry it in {self._half}",)
         else:
             message = f"A {self._half} array is cast to float32 and goes on so{follow}."
             remedy = (f"cast it back with .astype(jnp.{self._half}) before other modules read it",)
@@ -246,9 +225,10 @@ class _Leaks:
         return self._found(_PROMOTION, severity, node, message, remedy, [stream])
 
     def _saved(self, stream: Stream, share: float) -> Found:
+        dtype = stream.node.results[0].dtype.name
         message = (
-            f"{stream.node.results[0].dtype.name} values that are no norm's, softmax's or loss's "
-            f"own are {share:.0%} of what is saved for the backward pass."
+            f"{dtype} values outside of norms, softmaxes and losses are {share:.0%} of what is "
+            "saved for the backward pass."
         )
         remedy = ("leave out the cast to float32, or compute it anew with jax.checkpoint",)
         if stream.cause is not None:
@@ -328,7 +308,7 @@ class _Leaks:
         if _is_number(source):
             return ("write a Python number: math.sqrt(...) or float(...), not np.sqrt(...)",)
         if _is_carry(source):
-            return (self._carried(),)
+            return (f"carry it in {self._half}",)
         return ("cast it where it is made, with .astype(x.dtype)",)
 
     def _rules(self, node: Node) -> Iterator[str]:
@@ -338,9 +318,6 @@ class _Leaks:
         if selector is not None and any(self._graph.program.policies.values()) and not is_half:
             short = short_names(self._half)
             yield f"{selector}: c={short},o={short}"
-
-    def _carried(self) -> str:
-        return f"carry it in {self._half}"
 
 
 def _is_number(value: Value) -> bool:

@@ -70,7 +70,7 @@ def differences(entries: Iterable[Entry], path: str | os.PathLike[str]) -> tuple
     """Returns how a program differs from a lock file, in the order of the file.
 
     Raises:
-        ValueError: if it is no lock file, or a damaged one. One sentence says so.
+        ValueError: if it is not a lock file, or damaged.
         OSError: if it cannot be read.
     """
     locked, found = _read(path), _rows(entries)
@@ -124,10 +124,10 @@ def _read(path: str | os.PathLike[str]) -> _Rows:
     try:
         first, *lines = Path(path).read_text(encoding="utf-8").splitlines() or [""]
     except UnicodeDecodeError:
-        raise ValueError(f"{name!r} is no lock file of jmpx, because it is no text.") from None
+        raise ValueError(f"{name!r} is not a lock file of jmpx, because it is not text.") from None
     if first != _FIRST:
         is_later = re.fullmatch(rf"{_NAME} \d+", first)
-        why = "is of another version of jmpx" if is_later else "is no lock file of jmpx"
+        why = "is of another version of jmpx" if is_later else "is not a lock file of jmpx"
         raise ValueError(
             f"{name!r} {why}: expected the first line {_FIRST!r}, got {describe(first)}."
         )

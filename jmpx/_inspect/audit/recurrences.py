@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -12,34 +12,22 @@ from jmpx._inspect.graph import Graph, Node, Value
 _FEW = 64  # An average is a few operations away from what it was; layers are many.
 
 
-class Loop(NamedTuple):
-    """A loop.
+Loop: TypeAlias = tuple[Node, ...]  # its carries
 
-    Attributes:
-        carries: its nodes that tie what the body returns to what it starts with.
-        trips: how often its body runs; None for a while loop.
-    """
 
-    carries: tuple[Node, ...]
-    trips: int | None
+def trips(loop: Loop) -> int | None:
+    """Returns how often the body of a loop runs; None for a while loop."""
+    return loop[0].eqn.params.get("length")
 
 
 class BackwardPath(NamedTuple):
-    """The way from a new value back to one that it is made of by additions and a decay.
+    """The way from a new value back to one that it is made of by additions and a decay."""
 
-    Attributes:
-        value: the earlier value.
-        decay: the number by which it is multiplied.
-        addends: what is added.
-        node: the addition; None without one.
-        dtype: the 16-bit dtype that the value has somewhere on its way; None if it has none.
-    """
-
-    value: Value
-    decay: float = 1.0
-    addends: tuple[Value, ...] = ()
-    node: Node | None = None
-    dtype: np.dtype | None = None
+    value: Value  # the earlier value
+    decay: float = 1.0  # the number by which it is multiplied
+    addends: tuple[Value, ...] = ()  # what is added
+    node: Node | None = None  # the addition
+    dtype: np.dtype | None = None  # the 16-bit dtype that it has somewhere on its way
 
     def back(self, operand: Value, factor: float = 1.0, *added: Value) -> "BackwardPath":
         """Returns the way to an operand that is multiplied by a factor, and added to others."""
@@ -92,13 +80,12 @@ def _loops(graph: Graph) -> Iterator[Loop]:
     by_loop = itertools.groupby(graph.nodes, lambda n: id(n.eqn) if n.is_carry else None)
     for loop, together in by_loop:
         if loop is not None:
-            carries = tuple(together)
-            yield Loop(carries, carries[0].eqn.params.get("length"))
+            yield tuple(together)
 
 
 def _in_loops(graph: Graph) -> Iterator[tuple[BackwardPath, Loop]]:
     for loop in _loops(graph):
-        for carry in loop.carries:
+        for carry in loop:
             old, new = carry.results[0], carry.operands[-1]
             for path in _paths(new, lambda value, old=old: value is old):
                 yield path, loop
@@ -127,10 +114,7 @@ def _paths(
 ) -> list[BackwardPath]:
     """Returns the ways from a new value to old ones.
 
-    Args:
-        new: the new value.
-        is_old: tells an old value.
-        most: how many values to look at, over several calls of a step; None for all of a loop.
+    Over several calls of a step, `most` is the number of values to look at; None is for a loop.
     """
     pending = [BackwardPath(new, dtype=new.dtype if is_low(new) else None)]
     seen, found = {id(new)}, []

@@ -1,13 +1,12 @@
 """Which rules of a policy map may mend a finding, the most precise first."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 
 from jmpx._base.text import short_names
 from jmpx._inspect.audit.flops import is_product, multiplied
-from jmpx._inspect.audit.values import AUTOCAST, LOW, MOVES_AND_CASTS, WIDE, before, is_low
+from jmpx._inspect.audit.values import AUTOCAST, LOW, MOVES_AND_CASTS, WIDE, before, half_dtype
 from jmpx._inspect.graph import Graph, Node
 from jmpx._policies.places import modules_of, selector, where
 from jmpx._policies.rules import Rule
@@ -20,11 +19,7 @@ def is_half_product(node: Node) -> bool:
 
 
 class Remedies:
-    """The rules that may mend findings in a graph.
-
-    Args:
-        graph: the graph.
-    """
+    """The rules that may mend findings in a graph."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -32,8 +27,6 @@ class Remedies:
         self._outermost = graph.outermost()
         halves = {node.scope for node in graph.nodes if is_half_product(node)}
         self._multiplying = {module for scope in halves for module in modules_of(scope)}
-        values = (v.dtype.name for node in graph.nodes for v in node.results if is_low(v))
-        self._half = (Counter(values).most_common(1) or [("bfloat16", 0)])[0][0]
 
     def is_of_all(self, rule: Rule) -> bool:
         """Whether a rule selects an outermost module, whose policy is that of the whole model."""
@@ -51,7 +44,7 @@ class Remedies:
 
     def narrower(self, nodes: list[Node]) -> Iterator[str]:
         """Yields rules for what should be in 16 bits: where it was made, and of loops."""
-        short = short_names(self._half)
+        short = short_names(half_dtype(self._graph))
         for scope in _makers(nodes):
             for select, compute, output in self._selectors(scope):
                 if compute in WIDE and output in WIDE:
@@ -92,9 +85,7 @@ class Remedies:
     def _selectors(self, scope: str) -> Iterator[tuple[str, np.dtype | None, np.dtype | None]]:
         """Yields the selectors of a module, or under autocast of a scope, the most precise first.
 
-        Yields:
-            The selector, and the dtypes in which the module computes and returns, if an adapter
-            ran it.
+        With each come the dtypes in which the module computes and returns, if an adapter ran it.
         """
         module, select = where(scope).module, selector(scope)
         if module is None and not self._is_autocast:

@@ -68,31 +68,25 @@ class Audit(AuditData):
         """Returns the report as text: shares, the worst findings, the largest scopes.
 
         Args:
-            width: how many columns the text may have, 60 or more. Rules and paths are never broken,
-                so that they can be copied. None means 100, or the columns of the terminal if it has
-                fewer.
+            width: how many columns the text may have, 60 or more; rules and paths are not broken.
+                None means 100, or the columns of the terminal if it has fewer.
             all: whether to show every finding and every row of the tables.
 
         Raises:
-            ValueError: if `width` is no whole number, or less than 60.
+            ValueError: if `width` is not a whole number of at least 60.
         """
         return report_text(self, width, all)
 
     def to_dict(self) -> dict[str, object]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them.
 
-        The keys are the names of the attributes of the report and of what it holds, besides
-        `"version"`, a number that changes when the meaning of a key does.
+        The keys are names of attributes, and `"version"`, which changes when their meaning does.
         """
         fields = [field.name for field in dataclasses.fields(self)]
         return {"version": _VERSION, **{name: _plain(getattr(self, name)) for name in fields}}
 
     def to_json(self, indent: int | None = 2) -> str:
-        """Returns `to_dict()` as JSON.
-
-        Args:
-            indent: as in `json.dumps`; None puts all into one line.
-        """
+        """Returns `to_dict()` as JSON, in one line if `indent` is None."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def check(
@@ -110,7 +104,7 @@ class Audit(AuditData):
                 in any spelling of policies, such as `"bf16"`. None leaves shares unchecked.
             at_least: which share of the FLOPs of all products and convolutions should be in
                 `compute`, from 0 to 1. None means 0.95.
-            allow: names of findings that are no failure, such as `("low-exp",)`.
+            allow: names of findings that do not fail, such as `("low-exp",)`.
             severity: the lowest severity that fails: `"low"`, `"medium"` or `"high"`.
 
         Returns:
@@ -119,7 +113,7 @@ class Audit(AuditData):
         Raises:
             AssertionError: if the check fails, as checks of `numpy.testing` do, also under
                 `python -O`. The message has the share, and all findings with their lines and rules.
-            TypeError: if `compute` is no dtype.
+            TypeError: if `compute` is not a dtype.
             ValueError: if an argument is not one that is described here.
         """
         check_report(self, compute, at_least, allow, severity)
@@ -130,9 +124,6 @@ class Audit(AuditData):
 
         The text is the same on all supported versions of JAX. It has no counts and no lines, so
         that code may move, and be called more often. What is at `path` is replaced as a whole.
-
-        Args:
-            path: the file.
 
         Raises:
             OSError: if it cannot be written.
@@ -151,7 +142,7 @@ class Audit(AuditData):
         Raises:
             AssertionError: if it differs. The message has a line for each difference: where, what
                 was locked, and what is there now.
-            ValueError: if the file is no lock file, or a damaged one.
+            ValueError: if the file is not a lock file, or damaged.
             OSError: if it cannot be read.
         """
         found = differences(self.entries, path)

@@ -153,7 +153,7 @@ def _lost_literal(step: Step, node: Node) -> Iterator[Found]:
     """Yields a finding where a Python number met a float16 array, in which it is inf or 0.
 
     JAX writes such a number into the program in float16. A 0 that is added last was a number too
-    small: nobody writes `x + 0`, while `sum` writes `0 + x`.
+    small: people do not write `x + 0`, while `sum` writes `0 + x`.
     """
     for index, value in enumerate(node.operands[:2]):
         number = number_of(value) if value.kind == "literal" else None

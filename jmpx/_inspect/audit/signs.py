@@ -11,7 +11,7 @@ from jmpx._inspect.graph import Node, Value
 _DEPTH = 6  # Softmax needs three steps.
 _MOST = 32  # values that a search for a maximum looks at
 _MAXIMA = frozenset({"max", "reduce_max", "cummax", "pmax"})
-_WITHIN = _MAXIMA | {"select_n", "add"}  # between a number and one that is no smaller
+_WITHIN = _MAXIMA | {"select_n", "add"}  # between a number and one at least as large
 
 
 def is_at_most_zero(value: Value) -> bool:

@@ -59,16 +59,16 @@ class Step:
         self, kind: Kind, severity: str, node: Node, message: str, advice: str, *rules: str,
         **sizes: int,
     ) -> Found:  # fmt: skip
-        """Returns a finding.
+        """Returns a finding about an operation.
 
         Args:
             kind: its kind.
             severity: one of `SEVERITIES`.
-            node: the operation that it is about.
+            node: the operation.
             message: one sentence: what happens, and why it matters.
             advice: what to write in the code.
             *rules: rules of policy maps to try before those of the kind.
-            **sizes: the count, which is how often the node runs by default, FLOPs and bytes.
+            **sizes: its FLOPs and bytes, and its count if that is not how often the node runs.
         """
         place, path = self.graph.place(node), self.graph.path(node)
         sizes = {"count": node.times, **sizes}

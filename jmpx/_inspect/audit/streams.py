@@ -23,6 +23,7 @@ from jmpx._inspect.audit.values import (
     before,
     call,
     compute_dtype,
+    outermost_dtype,
 )
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._policies.places import where
@@ -84,7 +85,7 @@ class Streams:
         graph: the graph.
 
     Attributes:
-        found: all streams that are no part of another one.
+        found: all streams that are not part of another one.
         forward: the nodes of the forward pass, in the order of the program.
         is_half: whether the step computes in 16 bits: most products have 16-bit operands, or the
             outermost policy says so.
@@ -110,15 +111,13 @@ class Streams:
             stream = self._visit(node)
             if stream is not None:
                 self._of.update((id(v), stream) for v in node.results if v.dtype in WIDE)
-        self.is_half = self._is_half()
+        half = sum(map(flops, self.half_products))
+        is_most = half > 0 and half >= self._wide_flops
+        self.is_half = is_most or outermost_dtype(graph) in LOW
         self.saved = 0
         self.saved_others: list[Value] = []
         self._count_saved()
         self.found = [stream for stream in self._streams if stream.into is None]
-
-    def _is_half(self) -> bool:
-        half = sum(map(flops, self.half_products))
-        return bool(half and half >= self._wide_flops) or outermost_dtype(self._graph) in LOW
 
     def _visit(self, node: Node) -> Stream | None:
         """Returns the stream of the wide results of a node; None if there is none."""
@@ -195,7 +194,11 @@ class Streams:
             for part in parts:
                 part.is_island = True
             return stream
-        stream = self._leak(node, wide, (*other, *wide, *cast), bool(other))
+        leaks = [self._of[id(value)].whole for value in wide]
+        if leaks and not other and all(each.kind != "cast" or each.widened for each in leaks):
+            stream = leaks[0]
+        else:
+            stream = self._start("product", node, (other or wide or cast)[0])
         is_half = any(value.dtype in LOW for value in node.operands[:2])
         if is_half or stream.node is not node or (cast and not self.is_written(node)):
             self.half_products.append(node)
@@ -206,16 +209,6 @@ class Streams:
             if not part.is_island and not part.widened:
                 part.merge_into(stream)
         return stream
-
-    def _leak(
-        self, node: Node, wide: list[Value], causes: Sequence[Value], has_other: bool
-    ) -> Stream:
-        """Returns the stream because of which a product is wide."""
-        leaks = [self._of[id(value)].whole for value in wide]
-        is_cause = all(stream.kind != "cast" or stream.widened for stream in leaks)
-        if leaks and is_cause and not has_other:
-            return leaks[0]
-        return self._start("product", node, causes[0])
 
     def is_variable(self, value: Value) -> bool:
         """Whether a value is an argument, or depends on one."""
@@ -279,11 +272,6 @@ class Streams:
                     (own if own.is_island else own.whole).nbytes += value.nbytes
                 elif self.is_variable(value) and _is_computed(value):
                     self.saved_others.append(value)
-
-
-def outermost_dtype(graph: Graph) -> np.dtype | None:
-    """Returns the dtype in which the outermost policy computes; None if there is no policy."""
-    return next(map(compute_dtype, filter(None, graph.program.policies.values())), None)
 
 
 def _forward(graph: Graph) -> Iterator[Node]:

@@ -31,7 +31,7 @@ def products(graph: Graph) -> tuple[Products, ...]:
 
 
 def other_flops(graph: Graph) -> int:
-    """Returns the FLOPs of all that is no product, every branch of a `cond` included."""
+    """Returns the FLOPs of all other operations, every branch of a `cond` included."""
     return sum(flops(node) for node in graph.nodes if not is_product(node))
 
 

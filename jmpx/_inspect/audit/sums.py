@@ -68,10 +68,6 @@ def _reduced(node: Node) -> int:
     return node.operands[0].size // max(node.results[0].size, 1)
 
 
-def _cumulative(node: Node) -> int:
-    return node.operands[0].shape[node.eqn.params["axis"]]
-
-
 def _window(node: Node) -> int:
     return math.prod(node.eqn.params["window_dimensions"])
 
@@ -116,16 +112,14 @@ _SUMS: dict[str, Callable[[Node], int]] = {
     "reduce_window": _reduced_by,
     "reduce_sum": _reduced,
     "reduce_prod": _reduced,
-    "cumsum": _cumulative,
-    "cumprod": _cumulative,
+    "cumsum": lambda node: node.operands[0].shape[node.eqn.params["axis"]],
+    "cumprod": lambda node: node.operands[0].shape[node.eqn.params["axis"]],
     "reduce_window_sum": _window,
     "scatter_add": _scattered,
     "scatter_sub": _scattered,
     "psum": _reduced,  # over an axis of jax.vmap
 }
 
-
-# Sums over devices.
 
 _COLLECTIVES = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 

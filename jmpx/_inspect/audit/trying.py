@@ -25,15 +25,10 @@ def _key(finding: Finding) -> _Key:
 
 
 class _Seen(NamedTuple):
-    """What an audit saw of a program.
+    """What an audit saw of a program."""
 
-    Attributes:
-        findings: the severities of its findings, by what tells them apart.
-        half: the FLOPs of its products in 16 bits.
-    """
-
-    findings: dict[_Key, str]
-    half: int
+    findings: dict[_Key, str]  # the severities of its findings
+    half: int  # the FLOPs of its products in 16 bits
 
 
 def _seen(graph: Graph, findings: Sequence[Found]) -> _Seen:
@@ -63,13 +58,7 @@ def tried(graph: Graph, platform: str | None) -> tuple[Finding, ...]:
 
 
 class _Trials:
-    """Programs that are traced again, each rule once.
-
-    Args:
-        graph: the program as it is.
-        platform: the platform of the audit.
-        found: what the audit found in it.
-    """
+    """Programs that are traced again, each rule once."""
 
     def __init__(self, graph: Graph, platform: str | None, found: Sequence[Found]) -> None:
         self._graph, self._platform = graph, platform

@@ -1,13 +1,14 @@
 """What searches ask of values and nodes: where numbers are from, and what 16 bits keep of them."""
 
 import functools
+from collections import Counter
 from collections.abc import Collection
 
 import jax.numpy as jnp
 import numpy as np
 
 from jmpx._inspect.audit.flops import is_product
-from jmpx._inspect.graph import Node, Value
+from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._jaxprs.moves import IDENTITIES, PICKS, PLACEMENTS, RESHAPES, ROUNDINGS
 from jmpx._jaxprs.places import call_of
 from jmpx._policies.strings import get_policy
@@ -62,6 +63,18 @@ def low_nbytes(node: Node) -> int:
 def compute_dtype(policy: str) -> np.dtype:
     """Returns the dtype in which a policy computes."""
     return np.dtype(get_policy(policy).compute_dtype)
+
+
+def outermost_dtype(graph: Graph) -> np.dtype | None:
+    """Returns the dtype in which the outermost policy computes; None if there is no policy."""
+    return next(map(compute_dtype, filter(None, graph.program.policies.values())), None)
+
+
+def half_dtype(graph: Graph) -> str:
+    """Returns the name of the 16-bit dtype of a step: of most values, else of its policy."""
+    values = (v.dtype.name for node in graph.nodes for v in node.results if is_low(v))
+    names = Counter(values).most_common(1) or [(str(outermost_dtype(graph) or "bfloat16"), 0)]
+    return names[0][0]
 
 
 def before(value: Value, names: Collection[str]) -> Value:

@@ -180,7 +180,8 @@ def _operands(line: str, start: int) -> tuple[str, str]:
 
 def _attributes(rest: str) -> dict[str, str]:
     """Returns the attributes of an operation, strings without their quotes."""
-    return {name: value.strip('"') for name, value in ATTRIBUTE.findall(rest)}
+    found = ATTRIBUTE.findall(rest)
+    return {name: value[1:-1] if value.startswith('"') else value for name, value in found}
 
 
 def _group(line: str, devices: int) -> int:

@@ -71,10 +71,10 @@ class Flow:
     def _worst(self, value: Value) -> int:
         """Returns the worst number that a value ever held."""
         if id(value) not in self.known:
-            self.known[id(value)] = 0 if value.node is not None else worst_of(self._array(value))
+            self.known[id(value)] = 0 if value.node is not None else worst_of(self.array(value))
         return self.known[id(value)]
 
-    def _array(self, value: Value) -> Array:
+    def array(self, value: Value) -> Array:
         """Returns an argument or a constant."""
         if value.kind == "input":
             return self.arrays[value.index]
@@ -137,7 +137,7 @@ class Flow:
         """Whether infinities are intentional: those of a literal, and -inf alone."""
         if value.kind == "literal":
             return True
-        array = np.asarray(self._array(value))
+        array = np.asarray(self.array(value))
         return not np.iscomplexobj(array) and not bool((array == np.inf).any())
 
 

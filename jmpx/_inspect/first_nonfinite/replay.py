@@ -4,12 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
 from jmpx._base.leaves import PyTree
 from jmpx._inspect.first_nonfinite.causes import Cause, cause_of_event, in_float32
 from jmpx._inspect.first_nonfinite.flow import Flow
-from jmpx._inspect.first_nonfinite.numbers import NAN, is_inexact, numbers_of, worst_of
+from jmpx._inspect.first_nonfinite.numbers import is_inexact, numbers_of
 from jmpx._inspect.first_nonfinite.remedies import rules_for
 from jmpx._inspect.first_nonfinite.report import FirstNonfinite
 from jmpx._inspect.first_nonfinite.scales import Scale, scale_of
@@ -95,7 +93,7 @@ class Replay:
     ) -> FirstNonfinite | None:
         """Returns the report about a run."""
         if isinstance(run.found, Value):
-            return self.given(run.found, run.arrays, scale)
+            return self.given(run.found, run.flow.array(run.found), scale)
         return None if run.found is None else self.made(run, run.found, scale, cause)
 
     def made(
@@ -183,17 +181,16 @@ class Replay:
         reason = f"{cause.reason}, because of numbers that 16 bits lost before"
         return in_float32(reason, "all is finite")
 
-    def given(self, value: Value, arrays: Sequence[Array], scale: float | None) -> FirstNonfinite:
+    def given(self, value: Value, array: Array, scale: float | None) -> FirstNonfinite:
         """Describes an argument or a constant that is not finite."""
-        is_input = value.kind == "input"
-        array = arrays[value.index] if is_input else np.asarray(value.constant, value.dtype)
+        is_input, numbers = value.kind == "input", numbers_of(array)
         reader = value.readers[0] if value.readers and not is_input else None
         return FirstNonfinite(
-            kind="NaN" if worst_of(array) == NAN else "inf",
+            kind="NaN" if numbers.nans else "inf",
             given=self.program.names[value.index] if is_input else "a constant",
             place=None if reader is None else self.graph.place(reader),
             scope="" if reader is None else self.graph.path(reader),
-            results=(numbers_of(array),),
+            results=(numbers,),
             loss_scale=scale,
             is_at_floor=self.scale is not None and scale == self.scale.floor,
             cause="The function was given it, and no rule mends it: look where it was made.",

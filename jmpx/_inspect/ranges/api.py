@@ -23,7 +23,7 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
     apart. So the losses in float16, bfloat16 and the 8-bit formats are known for any loss scale,
     exactly. Operations that only move numbers, such as reshapes, count nothing, nor does a single
     number outside of modules and scopes, such as the loss. What `jax.checkpoint` computes again
-    counts as activations; all else in a backward pass counts as gradients, even where a
+    counts as activations, both times; all else in a backward pass counts as gradients, even where a
     `jax.custom_vjp` computes activations again.
 
     A large program runs operation by operation, and its loops are compiled with their counts. On a

@@ -81,15 +81,7 @@ class Histogram:
         return found
 
     def shares(self, dtype: DTypeLike, scale: float = 1) -> Shares:
-        """Returns what a format does not hold, exactly: each number is multiplied, then rounded.
-
-        Args:
-            dtype: `float16`, `bfloat16`, `e4m3` or `e5m2`.
-            scale: what numbers are multiplied by, a power of two.
-
-        Raises:
-            ValueError: if the format is another one, or the scale is not a power of two.
-        """
+        """Returns which shares of these numbers a format does not hold: see `Ranges.shares`."""
         known, shift = as_format(dtype), exponent_of(scale) * PARTS
         edges = (bin_of(key) - shift for key in (known.kept, known.normal, known.overflows))
         kept, normal, overflowing = edges

@@ -19,10 +19,8 @@ _KINDS = ("activations", "gradients")
 class Ranges:
     """What `jmpx.inspect.ranges` found: the magnitudes of activations and gradients, by scope.
 
-    `print(ranges)` shows them. Numbers are counted where they are computed; operations that only
-    move numbers, such as reshapes, count nothing, nor does a single number outside of modules and
-    scopes, such as the loss. What `jax.checkpoint` computes again in the backward pass counts as
-    activations, both times. Numbers of float64 that float32 cannot hold count as infinite or zero.
+    `print(ranges)` shows them, and `jmpx.inspect.ranges` says which numbers count. Numbers of
+    float64 that float32 cannot hold count as infinite or zero.
 
     Attributes:
         title: the name of the function.

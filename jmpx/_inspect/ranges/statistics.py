@@ -54,14 +54,7 @@ def extremes(bits: Array, masks: Sequence[float] = ()) -> Array:
 
 
 def extremes_of_parts(bits: Array, masks: Sequence[float], parts: Array, size: int) -> Array:
-    """Returns the extremes of each part of an array, of shape (size, 2).
-
-    Args:
-        bits: the array's magnitudes, of one axis.
-        masks: magnitudes that do not count.
-        parts: the part of each number.
-        size: the number of parts.
-    """
+    """Returns the extremes of each of some parts, of shape (size, 2), given that of each number."""
     large, small = _compared(bits, masks)
     found = no_extremes((size,))
     largest = found[:, 0].at[parts].max(large, mode="promise_in_bounds")

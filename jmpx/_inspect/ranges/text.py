@@ -72,7 +72,7 @@ def _format_lines(found: Found, scale: float) -> list[str]:
         for known in FORMATS.values() if histogram.numbers else ():
             rows.append([name, known.name, *map(share, histogram.shares(known.name, factor))])
             name = ""
-    return columns(rows, right=(2, 3, 4))
+    return columns(rows, right=(2, 3, 4)) if len(rows) > 1 else []
 
 
 def _scope_lines(found: Found, scale: float, width: int, is_full: bool) -> list[str]:

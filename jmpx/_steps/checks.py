@@ -1,4 +1,4 @@
-"""Checks of what an optimizer step is given: errors, and warnings of what would train badly."""
+"""Checks of what the functions of a train step are given: errors and warnings."""
 
 import warnings
 from typing import NoReturn
@@ -6,14 +6,35 @@ from typing import NoReturn
 import jax
 import jax.numpy as jnp
 
-from jmpx._base.leaves import PyTree, is_array, is_none, is_view, spell
+from jmpx._base.leaves import PyTree, is_array, is_int, is_none, is_view, spell
 from jmpx._base.messages import describe
+from jmpx._scales.kinds import in_place_of_loss_scale, is_loss_scale
 from jmpx._storage.transformations import in_place_of_optimizer, is_optimizer, name_of
 
+LARGEST_COUNT = 2**31 - 1  # an int32
 # By then a scale of 2**24 has been at its floor of 1 for half of the time.
 MAX_CONSECUTIVE_SKIPS = 50
-LIMIT_REMEDY = f"give for example {MAX_CONSECUTIVE_SKIPS}"
 _ORDER = "the arguments are (model, optimizer, optimizer_state, grads, grads_finite)"
+
+
+def check_whole(value: object, name: str, remedy: str = "give for example 50") -> int:
+    """Returns a whole number from 1 to the largest int32, as Python's."""
+    if not is_int(value):
+        raise TypeError(f"Expected {name} to be a whole number, got {describe(value)}: {remedy}.")
+    if not 1 <= value <= LARGEST_COUNT:
+        raise ValueError(
+            f"Expected {name} to be between 1 and 2**31 - 1, got {describe(value)}: {remedy}."
+        )
+    return int(value)
+
+
+def check_loss_scale(value: object, remedy: str) -> None:
+    """Refuses anything but a loss scale as the second argument of a function."""
+    if not is_loss_scale(value):
+        raise TypeError(
+            f"Expected a loss scale as the second argument, got {describe(value)}: "
+            f"{in_place_of_loss_scale(value, remedy)}."
+        )
 
 
 def check_skip_by(skip_by: object) -> None:
@@ -85,5 +106,5 @@ def warn_of_inner_counts(state: PyTree, counting: type) -> None:
 
 
 def _warn(message: str) -> None:
-    """Warns at the line that calls the function of which this is a check."""
+    """Warns at the line that calls the function whose arguments are checked."""
     warnings.warn(message, stacklevel=4)
