@@ -11,11 +11,6 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
 
 
-def position(part: str, start: int) -> str:
-    """Returns `at position n`: where a part that starts at `start` has its first non-space."""
-    return f"at position {start + len(part) - len(part.lstrip())}"
-
-
 def did_you_mean(word: str, choices: list[str] | dict[str, str]) -> str:
     """Returns the end of an error message: `; did you mean 'x'?`, or a full stop.
 

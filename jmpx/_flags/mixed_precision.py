@@ -223,12 +223,15 @@ class _Group(NamedTuple):
     prefix: str
     flag_values: flags.FlagValues
 
-    def add(
-        self, flag: flags.Flag[Any], mistake: str | None = None, optional: bool = False
-    ) -> None:
+    @property
+    def optional(self) -> str:
+        """The flag that may be None."""
+        return f"{self.prefix}_loss_scale"
+
+    def add(self, flag: flags.Flag[Any], mistake: str | None = None) -> None:
         """Defines a flag, and refuses None, which a program may set, and a wrong variable."""
         flags.DEFINE_flag(flag, self.flag_values)
-        if not optional:
+        if flag.name != self.optional:
             message = "must have a value"
             flags.register_validator(flag.name, _is_given, message, self.flag_values)
         if mistake:
@@ -239,8 +242,10 @@ class _Group(NamedTuple):
         names = tuple(f"{self.prefix}_{name}" for name in names)
 
         def check(values: dict[str, object]) -> bool:
-            given = [values[name] for name in names]
-            mistake = "" if None in given[:-1] else mistake_of(self.prefix, *given)
+            unset = [each for each in names if values[each] is None and each != self.optional]
+            if unset:  # absl 2.0 keeps it, though a validator has refused it
+                raise flags.IllegalFlagValueError(f"--{unset[0]} must have a value")
+            mistake = mistake_of(self.prefix, *(values[name] for name in names))
             if mistake:  # absl would begin a ValidationError with the values of all flags
                 raise flags.IllegalFlagValueError(mistake)
             return True
@@ -266,14 +271,14 @@ def _define_loss_scale(group: _Group) -> None:
     default, mistake = from_variable(_LOSS_SCALE_OR_AUTO, "JMPX_LOSS_SCALE", None)
     help = "The loss scale. The environment variable JMPX_LOSS_SCALE sets the default."
     serializer = flags.ArgumentSerializer()
-    whole = _LossScaleFlag(_LOSS_SCALE_OR_AUTO, serializer, f"{prefix}_loss_scale", default, help)
+    whole = _LossScaleFlag(_LOSS_SCALE_OR_AUTO, serializer, group.optional, default, help)
     help = "The kind of loss scale; auto is Dynamic if the policy computes in float16, else NoOp."
     kinds = ["auto", "NoOp", "Static", "Dynamic"]
     kind = EnumFlag(f"{prefix}_scale_type", _SCALE_TYPE, help, kinds, case_sensitive=False)
     help = "The loss scale of Static; the one that Dynamic begins with."
     value = parsed(flags.FloatParser(lower_bound=0), f"{prefix}_scale_value", _SCALE_VALUE, help)
     whole.parts = kind, value
-    group.add(whole, mistake, optional=True)
+    group.add(whole, mistake)
     group.add(kind)
     group.add(value)
     names = ("policy", "scale_type", "scale_value", "loss_scale")
@@ -318,9 +323,9 @@ def _define_skips(group: _Group) -> None:
     group.refuse(("skip_nonfinite", "max_skips"), _mistake_of_skips)
 
 
-def _mistake_of_skips(prefix: str, skips: bool, limit: int | None) -> str:
+def _mistake_of_skips(prefix: str, skips: bool, limit: int) -> str:
     # A flag file has the default, too, so that it cannot contradict.
-    if skips or limit in (0, None, MAX_CONSECUTIVE_SKIPS):
+    if skips or limit in (0, MAX_CONSECUTIVE_SKIPS):
         return ""
     return (
         f"--{prefix}_max_skips counts skipped steps, of which --no{prefix}_skip_nonfinite leaves "
@@ -339,10 +344,10 @@ def _define_rounding(group: _Group) -> None:
     group.refuse(("policy", "params_rounding"), _mistake_of_rounding)
 
 
-def _mistake_of_rounding(prefix: str, policy_map: PolicyMap, way: str | None) -> str:
+def _mistake_of_rounding(prefix: str, policy_map: PolicyMap, way: str) -> str:
     """Returns the mistake in a rounding of the parameters of a policy map."""
     policy, rounding = f"--{prefix}_policy", f"--{prefix}_params_rounding"
-    if way in ("nearest", None):
+    if way == "nearest":
         return ""
     stored = [policy_map.default.param_dtype, *(rule.params for rule in policy_map.rules)]
     narrow = [dtype_name(each) for each in stored if each and np.dtype(each).itemsize < 4]

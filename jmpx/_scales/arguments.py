@@ -81,13 +81,15 @@ def check_number(argument: Argument, value: object, what: str, at: str = "") -> 
             "traced."
         )
     number = value.item() if is_array(value) and value.ndim == 0 else value
-    message = f"Expected {what} to be {argument.expected}, got {describe(value)}{at}."
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise TypeError(message)
-    is_within = argument.low <= number <= argument.high
-    if not is_within or (argument.is_whole and number != int(number)):
-        raise ValueError(message)
-    return int(number) if argument.is_whole else number
+    error: type[Exception] = TypeError
+    if isinstance(number, int | float) and not isinstance(number, bool):
+        error = ValueError
+        is_within = argument.low <= number <= argument.high
+        if is_within and not argument.is_whole:
+            return number
+        if is_within and number == int(number):
+            return int(number)
+    raise error(f"Expected {what} to be {argument.expected}, got {describe(value)}{at}.")
 
 
 def as_leaf(value: object, dtype: type[np.generic], argument: Argument) -> Any:

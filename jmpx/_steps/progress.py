@@ -12,7 +12,12 @@ from jmpx._base.casts import at_least_float32
 from jmpx._base.leaves import Array, PyTree, is_array, is_floating, is_inexact_array, is_traceable
 from jmpx._scales.kinds import DynamicLossScale, LossScale, NoOpLossScale
 from jmpx._scales.numbers import format_number, shortest
-from jmpx._steps.checks import MAX_CONSECUTIVE_SKIPS, check_loss_scale, check_whole
+from jmpx._steps.checks import (
+    LARGEST_COUNT,
+    MAX_CONSECUTIVE_SKIPS,
+    check_loss_scale,
+    check_whole,
+)
 
 Leaf: TypeAlias = Any  # an array or a Python number
 _NAMED_LEAVES = 3  # in a message
@@ -62,7 +67,14 @@ def _count(leaf: Leaf) -> NonfiniteCounts:
         inf, nan = (jnp.asarray(np.sum(f(leaf)), jnp.int32) for f in (np.isinf, np.isnan))
         return NonfiniteCounts(inf, nan)
     wide = at_least_float32(leaf) if is_floating(leaf) else leaf
-    return NonfiniteCounts(*(f(wide).sum(dtype=jnp.int32) for f in (jnp.isinf, jnp.isnan)))
+    return NonfiniteCounts(*(_sum(f(wide)) for f in (jnp.isinf, jnp.isnan)))
+
+
+def _sum(flags: jax.Array) -> jax.Array:
+    """Counts flags in int32, in which the counts of large arrays end at its largest numbers."""
+    if flags.size <= LARGEST_COUNT:
+        return flags.sum(dtype=jnp.int32)
+    return jnp.minimum(flags.sum(dtype=jnp.float32), LARGEST_COUNT - 127).astype(jnp.int32)
 
 
 def check_progress(

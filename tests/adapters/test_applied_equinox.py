@@ -290,11 +290,12 @@ def test_batch_norm_and_its_state(mode, key, rng):
     def by_hand(model, *args):
         return loss_fn(with_policies(model, "c=bf16,o=f32"), *args)
 
+    cases: list[tuple[Any, str]] = [(loss_fn, "by=modules,c=bf16,o=f32"), (by_hand, "full")]
     actual, expected = (
         jmpx.filter_value_and_grad(
             f, jmpx.DynamicLossScale(), has_aux=True, policy=policy, state_argnum=1
         )(model, state, x, y)
-        for f, policy in ((loss_fn, "by=modules,c=bf16,o=f32"), (by_hand, "full"))
+        for f, policy in cases
     )
     assert_same_bits(actual, expected)
     assert {"float32"} <= set(dtypes(actual[0][1])) <= {"float32", "bool", "int32"}

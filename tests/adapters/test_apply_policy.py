@@ -294,3 +294,16 @@ def test_partials_and_methods(problem):
         args = (x,) if getattr(func, "args", ()) else (params, x)
         applied = jmpx.apply_policy(func, "c=bf16,o=f32; */linear_1: full")
         assert_equal(applied(*args), expected)
+
+
+@pytest.mark.parametrize("policy", ["c=bf16", "c=bf16,o=f32", "c=f16", "full"])
+def test_a_class_policy_casts_again_only_to_another_dtype(policy, rng):
+    network, x = hk.transform(lambda x: hk.Linear(2)(x)), normal(rng, 4, 3)
+    params = network.init(jax.random.key(0), x)
+    with jmpx.push_policy(hk.Linear, policy), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jmpx.apply_policy(network.apply, "c=bf16")(params, None, x)
+    texts = [str(warning.message) for warning in caught]
+    assert ["casts them again" in text for text in texts] == [True] * (
+        not policy.startswith("c=bf16")
+    )

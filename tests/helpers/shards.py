@@ -18,7 +18,7 @@ def gradients(loss_fn, scaling=None, *, axis_name: Any = AXIS, sharded: Any = No
     scaling = jmpx.StaticLossScale(8) if scaling is None else scaling
     over = None if axis_name is None else jmpx.Over(axis_name, sharded)
     options = {"policy": "full", "over": over, **options}
-    grad_fn = mpx.filter_value_and_grad(loss_fn, scaling, **options)
+    grad_fn: Any = mpx.filter_value_and_grad(loss_fn, scaling, **options)
     return lambda *args: tuple(grad_fn(*args))
 
 

@@ -81,6 +81,16 @@ def test_it_costs_two_reductions_a_leaf():
     assert "callback" not in text
 
 
+def test_counts_do_not_wrap_around(monkeypatch):
+    large = jax.ShapeDtypeStruct((2**16, 2**16), jnp.float16)  # too large to make
+    text = str(jax.make_jaxpr(jmpx.inspect.nonfinite)([large]))
+    assert not re.search(r":i32\[\] = reduce_sum", text)
+    monkeypatch.setattr("jmpx._steps.progress.LARGEST_COUNT", 200)
+    tree = [jnp.full(200, jnp.nan), jnp.full(300, jnp.nan), jnp.ones(300).at[3].set(jnp.nan)]
+    nans = [int(counts.nan) for counts in jmpx.inspect.nonfinite(tree).values()]
+    assert nans == [200, 73, 1]
+
+
 # check_progress: what it raises
 
 

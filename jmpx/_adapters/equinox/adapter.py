@@ -147,7 +147,8 @@ class _Views:
             dtypes = known.setdefault(type(view), {}) if nodes.is_module(view) else {}
             for key, leaf in jax.tree_util.tree_leaves_with_path(stored):
                 if is_floating(leaf):
-                    path, dtype = jax.tree_util.keystr(key, simple=True, separator="/"), leaf.dtype
+                    path = jax.tree_util.keystr(key, simple=True, separator="/")
+                    dtype: np.dtype = leaf.dtype
                     dtypes[path] = widest([dtype, dtypes.get(path, dtype)])
         return known
 

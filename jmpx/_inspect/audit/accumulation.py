@@ -8,12 +8,8 @@ from jmpx._inspect.audit.step import Found, Kind, Step
 from jmpx._inspect.audit.values import largest_count
 from jmpx._inspect.graph import Graph, Node, Value
 
-_CARRY = Kind("low-carry", "a loop that accumulates in 16 bits", Remedies.wider)
-_AVERAGE = Kind(
-    "low-average",
-    "a moving average in 16 bits, which stops to move once its changes are small",
-    Remedies.wider,
-)
+_CARRY = Kind("low-carry", Remedies.wider)
+_AVERAGE = Kind("low-average", Remedies.wider)
 KINDS = (_CARRY, _AVERAGE)
 
 

@@ -22,11 +22,7 @@ from jmpx._inspect.audit.values import (
 )
 from jmpx._inspect.graph import Node, Value
 
-_EXP = Kind(
-    "low-exp",
-    "an exponential, a logarithm, a reciprocal square root or a soft-cap in 16 bits",
-    Remedies.wider_operations,
-)
+_EXP = Kind("low-exp", Remedies.wider_operations)
 KINDS = (_EXP,)
 _LEAST_CAP = 4.0  # smaller factors belong to activations
 # Functions of JAX that are written so that no number is lost, if their argument is at most 0.

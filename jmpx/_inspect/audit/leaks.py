@@ -25,20 +25,10 @@ from jmpx._inspect.graph import Node, Value
 from jmpx._jaxprs.places import Place
 from jmpx._policies.places import where
 
-_FLOAT32 = Kind(
-    "float32-product",
-    "a matrix product or convolution in float32, in a step of 16 bits",
-    Remedies.narrower,
-)
-_MIXED = Kind("mixed-product", "a matrix product or convolution of two dtypes", Remedies.narrower)
-_PROMOTION = Kind(
-    "promotion", "a value that makes 16-bit values float32, such as a constant", Remedies.narrower
-)
-_SAVED = Kind(
-    "saved-float32",
-    "large float32 values that are kept for the backward pass",
-    Remedies.narrower,
-)
+_FLOAT32 = Kind("float32-product", Remedies.narrower)
+_MIXED = Kind("mixed-product", Remedies.narrower)
+_PROMOTION = Kind("promotion", Remedies.narrower)
+_SAVED = Kind("saved-float32", Remedies.narrower)
 KINDS = (_FLOAT32, _MIXED, _PROMOTION, _SAVED)
 _Key: TypeAlias = tuple[str, Place | None]  # where a product is, the same forward and backward
 _SMALL = (0.01, 0.001)  # shares below which a leak is one step less severe

@@ -16,11 +16,7 @@ from jmpx._inspect.audit.values import AUTOCAST, LOW, MOVES, is_view, reaches_en
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._policies.places import modules_of, where
 
-_LOGITS = Kind(
-    "rounded-logits",
-    "logits that are rounded to 16 bits before the softmax of a loss",
-    Remedies.wider,
-)
+_LOGITS = Kind("rounded-logits", Remedies.wider)
 KINDS = (_LOGITS,)
 _ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
 # Between a product and the softmax: biases, temperatures, masks and soft-caps.

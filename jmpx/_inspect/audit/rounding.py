@@ -20,17 +20,9 @@ from jmpx._inspect.audit.values import (
 )
 from jmpx._inspect.graph import Graph, Node, Value
 
-_CONSTANT = Kind(
-    "constant-range",
-    "a constant that 16 bits turn into infinity, zero or the bound of a range",
-    Remedies.wider,
-)
-_TO_AND_FRO = Kind("cast-to-and-fro", "a cast to another dtype and back", Remedies.wider_makers)
-_TWICE = Kind(
-    "double-rounding",
-    "a rounding to 16 bits of what was rounded to 16 bits before",
-    Remedies.wider_makers,
-)
+_CONSTANT = Kind("constant-range", Remedies.wider)
+_TO_AND_FRO = Kind("cast-to-and-fro", Remedies.wider_makers)
+_TWICE = Kind("double-rounding", Remedies.wider_makers)
 KINDS = (_CONSTANT, _TO_AND_FRO, _TWICE)
 
 _FLOAT16 = np.dtype(np.float16)

@@ -10,17 +10,15 @@ from jmpx._inspect.graph import Graph, Node
 
 
 class Kind(NamedTuple):
-    """A kind of finding.
+    """A kind of finding; the table of `docs/audit.md` says what each is.
 
     Attributes:
         name: its name, which is public: `report.check(allow=...)` and the JSON have it.
-        meaning: what it is, as the manual says it.
         rules: which rules of policy maps may mend such a finding, beside its own.
         needs_platform: whether it is looked for only if a platform is named.
     """
 
     name: str
-    meaning: str
     rules: Callable[[Remedies, list[Node]], Iterator[str]] = Remedies.none
     needs_platform: bool = False
 

@@ -18,8 +18,8 @@ from jmpx._inspect.audit.values import (
 )
 from jmpx._inspect.graph import Node, Value
 
-_SUM = Kind("low-sum", "a long sum in 16 bits", Remedies.wider_operations)
-_COLLECTIVE = Kind("low-collective", "a sum over devices in 16 bits")
+_SUM = Kind("low-sum", Remedies.wider_operations)
+_COLLECTIVE = Kind("low-collective")
 KINDS = (_SUM, _COLLECTIVE)
 
 
