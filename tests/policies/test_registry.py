@@ -66,15 +66,14 @@ def test_push_policy_nests_and_restores_also_after_an_error(cls):
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_pushes_may_end_in_any_order(first):
-    policies: list[str | None] = ["c=bf16", "c=f16", "full"]
-    pushes = [jmpx.push_policy(Plain, policy) for policy in policies]
-    for push in pushes:
+    texts = ["c=bf16", "c=f16", "full"]
+    pushes = {text: jmpx.push_policy(Plain, text) for text in texts}
+    for push in pushes.values():
         push.__enter__()
-    for index in (first, *({0, 1, 2} - {first})):
-        pushes[index].__exit__(None, None, None)
-        policies[index] = None
-        left = [jmpx.get_policy(policy) for policy in policies if policy]
-        assert jmpx.policy_of(Plain) == (left[-1] if left else None)
+    for text in [texts.pop(first), *texts]:
+        pushes.pop(text).__exit__(None, None, None)
+        last = next(reversed(pushes), None)
+        assert jmpx.policy_of(Plain) == (last and jmpx.get_policy(last))
 
 
 BODIES = {
