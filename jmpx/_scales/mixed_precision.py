@@ -182,7 +182,7 @@ def _read(found: Located[MappingLike]) -> MixedPrecision:
 
 def _parse(text: str) -> MixedPrecision:
     """Parses the string of a mixed precision."""
-    policy_map, loss_scale = whole_text(text, "mixed precision").cut("|")
+    policy_map, loss_scale = whole_text(text, "policy").cut("|")
     word = policy_map.value.partition(";")[0].partition(",")[0].partition("=")[0]
     if word.strip().lower() in KINDS:
         raise ValueError(

@@ -30,6 +30,7 @@ def applied(policy):
     """Opens what `jmpx.apply_policy` opens by modules that report their calls."""
     with contextlib.ExitStack() as stack:
         policy_map = stack.enter_context(pooled(policy, "jmpx.apply_policy"))
+        assert policy_map is not None
         for adapter in imported_adapters():
             stack.enter_context(adapter.applied(policy_map))
         yield

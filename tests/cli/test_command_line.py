@@ -402,10 +402,8 @@ NO_COMMANDS = {
     ("bf61",): "unknown command 'bf61', and no policy: Unknown dtype 'bf61' at position 0 of ",
     ("tf32",): "unknown command 'tf32', and no policy: Unknown dtype 'tf32' at position 0 of ",
     ("bf16", "bf16"): "unrecognized arguments: bf16; usage: python -m jmpx [explain]",
-    (
-        "16-mixd",
-    ): "Unknown dtype '16-mixd' at position 0 of mixed precision '16-mixd': expected one of ",
-    ("c=bf61",): "Unknown dtype 'bf61' at position 2 of mixed precision 'c=bf61': expected one of ",
+    ("16-mixd",): "Unknown dtype '16-mixd' at position 0 of policy '16-mixd': expected one of ",
+    ("c=bf61",): "Unknown dtype 'bf61' at position 2 of policy 'c=bf61': expected one of ",
     ("explain",): "expected either a policy or --config FILE; usage: python -m jmpx [explain] ",
     ("full", "--config", "a.yaml"): "expected either a policy or --config FILE; usage: ",
     ("doctor", "full"): "unrecognized arguments: full; usage: python -m jmpx doctor",

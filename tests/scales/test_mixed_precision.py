@@ -82,7 +82,7 @@ def test_without_a_loss_scale_the_policy_decides(policy_map, kind):
 
 
 BAD = [
-    ("", "Empty rule at position 0 of mixed precision ''"),
+    ("", "Empty rule at position 0 of policy ''"),
     ("| dynamic", "Empty rule at position 0 "),
     ("c=bf16 |", "Missing kind at position 8 "),
     ("c=bf16 |  ", "Missing kind at position 8 "),
@@ -94,35 +94,35 @@ BAD = [
     ("Dynamic, init=8; X: full | c=bf16", "Unexpected loss scale 'Dynamic' at position 0 "),
     (
         "c=bf16; X: bflaot16 | none",
-        "Unknown dtype 'bflaot16' at position 11 of mixed precision 'c=bf16; X: ",
+        "Unknown dtype 'bflaot16' at position 11 of policy 'c=bf16; X: ",
     ),
     (
         "c=bf16; f32 | none",
-        "Second default 'f32' at position 8 of mixed precision 'c=bf16; f32 | none'",
+        "Second default 'f32' at position 8 of policy 'c=bf16; f32 | none'",
     ),
-    ("c=bf16;; | none", "Empty rule at position 7 of mixed precision 'c=bf16;; | none'"),
-    ("c:bf16 | none", "Unexpected ':' at position 1 of mixed precision 'c:bf16 | none'"),
-    ("c=bf16 | c=f16", "Unknown kind 'c' at position 9 of mixed precision 'c=bf16 | c=f16'"),
+    ("c=bf16;; | none", "Empty rule at position 7 of policy 'c=bf16;; | none'"),
+    ("c:bf16 | none", "Unexpected ':' at position 1 of policy 'c:bf16 | none'"),
+    ("c=bf16 | c=f16", "Unknown kind 'c' at position 9 of policy 'c=bf16 | c=f16'"),
     (
         "c=bf16 | dynamic, inti=8",
-        "Unknown key 'inti' at position 18 of mixed precision 'c=bf16 | dynamic",
+        "Unknown key 'inti' at position 18 of policy 'c=bf16 | dynamic",
     ),
-    ("c=bf16 | dynamic= x", "Expected the number of 'init', got 'x' at position 18 of mixed"),
+    ("c=bf16 | dynamic= x", "Expected the number of 'init', got 'x' at position 18 of policy"),
     (
         "c=bf16 | dynamic; f32",
-        "Unexpected ';' at position 16 of mixed precision 'c=bf16 | dynamic; f32'",
+        "Unexpected ';' at position 16 of policy 'c=bf16 | dynamic; f32'",
     ),
     (
         "c=bf16 | none, init=8",
-        "Unexpected 'init' at position 20 of mixed precision 'c=bf16 | none, ini",
+        "Unexpected 'init' at position 20 of policy 'c=bf16 | none, ini",
     ),
     (
         "c=bf16 | dynamic, init:8",
-        "Expected 'key=number', got 'init:8' at position 18 of mixed precision '",
+        "Expected 'key=number', got 'init:8' at position 18 of policy '",
     ),
     (
         "f16 | dynamic, min=8, max=2",
-        "Cannot make the loss scale at position 6 of mixed precision 'f16 | dynamic, min=8, "
+        "Cannot make the loss scale at position 6 of policy 'f16 | dynamic, min=8, "
         "max=2': Expected max_loss_scale to be at least min_loss_scale, got 2 and 8",
     ),
 ]

@@ -361,5 +361,5 @@ def test_bad_strings_are_refused_when_the_function_is_made(policy):
     with pytest.raises(ValueError) as error:
         jmpx.filter_grad(jnp.sum, SCALE, policy=policy)
     with pytest.raises(ValueError) as expected:
-        jmpx.get_policy(policy)
+        jmpx.get_policy_map(policy)
     assert str(error.value) == str(expected.value) and repr(policy) in str(error.value)

@@ -5,7 +5,7 @@ import html
 import json
 import os
 from collections.abc import Iterable
-from typing import Self
+from typing import Any, Self
 
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import is_int
@@ -77,7 +77,7 @@ class Audit(AuditData):
         """
         return report_text(self, width, all)
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them.
 
         The keys are names of attributes, and `"version"`, which changes when their meaning does.
