@@ -121,7 +121,7 @@ class Changes:
     def stored(self, with_random: bool = True) -> "Changes":
         """Returns what each new array replaces; None for a new variable.
 
-        A step that is skipped goes back to it, but for random counters: it has drawn its numbers.
+        A skipped step goes back to it, except random counters, because it has drawn its numbers.
         """
         return self._at_places(self.record.leaves, with_random)
 

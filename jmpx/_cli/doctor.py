@@ -44,7 +44,7 @@ _SETTINGS = (
     "jax_debug_infs",
 )
 _VARIABLES = ("JMPX_POLICY", "JMPX_LOSS_SCALE")
-Device: TypeAlias = Any  # JAX's own class is no type of annotations
+Device: TypeAlias = Any  # type checkers do not take JAX's own name for it
 
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 _UNKNOWN = "unknown for this device"
@@ -160,7 +160,7 @@ def _about(device: Device) -> Iterator[Row]:
 
 
 def _multiplied(device: Device) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Returns the formats of 16 and of 8 bits that a device multiplies; None where nobody knows.
+    """Returns the formats of 16 and of 8 bits that a device multiplies; None where it is not known.
 
     Tensor cores multiply float16 from compute capability 7.0 on, bfloat16 from 8.0 on, and 8 bits
     from 8.9 on.

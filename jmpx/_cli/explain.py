@@ -73,7 +73,9 @@ def explain_config(path: str, model: str | None) -> tuple[list[str], list[str]]:
         elif section.error is not None:
             wrong.append(f"{place}: {section.error}")
         else:
-            others.append(f"{place}: {describe(section.given)} is no policy of jmpx, and left out")
+            others.append(
+                f"{place}: {describe(section.given)} is not a policy of jmpx, so it is left out"
+            )
     if not right and not wrong:
         end = f" ({'; '.join(others)})" if others else ""
         raise ValueError(f"Found no policy in {path}{end}: {_REMEDY}.")

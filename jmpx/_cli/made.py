@@ -55,7 +55,7 @@ def forward_call(
     """Returns what is traced by operations: the call of a model, with shapes as its parameters.
 
     Raises:
-        ValueError: if there is no one call.
+        ValueError: if nothing, or more than one function, could be called.
     """
     init = initializer(fn)
     has_several = isinstance(fn, _type_of("haiku", "MultiTransformed"))
@@ -89,7 +89,7 @@ def initializer(fn: PyTree) -> Callable[..., PyTree] | None:
 
 
 def trace_abstractly(fn: Callable[..., PyTree], args: tuple[PyTree, ...]) -> None:
-    """Calls a function with abstract arrays; arguments that are no arrays stay as they are."""
+    """Calls a function with abstract arrays; other arguments stay as they are."""
     leaves, treedef = jax.tree.flatten(args)
     arrays = {i: leaf for i, leaf in enumerate(leaves) if is_array_or_shape(leaf)}
 

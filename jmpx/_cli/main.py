@@ -152,7 +152,7 @@ def main(arguments: list[str]) -> int:
         from jmpx._cli import commands as programs  # here, because it needs most of jmpx
 
         return getattr(programs, command.replace("-", "_"))(given, program_flags)
-    except BrokenPipeError:  # as with `| head`: nobody reads on
+    except BrokenPipeError:  # as with `| head`, which has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     except (ValueError, OSError, RuntimeError) as error:  # the last where JAX cannot start
@@ -195,7 +195,7 @@ def _with_command(parser: _Parser, arguments: list[str]) -> tuple[list[str], lis
 
 
 def _refuse_command(parser: _Parser, word: str) -> None:
-    """Ends the program if a word that stands in place of a command is no policy either."""
+    """Ends the program if a word in place of a command is not a policy either."""
     if not re.fullmatch(r"[A-Za-z][\w-]*", word):
         return
     try:

@@ -103,7 +103,7 @@ def _parse_flags(module: ModuleType) -> None:
     """Parses `sys.argv` by absl, as `app.run` would, if the program defines flags of absl.
 
     Libraries define flags of absl, too. If only these do, the program reads `sys.argv` by itself:
-    what absl does not know is no error then.
+    a flag that absl does not know is not an error then.
     """
     absl_flags = sys.modules.get("absl.flags")
     if absl_flags is None:

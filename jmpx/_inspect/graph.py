@@ -96,7 +96,7 @@ class Node:
 
     @property
     def first_operands(self) -> list[Value]:
-        """Its operands, but for what the body of a loop returns to a carry, which comes later."""
+        """Its operands, except what the body of a loop returns to a carry, which comes later."""
         return self.operands[:1] if self.is_carry else self.operands
 
 

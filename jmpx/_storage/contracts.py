@@ -88,7 +88,7 @@ def check_restored(
             held, and are accepted always.
 
     Raises:
-        TypeError: if the description is no mapping, or what it should hold is none.
+        TypeError: if the description, or one of the mappings in it, is not a mapping.
         ValueError: if the precision is another one, or the tree has other leaves.
 
     Example:

@@ -27,7 +27,7 @@ def stochastic_round(tree: T, dtype: DTypeLike, key: jax.Array) -> T:
 
     Numbers that `dtype` has stay as they are: zeros with their sign, infinities and subnormal
     numbers, too. NaN, and numbers beyond the largest of `dtype`, become what a cast makes of them.
-    Probabilities are multiples of 2**-32, which is exact but for numbers far below the smallest
+    Probabilities are multiples of 2**-32, which is exact except for numbers far below the smallest
     normal one of float16 and of eight bits.
 
     Args:

@@ -67,7 +67,7 @@ def with_state_dtype(
 
     Returns:
         An optax gradient transformation. Its state is a `StateDtypeState`, whose floating arrays
-        are in `dtype`, but for those of shape (), such as hyperparameters. Other arguments of
+        are in `dtype`, except those of shape (), such as hyperparameters. Other arguments of
         `update` are handed on.
 
     Raises:

@@ -26,7 +26,7 @@ def name_of(value: object) -> str:
 
 
 def in_place_of_optimizer(value: object, otherwise: str) -> str:
-    """Returns the remedy for a value that is no optimizer: of an `nnx.Optimizer` what it holds."""
+    """Returns the remedy for a wrong optimizer: an `nnx.Optimizer` holds the right one."""
     if not (is_object(value) and hasattr(value, "tx")):
         return otherwise
     return (

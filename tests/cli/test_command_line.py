@@ -179,7 +179,7 @@ def test_each_policy_of_a_file_is_explained_with_its_path(name, kind, capsys, tm
     assert len(left) == len(named)
     for line, start in zip(left, named, strict=True):
         assert line.startswith(f"{file}: {start}")
-        assert line.endswith(" is no policy of jmpx, and left out")
+        assert line.endswith(" is not a policy of jmpx, so it is left out")
 
 
 def test_a_file_of_toml(capsys, tmp_path):
@@ -231,7 +231,7 @@ def test_a_wrong_policy_of_a_file_is_a_line_with_its_path(name, capsys, tmp_path
 WRONG_FILES = {
     "none.yaml": ("a: {lr: 1}", "Found no policy in FILE: write it as a string under a key such"),
     "empty.yaml": ("", "Found no policy in FILE: "),
-    "left.yaml": ("policy: Mlp", "Found no policy in FILE (FILE: policy: 'Mlp' is no policy of"),
+    "left.yaml": ("policy: Mlp", "Found no policy in FILE (FILE: policy: 'Mlp' is not a policy of"),
     "broken.json": ("{", "Cannot read 'FILE': JSONDecodeError: "),
     "broken.toml": ("a = = b", "Cannot read 'FILE': TOMLDecodeError: "),
     "broken.yaml": ("a: [", "Cannot read 'FILE': ParserError: "),

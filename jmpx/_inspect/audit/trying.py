@@ -91,7 +91,7 @@ class _Trials:
         return {text: parse_rule(text) for text in map(common, alike)}
 
     def _rules(self, finding: Finding) -> list[str]:
-        """Returns the rules that may mend a finding, but for those of an outermost module."""
+        """Returns the rules that may mend a finding, without those of an outermost module."""
         found = self._found[_key(finding)]
         texts = dict.fromkeys((*found.rules, *found.kind.rules(self._remedies, found.nodes)))
         return [t for t in texts if not self._remedies.is_of_all(parse_rule(t))]
