@@ -272,7 +272,7 @@ class Application(NamedTuple):
                 "by=operations or by=arguments."
             )
         with contextlib.ExitStack() as stack:
-            casts = stack.enter_context(casts_watched((policy_map, code_of(self.func))))
+            casts = stack.enter_context(casts_watched(code_of(self.func), policy_map))
             stack.enter_context(pooled(policy_map, self.name))
             followed = policy_map.applied_by("modules", self.name)
             for adapter in adapters:

@@ -14,6 +14,7 @@ import contextlib
 import contextvars
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
@@ -76,6 +77,7 @@ class _State:
         open: the open contexts, the innermost last.
         hooks: the hooks that are entered, and what leaves them.
         facts: what else JAX's caches know, by topic.
+        told: leaves the value that JAX's caches know.
         rounded: what has cast inside of a function whose parameters were rounded; None outside of
             one.
         watches: for each open `casts_watched`, the names of what has cast inside of it.
@@ -87,6 +89,7 @@ class _State:
         self.open: list[Context] = []
         self.hooks: dict[Hook, contextlib.ExitStack] = {}
         self.facts: dict[str, Hashable] = {}
+        self.told = contextlib.ExitStack()
         self.rounded: _Rounded | None = None
         self.watches: list[dict[str, None]] = []
         self.late: collections.deque[Context] = collections.deque()
@@ -104,8 +107,8 @@ _thread = _Thread()
 _entered: contextvars.ContextVar[tuple[Context, ...]] = contextvars.ContextVar("jmpx", default=())
 
 # Part of the key of JAX's caches: a jitted function that is called under another value than the one
-# under which it was traced is traced anew. `_tell_jax` enters a new value in place of the old one
-# and leaves none: leaving would restore the value before, whose contexts may be over.
+# under which it was traced is traced anew. One value at most is entered in a thread: `_tell_jax`
+# leaves it before it enters the next one, so that no value comes back whose contexts are over.
 _trace_key: Any = jax.make_user_context(None)  # Any, because JAX does not annotate it
 
 # For `_marks.py`, which is imported later. A user context has to be made when jmpx is imported:
@@ -121,7 +124,9 @@ def _tell_jax() -> None:
     told: dict[str, Hashable] = {**state.facts, **keys}
     if told and state.epochs:
         told["epochs"] = state.epochs
-    _trace_key(frozenset(told.items()) or None).__enter__()
+    state.told.close()
+    if told:
+        state.told.enter_context(_trace_key(frozenset(told.items())))
 
 
 def catch_up() -> None:
@@ -284,43 +289,32 @@ def parameters_rounded(dtype: np.dtype | None) -> Iterator[dict[str, None]]:
         state.rounded = None
 
 
-# By the key of `casts_watched`, the names of what has cast inside of it in any call so far.
-_watched: dict[Hashable, dict[str, None]] = {}
+# By the code of a function and by policy map, the names of what has cast inside of it in any call
+# so far; they are forgotten together with the function.
+_watched = weakref.WeakKeyDictionary[Hashable, dict[Hashable, dict[str, None]]]()
 
 
 @contextlib.contextmanager
-def casts_watched(key: Hashable) -> Iterator[dict[str, None]]:
-    """Notes what casts while a function runs that is to cast its parameters itself.
+def casts_watched(code: Hashable, policy_map: Hashable) -> Iterator[dict[str, None]]:
+    """Notes what casts while a function runs under a policy map.
+
+    Both are part of the key of JAX's caches, so that a function that was jitted and traced
+    elsewhere is traced anew, once.
 
     Args:
-        key: the policy map and the function. It is part of the key of JAX's caches, so that a
-            function that was jitted and traced elsewhere is traced anew, once.
+        code: the code of the function, or its type.
+        policy_map: the policy map.
 
     Yields:
-        The names of what has cast in this call and in earlier ones of the same key: in a later
-        call, a jitted function casts without being traced.
+        The names of what has cast in this call and in earlier ones: in a later call, a jitted
+        function casts without being traced.
     """
     watches, topic = _thread.state.watches, "casts are watched"
-    casts = _watched.setdefault(key, {})
+    casts = _watched.setdefault(code, {}).setdefault(policy_map, {})
     watches.append(casts)
     try:
-        with fact_set(topic, (fact(topic), key)):
+        with fact_set(topic, (fact(topic), code, policy_map)):
             yield casts
-    finally:
-        watches.pop()
-
-
-@contextlib.contextmanager
-def casts_noted() -> Iterator[dict[str, None]]:
-    """Notes what casts while the context lasts, but not what was jitted and traced before.
-
-    Yields:
-        The names of what casts, in order.
-    """
-    watches = _thread.state.watches
-    watches.append({})
-    try:
-        yield watches[-1]
     finally:
         watches.pop()
 
