@@ -76,7 +76,8 @@ def test_autocast_gives_the_state_back(rng, position, around):
         assert model.calls == reference.calls == 1
     else:
         del reference.between
-    assert_same_state(model, reference, exactly=False)
+    # Sums of numbers near 3 that cancel: autocast runs them in another order than the plain model.
+    assert_same_state(model, reference, exactly=False, atol=1e-5)
     assert int(model.dropout.rngs.count[...]) == 1  # pyright: ignore[reportOptionalMemberAccess]
     assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(y))  # pyright: ignore[reportAttributeAccessIssue]
 
