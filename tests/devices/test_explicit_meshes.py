@@ -285,7 +285,7 @@ def reports(params, x):
     """What the reports say of a step: shares, ranges, and the cause of an infinity."""
 
     def run(params, x, **options):
-        loss = lambda params, x: jnp.mean(jnp.tanh(x @ params) ** 2)  # noqa: E731
+        loss = lambda params, x: jnp.mean((x @ params) ** 2)  # noqa: E731
         return jmpx.filter_grad(loss, jmpx.NoOpLossScale(), policy="c=bf16", **options)(params, x)
 
     step = lambda params, x: run(params, x).grads  # noqa: E731
@@ -302,7 +302,9 @@ def reports(params, x):
 
 @pytest.mark.thorough
 def test_reports(rng):
-    params, x, found = normal(rng, 16, 8), normal(rng, 24, 16), []
+    # Small whole numbers and sizes that are powers of two: sums are exact, in whichever order.
+    params, x = (rng.integers(-1, 2, shape).astype(np.float32) for shape in ((16, 8), (32, 16)))
+    found = []
     for kind in KINDS:
         mesh = make_mesh(4, axis_type=kind)
         with jax.set_mesh(mesh):
