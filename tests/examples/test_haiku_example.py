@@ -132,7 +132,7 @@ def test_a_run_that_diverges_ends_with_one_line():
     line = re.split(r"[\r\n]", result.stderr.strip())[-1].strip()  # after the progress bar
     assert line.startswith(
         "Training diverged. Skipped 3 optimizer steps in a row, more than --mp_max_skips=2, "
-        "with the static loss scale 2**100: "
+        "with the loss scale static=2**100: "
     )
     assert "Traceback" not in result.stderr
 
