@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jmpx._base.leaves import PyTree, is_array, is_int, is_none, is_view, spell
 from jmpx._base.messages import describe
 from jmpx._scales.kinds import in_place_of_loss_scale, is_loss_scale
+from jmpx._storage.ema import LARGEST_COUNT
 from jmpx._storage.transformations import in_place_of_optimizer, is_optimizer, name_of
 
-LARGEST_COUNT = 2**31 - 1  # an int32
 # By then a scale of 2**24 has been at its floor of 1 for half of the time.
 MAX_CONSECUTIVE_SKIPS = 50
 _ORDER = "the arguments are (model, optimizer, optimizer_state, grads, grads_finite)"

@@ -67,7 +67,9 @@ COMPILED = ["callable", "part and whole", "partial of a method", "inside a gradi
     ("position", "around"),
     [*((p, "") for p in POSITIONS), *((p, a) for p in COMPILED for a in ("nnx.jit", "jax.jit"))],
 )
-def test_autocast_gives_the_state_back(rng, position, around):
+def test_autocast_gives_the_state_back(position, around):
+    # The same inputs for all cases: a batch whose variance is small would make roundings larger.
+    rng = np.random.default_rng(0)
     model, x = make(rng), normal(rng, 6, 3)
     reference = nnx.clone(model)
     y = AROUND[around](POSITIONS[position])(model, x)
@@ -76,8 +78,7 @@ def test_autocast_gives_the_state_back(rng, position, around):
         assert model.calls == reference.calls == 1
     else:
         del reference.between
-    # Sums of numbers near 3 that cancel: autocast runs them in another order than the plain model.
-    assert_same_state(model, reference, exactly=False, atol=1e-5)
+    assert_same_state(model, reference, exactly=False)
     assert int(model.dropout.rngs.count[...]) == 1  # pyright: ignore[reportOptionalMemberAccess]
     assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(y))  # pyright: ignore[reportAttributeAccessIssue]
 
