@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LAYERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-ROOMS = sorted(folder.name for folder in (ROOT / "jmpx").glob("_*") if folder.suffix == "")
+ROOMS = sorted(file.parent.name for file in (ROOT / "jmpx").glob("_*/__init__.py"))
 
 
 def test_every_file_that_the_table_names_exists():
