@@ -141,6 +141,7 @@ def _casts(step: Step, node: Node) -> Iterator[Found]:
         and first.dtype in WIDE
         and source.dtype in LOW
         and result.dtype in WIDE
+        and not step.streams.is_of_leak(result)
         and not _is_meant(step.graph, node, earlier)
     ):
         names = " to ".join(value.dtype.name for value in (first, source, result))
