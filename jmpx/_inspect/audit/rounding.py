@@ -126,7 +126,8 @@ def _lost_literal(node: Node) -> float | None:
 def _casts(step: Step, node: Node) -> Iterator[Found]:
     """Yields a finding about a cast of what another cast made."""
     (source,), (result,) = node.operands, node.results
-    earlier = _cast_before(source)
+    maker = before(source, MOVES).node
+    earlier = maker if maker is not None and maker.name == CAST else None
     first = source if earlier is None else earlier.operands[0]
     stored = source if source.dtype in LOW else first
     if result.dtype in LOW and stored.dtype in LOW and stored.dtype != result.dtype:
@@ -152,8 +153,15 @@ def _casts(step: Step, node: Node) -> Iterator[Found]:
 
 def _is_meant(graph: Graph, node: Node, earlier: Node) -> bool:
     """Whether a float32 value is rounded to 16 bits on purpose before it is cast up again."""
-    if _is_of_sum(earlier.operands[0]) or all(map(_is_sum, node.results[0].readers)):
+    summed = earlier.operands[0]
+    if summed.node is not None and summed.node.name in ("div", "mul"):  # a mean
+        summed = summed.node.operands[0]
+    sums = ("reduce_", "cum")
+    maker, readers = before(summed, MOVES).node, node.results[0].readers
+    if maker is not None and maker.name.startswith(sums):
         return True  # jnp.sum and jnp.mean add 16-bit numbers in float32, and round the result
+    if all(reader.name.startswith(sums) for reader in readers):
+        return True
     if AUTOCAST in graph.program.takers or not _is_only_widened(earlier.results[0]):
         return True  # operations of 16 bits are around it
     return not graph.policy(node) and call(earlier) == call(node)
@@ -167,21 +175,3 @@ def _is_only_widened(value: Value) -> bool:
         or (reader.name in MOVES and _is_only_widened(reader.results[0]))
         for reader in value.readers
     )
-
-
-def _is_sum(node: Node | None) -> bool:
-    return node is not None and node.name.startswith(("reduce_", "cum"))
-
-
-def _is_of_sum(value: Value) -> bool:
-    """Whether a value is a sum or a mean."""
-    node = value.node
-    if node is not None and node.name in ("div", "mul"):
-        value = node.operands[0]
-    return _is_sum(before(value, MOVES).node)
-
-
-def _cast_before(value: Value) -> Node | None:
-    """Returns the cast that made a value, which was only moved since."""
-    maker = before(value, MOVES).node
-    return maker if maker is not None and maker.name == CAST else None
