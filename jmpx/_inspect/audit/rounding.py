@@ -107,17 +107,27 @@ def _beyond_numbers(constant: object) -> float | None:
 
 
 def _lost_literal(node: Node) -> float | None:
-    """Returns what a Python number became that met a float16 array: infinity or 0.
+    """Returns what a Python number became in a float16 array: infinity, or 0 for an epsilon.
 
-    JAX writes such a number into the program in float16. People do not write `x + 0`, while `sum`
-    writes `0 + x`.
+    JAX writes such a number into the program in float16. A first 0 is of a `sum`.
     """
     for index, value in enumerate(node.operands[:2]):
         number = number_of(value) if value.kind == "literal" else None
-        is_lost = number == 0 and index == 1 and node.name in ("add", "sub")
-        if number is not None and (np.isinf(number) or is_lost):
+        is_added = number == 0 and index == 1 and node.name == "add"
+        is_epsilon = is_added and _is_kept_from_zero(node.results[0])
+        if number is not None and (np.isinf(number) or is_epsilon):
             return number
     return None
+
+
+def _is_kept_from_zero(value: Value) -> bool:
+    """Whether a value is read as a divisor is, which an epsilon keeps away from 0."""
+    return any(
+        reader.name in ("log", "rsqrt", "sqrt")
+        or (reader.name == "div" and value is reader.operands[1])
+        or (reader.name in MOVES and _is_kept_from_zero(reader.results[0]))
+        for reader in value.readers
+    )
 
 
 # Casts.
