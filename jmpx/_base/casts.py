@@ -139,9 +139,7 @@ def cast_to_full(tree: T) -> T:
 
 
 def cast_to_half(tree: T) -> T:
-    """Casts the floating leaves of a pytree to `half_dtype()`; see `cast_tree`.
-
-    JMP's name.
+    """Casts the floating leaves of a pytree to `half_dtype()`; see `cast_tree`. JMP's name.
 
     Args:
         tree: any pytree.

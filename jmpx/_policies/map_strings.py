@@ -42,8 +42,7 @@ from jmpx._policies.strings import (
 _SECTIONS = {name: name for name in ("policy", "rules")}
 _RULE_KEYS = {key: name for key, name in KEYS.items() if name != "reduce"}
 _RULE_MAPPING_KEYS = {
-    **{name: name for name in ("select", "optional", "policy")},
-    **{"selector": "select"},
+    **{name: name for name in ("select", "policy")},
     **_RULE_KEYS,
 }
 _RULE_EXAMPLE = "'LayerNorm: full' or {'select': 'LayerNorm', 'compute': 'float32'}"
@@ -77,10 +76,9 @@ def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
     surrounding call, matmul from that call. Only the default may set reduce.
 
     A mapping, of any kind that `get_policy` takes, has the default under `policy` and the list of
-    rules under `rules`; `by` and `save` stand beside these. The keys of a rule are `select`, those
-    of a policy, and `optional: true`, which says the same as a question mark. Each of these values
-    may also be its string, and `policy` the string of a whole map. A mapping that has the keys of a
-    policy is the default.
+    rules under `rules`; `by` and `save` stand beside these. The keys of a rule are `select` and those
+    of a policy. Each of these values may also be its string, and `policy` the string of a whole
+    map. A mapping that has the keys of a policy is the default.
 
     Args:
         policy_map: a policy map string; or a mapping; or a policy or a dtype, which gives a map
@@ -262,13 +260,6 @@ def _rule_of(entries: list[Entry], found: Found) -> Rule:
         fields = read_fields(given["policy"], ("compute",), _RULE_KEYS)
     if not fields:
         raise missing_policy(found)
-    if "optional" in given:
-        flag = given["optional"]
-        if not isinstance(flag.value, bool):
-            raise refuse_value(
-                "true or false", flag, "write true for a rule that may match nothing"
-            )
-        optional = optional or flag.value
     return Rule(name, **fields, optional=optional)
 
 

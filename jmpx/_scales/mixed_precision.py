@@ -13,7 +13,6 @@ from jmpx._base.mappings import (
     refuse_value,
     whole_text,
 )
-from jmpx._base.moved import telling
 from jmpx._policies.map_strings import get_policy_map, map_of, parse_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.policy import Policy
@@ -31,7 +30,6 @@ from jmpx._scales.strings import (
 _EXAMPLE = "'c=bf16,o=f32; LayerNorm: full | dynamic, init=2**15'"
 
 
-@telling("jmpx.MixedPrecision")
 @dataclasses.dataclass(frozen=True, eq=False)
 class MixedPrecision:
     """A policy map and the loss scale to begin with: what one string says about a program.

@@ -19,7 +19,6 @@ from jmpx._base.mappings import (
     unknown,
     whole_text,
 )
-from jmpx._base.moved import SCALES
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._scales.arguments import ARGUMENTS, DYNAMIC, check_number
@@ -49,7 +48,6 @@ _KEYS = {key: key for key in DYNAMIC}
 _KEY_WORDS = ", ".join(map(repr, DYNAMIC))
 # Other words for the keys: the arguments of the class, and the words of other libraries.
 _OF_NAMES = {argument.name: key for key, argument in DYNAMIC.items()}
-_NEAR_KEYS = _OF_NAMES | {word: _OF_NAMES[name] for word, name in SCALES.items()}
 
 
 @overload
@@ -118,7 +116,7 @@ def read_loss_scale(found: Found, policy_map: PolicyMap | None) -> LossScale:
         return parse_loss_scale(whole_text(spec, "loss scale", found.at), policy_map)
     if is_mapping(spec):
         entries = read_entries(spec, found.path)
-        given = by_name(entries, {"type": "type", **_KEYS}, near=_NEAR_KEYS)
+        given = by_name(entries, {"type": "type", **_KEYS}, near=_OF_NAMES)
         if "type" not in given:
             raise ValueError(f"Missing key 'type'{found.at}: expected one of {_KIND_WORDS}.")
         return _make(given.pop("type"), given, policy_map)
@@ -139,7 +137,7 @@ def parse_loss_scale(text: Text, policy_map: PolicyMap | None) -> LossScale:
             what = f"Expected 'key=number', got {part.value!r}" if part.value else "Empty part"
             raise ValueError(f"{what}{part.at}: write one of {_KEY_WORDS} and an equals sign.")
         entries.append(part.cut("="))
-    return _make(kind, by_name(entries, _KEYS, near=_NEAR_KEYS), policy_map)
+    return _make(kind, by_name(entries, _KEYS, near=_OF_NAMES), policy_map)
 
 
 def _make(kind: Found, given: Mapping[str, Found], policy_map: PolicyMap | None) -> LossScale:
