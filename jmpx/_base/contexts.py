@@ -55,19 +55,6 @@ class Context:
 AUTOCAST = "autocast traces"  # the topic of what autocast traces for: its policies
 
 
-@dataclasses.dataclass
-class _Rounded:
-    """What has cast inside of a function whose parameters were rounded to 16 bits.
-
-    Args:
-        dtype: the dtype to which they were rounded.
-        casts: the names of what has cast to another one.
-    """
-
-    dtype: np.dtype
-    casts: dict[str, None] = dataclasses.field(default_factory=dict)
-
-
 class _State:
     """What is in force in one thread.
 
@@ -76,9 +63,8 @@ class _State:
         hooks: the hooks that are entered, and what leaves them.
         facts: what else JAX's caches know, by topic.
         told: leaves the value that JAX's caches know.
-        rounded: what has cast inside of a function whose parameters were rounded; None outside of
-            one.
-        watches: for each open `casts_watched`, the names of what has cast inside of it.
+        watches: for each open watch of casts the names of what has cast inside of it, and the dtype
+            to which a cast does not count; None if all count.
     """
 
     def __init__(self) -> None:
@@ -86,8 +72,7 @@ class _State:
         self.hooks: dict[Hook, contextlib.ExitStack] = {}
         self.facts: dict[str, Hashable] = {}
         self.told = contextlib.ExitStack()
-        self.rounded: _Rounded | None = None
-        self.watches: list[dict[str, None]] = []
+        self.watches: list[tuple[dict[str, None], np.dtype | None]] = []
 
 
 class _Thread(threading.local):
@@ -249,21 +234,26 @@ def parameters_rounded(dtype: np.dtype | None) -> Iterator[dict[str, None]]:
         The names of what casts inside to another dtype, in order. Of nested functions the outermost
         one gets them, because its casts come first.
     """
-    state = _thread.state
-    if dtype is None or state.rounded is not None:
-        yield {}
+    casts: dict[str, None] = {}
+    if dtype is None or any(rounded is not None for _, rounded in _thread.state.watches):
+        yield casts
         return
-    state.rounded = _Rounded(dtype)
+    with _watched(casts, dtype), fact_set("parameters are rounded", dtype.name):
+        yield casts
+
+
+@contextlib.contextmanager
+def _watched(casts: dict[str, None], dtype: np.dtype | None) -> Iterator[None]:
+    _thread.state.watches.append((casts, dtype))
     try:
-        with fact_set("parameters are rounded", dtype.name):
-            yield state.rounded.casts
+        yield
     finally:
-        state.rounded = None
+        _thread.state.watches.pop()
 
 
 # By the code of a function and by policy map, the names of what has cast inside of it in any call
 # so far; they are forgotten together with the function.
-_watched = weakref.WeakKeyDictionary[Hashable, dict[Hashable, dict[str, None]]]()
+_seen = weakref.WeakKeyDictionary[Hashable, dict[Hashable, dict[str, None]]]()
 
 
 @contextlib.contextmanager
@@ -281,14 +271,10 @@ def casts_watched(code: Hashable, policy_map: Hashable) -> Iterator[dict[str, No
         The names of what has cast in this call and in earlier ones: in a later call, a jitted
         function casts without being traced.
     """
-    watches, topic = _thread.state.watches, "casts are watched"
-    casts = _watched.setdefault(code, {}).setdefault(policy_map, {})
-    watches.append(casts)
-    try:
-        with fact_set(topic, (fact(topic), code, policy_map)):
-            yield casts
-    finally:
-        watches.pop()
+    topic = "casts are watched"
+    casts = _seen.setdefault(code, {}).setdefault(policy_map, {})
+    with _watched(casts, None), fact_set(topic, (fact(topic), code, policy_map)):
+        yield casts
 
 
 def note_cast(by: str, dtype: DTypeLike | None = None) -> None:
@@ -298,8 +284,6 @@ def note_cast(by: str, dtype: DTypeLike | None = None) -> None:
         by: the function that casts, as the user calls it.
         dtype: the dtype to which it casts; None if there are several.
     """
-    state = _thread.state
-    for casts in state.watches:
-        casts[by] = None
-    if state.rounded is not None and (dtype is None or np.dtype(dtype) != state.rounded.dtype):
-        state.rounded.casts[by] = None
+    for casts, rounded in _thread.state.watches:
+        if rounded is None or dtype is None or np.dtype(dtype) != rounded:
+            casts[by] = None

@@ -102,8 +102,8 @@ def _attach(cls: type, policy: Policy | None, cached: Policy | None) -> None:
 def set_policy(cls: type, policy: PolicyLike) -> None:
     """Attaches a policy to a class, for all its instances in this thread.
 
-    For a Haiku module class this is the same act as `hk.mixed_precision.set_policy`. The policy of a
-    Linen, NNX or Equinox module class casts under `jmpx.flax.policies`, or in a view that
+    For a Haiku module class this is the same act as `hk.mixed_precision.set_policy`. The policy of
+    a Linen, NNX or Equinox module class casts under `jmpx.flax.policies`, or in a view that
     `with_policies` makes. Any other class may ask for its policy: `policy_of(type(self))`. A jitted
     function is traced anew when it is called under other policies of jmpx than before.
 
