@@ -162,7 +162,7 @@ def test_ranges_are_printed_and_drawn(capsys, tmp_path):
 
 
 def test_ranges_that_cannot_be_drawn(capsys, tmp_path):
-    for plot in ("ranges.gif", str(tmp_path / "no" / "ranges.png")):
+    for plot in ("ranges.xyz", str(tmp_path / "no" / "ranges.png")):
         assert run("ranges", "THIS:small", "--plot", plot) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"Cannot draw {plot!r}: ")
