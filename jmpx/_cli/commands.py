@@ -51,14 +51,12 @@ def _compared(entries: Sequence[PyTree], path: str) -> tuple[bool, list[str]]:
 
 
 def ranges(given: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Prints which magnitudes occur, and what a dtype would need."""
+    """Prints which magnitudes occur, and what narrower dtypes would lose."""
     from jmpx._inspect.ranges.api import ranges
 
     with _made(given, flags) as (fn, args):
         found = attempt(f"The run of {given.target} failed", lambda: ranges(fn)(*args))
         _print(found, given)
-    if given.dtype is not None:
-        _print_note(f"\npolicy map for {given.dtype}: {found.rules(given.dtype)}", given)
     if given.plot is not None:
         attempt(f"Cannot draw {given.plot!r}", lambda: found.plot(given.plot))
         _print_note(f"wrote {given.plot}", given)

@@ -5,7 +5,7 @@
     python -m jmpx explain --model pkg.module:make "c=bf16,o=f32; BatchNorm: full | dynamic"
     python -m jmpx explain --config config.yaml
     python -m jmpx audit pkg.module:make --platform tpu --lock precision.lock
-    python -m jmpx ranges pkg.module:make --dtype float16 --plot ranges.png
+    python -m jmpx ranges pkg.module:make --plot ranges.png
     python -m jmpx first-nonfinite examples/haiku/train.py:make -- --mp_policy=c=f16
 
 `doctor` shows versions, the device and settings, and what of them does not fit together.
@@ -89,10 +89,6 @@ _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "ranges": {
         **_TARGET,
-        "--dtype": {
-            "metavar": "DTYPE",
-            "help": "also print the policy map that keeps in float32 what overflows in it: float16",
-        },
         "--plot": {"metavar": "PATH", "help": "draw the histogram of exponents"},
     },
     "first-nonfinite": _TARGET,
