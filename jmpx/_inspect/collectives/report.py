@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 
@@ -123,10 +124,12 @@ def collectives(step: object) -> Collectives:
 
 
 def _of_lowered(lowered: jax.stages.Lowered) -> Collectives:
-    attributes = lowered.compiler_ir("stablehlo").operation.attributes
+    stablehlo: Any = lowered.compiler_ir("stablehlo")  # JAX does not annotate what these are
+    hlo: Any = lowered.compiler_ir("hlo")
+    attributes = stablehlo.operation.attributes
     names = "mhlo.num_partitions", "mhlo.num_replicas"
     partitions, replicas = (int(str(attributes[name]).partition(" ")[0]) for name in names)
-    text = lowered.compiler_ir("hlo").get_hlo_module().to_string()
+    text = hlo.get_hlo_module().to_string()
     name, devices, found = read_hlo(text, _outputs(lowered), partitions * replicas)
     more = [] if partitions == 1 else [_MORE if found else _NONE_YET]
     return Collectives(name, devices, None, tuple(found), _notes(found, *more))
