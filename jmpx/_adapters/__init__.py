@@ -7,7 +7,6 @@ framework has a package, `haiku`, `equinox`, `linen` or `nnx`, whose `adapter.py
 
 - `scopes.py`: which policy a module has, and the warnings of rules without effect,
 - `boundaries.py`: a call whose arguments and result are cast,
-- `carries.py`: the remedy for a loop whose carry changes its dtype,
 - `proxies.py`: subclasses of a user's classes, whose methods cast or mark their calls,
 - `dtype_fields.py`: the `dtype` fields of Flax's layers, `parameter_casts.py`: one cast for each
   parameter, `creation.py`: the dtype of new parameters.

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import sys
 import types
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -18,7 +17,6 @@ import jmpx
 import jmpx.equinox
 import jmpx.flax
 from jmpx._adapters.boundaries import run_reading
-from jmpx._adapters.carries import noted_carries
 from jmpx._adapters.proxies import public_methods
 from jmpx._jaxprs.marks import in_module
 from jmpx._policies import frameworks
@@ -226,54 +224,6 @@ class NNXDoubling(nnx.Module):
 def test_partial_methods_are_boundaries(view):
     y = view.twice(jnp.ones(2))
     assert y.dtype == jnp.float32 and y.tolist() == [2, 2]
-
-
-class Cell: ...
-
-
-class Around: ...
-
-
-def called(cls, dtype) -> Any:
-    """A call of a module under a policy, whose result is in a dtype."""
-    policy = jmpx.get_policy("c=bf16,o=f32")
-    with noted_carries(cls, policy), running(policy, "with_policies"):
-        return dtype() if callable(dtype) else jnp.zeros(2, dtype)
-
-
-X = jnp.zeros(2)
-CHANGES = {
-    "scan": lambda: jax.lax.scan(lambda c, _: (called(Cell, "bfloat16"), None), X, length=2)[0],
-    "while": lambda: jax.lax.while_loop(jnp.any, lambda c: called(Cell, "bfloat16"), X),
-    "fori": lambda: jax.lax.fori_loop(0, 2, lambda _, c: called(Cell, "bfloat16"), X),
-    "cond": lambda: jax.lax.cond(True, lambda: called(Cell, "bfloat16"), lambda: X),
-}
-
-
-@pytest.mark.parametrize("loop", CHANGES)
-def test_an_error_of_a_carry_has_the_rule_that_mends_it(loop):
-    def model():
-        called(Dense, "bfloat16")  # before the loop
-        return CHANGES[loop]()
-
-    with pytest.raises(TypeError, match="dtypes do not match") as error:
-        called(Around, model)
-    (note,) = (note for note in error.value.__notes__ if "policy map" in note)
-    assert "'Cell: compute=bfloat16,output=float32'" in note
-    assert "Dense" not in note and "Around" not in note
-
-
-def test_other_errors_have_no_note():
-    def shapes():
-        return jax.lax.scan(lambda c, _: (called(Cell, "float32")[:1], None), X, length=2)
-
-    def without_modules():
-        return jax.lax.scan(lambda c, _: (c.astype("bfloat16"), None), X, length=2)
-
-    for model in (shapes, without_modules):
-        with pytest.raises(TypeError) as error:
-            called(Around, model)
-        assert not any("policy map" in note for note in error.value.__notes__)
 
 
 def results(args, shapes, in_loop=True, carry=None, policy="c=bf16", echo=False):

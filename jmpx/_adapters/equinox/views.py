@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._adapters.boundaries import Method, cast_except, run_at_boundary, run_reading
-from jmpx._adapters.carries import noted_carries
 from jmpx._adapters.dtype_fields import Selected, field_in_call
 from jmpx._adapters.equinox import nodes
 from jmpx._adapters.proxies import plain_class, proxy_class, public_methods
@@ -291,8 +290,7 @@ def _casting(cls: type, name: str, policy: Policy, kind: _Kind) -> Method:
         plain = getattr(_cast_late(plain, policy, kind.ruled), name)
         hidden = next(iter(args[1:2]), kwargs.get("hidden"))
         carry = hidden if issubclass(cls, _CELLS) else None
-        with noted_carries(plain_class(cls), policy):
-            return run(policy, plain, args, kwargs, by=_NAME, carry=carry, passes=_passes)
+        return run(policy, plain, args, kwargs, by=_NAME, carry=carry, passes=_passes)
 
     return method
 

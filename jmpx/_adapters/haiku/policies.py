@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._adapters.boundaries import Args, Kwargs, Method, run_at_boundary, run_reading, widest
-from jmpx._adapters.carries import noted_carries
 from jmpx._adapters.parameter_casts import ParameterCasts
 from jmpx._adapters.proxies import is_public
 from jmpx._adapters.scopes import PolicyScope, in_policy_scope, pooled
@@ -109,11 +108,7 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
 @contextlib.contextmanager
 def applied(policy_map: PolicyMap) -> Iterator[None]:
     """Runs Haiku modules under a policy map while the context lasts; leaves warnings to a pool."""
-    # A loop around the outermost module, as that of `hk.layer_stack` may be, is in no other call.
-    with (
-        in_policy_scope(HaikuScope, _NAME, policy_map, interception),
-        noted_carries(hk.Module, None),
-    ):
+    with in_policy_scope(HaikuScope, _NAME, policy_map, interception):
         yield
 
 
@@ -235,7 +230,6 @@ class HaikuScope(PolicyScope):
                 stack.enter_context(getter)
                 stack.callback(self.casts.clear)
                 self.owners = _owners()
-            stack.enter_context(noted_carries(type(call.module), call.policy))
             self.calls.append(call)
             stack.callback(self.calls.pop)
             yield

@@ -18,7 +18,6 @@ from jmpx._adapters.boundaries import (
     run_at_boundary,
     run_reading,
 )
-from jmpx._adapters.carries import noted_carries
 from jmpx._adapters.dtype_fields import FieldInCall, field_in_call, reading_policy
 from jmpx._adapters.linen import modules
 from jmpx._adapters.parameter_casts import ParameterCasts
@@ -164,8 +163,7 @@ class LinenScope(PolicyScope):
             with modules.field_set(module, call.field.value):
                 if casts:
                     self.census.note_layer(call.module, call.field)
-                    with noted_carries(call.module.cls, call.reading):
-                        return self.run_public(call, module, method, args, kwargs, carry)
+                    return self.run_public(call, module, method, args, kwargs, carry)
                 with running(call.policy, _NAME):
                     return cast_result(as_it_is, method(*args, **kwargs), carry)
         finally:

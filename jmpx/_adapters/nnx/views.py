@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 
 from jmpx._adapters.boundaries import Method, are_same, run_at_boundary, run_reading
-from jmpx._adapters.carries import noted_carries
 from jmpx._adapters.dtype_fields import (
     FieldInCall,
     Selected,
@@ -340,7 +339,7 @@ def _casting(method: Method, name: str, policy: Policy, run: Callable[..., PyTre
         is_step = isinstance(self, nnx.RNNCellBase) and name == "__call__"
         stack.append(self)
         try:
-            with noted_carries(plain_class(type(self)), policy), _kept_state(self):
+            with _kept_state(self):
                 return run(
                     policy,
                     functools.partial(method, self),
