@@ -9,7 +9,7 @@ framework has a package, `haiku`, `equinox`, `linen` or `nnx`, whose `adapter.py
 - `boundaries.py`: a call whose arguments and result are cast,
 - `proxies.py`: subclasses of a user's classes, whose methods cast or mark their calls,
 - `dtype_fields.py`: the `dtype` fields of Flax's layers, `parameter_casts.py`: one cast for each
-  parameter, `creation.py`: the dtype of new parameters.
+  parameter.
 
 Words: a *boundary* is a call of a module's public method that casts its arguments to the compute
 dtype of a policy, the *boundary policy*, and its result to the output dtype. The *surrounding

@@ -27,59 +27,43 @@ def nothing_passes(node: object) -> bool:
     return False
 
 
-def run_at_boundary(
+def run_cast(
     policy: Policy,
     method: Method,
     args: Args,
     kwargs: Kwargs,
     *,
     by: str,
-    carry: PyTree = None,
-    passes: Passes = nothing_passes,
-) -> PyTree:
-    """Runs a method with its arguments cast to the compute dtype, its result to the output dtype.
-
-    Args:
-        policy: the boundary policy.
-        method: the method, which gets `args` and `kwargs`.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        by: the function that makes the boundary, as the user calls it.
-        carry: the carry among the arguments, if the method is a step of a loop: the new one comes
-            back in its dtypes.
-        passes: whether a node of a pytree passes the boundary as it is.
-    """
-    args, kwargs = _cast_arguments(policy, args, kwargs, passes)
-    with running(policy, by):
-        result = method(*args, **kwargs)
-    return cast_result(lambda tree: cast_except(policy.cast_to_output, tree, passes), result, carry)
-
-
-def run_reading(
-    policy: Policy,
-    method: Method,
-    args: Args,
-    kwargs: Kwargs,
-    *,
-    by: str,
+    is_boundary: bool,
     carry: PyTree = None,
     passes: Passes = nothing_passes,
     keeps: bool = False,
 ) -> PyTree:
-    """Runs a call that is not a boundary, of a module that reads parameters itself.
+    """Runs a method with its floating arguments cast to the compute dtype.
 
-    What is made inside of a model, such as noise, is often float32. Floating arguments are cast, so
-    that it does not widen the products of this module and all that follows.
+    At a boundary, the result is cast to the output dtype. Any other call is of a module that reads
+    parameters itself: what is made inside of a model, such as noise, is often float32, and would
+    widen the products of this module and all that follows.
 
-    Inside of a loop or a branch of JAX, where results have to keep the dtype of a carry, only
-    arguments that are wider than the compute dtype are cast. If there are any, each array of the
-    result is at least as wide as the widest floating argument of its shape was, or of all if none
-    has it. Elsewhere the result is as the method returns it.
+    Such a call in a loop or a branch of JAX, where results have to keep the dtype of a carry, casts
+    only arguments that are wider than the compute dtype. If there are any, each array of the result
+    is at least as wide as the widest floating argument of its shape was, or of all if none has it.
+    Elsewhere the result is as the method returns it.
 
-    The arguments are those of `run_at_boundary`, and `keeps`: whether the result has to be as wide
-    as the arguments outside of loops, too.
+    Args:
+        policy: the policy of the call.
+        method: the method, which gets `args` and `kwargs`.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        by: the function that has the call cast, as the user calls it.
+        is_boundary: whether the call is a boundary.
+        carry: the carry among the arguments, if the method is a step of a loop: the new one comes
+            back in its dtypes.
+        passes: whether a node of a pytree passes as it is.
+        keeps: whether a result that is no boundary's is as wide as the arguments in any place.
     """
-    came = _floating_leaves((args, kwargs), passes) if keeps or in_loop() else []
+    is_kept = not is_boundary and (keeps or in_loop())
+    came = _floating_leaves((args, kwargs), passes) if is_kept else []
     size = np.dtype(policy.compute_dtype).itemsize
 
     def passes_narrow(node: PyTree) -> bool:
@@ -88,14 +72,10 @@ def run_reading(
     args, kwargs = _cast_arguments(policy, args, kwargs, passes_narrow if came else passes)
     with running(policy, by):
         result = method(*args, **kwargs)
-    if all(leaf.dtype.itemsize <= size for leaf in came):
+    if not is_boundary and all(leaf.dtype.itemsize <= size for leaf in came):
         return cast_result(as_it_is, result, carry)
-    widen = _as_wide_as(came)
-    return cast_result(
-        lambda tree: cast_except(lambda tree: jax.tree.map(widen, tree), tree, passes),
-        result,
-        carry,
-    )
+    cast = policy.cast_to_output if is_boundary else _as_wide_as(came)
+    return cast_result(lambda tree: cast_except(cast, tree, passes), result, carry)
 
 
 def as_it_is(tree: T) -> T:
@@ -152,7 +132,7 @@ def _floating_leaves(tree: PyTree, passes: Passes) -> list[jax.ShapeDtypeStruct]
 
 
 def _as_wide_as(came: list[jax.ShapeDtypeStruct]) -> Cast:
-    """Returns a function that casts a leaf which is narrower than the arguments of its shape."""
+    """Returns a function that casts leaves which are narrower than the arguments of their shape."""
 
     def widen(leaf: PyTree) -> PyTree:
         if not is_floating(leaf):
@@ -160,7 +140,7 @@ def _as_wide_as(came: list[jax.ShapeDtypeStruct]) -> Cast:
         same = [each for each in came if each.shape == leaf.shape] or came
         return at_least(widest(each.dtype for each in same))(leaf)
 
-    return widen
+    return lambda tree: jax.tree.map(widen, tree)
 
 
 def widest(dtypes: Iterable[np.dtype]) -> np.dtype:

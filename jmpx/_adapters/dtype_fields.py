@@ -129,32 +129,16 @@ class FieldCensus:
         """Warns if fields keep most parameters from the compute dtype of the map's default."""
         compute = np.dtype(policy_map.default.compute_dtype)
         sizes = {module: sum(own.values()) for module, own in self.sizes.items()}
-        kept = {m: sizes[m] for m, field in self.fields.items() if field != compute and m in sizes}
-        share = sum(kept.values()) / max(sum(sizes.values()), 1)
-        if share <= 0.5:
+        kept = [module for module in sizes if self.fields.get(module, compute) != compute]
+        kept.sort(key=lambda module: -sizes[module])
+        if 2 * sum(sizes[module] for module in kept) <= sum(sizes.values()):
             return
-        largest = self.fields[max(kept, key=lambda module: kept[module])]
-        rules = "; ".join(
-            f"{cls}: compute={dtype_name(compute)}" for cls in self._selectors(kept, largest)
-        )
+        classes = dict.fromkeys(module.cls.__name__ for module in kept)
+        rules = "; ".join(f"{cls}: compute={dtype_name(compute)}" for cls in classes)
         warnings.warn(
-            f"The dtype field of {len(kept)} of {len(sizes)} layers with parameters keeps "
-            f"{share:.0%} of the parameters under {by}({str(policy_map)!r}) from "
-            f"{dtype_name(compute)}, most of them in {dtype_name(largest)}: write '{rules}' before "
-            "the other rules of the policy map, which sets the field, or give the layers another "
-            "dtype.",
+            f"The dtype field of {len(kept)} of {len(sizes)} layers with parameters keeps most of "
+            f"the parameters under {by}({str(policy_map)!r}) from {dtype_name(compute)}: write "
+            f"'{rules}' before the other rules of the policy map, which sets the field, or give "
+            "the layers another dtype.",
             stacklevel=stacklevel + 1,
         )
-
-    def _selectors(self, kept: dict[Module, int], dtype: np.dtype) -> list[str]:
-        """Returns the names of classes whose rules set the fields of the layers that are kept.
-
-        That is the class of one module around all of them that has the field itself, else their own
-        classes, those with the most parameters first.
-        """
-        for module in sorted(self.fields, key=lambda module: len(module.path)):
-            inside = (f"{layer.path}/".startswith(f"{module.path}/") for layer in kept)
-            if self.fields[module] == dtype and (not module.path or all(inside)):
-                return [module.cls.__name__]
-        ordered = sorted(kept, key=lambda module: -kept[module])
-        return list(dict.fromkeys(module.cls.__name__ for module in ordered))

@@ -247,6 +247,25 @@ def listening() -> Iterator[list[PolicyScope]]:
         yield listener
 
 
+class Creation(NamedTuple):
+    """How `init` creates parameters where no module has a policy; see `Adapter.created`."""
+
+    policy: Policy
+    are_cast: bool
+
+
+def creating(
+    creation: Creation, framework: str, hook: Hook
+) -> contextlib.AbstractContextManager[None]:
+    """Puts a `Creation` in force in a framework while the context lasts."""
+    return entered(Context(f"jmpx.apply_policy in {framework}", creation, creation, hook))
+
+
+def creation_in_force(scopes: type[PolicyScope]) -> Creation | None:
+    """Returns the innermost `Creation`; None without one, or inside of a scope of a kind."""
+    return None if opened(scopes) else next(reversed(opened(Creation)), None)
+
+
 def inherited_policy(surrounding: Policy) -> Policy:
     """Returns the policy of a boundary that no rule, class or default gives a policy.
 

@@ -16,7 +16,7 @@ from helpers import run_python
 import jmpx
 import jmpx.equinox
 import jmpx.flax
-from jmpx._adapters.boundaries import run_reading
+from jmpx._adapters.boundaries import run_cast
 from jmpx._adapters.proxies import public_methods
 from jmpx._jaxprs.marks import in_module
 from jmpx._policies import frameworks
@@ -236,7 +236,9 @@ def results(args, shapes, in_loop=True, carry=None, policy="c=bf16", echo=False)
     def read():
         out = tuple(jnp.zeros(shape, jnp.bfloat16) for shape in shapes)
         method = lambda *args: args if echo else out  # noqa: E731
-        run = functools.partial(run_reading, policy, method, args, {}, by="", carry=carry)
+        run = functools.partial(
+            run_cast, policy, method, args, {}, by="", is_boundary=False, carry=carry
+        )
         dtypes.extend(leaf.dtype.name for leaf in jax.tree.leaves(run()))
         return 0
 
@@ -280,5 +282,6 @@ def test_an_argument_in_which_nothing_is_cast_is_the_same_object():
         notes.append(x.dtype.name)
         sums["x"] = x.sum()
 
-    run_reading(jmpx.get_policy("c=bf16"), method, (F, notes), {"sums": sums}, by="")
+    kwargs = {"sums": sums}
+    run_cast(jmpx.get_policy("c=bf16"), method, (F, notes), kwargs, by="", is_boundary=False)
     assert notes == ["bfloat16"] and sums["x"].dtype == jnp.bfloat16

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._adapters.boundaries import Method, cast_except, run_at_boundary, run_reading
+from jmpx._adapters.boundaries import Method, cast_except, run_cast
 from jmpx._adapters.dtype_fields import Selected, field_in_call
 from jmpx._adapters.equinox import nodes
 from jmpx._adapters.proxies import plain_class, proxy_class, public_methods
@@ -280,7 +280,7 @@ def _view_class(
 
 def _casting(cls: type, name: str, policy: Policy, kind: _Kind) -> Method:
     """Returns a public method that casts; see `_view_class`."""
-    run = run_at_boundary if kind.is_boundary else run_reading
+    run = functools.partial(run_cast, is_boundary=kind.is_boundary)
 
     @functools.wraps(inspect.getattr_static(cls, name), updated=())
     def method(self: eqx.Module, /, *args: PyTree, **kwargs: PyTree) -> PyTree:

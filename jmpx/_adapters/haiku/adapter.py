@@ -9,9 +9,9 @@ import haiku as hk
 import jax
 
 from jmpx._adapters.boundaries import Args, Kwargs, Method
-from jmpx._adapters.creation import Creation, creating, creation_in_force
 from jmpx._adapters.haiku.policies import HaikuScope, applied, interception, parameter_hooks, store
 from jmpx._adapters.proxies import is_public
+from jmpx._adapters.scopes import Creation, creating, creation_in_force
 from jmpx._base.contexts import is_hooked, note_cast, opened
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_floating
@@ -136,7 +136,7 @@ class _Adapter(Adapter):
         return applied(policy_map)
 
     def created(self, policy: Policy, are_cast: bool) -> AbstractContextManager[None]:
-        return creating(policy, are_cast, "Haiku", _creation)
+        return creating(Creation(policy, are_cast), "Haiku", _creation)
 
     @contextlib.contextmanager
     def refuse_creation(self) -> Iterator[None]:

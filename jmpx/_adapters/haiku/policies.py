@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._adapters.boundaries import Args, Kwargs, Method, run_at_boundary, run_reading, widest
+from jmpx._adapters.boundaries import Args, Kwargs, Method, run_cast, widest
 from jmpx._adapters.parameter_casts import ParameterCasts
 from jmpx._adapters.proxies import is_public
 from jmpx._adapters.scopes import PolicyScope, in_policy_scope, pooled
@@ -133,7 +133,6 @@ class HaikuScope(PolicyScope):
         casts: the casts of parameters in the outermost of these calls.
         owners: the modules that had floating parameters when that began, by their names.
         class_policies: the policies that were taken out of Haiku's registry.
-        is_reading: whether state is read as it is stored, without the user's getters.
     """
 
     def __init__(self, name: str, policy_map: PolicyMap) -> None:
@@ -143,7 +142,6 @@ class HaikuScope(PolicyScope):
         self.casts = ParameterCasts()
         self.owners: frozenset[str] = frozenset()
         self.class_policies: dict[type, Policy] = {}
-        self.is_reading = False
 
     @property
     def policy(self) -> Policy | None:
@@ -174,18 +172,22 @@ class HaikuScope(PolicyScope):
             return method(*args, **kwargs)
         policy = self.call_policy(module)
         self.record_module(type(module), module.module_name, policy, self.policy)
-        carry = _state_of_core(args, kwargs, context)
-        if carry is None:
-            return self.run(module, policy, None, method, args, kwargs)
-        # With its new state before its output, as loops have a carry.
-        step: Method = lambda *args, **kwargs: _reversed_pair(method(*args, **kwargs))  # noqa: E731
-        return _with_state_like(carry, self.run(module, policy, carry, step, args, kwargs))
+        old = _state_of_core(args, kwargs, context)
+        if old is None:
+            return self.run(module, policy, method, args, kwargs)
+        new: list[PyTree] = []
+
+        def output(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            result, state = method(*args, **kwargs)
+            new.append(state)
+            return result
+
+        return self.run(module, policy, output, args, kwargs), _like(new[0], old)
 
     def run(
         self,
         module: hk.Module,
         boundary: Policy | None,
-        carry: PyTree,
         method: Method,
         args: Args,
         kwargs: Kwargs,
@@ -195,7 +197,7 @@ class HaikuScope(PolicyScope):
         call = _Call(module, policy, policy)
         if boundary is not None:
             with self.called(call):
-                return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
+                return run_cast(policy, method, args, kwargs, by=_NAME, is_boundary=True)
         if hk.running_init():
             # No module has parameters yet. So they come as wide as the arguments, which are not
             # cast: an operation that refuses two dtypes, such as a convolution, gets one.
@@ -204,7 +206,7 @@ class HaikuScope(PolicyScope):
         if module.module_name not in self.owners and not _owns_parameters(module):
             return method(*args, **kwargs)
         with self.called(call):
-            return run_reading(policy, method, args, kwargs, by=_NAME)
+            return run_cast(policy, method, args, kwargs, by=_NAME, is_boundary=False)
 
     def call_policy(self, module: hk.Module) -> Policy | None:
         """Returns the boundary policy of a call of a module."""
@@ -213,7 +215,7 @@ class HaikuScope(PolicyScope):
         states = [state for base, state in _STATISTICS.items() if isinstance(module, base)]
         if not states or own is not None:
             return policy
-        stored = [leaf for leaf in jax.tree.leaves(self.stored(states[0])) if is_floating(leaf)]
+        stored = [leaf for leaf in jax.tree.leaves(_stored_state(states[0])) if is_floating(leaf)]
         dtype = computable(stored[0].dtype if stored else _state_dtype(self.default))
         return Rule(cls.__name__, compute=dtype).resolve(self.default, self.policy)
 
@@ -234,28 +236,16 @@ class HaikuScope(PolicyScope):
             stack.callback(self.calls.pop)
             yield
 
-    def stored(self, name: str) -> PyTree:
-        """Returns a state of the running module as it is stored; None without one."""
-        self.is_reading = True
-        try:
-            return hk.get_state(name)
-        except ValueError:
-            return None
-        finally:
-            self.is_reading = False
-
     def keep_state(self, value: PyTree, name: str) -> PyTree:
         """Returns the new value of a state in the dtypes in which the state is stored.
 
         The first value defines the state. If it comes in a 16-bit dtype of the innermost policy, it
         is stored in the dtype that it would have without policies.
         """
-        stored = self.stored(name)
+        stored = _stored_state(name)
         if stored is None:
             return jax.tree.map(lambda leaf: _first_state(leaf, self.policy or self.default), value)
-        if jax.tree.structure(value) != jax.tree.structure(stored):
-            return value
-        return jax.tree.map(cast_like, value, stored)
+        return _like(value, stored)
 
 
 def parameter_hooks(
@@ -317,16 +307,15 @@ def _state_of_core(args: Args, kwargs: Kwargs, context: hk.MethodContext) -> PyT
     return next(itertools.chain(args[1:2], named), None)
 
 
-def _with_state_like(old: PyTree, result: PyTree) -> PyTree:
-    """Returns the output of a step of a core and its new state, in the dtypes of the old one."""
-    pair = _reversed_pair(result)
-    if pair is result or jax.tree.structure(pair[1]) != jax.tree.structure(old):
-        return pair
-    return pair[0], jax.tree.map(cast_like, pair[1], old)
+def _like(new: PyTree, old: PyTree) -> PyTree:
+    """Returns a pytree in the dtypes of an old one, if they have one structure."""
+    is_same = jax.tree.structure(new) == jax.tree.structure(old)
+    return jax.tree.map(cast_like, new, old) if is_same else new
 
 
-def _reversed_pair(result: PyTree) -> PyTree:
-    return result[::-1] if isinstance(result, tuple) and len(result) == 2 else result
+def _stored_state(name: str) -> PyTree:
+    """Returns a state of the running module, past the getters of the user; None without one."""
+    return hk.get_current_state().get(hk.current_name(), {}).get(name)
 
 
 def _state_dtype(policy: Policy) -> np.dtype:
@@ -363,22 +352,12 @@ def _set_state(next_setter: Method, value: PyTree, context: hk.SetterContext) ->
     return scopes[-1].keep_state(value, context.full_name.removeprefix(f"{hk.current_name()}/"))
 
 
-def _get_state(next_getter: Method, value: PyTree, context: hk.GetterContext) -> PyTree:
-    """Reads a state before the user's getters do, which may cast it."""
-    del context
-    scopes = opened(HaikuScope)
-    return value if scopes and scopes[-1].is_reading else next_getter(value)
-
-
-# Haiku makes getters and setters only inside of a transformed function, but they work after it.
-_state_hooks = hk.transform(
-    lambda: (hk.custom_getter(_get_state, params=False, state=True), hk.custom_setter(_set_state))
-)
+# Haiku makes setters only inside of a transformed function, but they work after it.
+_state_hook = hk.transform(lambda: hk.custom_setter(_set_state))
 
 
 @contextlib.contextmanager
 def interception() -> Iterator[None]:
-    """Intercepts method calls, and reads and writes of state, in this thread."""
-    getter, setter = _state_hooks.apply({}, None)
-    with hk.intercept_methods(_intercept), getter, setter:
+    """Intercepts method calls, and writes of state, in this thread."""
+    with hk.intercept_methods(_intercept), _state_hook.apply({}, None):
         yield

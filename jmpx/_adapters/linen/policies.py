@@ -15,8 +15,7 @@ from jmpx._adapters.boundaries import (
     as_it_is,
     at_least,
     cast_result,
-    run_at_boundary,
-    run_reading,
+    run_cast,
 )
 from jmpx._adapters.dtype_fields import FieldInCall, field_in_call, reading_policy
 from jmpx._adapters.linen import modules
@@ -184,12 +183,11 @@ class LinenScope(PolicyScope):
         has_own = modules.reads(module)
         policy = call.reading if has_own else call.policy
         if policy is not None and call.boundary_policy is not None:
-            return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
+            return run_cast(policy, method, args, kwargs, by=_NAME, is_boundary=True, carry=carry)
         if policy is not None and isinstance(module, nn.OptimizedLSTMCell):
             args = _cast_hidden(policy, args)
         if call.reading is not None and (has_own or module.is_initializing()):
-            run = functools.partial(run_reading, call.reading, by=_NAME, keeps=call.keeps)
-            result = _run_reading(run, call.reading, module, method, args, kwargs)
+            result = _run_reading(call.reading, call.keeps, module, method, args, kwargs)
         else:
             with running(policy, _NAME):
                 result = method(*args, **kwargs)
@@ -237,11 +235,6 @@ class LinenScope(PolicyScope):
         return self.casts.to_compute(policy, stored)
 
 
-def _interception() -> contextlib.AbstractContextManager[None]:
-    """Intercepts the method calls of this thread."""
-    return nn.intercept_methods(_intercept)
-
-
 def _intercept(
     method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext
 ) -> PyTree:
@@ -253,9 +246,12 @@ def _intercept(
     return scopes[-1].intercept(module, context.method_name, method, args, kwargs)
 
 
+_interception = functools.partial(nn.intercept_methods, _intercept)  # one hook, for all contexts
+
+
 def _run_reading(
-    run_reading: Callable[..., PyTree],
     policy: Policy,
+    keeps: bool,
     module: nn.Module,
     method: Method,
     args: Args,
@@ -268,6 +264,7 @@ def _run_reading(
     inputs: what is made of it, such as a cache, gets the dtype that it has in later calls.
     """
     to_compute = inherited_policy(policy).cast_to_output
+    run_reading = functools.partial(run_cast, policy, by=_NAME, is_boundary=False, keeps=keeps)
 
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         result = method(*args, **kwargs)
