@@ -217,11 +217,7 @@ class Application(NamedTuple):
         inputs, keywords = self.uncast.exempt(skip_kept(policy.cast_to_compute), args, kwargs)
         compute, size = np.dtype(policy.compute_dtype), np.dtype(policy.output_dtype).itemsize
         if compute.itemsize < 4 and not _has_any_to_cast((args, kwargs)):
-            _warn(
-                f"{self.name} casts nothing by policy map {str(policy_map)!r}, which it applies by "
-                "arguments, as no floating array stands among them: pass the arrays that the "
-                "function closes over as arguments, or write by=modules or by=operations."
-            )
+            self._warn_of_nothing("arguments, as no floating array stands among them")
         before = args[:1] if self.stored is None else (self.stored,)
         rounded = compute if _are_rounded(before, inputs[:1]) else None
         with contextlib.ExitStack() as stack:
@@ -264,14 +260,15 @@ class Application(NamedTuple):
             )
             result = pure(state, *args, **kwargs)
         if not casts:
-            _warn(
-                f"{self.name} casts nothing by policy map {str(policy_map)!r}, which it applies by "
-                "modules: no module ran that its framework reports, and none stands among the "
-                "arguments: pass the whole model as an argument, in place of a part of it "
-                "(equinox.partition, nnx.split) or of closing over it, or write by=operations or "
-                "by=arguments."
-            )
+            self._warn_of_nothing("modules, as none ran that its framework reports")
         return result
+
+    def _warn_of_nothing(self, way: str) -> None:
+        _warn(
+            f"{self.name} casts nothing by policy map {str(self.policy_map)!r}, which it applies "
+            f"by {way}: pass the whole model as an argument, in place of a part of it or of "
+            "closing over it, or write another way: by=arguments, by=modules or by=operations."
+        )
 
     def _by_operations(
         self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs

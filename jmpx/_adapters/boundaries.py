@@ -42,8 +42,7 @@ def run_cast(
     """Runs a method with its floating arguments cast to the compute dtype.
 
     At a boundary, the result is cast to the output dtype. Any other call is of a module that reads
-    parameters itself: what is made inside of a model, such as noise, is often float32, and would
-    widen the products of this module and all that follows.
+    parameters itself, whose products an argument in float32, such as noise, would widen.
 
     Such a call in a loop or a branch of JAX, where results have to keep the dtype of a carry, casts
     only arguments that are wider than the compute dtype. If there are any, each array of the result
@@ -52,7 +51,7 @@ def run_cast(
 
     Args:
         policy: the policy of the call.
-        method: the method, which gets `args` and `kwargs`.
+        method: the method.
         args: its positional arguments.
         kwargs: its keyword arguments.
         by: the function that has the call cast, as the user calls it.

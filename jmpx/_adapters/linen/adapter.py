@@ -1,7 +1,6 @@
 """What jmpx offers for Linen besides `policies`: marks for autocast, and the dtypes of `init`."""
 
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import jax
@@ -30,9 +29,7 @@ def _create(
     return method(*args, **kwargs)
 
 
-def _param(
-    module: nn.Module, name: str, init: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
-) -> PyTree:
+def _param(module: nn.Module, name: str, init: Method, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Stands in for `module.param` while parameters are created."""
     creation = creation_in_force(LinenScope)
     if creation is None:
