@@ -32,7 +32,6 @@ from jmpx._policies.frameworks import imported_adapters
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, warn_of
 from jmpx._policies.modules import call_with_proxies
-from jmpx._policies.policy import Policy
 from jmpx._scales.mixed_precision import MixedPrecision, MixedPrecisionLike
 
 F = TypeVar("F", bound=Callable[..., PyTree])
@@ -88,13 +87,11 @@ def apply_policy(
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if a string does not follow its grammar; when called, if an argument of `uncast`
-            is missing.
+        ValueError: if a string is not of the grammar; if a call lacks an argument of `uncast`.
 
     Warns:
-        UserWarning: of rules that are without effect, in all frameworks; when called, if there is
-            nothing to cast, if something inside casts arguments again, or if arrays of a model come
-            back rounded.
+        UserWarning: of rules without effect; when called, if there is nothing to cast, if something
+            inside casts arguments again, or if arrays of a model come back rounded.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -170,22 +167,15 @@ class Application(NamedTuple):
         return self._replace(policy_map=get_policy_map("half")) if self.is_half else self
 
     @property
-    def arguments_policy(self) -> Policy | None:
-        """The policy that casts arguments; None if they are not cast."""
-        if self.policy_map is None or self.policy_map.way != "arguments":
-            return None
-        return self.policy_map.default
-
-    @property
     def reduce_dtype(self) -> DTypeLike | None:
         """The dtype in which gradients are summed over devices; None means their own."""
         return None if self.policy_map is None else self.policy_map.default.reduce_dtype
 
     def products(self) -> AbstractContextManager[object]:
         """Returns the context in which products use the algorithm of the arguments' policy."""
-        policy = self.arguments_policy
-        if policy is None:
+        if self.policy_map is None or self.policy_map.way != "arguments":
             return contextlib.nullcontext()
+        policy = self.policy_map.default
         return matmul_region(policy.matmul_precision, policy.compute_dtype)
 
     @contextlib.contextmanager

@@ -22,11 +22,6 @@ Passes: TypeAlias = Callable[[object], bool]  # whether a node of a pytree passe
 core.import_extend()  # now, because `in_loop` is often asked first inside of a trace
 
 
-def nothing_passes(node: object) -> bool:
-    """Has no node of a pytree pass as it is."""
-    return False
-
-
 def run_cast(
     policy: Policy,
     method: Method,
@@ -36,7 +31,7 @@ def run_cast(
     by: str,
     is_boundary: bool,
     carry: PyTree = None,
-    passes: Passes = nothing_passes,
+    passes: Passes = lambda node: False,
     keeps: bool = False,
 ) -> PyTree:
     """Runs a method with its floating arguments cast to the compute dtype.
@@ -62,7 +57,8 @@ def run_cast(
         keeps: whether a result that is no boundary's is as wide as the arguments in any place.
     """
     is_kept = not is_boundary and (keeps or in_loop())
-    came = _floating_leaves((args, kwargs), passes) if is_kept else []
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=passes) if is_kept else []
+    came = [leaf for leaf in leaves if is_floating(leaf) and not passes(leaf)]
     size = np.dtype(policy.compute_dtype).itemsize
 
     def passes_narrow(node: PyTree) -> bool:
@@ -72,17 +68,12 @@ def run_cast(
     with running(policy, by):
         result = method(*args, **kwargs)
     if not is_boundary and all(leaf.dtype.itemsize <= size for leaf in came):
-        return cast_result(as_it_is, result, carry)
+        return cast_result(result, carry)
     cast = policy.cast_to_output if is_boundary else _as_wide_as(came)
-    return cast_result(lambda tree: cast_except(cast, tree, passes), result, carry)
+    return cast_result(result, carry, lambda tree: cast_except(cast, tree, passes))
 
 
-def as_it_is(tree: T) -> T:
-    """Returns a pytree as it is, where a result is not cast."""
-    return tree
-
-
-def cast_result(cast: Cast, result: PyTree, carry: PyTree) -> PyTree:
+def cast_result(result: PyTree, carry: PyTree, cast: Cast = lambda tree: tree) -> PyTree:
     """Returns the result of a call cast, but the new carry of a step in the dtypes of the old."""
     if carry is None:
         return cast(result)
@@ -119,25 +110,16 @@ def are_same(tree: PyTree, other: PyTree, is_leaf: Passes | None = None) -> bool
     return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
 
 
-def _floating_leaves(tree: PyTree, passes: Passes) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes of the floating leaves in a pytree, without the nodes that pass."""
-    # JAX takes NumPy's float64 as float32, unless it has 64-bit types.
-    canonical = jax.dtypes.canonicalize_dtype
-    return [
-        jax.ShapeDtypeStruct(leaf.shape, canonical(leaf.dtype))
-        for leaf in jax.tree.leaves(tree, is_leaf=passes)
-        if not passes(leaf) and is_floating(leaf)
-    ]
-
-
-def _as_wide_as(came: list[jax.ShapeDtypeStruct]) -> Cast:
+def _as_wide_as(came: list[PyTree]) -> Cast:
     """Returns a function that casts leaves which are narrower than the arguments of their shape."""
 
     def widen(leaf: PyTree) -> PyTree:
         if not is_floating(leaf):
             return leaf
         same = [each for each in came if each.shape == leaf.shape] or came
-        return at_least(widest(each.dtype for each in same))(leaf)
+        # JAX takes NumPy's float64 as float32, unless it has 64-bit types.
+        dtypes = [jax.dtypes.canonicalize_dtype(each.dtype) for each in same]
+        return at_least(widest(dtypes))(leaf)
 
     return lambda tree: jax.tree.map(widen, tree)
 

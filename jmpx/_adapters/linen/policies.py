@@ -12,7 +12,6 @@ from jmpx._adapters.boundaries import (
     Args,
     Kwargs,
     Method,
-    as_it_is,
     at_least,
     cast_result,
     run_cast,
@@ -145,7 +144,7 @@ class LinenScope(PolicyScope):
                     self.census.note_layer(call.module, call.field)
                     return self.run_public(call, module, method, args, kwargs, carry)
                 with running(call.policy, _NAME):
-                    return cast_result(as_it_is, method(*args, **kwargs), carry)
+                    return cast_result(method(*args, **kwargs), carry)
         finally:
             self.calls.pop()
             if not self.calls:
@@ -172,7 +171,7 @@ class LinenScope(PolicyScope):
         else:
             with running(policy, _NAME):
                 result = method(*args, **kwargs)
-        return cast_result(as_it_is, result, carry)
+        return cast_result(result, carry)
 
     def find_call(self, module: nn.Module) -> _Call:
         """Returns the call that a method of a module begins, or the call that it is part of."""
