@@ -44,7 +44,6 @@ from jmpx._jaxprs.scopes import RESTORE
 from jmpx._policies.added_rules import in_force
 from jmpx._policies.maps import PolicyMap, Rule
 from jmpx._policies.modules import Marks
-from jmpx._policies.registry import refuse_creation
 
 Output: TypeAlias = DTypeLike | None  # also "traced"; see `jmpx.autocast`
 
@@ -158,7 +157,7 @@ def evaluated(
     selectors = save.selectors if save else ()
     marks = Marks(PolicyMap(policy_map.default, (*policy_map.rules, *selectors)))
     pure.invoke = marks.call
-    with fact_set(AUTOCAST, key), refuse_creation(), _open_products(interpreter):
+    with fact_set(AUTOCAST, key), _open_products(interpreter):
         traced = core.trace(pure, (state, *args), kwargs)
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
     values = _values(changes.replaced(), traced.arrays, ((state, *args), kwargs), is_parameter)

@@ -306,12 +306,3 @@ def current_policy() -> Policy | None:
     by_frameworks = (adapter.current_policy() for adapter in imported_adapters())
     policies = (*_registry.running[-1:], *by_frameworks)
     return next((policy for policy in policies if policy is not None), None)
-
-
-@contextlib.contextmanager
-def refuse_creation() -> Iterator[None]:
-    """Refuses to create parameters while the context lasts; see `Adapter.refuse_creation`."""
-    with contextlib.ExitStack() as stack:
-        for adapter in imported_adapters():
-            stack.enter_context(adapter.refuse_creation())
-        yield

@@ -76,7 +76,7 @@ class Options:
         _check_one_mean(self.batch, over)
         numbers_of(self.batch.argnums, state_argnum)
         self.split = functools.partial(split_batch, self.batch, state_argnum)
-        kept = UncastArguments.of(func, uncast).including(state_argnum)
+        kept = UncastArguments.of(func, uncast, state_argnum)
         self.applying = Application.of(policy, func, kept, "The gradient function")
         if is_mixed and over is None and self.batch.sharding is None:
             _warn_of_reduce(self.applying.reduce_dtype)
