@@ -16,7 +16,7 @@ from jmpx._autocast.pieces import Kind, Piece, find_pieces, find_selected
 from jmpx._autocast.regions import Regions, matches_scope
 from jmpx._autocast.rules import InnerPlace, Operation, Retraced, lookup
 from jmpx._autocast.saving import Saving, checkpointed
-from jmpx._autocast.value import FLOAT32, Array, Traits, Value
+from jmpx._autocast.value import Array, Traits, Value
 from jmpx._autocast.wide import note_products
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
@@ -205,7 +205,7 @@ def _apply_rule(operation: Operation) -> list[Value]:
     """
     entry, region = lookup(operation.equation), operation.region
     if region.is_fixed:
-        return _run_fixed(operation)
+        return run_as_traced(operation, is_weak=False)
     if entry is not None and entry.everywhere:
         return entry.rule(operation)
     if operation.override is not None:
@@ -213,16 +213,3 @@ def _apply_rule(operation: Operation) -> list[Value]:
     if region.is_full:
         return run_as_traced(operation, is_weak=region.is_weak)
     return run_as_traced(operation, is_weak=True) if entry is None else entry.rule(operation)
-
-
-def _run_fixed(operation: Operation) -> list[Value]:
-    """Runs an operation as it was traced; products in its jaxprs have the region's algorithm."""
-    equation, entry = operation.equation, lookup(operation.equation)
-    gives_algorithms = operation.interpreter.regions.give_algorithms
-    holds_jaxprs = gives_algorithms and core.holds_jaxpr(equation.params)
-    if entry is None or not entry.everywhere or not holds_jaxprs:
-        return run_as_traced(operation, is_weak=False)
-    pairs = zip(operation.arrays(FLOAT32), operation.values, strict=True)
-    values = [Value(array, is_weak=False, tangent=v.tangent) for array, v in pairs]
-    results = entry.rule(operation._replace(values=values))
-    return [Value(result.array, is_weak=False, tangent=result.tangent) for result in results]

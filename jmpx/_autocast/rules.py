@@ -1,8 +1,8 @@
 """The registry: one rule for each primitive that autocast knows.
 
 A rule is a function, `rule(operation) -> results`, that runs an equation on its operands.
-`@register("scan")` puts it here; `kinds.py`, `primitives.py`, `control_flow.py` and `custom_vjp.py`
-do so when they are imported.
+`@register("scan")` puts it here; `kinds.py`, `primitives.py` and `control_flow.py` do so when they
+are imported.
 """
 
 from collections.abc import Callable, Iterable, Sequence
