@@ -1,7 +1,6 @@
 """Evaluates a jaxpr, one equation after the other, each by the rule of its primitive."""
 
 import copy
-import functools
 import itertools
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
@@ -12,8 +11,8 @@ import numpy as np
 
 from jmpx._autocast.binding import run_as_traced, run_overridden
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours
-from jmpx._autocast.pieces import Kind, Piece, find_pieces, find_selected
-from jmpx._autocast.regions import Regions, matches_scope
+from jmpx._autocast.pieces import Kind, Piece, find_pieces
+from jmpx._autocast.regions import Regions
 from jmpx._autocast.rules import InnerPlace, Operation, Retraced, lookup
 from jmpx._autocast.saving import Saving, checkpointed
 from jmpx._autocast.value import Array, Traits, Value
@@ -84,7 +83,7 @@ class Interpreter:
         if self.saving is None or core.looks_for_nans([value.array for value in values]):
             self._that_saves(None)._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
         else:
-            for piece in self._pieces(jaxpr, scope, self.saving):
+            for piece in find_pieces(jaxpr):
                 self._run_piece(frame, piece, self.saving)
                 for var in piece.last:
                     env.pop(var, None)
@@ -122,16 +121,6 @@ class Interpreter:
         self.used.operations.add(name)
         return Operation(equation, values, self, scope, region, override, frame.neighbours)
 
-    def _pieces(self, jaxpr: Jaxpr, scope: str, saving: Saving) -> list[Piece]:
-        if not saving.selectors:
-            return find_pieces(jaxpr)
-        return find_selected(jaxpr, scope, functools.partial(self._selects, saving))
-
-    def _selects(self, saving: Saving, scope: str) -> bool:
-        found = [rule for rule in saving.selectors if matches_scope(rule, scope)]
-        self.used.rules.update(found)
-        return bool(found)
-
     def _run_piece(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
         """Runs a piece; if products in it are saved, under `jax.checkpoint`."""
         equations, plain, env = piece.equations, self._that_saves(None), frame.env
@@ -150,8 +139,8 @@ class Interpreter:
             in_loop = saving.in_loop or equations[0].primitive.name == "scan"
             self._that_saves(saving._replace(in_loop=in_loop))._run(frame, equations)
         else:
-            if piece.kind is not Kind.PLAIN:
-                self.used.left.add((piece.kind, place_of(equations[0])))
+            if piece.kind is Kind.LEFT:
+                self.used.left.add(place_of(equations[0]))
             plain._run(frame, equations)
 
     def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], place: InnerPlace) -> Retraced:
