@@ -27,7 +27,7 @@ def describe_precision(tree: PyTree, policy: MixedPrecisionLike | None = None) -
 
     Args:
         tree: any pytree of arrays: the parameters, or the whole train state. Loss scales in it are
-            left out: `restore_loss_scale` restores them. Shapes of `jax.eval_shape` will do, or
+            left out: their template converts them. Shapes of `jax.eval_shape` will do, or
             those of `eqx.filter_eval_shape` for what holds a model of Equinox.
         policy: the policy of the run: anything that `get_mixed_precision` takes. Its loss scale is
             left out.

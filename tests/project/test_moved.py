@@ -12,7 +12,6 @@ from helpers import ROOT, run_python
 import jmpx
 import jmpx.mpx
 from jmpx._base import moved
-from jmpx._scales.arguments import DYNAMIC
 
 OLD = """
 Audit Autocast DynamicLossScale DynamicLossScaling Ema EmaState FirstNonfinite Gradients
@@ -86,13 +85,6 @@ def test_an_argument_of_others_says_what_to_write(function, argument):
     if function == "jmpx.DynamicLossScale":
         known = set(inspect.signature(jmpx.DynamicLossScale).parameters)
         assert argument not in known and set(re.findall(r"(\w+)=", text)) <= known
-
-
-@pytest.mark.parametrize("word", moved.SCALES)
-def test_strings_know_the_words_for_loss_scales(word):
-    key = {argument.name: key for key, argument in DYNAMIC.items()}[moved.SCALES[word]]
-    with pytest.raises(ValueError, match=f"Unknown key '{word}' .* did you mean '{key}'"):
-        jmpx.get_loss_scale(f"dynamic,{word}=8")
 
 
 def test_other_unknown_arguments_are_pythons():
