@@ -11,7 +11,7 @@ ROOMS = ("", ".inspect", ".optim", ".distributed", ".types", ".mpx")
 RENAMED = {
     "Wire": "jmpx.inspect.Collectives",
     "describe": "jmpx.inspect.describe_precision",
-    "loss_scale_from": "jmpx.restore_loss_scale",
+    "loss_scale_from": "jmpx.get_loss_scale with the to_dict() of what was saved",
     "wire": "jmpx.inspect.collectives",
 }
 # Names that still work, in full: what to write instead, and the version that drops them.
