@@ -4,7 +4,7 @@
     python -m jmpx explain "c=bf16,o=f32; BatchNorm: full; */router: c=f32,m=highest"
     python -m jmpx explain --model pkg.module:make "c=bf16,o=f32; BatchNorm: full | dynamic"
     python -m jmpx explain --config config.yaml
-    python -m jmpx audit pkg.module:make --platform tpu --lock precision.lock
+    python -m jmpx audit pkg.module:make --platform tpu
     python -m jmpx ranges pkg.module:make --dtype float16 --plot ranges.png
     python -m jmpx first-nonfinite examples/haiku/train.py:make -- --mp_policy=c=f16
 
@@ -24,8 +24,8 @@ The other commands look at a program: a loss, which they differentiate in its fi
 training step. `make` returns a pair of it and the tuple of its arguments, which for `audit` may be
 shapes. What follows `--` are flags of the program itself.
 
-The exit code is 1 if the program differs from a lock file or makes an inf or NaN, or if the doctor
-warns, and 2 after a line that says what went wrong.
+The exit code is 1 if the program makes an inf or NaN, or if the doctor warns, and 2 after a line
+that says what went wrong.
 """
 
 import argparse
@@ -77,11 +77,6 @@ _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "audit": {
         **_TARGET,
-        "--lock": {
-            "metavar": "PATH",
-            "help": "a file of the dtypes that the program is to have: written if it is not there, "
-            "else compared with those that it has; the exit code is 1 if they differ",
-        },
         "--platform": {
             "choices": ("cpu", "cuda", "gpu", "tpu"),
             "help": "also find what this hardware multiplies in a lower precision than its dtype",

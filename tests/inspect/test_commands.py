@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +22,6 @@ def loss_fn(w, x):
     return h.astype(F32).sum()
 
 
-def leaky_fn(w, x):
-    with jax.named_scope("encoder"):
-        h = jnp.tanh(x.astype(F32) @ w)  # the leak
-    return h.astype(F32).sum()
-
-
 ARRAYS = (jnp.ones((4, 3)), jnp.ones((2, 4), BF16))
 SHAPES = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ARRAYS)
 
@@ -39,10 +32,6 @@ def shapes():
 
 def arrays():
     return loss_fn, [*ARRAYS]
-
-
-def leaky():
-    return leaky_fn, SHAPES
 
 
 def run(*arguments):
@@ -83,52 +72,6 @@ def test_audit_prints_json(capsys):
 def test_audit_asks_about_a_platform(platform, expected, capsys):
     assert run("audit", "THIS:shapes", "--json", f"--platform={platform}") == 0
     assert json.loads(capsys.readouterr().out)["platform"] == expected
-
-
-def test_a_lock_is_written_then_compared(capsys, tmp_path):
-    path = tmp_path / "precision.lock"
-    lock = ("--lock", str(path))
-    assert run("audit", "THIS:shapes", *lock) == 0
-    assert capsys.readouterr().out.endswith(f"\nwrote {path}, which was not there\n")
-    written = path.read_bytes()
-    assert b"[encoder]\ndot_general: bfloat16 x bfloat16\n" in written
-
-    assert run("audit", "THIS:arrays", *lock) == 0
-    assert capsys.readouterr().out.endswith(f"\n{path}: no difference\n")
-
-    assert run("audit", "THIS:leaky", *lock) == 1
-    *_, forward, backward, last = capsys.readouterr().out.splitlines()
-    line = Path(__file__).read_text().split("  # the leak")[0].count("\n") + 1
-    place = f"test_commands.py:{line} (leaky_fn): encoder: dot_general"
-    change = "locked bfloat16 x bfloat16, now float32 x float32"
-    assert forward.endswith(f"{place}: {change}") and backward.endswith(
-        f"{place}, backward: {change}"
-    )
-    assert last.startswith(f"{path}: 2 differences; to accept what there is now, delete the file")
-    assert path.read_bytes() == written
-
-
-def test_json_has_the_standard_output_to_itself(capsys, tmp_path):
-    path = tmp_path / "precision.lock"
-    for make, code, note in [
-        ("shapes", 0, "which was not there"),
-        ("shapes", 0, "no difference"),
-        ("leaky", 1, "2 differences"),
-    ]:
-        assert run("audit", f"THIS:{make}", "--json", "--lock", str(path)) == code
-        printed = capsys.readouterr()
-        assert json.loads(printed.out)["entries"] and note in printed.err
-
-
-def test_a_lock_that_cannot_be_read_or_written_is_one_line(capsys, tmp_path):
-    path = tmp_path / "precision.lock"
-    path.write_text("[tool]\n")
-    assert run("audit", "THIS:shapes", "--lock", str(path)) == 2
-    assert capsys.readouterr().err.startswith(f"{str(path)!r} is not a lock file of jmpx: expected")
-    assert path.read_text() == "[tool]\n"
-    assert run("audit", "THIS:shapes", "--lock", str(tmp_path)) == 2
-    assert run("audit", "THIS:shapes", "--lock", str(tmp_path / "no" / "lock")) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 2
 
 
 # Commands that run the program
@@ -352,7 +295,7 @@ USAGE = {
     ("audti", "a:b"): "unknown command 'audti'; did you mean 'audit'?; usage: python -m jmpx",
     ("audit", "a:b", "c"): "unrecognized arguments: c; usage: python -m jmpx audit",
     ("audit", "a:b", "--platform=gup"): "invalid choice: 'gup' (choose from",
-    ("first-nonfinite", "a:b", "--lock=c"): "unrecognized arguments: --lock=c; usage: python",
+    ("first-nonfinite", "a:b", "--plot=c"): "unrecognized arguments: --plot=c; usage: python",
     ("ranges", "a:b", "--dtype"): "expected one argument; usage: python -m jmpx ranges",
 }
 
@@ -366,12 +309,7 @@ HELP = {
     (): ["explain", "audit", "ranges", "first-nonfinite", "doctor", "--version", "exit code"],
     ("explain",): ["--model", "POLICY", "--config FILE"],
     ("doctor",): ["--json", "versions"],
-    ("audit",): [
-        "--lock PATH",
-        "--platform {cpu,cuda,gpu,tpu}",
-        "--json",
-        "-- FLAGS OF THE PROGRAM",
-    ],
+    ("audit",): ["--platform {cpu,cuda,gpu,tpu}", "--json", "-- FLAGS OF THE PROGRAM"],
     ("ranges",): ["--dtype DTYPE", "--plot PATH", "--json"],
     ("first-nonfinite",): ["--json"],
 }
@@ -399,8 +337,7 @@ def test_explain_may_be_left_out(capsys):
 def test_a_process(tmp_path):
     (tmp_path / "program.py").write_text(HEAD + ABSL)
     environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    lock = tmp_path / "precision.lock"
-    arguments = ["-m", "jmpx", "audit", "program:make", "--lock", str(lock)]
+    arguments = ["-m", "jmpx", "audit", "program:make"]
     result = run_python("-W", "error", *arguments, "--", "--program_size=3", **environment)
     assert result.returncode == 0 and result.stderr == ""
-    assert result.stdout.startswith("Audit of ") and "jmpx precision lock" in lock.read_text()
+    assert result.stdout.startswith("Audit of ")
