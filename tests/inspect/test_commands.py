@@ -209,6 +209,23 @@ def test_what_follows_two_dashes_are_flags_of_the_program(text, flag, target, pr
     assert flops_of(capsys, target, "--json", "--", f"--{flag}=300") > 50 * small
 
 
+def test_the_flags_of_a_program_may_make_the_model(program, capsys):
+    program(
+        """
+import equinox as eqx
+from absl import flags
+DEPTH = flags.DEFINE_integer("model_depth", 1, "The depth.")
+
+def make():
+    return eqx.nn.MLP(3, 2, 4, DEPTH.value, key=jax.random.key(0))
+"""
+    )
+    arguments = ("explain", "--model", "program.py:make", "c=bf16; */0: full")
+    for flag, layers in (((), 2), (("--", "--model_depth=5"), 6)):
+        assert run(*arguments, *flag) == 0
+        assert capsys.readouterr().out.count(" Linear ") == layers
+
+
 def test_flags_of_libraries_are_not_those_of_the_program(program, capsys):
     program(ARGPARSE + "import optax\nfrom absl import logging\n")
     assert flops_of(capsys, "program.py:make", "--json", "--", "--size=5") > 0
@@ -258,16 +275,16 @@ def no_function():
 
 RETURNS = "to return a pair of a function and the tuple of its arguments, which may be shapes, got "
 WRONG = {
-    "model": "Expected audit pkg.module:make, got 'model': name a module or a .py file and",
-    "no_such_module:make": "Cannot import 'no_such_module' of audit: ModuleNotFoundError: ",
-    "no/such/file.py:make": "Cannot import 'no/such/file.py' of audit: FileNotFoundError: there is",
-    "THIS:shaeps": "of audit has no 'shaeps'; did you mean 'shapes'?",
-    "THIS:SHAPES": "Expected audit to name a function that takes no arguments and returns a pair",
+    "model": "Expected MODULE:FUNCTION, got 'model': name a module or a .py file and",
+    "no_such_module:make": "Cannot import 'no_such_module': ModuleNotFoundError: ",
+    "no/such/file.py:make": "Cannot import 'no/such/file.py': FileNotFoundError: there is",
+    "THIS:shaeps": "The function THIS:shaeps failed: AttributeError: module ",
+    "THIS:SHAPES": "The function THIS:SHAPES failed: TypeError: 'tuple' object is not callable",
     "THIS:loss_fn": "failed: TypeError: loss_fn() missing 2 required positional arguments",
     "THIS:fails": "failed: RuntimeError: no such file (",
     "THIS:fails_at_length": "failed: TypeError: all arrays differ all arrays",
     "THIS:untraceable": "The audit of THIS:untraceable failed: TypeError: ",
-    "THIS:nothing": f"Expected THIS:nothing {RETURNS}a value of type NoneType.",
+    "THIS:nothing": f"Expected THIS:nothing {RETURNS}NoneType.",
     "THIS:no_arguments": f"Expected THIS:no_arguments {RETURNS}(function, ShapeDtypeStruct).",
     "THIS:no_function": f"Expected THIS:no_function {RETURNS}(int, tuple).",
 }
@@ -284,16 +301,14 @@ def test_a_wrong_target_is_one_line(target, capsys):
 def test_another_module_of_the_name_of_a_script(program, capsys):
     program("", "json.py")
     line = error_of(capsys, "audit", "json.py:make")
-    assert (
-        "Cannot import 'json.py' of audit: ImportError: another module has the name 'json'" in line
-    )
+    assert "Cannot import 'json.py': ImportError: another module has the name 'json'" in line
 
 
 USAGE = {
-    (): "expected one of explain, audit, ranges, first-nonfinite, doctor, or a policy; usage: ",
-    ("audit",): "MODULE:FUNCTION; usage: python -m jmpx audit MODULE:FUNCTION [options]",
+    (): "the following arguments are required: COMMAND; usage: python -m jmpx ",
+    ("audit",): "required: MODULE:FUNCTION; usage: python -m jmpx audit ",
     ("audti", "a:b"): "unknown command 'audti'; did you mean 'audit'?; usage: python -m jmpx",
-    ("audit", "a:b", "c"): "unrecognized arguments: c; usage: python -m jmpx audit",
+    ("audit", "a:b", "c"): "unrecognized arguments: c; usage: python -m jmpx ",
     ("audit", "a:b", "--platform=gup"): "invalid choice: 'gup' (choose from",
     ("first-nonfinite", "a:b", "--plot=c"): "unrecognized arguments: --plot=c; usage: python",
     ("ranges", "a:b", "--dtype"): "expected one argument; usage: python -m jmpx ranges",
@@ -307,9 +322,9 @@ def test_wrong_arguments_are_one_line(arguments, capsys):
 
 HELP = {
     (): ["explain", "audit", "ranges", "first-nonfinite", "doctor", "--version", "exit code"],
-    ("explain",): ["--model", "POLICY", "--config FILE"],
-    ("doctor",): ["--json", "versions"],
-    ("audit",): ["--platform {cpu,cuda,gpu,tpu}", "--json", "-- FLAGS OF THE PROGRAM"],
+    ("explain",): ["--model", "POLICY"],
+    ("doctor",): ["versions"],
+    ("audit",): ["--platform {cpu,cuda,gpu,tpu}", "--json", "--"],
     ("ranges",): ["--dtype DTYPE", "--plot PATH", "--json"],
     ("first-nonfinite",): ["--json"],
 }
