@@ -14,8 +14,7 @@ The way through it:
   under each, so that only rules that mend are printed.
 - `summary.py` counts products, saved values, casts and scopes; `flops.py` the FLOPs of operations.
 - `text.py` prints a report, `alike.py` joins layers that differ in their numbers alone, `check.py`
-  makes a report fail a test. `entries.py` says what a lock file holds; `lock.py` reads and writes
-  it.
+  makes a report fail a test.
 
 It imports `_autocast` for the table of products, `_policies` for rules and scopes, `_jaxprs` and
 `_base`, and from `_inspect` the graph and its program.
