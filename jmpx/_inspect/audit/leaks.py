@@ -174,8 +174,8 @@ class _Leaks:
         dtype, source = value.dtype.name, before(value, MOVES_AND_CASTS)
         if source.kind == "input":
             return f"the {dtype} argument `{self._graph.program.names[source.index]}`"
-        if _is_number(source):
-            return f"the {dtype} number {number(source):.6g} (of NumPy, or an array)"
+        if (known := number(source)) is not None:
+            return f"the {dtype} number {known:.6g} (of NumPy, or an array)"
         origin = self._streams.origin(value)
         place = None if origin is None else self._graph.place(origin)
         made = "" if place in (None, self._graph.place(node)) else f" that is made at {place}"
@@ -184,7 +184,7 @@ class _Leaks:
     def _remedy(self, node: Node, cause: Value | None) -> Sequence[str]:
         """Returns what to write against a leak, and behind it a rule that may do the same."""
         source = None if cause is None else before(cause, MOVES_AND_CASTS)
-        if source is not None and _is_number(source):
+        if source is not None and number(source) is not None:
             return ("write a Python number: math.sqrt(...) or float(...), not np.sqrt(...)",)
         if is_product(node) and self._streams.is_written(node):
             advice = f"leave out its cast to float32, so that both operands are {self._half}"
@@ -204,10 +204,6 @@ class _Leaks:
         if selector is not None and any(self._graph.program.policies.values()):
             short = short_names(self._half)
             yield f"{selector}: c={short},o={short}"
-
-
-def _is_number(value: Value) -> bool:
-    return value.kind in ("literal", "const") and value.size == 1
 
 
 def _is_read_by_loss(product: Node) -> bool:

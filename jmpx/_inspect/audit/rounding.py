@@ -36,17 +36,10 @@ _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "rem"})
 def search(step: Step) -> Iterator[Found]:
     """Yields the findings about constants and casts."""
     for node in step.streams.forward:
-        if node.name == CAST:
-            if node.results[0].dtype == _FLOAT16 and node.operands[0].dtype in WIDE:
-                number = _beyond(node.operands[0])
-                if number is not None:
-                    yield from _constant(step, node, f"The constant {number:g} is", number)
-            if id(node) not in step.explained:
-                yield from _casts(step, node)
-        elif node.name in _ARITHMETIC and node.results[0].dtype == _FLOAT16:
-            number = _lost_literal(node)
-            if number is not None:
-                yield from _constant(step, node, "A number became", number)
+        if node.results and node.results[0].dtype == _FLOAT16:
+            yield from _constant(step, node)
+        if node.name == CAST and id(node) not in step.explained:
+            yield from _casts(step, node)
 
 
 def _found(step: Step, kind: Kind, severity: str, node: Node, text: str, advice: str) -> Found:
@@ -57,10 +50,14 @@ def _found(step: Step, kind: Kind, severity: str, node: Node, text: str, advice:
 # Constants.
 
 
-def _constant(step: Step, node: Node, what: str, number: float) -> Iterator[Found]:
+def _constant(step: Step, node: Node) -> Iterator[Found]:
     """Yields a finding about a number that is infinite or 0 in float16."""
-    if any(each.name == "is_finite" for each in node.results[0].readers):
-        return  # What asks whether it is finite replaces it, as autocast does.
+    is_cast = node.name == CAST and node.operands[0].dtype in WIDE
+    number = _beyond(node.operands[0]) if is_cast else _lost_literal(node)
+    # What asks whether a number is finite replaces it, as autocast does.
+    if number is None or any(each.name == "is_finite" for each in node.results[0].readers):
+        return
+    what = f"The constant {number:g} is" if is_cast else "A number became"
     is_large = abs(number) > 1
     became, limit = ("inf", "largest is 65504") if is_large else ("0", "smallest is 6e-8")
     text = f"{what} {'-' * (number < -1)}{became} in float16, whose {limit}."
@@ -78,12 +75,12 @@ def _beyond(value: Value, depth: int = 8) -> float | None:
     operands = node.operands if node.name in _CHOICES else []
     if node.name in MOVES_AND_CASTS:
         operands = node.operands[:1]
-    if node.name == "mul":  # a mask of ones times a number
+    is_product = node.name == "mul"
+    if is_product:  # of a mask of ones and a number
         left, right = node.operands
         operands = [one for one, other in ((left, right), (right, left)) if _is_mask(other)]
     found = (_beyond(each, depth - 1) for each in operands if each.dtype in WIDE)
-    is_mask = node.name == "mul"
-    return next((n for n in found if n is not None and (abs(n) > 1 or not is_mask)), None)
+    return next((n for n in found if n is not None and (abs(n) > 1 or not is_product)), None)
 
 
 def _is_mask(value: Value) -> bool:
@@ -111,7 +108,7 @@ def _lost_literal(node: Node) -> float | None:
 
     JAX writes such a number into the program in float16. A first 0 is of a `sum`.
     """
-    for index, value in enumerate(node.operands[:2]):
+    for index, value in enumerate(node.operands[:2] if node.name in _ARITHMETIC else ()):
         number = number_of(value) if value.kind == "literal" else None
         is_added = number == 0 and index == 1 and node.name == "add"
         is_epsilon = is_added and _is_kept_from_zero(node.results[0])
