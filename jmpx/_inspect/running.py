@@ -15,6 +15,7 @@ from jmpx._inspect.graph import Node
 from jmpx._inspect.programs import Program
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Params, operation_name
+from jmpx._scales.numbers import as_text
 
 
 def check_arrays(program: Program, caller: str) -> None:
@@ -24,8 +25,8 @@ def check_arrays(program: Program, caller: str) -> None:
             raise TypeError(f"Cannot look at the traced {name}: call {caller} outside of jax.jit.")
         if not isinstance(array, jax.Array | np.ndarray | np.generic):
             raise TypeError(
-                f"Expected arrays, got a shape as {name}: {caller} runs the step, so pass the "
-                "arguments of a real one, or call jmpx.inspect.audit, which takes shapes."
+                f"Expected arrays, got a shape as {name}: {caller} runs it, so pass arrays, "
+                "or call jmpx.inspect.audit, which takes shapes."
             )
 
 
@@ -36,6 +37,12 @@ def key_of(node: Node) -> tuple[int, ...]:
         key.append(id(around.eqn))
         around = around.around
     return tuple(reversed(key))
+
+
+def scale_text(scale: float) -> str:
+    """Returns the string of a dynamic loss scale that begins with this number."""
+    # A dynamic scale never falls below its minimum, which is 1 by default.
+    return as_text("dynamic", {"init": scale} | ({"min": scale} if scale < 1 else {}))
 
 
 # Equations of these hold a jaxpr of numbers in the traced dtypes, and cannot run on others.

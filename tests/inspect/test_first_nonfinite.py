@@ -138,7 +138,7 @@ PLANTED = [
     (overflowing_product, 300, "dot_general", False, BEYOND),
     (overflowing_cast, 1, "convert_element_type", False, BEYOND),
     (masked_rows, 1, "convert_element_type", False, "The constant -1e+09 is beyond"),
-    (masked_by_infinity, 1, "sub", False, "It computes inf - inf"),
+    (masked_by_infinity, 1, "sub", False, "It makes a NaN of intentional infinities"),
     (division, 1, "div", False, "It divides by zero"),
     (logarithm, 1, "log", False, "It reads zero or less"),
     (negative_root, 1, "sqrt", False, "It reads less than zero"),

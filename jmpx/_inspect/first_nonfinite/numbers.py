@@ -31,6 +31,11 @@ class Numbers(NamedTuple):
     nans: int
     infs: int
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether it holds a NaN or an infinity."""
+        return self.nans + self.infs > 0
+
     def __str__(self) -> str:
         """Returns for example `float16[2,3], magnitudes 0.5 to 300, 1 inf`."""
         parts = [f"{self.dtype}[{','.join(map(str, self.shape))}]"]

@@ -12,12 +12,12 @@ from jmpx._base.text import columns, count_text, share_text
 from jmpx._inspect.ranges.data import Histogram, Range, Shares, exponent_of, merged
 from jmpx._inspect.ranges.formats import FORMATS, as_format
 from jmpx._inspect.ranges.plot import plot_histograms
+from jmpx._inspect.running import scale_text
 from jmpx._scales.arguments import HIGHEST_SCALE, LOWEST_SCALE
-from jmpx._scales.numbers import format_number
 
 _VERSION = 2  # of `to_dict`: it changes when the meaning of a key does
 _KINDS = ("activations", "gradients")
-_IN_FLOAT16 = 15  # the largest exponent in float16, through which the scale may pass
+_IN_FLOAT16 = 2.0**15  # the largest power of two in float16, through which the scale may pass
 _ROWS = 24  # how many scopes are shown, unless all are asked for
 
 
@@ -253,13 +253,10 @@ def _cells(histogram: Histogram, scale: float) -> list[str]:
 def _advice_lines(found: Ranges, scale: float) -> Iterator[str]:
     gradients, every = found.histogram(), _all_numbers(found)
     if gradients.numbers:
-        # A dynamic scale never falls below its minimum, which is 1 by default.
-        text = f"dynamic,init=2**{exponent_of(scale)}"
-        text += f",min={format_number(scale)}" if scale < 1 else ""
         largest = f"largest gradient 2**{max(gradients.exponents)}"
-        yield f"Loss scale for float16: {text}  ({largest})"
-        if scale > 2**_IN_FLOAT16:
-            yield f"A loss that is itself computed in float16 takes dynamic,init=2**{_IN_FLOAT16}."
+        yield f"Loss scale for float16: {scale_text(scale)}  ({largest})"
+        if scale > _IN_FLOAT16:
+            yield f"A loss that is itself computed in float16 takes {scale_text(_IN_FLOAT16)}."
     if every.masked:
         masks = ", ".join(f"{mask:.3g}" for mask in found.masks)
         yield f"Masks, counted apart: {every.masked:,} numbers such as {masks}."
