@@ -4,18 +4,18 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jmpx._autocast.kinds import keep
 from jmpx._autocast.rules import lookup
+from jmpx._base.dtypes import is_dtype
 from jmpx._base.leaves import is_floating_dtype
 from jmpx._inspect.graph import Node
 from jmpx._inspect.programs import Program
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Params, operation_name
-from jmpx._scales.numbers import as_text
+from jmpx._scales.dynamic import DynamicLossScale
 
 
 def check_arrays(program: Program, caller: str) -> None:
@@ -41,8 +41,7 @@ def key_of(node: Node) -> tuple[int, ...]:
 
 def scale_text(scale: float) -> str:
     """Returns the string of a dynamic loss scale that begins with this number."""
-    # A dynamic scale never falls below its minimum, which is 1 by default.
-    return as_text("dynamic", {"init": scale} | ({"min": scale} if scale < 1 else {}))
+    return str(DynamicLossScale(scale, min_loss_scale=min(scale, 1.0)))
 
 
 # Equations of these hold a jaxpr of numbers in the traced dtypes, and cannot run on others.
@@ -112,8 +111,4 @@ def _as_traced(array: Array, atom: Atom) -> Array:
 
 def is_narrow(dtype: object) -> bool:
     """Whether something is a floating dtype of 8 or 16 bits."""
-    if isinstance(dtype, type) and issubclass(dtype, np.generic):
-        dtype = np.dtype(dtype)
-    if not isinstance(dtype, np.dtype):
-        return False
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return is_dtype(dtype) and is_floating_dtype(dtype) and np.dtype(dtype).itemsize < 4

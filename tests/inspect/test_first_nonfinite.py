@@ -137,7 +137,7 @@ PLANTED = [
     (overflowing_sum, 1000, "reduce_sum", False, BEYOND),
     (overflowing_product, 300, "dot_general", False, BEYOND),
     (overflowing_cast, 1, "convert_element_type", False, BEYOND),
-    (masked_rows, 1, "convert_element_type", False, "The constant -1e+09 is beyond"),
+    (masked_rows, 1, "convert_element_type", False, "It gives up to 1e+09, beyond float16"),
     (masked_by_infinity, 1, "sub", False, "It makes a NaN of intentional infinities"),
     (division, 1, "div", False, "It divides by zero"),
     (logarithm, 1, "log", False, "It reads zero or less"),

@@ -7,7 +7,7 @@ The way through it:
 
 - `api.py` is what users call; `replay.py` leads through a search, at several loss scales and with
   rules (`remedies.py`).
-- `search.py` runs the program and notes where infinities and NaNs appear (`numbers.py`).
+- `search.py` runs the program and notes where infinities and NaNs appear.
 - `flow.py` follows them backwards through the graph of the program.
 - `causes.py` says why an operation made one; `report.py` is the result, `FirstNonfinite`.
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._inspect.first_nonfinite.numbers import is_inexact, numbers_of
-from jmpx._inspect.first_nonfinite.search import Event
+from jmpx._inspect.first_nonfinite.report import numbers_of
+from jmpx._inspect.first_nonfinite.search import Event, is_inexact
 from jmpx._inspect.running import is_narrow, run_widened, widened
 from jmpx._jaxprs.core import Array, operation_name
 
@@ -36,6 +36,7 @@ _ANYWHERE = (
     ": the rule is for jmpx.autocast, and for all such operations; to select this one, name its "
     "line by jax.named_scope"
 )
+_UNCAST = "keep it in float32, or write jnp.finfo(x.dtype).min if it is a mask"
 _GUARD = (
     "No dtype of its own mends it: clip what it reads, or add a small number, one that the dtype "
     "holds (1e-8 is zero in float16: write 1e-4), before it; jnp.where after it is too late"
@@ -56,17 +57,8 @@ _OUT_OF_RANGE = {
 }
 
 
-def cause_of_event(
-    event: Event, operands: Sequence[Array], results: Sequence[Array], maker: str
-) -> Cause:
-    """Returns why an equation made an infinity or a NaN.
-
-    Args:
-        event: the equation.
-        operands: its operands; None for random keys and the like.
-        results: its results.
-        maker: the operation that made its first operand, or `const` or `literal`; else empty.
-    """
+def cause_of_event(event: Event, operands: Sequence[Array], results: Sequence[Array]) -> Cause:
+    """Returns why an equation made an infinity or a NaN; operands like random keys are None."""
     name = operation_name(event.site.equation.primitive.name)
     if not event.is_made:
         return Cause(
@@ -80,15 +72,8 @@ def cause_of_event(
     dtypes = (x.dtype for x in (*results, *operands) if is_inexact(x) and is_narrow(x.dtype))
     dtype = next(dtypes)
     beyond = f"beyond {dtype.name}, whose largest number is {float(jnp.finfo(dtype).max):g}"
-    if name != "convert_element_type":
-        return in_float32(f"It gives up to {largest:.4g}, {beyond}")
-    if maker not in ("const", "literal"):
-        what = f" {maker} gives" if maker else " it reads"
-        return in_float32(f"What{what}, up to {largest:.4g}, is {beyond}", "keep it in float32")
-    return in_float32(
-        f"The constant {np.asarray(operands[0]).flat[0]:g} is {beyond}",
-        "write jnp.finfo(x.dtype).min where it masks something, or keep it in float32",
-    )
+    reason = f"It gives up to {largest:.4g}, {beyond}"
+    return in_float32(reason, _UNCAST) if name == "convert_element_type" else in_float32(reason)
 
 
 def in_float32(reason: str, in_code: str = "cast what it reads with .astype(jnp.float32)") -> Cause:

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jmpx._inspect.first_nonfinite.numbers import NAN, is_inexact, worst_of
-from jmpx._inspect.first_nonfinite.search import Event, Key, Search
+from jmpx._inspect.first_nonfinite.search import NAN, Event, Key, Search, is_inexact, worst_of
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.running import key_of
 from jmpx._jaxprs.types import Array

@@ -7,10 +7,9 @@ import numpy as np
 
 from jmpx._inspect.first_nonfinite.causes import Cause, cause_of_event, in_float32
 from jmpx._inspect.first_nonfinite.flow import Flow
-from jmpx._inspect.first_nonfinite.numbers import is_inexact, numbers_of
 from jmpx._inspect.first_nonfinite.remedies import rules_for
-from jmpx._inspect.first_nonfinite.report import FirstNonfinite
-from jmpx._inspect.first_nonfinite.search import HAND_ON, Event, Search
+from jmpx._inspect.first_nonfinite.report import FirstNonfinite, numbers_of
+from jmpx._inspect.first_nonfinite.search import HAND_ON, Event, Search, is_inexact
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.programs import Program
 from jmpx._inspect.running import is_narrow, run_widened, scale_text, widened
@@ -98,7 +97,7 @@ class Replay:
         operands, results = flow.search.operands_of(event, flow.arrays)
         rules: list[str] = []
         if cause is None:
-            cause = cause_of_event(event, operands, results, _maker(node))
+            cause = cause_of_event(event, operands, results)
             if event.is_made and not cause.in_code:
                 cause = self.cause_in_16_bits(flow, cause)
             rules = rules_for(self.graph, node) if cause.in_code and node is not None else []
@@ -194,13 +193,3 @@ def _source(node: Node) -> Value:
     while value.node is not None and value.node.name in HAND_ON:
         value = value.node.operands[0]
     return value
-
-
-def _maker(node: Node | None) -> str:
-    """Returns the operation that made the first operand of a node, or `const` or `literal`."""
-    if node is None or not node.operands:
-        return ""
-    value = _source(node)
-    if value.node is not None:
-        return "" if value.node.is_structure else value.node.name
-    return "" if value.kind == "input" else value.kind

@@ -6,9 +6,9 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmpx._base.leaves import PyTree
-from jmpx._inspect.first_nonfinite.numbers import INF, NAN, is_inexact, worst_traced
 from jmpx._jaxprs import core, watched
 from jmpx._jaxprs.moves import PLACEMENTS, RESHAPES
 from jmpx._jaxprs.types import Array, Aval, Equation, Jaxpr
@@ -20,6 +20,7 @@ HAND_ON = RESHAPES | PLACEMENTS | {"copy", "neg"}
 # XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears. What
 # runs once or twice is not worth optimizing: that would take half of the time to compile.
 _AS_WRITTEN = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+INF, NAN = 1, 2  # the worst that an array holds; 0 is neither
 MADE, TURNED = 1, 2  # out of finite numbers; NaN out of infinities
 # Of each site: the worst number; in a loop, also the kind of the first event and its trips.
 Key: TypeAlias = tuple[int, ...]
@@ -44,14 +45,40 @@ class Seen(NamedTuple):
     outputs: list[int]  # of each result of the program
 
 
+def is_inexact(x: Array | Aval) -> bool:
+    """Whether an array, or an abstract one, has a floating or complex dtype."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def worst_of(array: Array) -> int:
+    """Returns `NAN`, `INF` or 0: the worst number that an array holds."""
+    if not is_inexact(array):
+        return 0
+    x = np.asarray(array)  # jax.numpy would compile a check for each shape
+    return NAN if np.isnan(x).any() else INF if np.isinf(x).any() else 0
+
+
+def worst_traced(arrays: Sequence[Array]) -> jax.Array:
+    """Returns the worst number that any of the arrays holds, as an int32 of shape ()."""
+    lax = jax.lax
+    worst = jnp.zeros((), jnp.int32)
+    for x in filter(is_inexact, arrays):
+        for part in (lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x,):
+            # One reduction for both, which XLA computes in one pass with what makes the array.
+            infinite = lax.convert_element_type(lax.bitwise_not(lax.is_finite(part)), jnp.int32)
+            nan = lax.convert_element_type(lax.ne(part, part), jnp.int32)
+            each = lax.reduce_max(lax.add(infinite, nan), tuple(range(np.ndim(part))))
+            worst = lax.max(worst, each)
+    return worst
+
+
 def is_watched(eqn: Equation) -> bool:
     """Whether a search looks at the results of an equation."""
     return eqn.primitive.name not in HAND_ON and any(is_inexact(v.aval) for v in eqn.outvars)
 
 
-def silent(eqn: Equation, operands: list[Array]) -> list[Array]:
-    """Runs an equation, unless it has no results, such as a print."""
-    return core.bind(eqn, operands) if eqn.outvars else []
+def _silent(eqn: Equation, operands: list[Array]) -> list[Array]:
+    return core.bind(eqn, operands) if eqn.outvars else []  # a print has none
 
 
 class Search:
@@ -66,7 +93,7 @@ class Search:
     def __init__(
         self,
         jaxpr: Jaxpr,
-        run: Run = silent,
+        run: Run = _silent,
         constant: Callable[[Array], Array] = lambda array: array,
     ) -> None:
         self._evaluate = functools.partial(watched.evaluate, jaxpr, run=run, constant=constant)

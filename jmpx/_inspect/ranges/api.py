@@ -25,11 +25,9 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
     counts as activations, both times; all else in a backward pass counts as gradients, even where a
     `jax.custom_vjp` computes activations again.
 
-    A large program runs operation by operation, and its loops are compiled with their counts. On a
-    CPU, four transformer blocks take 4 times the processor's time of a plain step
-    (`benchmarks/ranges_cost.py`). The first call takes some seconds more, to compile each different
-    operation; a loop is compiled in every call, which takes two to three times as long as to
-    compile the plain step.
+    A large program runs operation by operation, and its loops are compiled with their counts, in
+    each call. On a CPU, four transformer blocks take 4 times the processor's time of a plain step
+    (`benchmarks/ranges_cost.py`).
 
     Args:
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or

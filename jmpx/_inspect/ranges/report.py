@@ -18,7 +18,7 @@ from jmpx._scales.arguments import HIGHEST_SCALE, LOWEST_SCALE
 _VERSION = 2  # of `to_dict`: it changes when the meaning of a key does
 _KINDS = ("activations", "gradients")
 _IN_FLOAT16 = 2.0**15  # the largest power of two in float16, through which the scale may pass
-_ROWS = 24  # how many scopes are shown, unless all are asked for
+_ROWS = 24  # how many scopes are shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,7 @@ class Ranges:
             return merged(each.histogram for each in found)
         if not any(each.is_in(scope) for each in (*self.activations, *self.gradients)):
             raise ValueError(
-                "Expected scope= to be one of the scopes that print(ranges.to_text(all=True)) "
-                f"shows, got {describe(scope)}."
+                f"Expected scope= to be one of those in to_dict(), got {describe(scope)}."
             )
         return merged(each.histogram for each in found if each.is_in(scope))
 
@@ -150,25 +149,18 @@ class Ranges:
         histograms = {kind: self.histogram(kind, scope) for kind in _KINDS}
         plot_histograms(f"{self.title}{where}: magnitudes in float32", histograms, path, scale)
 
-    def to_text(self, *, all: bool = False) -> str:
-        """Returns the ranges as text: formats, scopes, and a loss scale for float16.
-
-        Args:
-            all: whether to show every scope, not only those of which float16 holds the least.
-        """
+    def __str__(self) -> str:
+        """Returns formats, the scopes of which float16 holds the least, and a loss scale for it."""
         scale = self.loss_scale() if self.histogram().numbers else 1.0
         scopes = {each.scope for each in (*self.activations, *self.gradients)}
         counts = f"{count_text(len(scopes), 'scope')}, {_all_numbers(self).size:,} numbers"
         blocks = [
             [f"Ranges of {self.title} in float32: {counts}"],
             _format_lines(self, scale),
-            _scope_lines(self, scale, all),
+            _scope_lines(self, scale),
             list(_advice_lines(self, scale)),
         ]
         return "\n\n".join("\n".join(lines) for lines in blocks if lines)
-
-    def __str__(self) -> str:
-        return self.to_text()
 
     def to_dict(self) -> dict[str, object]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
@@ -216,7 +208,7 @@ def _format_lines(found: Ranges, scale: float) -> list[str]:
     return columns(rows, right=(2, 3, 4)) if len(rows) > 1 else []
 
 
-def _scope_lines(found: Ranges, scale: float, is_full: bool) -> list[str]:
+def _scope_lines(found: Ranges, scale: float) -> list[str]:
     """Returns a table: the range of each scope, and what float16 does not hold of it."""
     forward, backward = ({each.scope: each.histogram for each in getattr(found, k)} for k in _KINDS)
     pairs = {
@@ -228,7 +220,7 @@ def _scope_lines(found: Ranges, scale: float, is_full: bool) -> list[str]:
         shares = [h.shares("float16", f) for h, f in zip(pairs[scope], (1, scale), strict=True)]
         return max(each.overflowing for each in shares), max(each.lost for each in shares)
 
-    worst = sorted(pairs, key=badness, reverse=True)[: None if is_full else _ROWS]
+    worst = sorted(pairs, key=badness, reverse=True)[:_ROWS]
     rows = [["activations", "over", "gradients", f"lost{_times(scale)}", "over", "scope"]]
     for scope in filter(set(worst).__contains__, pairs):
         magnitudes, _, over = _cells(pairs[scope][0], 1)
@@ -237,7 +229,7 @@ def _scope_lines(found: Ranges, scale: float, is_full: bool) -> list[str]:
     lines = ["By scope, the magnitudes and what float16 does not hold:"]
     lines += columns(rows, right=(1, 3, 4))
     left_out = len(pairs) - len(worst)
-    more = f"... and {left_out} more scopes: print(ranges.to_text(all=True))"
+    more = f"... and {left_out} more scopes, which to_dict() holds"
     return [*lines, more] if left_out else lines
 
 
