@@ -20,12 +20,7 @@ class Cause(NamedTuple):
     in_code: str = ""  # the cast to write, where float32 mends it; else empty
 
     def text(self, rule: str, is_tried: bool) -> str:
-        """Returns both sentences.
-
-        Args:
-            rule: the rule that mended it in a replay; empty if none did.
-            is_tried: whether rules were tried.
-        """
+        """Returns both sentences, given the rule that mended it, and whether rules were tried."""
         how = _ANYWHERE if rule.startswith("op.") else ""
         if self.in_code and not rule:
             how = f"{', but no rule mends it' if is_tried else ''}: {self.in_code}"
@@ -82,10 +77,7 @@ def in_float32(reason: str, in_code: str = "cast what it reads with .astype(jnp.
 
 
 def _largest_in_float32(event: Event, operands: Sequence[Array]) -> float | None:
-    """Returns the largest magnitude of an equation's results in float32.
-
-    None if they are not finite there either, if all its dtypes are wide, or if it cannot run alone.
-    """
+    """Returns the largest magnitude of the results in float32; None if float32 does not help."""
     eqn = event.site.equation
     dtypes = (getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars))
     if not any(map(is_narrow, dtypes)) or any(operand is None for operand in operands):

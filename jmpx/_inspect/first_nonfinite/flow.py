@@ -14,12 +14,7 @@ _KINDS = ("input", "const", "literal")  # of values that no equation computes
 
 
 class Flow:
-    """The values of a program, and what each of them held in a run of a search.
-
-    Args:
-        graph: the program.
-        search: its search, which runs once.
-        arrays: the inputs of that run.
+    """The values of a program, and what each of them held when its search ran on some arrays.
 
     Attributes:
         found: the origin of the first infinity or NaN that reaches a result of the program: an

@@ -100,8 +100,9 @@ class Replay:
             cause = cause_of_event(event, operands, results)
             if event.is_made and not cause.in_code:
                 cause = self.cause_in_16_bits(flow, cause)
-            rules = rules_for(self.graph, node) if cause.in_code and node is not None else []
-            rule = self.first_that_mends(rules, node, scale)
+            if cause.in_code and node is not None:
+                rules = rules_for(self.graph, node)
+                rule = self.first_that_mends(rules, node, scale)
         text = cause.text(rule, bool(rules))
         may_scale = self.scale is None and site.is_backward and cause.in_code
         seen = [numbers_of(x) for x in results if is_inexact(x)]
@@ -125,18 +126,15 @@ class Replay:
         """Whether this is the floor of the loss scale."""
         return self.scale is not None and scale == self.scale.floor
 
-    def first_that_mends(self, rules: list[str], node: Node | None, scale: float | None) -> str:
-        """Returns the first rule under which all is finite; it may be empty.
-
-        Else it is the first rule under which another operation, on other numbers, is found.
-        """
+    def first_that_mends(self, rules: list[str], node: Node, scale: float | None) -> str:
+        """Returns the first rule under which all is finite, else what the node makes; or none."""
         moving = ""
         for rule in rules:
             flow = self.under(rule, scale)
             if flow is not None and flow.found is None:
                 return rule
-            if flow is not None and node is not None and not moving:
-                moving = rule if self.is_elsewhere(node, flow) else ""
+            if flow is not None and not moving and self.is_elsewhere(node, flow):
+                moving = rule
         return moving
 
     def under(self, rule: str, scale: float | None) -> Flow | None:

@@ -82,13 +82,7 @@ def _silent(eqn: Equation, operands: list[Array]) -> list[Array]:
 
 
 class Search:
-    """A program that is compiled once, and searched with several inputs.
-
-    Args:
-        jaxpr: the closed jaxpr.
-        run: how an equation runs.
-        constant: returns the array to use for a constant.
-    """
+    """A program that is compiled once, and searched with several inputs: see `evaluate`."""
 
     def __init__(
         self,
@@ -142,8 +136,9 @@ class Search:
 
         One that does not hold numbers, such as a random key, is None.
         """
-        atoms = [*event.site.equation.invars, *event.site.equation.outvars]
-        is_kept = [_is_plain(atom.aval) for atom in atoms]
+        eqn = event.site.equation
+        avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+        empty = [jnp.zeros(a.shape, a.dtype) if _is_plain(a) else None for a in avals]
 
         def watch(
             state: PyTree, site: Site, operands: list[Array], results: list[Array], trips: Trips
@@ -153,22 +148,16 @@ class Search:
             found, kept = state
             pairs = zip(trips, event.trips, strict=True)
             is_it = ~found & jnp.stack([jnp.array(True), *(a == b for a, b in pairs)]).all()
-            seen = [a for a, k in zip((*operands, *results), is_kept, strict=True) if k]
-            pairs = zip(seen, kept, strict=True)
-            chosen = [jnp.where(is_it, jnp.asarray(new, old.dtype), old) for new, old in pairs]
-            return found | is_it, chosen
+            pairs = zip((*operands, *results), kept, strict=True)
+            select = lambda new, old: jnp.where(is_it, jnp.asarray(new, old.dtype), old)  # noqa: E731
+            return found | is_it, [old if old is None else select(new, old) for new, old in pairs]
 
-        def run(*arrays: Array) -> list[Array]:
-            pairs = zip(atoms, is_kept, strict=True)
-            kept = [jnp.zeros(a.aval.shape, a.aval.dtype) for a, k in pairs if k]
-            state = jnp.array(False), kept
-            _, (_, kept) = self._evaluate(arrays, watch, state, reduce=_of_one_device)
-            return kept
+        def run(*arrays: Array) -> list[Array | None]:
+            state = jnp.array(False), empty
+            return self._evaluate(arrays, watch, state, reduce=_of_one_device)[1][1]
 
-        kept = iter(jax.jit(run, compiler_options=_AS_WRITTEN)(*arrays))
-        seen = [next(kept) if k else None for k in is_kept]
-        end = len(event.site.equation.invars)
-        return seen[:end], seen[end:]
+        kept = jax.jit(run, compiler_options=_AS_WRITTEN)(*arrays)
+        return kept[: len(eqn.invars)], kept[len(eqn.invars) :]
 
 
 def _is_plain(aval: Aval) -> bool:
@@ -179,11 +168,9 @@ def _is_plain(aval: Aval) -> bool:
 def _note(
     state: _Notes, site: Site, operands: list[Array], results: list[Array], trips: Trips
 ) -> _Notes:
-    """Notes the worst number of a site's results; in a loop, also when the site first made one.
-
-    The notes are scalars, which XLA computes together with the results: arrays of notes would take
-    several times as long to compile.
-    """
+    """Notes the worst number of a site's results; in a loop, also when the site first made one."""
+    # XLA computes scalars together with the results. Arrays of notes would take several times as
+    # long to compile.
     if not is_watched(site.equation):
         return state
     worst = worst_traced(results)
@@ -227,4 +214,4 @@ def _of_one_device(state: PyTree, axes: tuple[str, ...]) -> PyTree:
             return jax.lax.pmax(jnp.where(is_it, array, False).astype(jnp.int32), axes) > 0
         return jax.lax.psum(jnp.where(is_it, array, jnp.zeros_like(array)), axes)
 
-    return jax.lax.pmax(found.astype(jnp.int32), axes) > 0, [of_it(array) for array in kept]
+    return jax.lax.pmax(found.astype(jnp.int32), axes) > 0, jax.tree.map(of_it, kept)

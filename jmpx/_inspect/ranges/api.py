@@ -65,8 +65,8 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
         check_arrays(program, "jmpx.inspect.ranges")
         plan = Plan(Graph(program))
         kinds: tuple[list[Range], list[Range]] = [], []
-        for row, counts in zip(plan.table, counted(program, plan), strict=True):
-            kinds[row.is_gradient].append(Range(row.scope, Histogram.of(counts)))
+        for (scope, is_gradient), counts in zip(plan.table, counted(program, plan), strict=True):
+            kinds[is_gradient].append(Range(scope, Histogram.of(counts)))
         title = program.name + (" and its gradient" if program.is_differentiated else "")
         return Ranges(title, tuple(kinds[0]), tuple(kinds[1]), plan.masks)
 

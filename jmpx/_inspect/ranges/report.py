@@ -81,7 +81,7 @@ class Ranges:
         The shares are exact: each number is multiplied by the scale and rounded once.
 
         Args:
-            dtype: `float16`, `bfloat16`, `e4m3` (`float8_e4m3fn`) or `e5m2` (`float8_e5m2`).
+            dtype: `float16`, `bfloat16`, `float8_e4m3fn` or `float8_e5m2`.
             scale: what the numbers are multiplied by, a power of two, such as a loss scale.
             kind: `gradients` or `activations`.
             scope: a scope or a selector, see `histogram`; None for all.
@@ -120,11 +120,10 @@ class Ranges:
         found = self.histogram()
         if not found.numbers:
             raise ValueError(
-                "Expected gradients that are not all zero, got none, so that no loss scale "
-                "follows: give jmpx.inspect.ranges a loss that depends on its first argument, or a "
-                "step that contains its gradient."
+                "Expected gradients that are not all zero, got none: give jmpx.inspect.ranges a "
+                "loss that depends on its first argument, or a step that contains its gradient."
             )
-        if as_format(dtype).name == "bfloat16":
+        if as_format(dtype) is FORMATS["bfloat16"]:
             return 1.0  # it has the range of float32
         scale = 2.0 ** (found.room(dtype) - operator.index(head_room))
         return min(max(scale, LOWEST_SCALE), HIGHEST_SCALE)
@@ -202,8 +201,8 @@ def _format_lines(found: Ranges, scale: float) -> list[str]:
     rows = [["", "", *Shares._fields]]
     for kind, factor in kinds:
         histogram, name = found.histogram(kind), f"{kind}{_times(factor)}"
-        for known in FORMATS.values() if histogram.numbers else ():
-            rows.append([name, known.name, *_shares(histogram, known.name, factor)])
+        for known in FORMATS if histogram.numbers else ():
+            rows.append([name, known, *_shares(histogram, known, factor)])
             name = ""
     return columns(rows, right=(2, 3, 4)) if len(rows) > 1 else []
 
