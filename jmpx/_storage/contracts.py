@@ -31,8 +31,8 @@ def describe_precision(tree: PyTree, policy: MixedPrecisionLike | None = None) -
     they restored to this description. Where several processes hold one array, each calls both.
 
     Args:
-        tree: any pytree of arrays or of shapes. Loss scales in it are left out, as
-            `restore_loss_scale` restores them.
+        tree: any pytree of arrays or of shapes. Loss scales in it are left out, as their template
+            converts them.
         policy: the policy of the run: anything that `get_mixed_precision` takes.
 
     Returns:
