@@ -1,7 +1,6 @@
 """Optimizers of 16-bit parameters, which small updates move: by chance, or by kept low bits."""
 
 import dataclasses
-import itertools
 import warnings
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
@@ -58,8 +57,7 @@ def low_precision_params(
     - "split": the state keeps the 16 bits that bfloat16 lacks, as `jmpx.optim.split_master` does,
       so that float32 masters are trained, at 4 bytes a parameter.
 
-    Put other transformations inside, as in `low_precision_params(optax.chain(...), ...)`, and
-    `jmpx.skip_nonfinite` around it. The page on storage compares the two.
+    Other transformations belong inside, and `jmpx.skip_nonfinite` around it.
 
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`. It gets gradients and
@@ -147,8 +145,7 @@ class LowPrecisionParams:
         self, grads: PyTree, state: PyTree, params: PyTree, **extra_args: PyTree
     ) -> tuple[PyTree, LowPrecisionParamsState]:
         """Returns the new parameters themselves, and the new state."""
-        _, new, state = self._step(grads, state, params, extra_args)
-        return new, state
+        return self._step(grads, state, params, extra_args)[1:]
 
     def _step(
         self, grads: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, PyTree]
@@ -208,29 +205,25 @@ def _merged(params: PyTree, low: PyTree) -> PyTree:
     return merge_master(params, jax.tree.map(kept, params, low, is_leaf=is_none))
 
 
-def _split(masters: PyTree, params: PyTree, low: PyTree) -> tuple[PyTree, PyTree]:
+def _split(masters: PyTree, params: PyTree, lows: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the new parameters and their low halves; float32 parameters stay as they are."""
-    narrow = lambda leaf, master: master if _is_narrow(leaf) else None  # noqa: E731
-    halves = split_master(jax.tree.map(narrow, params, masters, is_leaf=is_none))
-    chosen = lambda leaf, half, other: half if _is_narrow(leaf) else other  # noqa: E731
-    new, low = (
-        jax.tree.map(chosen, params, half, other, is_leaf=is_none)
-        for half, other in zip(halves, (masters, low), strict=True)
-    )
-    return new, low
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_none)
+    together = zip(leaves, *map(structure.flatten_up_to, (masters, lows)), strict=True)
+    halves = [split_master(one) if _is_narrow(leaf) else (one, low) for leaf, one, low in together]
+    high, low = zip(*halves, strict=True) if halves else ((), ())
+    return structure.unflatten(high), structure.unflatten(low)
 
 
 def _rounded(masters: PyTree, params: PyTree, key: jax.Array) -> PyTree:
     """Returns the new parameters, rounded by chance, each with a key of its place."""
-    places = itertools.count()
-
-    def rounded(leaf: PyTree, master: PyTree) -> PyTree:
-        place = next(places)
-        if not _is_narrow(leaf):
-            return master
-        return stochastic_round(master, leaf.dtype, jax.random.fold_in(key, place))
-
-    return jax.tree.map(rounded, params, masters, is_leaf=is_none)
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_none)
+    pairs = enumerate(zip(leaves, structure.flatten_up_to(masters), strict=True))
+    return structure.unflatten(
+        stochastic_round(one, leaf.dtype, jax.random.fold_in(key, place))
+        if _is_narrow(leaf)
+        else one
+        for place, (leaf, one) in pairs
+    )
 
 
 def _difference(update: PyTree, new: PyTree, old: PyTree) -> PyTree:
