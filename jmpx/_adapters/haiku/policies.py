@@ -88,11 +88,9 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def applied(policy_map: PolicyMap) -> Iterator[None]:
+def applied(policy_map: PolicyMap) -> contextlib.AbstractContextManager["HaikuScope"]:
     """Runs Haiku modules under a policy map while the context lasts; leaves warnings to a pool."""
-    with in_policy_scope(HaikuScope, _NAME, policy_map, interception):
-        yield
+    return in_policy_scope(HaikuScope, _NAME, policy_map, interception)
 
 
 class _Call(NamedTuple):
@@ -109,20 +107,14 @@ class HaikuScope(PolicyScope):
     Inside of it, jmpx casts by the policies of classes, too, and Haiku's registry is without them
     until the end: Haiku would round a parameter before a rule reads it, and an input before a rule
     of the map overrides the policy of its class.
-
-    Attributes:
-        default: the default of the policy map.
-        calls: the calls that cast, the innermost last.
-        casts: the casts of parameters in the outermost of these calls.
-        class_policies: the policies that were taken out of Haiku's registry.
     """
 
     def __init__(self, name: str, policy_map: PolicyMap) -> None:
         super().__init__(name, policy_map)
         self.default = policy_map.default
-        self.calls: list[_Call] = []
-        self.casts = ParameterCasts()
-        self.class_policies: dict[type, Policy] = {}
+        self.calls: list[_Call] = []  # those that cast, the innermost last
+        self.casts = ParameterCasts()  # in the outermost of these calls
+        self.class_policies: dict[type, Policy] = {}  # that were taken out of Haiku's registry
 
     @property
     def policy(self) -> Policy | None:
@@ -166,12 +158,7 @@ class HaikuScope(PolicyScope):
         return self.run(module, policy, output, args, kwargs), _like(new[0], old)
 
     def run(
-        self,
-        module: hk.Module,
-        boundary: Policy | None,
-        method: Method,
-        args: Args,
-        kwargs: Kwargs,
+        self, module: hk.Module, boundary: Policy | None, method: Method, args: Args, kwargs: Kwargs
     ) -> PyTree:
         """Runs a method at a boundary, or, without a boundary policy, as one that may read."""
         policy = boundary or self.calls[-1].policy
