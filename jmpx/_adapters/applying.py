@@ -135,11 +135,7 @@ class Application(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        policy: MixedPrecisionLike | None,
-        func: Function,
-        uncast: UncastArguments,
-        name: str,
+        cls, policy: MixedPrecisionLike | None, func: Function, uncast: UncastArguments, name: str
     ) -> "Application":
         """Checks a policy when a function is made, and warns of rules that it will not follow."""
         if isinstance(policy, MixedPrecision):
