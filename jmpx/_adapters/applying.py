@@ -251,7 +251,7 @@ class Application(NamedTuple):
         from jmpx._autocast.saving import get_saving  # here, as the other ways need no autocast
         from jmpx._autocast.wrapped import evaluated
 
-        saving = get_saving(policy_map.save, None)
+        saving = get_saving(policy_map.save)
         # State is statistics, and the parameters of NNX objects of which the function is a method.
         parameters = {id(leaf) for leaf in jax.tree.leaves((state, args[:1]))}
         run = functools.partial(evaluated, policy_map, saving, "traced", by=self.name)
