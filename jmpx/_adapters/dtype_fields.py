@@ -68,7 +68,7 @@ def reading_policy(policy: Policy, field: np.dtype | None) -> Policy:
     return dataclasses.replace(policy, compute_dtype=field)
 
 
-def spelled_as(written: DTypeLike, dtype: np.dtype) -> DTypeLike:
+def spelled_as(written: DTypeLike | None, dtype: np.dtype) -> DTypeLike:
     """Returns a dtype in the form of another: a name, a NumPy dtype or a scalar type of JAX."""
     if isinstance(written, str):
         return dtype.name

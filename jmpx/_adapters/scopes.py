@@ -67,7 +67,6 @@ class PolicyScope:
         self.pool = Pool.open_for(name, self.policy_map)
         self.census = self.pool.census
         self.paths: set[str] = set()  # of the modules that were met
-        self.ruled: set[str] = set()  # of the arrays of a view that have rules of their own
         self.met: dict[ModuleRecord, None] = {}  # in the order of first calls, in `listening`
         self.tell_listeners()
 
@@ -124,7 +123,6 @@ class PolicyScope:
         for rule in reversed(self.policy_map.rules):
             matches = rule.is_path and rule.matches(object, path)
             if matches and not any(rule.matches(object, outer) for outer in around):
-                self.ruled.add(path)
                 policy = rule.resolve(self.policy_map.default, surrounding)
                 self.record_module(jax.Array, path, policy, surrounding, rule)
                 return policy
