@@ -182,7 +182,9 @@ class HaikuScope(PolicyScope):
         own, policy = self.policies_of(cls, module.module_name, self.policy)
         if own is not None or not isinstance(module, _WITH_STATISTICS):
             return policy
-        stored = [leaf.dtype for leaf in jax.tree.leaves(_stored_states()) if is_floating(leaf)]
+        stored = [
+            leaf.dtype for leaf in jax.tree.leaves(_stored_states(module)) if is_floating(leaf)
+        ]
         dtype = computable(widest(stored or [_state_dtype(self.default)]))
         return Rule(cls.__name__, compute=dtype).resolve(self.default, self.policy)
 
@@ -202,12 +204,12 @@ class HaikuScope(PolicyScope):
             stack.callback(self.calls.pop)
             yield
 
-    def keep_state(self, value: PyTree, name: str) -> PyTree:
+    def keep_state(self, value: PyTree, context: hk.SetterContext) -> PyTree:
         """Returns the new value of a state in the dtypes in which the state is stored.
 
         A first value in a 16-bit dtype of the innermost policy is widened to that of new state.
         """
-        stored = _stored_states().get(name)
+        stored = _stored_states(context.module).get(context.full_name)
         if stored is not None:
             return _like(value, stored)
         policy = self.policy or self.default
@@ -248,7 +250,8 @@ def parameter_hooks(
     return hk.custom_creator(create), hk.custom_getter(get)
 
 
-_params_dict = inspect.unwrap(hk.Module.params_dict)  # interceptors must not see the call
+_params_dict = inspect.unwrap(hk.Module.params_dict)  # interceptors must not see the calls
+_state_dict = inspect.unwrap(hk.Module.state_dict)
 
 
 def _owns_parameters(module: hk.Module) -> bool:
@@ -278,9 +281,11 @@ def _like(new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(cast_like, new, old) if is_same else new
 
 
-def _stored_states() -> Mapping[str, PyTree]:
-    """Returns the states of the running module by name, past the getters of the user."""
-    return hk.get_current_state().get(hk.current_name(), {})
+def _stored_states(module: hk.Module | None) -> Mapping[str, PyTree]:
+    """Returns the states in a module by their full names, past the getters of the user."""
+    if module is not None:
+        return _state_dict(module)
+    return {f"~/{name}": state for name, state in hk.get_current_state().get("~", {}).items()}
 
 
 def _state_dtype(policy: Policy) -> np.dtype:
@@ -305,9 +310,7 @@ def _intercept(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodCon
 def _set_state(next_setter: Method, value: PyTree, context: hk.SetterContext) -> PyTree:
     """Decides last about the new value of a state, after the user's setters."""
     value, scopes = next_setter(value), opened(HaikuScope)
-    if not scopes:
-        return value
-    return scopes[-1].keep_state(value, context.full_name.removeprefix(f"{hk.current_name()}/"))
+    return scopes[-1].keep_state(value, context) if scopes else value
 
 
 # Haiku makes setters only inside of a transformed function, but they work after it.
