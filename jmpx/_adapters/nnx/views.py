@@ -10,8 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jmpx._adapters.boundaries import Method, are_same, run_at_boundary, run_reading
-from jmpx._adapters.carries import noted_carries
+from jmpx._adapters.boundaries import Method, are_same, run_cast
 from jmpx._adapters.dtype_fields import (
     Selected,
     field_in_call,
@@ -246,7 +245,7 @@ def _view_class(
     cls: type, policy: Policy, is_boundary: bool, by: str, policy_map: PolicyMap | None
 ) -> type:
     """Returns the proxy class whose public methods cast, at boundaries their results, too."""
-    run = functools.partial(run_at_boundary if is_boundary else run_reading, by=by)
+    run = functools.partial(run_cast, by=by, is_boundary=is_boundary)
     names = public_methods(cls, nnx.Module)
     methods = {name: _casting(getattr(cls, name), name, policy, run) for name in names}
     return proxy_class(cls, {**methods, "__jmpx_view__": policy_map})
@@ -262,7 +261,7 @@ def _casting(method: Method, name: str, policy: Policy, run: Callable[..., PyTre
         is_step = isinstance(self, nnx.RNNCellBase) and name == "__call__"
         token = _running.set(self)
         try:
-            with noted_carries(plain_class(type(self)), policy), _kept_state(self):
+            with _kept_state(self):
                 return run(
                     policy,
                     functools.partial(method, self),
