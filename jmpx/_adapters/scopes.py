@@ -5,8 +5,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
-import jax
-
 from jmpx._adapters.dtype_fields import FieldCensus
 from jmpx._base.contexts import Context, Hook, entered, is_held, opened, refuse_other_tasks
 from jmpx._base.matmul import matmul_of
@@ -18,16 +16,14 @@ from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike, warn_unused
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import policy_of
-from jmpx._policies.rules import Rule
 
 
 class ModuleRecord(NamedTuple):
-    """A module that a scope met, or an array of a view that has a rule of its own."""
+    """A module that a scope met."""
 
     module: Module
     boundary: Policy | None  # None if its calls do not cast
     surrounding: Policy | None  # None for the outermost call
-    rule: Rule | None = None  # of an array; None for a module
 
 
 @dataclasses.dataclass(eq=False)  # an open pool is told from another one of an equal map
@@ -37,7 +33,6 @@ class Pool:
     name: str  # the function that applies the map, as the user calls it
     policy_map: PolicyMap | None
     seen: set[Module] = dataclasses.field(default_factory=set)
-    arrays: set[str] = dataclasses.field(default_factory=set)  # the paths of those in views
     census: FieldCensus = dataclasses.field(default_factory=FieldCensus)
 
     @classmethod
@@ -49,7 +44,7 @@ class Pool:
     def warn(self, stacklevel: int) -> None:
         """Warns of rules and fields, but not in a context of `pooled`, which warns at its end."""
         if self.policy_map is not None and not is_held(self):
-            warn_unused(self.policy_map, self.seen, stacklevel + 1, arrays=self.arrays)
+            warn_unused(self.policy_map, self.seen, stacklevel + 1)
             self.census.warn(self.policy_map, self.name, stacklevel + 1)
 
 
@@ -66,7 +61,6 @@ class PolicyScope:
         self.policy_map = _for_modules(policy_map, name)
         self.pool = Pool.open_for(name, self.policy_map)
         self.census = self.pool.census
-        self.paths: set[str] = set()  # of the modules that were met
         self.met: dict[ModuleRecord, None] = {}  # in the order of first calls, in `listening`
         self.tell_listeners()
 
@@ -89,7 +83,6 @@ class PolicyScope:
         """
         refuse_other_tasks(f"cast a {cls.__name__}")
         self.pool.seen.add(Module(cls, path))
-        self.paths.add(path)
         own = self.explicit_policy(cls, path, surrounding)
         if own is None and surrounding is None and self.policy_map is not None:
             return None, self.policy_map.default
@@ -110,35 +103,12 @@ class PolicyScope:
             policy = Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
         return dataclasses.replace(policy, matmul_precision=matmul)  # inherited, as by a rule
 
-    def array_policy(self, path: str, surrounding: Policy | None) -> Policy | None:
-        """Returns the policy that a rule gives to a floating array in a view, None without one.
-
-        A glob that matches a module around the array is a rule for modules.
-        """
-        self.pool.arrays.add(path)
-        if self.policy_map is None:
-            return None
-        ends = [end for end, letter in enumerate(path) if letter == "/"]
-        around = [outer for outer in ("", *(path[:end] for end in ends)) if outer in self.paths]
-        for rule in reversed(self.policy_map.rules):
-            matches = rule.is_path and rule.matches(object, path)
-            if matches and not any(rule.matches(object, outer) for outer in around):
-                policy = rule.resolve(self.policy_map.default, surrounding)
-                self.record_module(jax.Array, path, policy, surrounding, rule)
-                return policy
-        return None
-
     def record_module(
-        self,
-        cls: type,
-        path: str,
-        boundary: Policy | None,
-        surrounding: Policy | None,
-        rule: Rule | None = None,
+        self, cls: type, path: str, boundary: Policy | None, surrounding: Policy | None
     ) -> None:
-        """Records the policies of a module or an array, if any context of `listening` is open."""
+        """Records the policies of a module, if any context of `listening` is open."""
         if self._listeners:
-            self.met[ModuleRecord(Module(cls, path), boundary, surrounding, rule)] = None
+            self.met[ModuleRecord(Module(cls, path), boundary, surrounding)] = None
 
 
 S = TypeVar("S", bound=PolicyScope)
@@ -177,26 +147,6 @@ def pooled(policy_map: PolicyMapLike | None, name: str) -> Iterator[PolicyMap | 
     with entered(Context(name, pool)):
         yield None if policy_map is None else get_policy_map(policy_map).applied_by("modules", name)
     pool.warn(user_stacklevel("jax", "flax", "haiku", "equinox"))
-
-
-class _Wrapper(NamedTuple):
-    """A running call of a module that wraps one of another framework."""
-
-    policy: Policy
-    policy_map: PolicyMap | None
-
-
-def wrapping(
-    policy: Policy, policy_map: PolicyMap | None
-) -> contextlib.AbstractContextManager[None]:
-    """Hands a policy on to the modules of another framework that run under the same policy map."""
-    return entered(Context("wrapping", _Wrapper(policy, policy_map)))
-
-
-def wrapper_policy(policy_map: PolicyMap | None) -> Policy | None:
-    """Returns the policy that `wrapping` hands on to scopes of a policy map, None without one."""
-    wrappers = [each for each in opened(_Wrapper) if each.policy_map == policy_map]
-    return wrappers[-1].policy if wrappers else None
 
 
 class _Listener(list[PolicyScope]):

@@ -25,7 +25,6 @@ from jmpx._adapters.scopes import (
     in_policy_scope,
     inherited_policy,
     pooled,
-    wrapper_policy,
 )
 from jmpx._base.contexts import opened, refuse_other_tasks
 from jmpx._base.leaves import PyTree
@@ -175,7 +174,7 @@ class LinenScope(PolicyScope):
         outer = self.calls[-1] if self.calls else None
         if outer is not None and outer.module == called:
             return outer
-        surrounding = wrapper_policy(self.policy_map) if outer is None else outer.policy
+        surrounding = None if outer is None else outer.policy
         rule, boundary = self.policies_of(*called, surrounding)
         field = field_in_call(module, rule, None if outer is None else outer.field.selected)
         self.record_module(*called, boundary, surrounding)
