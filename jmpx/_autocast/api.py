@@ -1,7 +1,8 @@
 """Autocast as users call it."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, Protocol, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from jmpx._autocast.saving import get_saving
 from jmpx._autocast.wrapped import applied
@@ -11,12 +12,6 @@ from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMapLike
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-class _Decorator(Protocol):
-    """A decorator that keeps the type of a function."""
-
-    def __call__(self, fn: _Function, /) -> _Function: ...
 
 
 class _Options(TypedDict, total=False):
@@ -35,7 +30,7 @@ def autocast(
 @overload
 def autocast(
     fn: None = None, policy: PolicyMapLike = ..., **options: Unpack[_Options]
-) -> _Decorator: ...
+) -> Callable[[_Function], _Function]: ...
 
 
 @telling("jmpx.autocast")
@@ -100,33 +95,14 @@ def autocast(
         ['bfloat16', 'float32', 'float32']
     """
     if fn is None:
-        return _Unapplied(policy, {"output": output, "save": save})
+        return functools.partial(autocast, policy=policy, output=output, save=save)
     if not callable(fn) or is_dtype(fn):
-        raise TypeError(f"Expected a function to run under autocast, got {fn!r}: {_WRITE}.")
+        raise TypeError(
+            f"Expected a function to run under autocast, got {fn!r}: write jmpx.autocast(f, policy)"
+            " or decorate the function with @jmpx.autocast(policy=...)."
+        )
     policy_map = get_policy_map(policy)
     saving = get_saving(save or policy_map.save)
     if output is not None and output != "traced":
         output = as_dtype(output)
     return applied(fn, policy_map.applied_by("operations", "jmpx.autocast"), output, saving)
-
-
-_WRITE = "write jmpx.autocast(f, policy) or decorate the function with @jmpx.autocast(policy=...)"
-
-
-class _Unapplied:
-    """The result of `autocast` without a function: a decorator."""
-
-    def __init__(self, policy: PolicyMapLike, options: _Options) -> None:
-        self.policy, self.options = policy, options
-
-    def __call__(self, fn: _Function) -> _Function:
-        return autocast(fn, self.policy, **self.options)
-
-    def __enter__(self) -> NoReturn:
-        raise TypeError(
-            f"Expected a function to run under autocast, got a with block: {_WRITE}, as JAX traces "
-            "functions and sees no blocks."
-        )
-
-    def __exit__(self, *exception: object) -> None:
-        pass

@@ -1,10 +1,8 @@
 """Where to cut a jaxpr: where few arrays live, so that little has to be saved."""
 
-import collections
 import enum
 import itertools
 import math
-import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -24,6 +22,9 @@ _MANY = 16
 # plan it: most of it is fused into what reads it. So a transformer, which makes much of each
 # activation by its attention, is cut more often than a ResNet.
 _AGAIN = 1 / 16
+
+# The length of an axis that `jax.export` leaves open, as if it were known.
+_SYMBOL = 128
 
 # What a product takes in 16 bits, over what it takes in float32, in which it was traced.
 _SAVED = 1 / 2
@@ -198,22 +199,8 @@ def _size(atom: Atom) -> int:
     dtype = getattr(atom.aval, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return 0
-    return math.prod(map(_length, atom.aval.shape)) * dtype.itemsize
-
-
-# The size of a symbol of `jax.export`, which is known only when the exported function is called,
-# and the functions that JAX's text of a symbolic dimension may hold.
-_SYMBOL = 128
-_FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod, "max": max, "min": min}
-
-
-def _length(dimension: object) -> int:
-    """Returns a dimension; a symbolic one, as `2*b`, as if its symbols were `_SYMBOL`."""
-    if isinstance(dimension, int):
-        return dimension
-    names = collections.defaultdict(lambda: _SYMBOL, _FUNCTIONS)
-    text = str(dimension).replace("^", "**")  # JAX can neither evaluate nor compare it
-    return max(1, eval(text, {"__builtins__": {}}, names))
+    sizes = (n if isinstance(n, int) else _SYMBOL for n in atom.aval.shape)
+    return math.prod(sizes) * dtype.itemsize
 
 
 def _cuts(holders: Sequence[int], lives: Sequence[Life]) -> Iterator[int]:

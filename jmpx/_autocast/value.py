@@ -1,6 +1,6 @@
 """An array on its way through autocast: its dtype, whether it is weak, its casts."""
 
-import functools
+import dataclasses
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NamedTuple
@@ -45,11 +45,14 @@ class Traits(NamedTuple):
     data: bool = False
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Value:
     """An array while autocast evaluates, in the dtype that was traced or a narrower one.
 
+    `Traits` describes what is not described here.
+
     Attributes:
-        array: the array or the tracer; of what else is known of it see `Traits`.
+        array: the array or the tracer.
         constant: an array that holds the same numbers in any shape, where they are known while
             tracing; None elsewhere.
         casts: the array in other dtypes, by the dtype and whether finite numbers stay finite.
@@ -57,27 +60,24 @@ class Value:
             this array of it; None without one. What both are cast to is cast once.
     """
 
-    __slots__ = ("array", "constant", "casts", "source", *Traits._fields[1:])
+    array: Array
+    is_weak: bool
+    tangent: bool = False
+    uniform: bool = False
+    power: bool = False
+    onto_bound: frozenset[np.dtype] = frozenset()
+    data: bool = False
+    constant: Array | None = None
+    casts: dict[tuple[np.dtype, bool], Array] = dataclasses.field(default_factory=dict)
+    source: "tuple[Value, Callable[[Array], Array]] | None" = None
 
-    def __init__(self, array: Array, is_weak: bool, tangent: bool = False) -> None:
-        self.array = array
-        self.is_weak = is_weak
-        self.tangent = tangent
-        self.uniform: bool = array.size == 1
-        self.power = self.data = False
-        self.onto_bound: frozenset[np.dtype] = frozenset()
-        self.constant: Array | None = None
-        self.casts: dict[tuple[np.dtype, bool], Array] = {}
-        self.source: tuple[Value, Callable[[Array], Array]] | None = None
+    def __post_init__(self) -> None:
+        self.uniform |= self.array.size == 1
 
     @classmethod
     def of(cls, array: Array, traits: Traits) -> "Value":
         """Returns the value of an array of which the traits are known."""
-        value = cls(array, traits.is_weak, traits.tangent)
-        value.uniform |= traits.uniform
-        value.power = traits.power
-        value.onto_bound, value.data = traits.onto_bound, traits.data
-        return value
+        return cls(array, *traits[1:])
 
     @classmethod
     def of_constant(cls, array: Array) -> "Value":
@@ -97,8 +97,7 @@ class Value:
 
     @property
     def traits(self) -> Traits:
-        known = self.uniform, self.power, self.onto_bound, self.data
-        return Traits(self.dtype, self.is_weak, self.tangent, *known)
+        return Traits(self.dtype, *(getattr(self, name) for name in Traits._fields[1:]))
 
     def kept(self) -> "Value":
         """Returns the value where it reaches no product: data is not weak there."""
@@ -179,19 +178,10 @@ def _onto_bound(array: Array) -> frozenset[np.dtype]:
     if array.dtype != FLOAT32 or array.size > 2**16:
         return frozenset()
     numbers = np.asarray(array)
-    return _number_onto_bound(numbers.item()) if numbers.size == 1 else _any_onto_bound(numbers)
-
-
-def _any_onto_bound(numbers: np.ndarray) -> frozenset[np.dtype]:
     with np.errstate(over="ignore", under="ignore"):
         rounded = {dtype: numbers.astype(dtype).astype(FLOAT32) for dtype in _LOW}
     moved = {dtype: np.isin(r, (-1, 0, 1)) & (r != numbers) for dtype, r in rounded.items()}
     return frozenset(dtype for dtype in _LOW if moved[dtype].any())
-
-
-@functools.lru_cache(maxsize=4096)
-def _number_onto_bound(number: float) -> frozenset[np.dtype]:
-    return _any_onto_bound(np.asarray(number, FLOAT32))
 
 
 def _cast(array: Array, dtype: np.dtype) -> Array:

@@ -14,7 +14,7 @@ import jax.core
 import numpy as np
 
 from jmpx._base.leaves import PyTree, is_traceable
-from jmpx._jaxprs.marks import unmarked_params, unmarked_stack
+from jmpx._jaxprs.marks import unmarked_stack
 from jmpx._jaxprs.types import (
     Array as Array,
     Atom as Atom,
@@ -245,7 +245,7 @@ def bind(
             it cannot with effects, a jaxpr or parameters without a hash.
         **params: the parameters that differ from the equation's.
     """
-    params = unmarked_params({**eqn.params, **params})
+    params = {**eqn.params, **params}
     run = functools.partial(_bind, eqn.primitive, params)
     if cached and not eqn.effects and not holds_jaxpr(params):
         with contextlib.suppress(TypeError):  # a parameter has no hash
