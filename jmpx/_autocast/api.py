@@ -7,7 +7,6 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 from jmpx._autocast.saving import get_saving
 from jmpx._autocast.wrapped import applied
 from jmpx._base.dtypes import DTypeLike, as_dtype, is_dtype
-from jmpx._base.moved import telling
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMapLike
 
@@ -33,7 +32,6 @@ def autocast(
 ) -> Callable[[_Function], _Function]: ...
 
 
-@telling("jmpx.autocast")
 def autocast(
     fn: Callable[..., Any] | None = None,
     policy: PolicyMapLike = "compute=bf16",

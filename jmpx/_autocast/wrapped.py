@@ -43,7 +43,6 @@ from jmpx._jaxprs.scopes import RESTORE
 from jmpx._policies.added_rules import in_force
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.modules import Marks
-from jmpx._policies.registry import refuse_creation
 
 Output: TypeAlias = DTypeLike | None  # also "traced"; see `jmpx.autocast`
 
@@ -156,7 +155,7 @@ def evaluated(
     interpreter = Interpreter(policy_map, region_setting(), save)
     marks = Marks(policy_map)
     pure.invoke = marks.call
-    with fact_set(AUTOCAST, key), refuse_creation(), _open_products(interpreter):
+    with fact_set(AUTOCAST, key), _open_products(interpreter):
         traced = core.trace(pure, (state, *args), kwargs)
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
     values = _values(changes.replaced(), traced.arrays, ((state, *args), kwargs), is_parameter)
