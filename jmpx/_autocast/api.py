@@ -41,16 +41,14 @@ def autocast(
 ) -> Callable[..., Any]:
     """Makes a function run in mixed precision, operation by operation, as `torch.autocast` does.
 
-    Matrix products and convolutions that were traced in float32 run in the compute dtype.
-    Operations that need range or digits, such as exponentials, logarithms, sums and linear algebra,
-    run in float32; all others in the widest dtype of their operands, for which inputs, parameters
-    and constants do not count beside the results of products. Nothing else is cast: parameters stay
-    as they are stored. All work happens while JAX traces, so put `jax.jit` around the train step.
-    The page docs/autocast.md says what runs in which dtype, and why.
+    Matrix products and convolutions that were traced in float32 run in the compute dtype, what
+    needs range or digits in float32, and all else in the widest dtype of its operands, for which
+    inputs, parameters and constants do not count beside the results of products. It all happens
+    while JAX traces: put `jax.jit` around the train step. See docs/autocast.md.
 
     Apply it to the model, `transformed.apply` or `module.apply`, and compute the loss from the
-    float32 output. A function that creates Haiku parameters cannot be wrapped. Within a function
-    that runs under autocast of the same policies, this is a plain call.
+    float32 output; for a whole loss, write `by=operations` in the policy of `apply_policy` or of a
+    gradient function. Inside of autocast of the same policies, this is a plain call.
 
     Args:
         fn: any callable of pytrees, modules of Equinox and NNX included; None to decorate with
@@ -69,18 +67,12 @@ def autocast(
 
     Raises:
         TypeError: if an argument is of a wrong type.
-        ValueError: if an argument has no such value, or, when called, if `fn` creates Haiku
-            parameters or changes an NNX module that it closes over, or a compute dtype has 8 bits.
+        ValueError: if an argument has no such value, or, when called, if `fn` changes an NNX module
+            that it closes over, or a compute dtype has 8 bits.
 
     Warns:
-        UserWarning: when called, of rules, algorithms and selectors without effect, of products
-            that stay in float32 although the policy gives them 16 bits, and of what `save` left
-            as it was.
-
-    See Also:
-        `by=operations` in the policy of `apply_policy` or of a gradient function, which is for a
-        whole loss: it knows the parameters, and rounds no target. `full_precision` marks code that
-        stays in float32.
+        UserWarning: when called, of rules, algorithms and `save` without effect, and of products
+            that stay in float32 although the policy gives them 16 bits.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -56,11 +56,6 @@ def variables(equation: Equation) -> list[Atom]:
     return [atom for atom in equation.invars if not core.is_literal(atom)]
 
 
-def is_call(equation: Equation) -> bool:
-    """Whether an equation runs the jaxprs that it holds on its operands: a call, loop or branch."""
-    return inner_of(equation) is not None
-
-
 def _through(search: Search, equation: Equation, inner: Inner, found: Collection[Atom]) -> Flags:
     """Returns which operands of a call reach something."""
     results = within(search, equation, found)
@@ -78,8 +73,7 @@ def _through(search: Search, equation: Equation, inner: Inner, found: Collection
 def within(search: Search, equation: Equation, found: Collection[Atom]) -> Flags:
     """Returns which results of the jaxpr that an equation holds reach something.
 
-    They are those of the equation that are found; a loop also reads what it carries in its next
-    turn.
+    A loop reads what it carries in its next turn.
     """
     results, inner = tuple(var in found for var in equation.outvars), inner_of(equation)
     while inner is not None:

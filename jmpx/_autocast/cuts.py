@@ -72,12 +72,10 @@ def _has_product(jaxpr: Jaxpr) -> bool:
 
 
 def find_cuts(equations: Sequence[Equation], roles: Sequence[Role]) -> set[int]:
-    """Returns the indices of equations before which the jaxpr is best cut.
+    """Returns the indices of equations before which the jaxpr is best cut; see README.md.
 
-    One array at most lives there. Only large floating arrays that depend on a product count: what
-    only parameters or inputs contribute to, such as a mask, does not. There is one such place at
-    most between two equations that hold products: the one at which the least has to be
-    saved. Of these places some are taken, see `Part`.
+    One array at most lives there. There is one such place at most between two equations that hold
+    products: the one at which the least has to be saved. Of these, `Part` takes some.
     """
     holders = [i for i, role in enumerate(roles) if role in _HOLDERS]
     lives, sizes = _lives(equations, roles)
@@ -156,12 +154,10 @@ class Part(NamedTuple):
 
 
 def find_head(jaxpr: Jaxpr, roles: Sequence[Role]) -> int | None:
-    """Returns the index of the last product if it makes results larger than what it reads.
-
-    Such are the logits of a language model. The backward pass begins with their cotangent, and
-    needs of the head only what it reads: a checkpoint around it would save nothing, and keep XLA
-    from computing the cotangent in 16 bits, because it has to pass into the checkpoint as it is.
-    """
+    """Returns the index of the last product if it makes results larger than what it reads."""
+    # Such are the logits of a language model. The backward pass begins with their cotangent, and
+    # needs of the head only what it reads: a checkpoint around it would save nothing, and keep XLA
+    # from computing the cotangent in 16 bits, because it has to pass into the checkpoint as it is.
     head = max((i for i, role in enumerate(roles) if role in _HOLDERS), default=None)
     if head is None or roles[head] is not Role.PRODUCT:
         return None
@@ -204,12 +200,9 @@ def _size(atom: Atom) -> int:
 
 
 def _cuts(holders: Sequence[int], lives: Sequence[Life]) -> Iterator[int]:
-    """Yields the cuts between equations that hold products, given the lives that count.
-
-    An array that lives through half of a long part without a cut, such as the output of an encoder
-    in the decoder or the skip connection of a U-Net, has to be saved anyway: it does not count
-    there.
-    """
+    """Yields the cuts between equations that hold products, given the lives that count."""
+    # An array that lives through half of a long part without a cut, such as the output of an
+    # encoder in the decoder or the skip connection of a U-Net, has to be saved anyway.
     parts = [list(holders[:1])]
     for before, after in itertools.pairwise(holders):
         cut = _cheapest(before, after, lives)

@@ -44,13 +44,7 @@ class _Frame(NamedTuple):
 
 
 class Interpreter:
-    """Evaluates jaxprs under a policy map; `used` tells what it has met.
-
-    Args:
-        policy_map: the policies of scopes and operations.
-        surrounding: the algorithm of products that surrounds the call, see `Regions`.
-        saving: what is saved for the backward pass; None leaves that to JAX.
-    """
+    """Evaluates jaxprs under a policy map; `used` tells what it has met. See also `Regions`."""
 
     def __init__(
         self, policy_map: PolicyMap, surrounding: str | None = None, saving: Saving | None = None

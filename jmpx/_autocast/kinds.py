@@ -131,10 +131,7 @@ def reduce_devices(operation: Operation) -> list[Value]:
 
 
 def update(operation: Operation) -> list[Value]:
-    """Runs in float32 on operands that are rounded before, and rounds the result again.
-
-    So a maximum is one of the numbers that `promote_finite` would compare.
-    """
+    """Runs in float32 on rounded operands, so that a maximum is one of them, and rounds it."""
     dtype = operation.promoted
     placed = operation.arrays(dtype, Value.to_finite)
     widened = operation._replace(values=[Value(array, is_weak=True) for array in placed])

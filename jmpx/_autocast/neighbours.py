@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmpx._autocast.backward import find, is_call, variables, within
+from jmpx._autocast.backward import find, variables, within
 from jmpx._autocast.exposed import COPIES, exposed
 from jmpx._autocast.multiplied import multiplied
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, is_literal, operation_name
+from jmpx._jaxprs.inner import inner_of
 
 # If a consumer on the right reads a producer on the left, the producer runs in float32, too: the
 # shift of a softmax, `x - max`, and the squares of a norm are part of a statistic that is taken
@@ -67,7 +68,7 @@ class Neighbours(NamedTuple):
         """Whether an equation other than a call reaches no product."""
         if self.multiplied is None or any(var in self.multiplied for var in equation.outvars):
             return False
-        return not is_call(equation)
+        return inner_of(equation) is None
 
 
 _Named = Sequence[tuple[str, Equation]]

@@ -56,10 +56,7 @@ class Region(NamedTuple):
         return self.dtype.itemsize >= 4
 
     def changed(self, rule: PolicyRule, rank: int, around: Algorithm | None) -> "Region":
-        """Returns the region that a policy rule makes of this one.
-
-        A rule without an algorithm leaves that of the region around the scope.
-        """
+        """Returns the region that a policy rule makes of this one."""
         algorithm = around if rule.matmul is None else Algorithm(rule.matmul, rank)
         says_only_that = rule.matmul is not None and rule.compute is None and rule.output is None
         if self.is_fixed or says_only_that:
@@ -69,14 +66,11 @@ class Region(NamedTuple):
 
 
 class Regions:
-    """The regions of one evaluation under a policy map.
-
-    The surrounding algorithm is what jmpx has set around the call of autocast; it holds if the
-    policy map's default says none.
-    """
+    """The regions of one evaluation under a policy map."""
 
     def __init__(self, policy_map: PolicyMap, surrounding: str | None = None) -> None:
         self.policy_map = policy_map
+        # The algorithm that jmpx has set around the call; the default of the policy map goes first.
         self.surrounding = surrounding
         self.used = Used()  # what was met so far
         names = (policy_map.default.matmul_precision, *(rule.matmul for rule in policy_map.rules))
@@ -118,10 +112,11 @@ class Regions:
 
     def _outermost(self) -> Region:
         default = self.policy_map.default
-        matmul, rank = default.matmul_precision, -1
-        if matmul is None:
-            matmul, rank = self.surrounding, -2
-        algorithm = None if matmul is None else Algorithm(matmul, rank)
+        algorithm = None
+        if default.matmul_precision is not None:
+            algorithm = Algorithm(default.matmul_precision, -1)
+        elif self.surrounding is not None:
+            algorithm = Algorithm(self.surrounding, -2)
         return Region(np.dtype(default.compute_dtype), -1, is_weak=True, algorithm=algorithm)
 
     def note(self, algorithm: Algorithm) -> None:

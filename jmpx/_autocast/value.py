@@ -23,9 +23,7 @@ class Traits(NamedTuple):
         dtype: its dtype.
         is_weak: whether it takes the dtype of an array that is not weak, where the two meet: a
             float32 bias leaves a bfloat16 activation bfloat16. True until a 16-bit operation
-            contributes: inputs and constants are weak, and what only these contribute to. JAX's
-            `weak_type` differs: there, only what is made of Python numbers is weak, so that a
-            float32 parameter is not.
+            contributes. Unrelated to JAX's `weak_type`.
         tangent: whether it is a tangent, or computed from one. It is cast linearly, so that it can
             be transposed and an overflow shows.
         uniform: whether all its elements are the same number.
@@ -112,10 +110,7 @@ class Value:
         return self._cast(dtype, saturate=False)
 
     def to_finite(self, dtype: np.dtype) -> Array:
-        """Returns the array in `dtype`; finite numbers of a weak one stay finite.
-
-        An array that is not weak was computed: if it overflows, the overflow shows.
-        """
+        """Returns the array in `dtype`; finite numbers stay finite, but for computed ones."""
         return self._cast(dtype, saturate=self.is_weak and not self.tangent)
 
     def _cast(self, dtype: np.dtype, saturate: bool) -> Array:
@@ -192,11 +187,9 @@ def _cast(array: Array, dtype: np.dtype) -> Array:
 
 
 def _saturate(x: Array, y: Array) -> Array:
-    """Returns `y`, the cast of `x`, with a large finite number where only `y` is infinite.
-
-    A mask of -1e9 becomes half of the least number, so that a logit can be added to it. In float16
-    it would be -inf, and a row that is masked as a whole NaN.
-    """
+    """Returns `y`, the cast of `x`, with a large finite number where only `y` is infinite."""
+    # A mask of -1e9 becomes half of the least number, so that a logit can be added to it. In
+    # float16 it would be -inf, and a row that is masked as a whole NaN.
     if isinstance(x, jax.Array):
         return _saturate_traced(x, y)
     with np.errstate(over="ignore"):

@@ -86,22 +86,17 @@ def without_marks(scope: str) -> str:
 
 
 def is_own_name(module: Module, name: str) -> bool:
-    """Whether a scope next to a module's mark is the one that its framework gives the module.
-
-    Haiku and Linen name it by the last part of the module's path, Linen with the method at its end
-    (`Dense_0.attend`); Linen's outermost module and Equinox's own layers are named by their class
-    (`eqx.nn.Linear`).
-    """
+    """Whether a scope next to a module's mark is the one that its framework gives the module."""
+    # Haiku and Linen name it by the last part of the module's path, Linen with the method at its
+    # end (`Dense_0.attend`); Linen's outermost module and Equinox's own layers are named by their
+    # class (`eqx.nn.Linear`).
     path = module.path.rpartition("/")[2]
     names = {base.__name__ for base in module.cls.__mro__}
     return path in (name, name.partition(".")[0]) or name.rpartition(".")[2] in names
 
 
 def unmarked_stack(stack: NameStack) -> NameStack:
-    """Returns a name stack without marks; the same object if it has none.
-
-    An outer autocast that traces the operations reads the marks.
-    """
+    """Returns a name stack without marks, unless an outer autocast traces and reads them."""
     is_marked = any(scope.name.startswith(_MARK) for scope in stack.stack)
     if _thread.is_marking or not is_marked:
         return stack

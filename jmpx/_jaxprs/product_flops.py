@@ -52,11 +52,7 @@ def _taps(
 ) -> int:
     """Returns how often one axis of a kernel meets a number of an input, not padding or a hole.
 
-    Args:
-        inputs: the size of the input, and the distance of its elements.
-        kernel: the size of the kernel, and the distance of its elements.
-        outputs: the size of the result, and the stride.
-        padding: before the input; it may be negative.
+    Each axis has a size and the distance of its elements. The padding may be negative.
     """
     dilation, last = inputs[1], (inputs[0] - 1) * inputs[1]
     (few, far), (many, step) = sorted((kernel, outputs))
