@@ -180,12 +180,7 @@ def _run(operation: Operation) -> list[Value]:
 
 
 def _apply_rule(operation: Operation) -> list[Value]:
-    """Runs an operation by the first of these that applies.
-
-    1. `jmpx.full_precision` marks it. 2. The rule of its primitive is asked everywhere. 3. A policy
-    rule gives the primitive a dtype. 4. The region is float32. 5. The primitive has no rule, and
-    runs as it was traced. 6. The rule of the primitive.
-    """
+    """Runs an operation by the first that applies; `jmpx.full_precision` marks a fixed region."""
     entry, region = lookup(operation.equation), operation.region
     if region.is_fixed:
         return run_as_traced(operation, is_weak=False)

@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmpx._autocast.backward import find, variables, within
+from jmpx._autocast.backward import find, multiplied, variables, within
 from jmpx._autocast.exposed import COPIES, exposed
-from jmpx._autocast.multiplied import multiplied
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, is_literal, operation_name
 from jmpx._jaxprs.inner import inner_of
 
@@ -40,22 +39,15 @@ NOTHING = Ends()  # nothing is known of it
 
 
 class Neighbours(NamedTuple):
-    """Results of a jaxpr whose dtypes depend on the equations next to their own.
+    """Results of a jaxpr whose dtypes depend on the equations next to their own."""
 
-    Args:
-        statistics: results that a statistic in float32 reads; see `CONSUMERS`.
-        slopes: `n * x` next to `x**n`: part of its derivative, and as likely to overflow.
-        choices: comparisons of a number with the maximum of it and others, as the derivative of a
-            maximum makes them. The maximum was rounded, so the number has to be rounded, too.
-        exposed: variables that must not be rounded onto a bound; see `exposed.py`.
-        multiplied: variables that reach a product; None where that does not matter.
-    """
-
-    statistics: set[Atom]
-    slopes: set[Atom]
+    statistics: set[Atom]  # results that a statistic in float32 reads; see `CONSUMERS`
+    slopes: set[Atom]  # `n * x` next to `x**n`: part of its derivative, and as likely to overflow
+    # Comparisons of a number with the maximum of it and others, as the derivative of a maximum
+    # makes them. The maximum was rounded, so the number has to be rounded, too.
     choices: set[Atom]
-    exposed: frozenset[Atom]
-    multiplied: frozenset[Atom] | None
+    exposed: frozenset[Atom]  # variables that must not be rounded onto a bound; see `exposed.py`
+    multiplied: frozenset[Atom] | None  # those that reach a product; None where it does not matter
 
     def ends_within(self, equation: Equation) -> Ends:
         """Returns what becomes of the results of the jaxpr that an equation holds."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmpx._autocast.multiplied import CONVOLUTION, PRODUCTS
+from jmpx._autocast.backward import CONVOLUTION, PRODUCTS
 from jmpx._autocast.regions import Regions, Used
 from jmpx._autocast.rules import Operation
 from jmpx._autocast.value import FLOAT32

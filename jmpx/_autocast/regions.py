@@ -1,8 +1,4 @@
-"""Regions: what the rules of a policy map say about a scope, and about primitives in it.
-
-The rules of a policy map (`jmpx.types.Rule`) are called policy rules in this package, because each
-primitive has a rule, too: see `rules.py`.
-"""
+"""Regions: what the rules of a policy map say about a scope, and about primitives in it."""
 
 from typing import NamedTuple
 
@@ -126,10 +122,7 @@ class Regions:
             self.used.rules.add(self.policy_map.rules[algorithm.rank])
 
     def override(self, name: str, region: Region) -> np.dtype | None:
-        """Returns the dtype that a policy rule gives to a primitive (`op.exp: f32`), if any.
-
-        A later policy rule for the scope, whose region this is, takes precedence over it.
-        """
+        """Returns the dtype of a policy rule for a primitive, if no later rule is for its scope."""
         if name not in self._overrides:
             return None
         self.used.rules.update(rule for _, rule in self._overrides[name])
@@ -139,11 +132,7 @@ class Regions:
         return np.dtype(ranked[-1][1].compute)
 
     def algorithm(self, name: str, region: Region) -> Algorithm | None:
-        """Returns the algorithm of a float32 product; None leaves it to JAX.
-
-        A policy rule for the primitive (`op.dot_general: m=highest`) takes precedence over the
-        region, unless the region's algorithm is from a later rule.
-        """
+        """Returns the algorithm of a float32 product: that of the later rule, None for JAX's."""
         found = region.algorithm
         for rank, rule in self._overrides.get(name, ()):
             if rule.matmul is not None and (found is None or rank > found.rank):

@@ -1,8 +1,6 @@
-"""The registry: one rule for each primitive that autocast knows.
+"""The registry: one rule, `rule(operation) -> results`, for each primitive that autocast knows.
 
-A rule is a function, `rule(operation) -> results`, that runs an equation on its operands.
-`@register("scan")` puts it here; `kinds.py`, `primitives.py` and `control_flow.py` do so when they
-are imported.
+`@register("scan")` puts it here when `kinds.py`, `primitives.py` or `control_flow.py` is imported.
 """
 
 from collections.abc import Callable, Sequence

@@ -17,29 +17,22 @@ _LOW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 
 class Traits(NamedTuple):
-    """What is known of an array before the array exists: it is part of the keys of caches.
-
-    Args:
-        dtype: its dtype.
-        is_weak: whether it takes the dtype of an array that is not weak, where the two meet: a
-            float32 bias leaves a bfloat16 activation bfloat16. True until a 16-bit operation
-            contributes. Unrelated to JAX's `weak_type`.
-        tangent: whether it is a tangent, or computed from one. It is cast linearly, so that it can
-            be transposed and an overflow shows.
-        uniform: whether all its elements are the same number.
-        power: whether it is float32 only because a power in float16 could overflow.
-        onto_bound: the 16-bit dtypes in which a constant other than 0, 1 and -1 becomes one of
-            them.
-        data: whether an input other than a parameter, or an array that is closed over, contributes
-            to it while it is weak; it is then weak only on the path to a product.
-    """
+    """What is known of an array before the array exists: it is part of the keys of caches."""
 
     dtype: np.dtype
+    # Whether it takes the dtype of an array that is not weak, where the two meet: a float32 bias
+    # leaves a bfloat16 activation bfloat16. True until a 16-bit operation contributes. Unrelated to
+    # JAX's `weak_type`.
     is_weak: bool
+    # Whether it is a tangent, or computed from one. It is cast linearly, so that it can be
+    # transposed and an overflow shows.
     tangent: bool = False
-    uniform: bool = False
-    power: bool = False
+    uniform: bool = False  # whether all its elements are the same number
+    power: bool = False  # whether it is float32 only because a power in float16 could overflow
+    # The 16-bit dtypes in which a constant other than 0, 1 and -1 becomes one of them.
     onto_bound: frozenset[np.dtype] = frozenset()
+    # Whether an input other than a parameter, or an array that is closed over, contributes to it
+    # while it is weak; it is then weak only on the path to a product.
     data: bool = False
 
 

@@ -59,7 +59,8 @@ def _taps(
     # Output o and tap k meet input place o * stride + k * distance - padding.
     places = step * np.arange(many) - padding
     each = (places + far * tap for tap in range(few))
-    return sum(np.count_nonzero((at >= 0) & (at <= last) & (at % dilation == 0)) for at in each)
+    is_met = ((at >= 0) & (at <= last) & (at % dilation == 0) for at in each)
+    return int(sum(map(np.count_nonzero, is_met)))
 
 
 PRODUCT_FLOPS: dict[str, Callable[[Equation], int]] = {
