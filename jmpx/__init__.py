@@ -53,7 +53,6 @@ if TYPE_CHECKING:
         MixedPrecision as MixedPrecision,
         get_mixed_precision as get_mixed_precision,
     )
-    from jmpx._scales.state import restore_loss_scale as restore_loss_scale
     from jmpx._scales.strings import get_loss_scale as get_loss_scale
     from jmpx._steps.batches import Batch as Batch
     from jmpx._steps.gradient import (
@@ -86,7 +85,6 @@ else:
             "_adapters.function_casts": "force_full_precision",
             "_steps.gradient": "filter_grad filter_value_and_grad",
             "_scales.kinds": "DynamicLossScale LossScale NoOpLossScale StaticLossScale",
-            "_scales.state": "restore_loss_scale",
             "_scales.strings": "get_loss_scale",
             "_steps.metrics": "metrics",
             "_scales.mixed_precision": "MixedPrecision get_mixed_precision",

@@ -148,7 +148,6 @@ def by_name(
     entries: Iterable[Entry],
     names: Mapping[str, str],
     elsewhere: Mapping[str, str] = {},
-    near: Mapping[str, str] = {},
 ) -> dict[str, Found]:
     """Returns values by the names that their keys stand for; case and space do not count.
 
@@ -156,7 +155,6 @@ def by_name(
         entries: the keys and the values.
         names: the accepted keys, and the names that they stand for.
         elsewhere: keys that users write in the wrong place, and the remedy for each.
-        near: other words for the names, which a message may suggest.
 
     Raises:
         ValueError: if a key is not accepted, or two keys stand for one name.
@@ -168,9 +166,7 @@ def by_name(
         if name is None and word in elsewhere:
             raise ValueError(f"Unexpected key {word!r}{key.at}: {elsewhere[word]}.")
         if name is None:
-            raise unknown(
-                "key", key, ", ".join(map(repr, dict.fromkeys(names.values()))), {**names, **near}
-            )
+            raise unknown("key", key, ", ".join(map(repr, dict.fromkeys(names.values()))), names)
         if name in found:
             raise ValueError(f"Duplicate key {name!r}{key.at}: give each key at most once.")
         found[name] = value

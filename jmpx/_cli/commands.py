@@ -43,17 +43,15 @@ def audit(given: argparse.Namespace) -> int:
 
 
 def ranges(given: argparse.Namespace) -> int:
-    """Prints which magnitudes occur, and what a dtype would need."""
+    """Prints which magnitudes occur, and what narrower dtypes would lose."""
     from jmpx._inspect.ranges.api import ranges
 
     fn, args = _made(given)
     found = attempt(f"The run of {given.target} failed", lambda: ranges(fn)(*args))
     _print(found, given)
-    if given.dtype is not None:
-        _print_note(f"\npolicy map for {given.dtype}: {found.rules(given.dtype)}", given)
     if given.plot is not None:
         attempt(f"Cannot draw {given.plot!r}", lambda: found.plot(given.plot))
-        _print_note(f"wrote {given.plot}", given)
+        print(f"wrote {given.plot}", file=sys.stderr)  # which is not part of the JSON
     return 0
 
 
@@ -85,8 +83,3 @@ def _made(given: argparse.Namespace) -> Program:
 
 def _print(found: PyTree, given: argparse.Namespace) -> None:
     print(found.to_json() if given.json else found)
-
-
-def _print_note(line: str, given: argparse.Namespace) -> None:
-    """Prints a line beside a result, which is not part of its JSON."""
-    print(line, file=sys.stderr if given.json else sys.stdout)

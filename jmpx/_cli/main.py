@@ -4,7 +4,7 @@
     python -m jmpx explain "c=bf16,o=f32; BatchNorm: full; */router: c=f32,m=highest"
     python -m jmpx explain --model pkg.module:make "c=bf16,o=f32; BatchNorm: full | dynamic"
     python -m jmpx audit pkg.module:make --platform tpu
-    python -m jmpx ranges pkg.module:make --dtype float16 --plot ranges.png
+    python -m jmpx ranges pkg.module:make --plot ranges.png
     python -m jmpx first-nonfinite examples/haiku/train.py:make -- --mp_policy=c=f16
 
 `explain`, a word that may be left out, takes a policy or a policy map and, after a bar, a loss
@@ -79,7 +79,6 @@ _COMMANDS = {
         commands.ranges,
         {
             **_TARGET,
-            "--dtype": {"help": "also print the policy map that keeps what overflows in float32"},
             "--plot": {"metavar": "PATH", "help": "draw the histogram of exponents"},
         },
     ),

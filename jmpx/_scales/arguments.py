@@ -21,15 +21,7 @@ _BELOW_1 = float(np.nextafter(1, 0))
 
 
 class Argument(NamedTuple):
-    """An argument of a loss scale.
-
-    Attributes:
-        name: its name as an argument of the class.
-        low: the least number that it may be.
-        high: the largest one.
-        expected: what it may be, for messages.
-        is_whole: whether it is a whole number.
-    """
+    """An argument of a loss scale: its name in the class, its range, and that in messages."""
 
     name: str
     low: float
@@ -69,10 +61,6 @@ def check_number(argument: Argument, value: object, what: str, at: str = "") -> 
     """Returns a number within the range of an argument; a concrete scalar array is one, too.
 
     Messages name the argument `what`, and the place of the value `at`.
-
-    Raises:
-        TypeError: if the value is traced, or not a number.
-        ValueError: if it is out of its range.
     """
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
@@ -97,10 +85,6 @@ def as_leaf(value: object, dtype: type[np.generic], argument: Argument) -> Any:
 
     The array is not weakly typed. A number becomes a NumPy array, which starts no backend and which
     Orbax saves; Orbax refuses NumPy scalars.
-
-    Raises:
-        TypeError: if `value` is a bool or text.
-        ValueError: if it is a number out of its range.
     """
     if isinstance(value, jax.Array):
         return jnp.asarray(value, dtype)
@@ -113,11 +97,7 @@ def as_leaf(value: object, dtype: type[np.generic], argument: Argument) -> Any:
 
 
 def concrete_leaf(leaf: object, name: str) -> np.ndarray:
-    """Returns a leaf of a loss scale as a NumPy array of shape ().
-
-    Raises:
-        TypeError: if it is traced, donated or of another shape, or not an array.
-    """
+    """Returns a leaf of a loss scale as a NumPy array of shape (), and refuses all else."""
     if is_array(leaf) and leaf.ndim == 0 and not isinstance(leaf, jax.core.Tracer):
         with contextlib.suppress(RuntimeError):  # It was donated, or another process holds it.
             return np.asarray(leaf)

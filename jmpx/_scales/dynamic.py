@@ -12,7 +12,6 @@ import numpy as np
 
 from jmpx._base.leaves import Array, is_array, is_floating
 from jmpx._base.messages import user_stacklevel
-from jmpx._base.moved import telling
 from jmpx._base.trees import Flag, as_flag
 from jmpx._scales.arguments import (
     DYNAMIC,
@@ -27,17 +26,14 @@ from jmpx._scales.numbers import plain_number, shortest
 from jmpx._scales.scaling import Scaling
 
 
-@telling("jmpx.DynamicLossScale")
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(Scaling):
     """A loss scale that grows while gradients are finite and shrinks when they are not.
 
     Every `period` finite steps the scale is multiplied by `factor`. A step with non-finite
     gradients, an overflow, multiplies it by `backoff_factor`; with `hysteresis`, only if the steps
-    before it overflowed too. Follows JMP's `DynamicLossScale`, which has the first five arguments,
-    torch's `GradScaler`, which bounds and shrinks a scale as `max_loss_scale` and `backoff_factor`
-    do, and DeepSpeed's scaler with `consecutive_hysteresis`. Micikevicius et al., arXiv 1710.03740.
-    `jmpx.get_loss_scale` makes one from a string or a mapping; `str` and `to_dict` give them back.
+    before it overflowed too. Follows JMP's `DynamicLossScale`, which has the first five arguments
+    (Micikevicius et al., arXiv 1710.03740).
 
     As a pytree its leaves are `loss_scale` and `counter`; the other arguments are configuration. A
     checkpoint therefore restores two numbers into a template, whose configuration holds: a restored
@@ -52,10 +48,8 @@ class DynamicLossScale(Scaling):
             in a row, which count up to `hysteresis` - 1. Kept as an int32 in the same way.
         period: finite steps from one growth to the next.
         factor: what the scale is multiplied by when it grows, up to 2**126.
-        min_loss_scale: the scale never falls below this number, which may be less than 1, nor below
-            2**-126.
-        max_loss_scale: the scale never grows beyond this number, nor beyond 2**126, which None
-            means.
+        min_loss_scale: the least scale, which may be less than 1, but not less than 2**-126.
+        max_loss_scale: the largest scale, at most 2**126, which None means.
         backoff_factor: what the scale is multiplied by when it shrinks, at least 2**-126; None
             means 1 / `factor`.
         hysteresis: how many overflows in a row shrink the scale. Each further one in the same row
@@ -69,12 +63,8 @@ class DynamicLossScale(Scaling):
     Example:
         >>> import jmpx
         >>> loss_scale = jmpx.DynamicLossScale(2**15, period=2)
-        >>> [float(loss_scale.adjust(finite).loss_scale) for finite in (True, False)]
-        [32768.0, 16384.0]
-        >>> float(loss_scale.adjust(True).adjust(True).loss_scale)
-        65536.0
-        >>> str(loss_scale)
-        'dynamic,init=32768,period=2'
+        >>> print(loss_scale.adjust(False), loss_scale.adjust(True).adjust(True))
+        dynamic,init=16384,period=2 dynamic,init=65536,period=2
     """
 
     __module__ = "jmpx"
@@ -131,11 +121,9 @@ class DynamicLossScale(Scaling):
 
     @property
     def _backoff(self) -> float:
-        """What the scale is multiplied by when it shrinks.
-
-        A product is the same in every program. XLA turns some divisions by a constant into one, so
-        that a compiled step would shrink the scale to another number than an eager one.
-        """
+        """What the scale is multiplied by when it shrinks."""
+        # XLA turns some divisions by a constant into products, so that a compiled step would shrink
+        # the scale to another number than an eager one. A product is the same in every program.
         return 1 / self.factor if self.backoff_factor is None else self.backoff_factor
 
     @property
@@ -152,10 +140,8 @@ class DynamicLossScale(Scaling):
 
     @property
     def _effective_scale(self) -> jax.Array | np.ndarray:
-        """The scale clipped to its bounds, so that one multiplication undoes it.
-
-        The constructor clips, too; a scale that a checkpoint restored has not been through it.
-        """
+        """The scale clipped to its bounds, so that one multiplication undoes it."""
+        # The constructor clips, too; a scale that a checkpoint restored has not been through it.
         if jnp.ndim(self.loss_scale) != 0:
             raise ValueError(
                 f"Expected a loss scale of shape (), got {jnp.shape(self.loss_scale)}: map over a "
@@ -205,12 +191,7 @@ class DynamicLossScale(Scaling):
         overflows = jnp.minimum(self._overflows + 1, self.hysteresis - 1)
         return jnp.where(finite, jnp.where(due, 0, self._finite_steps + 1), -overflows)
 
-    def _concrete(self) -> tuple[np.float32, int]:
-        """The scale within its bounds, and the counter.
-
-        Raises:
-            TypeError: if a leaf is not one concrete number.
-        """
+    def _numbers(self) -> dict[str, int | float]:
         leaf, counter = (concrete_leaf(getattr(self, name), name) for name in LEAVES)
         scale = np.float32(self._clip(leaf.astype(np.float32)))
         if not np.isfinite(scale):
@@ -218,22 +199,14 @@ class DynamicLossScale(Scaling):
                 f"Expected loss_scale of the loss scale to be finite, got {scale}: restore another "
                 "one."
             )
-        return scale, int(counter)
-
-    def _numbers(self) -> dict[str, int | float]:
-        scale, counter = self._concrete()
         values = {key: getattr(self, argument.name) for key, argument in DYNAMIC.items()}
-        values |= {"init": shortest(scale), "counter": counter}
+        values |= {"init": shortest(scale), "counter": int(counter)}
         defaults = {field.name: field.default for field in dataclasses.fields(DynamicLossScale)}
         return {
             key: plain_number(value)
             for key, value in values.items()
             if key == "init" or value != defaults[DYNAMIC[key].name]
         }
-
-    def _state(self) -> dict[str, int | float]:
-        scale, counter = self._concrete()
-        return {"loss_scale": float(scale), "counter": counter}
 
 
 LEAVES = ("loss_scale", "counter")

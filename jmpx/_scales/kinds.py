@@ -1,7 +1,4 @@
-"""Loss scales: pytrees that keep float16 gradients from underflowing.
-
-The loss is multiplied by the scale, its gradients are divided by it. The three classes have the
-same methods, so that a train step works with any of them:
+"""The loss scales that never change, and what all three are in a train step.
 
     loss = loss_scale.scale(loss)               # inside the differentiated function
     grads = loss_scale.unscale(grads)           # with the scale that the backward pass used
@@ -24,23 +21,14 @@ from jmpx._scales.arguments import LOWEST_SCALE, STATIC, check_number
 from jmpx._scales.dynamic import DynamicLossScale
 from jmpx._scales.flax_states import register_with_flax
 from jmpx._scales.numbers import shortest
-from jmpx._scales.scaling import Scaling, Written
+from jmpx._scales.scaling import Scaling
 
 T = TypeVar("T")
 
 
-class _Constant(Written):
-    """A loss scale that never changes."""
-
-    def adjust(self, grads_finite: Flag) -> Self:
-        """Returns this loss scale, for finite gradients and for others."""
-        del grads_finite
-        return self
-
-
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class NoOpLossScale(_Constant):
+class NoOpLossScale(Scaling):
     """The loss scale that does nothing, for float32 and bfloat16.
 
     Follows JMP's `NoOpLossScale`. As a pytree it has no leaves.
@@ -52,6 +40,7 @@ class NoOpLossScale(_Constant):
     """
 
     __module__ = "jmpx"
+    _kind: ClassVar[str] = "none"
 
     def __post_init__(self) -> None:
         register_with_flax(type(self))
@@ -69,10 +58,18 @@ class NoOpLossScale(_Constant):
         """Returns `tree` itself."""
         return tree
 
+    def adjust(self, grads_finite: Flag) -> Self:
+        """Returns this loss scale, for finite gradients and for others."""
+        del grads_finite
+        return self
+
+    def _numbers(self) -> dict[str, int | float]:
+        return {}
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale(_Constant, Scaling):
+class StaticLossScale(Scaling):
     """A loss scale that never changes.
 
     Follows JMP's `StaticLossScale`. As a pytree it has no leaves: the factor is part of the
@@ -124,8 +121,10 @@ class StaticLossScale(_Constant, Scaling):
     def _numbers(self) -> dict[str, int | float]:
         return {"init": shortest(self.loss_scale)}
 
-    def _state(self) -> dict[str, int | float]:
-        return {"loss_scale": float(self.loss_scale)}
+    def adjust(self, grads_finite: Flag) -> Self:
+        """Returns this loss scale, for finite gradients and for others."""
+        del grads_finite
+        return self
 
 
 LossScale = Union[NoOpLossScale, StaticLossScale, DynamicLossScale]  # noqa: UP007 (as in JMP)
@@ -143,16 +142,6 @@ class _Scales(Protocol):
 def is_loss_scale(value: object) -> bool:
     """Whether a value is a loss scale, rather than a class of them."""
     return isinstance(value, _Scales) and not isinstance(value, type)
-
-
-def in_place_of_loss_scale(value: object, otherwise: str) -> str:
-    """Returns the remedy for a value that is not a loss scale: to call it, if that makes one."""
-    if not isinstance(value, type) or not issubclass(value, LossScale):
-        return otherwise
-    number = "2.0**15" if value is StaticLossScale else ""
-    return (
-        f"call it, as {value.__module__}.{value.__qualname__}({number}), which makes a loss scale"
-    )
 
 
 def is_at_least_1(scaling: LossScale) -> bool:

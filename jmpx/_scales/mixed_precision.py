@@ -3,17 +3,13 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from jmpx._base.dtypes import is_dtype
-from jmpx._base.leaves import is_array
 from jmpx._base.mappings import (
     Located,
     MappingLike,
     is_mapping,
     read_entries,
-    refuse_value,
     whole_text,
 )
-from jmpx._base.moved import telling
 from jmpx._policies.map_strings import get_policy_map, map_of, parse_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.policy import Policy
@@ -21,18 +17,14 @@ from jmpx._scales.arguments import concrete_leaf
 from jmpx._scales.dynamic import LEAVES, DynamicLossScale
 from jmpx._scales.kinds import LossScale
 from jmpx._scales.strings import (
-    KINDS,
     LossScaleLike,
     get_loss_scale,
     parse_loss_scale,
     read_loss_scale,
 )
 
-_EXAMPLE = "'c=bf16,o=f32; LayerNorm: full | dynamic, init=2**15'"
 
-
-@telling("jmpx.MixedPrecision")
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class MixedPrecision:
     """A policy map and the loss scale to begin with: what one string says about a program.
 
@@ -94,20 +86,8 @@ class MixedPrecision:
         """Returns the policy map string, a bar, and the loss scale's string."""
         return f"{self.policy_map} | {self.loss_scale}"
 
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        return self._value() == other._value()
-
     def __hash__(self) -> int:
-        return hash(self._value())
-
-    def _value(self) -> tuple[object, ...]:
-        """Returns what equality compares; arrays, which have neither `==` nor hash, as numbers."""
-        scale = self.loss_scale
-        numbers = (getattr(scale, field.name) for field in dataclasses.fields(scale))
-        plain = (number.item() if is_array(number) else number for number in numbers)
-        return (self.policy_map, type(scale), *plain)
+        return hash((self.policy_map, str(self.loss_scale)))  # arrays have no hash
 
 
 def _with_numpy_arrays(loss_scale: LossScale) -> LossScale:
@@ -129,17 +109,10 @@ def get_mixed_precision(spec: MixedPrecisionLike) -> MixedPrecision:
     the bar, the loss scale is `auto`: a `DynamicLossScale` if the default policy or a rule computes
     in float16, and a `NoOpLossScale` otherwise.
 
-    A mapping has the keys that `get_policy_map` reads, and `loss_scale`:
-
-        policy: {compute: bf16, output: f32}
-        rules: [{select: LayerNorm, compute: f32}]
-        loss_scale: {type: dynamic, init: 32768}
-
-    Each value may also be its string, as `loss_scale: dynamic, init=2**15`.
-
     Args:
-        spec: a string; or a mapping; or a policy map, a policy or a dtype; or a mixed precision,
-            which is returned as it is.
+        spec: a string; or a mapping with the keys that `get_policy_map` reads, and `loss_scale`,
+            whose values may be mappings or strings; or a policy map, a policy or a dtype; or a
+            mixed precision, which is returned as it is.
 
     Raises:
         TypeError: if `spec` is of another type, or a value of the mapping is.
@@ -150,22 +123,15 @@ def get_mixed_precision(spec: MixedPrecisionLike) -> MixedPrecision:
         >>> import jmpx
         >>> print(jmpx.get_mixed_precision("c=f16; op.exp: f32 | dynamic, init=2**10"))
         params=float32,compute=float16,output=float16; op.exp: compute=float32 | dynamic,init=1024
-        >>> print(jmpx.get_mixed_precision({"policy": "bf16-mixed"}))
-        params=float32,compute=bfloat16,output=float32 | none
+        >>> scale = {"type": "static", "init": 1024}
+        >>> print(jmpx.get_mixed_precision({"policy": "16-mixed", "loss_scale": scale}))
+        params=float32,compute=float16,output=float32 | static=1024
     """
     if isinstance(spec, MixedPrecision):
         return spec
     if isinstance(spec, str):
         return _parse(spec)
-    if is_mapping(spec):
-        return _read(Located(spec))
-    if isinstance(spec, Policy | PolicyMap) or is_dtype(spec):
-        return MixedPrecision(spec)
-    what = (
-        "the string of a mixed precision, a mapping, a dtype, a jmpx.Policy, a jmpx.PolicyMap or a "
-        "jmpx.MixedPrecision"
-    )
-    raise refuse_value(what, Located(spec), f"write for example {_EXAMPLE}")
+    return _read(Located(spec)) if is_mapping(spec) else MixedPrecision(spec)
 
 
 def _read(found: Located[MappingLike]) -> MixedPrecision:
@@ -183,12 +149,6 @@ def _read(found: Located[MappingLike]) -> MixedPrecision:
 def _parse(text: str) -> MixedPrecision:
     """Parses the string of a mixed precision."""
     policy_map, loss_scale = whole_text(text, "policy").cut("|")
-    word = policy_map.value.partition(";")[0].partition(",")[0].partition("=")[0]
-    if word.strip().lower() in KINDS:
-        raise ValueError(
-            f"Unexpected loss scale {word.strip()!r}{policy_map.at}: write it after the policy "
-            f"map, as {_EXAMPLE}."
-        )
     parsed = parse_policy_map(policy_map)
     if "|" not in text:
         return MixedPrecision(parsed)

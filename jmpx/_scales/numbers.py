@@ -1,60 +1,34 @@
-"""Numbers of loss scales as texts: how they are read and written."""
+"""Numbers of loss scales as texts, such as `2**15`."""
 
 import math
 import re
-from collections.abc import Mapping
 
 import numpy as np
 
-from jmpx._scales.arguments import DYNAMIC
-
-# Each character is tried a fixed number of times, so that a long text takes linear time.
-_LITERAL = r"(?:[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
-_NUMBER = rf"([+-]?{_LITERAL})|({_LITERAL})\s*\*\*\s*([+-]?[0-9]+)"
-_LONGEST_EXPONENT = 9  # digits; any longer one gives 0, 1 or a number beyond float32
-_LONGEST_LITERAL = 40  # float32's largest number has 39 digits
-
 
 def parse_number(text: str) -> int | float:
-    """Returns the number that a text such as `32768`, `2**15`, `0.5` or `1e4` stands for.
+    """Returns the number that `32768`, `2**15`, `0.5` or `1e4` stands for; too large ones are inf.
 
-    Nothing is evaluated: a power of two literals is the only operation. A number that is too large
-    for a Python float is returned as infinity.
+    Nothing is evaluated: a power of two literals is the only operation, and it is a float's, so
+    that a huge one costs nothing.
 
     Raises:
         ValueError: if the text is anything else.
     """
-    match = re.fullmatch(_NUMBER, text.strip())
-    if match is None:
+    # Python reads -2**2 as -(2**2), and `float` takes the words nan and inf.
+    if not re.fullmatch(r"[-+.\deE_]+|[\d.][-+.\deE_]*\s*\*\*\s*[-+\d]+", text.strip(), re.ASCII):
         raise ValueError(text)
-    number, base, exponent = match.groups()
-    if number is not None:
-        return _parse_literal(number)
-    return _power(_parse_literal(base), exponent)
-
-
-def _parse_literal(text: str) -> int | float:
-    digits = text.lstrip("+-").replace("_", "")
-    is_whole = digits.isdigit() and len(text) <= _LONGEST_LITERAL
-    return int(text) if is_whole else float(text)
-
-
-def _power(base: int | float, exponent: str) -> int | float:
-    if len(exponent.lstrip("+-")) > _LONGEST_EXPONENT:
-        return math.inf
+    base, power, exponent = text.partition("**")
+    if not power:
+        return int(text) if text.strip().isdigit() else plain_number(float(text))
     try:
-        power = float(base) ** int(exponent)
+        return plain_number(float(base) ** int(exponent))
     except (OverflowError, ZeroDivisionError):
         return math.inf
-    is_whole = isinstance(base, int) and int(exponent) >= 0  # finite, so it has at most 1024 bits
-    return base ** int(exponent) if is_whole else power
 
 
 def format_number(number: int | float) -> str:
-    """Returns the text of a number, which `parse_number` reads back exactly.
-
-    A power of two that would take more than eight characters is written as one, such as `2**-14`.
-    """
+    """Returns the text of a number, which `parse_number` reads back; a long one may be a power."""
     text = str(plain_number(number))
     if len(text) > 8 and number > 0:
         exponent = math.frexp(number)[1] - 1
@@ -65,9 +39,8 @@ def format_number(number: int | float) -> str:
 
 def plain_number(number: int | float) -> int | float:
     """Returns a whole number as an int, which is shorter, unless it has more than 16 digits."""
-    if isinstance(number, float) and number.is_integer() and abs(number) < 2**53:
-        return int(number)
-    return number
+    is_whole = isinstance(number, float) and number.is_integer() and abs(number) < 2**53
+    return int(number) if is_whole else number
 
 
 def shortest(number: np.float32) -> int | float:
@@ -75,11 +48,3 @@ def shortest(number: np.float32) -> int | float:
     exact, short = float(number), float(str(number))
     is_exact = math.frexp(exact)[0] == 0.5 or np.float32(short) != number
     return plain_number(exact if is_exact else short)
-
-
-def as_text(kind: str, numbers: Mapping[str, int | float]) -> str:
-    """Returns the string of a loss scale, such as `dynamic,init=32768` or `static=1024`."""
-    if kind == "static":
-        return f"static={format_number(numbers['init'])}"
-    parts = [f"{key}={format_number(numbers[key])}" for key in DYNAMIC if key in numbers]
-    return ",".join([kind, *parts])

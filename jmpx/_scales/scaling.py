@@ -11,27 +11,24 @@ from jax.typing import ArrayLike
 
 from jmpx._base.casts import at_least_float32
 from jmpx._base.leaves import is_floating, is_inexact_array
-from jmpx._scales.numbers import as_text
+from jmpx._scales.numbers import format_number
 
 T = TypeVar("T")
 
 
-class Written:
-    """A loss scale as a string, as a mapping, and in a checkpoint."""
+class Scaling:
+    """A loss scale. `scale` multiplies by its factor, `unscale` divides by it."""
 
-    _kind: ClassVar[str] = "none"
+    _kind: ClassVar[str]
+
+    @property
+    def _effective_scale(self) -> jax.Array | np.ndarray | np.float32:
+        """The factor within its bounds, as a float32 of shape (), of JAX or of NumPy."""
+        raise NotImplementedError
 
     def _numbers(self) -> dict[str, int | float]:
-        """The numbers by their keys in strings, without defaults other than that of `init`.
-
-        Raises:
-            TypeError: if a leaf is not one concrete number.
-        """
-        return {}
-
-    def _state(self) -> dict[str, int | float]:
-        """The numbers that a checkpoint needs; raises as `_numbers`."""
-        return {}
+        """The numbers by their keys in strings, without defaults other than that of `init`."""
+        raise NotImplementedError
 
     def to_dict(self) -> dict[str, str | int | float]:
         """Returns a mapping such as `{"type": "dynamic", "init": 32768, "period": 500}`.
@@ -44,36 +41,17 @@ class Written:
         """
         return {"type": self._kind, **self._numbers()}
 
-    def state_dict(self) -> dict[str, str | int | float]:
-        """Returns what a checkpoint needs, as plain values for JSON and msgpack.
-
-        That is `{"type": "dynamic", "loss_scale": 32768.0, "counter": 0}`, without the
-        configuration, which a program gives anew: `jmpx.restore_loss_scale(state, like=loss_scale)`
-        restores it. A static loss scale has no counter; one that does nothing has the type alone.
-
-        Raises:
-            TypeError: as `to_dict`.
-        """
-        return {"type": self._kind, **self._state()}
-
     def __str__(self) -> str:
         """Returns the string, which `jmpx.get_loss_scale` parses back to an equal loss scale.
 
         A loss scale whose leaves are not concrete numbers is written as by `repr`.
         """
         try:
-            return as_text(self._kind, self._numbers())
+            numbers = self._numbers()
         except TypeError:
             return repr(self)
-
-
-class Scaling(Written):
-    """A loss scale with a factor. `scale` multiplies by it, `unscale` divides by it."""
-
-    @property
-    def _effective_scale(self) -> jax.Array | np.ndarray | np.float32:
-        """The factor within its bounds, as a float32 of shape (), of JAX or of NumPy."""
-        raise NotImplementedError
+        parts = [f"{key}={format_number(number)}" for key, number in numbers.items()]
+        return ",".join([self._kind, *parts]).replace("static,init=", "static=")
 
     def scale(self, tree: T) -> T:
         """Returns `tree` with its floating and complex arrays multiplied by the scale.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jmpx._base.leaves import PyTree, is_array, is_int, is_none, is_view, spell
 from jmpx._base.messages import describe
-from jmpx._scales.kinds import in_place_of_loss_scale, is_loss_scale
+from jmpx._scales.kinds import is_loss_scale
 from jmpx._storage.ema import LARGEST_COUNT
 from jmpx._storage.transformations import in_place_of_optimizer, is_optimizer, name_of
 
@@ -32,8 +32,7 @@ def check_loss_scale(value: object, remedy: str) -> None:
     """Refuses anything but a loss scale as the second argument of a function."""
     if not is_loss_scale(value):
         raise TypeError(
-            f"Expected a loss scale as the second argument, got {describe(value)}: "
-            f"{in_place_of_loss_scale(value, remedy)}."
+            f"Expected a loss scale as the second argument, got {describe(value)}: {remedy}."
         )
 
 

@@ -401,8 +401,8 @@ def test_a_function_without_modules_shows_scopes_and_operations(ask):
     assert "convert_element_type" not in ran and all(dtypes for _, dtypes in ran.values())
     assert [line.partition(" matched ")[2] for line in others] == [
         "no scope; did you mean 'router'?",
-        "no operation, as 'softmax' is none of JAX's primitives: write 'op.exp' and "
-        "'op.reduce_sum'.",
+        "no operation, as 'softmax' is a function: write rules for the primitives that it runs, "
+        "which jax.make_jaxpr shows, such as 'op.dot_general' and 'op.exp'.",
     ]
 
 

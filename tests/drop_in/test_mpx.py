@@ -258,7 +258,6 @@ def test_the_loss_scaling_is_a_class():
         scaling.adjust(jnp.array(False)).adjust(True),
         jax.tree.map(lambda leaf: leaf + 0, scaling),
         pickle.loads(pickle.dumps(scaling)),
-        jmpx.restore_loss_scale(scaling.state_dict(), like=scaling),
         eval(
             repr(scaling),
             {"DynamicLossScaling": mpx.DynamicLossScaling, "array": np.array}

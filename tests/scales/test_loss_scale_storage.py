@@ -195,17 +195,15 @@ def test_flax_refuses_what_is_no_state_of_a_loss_scale():
     [
         "import jmpx, flax",  # jmpx first, and no adapter
         "import flax, jmpx",
-        "import jmpx; early = jmpx.StaticLossScale(8); import jmpx.flax",
-        "import jmpx; early = jmpx.StaticLossScale(8); import flax",
-        "import jmpx; early = jmpx.DynamicLossScale(8); import flax.linen",
-        "import jmpx; jmpx.StaticLossScale(8); early = jmpx.NoOpLossScale(); import flax.nnx",
+        "import jmpx; jmpx.StaticLossScale(8); import flax.nnx",
+        "import jmpx; early = jmpx.DynamicLossScale(8).adjust(True); import flax",
     ],
 )
 def test_flax_knows_loss_scales_in_every_order_of_imports(imports):
     code = f"""
         {imports}
         from flax import serialization
-        scale = globals().get("early") or jmpx.StaticLossScale(8)
+        scale = globals().get("early", jmpx.StaticLossScale(8)).adjust(True)
         assert serialization.from_bytes(scale, serialization.to_bytes(scale)) == scale
         assert isinstance(serialization.to_state_dict(scale), dict)
     """

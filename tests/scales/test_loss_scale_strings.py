@@ -135,10 +135,8 @@ def test_powers_are_those_of_python(base, power):
                 parse_number(text)
         elif number or power >= 0:
             expected = eval(text) if power < 0 or number < 16 else math.inf
-            if isinstance(expected, float) and expected != math.inf:
+            if expected < 2**1000:
                 assert parse_number(text) == float(number) ** power
-            elif expected != math.inf and expected < 2**1000:
-                assert parse_number(text) == expected
 
 
 # auto
@@ -192,7 +190,7 @@ BAD = {
     "  ;": "Missing kind at position 2 of",
     "1024": "Unknown kind '1024' at position 0 of",
     "dynamc": "Unknown kind 'dynamc' at position 0 .*did you mean 'dynamic'",
-    "DynamicLossScale": "did you mean 'dynamic'",
+    "DynamicLossScale": "Unknown kind 'DynamicLossScale' at position 0",
     "dynamic init=4": "Unknown kind 'dynamic init' at position 0 .*did you mean 'dynamic'",
     "init=4": "Unknown kind 'init' at position 0",
     "c=bf16": "Unknown kind 'c' at position 0 of loss scale 'c=bf16'",
@@ -200,9 +198,9 @@ BAD = {
     "static=": "Expected the number of 'init', got '' at position 7",
     "static=-1": "Expected 'init' to be a number .* got -1 at position 7",
     "static=1e-40": "Cannot make the loss scale at position 0 .* number between 2.* got 1e-40",
-    "static, period=3": "Unexpected 'period' at position 15 .*: 'static' takes its factor alone",
-    "none, init=3": "Unexpected 'init' at position 11 .*: 'none' takes no number",
-    "none = f32": "Unexpected 'init' at position 7 .*: 'none' takes no number",
+    "static, period=3": "Unexpected 'period' at position 15 .*: 'static' does not take it",
+    "none, init=3": "Unexpected 'init' at position 11 .*: 'none' does not take it",
+    "none = f32": "Unexpected 'init' at position 7 .*: 'none' does not take it",
     "none=3": "Unexpected 'init' at position 5",
     "static=1024, dynamic": "Expected 'key=number', got 'dynamic' at position 13",
     "static=1, static=2": "Unknown key 'static' at position 10",
@@ -212,7 +210,7 @@ BAD = {
     "dynamic,period=3, period=4": "Duplicate key 'period' at position 18",
     "dynamic=3,init=4": "Duplicate key 'init' at position 10",
     "dynamic, perod=4": "Unknown key 'perod' at position 9 .*did you mean 'period'",
-    "dynamic, backoff_factor=0.5": "Unknown key 'backoff_factor' at position 9 .*mean 'backoff'",
+    "dynamic, backoff_factor=0.5": "Unknown key 'backoff_factor' at position 9",
     "dynamic,=4": "Missing key at position 8",
     "dynamic, period": "Expected 'key=number', got 'period' at position 9 .*'period'",
     "dynamic, period: 4": "Expected 'key=number', got 'period: 4' at position 9 .*an equals sign",
@@ -226,7 +224,7 @@ BAD = {
     "dynamic, period=2.5": "whole number between 1 and 2.* got 2.5 at position 16",
     "dynamic, hysteresis=0": "Expected 'hysteresis' to be a whole number",
     "dynamic, counter=2**31": "Expected 'counter' to be a whole number",
-    "dynamic, max=2**128": "Expected 'max' to be between .* float32's largest, got 3402823669",
+    "dynamic, max=2**128": "Expected 'max' to be between .* float32's largest, got 3.4028",
     "dynamic | none": "Unexpected '[|]' at position 8",
 }  # fmt: skip
 NO_NUMBERS = [

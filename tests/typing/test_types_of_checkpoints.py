@@ -1,4 +1,4 @@
-"""Types of averages, states of loss scales and descriptions. Run here, and checked by pyright."""
+"""Types of averages, mappings of loss scales and descriptions. Run here, and checked by pyright."""
 
 from typing import Any, assert_type
 
@@ -20,18 +20,10 @@ def test_averages() -> None:
     jmpx.inspect.check_restored(averaged, jmpx.inspect.describe_precision(params))
 
 
-def test_states_of_loss_scales() -> None:
-    dynamic = jmpx.DynamicLossScale(8.0)
-    assert_type(dynamic.state_dict(), dict[str, str | int | float])
-    assert_type(jmpx.StaticLossScale(8).state_dict(), dict[str, str | int | float])
-    assert_type(jmpx.NoOpLossScale().state_dict(), dict[str, str | int | float])
-    scales: list[jmpx.LossScale] = [dynamic, jmpx.NoOpLossScale()]
-    for scale in scales:
-        jmpx.restore_loss_scale(scale.state_dict(), like=scale)
-    assert_type(jmpx.restore_loss_scale(dynamic.state_dict(), like=dynamic), jmpx.DynamicLossScale)
-    assert_type(jmpx.restore_loss_scale(dynamic.state_dict(), "none"), jmpx.LossScale)
-    mp = jmpx.get_mixed_precision("c=f16")
-    assert_type(jmpx.restore_loss_scale(dynamic.state_dict(), mp), jmpx.LossScale)
+def test_mappings_of_loss_scales() -> None:
+    assert_type(jmpx.DynamicLossScale(8.0).to_dict(), dict[str, str | int | float])
+    assert_type(jmpx.StaticLossScale(8).to_dict(), dict[str, str | int | float])
+    assert_type(jmpx.NoOpLossScale().to_dict(), dict[str, str | int | float])
 
 
 def test_descriptions() -> None:

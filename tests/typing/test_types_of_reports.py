@@ -44,7 +44,6 @@ def test_ranges(tmp_path: Path) -> None:
     found = jmpx.inspect.ranges(loss_fn)(make_params(), ones(4, 2))
     assert_type(found, jmpx.inspect.Ranges)
     assert_type(found.loss_scale(head_room=2), float)
-    assert_type(found.rules("float16"), str)
     assert_type(found.to_json(), str)
     found.plot(tmp_path / "ranges.png")
 

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._adapters.boundaries import Method, cast_except, run_at_boundary, run_reading
-from jmpx._adapters.carries import noted_carries
+from jmpx._adapters.boundaries import Method, cast_except, run_cast
 from jmpx._adapters.dtype_fields import Selected, field_in_call
 from jmpx._adapters.equinox import nodes
 from jmpx._adapters.proxies import plain_class, proxy_class, public_methods
@@ -281,7 +280,7 @@ def _view_class(
 
 def _casting(cls: type, name: str, policy: Policy, kind: _Kind) -> Method:
     """Returns a public method that casts; see `_view_class`."""
-    run = run_at_boundary if kind.is_boundary else run_reading
+    run = functools.partial(run_cast, is_boundary=kind.is_boundary)
 
     @functools.wraps(inspect.getattr_static(cls, name), updated=())
     def method(self: eqx.Module, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -291,8 +290,7 @@ def _casting(cls: type, name: str, policy: Policy, kind: _Kind) -> Method:
         plain = getattr(_cast_late(plain, policy, kind.ruled), name)
         hidden = next(iter(args[1:2]), kwargs.get("hidden"))
         carry = hidden if issubclass(cls, _CELLS) else None
-        with noted_carries(plain_class(cls), policy):
-            return run(policy, plain, args, kwargs, by=_NAME, carry=carry, passes=_passes)
+        return run(policy, plain, args, kwargs, by=_NAME, carry=carry, passes=_passes)
 
     return method
 

@@ -9,8 +9,7 @@ The way through it:
   `accumulation.py` and `hardware.py`. **A new kind of finding** is such a file, with `KINDS` and
   `search`, its name in `findings.py`, and a row in the table of `docs/audit.md`.
 - What searches share: `step.py` is the program that they search, `values.py` says where numbers are
-  from, `streams.py` what becomes of float32 values, `signs.py` which numbers cannot be positive,
-  `recurrences.py` which values are made of earlier ones of themselves.
+  from, `streams.py` what becomes of float32 values, `signs.py` which numbers cannot be positive.
 - `remedies.py` proposes rules of policy maps for a finding, and `trying.py` traces the program
   under each, so that only rules that mend are printed.
 - `summary.py` counts products, saved values, casts and scopes; `flops.py` the FLOPs of operations.

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 
-from jmpx._base.messages import did_you_mean
 from jmpx._inspect.audit import summary
 from jmpx._inspect.audit.report import Audit
 from jmpx._inspect.audit.trying import tried
@@ -61,12 +60,11 @@ def audit(fn: Callable[..., object], *, platform: str | None = None) -> Callable
             "jmpx.inspect.audit(loss_fn)(params, batch)."
         )
     if platform is not None and platform not in PLATFORMS:
-        near = did_you_mean(str(platform), list(PLATFORMS))
-        raise ValueError(f"Unknown platform {platform!r}: expected 'tpu', 'gpu' or 'cpu'{near}")
-    hardware = None if platform is None else PLATFORMS[platform]
+        raise ValueError(f"Unknown platform {platform!r}: expected 'tpu', 'gpu' or 'cpu'.")
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
     def run(*args: object, **kwargs: object) -> Audit:
+        hardware = None if platform is None else PLATFORMS[platform]
         return report_of(traced_program(fn, args, kwargs), hardware)
 
     return run
