@@ -23,7 +23,7 @@ def report_text(report: AuditData, is_full: bool) -> str:
         "\n".join(_share_lines(report, is_full)),
         "\n".join(map(_wrapped, _notes(report))),
         *_finding_blocks(report, is_full),
-        "\n".join(_scope_lines(report.scopes, is_full)),
+        "\n".join(scope_lines(report.scopes, is_full)),
     ]
     return "\n\n".join(filter(None, blocks))
 
@@ -143,7 +143,7 @@ def _facts(finding: Finding) -> Iterator[str]:
 # Scopes
 
 
-def _scope_lines(scopes: Iterable[Scope], is_full: bool) -> list[str]:
+def scope_lines(scopes: Iterable[Scope], is_full: bool) -> list[str]:
     """Returns the table of scopes, or of layers that are alike, those with the most FLOPs first."""
     groups: dict[object, list[Scope]] = {}
     for scope in scopes:
