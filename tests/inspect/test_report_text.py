@@ -11,7 +11,6 @@ import jmpx
 from jmpx._base.text import bytes_text, flop_text, share_text, short_names
 from jmpx._inspect.audit.alike import alike_findings
 from jmpx._inspect.audit.data import Cast, Scope
-from jmpx._inspect.audit.findings import KINDS
 from jmpx._jaxprs.places import Place
 
 
@@ -131,14 +130,8 @@ def test_a_report_of_nothing():
     assert "scope" not in str(nothing)
 
 
-def test_without_findings_the_text_says_what_was_looked_for():
-    text = " ".join(str(CLEAN).split())
-    said = re.search(r"No findings\. Looked for (.*?)\.", text)
-    assert said and "Findings:" not in text
-    names = said[1].split(", ")
-    assert names == [name for name in KINDS if name != "platform-product"]
-    on_tpu = " ".join(str(dataclasses.replace(CLEAN, platform="tpu")).split())
-    assert f"{names[-1]}, platform-product." in on_tpu
+def test_without_findings_the_text_says_so():
+    assert "\n\nNo findings.\n\n" in str(CLEAN) and "Findings:" not in str(CLEAN)
 
 
 def test_a_while_loop_is_marked():

@@ -28,7 +28,7 @@ def test_audit() -> None:
     assert_type(report.to_dict(), dict[str, Any])
     assert_type(report.to_json(), str)
     with pytest.raises(TypeError):
-        jmpx.inspect.audit(3)  # pyright: ignore[reportArgumentType]
+        jmpx.inspect.audit(3)()  # pyright: ignore[reportArgumentType]
 
 
 def test_wire() -> None:

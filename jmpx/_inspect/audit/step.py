@@ -15,12 +15,10 @@ class Kind(NamedTuple):
     Attributes:
         name: its name, which is public: `report.check(allow=...)` and the JSON have it.
         rules: which rules of policy maps may mend such a finding, beside its own.
-        needs_platform: whether it is looked for only if a platform is named.
     """
 
     name: str
     rules: Callable[[Remedies, list[Node]], Iterator[str]] = Remedies.none
-    needs_platform: bool = False
 
 
 class Found(NamedTuple):

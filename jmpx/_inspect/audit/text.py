@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from jmpx._base.text import bytes_text, columns, flop_text, share_text, short_names
 from jmpx._inspect.audit.alike import alike_findings, common, pattern
 from jmpx._inspect.audit.data import SEVERITIES, AuditData, Finding, Scope
-from jmpx._inspect.audit.findings import KINDS
 
 _WIDTH = 100
 _INDENT = 8  # of what is below the first line of a finding
@@ -99,14 +98,9 @@ def _notes(report: AuditData) -> Iterator[str]:
 
 
 def _finding_blocks(report: AuditData, is_full: bool) -> Iterator[str]:
-    """Yields the findings, or what was looked for if there are none."""
-    if not report.findings:
-        names = [kind.name for kind in KINDS.values() if report.platform or not kind.needs_platform]
-        yield _wrapped(f"No findings. Looked for {', '.join(names)}.")
-        return
     findings = report.findings if is_full else alike_findings(report.findings)
     shown = findings if is_full else findings[:_FINDINGS]
-    yield f"Findings: {severities(findings)}"
+    yield f"Findings: {severities(findings)}" if findings else "No findings."
     yield from map(finding_text, shown)
     yield from _left_out(len(findings) - len(shown), "findings")
 
