@@ -5,10 +5,6 @@ import dataclasses
 import sys
 from typing import Any
 
-import jax
-
-from jmpx._base.leaves import ARRAYS
-
 _known: set[type] = set()
 
 
@@ -35,7 +31,8 @@ def register_with_flax(cls: type, names: tuple[str, ...] = ()) -> None:
                 "the kind that was saved."
             )
         for name, value in state.items():
-            if _is_number(getattr(template, name)) and not _is_number(value):
+            is_missing = value is None and getattr(template, name) is not None
+            if is_missing or isinstance(value, dict | list | str):
                 raise ValueError(
                     f"Expected {name} in the state of a {cls.__name__} to be a number, got "
                     f"{type(value).__name__}: the checkpoint is torn, so restore an older one."
@@ -44,8 +41,3 @@ def register_with_flax(cls: type, names: tuple[str, ...] = ()) -> None:
 
     with contextlib.suppress(ValueError):  # Flax refuses a class that is registered.
         serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
-
-
-def _is_number(value: object) -> bool:
-    """Whether a value is a number or an array, rather than a sharding or an axis."""
-    return isinstance(value, (*ARRAYS, jax.ShapeDtypeStruct, int, float))

@@ -68,11 +68,9 @@ def as_grad_dtype(dtype: DTypeLike | None) -> DTypeLike | None:
 
 
 def widened(params: list[jax.Array], dtype: DTypeLike | None) -> list[jax.Array]:
-    """Returns parameters in a dtype in which their gradients are not rounded below `dtype`.
-
-    A gradient has the dtype of its parameter, so that parameters are widened, which rounds nothing,
-    before the policy casts them.
-    """
+    """Returns parameters in a dtype in which their gradients are not rounded below `dtype`."""
+    # A gradient has the dtype of its parameter, so that parameters are widened, which rounds
+    # nothing, before the policy casts them.
     if dtype is None:
         return params
     check_enabled(dtype)
