@@ -24,12 +24,9 @@ from steps import Point
 # Each step of jmpx, and the step by hand that skips in the same way.
 FLOAT16 = {
     "jmpx_where": "handwritten",
-    "jmpx_counting_where": "handwritten",
-    "jmpx_wrapped": "handwritten",
     "jmpx_jmp_style": "handwritten_late",
     "jmpx": "handwritten_cond",
     "jmpx_counting": "handwritten_cond",
-    "jmpx_wrapped_cond": "handwritten_cond",
 }
 BFLOAT16 = {"jmpx": "handwritten", "jmpx_jmp_style": "handwritten"}
 GROWTH = ("handwritten", "jmpx_where", "jmpx", "mpx", "jmp")  # over the number of layers

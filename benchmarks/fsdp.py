@@ -20,9 +20,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import collectives
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import records
@@ -31,7 +29,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from models import Transformer
 
 import jmpx
-import jmpx.equinox
 
 DEVICES = 8
 MODEL = Transformer(layers=4, width=128, hidden=512, classes=496, islands=True)
@@ -77,52 +74,6 @@ def with_autocast(model: Transformer, mesh: Mesh, *args: Any) -> Gradients:
     return jax.value_and_grad(jmpx.autocast(without_casts.loss))(*args)
 
 
-class Network(eqx.Module):
-    """The transformer as an Equinox module."""
-
-    params: PyTree
-    model: Transformer = eqx.field(static=True)
-
-    def __call__(self, x: jax.Array, labels: jax.Array) -> jax.Array:
-        return self.model.loss(self.params, x, labels)
-
-
-def with_equinox(model: Transformer, mesh: Mesh, *args: Any) -> Gradients:
-    def loss_fn(params: PyTree, *batch: jax.Array) -> jax.Array:
-        return jmpx.equinox.with_policies(Network(params, model), "c=bf16,o=f32")(*batch)
-
-    return jax.value_and_grad(loss_fn)(*args)
-
-
-def split(batch: tuple[jax.Array, ...], mesh: Mesh) -> list[jax.Array]:
-    groups = [array.reshape(mesh.size, -1, *array.shape[1:]) for array in batch]
-    return jax.lax.with_sharding_constraint(groups, NamedSharding(mesh, ROWS))
-
-
-def groups_by_hand(model: Transformer, mesh: Mesh, params: PyTree, *batch: Any) -> Gradients:
-    def of_a_group(params: PyTree, x: jax.Array, labels: jax.Array) -> Gradients:
-        return jax.value_and_grad(model.loss)(cast(params), cast(x), labels)
-
-    mapped = jax.vmap(of_a_group, in_axes=(None, 0, 0), spmd_axis_name="data")
-    losses, grads = mapped(params, *split(batch, mesh))
-    means = jax.tree.map(lambda grad: grad.astype(jnp.float32).mean(0), grads)
-    return losses.mean(), jax.lax.with_sharding_constraint(means, NamedSharding(mesh, ROWS))
-
-
-def groups_gathered_once(model: Transformer, mesh: Mesh, *args: Any) -> Gradients:
-    def gather(leaf: jax.Array) -> jax.Array:
-        # As it is sharded first: without that, XLA would gather before the cast.
-        for spec in (P(*[P.UNCONSTRAINED] * leaf.ndim), WHOLE):
-            leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
-        return leaf
-
-    def loss_fn(params: PyTree, *batch: jax.Array) -> jax.Array:
-        return model.loss(jax.tree.map(gather, cast(params)), *batch)
-
-    batch = jmpx.Batch(sharding=NamedSharding(mesh, ROWS))
-    return with_jmpx(loss_fn, "c=bf16", batch=batch, uncast=0)(*args)
-
-
 # Ways under shard_map, where the program gathers the parameters.
 
 
@@ -160,11 +111,8 @@ UNDER_JIT: dict[str, Way] = {
     "float32": plain,
     "c=bf16": with_policy("c=bf16"),
     "autocast": with_autocast,
-    "Equinox, with_policies": with_equinox,
-    "groups by hand": groups_by_hand,
     f"{GROUPS}, c=bf16": with_policy("c=bf16", groups=True),
     f"{GROUPS}, c=bf16,r=bf16": with_policy("c=bf16,r=bf16", groups=True),
-    f"{GROUPS}, c=bf16, gathered once": groups_gathered_once,
     f"{GROUPS}, c=bf16, 4 micro-batches": with_policy("c=bf16", groups=True, microbatches=4),
 }
 UNDER_SHARD_MAP: dict[str, Way] = {

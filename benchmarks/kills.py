@@ -1,6 +1,6 @@
 """Kills a float16 training twenty times and checks that the resumed one loses nothing.
 
-    python benchmarks/kills.py                             # npz, Equinox and Orbax
+    python benchmarks/kills.py                             # npz and Orbax
     python benchmarks/kills.py --only npz --small
 
 The training has a dynamic loss scale that moves because steps overflow, a `skip_nonfinite` and a
@@ -58,31 +58,22 @@ def restored(template: State, values: Any) -> State:
 class Npz:
     """Checkpoints that are one file each."""
 
-    ending = ".npz"
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         # What was being written when the process was killed.
         self.unfinished = len([path.unlink() for path in folder.glob("*.tmp")])
 
-    def write(self, file: Any, state: State) -> None:
-        arrays: Any = {name: np.asarray(leaf) for name, leaf in leaves_of(state).items()}
-        np.savez(file, **arrays)
-
-    def read(self, file: Any, template: State) -> State:
-        with np.load(file) as arrays:
-            return restored(template, arrays)
-
     def steps(self) -> list[int]:
-        return sorted(int(path.stem) for path in self.folder.glob(f"*{self.ending}"))
+        return sorted(int(path.stem) for path in self.folder.glob("*.npz"))
 
     def path(self, step: int) -> Path:
-        return self.folder / f"{step:06}{self.ending}"
+        return self.folder / f"{step:06}.npz"
 
     def save(self, step: int, state: State) -> None:
         temporary = self.path(step).with_suffix(".tmp")
         with temporary.open("wb") as file:
-            self.write(file, state)
+            arrays: Any = {name: np.asarray(leaf) for name, leaf in leaves_of(state).items()}
+            np.savez(file, **arrays)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.path(step))
@@ -90,30 +81,11 @@ class Npz:
             self.path(old).unlink()
 
     def load(self, step: int, template: State) -> State:
-        with self.path(step).open("rb") as file:
-            return self.read(file, template)
+        with self.path(step).open("rb") as file, np.load(file) as arrays:
+            return restored(template, arrays)
 
     def close(self) -> None:
         pass
-
-
-class Equinox(Npz):
-    """Checkpoints of Equinox, one file each."""
-
-    ending = ".eqx"
-
-    def write(self, file: Any, state: State) -> None:
-        import equinox as eqx
-
-        eqx.tree_serialise_leaves(file, state)
-
-    def read(self, file: Any, template: State) -> State:
-        import equinox as eqx
-
-        state = eqx.tree_deserialise_leaves(file, template)
-        if file.read(1):
-            raise ValueError("Something follows the last leaf.")
-        return state
 
 
 class Orbax:
@@ -139,7 +111,7 @@ class Orbax:
         self.manager.close()
 
 
-FORMATS = {"npz": Npz, "`eqx.tree_serialise_leaves`": Equinox, "Orbax": Orbax}
+FORMATS = {"npz": Npz, "Orbax": Orbax}
 
 
 def resume(checkpoints: Any, template: State) -> tuple[int, State]:

@@ -29,7 +29,6 @@ class Transformer:
     causal: bool = True
     islands: bool = False
     scanned: bool = False
-    unroll: int = 1  # how many layers are written out in the body of the scan
     checkpointed: bool = False  # each block keeps the results of its weight products alone
     deviation: float | None = None  # of the first weights; default: 1 / sqrt(inputs)
 
@@ -70,7 +69,7 @@ class Transformer:
             return block(layer, x), None
 
         if self.scanned:
-            return lax.scan(body, x, params["layers"], unroll=self.unroll)[0]
+            return lax.scan(body, x, params["layers"])[0]
         for layer in params["layers"]:
             x = block(layer, x)
         return x

@@ -1,6 +1,6 @@
 """What the scripts that try to make jmpx fail share: a command line, and the table of results.
 
-`kills.py`, `soak.py`, `threads.py` and `fuzz_strings.py` keep a line of JSON for each case and
+`kills.py` and `soak.py` keep a line of JSON for each case and
 version of JAX in `benchmarks/results/reliability.jsonl`; `report.py` writes the table.
 """
 

@@ -3,8 +3,8 @@
     python benchmarks/report.py                        # the pages
     python benchmarks/report.py --again autocast fsdp  # runs these scripts first
 
-`benchmarks/README.md` has the bars and short tables, `benchmarks/results/README.md` all tables,
-README.md and docs/ the tables for visitors.
+`benchmarks/README.md` has the bars, README.md and docs/ the tables for visitors; the lines of all
+points are in `benchmarks/results/`.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import compiled_step
-import fsdp
 import language_model
 import mutants
 import records
@@ -26,29 +25,18 @@ from records import Record, Row, plain, table, table_of_bars
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
-PAGE, DETAILS = FOLDER / "README.md", FOLDER / "results" / "README.md"
+PAGE = FOLDER / "README.md"
 MARKS = "<!-- table, by report.py -->", "<!-- end -->"
-TABLES = (  # of `benchmarks/results/README.md`, by the name of the benchmark
-    *("compiled_step", "autocast", "eager_casts", "import_time"),
-    *("fsdp_partitioner", "fsdp_stablehlo"),
-    *("tpu_steps", "tpu_products", "tpu_reductions", "tpu_fsdp"),
-)
 
 # The bars: what has to hold, and what was measured. These are on the first page.
 
 HEADLINE = re.compile(
     "HLO instructions: (jmpx over|jmpx_where)|time: jmp over|residual|24 layers$"
-    "|2000 arrays outside|import|MiB sent|error over|TPU"
+    "|import|MiB sent|error over|TPU"
 )
 COUNTS = {"instructions": "HLO instructions", "entry_ops": "entry ops", "bytes_accessed": "bytes"}
 RESIDUALS = {"autocast": 0.67, "autocast, save": 0.12}
 TRACES = {"24 layers": 2.3, "24 layers, scanned": 1.3}
-EAGER = {  # shares of JMP's time, because milliseconds are those of one machine
-    (2000, "to_cast", "casting 2000 arrays outside of jit"): 0.212,
-    (2000, "already_right", "casting 2000 arrays that are right"): 0.107,
-    (20000, "to_cast", "casting 20000 arrays outside of jit"): 0.307,
-    (20000, "already_right", "casting 20000 arrays that are right"): 0.163,
-}
 SENT = {  # what a device may send in a step, in MiB
     ("fsdp_partitioner", "batch_sharding, c=bf16"): 7.2,
     ("fsdp_partitioner", "batch_sharding, c=bf16,r=bf16"): 4.4,
@@ -78,11 +66,6 @@ def bars(found: list[Record]) -> Iterator[Row]:
             yield Row(f"trace time over no autocast's: {way}", record["ratio"], TRACES[way])
             measure = f"trace time of save= over one checkpoint's: {way}"
             yield Row(measure, record["save_ratio"], TRACES[way])
-    eager = of(found, "eager_casts")
-    later = {(r["library"], r["leaves"], r["case"]): r["later_ms"] for r in eager}
-    for (leaves, case, words), bar in EAGER.items():
-        ratio = later["jmpx", leaves, case] / later["jmp", leaves, case]
-        yield Row(f"time over JMP's of {words}", ratio, bar)
     (jmpx,) = (r for r in of(found, "import_time") if r["library"] == "jmpx")
     yield Row("milliseconds that `import jmpx` adds to `import jax`", jmpx["over_jax_ms"], 10)
     yield from fsdp_bars(of(found, "fsdp_partitioner", "fsdp_stablehlo"))
@@ -162,34 +145,6 @@ def programs(found: list[Record]) -> str:
     return table(("the step", "skips with", "HLO instructions", "CPU seconds to compile"), rows)
 
 
-# Fields that say where and when; one line over each table says it.
-WHERE = {"benchmark", "date", "platform", "device_kind", "cores", "cuda", "python", "versions"}
-WHERE |= {"target", "libtpu"}
-
-
-def table_of(name: str, found: list[Record]) -> list[str]:
-    """Returns the paragraphs of one benchmark: a heading, where it ran, and all fields."""
-    jax = {records.version_of(record) for record in found}
-    days = {record["date"][:10] for record in found}
-    cores = {f"{r['cores']} CPU cores" for r in found}
-    chips = {f"; for {r['target']} by libtpu {r['libtpu']}" for r in found if "target" in r}
-    places = f"{', '.join(sorted(cores))}{''.join(sorted(chips))}"
-    keys = list(dict.fromkeys(key for record in found for key in record if key not in WHERE))
-    rows = ([plain(record.get(key, "")) for key in keys] for record in found)
-    where = f"JAX {', '.join(sorted(jax))}; {', '.join(sorted(days))}; {places}."
-    return [f"## {name}", where, table(keys, rows)]
-
-
-def details(found: list[Record], tpu: list[Record]) -> str:
-    """Returns the page of all rows and all tables."""
-    parts = ["# All results", f"Written by `{Path(__file__).name}` from `{records.CPU.name}`."]
-    parts += ["## The bar", table_of_bars(bars(found))]
-    for name in TABLES:
-        chosen = [r for r in of(found, name) if "fsdp" not in name or r["way"] in fsdp.WAYS]
-        parts += table_of(name, chosen)
-    return "\n\n".join([*parts, *tpu_tables.sections(tpu)]) + "\n"
-
-
 # The pages.
 
 
@@ -211,7 +166,7 @@ def pages() -> dict[Path, str]:
         "docs/storage.md": (storage.table(stored),),
     }
     texts = {ROOT / name: replaced((ROOT / name).read_text(), *new) for name, new in tables.items()}
-    return {PAGE: replaced(page, reliable, learned), DETAILS: details(found, tpu), **texts}
+    return {PAGE: replaced(page, reliable, learned), **texts}
 
 
 def replaced(text: str, *tables: str) -> str:

@@ -11,10 +11,8 @@ A step computes `run(state, *batch) -> state, loss` from `state = params, opt_st
   skips in bfloat16, too.
 - jmpx: `filter_value_and_grad` with `optimizer_update`, which skips as its platform does best: with
   `lax.cond` on CPUs and GPUs, with `where` on TPUs; jmpx_where and jmpx_cond always do the one.
-- jmpx_counting, jmpx_counting_where: the same with an optimizer made by `skip_nonfinite`.
-- jmpx_wrapped, jmpx_wrapped_cond: `skip_nonfinite` alone, with `optax.apply_updates`; it selects
-  unless told otherwise.
-- jmpx_jmp_style: JMP's step with jmpx in its place.
+- jmpx_counting: the same with an optimizer made by `skip_nonfinite`. jmpx_jmp_style: JMP's step
+  with jmpx in its place.
 - autocast, autocast_saved: a model without casts under `jmpx.autocast`; the latter saves for the
   backward pass what products made, with `save="products"`.
 """
@@ -219,22 +217,6 @@ def jmpx_style(
     return Step(run, jmpx.DynamicLossScale(START) if scales else jmpx.NoOpLossScale(), optimizer)
 
 
-def jmpx_wrapped(
-    model: Transformer, dtype: str, optimizer: Optimizer, scales: bool, **skip: Any
-) -> Step:
-    """The step of those who apply the updates themselves."""
-    wrapped = jmpx.skip_nonfinite(optimizer, **skip)
-
-    def run(state: PyTree, *batch: jax.Array) -> Any:
-        params, opt_state, scaling = state
-        grad_fn = jmpx.filter_value_and_grad(model.loss, scaling, policy=f"compute={dtype}")
-        loss, scaling, finite, grads = grad_fn(params, *batch)
-        updates, opt_state = wrapped.update(grads, opt_state, params, grads_finite=finite)
-        return (optax.apply_updates(params, updates), opt_state, scaling), loss
-
-    return Step(run, jmpx.DynamicLossScale(START), wrapped)
-
-
 def autocast_style(
     model: Transformer,
     dtype: str,
@@ -266,9 +248,6 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[..., Step], tuple[str, ...]]] = {  # a
     "jmpx_where": (partial(jmpx_style, skip_by="where"), SCALED),
     "jmpx_cond": (partial(jmpx_style, skip_by="cond"), SCALED),
     "jmpx_counting": (partial(jmpx_style, counting=True), SCALED),
-    "jmpx_counting_where": (partial(jmpx_style, counting=True, skip_by="where"), SCALED),
-    "jmpx_wrapped": (jmpx_wrapped, SCALED),
-    "jmpx_wrapped_cond": (partial(jmpx_wrapped, skip_by="cond"), SCALED),
     "jmpx_jmp_style": (partial(jmp_style, library="jmpx"), LOW),
     "autocast": (autocast_style, LOW),
     "autocast_saved": (partial(autocast_style, save="products"), LOW),

@@ -1,7 +1,7 @@
 """Measures what it costs to keep parameters, optimizer state and averages in 16 bits.
 
     python benchmarks/storage.py --again            # all parts: some ten minutes of one CPU core
-    python benchmarks/storage.py --again --only averages
+    python benchmarks/storage.py --again --only counting
     python benchmarks/report.py                     # the table of docs/storage.md
     python benchmarks/pictures.py                   # its picture
 
@@ -11,8 +11,6 @@ Its parts:
 - regression: a linear regression by gradient descent, in small steps; the loss of other data.
 - transformer: the small language model of `language_model.py`, trained by Adam at a rate of 1e-3;
   the mean of the last tenth of its losses.
-- moments: those of Adam after 4,000 gradients, over the ones that float64 has.
-- averages: the error of moving averages, decay 0.999, from 0.5 to 1 in 5,000 steps.
 
 All models compute in float32, so that only storage differs. XLA must not keep more digits than the
 program says (`xla_allow_excess_precision`), because otherwise it leaves out roundings to 16 bits.
@@ -38,7 +36,6 @@ Optimizer = Any  # an optax gradient transformation
 Record = records.Record
 
 EXACTLY = {"xla_allow_excess_precision": False}
-DECAY = 0.999  # of moving averages, and of Adam's second moment
 
 
 # The ways to store parameters.
@@ -196,68 +193,11 @@ def transformer(way: str, seed: int, small: bool = False) -> Record:
     return {"bytes": trained.bytes(), "loss": loss, "text_sha256": text.sha256[:12]}
 
 
-def moments(way: str, gradients: str, small: bool = False) -> Record:
-    """Gives Adam gradients that are equal at all steps, or normal ones, and compares with float64.
-
-    What bfloat16 makes of equal ones depends on their mantissa, and so each entry has another one.
-    """
-    steps, count = (100, 16) if small else (4000, 1024)
-    grads = np.random.default_rng(0).normal(size=(steps, count))
-    if gradients == "equal":
-        grads = np.broadcast_to(2.0 ** np.linspace(-1, 1, count), (steps, count))
-    age = np.arange(steps)[::-1]
-    first = 0.1 * 0.9**age @ grads
-    second = (1 - DECAY) * DECAY**age @ grads**2
-    loss_fn = lambda params, grads: (params["w"] * grads).sum()  # noqa: E731
-    batches = jnp.asarray(grads, jnp.float32)
-    state = train(way, optax.adam(1e-6), {"w": jnp.ones(count)}, loss_fn, batches).state
-    mu, nu = (np.asarray(m["w"], np.float64) for m in adam_moments(state))
-    ratio, mean_square = nu / second, nu / (grads**2).mean(0)
-    return {
-        "nu_over_mean_square": mean_square.mean(),
-        "smallest_and_largest": [mean_square.min(), mean_square.max()],
-        "nu_over_exact": ratio.mean(),
-        "nu_sd": ratio.std(),
-        "mu_error": float(np.sqrt(((mu - first) ** 2).mean() / (first**2).mean())),
-    }
-
-
-def adam_moments(state: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the first and the second moment of an Adam that others may wrap."""
-    is_adam = lambda part: isinstance(part, optax.ScaleByAdamState)  # noqa: E731
-    (adam,) = (part for part in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(part))
-    return adam.mu, adam.nu
-
-
-EMA = "jmpx.optim.ema of bfloat16"
-
-
-def averages(way: str, small: bool = False) -> Record:
-    """Averages parameters that are 1 all the time, from 0.5 on."""
-    steps = 100 if small else 5000
-    average, half = jmpx.optim.ema(DECAY), jnp.bfloat16(0.5)
-
-    def update(_: Any, old: Any) -> Any:
-        if way == EMA:
-            return average.update(jnp.ones((), jnp.bfloat16), old)[1]
-        return optax.incremental_update(jnp.ones_like(old), old, step_size=1 - DECAY)
-
-    start = average.init(half) if way == EMA else half.astype(way.partition(", ")[2])
-    run = jax.jit(lambda x: jax.lax.fori_loop(0, steps, update, x), compiler_options=EXACTLY)
-    found: Any = run(start)
-    found = found.average if way == EMA else found
-    return {"error": abs(float(found) - (1 - 0.5 * DECAY**steps))}
-
-
-PARTS = {each.__name__: each for each in (counting, regression, transformer, moments, averages)}
-ADAMS = ("bfloat16", "bfloat16, float32 state", "bfloat16, stochastic, bfloat16 state")
-AVERAGES = ("optax, bfloat16", "optax, float16", "optax, float32", EMA)
+PARTS = {each.__name__: each for each in (counting, regression, transformer)}
 POINTS = [
     *({"part": "counting", "way": way} for way in OF_PARAMS),
     *({"part": "regression", "way": w, "seed": seed} for seed in range(5) for w in OF_PARAMS),
     *({"part": "transformer", "way": way, "seed": seed} for seed in range(2) for way in WAYS),
-    *({"part": "moments", "way": w, "gradients": g} for g in ("equal", "normal") for w in ADAMS),
-    *({"part": "averages", "way": way} for way in AVERAGES),
 ]
 
 

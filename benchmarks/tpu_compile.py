@@ -11,9 +11,7 @@ A point takes a minute or two of a core, so the points are chosen: GROUPS says w
 shows. The optimizer is Adam; the state is donated. A line has
 
 - peak_mib: the most memory that a chip holds at once, by the compiler's plan, with arguments;
-- gflop, gb_accessed: the compiler's estimates. It counts the body of a loop once, so a scanned
-  model is compiled a second time with two layers a turn: the difference is a layer, and the tables
-  add it for each further layer. Peak memory needs no such correction;
+- gflop, gb_accessed: the compiler's estimates, which count the body of a loop once;
 - instructions, fusions, converts, copies: counted in the optimized program;
 - products: matrix products and convolutions by the dtypes of operands and result;
 - collectives: MiB that a chip sends, by kind and dtype;
@@ -70,16 +68,14 @@ GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...], str]] = [
     ("vit", 6, 32, "one", True, ("autocast", MARKED[1], CARRIES[0]), "what the scan's carry costs"),
     ("vit", 12, 64, "one", False, BARS[:2], "whether six layers stand for the paper's twelve"),
 ]
-UNROLLED = (MARKED[0], "autocast, save")  # whose loops are compiled with two layers a turn, too
-KEY = ("model", "way", "layers", "batch", "scanned", "unroll", "chips")
+KEY = ("model", "way", "layers", "batch", "scanned", "chips")
 
 
 def points() -> list[records.Record]:
     """Returns the fields of all points, the most informative first."""
     found = []
     for model, layers, batch, chips, scanned, ways, _ in GROUPS:
-        found += [(model, way, layers, batch, scanned, 1, chips) for way in ways]
-    found += [(*p[:5], 2, p[6]) for p in found if p[0] == "vit" and p[4] and p[1] in UNROLLED]
+        found += [(model, way, layers, batch, scanned, chips) for way in ways]
     return [dict(zip(KEY, values, strict=True)) for values in dict.fromkeys(found)]
 
 

@@ -26,7 +26,6 @@ WAYS = {
     "jmpx": Point("jmpx", SCALED),
     "jmpx where": Point("jmpx_where", SCALED),
     "jmpx cond": Point("jmpx_cond", SCALED),
-    "jmpx counting": Point("jmpx_counting", SCALED),
     "jmp": Point("jmp", SCALED),
     "mpx": Point("mpx", SCALED),
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import fsdp
+import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -36,24 +36,33 @@ class Point(NamedTuple):
     layers: int
     batch: int
     scanned: bool = False
-    unroll: int = 1
     chips: str = "one"  # or eight: "data" splits the batch, "fsdp" the state, too
 
 
 # Transformers.
 
 
+class Network(eqx.Module):
+    """The transformer as an Equinox module."""
+
+    params: PyTree
+    model: Transformer = eqx.field(static=True)
+
+    def __call__(self, x: jax.Array, labels: jax.Array) -> jax.Array:
+        return self.model.loss(self.params, x, labels)
+
+
 def by_modules(model: Transformer, dtype: str, optimizer: steps.Optimizer) -> Step:
     """The transformer as an Equinox module, which casts; the islands stay as they are."""
     policy = f"by=modules,compute={dtype},output=float32"
 
-    def loss_fn(network: fsdp.Network, x: jax.Array, labels: jax.Array) -> jax.Array:
+    def loss_fn(network: Network, x: jax.Array, labels: jax.Array) -> jax.Array:
         return network(x, labels)
 
     def run(state: PyTree, *batch: jax.Array) -> Any:
         params, opt_state, scaling = state
         grad_fn = jmpx.filter_value_and_grad(loss_fn, scaling, policy=policy)
-        loss, scaling, _, grads = grad_fn(fsdp.Network(params, model), *batch)
+        loss, scaling, _, grads = grad_fn(Network(params, model), *batch)
         return (*steps.update(optimizer, grads.params, params, opt_state), scaling), loss
 
     return Step(run, jmpx.NoOpLossScale(), optimizer)
@@ -86,7 +95,7 @@ TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], bool]] = {  # and whether
 def transformer(point: Point, small: bool) -> Transformer:
     """Returns the model of a point; a small one has one layer of a tenth of the width."""
     _, marked = TRANSFORMER_WAYS[point.way]
-    form: Any = {"scanned": point.scanned, "unroll": point.unroll, "checkpointed": marked}
+    form: Any = {"scanned": point.scanned, "checkpointed": marked}
     width: Any = {"layers": point.layers, "width": 768, "heads": 12, "hidden": 3072}
     if small:
         width |= {"width": 128, "heads": 2, "hidden": 256}

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from records import Record, Row, plain, table, table_of_bars
+from records import Record, Row, table, table_of_bars
 from tpu_compile import RESULTS as RESULTS
 
 MARKS = "<!-- table, by tpu_tables.py -->", "<!-- end of TPU v5e -->"
@@ -41,23 +41,10 @@ IMAGES = ("resnet", 50, 32, False, "one")
 
 
 def groups(found: Iterable[Record]) -> dict[Group, dict[str, Record]]:
-    """Returns the lines that can be compared, by way.
-
-    The compiler counts the body of a scan once. What a second layer in it adds counts once more for
-    each further layer; costs are None where that was not compiled.
-    """
+    """Returns the lines that can be compared, by way."""
     by_group: dict[Group, dict[str, Record]] = {}
-    twice: dict[Group, dict[str, Record]] = {}
     for record in found:
-        place = by_group if record["unroll"] == 1 else twice
-        place.setdefault(tuple(record[key] for key in GROUP), {})[record["way"]] = record
-    for group, ways in by_group.items():
-        for way, once in ways.items() if group[GROUP.index("scanned")] else ():
-            second, costs = twice.get(group, {}).get(way), {"gflop": None, "gb_accessed": None}
-            if second and once["status"] == "ok":
-                further = once["layers"] - 1
-                costs = {key: once[key] + further * (second[key] - once[key]) for key in costs}
-            ways[way] = once | costs
+        by_group.setdefault(tuple(record[key] for key in GROUP), {})[record["way"]] = record
     return by_group
 
 
@@ -103,25 +90,6 @@ def bars(found: Iterable[Record]) -> Iterator[Row]:
 
 # The tables.
 
-COLUMNS = {
-    "peak_mib": "peak MiB",
-    "gflop": "GFLOP",
-    "gb_accessed": "GB accessed",
-    "instructions": "instructions",
-    "fusions": "fusions",
-    "converts": "converts",
-    "copies": "copies",
-    "compile_cpu_s": "compile, CPU s",
-    "compile_s": "by the clock, s",
-    "products": "products",
-}
-SENT = {"collectives": "MiB that a chip sends"}
-NOTE = (
-    "Compile times were taken on two cores that many others used as well. Costs of scans are those "
-    "of one layer a turn and five times what a second layer in the turn adds; they are empty where "
-    "that was not compiled."
-)
-
 
 def peaks(found: list[Record], corner: str, models: Iterable[Group], ways: Iterable[str]) -> str:
     """Returns the peak memory of models in some ways, in MiB."""
@@ -147,28 +115,3 @@ def short(found: list[Record]) -> str:
     corner = "peak memory of a train step, MiB"
     held = [row for row in bars(found) if "peak memory" in row.measure or "save" in row.measure]
     return f"{peaks(found, corner, (VIT, TEXT, BYTES, IMAGES), SHORT)}\n\n{table_of_bars(held)}"
-
-
-def number(record: Record, key: str) -> str:
-    if record["status"] != "ok":
-        return "too large" if key == "peak_mib" else ""
-    value = record[key]
-    if key == "collectives":
-        value = {kind: round(mib, 1) for kind, mib in value.items()}
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if isinstance(value, float) and value >= 1000 else plain(value)
-
-
-def sections(found: list[Record]) -> list[str]:
-    """Returns the paragraphs of all that was compiled."""
-    places = sorted({f"JAX {r['versions']['jax']}, libtpu {r['libtpu']}" for r in found})
-    days = sorted({record["date"][:10] for record in found})
-    parts = ["## tpu_compile", f"For a {found[0]['target']}; {', '.join(places + days)}. {NOTE}"]
-    parts += [table_of_bars(bars(found))]
-    for group, ways in groups(found).items():
-        columns = COLUMNS | (SENT if group[-1] != "one" else {})
-        ordered = sorted(ways.values(), key=lambda record: [*WAYS].index(record["way"]))
-        rows = ([WAYS[r["way"]], *(number(r, key) for key in columns)] for r in ordered)
-        parts += [f"### {title(group)}", table(("step", *columns.values()), rows)]
-    return parts

@@ -21,7 +21,7 @@ summed over the devices (`r`); `python -m jmpx` shows which part has which:
 other commands look at the same step, `ranges` and `first-nonfinite` at `train_vit.py:make_arrays`:
 
     python examples/equinox/train_vit.py --audit
-    python -m jmpx audit examples/equinox/train_vit.py:make --lock=precision.lock -- --depth=6
+    python -m jmpx audit examples/equinox/train_vit.py:make -- --depth=6
 """
 
 import functools

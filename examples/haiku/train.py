@@ -17,7 +17,7 @@ Where nobody may edit the command, the environment sets the same: JMPX_POLICY, J
 other commands look at the same step:
 
     python examples/haiku/train.py --mp_policy=c=bf16 --audit
-    python -m jmpx audit examples/haiku/train.py:make --lock=precision.lock -- --mp_policy=c=bf16
+    python -m jmpx audit examples/haiku/train.py:make -- --mp_policy=c=bf16
 
 The 1,797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded.
 """

@@ -7,10 +7,9 @@ framework has a package, `haiku`, `equinox`, `linen` or `nnx`, whose `adapter.py
 
 - `scopes.py`: which policy a module has, and the warnings of rules without effect,
 - `boundaries.py`: a call whose arguments and result are cast,
-- `carries.py`: the remedy for a loop whose carry changes its dtype,
 - `proxies.py`: subclasses of a user's classes, whose methods cast or mark their calls,
 - `dtype_fields.py`: the `dtype` fields of Flax's layers, `parameter_casts.py`: one cast for each
-  parameter, `creation.py`: the dtype of new parameters.
+  parameter.
 
 Words: a *boundary* is a call of a module's public method that casts its arguments to the compute
 dtype of a policy, the *boundary policy*, and its result to the output dtype. The *surrounding

@@ -3,9 +3,8 @@
 import contextlib
 import functools
 import inspect
-import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeAlias, TypeVar, overload
 
@@ -17,7 +16,6 @@ from jmpx._adapters.uncast import UncastArguments, UncastLike
 from jmpx._base.contexts import casts_watched, parameters_rounded
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_array, is_floating
-from jmpx._base.mappings import is_list, is_mapping
 from jmpx._base.matmul import matmul_region
 from jmpx._base.messages import user_stacklevel
 from jmpx._base.nnx_objects import skip_kept
@@ -30,18 +28,16 @@ from jmpx._base.stateful import (
     PureFunction,
     call,
 )
-from jmpx._policies.frameworks import Proxies, imported_adapters
+from jmpx._policies.frameworks import imported_adapters
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, warn_of
 from jmpx._policies.modules import call_with_proxies
-from jmpx._policies.policy import Policy
 from jmpx._scales.mixed_precision import MixedPrecision, MixedPrecisionLike
 
 F = TypeVar("F", bound=Callable[..., PyTree])
 State: TypeAlias = list[Leaf]  # of the objects of NNX among the arguments
 Result: TypeAlias = tuple[PyTree, Changes]
 
-_HALF = re.compile(r"\bhalf\b", re.IGNORECASE)
 _NAME = "jmpx.apply_policy"
 
 
@@ -73,19 +69,16 @@ def apply_policy(
       `policies` of their adapters do, and gives the function views of the modules of Equinox and
       NNX among its arguments, as `with_policies` does. A model that is handed back has its stored
       dtypes.
-    - `by=operations` runs the function under autocast, see `jmpx.autocast`; with `save=products`
-      the backward pass keeps less. The first argument holds the parameters. Another input that
-      leads to no matrix product, such as the targets of a loss, keeps its dtype.
+    - `by=operations` runs the function under autocast, see `jmpx.autocast`. The first argument
+      holds the parameters.
 
-    Without `by`, rules for classes or paths mean modules, rules for operations alone mean
-    operations, and no rules mean arguments. Inside of the function, contexts, views and
-    `jmpx.autocast` with the same map do nothing more. docs/which_way.md compares the three.
+    Without `by`, the rules decide; docs/which_way.md compares the three.
 
     Args:
         func: any function of pytrees, such as a module or `transformed.apply`; None to decorate
             with arguments.
-        policy: a policy map, or all else that `get_policy_map` takes, or a `MixedPrecision`. None
-            means `half`, whose dtype is looked up when the function is called.
+        policy: all that `get_policy_map` takes, or a `MixedPrecision`. None means `half`, whose
+            dtype is looked up when the function is called.
         uncast: the positions and names of arguments that are left as they are. By operations,
             matrix products cast them, as they do all others.
 
@@ -93,14 +86,12 @@ def apply_policy(
         A function with the arguments and results of `func`.
 
     Raises:
-        TypeError: if `func` is not callable, or another argument of another type.
-        ValueError: if a string does not follow its grammar; when called, if no framework is
-            imported whose modules `by=modules` could cast, or an argument of `uncast` is missing.
+        TypeError: if an argument is of another type.
+        ValueError: if a string is not of the grammar; if a call lacks an argument of `uncast`.
 
     Warns:
-        UserWarning: of rules that are without effect, in all frameworks; when called, if there is
-            nothing to cast, if something inside casts arguments again, or if arrays of a model come
-            back rounded.
+        UserWarning: of rules without effect; when called, if there is nothing to cast, if something
+            inside casts arguments again, or if arrays of a model come back rounded.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -113,9 +104,6 @@ def apply_policy(
         bfloat16
         float32
         float32
-
-    See Also:
-        `jmpx.filter_value_and_grad`, which differentiates this function by `policy=`.
     """
     if func is None:
         return functools.partial(apply_policy, policy=policy, uncast=uncast)
@@ -142,12 +130,11 @@ class Application(NamedTuple):
     """How a function runs under a policy map.
 
     Attributes:
-        policy_map: the policy map, until `now` with float16 in place of `half`; None runs the
-            function as it is.
+        policy_map: the policy map; None runs the function as it is.
         func: the function, as the user gave it.
         uncast: the arguments that are left as they are.
         name: the function that applies the map, as the user calls it.
-        half: the policy as the user gave it, if that says `half`.
+        is_half: whether the policy map is still to be looked up, because the user gave none.
         stored: the first argument as it is stored, if the one given to `run` was widened before.
     """
 
@@ -155,7 +142,7 @@ class Application(NamedTuple):
     func: Function
     uncast: UncastArguments
     name: str
-    half: MixedPrecisionLike | None = None
+    is_half: bool = False
     stored: PyTree = None
 
     @classmethod
@@ -167,28 +154,17 @@ class Application(NamedTuple):
         name: str,
     ) -> "Application":
         """Checks a policy when a function is made, and warns of rules that it will not follow."""
-        given = "half" if policy is None else policy
-        without_half = _with_float16(given)
-        try:
-            policy_map = _parse(without_half)
-        except (TypeError, ValueError):
-            policy_map = _parse(given)  # raises the same error, which shows what the user wrote
+        if isinstance(policy, MixedPrecision):
+            policy = policy.policy_map
+        policy_map = get_policy_map("float16" if policy is None else policy)
         for rule in policy_map.rules if policy_map.way == "arguments" else ():
             end = f", as {name} casts arguments alone by it: write by=modules or by=operations."
             warn_of(rule, policy_map, "argument", end, user_stacklevel("jax"))
-        says_half = (isinstance(given, str) or is_mapping(given)) and without_half != given
-        return cls(policy_map, func, uncast, name, given if says_half else None)
+        return cls(policy_map, func, uncast, name, policy is None)
 
     def now(self) -> "Application":
         """Returns this with `half` looked up, which asks JAX for its backend and starts it."""
-        return self if self.half is None else self._replace(policy_map=_parse(self.half))
-
-    @property
-    def arguments_policy(self) -> Policy | None:
-        """The policy that casts arguments; None if they are not cast."""
-        if self.policy_map is None or self.policy_map.way != "arguments":
-            return None
-        return self.policy_map.default
+        return self._replace(policy_map=get_policy_map("half")) if self.is_half else self
 
     @property
     def reduce_dtype(self) -> DTypeLike | None:
@@ -197,9 +173,9 @@ class Application(NamedTuple):
 
     def products(self) -> AbstractContextManager[object]:
         """Returns the context in which products use the algorithm of the arguments' policy."""
-        policy = self.arguments_policy
-        if policy is None:
+        if self.policy_map is None or self.policy_map.way != "arguments":
             return contextlib.nullcontext()
+        policy = self.policy_map.default
         return matmul_region(policy.matmul_precision, policy.compute_dtype)
 
     @contextlib.contextmanager
@@ -228,14 +204,10 @@ class Application(NamedTuple):
     ) -> Result:
         """Runs a function with its arguments cast, and its results widened."""
         policy = policy_map.default
-        inputs, keywords = self.uncast.exempt(skip_kept(policy.cast_to_compute))(args, kwargs)
+        inputs, keywords = self.uncast.exempt(skip_kept(policy.cast_to_compute), args, kwargs)
         compute, size = np.dtype(policy.compute_dtype), np.dtype(policy.output_dtype).itemsize
         if compute.itemsize < 4 and not _has_any_to_cast((args, kwargs)):
-            _warn(
-                f"{self.name} casts nothing by policy map {str(policy_map)!r}, which it applies by "
-                "arguments, as no floating array stands among them: pass the arrays that the "
-                "function closes over as arguments, or write by=modules or by=operations."
-            )
+            self._warn_of_nothing("arguments, as no floating array stands among them")
         before = args[:1] if self.stored is None else (self.stored,)
         rounded = compute if _are_rounded(before, inputs[:1]) else None
         with contextlib.ExitStack() as stack:
@@ -265,12 +237,6 @@ class Application(NamedTuple):
         from jmpx._adapters.scopes import pooled  # here, as what casts arguments needs no framework
 
         adapters = list(imported_adapters())
-        if not adapters:
-            raise ValueError(
-                f"Cannot apply policy map {str(policy_map)!r} by modules, as none of Haiku, Flax "
-                "and Equinox is imported: import the framework of the model, or write "
-                "by=operations or by=arguments."
-            )
         with contextlib.ExitStack() as stack:
             casts = stack.enter_context(casts_watched(code_of(self.func), policy_map))
             stack.enter_context(pooled(policy_map, self.name))
@@ -278,18 +244,21 @@ class Application(NamedTuple):
             for adapter in adapters:
                 stack.enter_context(adapter.noted_casts())
                 stack.enter_context(adapter.applied(followed))
-            views = filter(None, [adapter.views(followed) for adapter in adapters])
-            pure.invoke = functools.partial(_invoke, list(views), self.uncast)
+            views = [*filter(None, (adapter.views(followed) for adapter in adapters))]
+            pure.invoke = lambda fn, *args, **kwargs: call_with_proxies(
+                views, fn, args, kwargs, self.uncast.exempt
+            )
             result = pure(state, *args, **kwargs)
         if not casts:
-            _warn(
-                f"{self.name} casts nothing by policy map {str(policy_map)!r}, which it applies by "
-                "modules: no module ran that its framework reports, and none stands among the "
-                "arguments: pass the whole model as an argument, in place of a part of it "
-                "(equinox.partition, nnx.split) or of closing over it, or write by=operations or "
-                "by=arguments."
-            )
+            self._warn_of_nothing("modules, as none ran that its framework reports")
         return result
+
+    def _warn_of_nothing(self, way: str) -> None:
+        _warn(
+            f"{self.name} casts nothing by policy map {str(self.policy_map)!r}, which it applies "
+            f"by {way}: pass the whole model as an argument, in place of a part of it or of "
+            "closing over it, or write another way: by=arguments, by=modules or by=operations."
+        )
 
     def _by_operations(
         self, policy_map: PolicyMap, pure: PureFunction, state: State, args: Args, kwargs: Kwargs
@@ -298,54 +267,27 @@ class Application(NamedTuple):
         from jmpx._autocast.saving import get_saving  # here, as the other ways need no autocast
         from jmpx._autocast.wrapped import evaluated
 
-        saving = get_saving(policy_map.save, None)
+        saving = get_saving(policy_map.save)
         # State is statistics, and the parameters of NNX objects of which the function is a method.
         parameters = {id(leaf) for leaf in jax.tree.leaves((state, args[:1]))}
         run = functools.partial(evaluated, policy_map, saving, "traced", by=self.name)
         return run(pure, state, args, kwargs, is_parameter=lambda array: id(array) in parameters)
 
 
-def _invoke(
-    views: Sequence[Proxies], uncast: UncastArguments, fn: Function, *args: PyTree, **kwargs: PyTree
-) -> PyTree:
-    """Calls a function with views in place of the models among its arguments."""
-    return call_with_proxies(views, fn, args, kwargs, uncast.exempt)
-
-
-def _with_float16(policy: PyTree, depth: int = 4) -> PyTree:
-    """Returns a string, or a mapping of strings `depth` deep, with float16 in place of `half`."""
-    if isinstance(policy, str):
-        return _HALF.sub("float16", policy)
-    if depth and is_mapping(policy):
-        return {key: _with_float16(value, depth - 1) for key, value in dict(policy).items()}
-    if depth and is_list(policy):
-        return [_with_float16(value, depth - 1) for value in policy]
-    return policy
-
-
-def _parse(policy: MixedPrecisionLike) -> PolicyMap:
-    return policy.policy_map if isinstance(policy, MixedPrecision) else get_policy_map(policy)
-
-
 def _has_any_to_cast(tree: PyTree) -> bool:
-    """Whether a pytree has a floating array, or a PRNG key, as that of an `init` without others."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
-    keys = [
-        jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        or (leaf.dtype == jnp.uint32 and leaf.shape[-1:] == (2,))
-        for leaf in leaves
-    ]
-    return any(keys) or any(map(is_floating, leaves))
+    """Whether a pytree has a floating array, or a key, as that of an `init` without others."""
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(tree) if is_array(leaf)}
+    floating, keys = jnp.floating, jax.dtypes.prng_key
+    return any(
+        d == jnp.uint32 or jnp.issubdtype(d, floating) or jnp.issubdtype(d, keys) for d in dtypes
+    )
 
 
 def _are_rounded(before: PyTree, after: PyTree) -> bool:
     """Whether a cast has rounded any floating leaf: to fewer bits than it had, 16 or 8."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=False)
-    return any(
-        is_floating(new) and new.dtype.itemsize < min(4, old.dtype.itemsize)
-        for old, new in pairs
-        if is_floating(old)
-    )
+    floating = [(old, new) for old, new in pairs if is_floating(old) and is_floating(new)]
+    return any(new.dtype.itemsize < min(4, old.dtype.itemsize) for old, new in floating)
 
 
 def code_of(func: Function) -> object:

@@ -22,64 +22,43 @@ Passes: TypeAlias = Callable[[object], bool]  # whether a node of a pytree passe
 core.import_extend()  # now, because `in_loop` is often asked first inside of a trace
 
 
-def nothing_passes(node: object) -> bool:
-    """Has no node of a pytree pass as it is."""
-    return False
-
-
-def run_at_boundary(
+def run_cast(
     policy: Policy,
     method: Method,
     args: Args,
     kwargs: Kwargs,
     *,
     by: str,
+    is_boundary: bool,
     carry: PyTree = None,
-    passes: Passes = nothing_passes,
-) -> PyTree:
-    """Runs a method with its arguments cast to the compute dtype, its result to the output dtype.
-
-    Args:
-        policy: the boundary policy.
-        method: the method, which gets `args` and `kwargs`.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        by: the function that makes the boundary, as the user calls it.
-        carry: the carry among the arguments, if the method is a step of a loop: the new one comes
-            back in its dtypes.
-        passes: whether a node of a pytree passes the boundary as it is.
-    """
-    args, kwargs = _cast_arguments(policy, args, kwargs, passes)
-    with running(policy, by):
-        result = method(*args, **kwargs)
-    return cast_result(lambda tree: cast_except(policy.cast_to_output, tree, passes), result, carry)
-
-
-def run_reading(
-    policy: Policy,
-    method: Method,
-    args: Args,
-    kwargs: Kwargs,
-    *,
-    by: str,
-    carry: PyTree = None,
-    passes: Passes = nothing_passes,
+    passes: Passes = lambda node: False,
     keeps: bool = False,
 ) -> PyTree:
-    """Runs a call that is not a boundary, of a module that reads parameters itself.
+    """Runs a method with its floating arguments cast to the compute dtype.
 
-    What is made inside of a model, such as noise, is often float32. Floating arguments are cast, so
-    that it does not widen the products of this module and all that follows.
+    At a boundary, the result is cast to the output dtype. Any other call is of a module that reads
+    parameters itself, whose products an argument in float32, such as noise, would widen.
 
-    Inside of a loop or a branch of JAX, where results have to keep the dtype of a carry, only
-    arguments that are wider than the compute dtype are cast. If there are any, each array of the
-    result is at least as wide as the widest floating argument of its shape was, or of all if none
-    has it. Elsewhere the result is as the method returns it.
+    Such a call in a loop or a branch of JAX, where results have to keep the dtype of a carry, casts
+    only arguments that are wider than the compute dtype. If there are any, each array of the result
+    is at least as wide as the widest floating argument of its shape was, or of all if none has it.
+    Elsewhere the result is as the method returns it.
 
-    The arguments are those of `run_at_boundary`, and `keeps`: whether the result has to be as wide
-    as the arguments outside of loops, too.
+    Args:
+        policy: the policy of the call.
+        method: the method.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        by: the function that has the call cast, as the user calls it.
+        is_boundary: whether the call is a boundary.
+        carry: the carry among the arguments, if the method is a step of a loop: the new one comes
+            back in its dtypes.
+        passes: whether a node of a pytree passes as it is.
+        keeps: whether a result that is no boundary's is as wide as the arguments in any place.
     """
-    came = _floating_leaves((args, kwargs), passes) if keeps or in_loop() else []
+    is_kept = not is_boundary and (keeps or in_loop())
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=passes) if is_kept else []
+    came = [leaf for leaf in leaves if is_floating(leaf) and not passes(leaf)]
     size = np.dtype(policy.compute_dtype).itemsize
 
     def passes_narrow(node: PyTree) -> bool:
@@ -88,22 +67,13 @@ def run_reading(
     args, kwargs = _cast_arguments(policy, args, kwargs, passes_narrow if came else passes)
     with running(policy, by):
         result = method(*args, **kwargs)
-    if all(leaf.dtype.itemsize <= size for leaf in came):
-        return cast_result(as_it_is, result, carry)
-    widen = _as_wide_as(came)
-    return cast_result(
-        lambda tree: cast_except(lambda tree: jax.tree.map(widen, tree), tree, passes),
-        result,
-        carry,
-    )
+    if not is_boundary and all(leaf.dtype.itemsize <= size for leaf in came):
+        return cast_result(result, carry)
+    cast = policy.cast_to_output if is_boundary else _as_wide_as(came)
+    return cast_result(result, carry, lambda tree: cast_except(cast, tree, passes))
 
 
-def as_it_is(tree: T) -> T:
-    """Returns a pytree as it is, where a result is not cast."""
-    return tree
-
-
-def cast_result(cast: Cast, result: PyTree, carry: PyTree) -> PyTree:
+def cast_result(result: PyTree, carry: PyTree, cast: Cast = lambda tree: tree) -> PyTree:
     """Returns the result of a call cast, but the new carry of a step in the dtypes of the old."""
     if carry is None:
         return cast(result)
@@ -140,27 +110,18 @@ def are_same(tree: PyTree, other: PyTree, is_leaf: Passes | None = None) -> bool
     return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
 
 
-def _floating_leaves(tree: PyTree, passes: Passes) -> list[jax.ShapeDtypeStruct]:
-    """Returns the shapes of the floating leaves in a pytree, without the nodes that pass."""
-    # JAX takes NumPy's float64 as float32, unless it has 64-bit types.
-    canonical = jax.dtypes.canonicalize_dtype
-    return [
-        jax.ShapeDtypeStruct(leaf.shape, canonical(leaf.dtype))
-        for leaf in jax.tree.leaves(tree, is_leaf=passes)
-        if not passes(leaf) and is_floating(leaf)
-    ]
-
-
-def _as_wide_as(came: list[jax.ShapeDtypeStruct]) -> Cast:
-    """Returns a function that casts a leaf which is narrower than the arguments of its shape."""
+def _as_wide_as(came: list[PyTree]) -> Cast:
+    """Returns a function that casts leaves which are narrower than the arguments of their shape."""
 
     def widen(leaf: PyTree) -> PyTree:
         if not is_floating(leaf):
             return leaf
         same = [each for each in came if each.shape == leaf.shape] or came
-        return at_least(widest(each.dtype for each in same))(leaf)
+        # JAX takes NumPy's float64 as float32, unless it has 64-bit types.
+        dtypes = [jax.dtypes.canonicalize_dtype(each.dtype) for each in same]
+        return at_least(widest(dtypes))(leaf)
 
-    return widen
+    return lambda tree: jax.tree.map(widen, tree)
 
 
 def widest(dtypes: Iterable[np.dtype]) -> np.dtype:

@@ -9,6 +9,7 @@ dtype, whatever the policy around it says.
 import dataclasses
 import warnings
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,7 @@ from jmpx._policies.policy import Policy
 
 
 def dtype_field(module: object) -> np.dtype | None:
-    """Returns the floating dtype that the `dtype` field of a module names; None without one.
-
-    A dtype of 8 bits counts as none, because no layer computes in it.
-    """
+    """Returns the floating dtype that the `dtype` field of a module names, but none of 8 bits."""
     value = vars(module).get("dtype")
     if value is None:
         return None
@@ -37,32 +35,19 @@ def dtype_field(module: object) -> np.dtype | None:
     return dtype if is_usable else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Selected:
-    """What a rule makes of the `dtype` fields in the layer that it selects.
+class Selected(NamedTuple):
+    """What a rule makes of the `dtype` fields in the layer that it selects."""
 
-    Args:
-        written: the field of that layer as the user wrote it, None if it has none.
-        dtype: the compute dtype of the rule.
-    """
-
-    written: np.dtype | None
-    dtype: np.dtype
+    written: np.dtype | None  # the field of that layer as the user wrote it, None if it has none
+    dtype: np.dtype  # the compute dtype of the rule
 
 
-@dataclasses.dataclass(frozen=True)
-class FieldInCall:
-    """The `dtype` field of a layer during a call.
+class FieldInCall(NamedTuple):
+    """The `dtype` field of a layer during a call."""
 
-    Args:
-        value: the value that the field has in the call; None for a layer without the field.
-        is_ruled: whether a rule set it, which may have selected a layer around this one.
-        selected: what the layers inside follow; None if no rule is around them.
-    """
-
-    value: np.dtype | None
-    is_ruled: bool
-    selected: Selected | None
+    value: np.dtype | None  # None for a layer without the field
+    is_ruled: bool  # whether a rule set it, which may have selected a layer around this one
+    selected: Selected | None  # what the layers inside follow; None if no rule is around them
 
 
 def field_in_call(module: object, rule: Policy | None, around: Selected | None) -> FieldInCall:
@@ -70,7 +55,7 @@ def field_in_call(module: object, rule: Policy | None, around: Selected | None) 
 
     Args:
         module: the layer, its field as the user wrote it or as a call around this one handed it on.
-        rule: the policy that a rule, or else the layer's class, gives to the call; None without.
+        rule: the policy that a rule, or else the layer's class, gives to the call.
         around: what a rule makes of the layer around this one.
     """
     field = dtype_field(module)
@@ -90,28 +75,19 @@ def reading_policy(policy: Policy, field: np.dtype | None) -> Policy:
 
 
 def spelled_as(written: DTypeLike, dtype: np.dtype) -> DTypeLike:
-    """Returns a dtype in the form of another: a name, a NumPy dtype or one of JAX's scalar types.
-
-    Code that reads the field may look it up, or ask it for its size.
-    """
+    """Returns a dtype in the form of another: a name, a NumPy dtype or a scalar type of JAX."""
     if isinstance(written, str):
         return dtype.name
     return dtype if isinstance(written, np.dtype) else as_dtype(dtype)
 
 
 class FieldCensus:
-    """Counts the parameters that `dtype` fields keep from the compute dtype of a policy map.
-
-    Attributes:
-        sizes: the elements of each parameter that a module reads, by the module and the parameter.
-        fields: the fields, if no rule set them, of the modules that were met.
-        changed: the modules whose fields a rule set to another dtype.
-    """
+    """Counts the parameters that `dtype` fields keep from the compute dtype of a policy map."""
 
     def __init__(self) -> None:
-        self.sizes: dict[Module, dict[Hashable, int]] = {}
-        self.fields: dict[Module, np.dtype] = {}
-        self.changed: set[Module] = set()
+        self.sizes: dict[Module, dict[Hashable, int]] = {}  # of the parameters that each reads
+        self.fields: dict[Module, np.dtype] = {}  # those that no rule set
+        self.changed: set[Module] = set()  # those whose fields a rule set to another dtype
 
     def note_layer(self, module: Module, field: FieldInCall) -> None:
         """Notes a module that was met, and its field."""
@@ -129,32 +105,16 @@ class FieldCensus:
         """Warns if fields keep most parameters from the compute dtype of the map's default."""
         compute = np.dtype(policy_map.default.compute_dtype)
         sizes = {module: sum(own.values()) for module, own in self.sizes.items()}
-        kept = {m: sizes[m] for m, field in self.fields.items() if field != compute and m in sizes}
-        share = sum(kept.values()) / max(sum(sizes.values()), 1)
-        if share <= 0.5:
+        kept = [module for module in sizes if self.fields.get(module, compute) != compute]
+        kept.sort(key=lambda module: -sizes[module])
+        if 2 * sum(sizes[module] for module in kept) <= sum(sizes.values()):
             return
-        largest = self.fields[max(kept, key=lambda module: kept[module])]
-        rules = "; ".join(
-            f"{cls}: compute={dtype_name(compute)}" for cls in self._selectors(kept, largest)
-        )
+        classes = dict.fromkeys(module.cls.__name__ for module in kept)
+        rules = "; ".join(f"{cls}: compute={dtype_name(compute)}" for cls in classes)
         warnings.warn(
-            f"The dtype field of {len(kept)} of {len(sizes)} layers with parameters keeps "
-            f"{share:.0%} of the parameters under {by}({str(policy_map)!r}) from "
-            f"{dtype_name(compute)}, most of them in {dtype_name(largest)}: write '{rules}' before "
-            "the other rules of the policy map, which sets the field, or give the layers another "
-            "dtype.",
+            f"The dtype field of {len(kept)} of {len(sizes)} layers with parameters keeps most of "
+            f"the parameters under {by}({str(policy_map)!r}) from {dtype_name(compute)}: write "
+            f"'{rules}' before the other rules of the policy map, which sets the field, or give "
+            "the layers another dtype.",
             stacklevel=stacklevel + 1,
         )
-
-    def _selectors(self, kept: dict[Module, int], dtype: np.dtype) -> list[str]:
-        """Returns the names of classes whose rules set the fields of the layers that are kept.
-
-        That is the class of one module around all of them that has the field itself, else their own
-        classes, those with the most parameters first.
-        """
-        for module in sorted(self.fields, key=lambda module: len(module.path)):
-            inside = (f"{layer.path}/".startswith(f"{module.path}/") for layer in kept)
-            if self.fields[module] == dtype and (not module.path or all(inside)):
-                return [module.cls.__name__]
-        ordered = sorted(kept, key=lambda module: -kept[module])
-        return list(dict.fromkeys(module.cls.__name__ for module in ordered))

@@ -25,19 +25,19 @@ def cast_function(
 ) -> Callable[P, R]:
     """Makes a function run on arguments of one dtype and return another.
 
-    Follows MPX's `cast_function` (arXiv 2507.03312, section 3.2). A callable that is itself a
-    pytree, such as an Equinox module, is cast too, so that its parameters agree with its inputs.
+    Follows MPX's `cast_function` (arXiv 2507.03312). A callable that is itself a pytree, such as an
+    Equinox module, is cast, too.
 
     Args:
         func: any callable of pytrees.
         dtype: what the floating leaves of all arguments are cast to.
-        return_dtype: what the floating leaves of the result are cast to; None means `dtype`.
+        return_dtype: what those of the result are cast to; None means `dtype`.
 
     Returns:
         A function with the signature of `func`.
 
     Raises:
-        TypeError: if `func` is not callable or a dtype is not one.
+        TypeError: if an argument is of another type.
         ValueError: if a dtype is not a floating one.
 
     Example:
@@ -57,25 +57,22 @@ def force_full_precision(
 ) -> Callable[P, R]:
     """Makes a function run in float32, for arguments of any floating dtype.
 
-    Follows MPX's `force_full_precision` (arXiv 2507.03312, section 3.2). Use it for sums, means,
-    norms, softmax and other functions that overflow or lose digits in 16 bits. Works as a
-    decorator. As in `cast_function`, a callable that is a pytree is cast too.
+    Follows MPX's `force_full_precision` (arXiv 2507.03312). Use it for sums, means, norms, softmax
+    and other functions that overflow or lose digits in 16 bits. Works as a decorator. A callable
+    that is a pytree is cast, too.
 
     Args:
         func: any callable of pytrees.
-        return_dtype: what the floating leaves of the result are cast to. None means the dtype of
-            the floating arguments, the widest one if they differ; without a floating argument, the
-            result is not cast.
+        return_dtype: what the floating leaves of the result are cast to; None means the widest
+            dtype of the floating arguments, if there are any.
         matmul: the algorithm of the matrix products and convolutions inside; see
-            `full_precision`. None leaves it as it is. In a region whose policy sets a dot
-            algorithm but computes in another dtype, that algorithm holds.
+            `full_precision`. None leaves it as it is.
 
     Returns:
         A function with the signature of `func`.
 
     Raises:
-        TypeError: if `func` is not callable, `return_dtype` is not a dtype, or `matmul` is not a
-            name.
+        TypeError: if an argument is of another type.
         ValueError: if `return_dtype` is not a floating dtype, or the algorithm is unknown.
 
     Example:
@@ -121,12 +118,9 @@ def _recast(
 
 
 def _widest_floating(tree: PyTree) -> DTypeLike | None:
-    """Returns the widest dtype of the floating leaves, or None if there are none.
-
-    If two dtypes are equally wide, as float16 and bfloat16 are, neither holds the other's numbers:
-    the result is float32.
-    """
+    """Returns the widest dtype of the floating leaves, or None if there are none."""
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(tree) if is_floating(leaf)}
     width = max((dtype.itemsize for dtype in dtypes), default=0)
     widest = [dtype for dtype in dtypes if dtype.itemsize == width]
+    # Neither of float16 and bfloat16 holds the other's numbers.
     return jnp.float32 if len(widest) > 1 else next(iter(widest), None)

@@ -21,12 +21,7 @@ core.import_extend()  # now, because the first read is often inside of a trace
 
 
 class ParameterCasts:
-    """The casts that are made while a model is traced.
-
-    A weight that is read twice, as that of a shared layer is, is cast once. In another trace, as of
-    the body of a loop or of a checkpoint, it is cast anew: an array of one trace must not leak into
-    another one.
-    """
+    """The casts that are made while a model is traced, anew in each trace: no array may leak."""
 
     def __init__(self) -> None:
         self._traces: list[tuple[object, _Casts]] = []  # those that are under way, innermost last

@@ -21,33 +21,22 @@ from jmpx._policies.rules import Rule
 
 
 class ModuleRecord(NamedTuple):
-    """A module that a scope met, or an array of a view that has a rule of its own.
-
-    Args:
-        module: the module, or the class and path of the array.
-        boundary: its boundary policy; None if its calls do not cast.
-        surrounding: the surrounding policy; None for the outermost call.
-        rule: the rule of an array; None for a module.
-    """
+    """A module that a scope met, or an array of a view that has a rule of its own."""
 
     module: Module
-    boundary: Policy | None
-    surrounding: Policy | None
-    rule: Rule | None = None
+    boundary: Policy | None  # None if its calls do not cast
+    surrounding: Policy | None  # None for the outermost call
+    rule: Rule | None = None  # of an array; None for a module
 
 
 @dataclasses.dataclass(eq=False)  # an open pool is told from another one of an equal map
 class Pool:
-    """What the scopes of one policy map have met that began in one context of `pooled`.
+    """What the scopes of one policy map have met that began in one context of `pooled`."""
 
-    A rule that matches a module of any framework counts as used. `arrays` has the paths of the
-    floating arrays of views, `name` is the function that applies the map, as the user calls it.
-    """
-
-    name: str
+    name: str  # the function that applies the map, as the user calls it
     policy_map: PolicyMap | None
     seen: set[Module] = dataclasses.field(default_factory=set)
-    arrays: set[str] = dataclasses.field(default_factory=set)
+    arrays: set[str] = dataclasses.field(default_factory=set)  # the paths of those in views
     census: FieldCensus = dataclasses.field(default_factory=FieldCensus)
 
     @classmethod
@@ -57,10 +46,7 @@ class Pool:
         return next(pools, cls(name, policy_map))
 
     def warn(self, stacklevel: int) -> None:
-        """Warns of rules without effect, and of `dtype` fields that take precedence over the map.
-
-        Does nothing while a context of `pooled` is open, which warns at its end.
-        """
+        """Warns of rules and fields, but not in a context of `pooled`, which warns at its end."""
         if self.policy_map is not None and not is_held(self):
             warn_unused(self.policy_map, self.seen, stacklevel + 1, arrays=self.arrays)
             self.census.warn(self.policy_map, self.name, stacklevel + 1)
@@ -75,6 +61,7 @@ class PolicyScope:
 
     Attributes:
         pool: the pool in which the scope began; one of its own outside of all.
+        census: the parameters that `dtype` fields keep from the policy map.
         paths: the paths of the modules that were met.
         ruled: the paths of the floating arrays of a view that have rules of their own.
         met: the modules with their policies, in the order of their first calls; empty outside of
@@ -85,6 +72,7 @@ class PolicyScope:
         self.name = name
         self.policy_map = _for_modules(policy_map, name)
         self.pool = Pool.open_for(name, self.policy_map)
+        self.census = self.pool.census
         self.paths: set[str] = set()
         self.ruled: set[str] = set()
         self.met: dict[ModuleRecord, None] = {}
@@ -97,11 +85,6 @@ class PolicyScope:
             if self not in listener:
                 listener.append(self)
 
-    @property
-    def census(self) -> FieldCensus:
-        """The parameters that `dtype` fields keep from the policy map."""
-        return self.pool.census
-
     def give_back(self) -> None:
         """Gives back what the scope has replaced; it ends in the thread in which it began."""
 
@@ -110,11 +93,7 @@ class PolicyScope:
     ) -> tuple[Policy | None, Policy | None]:
         """Returns the policy that is given to a module itself, and its boundary policy.
 
-        A rule of the map takes precedence over the policy of the class. The map's default is the
-        boundary policy of the outermost call alone. The module counts as met.
-
-        Raises:
-            ValueError: if another task of this thread is inside a context of jmpx.
+        The map's default is the boundary policy of the outermost call alone.
         """
         refuse_other_tasks(f"cast a {cls.__name__}")
         self.pool.seen.add(Module(cls, path))
@@ -142,8 +121,7 @@ class PolicyScope:
     def array_policy(self, path: str, surrounding: Policy | None) -> Policy | None:
         """Returns the policy that a rule gives to a floating array in a view, None without one.
 
-        That is the last glob that matches the array and no module around it: a glob of both is a
-        rule for modules. The modules around have asked for their policies before.
+        A glob that matches a module around the array is a rule for modules.
         """
         self.pool.arrays.add(path)
         if self.policy_map is None:
@@ -179,10 +157,7 @@ S = TypeVar("S", bound=PolicyScope)
 def in_policy_scope(
     kind: type[S], name: str, policy_map: PolicyMapLike | None, hook: Hook
 ) -> Iterator[S]:
-    """Opens a scope, or goes on with the innermost one of its kind if it follows an equal map.
-
-    Contexts that go on with one scope may end in any order: it lasts as long as any of them.
-    """
+    """Opens a scope, or goes on with the innermost one of its kind if it follows an equal map."""
     innermost = opened(kind)[-1:]
     if innermost and innermost[0].policy_map == _for_modules(policy_map, name):
         scope = innermost[0]
@@ -205,7 +180,6 @@ def _for_modules(policy_map: PolicyMapLike | None, name: str) -> PolicyMap | Non
 def pooled(policy_map: PolicyMapLike | None, name: str) -> Iterator[PolicyMap | None]:
     """Has the scopes of all frameworks under one policy map warn together, at the end.
 
-    Inside of another pool of an equal map, that is this pool, too: the last of them to end warns.
     Yields the policy map to give to the adapters, None for the policies of classes alone.
     """
     pool = Pool.open_for(name, _for_modules(policy_map, name))
@@ -247,10 +221,25 @@ def listening() -> Iterator[list[PolicyScope]]:
         yield listener
 
 
-def inherited_policy(surrounding: Policy) -> Policy:
-    """Returns the policy of a boundary that no rule, class or default gives a policy.
+class Creation(NamedTuple):
+    """How `init` creates parameters where no module has a policy; see `Adapter.created`."""
 
-    A module with running statistics in float32, and a cell whose carry may be in another dtype,
-    need a boundary, so that their results come in the dtype of their surroundings.
-    """
+    policy: Policy
+    are_cast: bool
+
+
+def creating(
+    creation: Creation, framework: str, hook: Hook
+) -> contextlib.AbstractContextManager[None]:
+    """Puts a `Creation` in force in a framework while the context lasts."""
+    return entered(Context(f"jmpx.apply_policy in {framework}", creation, creation, hook))
+
+
+def creation_in_force(scopes: type[PolicyScope]) -> Creation | None:
+    """Returns the innermost `Creation`; None without one, or inside of a scope of a kind."""
+    return None if opened(scopes) else next(reversed(opened(Creation)), None)
+
+
+def inherited_policy(surrounding: Policy) -> Policy:
+    """Returns the policy of a boundary whose result comes in the dtype of its surroundings."""
     return surrounding.with_output_dtype(surrounding.compute_dtype)

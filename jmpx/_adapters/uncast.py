@@ -1,10 +1,9 @@
 """Arguments of a function that are not cast: `uncast=`, their positions and names."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from jmpx._base.leaves import PyTree
 from jmpx._base.messages import describe
@@ -13,22 +12,23 @@ Arguments: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
 UncastLike: TypeAlias = int | str | Sequence[int | str]  # positions and names, one or several
 
 
-@dataclasses.dataclass(frozen=True)
-class UncastArguments:
+class UncastArguments(NamedTuple):
     """The arguments that a function gets as they are, while its others are cast.
 
     Args:
         given: the positions and names that the user gave.
         positional: the names of the arguments that the function takes by position, in order.
-        known: the names of all arguments of the function.
+        named: the names of all arguments of the function.
     """
 
     given: tuple[int | str, ...]
     positional: tuple[str, ...] = ()
-    known: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, func: Callable[..., PyTree], uncast: UncastLike) -> "UncastArguments":
+    def of(
+        cls, func: Callable[..., PyTree], uncast: UncastLike, state_argnum: int | None = None
+    ) -> "UncastArguments":
         """Checks the positions and the names, and reads the signature of the function."""
         given: tuple[PyTree, ...] = (uncast,)
         if isinstance(uncast, Iterable) and not isinstance(uncast, str | bytes):
@@ -39,6 +39,7 @@ class UncastArguments:
                 f"both, got {describe(uncast)}: write uncast=2, uncast='targets' or "
                 "uncast=(0, 'targets')."
             )
+        given = given if state_argnum is None else (*given, state_argnum)
         try:
             parameters = inspect.signature(func).parameters.values() if given else ()
         except (TypeError, ValueError):  # of a function that is not written in Python
@@ -47,48 +48,33 @@ class UncastArguments:
         positional = tuple(p.name for p in named if p.kind != p.KEYWORD_ONLY)
         return cls(given, positional, tuple(p.name for p in named))
 
-    def including(self, number: int | None) -> "UncastArguments":
-        """Returns these arguments and one more, by its position."""
-        if number is None:
-            return self
-        return dataclasses.replace(self, given=(*self.given, number))
+    def exempt(
+        self,
+        change: Callable[[Arguments], Arguments],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> Arguments:
+        """Changes the arguments of a call except these."""
+        places = self._places(len(args), kwargs)
+        others = tuple(None if i in places else arg for i, arg in enumerate(args))
+        new_args, new_kwargs = change(
+            (others, {name: value for name, value in kwargs.items() if name not in places})
+        )
+        new_args = tuple(args[i] if i in places else arg for i, arg in enumerate(new_args))
+        return new_args, {**kwargs, **new_kwargs}
 
-    def exempt(self, cast: Callable[[Arguments], Arguments]) -> Callable[..., Arguments]:
-        """Returns a function `(args, kwargs)` that casts the arguments of a call except these."""
-
-        def cast_others(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Arguments:
-            places = {self._place(each, args, kwargs) for each in self.given}
-            others = tuple(None if i in places else arg for i, arg in enumerate(args))
-            cast_args, cast_kwargs = cast(
-                (others, {name: value for name, value in kwargs.items() if name not in places})
-            )
-            args = tuple(args[i] if i in places else arg for i, arg in enumerate(cast_args))
-            return args, {**kwargs, **cast_kwargs}
-
-        return cast_others
-
-    def _place(
-        self, given: int | str, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> int | str:
-        """Returns where an argument is in a call: its position, or its name if it has no position.
-
-        An argument of the function that the call does not pass has a name.
-        """
-        if not isinstance(given, str):
-            if -len(args) <= given < len(args):
-                return given % len(args)
-            if not 0 <= given < len(self.positional):
-                raise ValueError(
-                    f"Cannot leave argument {given} uncast, as uncast says, in a call with "
-                    f"{len(args)} positional arguments: count from 0, or give its name."
-                )
-            return self.positional[given]
-        if given not in kwargs and given in self.positional[: len(args)]:
-            return self.positional.index(given)
-        if given not in kwargs and given not in self.known:
+    def _places(self, count: int, kwargs: Iterable[str]) -> set[int | str]:
+        """Returns where these arguments are in a call: positions, and names of all others."""
+        names = {*self.named, *kwargs}
+        places: dict[int | str, int | str] = {name: name for name in names}
+        places.update(enumerate(self.positional))
+        before = enumerate(self.positional[:count])
+        places |= {name: i for i, name in before if name not in kwargs}
+        places |= {i: i % count for i in range(-count, count)}
+        unknown = [each for each in self.given if each not in places]
+        if unknown:
             raise ValueError(
-                f"Cannot leave argument {given!r} uncast, as uncast says, which is neither passed "
-                "nor an argument of the function: expected one of "
-                f"{sorted({*self.known, *kwargs})}."
+                f"Cannot leave argument {unknown[0]!r} uncast, as uncast says, in a call with "
+                f"{count} positional arguments: count from 0, or give one of {sorted(names)}."
             )
-        return given
+        return {places[each] for each in self.given}

@@ -1,12 +1,11 @@
 """Autocast as users call it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from jmpx._autocast.saving import get_saving
 from jmpx._autocast.wrapped import applied
 from jmpx._base.dtypes import DTypeLike, as_dtype, is_dtype
-from jmpx._base.moved import telling
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMapLike
 
@@ -24,7 +23,6 @@ class _Options(TypedDict, total=False):
 
     output: DTypeLike | None
     save: Literal["products"] | None
-    pieces: str | Sequence[str] | None
 
 
 @overload
@@ -39,14 +37,12 @@ def autocast(
 ) -> _Decorator: ...
 
 
-@telling("jmpx.autocast")
 def autocast(
     fn: Callable[..., Any] | None = None,
     policy: PolicyMapLike = "compute=bf16",
     *,
     output: DTypeLike | None = "traced",
     save: Literal["products"] | None = None,
-    pieces: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """Makes a function run in mixed precision, operation by operation, as `torch.autocast` does.
 
@@ -71,8 +67,6 @@ def autocast(
             as they come, and a dtype casts the floating ones.
         save: what the backward pass keeps: None leaves that to JAX; "products" keeps what weight
             products and convolutions made, and computes the rest again.
-        pieces: with `save`, a selector of modules or scopes such as `Block` or `*/layers_*`, or a
-            sequence of them: the outermost ones that match are one piece each. None finds pieces.
 
     Returns:
         A function with the signature of `fn`; a `jmpx.types.Autocast` that holds `fn` if it is
@@ -104,11 +98,11 @@ def autocast(
         ['bfloat16', 'float32', 'float32']
     """
     if fn is None:
-        return _Unapplied(policy, {"output": output, "save": save, "pieces": pieces})
+        return _Unapplied(policy, {"output": output, "save": save})
     if not callable(fn) or is_dtype(fn):
         raise TypeError(f"Expected a function to run under autocast, got {fn!r}: {_WRITE}.")
     policy_map = get_policy_map(policy)
-    saving = get_saving(save or policy_map.save, pieces)
+    saving = get_saving(save or policy_map.save)
     if output is not None and output != "traced":
         output = as_dtype(output)
     return applied(fn, policy_map.applied_by("operations", "jmpx.autocast"), output, saving)

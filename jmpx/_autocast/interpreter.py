@@ -1,7 +1,6 @@
 """Evaluates a jaxpr, one equation after the other, each by the rule of its primitive."""
 
 import copy
-import functools
 import itertools
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
@@ -12,11 +11,11 @@ import numpy as np
 
 from jmpx._autocast.binding import run_as_traced, run_overridden
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours
-from jmpx._autocast.pieces import Kind, Piece, find_pieces, find_selected
-from jmpx._autocast.regions import Regions, matches_scope
+from jmpx._autocast.pieces import Kind, Piece, find_pieces
+from jmpx._autocast.regions import Regions
 from jmpx._autocast.rules import InnerPlace, Operation, Retraced, lookup
 from jmpx._autocast.saving import Saving, checkpointed
-from jmpx._autocast.value import FLOAT32, Array, Traits, Value
+from jmpx._autocast.value import Array, Traits, Value
 from jmpx._autocast.wide import note_products
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
@@ -84,7 +83,7 @@ class Interpreter:
         if self.saving is None or core.looks_for_nans([value.array for value in values]):
             self._that_saves(None)._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
         else:
-            for piece in self._pieces(jaxpr, scope, self.saving):
+            for piece in find_pieces(jaxpr):
                 self._run_piece(frame, piece, self.saving)
                 for var in piece.last:
                     env.pop(var, None)
@@ -122,16 +121,6 @@ class Interpreter:
         self.used.operations.add(name)
         return Operation(equation, values, self, scope, region, override, frame.neighbours)
 
-    def _pieces(self, jaxpr: Jaxpr, scope: str, saving: Saving) -> list[Piece]:
-        if not saving.selectors:
-            return find_pieces(jaxpr)
-        return find_selected(jaxpr, scope, functools.partial(self._selects, saving))
-
-    def _selects(self, saving: Saving, scope: str) -> bool:
-        found = [rule for rule in saving.selectors if matches_scope(rule, scope)]
-        self.used.rules.update(found)
-        return bool(found)
-
     def _run_piece(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
         """Runs a piece; if products in it are saved, under `jax.checkpoint`."""
         equations, plain, env = piece.equations, self._that_saves(None), frame.env
@@ -150,8 +139,8 @@ class Interpreter:
             in_loop = saving.in_loop or equations[0].primitive.name == "scan"
             self._that_saves(saving._replace(in_loop=in_loop))._run(frame, equations)
         else:
-            if piece.kind is not Kind.PLAIN:
-                self.used.left.add((piece.kind, place_of(equations[0])))
+            if piece.kind is Kind.LEFT:
+                self.used.left.add(place_of(equations[0]))
             plain._run(frame, equations)
 
     def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], place: InnerPlace) -> Retraced:
@@ -205,7 +194,7 @@ def _apply_rule(operation: Operation) -> list[Value]:
     """
     entry, region = lookup(operation.equation), operation.region
     if region.is_fixed:
-        return _run_fixed(operation)
+        return run_as_traced(operation, is_weak=False)
     if entry is not None and entry.everywhere:
         return entry.rule(operation)
     if operation.override is not None:
@@ -213,16 +202,3 @@ def _apply_rule(operation: Operation) -> list[Value]:
     if region.is_full:
         return run_as_traced(operation, is_weak=region.is_weak)
     return run_as_traced(operation, is_weak=True) if entry is None else entry.rule(operation)
-
-
-def _run_fixed(operation: Operation) -> list[Value]:
-    """Runs an operation as it was traced; products in its jaxprs have the region's algorithm."""
-    equation, entry = operation.equation, lookup(operation.equation)
-    gives_algorithms = operation.interpreter.regions.give_algorithms
-    holds_jaxprs = gives_algorithms and core.holds_jaxpr(equation.params)
-    if entry is None or not entry.everywhere or not holds_jaxprs:
-        return run_as_traced(operation, is_weak=False)
-    pairs = zip(operation.arrays(FLOAT32), operation.values, strict=True)
-    values = [Value(array, is_weak=False, tangent=v.tangent) for array, v in pairs]
-    results = entry.rule(operation._replace(values=values))
-    return [Value(result.array, is_weak=False, tangent=result.tangent) for result in results]

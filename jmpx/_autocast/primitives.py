@@ -63,6 +63,12 @@ def access(operation: Operation) -> list[Value]:
     return run_as_traced(operation, is_weak=False)
 
 
+@register("custom_vjp_call", everywhere=True)
+def custom_vjp_call(operation: Operation) -> list[Value]:
+    """Runs a function in float32, as its backward pass is for the dtypes that were traced."""
+    return run_as_traced(operation, is_weak=True)
+
+
 @register("convert_element_type", everywhere=True)
 def convert_element_type(operation: Operation) -> list[Value]:
     """Runs a cast that the user wrote.

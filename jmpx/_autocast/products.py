@@ -75,17 +75,6 @@ def _without_algorithm(equation: Equation, regions: Regions) -> Params:
     return {"precision": (lax.Precision.DEFAULT,) * 2} if is_open else {}
 
 
-def gives_algorithm(operation: Operation) -> bool:
-    """Whether products of an operation have an algorithm, those that it traces later included."""
-    regions = operation.interpreter.regions
-    if not regions.give_algorithms:
-        return False
-    found = [regions.algorithm(name, operation.region) for name in PRODUCTS]
-    for algorithm in filter(None, found):  # whether there are such products is not known yet
-        regions.note(algorithm)
-    return any(found) or bool(with_algorithms(operation))
-
-
 def _params(equation: Equation, scope: str, regions: Regions, dtype: np.dtype = FLOAT32) -> Params:
     if operation_name(equation.primitive.name) in PRODUCTS:
         return _precision(equation, scope, regions, dtype)

@@ -4,7 +4,6 @@ The rules of a policy map (`jmpx.types.Rule`) are called policy rules in this pa
 primitive has a rule, too: see `rules.py`.
 """
 
-from collections.abc import Hashable
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +31,8 @@ class Used:
         self.scopes = set[str]()  # of equations, and the scopes around these
         self.operations = set[str]()  # names of primitives
         self.algorithms = set[Algorithm]()  # of float32 products, even if they have one already
-        self.left = set[tuple[Hashable, Place | None]]()  # by `save=`: why and where
-        self.products = set[Hashable]()  # how those ran that should have 16 bits; see `wide.py`
+        self.left = set[Place | None]()  # by `save=`, None for all
+        self.products = set[bool]()  # whether those run in 16 bits that should; see `wide.py`
         self.wide = set[Equation]()  # whose products should have 16 bits, and cannot
 
     def add(self, inner: "Used") -> None:

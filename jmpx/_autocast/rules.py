@@ -1,11 +1,11 @@
 """The registry: one rule for each primitive that autocast knows.
 
 A rule is a function, `rule(operation) -> results`, that runs an equation on its operands.
-`@register("scan")` puts it here; `kinds.py`, `primitives.py`, `control_flow.py` and `custom_vjp.py`
-do so when they are imported.
+`@register("scan")` puts it here; `kinds.py`, `primitives.py` and `control_flow.py` do so when they
+are imported.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import jax.numpy as jnp
@@ -47,23 +47,17 @@ class Retraced(NamedTuple):
 
 
 class Interpreter(Protocol):
-    """What a rule may ask of the interpreter, for the jaxprs that its equation holds."""
+    """What a rule may ask of `interpreter.Interpreter`, for the jaxprs that its equation holds."""
 
     regions: Regions
 
-    def fresh(self) -> "Interpreter":
-        """Returns an interpreter of the same policy map that has met nothing yet."""
-        ...
+    def fresh(self) -> "Interpreter": ...
 
     def evaluate(
         self, jaxpr: Jaxpr, values: Sequence[Value], scope: str, ends: Ends = NOTHING
-    ) -> list[Value]:
-        """Runs a jaxpr on values, and returns its results."""
-        ...
+    ) -> list[Value]: ...
 
-    def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], place: InnerPlace) -> Retraced:
-        """Traces the evaluation of a jaxpr that an equation holds."""
-        ...
+    def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], place: InnerPlace) -> Retraced: ...
 
 
 class Operation(NamedTuple):
@@ -167,7 +161,7 @@ class Entry(NamedTuple):
     keeps_finite: bool = False
 
 
-_entries: dict[str, Entry] = {}
+ENTRIES: dict[str, Entry] = {}  # by the names of primitives
 
 # Primitives that not all supported versions of JAX have. Keys are versions that the tests run (0.7,
 # 0.10, 0.12): in SINCE the first that has the primitives, in BEFORE the first that lacks them.
@@ -189,9 +183,9 @@ def register(
 
     def add(rule: _Rule) -> _Rule:
         for name in names:
-            if name in _entries:
+            if name in ENTRIES:
                 raise ValueError(f"Two rules for the primitive {name!r}: leave one out.")
-            _entries[name] = Entry(rule, everywhere, cached, keeps_finite)
+            ENTRIES[name] = Entry(rule, everywhere, cached, keeps_finite)
         return rule
 
     return add
@@ -199,19 +193,4 @@ def register(
 
 def lookup(equation: Equation) -> Entry | None:
     """Returns the entry of an equation's primitive, None for a primitive without a rule."""
-    return _entries.get(operation_name(equation.primitive.name))
-
-
-def is_registered(name: str) -> bool:
-    """Whether the primitive of that name has a rule."""
-    return name in _entries
-
-
-def registered() -> Iterable[str]:
-    """Returns the names of all primitives that have a rule."""
-    return _entries.keys()
-
-
-def overridable() -> list[str]:
-    """Returns the names of the primitives that run in whatever dtype a policy rule gives them."""
-    return [name for name, entry in _entries.items() if not entry.everywhere]
+    return ENTRIES.get(operation_name(equation.primitive.name))

@@ -12,7 +12,6 @@ from jmpx._autocast.value import Array, Traits, Value
 from jmpx._base.messages import describe, did_you_mean
 from jmpx._jaxprs.core import Atom, Primitive, operation_name
 from jmpx._jaxprs.types import Params
-from jmpx._policies.rules import Rule
 
 _Cast = tuple[np.dtype, bool]  # a key of `Value.casts`
 
@@ -20,44 +19,15 @@ _Cast = tuple[np.dtype, bool]  # a key of `Value.casts`
 class Saving(NamedTuple):
     """What autocast saves for the backward pass: in each piece, the results of weight products."""
 
-    selectors: tuple[Rule, ...] = ()  # of the pieces; without any, autocast decides
     in_loop: bool = False  # whether the body of a scan is evaluated
 
 
-def get_saving(save: object, pieces: object) -> Saving | None:
-    """Returns what the arguments of `autocast` with these names mean, and refuses others."""
-    if save is not None and save != "products":
+def get_saving(save: str | None) -> Saving | None:
+    """Returns what the argument of `autocast` with that name means, and refuses others."""
+    if save not in (None, "products"):
         near = did_you_mean(save, ["products"]) if isinstance(save, str) else "."
         raise ValueError(f"Expected None or 'products' as save=, got {describe(save)}{near}")
-    if pieces is None:
-        return None if save is None else Saving()
-    selectors = (pieces,) if isinstance(pieces, str) else pieces
-    if not isinstance(selectors, Sequence) or not all(isinstance(s, str) for s in selectors):
-        raise TypeError(
-            "Expected a selector of modules or scopes as pieces=, such as 'Block' or '*/layers_*', "
-            f"or a sequence of them, got {describe(pieces)}."
-        )
-    if save is None:
-        raise ValueError(
-            f"Expected save='products' with pieces={describe(pieces)}: pieces= says between which "
-            "arrays, not what is saved."
-        )
-    if not selectors:
-        raise ValueError(
-            f"Expected at least one class, path or scope in pieces=, got {describe(pieces)}: name "
-            "what each piece is, or leave pieces out, and autocast finds where to cut."
-        )
-    return Saving(tuple(map(_selector, selectors)))
-
-
-def _selector(text: str) -> Rule:
-    name = text.strip().removesuffix("?")
-    if not name or name.startswith("op.") or set(name) & set(":;,=| "):
-        raise ValueError(
-            "Expected a class, a path or a scope in pieces=, such as 'Block' or '*/layers_*', got "
-            f"{describe(text)}: pass several as a sequence."
-        )
-    return Rule(name, optional=text.strip().endswith("?"))
+    return None if save is None else Saving()
 
 
 def is_weight_product(primitive: Primitive, params: Params, operands: Sequence[Atom]) -> bool:

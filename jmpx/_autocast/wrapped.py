@@ -38,13 +38,11 @@ from jmpx._base.stateful import (
     call,
 )
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Jaxpr
 from jmpx._jaxprs.marks import Module
 from jmpx._jaxprs.scopes import RESTORE
 from jmpx._policies.added_rules import in_force
-from jmpx._policies.maps import PolicyMap, Rule
+from jmpx._policies.maps import PolicyMap
 from jmpx._policies.modules import Marks
-from jmpx._policies.registry import refuse_creation
 
 Output: TypeAlias = DTypeLike | None  # also "traced"; see `jmpx.autocast`
 
@@ -155,10 +153,9 @@ def evaluated(
             check_computes(dtype)
     note_cast(by)
     interpreter = Interpreter(policy_map, region_setting(), save)
-    selectors = save.selectors if save else ()
-    marks = Marks(PolicyMap(policy_map.default, (*policy_map.rules, *selectors)))
+    marks = Marks(policy_map)
     pure.invoke = marks.call
-    with fact_set(AUTOCAST, key), refuse_creation(), _open_products(interpreter):
+    with fact_set(AUTOCAST, key), _open_products(interpreter):
         traced = core.trace(pure, (state, *args), kwargs)
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
     values = _values(changes.replaced(), traced.arrays, ((state, *args), kwargs), is_parameter)
@@ -166,10 +163,10 @@ def evaluated(
     is_exposed = (True,) * len(traced.jaxpr.out_avals)
     ends = Ends(is_exposed, None if is_parameter is None else ())
     if interpreter.saving is not None and takes_gradient(traced.jaxpr):
-        interpreter.used.left.add((None, None))
+        interpreter.used.left.add(None)
         interpreter.saving = None
     results = interpreter.evaluate(traced.jaxpr, values, "", ends)
-    _warn(policy_map, interpreter.used, selectors, marks.seen, traced.jaxpr)
+    _warn(policy_map, interpreter.used, marks.seen)
     num_changes = len(changes.arrays)
     outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes
     triples = zip(results, traced.jaxpr.out_avals, outputs, strict=True)
@@ -177,20 +174,13 @@ def evaluated(
         return traced.rebuild([_restored(*triple) for triple in triples])
 
 
-def _warn(
-    policy_map: PolicyMap,
-    used: Used,
-    selectors: Sequence[Rule],
-    seen: Iterable[Module],
-    jaxpr: Jaxpr,
-) -> None:
+def _warn(policy_map: PolicyMap, used: Used, seen: Iterable[Module]) -> None:
     for message in (
         *unused_rules(policy_map, used, seen),
-        *wide_products(policy_map, used, jaxpr),
-        *unused_saving(selectors, used, seen),
+        *wide_products(policy_map, used),
+        *unused_saving(used),
     ):
-        level = user_stacklevel("jax", "flax", "haiku", "equinox")
-        warnings.warn(message, stacklevel=level)
+        warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
 
 
 def _values(

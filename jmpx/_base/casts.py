@@ -1,7 +1,5 @@
 """Casts of pytrees: floating leaves change their dtype, all other leaves pass untouched."""
 
-import functools
-from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
@@ -15,9 +13,6 @@ from jmpx._base.leaves import Array, PyTree, is_floating
 T = TypeVar("T")
 FloatingT = TypeVar("FloatingT", bound=Array | jax.ShapeDtypeStruct)
 
-# Batching pays only for many small arrays; otherwise dispatch is negligible or compiling dominates.
-_MANY_ARRAYS, _SMALL_SIZE, _CHUNK_LENGTH = 64, 2**18, 16
-
 
 def at_least_float32(leaf: FloatingT) -> FloatingT:
     """Returns a floating leaf of 8 or 16 bits in float32, and a wider one as it is."""
@@ -25,61 +20,18 @@ def at_least_float32(leaf: FloatingT) -> FloatingT:
 
 
 def _cast_leaf(leaf: PyTree, dtype: np.dtype) -> PyTree:
-    """Casts one floating leaf, which may be a tracer or a `jax.ShapeDtypeStruct`."""
+    if not is_floating(leaf) or leaf.dtype == dtype:
+        return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(dtype=dtype, weak_type=False)
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.core.Tracer):
         return leaf.astype(dtype)
+    if isinstance(leaf, jax.Array):
+        # While tracing, cast closed-over arrays at once instead of staging a cast.
+        with jax.ensure_compile_time_eval():
+            return leaf.astype(dtype)
     with np.errstate(all="ignore"):  # As in JAX, 1e6 silently becomes inf in float16.
         return leaf.astype(dtype)
-
-
-def _cast_leaves(leaves: Sequence[PyTree], dtype: np.dtype) -> list[PyTree]:
-    casts, concrete = list(leaves), []
-    for index, leaf in enumerate(leaves):
-        if not is_floating(leaf) or leaf.dtype == dtype:
-            continue
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
-            concrete.append(index)
-        else:
-            casts[index] = _cast_leaf(leaf, dtype)
-    if concrete:
-        results = _cast_concrete([leaves[index] for index in concrete], dtype)
-        for index, result in zip(concrete, results, strict=True):
-            casts[index] = result
-    return casts
-
-
-def _cast_concrete(arrays: Sequence[jax.Array], dtype: np.dtype) -> list[jax.Array]:
-    """Casts arrays outside of a trace; each keeps its sharding, and whether it is committed."""
-    # Arrays of one shape share a call, so that few functions are compiled. They also share their
-    # sharding and commitment, because one committed argument would commit all results.
-    groups: dict[Hashable, list[int]] = {}
-    for index, array in enumerate(arrays):
-        kind = array.shape, array.dtype, array.sharding, array.committed
-        groups.setdefault(kind, []).append(index)
-    casts = list(arrays)
-    # While tracing, cast closed-over arrays at once instead of staging a cast.
-    with jax.ensure_compile_time_eval():
-        for indices in groups.values():
-            for chunk in _chunks(indices, arrays[indices[0]].size):
-                results = _cast_together([arrays[index] for index in chunk], dtype)
-                for index, result in zip(chunk, results, strict=True):
-                    casts[index] = result
-    return casts
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _cast_together(arrays: list[jax.Array], dtype: np.dtype) -> list[jax.Array]:
-    return [array.astype(dtype) for array in arrays]
-
-
-def _chunks(indices: list[int], size: int) -> Iterator[list[int]]:
-    """Yields chunks of one length, as each length is compiled apart; the last one may overlap."""
-    length = _CHUNK_LENGTH if len(indices) >= _MANY_ARRAYS and size <= _SMALL_SIZE else 1
-    for start in range(0, len(indices), length):
-        start = min(start, len(indices) - length)
-        yield indices[start : start + length]
 
 
 def cast_tree(tree: T, dtype: DTypeLike) -> T:
@@ -111,8 +63,8 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
     """
     dtype = as_dtype(dtype)
     check_enabled(dtype)
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(_cast_leaves(leaves, np.dtype(dtype)))
+    numpy_dtype = np.dtype(dtype)
+    return jax.tree.map(lambda leaf: _cast_leaf(leaf, numpy_dtype), tree)
 
 
 def cast_like(new: T, old: PyTree) -> T:
@@ -139,9 +91,7 @@ def cast_to_full(tree: T) -> T:
 
 
 def cast_to_half(tree: T) -> T:
-    """Casts the floating leaves of a pytree to `half_dtype()`; see `cast_tree`.
-
-    JMP's name.
+    """Casts the floating leaves of a pytree to `half_dtype()`; see `cast_tree`. JMP's name.
 
     Args:
         tree: any pytree.

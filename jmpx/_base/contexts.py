@@ -4,12 +4,10 @@ Contexts are per thread, as JAX's user contexts and the frameworks' interceptors
 generators may leave them in another order than that in which they were entered. So leaving a
 context restores nothing: the contexts that are still open say what is in force.
 
-A generator may also be closed or collected in another thread than that which entered its context.
-Only the thread that entered can change what holds in it. So that is an error, and the thread that
-entered ends the context itself before it runs a module again.
+A generator that is closed or collected in another thread than that which entered its context is an
+error: only the thread that entered can change what holds in it.
 """
 
-import collections
 import contextlib
 import contextvars
 import dataclasses
@@ -57,19 +55,6 @@ class Context:
 AUTOCAST = "autocast traces"  # the topic of what autocast traces for: its policies
 
 
-@dataclasses.dataclass
-class _Rounded:
-    """What has cast inside of a function whose parameters were rounded to 16 bits.
-
-    Args:
-        dtype: the dtype to which they were rounded.
-        casts: the names of what has cast to another one.
-    """
-
-    dtype: np.dtype
-    casts: dict[str, None] = dataclasses.field(default_factory=dict)
-
-
 class _State:
     """What is in force in one thread.
 
@@ -78,11 +63,8 @@ class _State:
         hooks: the hooks that are entered, and what leaves them.
         facts: what else JAX's caches know, by topic.
         told: leaves the value that JAX's caches know.
-        rounded: what has cast inside of a function whose parameters were rounded; None outside of
-            one.
-        watches: for each open `casts_watched`, the names of what has cast inside of it.
-        late: the open contexts that another thread has left.
-        epochs: how often this thread has found such contexts.
+        watches: for each open watch of casts the names of what has cast inside of it, and the dtype
+            to which a cast does not count; None if all count.
     """
 
     def __init__(self) -> None:
@@ -90,10 +72,7 @@ class _State:
         self.hooks: dict[Hook, contextlib.ExitStack] = {}
         self.facts: dict[str, Hashable] = {}
         self.told = contextlib.ExitStack()
-        self.rounded: _Rounded | None = None
-        self.watches: list[dict[str, None]] = []
-        self.late: collections.deque[Context] = collections.deque()
-        self.epochs = 0
+        self.watches: list[tuple[dict[str, None], np.dtype | None]] = []
 
 
 class _Thread(threading.local):
@@ -122,25 +101,9 @@ def _tell_jax() -> None:
     state = _thread.state
     keys = {context.name: context.key for context in state.open if context.key is not None}
     told: dict[str, Hashable] = {**state.facts, **keys}
-    if told and state.epochs:
-        told["epochs"] = state.epochs
     state.told.close()
     if told:
         state.told.enter_context(_trace_key(frozenset(told.items())))
-
-
-def catch_up() -> None:
-    """Leaves the contexts of this thread that other threads have left.
-
-    To be called before it is looked up what is in force. A trace that has begun in a context which
-    had ended is stored under the key of that context, so the keys of this thread are others now.
-    """
-    state = _thread.state
-    if state.late:
-        state.epochs += 1
-        while state.late:
-            _leave(state.late.popleft())
-        _tell_jax()
 
 
 def set_fact(topic: str, value: Hashable) -> None:
@@ -187,7 +150,6 @@ def refuse_other_tasks(action: str) -> None:
     Raises:
         ValueError: if another task is inside a context.
     """
-    catch_up()
     inside = _entered.get()
     others = [context for context in _thread.state.open if context not in inside]
     if others:
@@ -204,8 +166,7 @@ def entered(context: Context) -> Iterator[None]:
 
     Raises:
         ValueError: at entry, if another task of this thread is inside a context; at the end, if it
-            is left in another thread. Its own thread then leaves it when it looks up next what is
-            in force.
+            is left in another thread.
     """
     refuse_other_tasks(f"enter {context.name}")
     state, hook = _thread.state, context.hook
@@ -219,22 +180,19 @@ def entered(context: Context) -> Iterator[None]:
     try:
         yield
     finally:
-        if state is _thread.state:
-            _leave(context)
-            _tell_jax()
-            if hook is not None and hook not in [other.hook for other in state.open]:
-                state.hooks.pop(hook).close()
-        else:
-            state.late.append(context)
+        if state is not _thread.state:
             raise ValueError(
                 f"Cannot leave {context.name} in another thread than the one that entered it, "
-                "where compiled functions go on under its policies until a module is traced or a "
-                "context of jmpx is entered: close the generator that holds it in its own thread."
+                "where its policies stay in force: close the generator that holds it in its own "
+                "thread."
             )
+        _leave(context)
+        _tell_jax()
+        if hook is not None and hook not in [other.hook for other in state.open]:
+            state.hooks.pop(hook).close()
 
 
 def _leave(context: Context) -> None:
-    """Ends a context in its own thread; its hook may be left later, as an idle one does nothing."""
     still_open = _thread.state.open
     is_last = [other.value is context.value for other in still_open].count(True) == 1
     try:
@@ -247,7 +205,6 @@ def _leave(context: Context) -> None:
 
 def opened(kind: type[T]) -> list[T]:
     """Returns the values of a type that open contexts of this thread hold, the innermost last."""
-    catch_up()
     values = (context.value for context in _thread.state.open)
     return [value for value in values if isinstance(value, kind)]
 
@@ -277,21 +234,26 @@ def parameters_rounded(dtype: np.dtype | None) -> Iterator[dict[str, None]]:
         The names of what casts inside to another dtype, in order. Of nested functions the outermost
         one gets them, because its casts come first.
     """
-    state = _thread.state
-    if dtype is None or state.rounded is not None:
-        yield {}
+    casts: dict[str, None] = {}
+    if dtype is None or any(rounded is not None for _, rounded in _thread.state.watches):
+        yield casts
         return
-    state.rounded = _Rounded(dtype)
+    with _watched(casts, dtype), fact_set("parameters are rounded", dtype.name):
+        yield casts
+
+
+@contextlib.contextmanager
+def _watched(casts: dict[str, None], dtype: np.dtype | None) -> Iterator[None]:
+    _thread.state.watches.append((casts, dtype))
     try:
-        with fact_set("parameters are rounded", dtype.name):
-            yield state.rounded.casts
+        yield
     finally:
-        state.rounded = None
+        _thread.state.watches.pop()
 
 
 # By the code of a function and by policy map, the names of what has cast inside of it in any call
 # so far; they are forgotten together with the function.
-_watched = weakref.WeakKeyDictionary[Hashable, dict[Hashable, dict[str, None]]]()
+_seen = weakref.WeakKeyDictionary[Hashable, dict[Hashable, dict[str, None]]]()
 
 
 @contextlib.contextmanager
@@ -309,14 +271,10 @@ def casts_watched(code: Hashable, policy_map: Hashable) -> Iterator[dict[str, No
         The names of what has cast in this call and in earlier ones: in a later call, a jitted
         function casts without being traced.
     """
-    watches, topic = _thread.state.watches, "casts are watched"
-    casts = _watched.setdefault(code, {}).setdefault(policy_map, {})
-    watches.append(casts)
-    try:
-        with fact_set(topic, (fact(topic), code, policy_map)):
-            yield casts
-    finally:
-        watches.pop()
+    topic = "casts are watched"
+    casts = _seen.setdefault(code, {}).setdefault(policy_map, {})
+    with _watched(casts, None), fact_set(topic, (fact(topic), code, policy_map)):
+        yield casts
 
 
 def note_cast(by: str, dtype: DTypeLike | None = None) -> None:
@@ -326,8 +284,6 @@ def note_cast(by: str, dtype: DTypeLike | None = None) -> None:
         by: the function that casts, as the user calls it.
         dtype: the dtype to which it casts; None if there are several.
     """
-    state = _thread.state
-    for casts in state.watches:
-        casts[by] = None
-    if state.rounded is not None and (dtype is None or np.dtype(dtype) != state.rounded.dtype):
-        state.rounded.casts[by] = None
+    for casts, rounded in _thread.state.watches:
+        if rounded is None or dtype is None or np.dtype(dtype) != rounded:
+            casts[by] = None

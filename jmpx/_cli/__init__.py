@@ -1,12 +1,11 @@
 """The command line, `python -m jmpx`: one file for each kind of command.
 
-- `main.py`: the parser, the table of commands and of their arguments, and the exit codes. A new
-  command is a row in its two tables, and a function.
-- `explain.py`: what a policy string means; `config_files.py`: which policies a file holds.
-- `models.py`: which rule each module of a model has, for `--model`; `operations.py`: the same by
-  operations; `made.py`: what is looked at; `model_tables.py`: what is printed, as data.
-- `commands.py`: `audit`, `ranges` and `first-nonfinite`, which look at a program.
-- `doctor.py`: versions, devices and settings, and what of them does not fit together.
+- `main.py`: the table of commands and of their arguments, and the exit codes. A new command is a
+  row in it, and a function in `commands.py`.
+- `explain.py`: what a policy string means. `models.py`: which rule each module of a model has, for
+  `--model`; `operations.py`: the same by operations; `made.py`: what is traced.
+- `tables.py`: what `explain` prints. `doctor.py`: versions, devices and settings, and what of them
+  does not fit together.
 - `targets.py`: imports what a user names as `pkg.module:make`, with its flags, and turns an error
   of the user's code into one line.
 

@@ -1,104 +1,87 @@
-"""The commands of `python -m jmpx` that look at a program: audit, ranges and first-nonfinite.
+"""The commands of `python -m jmpx`.
 
-Each takes the parsed arguments and the flags of the program, prints what it finds, and returns the
-exit code. It raises a ValueError of one sentence if the program cannot be made, traced or run.
+Each takes the parsed arguments, prints what it finds, and returns the exit code. It raises a
+ValueError of one sentence if the program cannot be made, traced or run.
 """
 
 import argparse
-import contextlib
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import TypeAlias
 
 from jmpx._base.leaves import PyTree
-from jmpx._base.text import count_text
 from jmpx._cli.targets import attempt, load
 
 Program: TypeAlias = tuple[Callable[..., PyTree], tuple[PyTree, ...]]
 
-_RETURNS = "a pair of a function and the tuple of its arguments"
+_RETURNS = "a pair of a function and the tuple of its arguments, which may be shapes"
 
 
-def audit(given: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Prints what runs in which dtype; the exit code is 1 if it differs from the lock file."""
-    from jmpx._inspect.audit.api import audit  # here, as below: a command needs one of them
+def explain(given: argparse.Namespace) -> int:
+    """Prints what a policy string means, and which rule each module of a model has."""
+    from jmpx._cli.explain import explain  # here, as below: a command needs one of them
 
-    with _made(given, flags) as (fn, args):
-        trying = lambda: audit(fn, platform=given.platform)(*args)  # noqa: E731
-        report = attempt(f"The audit of {given.target} failed", trying)
-        differs, lines = (
-            (False, []) if given.lock is None else _compared(report.entries, given.lock)
-        )
-        _print(report, given)
-    for line in lines:
-        _print_note(line, given)
-    return int(differs)
+    print(*explain(given.precision, given.model, given.flags), sep="\n")
+    return 0
 
 
-def _compared(entries: Sequence[PyTree], path: str) -> tuple[bool, list[str]]:
-    """Returns whether a program differs from a lock file, and the lines that say how."""
-    from jmpx._inspect.audit.lock import differences, write
+def doctor(given: argparse.Namespace) -> int:
+    """Prints what is installed and set here; the exit code is 1 if that does not fit together."""
+    from jmpx._cli.doctor import doctor
 
-    if not os.path.exists(path):
-        write(entries, path)
-        return False, ["", f"wrote {path}, which was not there"]
-    found = differences(entries, path)
-    if not found:
-        return False, ["", f"{path}: no difference"]
-    accept = "to accept what there is now, delete the file and run this again"
-    return True, ["", *map(str, found), f"{path}: {count_text(len(found), 'difference')}; {accept}"]
+    return doctor()
 
 
-def ranges(given: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Prints which magnitudes occur, and what a dtype would need."""
+def audit(given: argparse.Namespace) -> int:
+    """Prints what runs in which dtype."""
+    from jmpx._inspect.audit.api import audit
+
+    fn, args = _made(given)
+    trying = lambda: audit(fn, platform=given.platform)(*args)  # noqa: E731
+    _print(attempt(f"The audit of {given.target} failed", trying), given)
+    return 0
+
+
+def ranges(given: argparse.Namespace) -> int:
+    """Prints which magnitudes occur, and what narrower dtypes would lose."""
     from jmpx._inspect.ranges.api import ranges
 
-    with _made(given, flags) as (fn, args):
-        found = attempt(f"The run of {given.target} failed", lambda: ranges(fn)(*args))
-        _print(found, given)
-    if given.dtype is not None:
-        _print_note(f"\npolicy map for {given.dtype}: {found.rules(given.dtype)}", given)
+    fn, args = _made(given)
+    found = attempt(f"The run of {given.target} failed", lambda: ranges(fn)(*args))
+    _print(found, given)
     if given.plot is not None:
         attempt(f"Cannot draw {given.plot!r}", lambda: found.plot(given.plot))
         _print_note(f"wrote {given.plot}", given)
     return 0
 
 
-def first_nonfinite(given: argparse.Namespace, flags: Sequence[str]) -> int:
+def first_nonfinite(given: argparse.Namespace) -> int:
     """Prints the first operation that makes an inf or NaN; the exit code is 1 if there is one."""
     from jmpx._inspect.first_nonfinite.api import first_nonfinite
 
-    with _made(given, flags) as (fn, args):
-        found = attempt(f"The run of {given.target} failed", lambda: first_nonfinite(fn)(*args))
-        if found is not None:
-            _print(found, given)
-            return 1
+    fn, args = _made(given)
+    found = attempt(f"The run of {given.target} failed", lambda: first_nonfinite(fn)(*args))
+    if found is not None:
+        _print(found, given)
+        return 1
     print("null" if given.json else "no operation makes an inf or NaN")
     return 0
 
 
-@contextlib.contextmanager
-def _made(given: argparse.Namespace, flags: Sequence[str]) -> Iterator[Program]:
-    """Makes the program; its flags are in `sys.argv` while the context lasts."""
-    before = sys.argv
-    try:
-        made = load(given.target, given.command, _RETURNS, flags)
-        is_pair = type(made) is tuple and len(made) == 2
-        if not is_pair or not callable(made[0]) or not isinstance(made[1], tuple | list):
-            got = f"a value of type {type(made).__name__}"
-            if is_pair:
-                got = f"({', '.join(type(part).__name__ for part in made)})"
-            raise ValueError(
-                f"Expected {given.target} to return {_RETURNS}, which may be shapes, got {got}."
-            )
-        yield made[0], tuple(made[1])
-    finally:
-        sys.argv = before
+def _made(given: argparse.Namespace) -> Program:
+    """Makes the program."""
+    made = load(given.target, given.flags)
+    if type(made) is tuple and len(made) == 2:
+        fn, args = made
+        if callable(fn) and isinstance(args, tuple | list):
+            return fn, tuple(args)
+    got = type(made).__name__
+    if type(made) is tuple:
+        got = f"({', '.join(type(part).__name__ for part in made)})"
+    raise ValueError(f"Expected {given.target} to return {_RETURNS}, got {got}.")
 
 
 def _print(found: PyTree, given: argparse.Namespace) -> None:
-    """Prints a result, or its JSON."""
     print(found.to_json() if given.json else found)
 
 

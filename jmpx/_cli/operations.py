@@ -1,17 +1,17 @@
 """What each module, scope and operation of a function has under autocast, for `--model`."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 
-from jmpx._adapters.applying import apply_policy
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.value import Value
 from jmpx._base.leaves import PyTree, is_floating_dtype
 from jmpx._base.stateful import split
-from jmpx._cli.made import is_array_or_shape
-from jmpx._cli.model_tables import OUTERMOST, Report, Row, Table, texts_of
+from jmpx._cli.made import Call, trace
+from jmpx._cli.tables import Row, table
+from jmpx._inspect.programs import trace_shapes
 from jmpx._jaxprs import core
+from jmpx._jaxprs.inner import all_equations
 from jmpx._jaxprs.marks import is_own_name, module_of
 from jmpx._jaxprs.scopes import FULL_PRECISION
 from jmpx._policies.maps import PolicyMap
@@ -19,14 +19,33 @@ from jmpx._policies.modules import call_marked
 from jmpx._policies.places import where
 
 
-def by_operations(
-    fn: Callable[..., PyTree], args: tuple[PyTree, ...], policy_map: PolicyMap, title: str
-) -> Report:
+def by_operations(call: Call, policy_map: PolicyMap) -> list[str]:
     """Returns what each module, scope and operation of a function has under autocast."""
-    interpreter, found = Interpreter(policy_map), dict[str, set[str]]()
+    regions, scopes = _regions_and_scopes(call, policy_map)
+    found: dict[str, set[str]] = {}
+    for eqn in all_equations(trace(call, policy_map).jaxpr):
+        dtypes = {atom.aval.dtype for atom in eqn.invars if hasattr(atom.aval, "dtype")}
+        floating = {dtype.name for dtype in dtypes if is_floating_dtype(dtype)}
+        name = core.operation_name(eqn.primitive.name)
+        is_cast = name in ("convert_element_type", "reduce_precision")
+        if floating and not is_cast and not core.holds_jaxpr(eqn.params):
+            found.setdefault(name, set()).update(floating)
+    rules = [rule for rule in policy_map.rules if rule.is_operation]
+    labels = {rule.selector.removeprefix("op."): rule.label for rule in rules}
+    operations = [
+        Row((name, labels.get(name, ""), " ".join(sorted(found[name]))), {})
+        for name in sorted(found)
+    ]
+    return [
+        *("", "by operations, under autocast:"),
+        *table(("scope", "class", "rule"), _rows_of_scopes(scopes, regions)),
+        *("", "its operations:", *table(("operation", "rule", "runs in"), operations)),
+    ]
 
-    def run(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
-        return apply_policy(fn, policy_map)(*args)
+
+def _regions_and_scopes(call: Call, policy_map: PolicyMap) -> tuple[Regions, Iterable[str]]:
+    """Returns the regions of autocast and the scopes that they were asked for."""
+    interpreter = Interpreter(policy_map)
 
     def mark(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         with split(call_marked, (_any_module, fn, args, {}), {}) as (pure, state, given, kwargs):
@@ -34,24 +53,9 @@ def by_operations(
             values = [Value(array, is_weak=True) for array in traced.arrays]
             interpreter.evaluate(traced.jaxpr, values, "")
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _collect(core.trace(run, (fn, *args), {}, is_array_or_shape).jaxpr, found)
-        core.trace(mark, (fn, *args), {}, is_array_or_shape)
-    rules = [rule for rule in policy_map.rules if rule.is_operation]
-    labels = {rule.selector.removeprefix("op."): rule.label for rule in rules}
-    operations = [
-        Row((name, labels.get(name, ""), " ".join(sorted(found[name]))), {})
-        for name in sorted(found)
-    ]
-    scopes = _rows_of_scopes(interpreter.used.scopes, interpreter.regions)
-    tables = [
-        Table(title, ("scope", "class", "rule"), scopes),
-        Table("its operations:", ("operation", "rule", "runs in"), operations),
-    ]
-    unmatched = (r for r in policy_map.rules if r.optional and r not in interpreter.used.rules)
-    notes = [f"The optional rule {str(rule)!r} matched nothing." for rule in unmatched]
-    return Report(tables, [*texts_of(caught, policy_map), *notes])
+    fn, args = call
+    trace_shapes(mark, (fn, *args), {})
+    return interpreter.regions, interpreter.used.scopes
 
 
 def _any_module(cls: type, path: str) -> bool:
@@ -88,17 +92,4 @@ def _row_of_scope(scope: str, path: str, kind: str, regions: Regions) -> Row:
     labels = [rules[rank].label for rank in sorted(ranks) if rank >= 0]
     if region.is_fixed:
         labels.append(FULL_PRECISION)
-    return Row((path or OUTERMOST, kind, ", ".join(labels) or "default"), fields)
-
-
-def _collect(jaxpr: core.Jaxpr, found: dict[str, set[str]]) -> None:
-    """Adds to `found` the floating dtypes of the operands of each operation of a jaxpr."""
-    for eqn in jaxpr.eqns:
-        for inner in core.inner_jaxprs(eqn.params):
-            _collect(inner, found)
-        dtypes = {atom.aval.dtype for atom in eqn.invars if hasattr(atom.aval, "dtype")}
-        floating = {dtype.name for dtype in dtypes if is_floating_dtype(dtype)}
-        name = core.operation_name(eqn.primitive.name)
-        is_cast = name in ("convert_element_type", "reduce_precision")
-        if floating and not is_cast and not core.holds_jaxpr(eqn.params):
-            found.setdefault(name, set()).update(floating)
+    return Row((path or "(outermost)", kind, ", ".join(labels) or "default"), fields)

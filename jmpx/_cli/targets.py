@@ -10,25 +10,20 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from jmpx._base.leaves import PyTree
-from jmpx._base.messages import did_you_mean
 
 R = TypeVar("R")
 
 _LONGEST = 500  # of an error that becomes one line: some of JAX's have a sentence per array
 
 
-def load(
-    target: str, option: str, returns: str, program_flags: Sequence[str] | None = None
-) -> PyTree:
+def load(target: str, flags: Sequence[str]) -> PyTree:
     """Returns what the function that a target names returns.
 
     Args:
         target: a module, which may be the path of a script, and, after a colon, a function in it
             that takes no arguments.
-        option: what the target was given to, such as `--model`, for messages.
-        returns: what the function is to return, for messages.
-        program_flags: the flags of the module's program: `sys.argv` holds them from here on, and
-            absl, if the program has flags of it, parses them. None leaves both as they are.
+        flags: the flags of its program: `sys.argv` holds them from here on, and absl, if the
+            program has flags of it, parses them.
 
     Raises:
         ValueError: if it cannot be imported, or fails. One sentence says so.
@@ -36,26 +31,13 @@ def load(
     name, _, attribute = target.rpartition(":")
     if not name or not attribute:
         raise ValueError(
-            f"Expected {option} pkg.module:make, got {target!r}: name a module or a .py file and, "
-            "after a colon, the function in it to call."
+            f"Expected MODULE:FUNCTION, got {target!r}: name a module or a .py file and, after a "
+            "colon, the function in it to call."
         )
-    if program_flags is not None:
-        sys.argv = [name, *program_flags]
-    module = attempt(f"Cannot import {name!r} of {option}", lambda: _import(name))
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            near = did_you_mean(part, [each for each in vars(module) if not each.startswith("_")])
-            raise ValueError(f"The module {name!r} of {option} has no {attribute!r}{near}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ValueError(
-            f"Expected {option} to name a function that takes no arguments and returns {returns}, "
-            f"got a value of type {type(found).__name__}."
-        )
-    if program_flags is not None:
-        attempt(f"The flags of {name!r} after -- are wrong", lambda: _parse_flags(module))
-    return attempt(f"The function {attribute!r} of {option} {target} failed", found)
+    sys.argv = [name, *flags]
+    module: Any = attempt(f"Cannot import {name!r}", lambda: _import(name))
+    attempt(f"The flags of {name!r} after -- are wrong", lambda: _parse_flags(module))
+    return attempt(f"The function {target} failed", lambda: getattr(module, attribute)())
 
 
 def attempt(what: str, func: Callable[[], R]) -> R:

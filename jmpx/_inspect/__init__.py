@@ -3,8 +3,8 @@
 The way through it:
 
 - `programs.py` traces a loss, with its gradient, or a step; `graph.py` makes a flat graph of the
-  program, and `sites.py` says which node is which equation of a program that runs. `widening.py`
-  runs equations of 16 bits in float32.
+  program. `running.py` says which node is which equation of a program that runs, and runs
+  equations of 16 bits in float32.
 - `audit/` reads the graph, without numbers: casts, saved bytes, FLOPs by dtype, and findings.
 - `ranges/` runs the program in float32, and counts the magnitudes of its numbers.
 - `first_nonfinite/` runs the program as it is, and finds the origin of an infinity or a NaN.

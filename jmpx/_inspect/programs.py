@@ -145,11 +145,11 @@ def _traced(
 ) -> tuple[core.Traced, bool]:
     """Traces a function, with its gradient if it is a loss; returns whether it is one."""
     if is_loss is None:
-        traced = _trace(run, args, kwargs)
+        traced = trace_shapes(run, args, kwargs)
         if not _returns_loss(traced) or _has_backward(traced.jaxpr):
             return traced, False
     elif not is_loss:
-        return _trace(run, args, kwargs), False
+        return trace_shapes(run, args, kwargs), False
     with warnings.catch_warnings():
         if is_loss is None:
             warnings.simplefilter("ignore")  # The first trace has given each warning.
@@ -160,7 +160,8 @@ def _is_array(leaf: object) -> bool:
     return is_traceable(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _trace(fn: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> core.Traced:
+def trace_shapes(fn: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> core.Traced:
+    """Traces a function whose arguments may be `jax.ShapeDtypeStruct`s."""
     return core.trace(fn, args, kwargs, _is_array)
 
 
@@ -199,7 +200,7 @@ def _trace_gradient(fn: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> 
 
         return jax.value_and_grad(loss, has_aux=True)([given[i] for i in indices])
 
-    return _trace(gradient, args, kwargs)
+    return trace_shapes(gradient, args, kwargs)
 
 
 def _has_backward(jaxpr: Jaxpr) -> bool:

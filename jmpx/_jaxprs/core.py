@@ -198,25 +198,6 @@ def scope_within(scope: str, eqn: Equation) -> str:
     return f"{scope}/{inner}" if scope and inner else scope or inner
 
 
-def scopes_entered(scope: str, eqn: Equation) -> Iterator[tuple[str, int]]:
-    """Yields the scopes around an equation of an inner jaxpr, the outermost one first.
-
-    Args:
-        scope: the scope around that jaxpr.
-        eqn: the equation.
-
-    Yields:
-        The path of a scope, and a number that differs if the same scope was entered again; 0 for
-        those around the jaxpr.
-    """
-    prefix, stack = "", eqn.source_info.name_stack.stack
-    inner = [(each.name, id(each)) for each in stack if type(each).__name__ == "Scope"]
-    for names, number in [(scope, 0), *inner]:
-        for name in filter(None, names.split("/")):
-            prefix = f"{prefix}/{name}" if prefix else name
-            yield prefix, number
-
-
 @functools.lru_cache(maxsize=4096)
 def _plain_scope(stack: str) -> str:
     return "/".join(filter(None, _WRAPPED.sub("", stack).split("/")))

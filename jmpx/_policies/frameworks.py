@@ -128,10 +128,6 @@ class Adapter:
         """
         return contextlib.nullcontext()
 
-    def refuse_creation(self) -> AbstractContextManager[None]:
-        """Refuses, while the context lasts, to create parameters that could not leave autocast."""
-        return contextlib.nullcontext()
-
 
 @contextlib.contextmanager
 def required_package(package: str, framework: str) -> Iterator[None]:

@@ -42,8 +42,7 @@ from jmpx._policies.strings import (
 _SECTIONS = {name: name for name in ("policy", "rules")}
 _RULE_KEYS = {key: name for key, name in KEYS.items() if name != "reduce"}
 _RULE_MAPPING_KEYS = {
-    **{name: name for name in ("select", "optional", "policy")},
-    **{"selector": "select"},
+    **{name: name for name in ("select", "policy")},
     **_RULE_KEYS,
 }
 _RULE_EXAMPLE = "'LayerNorm: full' or {'select': 'LayerNorm', 'compute': 'float32'}"
@@ -53,34 +52,22 @@ def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
     """Parses a policy map string, such as `"c=bf16,o=f32; BatchNorm: full; */head/*: c=f32"`.
 
     The parts are separated by semicolons. The part without a selector is the default, the policy of
-    the outermost call as a whole: inputs and parameters are cast to its compute dtype, and the
-    result, once, to its output dtype. Without such a part, the default is float32.
+    the outermost call as a whole; left out, it is float32. It may also say how `jmpx.apply_policy`
+    and the gradient functions apply the map: `by=arguments`, `by=modules` or `by=operations`, and
+    `save=products` beside the last, which saves memory. Without `by`, rules for classes or paths
+    mean modules, rules for operations alone mean operations, and no rules mean arguments.
 
-    Every other part is a rule, `selector: policy`. A selector is
-
-    - a class name, such as `BatchNorm` or, more precisely, `haiku.BatchNorm`; it also matches
-      subclasses,
-    - a glob of paths, which contains `/` or `*`,
-    - or an operation, such as `op.exp`, which only autocast follows.
-
-    If several rules match, the last one applies. A question mark at the end of a selector
-    (`BatchNorm?: full`) makes the rule optional: no warning is given if it matches nothing.
-
-    How `jmpx.apply_policy` and the gradient functions apply the map stands in the default part:
-    `by=arguments` casts the floating arguments of the function, `by=modules` casts at the calls of
-    modules, and `by=operations` casts each operation, as `jmpx.autocast` does; `save=products`
-    beside it saves memory. Without `by`, rules for classes or paths mean modules, rules for
-    operations alone mean operations, and no rules mean arguments.
-
-    A rule sets only the fields that it names, and a dtype without a key sets compute. The other
-    fields are inherited: params from the default, compute and output from the compute dtype of the
-    surrounding call, matmul from that call. Only the default may set reduce.
+    Every other part is a rule, `selector: policy`. A selector is a class name, such as `BatchNorm`
+    or, more precisely, `haiku.BatchNorm`, which also matches subclasses; a glob of paths, which
+    contains `/` or `*`; or an operation, such as `op.exp`. If several rules match, the last one
+    applies. A question mark at the end of a selector (`BatchNorm?: full`) makes the rule optional:
+    no warning is given if it matches nothing. A rule sets only the fields that it names, and a
+    dtype without a key sets compute; `jmpx.types.Rule` says how the others are inherited.
 
     A mapping, of any kind that `get_policy` takes, has the default under `policy` and the list of
-    rules under `rules`; `by` and `save` stand beside these. The keys of a rule are `select`, those
-    of a policy, and `optional: true`, which says the same as a question mark. Each of these values
-    may also be its string, and `policy` the string of a whole map. A mapping that has the keys of a
-    policy is the default.
+    rules under `rules`; `by` and `save` stand beside these. The keys of a rule are `select` and
+    those of a policy. Each of these values may also be its string, and `policy` the string of a
+    whole map. A mapping that has the keys of a policy is the default.
 
     Args:
         policy_map: a policy map string; or a mapping; or a policy or a dtype, which gives a map
@@ -262,13 +249,6 @@ def _rule_of(entries: list[Entry], found: Found) -> Rule:
         fields = read_fields(given["policy"], ("compute",), _RULE_KEYS)
     if not fields:
         raise missing_policy(found)
-    if "optional" in given:
-        flag = given["optional"]
-        if not isinstance(flag.value, bool):
-            raise refuse_value(
-                "true or false", flag, "write true for a rule that may match nothing"
-            )
-        optional = optional or flag.value
     return Rule(name, **fields, optional=optional)
 
 

@@ -91,9 +91,7 @@ def call_with_proxies(
     fn: Callable[..., R],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
-    exempt: Callable[[_Change], Callable[..., PyTree]] = lambda change: (
-        lambda *arguments: change(arguments)
-    ),
+    exempt: Callable[..., PyTree] = lambda change, *arguments: change(arguments),
 ) -> R:
     """Calls a function with proxies in place of the modules in it and its arguments.
 
@@ -102,7 +100,7 @@ def call_with_proxies(
         fn: the function.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        exempt: has a change of `(args, kwargs)` leave some of them as they are.
+        exempt: changes `args` and `kwargs`, but leaves some of them as they are.
     """
     if fn is apply:
         fn, args = args[0], args[1:]
@@ -110,7 +108,7 @@ def call_with_proxies(
     with contextlib.ExitStack() as stack:
         for each in proxies:
             stack.callback(each.restore, None)
-            args, kwargs = exempt(each.replace)(args, kwargs)
+            args, kwargs = exempt(each.replace, args, kwargs)
             own = _replaced(each.replace, *own)
         fn, before, keywords = own
         try:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
-from jmpx._base.contexts import Context, catch_up, entered, note_cast, opened, set_fact
+from jmpx._base.contexts import Context, entered, note_cast, opened, set_fact
 from jmpx._base.dtypes import dtype_name
 from jmpx._base.matmul import matmul_of, matmul_region
 from jmpx._base.messages import user_stacklevel
@@ -88,7 +88,6 @@ def _attach(cls: type, policy: Policy | None, cached: Policy | None) -> None:
         cached: the policy for `_Registry.policies`. It differs where a framework's store has a
             policy that was not set by jmpx.
     """
-    catch_up()
     store = _store_of(cls)
     if store is not None and policy is None:
         store.clear(cls)
@@ -103,22 +102,15 @@ def _attach(cls: type, policy: Policy | None, cached: Policy | None) -> None:
 def set_policy(cls: type, policy: PolicyLike) -> None:
     """Attaches a policy to a class, for all its instances in this thread.
 
-    For a Haiku module class this is the same act as `hk.mixed_precision.set_policy`: its inputs and
-    parameters are cast to the compute dtype, its results to the output dtype. The policy of a
-    Linen, NNX or Equinox module class casts under `jmpx.flax.policies`, or in a view that
-    `with_policies` makes. Any other class may ask for its policy: `policy_of(type(self))`.
-
-    A jitted function is traced anew when it is called under other policies than before, if jmpx set
-    them: JAX does not see what `hk.mixed_precision` sets by itself.
-
-    The policy's `matmul` holds for the products in the calls of the class. In Haiku it does so in
-    jmpx's contexts alone: `push_policy`, `jmpx.haiku.policies` and `apply_policy` by modules.
+    For a Haiku module class this is the same act as `hk.mixed_precision.set_policy`. The policy of
+    a Linen, NNX or Equinox module class casts under `jmpx.flax.policies`, or in a view that
+    `with_policies` makes. Any other class may ask for its policy: `policy_of(type(self))`. A jitted
+    function is traced anew when it is called under other policies of jmpx than before.
 
     Args:
         cls: the class; subclasses do not inherit its policy, as in Haiku.
         policy: a policy, or anything else that `get_policy` takes. A bare dtype is a complete
-            policy: under `"bf16"`, Haiku and Linen create parameters in bfloat16. To compute in
-            bfloat16 with parameters that are stored in float32, write `"c=bf16"`.
+            policy: under `"bf16"`, Haiku and Linen create parameters in bfloat16.
 
     Raises:
         TypeError: if `cls` is not a class, or `get_policy` does not take `policy`.
@@ -174,7 +166,6 @@ def policy_of(cls: type) -> Policy | None:
         'params=float32,compute=bfloat16,output=bfloat16'
         >>> jmpx.clear_policy(Block)
     """
-    catch_up()
     store = _store_of(cls)
     return _registry.policies.get(_key(cls)) if store is None else store.get(cls)
 
@@ -202,10 +193,8 @@ class _Push:
 def push_policy(cls: type, policy: PolicyLike) -> Iterator[None]:
     """Attaches a policy to a class while the context lasts; also a decorator.
 
-    Contexts may be nested. When one ends, the class has the policy again that it had before, also
-    after an exception, and when contexts end in another order than that of their nesting, as
-    contexts in generators may. Of the tasks of an event loop, only one at a time can be in a
-    context: leave it before each `await`.
+    When the context ends, the class has the policy again that it had before. Of the tasks of an
+    event loop, only one at a time can be in a context: leave it before each `await`.
 
     Args:
         cls: the class.
@@ -317,12 +306,3 @@ def current_policy() -> Policy | None:
     by_frameworks = (adapter.current_policy() for adapter in imported_adapters())
     policies = (*_registry.running[-1:], *by_frameworks)
     return next((policy for policy in policies if policy is not None), None)
-
-
-@contextlib.contextmanager
-def refuse_creation() -> Iterator[None]:
-    """Refuses to create parameters while the context lasts; see `Adapter.refuse_creation`."""
-    with contextlib.ExitStack() as stack:
-        for adapter in imported_adapters():
-            stack.enter_context(adapter.refuse_creation())
-        yield

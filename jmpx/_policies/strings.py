@@ -94,16 +94,11 @@ def get_policy(policy: PolicyLike) -> Policy:
     A policy string consists of `key=value` parts, separated by commas, or of one dtype for
     parameters, computation and results. The keys are `p`, `param` or `params`; `c` or `compute`;
     `o` or `output`; `m` or `matmul`; `r` or `reduce`. Without its key, params is float32, compute
-    is the dtype of params, and output is the dtype of compute; matmul and reduce are not set. The
-    value of `matmul` is a name of `jax.default_matmul_precision`, such as `highest`; all others are
-    dtypes. `Policy` says what each field means. White space, case and one semicolon at the end are
-    ignored. The first three keys are JMP's grammar; Lightning's precision strings (`bf16-mixed`,
-    `16-mixed`, `bf16-true`, `16-true`, `32-true`, `64-true`) and Keras's (`mixed_bfloat16`,
-    `mixed_float16`) are accepted, too. `matmul` and `reduce` may follow one of these, or a dtype
-    without a key: `full,m=highest`.
-
-    A mapping has the same keys: a dict, or a node of a configuration, such as an
-    `ml_collections.ConfigDict` or an `omegaconf.DictConfig`.
+    is the dtype of params, and output is the dtype of compute; matmul and reduce are not set.
+    `Policy` says what each field means. The first three keys are JMP's grammar; Lightning's
+    precision strings, such as `bf16-mixed`, and Keras's, such as `mixed_float16`, are accepted,
+    too. White space and case are free. A mapping, such as a dict or an `ml_collections.ConfigDict`,
+    has the same keys.
 
     The dtype `half` is bfloat16 on TPU and float16 elsewhere. Parsing it starts JAX's backend, so
     a multi-host program must call `jax.distributed.initialize` first.

@@ -12,7 +12,6 @@ import numpy as np
 
 from jmpx._base.leaves import Array, is_array, is_floating
 from jmpx._base.messages import user_stacklevel
-from jmpx._base.moved import telling
 from jmpx._base.trees import Flag, as_flag
 from jmpx._scales.arguments import (
     DYNAMIC,
@@ -27,7 +26,6 @@ from jmpx._scales.numbers import plain_number, shortest
 from jmpx._scales.scaling import Scaling
 
 
-@telling("jmpx.DynamicLossScale")
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(Scaling):
     """A loss scale that grows while gradients are finite and shrinks when they are not.

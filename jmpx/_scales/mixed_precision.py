@@ -10,7 +10,6 @@ from jmpx._base.mappings import (
     read_entries,
     whole_text,
 )
-from jmpx._base.moved import telling
 from jmpx._policies.map_strings import get_policy_map, map_of, parse_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.policy import Policy
@@ -25,7 +24,6 @@ from jmpx._scales.strings import (
 )
 
 
-@telling("jmpx.MixedPrecision")
 @dataclasses.dataclass(frozen=True)
 class MixedPrecision:
     """A policy map and the loss scale to begin with: what one string says about a program.

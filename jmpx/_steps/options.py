@@ -15,7 +15,7 @@ from jmpx._base.casts import at_least_float32
 from jmpx._base.dtypes import DTypeLike, dtype_name
 from jmpx._base.leaves import PyTree
 from jmpx._base.messages import describe, did_you_mean, user_stacklevel
-from jmpx._base.moved import remedy
+from jmpx._base.moved import GRADIENT_ARGUMENTS
 from jmpx._devices.shards import Over
 from jmpx._policies.maps import PolicyMap
 from jmpx._scales.kinds import LossScale, NoOpLossScale
@@ -78,7 +78,7 @@ class Options:
         _check_one_mean(self.batch, over)
         numbers_of(self.batch.argnums, state_argnum)
         self.split = functools.partial(split_batch, self.batch, state_argnum)
-        kept = UncastArguments.of(func, uncast).including(state_argnum)
+        kept = UncastArguments.of(func, uncast, state_argnum)
         self.applying = Application.of(policy, func, kept, "The gradient function")
         if is_mixed and over is None and self.batch.sharding is None:
             _warn_of_reduce(self.applying.reduce_dtype)
@@ -102,8 +102,8 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
     """Refuses keyword arguments that no gradient function takes."""
     for name in options:
         known = list(GradientOptions.__annotations__)
-        found = remedy("a gradient function", name)
-        end = f": {found}." if found else did_you_mean(name, known)
+        found = GRADIENT_ARGUMENTS.get(name)
+        end = f": write {found} instead." if found else did_you_mean(name, known)
         raise TypeError(
             f"Expected {', '.join(known)} or has_aux as an option of a gradient function, got "
             f"{name}{end}"

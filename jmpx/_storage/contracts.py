@@ -17,6 +17,11 @@ from jmpx._scales.mixed_precision import MixedPrecisionLike, get_mixed_precision
 # The bits of exponent and mantissa of the formats to which values may have been rounded.
 _FORMATS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23)}
 _PYTHONS = {"int", "float", "complex"}  # Python's numbers have no dtype to keep.
+_CHANGES = {
+    "narrowing": "less precision than",
+    "widening": "wider dtypes than",
+    "": "another kind than",
+}
 
 
 def describe_precision(tree: PyTree, policy: MixedPrecisionLike | None = None) -> dict[str, Any]:
@@ -26,18 +31,16 @@ def describe_precision(tree: PyTree, policy: MixedPrecisionLike | None = None) -
     they restored to this description. Where several processes hold one array, each calls both.
 
     Args:
-        tree: any pytree of arrays: the parameters, or the whole train state. Loss scales in it are
-            left out: their template converts them. Shapes of `jax.eval_shape` will do, or
-            those of `eqx.filter_eval_shape` for what holds a model of Equinox.
-        policy: the policy of the run: anything that `get_mixed_precision` takes. Its loss scale is
-            left out.
+        tree: any pytree of arrays or of shapes. Loss scales in it are left out, as their template
+            converts them.
+        policy: the policy of the run: anything that `get_mixed_precision` takes.
 
     Returns:
         Plain values, for JSON and msgpack. `"policy"` is the string of the policy map, or None.
         `"dtypes"` has the name of each dtype by the path of its leaf: names joined by slashes,
         whatever containers hold them. `"rounded"` names the leaves that have more bits than their
-        values need, such as a float32 leaf of zeros, and the dtype that would hold them, for which
-        arrays are read once where they are; it is None if leaves have no values, as shapes have.
+        values need, such as a float32 leaf of zeros, and the dtype that would hold them; it is None
+        if leaves have no values, as shapes have.
 
     Raises:
         TypeError: if `policy` is of another type.
@@ -46,10 +49,10 @@ def describe_precision(tree: PyTree, policy: MixedPrecisionLike | None = None) -
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> params = {"w": jnp.array([0.1, 0.2]), "b": jnp.zeros(2), "step": jnp.array(3)}
-        >>> jmpx.inspect.describe_precision({"params": params}, "c=bf16,o=f32")
-        {'policy': 'params=float32,compute=bfloat16,output=float32', 'dtypes': {'params/b': \
-'float32', 'params/step': 'int32', 'params/w': 'float32'}, 'rounded': {'params/b': 'bfloat16'}}
+        >>> params = {"w": jnp.array([0.1, 0.2]), "b": jnp.zeros(2)}
+        >>> jmpx.inspect.describe_precision(params, "c=bf16,o=f32")
+        {'policy': 'params=float32,compute=bfloat16,output=float32', 'dtypes': {'b': 'float32', \
+'w': 'float32'}, 'rounded': {'b': 'bfloat16'}}
     """
     leaves = dict(_leaves_by_path(tree))
     rounded = None
@@ -64,7 +67,7 @@ def describe_precision(tree: PyTree, policy: MixedPrecisionLike | None = None) -
 
 def check_restored(
     tree: PyTree,
-    description: Mapping[str, object],
+    description: Mapping[str, Any],
     *,
     allow_narrowing: bool = False,
     allow_widening: bool = False,
@@ -74,11 +77,10 @@ def check_restored(
     A leaf that was narrowed has lost bits. So has one that has its dtype, but went through a
     narrower one on its way: all its values are then those of the narrower dtype, which they were
     not when they were saved. A leaf that was widened, such as float32 from bfloat16, looks like a
-    master, but its values are rounded: unless that is known, training goes on from less than it
-    seems.
+    master, but its values are rounded.
 
-    Call it right after the checkpoint was restored, before anything changes the state. Given the
-    shapes into which a checkpoint is to be restored, it refuses before anything is read.
+    Call it right after the checkpoint was restored, or, with the shapes into which it is to be
+    restored, before anything is read.
 
     Args:
         tree: what was restored: the tree that was described. Containers may differ.
@@ -88,49 +90,54 @@ def check_restored(
             held, and are accepted always.
 
     Raises:
-        TypeError: if the description, or one of the mappings in it, is not a mapping.
+        TypeError: if the description is not one.
         ValueError: if the precision is another one, or the tree has other leaves.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> saved = jmpx.inspect.describe_precision({"w": jnp.ones(2, jnp.bfloat16)}, "bf16")
+        >>> saved = jmpx.inspect.describe_precision({"w": jnp.ones(2, jnp.bfloat16)})
         >>> jmpx.inspect.check_restored({"w": jnp.ones(2, jnp.bfloat16)}, saved)
         >>> jmpx.inspect.check_restored({"w": jnp.ones(2)}, saved)
         Traceback (most recent call last):
         ...
-        ValueError: Restored 1 of 1 leaves in wider dtypes than they were saved in, under the \
-policy 'params=bfloat16,compute=bfloat16,output=bfloat16', such as w in float32 instead of \
-bfloat16, to which its values stay rounded: restore it in bfloat16, or pass allow_widening=True.
+        ValueError: Restored 1 of 1 leaves in wider dtypes than they were saved in, such as w in \
+float32 instead of bfloat16: restore it in bfloat16 all the way, or pass allow_widening=True.
     """
-    saved, rounded, policy = _read(description)
-    leaves = dict(_leaves_by_path(tree))
-    _check_paths(saved, leaves)
-    _check_keys(saved, leaves)
-    changes = list(_changes(leaves, saved, None if allow_narrowing else rounded))
-    under = f", under the policy {policy!r}, such as" if policy else ", such as"
-    narrowed = [(path, what) for kind, path, what in changes if kind == "narrowed"]
-    widened = [(path, what) for kind, path, what in changes if kind == "widened"]
-    if narrowed and not allow_narrowing:
-        path, what = narrowed[0]
-        raise ValueError(
-            f"Restored {len(narrowed)} of {len(leaves)} leaves in less precision than they were "
-            f"saved in{under} {path} {what}: restore it in {saved[path]} all the way, or pass "
-            "allow_narrowing=True to go on with what is left."
+    if not isinstance(description, Mapping) or "dtypes" not in description:
+        raise TypeError(
+            f"Expected the description of a checkpoint, got {describe(description)}: give what "
+            "jmpx.inspect.describe_precision returned, as json.loads reads it back."
         )
-    if widened and not allow_widening:
-        path, what = widened[0]
+    saved, leaves = description["dtypes"], dict(_leaves_by_path(tree))
+    if others := saved.keys() ^ leaves.keys():
         raise ValueError(
-            f"Restored {len(widened)} of {len(leaves)} leaves in wider dtypes than they were saved "
-            f"in{under} {path} {what}, to which its values stay rounded: restore it in "
-            f"{saved[path]}, or pass allow_widening=True."
+            f"Expected the {len(saved)} leaves that were described, got {len(leaves)}, which "
+            f"differ for example by {min(others)!r}: build the state as it was when it was saved, "
+            "with the same wrappers of its optimizer."
         )
+    changes = list(_changes(leaves, saved, None if allow_narrowing else description.get("rounded")))
+    for kind, is_allowed in (
+        ("", False),
+        ("narrowing", allow_narrowing),
+        ("widening", allow_widening),
+    ):
+        found = [(path, what) for other, path, what in changes if other == kind]
+        if found and not is_allowed:
+            path, what = found[0]
+            policy = description.get("policy")
+            under = f", under the policy {policy!r}" if policy else ""
+            otherwise = f" all the way, or pass allow_{kind}=True" if kind else ""
+            raise ValueError(
+                f"Restored {len(found)} of {len(leaves)} leaves in {_CHANGES[kind]} they were "
+                f"saved in{under}, such as {path} {what}: restore it in {saved[path]}{otherwise}."
+            )
 
 
 def _changes(
     leaves: Mapping[str, PyTree], saved: Mapping[str, str], rounded: Mapping[str, str] | None
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields "narrowed" or "widened", a path, and the words of an error for it.
+    """Yields a key of `_CHANGES`, a path, and the words of an error for it.
 
     Values are looked at unless `rounded` is None.
     """
@@ -140,11 +147,9 @@ def _changes(
             # What was not rounded when it was saved, but is now, was narrowed in between.
             holder = None if rounded is None or path in rounded else _narrowest(leaf)
             if holder:
-                yield "narrowed", path, f"in {got} with values of {holder} alone"
-        elif not {got, was} & _PYTHONS:
-            kind = _change(was, got)
-            if kind is not None:
-                yield kind, path, f"in {got} instead of {was}"
+                yield "narrowing", path, f"in {got} with values of {holder} alone"
+        elif not {got, was} & _PYTHONS and (kind := _change(was, got)) is not None:
+            yield kind, path, f"in {got} instead of {was}"
 
 
 def _leaves_by_path(tree: PyTree) -> Iterator[tuple[str, PyTree]]:
@@ -186,14 +191,16 @@ def _holds(leaf: jax.Array, formats: tuple[tuple[int, int], ...]) -> jax.Array:
 
 
 def _change(was: str, got: str) -> str | None:
-    """Returns "narrowed" or "widened", or None for integers that hold what they held."""
+    """Returns a key of `_CHANGES`, or None for integers that hold what they held."""
+    if "key<" in was + got:
+        return ""
     try:
         old, new = np.dtype(was), np.dtype(got)
     except TypeError:  # a dtype of another library
-        return "narrowed"
+        return "narrowing"
     if not _can_hold(new, old):
-        return "narrowed"
-    return "widened" if jnp.issubdtype(new, jnp.inexact) else None
+        return "narrowing"
+    return "widening" if jnp.issubdtype(new, jnp.inexact) else None
 
 
 def _can_hold(new: np.dtype, old: np.dtype) -> bool:
@@ -207,54 +214,3 @@ def _can_hold(new: np.dtype, old: np.dtype) -> bool:
         )
     # To NumPy, bytes, text and objects can hold anything.
     return is_traceable(np.empty(0, new)) and np.can_cast(old, new)
-
-
-def _read(description: object) -> tuple[Mapping[str, str], Mapping[str, str] | None, object]:
-    """Returns the dtypes, what was rounded, and the policy of a description."""
-    remedy = "give what jmpx.inspect.describe_precision returned, as json.loads reads it back"
-    if not isinstance(description, Mapping):
-        raise TypeError(
-            f"Expected the description of a checkpoint as a mapping, got "
-            f"{describe(description)}: {remedy}."
-        )
-    for key in ("dtypes", "rounded"):
-        names = description.get(key)
-        if key == "rounded" and names is None:
-            continue
-        if not isinstance(names, Mapping) or not all(isinstance(n, str) for n in names.values()):
-            raise TypeError(
-                f"Expected the {key!r} of a description to be names of dtypes by paths, got "
-                f"{describe(names)}: {remedy}."
-            )
-    return description["dtypes"], description.get("rounded"), description.get("policy")
-
-
-def _check_paths(saved: Mapping[str, str], leaves: Mapping[str, PyTree]) -> None:
-    """Refuses a tree that has other leaves than were described."""
-    missing, more = saved.keys() - leaves.keys(), leaves.keys() - saved.keys()
-    if missing or more:
-        parts = [
-            f"{len(paths)} {word}, such as {min(paths)!r}"
-            for paths, word in ((missing, "missing"), (more, "that were not saved"))
-            if paths
-        ]
-        raise ValueError(
-            f"Expected the {len(saved)} leaves that were described, got {' and '.join(parts)}: "
-            "build the state as it was when it was saved, with the same wrappers of its optimizer, "
-            "and check the part of it that was given to jmpx.inspect.describe_precision."
-        )
-
-
-def _check_keys(saved: Mapping[str, str], leaves: Mapping[str, PyTree]) -> None:
-    """Refuses raw numbers for a random key, a key for raw numbers, and a key of another kind."""
-    for path, leaf in leaves.items():
-        got, was = _name(leaf), saved[path]
-        if got == was or "key<" not in got + was:
-            continue
-        if not got.startswith("key<"):
-            what, remedy = f"raw numbers in {got}", "make a key of them by jax.random.wrap_key_data"
-        elif not was.startswith("key<"):
-            what, remedy = f"a {got}", "take its numbers by jax.random.key_data"
-        else:
-            what, remedy = f"a {got}", "make it by the impl that it was saved with"
-        raise ValueError(f"Restored the random key {path} as {what} instead of {was}: {remedy}.")

@@ -5,32 +5,22 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
-import numpy as np
 
 from jmpx._base.casts import at_least_float32
-from jmpx._base.leaves import PyTree, is_array, is_floating, is_inexact_array, is_traceable, spell
-from jmpx._base.messages import describe
+from jmpx._base.leaves import PyTree, is_floating, is_inexact_array, is_traceable, spell
 from jmpx._base.trees import Flag, as_flag, select_tree
 
 LARGEST_COUNT = 2**31 - 1  # an int32
-_LEAST_WEIGHT = 2.0**-24  # Half of an epsilon of float32: a smaller part of a number is lost in it.
+_LARGEST_DECAY = 1 - 2.0**-24  # 1 less half of an epsilon of float32, in which the rest is lost
 
 
 class EmaState(NamedTuple):
-    """The state of `ema`.
+    """The state of `jmpx.optim.ema`.
 
     Attributes:
         average: the average, of the structure of the parameters, in float32.
         count: how many steps went into it: an int32 array of shape ().
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
-        >>> state = jmpx.optim.ema(0.999).init({"w": jnp.ones(2, jnp.bfloat16)})
-        >>> isinstance(state, jmpx.types.EmaState), state.average["w"].dtype.name, int(state.count)
-        (True, 'float32', 0)
     """
 
     __module__ = "jmpx.types"
@@ -41,17 +31,7 @@ class EmaState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ema:
-    """An exponential moving average of parameters, as `jmpx.optim.ema` returns it.
-
-    Args:
-        decay: as in `jmpx.optim.ema`, whose errors it raises.
-        debias: as in `jmpx.optim.ema`.
-
-    Example:
-        >>> import jmpx
-        >>> jmpx.optim.ema(0.999)
-        Ema(decay=0.999, debias=False)
-    """
+    """An exponential moving average of parameters, as `jmpx.optim.ema` returns it."""
 
     __module__ = "jmpx.optim"
 
@@ -59,21 +39,18 @@ class Ema:
     debias: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "decay", _as_decay(self.decay))
-        if not isinstance(self.debias, bool | np.bool_):
-            raise TypeError(
-                f"Expected debias to be True or False, got {describe(self.debias)}: leave it out "
-                "to begin the average with the first parameters."
+        decay = float(self.decay)
+        if not 0 <= decay <= _LARGEST_DECAY:
+            raise ValueError(
+                "Expected decay to be at least 0 and at most 1 - 2**-24, beyond which an average "
+                f"in float32 stands still, got {decay}: give for example 0.999."
             )
+        object.__setattr__(self, "decay", decay)
 
     def init(self, params: PyTree) -> EmaState:
-        """Returns the state that begins with these parameters.
+        """Returns the state that begins with these parameters, of any pytree.
 
-        Args:
-            params: any pytree. Its floating and complex arrays are averaged.
-
-        Returns:
-            The state. Its arrays are copies, so that a step may donate it and the parameters.
+        Its arrays are copies, so that a step may donate it and the parameters.
         """
         return EmaState(jax.tree.map(_begin, params), jnp.zeros((), jnp.int32))
 
@@ -83,8 +60,7 @@ class Ema:
         """Takes the parameters of one step into the average.
 
         Args:
-            params: the parameters after the optimizer's step, of the structure and the shapes of
-                those that `init` was given, in any dtype.
+            params: the parameters after the optimizer's step, as `init` was given them.
             state: the state.
             grads_finite: whether the step was taken: a scalar bool, traced or not. A step that
                 was skipped leaves the average and its count alone. None means that it was taken.
@@ -93,11 +69,10 @@ class Ema:
             The average, and the new state, which holds it.
 
         Raises:
-            TypeError: if `state` is not one of `init`, an average is not in float32 or wider, or
-                `grads_finite` is not a scalar bool.
-            ValueError: if the parameters differ from those of `init` in structure or shapes.
+            TypeError: if `grads_finite` is not a scalar bool.
+            ValueError: if the parameters differ from those of `init` in structure or shapes, or the
+                average is no longer in float32.
         """
-        _check_state(state, params)
         count = jnp.minimum(state.count, LARGEST_COUNT - 1) + 1
         weight = self._weight(count)
         average = jax.tree.map(lambda a, p: _step(a, p, weight), state.average, params)
@@ -123,13 +98,10 @@ def ema(decay: float, debias: bool = False) -> Ema:
     """Averages parameters over the steps of a training: each one moves 1 - decay of the way.
 
     The average is float32 for parameters of 8 and 16 bits; wider parameters are averaged in their
-    own dtype. In the dtype of the parameters, as `optax.incremental_update` keeps it, an average
-    stalls: at a decay of 0.999, one of 1 in bfloat16 stays 1 for any parameter between 1 and 3.
-    Leaves that are not floating or complex arrays are those of the newest parameters.
+    own dtype. Leaves that are not floating or complex arrays are those of the newest parameters.
 
     Args:
-        decay: how much of the average a step keeps: at least 0, and at most 1 - 2**-24, beyond
-            which float32 would stall, too.
+        decay: how much of the average a step keeps: from 0 to 1 - 2**-24.
         debias: whether to correct for the beginning. Without, the average begins with the
             parameters of `init`, which weigh `decay` to the power of the number of steps. With it,
             they weigh nothing: the average is that of the steps so far.
@@ -140,7 +112,6 @@ def ema(decay: float, debias: bool = False) -> Ema:
         Both may be called under `jax.jit` and in a `jax.lax.scan`.
 
     Raises:
-        TypeError: if `decay` is traced or not a number, or `debias` is not a bool.
         ValueError: if `decay` is out of its range.
 
     Example:
@@ -157,27 +128,6 @@ def ema(decay: float, debias: bool = False) -> Ema:
     return Ema(decay, debias)
 
 
-def _as_decay(decay: PyTree) -> float:
-    if isinstance(decay, jax.core.Tracer):
-        raise TypeError(
-            f"Expected decay to be a number, got the traced {decay.aval}: make the average outside "
-            "of jax.jit."
-        )
-    number = decay.item() if is_array(decay) and decay.ndim == 0 else decay
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise TypeError(f"Expected decay to be a number, got {describe(decay)}: give 0.999.")
-    if not 0 <= number <= 1 - _LEAST_WEIGHT:
-        raise ValueError(
-            f"Expected decay to be at least 0 and at most 1 - 2**-24, beyond which an average in "
-            f"float32 stands still, got {number}: give for example 0.999."
-        )
-    return float(number)
-
-
-def _is_averaged(leaf: object) -> bool:
-    return is_inexact_array(leaf) and is_traceable(leaf)
-
-
 def _begin(leaf: PyTree) -> PyTree:
     """Returns a leaf in the dtype of its average, as an array of its own."""
     if not is_traceable(leaf):
@@ -187,37 +137,14 @@ def _begin(leaf: PyTree) -> PyTree:
 
 def _step(average: PyTree, leaf: PyTree, weight: jax.Array | float) -> PyTree:
     """Moves an average towards a leaf: equal ones stay equal, which a weighted sum would not."""
-    if not _is_averaged(leaf):
+    if not (is_inexact_array(leaf) and is_traceable(leaf)):
         return leaf
+    is_narrow = is_floating(average) and average.dtype.itemsize < 4
+    if is_narrow or not is_inexact_array(average) or average.shape != leaf.shape:
+        raise ValueError(
+            f"Expected the average of {spell(leaf)} in float32 and of its shape, got "
+            f"{spell(average)}: make the state by init, restore a checkpoint into it, and keep "
+            "casts away from it."
+        )
     wide = jnp.asarray(leaf, average.dtype)
     return average + jnp.asarray(weight, average.dtype) * (wide - average)
-
-
-def _check_state(state: object, params: PyTree) -> None:
-    """Refuses what is not a state of `ema`, or not of these parameters."""
-    if not isinstance(state, EmaState):
-        raise TypeError(
-            "Expected the state of jmpx.optim.ema as the second argument, got a "
-            f"{type(state).__name__}: call update(params, state), and restore a checkpoint into "
-            "init(params)."
-        )
-    averages, structure = jax.tree_util.tree_flatten_with_path(state.average)
-    if structure != jax.tree.structure(params):
-        raise ValueError(
-            "Expected parameters of the structure that init was given, got another: give the same "
-            "part of the model to both, and restore a checkpoint into init(params)."
-        )
-    for (path, average), leaf in zip(averages, jax.tree.leaves(params), strict=True):
-        where = jax.tree_util.keystr(path)
-        if not _is_averaged(leaf):
-            continue
-        if not is_inexact_array(average) or average.shape != leaf.shape:
-            raise ValueError(
-                f"Expected parameters of the shapes that init was given, got {spell(leaf)} for "
-                f"an average of {spell(average)} at {where}: make a new state by init."
-            )
-        if is_floating(average) and average.dtype.itemsize < 4:
-            raise TypeError(
-                f"Expected an average in float32, got {spell(average)} at {where}, which would "
-                "stall: keep casts away from the state, and restore it into init(params)."
-            )

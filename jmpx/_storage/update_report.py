@@ -1,17 +1,15 @@
-"""Which updates and which weight decay round to nothing in the dtype of the parameters."""
+"""Which updates round to nothing in the dtype of the parameters."""
 
 import dataclasses
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.casts import at_least_float32
 from jmpx._base.leaves import PyTree, is_array, is_floating, spell
-from jmpx._base.messages import describe
 
 _NAMED_LEAVES = 5  # in a printed report
 _WORTH_A_REMEDY = 0.01  # of the entries
@@ -49,58 +47,52 @@ class UpdateReport:
 
     Attributes:
         updates: the counts of updates by the path of the parameter, such as `"['layer']['w']"`.
-        decays: those of the weight decay alone; empty without one.
         dtypes: the path and the name of the dtype of each parameter.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
-        >>> report = jmpx.inspect.update_report({"w": jnp.ones(4)}, {"w": jnp.full(4, 1e-3)})
-        >>> isinstance(report, jmpx.inspect.UpdateReport), report.dtypes
-        (True, (("['w']", 'float32'),))
-        >>> isinstance(report.updates["['w']"], jmpx.inspect.LostUpdates)
-        True
     """
 
     __module__ = "jmpx.inspect"
 
     updates: dict[str, LostUpdates]
-    decays: dict[str, LostUpdates]
     dtypes: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
 
     def __str__(self) -> str:
         """Returns the shares of all parameters and of the worst ones, and the remedy."""
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(self)):
-            return "<traced update report: return it from the compiled function, then print it>"
-        return "\n".join(_lines(jax.device_get(self)))
+        counts, dtypes = jax.device_get(self.updates), dict(self.dtypes)
+        shares = {name: _shares([lost]) for name, lost in counts.items()}
+        worst = sorted(shares, key=lambda name: shares[name], reverse=True)[:_NAMED_LEAVES]
+        rows = [(_shares(counts.values()), f"all of {len(counts)}")]
+        rows += [(shares[name], f"{name or 'params'}, {dtypes[name]}") for name in worst]
+        return "\n".join(
+            [
+                "Updates that round to nothing, in % of those that are not 0:",
+                " as stored   bfloat16    float16",
+                *(
+                    "".join(f"{100 * each:10.1f} " for each in row) + f" {name}"
+                    for row, name in rows
+                ),
+                _remedy({dtypes[name] for name in shares if shares[name][0] >= _WORTH_A_REMEDY}),
+            ]
+        )
 
 
-def update_report(
-    params: PyTree, updates: PyTree, weight_decay: float | jax.Array | None = None
-) -> UpdateReport:
-    """Counts the updates, and the weight decay, that round to nothing in the parameters' dtype.
+def update_report(params: PyTree, updates: PyTree) -> UpdateReport:
+    """Counts the updates that round to nothing in the parameters' dtype.
 
     Near 1, neighbors in bfloat16 are 0.4 to 0.8 % apart, and adding less than half of that changes
-    nothing. Parameters then stand still, and no loss or norm tells. The counts are made of the bits
-    of parameters and updates, without a sum that XLA could keep in a wider dtype. It may be called
-    under `jax.jit` and `jax.lax.scan`; it reads parameters and updates once more, so that every
-    hundredth step may do. Under `jax.shard_map` each device counts what it has: add the reports up,
-    as by `jax.lax.psum(report, axis)`.
+    nothing. XLA cannot hide it in a sum of a wider dtype. It may be called under `jax.jit` and
+    `jax.lax.scan`; under `jax.shard_map` each device counts what it has, and
+    `jax.lax.psum(report, axis)` adds the reports up.
 
     Args:
         params: the parameters before the step, in the dtype in which they are stored.
         updates: what `optimizer.update` returns for them: the same tree. Leaves without an array
             here, such as None, and parameters that are not floating are left out.
-        weight_decay: the factor of one step, the learning rate times the decay, by which each
-            parameter would shrink: a number, also a traced one. Leave it out under
-            `jmpx.optim.low_precision_params`, which loses none.
 
     Returns:
         The counts, by the path of the parameter; print them outside of `jax.jit`. Entries that are
         not finite, and changes of 0, are not counted.
 
     Raises:
-        TypeError: if `weight_decay` is neither a number nor a real array of shape ().
         ValueError: if the two trees differ in their structure or in the shape of a leaf, or have no
             floating leaf in common.
 
@@ -110,34 +102,18 @@ def update_report(
         >>> import jmpx
         >>> params = {"norm": jnp.ones(8, jnp.bfloat16), "w": jnp.full((4, 4), 0.01)}
         >>> updates = jax.tree.map(lambda p: jnp.full(p.shape, -1e-3), params)
-        >>> print(jax.jit(jmpx.inspect.update_report)(params, updates, weight_decay=1e-4))
+        >>> print(jax.jit(jmpx.inspect.update_report)(params, updates))
         Updates that round to nothing, in % of those that are not 0:
          as stored   bfloat16    float16
               33.3       33.3        0.0  all of 2
              100.0      100.0        0.0  ['norm'], bfloat16
                0.0        0.0        0.0  ['w'], float32
-        Weight decay that rounds to nothing, in % of those that are not 0:
-         as stored   bfloat16    float16
-              33.3      100.0      100.0  all of 2
-             100.0      100.0      100.0  ['norm'], bfloat16
-               0.0      100.0      100.0  ['w'], float32
-        Remedy for bfloat16: keep float32 parameters, as params=float32 does, or round otherwise, by
-        jmpx.optim.low_precision_params(optimizer, "stochastic") or "split".
+        Remedy for bfloat16: float32 parameters, or jmpx.optim.low_precision_params.
     """
-    decay = None if weight_decay is None else _check_decay(weight_decay)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    try:
-        changes = structure.flatten_up_to(updates)
-    except ValueError:
-        raise ValueError(
-            "The parameters and the updates of jmpx.inspect.update_report differ in their "
-            "structure: pass the parameters that the optimizer updates, and what its update "
-            "returns for them."
-        ) from None
     found: dict[str, LostUpdates] = {}
-    decays: dict[str, LostUpdates] = {}
     dtypes: list[tuple[str, str]] = []
-    for (path, leaf), change in zip(leaves, changes, strict=True):
+    for (path, leaf), change in zip(leaves, structure.flatten_up_to(updates), strict=True):
         if not (is_floating(leaf) and is_array(leaf) and is_floating(change)):
             continue
         name = jax.tree_util.keystr(path)
@@ -148,8 +124,7 @@ def update_report(
                 "optimizer returns for these parameters."
             )
         leaf = jnp.asarray(leaf)
-        found[name], lost = _count(leaf, change, decay)
-        decays |= {} if lost is None else {name: lost}
+        found[name] = _lost(leaf, change)
         dtypes.append((name, leaf.dtype.name))
     if not found:
         raise ValueError(
@@ -157,30 +132,12 @@ def update_report(
             "common: pass the parameters that the optimizer updates, such as nnx.state(model, "
             "nnx.Param)."
         )
-    return UpdateReport(found, decays, tuple(dtypes))
-
-
-def _check_decay(weight_decay: PyTree) -> jax.Array:
-    is_number = isinstance(weight_decay, int | float) and not isinstance(weight_decay, bool)
-    if is_number or (is_floating(weight_decay) and np.shape(weight_decay) == ()):
-        return jnp.asarray(weight_decay, jnp.float32)
-    got = spell(weight_decay) if is_array(weight_decay) else describe(weight_decay)
-    raise TypeError(
-        f"Expected weight_decay to be a number or a floating array of shape (), got {got}: pass "
-        "the learning rate of the step times the decay."
-    )
+    return UpdateReport(found, tuple(dtypes))
 
 
 @jax.jit
-def _count(
-    param: jax.Array, update: jax.Array, decay: jax.Array | None
-) -> tuple[LostUpdates, LostUpdates | None]:
-    wide = param.astype(jnp.float32)
-    lost = _lost(param, update.astype(jnp.float32))
-    return lost, None if decay is None else _lost(param, -decay * wide)
-
-
 def _lost(param: jax.Array, change: jax.Array) -> LostUpdates:
+    change = change.astype(jnp.float32)
     size = jax.lax.bitcast_convert_type(change, jnp.uint32) & 0x7FFFFFFF
     changes = (size > 0) & (size < _INF) & jnp.isfinite(at_least_float32(param))
     formats = (param.dtype, jnp.bfloat16, jnp.float16)
@@ -221,48 +178,15 @@ def _sum(flags: jax.Array) -> jax.Array:
     return rows.astype(jnp.float32).sum()
 
 
-def _lines(report: UpdateReport) -> list[str]:
-    """Returns the lines of a printed report."""
-    dtypes = dict(report.dtypes)
-    lines = [
-        *_table("Updates that round", report.updates, dtypes),
-        *(_table("Weight decay that rounds", report.decays, dtypes) if report.decays else []),
-    ]
-    return [*lines, _remedy(report, dtypes)]
-
-
-def _table(title: str, counts: dict[str, LostUpdates], dtypes: dict[str, str]) -> list[str]:
-    """Returns the shares of all parameters together, and of those that lose most."""
-    shares = {name: _shares([lost]) for name, lost in counts.items()}
-    worst = sorted(shares, key=lambda name: shares[name], reverse=True)[:_NAMED_LEAVES]
-    rows = [(_shares(counts.values()), f"all of {len(counts)}")]
-    rows += [(shares[name], f"{name or 'params'}, {dtypes[name]}") for name in worst]
-    return [
-        f"{title} to nothing, in % of those that are not 0:",
-        " as stored   bfloat16    float16",
-        *("".join(f"{100 * share:10.1f} " for share in row) + f" {name}" for row, name in rows),
-    ]
-
-
 def _shares(counts: Iterable[LostUpdates]) -> tuple[float, ...]:
     """Returns the lost parts of the changes: as stored, in bfloat16 and in float16."""
     sums = np.sum([[np.float64(field).sum() for field in lost] for lost in counts], axis=0)
     return tuple(float(count) for count in sums[1:] / max(sums[0], 1))
 
 
-def _remedy(report: UpdateReport, dtypes: dict[str, str]) -> str:
-    every = [*report.updates.items(), *report.decays.items()]
-    losing = {dtypes[name] for name, lost in every if _shares([lost])[0] >= _WORTH_A_REMEDY}
-    narrow = sorted(losing - {"float32", "float64"})
-    split = ' or "split"' if narrow in ([], ["bfloat16"]) else ""
-    wrapper = f'jmpx.optim.low_precision_params(optimizer, "stochastic"){split}.'
-    if narrow:
-        return (
-            f"Remedy for {' and '.join(narrow)}: keep float32 parameters, as params=float32 does, "
-            f"or round otherwise, by {wrapper}"
-        )
-    if losing:
-        return "Remedy for float32: a larger learning rate; these updates are too small for it."
-    if max(_shares(lost for _, lost in every)) >= _WORTH_A_REMEDY:
-        return f"Little is lost as stored. To store 16 bits, use {wrapper}"
-    return "Little is lost."
+def _remedy(losing: set[str]) -> str:
+    """Returns what helps parameters of some dtypes, which lose updates."""
+    if narrow := sorted(losing - {"float32", "float64"}):
+        names = " and ".join(narrow)
+        return f"Remedy for {names}: float32 parameters, or jmpx.optim.low_precision_params."
+    return "Remedy for float32: a larger learning rate." if losing else "Little is lost as stored."

@@ -104,11 +104,11 @@ def census(layers):
     [
         (
             [(Model, "", 0, F32), (Dense, "a", 30, F32), (Block, "b", 10, None)],
-            ("1 of 2 layers", "75% of", "'Model: compute=bfloat16'"),
+            ("1 of 2 layers", "'Dense: compute=bfloat16'"),
         ),
         (
             [(Model, "", 0, None), (Dense, "a", 30, F32), (Block, "b", 20, F32)],
-            ("2 of 2 layers", "100% of", "'Dense: compute=bfloat16; Block: compute=bfloat16'"),
+            ("2 of 2 layers", "'Dense: compute=bfloat16; Block: compute=bfloat16'"),
         ),
     ],
 )

@@ -305,12 +305,10 @@ def test_a_core_in_float32_loses_no_digit_of_its_state(rng):
     assert_same_bits(result, expected)
 
 
-def test_a_carry_that_cannot_be_kept_is_told_with_a_rule(rng):
+def test_a_rule_mends_a_carry_that_cannot_be_kept(rng):
     net = hk.transform(lambda x: hk.layer_stack(2)(hk.Linear(SIZE))(x))
-    with pytest.raises(TypeError, match="carry") as caught, jmpx.haiku.policies("c=bf16"):
+    with pytest.raises(TypeError, match="carry"), jmpx.haiku.policies("c=bf16"):
         net.init(jax.random.key(0), normal(rng, 2, SIZE))
-    notes = " ".join(getattr(caught.value, "__notes__", ()))
-    assert "'Linear: compute=bfloat16,output=float32'" in notes
     with jmpx.haiku.policies("c=bf16; Linear: compute=bfloat16,output=float32"):
         net.init(jax.random.key(0), normal(rng, 2, SIZE))
 

@@ -194,12 +194,14 @@ def test_parameters_are_cast_once_to_the_field(rng, field, compute):
 def test_a_warning_where_fields_keep_most_parameters(rng):
     model, x = Block(), normal(rng, 3, 4)
     variables = init(rng, model, x)
-    with warns_once(__file__, "3 of 4 layers.*'Block: compute=bfloat16'"):
+    with warns_once(
+        __file__, "3 of 4 layers.*'Dense: compute=bfloat16; LayerNorm: compute=bfloat16'"
+    ):
         with jmpx.flax.policies(MIXED):
             model.apply(variables, x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        under(f"{MIXED}; Block: compute=bfloat16", model, x)(variables)
+        under(f"{MIXED}; Dense: compute=bfloat16; LayerNorm: compute=bfloat16", model, x)(variables)
 
 
 # Arrays that are made inside

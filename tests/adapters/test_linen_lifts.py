@@ -185,11 +185,11 @@ def test_cells_keep_a_carry_of_any_dtype(rng, lift, rules, carry):
 @pytest.mark.parametrize(
     ("policy_map", "carry", "rule"),
     [
-        ("c=bf16; Cell: c=bf16,o=f32", BF16, "'Cell: compute=bfloat16,output=bfloat16'"),
-        ("c=bf16; Cell: c=f16", F32, "'Cell: compute=float16,output=float32'"),
+        ("c=bf16; Cell: c=bf16,o=f32", BF16, "Cell: compute=bfloat16,output=bfloat16"),
+        ("c=bf16; Cell: c=f16", F32, "Cell: compute=float16,output=float32"),
     ],
 )
-def test_the_error_of_a_users_own_loop_names_the_rule(rng, policy_map, carry, rule):
+def test_a_rule_mends_a_users_own_loop(rng, policy_map, carry, rule):
     class Cell(nn.Module):
         @nn.compact
         def __call__(self, carry, x):
@@ -207,12 +207,10 @@ def test_the_error_of_a_users_own_loop_names_the_rule(rng, policy_map, carry, ru
 
     xs = normal(rng, 5, 2, 4)
     variables = init(rng, Net(F32), xs)
-    with pytest.raises(TypeError, match="must have equal types") as caught:
+    with pytest.raises(TypeError, match="must have equal types"):
         with jmpx.flax.policies(policy_map):
             Net(carry).apply(variables, xs)
-    notes = [note for note in caught.value.__notes__ if "policy map" in note]
-    assert len(notes) == 1 and rule in notes[0]
-    with jmpx.flax.policies(f"{policy_map}; {rule[1:-1]}"):  # and it is right
+    with jmpx.flax.policies(f"{policy_map}; {rule}"):
         Net(carry).apply(variables, xs)
 
 

@@ -171,22 +171,13 @@ def test_other_fields_stay(rng):
     assert numbers.dtype == jnp.int32
 
 
-@pytest.mark.parametrize(
-    ("keep", "words", "rule"),
-    [
-        (True, "2 of 3 layers .* 67% .*'Block: compute=bfloat16'", "Block: compute=bfloat16"),
-        (False, "'Linear: compute=bfloat16'", "Linear: compute=bfloat16"),
-    ],
-)
-def test_a_warning_says_where_fields_keep_most_parameters(rng, keep, words, rule):
+def test_a_warning_says_where_fields_keep_most_parameters():
     model = Block(jnp.float32, nnx.Rngs(0))
-    if not keep:
-        del model.dtype
-    with warns_once(__file__, words):
+    with warns_once(__file__, "2 of 3 layers .*'Linear: compute=bfloat16'"):
         jmpx.flax.with_policies(model, MIXED)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        view = jmpx.flax.with_policies(model, f"{MIXED}; {rule}")
+        view = jmpx.flax.with_policies(model, f"{MIXED}; Linear: compute=bfloat16")
     assert view.first.dtype == view.first.kernel.dtype == BF16
 
 

@@ -186,18 +186,11 @@ def test_other_dtypes(pair):
 )
 def test_an_autocast_in_another(pair, inner, outer, expected):
     def f(x, w):
-        x = jmpx.autocast(lambda x, w: eleven(x, w) @ w, inner)(x, w)
+        x = jmpx.autocast(lambda x, w: x @ w, inner)(x, w)
         return jax.jit(jmpx.autocast(lambda x, w: x @ w, inner))(x, w).sum()
 
-    of_vjp = expected or (HIGHEST if "highest" in outer else None)
-    of_vjp = HIGH if "high" in inner else of_vjp  # it runs in float32 in any case
     for g, times in ((f, 1), (both(f), 3)):
-        cast = jmpx.autocast(g, outer)
-        found = precisions(cast, *pair)
-        assert sorted(map(str, found)) == sorted(map(str, ([of_vjp] + [expected] * 2) * times)), (
-            found,
-            times,
-        )
+        assert precisions(jmpx.autocast(g, outer), *pair) == [expected] * 2 * times
 
 
 def rotary(x, w):

@@ -1,7 +1,5 @@
 """Products that stay float32 though autocast was to give them 16 bits are told of."""
 
-import warnings
-
 import autocast as benchmark
 import jax
 import jax.export
@@ -95,7 +93,7 @@ PLACES = {
 def test_a_function_with_its_own_backward_pass(place):
     f = jmpx.autocast(PLACES[place](by_hand))
     for _ in range(2):  # the second one finds the inner function retraced
-        match = r"custom_vjp_call at \S*test_wide.py:\d+ \(by_hand\) again in 16 bits,.* 50 % of"
+        match = r"custom_vjp_call at \S*test_wide.py:\d+ \(by_hand\) again in 16 bits, so autocast"
         with warns_once(__file__, match):
             f(jnp.eye(4))
 
@@ -110,32 +108,10 @@ def test_under_jit_it_is_said_when_jax_traces():
         gradient(jnp.eye(4))
 
 
-def test_the_share_counts_turns_of_loops():
-    def f(x):  # 8 products in the loop, of which 4 stay wide, and 2 outside
-        x = lax.scan(lambda c, _: (by_hand(c), None), x, None, length=4)[0]
-        return x @ W @ W
-
-    with warns_once(__file__, "with 40 % of the FLOPs of all products"):
-        jmpx.autocast(f)(jnp.eye(4))
-
-
-@pytest.mark.parametrize(
-    "function, share", [(partitioned, " with 50 %"), (kernel, " float32 there:")]
-)
-def test_functions_of_other_kinds(function, share):
-    with warns_once(__file__, rf"JAX cannot trace .* at \S*test_wide.py.*{share}"):
+@pytest.mark.parametrize("function", [partitioned, kernel])
+def test_functions_of_other_kinds(function):
+    with warns_once(__file__, r"JAX cannot trace .* at \S*test_wide.py.* float32 there:"):
         jmpx.autocast(lambda x: function(x @ W, W))(jnp.eye(4))
-
-
-def test_a_call_of_foreign_code():
-    call = jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct((4, 4), F32))
-    with warns_once(
-        __file__, "cannot trace ffi_call at .*, so autocast leaves float32 there: cast"
-    ):
-        jax.make_jaxpr(jmpx.autocast(lambda x: call(x @ W, x)))(jnp.eye(4))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        jax.make_jaxpr(jmpx.autocast(lambda x: call(x, x)))(jnp.eye(4))
 
 
 QUIET = {
@@ -204,12 +180,12 @@ def test_the_remedy_is_the_program_written_by_hand(rng):
     "rule, f, match",
     [
         ("custom_vjp_call: bf16", clipped, "cast the operands before the call"),
-        ("custom_vjp_call: f16", clipped, "no effect, because JAX cannot trace such a function"),
-        ("jit: bf16", jax.jit(jnp.tanh), "it holds other operations: write rules for these"),
-        ("cond: bf16", PLACES["cond"](jnp.tanh), "it holds other operations"),
-        ("custom_jvp_call: bf16", jax.nn.relu, "it holds other operations"),
-        ("remat2: bf16", jax.checkpoint(jnp.tanh), "it holds other operations"),
-        ("convert_element_type: bf16", lambda x: x.astype(F16), "leave the rule out"),
+        ("custom_vjp_call: f16", clipped, "has no effect"),
+        ("jit: bf16", jax.jit(jnp.tanh), "holds others .* write rules for those inside"),
+        ("cond: bf16", PLACES["cond"](jnp.tanh), "holds others"),
+        ("custom_jvp_call: bf16", jax.nn.relu, "holds others"),
+        ("remat2: bf16", jax.checkpoint(jnp.tanh), "holds others"),
+        ("convert_element_type: bf16", lambda x: x.astype(F16), "keeps its dtypes"),
     ],
 )
 def test_rules_for_operations_without_a_dtype(rule, f, match):
@@ -243,10 +219,3 @@ def test_no_product_of_float64_runs_in_16_bits():
         with warns_once(__file__, "No product runs in 16 bits .* such as float64"):
             jmpx.autocast(lambda x: x @ x)(x)
         jmpx.autocast(lambda x, y: (x @ x, y @ y))(x, x.astype(F32))
-
-
-def test_a_symbolic_shape():
-    (size,) = jax.export.symbolic_shape("b")
-    f = jax.jit(jmpx.autocast(lambda x: eleven(x @ W, W)))
-    with warns_once(__file__, "leaves float32 there: cast"):
-        jax.export.export(f)(jax.ShapeDtypeStruct((size, 4), F32))

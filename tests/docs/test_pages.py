@@ -69,20 +69,18 @@ def test_every_program_is_run_by_a_test():
     ("arguments", "code"),
     [
         (["explain", "c=bf16,o=f32; LayerNorm: full"], 0),
-        (["explain", "--config", "config.json"], 0),
         (["audit", "train:make"], 0),
-        (["ranges", "train:make", "--dtype", "float16"], 0),
+        (["ranges", "train:make"], 0),
         (["first-nonfinite", "train:make"], 1),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
 )
 @pytest.mark.usefixtures("folder", "standard_promotion")  # as in a reader's program
-def test_a_command_prints_what_the_page_shows(name, arguments, code, capsys, folder):
-    (folder / "config.json").write_text(*blocks(name, "json"))
+def test_a_command_prints_what_the_page_shows(name, arguments, code, capsys):
     assert jmpx.__main__.main(arguments) == code
     printed = capsys.readouterr().out
     assert [block for block in blocks(name, "text") if block in printed], printed
 
 
 def test_each_text_of_the_page_is_that_of_a_command():
-    assert len(blocks("flags.md", "text")) == 5
+    assert len(blocks("flags.md", "text")) == 4

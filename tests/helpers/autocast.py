@@ -150,7 +150,7 @@ def under_autocast(loss_fn, policy="c=bf16", save=None):
         parameters = {id(leaf) for leaf in jax.tree.leaves(args[1])}
         return evaluated(
             policy_map,
-            get_saving(save, None),
+            get_saving(save),
             "traced",
             pure,
             state,

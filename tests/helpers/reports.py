@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jmpx._inspect.audit.data import Cast, Entry, Finding, Products, Scope
+from jmpx._inspect.audit.data import Cast, Finding, Products, Scope
 from jmpx._inspect.audit.report import Audit
 from jmpx._jaxprs.places import Place
 
@@ -47,7 +47,6 @@ REPORT = Audit(
         *(Scope(f"vit/blocks_{i}/mlp", "MLP", POLICY, 5, "bfloat16", 10**9) for i in range(12)),
     ),
     findings=(LEAK, SAVED, EXP),
-    entries=(Entry("vit/mlp", "dot_general", "bfloat16 x bfloat16", Place("vit.py", 88, "f")),),
     has_while=False,
 )
 CLEAN = dataclasses.replace(REPORT, findings=(), products=REPORT.products[1:])

@@ -96,18 +96,20 @@ class Fields(nn.Module):
         return left * right + nn.Dense(WIDTH, name="last")(x)
 
 
-def test_dtype_fields_are_one_cause():
+def test_rules_mend_dtype_fields():
     net, x = Fields(), jnp.ones((8, WIDTH))
     params = jax.eval_shape(net.init, jax.random.key(0), x)
 
-    def loss(params, x):
-        with jmpx.flax.policies("c=bf16,o=f32"):
-            return mean_square(jnp.asarray(net.apply(params, x)))
+    def wide(policy_map):
+        def loss(params, x):
+            with jmpx.flax.policies(policy_map):
+                return mean_square(jnp.asarray(net.apply(params, x)))
 
-    wide = found(("float32-product", "mixed-product"), loss, params, x)
-    (finding,) = wide
-    assert (finding.count, finding.rule) == (2, "Dense: c=bf16,o=bf16")
-    assert "Dense" in finding.message
+        return found(("float32-product", "mixed-product"), loss, params, x)
+
+    rules = [finding.rule for finding in wide("c=bf16,o=f32")]
+    assert sorted(rules) == [f"*/{side}: c=bf16,o=bf16" for side in ("left", "right")]
+    assert wide("; ".join(["c=bf16,o=f32", *rules])) == []
 
 
 # Products in parents that own nothing.
@@ -168,7 +170,7 @@ def test_a_tied_head_in_a_parent_is_found_where_its_input_became_float32(make, c
     loss, params = make(cls, tokens)
     (finding,) = findings(loss, params, tokens)
     assert (finding.name, finding.place.line) == ("promotion", line_of(__file__, mark))
-    assert "1 product follows in float32" in finding.message
+    assert ", with 1 product behind it" in finding.message
     assert ".astype" in finding.rule
 
 

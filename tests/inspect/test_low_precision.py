@@ -53,15 +53,6 @@ def scattered(x):
     return x + jnp.zeros_like(x[:1]).at[rows].add(x)  # scatter
 
 
-def soft_cap(x):
-    return 30 * jnp.tanh(x / 30)  # cap
-
-
-def reduced(x):
-    zero = np.zeros((), x.dtype)
-    return x + lax.reduce(lax.stop_gradient(x), zero, lambda a, b: a + b, (0,))  # reduce
-
-
 # layer -> (name, severity in bfloat16, the comment at the end of its line)
 PLANTS = {
     gate: ("low-exp", "medium", "exp"),
@@ -72,8 +63,6 @@ PLANTS = {
     pool: ("low-sum", "medium", "sum"),
     running: ("low-sum", "medium", "cumsum"),
     scattered: ("low-sum", "high", "scatter"),
-    soft_cap: ("low-exp", "medium", "cap"),
-    reduced: ("low-sum", "medium", "reduce"),
 }
 
 
@@ -176,28 +165,11 @@ def complex_phase(x):
 
 
 def exact_gelu(x):
-    return jax.nn.gelu(x, approximate=False) + lax.erfc(x)  # whose derivatives are exponentials
-
-
-def scaled_tanh(x):
-    return 1.7159 * jnp.tanh(x * (2 / 3)) + 30 * jnp.tanh(x)
-
-
-def reduced_maximum(x):
-    least = np.full((), -1, x.dtype)
-    return x + lax.reduce(lax.stop_gradient(x), least, lambda a, b: jnp.maximum(a, b), (0,))
-
-
-def short_reduction(x):
-    zero = np.zeros((), x.dtype)
-    return x + lax.reduce(lax.stop_gradient(x[:256]), zero, lambda a, b: a + b, (0,))
+    return jax.nn.gelu(x, approximate=False)  # its derivative is an exponential
 
 
 CLEAN = (
     exact_gelu,
-    scaled_tanh,
-    reduced_maximum,
-    short_reduction,
     ordered,
     complex_phase,
     activations,
@@ -280,16 +252,6 @@ def test_a_name_of_jax_does_not_hide_a_function_that_may_overflow(dtype, severit
 # What the messages say is measured.
 
 
-def test_numbers_near_a_soft_cap_are_as_far_apart_as_the_message_says():
-    (finding,) = found(NAMES, lambda x: jnp.sum(soft_cap(x).astype(F32)), jnp.ones(3, BF16))
-    stated = float(finding.message.partition("30 are ")[2].partition(" ")[0])
-    capped = np.unique(np.asarray(soft_cap(jnp.linspace(40, 200, 999).astype(BF16)), np.float64))
-    assert capped[-1] == 30
-    assert abs(np.diff(capped)[-1] - stated) < 0.01
-    x = jax.ShapeDtypeStruct((3,), F16)
-    assert not found(NAMES, lambda x: jnp.sum(soft_cap(x).astype(F32)), x)  # 16 times as close
-
-
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_the_error_of_exp_is_as_the_message_says(dtype, rng):
     x = jax.ShapeDtypeStruct((3,), dtype)
@@ -328,7 +290,7 @@ def test_a_scatter_stands_still_where_the_message_says(dtype, limit):
         return jnp.zeros(1, dtype).at[jnp.zeros(len(terms), jnp.int32)].add(terms)[0]
 
     (finding,) = found(NAMES, total, jax.ShapeDtypeStruct((limit + 9,), dtype))
-    assert finding.severity == "high" and f"after {limit} " in finding.message
+    assert finding.severity == "high" and f"only to {limit}: " in finding.message
     assert total(jnp.ones(limit + 9, dtype)) == limit
 
 

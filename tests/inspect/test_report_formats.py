@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers.reports import CLEAN, REPORT
 
-from jmpx._inspect.audit.data import Cast, Entry, Finding, Products, Scope
+from jmpx._inspect.audit.data import Cast, Finding, Products, Scope
 from jmpx._inspect.audit.report import Audit
 from jmpx._jaxprs.places import Place
 
@@ -19,14 +19,13 @@ def rebuilt(plain):
     """Returns the report that JSON was made of."""
     fields = {key: value for key, value in plain.items() if key != "version"}
 
-    def placed(cls, items):
-        places = [item["place"] and Place(**item["place"]) for item in items]
-        return tuple(cls(**{**i, "place": p}) for i, p in zip(items, places, strict=True))
-
     for key, cls in (("products", Products), ("casts", Cast), ("scopes", Scope)):
         fields[key] = tuple(cls(**item) for item in fields[key])
-    for key, cls in (("findings", Finding), ("entries", Entry)):
-        fields[key] = placed(cls, fields[key])
+    places = [item["place"] and Place(**item["place"]) for item in fields["findings"]]
+    fields["findings"] = tuple(
+        Finding(**{**item, "place": place})
+        for item, place in zip(fields["findings"], places, strict=True)
+    )
     return Audit(**{**fields, "uncounted": tuple(fields["uncounted"])})
 
 
@@ -42,10 +41,10 @@ def test_json_holds_everything(report):
 def test_the_keys_of_json():
     # Programs read these: other keys need another version.
     plain = REPORT.to_dict()
-    assert plain["version"] == 2
+    assert plain["version"] == 3
     assert list(plain) == [
         *("version", "title", "is_step", "platform", "products", "other_flops", "saved", "casts"),
-        *("scopes", "findings", "entries", "has_while", "uncounted"),
+        *("scopes", "findings", "has_while", "uncounted"),
     ]
     assert {
         key: list(plain[key][0]) for key in plain if isinstance(plain[key], list) and plain[key]
@@ -56,7 +55,6 @@ def test_the_keys_of_json():
         "findings": [
             *("name", "severity", "message", "place", "scope", "rule", "count", "flops", "nbytes"),
         ],
-        "entries": ["scope", "operation", "dtypes", "place"],
     }
     assert list(plain["findings"][0]["place"]) == ["file", "line", "function", "caller"]
 

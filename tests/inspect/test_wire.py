@@ -21,6 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jmpx
 
+HAS_FRAMES = jax.__version_info__ >= (0, 9)  # older programs name a line alone, of the call
+needs_frames = pytest.mark.skipif(not HAS_FRAMES, reason="HLO names no stack of calls")
+
 BITS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
@@ -103,9 +106,10 @@ def test_a_lowered_step_has_the_dtypes_of_the_program(mesh, dtype):
     loss = 2 * 4 * 7 / 8
     assert wire.sent == 2 * (3 * layer + head) * 7 / 8 + loss
     assert (wire.program, wire.devices, wire.platform) == ("jit_step", 8, None)
-    assert wire.notes == ()  # nothing is left to XLA's partitioner
-    functions = {str(one.place).rpartition(" ")[2] for one in wire.collectives}
-    assert functions == {"(gather)", "(step)"}
+    (note,) = wire.notes  # nothing is left to XLA's partitioner here
+    assert note.startswith("Outside of shard_map, XLA may insert more")
+    functions = {one.place and one.place.function for one in wire.collectives}
+    assert functions == ({"gather", "step"} if HAS_FRAMES else {""})
 
 
 @pytest.mark.parametrize("dtype", BITS)
@@ -159,13 +163,14 @@ def test_compiled_for_a_tpu_the_dtypes_are_the_programs():
 def test_what_is_outside_of_shard_map_is_left_to_the_partitioner(mesh):
     rows: Any = {"mesh": mesh, "in_specs": P("data"), "out_specs": P()}
     inner = jax.shard_map(lambda x: lax.psum(x, "data"), **rows)
-    for step, is_final in ((inner, True), (lambda x: inner(x) * 2, False)):
-        wire = jmpx.inspect.collectives(jax.jit(step).lower(f32(64)))
-        assert len(wire.collectives) == 1
-        assert ("jmpx.inspect.collectives(lowered.compile())" in str(wire)) != is_final
     two = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
     some = jax.shard_map(lambda x: lax.psum(x, "data"), axis_names={"data"}, **rows | {"mesh": two})
-    assert "may insert more" in str(jmpx.inspect.collectives(jax.jit(some).lower(f32(64))))
+    for step in inner, some, lambda x: inner(x) * 2:
+        wire = jmpx.inspect.collectives(jax.jit(step).lower(f32(64)))
+        assert len(wire.collectives) == 1 and wire.devices == 8
+        assert str(wire).endswith(
+            "Outside of shard_map, XLA may insert more: lowered.compile() has them."
+        )
 
 
 def test_one_device_sends_nothing():
@@ -182,7 +187,7 @@ def test_pmap():
         wire = jmpx.inspect.collectives(given)
         ((kind, found, _, group),) = (one[:4] for one in wire.collectives)
         assert (kind, found, group, wire.devices) == ("all-reduce", dtype, 8, 8)
-        assert (wire.notes == ()) == (given is lowered)
+        assert ("Compiled for a CPU" in str(wire)) == (given is not lowered)
 
 
 def test_lowered_and_compiled_steps_of_equinox_and_nnx(mesh):
@@ -208,21 +213,18 @@ def test_lowered_and_compiled_steps_of_equinox_and_nnx(mesh):
 # Text and JSON.
 
 
-def test_text_has_at_most_100_columns_and_the_largest_arrays_first(mesh, rng):
+def test_text_has_the_largest_arrays_first_with_the_ends_of_long_names(mesh, rng):
     names = ["".join(rng.choice(list("abcxyz"), 60)) for _ in range(30)]
     sizes = {name: int(rng.integers(1, 200)) for name in names}
 
-    def a_function_whose_name_is_longer_than_the_column(params):
+    def gathers(params):
         return jax.tree.map(lambda x: lax.all_gather(x, "data", tiled=True), params)
 
-    step = jax.shard_map(
-        a_function_whose_name_is_longer_than_the_column, mesh=mesh, in_specs=P("data"),
-        out_specs=P(), check_vma=False,
-    )  # fmt: skip
+    step = jax.shard_map(gathers, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
     lowered = jax.jit(step).lower({name: f32(8, size) for name, size in sizes.items()})
     wire = jmpx.inspect.collectives(lowered)
     lines = str(wire).splitlines()
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 110
     largest = max(sizes, key=lambda name: sizes[name])
     rows = lines[lines.index("") + 4 :]
     assert rows[0].startswith("sent") or rows[0].split()[0] == "sent"
@@ -245,13 +247,14 @@ def test_layers_whose_names_differ_in_numbers_have_one_row(mesh):
     rows: Any = {"mesh": mesh, "in_specs": P("data"), "out_specs": P(), "check_vma": False}
     wire = jmpx.inspect.collectives(jax.jit(jax.shard_map(step, **rows)).lower(layers))
     table = str(wire).partition("\n\n")[2].splitlines()[4:]
-    assert [(row.split()[6], row.split()[7]) for row in table] == [
-        ("6", "params['block*'][*]"),
-        ("1", "params['head7']"),
+    assert [row.split()[6:9] for row in table[:2]] == [
+        ["6", "8", "params['block*'][*]"],
+        ["1", "8", "params['head7']"],
     ]
     assert table[0].startswith("672 B") and len(wire.collectives) == 7
 
 
+@needs_frames
 def test_the_place_of_a_gather_of_jmpx_is_the_users(mesh):
     def loss_fn(params, x):
         whole = jmpx.distributed.gather(params, "data", "c=bf16")  # this line
@@ -294,7 +297,7 @@ def test_shares_are_those_of_kinds_and_dtypes(mesh):
     assert {tuple(row[-3:]) for row in rows} == {
         ("all-gather", "bf16", "2"), ("reduce-scatter", "bf16", "2"),
     }  # fmt: skip
-    assert "1 collective of a single number, such as a loss or a flag: 7 B" in text
+    assert "1 collective of single numbers, such as a loss or a flag: 7 B" in text
     assert "grad -> result[0]['head']['w']" in text and "params['head']['w']" in text
 
 
@@ -306,25 +309,11 @@ def plain(x):
 
 
 WRONG = {
-    "None": (lambda: None, TypeError, r"got None: pass `jax.jit\(step\).lower\(\*args\)`"),
-    "a number": (lambda: 3, TypeError, r"got 3: pass `jax.jit"),
-    "a function": (
-        lambda: plain,
-        TypeError,
-        r"a function: pass `jax.jit\(plain\).lower\(\*args\)`",
-    ),
-    "a jitted function": (lambda: jax.jit(plain), TypeError, r"pass `plain.lower\(\*args\)`"),
-    "a traced step": (
-        lambda: jax.jit(plain).trace(1.0),
-        TypeError,
-        r"what its `.lower\(\)` returns",
-    ),
-    "a lambda": (lambda: lambda x: x, TypeError, r"`jax.jit\(step\).lower\(\*args\)`"),
-    "half a text": (
-        lambda: "HloModule jit_f\n\n%a (",
-        ValueError,
-        r"The text of jit_f has no ENTRY",
-    ),
+    "None": (lambda: None, TypeError, r"a NoneType: pass jax.jit\(step\).lower\(\*args\)"),
+    "a function": (lambda: plain, TypeError, r"a function: pass jax.jit\(step\).lower\(\*args\)"),
+    "a jitted function": (lambda: jax.jit(plain), TypeError, r"pass jax.jit\(step\).lower"),
+    "a traced step": (lambda: jax.jit(plain).trace(1.0), TypeError, r"a Traced: pass jax.jit"),
+    "half a text": (lambda: "HloModule jit_f\n\n%a (", ValueError, r"has no `ENTRY`"),
     "StableHLO": (lambda: jax.jit(plain).lower(1.0).as_text(), ValueError, r"pass the lowered"),
 }
 
@@ -337,6 +326,7 @@ def test_a_wrong_argument_is_refused_in_one_sentence(make, error, match):
     assert "\n" not in text and text.endswith(".") and ": pass" in text
 
 
+@needs_frames
 @pytest.mark.usefixtures("standard_promotion")  # as in a reader's program
 def test_the_page_shows_what_its_program_prints():
     page = (ROOT / "docs" / "collectives.md").read_text()

@@ -195,9 +195,9 @@ MAPS = [
         "YAML reads",
     ),
     (
-        {"rules": [{"select": "X", "optional": "yes", "c": "f32"}]},
-        "Expected true or false at rules[0].optional, got 'yes': ",
-        "write true",
+        {"rules": [{"select": "X", "optional": True, "c": "f32"}]},
+        "Unknown key 'optional' at rules[0].optional: ",
+        "expected one of 'select', 'policy', 'params'",
     ),
     ({"rules": [{1: "X"}]}, "Expected a string as a key at rules[0], got 1: ", "quotes"),
 ]

@@ -90,14 +90,14 @@ SPELLINGS = [
         " Policy ": {"C": jnp.bfloat16, " OUTPUT": np.dtype("float32")},
         "RULES": (
             {"select": " LayerNorm ", "policy": "full"},
-            {"selector": "*/router", "Optional": True, "policy": {"c": "f32", "m": "HIGHEST"}},
+            {"Select": "*/router ?", "policy": {"c": "f32", "m": "HIGHEST"}},
         ),
     },
     {
         "policy": {"p": "f32", "compute": "bf16", "o": "full"},
         "rules": [
             {"select": "LayerNorm", "policy": jnp.float32},
-            {"select": "*/router ?", "optional": True, "compute": "f32", "matmul": "highest"},
+            {"select": "*/router ?", "compute": "f32", "matmul": "highest"},
         ],
     },
 ]

@@ -26,7 +26,7 @@ def test_no_file_looks_at_its_callers_or_at_all_objects():
 
 
 # What a walk through a program fills, or what an open context keeps.
-MUTABLE = set("Block Context Node Operation Pool Stream Used Value _Push _Rounded _Row".split())
+MUTABLE = set("Block Context Node Operation Pool Stream Used Value _Push _Row".split())
 
 
 def test_dataclasses_are_frozen():

@@ -2,26 +2,20 @@
 
 import os
 import random
-import threading
 from typing import Any
 
 import float16_training
-import fuzz_strings
 import jax
 import kills
 import pytest
 import records
 import reliability
 import soak
-import threads
 from helpers import run_python
-from jax.experimental.compilation_cache import compilation_cache
 from kills import FORMATS, digest
 from reliability import Case
 
 import jmpx
-from jmpx._base import contexts
-from jmpx._policies import registry
 
 
 @pytest.fixture(autouse=True)
@@ -129,10 +123,7 @@ def test_a_torn_checkpoint_is_told_and_the_one_before_it_is_used(
             assert digest(state) == digest(states[step - 1]), index
 
 
-one_file = pytest.mark.parametrize("form", [*FORMATS][:2])
-
-
-@one_file
+@pytest.mark.parametrize("form", ["npz"])
 def test_torn_checkpoints_alone_are_refused_in_one_sentence(form, states, tmp_path):
     folder = saved(form, tmp_path / "saved", states[0])
     path = FORMATS[form](folder).path(1)
@@ -142,7 +133,7 @@ def test_torn_checkpoints_alone_are_refused_in_one_sentence(form, states, tmp_pa
     assert_one_sentence(error)
 
 
-@one_file
+@pytest.mark.parametrize("form", ["npz"])
 def test_a_write_that_fails_leaves_the_checkpoints_as_they_were(
     form, states, tmp_path, monkeypatch
 ):
@@ -211,114 +202,6 @@ def test_the_soak_notices_another_scale_or_skip(what, skip_by, monkeypatch):
     assert soak.run("factor 2", skip_by, 4 if what == "the trace" else 20, 0)[1]
 
 
-# threads.py
-
-
-@pytest.fixture
-def without_cache():
-    """Keeps nothing of what is compiled: a thread would read files that another is writing."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
-
-
-@pytest.mark.thorough
-def test_threads_see_their_own_policies(without_cache):
-    checks, failures = threads.run_all(1)
-    assert not failures and checks > 200
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("shared", ["the registry", "contexts"])
-def test_policies_that_threads_share_are_noticed(shared, monkeypatch):
-    """If threads had one store of policies or contexts, they would see each other's."""
-    monkeypatch.setattr(threads, "THREADS", 2)
-    if shared == "contexts":
-        one = type("One", (), {"state": contexts._State()})()
-        monkeypatch.setattr(contexts, "_thread", one)
-    else:
-        one = type("One", (), {"policies": {}, "running": []})()
-        monkeypatch.setattr(registry, "_registry", one)
-    _, failures = threads.run_all(1)
-    assert failures
-    for cls in threads.CLASSES:
-        jmpx.clear_policy(cls)
-
-
-def test_a_policy_of_the_main_thread_is_not_one_of_a_worker():
-    seen = []
-    with jmpx.push_policy(threads.Plain, "bf16"):
-        worker = threading.Thread(target=lambda: seen.append(jmpx.policy_of(threads.Plain)))
-        worker.start()
-        worker.join()
-        assert jmpx.policy_of(threads.Plain) is not None
-    assert seen == [None]
-
-
-# fuzz_strings.py
-
-
-@pytest.mark.hypothesis  # CI runs it with new draws, as a property
-def test_inputs_made_by_chance_give_values_or_sentences(seed):
-    assert fuzz_strings.small(seed) == (1500, [])
-
-
-@pytest.mark.thorough
-def test_long_texts_take_linear_time(seed):
-    assert fuzz_strings.time_all(20, seed) == []
-
-
-@pytest.mark.parametrize("text", fuzz_strings.SEEDS)
-def test_each_seed_is_understood_by_some_parser(text):
-    assert any([fuzz_strings.check(parser, text) for parser in fuzz_strings.PARSERS])
-
-
-class Value(str):
-    """What a parser gives that keeps a string."""
-
-    def to_dict(self):
-        return {"text": str(self)}
-
-
-def raising(message, kind: type[Exception] = ValueError):
-    def parse(spec):
-        raise kind(message.format(spec))
-
-    return parse
-
-
-WRONG = {
-    "a string that gives another value": lambda s: Value(f"{s}x"),
-    "a dict that gives another value": lambda s: Value(s if isinstance(s, str) else "other"),
-    "another error": raising("No.", KeyError),
-    "two lines": raising("Wrong.\nVery wrong."),
-    "two sentences": raising("Wrong. It is."),
-    "no sentence": raising("wrong"),
-    "another position": raising("Unknown dtype 'b' at position 0 of policy 'ab': write a dtype."),
-    "an endless message": raising(f"{'very ' * 400}wrong."),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_the_fuzzer_notices(what, monkeypatch):
-    monkeypatch.setattr(fuzz_strings, "PARSERS", dict.fromkeys(fuzz_strings.PARSERS, WRONG[what]))
-    _, (failure,) = fuzz_strings.small(0)
-    assert "property_of_parsers" in failure  # with the input
-
-
-@pytest.mark.thorough
-def test_the_fuzzer_notices_a_parser_of_quadratic_time(monkeypatch):
-    def parse(text):
-        again = (text.count("b", start) for _ in range(8) for start in range(len(text)))
-        raise ValueError(f"No {sum(again)}.")
-
-    monkeypatch.setitem(fuzz_strings.PARSERS, "get_policy", parse)
-    with pytest.raises(fuzz_strings.Finding, match="four times as often"):
-        fuzz_strings.check_time("get_policy", "ab", 0, 2)
-
-
 # The runner and the table
 
 
@@ -368,7 +251,7 @@ def test_the_table_has_the_last_line_of_each_case_and_version():
 def test_nothing_that_is_kept_failed():
     found = records.read(reliability.RESULTS)
     assert not any(record["failures"] for record in found)
-    cases = [case.name for script in (fuzz_strings, kills, soak, threads) for case in script.CASES]
+    cases = [case.name for script in (kills, soak) for case in script.CASES]
     assert list(dict.fromkeys(record["case"] for record in found)) == cases
 
 

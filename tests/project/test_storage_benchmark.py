@@ -21,19 +21,15 @@ def promotion():
 
 
 def test_counting_stalls_in_bfloat16_alone(capsys):
-    for part in ("counting", "averages"):
-        storage.main(["--small", "--only", part])
+    storage.main(["--small", "--only", "counting"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {(r["benchmark"], r["versions"]["jax"]) for r in lines} == {("storage", jax.__version__)}
-    mean = {r["way"]: r["mean"] for r in lines if r["part"] == "counting"}
-    bytes_each = {r["way"]: r["bytes"] for r in lines if r["part"] == "counting"}
+    mean = {r["way"]: r["mean"] for r in lines}
+    bytes_each = {r["way"]: r["bytes"] for r in lines}
     exact = 1 + 1000 * 2.0**-10
     assert abs(mean.pop("bfloat16, stochastic") - exact) < 4 * 0.083 / 64**0.5
     assert mean.pop("bfloat16") == 1 and set(mean.values()) == {exact}
     assert list(bytes_each.values()) == [4, 2, 2, 4, 4]
-    error = {r["way"]: r["error"] for r in lines if r["part"] == "averages"}
-    assert error["optax, bfloat16"] == pytest.approx(0.5 - 0.5 * 0.999**100)  # it has not moved
-    assert error["jmpx.optim.ema of bfloat16"] < 1e-6
 
 
 def test_kahan_keeps_what_an_update_loses(rng):
@@ -47,18 +43,6 @@ def test_kahan_keeps_what_an_update_loses(rng):
         reached = np.asarray(trained.params["w"], np.float64)
         error[way] = np.abs(reached / np.asarray(target) - 1).max()
     assert error["bfloat16, Kahan"] < 2**-7 < 0.1 < error["bfloat16"]
-
-
-@pytest.mark.thorough
-def test_moments():
-    for way in storage.ADAMS:
-        for gradients in ("equal", "normal"):
-            found = storage.moments(way, gradients, small=True)
-            apart = abs(found["nu_over_exact"] - 1)
-            if way == "bfloat16":
-                assert apart > 0.02
-            else:
-                assert apart < 1e-5 + 4 * found["nu_sd"] / 16**0.5 < 0.02
 
 
 @pytest.mark.slow  # trainings, each compiled

@@ -21,7 +21,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import MODELS
 
 import jmpx
-from jmpx._inspect.audit.lock import text as lock_text
 
 PLATFORMS = {"cpu": "cond", "cuda": "cond", "rocm": "cond", "tpu": "where"}
 OPERATION = re.compile(r'^ .*?= "?stablehlo\.(\w+)', re.MULTILINE)
@@ -250,7 +249,7 @@ def test_a_callback_of_the_optimizer_runs_once_a_step_and_never_in_a_skipped_one
 
 
 def parts(report):
-    names = "products other_flops saved casts scopes findings entries uncounted".split()
+    names = "products other_flops saved casts scopes findings uncounted".split()
     return {name: getattr(report, name) for name in names}
 
 
@@ -268,8 +267,6 @@ def test_an_audit_counts_the_way_of_its_platform(platform, counting, rng):
     found, ways = report(), {way: report(skip_by=way) for way in ("cond", "where")}
     assert parts(found) == parts(ways["where" if platform == "tpu" else "cond"])
     assert parts(ways["cond"]) != parts(ways["where"])
-    assert lock_text(found.entries) == lock_text(ways["cond"].entries)
-    assert lock_text(found.entries) == lock_text(ways["where"].entries)
 
 
 @pytest.mark.parametrize("platform", [None, "cpu", "gpu", "tpu"])

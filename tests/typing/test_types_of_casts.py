@@ -154,7 +154,7 @@ def test_autocast_keeps_the_signature(x: jax.Array) -> None:
     def decorated(params: Params, x: jax.Array, *, scale: float = 1.0) -> dict[str, jax.Array]:
         return predict(params, x, scale=scale)
 
-    @jmpx.autocast(save="products", pieces=["head?"])
+    @jmpx.autocast(save="products")
     def saving(params: Params, x: jax.Array, *, scale: float = 1.0) -> dict[str, jax.Array]:
         return predict(params, x, scale=scale)
 

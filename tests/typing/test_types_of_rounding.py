@@ -28,7 +28,7 @@ def test_split_masters() -> None:
 
 def test_update_report() -> None:
     params: Any = make_params()
-    report = jmpx.inspect.update_report(params, params, weight_decay=0.1)
+    report = jmpx.inspect.update_report(params, params)
     assert_type(report, jmpx.inspect.UpdateReport)
     assert_type(report.updates, dict[str, jmpx.inspect.LostUpdates])
     assert isinstance(next(iter(report.updates.values())), jmpx.inspect.LostUpdates)

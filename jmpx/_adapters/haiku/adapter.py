@@ -9,9 +9,9 @@ import haiku as hk
 import jax
 
 from jmpx._adapters.boundaries import Args, Kwargs, Method
-from jmpx._adapters.creation import Creation, creating, creation_in_force
 from jmpx._adapters.haiku.policies import HaikuScope, applied, interception, parameter_hooks, store
 from jmpx._adapters.proxies import is_public
+from jmpx._adapters.scopes import Creation, creating, creation_in_force
 from jmpx._base.contexts import is_hooked, note_cast, opened
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_floating
@@ -102,24 +102,6 @@ def _mark(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext)
         return method(*args, **kwargs)
 
 
-def _refuse(next_setter: Method, *values: PyTree) -> PyTree:
-    """Refuses to create a parameter or to set a state under autocast."""
-    name = values[-1].full_name
-    raise ValueError(
-        f"Cannot create the Haiku parameter or set the state {name!r} under autocast, which it "
-        "could not leave: give transformed.apply to jmpx.autocast or jmpx.apply_policy, not the "
-        "function that is transformed."
-    )
-
-
-def _is_in_transform() -> bool:
-    try:
-        hk.running_init()
-    except ValueError:
-        return False
-    return True
-
-
 class _Adapter(Adapter):
     class_policies: ClassPolicies | None = _ClassPolicies()
 
@@ -136,15 +118,7 @@ class _Adapter(Adapter):
         return applied(policy_map)
 
     def created(self, policy: Policy, are_cast: bool) -> AbstractContextManager[None]:
-        return creating(policy, are_cast, "Haiku", _creation)
-
-    @contextlib.contextmanager
-    def refuse_creation(self) -> Iterator[None]:
-        if not _is_in_transform():
-            yield
-            return
-        with hk.custom_creator(_refuse, state=True), hk.custom_setter(_refuse):
-            yield
+        return creating(Creation(policy, are_cast), "Haiku", _creation)
 
 
 adapter: Adapter = _Adapter()

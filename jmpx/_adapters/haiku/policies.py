@@ -3,16 +3,14 @@
 import contextlib
 import dataclasses
 import inspect
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._adapters.boundaries import Args, Kwargs, Method, run_at_boundary, run_reading, widest
-from jmpx._adapters.carries import noted_carries
+from jmpx._adapters.boundaries import Args, Kwargs, Method, run_cast, widest
 from jmpx._adapters.parameter_casts import ParameterCasts
 from jmpx._adapters.proxies import is_public
 from jmpx._adapters.scopes import PolicyScope, in_policy_scope, pooled
@@ -34,23 +32,19 @@ store: Any = hk.mixed_precision  # Any, because it is annotated with JMP's polic
 _NAME = "jmpx.haiku.policies"
 
 # These modules compute in the dtype of their running statistics, unless a rule or a class policy is
-# about them: in bfloat16, a decay of 0.999 would be 1. The value is the name of the state that they
-# keep, empty for the modules of trees, whose state belongs to the modules in the tree.
-_STATISTICS = {
-    hk.ExponentialMovingAverage: "hidden",
-    hk.SpectralNorm: "u0",
-    hk.nets.VectorQuantizerEMA: "embeddings",
-    hk.EMAParamsTree: "",
-    hk.SNParamsTree: "",
-}
+# about them: in bfloat16, a decay of 0.999 would be 1.
+_WITH_STATISTICS = (
+    hk.ExponentialMovingAverage,
+    hk.SpectralNorm,
+    hk.nets.VectorQuantizerEMA,
+    hk.EMAParamsTree,
+    hk.SNParamsTree,
+)
 
 
 @runtime_checkable
 class _Lift(Protocol):
-    """A module of `hk.lift` or `hk.layer_stack`, which takes and returns stored parameters.
-
-    Haiku's class of these modules is not public.
-    """
+    """A module of `hk.lift` or `hk.layer_stack`, which takes and returns stored parameters."""
 
     prefix_name: object
 
@@ -62,28 +56,19 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
     Put it around `init` and `apply`, or within the function that is jitted. The map's default
     applies to each outermost module call: inputs and parameters are cast to its compute dtype, the
     result to its output dtype. A rule makes an island of every public method call of the modules
-    that it matches, by class (`BatchNorm`) or by Haiku's path (`*/logits`, `mlp/~/linear_0`). The
-    innermost policy creates parameters in its param dtype, and casts the stored ones to its compute
-    dtype. The policy of a class applies where no rule of the map matches.
-
-    Any other module with floating parameters of its own casts its floating arguments to the compute
-    dtype around it. Within JAX's loops and branches it returns at least the dtype that came in. A
-    recurrent core (`hk.RNNCore`) returns its state in the dtype in which it came. A state keeps the
-    dtype in which it is stored; a new one in a 16-bit dtype of the policy is stored in the param
-    dtype, or in float32 where that is narrower. docs/haiku.md has the rest.
+    that it matches. The innermost policy creates parameters in its param dtype, and casts the
+    stored ones to its compute dtype. A state keeps the dtype in which it is stored. docs/haiku.md
+    has the rest.
 
     Contexts may be nested, and may end in any order: the innermost one alone is in force. Of the
-    tasks of an event loop, only one at a time can be in a context: leave it before each `await`. A
-    jitted function is traced anew under another map, and under other policies set by jmpx, but not
-    under those set by `hk.mixed_precision` itself.
+    tasks of an event loop, only one at a time can be in a context: leave it before each `await`.
 
     Args:
         policy_map: all that `jmpx.get_policy_map` takes.
 
     Raises:
         TypeError: if `policy_map` is of another type.
-        ValueError: if it is not a policy map string; if another task of the thread is in a context
-            of jmpx at entry, or runs a module while this context lasts.
+        ValueError: if it is not a policy map string; if another task of the thread is in a context.
 
     Warns:
         UserWarning: at the end, of each rule that matched no module.
@@ -97,9 +82,6 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
         ...     y = network.apply(params, None, jnp.ones((4, 3)))
         >>> y.dtype.name
         'float32'
-
-    See Also:
-        `jmpx.apply_policy`, which runs a function under a policy map in all frameworks.
     """
     followed = get_policy_map(policy_map)
     with pooled(followed, _NAME), applied(followed):
@@ -109,11 +91,7 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
 @contextlib.contextmanager
 def applied(policy_map: PolicyMap) -> Iterator[None]:
     """Runs Haiku modules under a policy map while the context lasts; leaves warnings to a pool."""
-    # A loop around the outermost module, as that of `hk.layer_stack` may be, is in no other call.
-    with (
-        in_policy_scope(HaikuScope, _NAME, policy_map, interception),
-        noted_carries(hk.Module, None),
-    ):
+    with in_policy_scope(HaikuScope, _NAME, policy_map, interception):
         yield
 
 
@@ -136,9 +114,7 @@ class HaikuScope(PolicyScope):
         default: the default of the policy map.
         calls: the calls that cast, the innermost last.
         casts: the casts of parameters in the outermost of these calls.
-        owners: the modules that had floating parameters when that began, by their names.
         class_policies: the policies that were taken out of Haiku's registry.
-        is_reading: whether state is read as it is stored, without the user's getters.
     """
 
     def __init__(self, name: str, policy_map: PolicyMap) -> None:
@@ -146,9 +122,7 @@ class HaikuScope(PolicyScope):
         self.default = policy_map.default
         self.calls: list[_Call] = []
         self.casts = ParameterCasts()
-        self.owners: frozenset[str] = frozenset()
         self.class_policies: dict[type, Policy] = {}
-        self.is_reading = False
 
     @property
     def policy(self) -> Policy | None:
@@ -179,18 +153,22 @@ class HaikuScope(PolicyScope):
             return method(*args, **kwargs)
         policy = self.call_policy(module)
         self.record_module(type(module), module.module_name, policy, self.policy)
-        carry = _state_of_core(args, kwargs, context)
-        if carry is None:
-            return self.run(module, policy, None, method, args, kwargs)
-        # With its new state before its output, as loops have a carry.
-        step: Method = lambda *args, **kwargs: _reversed_pair(method(*args, **kwargs))  # noqa: E731
-        return _with_state_like(carry, self.run(module, policy, carry, step, args, kwargs))
+        old = _state_of_core(args, kwargs, context)
+        if old is None:
+            return self.run(module, policy, method, args, kwargs)
+        new: list[PyTree] = []
+
+        def output(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            result, state = method(*args, **kwargs)
+            new.append(state)
+            return result
+
+        return self.run(module, policy, output, args, kwargs), _like(new[0], old)
 
     def run(
         self,
         module: hk.Module,
         boundary: Policy | None,
-        carry: PyTree,
         method: Method,
         args: Args,
         kwargs: Kwargs,
@@ -200,26 +178,25 @@ class HaikuScope(PolicyScope):
         call = _Call(module, policy, policy)
         if boundary is not None:
             with self.called(call):
-                return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
+                return run_cast(policy, method, args, kwargs, by=_NAME, is_boundary=True)
         if hk.running_init():
             # No module has parameters yet. So they come as wide as the arguments, which are not
             # cast: an operation that refuses two dtypes, such as a convolution, gets one.
             with self.called(call._replace(own=_as_wide_as(policy, (args, kwargs)))):
                 return method(*args, **kwargs)
-        if module.module_name not in self.owners and not _owns_parameters(module):
+        if not _owns_parameters(module):
             return method(*args, **kwargs)
         with self.called(call):
-            return run_reading(policy, method, args, kwargs, by=_NAME)
+            return run_cast(policy, method, args, kwargs, by=_NAME, is_boundary=False)
 
     def call_policy(self, module: hk.Module) -> Policy | None:
         """Returns the boundary policy of a call of a module."""
         cls = type(module)
         own, policy = self.policies_of(cls, module.module_name, self.policy)
-        states = [state for base, state in _STATISTICS.items() if isinstance(module, base)]
-        if not states or own is not None:
+        if own is not None or not isinstance(module, _WITH_STATISTICS):
             return policy
-        stored = [leaf for leaf in jax.tree.leaves(self.stored(states[0])) if is_floating(leaf)]
-        dtype = computable(stored[0].dtype if stored else _state_dtype(self.default))
+        stored = [leaf.dtype for leaf in jax.tree.leaves(_stored_states()) if is_floating(leaf)]
+        dtype = computable(widest(stored or [_state_dtype(self.default)]))
         return Rule(cls.__name__, compute=dtype).resolve(self.default, self.policy)
 
     @contextlib.contextmanager
@@ -234,34 +211,26 @@ class HaikuScope(PolicyScope):
                 stack.enter_context(creator)
                 stack.enter_context(getter)
                 stack.callback(self.casts.clear)
-                self.owners = _owners()
-            stack.enter_context(noted_carries(type(call.module), call.policy))
             self.calls.append(call)
             stack.callback(self.calls.pop)
             yield
 
-    def stored(self, name: str) -> PyTree:
-        """Returns a state of the running module as it is stored; None without one."""
-        self.is_reading = True
-        try:
-            return hk.get_state(name)
-        except ValueError:
-            return None
-        finally:
-            self.is_reading = False
-
     def keep_state(self, value: PyTree, name: str) -> PyTree:
         """Returns the new value of a state in the dtypes in which the state is stored.
 
-        The first value defines the state. If it comes in a 16-bit dtype of the innermost policy, it
-        is stored in the dtype that it would have without policies.
+        A first value in a 16-bit dtype of the innermost policy is widened to that of new state.
         """
-        stored = self.stored(name)
-        if stored is None:
-            return jax.tree.map(lambda leaf: _first_state(leaf, self.policy or self.default), value)
-        if jax.tree.structure(value) != jax.tree.structure(stored):
-            return value
-        return jax.tree.map(cast_like, value, stored)
+        stored = _stored_states().get(name)
+        if stored is not None:
+            return _like(value, stored)
+        policy = self.policy or self.default
+        own = [np.dtype(dtype) for dtype in (policy.compute_dtype, policy.output_dtype)]
+
+        def widened(leaf: PyTree) -> PyTree:
+            is_cast = is_floating(leaf) and leaf.dtype.itemsize < 4 and leaf.dtype in own
+            return cast_tree(leaf, _state_dtype(policy)) if is_cast else leaf
+
+        return jax.tree.map(widened, value)
 
 
 def parameter_hooks(
@@ -292,17 +261,11 @@ def parameter_hooks(
     return hk.custom_creator(create), hk.custom_getter(get)
 
 
-def _owners() -> frozenset[str]:
-    """Returns the names of the modules that have floating parameters."""
-    own = {} if hk.running_init() else hk.get_params()
-    return frozenset(name for name, each in own.items() if any(map(is_floating, each.values())))
-
-
 _params_dict = inspect.unwrap(hk.Module.params_dict)  # interceptors must not see the call
 
 
 def _owns_parameters(module: hk.Module) -> bool:
-    """Whether a module itself has floating parameters, which a transform inside may hold."""
+    """Whether a module itself has floating parameters."""
     inside = _params_dict(module)
     names = (name for name in inside if name.rpartition("/")[0] == module.module_name)
     return any(is_floating(leaf) for name in names for leaf in jax.tree.leaves(inside[name]))
@@ -319,32 +282,23 @@ def _state_of_core(args: Args, kwargs: Kwargs, context: hk.MethodContext) -> PyT
     """Returns the state in the arguments of a step of a recurrent core; None for other calls."""
     if not isinstance(context.module, hk.RNNCore) or context.method_name != "__call__":
         return None
-    named = (kwargs[name] for name in ("prev_state", "state") if name in kwargs)
-    return next(itertools.chain(args[1:2], named), None)
+    return args[1] if len(args) > 1 else kwargs.get("prev_state", kwargs.get("state"))
 
 
-def _with_state_like(old: PyTree, result: PyTree) -> PyTree:
-    """Returns the output of a step of a core and its new state, in the dtypes of the old one."""
-    pair = _reversed_pair(result)
-    if pair is result or jax.tree.structure(pair[1]) != jax.tree.structure(old):
-        return pair
-    return pair[0], jax.tree.map(cast_like, pair[1], old)
+def _like(new: PyTree, old: PyTree) -> PyTree:
+    """Returns a pytree in the dtypes of an old one, if they have one structure."""
+    is_same = jax.tree.structure(new) == jax.tree.structure(old)
+    return jax.tree.map(cast_like, new, old) if is_same else new
 
 
-def _reversed_pair(result: PyTree) -> PyTree:
-    return result[::-1] if isinstance(result, tuple) and len(result) == 2 else result
+def _stored_states() -> Mapping[str, PyTree]:
+    """Returns the states of the running module by name, past the getters of the user."""
+    return hk.get_current_state().get(hk.current_name(), {})
 
 
 def _state_dtype(policy: Policy) -> np.dtype:
     """Returns the dtype of new state: that of new parameters, but at least float32."""
     return widest([np.dtype(np.float32), np.dtype(policy.param_dtype)])
-
-
-def _first_state(leaf: PyTree, policy: Policy) -> PyTree:
-    """Casts a leaf to the dtype of new state, if it is in a 16-bit dtype of the policy."""
-    dtypes = [np.dtype(dtype) for dtype in (policy.compute_dtype, policy.output_dtype)]
-    is_cast = is_floating(leaf) and leaf.dtype.itemsize < 4 and leaf.dtype in dtypes
-    return cast_tree(leaf, _state_dtype(policy)) if is_cast else leaf
 
 
 def _intercept(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext) -> PyTree:
@@ -369,22 +323,12 @@ def _set_state(next_setter: Method, value: PyTree, context: hk.SetterContext) ->
     return scopes[-1].keep_state(value, context.full_name.removeprefix(f"{hk.current_name()}/"))
 
 
-def _get_state(next_getter: Method, value: PyTree, context: hk.GetterContext) -> PyTree:
-    """Reads a state before the user's getters do, which may cast it."""
-    del context
-    scopes = opened(HaikuScope)
-    return value if scopes and scopes[-1].is_reading else next_getter(value)
-
-
-# Haiku makes getters and setters only inside of a transformed function, but they work after it.
-_state_hooks = hk.transform(
-    lambda: (hk.custom_getter(_get_state, params=False, state=True), hk.custom_setter(_set_state))
-)
+# Haiku makes setters only inside of a transformed function, but they work after it.
+_state_hook = hk.transform(lambda: hk.custom_setter(_set_state))
 
 
 @contextlib.contextmanager
 def interception() -> Iterator[None]:
-    """Intercepts method calls, and reads and writes of state, in this thread."""
-    getter, setter = _state_hooks.apply({}, None)
-    with hk.intercept_methods(_intercept), getter, setter:
+    """Intercepts method calls, and writes of state, in this thread."""
+    with hk.intercept_methods(_intercept), _state_hook.apply({}, None):
         yield

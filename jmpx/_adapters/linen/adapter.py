@@ -1,16 +1,15 @@
 """What jmpx offers for Linen besides `policies`: marks for autocast, and the dtypes of `init`."""
 
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import jax
 from flax import linen as nn
 
 from jmpx._adapters.boundaries import Args, Kwargs, Method
-from jmpx._adapters.creation import creating, creation_in_force
 from jmpx._adapters.linen.modules import is_public_method, module_of
 from jmpx._adapters.linen.policies import LinenScope, applied
+from jmpx._adapters.scopes import Creation, creating, creation_in_force
 from jmpx._base.casts import cast_like
 from jmpx._base.contexts import opened
 from jmpx._base.leaves import PyTree
@@ -18,11 +17,6 @@ from jmpx._jaxprs.marks import in_module
 from jmpx._policies.frameworks import Adapter
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy
-
-
-def _creation() -> AbstractContextManager[None]:
-    """Creates the parameters of this thread."""
-    return nn.intercept_methods(_create)
 
 
 def _create(
@@ -35,9 +29,7 @@ def _create(
     return method(*args, **kwargs)
 
 
-def _param(
-    module: nn.Module, name: str, init: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
-) -> PyTree:
+def _param(module: nn.Module, name: str, init: Method, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Stands in for `module.param` while parameters are created."""
     creation = creation_in_force(LinenScope)
     if creation is None:
@@ -66,6 +58,9 @@ def _mark(
         return method(*args, **kwargs)
 
 
+_creation = functools.partial(nn.intercept_methods, _create)  # one hook, for all contexts
+
+
 class _Adapter(Adapter):
     def marked_calls(self) -> AbstractContextManager[None]:
         return nn.intercept_methods(_mark)
@@ -74,7 +69,7 @@ class _Adapter(Adapter):
         return applied(policy_map)
 
     def created(self, policy: Policy, are_cast: bool) -> AbstractContextManager[None]:
-        return creating(policy, are_cast, "Linen", _creation)
+        return creating(Creation(policy, are_cast), "Linen", _creation)
 
 
 adapter: Adapter = _Adapter()

@@ -54,18 +54,12 @@ def reads(module: nn.Module) -> bool:
     return bool(own(module, "params") or own(module, "batch_stats"))
 
 
-# Collections other than state: what is written there may have any dtype.
-_NO_STATE = ("params", "batch_stats", "intermediates")
-
-
 def state_dtype(module: nn.Module, policy: Policy | None) -> np.dtype | None:
-    """Returns the dtype of state that a module holds, if it is wider than the compute dtype.
-
-    What is written there often has to be as wide: the keys of a cache that was made outside.
-    """
+    """Returns the dtype of state, such as a cache, if it is wider than the compute dtype."""
     if policy is None or module.scope is None:
         return None
-    names = [name for name in module.scope.variables() if name not in _NO_STATE]
+    others = ("params", "batch_stats", "intermediates")  # may be written in any dtype
+    names = [name for name in module.scope.variables() if name not in others]
     compute = np.dtype(policy.compute_dtype)
     dtype = widest([compute, *(leaf.dtype for name in names for leaf in own(module, name))])
     return dtype if dtype.itemsize > compute.itemsize else None

@@ -1,9 +1,9 @@
 """`jmpx.flax.policies`: Linen's modules under a policy map."""
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 from flax import linen as nn
@@ -12,13 +12,10 @@ from jmpx._adapters.boundaries import (
     Args,
     Kwargs,
     Method,
-    as_it_is,
     at_least,
     cast_result,
-    run_at_boundary,
-    run_reading,
+    run_cast,
 )
-from jmpx._adapters.carries import noted_carries
 from jmpx._adapters.dtype_fields import FieldInCall, field_in_call, reading_policy
 from jmpx._adapters.linen import modules
 from jmpx._adapters.parameter_casts import ParameterCasts
@@ -44,18 +41,14 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
     """Runs Linen modules under a policy map while the context lasts; also a decorator.
 
     Put it around `init` and `apply`, in a jitted function or around its call. Calls of public
-    methods cast where a rule, a class policy or the map's default gives them a policy; `setup` and
-    private methods run as part of the call around them. A module that reads a parameter itself
-    casts its floating inputs to its compute dtype in any case. A rule or class policy sets the
-    `dtype` field of the layer that it selects for the call; without one the field is the layer's
-    compute dtype.
+    methods cast where a rule, a class policy or the map's default gives them a policy. A module
+    that reads a parameter itself casts its floating inputs to its compute dtype in any case. A rule
+    or class policy sets the `dtype` field of the layer that it selects for the call; without one
+    the field is the layer's compute dtype.
 
-    Where a module asks for a parameter by `self.param`, it gets the stored one cast to the compute
-    dtype of the innermost policy. `init` creates parameters in the param dtype of that policy.
-    Other collections, such as `batch_stats`, are left alone. Recurrent cells and the bodies of
-    `nn.scan` and `nn.while_loop` return their carry in the dtype in which it came. Inside of loops,
-    branches and derivatives of JAX other results are as wide as what came in. docs/flax_linen.md
-    has the rest.
+    `self.param` returns the stored parameter cast to the compute dtype of the innermost policy.
+    `init` creates parameters in its param dtype. Other collections, such as `batch_stats`, are left
+    alone. docs/flax_linen.md has the rest.
 
     Contexts may be nested, and may end in any order: the innermost one alone is in force. Of the
     tasks of an event loop, only one at a time can be in a context: leave it before each `await`.
@@ -66,12 +59,11 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
 
     Raises:
         TypeError: if `policy_map` is of another type.
-        ValueError: if the string is not of the grammar; if another task of the thread is in a
-            context of jmpx at entry, or runs a module while this context lasts.
+        ValueError: if it is not a policy map string; if another task of the thread is in a context.
 
     Warns:
-        UserWarning: at the end, of each rule that matched none of the modules that ran; if `dtype`
-            fields keep most parameters from the map's compute dtype, with the rule that mends it.
+        UserWarning: at the end, of each rule that matched no module; if `dtype` fields keep most
+            parameters from the map's compute dtype.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -82,9 +74,6 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
         ...     y = model.apply(params, x)
         >>> params["params"]["layers_0"]["kernel"].dtype.name, y.dtype.name
         ('float32', 'bfloat16')
-
-    See Also:
-        `jmpx.apply_policy`, which runs a function under a policy map in all frameworks.
     """
     with pooled(policy_map, _NAME) as followed, applied(followed):
         yield
@@ -95,33 +84,25 @@ def applied(policy_map: PolicyMapLike | None) -> contextlib.AbstractContextManag
     return in_policy_scope(LinenScope, _NAME, policy_map, _interception)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """A running method of a module.
 
-    Attributes:
-        module: the module. Methods that a module calls on itself, those of its base class and the
-            body of a lifted transform run as part of the call that casts.
-        boundary_policy: the boundary policy of the module's calls, None if they do not cast.
-        surrounding: the surrounding policy.
-        field: the `dtype` field of the module.
-        is_cast: whether a public method is running, so that its inputs are cast already.
-        lifted: the names of the lifted transforms in whose body the method runs.
-        keeps: whether calls inside return what is as wide as their arguments, for a wide state.
+    Methods that a module calls on itself, those of its base class and the body of a lifted
+    transform run as part of the call that casts.
     """
 
     module: Module
-    boundary_policy: Policy | None
+    boundary: Policy | None  # None if the module's calls do not cast
     surrounding: Policy | None
     field: FieldInCall
-    is_cast: bool = False
-    lifted: tuple[str, ...] = ()
-    keeps: bool = False
+    is_cast: bool = False  # whether a public method is running, whose inputs are cast already
+    lifted: tuple[str, ...] = ()  # the lifted transforms in whose body the method runs
+    keeps: bool = False  # whether calls inside return at least what came in, for a wide state
 
     @property
     def policy(self) -> Policy | None:
         """The policy under which the method runs."""
-        return self.surrounding if self.boundary_policy is None else self.boundary_policy
+        return self.surrounding if self.boundary is None else self.boundary
 
     @property
     def reading(self) -> Policy | None:
@@ -155,19 +136,15 @@ class LinenScope(PolicyScope):
         if state is not None and modules.own(module, "cache"):
             args, kwargs = jax.tree.map(at_least(state), (args, kwargs))
         is_cast, keeps = call.is_cast or casts, call.keeps or state is not None
-        self.calls.append(
-            dataclasses.replace(
-                call, is_cast=is_cast, lifted=modules.lifted_by(module), keeps=keeps
-            )
-        )
+        lifted = modules.lifted_by(module)
+        self.calls.append(call._replace(is_cast=is_cast, lifted=lifted, keeps=keeps))
         try:
             with modules.field_set(module, call.field.value):
                 if casts:
                     self.census.note_layer(call.module, call.field)
-                    with noted_carries(call.module.cls, call.reading):
-                        return self.run_public(call, module, method, args, kwargs, carry)
+                    return self.run_public(call, module, method, args, kwargs, carry)
                 with running(call.policy, _NAME):
-                    return cast_result(as_it_is, method(*args, **kwargs), carry)
+                    return cast_result(method(*args, **kwargs), carry)
         finally:
             self.calls.pop()
             if not self.calls:
@@ -185,17 +162,16 @@ class LinenScope(PolicyScope):
         """Runs a public method, whose inputs are cast at a boundary or if it reads parameters."""
         has_own = modules.reads(module)
         policy = call.reading if has_own else call.policy
-        if policy is not None and call.boundary_policy is not None:
-            return run_at_boundary(policy, method, args, kwargs, by=_NAME, carry=carry)
+        if policy is not None and call.boundary is not None:
+            return run_cast(policy, method, args, kwargs, by=_NAME, is_boundary=True, carry=carry)
         if policy is not None and isinstance(module, nn.OptimizedLSTMCell):
             args = _cast_hidden(policy, args)
         if call.reading is not None and (has_own or module.is_initializing()):
-            run = functools.partial(run_reading, call.reading, by=_NAME, keeps=call.keeps)
-            result = _run_reading(run, call.reading, module, method, args, kwargs)
+            result = _run_reading(call.reading, call.keeps, module, method, args, kwargs)
         else:
             with running(policy, _NAME):
                 result = method(*args, **kwargs)
-        return cast_result(as_it_is, result, carry)
+        return cast_result(result, carry)
 
     def find_call(self, module: nn.Module) -> _Call:
         """Returns the call that a method of a module begins, or the call that it is part of."""
@@ -219,12 +195,7 @@ class LinenScope(PolicyScope):
         return is_body and [call.lifted for call in outer] != [lifted]
 
     def param(
-        self,
-        module: nn.Module,
-        name: str,
-        init: Callable[..., PyTree],
-        *args: PyTree,
-        **kwargs: PyTree,
+        self, module: nn.Module, name: str, init: Method, *args: PyTree, **kwargs: PyTree
     ) -> PyTree:
         """Stands in for `module.param`: creates in the param dtype, reads in the compute dtype."""
         policy = self.calls[-1].reading if self.calls else None
@@ -239,11 +210,6 @@ class LinenScope(PolicyScope):
         return self.casts.to_compute(policy, stored)
 
 
-def _interception() -> contextlib.AbstractContextManager[None]:
-    """Intercepts the method calls of this thread."""
-    return nn.intercept_methods(_intercept)
-
-
 def _intercept(
     method: Method, args: Args, kwargs: Kwargs, context: nn.module.InterceptorContext
 ) -> PyTree:
@@ -255,13 +221,11 @@ def _intercept(
     return scopes[-1].intercept(module, context.method_name, method, args, kwargs)
 
 
+_interception = functools.partial(nn.intercept_methods, _intercept)  # one hook, for all contexts
+
+
 def _run_reading(
-    run_reading: Callable[..., PyTree],
-    policy: Policy,
-    module: nn.Module,
-    method: Method,
-    args: Args,
-    kwargs: Kwargs,
+    policy: Policy, keeps: bool, module: nn.Module, method: Method, args: Args, kwargs: Kwargs
 ) -> PyTree:
     """Runs a call that is not a boundary, of a module that reads parameters or statistics itself.
 
@@ -270,6 +234,7 @@ def _run_reading(
     inputs: what is made of it, such as a cache, gets the dtype that it has in later calls.
     """
     to_compute = inherited_policy(policy).cast_to_output
+    run_reading = functools.partial(run_cast, policy, by=_NAME, is_boundary=False, keeps=keeps)
 
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         result = method(*args, **kwargs)

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jmpx._adapters.boundaries import Method, are_same, run_at_boundary, run_reading
-from jmpx._adapters.carries import noted_carries
+from jmpx._adapters.boundaries import Method, are_same, run_cast
 from jmpx._adapters.dtype_fields import (
     FieldInCall,
     Selected,
@@ -309,7 +308,7 @@ def _wide_enough(
 @made_once  # so that views of one model have one graph definition, and jit's cache is hit
 def _view_class(cls: type, policy: Policy, is_boundary: bool, maker: _Maker) -> type:
     """Returns the proxy class whose public methods cast, at boundaries their results, too."""
-    run = functools.partial(run_at_boundary if is_boundary else run_reading, by=maker.name)
+    run = functools.partial(run_cast, by=maker.name, is_boundary=is_boundary)
     if issubclass(cls, nnx.bridge.ToNNX) and maker.hands_back:
         run = functools.partial(_run_wrapped, run, maker.policy_map)
     names = public_methods(cls, nnx.Module)
@@ -340,7 +339,7 @@ def _casting(method: Method, name: str, policy: Policy, run: Callable[..., PyTre
         is_step = isinstance(self, nnx.RNNCellBase) and name == "__call__"
         stack.append(self)
         try:
-            with noted_carries(plain_class(type(self)), policy), _kept_state(self):
+            with _kept_state(self):
                 return run(
                     policy,
                     functools.partial(method, self),

@@ -9,14 +9,12 @@ The way through it:
   `accumulation.py` and `hardware.py`. **A new kind of finding** is such a file, with `KINDS` and
   `search`, its name in `findings.py`, and a row in the table of `docs/audit.md`.
 - What searches share: `step.py` is the program that they search, `values.py` says where numbers are
-  from, `streams.py` what becomes of float32 values, `signs.py` which numbers cannot be positive,
-  `recurrences.py` which values are made of earlier ones of themselves.
+  from, `streams.py` what becomes of float32 values, `signs.py` which numbers cannot be positive.
 - `remedies.py` proposes rules of policy maps for a finding, and `trying.py` traces the program
   under each, so that only rules that mend are printed.
 - `summary.py` counts products, saved values, casts and scopes; `flops.py` the FLOPs of operations.
 - `text.py` prints a report, `alike.py` joins layers that differ in their numbers alone, `check.py`
-  makes a report fail a test. `entries.py` says what a lock file holds; `lock.py` reads and writes
-  it.
+  makes a report fail a test.
 
 It imports `_autocast` for the table of products, `_policies` for rules and scopes, `_jaxprs` and
 `_base`, and from `_inspect` the graph and its program.

@@ -1,116 +1,99 @@
-"""Findings: sums and moving averages that are kept in 16 bits while a loop or training goes on."""
+"""Findings: sums that a loop keeps in 16 bits while it goes on."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
-from jmpx._inspect.audit.recurrences import Loop, Recurrence, recurrences, trips
 from jmpx._inspect.audit.remedies import Remedies
 from jmpx._inspect.audit.step import Found, Kind, Step
-from jmpx._inspect.audit.values import largest_count
-from jmpx._inspect.graph import Graph, Node, Value
+from jmpx._inspect.audit.values import is_low, is_view, largest_count, number, source
+from jmpx._inspect.graph import Node, Value
 
 _CARRY = Kind("low-carry", Remedies.wider)
-_AVERAGE = Kind("low-average", Remedies.wider)
-KINDS = (_CARRY, _AVERAGE)
+KINDS = (_CARRY,)
 
 
 def search(step: Step) -> Iterator[Found]:
-    """Yields `low-carry` and `low-average`."""
-    found = list(recurrences(step.graph))
-    dependence = _Dependence(step.graph, found) if found else None
-    for each in found:
-        if dependence is not None and dependence.is_of_itself(each):
-            continue
-        if each.is_average:
-            yield _average(step, each)
-        elif each.loop is not None and trips(each.loop) not in (0, 1):
-            yield from _carry(step, each, each.loop)
+    """Yields `low-carry`; a loop of one trip adds only once."""
+    for carry in step.graph.nodes:
+        if carry.is_carry and is_low(carry.results[0]) and _trips(carry) not in (0, 1):
+            addition = _addition(carry)
+            if addition is not None:
+                yield from _found(step, carry, addition)
 
 
-def _carry(step: Step, found: Recurrence, loop: Loop) -> Iterator[Found]:
-    node, name, limit = found.node, found.dtype.name, largest_count(found.dtype)
-    count = trips(loop)
-    is_long = count is None or count > limit
-    is_short = count is not None and count <= limit // 16
-    what = f"The loop sums in a carry in {name}"
+def _trips(carry: Node) -> int | None:
+    return carry.eqn.params.get("length")
+
+
+def _found(step: Step, carry: Node, addition: Node) -> Iterator[Found]:
+    total, count = carry.results[0], _trips(carry)
+    limit = largest_count(total.dtype)
+    severity = "high" if count is None or count > limit else "medium"
+    if count is not None and count <= limit // 16:
+        severity = "low"
+    node, what = addition, f"The loop sums in a carry in {total.dtype.name}"
     advice = "start the carry in float32, as jnp.zeros(shape, jnp.float32), and add in float32"
-    if node.is_backward:
-        if not is_long:  # Each scan over layers sums the gradients of what it closes over.
+    if addition.is_backward:
+        if severity != "high":  # Each scan over layers sums the gradients of what it closes over.
             return
-        what = f"The gradient of a value that the loop closes over is summed in {name}"
-        advice = (
-            "cast the value to 16 bits inside of the loop: its gradient is then summed in float32"
-        )
-        node = loop[0]  # JAX's versions give the addition itself different lines.
+        node = carry  # JAX's versions give the addition itself different lines.
+        what = f"The gradient of a value that the loop closes over is summed in {total.dtype.name}"
+        advice = "cast the value to 16 bits inside of the loop, so that the sum is in float32"
     many = "an unknown number of" if count is None else f"{count:,}"
-    yield step.found(
-        _CARRY,
-        "high" if is_long else "low" if is_short else "medium",
-        node,
-        f"{what} over {many} trips: a term below 1/{limit} of the sum so far may be lost.",
-        advice,
-        count=1,
-        nbytes=found.old.nbytes * (count or 1),
+    text = f"{what} over {many} trips: a term below 1/{limit} of the sum so far may be lost."
+    nbytes = total.nbytes * (count or 1)
+    yield step.found(_CARRY, severity, node, text, advice, count=1, nbytes=nbytes)
+
+
+def _addition(carry: Node) -> Node | None:
+    """Returns the addition that makes a carry out of what it was; None if it is no plain sum."""
+    old, new = carry.results[0], carry.operands[-1]
+    pending: list[tuple[Value, Node | None, list[Value]]] = [(new, None, [])]
+    seen = {id(new)}
+    while pending:
+        value, addition, addends = pending.pop()
+        if value is old:
+            if addition is not None and not _depends(addends, old):
+                return addition
+            continue
+        for held, *added in _held(value.node):
+            if held is old or id(held) not in seen:
+                seen.add(id(held))
+                pending.append((held, value.node if added else addition, [*addends, *added]))
+    return None
+
+
+def _held(node: Node | None) -> list[tuple[Value, ...]]:
+    """Returns the operands that may be the sum so far, each with what the node adds to it."""
+    if node is None:
+        return []
+    if is_view(node):
+        return [(node.operands[0],)]
+    if node.name in ("select_n", "join"):
+        return [(value,) for value in node.operands]
+    if node.name not in ("add", "add_any", "sub"):
+        return []
+    left, right = node.operands
+    both = [(left, right), (right, left)]
+    return [each for each in both[: 1 + (node.name != "sub")] if not _is_of_own_part(each[1])]
+
+
+def _is_of_own_part(addend: Value) -> bool:
+    """Whether each trip adds to a part of its own, as the gradient of `x[i]` does."""
+    node = source(addend).node
+    return (
+        node is not None and node.name == "dynamic_update_slice" and number(node.operands[0]) == 0
     )
 
 
-def _average(step: Step, found: Recurrence) -> Found:
-    lost = 1 / (largest_count(found.dtype) * (1 - found.decay))
-    what = f"A moving average with decay {found.decay:.4g} is kept in {found.dtype.name}"
-    return step.found(
-        _AVERAGE,
-        "high" if lost > 0.1 else "medium" if lost > 0.01 else "low",
-        found.node,
-        f"{what}: it may stay where it is if new values differ by less than {lost:.1%}.",
-        "keep it in float32, in optax by accumulator_dtype or mu_dtype=jnp.float32",
-        count=1,
-        nbytes=found.old.nbytes * found.node.times,
-    )
-
-
-class _Dependence:
-    """Which values of recurrences contribute to which values, found in one pass over a graph."""
-
-    def __init__(self, graph: Graph, found: Sequence[Recurrence]) -> None:
-        loops = [each.loop for each in found if each.loop is not None and not each.is_average]
-        self._carries = {id(carry.results[0]): carry for loop in loops for carry in loop}
-        asked = dict.fromkeys((*self._carries, *(id(each.old) for each in found)))
-        self._bits = {key: 1 << i for i, key in enumerate(asked)}
-        # The bits of what contributes to a value.
-        self._masks: dict[int, int] = {id(v): self._bits.get(id(v), 0) for v in graph.inputs}
-        inner: dict[int, list[Node]] = {}  # a loop's equation -> its carries
-        for node in graph.nodes:
-            if node.is_carry:
-                inner.setdefault(id(node.eqn), []).append(node)
-            mask = self._union(node.first_operands)
-            if node.is_structure and node.name in ("result", "stack"):
-                # In later trips, all of a loop's body may depend on all that it carries.
-                carries = inner.get(id(node.eqn), ())
-                mask |= self._union(value for each in carries for value in each.operands)
-            for value in node.results:
-                self._masks[id(value)] = mask | self._bits.get(id(value), 0)
-
-    def _union(self, values: Iterable[Value]) -> int:
-        mask = 0
-        for value in values:
-            mask |= self._masks.get(id(value), 0)
-        return mask
-
-    def is_of_itself(self, found: Recurrence) -> bool:
-        """Whether what is added depends on the old value.
-
-        What a layer adds to a residual stream depends on the stream, in this trip or the next; what
-        is averaged may depend on the average in later ones, as gradients do on momentum.
-        """
-        mask = self._union(found.addends)
-        if not found.is_average:
-            mask = self._in_any_trip(mask)
-        return bool(mask & self._bits[id(found.old)])
-
-    def _in_any_trip(self, mask: int) -> int:
-        """Returns the bits of what contributes in this trip or, by way of carries, a later one."""
-        reached = 0
-        while mask != reached:
-            reached = mask
-            carries = [c for key, c in self._carries.items() if self._bits[key] & reached]
-            mask |= self._union(carry.operands[-1] for carry in carries)
-        return reached
+def _depends(values: list[Value], old: Value) -> bool:
+    """Whether values depend on an old one, as what a layer adds to a residual stream does."""
+    pending, seen = list(values), set(map(id, values))
+    while pending:
+        value = pending.pop()
+        if value is old:
+            return True
+        # A carry is followed to what the body returns, too, which a later trip starts with.
+        new = [] if value.node is None else [v for v in value.node.operands if id(v) not in seen]
+        seen.update(map(id, new))
+        pending += new
+    return False

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 from jmpx._base.messages import did_you_mean
 from jmpx._inspect.audit import summary
-from jmpx._inspect.audit.entries import entries
 from jmpx._inspect.audit.report import Audit
 from jmpx._inspect.audit.trying import tried
 from jmpx._inspect.graph import Graph
@@ -86,7 +85,6 @@ def report_of(program: Program, platform: str | None) -> Audit:
         casts=summary.casts(graph),
         scopes=summary.scopes(graph),
         findings=tried(graph, platform),
-        entries=entries(graph),
         has_while=any(node.in_while for node in graph.nodes),
         uncounted=summary.uncounted(graph),
     )

@@ -1,4 +1,4 @@
-"""What an audit finds, as plain data: findings, products, casts, scopes and locked operations."""
+"""What an audit finds, as plain data: findings, products, casts and scopes."""
 
 import dataclasses
 from typing import NamedTuple
@@ -75,7 +75,7 @@ class Scope(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An operation whose dtypes a lock file holds, and the line of the user's code."""
+    """An operation of a lock file, of which jmpx 0.2 had some: its pickles hold them."""
 
     scope: str
     operation: str
@@ -96,6 +96,5 @@ class AuditData:
     casts: tuple[Cast, ...]
     scopes: tuple[Scope, ...]
     findings: tuple[Finding, ...]
-    entries: tuple[Entry, ...]
     has_while: bool
     uncounted: tuple[str, ...] = ()

@@ -10,23 +10,13 @@ import numpy as np
 from jmpx._inspect.audit.remedies import Remedies
 from jmpx._inspect.audit.signs import is_at_most_zero, is_sum_of_exponentials
 from jmpx._inspect.audit.step import Found, Kind, Step
-from jmpx._inspect.audit.values import (
-    digits,
-    is_view,
-    largest_count,
-    low_dtype,
-    low_nbytes,
-    number,
-    source,
-    worst,
-)
-from jmpx._inspect.graph import Node, Value
+from jmpx._inspect.audit.values import digits, largest_count, low_dtype, low_nbytes, source, worst
+from jmpx._inspect.graph import Node
 
 _EXP = Kind("low-exp", Remedies.wider_operations)
 KINDS = (_EXP,)
-_LEAST_CAP = 4.0  # smaller factors belong to activations
 # Functions of JAX that are written so that no number is lost, if their argument is at most 0.
-_STABLE = frozenset({"softplus", "logaddexp", "elu", "selu", "celu", "log_sigmoid"})
+_STABLE = frozenset({"softplus", "logaddexp", "log_sigmoid"})
 
 # How bad it is, and what 16 bits do to the operation, behind its name; None for no hazard.
 _Hazard: TypeAlias = tuple[str, str] | None
@@ -40,40 +30,28 @@ def search(step: Step) -> Iterator[Found]:
         if hazard is None or dtype is None or node.is_backward or id(node) in step.explained:
             continue
         is_constant = all(source(value).constant is not None for value in node.operands)
-        found = None if is_constant or _is_derivative(node) else hazard(node, dtype)
+        found = None if is_constant else hazard(node, dtype)
         if found is not None:
             advice = f"x.astype(jnp.float32) before {node.name}"
             message = f"{node.name} in {dtype.name} {found[1]}."
             yield step.found(_EXP, found[0], node, message, advice, nbytes=low_nbytes(node))
 
 
-def _is_derivative(node: Node) -> bool:
-    """Whether an exponential is the derivative of an error function, `exp(-x**2)`."""
-    negated = node.operands[0].node
-    squared = negated.operands[0].node if negated is not None and negated.name == "neg" else None
-    return squared is not None and any(
-        reader.name in ("erf", "erfc") for reader in squared.operands[0].readers
-    )
-
-
-def _grows(node: Node, dtype: np.dtype) -> _Hazard:
+def _exponential(node: Node, dtype: np.dtype) -> _Hazard:
     info = jnp.finfo(dtype)
     rate = math.log(2) if node.name == "exp2" else 1.0
     error = f"is off by up to {8 * rate * float(info.eps) / 2:.1%} near"
     if is_at_most_zero(node.operands[0]):
         message = f"cannot overflow, as its argument is at most 0, but {error} -8"
         return None if _is_stable(node) else ("low", message)
-    limit = math.log(float(info.max)) / rate + (node.name in ("sinh", "cosh")) * math.log(2)
+    limit = math.log(float(info.max)) / rate
     return worst(dtype), f"overflows beyond {limit:.2f}, and {error} 8"
 
 
 def _logarithm(node: Node, dtype: np.dtype) -> _Hazard:
     info = jnp.finfo(dtype)
     if is_sum_of_exponentials(node.operands[0]):
-        message = f"of a sum of exponentials keeps {digits(dtype)}"
-        return None if _is_stable(node) else ("low", message)
-    if node.name == "log1p":
-        return "low", f"keeps {digits(dtype)}"
+        return "low", f"of a sum of exponentials keeps {digits(dtype)}"
     message = f"takes numbers within {float(info.eps) / 2:.2%} of 1 for 1"
     if dtype == jnp.float16:
         message += f", and those below {float(info.smallest_subnormal):.0e} for 0"
@@ -95,45 +73,20 @@ def _power(node: Node, dtype: np.dtype) -> _Hazard:
 
 
 def _periodic(node: Node, dtype: np.dtype) -> _Hazard:
-    count = largest_count(dtype)
-    return "medium", (
-        f"of numbers beyond {count} is noise: they are rounded to steps of 2 and more"
-    )
-
-
-def _sensitive(node: Node, dtype: np.dtype) -> _Hazard:
-    return "medium", f"loses digits: its argument keeps {digits(dtype)}, whose error grows"
-
-
-def _capped(node: Node, dtype: np.dtype) -> _Hazard:
-    """Returns the hazard of a soft-cap, `cap * tanh(x / cap)`; other uses of tanh have none."""
-    scaled = source(node.operands[0]).node
-    cap = _factor(node.results[0])
-    if dtype != jnp.bfloat16 or cap < _LEAST_CAP or scaled is None or _number_in(scaled) is None:
-        return None
-    step = cap * float(jnp.finfo(dtype).eps) / 2
-    return "medium", f"makes a coarse soft-cap: numbers near {cap:g} are {step:.2g} apart"
-
-
-def _factor(value: Value) -> float:
-    """Returns the size of the number that an array is multiplied by; 0 without one."""
-    for reader in value.readers:
-        if is_view(reader):
-            return _factor(reader.results[0])
-        if reader.name == "mul":
-            return abs(_number_in(reader) or 0)
-    return 0
-
-
-def _number_in(node: Node) -> float | None:
-    """Returns the number by which a node multiplies or divides; None if it does not."""
-    if node.name not in ("mul", "div"):
-        return None
-    return next((n for n in map(number, node.operands) if n is not None), None)
+    text = f"of numbers beyond {largest_count(dtype)} is noise: they are rounded to steps of 2"
+    return "medium", f"{text} and more"
 
 
 def _is_stable(node: Node) -> bool:
-    """Whether a node is inside of a function of `_STABLE`."""
+    """Whether a node is inside of a function of `_STABLE`, or the derivative of an error function.
+
+    The latter is `exp(-x**2)`, which comes with the gradient of an exact `gelu`.
+    """
+    negated = node.operands[0].node
+    if negated is not None and negated.name == "neg" and negated.operands[0].node is not None:
+        squared = negated.operands[0].node.operands[0]
+        if any(reader.name in ("erf", "erfc") for reader in squared.readers):
+            return True
     around = node.around
     while around is not None and around.eqn.params.get("name") not in _STABLE:
         around = around.around
@@ -141,15 +94,9 @@ def _is_stable(node: Node) -> bool:
 
 
 _HAZARDS: dict[str, Callable[[Node, np.dtype], _Hazard]] = {
-    name: hazard
-    for names, hazard in (
-        ("exp exp2 expm1 sinh cosh", _grows),
-        ("log log1p", _logarithm),
-        ("rsqrt", _root),
-        ("pow", _power),
-        ("tanh", _capped),
-        ("sin cos tan", _periodic),
-        ("acos acosh asin asinh atanh erf_inv lgamma digamma cumlogsumexp", _sensitive),
-    )
-    for name in names.split()
+    **dict.fromkeys(("exp", "exp2"), _exponential),
+    "log": _logarithm,
+    "rsqrt": _root,
+    "pow": _power,
+    **dict.fromkeys(("sin", "cos", "tan"), _periodic),
 }

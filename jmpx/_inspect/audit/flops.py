@@ -2,8 +2,8 @@
 
 A product takes two for each multiplication with its addition, and a convolution multiplies only
 what is not padding. Work on elements takes one for each element of the result, of integers,
-comparisons and casts too. Two things take none: what XLA counts apart, as transcendentals (exp,
-log, tanh, sqrt ...), and what only moves data or makes random bits.
+comparisons and casts too. Two things take none: functions such as exp, tanh, sqrt and erfc, which
+XLA counts apart, or writes out, and what only moves data or makes random bits.
 
 Where XLA counts how the CPU's program works around what it cannot do, the operation itself counts
 here: a `cumsum` takes one addition for each element, and a `ragged_dot` multiplies no zeros.
@@ -13,19 +13,18 @@ import functools
 import math
 from collections.abc import Callable
 
-import jax
-
 from jmpx._autocast.products import PRODUCTS
 from jmpx._inspect.graph import Node
 from jmpx._jaxprs.core import Equation, operation_name
 from jmpx._jaxprs.moves import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
 from jmpx._jaxprs.product_flops import PRODUCT_FLOPS
 
-# FLOPs for each element of the result -> operations; as XLA writes those out that it has not.
+# FLOPs for each element of the result -> operations.
 _BY_FLOPS = {
     0: """
-        exp expm1 log log1p tanh sin cos tan atan atan2 pow sqrt rsqrt cbrt erf scatter iota
-        bitcast_convert_type empty empty2 create_token reduce_scatter axis_index
+        exp expm1 log log1p tanh sin cos tan atan atan2 pow sqrt rsqrt cbrt erf cosh acos asin
+        sinh asinh acosh atanh erfc erf_inv lgamma digamma nextafter bessel_i0e bessel_i1e
+        scatter iota bitcast_convert_type empty empty2 create_token reduce_scatter axis_index
         layout_constraint after_all debug_callback debug_print new_ref freeze get swap
         random_bits random_clone random_fold_in random_seed random_split random_wrap random_unwrap
         random_gamma rng_bit_generator rng_uniform threefry2x32
@@ -38,20 +37,9 @@ _BY_FLOPS = {
         psum psum_invariant pmax pmin addupdate
     """,
     2: "one_minus_square",
-    3: "logistic cosh acos asin",
-    6: "atanh",
-    7: "acosh",
-    10: "sinh",
-    11: "asinh",
-    24: "nextafter",
-    37: "erf_inv",
-    53: "lgamma",
-    62: "erfc",
-    73: "digamma",
-    83: "bessel_i0e bessel_i1e",
+    3: "logistic",
 }
-# A gather counts what it fills, and a rounding counts 1.
-_MOVES = (IDENTITIES | PLACEMENTS | RESHAPES | PICKS | JOINS | EXCHANGES) - {"gather"}
+_MOVES = IDENTITIES | PLACEMENTS | RESHAPES | PICKS | JOINS | EXCHANGES
 _PER_ELEMENT = dict.fromkeys(_MOVES, 0) | {
     name: flops for flops, names in _BY_FLOPS.items() for name in names.split()
 }
@@ -135,9 +123,9 @@ def _scattered_windows(eqn: Equation) -> int:
     return _in(eqn) * math.prod(eqn.params["window_dimensions"])
 
 
-def _cumulative(eqn: Equation, flops: int = 1) -> int:
+def _cumulative(eqn: Equation) -> int:
     length = eqn.invars[0].aval.shape[eqn.params["axis"]]
-    return flops * (_in(eqn) - _in(eqn) // max(1, length))
+    return _in(eqn) - _in(eqn) // max(1, length)
 
 
 def _sort(eqn: Equation) -> int:
@@ -149,28 +137,11 @@ def _scatter(eqn: Equation) -> int:
     return math.prod(eqn.invars[2].aval.shape)
 
 
-def _gather(eqn: Equation) -> int:
-    """Selects between what is read and a filler, if indices may be out of bounds."""
-    return (eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP) * _out(eqn)
-
-
 def _integer_power(eqn: Equation) -> int:
     """By squaring; a negative power also divides."""
     power = eqn.params["y"]
     multiplications = abs(power).bit_length() + abs(power).bit_count() - 2 if power else 0
     return (multiplications + (power < 0)) * _out(eqn)
-
-
-# Linear algebra, as XLA estimates it.
-
-
-def _cholesky(eqn: Equation) -> int:
-    return _in(eqn) * eqn.invars[0].aval.shape[-1] // 3
-
-
-def _triangular_solve(eqn: Equation) -> int:
-    matrix, right = (var.aval.shape for var in eqn.invars)
-    return math.prod(right) * matrix[-1]
 
 
 def _fft(eqn: Equation) -> int:
@@ -191,14 +162,10 @@ _COUNTS: dict[str, Callable[[Equation], int]] = {
     "select_and_scatter": _scattered_windows,
     "select_and_gather_add": _window_reduction,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), _cumulative),
-    "cumlogsumexp": functools.partial(_cumulative, flops=8),
     "sort": _sort,
     "top_k": _in,
     **dict.fromkeys(("scatter_" + name for name in ("add", "sub", "mul", "max", "min")), _scatter),
-    "gather": _gather,
     "polynomial": lambda eqn: 2 * (len(eqn.invars) - 2) * _out(eqn),  # since JAX 0.11
     "integer_pow": _integer_power,
-    "cholesky": _cholesky,
-    "triangular_solve": _triangular_solve,
     "fft": _fft,
 }

@@ -1,21 +1,19 @@
-"""The report of an audit: frozen data, which prints, checks and locks itself."""
+"""The report of an audit: frozen data, which prints and checks itself."""
 
 import dataclasses
 import html
 import json
-import os
 from collections.abc import Iterable
 from typing import Any, Self
 
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import is_int
 from jmpx._inspect.audit.check import check_report
-from jmpx._inspect.audit.data import AuditData, Cast, Entry, Finding, Products, Scope
-from jmpx._inspect.audit.lock import differences, write
+from jmpx._inspect.audit.data import AuditData, Cast, Finding, Products, Scope
 from jmpx._inspect.audit.text import report_text, summary_line
 from jmpx._jaxprs.places import Place
 
-_VERSION = 2  # of the keys of `Audit.to_dict` and of what they mean
+_VERSION = 3  # of the keys of `Audit.to_dict` and of what they mean
 
 
 class Audit(AuditData):
@@ -34,7 +32,6 @@ class Audit(AuditData):
         casts: the casts by source and target.
         scopes: the operations by module or named scope.
         findings: what leaked, or needs more range or precision; the worst ones first.
-        entries: the operations whose dtypes a lock file holds.
         has_while: whether the program has a while loop, which is counted for one trip.
         uncounted: the names of operations whose FLOPs are not known, such as `"pallas_call"`.
 
@@ -119,44 +116,11 @@ class Audit(AuditData):
         check_report(self, compute, at_least, allow, severity)
         return self
 
-    def lock(self, path: str | os.PathLike[str]) -> None:
-        """Writes a lock file: the dtypes that products, reductions and loop carries have, by scope.
-
-        The text is the same on all supported versions of JAX. It has no counts and no lines, so
-        that code may move, and be called more often. What is at `path` is replaced as a whole.
-
-        Raises:
-            OSError: if it cannot be written.
-        """
-        write(self.entries, path)
-
-    def check_lock(self, path: str | os.PathLike[str]) -> Self:
-        """Raises if the program differs from a lock file: for tests.
-
-        Args:
-            path: a file that `lock` has written.
-
-        Returns:
-            The report itself.
-
-        Raises:
-            AssertionError: if it differs. The message has a line for each difference: where, what
-                was locked, and what is there now.
-            ValueError: if the file is not a lock file, or damaged.
-            OSError: if it cannot be read.
-        """
-        found = differences(self.entries, path)
-        if found:
-            lines = "\n".join(map(str, found))
-            name = os.fspath(path)
-            raise AssertionError(f"{self.title} differs from its lock {name!r}.\n\n{lines}")
-        return self
-
 
 def _plain(value: object) -> object:
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, Finding | Products | Cast | Scope | Entry | Place):
+    if isinstance(value, Finding | Products | Cast | Scope | Place):
         return _plain(value._asdict())
     if isinstance(value, tuple):
         return list(map(_plain, value))

@@ -3,8 +3,6 @@
 The exponential of such a number cannot overflow: so softmax subtracts the maximum.
 """
 
-import numpy as np
-
 from jmpx._inspect.audit.values import number, source
 from jmpx._inspect.graph import Node, Value
 
@@ -42,29 +40,17 @@ def _sign(value: Value, depth: int) -> int:
         return int(node.eqn.params["y"] % 2 == 0)
     if node.name == "log":
         return int(is_sum_of_exponentials(node.operands[0]))
-    if node.name == "select_n":
-        return -int(_selects_negative(node))
-    return _sign_of_arithmetic(node, depth - 1)
-
-
-def _sign_of_arithmetic(node: Node, depth: int) -> int:
-    if node.name in ("mul", "div"):
-        left, right = map(source, node.operands)
-        return 1 if left is right else _sign(left, depth) * _sign(right, depth)
-    if node.name == "sub":
-        return _sign_of_difference(node, depth)
     if node.name in ("neg", "reduce_sum"):
-        return _sign(node.operands[0], depth) * (-1 if node.name == "neg" else 1)
-    if node.name == "min":
-        return -any(_sign(v, depth) < 0 or number(v) == 0 for v in node.operands)
-    return 0
+        return _sign(node.operands[0], depth - 1) * (-1 if node.name == "neg" else 1)
+    return _sign_of_two(node, depth - 1) if node.name in ("mul", "div", "sub") else 0
 
 
-def _sign_of_difference(node: Node, depth: int) -> int:
-    left, right = node.operands
-    if _is_no_smaller(right, source(left)):
-        return -1
-    return -1 if _sign(left, depth) < 0 and _sign(right, depth) > 0 else 0
+def _sign_of_two(node: Node, depth: int) -> int:
+    left, right = map(source, node.operands)
+    if node.name != "sub":
+        return 1 if left is right else _sign(left, depth) * _sign(right, depth)
+    is_less = _sign(left, depth) < 0 and _sign(right, depth) > 0
+    return -int(is_less or _is_no_smaller(right, left))
 
 
 def _is_no_smaller(value: Value, other: Value) -> bool:
@@ -83,14 +69,3 @@ def _is_no_smaller(value: Value, other: Value) -> bool:
             is_maximum |= node.name in _MAXIMA
             pending += [(source(operand), is_maximum) for operand in node.operands]
     return False
-
-
-def _selects_negative(node: Node) -> bool:
-    """Whether a select replaces positive numbers by 0, as `where(x > 0, 0, x)` in `jax.nn.elu`."""
-    pred = source(node.operands[0]).node
-    if pred is None or pred.name not in ("gt", "ge"):
-        return False
-    if_false, *if_true = map(source, node.operands[1:])
-    compared, zero = map(source, pred.operands)
-    constants = [value.constant for value in (*if_true, zero)]
-    return if_false is compared and all(c is not None and not np.any(c) for c in constants)

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jmpx._autocast.products import PRODUCTS, is_precise
-from jmpx._inspect.audit.flops import flops
+from jmpx._autocast.products import is_precise
+from jmpx._inspect.audit.flops import flops, is_product
 from jmpx._inspect.audit.values import (
     CAST,
     LOW,
@@ -40,27 +40,18 @@ _OF_ISLANDS = frozenset(
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Stream:
-    """Wide values that were computed from 16-bit ones.
+    """Wide values that were computed from 16-bit ones."""
 
-    Attributes:
-        kind: how it starts: `cast`, `promotion` or `product`.
-        node: where it starts.
-        cause: the wide value that the 16-bit one met; of a product, its wide operand.
-        products: the products that are wide because of it, its own among them.
-        widened: where it widened what another module or function had computed in 16 bits.
-        nbytes: the bytes of its values that are saved for the backward pass.
-        is_island: whether it computes what an island is made for.
-        into: the stream that this one became a part of.
-    """
-
-    kind: str
-    node: Node
-    cause: Value | None = None
+    kind: str  # how it starts: `cast`, `promotion` or `product`
+    node: Node  # where it starts
+    cause: Value | None = None  # the wide value that a 16-bit one met there
+    # The products that are wide because of it, its own among them.
     products: list[Node] = dataclasses.field(default_factory=list)
+    # Where it widened what another module or function had computed in 16 bits.
     widened: list[Node] = dataclasses.field(default_factory=list)
-    nbytes: int = 0
-    is_island: bool = False
-    into: "Stream | None" = None
+    nbytes: int = 0  # of its values that are saved for the backward pass
+    is_island: bool = False  # whether it computes what an island is made for
+    into: "Stream | None" = None  # the stream that it became a part of
 
     @property
     def whole(self) -> "Stream":
@@ -79,49 +70,29 @@ class Stream:
 
 
 class Streams:
-    """The streams of a graph, found in one pass over its forward part.
-
-    Args:
-        graph: the graph.
-
-    Attributes:
-        found: all streams that are not part of another one.
-        forward: the nodes of the forward pass, in the order of the program.
-        is_half: whether the step computes in 16 bits: most products have 16-bit operands, or the
-            outermost policy says so.
-        saved: the bytes that are saved for the backward pass, of floats in all dtypes.
-        saved_others: values saved for the backward pass that are wide and belong to no stream.
-        half_products: the products with a 16-bit operand, or that would have one without a leak.
-        asked: the products that a user asks for in float32, and sums of products such as a norm.
-    """
+    """The streams of a graph, found in one pass over its forward part."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._streams: list[Stream] = []
         self._of: dict[int, Stream] = {}  # the id of a value -> its stream
         self._casts: dict[int, Node] = {}  # the id of a value -> the cast that it is fresh from
-        self._variable: set[int] = set()  # the ids of values that depend on an argument
         self.forward = list(_forward(graph))
-        self.half_products: list[Node] = []
-        self.asked: list[Node] = []
-        self._wide_flops = 0  # of all other products
+        # Of products in float32, and of those in 16 bits, or that were so without a leak.
+        self._flops = [0, 0]
         for node in self.forward:
-            if any(map(self.is_variable, node.operands)):
-                self._variable.update(map(id, node.results))
             stream = self._visit(node)
             if stream is not None:
                 self._of.update((id(v), stream) for v in node.results if v.dtype in WIDE)
-        half = sum(map(flops, self.half_products))
-        is_most = half > 0 and half >= self._wide_flops
-        self.is_half = is_most or outermost_dtype(graph) in LOW
-        self.saved = 0
-        self.saved_others: list[Value] = []
-        self._count_saved()
+        # A step computes in 16 bits if most of its products do, or its outermost policy.
+        wide, half = self._flops
+        self.is_half = 0 < half >= wide or outermost_dtype(graph) in LOW
+        self.saved = sum(map(self._saved, self.forward))  # bytes of floats in all dtypes
         self.found = [stream for stream in self._streams if stream.into is None]
 
     def _visit(self, node: Node) -> Stream | None:
         """Returns the stream of the wide results of a node; None if there is none."""
-        if node.name in PRODUCTS:
+        if is_product(node):
             return self._product(node)
         if not any(value.dtype in WIDE for value in node.results):
             return None
@@ -133,9 +104,8 @@ class Streams:
         return self._start("cast", node)
 
     def _start(self, kind: str, node: Node, cause: Value | None = None) -> Stream:
-        stream = Stream(kind, node, cause)
-        self._streams.append(stream)
-        return stream
+        self._streams.append(Stream(kind, node, cause))
+        return self._streams[-1]
 
     def _met(self, operands: Sequence[Value]) -> tuple[list[Value], list[Value], list[Value]]:
         """Returns the wide values: fresh from casts, other ones of streams, and of no stream."""
@@ -166,7 +136,7 @@ class Streams:
 
     def _united(self, values: list[Value]) -> Stream:
         """Returns the stream of values that meet: a leak if one is, else one island of them all."""
-        streams = list({id(s): s for s in (self._of[id(v)].whole for v in values)}.values())
+        streams = list(dict.fromkeys(self._of[id(value)].whole for value in values))
         first = next((stream for stream in streams if stream.kind != "cast"), streams[0])
         for stream in streams:
             stream.merge_into(first)
@@ -186,10 +156,9 @@ class Streams:
         cast, wide, other = self._met(node.operands[:2])
         parts = [self._of[id(value)].whole for value in (*cast, *wide)]
         if not parts and not other:
-            self.half_products.append(node)
+            self._flops[1] += flops(node)
             return self._start("cast", node) if node.results[0].dtype in WIDE else None
-        if self.is_asked(node) or _is_inner(node):
-            self.asked.append(node)
+        if self.is_asked(node):
             stream = self._united([*cast, *wide]) if parts else None
             for part in parts:
                 part.is_island = True
@@ -198,30 +167,25 @@ class Streams:
         if leaks and not other and all(each.kind != "cast" or each.widened for each in leaks):
             stream = leaks[0]
         else:
-            stream = self._start("product", node, (other or wide or cast)[0])
+            met = [*wide, *other]
+            stream = self._start("product", node, met[0] if len(met) == 1 else None)
         is_half = any(value.dtype in LOW for value in node.operands[:2])
-        if is_half or stream.node is not node or (cast and not self.is_written(node)):
-            self.half_products.append(node)
-        else:
-            self._wide_flops += flops(node)
+        is_half |= stream.node is not node or (bool(cast) and not self.is_written(node))
+        self._flops[is_half] += flops(node)
         stream.products.append(node)
         for part in parts:
             if not part.is_island and not part.widened:
                 part.merge_into(stream)
         return stream
 
-    def is_variable(self, value: Value) -> bool:
-        """Whether a value is an argument, or depends on one."""
-        return value.kind == "input" or id(value) in self._variable
-
     def is_of_leak(self, value: Value) -> bool:
         """Whether a value belongs to a stream that a finding is about."""
         stream = self._of[id(value)].whole if id(value) in self._of else None
         return self.is_half and stream is not None and bool(stream.products or stream.widened)
 
-    def origin(self, value: Value) -> Node | None:
-        """Returns what made the first wide value that a wide value is computed from."""
-        node = value.node
+    def origin(self, value: Value | None) -> Node | None:
+        """Returns what made the first wide value that a value is computed from, if anything did."""
+        node = None if value is None or not _is_computed(value) else value.node
         while node is not None and id(node.results[0]) not in self._of:
             wide = (v.node for v in node.first_operands if v.dtype in WIDE and v.node is not None)
             earlier = next(wide, None)
@@ -231,14 +195,17 @@ class Streams:
         return None if node is None else self._of[id(node.results[0])].whole.node
 
     def is_asked(self, node: Node) -> bool:
-        """Whether the user asks that a node computes in float32: by a policy, rule or precision."""
-        if where(node.scope).is_full or (node.name in PRODUCTS and is_precise(node.eqn)):
+        """Whether the user asks that a node computes in float32: by a policy, rule or precision.
+
+        A product that sums up all products of two arrays is a norm, say.
+        """
+        place, program = where(node.scope), self._graph.program
+        if place.is_full or (is_product(node) and (is_precise(node.eqn) or _is_inner(node))):
             return True
-        module, program = where(node.scope).module, self._graph.program
-        policy = "" if module is None else program.policies.get(module.path, "")
-        if module is None or not policy or compute_dtype(policy) not in WIDE:
+        policy = self._graph.policy(node)
+        if place.module is None or not policy or compute_dtype(policy) not in WIDE:
             return False
-        parts = module.path.split("/")  # A rule may be for a module around it.
+        parts = place.module.path.split("/")  # A rule may be for a module around it.
         return any("/".join(parts[: i + 1]) in program.chosen for i in range(len(parts)))
 
     def _is_silent(self, value: Value, node: Node) -> bool:
@@ -252,26 +219,19 @@ class Streams:
 
     def _home(self, node: Node) -> tuple[str, str]:
         """Returns the path of the module of a node; outside of modules, scope and function."""
-        found = where(node.scope)
+        found, place = where(node.scope), self._graph.place(node)
         if found.module is not None:
             return found.module.path, ""
-        place = self._graph.place(node)
         return found.path, place.function if place else ""
 
-    def _count_saved(self) -> None:
-        for node in self.forward:
-            for value in node.results:
-                is_saved = any(reader.is_backward for reader in value.readers)
-                if not is_saved or value.dtype not in WIDE | LOW:
-                    continue
-                self.saved += value.nbytes
-                if value.dtype in LOW or self.is_asked(node):
-                    continue
-                if id(value) in self._of:
-                    own = self._of[id(value)]  # A loss that a leak reaches keeps its own bytes.
-                    (own if own.is_island else own.whole).nbytes += value.nbytes
-                elif self.is_variable(value) and _is_computed(value):
-                    self.saved_others.append(value)
+    def _saved(self, node: Node) -> int:
+        """Returns the bytes of floats that the backward pass reads, which streams count, too."""
+        saved = [v for v in node.results if any(reader.is_backward for reader in v.readers)]
+        for value in saved:
+            if value.dtype in WIDE and id(value) in self._of and not self.is_asked(node):
+                own = self._of[id(value)]  # A loss that a leak reaches keeps its own bytes.
+                (own if own.is_island else own.whole).nbytes += value.nbytes
+        return sum(value.nbytes for value in saved if value.dtype in WIDE | LOW)
 
 
 def _forward(graph: Graph) -> Iterator[Node]:

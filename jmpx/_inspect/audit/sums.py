@@ -21,6 +21,7 @@ from jmpx._inspect.graph import Node, Value
 _SUM = Kind("low-sum", Remedies.wider_operations)
 _COLLECTIVE = Kind("low-collective")
 KINDS = (_SUM, _COLLECTIVE)
+_COLLECTIVES = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 
 
 def search(step: Step) -> Iterator[Found]:
@@ -35,49 +36,31 @@ def search(step: Step) -> Iterator[Found]:
             continue
         if node.name in _COLLECTIVES and (axes := _named_axes(node)):
             yield _collective(step, node, dtype, axes)
-        elif node.name in _SUMS and is_low(node.results[0]):
+        elif node.name in _TERMS and is_low(node.results[0]):
             yield from _sum(step, node, dtype)
 
 
 def _sum(step: Step, node: Node, dtype: np.dtype) -> Iterator[Found]:
-    is_scatter = node.name.startswith("scatter")
-    terms, limit = _SUMS[node.name](node), largest_count(dtype)
+    is_scatter = node.name == "scatter_add"
+    terms, limit = _TERMS[node.name](node), largest_count(dtype)
     if terms <= limit or (node.is_backward and not is_scatter):
         return
+    severity = "medium"
     if is_scatter:
         # Where there are more terms than places can take, some place gets too many.
         places = node.operands[0].size * terms // max(node.operands[2].size, 1)
         severity = "high" if terms > limit * places else "medium"
-        what = "The gradient of a lookup" if node.is_backward else node.name
-        message = (
-            f"{what} adds up to {terms:,} terms to one place in {dtype.name}, one after the other: "
-            f"after {limit} it may stand still."
-        )
-        advice = "x.astype(jnp.float32) before it, and the cast to 16 bits behind it"
-    else:
-        severity = "medium"
-        message = (
-            f"{node.name} takes in {terms:,} terms in {dtype.name}, which counts exactly only to "
-            f"{limit}, and may round each partial result."
-        )
-        advice = "dtype=jnp.float32 in the call, or x.astype(jnp.float32) before it"
+    what = "The gradient of a lookup" if node.is_backward else node.name
+    message = (
+        f"{what} adds up to {terms:,} terms in {dtype.name}, which counts exactly only to {limit}: "
+        "there a sum may stand still."
+    )
+    advice = "x.astype(jnp.float32) before it, and the cast to 16 bits behind it"
     yield step.found(_SUM, severity, node, message, advice, nbytes=low_nbytes(node))
 
 
 def _reduced(node: Node) -> int:
     return node.operands[0].size // max(node.results[0].size, 1)
-
-
-def _window(node: Node) -> int:
-    return math.prod(node.eqn.params["window_dimensions"])
-
-
-def _reduced_by(node: Node) -> int:
-    """Returns how many terms a reduction with a function of the user takes in, if that adds."""
-    jaxpr = node.eqn.params["jaxpr"]
-    if not any(eqn.primitive.name in ("add", "mul") for eqn in jaxpr.eqns):
-        return 0
-    return _window(node) if node.name == "reduce_window" else _reduced(node)
 
 
 def _scattered(node: Node) -> int:
@@ -107,21 +90,12 @@ def _are_distinct(indices: Value) -> bool:
 
 
 # How many terms an operation adds up.
-_SUMS: dict[str, Callable[[Node], int]] = {
-    "reduce": _reduced_by,
-    "reduce_window": _reduced_by,
+_TERMS: dict[str, Callable[[Node], int]] = {
     "reduce_sum": _reduced,
-    "reduce_prod": _reduced,
     "cumsum": lambda node: node.operands[0].shape[node.eqn.params["axis"]],
-    "cumprod": lambda node: node.operands[0].shape[node.eqn.params["axis"]],
-    "reduce_window_sum": _window,
     "scatter_add": _scattered,
-    "scatter_sub": _scattered,
     "psum": _reduced,  # over an axis of jax.vmap
 }
-
-
-_COLLECTIVES = frozenset({"psum", "psum_invariant", "reduce_scatter"})
 
 
 def _named_axes(node: Node) -> list[str]:
@@ -133,11 +107,8 @@ def _named_axes(node: Node) -> list[str]:
 
 
 def _collective(step: Step, node: Node, dtype: np.dtype, axes: list[str]) -> Found:
-    named = f"the axis {axes[0]!r}" if len(axes) == 1 else f"the axes {', '.join(map(repr, axes))}"
-    message = (
-        f"{node.name} sums in {dtype.name} over {named}: the parts and their sums keep "
-        f"{digits(dtype)}."
-    )
+    over = ", ".join(map(repr, axes))
+    message = f"{node.name} over {over} sums in {dtype.name}, which keeps {digits(dtype)}."
     advice = (
         "r=f32 in the policy of jmpx's gradient functions, with axis_name=; or cast to float32 "
         "before the sum"

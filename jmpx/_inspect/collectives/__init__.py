@@ -6,7 +6,7 @@ often they run, which input they carry and which output they become.
 The way through it:
 
 - `report.py` is what users call, and its result, `Collectives`; `text.py` prints it.
-- `stablehlo.py` reads what JAX lowers, `hlo.py` the text that XLA writes. Both make the blocks of
+- `hlo.py` reads the text of a program, as JAX lowers it or as XLA compiles it, as the blocks of
   operations that `dataflow.py` evaluates without numbers, to follow inputs to collectives and
   collectives to outputs, through calls, branches and loops.
 - `data.py` says what a collective is, and how many bytes it sends.

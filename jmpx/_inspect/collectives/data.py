@@ -8,12 +8,10 @@ In a ring of n devices, each of them sends
     collective-permute, collective-broadcast: the bytes
 """
 
-import math
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
-from jmpx._jaxprs.places import Place, is_of_library
+from jmpx._jaxprs.places import Place
 
 KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -67,18 +65,5 @@ class Collective(NamedTuple):
 
 
 def bits(dtype: str) -> int:
-    """Returns the size of a dtype of StableHLO or HLO, such as `bf16`, `f8E4M3FN` or `pred`."""
-    return 8 if dtype in ("i1", "pred") else int(re.sub(r"^\D*(\d+).*", r"\1", dtype))
-
-
-def array_bytes(dtype: str, shape: Iterable[int]) -> int:
-    """Returns the bytes of an array."""
-    return math.prod(shape) * bits(dtype) // 8
-
-
-def place_of_frames(frames: Iterable[tuple[str, int, str]]) -> Place | None:
-    """Returns the innermost place of the user's code among files, lines and functions."""
-    for file, line, function in frames:
-        if not is_of_library(file):
-            return Place(file, line, function.rpartition(".")[2])
-    return None
+    """Returns the size of a dtype of HLO, such as `bf16`, `f8e4m3fn` or `pred`."""
+    return 8 if dtype == "pred" else int(re.sub(r"^\D*(\d+).*", r"\1", dtype))

@@ -1,26 +1,24 @@
 """Which collectives a program runs, and which inputs and outputs they carry.
 
-`_stablehlo.py` and `_hlo.py` turn programs into `Block`s of `Operation`s, in which an operation has
-the name that HLO gives it. `run` evaluates the blocks without numbers: a value is an array of which
-only this is known: the input that it is a copy of, and the collectives that it was computed from.
+`hlo.py` turns a program into `Block`s of `Operation`s. `run` evaluates the blocks without numbers:
+a value is an array of which only this is known: the input that it is a copy of, the collectives
+that it was computed from, and which integer it is if it bounds a loop.
 """
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jmpx._inspect.collectives.data import Collective, Place
 
-# Programs.
-
 
 @dataclasses.dataclass(slots=True)
 class Operation:
-    """An operation of a program; a tuple of HLO is one operand or result."""
+    """An operation of a program; a tuple is one operand or result."""
 
     kind: str  # as HLO spells it
-    results: tuple[Hashable, ...]
-    operands: tuple[Hashable, ...] = ()
+    result: str
+    operands: tuple[str, ...] = ()
     blocks: tuple["Block", ...] = ()  # that it calls; of a loop: its condition, then its body
     arrays: tuple[Collective, ...] = ()  # of a collective: the arrays that it exchanges
     # Of a constant: its value; of get-tuple-element: the index; of a loop: the trips, if known.
@@ -28,23 +26,14 @@ class Operation:
     name: str = ""  # that JAX gave it, such as `transpose(jvp())/dot_general`
     place: Place | None = None
 
-    def compare(self, direction: str) -> None:
-        """Marks a comparison of the kinds that bound a loop: `LT` and `GT`."""
-        if direction in ("LT", "GT"):
-            self.kind = "compare-lt"
-            self.operands = self.operands if direction == "LT" else self.operands[::-1]
-
 
 @dataclasses.dataclass(slots=True)
 class Block:
-    """A function or region: the names of its arguments and results, and its operations."""
+    """A computation: the names of its arguments and of its result, and its operations."""
 
-    arguments: list[Hashable] = dataclasses.field(default_factory=list)
+    arguments: list[str] = dataclasses.field(default_factory=list)
     operations: list[Operation] = dataclasses.field(default_factory=list)
-    results: tuple[Hashable, ...] = ()
-
-
-# What is known of a value.
+    result: str = ""
 
 
 class Number(NamedTuple):
@@ -54,19 +43,12 @@ class Number(NamedTuple):
     offset: int
 
 
-class Comparison(NamedTuple):
-    """Whether `left < right`."""
-
-    left: Any
-    right: Any
-
-
 class Value(NamedTuple):
     """What is known of an array."""
 
     source: str | None = ""  # the input that it is a copy of; None of constants
     made_of: frozenset[int] = frozenset()  # the collectives that it is an elementwise function of
-    number: Number | Comparison | None = None
+    number: Number | None = None
 
 
 UNKNOWN, CONSTANT = Value(), Value(None)
@@ -101,12 +83,10 @@ def _join(a: Tree, b: Tree) -> Tree:
     return Value(source, a.made_of | b.made_of, a.number if a.number == b.number else None)
 
 
-# What operations do to it.
-
 MOVES = frozenset(
     "all-gather all-to-all bitcast bitcast-convert broadcast collective-broadcast "
     "collective-permute convert copy copy-done copy-start dynamic-reshape dynamic-slice "
-    "opt-barrier optimization-barrier real reduce-precision reshape reverse slice transpose".split()
+    "opt-barrier real reduce-precision reshape reverse slice transpose".split()
 )
 ASSEMBLES = frozenset({"clamp", "concatenate", "dynamic-update-slice", "pad", "select"})
 COMBINES = ASSEMBLES | {"add", "divide", "maximum", "minimum", "multiply", "power", "subtract"}
@@ -114,7 +94,7 @@ UNARY = frozenset(
     "abs cbrt cosine exponential exponential-minus-one log log-plus-one logistic negate "
     "round-nearest-even rsqrt sign sine sqrt square tanh".split()
 )
-CALLS = frozenset({"async-start", "call", "composite", "fusion", "manual-computation"})
+CALLS = frozenset({"async-start", "call", "fusion"})
 CONSTANTS = frozenset({"constant", "iota", "partition-id", "replica-id"})
 READ = {"select": slice(1, None), "dynamic-update-slice": slice(2), "dynamic-slice": slice(1)}
 
@@ -124,33 +104,31 @@ class Run:
 
     def __init__(self) -> None:
         self.collectives: list[Collective] = []
-        self._values: dict[Hashable, Tree] = {}
+        self._values: dict[str, Tree] = {}
         self._around: list[Operation] = []
         self._counters = 0
 
-    def block(self, block: Block, arguments: Iterable[Tree]) -> tuple[Tree, ...]:
-        """Evaluates a block; regions without arguments read the values around them."""
+    def block(self, block: Block, arguments: Iterable[Tree]) -> Tree:
+        """Evaluates a block."""
         self._values.update(zip(block.arguments, arguments, strict=False))
         for operation in block.operations:
             operands = [self._values.get(name, UNKNOWN) for name in operation.operands]
-            found = self._evaluated(operation, operands)
-            self._values.update(zip(operation.results, found, strict=False))
-        return tuple(self._values.get(name, UNKNOWN) for name in block.results)
+            self._values[operation.result] = self._evaluated(operation, operands)
+        return self._values.get(block.result, UNKNOWN)
 
-    def _evaluated(self, operation: Operation, operands: list[Tree]) -> tuple[Tree, ...]:
-        """Returns the results of an operation; fewer if the others are unknown."""
+    def _evaluated(self, operation: Operation, operands: list[Tree]) -> Tree:
         if operation.arrays:
             return self._exchanged(operation, operands)
         if operation.kind == "while":
-            return self._looped(operation, operands)
+            return self._looped(operation, operands[0])
         if operation.kind == "conditional":
-            return self._branched(operation, operands)
+            return self._branched(operation, operands[1:])
         if operation.blocks:  # other operations, such as a sort, may exchange arrays
             found = [self._called(operation, block, operands) for block in operation.blocks]
-            return found[0] if operation.kind in CALLS else ()
+            return found[0] if operation.kind in CALLS else UNKNOWN
         return _computed(operation, operands[READ.get(operation.kind, slice(None))])
 
-    def _exchanged(self, operation: Operation, operands: list[Tree]) -> tuple[Tree, ...]:
+    def _exchanged(self, operation: Operation, operands: list[Tree]) -> Tree:
         """Notes the collectives of an operation, and returns their results."""
         around = [*self._around, operation]
         places = [one.place for one in reversed(around) if one.place]
@@ -169,39 +147,40 @@ class Run:
             )
             moved = source if one.kind in MOVES else ""
             results.append(Value(moved, frozenset(made_of)))
-        # Of several arrays, HLO makes one tuple.
-        return tuple(results) if len(results) == len(operation.results) else (tuple(results),)
+        return results[0] if len(results) == 1 else tuple(results)
 
-    def _called(self, operation: Operation, block: Block, operands: Any) -> tuple[Tree, ...]:
+    def _called(self, operation: Operation, block: Block, operands: Iterable[Tree]) -> Tree:
         self._around.append(operation)
-        results = self.block(block, operands)
+        result = self.block(block, operands)
         self._around.pop()
-        return results
+        return result
 
-    def _branched(self, operation: Operation, operands: list[Tree]) -> tuple[Tree, ...]:
-        """Evaluates all branches; those of HLO have an operand each, those of StableHLO none."""
-        before, results = len(self.collectives), []
-        for index, block in enumerate(operation.blocks):
-            results.append(self._called(operation, block, operands[1 + index : 2 + index]))
+    def _branched(self, operation: Operation, operands: list[Tree]) -> Tree:
+        """Evaluates all branches, each of which has an operand."""
+        before = len(self.collectives)
+        results = [
+            self._called(operation, block, [operand])
+            for block, operand in zip(operation.blocks, operands, strict=True)
+        ]
         for index in range(before, len(self.collectives)):
             self.collectives[index] = self.collectives[index]._replace(in_branch=True)
         return joined(results)
 
-    def _looped(self, operation: Operation, initial: list[Tree]) -> tuple[Tree, ...]:
+    def _looped(self, operation: Operation, initial: Tree) -> Tree:
         """Evaluates a loop until the knowledge of its carry no longer changes."""
         condition, body = operation.blocks
-        before, state = len(self.collectives), tuple(initial)
+        before, state = len(self.collectives), initial
         while True:
-            returned = self._called(operation, body, state)
+            returned = self._called(operation, body, [state])
             after = self._carried(state, returned)
             if after == state:
                 break
             del self.collectives[before:]
             state = after
-        (holds,) = self._called(operation, condition, state)
+        self._called(operation, condition, [state])
         trips = operation.number
         if trips is None:
-            trips = _trips(holds.number, *map(leaves, (initial, state, returned)))
+            trips = self._trips(condition, *map(leaves, (initial, state, returned)))
         for index in range(before, len(self.collectives)):
             one = self.collectives[index]
             self.collectives[index] = one._replace(
@@ -216,69 +195,64 @@ class Run:
             if isinstance(before, Value) or isinstance(after, Value) or len(before) != len(after):
                 return UNKNOWN
             return tuple(map(self._carried, before, after))
-        number = before.number if isinstance(before.number, Number) else None
+        number = before.number
         if number and number != after.number and not number.counter:
             self._counters += 1
             number = Number(self._counters, 0)
         return _join(before, after)._replace(number=number)
 
+    def _trips(
+        self,
+        condition: Block,
+        initial: Iterable[Value],
+        state: Iterable[Value],
+        returned: Iterable[Value],
+    ) -> int | None:
+        """Returns how often a loop runs that counts up to a constant; None if it does not."""
+        compared = [each for each in condition.operations if each.result == condition.result]
+        if [each.kind for each in compared] != ["compare-lt"]:
+            return None
+        counter, bound = (self._values[name].number for name in compared[0].operands)
+        if counter is None or bound is None or bound.counter or not counter.counter:
+            return None
+        for values in zip(initial, state, returned, strict=False):
+            start, carried, after = (each.number for each in values)
+            if carried == counter and start and after and after.counter == counter.counter:
+                to_go, step = bound.offset - start.offset, after.offset
+                return max(0, -(-to_go // step)) if step > 0 and not start.counter else None
+        return None
 
-def _computed(operation: Operation, operands: list[Tree]) -> tuple[Tree, ...]:
-    """Returns the results of an operation that calls and exchanges nothing."""
+
+def _computed(operation: Operation, operands: list[Tree]) -> Tree:
+    """Returns the result of an operation that calls and exchanges nothing."""
     kind, number = operation.kind, operation.number
     if kind in CONSTANTS:
-        return (CONSTANT if number is None else CONSTANT._replace(number=Number(0, number)),)
+        return CONSTANT if number is None else CONSTANT._replace(number=Number(0, number))
     if kind == "tuple":
-        return (tuple(operands),)
-    if kind in MOVES or kind.endswith(("-done", "-update")):
         return tuple(operands)
+    if kind in MOVES or kind.endswith(("-done", "-update")):
+        return operands[0]
     if kind == "get-tuple-element":
         (whole,) = operands
-        return (whole if isinstance(whole, Value) else whole[number or 0],)
-    if kind == "compare-lt":
-        left, right = operands
-        return (Value(number=Comparison(left.number, right.number)),)
+        return whole if isinstance(whole, Value) else whole[number or 0]
     if kind in COMBINES:
-        return (_combined(kind, operands),)
-    return (Value(made_of=operands[0].made_of),) if kind in UNARY else ()
+        return _combined(kind, operands)
+    return Value(made_of=operands[0].made_of) if kind in UNARY else UNKNOWN
 
 
 def _combined(kind: str, operands: list[Value]) -> Value:
     """Returns the result of an operation on several arrays; of two inputs, it is neither."""
-    value = joined(operands)._replace(number=_calculated(kind, operands))
+    value = joined(operands)._replace(number=None)
+    if kind == "add":
+        value = value._replace(number=_sum(operands[0].number, operands[1].number))
     copies = kind in ASSEMBLES or sum(each.source is not None for each in operands) < 2
     return value if copies else value._replace(source="")
 
 
-def _calculated(kind: str, operands: list[Value]) -> Number | None:
-    """Returns the number that a sum or difference is, if it is known."""
-    numbers = [each.number for each in operands if isinstance(each.number, Number)]
-    if kind not in ("add", "subtract") or len(numbers) < 2:
-        return None
-    left, right = numbers
-    if kind == "subtract":
-        return None if right.counter else Number(left.counter, left.offset - right.offset)
-    if left.counter and right.counter:
+def _sum(left: Number | None, right: Number | None) -> Number | None:
+    if left is None or right is None or (left.counter and right.counter):
         return None
     return Number(left.counter or right.counter, left.offset + right.offset)
-
-
-def _trips(
-    holds: Any, initial: Iterable[Value], state: Iterable[Value], returned: Iterable[Value]
-) -> int | None:
-    """Returns how often a loop runs that counts up to a constant; None if it does not."""
-    if not isinstance(holds, Comparison):
-        return None
-    left, right = holds
-    if not (isinstance(left, Number) and isinstance(right, Number)) or right.counter:
-        return None
-    for values in zip(initial, state, returned, strict=False):
-        start, carried, after = (each.number for each in values)
-        if carried == Number(left.counter, 0) and left.counter and isinstance(after, Number):
-            step = after.offset if after.counter == left.counter else 0
-            if isinstance(start, Number) and not start.counter and step > 0:
-                return max(0, -((start.offset + left.offset - right.offset) // step))
-    return None
 
 
 def run(main: Block, inputs: Iterable[str], outputs: Iterable[str] = ()) -> list[Collective]:
@@ -292,7 +266,7 @@ def run(main: Block, inputs: Iterable[str], outputs: Iterable[str] = ()) -> list
     evaluation = Run()
     results = evaluation.block(main, [Value(name) for name in inputs])
     found, values, names = evaluation.collectives, list(leaves(results)), list(outputs)
-    if len(names) != len(values) or not all(names):
+    if len(names) != len(values):
         names = [f"output {index}" for index in range(len(values))]
     ends: list[list[str]] = [[] for _ in found]
     for name, value in zip(names, values, strict=True):

@@ -1,4 +1,4 @@
-"""Reads a module of HLO, which XLA writes between and after its passes, as blocks of operations.
+"""Reads a module of HLO, in which XLA writes programs before, between and after its passes.
 
 The compiler of TPUs writes a gather that runs beside products into the fusion of each of them, with
 one `chain_id`, and a reduce-scatter as a fusion of an all-reduce and a slice.
@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from jmpx._inspect.collectives.data import KINDS, Collective, Place, array_bytes, place_of_frames
+from jmpx._inspect.collectives.data import KINDS, Collective, bits
 from jmpx._inspect.collectives.dataflow import Block, Operation, run
+from jmpx._jaxprs.places import Place, is_of_library
 
 COMPUTATION = re.compile(r"^(ENTRY )?(%[\w.-]+) .*\{$")
 OPERATION = re.compile(r"^ +(ROOT )?(%[\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\(")
@@ -26,12 +27,9 @@ LISTS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 RANGE = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
 MESH = re.compile(r"replica_groups=@?mesh\[([^]]*)\] ?\{([^}]*)\}")
 
-TARGETS = {
-    "AllocateBuffer": "constant",
-    "Sharding": "copy",
-    "SPMDFullToShardShape": "copy",
-    "SPMDShardToFullShape": "copy",
-}
+# Custom calls that return their operands, in another sharding; those of Shardy make a tuple.
+SHARDINGS = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
+SHARDY = "xla.sdy."
 
 
 class Hlo(NamedTuple):
@@ -42,21 +40,25 @@ class Hlo(NamedTuple):
     collectives: list[Collective]  # those that it holds
 
 
-def read_hlo(text: str, outputs: Iterable[str] = ()) -> Hlo:
+def read_hlo(text: str, outputs: Iterable[str] = (), devices: int | None = None) -> Hlo:
     """Reads the text of a module.
 
     Args:
         text: what `compiled.as_text()` returns, or a file that XLA dumped.
         outputs: the names of the arrays that it returns; without names they have numbers.
+        devices: how many run it, which the text says only after XLA's partitioner.
 
     Raises:
-        ValueError: if the text is not whole.
+        ValueError: if the text is something else, or not whole.
     """
-    reader = _Reader(text)
+    reader = _Reader(text, devices)
     for line in text.splitlines():
         reader.read(line)
     if not reader.entry:
-        raise ValueError(f"The text of {reader.name} has no ENTRY computation: pass it as a whole.")
+        raise ValueError(
+            "jmpx.inspect.collectives reads whole texts of HLO, and this one has no `ENTRY`: pass "
+            "the lowered or compiled step itself."
+        )
     block = reader.blocks[reader.entry]
     inputs = [reader.inputs.get(str(name), "") for name in block.arguments]
     return Hlo(reader.name, reader.devices, run(block, inputs, outputs))
@@ -65,11 +67,11 @@ def read_hlo(text: str, outputs: Iterable[str] = ()) -> Hlo:
 class _Reader:
     """Makes a block of each computation, line by line."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, devices: int | None) -> None:
         header = text.partition("\n")[0]
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         self.name = re.sub(r"^HloModule ([^,\s]*).*", r"\1", header)
-        self.devices = math.prod(map(int, counts))
+        self.devices = devices or math.prod(map(int, counts))
         self.blocks: dict[str, Block] = {}
         self.inputs: dict[str, str] = {}  # the names that JAX gave to parameters
         self.entry = ""
@@ -88,14 +90,14 @@ class _Reader:
             operands, rest = _operands(line, found.end())
             block, attributes = self.blocks[self._computation], _attributes(rest)
             if root:
-                block.results = (self._key(name),)
+                block.result = self._key(name)
             if kind == "parameter":
                 block.arguments += [""] * (int(operands) + 1 - len(block.arguments))
                 block.arguments[int(operands)] = self._key(name)
                 self.inputs[self._key(name)] = attributes.get("op_name", "").replace("\\", "")
                 return
             names = tuple(self._read(block, each) for each in OPERAND.findall(operands))
-            operation = Operation(kind, (self._key(name),), names)
+            operation = Operation(kind, self._key(name), names)
             block.operations.append(operation)
             if kind == "constant":
                 is_integer = re.match(r"[su]\d+\[\]", types)
@@ -104,7 +106,7 @@ class _Reader:
                 operation.kind = "copy"  # if it was read already
                 operation.arrays = tuple(self._exchanged(kind, types, rest, attributes))
             else:
-                self._complete(operation, rest, attributes)
+                self._complete(operation, types, rest, attributes)
             if operation.arrays or operation.blocks:
                 operation.name = attributes.get("op_name", "")
                 operation.place = self._frames.place(attributes)
@@ -122,12 +124,14 @@ class _Reader:
         for index in parts.split("#")[1:]:
             part = f"{name}#{index}"
             block.operations.append(
-                Operation("get-tuple-element", (part,), (name,), number=int(index))
+                Operation("get-tuple-element", part, (name,), number=int(index))
             )
             name = part
         return name
 
-    def _complete(self, operation: Operation, rest: str, attributes: dict[str, str]) -> None:
+    def _complete(
+        self, operation: Operation, types: str, rest: str, attributes: dict[str, str]
+    ) -> None:
         """Completes an operation by its attributes: its blocks, index, trips or comparison."""
         kind, called = operation.kind, ("calls", "to_apply")
         if kind == "while":
@@ -137,10 +141,13 @@ class _Reader:
             called = ("branch_computations", "true_computation", "false_computation")
         elif kind == "get-tuple-element":
             operation.number = int(attributes["index"])
-        elif kind == "compare":
-            operation.compare(attributes["direction"])
+        elif kind == "compare" and attributes["direction"] in ("LT", "GT"):  # they bound loops
+            operation.kind = "compare-lt"
+            operation.operands = operation.operands[:: 1 if attributes["direction"] == "LT" else -1]
         elif kind == "custom-call":
-            operation.kind = TARGETS.get(attributes["custom_call_target"], kind)
+            target = attributes["custom_call_target"]
+            if target in SHARDINGS or target.startswith(SHARDY):
+                operation.kind = "tuple" if types.startswith("(") else "copy"
         elif kind.endswith(("-done", "-update")):  # which name what `async-start` called
             return
         names = " ".join(attributes.get(key, "") for key in called)
@@ -165,8 +172,8 @@ class _Reader:
         else:
             parts = group if kind == "reduce-scatter" else 1
         for dtype, shape in arrays:
-            sizes = map(int, re.findall(r"\d+", shape))
-            yield Collective(kind, dtype, parts * array_bytes(dtype, sizes), group)
+            size = math.prod(map(int, re.findall(r"\d+", shape)))
+            yield Collective(kind, dtype, parts * size * bits(dtype) // 8, group)
 
 
 def _operands(line: str, start: int) -> tuple[str, str]:
@@ -211,13 +218,11 @@ class _StackFrames:
             self._tables[name] = {int(number): row for number, _, row in split}
 
     def place(self, attributes: dict[str, str]) -> Place | None:
-        """Returns the user's line of an operation."""
-        if "stack_frame_id" in attributes:
-            return place_of_frames(self._calls(int(attributes["stack_frame_id"])))
+        """Returns the innermost line of the user's code that an operation names."""
+        calls = self._calls(int(attributes.get("stack_frame_id", 0)))
         if "source_file" in attributes:
-            source = attributes["source_file"], int(attributes["source_line"]), ""
-            return place_of_frames([source])
-        return None
+            calls = iter([(attributes["source_file"], int(attributes["source_line"]), "")])
+        return next((Place(*each) for each in calls if not is_of_library(each[0])), None)
 
     def _calls(self, frame: int) -> Iterator[tuple[str, int, str]]:
         """Yields the files, lines and functions of a stack, the innermost first."""
@@ -225,7 +230,7 @@ class _StackFrames:
             location, parent = _numbers(self._tables["StackFrames"][frame])
             file, function, line, *_ = _numbers(self._tables["FileLocations"][location])
             names = self._tables["FileNames"][file], self._tables["FunctionNames"][function]
-            yield names[0].strip('"'), line, names[1].strip('"')
+            yield names[0].strip('"'), line, names[1].strip('"').rpartition(".")[2]
             frame = parent - 1  # counted from one, and one is none
 
 

@@ -2,28 +2,22 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 
-from jmpx._base.messages import describe
 from jmpx._inspect.collectives.data import Collective
 from jmpx._inspect.collectives.hlo import read_hlo
-from jmpx._inspect.collectives.stablehlo import read_stablehlo
 from jmpx._inspect.collectives.text import lines
 
 _NONE_YET = "no collectives until XLA partitions it: give lowered.compile()"
-_MORE = (
-    "XLA's partitioner may insert more collectives: `jmpx.inspect.collectives(lowered.compile())` "
-    "shows them."
-)
+_MORE = "Outside of shard_map, XLA may insert more: lowered.compile() has them."
 _WIDENED = (
     "Compiled for a CPU, for which XLA widens collectives of bfloat16 to float32, and of float8 to "
     "float16: the dtypes and bytes are this machine's, not the program's. Under shard_map, "
-    "`jmpx.inspect.collectives(lowered)` shows those of the program. Under jit, read the program "
-    "after XLA's partitioner: `lowered.compile(compiler_options={'xla_dump_to': folder, "
-    "'xla_dump_hlo_pass_re': 'spmd'})` writes it into folder, and `jmpx.inspect.collectives` takes "
-    "the text of *after_spmd-partitioning*.txt."
+    "jmpx.inspect.collectives(lowered) shows those of the program; under jit, give it the text "
+    "that XLA writes after its partitioner, as docs/collectives.md shows."
 )
 _IN_WHILE = "A + after the times marks a while loop of unknown length: one trip is counted."
 _IN_BRANCH = "All branches of conditionals are counted."
@@ -57,10 +51,10 @@ class Collectives:
         return sum(one.sent for one in self.collectives)
 
     def __str__(self) -> str:
-        """Returns tables of 100 columns: bytes by kind and dtype, and the largest arrays."""
+        """Returns tables: bytes by kind and dtype, and the largest arrays."""
         title = f"{self.program} on {self.devices} device{'s' * (self.devices != 1)}"
         title += f", compiled for {self.platform}" if self.platform else ""
-        return "\n".join(lines(title, self.devices, self.collectives, self.notes))
+        return "\n".join(lines(title, self.collectives, self.notes))
 
     def to_dict(self) -> dict[str, object]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
@@ -72,11 +66,7 @@ class Collectives:
         return fields | {"sent": self.sent, "collectives": rows, "notes": list(self.notes)}
 
     def to_json(self, indent: int | None = 2) -> str:
-        """Returns `to_dict()` as JSON.
-
-        Args:
-            indent: as in `json.dumps`; None puts all into one line.
-        """
+        """Returns `to_dict()` as JSON, with the `indent` of `json.dumps`."""
         return json.dumps(self.to_dict(), indent=indent)
 
 
@@ -118,51 +108,31 @@ def collectives(step: object) -> Collectives:
         reduce-scatter bf16 512 ("result['w']",)
     """
     if isinstance(step, str):
-        return _of_text(step)
-    step = next(filter(_is_stage, (getattr(step, name, None) for name in _WRAPPED)), step)
+        name, devices, found = read_hlo(step)
+        return Collectives(name, devices, None, tuple(found), _notes(found))
+    for name in "lowered", "compiled":  # how Equinox and Flax NNX keep those of JAX
+        kept = getattr(step, name, None)
+        step = kept if isinstance(kept, jax.stages.Lowered | jax.stages.Compiled) else step
     if isinstance(step, jax.stages.Lowered):
         return _of_lowered(step)
     if isinstance(step, jax.stages.Compiled):
         return _of_compiled(step)
     raise TypeError(
-        f"jmpx.inspect.collectives takes a lowered or compiled step, and got {_other(step)}."
+        "jmpx.inspect.collectives takes a lowered or compiled step, and got a "
+        f"{type(step).__name__}: pass jax.jit(step).lower(*args), or what its compile() returns."
     )
 
 
-_WRAPPED = ("lowered", "compiled")  # how Equinox and Flax NNX keep those of JAX
-
-
-def _is_stage(value: object) -> bool:
-    return isinstance(value, jax.stages.Lowered | jax.stages.Compiled)
-
-
-def _other(step: object) -> str:
-    """Returns a description of a wrong argument, and of the right one."""
-    name = getattr(step, "__name__", "")
-    name = name if name.isidentifier() else "step"
-    if isinstance(step, jax.stages.Traced):
-        return "a traced one: pass what its `.lower()` returns"
-    if callable(step) and hasattr(step, "lower"):
-        return f"a jitted function that is not lowered: pass `{name}.lower(*args)`"
-    if callable(step):
-        return f"a function: pass `jax.jit({name}).lower(*args)`"
-    return f"{describe(step)}: pass `jax.jit(step).lower(*args)`, or what its `.compile()` returns"
-
-
-def _of_text(text: str) -> Collectives:
-    if not text.startswith("HloModule"):
-        raise ValueError(
-            "jmpx.inspect.collectives reads texts of HLO, which begin with `HloModule`, and got "
-            f"{describe(text)}: pass the lowered or compiled step itself."
-        )
-    name, devices, found = read_hlo(text)
-    return Collectives(name, devices, None, tuple(found), tuple(_about(found)))
-
-
 def _of_lowered(lowered: jax.stages.Lowered) -> Collectives:
-    name, devices, found, is_final = read_stablehlo(lowered.compiler_ir("stablehlo"))
-    notes = [] if is_final else [_MORE if found else _NONE_YET]
-    return Collectives(name, devices, None, tuple(found), (*notes, *_about(found)))
+    stablehlo: Any = lowered.compiler_ir("stablehlo")  # JAX does not annotate what these are
+    hlo: Any = lowered.compiler_ir("hlo")
+    attributes = stablehlo.operation.attributes
+    names = "mhlo.num_partitions", "mhlo.num_replicas"
+    partitions, replicas = (int(str(attributes[name]).partition(" ")[0]) for name in names)
+    text = hlo.get_hlo_module().to_string()
+    name, devices, found = read_hlo(text, _outputs(lowered), partitions * replicas)
+    more = [] if partitions == 1 else [_MORE if found else _NONE_YET]
+    return Collectives(name, devices, None, tuple(found), _notes(found, *more))
 
 
 def _of_compiled(compiled: jax.stages.Compiled) -> Collectives:
@@ -172,14 +142,20 @@ def _of_compiled(compiled: jax.stages.Compiled) -> Collectives:
             "jmpx.inspect.collectives cannot read this compiled step, as it has no HLO: pass the "
             "lowered."
         )
-    # Until JAX 0.9, what `jax.pmap` compiles has no `out_info`.
-    paths, _ = jax.tree_util.tree_flatten_with_path(getattr(compiled, "out_info", None))
-    outputs = [f"result{jax.tree_util.keystr(path)}" for path, _ in paths]
-    name, devices, found = read_hlo(text, outputs)
+    name, devices, found = read_hlo(text, _outputs(compiled))
     platform = _platform(compiled)
     widened = platform == "cpu" and any(one.dtype in ("f32", "f16") for one in found)
-    notes = [_WIDENED] if widened else []
-    return Collectives(name, devices, platform, tuple(found), (*notes, *_about(found)))
+    notes = _notes(found, *[_WIDENED] * widened)
+    return Collectives(name, devices, platform, tuple(found), notes)
+
+
+def _outputs(stage: jax.stages.Lowered | jax.stages.Compiled) -> list[str]:
+    """Returns the names of the results."""
+    try:
+        paths, _ = jax.tree_util.tree_flatten_with_path(stage.out_info)
+    except (AttributeError, KeyError):  # of `jax.pmap` until JAX 0.9
+        return []
+    return [f"result{jax.tree_util.keystr(path)}" for path, _ in paths]
 
 
 def _platform(compiled: jax.stages.Compiled) -> str | None:
@@ -191,8 +167,6 @@ def _platform(compiled: jax.stages.Compiled) -> str | None:
     return next((device.platform for each in shardings for device in each.device_set), None)
 
 
-def _about(found: Iterable[Collective]) -> Iterator[str]:
-    if any(one.in_while for one in found):
-        yield _IN_WHILE
-    if any(one.in_branch for one in found):
-        yield _IN_BRANCH
+def _notes(found: Iterable[Collective], *first: str) -> tuple[str, ...]:
+    in_while = [_IN_WHILE] * any(one.in_while for one in found)
+    return (*first, *in_while, *[_IN_BRANCH] * any(one.in_branch for one in found))

@@ -4,13 +4,12 @@ import functools
 from collections.abc import Callable
 
 import jax
-import jax.core
-import numpy as np
 
 from jmpx._base.leaves import PyTree
 from jmpx._inspect.first_nonfinite.replay import Replay
 from jmpx._inspect.first_nonfinite.report import FirstNonfinite
-from jmpx._inspect.programs import Program, traced_program
+from jmpx._inspect.programs import traced_program
+from jmpx._inspect.running import check_arrays
 
 
 def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite | None]:
@@ -37,7 +36,7 @@ def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite |
         finite.
 
     Raises:
-        TypeError: if `fn` is not callable; when called, if an argument is a shape or is traced.
+        TypeError: when called, if `fn` is not callable, or an argument is a shape or traced.
         ValueError: when called, if `fn` is a loss whose first argument holds no floating array.
 
     Example:
@@ -54,32 +53,12 @@ def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite |
         >>> print(found.results[0], found.results[0].infs)
         float16[4,3], 12 inf 12
     """
-    if not callable(fn):
-        raise TypeError(
-            f"Expected a loss or a train step to run, got {fn!r}: write "
-            "jmpx.inspect.first_nonfinite(loss_fn)(params, batch)."
-        )
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
     def run(*args: PyTree, **kwargs: PyTree) -> FirstNonfinite | None:
         program = traced_program(fn, args, kwargs)
-        _check_arrays(program)
+        check_arrays(program, "jmpx.inspect.first_nonfinite")
         with jax.debug_nans(False), jax.debug_infs(False):  # They would stop before it is named.
             return Replay(program, (fn, args, kwargs)).find()
 
     return run
-
-
-def _check_arrays(program: Program) -> None:
-    """Refuses arguments without values."""
-    for name, array in zip(program.names, program.arrays, strict=True):
-        if isinstance(array, jax.core.Tracer):
-            raise TypeError(
-                f"Cannot look at the traced {name}: call jmpx.inspect.first_nonfinite outside of "
-                "jax.jit."
-            )
-        if not isinstance(array, jax.Array | np.ndarray | np.generic):
-            raise TypeError(
-                f"Expected arrays, got a shape as {name}: jmpx.inspect.first_nonfinite runs the "
-                "step, so pass the arguments of the step that failed."
-            )

@@ -8,7 +8,7 @@ import numpy as np
 
 from jmpx._inspect.first_nonfinite.numbers import is_inexact, numbers_of
 from jmpx._inspect.first_nonfinite.search import Event
-from jmpx._inspect.widening import is_narrow, run_widened, widened
+from jmpx._inspect.running import is_narrow, run_widened, widened
 from jmpx._jaxprs.core import Array, operation_name
 
 

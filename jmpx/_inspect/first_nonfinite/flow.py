@@ -8,7 +8,7 @@ import numpy as np
 from jmpx._inspect.first_nonfinite.numbers import NAN, is_inexact, worst_of
 from jmpx._inspect.first_nonfinite.search import Event, Key, Search, Seen
 from jmpx._inspect.graph import Graph, Node, Value
-from jmpx._inspect.sites import key_of
+from jmpx._inspect.running import key_of
 from jmpx._jaxprs.types import Array
 from jmpx._jaxprs.watched import Site
 

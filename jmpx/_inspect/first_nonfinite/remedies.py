@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from jmpx._inspect.first_nonfinite.search import HAND_ON
 from jmpx._inspect.graph import Graph, Node
-from jmpx._inspect.widening import is_narrow
+from jmpx._inspect.running import is_narrow
 from jmpx._policies.map_strings import parse_rule
 from jmpx._policies.places import selector, where
 

@@ -14,7 +14,7 @@ from jmpx._inspect.first_nonfinite.scales import Scale, scale_of
 from jmpx._inspect.first_nonfinite.search import HAND_ON, Event, Search
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.programs import Program
-from jmpx._inspect.widening import is_narrow, run_widened, widened
+from jmpx._inspect.running import is_narrow, run_widened, widened
 from jmpx._jaxprs.core import Array, operation_name
 from jmpx._jaxprs.places import Place, place_of
 from jmpx._policies.map_strings import parse_rule

@@ -3,15 +3,14 @@
 import functools
 from collections.abc import Callable
 
-import jax
-
 from jmpx._base.leaves import PyTree
 from jmpx._inspect.graph import Graph
-from jmpx._inspect.programs import Program, traced_program
-from jmpx._inspect.ranges.collecting import collected
-from jmpx._inspect.ranges.measuring import measure
+from jmpx._inspect.programs import traced_program
+from jmpx._inspect.ranges.counting import counted
+from jmpx._inspect.ranges.data import Histogram, Range
 from jmpx._inspect.ranges.plan import Plan
 from jmpx._inspect.ranges.report import Ranges
+from jmpx._inspect.running import check_arrays
 
 
 def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
@@ -41,10 +40,9 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
         A function of the arguments of `fn`, which are arrays, that returns a `jmpx.inspect.Ranges`.
 
     Raises:
-        TypeError: if `fn` is not callable.
-        ValueError: when called, if `fn` is a loss whose first argument holds no floating array; if
-            an argument is only a shape; or if the program holds a `jax.shard_map`, where each
-            device has numbers of its own.
+        TypeError: when called, if `fn` is not callable, or an argument is a shape or traced.
+        ValueError: when called, if `fn` is a loss whose first argument holds no floating array, or
+            if the program holds a `jax.shard_map`, where each device has numbers of its own.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -57,8 +55,6 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
         ...     return jnp.mean(jnp.sqrt(energy)) / 1000
         >>> params = {"w": jnp.full((8, 4), 0.25)}
         >>> found = jmpx.inspect.ranges(loss_fn)(params, jnp.ones((2, 8)))
-        >>> found.rules("float16")
-        'compute=float16,output=float32; */energy: compute=float32,output=float32'
         >>> found.shares("float16", kind="activations", scope="energy").overflowing > 0.3
         True
         >>> found.loss_scale()
@@ -68,19 +64,12 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
     @functools.wraps(fn, updated=())
     def call(*args: PyTree, **kwargs: PyTree) -> Ranges:
         program = traced_program(fn, args, kwargs)
-        _refuse_shapes(program)
-        graph = Graph(program)
-        plan = Plan(graph)
-        return collected(graph, plan, measure(program, plan))
+        check_arrays(program, "jmpx.inspect.ranges")
+        plan = Plan(Graph(program))
+        kinds: tuple[list[Range], list[Range]] = [], []
+        for row, counts in zip(plan.table, counted(program, plan), strict=True):
+            kinds[row.is_gradient].append(Range(row.scope, Histogram.of(counts)))
+        title = program.name + (" and its gradient" if program.is_differentiated else "")
+        return Ranges(title, tuple(kinds[0]), tuple(kinds[1]), plan.masks)
 
     return call
-
-
-def _refuse_shapes(program: Program) -> None:
-    for array, name in zip(program.arrays, program.names, strict=True):
-        if isinstance(array, jax.ShapeDtypeStruct):
-            raise ValueError(
-                f"Expected arrays, got the shape {array.dtype}{list(array.shape)} alone as {name}: "
-                "jmpx.inspect.ranges runs the function, so give real numbers, or use "
-                "jmpx.inspect.audit, to which shapes suffice."
-            )

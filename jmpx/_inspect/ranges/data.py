@@ -1,24 +1,16 @@
 """What a run found: frozen data, and what becomes of the numbers in other formats."""
 
+import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from jmpx._base.dtypes import DTypeLike
-from jmpx._base.leaves import NUMBERS
-from jmpx._base.messages import describe, did_you_mean
-from jmpx._inspect.ranges.formats import (
-    BINS,
-    LOWEST,
-    MANTISSA_BITS,
-    PARTS,
-    Format,
-    as_format,
-    bin_of,
-)
+from jmpx._base.messages import describe
+from jmpx._inspect.ranges.formats import BINS, LOWEST, PARTS, as_format, bin_of
 from jmpx._policies.rules import Rule
 
 
@@ -56,7 +48,7 @@ class Histogram:
 
     @classmethod
     def of(cls, counts: np.ndarray) -> "Histogram":
-        """Makes a histogram of what `statistics.count` counts."""
+        """Makes a histogram of the counts of all bins."""
         (indices,) = np.nonzero(counts[:BINS])
         bins = tuple((int(i), int(counts[i])) for i in indices)
         return cls(bins, *map(int, counts[BINS:]))
@@ -74,11 +66,10 @@ class Histogram:
     @property
     def exponents(self) -> dict[int, int]:
         """How many numbers have a magnitude from `2**e` to below `2**(e + 1)`, for each e."""
-        found: dict[int, int] = {}
+        found = collections.Counter[int]()
         for index, count in self.bins:
-            exponent = index // PARTS + LOWEST
-            found[exponent] = found.get(exponent, 0) + count
-        return found
+            found[index // PARTS + LOWEST] += count
+        return dict(found)
 
     def shares(self, dtype: DTypeLike, scale: float = 1) -> Shares:
         """Returns which shares of these numbers a format does not hold: see `Ranges.shares`."""
@@ -92,52 +83,29 @@ class Histogram:
         )
         return Shares(*(count / max(self.numbers, 1) for count in counts))
 
+    def room(self, dtype: DTypeLike) -> int:
+        """Returns the exponent of the largest scale with which no number overflows in a format."""
+        return (bin_of(as_format(dtype).overflows) - 1 - self.bins[-1][0]) // PARTS
+
 
 def merged(histograms: Iterable[Histogram]) -> Histogram:
     """Returns the histogram of all numbers of several histograms."""
-    bins: dict[int, int] = {}
-    others = np.zeros(4, int)
+    bins, others = collections.Counter[int](), np.zeros(4, int)
     for each in histograms:
         others += [each.zeros, each.infinite, each.nan, each.masked]
-        for index, count in each.bins:
-            bins[index] = bins.get(index, 0) + count
+        bins.update(dict(each.bins))
     return Histogram(tuple(sorted(bins.items())), *map(int, others))
 
 
 def exponent_of(scale: float) -> int:
     """Returns the exponent of a scale; raises a ValueError if it is not a power of two."""
-    is_number = isinstance(scale, (*NUMBERS, np.generic)) or getattr(scale, "ndim", None) == 0
-    number = float(scale) if is_number and not isinstance(scale, complex) else 0.0
-    mantissa, exponent = math.frexp(number)
-    if mantissa != 0.5 or not math.isfinite(number):
+    mantissa, exponent = math.frexp(scale)
+    if mantissa != 0.5:
         raise ValueError(
             f"Expected a scale that is a power of two, so that it changes exponents only, got "
             f"{describe(scale)}: give for example 2**13."
         )
     return exponent - 1
-
-
-def overflows(number: float, known: Format, scale: float = 1) -> bool:
-    """Whether a positive finite number overflows in a format once it is scaled."""
-    mantissa, exponent = math.frexp(number * scale)
-    key = ((exponent - 1) << MANTISSA_BITS) + (mantissa * 2 - 1) * 2**MANTISSA_BITS
-    return bool(number) and key >= known.overflows
-
-
-class Operation(NamedTuple):
-    """The extremes of one operation in a scope.
-
-    Args:
-        name: the operation as policy rules spell it, such as `dot_general`.
-        largest: the largest magnitude; 0.0 if there is none.
-        smallest: the smallest magnitude that is not zero; 0.0 if there is none.
-        place: where the largest magnitude is computed, such as `model.py:12 (mlp)`, or empty.
-    """
-
-    name: str
-    largest: float
-    smallest: float
-    place: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,45 +114,20 @@ class Range:
 
     Attributes:
         scope: the path of the module, or the names of scopes; empty outside of them.
-        selector: a selector of policy rules for the scope; None if only its operations have one.
-        operations: the extremes by operation; those with the largest numbers first.
-        entering: the largest magnitude that came from elsewhere: from other scopes, or as an
-            argument.
         histogram: how many numbers have which magnitude.
     """
 
     scope: str
-    selector: str | None
-    operations: tuple[Operation, ...]
-    entering: float = 0.0
     histogram: Histogram = Histogram()
 
-    @property
-    def largest(self) -> float:
-        """The largest magnitude; infinities, NaNs and masks do not count."""
-        return max((operation.largest for operation in self.operations), default=0.0)
-
-    @property
-    def smallest(self) -> float:
-        """The smallest magnitude that is not zero; 0.0 if there is none."""
-        found = [operation.smallest for operation in self.operations if operation.smallest]
-        return min(found, default=0.0)
-
-    def is_in(self, scope: object) -> bool:
+    def is_in(self, scope: str) -> bool:
         """Whether this is a scope, inside of it, or inside of one that it selects."""
-        if not isinstance(scope, str) or not scope:
-            return scope == self.scope
+        if not scope:
+            return not self.scope
         names, rule = self.scope.split("/"), Rule(scope)
         outer = ("/".join(names[:end]) for end in range(1, len(names) + 1))
         return any(path == scope or rule.matches_scope(path) for path in outer)
 
 
-def check_scope(ranges: Sequence[Range], scope: str | None) -> None:
-    """Refuses a scope that no range is in."""
-    if scope is not None and not any(each.is_in(scope) for each in ranges):
-        known = sorted({each.scope for each in ranges})
-        choices = {name: path for path in known for name in (path.rpartition("/")[2], path)}
-        raise ValueError(
-            "Expected scope= to be one of the scopes that print(ranges.to_text(all=True)) shows, "
-            f"got {describe(scope)}{did_you_mean(str(scope).strip('*/'), choices)}"
-        )
+# Pickles of jmpx 0.2 hold such tuples.
+Operation = collections.namedtuple("Operation", "name largest smallest place")

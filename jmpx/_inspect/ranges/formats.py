@@ -1,12 +1,12 @@
-"""The four formats that a run is compared with, and where each of them loses a number."""
+"""The four formats that a run is compared with, and the bins in which numbers are counted."""
 
 import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jmpx._base.dtypes import DTypeLike, dtype_name, parse_dtype
-from jmpx._base.messages import describe, did_you_mean
+from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
+from jmpx._base.messages import describe
 
 MANTISSA_BITS = 23  # of float32
 LOWEST = -149  # the exponent of float32's smallest subnormal number
@@ -21,7 +21,6 @@ class Format(NamedTuple):
     """
 
     name: str  # as tables show it
-    largest: float  # its largest number
     kept: int  # the lowest key that is not rounded to zero
     normal: int  # the lowest key that is rounded to a normal number
     overflows: int  # the lowest key that is rounded to infinity, or to NaN in `float8_e4m3fn`
@@ -35,7 +34,6 @@ def _format(name: str, dtype: DTypeLike) -> Format:
     last = round(largest * 2.0 ** (bits - exponent)) % 2
     return Format(
         name,
-        largest,
         kept=_key(2.0 ** (lowest - bits - 1)) + 1,  # half of the smallest number is a tie with 0
         normal=_key(2.0**lowest) - (1 << MANTISSA_BITS - bits),  # a tie with the smallest normal
         overflows=_key(largest + 2.0 ** (exponent - bits - 1)) + (1 - last),
@@ -47,29 +45,21 @@ def _key(number: float) -> int:
     return ((exponent - 1) << MANTISSA_BITS) + round((2 * mantissa - 1) * 2**MANTISSA_BITS)
 
 
-_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-FORMATS = {
-    dtype: _format(_NAMES.get(dtype, dtype), dtype) for dtype in ("float16", "bfloat16", *_NAMES)
-}
-_ALIASES = {known.name: known for known in FORMATS.values()}
+_SHORT = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+FORMATS = {name: _format(name, name) for name in ("float16", "bfloat16")}
+FORMATS |= {dtype: _format(name, dtype) for name, dtype in _SHORT.items()}
 
 
 def as_format(dtype: DTypeLike) -> Format:
     """Returns the format of a dtype or of its name; raises a ValueError if it is another one."""
-    name = dtype.strip().lower() if isinstance(dtype, str) else describe(dtype)
-    if name in _ALIASES:
-        return _ALIASES[name]
-    end = "."
-    try:
-        name = dtype_name(parse_dtype(name) if isinstance(dtype, str) else dtype)
-    except (KeyError, TypeError):
-        end = did_you_mean(name, [*_ALIASES, *FORMATS])
-    if name not in FORMATS:
+    name = _SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    known = FORMATS.get(dtype_name(as_dtype(name)))
+    if known is None:
         raise ValueError(
             "Expected one of the formats 'float16', 'bfloat16', 'e4m3' (float8_e4m3fn) and 'e5m2' "
-            f"(float8_e5m2), got {describe(dtype)}{end}"
+            f"(float8_e5m2), got {describe(dtype)}."
         )
-    return FORMATS[name]
+    return known
 
 
 # Numbers are counted by exponent, and within an exponent by parts of the mantissa, at whose edges a

@@ -1,18 +1,24 @@
-"""The ranges of a program: frozen data, which prints and draws itself, and gives advice."""
+"""The ranges of a program: frozen data, which prints and draws itself."""
 
 import dataclasses
 import json
+import operator
 import os
+from collections.abc import Iterator
 
 from jmpx._base.dtypes import DTypeLike
-from jmpx._base.messages import describe, did_you_mean
-from jmpx._inspect.ranges.advice import policy_text, scale_for, scale_or_1
-from jmpx._inspect.ranges.data import Histogram, Range, Shares, check_scope, merged
+from jmpx._base.messages import describe
+from jmpx._base.text import columns, count_text, share_text
+from jmpx._inspect.ranges.data import Histogram, Range, Shares, exponent_of, merged
+from jmpx._inspect.ranges.formats import FORMATS, as_format
 from jmpx._inspect.ranges.plot import plot_histograms
-from jmpx._inspect.ranges.text import Found, found_text
+from jmpx._scales.arguments import HIGHEST_SCALE, LOWEST_SCALE
+from jmpx._scales.numbers import format_number
 
-_VERSION = 1  # of `to_dict`: it changes when the meaning of a key does
+_VERSION = 2  # of `to_dict`: it changes when the meaning of a key does
 _KINDS = ("activations", "gradients")
+_IN_FLOAT16 = 15  # the largest exponent in float16, through which the scale may pass
+_ROWS = 24  # how many scopes are shown, unless all are asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +29,13 @@ class Ranges:
     float64 that float32 cannot hold count as infinite or zero.
 
     Attributes:
-        title: the name of the function.
-        activations: the numbers of the forward pass, by scope, in the order of the program.
+        title: the name of the function, and whether its gradient was taken.
+        activations: the numbers of the forward pass, by scope, in the order of the program: each
+            has a `scope` and a `histogram`.
         gradients: the numbers of the backward pass, by scope.
         masks: constants beyond float16 that `jnp.where` puts into arrays, such as 1e9 for -1e9.
             Numbers of these magnitudes are counted apart: they do not overflow where they matter,
             as softmax makes the same of an infinity, and autocast keeps them finite.
-        is_step: whether the function is a step that contains its gradient; False for a loss.
     """
 
     __module__ = "jmpx.inspect"
@@ -38,7 +44,6 @@ class Ranges:
     activations: tuple[Range, ...]
     gradients: tuple[Range, ...]
     masks: tuple[float, ...] = ()
-    is_step: bool = False
 
     def histogram(self, kind: str = "gradients", scope: str | None = None) -> Histogram:
         """Returns how many numbers have which magnitude.
@@ -52,12 +57,17 @@ class Ranges:
         """
         if kind not in _KINDS:
             raise ValueError(
-                f"Expected kind= to be 'activations' or 'gradients', got {describe(kind)}"
-                f"{did_you_mean(str(kind), list(_KINDS))}"
+                f"Expected kind= to be 'activations' or 'gradients', got {describe(kind)}."
             )
-        check_scope((*self.activations, *self.gradients), scope)
-        found = self.activations if kind == "activations" else self.gradients
-        return merged(each.histogram for each in found if scope is None or each.is_in(scope))
+        found: tuple[Range, ...] = getattr(self, kind)
+        if scope is None:
+            return merged(each.histogram for each in found)
+        if not any(each.is_in(scope) for each in (*self.activations, *self.gradients)):
+            raise ValueError(
+                "Expected scope= to be one of the scopes that print(ranges.to_text(all=True)) "
+                f"shows, got {describe(scope)}."
+            )
+        return merged(each.histogram for each in found if each.is_in(scope))
 
     def shares(
         self,
@@ -77,6 +87,9 @@ class Ranges:
             kind: `gradients` or `activations`.
             scope: a scope or a selector, see `histogram`; None for all.
 
+        Returns:
+            The shares that are `lost`, `subnormal` and `overflowing`.
+
         Raises:
             ValueError: if an argument is none of those described here.
         """
@@ -91,12 +104,11 @@ class Ranges:
         takes no more than 2**15, because the scale passes through its dtype.
 
         Args:
-            head_room: by how many powers of two gradients may grow.
+            head_room: by how many powers of two gradients may grow, a whole number.
             dtype: the format that holds the gradients. For bfloat16 it is 1.
 
         Raises:
-            ValueError: if `head_room` is not a whole number, the format is unknown, or there are no
-                gradients.
+            ValueError: if the format is unknown, or there are no gradients.
 
         Example:
             >>> import jax.numpy as jnp
@@ -106,30 +118,17 @@ class Ranges:
             >>> str(jmpx.DynamicLossScale(found.loss_scale()))
             'dynamic,init=16384'
         """
-        return scale_for(self.gradients, head_room, dtype)
-
-    def rules(self, dtype: DTypeLike = "float16", scale: float | None = None) -> str:
-        """Returns a policy map string that keeps in float32 what would overflow.
-
-        A scope is kept if an operation in it computes a number beyond the dtype, or reads one from
-        elsewhere. Selectors are the paths of modules, else named scopes, which only autocast
-        follows, and outside of both operations such as `op.mul?`, a rule for the operation
-        everywhere: a `jax.named_scope` around it is more precise.
-
-        Args:
-            dtype: `float16` or `bfloat16`, in which all the rest computes.
-            scale: the loss scale, by which gradients are multiplied, a power of two; None for the
-                one that `loss_scale` recommends for the dtype.
-
-        Returns:
-            A string such as `"compute=float16,output=float32; */head: compute=float32"`; without a
-            rule if nothing overflows.
-
-        Raises:
-            ValueError: if the dtype is another one, or the scale is not a power of two.
-        """
-        factor = scale_or_1(self.gradients, dtype) if scale is None else scale
-        return policy_text(self.activations, self.gradients, dtype, factor)
+        found = self.histogram()
+        if not found.numbers:
+            raise ValueError(
+                "Expected gradients that are not all zero, got none, so that no loss scale "
+                "follows: give jmpx.inspect.ranges a loss that depends on its first argument, or a "
+                "step that contains its gradient."
+            )
+        if as_format(dtype).name == "bfloat16":
+            return 1.0  # it has the range of float32
+        scale = 2.0 ** (found.room(dtype) - operator.index(head_room))
+        return min(max(scale, LOWEST_SCALE), HIGHEST_SCALE)
 
     def plot(
         self, path: str | os.PathLike[str], scope: str | None = None, scale: float = 1
@@ -139,43 +138,42 @@ class Ranges:
         The range of float16 is shaded. It needs matplotlib.
 
         Args:
-            path: the file to write, which ends with `.png`, `.svg` or `.pdf`.
+            path: the file to write, whose ending is its format, such as `.png`, `.svg` or `.pdf`.
             scope: a scope or a selector, see `histogram`; None for all.
             scale: a loss scale, a power of two: the picture shows where it moves float16's range.
 
         Raises:
             ImportError: if there is no matplotlib.
-            ValueError: if the file has another ending, or there is no such scope.
+            ValueError: if matplotlib knows no such format, or there is no such scope.
         """
         where = "" if scope is None else f" in {scope}"
         histograms = {kind: self.histogram(kind, scope) for kind in _KINDS}
         plot_histograms(f"{self.title}{where}: magnitudes in float32", histograms, path, scale)
 
-    def to_text(self, *, width: int = 100, all: bool = False) -> str:
-        """Returns the ranges as text: formats, scopes, a loss scale and rules for float16.
+    def to_text(self, *, all: bool = False) -> str:
+        """Returns the ranges as text: formats, scopes, and a loss scale for float16.
 
         Args:
-            width: how many columns the text may have, 72 or more. Paths and rules are never broken.
-            all: whether to show every scope.
-
-        Raises:
-            ValueError: if `width` is not a whole number, or less than 72.
+            all: whether to show every scope, not only those of which float16 holds the least.
         """
-        title = self.title + (" and its gradient" if self.gradients and not self.is_step else "")
-        return found_text(Found(title, self.activations, self.gradients, self.masks), width, all)
+        scale = self.loss_scale() if self.histogram().numbers else 1.0
+        scopes = {each.scope for each in (*self.activations, *self.gradients)}
+        counts = f"{count_text(len(scopes), 'scope')}, {_all_numbers(self).size:,} numbers"
+        blocks = [
+            [f"Ranges of {self.title} in float32: {counts}"],
+            _format_lines(self, scale),
+            _scope_lines(self, scale, all),
+            list(_advice_lines(self, scale)),
+        ]
+        return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
     def __str__(self) -> str:
         return self.to_text()
 
     def to_dict(self) -> dict[str, object]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
-        return {
-            "version": _VERSION,
-            "title": self.title,
-            "is_step": self.is_step,
-            "masks": list(self.masks),
-            **{kind: list(map(_range_dict, getattr(self, kind))) for kind in _KINDS},
-        }
+        kinds = {kind: list(map(_range_dict, getattr(self, kind))) for kind in _KINDS}
+        return {"version": _VERSION, "title": self.title, "masks": list(self.masks), **kinds}
 
     def to_json(self, indent: int | None = 2) -> str:
         """Returns `to_dict()` as JSON.
@@ -187,10 +185,84 @@ class Ranges:
 
 
 def _range_dict(each: Range) -> dict[str, object]:
-    names = ("scope", "selector", "largest", "smallest", "entering")
     return {
-        **{name: getattr(each, name) for name in names},
-        "operations": [operation._asdict() for operation in each.operations],
+        "scope": each.scope,
         "exponents": {str(e): count for e, count in each.histogram.exponents.items()},
         **{n: getattr(each.histogram, n) for n in ("zeros", "infinite", "nan", "masked")},
     }
+
+
+def _all_numbers(found: Ranges) -> Histogram:
+    return merged(found.histogram(kind) for kind in _KINDS)
+
+
+def _times(scale: float) -> str:
+    return "" if scale == 1 else f" x 2**{exponent_of(scale)}"
+
+
+def _shares(histogram: Histogram, dtype: str, scale: float) -> list[str]:
+    return [share_text(part, 1) for part in histogram.shares(dtype, scale)]
+
+
+def _format_lines(found: Ranges, scale: float) -> list[str]:
+    """Returns a table: what each format loses of all activations and of all gradients."""
+    kinds = [("activations", 1.0), *(("gradients", factor) for factor in sorted({1.0, scale}))]
+    rows = [["", "", *Shares._fields]]
+    for kind, factor in kinds:
+        histogram, name = found.histogram(kind), f"{kind}{_times(factor)}"
+        for known in FORMATS.values() if histogram.numbers else ():
+            rows.append([name, known.name, *_shares(histogram, known.name, factor)])
+            name = ""
+    return columns(rows, right=(2, 3, 4)) if len(rows) > 1 else []
+
+
+def _scope_lines(found: Ranges, scale: float, is_full: bool) -> list[str]:
+    """Returns a table: the range of each scope, and what float16 does not hold of it."""
+    forward, backward = ({each.scope: each.histogram for each in getattr(found, k)} for k in _KINDS)
+    pairs = {
+        scope: (forward.get(scope, Histogram()), backward.get(scope, Histogram()))
+        for scope in dict.fromkeys([*forward, *backward])
+    }
+
+    def badness(scope: str) -> tuple[float, float]:
+        shares = [h.shares("float16", f) for h, f in zip(pairs[scope], (1, scale), strict=True)]
+        return max(each.overflowing for each in shares), max(each.lost for each in shares)
+
+    worst = sorted(pairs, key=badness, reverse=True)[: None if is_full else _ROWS]
+    rows = [["activations", "over", "gradients", f"lost{_times(scale)}", "over", "scope"]]
+    for scope in filter(set(worst).__contains__, pairs):
+        magnitudes, _, over = _cells(pairs[scope][0], 1)
+        name = scope or "(no scope)"
+        rows.append([magnitudes, over, *_cells(pairs[scope][1], scale), name])
+    lines = ["By scope, the magnitudes and what float16 does not hold:"]
+    lines += columns(rows, right=(1, 3, 4))
+    left_out = len(pairs) - len(worst)
+    more = f"... and {left_out} more scopes: print(ranges.to_text(all=True))"
+    return [*lines, more] if left_out else lines
+
+
+def _cells(histogram: Histogram, scale: float) -> list[str]:
+    """Returns the magnitudes, and which shares are lost and overflow."""
+    if not histogram.numbers:
+        return ["", "", ""]
+    lost, _, over = _shares(histogram, "float16", scale)
+    exponents = histogram.exponents
+    return [f"2**{min(exponents)} .. 2**{max(exponents)}", lost, over]
+
+
+def _advice_lines(found: Ranges, scale: float) -> Iterator[str]:
+    gradients, every = found.histogram(), _all_numbers(found)
+    if gradients.numbers:
+        # A dynamic scale never falls below its minimum, which is 1 by default.
+        text = f"dynamic,init=2**{exponent_of(scale)}"
+        text += f",min={format_number(scale)}" if scale < 1 else ""
+        largest = f"largest gradient 2**{max(gradients.exponents)}"
+        yield f"Loss scale for float16: {text}  ({largest})"
+        if scale > 2**_IN_FLOAT16:
+            yield f"A loss that is itself computed in float16 takes dynamic,init=2**{_IN_FLOAT16}."
+    if every.masked:
+        masks = ", ".join(f"{mask:.3g}" for mask in found.masks)
+        yield f"Masks, counted apart: {every.masked:,} numbers such as {masks}."
+    if every.infinite + every.nan:
+        count = f"{every.infinite + every.nan:,} numbers"
+        yield f"Infinite or NaN in float32: {count}; jmpx.inspect.first_nonfinite finds the first."

@@ -1,43 +1,26 @@
-"""Looks for strings and mappings that the parsers of jmpx do not understand, or refuse badly.
+"""Strings and mappings that Hypothesis draws: parsers understand or refuse them.
 
-    pip install -e '.[fuzz]'                               # atheris, on Python 3.11 to 3.13
-    python benchmarks/fuzz_strings.py                      # 15 minutes
-    python benchmarks/fuzz_strings.py --small              # some thousand inputs, without atheris
-
-Each input, which Hypothesis draws, has to give a value that its string and its dict give back, or a
-ValueError or TypeError of one sentence, which quotes the input a few times at most. atheris mutates
-the inputs that reach new lines of jmpx. Then pieces of texts are repeated, and a text that is four
-times as long may not take eight times as long.
+An input gives a value that its string and its dict give back, or a ValueError or TypeError of one
+sentence, which quotes the input a few times at most. A text that is four times as long takes less
+than eight times as long.
 """
 
 import ast
-import importlib
 import json
 import math
-import os
 import pickle
 import random
 import re
-import subprocess
-import sys
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-if "--guided" in sys.argv:  # the process that atheris runs in counts the branches of jmpx
-    engine: Any = importlib.import_module("atheris")
-    with engine.instrument_imports(include=["jmpx"]):
-        import jmpx
-else:
-    import jmpx
-
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import HealthCheck, given, seed as seeded, settings, strategies as st
-from reliability import Case, Found, main
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import jmpx
 
 PARSERS: dict[str, Callable[[Any], Any]] = {
     "get_policy": jmpx.get_policy,
@@ -78,7 +61,6 @@ OBJECTS = (
     *(jmpx.types.Rule("*/a", compute="f32"), jmpx.get_policy_map("f16; A: full")),
     *(jmpx.StaticLossScale(2), jmpx.DynamicLossScale(8, period=3), jmpx.NoOpLossScale()),
 )
-MINUTES, INPUTS = 15.0, 1_500  # of atheris, and of a small run
 
 
 class Finding(Exception):
@@ -163,9 +145,9 @@ def check_sentence(message: str, spec: Any) -> None:
         raise Finding(f"another position: {message!r}")
 
 
+@pytest.mark.hypothesis  # CI runs it with new draws, as a property
 @settings(
-    max_examples=INPUTS,
-    database=None,
+    max_examples=1_500,
     deadline=None,
     suppress_health_check=[
         HealthCheck.too_slow,
@@ -174,30 +156,8 @@ def check_sentence(message: str, spec: Any) -> None:
     ],
 )
 @given(st.sampled_from([*PARSERS]), specs)
-def property_of_parsers(parser: str, spec: Any) -> None:
+def test_inputs_made_by_chance_give_values_or_sentences(parser: str, spec: Any) -> None:
     check(parser, spec)
-
-
-def guided(seed: int) -> tuple[int, list[str]]:
-    """Runs atheris; returns how many inputs it ran, and the error that ended it early, if any."""
-    options = [f"-seed={seed}", f"-max_total_time={60 * MINUTES:.0f}", "-timeout=10"]
-    # In a process of its own, because libFuzzer ends the process when it is done.
-    command = [sys.executable, __file__, "--guided", *options]
-    process = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    count = max([0, *map(int, re.findall(r"^#(\d+)\s", process.stderr, re.M))])
-    return count, [process.stderr[-3000:]] if process.returncode else []
-
-
-def small(seed: int) -> tuple[int, list[str]]:
-    """Runs INPUTS inputs; returns their number, and the smallest one that a parser fails on."""
-    try:
-        seeded(seed)(property_of_parsers)()
-    except Exception as error:
-        return INPUTS, [" ".join([repr(error), *getattr(error, "__notes__", [])])]
-    return INPUTS, []
-
-
-# Time.
 
 
 def check_time(parser: str, text: str, start: int, end: int, length: int = 4_000) -> None:
@@ -221,41 +181,62 @@ def check_time(parser: str, text: str, start: int, end: int, length: int = 4_000
         raise Finding(f"{parser} of {piece}: {short:.3f} s, four times as often: {long:.3f} s")
 
 
-def time_all(count: int, seed: int) -> list[str]:
-    """Repeats random pieces of the seeds, for each parser; returns findings."""
-    rng, failures = random.Random(seed), []
-    for _ in range(count):
+@pytest.mark.thorough
+def test_long_texts_take_linear_time():
+    rng = random.Random(0)
+    for _ in range(20):
         parser, text = rng.choice([*PARSERS]), rng.choice(SEEDS)
         cuts = {0, len(text), *(m.end() for m in re.finditer(r"[;:,=|*?/._\s-]", text))}
-        try:
-            check_time(parser, text, *sorted(rng.sample(sorted(cuts), 2)))
-        except Exception as error:
-            failures.append(repr(error))
-    return failures
+        check_time(parser, text, *sorted(rng.sample(sorted(cuts), 2)))
 
 
-def run(is_small: bool, seed: int) -> Found:
-    count = 20 if is_small else 800
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        executions, failures = (small if is_small else guided)(seed)
-        failures += time_all(count, seed)
-    return {"executions": executions, "minutes": MINUTES, "timed": 2 * count}, failures
+@pytest.mark.parametrize("text", SEEDS)
+def test_each_seed_is_understood_by_some_parser(text):
+    assert any([check(parser, text) for parser in PARSERS])
 
 
-CASES = [
-    Case(
-        "parsers of strings and mappings under a coverage-guided fuzzer",
-        "{executions} inputs in {minutes} minutes",
-        "each a value that round-trips, or one sentence; {timed} long texts in linear time",
-        run,
-    )
-]
+class Value(str):
+    """What a parser gives that keeps a string."""
 
-if __name__ == "__main__":
-    if "--guided" in sys.argv:
-        warnings.simplefilter("error")
-        sys.argv.remove("--guided")
-        engine.Setup(sys.argv, property_of_parsers.hypothesis.fuzz_one_input)
-        engine.Fuzz()
-    main(__doc__, "fuzz_strings", CASES)
+    def to_dict(self):
+        return {"text": str(self)}
+
+
+def raising(message, kind: type[Exception] = ValueError):
+    def parse(spec):
+        raise kind(message.format(spec))
+
+    return parse
+
+
+WRONG = {
+    "a string that gives another value": lambda s: Value(f"{s}x"),
+    "a dict that gives another value": lambda s: Value(s if isinstance(s, str) else "other"),
+    "another error": raising("No.", KeyError),
+    "two lines": raising("Wrong.\nVery wrong."),
+    "two sentences": raising("Wrong. It is."),
+    "no sentence": raising("wrong"),
+    "another position": raising("Unknown dtype 'b' at position 0 of policy 'ab': write a dtype."),
+    "an endless message": raising(f"{'very ' * 400}wrong."),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_property_notices(what, monkeypatch):
+    for name in PARSERS:
+        monkeypatch.setitem(PARSERS, name, WRONG[what])
+    with pytest.raises(KeyError if what == "another error" else Finding):
+        for name in PARSERS:
+            for text in (*SEEDS, "a", {}):
+                check(name, text)
+
+
+@pytest.mark.thorough
+def test_the_property_notices_a_parser_of_quadratic_time(monkeypatch):
+    def parse(text):
+        again = (text.count("b", start) for _ in range(8) for start in range(len(text)))
+        raise ValueError(f"No {sum(again)}.")
+
+    monkeypatch.setitem(PARSERS, "get_policy", parse)
+    with pytest.raises(Finding, match="four times as often"):
+        check_time("get_policy", "ab", 0, 2)

@@ -1,7 +1,9 @@
-"""Runs equations that were traced in 16 or 8 bits in float32."""
+"""How watched programs run: their arrays, their sites, and float32 in place of 16 bits."""
 
 from collections.abc import Callable, Sequence
 
+import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -9,8 +11,32 @@ from jax import lax
 from jmpx._autocast.kinds import keep
 from jmpx._autocast.rules import lookup
 from jmpx._base.leaves import is_floating_dtype
+from jmpx._inspect.graph import Node
+from jmpx._inspect.programs import Program
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Params, operation_name
+
+
+def check_arrays(program: Program, caller: str) -> None:
+    """Refuses arguments without values, on behalf of a public function."""
+    for name, array in zip(program.names, program.arrays, strict=True):
+        if isinstance(array, jax.core.Tracer):
+            raise TypeError(f"Cannot look at the traced {name}: call {caller} outside of jax.jit.")
+        if not isinstance(array, jax.Array | np.ndarray | np.generic):
+            raise TypeError(
+                f"Expected arrays, got a shape as {name}: {caller} runs the step, so pass the "
+                "arguments of a real one, or call jmpx.inspect.audit, which takes shapes."
+            )
+
+
+def key_of(node: Node) -> tuple[int, ...]:
+    """Returns the key of a node; the site of the same equation has an equal one."""
+    key, around = [id(node.eqn)], node.around
+    while around is not None:
+        key.append(id(around.eqn))
+        around = around.around
+    return tuple(reversed(key))
+
 
 # Equations of these hold a jaxpr of numbers in the traced dtypes, and cannot run on others.
 _SCATTERS: dict[str, Callable[..., Array]] = {

@@ -1,27 +1,20 @@
 """Runs policies in eight threads at once, and checks that each thread sees only its own dtypes.
 
-    python benchmarks/threads.py
-    python benchmarks/threads.py --small
-
 Each thread attaches its own policy to classes that all threads share, pushes another one, opens a
 policy map of its own, and calls modules of Haiku, Linen, Equinox and NNX, autocast and a gradient
 function: eagerly, through jitted functions that all threads share, and with shapes that no thread
 has compiled before. A call reports the dtypes, the algorithm of products and the `current_policy()`
-with which it was traced. Python changes threads every tenth of a millisecond. Warnings are errors.
+with which it was traced. Python changes threads every tenth of a millisecond.
 
 At the end, new threads have no policy, modules compute as they were written, and the filters of
 warnings are as they were.
 """
 
 import contextlib
-import os
 import sys
 import threading
 import warnings
 from typing import Any, NamedTuple
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # to compile sooner
 
 import equinox as eqx
 import flax.linen as nn
@@ -30,14 +23,16 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
-from reliability import Case, Found, main
-from tqdm import tqdm
+from jax.experimental.compilation_cache import compilation_cache
 
 import jmpx
 import jmpx.equinox
 import jmpx.flax
 import jmpx.haiku
+from jmpx._base import contexts
+from jmpx._policies import registry
 
 THREADS, COMPILE_EVERY = 8, 20
 DTYPES = ("float32", "float16", "bfloat16")
@@ -229,7 +224,7 @@ class Thread:
         for text in map(str, self.own):
             self.check("get_policy", text, str(jmpx.get_policy(text)))
 
-    def run(self, rounds: int, barrier: threading.Barrier, bar: Any) -> None:
+    def run(self, rounds: int, barrier: threading.Barrier) -> None:
         try:
             for cls in CLASSES:
                 self.check("policy_of, at the start", None, jmpx.policy_of(cls))
@@ -237,7 +232,6 @@ class Thread:
             for number in range(rounds):
                 barrier.wait()
                 self.round(number)
-                bar.update()
         except Exception as error:
             self.failures.append(f"{type(error).__name__}: {error}")
             barrier.abort()
@@ -261,8 +255,7 @@ def run_all(rounds: int) -> tuple[int, list[str]]:
     workers, last = [Thread(number) for number in range(THREADS)], Thread(0)
     sys.setswitchinterval(1e-4)
     try:
-        with tqdm(total=rounds * THREADS, unit="round", disable=None) as bar:
-            run_together([(worker.run, (rounds, barrier, bar)) for worker in workers])
+        run_together([(worker.run, (rounds, barrier)) for worker in workers])
     finally:
         sys.setswitchinterval(interval)
     run_together([(last.fresh, ())])
@@ -281,22 +274,44 @@ def run_together(calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
         thread.join()
 
 
-def run(small: bool, seed: int) -> Found:
-    rounds = 3 if small else 400
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        checks, failures = run_all(rounds)
-    return {"rounds": rounds, "checks": checks}, failures
+@pytest.fixture
+def without_cache():
+    """Keeps nothing of what is compiled: a thread would read files that another is writing."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
-CASES = [
-    Case(
-        "policies of Haiku, Linen, Equinox, NNX, autocast and gradients in 8 threads at once",
-        "{rounds} rounds a thread, {checks} checks",
-        "each thread saw its own dtypes only, eager, jitted and while compiling",
-        run,
-    )
-]
+@pytest.mark.thorough
+def test_threads_see_their_own_policies(without_cache):
+    checks, failures = run_all(1)
+    assert not failures and checks > 200
 
-if __name__ == "__main__":
-    main(__doc__, "threads", CASES)
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("shared", ["the registry", "contexts"])
+def test_policies_that_threads_share_are_noticed(shared, monkeypatch):
+    """If threads had one store of policies or contexts, they would see each other's."""
+    monkeypatch.setitem(globals(), "THREADS", 2)
+    if shared == "contexts":
+        one = type("One", (), {"state": contexts._State()})()
+        monkeypatch.setattr(contexts, "_thread", one)
+    else:
+        one = type("One", (), {"policies": {}, "running": []})()
+        monkeypatch.setattr(registry, "_registry", one)
+    _, failures = run_all(1)
+    assert failures
+    for cls in CLASSES:
+        jmpx.clear_policy(cls)
+
+
+def test_a_policy_of_the_main_thread_is_not_one_of_a_worker():
+    seen = []
+    with jmpx.push_policy(Plain, "bf16"):
+        worker = threading.Thread(target=lambda: seen.append(jmpx.policy_of(Plain)))
+        worker.start()
+        worker.join()
+        assert jmpx.policy_of(Plain) is not None
+    assert seen == [None]
