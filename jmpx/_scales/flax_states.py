@@ -9,11 +9,8 @@ _known: set[type] = set()
 
 
 def register_with_flax(cls: type, names: tuple[str, ...] = ()) -> None:
-    """Tells Flax which fields of a class it saves, once Flax is imported; a template has the rest.
-
-    Each instance asks for it when it is made: jmpx imports no framework, and a registration of the
-    user's own stays.
-    """
+    """Tells Flax, once it is imported, which fields of a class it saves; a template has others."""
+    # Each instance asks for it when it is made, because jmpx imports no framework.
     serialization = sys.modules.get("flax.serialization")
     if serialization is None or cls in _known:
         return
@@ -39,5 +36,5 @@ def register_with_flax(cls: type, names: tuple[str, ...] = ()) -> None:
                 )
         return dataclasses.replace(template, **state)
 
-    with contextlib.suppress(ValueError):  # Flax refuses a class that is registered.
+    with contextlib.suppress(ValueError):  # A registration of the user's own stays.
         serialization.register_serialization_state(cls, to_state_dict, from_state_dict)

@@ -201,11 +201,9 @@ class _Shards:
         return run
 
     def disagreeing(self, grads: list[jax.Array], value: jax.Array) -> tuple[Hashable, ...]:
-        """Returns the axes along which devices share a loss, but not their gradients.
-
-        Devices also share what their losses read of each other's parameters along axes that are not
-        averaged over, as in tensor parallelism.
-        """
+        """Returns the axes along which devices share a loss, but not their gradients."""
+        # Devices also share what their losses read of each other's parameters along axes that are
+        # not averaged over, as in tensor parallelism.
         varying = frozenset[Hashable]().union(*map(varying_axes, grads))
         tracked = tracked_axes()
         others = {axis for axis in self.shared_over.difference(self.axes) if is_mapped(axis)}

@@ -97,9 +97,8 @@ def _alike(new: PyTree, old: PyTree) -> bool:
 def kept_if_finite(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Returns new model state, but the old one where the gradients are not finite.
 
-    Running averages that saw a batch which overflowed would hold infinities permanently. What
-    cannot be selected stays new: a leaf that is not an array, whose shape or dtype has changed, or
-    that has become the same on all devices.
+    What cannot be selected stays new: a leaf that is not an array, whose shape or dtype has
+    changed, or that has become the same on all devices.
     """
 
     def keep(new: PyTree, old: PyTree) -> PyTree:

@@ -128,12 +128,9 @@ class _SkipNonfinite(NamedTuple):
         """Returns the state after a step, which counts the step if it was skipped."""
         finite = as_flag(grads_finite, "grads_finite")
         skipped = (~finite).astype(jnp.int32)
-        return SkipNonfiniteState(
-            inner_state=inner_state,
-            grads_finite=finite,
-            total_skipped=state.total_skipped + skipped,
-            consecutive_skipped=(state.consecutive_skipped + 1) * skipped,
-        )
+        consecutive = (state.consecutive_skipped + 1) * skipped
+        total = state.total_skipped + skipped
+        return SkipNonfiniteState(inner_state, finite, total, consecutive)
 
 
 def optimizer_update(
@@ -233,10 +230,8 @@ def _made_by(cls: type[T], optimizer: PyTree) -> T | None:
 def _parameters_of(
     model: PyTree, optimizer_state: PyTree, grads: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Returns the pytree that the optimizer updates, and a function from it to the new model.
-
-    If the gradients are an NNX module, as `jax.grad` returns them, the model is a plain pytree.
-    """
+    """Returns the pytree that the optimizer updates, and a function from it to the new model."""
+    # If the gradients are an NNX module, as `jax.grad` returns them, the model is a plain pytree.
     if not holds_objects(model) or holds_objects(grads):
         return model, lambda new: new
     if holds_objects(optimizer_state):

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -99,7 +98,7 @@ def check_progress(
 
     Raises:
         FloatingPointError: if more steps than `max_consecutive` were skipped in a row.
-        TypeError: if an argument is of another type, or traced, as under `jax.jit`.
+        TypeError: if an argument is of another type, or the state is traced, as under `jax.jit`.
         ValueError: if `max_consecutive` is less than 1.
 
     Example:
@@ -126,12 +125,6 @@ def check_progress(
             "Expected the state of an optimizer of jmpx.skip_nonfinite, got a "
             f"{type(opt_state).__name__} without one: wrap the optimizer, as "
             "jmpx.skip_nonfinite(optax.adam(1e-3)), and pass the state of the last step."
-        )
-    leaves = jax.tree.leaves((counts, loss_scale, grads))
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        raise TypeError(
-            "Cannot check progress where the number of skipped steps is traced, as under jax.jit: "
-            "call jmpx.inspect.check_progress outside, between steps."
         )
     count = max(int(np.asarray(part).max()) for count in counts for part in _parts(count))
     if count > limit:
@@ -167,10 +160,7 @@ def _parts(array: Leaf) -> list[Leaf]:
 
 
 def _named(grads: PyTree) -> str:
-    """Returns what a message says of gradients: the first three that are not finite.
-
-    Each process looks at what it holds, so that none waits for another.
-    """
+    """Returns what a message says of gradients: the first three that are not finite here."""
     leaves = _inexact_leaves(grads).items()
     bad = [f"grads{path}" for path, leaf in leaves if not all(map(all_finite, _parts(leaf)))]
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""

@@ -275,17 +275,11 @@ def test_bad_arguments(args, options, error, expected):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("traced", range(3))
-def test_it_is_refused_under_jit(traced):
-    given = [inner(99), jax.device_put(jmpx.DynamicLossScale()), {"w": jnp.ones(2)}]
-
-    def step(value):
-        jmpx.inspect.check_progress(*given[:traced], value, *given[traced + 1 :])
-
+def test_it_is_refused_under_jit():
+    check = lambda state: jmpx.inspect.check_progress(state, jmpx.NoOpLossScale())  # noqa: E731
     for transform in (jax.jit, lambda f: lambda x: jax.eval_shape(f, x)):
-        with pytest.raises(TypeError, match="Cannot check progress where .* traced") as error:
-            transform(step)(given[traced])
-        assert "\n" not in str(error.value)
+        with pytest.raises(TypeError, match="traced array"):
+            transform(check)(inner(99))
 
 
 # Several processes
