@@ -1,5 +1,6 @@
 """Parameters that are sharded over devices: gathered in 16 bits, their gradients summed in more."""
 
+import contextlib
 import functools
 from collections.abc import Hashable
 from typing import Any, TypeAlias, TypeVar
@@ -40,8 +41,7 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
         tree: any pytree, whose arrays are this device's parts. Floating leaves are cast; other
             arrays are gathered as they are. Python scalars, PRNG keys and what JAX cannot hold pass
             untouched, and so does state of NNX: each variable that is not an `nnx.Param`.
-        axis_name: the name (or names) of the mapped axis, of `jax.shard_map`, `jax.pmap` or
-            `jax.vmap`.
+        axis_name: the name (or names) of the mapped axis.
         policy: whatever `get_policy` takes. Without `reduce`, gradients are summed in float32 or in
             the wider dtype of their leaf.
         axis: the axis of its shape along which a leaf is split: an int or None, or a pytree prefix
@@ -52,7 +52,6 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
         floating ones are in the compute dtype.
 
     Raises:
-        TypeError: if an argument is of another type.
         ValueError: if `axis_name` is not a mapped axis, `policy` has rules, `axis` is not a prefix
             of the tree, or a leaf has no such axis or is equal on all devices.
 
@@ -86,11 +85,9 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
 
 def _axes_of(axis: PyTree, tree: PyTree) -> list[int | None]:
     """Returns the axis of each leaf of a tree, from a prefix of it."""
-    try:
+    with contextlib.suppress(ValueError):
         if all(map(is_int, jax.tree.leaves(axis))):
             return for_each_leaf(axis, tree, lambda leaf: True, is_kept)
-    except ValueError:
-        pass
     raise ValueError(
         "Expected axis to be a prefix of the tree that is gathered, of ints and None, got "
         f"{describe(axis)}: write one int or None for all leaves, or a tree with one for each "

@@ -93,12 +93,9 @@ class Parameters(NamedTuple):
         """Returns for each parameter the axes over which it is a shard: none for a replica.
 
         Where JAX tracks what varies, a parameter that is equal on all devices is a replica, because
-        the mean of its gradients is right whatever the function does with it. The mask decides on a
-        varying one. Without a mask it is a shard if the function gathers it, and a replica if the
-        loss of a device depends on that device's parameter alone; otherwise it may be either, as in
-        tensor and expert parallelism, and is refused. Where JAX tracks nothing, the mask decides.
-        The function has to gather what the mask calls a shard, and must not gather a replica,
-        unless each device picks the part that it gives from its copy.
+        the mean of its gradients is right whatever the function does with it. A varying one is what
+        the mask says; without a mask it is a shard if the function gathers it, and a replica if the
+        loss of a device depends on that device's parameter alone. Anything else is refused.
         """
         axes = axis_names(axis_name)
         tracked = tracked_axes().intersection(axes)

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 
-from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_array, is_floating, is_none, spell
 from jmpx._base.messages import describe, user_stacklevel
 from jmpx._storage.rounding import stochastic_round
 from jmpx._storage.split_master import merge_master, split_master
-from jmpx._storage.state_dtype import with_state_dtype
 from jmpx._storage.transformations import apply_update, step_key, widen, with_extra_args
 
 if TYPE_CHECKING:
@@ -44,7 +42,6 @@ def low_precision_params(
     optimizer: "optax.GradientTransformation | optax.MultiSteps",
     rounding: Rounding,
     *,
-    state_dtype: DTypeLike | None = None,
     seed: int = 0,
 ) -> "optax.GradientTransformationExtraArgs":
     """Wraps an optax optimizer so that it trains 16-bit parameters, which plain rounding stalls.
@@ -61,12 +58,10 @@ def low_precision_params(
 
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`. It gets gradients and
-            parameters in float32, and makes its state of them.
+            parameters in float32, and makes its state of them; `jmpx.optim.with_state_dtype` inside
+            keeps that in bfloat16.
         rounding: "stochastic" or "split".
-        state_dtype: the dtype of the optimizer's state between steps, as in
-            `jmpx.optim.with_state_dtype`. None leaves it to the optimizer: usually float32.
-        seed: the seed of the stochastic rounding. Devices round replicated parameters alike; under
-            `jax.shard_map`, shards draw the same numbers, each for entries of its own.
+        seed: of the stochastic rounding. Devices round replicated parameters alike.
 
     Returns:
         An optax gradient transformation, whose state is a `LowPrecisionParamsState`. `init` takes
@@ -74,14 +69,11 @@ def low_precision_params(
         bfloat16, or, with "stochastic", float16. `update` returns float32 differences for
         `optax.apply_updates`, which may miss a tiny new value by 2**-24 of the old one;
         `jmpx.optimizer_update` takes the new parameters as they are. Parameters that stayed float32
-        beside 16-bit ones are updated as usual. Other arguments are handed on.
+        beside 16-bit ones are updated as usual.
 
     Raises:
-        TypeError: if `optimizer` is not an optax gradient transformation. From `update`: if the
-            state is of another optimizer or another rounding.
-        ValueError: if `rounding` or `state_dtype` is none of those above. From `init`: if "split"
-            is given parameters that are not float32. From `update`: if no floating parameter has 16
-            bits, or, with "split", they are not those of the state.
+        TypeError: if `optimizer`, or the state that `update` gets, is of another kind.
+        ValueError: if `rounding` or the dtype of the parameters is another one.
 
     Warns:
         UserWarning: when `update` is given gradients of 16 bits.
@@ -110,8 +102,6 @@ def low_precision_params(
             f'Expected rounding to be "stochastic" or "split", got {describe(rounding)}: '
             '"stochastic" needs no more memory, and "split" trains as float32 does.'
         )
-    if state_dtype is not None:
-        inner = with_state_dtype(inner, state_dtype, seed=seed)
     # optax's type of states knows no None.
     low_precision: PyTree = LowPrecisionParams(inner, rounding, seed)
     return optax.GradientTransformationExtraArgs(low_precision.init, low_precision.update)

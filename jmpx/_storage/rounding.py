@@ -21,13 +21,11 @@ def stochastic_round(tree: T, dtype: DTypeLike, key: jax.Array) -> T:
     """Rounds the floating leaves of a pytree up or down by chance, so that the mean is right.
 
     A number between two neighbors of `dtype` becomes the upper one with a probability of its
-    distance from the lower one. A 16-bit parameter that is updated so moves by small updates, which
-    rounding to the nearest loses. The rounding works on bits, so that XLA cannot undo it.
+    distance from the lower one. The rounding works on bits, so that XLA cannot undo it.
 
-    Numbers that `dtype` has stay as they are: zeros with their sign, infinities and subnormal
-    numbers, too. NaN, and numbers beyond the largest of `dtype`, become what a cast makes of them.
-    Probabilities are multiples of 2**-32, which is exact except for numbers far below the smallest
-    normal one of float16 and of eight bits.
+    Numbers that `dtype` has stay as they are. NaN, and numbers beyond the largest of `dtype`,
+    become what a cast makes of them. Probabilities are multiples of 2**-32, which is exact except
+    for numbers far below the smallest normal one of float16 and of eight bits.
 
     Args:
         tree: any pytree. JAX and NumPy arrays and scalars and tracers of floating dtype are
@@ -100,15 +98,10 @@ def _round_array(array: jax.Array, key: jax.Array, dtype: ScalarType) -> jax.Arr
 
 
 def _lower_neighbor(magnitude: jax.Array, narrow: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the largest number of a narrow format that is not above one of float32.
+    """Returns the bits of the next number of a narrow format at or below one of float32.
 
-    Args:
-        magnitude: the bits of float32 numbers without their sign.
-        narrow: the `jnp.finfo` of the narrow format.
-
-    Returns:
-        The bits of that number, and the distance from it to the float32 number: 2**32 is the
-        distance between it and the next one.
+    `magnitude` has the bits of numbers without their sign. The second result is the distance to
+    them, of which 2**32 is that to the next number.
     """
     wide = jnp.finfo(jnp.float32)
     stored = (magnitude >> wide.nmant).astype(jnp.int32)  # the exponent, as float32 has it

@@ -58,10 +58,10 @@ def split_master(tree: T) -> tuple[T, PyTree]:
 def merge_master(high: T, low: PyTree) -> T:
     """Returns the float32 parameters that `jmpx.optim.split_master` split, bit for bit.
 
-    Two kinds come back otherwise, because no 32 bits are left for them: numbers beyond the largest
-    of bfloat16, 3.39e38, lose their last bit (float32's largest keeps it), and a signaling NaN
-    whose payload is all in its low half becomes a quiet one. Where a parameter was replaced and its
-    low half was not, the result is within half a unit of bfloat16's last place of the new one.
+    But numbers beyond the largest of bfloat16, 3.39e38, lose their last bit (float32's largest
+    keeps it), and a signaling NaN whose payload is all in its low half becomes a quiet one. Where a
+    parameter was replaced and its low half was not, the result is within half a unit of bfloat16's
+    last place of the new one.
 
     Args:
         high: the tree of bfloat16 parameters.
@@ -71,7 +71,7 @@ def merge_master(high: T, low: PyTree) -> T:
         The tree of float32 parameters. Where `low` has None, the leaf of `high` passes untouched.
 
     Raises:
-        ValueError: if the trees differ in their structure, or are not the two of one split.
+        ValueError: if the trees are not the two of one split.
 
     Example:
         >>> import jax.numpy as jnp

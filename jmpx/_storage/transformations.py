@@ -36,11 +36,7 @@ def in_place_of_optimizer(value: object, otherwise: str) -> str:
 
 
 def with_extra_args(optimizer: PyTree) -> "optax.GradientTransformationExtraArgs":
-    """Returns an optax optimizer, or an `optax.MultiSteps`, as one that takes extra arguments.
-
-    Raises:
-        TypeError: if `optimizer` is neither.
-    """
+    """Returns an optax optimizer, or an `optax.MultiSteps`, as one that takes extra arguments."""
     import optax
 
     if not is_optimizer(optimizer):
@@ -69,11 +65,5 @@ def apply_update(update: PyTree, leaf: PyTree) -> PyTree:
 
 
 def step_key(seed: int, stream: int, count: jax.Array) -> jax.Array:
-    """Returns the key of one step: made of a seed, so that the state holds plain numbers alone.
-
-    Args:
-        seed: the seed.
-        stream: tells apart what is rounded in the same step.
-        count: how many steps were before.
-    """
+    """Returns the key of a step; `stream` tells apart what is rounded in the same one."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), count)

@@ -77,9 +77,8 @@ def update_report(params: PyTree, updates: PyTree) -> UpdateReport:
     """Counts the updates that round to nothing in the parameters' dtype.
 
     Near 1, neighbors in bfloat16 are 0.4 to 0.8 % apart, and adding less than half of that changes
-    nothing. XLA cannot hide it in a sum of a wider dtype. It may be called under `jax.jit` and
-    `jax.lax.scan`; under `jax.shard_map` each device counts what it has, and
-    `jax.lax.psum(report, axis)` adds the reports up.
+    nothing. It may be called under `jax.jit` and `jax.lax.scan`; under `jax.shard_map` each device
+    counts what it has, and `jax.lax.psum(report, axis)` adds the reports up.
 
     Args:
         params: the parameters before the step, in the dtype in which they are stored.
@@ -91,8 +90,7 @@ def update_report(params: PyTree, updates: PyTree) -> UpdateReport:
         not finite, and changes of 0, are not counted.
 
     Raises:
-        ValueError: if the two trees differ in their structure or in the shape of a leaf, or have no
-            floating leaf in common.
+        ValueError: if the two trees do not fit, or have no floating leaf in common.
 
     Example:
         >>> import jax
