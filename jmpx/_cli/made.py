@@ -7,12 +7,9 @@ from typing import TypeAlias
 
 import jax
 
-from jmpx._adapters.applying import apply_policy
 from jmpx._base.leaves import PyTree
 from jmpx._cli.targets import attempt
 from jmpx._inspect.programs import trace_shapes
-from jmpx._jaxprs.core import Traced
-from jmpx._policies.maps import PolicyMap
 
 RETURNS = (
     "a module of Equinox or NNX, or a pair of a function, a Linen module or a Haiku transformed "
@@ -62,13 +59,3 @@ def _apply_of(model: PyTree, args: tuple[PyTree, ...]) -> Call:
     stored = made if names[1:2] == ["state"] else (made,)
     keys = [key] if "rng" in names else []  # hk.without_apply_rng takes it away
     return model.apply, (*stored, *keys, *args)
-
-
-def trace(call: Call, policy_map: PolicyMap) -> Traced:
-    """Traces a call under a policy map, in the way in which the map is applied."""
-
-    def run(fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
-        return apply_policy(fn, policy_map)(*args)
-
-    fn, args = call
-    return trace_shapes(run, (fn, *args), {})

@@ -10,16 +10,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jmpx._adapters.applying import apply_policy
 from jmpx._adapters.dtype_fields import reading_policy
 from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, listening
 from jmpx._base.dtypes import dtype_name
 from jmpx._base.leaves import PyTree
 from jmpx._base.matmul import matmul_of
-from jmpx._cli.made import RETURNS, Call, call_of, is_call, trace
-from jmpx._cli.operations import by_operations
+from jmpx._cli.made import RETURNS, Call, call_of, is_call
 from jmpx._cli.tables import Row, table
 from jmpx._cli.targets import attempt
-from jmpx._policies.maps import PolicyMap, Rule
+from jmpx._inspect.audit.summary import scopes
+from jmpx._inspect.audit.text import scope_lines
+from jmpx._inspect.graph import Graph
+from jmpx._inspect.programs import trace_shapes, traced_program
+from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy, given_fields
 from jmpx._policies.registry import policy_of
 
@@ -43,7 +47,7 @@ def report(policy_map: PolicyMap, made: PyTree) -> list[str]:
         if policy_map.way == "modules":
             lines = _by_modules(call, policy_map)
         elif is_call(call[0]):
-            trying = functools.partial(by_operations, call, policy_map)
+            trying = functools.partial(_by_operations, call, policy_map)
             lines = attempt("Tracing under autocast failed", trying)
         else:
             raise ValueError(
@@ -56,12 +60,22 @@ def report(policy_map: PolicyMap, made: PyTree) -> list[str]:
     return [*lines, *([""] if notes else []), *notes]
 
 
+def _by_operations(call: Call, policy_map: PolicyMap) -> list[str]:
+    """Returns in which dtypes each module and each scope computes."""
+    fn, args = call
+    run = lambda fn, *args: [apply_policy(fn, policy_map)(*args)]  # noqa: E731, a list is no loss
+    found = scopes(Graph(traced_program(run, (fn, *args))))
+    return ["", "by operations, under autocast:", *scope_lines(found, is_full=True)]
+
+
 def _by_modules(call: Call, policy_map: PolicyMap) -> list[str]:
     """Returns what each module of the frameworks has."""
-    with listening() as scopes:
-        attempt("Tracing the model failed", functools.partial(trace, call, policy_map))
+    run = lambda fn, *args: apply_policy(fn, policy_map)(*args)  # noqa: E731
+    fn, args = call
+    with listening() as sessions:
+        attempt("Tracing the model failed", lambda: trace_shapes(run, (fn, *args), {}))
     lines, followed = [], policy_map.applied_by("modules", "explain")
-    for scope in scopes:
+    for scope in sessions:
         if scope.met and scope.policy_map != followed:
             raise ValueError(
                 "Cannot tell which rules the modules have, because the function of --model runs "
@@ -87,23 +101,16 @@ def _rows(scope: PolicyScope, policy_map: PolicyMap) -> Iterator[Row]:
         fields = given_fields(policy)
         if not creates:
             del fields["params"]
-        if met.rule is not None:
-            del fields["output"]  # an array is stored, and returns nothing
-        kind = met.module.cls.__name__ if met.rule is None else "array"
-        yield Row((met.module.path or "(outermost)", kind, origin), fields)
-
-
-def _rule_of(met: ModuleRecord, policy_map: PolicyMap) -> Rule | None:
-    """Returns the rule that is in force for a module or an array, None without one."""
-    return policy_map.rule_for(*met.module) if met.rule is None else met.rule
+        path, name = met.module.path or "(outermost)", met.module.cls.__name__
+        yield Row((path, name, origin), fields)
 
 
 def _origin(met: ModuleRecord, session: PolicyScope, policy_map: PolicyMap) -> tuple[str, Policy]:
     """Returns where the policy of a module is from, and what holds in it."""
-    module, boundary, surrounding, _ = met
+    module, boundary, surrounding = met
     around = policy_map.default if surrounding is None else surrounding
     policy = _known_fields(inherited_policy(around) if boundary is None else boundary)
-    field, rule = session.census.fields.get(module), _rule_of(met, policy_map)
+    field, rule = session.census.fields.get(module), policy_map.rule_for(*module)
     sets = " (sets its dtype field)" if module in session.census.changed else ""
     if rule is not None:
         return f"{rule.label}{sets}", policy

@@ -149,7 +149,7 @@ class _Call(NamedTuple):
 
         total = accumulate(run, (state, model_state.get(args)), parts, params)
         aux, changes = total.aux
-        return total._replace(state=(changes.read(total.state[0]), total.state[1]), aux=aux)
+        return total._replace(state=(changes.stored(total.state[0]), total.state[1]), aux=aux)
 
     def run(
         self, params: list[jax.Array], state: State, args: Arguments, shards: "_Shards"
