@@ -13,6 +13,7 @@ from jmpx._adapters.boundaries import Method
 from jmpx._base.leaves import PyTree
 from jmpx._base.made_once import made_once
 from jmpx._jaxprs.marks import Module, in_module
+from jmpx._policies.maps import PolicyMap
 
 T = TypeVar("T")
 
@@ -89,6 +90,17 @@ def _copied_attributes(method: object) -> tuple[str, ...]:
 def plain_class(cls: type) -> type:
     """Returns the class that the user wrote, for a proxy class that marks; else `cls` itself."""
     return getattr(cls, _PLAIN, cls)
+
+
+def check_view(view: object, policy_map: PolicyMap | None) -> None:
+    """Raises if a module is a view under another policy map than one that is given."""
+    cls: PyTree = type(view)
+    if policy_map not in (None, cls.__jmpx_view__):
+        raise ValueError(
+            f"Cannot apply policy map {str(policy_map)!r} to a {cls.__name__} that is a view "
+            f"already, under {str(cls.__jmpx_view__ or '')!r}, because its parameters are cast: "
+            "give the part a rule in that policy map, or pass the model itself."
+        )
 
 
 def is_optimizer_state(node: object) -> bool:

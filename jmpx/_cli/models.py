@@ -23,7 +23,7 @@ from jmpx._inspect.audit.summary import scopes
 from jmpx._inspect.audit.text import scope_lines
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.programs import trace_shapes, traced_program
-from jmpx._policies.maps import PolicyMap, Rule
+from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy, given_fields
 from jmpx._policies.registry import policy_of
 
@@ -95,23 +95,16 @@ def _rows(scope: PolicyScope, policy_map: PolicyMap) -> Iterator[Row]:
         fields = given_fields(policy)
         if not creates:
             del fields["params"]
-        if met.rule is not None:
-            del fields["output"]  # an array is stored, and returns nothing
-        kind = met.module.cls.__name__ if met.rule is None else "array"
-        yield Row((met.module.path or "(outermost)", kind, origin), fields)
-
-
-def _rule_of(met: ModuleRecord, policy_map: PolicyMap) -> Rule | None:
-    """Returns the rule that is in force for a module or an array, None without one."""
-    return policy_map.rule_for(*met.module) if met.rule is None else met.rule
+        path, name = met.module.path or "(outermost)", met.module.cls.__name__
+        yield Row((path, name, origin), fields)
 
 
 def _origin(met: ModuleRecord, session: PolicyScope, policy_map: PolicyMap) -> tuple[str, Policy]:
     """Returns where the policy of a module is from, and what holds in it."""
-    module, boundary, surrounding, _ = met
+    module, boundary, surrounding = met
     around = policy_map.default if surrounding is None else surrounding
     policy = _known_fields(inherited_policy(around) if boundary is None else boundary)
-    field, rule = session.census.fields.get(module), _rule_of(met, policy_map)
+    field, rule = session.census.fields.get(module), policy_map.rule_for(*module)
     sets = " (sets its dtype field)" if module in session.census.changed else ""
     if rule is not None:
         return f"{rule.label}{sets}", policy

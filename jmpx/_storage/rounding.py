@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._base.casts import at_least_float32, cast_tree
+from jmpx._base.casts import at_least_float32
 from jmpx._base.dtypes import DTypeLike, ScalarType, as_dtype, dtype_name
-from jmpx._base.leaves import PyTree, is_array, is_floating, spell
-from jmpx._base.messages import describe
+from jmpx._base.leaves import PyTree, is_floating, spell
 
 T = TypeVar("T")
 
@@ -32,8 +31,7 @@ def stochastic_round(tree: T, dtype: DTypeLike, key: jax.Array) -> T:
 
     Args:
         tree: any pytree. JAX and NumPy arrays and scalars and tracers of floating dtype are
-            rounded; other leaves pass untouched, as in `jmpx.cast_tree`, and so do leaves that are
-            in `dtype`. A `jax.ShapeDtypeStruct` changes its dtype.
+            rounded; other leaves pass untouched, and so do leaves that are in `dtype`.
         dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
         key: a key of `jax.random.key` or `jax.random.PRNGKey`. Pass another one at each step. Each
             leaf folds its place in the tree into it, and so every device rounds a replicated leaf
@@ -43,7 +41,7 @@ def stochastic_round(tree: T, dtype: DTypeLike, key: jax.Array) -> T:
         The same tree, its floating leaves as JAX arrays in `dtype`.
 
     Raises:
-        TypeError: if `key` is not one key, or `dtype` is not a dtype.
+        TypeError: if `dtype` is not a dtype.
         ValueError: if `dtype` is none of the four, or a leaf is narrower than `dtype` or wider than
             float32.
 
@@ -66,22 +64,9 @@ def stochastic_round(tree: T, dtype: DTypeLike, key: jax.Array) -> T:
             f"Cannot round stochastically to {dtype_name(dtype)}: expected "
             f"{', '.join(_ROUNDED_TO[:-1])} or {_ROUNDED_TO[-1]}; jmpx.cast_tree casts to others."
         )
-    _check_key(key)
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     return structure.unflatten(
         _round(path, leaf, dtype, key, place) for place, (path, leaf) in enumerate(leaves)
-    )
-
-
-def _check_key(key: PyTree) -> None:
-    if is_array(key):
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        if key.shape == () if typed else key.dtype == np.uint32 and key.ndim == 1:
-            return
-    got = spell(key) if is_array(key) else describe(key)
-    raise TypeError(
-        f"Expected one key for jmpx.optim.stochastic_round, got {got}: pass one of "
-        "jax.random.key(0), another at each step, as of jax.random.fold_in(key, step)."
     )
 
 
@@ -90,19 +75,12 @@ def _round(
 ) -> PyTree:
     if not is_floating(leaf) or leaf.dtype == dtype:
         return leaf
-    where = f"{leaf.dtype}{list(leaf.shape)} at tree{jax.tree_util.keystr(path)}"
-    if leaf.dtype.itemsize > 4:
+    if not np.dtype(dtype).itemsize <= leaf.dtype.itemsize <= 4:
         raise ValueError(
-            f"Cannot round {where}, which is wider than float32: cast it first, as "
-            "jmpx.cast_to_full does."
+            f"Cannot round {spell(leaf)} at tree{jax.tree_util.keystr(path)} to "
+            f"{dtype_name(dtype)}: cast it by jmpx.cast_tree, which is exact to a wider dtype, or "
+            "to float32 before."
         )
-    if leaf.dtype.itemsize < np.dtype(dtype).itemsize:
-        raise ValueError(
-            f"Cannot round {where} to {dtype_name(dtype)}, which is wider: use jmpx.cast_tree, "
-            "which is exact here."
-        )
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return cast_tree(leaf, dtype)
     return _round_array(leaf, jax.random.fold_in(key, place), dtype)
 
 

@@ -251,9 +251,7 @@ def test_a_model_of_no_equinox(model):
 def test_bad_input(net):
     view = with_policies(net, f"{MIXED}; /head: full")
     for model in view, eqx.nn.Sequential([view.head]):
-        with pytest.raises(
-            TypeError, match="got a view at .*, whose parameters are rounded already"
-        ):
+        with pytest.raises(ValueError, match="a Net|a Linear that is a view already"):
             with_policies(model, MIXED)
     with pytest.raises(TypeError, match="policy map"):
         with_policies(net, 3)  # pyright: ignore[reportArgumentType]

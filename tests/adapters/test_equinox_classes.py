@@ -133,7 +133,8 @@ def test_inheritance_converters_checks_and_hooks(rng):
 
     model, x = Derived([1.0, 2.0, 3.0]), normal(rng, 3)
     before = list(made)
-    view = with_policies(model, MIXED)
+    with pytest.warns(UserWarning, match="both an `__init__` method"):  # Equinox's, as above
+        view = with_policies(model, MIXED)
     assert_same_bits(
         view(x), (x.astype(BF16) * model.weight.astype(BF16) + jnp.bfloat16(1)).astype(F32)
     )
@@ -297,8 +298,6 @@ def test_rules_that_match_nothing_are_told_once():
     model = Coder(jnp.ones(2))
     with warns_once(__file__, r"'Codr: .*' .* matched no class; did you mean 'Coder'"):
         with_policies(model, "c=bf16; Codr: full")
-    view = with_policies(model, "c=bf16; weight/*: full")  # an array
-    assert view.weight.dtype == F32
     nested = eqx.nn.Sequential([model])
     with pytest.warns(UserWarning, match="did you mean 'layers/0'"):
         with_policies(nested, "c=bf16; layer/0: full")

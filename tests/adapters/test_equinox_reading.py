@@ -1,6 +1,5 @@
 """Views of Equinox models: calls that read parameters cast what is made inside of the model."""
 
-import warnings
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +11,6 @@ from helpers import BF16, F16, F32, assert_same_bits, enable_x64, normal
 from helpers.jaxprs import dots
 
 import jmpx
-from jmpx._cli.models import report
 from jmpx.equinox import with_policies
 
 SIZE = 4
@@ -275,93 +273,6 @@ def test_a_cell_returns_its_state_as_it_came(cls, dtype, key, rng):
         assert_same_bits(by_position, by_name)
         assert {leaf.dtype for leaf in jax.tree.leaves(by_name)} == {dtype}
     assert set(seen) == {BF16}
-
-
-# Arrays with rules of their own
-
-
-class Fourier(eqx.Module):
-    freqs: jax.Array
-    tables: dict
-    layer: eqx.nn.Linear
-
-    def __init__(self, key):
-        self.freqs, self.tables = jnp.array([1.003, 100.7]), {"phases": [jnp.ones(2)]}
-        self.layer = eqx.nn.Linear(2, 2, key=key)
-
-    def __call__(self, t):
-        features = jnp.sin(t.astype(F32) * self.freqs.astype(F32))
-        return self.layer(features.astype(self.layer.weight.dtype))
-
-
-class Embedded(eqx.Module):
-    embedding: Fourier
-
-    def __call__(self, t):
-        return self.embedding(t)
-
-
-@pytest.mark.parametrize(
-    ("rules", "freqs", "phases", "weight"),
-    [
-        ("", BF16, BF16, BF16),
-        ("; */freqs: full", F32, BF16, BF16),
-        ("; */phases/*: full", BF16, F32, BF16),
-        ("; */tables*: f16", BF16, F16, BF16),
-        ("; */weight: full; */freqs: f16", F16, BF16, F32),
-        ("; */freqs: f16; */freqs: full; Fourier: f16", F32, F16, F16),  # a module's is another's
-        ("; */freqs: full; */embedding/*: f16", F32, F16, F16),  # the latter is one for modules
-        ("; embedding/*: f16", F16, F16, F16),
-        ("; *: f16", F16, F16, F16),
-    ],
-)
-def test_a_glob_selects_an_array(rules, freqs, phases, weight, key):
-    model = Embedded(Fourier(key))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # each rule is used
-        view = with_policies(model, f"c=bf16{rules}").embedding
-    found = view.freqs, view.tables["phases"][0], view.layer.weight
-    assert [leaf.dtype for leaf in found] == [freqs, phases, weight]
-    if freqs == F32:
-        assert view.freqs is model.embedding.freqs
-
-
-def test_an_array_keeps_its_rule_in_calls(key):
-    seen = []
-
-    class Noted(Fourier):
-        late: jax.Array
-
-        def __init__(self, key):
-            super().__init__(key)
-            self.late = jnp.ones(2)
-
-        def __call__(self, t):
-            phases = self.tables["phases"][0]
-            seen.append((self.freqs.dtype, phases.dtype, self.late.dtype))
-            return super().__call__(t)
-
-    model = Embedded(Noted(key))
-    for boundary in ("", "; Fourier: bf16"):
-        view = with_policies(model, f"c=bf16; */freqs: full; */phases/0: f16{boundary}")
-        # An array that was put in place is cast in the call, but for one that has a rule.
-        places = lambda view: (view.embedding.late, view.embedding.freqs)  # noqa: E731
-        view = eqx.tree_at(places, view, places(model))
-        assert view(jnp.float32(2)).dtype == BF16
-    assert seen == [(F32, F16, BF16)] * 2
-
-
-def test_a_misspelt_array_is_suggested(key):
-    with pytest.warns(UserWarning, match="did you mean 'embedding/freqs'"):
-        with_policies(Embedded(Fourier(key)), "c=bf16; */freq: full")
-
-
-def test_explain_lists_an_array_that_has_a_rule(key):
-    policy_map = jmpx.get_policy_map("c=bf16; */freqs: full; */freq?: f16; */layer/*: f16")
-    cells = [line.split() for line in report(policy_map, Embedded(Fourier(key)))]
-    rows = {row[0]: row[1:] for row in cells if row}
-    assert rows["embedding/freqs"] == ["array", "*/freqs", "float32"]
-    assert "embedding/layer/weight" not in rows and "embedding/tables/phases/0" not in rows
 
 
 # The `dtype` field of a module

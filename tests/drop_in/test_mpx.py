@@ -12,7 +12,6 @@ import optax
 import pytest
 from helpers import leniently
 
-import jmpx
 import jmpx.mpx as mpx
 
 HALF = mpx.HALF_PRECISION_DATATYPE

@@ -128,7 +128,7 @@ def test_the_first_nonfinite_is_printed(capsys):
 def test_a_run_needs_numbers(command, capsys):
     line = error_of(capsys, command, "THIS:shapes")
     assert line.startswith(f"The run of {__name__}:shapes failed: ")
-    assert "Expected arrays, got " in line and " runs the " in line
+    assert "Expected arrays, got " in line and " runs it" in line
 
 
 # The flags of a program

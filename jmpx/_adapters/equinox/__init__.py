@@ -4,3 +4,8 @@
 view of a model, of instances of proxy classes. `adapter.py` is what other rooms see: models that
 are views, or that mark their calls for autocast, while a function runs.
 """
+
+from jmpx._policies.frameworks import required_package
+
+with required_package("equinox", "Equinox"):
+    import equinox as equinox

@@ -5,25 +5,21 @@ import functools
 import inspect
 from typing import NamedTuple, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jmpx._adapters.boundaries import Method, cast_except, run_cast
 from jmpx._adapters.dtype_fields import Selected, field_in_call
 from jmpx._adapters.equinox import nodes
-from jmpx._adapters.proxies import plain_class, proxy_class, public_methods
+from jmpx._adapters.proxies import check_view, plain_class, proxy_class, public_methods
 from jmpx._adapters.scopes import PolicyScope, inherited_policy
 from jmpx._base.contexts import note_cast
 from jmpx._base.dtypes import as_dtype, computable
 from jmpx._base.leaves import PyTree, is_floating, is_view
 from jmpx._base.made_once import made_once
-from jmpx._policies.frameworks import required_package
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.policy import Policy
-
-with required_package("equinox", "Equinox"):
-    import equinox as eqx
 
 T = TypeVar("T")
 
@@ -39,35 +35,25 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
     """Returns the compute view of a model, to be made and called inside the loss function.
 
     The view is the model with its floating parameters cast, each from its stored value to the
-    compute dtype of the innermost policy. Public methods of a module that has a policy cast their
-    floating arguments to the compute dtype and their result to the output dtype; those of any other
-    module with floating arrays of its own cast their arguments alone. Within JAX's loops and
-    branches, such a module returns at least the dtype that came in. Inside a method, `self` is the
-    plain module. docs/equinox.md tells what passes a boundary as it is, and how `BatchNorm`, cells,
-    containers, `dtype` fields and single arrays are treated.
-
-    `isinstance`, attributes, the order of the leaves and their paths are those of the model. The
-    types of the view's nodes are subclasses, so its tree definition differs: compute with a view,
-    and return or store the model. Gradients with respect to the model have its structure and
-    dtypes.
+    compute dtype of the innermost policy; its modules cast what they are called with, and those
+    with a policy what they return. docs/equinox.md has the details.
 
     Args:
         model: an `equinox.Module` with its parameters as they are stored.
-        policy_map: all that `jmpx.get_policy_map` takes. Its rules name classes or paths
-            (`layers/0`), and take precedence over the policies of classes (`jmpx.set_policy`);
-            None for those policies alone.
+        policy_map: all that `jmpx.get_policy_map` takes; None for the policies of classes alone
+            (`jmpx.set_policy`), before which its rules go.
 
     Returns:
-        The view: as `model`, its floating leaves of the same shapes in the compute dtypes. A view
-        under the same policy map, or a part of one, is returned as it is.
+        The view, whose node types are subclasses: compute with it, and return or store the model.
+        A view under the same policy map, or a part of one, is returned as it is.
 
     Raises:
-        TypeError: if `model` is not an `equinox.Module`, or holds a view under another policy map;
-            if `policy_map` is of another type.
-        ValueError: if the string is not of the grammar of policy maps.
+        TypeError: if `model` is not an `equinox.Module`, or `policy_map` of another type.
+        ValueError: if the string is not of the grammar of policy maps, or if `model` is or holds a
+            view under another policy map.
 
     Warns:
-        UserWarning: for each rule that matches no module and no array.
+        UserWarning: for each rule that matches no module.
 
     Example:
         >>> import equinox as eqx, jax, jax.numpy as jnp
@@ -81,9 +67,6 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
         bfloat16 float32
         >>> grads.layers[0].weight.dtype.name
         'float32'
-
-    See Also:
-        `jmpx.apply_policy`, which makes the views of all models among a function's arguments.
     """
     if not isinstance(model, eqx.Module):
         raise TypeError(
@@ -113,12 +96,12 @@ class _Around(NamedTuple):
 
 
 class EquinoxScope(PolicyScope):
-    """Makes the view of one model.
+    """Makes the views of models.
 
     Attributes:
-        made: the classes of modules in the view, and the classes in whose place they are.
-        replaced: by the identities of nodes of the view, the nodes, which are kept so that no
-            others get their identities, and the nodes of the model in whose place they are.
+        made: the classes of modules in the views, and the classes in whose place they are.
+        replaced: by the identities of nodes of the views, the nodes, which are kept so that no
+            others get their identities, and the nodes of the models in whose place they are.
     """
 
     def __init__(self, policy_map: PolicyMapLike | None) -> None:
@@ -139,37 +122,32 @@ class EquinoxScope(PolicyScope):
         if nodes.keeps_dtype(node):
             return node
         if nodes.is_leaf(node):
-            own = self.array_policy(path, around.inner) if is_floating(node) else None
-            policy = own or around.inner
-            return node if policy is None else self.replace(node, policy.cast_to_compute(node))
+            cast = None if around.inner is None else around.inner.cast_to_compute
+            return node if cast is None else self.replace(node, cast(node))
         if nodes.is_module(node):
             return self.module_view(node, path, around)
         return nodes.map_children(node, path, lambda child, at: self.view(child, at, around))
 
     def module_view(self, module: eqx.Module, path: str, around: _Around) -> eqx.Module:
         """Returns a module as it is in the view; see `view`."""
-        cls = type(module)
         if is_view(module):
-            self.check_view(cls, path)
+            check_view(module, self.policy_map)
             return module
+        cls = type(module)
         rule, policy = self.module_policies(module, path, around)
-        is_boundary = policy is not None and nodes.is_called(cls)
         field = field_in_call(module, rule, around.selected)
-        surrounding = policy if is_boundary else around.surrounding
+        is_called = nodes.is_called(cls) and (policy is not None or not nodes.is_internal(cls))
+        surrounding = policy if is_called and policy is not None else around.surrounding
         inner = _Around(surrounding, policy or around.inner, field.selected)
         view = nodes.map_children(module, path, lambda child, at: self.view(child, at, inner))
-        casts = is_boundary or (
-            surrounding is not None and policy is None and nodes.may_read(module)
-        )
-        written = (
-            nodes.fields_of(module)["dtype"] if field.is_ruled and field.value is not None else None
-        )
-        if casts or written is not None:
-            kind = _Kind(is_boundary, self.ruled_in(path), written)
-            made = _view_class(cls, surrounding if casts else None, kind, self.policy_map)
-            self.made[made] = cls
-            view = nodes.as_instance(view, made)
-        if written is not None:
+        if surrounding is None or not is_called:
+            return self.replace(module, view)
+        sets_field = field.is_ruled and field.value is not None
+        written = nodes.fields_of(module)["dtype"] if sets_field else None
+        made = _view_class(cls, surrounding, policy is not None, written, self.policy_map)
+        self.made[made] = cls
+        view = nodes.as_instance(view, made)
+        if sets_field:
             nodes.fields_of(view)["dtype"] = as_dtype(field.value)
         return self.replace(module, view)
 
@@ -178,22 +156,6 @@ class EquinoxScope(PolicyScope):
         if new is not old:
             self.replaced[id(new)] = new, old
         return new
-
-    def check_view(self, cls: type, path: str) -> None:
-        """Raises if a module is of a view under another policy map."""
-        policy_map = vars(cls)["__jmpx_map__"]
-        if policy_map != self.policy_map:
-            raise TypeError(
-                f"Expected a model with its stored parameters, got a view at {path!r} under "
-                f"{str(policy_map)!r}, whose parameters are rounded already: write a rule for the "
-                "module in that policy map, or call jmpx.equinox.with_policies on the model itself."
-            )
-
-    def ruled_in(self, path: str) -> frozenset[str]:
-        """Returns the arrays in a module that have rules of their own, by their paths in it."""
-        start = f"{path}/" if path else ""
-        inside = filter(lambda at: at.startswith(start), self.ruled)
-        return frozenset(at.removeprefix(start) for at in inside)
 
     def module_policies(
         self, module: eqx.Module, path: str, around: _Around
@@ -218,76 +180,44 @@ class EquinoxScope(PolicyScope):
         return rule, policy
 
 
-class _Proxy:
+class HiddenProxy:
     """Hides proxy classes from the user's `__init_subclass__`."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         pass
 
 
-class _HiddenPostInit:
-    """A `__post_init__` that an instance has, as before, and its class has not."""
-
-    def __get__(self, instance: PyTree, owner: type) -> PyTree:
-        if instance is None:
-            raise AttributeError("__post_init__")
-        plain: PyTree = super(_QuietProxy, instance)
-        return plain.__post_init__
-
-
-class _QuietProxy(_Proxy):
-    """A proxy class of a class with both `__init__` and `__post_init__`.
-
-    Equinox has warned of the class, and would warn of the proxy class. Filters of warnings could
-    not tell it apart: they belong to all threads.
-    """
-
-    __post_init__ = _HiddenPostInit()
-
-
-def proxy_mixin(cls: type) -> type:
-    """Returns the base of the proxy classes of a module's class."""
-    parameters: PyTree = cls.__dataclass_params__  # pyright: ignore[reportAttributeAccessIssue]
-    has_both = hasattr(cls, "__post_init__") and not parameters.init
-    return _QuietProxy if has_both or issubclass(cls, _QuietProxy) else _Proxy
-
-
-class _Kind(NamedTuple):
-    """What proxy classes of one class under one policy differ in.
-
-    Args:
-        is_boundary: whether they cast at a boundary, rather than their arguments alone.
-        ruled: the paths of the arrays in the module that have rules of their own.
-        written: the `dtype` field of the module, if a rule has set it in the view.
-    """
-
-    is_boundary: bool
-    ruled: frozenset[str]
-    written: object
-
-
 @made_once  # so that views of one model have one tree definition, and jit's cache is hit
 def _view_class(
-    cls: type, policy: Policy | None, kind: _Kind, policy_map: PolicyMap | None
+    cls: type, policy: Policy, is_boundary: bool, written: object, policy_map: PolicyMap | None
 ) -> type:
-    """Returns the proxy class of a class whose public methods cast by a policy, if there is one."""
-    names = () if policy is None else public_methods(cls, eqx.Module)
-    methods = {name: _casting(cls, name, policy, kind) for name in names if policy is not None}
-    marks = {"view": kind.is_boundary, "map": policy_map, "written": kind.written}
+    """Returns the proxy class of a class whose public methods cast by a policy.
+
+    Args:
+        cls: the class.
+        policy: the policy.
+        is_boundary: whether they cast at a boundary, rather than their arguments alone.
+        written: the `dtype` field of the module, if a rule has set it in the view.
+        policy_map: the policy map of the view.
+    """
+    names = public_methods(cls, eqx.Module)
+    methods = {name: _casting(cls, name, policy, is_boundary) for name in names}
+    marks = {"view": policy_map, "boundary": is_boundary, "written": written}
     marks = {f"__jmpx_{name}__": value for name, value in marks.items()}
-    return proxy_class(cls, {**methods, **marks}, proxy_mixin(cls))
+    return proxy_class(cls, {**methods, **marks}, HiddenProxy)
 
 
-def _casting(cls: type, name: str, policy: Policy, kind: _Kind) -> Method:
+def _casting(cls: type, name: str, policy: Policy, is_boundary: bool) -> Method:
     """Returns a public method that casts; see `_view_class`."""
-    run = functools.partial(run_cast, is_boundary=kind.is_boundary)
+    run = functools.partial(run_cast, is_boundary=is_boundary)
 
     @functools.wraps(inspect.getattr_static(cls, name), updated=())
     def method(self: eqx.Module, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         plain = nodes.as_instance(self, cls)
-        if not kind.is_boundary and not nodes.reads(plain):
+        if not is_boundary and not _reads(plain):
             return getattr(plain, name)(*args, **kwargs)
-        plain = getattr(_cast_late(plain, policy, kind.ruled), name)
+        # Parameters may have been put in place since, such as a tied or a normalized weight.
+        plain = getattr(cast_except(policy.cast_to_compute, plain, _has_a_policy), name)
         hidden = next(iter(args[1:2]), kwargs.get("hidden"))
         carry = hidden if issubclass(cls, _CELLS) else None
         return run(policy, plain, args, kwargs, by=_NAME, carry=carry, passes=_passes)
@@ -295,32 +225,18 @@ def _casting(cls: type, name: str, policy: Policy, kind: _Kind) -> Method:
     return method
 
 
-def _cast_late(module: T, policy: Policy, ruled: frozenset[str]) -> T:
-    """Casts parameters that were put in place since the view was made.
+def _reads(module: eqx.Module) -> bool:
+    """Whether a module has floating arrays of its own."""
 
-    A tied or a normalized weight is one of them.
-    """
+    def is_other(node: object) -> bool:
+        return node is not module and (nodes.is_module(node) or nodes.keeps_dtype(node))
 
-    def cast(node: PyTree, path: str) -> PyTree:
-        if path in ruled or _has_a_policy(node):
-            return node
-        return (
-            policy.cast_to_compute(node)
-            if nodes.is_leaf(node)
-            else nodes.map_children(node, path, cast)
-        )
-
-    leaves, compute = jax.tree.leaves(module, is_leaf=_has_a_policy), np.dtype(policy.compute_dtype)
-    if all(leaf.dtype == compute for leaf in leaves if is_floating(leaf)):
-        return module
-    if ruled:
-        return nodes.map_children(module, "", cast)
-    return cast_except(policy.cast_to_compute, module, _has_a_policy)
+    return any(map(is_floating, jax.tree.leaves(module, is_leaf=is_other)))
 
 
 def _has_a_policy(node: object) -> bool:
     """Whether nothing is cast in a node by the policy around it."""
-    return nodes.keeps_dtype(node) or getattr(type(node), "__jmpx_view__", False)
+    return nodes.keeps_dtype(node) or getattr(type(node), "__jmpx_boundary__", False)
 
 
 def _passes(node: object) -> bool:

@@ -7,7 +7,6 @@ one `chain_id`, and a reduce-scatter as a fusion of an all-reduce and a slice.
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from jmpx._inspect.collectives.data import KINDS, Collective, bits
 from jmpx._inspect.collectives.dataflow import Block, Operation, run
@@ -32,16 +31,10 @@ SHARDINGS = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
 SHARDY = "xla.sdy."
 
 
-class Hlo(NamedTuple):
-    """The collectives of a module of HLO."""
-
-    name: str  # of the program, such as `jit_step`
-    devices: int  # how many run it
-    collectives: list[Collective]  # those that it holds
-
-
-def read_hlo(text: str, outputs: Iterable[str] = (), devices: int | None = None) -> Hlo:
-    """Reads the text of a module.
+def read_hlo(
+    text: str, outputs: Iterable[str] = (), devices: int | None = None
+) -> tuple[str, int, tuple[Collective, ...]]:
+    """Returns the name of a module, how many devices run it, and its collectives.
 
     Args:
         text: what `compiled.as_text()` returns, or a file that XLA dumped.
@@ -61,7 +54,7 @@ def read_hlo(text: str, outputs: Iterable[str] = (), devices: int | None = None)
         )
     block = reader.blocks[reader.entry]
     inputs = [reader.inputs.get(str(name), "") for name in block.arguments]
-    return Hlo(reader.name, reader.devices, run(block, inputs, outputs))
+    return reader.name, reader.devices, tuple(run(block, inputs, outputs))
 
 
 class _Reader:

@@ -109,7 +109,7 @@ def collectives(step: object) -> Collectives:
     """
     if isinstance(step, str):
         name, devices, found = read_hlo(step)
-        return Collectives(name, devices, None, tuple(found), _notes(found))
+        return Collectives(name, devices, None, found, _notes(found))
     for name in "lowered", "compiled":  # how Equinox and Flax NNX keep those of JAX
         kept = getattr(step, name, None)
         step = kept if isinstance(kept, jax.stages.Lowered | jax.stages.Compiled) else step
@@ -132,7 +132,7 @@ def _of_lowered(lowered: jax.stages.Lowered) -> Collectives:
     text = hlo.get_hlo_module().to_string()
     name, devices, found = read_hlo(text, _outputs(lowered), partitions * replicas)
     more = [] if partitions == 1 else [_MORE if found else _NONE_YET]
-    return Collectives(name, devices, None, tuple(found), _notes(found, *more))
+    return Collectives(name, devices, None, found, _notes(found, *more))
 
 
 def _of_compiled(compiled: jax.stages.Compiled) -> Collectives:
@@ -146,7 +146,7 @@ def _of_compiled(compiled: jax.stages.Compiled) -> Collectives:
     platform = _platform(compiled)
     widened = platform == "cpu" and any(one.dtype in ("f32", "f16") for one in found)
     notes = _notes(found, *[_WIDENED] * widened)
-    return Collectives(name, devices, platform, tuple(found), notes)
+    return Collectives(name, devices, platform, found, notes)
 
 
 def _outputs(stage: jax.stages.Lowered | jax.stages.Compiled) -> list[str]:
