@@ -31,9 +31,10 @@ import jmpx.haiku
 from jmpx.__main__ import main
 
 PATHS = {"first": "first", "inner": "block/inner", "outer": "block/outer", "head": "head"}
+KEY = jax.random.key(0)
 MADE = {
-    "haiku": (HAIKU, (X,)),
-    "linen": (LINEN, (X,)),
+    "haiku": (HAIKU.init, (KEY, X)),
+    "linen": (LINEN.init, (KEY, X)),
     "nnx": FRAMEWORKS["nnx"][1],
     "equinox": FRAMEWORKS["equinox"][1],
 }
@@ -197,10 +198,10 @@ def statistics_of(framework):
     key, rngs = jax.random.key(0), nnx.Rngs(0)
     return {
         "haiku": lambda: (
-            hk.transform_with_state(lambda x, t: hk.BatchNorm(True, True, 0.9)(x, t)),
-            (X, True),
+            hk.transform_with_state(lambda x, t: hk.BatchNorm(True, True, 0.9)(x, t)).init,
+            (KEY, X, True),
         ),
-        "linen": lambda: (nn.BatchNorm(use_running_average=False), (X,)),
+        "linen": lambda: (nn.BatchNorm(use_running_average=False).init, (KEY, X)),
         "nnx": lambda: nnx.BatchNorm(3, rngs=rngs),
         "equinox": lambda: eqx.nn.Sequential(
             [eqx.nn.Linear(3, 3, key=key), eqx.nn.BatchNorm(3, "batch", mode="ema")]
@@ -235,7 +236,9 @@ def with_fields(framework, dtype=jnp.float32):
         def __call__(self, x):
             return self.last(self.first(x))
 
-    return {"linen": lambda: (Linen(dtype), (X,)), "nnx": lambda: NNX(nnx.Rngs(0))}[framework]
+    return {"linen": lambda: (Linen(dtype).init, (KEY, X)), "nnx": lambda: NNX(nnx.Rngs(0))}[
+        framework
+    ]
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -272,8 +275,8 @@ def huge(framework):
     size, key = 10**6, jax.random.key(0)
     x = jax.ShapeDtypeStruct((2, size), jnp.float32)
     return {
-        "haiku": lambda: (hk.transform(lambda x: hk.Linear(size)(x)), (x,)),
-        "linen": lambda: (nn.Dense(size), (x,)),
+        "haiku": lambda: (hk.transform(lambda x: hk.Linear(size)(x)).init, (KEY, x)),
+        "linen": lambda: (nn.Dense(size).init, (KEY, x)),
         "nnx": lambda: nnx.eval_shape(lambda: nnx.Linear(size, size, rngs=nnx.Rngs(0))),
         "equinox": lambda: eqx.filter_eval_shape(eqx.nn.Linear, size, size, key=key),
         "autocast": lambda: (lambda w, x: x @ w, (jax.ShapeDtypeStruct((size, size), "f4"), x)),
@@ -369,7 +372,7 @@ def test_a_module_that_two_policies_surround_has_two_rows(ask):
         inner = hk.Linear(3)
         return Outer(inner)(x), inner(Outer(inner)(x)), inner(x)
 
-    tables, _ = ask((hk.transform(run), (X,)), "c=bf16,o=f32; */outer_1: full")
+    tables, _ = ask((hk.transform(run).init, (KEY, X)), "c=bf16,o=f32; */outer_1: full")
     found = [(r["path"], r["rule"], r["compute"]) for r in only(tables) if r["class"] == "Linear"]
     assert found == [
         ("linear", "inherited", "bfloat16"),
@@ -431,7 +434,7 @@ def test_by_operations_the_modules_are_in_the_dtypes_of_their_products(framework
     policy = in_words_of(framework, policy)
     run, model, _, _ = FRAMEWORKS[framework]
     ran = products(jmpx.apply_policy(run, policy), model, X)
-    for made in ((run, (model, X)), (MADE[framework] if run is not call else (model, (X,)))):
+    for made in ((run, (model, X)), *(((model, (X,)),) if run is call else ())):
         tables, others = ask(made, policy)
         assert list(tables) == ["by operations, under autocast:"] and others == []
         rows = [{**row, "path": row["scope"].partition(" ")[0]} for row in only(tables)]
@@ -474,9 +477,7 @@ class Noisy(nnx.Module):
 def test_models_with_state_and_random_numbers_by_operations(ask):
     made = [
         statistics_of("haiku")(),
-        statistics_of("linen")(),
-        (hk.transform(lambda x: hk.dropout(hk.next_rng_key(), 0.5, x)), (X,)),
-        (nn.Dropout(0.5, deterministic=False), (X,)),
+        (hk.transform(lambda x: hk.dropout(hk.next_rng_key(), 0.5, x)).init, (KEY, X)),
         (Noisy(), (X,)),
     ]
     for each in made:
@@ -489,8 +490,7 @@ def test_what_by_operations_needs(capsys, monkeypatch):
         monkeypatch.setattr(sys.modules[__name__], "make", lambda made=made: made, raising=False)
         assert main(["--model", f"{__name__}:make", "by=operations,c=bf16"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "and the tuple of its arguments, because operations are found by a call" in line
-        assert line.endswith(": return the pair, or write by=modules.")
+        assert "of which something runs by operations" in line and "the pair of a call" in line
 
 
 @pytest.mark.thorough
