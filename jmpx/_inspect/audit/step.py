@@ -18,7 +18,6 @@ class Kind(NamedTuple):
     name: str  # which is public: `report.check(allow=...)` and the JSON have it
     # Which rules of policy maps may mend such a finding, beside its own.
     rules: Callable[[Remedies, list[Node]], Iterator[str]] = Remedies.none
-    needs_platform: bool = False  # whether it is looked for only if a platform is named
 
 
 class Found(NamedTuple):
