@@ -11,6 +11,7 @@ from jmpx._base.matmul import matmul_of
 from jmpx._base.messages import user_stacklevel
 from jmpx._jaxprs.marks import Module
 from jmpx._policies.added_rules import in_force
+from jmpx._policies.frameworks import Creation
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike, warn_unused
 from jmpx._policies.policy import Policy
@@ -53,12 +54,6 @@ class PolicyScope:
     Args:
         name: the function that begins the scope, as the user calls it.
         policy_map: all that `jmpx.get_policy_map` takes; None for the policies of classes alone.
-
-    Attributes:
-        pool: the pool in which the scope began; one of its own outside of all.
-        census: the parameters that `dtype` fields keep from the policy map.
-        met: the modules with their policies, in the order of their first calls; empty outside of
-            `listening`.
     """
 
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
@@ -66,7 +61,7 @@ class PolicyScope:
         self.policy_map = _for_modules(policy_map, name)
         self.pool = Pool.open_for(name, self.policy_map)
         self.census = self.pool.census
-        self.met: dict[ModuleRecord, None] = {}
+        self.met: dict[ModuleRecord, None] = {}  # in the order of first calls, in `listening`
         self.tell_listeners()
 
     def tell_listeners(self) -> None:
@@ -165,20 +160,6 @@ def listening() -> Iterator[list[PolicyScope]]:
     # The key is new each time, so that JAX traces a jitted function again and its modules run.
     with entered(Context("listening", listener, key=object())):
         yield listener
-
-
-class Creation(NamedTuple):
-    """How `init` creates parameters where no module has a policy; see `Adapter.created`."""
-
-    policy: Policy
-    are_cast: bool
-
-
-def creating(
-    creation: Creation, framework: str, hook: Hook
-) -> contextlib.AbstractContextManager[None]:
-    """Puts a `Creation` in force in a framework while the context lasts."""
-    return entered(Context(f"jmpx.apply_policy in {framework}", creation, creation, hook))
 
 
 def creation_in_force(scopes: type[PolicyScope]) -> Creation | None:

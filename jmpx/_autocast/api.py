@@ -1,7 +1,8 @@
 """Autocast as users call it."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, Protocol, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from jmpx._autocast.saving import get_saving
 from jmpx._autocast.wrapped import applied
@@ -10,12 +11,6 @@ from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMapLike
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-class _Decorator(Protocol):
-    """A decorator that keeps the type of a function."""
-
-    def __call__(self, fn: _Function, /) -> _Function: ...
 
 
 class _Options(TypedDict, total=False):
@@ -34,7 +29,7 @@ def autocast(
 @overload
 def autocast(
     fn: None = None, policy: PolicyMapLike = ..., **options: Unpack[_Options]
-) -> _Decorator: ...
+) -> Callable[[_Function], _Function]: ...
 
 
 def autocast(
@@ -46,16 +41,14 @@ def autocast(
 ) -> Callable[..., Any]:
     """Makes a function run in mixed precision, operation by operation, as `torch.autocast` does.
 
-    Matrix products and convolutions that were traced in float32 run in the compute dtype.
-    Operations that need range or digits, such as exponentials, logarithms, sums and linear algebra,
-    run in float32; all others in the widest dtype of their operands, for which inputs, parameters
-    and constants do not count beside the results of products. Nothing else is cast: parameters stay
-    as they are stored. All work happens while JAX traces, so put `jax.jit` around the train step.
-    The page docs/autocast.md says what runs in which dtype, and why.
+    Matrix products and convolutions that were traced in float32 run in the compute dtype, what
+    needs range or digits in float32, and all else in the widest dtype of its operands, for which
+    inputs, parameters and constants do not count beside the results of products. It all happens
+    while JAX traces: put `jax.jit` around the train step. See docs/autocast.md.
 
     Apply it to the model, `transformed.apply` or `module.apply`, and compute the loss from the
-    float32 output. A function that creates Haiku parameters cannot be wrapped. Within a function
-    that runs under autocast of the same policies, this is a plain call.
+    float32 output; for a whole loss, write `by=operations` in the policy of `apply_policy` or of a
+    gradient function. Inside of autocast of the same policies, this is a plain call.
 
     Args:
         fn: any callable of pytrees, modules of Equinox and NNX included; None to decorate with
@@ -74,18 +67,12 @@ def autocast(
 
     Raises:
         TypeError: if an argument is of a wrong type.
-        ValueError: if an argument has no such value, or, when called, if `fn` creates Haiku
-            parameters or changes an NNX module that it closes over, or a compute dtype has 8 bits.
+        ValueError: if an argument has no such value, or, when called, if `fn` changes an NNX module
+            that it closes over, or a compute dtype has 8 bits.
 
     Warns:
-        UserWarning: when called, of rules, algorithms and selectors without effect, of products
-            that stay in float32 although the policy gives them 16 bits, and of what `save` left
-            as it was.
-
-    See Also:
-        `by=operations` in the policy of `apply_policy` or of a gradient function, which is for a
-        whole loss: it knows the parameters, and rounds no target. `full_precision` marks code that
-        stays in float32.
+        UserWarning: when called, of rules, algorithms and `save` without effect, and of products
+            that stay in float32 although the policy gives them 16 bits.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -98,33 +85,14 @@ def autocast(
         ['bfloat16', 'float32', 'float32']
     """
     if fn is None:
-        return _Unapplied(policy, {"output": output, "save": save})
+        return functools.partial(autocast, policy=policy, output=output, save=save)
     if not callable(fn) or is_dtype(fn):
-        raise TypeError(f"Expected a function to run under autocast, got {fn!r}: {_WRITE}.")
+        raise TypeError(
+            f"Expected a function to run under autocast, got {fn!r}: write jmpx.autocast(f, policy)"
+            " or decorate the function with @jmpx.autocast(policy=...)."
+        )
     policy_map = get_policy_map(policy)
     saving = get_saving(save or policy_map.save)
     if output is not None and output != "traced":
         output = as_dtype(output)
     return applied(fn, policy_map.applied_by("operations", "jmpx.autocast"), output, saving)
-
-
-_WRITE = "write jmpx.autocast(f, policy) or decorate the function with @jmpx.autocast(policy=...)"
-
-
-class _Unapplied:
-    """The result of `autocast` without a function: a decorator."""
-
-    def __init__(self, policy: PolicyMapLike, options: _Options) -> None:
-        self.policy, self.options = policy, options
-
-    def __call__(self, fn: _Function) -> _Function:
-        return autocast(fn, self.policy, **self.options)
-
-    def __enter__(self) -> NoReturn:
-        raise TypeError(
-            f"Expected a function to run under autocast, got a with block: {_WRITE}, as JAX traces "
-            "functions and sees no blocks."
-        )
-
-    def __exit__(self, *exception: object) -> None:
-        pass

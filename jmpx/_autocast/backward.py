@@ -1,4 +1,4 @@
-"""Which variables of a jaxpr reach something, found from its results backwards.
+"""Which variables of a jaxpr reach something, such as a product, found from its results backwards.
 
 A path goes through the jaxprs that equations hold, operand by operand, and a loop's carry through
 all of its turns.
@@ -9,8 +9,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Atom, Equation, Jaxpr
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 from jmpx._jaxprs.inner import Inner, inner_of
+
+CONVOLUTION = "conv_general_dilated"
+PRODUCTS = frozenset({"dot_general", "ragged_dot_general", CONVOLUTION})
 
 Flags: TypeAlias = tuple[bool, ...]  # of the operands or the results of an equation or a jaxpr
 # Tells which operands of an equation reach it, given all variables that are found.
@@ -56,11 +59,6 @@ def variables(equation: Equation) -> list[Atom]:
     return [atom for atom in equation.invars if not core.is_literal(atom)]
 
 
-def is_call(equation: Equation) -> bool:
-    """Whether an equation runs the jaxprs that it holds on its operands: a call, loop or branch."""
-    return inner_of(equation) is not None
-
-
 def _through(search: Search, equation: Equation, inner: Inner, found: Collection[Atom]) -> Flags:
     """Returns which operands of a call reach something."""
     results = within(search, equation, found)
@@ -78,8 +76,7 @@ def _through(search: Search, equation: Equation, inner: Inner, found: Collection
 def within(search: Search, equation: Equation, found: Collection[Atom]) -> Flags:
     """Returns which results of the jaxpr that an equation holds reach something.
 
-    They are those of the equation that are found; a loop also reads what it carries in its next
-    turn.
+    A loop reads what it carries in its next turn.
     """
     results, inner = tuple(var in found for var in equation.outvars), inner_of(equation)
     while inner is not None:
@@ -94,3 +91,27 @@ def within(search: Search, equation: Equation, found: Collection[Atom]) -> Flags
 def _inputs(search: Search, jaxpr: Jaxpr, results: Flags) -> Flags:
     found = find(search, jaxpr, results)
     return tuple(var in found for var in jaxpr.invars)
+
+
+def is_outer(equation: Equation) -> bool:
+    """Whether a matrix product sums nothing, as an outer product does."""
+    if operation_name(equation.primitive.name) != "dot_general":
+        return False
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    return all(shape[axis] == 1 for axis in contracted)
+
+
+def multiplied(jaxpr: Jaxpr) -> Step:
+    """A search for the variables that reach a product."""
+    del jaxpr
+    return _multiplied
+
+
+def _multiplied(equation: Equation, found: Collection[Atom]) -> Flags:
+    is_read = any(var in found for var in equation.outvars)
+    if operation_name(equation.primitive.name) in PRODUCTS:
+        is_read |= not is_outer(equation)
+    else:
+        is_read |= any(find(multiplied, j) for j in core.inner_jaxprs(equation.params))
+    return (is_read,) * len(equation.invars)

@@ -35,13 +35,9 @@ SHAPES = RESHAPES | {"copy"}
 def bind(
     operation: Operation, arrays: Sequence[Array], is_weak: bool, **params: object
 ) -> list[Value]:
-    """Runs an operation; no result gets wider than it was traced.
+    """Runs an operation on operands in the dtypes in which it runs, with changed parameters.
 
-    Args:
-        operation: the operation.
-        arrays: its operands in the dtypes in which it runs.
-        is_weak: whether the results are weak.
-        **params: the parameters that differ from the equation's.
+    No result gets wider than it was traced.
     """
     equation, name, values = operation.equation, operation.name, operation.values
     results = bind_arrays(equation, arrays, **params)
@@ -68,10 +64,7 @@ def _is_known_number(value: Value) -> bool:
 
 
 def _note_source(result: Value, source: Value, equation: Equation, params: Params) -> None:
-    """Notes that a result is an operand in another shape, so that the two share their casts.
-
-    Only where both are weak, as parameters are: an array that was computed need not be kept.
-    """
+    """Notes that a weak result is an operand in another shape, so that the two share casts."""
     if result.is_weak and source.is_weak and result.array.size == source.array.size:
         result.source = source, lambda array: bind_arrays(equation, [array], **params)[0]
 

@@ -26,7 +26,7 @@ def function_call(operation: Operation) -> list[Value]:
     key = "jaxpr" if "jaxpr" in params else "call_jaxpr"
     jaxpr, scope = params[key], operation.scope
     if key == "jaxpr" and core.looks_for_nans([value.array for value in values]):
-        # Run the equations one by one, so that JAX finds the one that makes a NaN.
+        # The equations run one by one, so that JAX finds the one that makes a NaN.
         return operation.interpreter.evaluate(jaxpr, values, scope, operation.ends)
     retraced = operation.retrace(jaxpr, values)
     if isinstance(retraced.jaxpr, type(jaxpr)):
@@ -47,10 +47,7 @@ def _values(arrays: Sequence[Array], traits: Sequence[Traits]) -> list[Value]:
 
 
 def _carry(operation: Operation, start: int, end: int | None = None) -> list[Value]:
-    """Returns a loop's carry: in the traced dtypes, unless a policy rule says otherwise.
-
-    It is not weak: a float32 sum of bfloat16 terms stays float32.
-    """
+    """Returns a loop's carry, not weak: a float32 sum of bfloat16 terms stays float32."""
     dtype = FLOAT32 if operation.override is None else operation.override
     pairs = zip(operation.equation.invars[start:end], operation.values[start:end], strict=True)
     return [
@@ -154,10 +151,7 @@ def shard_map(operation: Operation) -> list[Value]:
 
 @register("custom_jvp_call", everywhere=True)
 def custom_jvp(operation: Operation) -> list[Value]:
-    """Retraces a function that has its own derivative rule, and the rule.
-
-    The rule is traced in the dtypes that it was written for, and then evaluated under autocast.
-    """
+    """Retraces a function that has its own derivative rule; evaluates the rule as traced."""
     equation, values = operation.equation, operation.values
     retraced = operation.retrace(equation.params["call_jaxpr"], values)
     # JAX calls the derivative rule later: it must not keep the values alive.
@@ -196,8 +190,7 @@ def custom_jvp(operation: Operation) -> list[Value]:
 def _trace_rule(equation: Equation, varied: Sequence[int]) -> Jaxpr:
     """Returns the derivative rule of a custom_jvp equation, as a jaxpr in the traced dtypes.
 
-    It takes the operands, then the tangents of those that vary, whose indices are given, and
-    returns the results, then the tangents of the inexact ones.
+    It takes the operands and the tangents of those that vary, and returns results and tangents.
     """
     avals = [atom.aval for atom in equation.invars]
 

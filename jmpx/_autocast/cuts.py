@@ -1,10 +1,8 @@
 """Where to cut a jaxpr: where few arrays live, so that little has to be saved."""
 
-import collections
 import enum
 import itertools
 import math
-import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -24,6 +22,9 @@ _MANY = 16
 # plan it: most of it is fused into what reads it. So a transformer, which makes much of each
 # activation by its attention, is cut more often than a ResNet.
 _AGAIN = 1 / 16
+
+# The length of an axis that `jax.export` leaves open, as if it were known.
+_SYMBOL = 128
 
 # What a product takes in 16 bits, over what it takes in float32, in which it was traced.
 _SAVED = 1 / 2
@@ -71,12 +72,10 @@ def _has_product(jaxpr: Jaxpr) -> bool:
 
 
 def find_cuts(equations: Sequence[Equation], roles: Sequence[Role]) -> set[int]:
-    """Returns the indices of equations before which the jaxpr is best cut.
+    """Returns the indices of equations before which the jaxpr is best cut; see README.md.
 
-    One array at most lives there. Only large floating arrays that depend on a product count: what
-    only parameters or inputs contribute to, such as a mask, does not. There is one such place at
-    most between two equations that hold products: the one at which the least has to be
-    saved. Of these places some are taken, see `Part`.
+    One array at most lives there. There is one such place at most between two equations that hold
+    products: the one at which the least has to be saved. Of these, `Part` takes some.
     """
     holders = [i for i, role in enumerate(roles) if role in _HOLDERS]
     lives, sizes = _lives(equations, roles)
@@ -155,12 +154,10 @@ class Part(NamedTuple):
 
 
 def find_head(jaxpr: Jaxpr, roles: Sequence[Role]) -> int | None:
-    """Returns the index of the last product if it makes results larger than what it reads.
-
-    Such are the logits of a language model. The backward pass begins with their cotangent, and
-    needs of the head only what it reads: a checkpoint around it would save nothing, and keep XLA
-    from computing the cotangent in 16 bits, because it has to pass into the checkpoint as it is.
-    """
+    """Returns the index of the last product if it makes results larger than what it reads."""
+    # Such are the logits of a language model. The backward pass begins with their cotangent, and
+    # needs of the head only what it reads: a checkpoint around it would save nothing, and keep XLA
+    # from computing the cotangent in 16 bits, because it has to pass into the checkpoint as it is.
     head = max((i for i, role in enumerate(roles) if role in _HOLDERS), default=None)
     if head is None or roles[head] is not Role.PRODUCT:
         return None
@@ -198,31 +195,14 @@ def _size(atom: Atom) -> int:
     dtype = getattr(atom.aval, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return 0
-    return math.prod(map(_length, atom.aval.shape)) * dtype.itemsize
-
-
-# The size of a symbol of `jax.export`, which is known only when the exported function is called,
-# and the functions that JAX's text of a symbolic dimension may hold.
-_SYMBOL = 128
-_FUNCTIONS = {"floordiv": operator.floordiv, "mod": operator.mod, "max": max, "min": min}
-
-
-def _length(dimension: object) -> int:
-    """Returns a dimension; a symbolic one, as `2*b`, as if its symbols were `_SYMBOL`."""
-    if isinstance(dimension, int):
-        return dimension
-    names = collections.defaultdict(lambda: _SYMBOL, _FUNCTIONS)
-    text = str(dimension).replace("^", "**")  # JAX can neither evaluate nor compare it
-    return max(1, eval(text, {"__builtins__": {}}, names))
+    sizes = (n if isinstance(n, int) else _SYMBOL for n in atom.aval.shape)
+    return math.prod(sizes) * dtype.itemsize
 
 
 def _cuts(holders: Sequence[int], lives: Sequence[Life]) -> Iterator[int]:
-    """Yields the cuts between equations that hold products, given the lives that count.
-
-    An array that lives through half of a long part without a cut, such as the output of an encoder
-    in the decoder or the skip connection of a U-Net, has to be saved anyway: it does not count
-    there.
-    """
+    """Yields the cuts between equations that hold products, given the lives that count."""
+    # An array that lives through half of a long part without a cut, such as the output of an
+    # encoder in the decoder or the skip connection of a U-Net, has to be saved anyway.
     parts = [list(holders[:1])]
     for before, after in itertools.pairwise(holders):
         cut = _cheapest(before, after, lives)

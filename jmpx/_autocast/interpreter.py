@@ -44,13 +44,7 @@ class _Frame(NamedTuple):
 
 
 class Interpreter:
-    """Evaluates jaxprs under a policy map; `used` tells what it has met.
-
-    Args:
-        policy_map: the policies of scopes and operations.
-        surrounding: the algorithm of products that surrounds the call, see `Regions`.
-        saving: what is saved for the backward pass; None leaves that to JAX.
-    """
+    """Evaluates jaxprs under a policy map; `used` tells what it has met. See also `Regions`."""
 
     def __init__(
         self, policy_map: PolicyMap, surrounding: str | None = None, saving: Saving | None = None
@@ -186,12 +180,7 @@ def _run(operation: Operation) -> list[Value]:
 
 
 def _apply_rule(operation: Operation) -> list[Value]:
-    """Runs an operation by the first of these that applies.
-
-    1. `jmpx.full_precision` marks it. 2. The rule of its primitive is asked everywhere. 3. A policy
-    rule gives the primitive a dtype. 4. The region is float32. 5. The primitive has no rule, and
-    runs as it was traced. 6. The rule of the primitive.
-    """
+    """Runs an operation by the first that applies; `jmpx.full_precision` marks a fixed region."""
     entry, region = lookup(operation.equation), operation.region
     if region.is_fixed:
         return run_as_traced(operation, is_weak=False)

@@ -1,10 +1,7 @@
 """The rules of most primitives: a dozen kinds, and one table that says which primitive has which.
 
-Three kinds are those of `torch.autocast`: `low` runs matrix products in 16 bits, `full` runs in
-float32 whatever needs range or digits, `promote` runs all else in the dtype of its operands. The
-other kinds are for primitives that 16 bits would break: next to large constants, or as powers,
-comparisons and sums over devices. Other primitives have rules of their own, in `primitives.py` and
-`control_flow.py`.
+`low`, `full` and `promote` are those of `torch.autocast`; others are for primitives that 16 bits
+would break: next to large constants, or as powers, comparisons and sums over devices.
 """
 
 from collections.abc import Sequence
@@ -64,10 +61,7 @@ def _moves_bound(operation: Operation) -> bool:
 
 
 def promote_finite(operation: Operation) -> list[Value]:
-    """Runs as `promote`; finite numbers stay finite, such as a mask of -1e9 in float16.
-
-    It runs in float32 if the result must not be rounded onto a bound, and a constant would be.
-    """
+    """Runs as `promote`, finite numbers stay finite; as `limit` if the result is exposed."""
     if operation.is_exposed and _moves_bound(operation):
         return full(operation)
     return run_promoted(operation, Value.to_finite)
@@ -131,10 +125,7 @@ def reduce_devices(operation: Operation) -> list[Value]:
 
 
 def update(operation: Operation) -> list[Value]:
-    """Runs in float32 on operands that are rounded before, and rounds the result again.
-
-    So a maximum is one of the numbers that `promote_finite` would compare.
-    """
+    """Runs in float32 on rounded operands, so that a maximum is one of them, and rounds it."""
     dtype = operation.promoted
     placed = operation.arrays(dtype, Value.to_finite)
     widened = operation._replace(values=[Value(array, is_weak=True) for array in placed])

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmpx._autocast.backward import find, is_call, variables, within
+from jmpx._autocast.backward import find, multiplied, variables, within
 from jmpx._autocast.exposed import COPIES, exposed
-from jmpx._autocast.multiplied import multiplied
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, is_literal, operation_name
+from jmpx._jaxprs.inner import inner_of
 
 # If a consumer on the right reads a producer on the left, the producer runs in float32, too: the
 # shift of a softmax, `x - max`, and the squares of a norm are part of a statistic that is taken
@@ -39,22 +39,15 @@ NOTHING = Ends()  # nothing is known of it
 
 
 class Neighbours(NamedTuple):
-    """Results of a jaxpr whose dtypes depend on the equations next to their own.
+    """Results of a jaxpr whose dtypes depend on the equations next to their own."""
 
-    Args:
-        statistics: results that a statistic in float32 reads; see `CONSUMERS`.
-        slopes: `n * x` next to `x**n`: part of its derivative, and as likely to overflow.
-        choices: comparisons of a number with the maximum of it and others, as the derivative of a
-            maximum makes them. The maximum was rounded, so the number has to be rounded, too.
-        exposed: variables that must not be rounded onto a bound; see `exposed.py`.
-        multiplied: variables that reach a product; None where that does not matter.
-    """
-
-    statistics: set[Atom]
-    slopes: set[Atom]
+    statistics: set[Atom]  # results that a statistic in float32 reads; see `CONSUMERS`
+    slopes: set[Atom]  # `n * x` next to `x**n`: part of its derivative, and as likely to overflow
+    # Comparisons of a number with the maximum of it and others, as the derivative of a maximum
+    # makes them. The maximum was rounded, so the number has to be rounded, too.
     choices: set[Atom]
-    exposed: frozenset[Atom]
-    multiplied: frozenset[Atom] | None
+    exposed: frozenset[Atom]  # variables that must not be rounded onto a bound; see `exposed.py`
+    multiplied: frozenset[Atom] | None  # those that reach a product; None where it does not matter
 
     def ends_within(self, equation: Equation) -> Ends:
         """Returns what becomes of the results of the jaxpr that an equation holds."""
@@ -67,7 +60,7 @@ class Neighbours(NamedTuple):
         """Whether an equation other than a call reaches no product."""
         if self.multiplied is None or any(var in self.multiplied for var in equation.outvars):
             return False
-        return not is_call(equation)
+        return inner_of(equation) is None
 
 
 _Named = Sequence[tuple[str, Equation]]

@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 
+from jmpx._autocast.backward import is_outer
 from jmpx._autocast.binding import bind, fill_value, run_as_traced, run_promoted
 from jmpx._autocast.kinds import compare, full, low, power, promote, promote_finite, scale_checking
-from jmpx._autocast.multiplied import is_outer
 from jmpx._autocast.products import is_precise, with_algorithms
 from jmpx._autocast.rules import Operation, is_float32, register
 from jmpx._autocast.value import FLOAT32, Value

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmpx._autocast.multiplied import CONVOLUTION, PRODUCTS
+from jmpx._autocast.backward import CONVOLUTION, PRODUCTS
 from jmpx._autocast.regions import Regions, Used
 from jmpx._autocast.rules import Operation
 from jmpx._autocast.value import FLOAT32
@@ -36,11 +36,7 @@ def is_precise(equation: Equation) -> bool:
 
 
 def low_dtype(equation: Equation, dtype: np.dtype) -> np.dtype:
-    """Returns the dtype in which a product runs where the compute dtype is `dtype`.
-
-    It is float32 if the user asked for more than default precision, or an operand is of a dtype of
-    its own.
-    """
+    """Returns the compute dtype, float32 for a product of high precision or of another dtype."""
     atoms = [atom for atom in equation.invars if jnp.issubdtype(atom.aval.dtype, jnp.floating)]
     dtypes = {atom.aval.dtype for atom in atoms}
     is_low = FLOAT32 in dtypes and dtypes <= {FLOAT32, dtype} and not is_precise(equation)
@@ -61,17 +57,15 @@ def with_algorithms(operation: Operation, dtype: np.dtype = FLOAT32) -> Params:
 
 def without_algorithm(operation: Operation) -> Params:
     """Returns parameters for an operation that runs in 16 bits: as those of `with_algorithms`."""
-    if operation.name not in PRODUCTS:
-        return {}
     return _without_algorithm(operation.equation, operation.interpreter.regions)
 
 
 def _without_algorithm(equation: Equation, regions: Regions) -> Params:
-    """Keeps a dot algorithm that surrounds the call from a product.
-
-    If the product had no precision, JAX would take the algorithm for the transposed products.
-    """
-    is_open = is_algorithm(regions.surrounding) and equation.params["precision"] is None
+    """Keeps a dot algorithm that surrounds the call from a product."""
+    # If the product had no precision, JAX would take the algorithm for the transposed products.
+    name = operation_name(equation.primitive.name)
+    is_open = name in PRODUCTS and equation.params["precision"] is None
+    is_open = is_open and is_algorithm(regions.surrounding)
     return {"precision": (lax.Precision.DEFAULT,) * 2} if is_open else {}
 
 
@@ -105,10 +99,7 @@ def _precision(equation: Equation, scope: str, regions: Regions, dtype: np.dtype
 
 
 def _rewrite(jaxpr: Jaxpr, scope: str, regions: Regions) -> Jaxpr:
-    """Returns a jaxpr, the products in it with their algorithms; the same object if none has any.
-
-    The regions note what was met.
-    """
+    """Returns a jaxpr, the products in it with their algorithms; the same object if none has."""
     known = _rewritten.setdefault(jaxpr, {})
     key = scope, regions.policy_map, regions.surrounding
     if key not in known:

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from jmpx._autocast.backward import PRODUCTS, is_outer
 from jmpx._autocast.binding import SHAPES
-from jmpx._autocast.multiplied import PRODUCTS, is_outer
 from jmpx._autocast.products import low_dtype
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.value import FLOAT32

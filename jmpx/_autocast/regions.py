@@ -1,8 +1,4 @@
-"""Regions: what the rules of a policy map say about a scope, and about primitives in it.
-
-The rules of a policy map (`jmpx.types.Rule`) are called policy rules in this package, because each
-primitive has a rule, too: see `rules.py`.
-"""
+"""Regions: what the rules of a policy map say about a scope, and about primitives in it."""
 
 from typing import NamedTuple
 
@@ -56,10 +52,7 @@ class Region(NamedTuple):
         return self.dtype.itemsize >= 4
 
     def changed(self, rule: PolicyRule, rank: int, around: Algorithm | None) -> "Region":
-        """Returns the region that a policy rule makes of this one.
-
-        A rule without an algorithm leaves that of the region around the scope.
-        """
+        """Returns the region that a policy rule makes of this one."""
         algorithm = around if rule.matmul is None else Algorithm(rule.matmul, rank)
         says_only_that = rule.matmul is not None and rule.compute is None and rule.output is None
         if self.is_fixed or says_only_that:
@@ -69,14 +62,11 @@ class Region(NamedTuple):
 
 
 class Regions:
-    """The regions of one evaluation under a policy map.
-
-    The surrounding algorithm is what jmpx has set around the call of autocast; it holds if the
-    policy map's default says none.
-    """
+    """The regions of one evaluation under a policy map."""
 
     def __init__(self, policy_map: PolicyMap, surrounding: str | None = None) -> None:
         self.policy_map = policy_map
+        # The algorithm that jmpx has set around the call; the default of the policy map goes first.
         self.surrounding = surrounding
         self.used = Used()  # what was met so far
         names = (policy_map.default.matmul_precision, *(rule.matmul for rule in policy_map.rules))
@@ -118,10 +108,11 @@ class Regions:
 
     def _outermost(self) -> Region:
         default = self.policy_map.default
-        matmul, rank = default.matmul_precision, -1
-        if matmul is None:
-            matmul, rank = self.surrounding, -2
-        algorithm = None if matmul is None else Algorithm(matmul, rank)
+        algorithm = None
+        if default.matmul_precision is not None:
+            algorithm = Algorithm(default.matmul_precision, -1)
+        elif self.surrounding is not None:
+            algorithm = Algorithm(self.surrounding, -2)
         return Region(np.dtype(default.compute_dtype), -1, is_weak=True, algorithm=algorithm)
 
     def note(self, algorithm: Algorithm) -> None:
@@ -131,10 +122,7 @@ class Regions:
             self.used.rules.add(self.policy_map.rules[algorithm.rank])
 
     def override(self, name: str, region: Region) -> np.dtype | None:
-        """Returns the dtype that a policy rule gives to a primitive (`op.exp: f32`), if any.
-
-        A later policy rule for the scope, whose region this is, takes precedence over it.
-        """
+        """Returns the dtype of a policy rule for a primitive, if no later rule is for its scope."""
         if name not in self._overrides:
             return None
         self.used.rules.update(rule for _, rule in self._overrides[name])
@@ -144,11 +132,7 @@ class Regions:
         return np.dtype(ranked[-1][1].compute)
 
     def algorithm(self, name: str, region: Region) -> Algorithm | None:
-        """Returns the algorithm of a float32 product; None leaves it to JAX.
-
-        A policy rule for the primitive (`op.dot_general: m=highest`) takes precedence over the
-        region, unless the region's algorithm is from a later rule.
-        """
+        """Returns the algorithm of a float32 product: that of the later rule, None for JAX's."""
         found = region.algorithm
         for rank, rule in self._overrides.get(name, ()):
             if rule.matmul is not None and (found is None or rank > found.rank):

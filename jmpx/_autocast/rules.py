@@ -1,8 +1,6 @@
-"""The registry: one rule for each primitive that autocast knows.
+"""The registry: one rule, `rule(operation) -> results`, for each primitive that autocast knows.
 
-A rule is a function, `rule(operation) -> results`, that runs an equation on its operands.
-`@register("scan")` puts it here; `kinds.py`, `primitives.py` and `control_flow.py` do so when they
-are imported.
+`@register("scan")` puts it here when `kinds.py`, `primitives.py` or `control_flow.py` is imported.
 """
 
 from collections.abc import Callable, Sequence
@@ -94,10 +92,7 @@ class Operation(NamedTuple):
 
     @property
     def promoted(self) -> np.dtype:
-        """The widest dtype of the operands that were float32 when traced; else float32.
-
-        Weak operands count only if all are weak.
-        """
+        """The widest dtype of the operands that were float32 when traced and, if any, not weak."""
         return join([value.traits for value in self.float32_values]).dtype
 
     @property
@@ -143,43 +138,27 @@ _Rule = TypeVar("_Rule", bound=PrimitiveRule)
 
 
 class Entry(NamedTuple):
-    """What the registry holds of a primitive.
-
-    Args:
-        rule: the rule.
-        everywhere: whether the rule is asked even if a policy rule gives the primitive a dtype, or
-            the region is float32; its context says so. Most rules are not asked then.
-        cached: whether JAX may cache the primitive as a jitted function. It should not if its
-            parameters can hold objects of the user, which the cache would keep alive.
-        keeps_finite: whether finite numbers stay finite also in the dtype that a policy rule gives
-            the primitive, because it adds its operands or puts one into another.
-    """
+    """What the registry holds of a primitive."""
 
     rule: PrimitiveRule
+    # Whether the rule is asked even if a policy rule gives the primitive a dtype, or the region is
+    # float32, as the operation tells.
     everywhere: bool = False
+    # Whether JAX may cache the primitive as a jitted function: not if its parameters can hold
+    # objects of the user, which the cache would keep alive.
     cached: bool = False
+    # Whether finite numbers stay finite also in the dtype that a policy rule gives the primitive,
+    # because it adds its operands or puts one into another.
     keeps_finite: bool = False
 
 
 ENTRIES: dict[str, Entry] = {}  # by the names of primitives
 
-# Primitives that not all supported versions of JAX have. Keys are versions that the tests run (0.7,
-# 0.10, 0.12): in SINCE the first that has the primitives, in BEFORE the first that lacks them.
-SINCE = {
-    "0.10": "all_gather_reduced mulhi ormqr stack tile unstack",
-    "0.12": "log2 one_minus_square polynomial",
-}
-BEFORE = {"0.12": "call closed_call"}
-
 
 def register(
     *names: str, everywhere: bool = False, cached: bool = False, keeps_finite: bool = False
 ) -> Callable[[_Rule], _Rule]:
-    """Registers a function as the rule of primitives; see `Entry` for the arguments.
-
-    Raises:
-        ValueError: if a primitive has a rule already.
-    """
+    """Registers a function as the rule of primitives; see `Entry` for the arguments."""
 
     def add(rule: _Rule) -> _Rule:
         for name in names:

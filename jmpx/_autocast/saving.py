@@ -31,11 +31,8 @@ def get_saving(save: str | None) -> Saving | None:
 
 
 def is_weight_product(primitive: Primitive, params: Params, operands: Sequence[Atom]) -> bool:
-    """Whether an operation is a convolution, or a matrix product as a layer makes it of weights.
-
-    A product of two activations, such as the scores of an attention, has dimensions of the batch.
-    The operands may be given as their shapes and dtypes.
-    """
+    """Whether an operation is a convolution, or a matrix product as a layer makes it of weights."""
+    # A product of two activations, such as the scores of an attention, has dimensions of the batch.
     name = operation_name(primitive.name)
     if name == "dot_general":
         (contracted, _), (batch, _) = params["dimension_numbers"]
@@ -58,8 +55,7 @@ def checkpointed(
     """Runs a function of values under `jax.checkpoint`.
 
     Casts go in and out with the values, so that each is made once: the cotangents of one cast are
-    summed in its dtype, those of two casts in the dtype of the value. The values get the casts
-    that the function makes of those that are read again afterwards.
+    summed in its dtype, those of two casts in the dtype of the value.
     """
     # JAX may keep the function, which must not keep the arrays alive.
     constants = [v.array if isinstance(v.array, np.ndarray) else None for v in values]

@@ -1,6 +1,6 @@
 """An array on its way through autocast: its dtype, whether it is weak, its casts."""
 
-import functools
+import dataclasses
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NamedTuple
@@ -17,39 +17,33 @@ _LOW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 
 class Traits(NamedTuple):
-    """What is known of an array before the array exists: it is part of the keys of caches.
-
-    Args:
-        dtype: its dtype.
-        is_weak: whether it takes the dtype of an array that is not weak, where the two meet: a
-            float32 bias leaves a bfloat16 activation bfloat16. True until a 16-bit operation
-            contributes: inputs and constants are weak, and what only these contribute to. JAX's
-            `weak_type` differs: there, only what is made of Python numbers is weak, so that a
-            float32 parameter is not.
-        tangent: whether it is a tangent, or computed from one. It is cast linearly, so that it can
-            be transposed and an overflow shows.
-        uniform: whether all its elements are the same number.
-        power: whether it is float32 only because a power in float16 could overflow.
-        onto_bound: the 16-bit dtypes in which a constant other than 0, 1 and -1 becomes one of
-            them.
-        data: whether an input other than a parameter, or an array that is closed over, contributes
-            to it while it is weak; it is then weak only on the path to a product.
-    """
+    """What is known of an array before the array exists: it is part of the keys of caches."""
 
     dtype: np.dtype
+    # Whether it takes the dtype of an array that is not weak, where the two meet: a float32 bias
+    # leaves a bfloat16 activation bfloat16. True until a 16-bit operation contributes. Unrelated to
+    # JAX's `weak_type`.
     is_weak: bool
+    # Whether it is a tangent, or computed from one. It is cast linearly, so that it can be
+    # transposed and an overflow shows.
     tangent: bool = False
-    uniform: bool = False
-    power: bool = False
+    uniform: bool = False  # whether all its elements are the same number
+    power: bool = False  # whether it is float32 only because a power in float16 could overflow
+    # The 16-bit dtypes in which a constant other than 0, 1 and -1 becomes one of them.
     onto_bound: frozenset[np.dtype] = frozenset()
+    # Whether an input other than a parameter, or an array that is closed over, contributes to it
+    # while it is weak; it is then weak only on the path to a product.
     data: bool = False
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Value:
     """An array while autocast evaluates, in the dtype that was traced or a narrower one.
 
+    `Traits` describes what is not described here.
+
     Attributes:
-        array: the array or the tracer; of what else is known of it see `Traits`.
+        array: the array or the tracer.
         constant: an array that holds the same numbers in any shape, where they are known while
             tracing; None elsewhere.
         casts: the array in other dtypes, by the dtype and whether finite numbers stay finite.
@@ -57,27 +51,24 @@ class Value:
             this array of it; None without one. What both are cast to is cast once.
     """
 
-    __slots__ = ("array", "constant", "casts", "source", *Traits._fields[1:])
+    array: Array
+    is_weak: bool
+    tangent: bool = False
+    uniform: bool = False
+    power: bool = False
+    onto_bound: frozenset[np.dtype] = frozenset()
+    data: bool = False
+    constant: Array | None = None
+    casts: dict[tuple[np.dtype, bool], Array] = dataclasses.field(default_factory=dict)
+    source: "tuple[Value, Callable[[Array], Array]] | None" = None
 
-    def __init__(self, array: Array, is_weak: bool, tangent: bool = False) -> None:
-        self.array = array
-        self.is_weak = is_weak
-        self.tangent = tangent
-        self.uniform: bool = array.size == 1
-        self.power = self.data = False
-        self.onto_bound: frozenset[np.dtype] = frozenset()
-        self.constant: Array | None = None
-        self.casts: dict[tuple[np.dtype, bool], Array] = {}
-        self.source: tuple[Value, Callable[[Array], Array]] | None = None
+    def __post_init__(self) -> None:
+        self.uniform |= self.array.size == 1
 
     @classmethod
     def of(cls, array: Array, traits: Traits) -> "Value":
         """Returns the value of an array of which the traits are known."""
-        value = cls(array, traits.is_weak, traits.tangent)
-        value.uniform |= traits.uniform
-        value.power = traits.power
-        value.onto_bound, value.data = traits.onto_bound, traits.data
-        return value
+        return cls(array, *traits[1:])
 
     @classmethod
     def of_constant(cls, array: Array) -> "Value":
@@ -97,8 +88,7 @@ class Value:
 
     @property
     def traits(self) -> Traits:
-        known = self.uniform, self.power, self.onto_bound, self.data
-        return Traits(self.dtype, self.is_weak, self.tangent, *known)
+        return Traits(self.dtype, *(getattr(self, name) for name in Traits._fields[1:]))
 
     def kept(self) -> "Value":
         """Returns the value where it reaches no product: data is not weak there."""
@@ -113,10 +103,7 @@ class Value:
         return self._cast(dtype, saturate=False)
 
     def to_finite(self, dtype: np.dtype) -> Array:
-        """Returns the array in `dtype`; finite numbers of a weak one stay finite.
-
-        An array that is not weak was computed: if it overflows, the overflow shows.
-        """
+        """Returns the array in `dtype`; finite numbers stay finite, but for computed ones."""
         return self._cast(dtype, saturate=self.is_weak and not self.tangent)
 
     def _cast(self, dtype: np.dtype, saturate: bool) -> Array:
@@ -179,19 +166,10 @@ def _onto_bound(array: Array) -> frozenset[np.dtype]:
     if array.dtype != FLOAT32 or array.size > 2**16:
         return frozenset()
     numbers = np.asarray(array)
-    return _number_onto_bound(numbers.item()) if numbers.size == 1 else _any_onto_bound(numbers)
-
-
-def _any_onto_bound(numbers: np.ndarray) -> frozenset[np.dtype]:
     with np.errstate(over="ignore", under="ignore"):
         rounded = {dtype: numbers.astype(dtype).astype(FLOAT32) for dtype in _LOW}
     moved = {dtype: np.isin(r, (-1, 0, 1)) & (r != numbers) for dtype, r in rounded.items()}
     return frozenset(dtype for dtype in _LOW if moved[dtype].any())
-
-
-@functools.lru_cache(maxsize=4096)
-def _number_onto_bound(number: float) -> frozenset[np.dtype]:
-    return _any_onto_bound(np.asarray(number, FLOAT32))
 
 
 def _cast(array: Array, dtype: np.dtype) -> Array:
@@ -202,11 +180,9 @@ def _cast(array: Array, dtype: np.dtype) -> Array:
 
 
 def _saturate(x: Array, y: Array) -> Array:
-    """Returns `y`, the cast of `x`, with a large finite number where only `y` is infinite.
-
-    A mask of -1e9 becomes half of the least number, so that a logit can be added to it. In float16
-    it would be -inf, and a row that is masked as a whole NaN.
-    """
+    """Returns `y`, the cast of `x`, with a large finite number where only `y` is infinite."""
+    # A mask of -1e9 becomes half of the least number, so that a logit can be added to it. In
+    # float16 it would be -inf, and a row that is masked as a whole NaN.
     if isinstance(x, jax.Array):
         return _saturate_traced(x, y)
     with np.errstate(over="ignore"):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._autocast.multiplied import PRODUCTS, is_outer
+from jmpx._autocast.backward import PRODUCTS, is_outer
 from jmpx._autocast.products import is_precise, low_dtype
 from jmpx._autocast.regions import Regions, Used
 from jmpx._autocast.rules import Operation, is_float32, lookup

@@ -4,8 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -15,7 +14,6 @@ import numpy as np
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends
 from jmpx._autocast.pieces import takes_gradient
-from jmpx._autocast.regions import Used
 from jmpx._autocast.saving import Saving
 from jmpx._autocast.unused import unused_rules, unused_saving
 from jmpx._autocast.value import Array, Value
@@ -38,7 +36,6 @@ from jmpx._base.stateful import (
     call,
 )
 from jmpx._jaxprs import core
-from jmpx._jaxprs.marks import Module
 from jmpx._jaxprs.scopes import RESTORE
 from jmpx._policies.added_rules import in_force
 from jmpx._policies.maps import PolicyMap
@@ -58,13 +55,10 @@ core.import_extend()  # now, because the first call is often inside of a trace
 class Autocast:
     """A callable under autocast; `jmpx.autocast` makes it.
 
-    It is a pytree whose one child is the callable, so that the parameters of a module are trained,
-    saved and sharded as before. It has the attributes of the callable, such as a layer's `weight`.
-    Public methods of the callable that are called through it run under autocast, too. The callable
-    itself is its `__wrapped__`.
-
-    If the callable is an object of Flax's NNX, it is an `nnx.Module`, so that it can be an
-    attribute of other modules; attributes that are set on it are set on the object.
+    It is a pytree whose one child is the callable, its `__wrapped__`, so that the parameters of a
+    module are trained, saved and sharded as before. It has the attributes of the callable, whose
+    public methods run under autocast, too. Of an object of Flax's NNX it is an `nnx.Module`;
+    attributes that are set on it are set on the object.
 
     Example:
         >>> import equinox as eqx, jax
@@ -98,9 +92,6 @@ class Autocast:
             return applied(value, self._jmpx_policy_map, self._jmpx_output, self._jmpx_save)
         return value
 
-    def __dir__(self) -> Iterable[str]:
-        return {*super().__dir__(), *dir(self._jmpx_fn)}
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the callable under autocast."""
         transform = functools.partial(
@@ -123,26 +114,9 @@ def evaluated(
 ) -> tuple[PyTree, Changes]:
     """Runs a pure function under autocast, and warns of what has no effect.
 
-    While autocast traces a function under the same policies, this is a plain call: the operations
-    of the inner function are those of the outer one.
-
-    Args:
-        policy_map: the policies of scopes and operations.
-        save: what the backward pass keeps; None leaves that to JAX.
-        output: "traced", None or a dtype; see `autocast`.
-        pure: the function, with the state of its objects and its arguments.
-        state: see `pure`.
-        args: see `pure`.
-        kwargs: see `pure`.
-        is_parameter: whether a floating array among the state and the arguments is a parameter,
-            which is weak everywhere. The others, and arrays that the function closes over, then
-            keep their dtype where they reach no product, as targets in a loss do. None has all
-            inputs weak everywhere.
-        by: what runs it under autocast, as the user calls it.
-
-    Returns:
-        The result of the function, in the dtypes that `output` says, and the changes of its
-        objects, in the dtypes that were traced.
+    `is_parameter` tells whether a floating array among the state and the arguments is a parameter,
+    which is weak everywhere. The others, and arrays that the function closes over, then keep their
+    dtype where they reach no product, as targets in a loss do. None has all inputs weak everywhere.
     """
     key = policy_map.default, policy_map.rules, save
     if output == "traced" and fact(AUTOCAST) == key:
@@ -155,32 +129,31 @@ def evaluated(
     interpreter = Interpreter(policy_map, region_setting(), save)
     marks = Marks(policy_map)
     pure.invoke = marks.call
-    with fact_set(AUTOCAST, key), _open_products(interpreter):
+    # The trace shows which precisions the user's own code sets: a setting of jmpx around the call
+    # is for products that run in float32.
+    is_set = interpreter.regions.surrounding is not None
+    products = jax.default_matmul_precision(None) if is_set else contextlib.nullcontext()
+    with fact_set(AUTOCAST, key), products:
         traced = core.trace(pure, (state, *args), kwargs)
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
     values = _values(changes.replaced(), traced.arrays, ((state, *args), kwargs), is_parameter)
-    # A loss outside may take the logarithm of a probability that leaves.
-    is_exposed = (True,) * len(traced.jaxpr.out_avals)
+    is_exposed = (True,) * len(traced.jaxpr.out_avals)  # a loss outside may take the logarithm
     ends = Ends(is_exposed, None if is_parameter is None else ())
     if interpreter.saving is not None and takes_gradient(traced.jaxpr):
         interpreter.used.left.add(None)
         interpreter.saving = None
     results = interpreter.evaluate(traced.jaxpr, values, "", ends)
-    _warn(policy_map, interpreter.used, marks.seen)
+    for message in (
+        *unused_rules(policy_map, interpreter.used, marks.seen),
+        *wide_products(policy_map, interpreter.used),
+        *unused_saving(interpreter.used),
+    ):
+        warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     num_changes = len(changes.arrays)
     outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes
     triples = zip(results, traced.jaxpr.out_avals, outputs, strict=True)
     with jax.named_scope(RESTORE):
         return traced.rebuild([_restored(*triple) for triple in triples])
-
-
-def _warn(policy_map: PolicyMap, used: Used, seen: Iterable[Module]) -> None:
-    for message in (
-        *unused_rules(policy_map, used, seen),
-        *wide_products(policy_map, used),
-        *unused_saving(used),
-    ):
-        warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
 
 
 def _values(
@@ -197,15 +170,6 @@ def _values(
         for value, leaf in zip(values, leaves, strict=True):
             value.data = value.is_weak and not (is_floating(leaf) and is_parameter(leaf))
     return values
-
-
-def _open_products(interpreter: Interpreter) -> AbstractContextManager[object]:
-    """Returns the context of a trace that shows which precisions the user's own code sets.
-
-    A setting of jmpx around the call is for products that run in float32.
-    """
-    is_inside = interpreter.regions.surrounding is not None
-    return jax.default_matmul_precision(None) if is_inside else contextlib.nullcontext()
 
 
 def _restored(value: Value, traced: jax.core.ShapedArray, output: Output) -> Array:

@@ -14,7 +14,7 @@ import jax.core
 import numpy as np
 
 from jmpx._base.leaves import PyTree, is_traceable
-from jmpx._jaxprs.marks import unmarked_params, unmarked_stack
+from jmpx._jaxprs.marks import unmarked_stack
 from jmpx._jaxprs.types import (
     Array as Array,
     Atom as Atom,
@@ -42,14 +42,7 @@ def trace(
     kwargs: PyTree,
     is_array: Callable[[object], bool] = is_traceable,
 ) -> Traced:
-    """Traces `fn(*args, **kwargs)`; leaves that are not arrays go in and out as they are.
-
-    Args:
-        fn: the function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        is_array: which leaves are arrays; those may be abstract if it says so.
-    """
+    """Traces `fn(*args, **kwargs)`; leaves that are not arrays go in and out as they are."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     indices = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
     kept: list[object] = []  # the leaves of the result, `_TRACED` where one is an array
@@ -88,11 +81,9 @@ def _as_traced(array: Array, aval: Aval) -> Array:
 
 
 def import_extend() -> None:
-    """Imports `jax.extend`, which takes 30 ms.
-
-    Since JAX 0.12 that adds to the keys of all of JAX's caches: a function in whose first trace it
-    happens is traced and compiled again at its second call.
-    """
+    """Imports `jax.extend`, which takes 30 ms."""
+    # Since JAX 0.12 that adds to the keys of all of JAX's caches: a function in whose first trace
+    # it happens is traced and compiled again at its second call.
     import jax.extend  # noqa: F401
 
 
@@ -205,14 +196,7 @@ def _plain_scope(stack: str) -> str:
 
 @contextlib.contextmanager
 def at_source_of(eqn: Equation, *scopes: str) -> Iterator[None]:
-    """Lets operations run in the scopes, the line and the JAX context of an equation.
-
-    Marks of modules are left out of the scopes, unless an outer autocast reads them.
-
-    Args:
-        eqn: the equation.
-        scopes: names of further scopes inside of its own.
-    """
+    """Lets operations run in the scopes of an equation, and more, at its line, in its context."""
     from jax.extend import source_info_util as info
 
     stack = info.current_name_stack() + unmarked_stack(eqn.source_info.name_stack)
@@ -236,16 +220,12 @@ def looks_for_leaks() -> bool:
 def bind(
     eqn: Equation, operands: Sequence[Array], *, cached: bool = False, **params: object
 ) -> list[Array]:
-    """Runs an equation on other operands, and returns its results as a list.
+    """Runs an equation on other operands, with parameters that differ from its own.
 
-    Args:
-        eqn: the equation.
-        operands: its operands: arrays or tracers.
-        cached: whether JAX may cache the primitive and its parameters as a jitted function, which
-            it cannot with effects, a jaxpr or parameters without a hash.
-        **params: the parameters that differ from the equation's.
+    If `cached`, JAX may cache the primitive and its parameters as a jitted function, which it
+    cannot with effects, a jaxpr or parameters without a hash.
     """
-    params = unmarked_params({**eqn.params, **params})
+    params = {**eqn.params, **params}
     run = functools.partial(_bind, eqn.primitive, params)
     if cached and not eqn.effects and not holds_jaxpr(params):
         with contextlib.suppress(TypeError):  # a parameter has no hash
@@ -263,11 +243,9 @@ def _bind(primitive: Primitive, params: Params, *operands: Array) -> PyTree:
 
 @functools.lru_cache(maxsize=4096)
 def _jitted(primitive: Primitive, params: tuple[tuple[str, object], ...]) -> Callable[..., PyTree]:
-    """Returns a primitive as jax.numpy would call it: jitted, and inlined into the jaxpr.
-
-    JAX then differentiates a primitive once for all equations of the same shapes: once for each
-    would be much of the time to trace the gradients of a deep model.
-    """
+    """Returns a primitive as jax.numpy would call it: jitted, and inlined into the jaxpr."""
+    # JAX then differentiates it once for all equations of the same shapes, which saves much of the
+    # time to trace the gradients of a deep model.
     # Since JAX 0.12, True inlines when lowering, JAX_EARLY when tracing, as True did before.
     inline = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
     return jax.jit(functools.partial(_bind, primitive, dict(params)), inline=inline)

@@ -22,7 +22,6 @@ class Inner(NamedTuple):
     Each takes the equation's operands from `first` on, and returns its results. In a loop, these
     operands are `consts` constants, `carry` arrays that each trip hands to the next, as its first
     results, and arrays of which each trip reads a slice; the results after the carry are stacked.
-
     """
 
     kind: str  # `call`, `scan`, `while`, `cond` or `shard_map`
@@ -41,16 +40,10 @@ class Inner(NamedTuple):
 
 
 def inner_of(eqn: Equation, platform: str | None = None) -> Inner | None:
-    """Returns the jaxprs that an equation runs, and how.
+    """Returns the jaxprs that an equation runs on a platform such as "tpu", and how.
 
-    Args:
-        eqn: the equation.
-        platform: such as "tpu": a `lax.platform_dependent` runs the branch of this platform; None
-            for JAX's default.
-
-    Returns:
-        None if the equation stands for itself: if it holds no jaxpr, or is more than a call of one,
-        such as a Pallas kernel or a linear solve.
+    None if the equation stands for itself: if it holds no jaxpr, or is more than a call of one,
+    such as a Pallas kernel or a linear solve.
     """
     params, name = eqn.params, eqn.primitive.name
     if name == "scan":
@@ -100,13 +93,9 @@ def walk(
 ) -> list[V]:
     """Goes through the equations of a jaxpr, in order, and returns its results.
 
-    Args:
-        jaxpr: the jaxpr, closed or open.
-        operands: its operands: arrays, or whatever stands for them.
-        step: `step(equation, operands)` returns the results of an equation.
-        constant: `constant(atom, array)` returns what stands for a constant or a literal.
-        join: makes one value of several: a mutable array that an equation may have written to
-            joins all its operands and results. None if values of mutable arrays need no update.
+    `constant` returns what stands for a constant or a literal. If `join` is given, it makes one
+    value of several: a mutable array that an equation may have written to joins all its operands
+    and results.
     """
     env = dict(zip(jaxpr.invars, operands, strict=True))
     for var, const in zip(jaxpr.constvars, consts_of(jaxpr), strict=False):

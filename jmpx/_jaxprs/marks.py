@@ -8,7 +8,6 @@ path. Autocast reads the marks of the jaxpr, and leaves them out of the scopes o
 import contextlib
 import itertools
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -16,8 +15,7 @@ from typing import NamedTuple
 import jax
 
 from jmpx._base.contexts import traced_with_marks
-from jmpx._jaxprs.rewriting import with_equations, with_jaxprs
-from jmpx._jaxprs.types import Equation, Jaxpr, NameStack, Params
+from jmpx._jaxprs.types import NameStack
 
 _MARK = "jmpx.module:"
 
@@ -61,11 +59,6 @@ def is_marking() -> bool:
     return _thread.is_marking
 
 
-def _is_unmarking() -> bool:
-    """Whether operations run without marks: an outer autocast that traces them reads the marks."""
-    return bool(_modules) and not _thread.is_marking
-
-
 def in_module(cls: type, path: str) -> AbstractContextManager[object]:
     """Returns the context of a call of a module's method: the mark, while autocast traces."""
     if not _thread.is_marking:
@@ -93,44 +86,18 @@ def without_marks(scope: str) -> str:
 
 
 def is_own_name(module: Module, name: str) -> bool:
-    """Whether a scope next to a module's mark is the one that its framework gives the module.
-
-    Haiku and Linen name it by the last part of the module's path, Linen with the method at its end
-    (`Dense_0.attend`); Linen's outermost module and Equinox's own layers are named by their class
-    (`eqx.nn.Linear`).
-    """
+    """Whether a scope next to a module's mark is the one that its framework gives the module."""
+    # Haiku and Linen name it by the last part of the module's path, Linen with the method at its
+    # end (`Dense_0.attend`); Linen's outermost module and Equinox's own layers are named by their
+    # class (`eqx.nn.Linear`).
     path = module.path.rpartition("/")[2]
     names = {base.__name__ for base in module.cls.__mro__}
     return path in (name, name.partition(".")[0]) or name.rpartition(".")[2] in names
 
 
 def unmarked_stack(stack: NameStack) -> NameStack:
-    """Returns a name stack without marks; the same object if it has none."""
-    if not _is_unmarking() or not any(scope.name.startswith(_MARK) for scope in stack.stack):
+    """Returns a name stack without marks, unless an outer autocast traces and reads them."""
+    is_marked = any(scope.name.startswith(_MARK) for scope in stack.stack)
+    if _thread.is_marking or not is_marked:
         return stack
     return type(stack)(tuple(scope for scope in stack.stack if not scope.name.startswith(_MARK)))
-
-
-# A jaxpr -> the same one without marks; None for itself, as a reference would keep the key alive.
-_unmarked: weakref.WeakKeyDictionary[Jaxpr, Jaxpr | None] = weakref.WeakKeyDictionary()
-
-
-def _unmarked_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns a jaxpr without marks, also in inner jaxprs; the same object if it has none."""
-    if jaxpr not in _unmarked:
-        new = with_equations(jaxpr, _unmarked_equation)
-        _unmarked[jaxpr] = None if new is jaxpr else new
-    new = _unmarked[jaxpr]
-    return jaxpr if new is None else new
-
-
-def _unmarked_equation(eqn: Equation) -> Equation:
-    stack, params = unmarked_stack(eqn.source_info.name_stack), unmarked_params(eqn.params)
-    if stack is eqn.source_info.name_stack and params is eqn.params:
-        return eqn
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack), params=params)
-
-
-def unmarked_params(params: Params) -> Params:
-    """Returns the parameters of an equation, whose jaxprs have no marks."""
-    return with_jaxprs(params, _unmarked_jaxpr) if _is_unmarking() else params

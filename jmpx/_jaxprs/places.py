@@ -10,25 +10,15 @@ from jmpx._jaxprs.core import Equation
 
 
 class Place(NamedTuple):
-    """A line of the user's code.
-
-    Attributes:
-        file: the path of the file.
-        line: the number of the line.
-        function: the name of the function that holds the line.
-        caller: the user's own line that called it, if the line is in an installed package.
-    """
+    """A line of the user's code."""
 
     file: str
     line: int
-    function: str
-    caller: "Place | None" = None
+    function: str  # which holds the line
+    caller: "Place | None" = None  # the user's own line, if this one is in an installed package
 
     def __str__(self) -> str:
-        """Returns for example `model.py:12 (apply)`, with a path relative to the current folder.
-
-        In an installed package it is relative to the folder of packages, and the caller follows.
-        """
+        """Returns for example `model.py:12 (apply)`; in an installed package, with the caller."""
         file = self.file
         for folder in (os.getcwd() + os.sep, *(_packages() if self.caller else ())):
             file = file.removeprefix(folder)
@@ -41,16 +31,10 @@ _NOTE = "jmpx's autocast was running"
 
 
 def place_of(eqn: Equation, called: str = "") -> Place | None:
-    """Returns the innermost line of the user's code in which an equation was traced.
+    """Returns the innermost line of the user's code in which an equation was traced, if any.
 
-    Args:
-        eqn: the equation.
-        called: the name of the jitted function whose jaxpr holds the equation. JAX traces
-            `jnp.where`, for example, once for all calls, and until JAX 0.8 its equations have the
-            lines of the first one.
-
-    Returns:
-        The line; None if the traceback holds no line of the user, as in a jitted function of JAX.
+    `called` names the jitted function whose jaxpr holds the equation: JAX traces `jnp.where`, for
+    example, once for all calls, and until JAX 0.8 its equations have the lines of the first one.
     """
     traceback = eqn.source_info.traceback
     found: Place | None = None

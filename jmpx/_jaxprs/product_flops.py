@@ -7,6 +7,8 @@ import functools
 import math
 from collections.abc import Callable
 
+import numpy as np
+
 from jmpx._jaxprs.core import Equation
 
 
@@ -50,28 +52,15 @@ def _taps(
 ) -> int:
     """Returns how often one axis of a kernel meets a number of an input, not padding or a hole.
 
-    Args:
-        inputs: the size of the input, and the distance of its elements.
-        kernel: the size of the kernel, and the distance of its elements.
-        outputs: the size of the result, and the stride.
-        padding: before the input; it may be negative.
+    Each axis has a size and the distance of its elements. The padding may be negative.
     """
     dilation, last = inputs[1], (inputs[0] - 1) * inputs[1]
     (few, far), (many, step) = sorted((kernel, outputs))
-    # Output o and tap k meet input place o * stride + k * distance - padding. For each of the
-    # fewer ones, count which of the others are at places 0, dilation, ..., last.
-    common = math.gcd(step, dilation)
-    period = dilation // common
-    inverse = pow(step // common, -1, period)
-    count = 0
-    for start in range(-padding, few * far - padding, far):
-        if start % common:
-            continue
-        low, high = max(0, -(start // step)), min(many - 1, (last - start) // step)
-        first = -start // common * inverse % period  # the first number; one in each period
-        first += max(0, -((first - low) // period)) * period
-        count += max(0, (high - first) // period + 1)
-    return count
+    # Output o and tap k meet input place o * stride + k * distance - padding.
+    places = step * np.arange(many) - padding
+    each = (places + far * tap for tap in range(few))
+    is_met = ((at >= 0) & (at <= last) & (at % dilation == 0) for at in each)
+    return int(sum(map(np.count_nonzero, is_met)))
 
 
 PRODUCT_FLOPS: dict[str, Callable[[Equation], int]] = {

@@ -36,20 +36,15 @@ def full_precision(func: Callable[P, R] | None = None, *, matmul: str | None = N
     """Marks code that `jmpx.autocast` leaves as it was traced: in float32.
 
     A context manager, `with jmpx.full_precision():`, and a decorator, `@jmpx.full_precision`. It
-    casts nothing by itself; outside of autocast it only names a scope, and sets the algorithm of
-    products if one is given. It holds through `jit`, loops and gradients, and takes precedence over
-    all rules of policy maps. An autocast that is called inside follows its own policy.
-
-    See also: `force_full_precision` casts the arguments of a function.
+    casts nothing by itself, holds through `jit`, loops and gradients, and takes precedence over all
+    rules of policy maps. An autocast that is called inside follows its own policy.
 
     Args:
         func: any callable; None for a context manager, or for a decorator with `matmul`.
-        matmul: the algorithm of the matrix products and convolutions inside, a name that
-            `jax.default_matmul_precision` takes, in any case; None leaves it as it is. A product
-            with a `precision=` keeps that. It applies to what is traced inside: also to the
-            gradients of its products, but not to the backward pass that a `jax.custom_vjp` defines.
-            JAX ignores a dot algorithm such as `BF16_BF16_F32_X3` for convolutions: use a word such
-            as `highest` for them.
+        matmul: the algorithm of the matrix products and convolutions that are traced inside and of
+            their gradients, under autocast and outside of it, a name that
+            `jax.default_matmul_precision` takes, in any case; None leaves it as it is. See
+            docs/matmul.md.
 
     Returns:
         A function with the signature of `func`, or a context manager.

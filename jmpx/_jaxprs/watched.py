@@ -56,23 +56,14 @@ def is_loop(eqn: Equation) -> bool:
     return eqn.primitive.name in ("scan", "while")
 
 
-def sites(jaxpr: Jaxpr, scope: str = "") -> list[Site]:
-    """Returns the sites of the equations that stand for no jaxpr, in the order of the program.
-
-    Args:
-        jaxpr: the jaxpr, closed or open.
-        scope: the scope around it.
-    """
-
-    def search(jaxpr: Jaxpr, holder: Site) -> Iterator[Site]:
-        for eqn in jaxpr.eqns:
-            site, inner = holder.inside(eqn), inner_of(eqn)
-            if inner is None:
-                yield site
-            for each in () if inner is None else inner.jaxprs:
-                yield from search(each, site)
-
-    return list(search(jaxpr, Site(None, scope)))
+def sites(jaxpr: Jaxpr, holder: Site | None = None) -> Iterator[Site]:
+    """Yields the sites of the equations that stand for no jaxpr, in the order of the program."""
+    for eqn in jaxpr.eqns:
+        site, inner = (holder or Site(None)).inside(eqn), inner_of(eqn)
+        if inner is None:
+            yield site
+        for each in () if inner is None else inner.jaxprs:
+            yield from sites(each, site)
 
 
 def evaluate(
@@ -87,7 +78,7 @@ def evaluate(
     reduce: Callable[[State, tuple[str, ...]], State] | None = None,
     by_site: bool = False,
 ) -> tuple[list[Array], State]:
-    """Runs a jaxpr, and has a watcher see each equation with its operands and results.
+    """Runs a jaxpr, and has a watcher see each equation; returns the results and the last state.
 
     Functions with derivatives of their own run as plain ones: differentiate first, then evaluate.
     The condition of a while loop runs, but is not watched.
@@ -96,23 +87,16 @@ def evaluate(
         jaxpr: the jaxpr, closed or open.
         arrays: its operands.
         watch: `watch(state, site, operands, results, trips)` returns the new state, in the shapes
-            and dtypes of the old one. `trips` counts the trips of the loops `site.loops`, from 0,
-            in the order in which they run.
+            and dtypes of the old one. `trips` counts those of the loops `site.loops`, from 0.
         state: a pytree of arrays.
         scope: the scope around it.
         run: `run(equation, operands)` returns the results of an equation that stands for no jaxpr.
         constant: returns the array to use for a constant or a literal, such as one in float32.
-        reduce: `reduce(state, axes)` makes one state of those of all devices along mapped axes.
-            A `jax.shard_map` in the program needs it.
+        reduce: `reduce(state, axes)` makes one state of those of all devices along mapped axes;
+            a `jax.shard_map` in the program is refused without it.
         by_site: whether the state is a dict by the keys of sites, and `watch` changes the value of
             its site alone. Then a loop carries no more than the values of the sites in it, which
             compiles much sooner.
-
-    Returns:
-        The results of the jaxpr, and the last state.
-
-    Raises:
-        ValueError: if the program holds a `jax.shard_map` and `reduce` is None.
     """
     watcher = _Watcher(watch, run, constant, reduce, by_site)
     with np.errstate(all="ignore"):  # JAX casts literals by NumPy, -1e9 to float16 for one
@@ -154,84 +138,77 @@ class _Watcher:
             results = self.run(site.equation, operands)
             seen = ([*map(as_whole, arrays)] for arrays in (operands, results))
             return results, self.watch(state, site, *seen, trips)
-        run = _RULES[inner.kind]
-        if not self.by_site or inner.kind == "call":
-            return run(_Held(self, site, inner), operands, state, trips)
-        key = site.key
+        if inner.kind == "call":
+            return self.evaluate(inner.jaxprs[0], operands, state, trips, site)
+        run, key = _RULES[inner.kind], site.key
+        if not self.by_site:
+            return run(self, site, inner, operands, state, trips)
         part = {each: state[each] for each in state if each[: len(key)] == key}
-        results, part = run(_Held(self, site, inner), operands, part, trips)
+        results, part = run(self, site, inner, operands, part, trips)
         return results, state | part
 
-
-@dataclasses.dataclass(frozen=True)
-class _Held:
-    """The jaxprs that an equation stands for, and who watches them."""
-
-    watcher: _Watcher
-    site: Site
-    inner: Inner
-
-    def run(
-        self, operands: Sequence[Array], state: PyTree, trips: Trips, index: int = 0
+    def scan(
+        self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
     ) -> _Results:
-        """Runs one of the jaxprs."""
-        return self.watcher.evaluate(self.inner.jaxprs[index], operands, state, trips, self.site)
-
-    def scan(self, operands: list[Array], state: PyTree, trips: Trips) -> _Results:
-        consts, carry, xs = self.inner.split(operands)
-        params = self.site.equation.params
+        consts, carry, xs = inner.split(operands)
+        params = site.equation.params
 
         def body(carried: PyTree, xs: list[Array]) -> PyTree:
             state, trip, carry = carried
-            results, state = self.run([*consts, *carry, *xs], state, (*trips, trip))
+            arrays = [*consts, *carry, *xs]
+            results, state = self.evaluate(inner.jaxprs[0], arrays, state, (*trips, trip), site)
             return (state, trip + 1, results[: len(carry)]), results[len(carry) :]
 
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
         (state, _, carry), ys = jax.lax.scan(body, (state, _first_trip(), carry), xs, **options)
         return [*carry, *ys], state
 
-    def while_loop(self, operands: list[Array], state: PyTree, trips: Trips) -> _Results:
-        consts, carry, _ = self.inner.split(operands)
-        in_condition = operands[: self.inner.first]
-        unwatched = dataclasses.replace(self.watcher, watch=lambda state, *_: state, reduce=None)
+    def while_loop(
+        self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
+    ) -> _Results:
+        consts, carry, _ = inner.split(operands)
+        unwatched = dataclasses.replace(self, watch=lambda state, *_: state, reduce=None)
 
         def condition(carried: PyTree) -> Array:
-            inputs = [*in_condition, *carried[2]]
-            (result,), _ = unwatched.evaluate(self.inner.condition, inputs, {}, (), self.site)
-            return result
+            arrays = [*operands[: inner.first], *carried[2]]
+            return unwatched.evaluate(inner.condition, arrays, {}, (), site)[0][0]
 
         def body(carried: PyTree) -> PyTree:
             state, trip, carry = carried
-            results, state = self.run([*consts, *carry], state, (*trips, trip))
+            arrays = [*consts, *carry]
+            results, state = self.evaluate(inner.jaxprs[0], arrays, state, (*trips, trip), site)
             return state, trip + 1, results
 
-        first = state, _first_trip(), carry
-        state, _, carry = jax.lax.while_loop(condition, body, first)
+        state, _, carry = jax.lax.while_loop(condition, body, (state, _first_trip(), carry))
         return carry, state
 
-    def branch(self, operands: list[Array], state: PyTree, trips: Trips) -> _Results:
+    def cond(
+        self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
+    ) -> _Results:
         index, *operands = operands
-        if len(self.inner.jaxprs) == 1:
-            return self.run(operands, state, trips)
         branches = [
-            lambda state, *operands, index=index: self.run(operands, state, trips, index)
-            for index in range(len(self.inner.jaxprs))
+            lambda state, *operands, jaxpr=jaxpr: self.evaluate(jaxpr, operands, state, trips, site)
+            for jaxpr in inner.jaxprs
         ]
+        if len(branches) == 1:
+            return branches[0](state, *operands)
         return jax.lax.switch(index.astype(jnp.int32), branches, state, *operands)
 
-    def shard_map(self, operands: list[Array], state: PyTree, trips: Trips) -> _Results:
-        reduce, params = self.watcher.reduce, self.site.equation.params
+    def shard_map(
+        self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
+    ) -> _Results:
+        reduce, params = self.reduce, site.equation.params
         if reduce is None:
             raise ValueError(
                 "Cannot watch inside of the jax.shard_map of this program, where each device has "
                 "values of its own: give what runs on one device, without the jax.shard_map."
             )
-        axes = tuple(core.manual_axes(self.site.equation))
+        axes = tuple(core.manual_axes(site.equation))
 
         def body(state: PyTree, trips: Trips, *arrays: Array) -> _Results:
             leaves, treedef = jax.tree.flatten(state)
             state = jax.tree.unflatten(treedef, vary(leaves, axes))
-            results, state = self.run(arrays, state, trips)
+            results, state = self.evaluate(inner.jaxprs[0], arrays, state, trips, site)
             return results, reduce(state, axes)
 
         everywhere = jax.sharding.PartitionSpec()
@@ -251,9 +228,8 @@ def _first_trip() -> jax.Array:
 
 
 _RULES = {
-    "call": _Held.run,
-    "scan": _Held.scan,
-    "while": _Held.while_loop,
-    "cond": _Held.branch,
-    "shard_map": _Held.shard_map,
+    "scan": _Watcher.scan,
+    "while": _Watcher.while_loop,
+    "cond": _Watcher.cond,
+    "shard_map": _Watcher.shard_map,
 }

@@ -24,15 +24,6 @@ def test_errors(wrong, error, words):
         wrong()
 
 
-@pytest.mark.parametrize(
-    "block", [lambda: jmpx.autocast(policy="c=bf16"), lambda: jmpx.autocast(output=None)]
-)
-def test_a_with_block_is_told_what_to_write(block):
-    with pytest.raises(TypeError, match=r"got a with block: write jmpx.autocast\(f, policy\) or"):
-        with block():
-            pass
-
-
 @pytest.mark.parametrize("first", ["bf16", "cuda"])
 def test_a_string_is_told_what_to_write(first):
     with pytest.raises(TypeError, match=f"got '{first}': write jmpx.autocast") as caught:

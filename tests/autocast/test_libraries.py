@@ -40,9 +40,6 @@ def test_haiku(pair):
     args = {"linear": {"w": w, "b": w[0]}}, {}, None, x
     check(lambda params, x: network.apply(params, {}, None, x), args[0], x)
     assert_ran(lambda x: jmpx.autocast(network.apply)(*args), x, dot_general="bfloat16")
-    wrong = hk.transform(jmpx.autocast(lambda x: hk.Linear(2)(x)))
-    with pytest.raises(ValueError, match="give transformed.apply to jmpx.autocast"):
-        wrong.init(jax.random.key(0), x)
 
 
 def test_linen(pair):
@@ -94,10 +91,7 @@ def test_equinox_scopes(rng):
 def test_a_function_that_creates_haiku_parameters(rng):
     x = normal(rng, 2, 3)
     f = jmpx.autocast(lambda x: hk.Linear(2)(x))
-    with pytest.raises(ValueError, match=r"parameter .* 'linear/w' .* give transformed.apply to"):
-        hk.transform(f).init(jax.random.key(0), x)
-    norm = jmpx.autocast(lambda x: hk.BatchNorm(True, True, 0.9)(x, is_training=True))
-    with pytest.raises(ValueError, match="give transformed.apply to jmpx.autocast"):
-        hk.transform_with_state(norm).init(jax.random.key(0), x)
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        jax.jit(hk.transform(f).init)(jax.random.key(0), x)
     inner = hk.transform(lambda x: jmpx.autocast(jnp.matmul)(x, hk.Linear(2)(x)))  # creates none
     assert inner.init(jax.random.key(0), normal(rng, 2, 2))["linear"]["w"].dtype == jnp.float32

@@ -16,6 +16,14 @@ from jmpx._autocast import binding, neighbours, rules
 from jmpx._autocast.kinds import low, promote
 from jmpx._jaxprs.core import operation_name
 
+# Primitives that not all supported versions of JAX have. Keys are versions that the tests run (0.7,
+# 0.10, 0.12): in SINCE the first that has the primitives, in BEFORE the first that lacks them.
+SINCE = {
+    "0.10": "all_gather_reduced mulhi ormqr stack tile unstack",
+    "0.12": "log2 one_minus_square polynomial",
+}
+BEFORE = {"0.12": "call closed_call"}
+
 
 def version(text):
     return tuple(map(int, text.split(".")[:2]))
@@ -33,15 +41,15 @@ def primitives_of_jax():
 
 @pytest.mark.skipif(THIS_LINE not in map(version, LINES), reason=f"names are those of {LINES}")
 def test_rules_are_for_primitives_that_this_line_of_jax_has():
-    not_yet = [names for line, names in rules.SINCE.items() if version(line) > THIS_LINE]
-    no_more = [names for line, names in rules.BEFORE.items() if version(line) <= THIS_LINE]
+    not_yet = [names for line, names in SINCE.items() if version(line) > THIS_LINE]
+    no_more = [names for line, names in BEFORE.items() if version(line) <= THIS_LINE]
     missing = {*rules.ENTRIES} - primitives_of_jax()
     assert missing == set(" ".join(not_yet + no_more).split())
 
 
 def test_lines_of_jax_are_said_of_primitives_with_rules():
-    assert {*rules.SINCE, *rules.BEFORE} <= set(LINES)
-    named = " ".join([*rules.SINCE.values(), *rules.BEFORE.values()]).split()
+    assert {*SINCE, *BEFORE} <= set(LINES)
+    named = " ".join([*SINCE.values(), *BEFORE.values()]).split()
     assert len(named) == len(set(named))
     assert {*named} <= {*rules.ENTRIES}
 

@@ -96,7 +96,7 @@ def check(fn, *args, jits=(jax.jit,)):
         jits: what to compile both by.
     """
     jaxpr, arrays = trace(fn, *args), jax.tree.leaves(args)
-    found = watched.sites(jaxpr)
+    found = list(watched.sites(jaxpr))
     assert len({site.key for site in found}) == len(found)
     none = {site.key: jnp.int32(0) for site in found}
     for jit in jits:
@@ -216,7 +216,7 @@ def test_scopes_and_the_equations_around_go_with_a_site():
 
             return call(x)
 
-    found = watched.sites(trace(jax.grad(fn), jnp.ones(2)), scope="step")
+    found = list(watched.sites(trace(jax.grad(fn), jnp.ones(2)), watched.Site(None, "step")))
     (sin,) = (site for site in found if site.equation.primitive.name == "sin")
     assert sin.scope.startswith("step/") and sin.scope.split("/").index("outer") == 1
     assert [eqn.primitive.name for eqn in sin.around] == ["jit", "scan"]
