@@ -7,7 +7,7 @@ from typing import TypeAlias, TypeVar
 import jax
 import numpy as np
 
-from jmpx._base.casts import cast_like, cast_tree
+from jmpx._base.casts import cast_except, cast_like, cast_tree
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.stateful import Arguments as Args, Function as Method, Keywords as Kwargs
 from jmpx._jaxprs import core
@@ -128,13 +128,3 @@ def at_least(dtype: np.dtype) -> Cast:
         return cast_tree(leaf, dtype) if is_narrow else leaf
 
     return widen
-
-
-def cast_except(cast: Cast, tree: T, passes: Passes) -> T:
-    """Casts a pytree except for the nodes that pass as they are."""
-    nodes, treedef = jax.tree.flatten(tree, is_leaf=passes)
-    if not any(map(passes, nodes)):
-        return cast(tree)
-    others = treedef.unflatten([None if passes(node) else node for node in nodes])
-    pairs = zip(nodes, treedef.flatten_up_to(cast(others)), strict=True)
-    return treedef.unflatten([node if passes(node) else new for node, new in pairs])

@@ -41,13 +41,7 @@ def public_methods(cls: type, base: type) -> Iterator[str]:
 
 
 def proxy_class(cls: type[T], namespace: Mapping[str, object], mixin: type = object) -> type[T]:
-    """Returns a subclass that bears the names and the docstring of its class.
-
-    Args:
-        cls: the class.
-        namespace: the attributes of the subclass.
-        mixin: a further base class, before `cls`.
-    """
+    """Returns a subclass that bears the names and the docstring of its class."""
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     bases = (cls,) if issubclass(cls, mixin) else (mixin, cls)
     return type(cls)(cls.__name__, bases, {**namespace, **names})
@@ -59,17 +53,13 @@ def marking_proxy_class(
 ) -> type[T]:
     """Returns the proxy class whose public methods mark their calls, for `jmpx.autocast`.
 
-    Args:
-        cls: the class of a module.
-        modules: the modules that a call is of: this one, and containers around it.
-        base: the framework's class of all modules.
-        mixin: a further base class, before `cls`.
+    A call is of several `modules`: this one, and containers around it.
     """
 
     def marked(name: str) -> Method:
         method = inspect.getattr_static(cls, name)
 
-        @functools.wraps(method, updated=_copied_attributes(method))
+        @functools.wraps(method, updated=())
         def wrapper(self: T, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
             with contextlib.ExitStack() as stack:
                 for module in modules:
@@ -82,13 +72,8 @@ def marking_proxy_class(
     return proxy_class(cls, {**namespace, _PLAIN: plain_class(cls)}, mixin)
 
 
-def _copied_attributes(method: object) -> tuple[str, ...]:
-    """Returns what `functools.wraps` copies: the attributes of a function, not of an object."""
-    return functools.WRAPPER_UPDATES if inspect.isfunction(method) else ()
-
-
 def plain_class(cls: type) -> type:
-    """Returns the class that the user wrote, for a proxy class that marks; else `cls` itself."""
+    """Returns the class that the user wrote, for a proxy class that marks."""
     return getattr(cls, _PLAIN, cls)
 
 
@@ -104,9 +89,6 @@ def check_view(view: object, policy_map: PolicyMap | None) -> None:
 
 
 def is_optimizer_state(node: object) -> bool:
-    """Whether a node of a pytree is a state of Optax or jmpx, whose arrays are never cast.
-
-    Averages of gradients have the structure of the model, and its modules in them.
-    """
+    """Whether a node of a pytree is a state of Optax or jmpx, whose arrays are never cast."""
     package = type(node).__module__.partition(".")[0]
     return package in ("optax", "jmpx") and not jax.tree_util.all_leaves([node])

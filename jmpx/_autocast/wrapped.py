@@ -24,7 +24,7 @@ from jmpx._base.leaves import PyTree, is_floating, is_traceable
 from jmpx._base.made_once import made_once
 from jmpx._base.matmul import region_setting
 from jmpx._base.messages import user_stacklevel
-from jmpx._base.nnx_objects import is_object, module_base
+from jmpx._base.nnx_objects import is_object, nnx
 from jmpx._base.stateful import (
     Arguments,
     Changes,
@@ -209,7 +209,7 @@ def _module_class(base: Any) -> type:
 
 def _wrap(fn: Function, *fields: Any) -> Autocast:
     """Makes the `Autocast` of a callable, which may be a pytree or an object of NNX."""
-    return (_module_class(module_base()) if is_object(fn) else Autocast)(fn, *fields)
+    return (_module_class(nnx().Module) if is_object(fn) else Autocast)(fn, *fields)
 
 
 def applied(fn: Function, *fields: Any) -> Function:

@@ -1,5 +1,6 @@
 """Casts of pytrees: floating leaves change their dtype, all other leaves pass untouched."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -70,6 +71,16 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
 def cast_like(new: T, old: PyTree) -> T:
     """Returns `new` in the dtype of the leaf `old` that it replaces, if both are floating."""
     return cast_tree(new, old.dtype) if is_floating(old) else new
+
+
+def cast_except(cast: Callable[[PyTree], PyTree], tree: T, passes: Callable[[object], bool]) -> T:
+    """Casts a pytree except for the nodes that pass as they are."""
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=passes)
+    if not any(map(passes, nodes)):
+        return cast(tree)
+    others = treedef.unflatten([None if passes(node) else node for node in nodes])
+    pairs = zip(nodes, treedef.flatten_up_to(cast(others)), strict=True)
+    return treedef.unflatten([node if passes(node) else new for node, new in pairs])
 
 
 def cast_to_full(tree: T) -> T:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+from jmpx._base.casts import cast_except
 from jmpx._base.leaves import PyTree
 
 Object: TypeAlias = Any  # Flax may be missing, and its types with it.
@@ -20,11 +21,6 @@ Object: TypeAlias = Any  # Flax may be missing, and its types with it.
 def nnx() -> Object:
     """Returns the module `flax.nnx`, or None if the program has not imported it."""
     return sys.modules.get("flax.nnx")
-
-
-def module_base() -> type:
-    """Returns `nnx.Module`, for a program that has imported it."""
-    return nnx().Module
 
 
 def is_object(value: object) -> bool:
@@ -45,20 +41,27 @@ def holds_objects(tree: PyTree) -> bool:
 def _opened(leaf: PyTree) -> tuple[list[PyTree], Callable[[list[PyTree]], PyTree]]:
     """Returns what a bound method, a partial or another callable holds, and how to put it back."""
     if isinstance(leaf, types.MethodType):
-        return [leaf.__self__], lambda parts: types.MethodType(leaf.__func__, *parts)
+        return [leaf.__self__], lambda parts: _bound(leaf.__func__, *parts)
     if isinstance(leaf, functools.partial):
         tree = leaf.func, leaf.args, leaf.keywords
         parts, treedef = jax.tree.flatten(tree, is_leaf=is_whole)
-
-        def rebuild(parts: list[PyTree]) -> PyTree:
-            func, args, kwargs = treedef.unflatten(parts)
-            return functools.partial(func, *args, **kwargs)
-
-        return parts, rebuild
+        return parts, lambda parts: _partial(*treedef.unflatten(parts))
     if callable(leaf) and not jax.tree_util.all_leaves([leaf], is_leaf=is_whole):
         parts, treedef = jax.tree.flatten(leaf, is_leaf=is_whole)
         return parts, treedef.unflatten
     return [], lambda _: leaf
+
+
+def _partial(func: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
+    return functools.partial(func, *args, **kwargs)
+
+
+def _bound(func: Callable[..., PyTree], owner: Object) -> PyTree:
+    """Returns a method bound to an object, that of its proxy class if the object is of one."""
+    name = getattr(func, "__name__", "")
+    if getattr(getattr(type(owner), name, None), "__wrapped__", None) is func:
+        return getattr(owner, name)
+    return types.MethodType(func, owner)
 
 
 def objects_of(leaf: PyTree) -> Iterator[Object]:
@@ -93,14 +96,8 @@ def skip_kept(cast: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
     """
 
     def spared(tree: PyTree) -> PyTree:
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_kept)
-        if not any(map(is_kept, leaves)):
-            return cast(tree)
-        hollow = treedef.unflatten([None if is_kept(leaf) else leaf for leaf in leaves])
-        pairs = zip(leaves, treedef.flatten_up_to(cast(hollow)), strict=True)
         # Copies may change in a trace in which the caller's own variables may not.
-        copied = functools.partial(jax.tree.map, lambda leaf: leaf)
-        return treedef.unflatten([copied(leaf) if is_kept(leaf) else new for leaf, new in pairs])
+        return cast_except(cast, jax.tree.map(lambda leaf: leaf, tree), is_kept)
 
     return spared
 

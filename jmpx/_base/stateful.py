@@ -41,21 +41,16 @@ def apply(fn: Callable[..., R], *args: PyTree, **kwargs: PyTree) -> R:
 class _Parts(NamedTuple):
     """A split object. If it is exposed, `params` are an argument of the transformation."""
 
-    value: Object
     graphdef: Object
     params: PyTree  # None if it is not exposed
     rest: PyTree
 
-    def merge(self, context: Object, params: PyTree, rest: PyTree) -> Object:
-        """Returns the object made of these parts, or the one that the context has made of them."""
-        return context.merge(self.graphdef, *(part for part in (params, rest) if part is not None))
-
 
 def _split(context: Object, value: Object, is_exposed: bool = False) -> _Parts:
     if is_exposed and not isinstance(value, nnx().Variable):
-        return _Parts(value, *context.split(value, nnx().Param, ...))
+        return _Parts(*context.split(value, nnx().Param, ...))
     graphdef, state = context.split(value)
-    return _Parts(value, graphdef, *((state, None) if is_exposed else (None, state)))
+    return _Parts(graphdef, *((state, None) if is_exposed else (None, state)))
 
 
 _ARRAY = object()  # stands for a new array in a record, which does not hold it
@@ -74,10 +69,10 @@ class _Origin(NamedTuple):
 class _Record:
     """How a call has changed objects, without the new arrays."""
 
-    before: Sequence[_Parts] = ()  # the objects before the call
+    objects: Sequence[Object] = ()  # before the call
     leaves: Sequence[Leaf] = ()  # of them: the parameters, then the state
     num_params: int = 0  # among these leaves
-    after: Sequence[_Parts] = ()  # the objects, and those in the function's result
+    graphdefs: Sequence[Object] = ()  # after the call, then of the objects in its result
     structure: PyTree = None  # of their leaves
     origins: Sequence[_Origin] = ()  # of each of their leaves
     is_rebuilt: bool = False  # whether the structure of an object, or their number, has changed
@@ -91,7 +86,7 @@ class _Record:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Returned:
-    """Stands for an object in a function's result: the one at `index` in `_Record.after`."""
+    """Stands for an object in a function's result: that of `_Record.graphdefs` at `index`."""
 
     index: int
 
@@ -112,11 +107,8 @@ class Changes:
     def stored(self, state: Sequence[Leaf] | None = None, with_random: bool = True) -> "Changes":
         """Returns what each new array replaces; None for a new variable.
 
-        A skipped step goes back to it, except random counters, because it has drawn its numbers.
-
-        Args:
-            state: a state that `advance` has returned, to take it from that.
-            with_random: whether random counters are in the result; else None is in their place.
+        A `state` that `advance` has returned may take the place of the one before the call. A
+        skipped step goes back, but for random counters, because it has drawn its numbers.
         """
         record = self.record
         leaves = record.leaves if state is None else [*[None] * record.num_params, *state]
@@ -151,11 +143,10 @@ class Changes:
         is_same = not record.is_rebuilt and len(record.origins) == len(record.leaves)
         if is_same and all(origin.is_old for origin in record.origins):
             return result
-        _check_level([part.value for part in record.before])
+        _check_level(record.objects)
         rests = record.structure.unflatten(record.merged(self.arrays))
         with nnx().merge_context(_CONTEXT, inner=False) as context:
-            pairs = zip(record.after, rests, strict=True)
-            objects = [part.merge(context, None, rest) for part, rest in pairs]
+            objects = list(map(context.merge, record.graphdefs, rests))
         return jax.tree.map(
             lambda leaf: objects[leaf.index] if isinstance(leaf, _Returned) else leaf,
             result,
@@ -164,10 +155,7 @@ class Changes:
 
 
 class PureFunction:
-    """A function as a pure one: it takes the state of its objects, and returns their changes.
-
-    This class is for a function without objects, `_Split` for one with objects.
-    """
+    """A function as a pure one of the state of its objects, of which it has none; see `_Split`."""
 
     def __init__(self, fn: Function) -> None:
         self.fn = fn
@@ -224,26 +212,21 @@ def split(
 
 
 class _Split(PureFunction):
-    """A function of NNX objects, which are split. Make it within an `nnx.update_context`.
-
-    The leaves are its arguments, flattened into objects and other leaves.
-    """
+    """A function of NNX objects, which are split. Make it within an `nnx.update_context`."""
 
     def __init__(self, fn: Function, leaves: list[PyTree], treedef: PyTree) -> None:
         super().__init__(fn)
         self.leaves, self.treedef = leaves, treedef
+        found = [(value, False) for value in objects_of(fn)]
+        found += [(value, is_object(leaf)) for leaf in leaves for value in objects_of(leaf)]
+        self.objects = [value for value, _ in found]
         with nnx().split_context(_CONTEXT) as context:
-            of_fn = [_split(context, o) for o in objects_of(fn)]
-            of_leaves = [[_split(context, o, is_object(x)) for o in objects_of(x)] for x in leaves]
-        pairs = zip(leaves, of_leaves, strict=True)
-        self.arguments = [parts[0].params if is_object(leaf) else leaf for leaf, parts in pairs]
-        self.splits = [*of_fn, *(part for parts in of_leaves for part in parts)]
-        self.state, self.state_def = jax.tree.flatten([part.rest for part in self.splits])
-        originals = [
-            pair
-            for parts in ([p.params for p in self.splits], [p.rest for p in self.splits])
-            for pair in jax.tree_util.tree_leaves_with_path(parts)
-        ]
+            self.splits = [_split(context, *each) for each in found]
+        exposed = (part.params for part in self.splits if part.params is not None)
+        self.arguments = [next(exposed) if is_object(leaf) else leaf for leaf in leaves]
+        trees = [part.params for part in self.splits], [part.rest for part in self.splits]
+        self.state, self.state_def = jax.tree.flatten(trees[1])
+        originals = [pair for t in trees for pair in jax.tree_util.tree_leaves_with_path(t)]
         self.places = {path: place for place, (path, _) in enumerate(originals)}
         self.originals = [_refuse_ref(leaf) for _, leaf in originals]
 
@@ -254,9 +237,10 @@ class _Split(PureFunction):
         exposed = [part for part, leaf in zip(given, self.leaves, strict=True) if is_object(leaf)]
         rests, params = self.state_def.unflatten(state), iter(exposed)
         with nnx().merge_context(_CONTEXT, inner=True) as context:
+            states = ((None if p.params is None else next(params)) for p in self.splits)
             copies = [
-                part.merge(context, None if part.params is None else next(params), rest)
-                for part, rest in zip(self.splits, rests, strict=True)
+                context.merge(part.graphdef, *(s for s in (own, rest) if s is not None))
+                for part, own, rest in zip(self.splits, states, rests, strict=True)
             ]
         before, remaining = nnx().graphdef(tuple(copies)), iter(copies)
         fn = replace_objects(self.fn, remaining)
@@ -277,12 +261,11 @@ class _Split(PureFunction):
         The copies were merged from the leaves in `known`, which have the order of `originals`.
         """
         results, result_def = jax.tree.flatten(result, is_leaf=is_whole)
+        returned = list(filter(is_object, results))
         with nnx().split_context(_CONTEXT) as context:
-            after = [_split(context, copy) for copy in copies]
-            for index, leaf in enumerate(results):
-                if is_object(leaf):
-                    results[index] = _Returned(len(after))
-                    after.append(_split(context, leaf))
+            after = [_split(context, value) for value in (*copies, *returned)]
+        numbers = map(_Returned, range(len(copies), len(after)))
+        results = [next(numbers) if is_object(leaf) else leaf for leaf in results]
         rests = [part.rest for part in after]
         leaves, structure = jax.tree_util.tree_flatten_with_path(rests)
         origins, arrays = list[_Origin](), list[jax.Array]()
@@ -294,9 +277,9 @@ class _Split(PureFunction):
                 arrays.append(cast_like(leaf, original))  # in the dtype in which it is stored
                 leaf = _ARRAY
             origins.append(_Origin(place, is_old, original if is_old else leaf, is_random))
-        start = self.splits, self.originals, len(known) - len(self.state)
-        is_rebuilt |= len(after) != len(copies)
-        record = _Record(*start, after, structure, origins, is_rebuilt)
+        start = self.objects, self.originals, len(known) - len(self.state)
+        graphdefs = [part.graphdef for part in after]
+        record = _Record(*start, graphdefs, structure, origins, is_rebuilt or bool(returned))
         return result_def.unflatten(results), Changes(arrays, record)
 
 
@@ -315,7 +298,7 @@ def _refuse_ref(leaf: Leaf) -> Leaf:
     return leaf
 
 
-def _check_level(objects: list[Object]) -> None:
+def _check_level(objects: Sequence[Object]) -> None:
     """Raises unless all variables may be updated here; Flax would raise after it updated some."""
     for _, value in nnx().iter_graph(tuple(objects)):
         if isinstance(value, nnx().Variable):
@@ -325,9 +308,7 @@ def _check_level(objects: list[Object]) -> None:
 def parameters_of(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Replaces each object of NNX in a pytree by the `nnx.State` of its parameters.
 
-    Returns:
-        The pytree, and a function that takes such a pytree, updates the objects by it, and returns
-        it with the objects in place of their parameters.
+    Also returns a function of such a pytree that updates the objects, and puts them back into it.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_whole)
     with nnx().split_context() as context:

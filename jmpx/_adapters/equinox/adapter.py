@@ -24,10 +24,7 @@ T = TypeVar("T")
 
 
 class _Marker:
-    """Has the modules in pytrees mark their calls, for `jmpx.autocast`; see `Proxies`.
-
-    Paths begin at the outermost modules.
-    """
+    """Has modules in pytrees mark their calls, with paths from the outermost; see `Proxies`."""
 
     def __init__(self, matches: Callable[[type, str], bool]) -> None:
         self.matches = matches
@@ -38,7 +35,7 @@ class _Marker:
 
     def _mark(self, node: PyTree, path: str, containers: tuple[Module, ...]) -> PyTree:
         """Marks a node, for containers around it, too, which are never called themselves."""
-        if nodes.keeps_dtype(node) or nodes.is_leaf(node):
+        if nodes.keeps_dtype(node) or jax.tree_util.all_leaves([node]):
             return node
         cls = plain_class(type(node))
         is_matched = nodes.is_module(node) and self.matches(cls, path)
@@ -72,9 +69,8 @@ def _plain(tree: T, made: dict[type, type]) -> T:
 class _Views:
     """Replaces the models in pytrees by views under one policy map; see `Proxies`.
 
-    Each outermost module is a model, and paths begin there. Two kinds of modules are not: a train
-    state, which holds the state of an optimizer or the like, and in which models are looked for;
-    and data, which has no public methods, nor has any module in it.
+    A train state is no model: a module that holds the state of an optimizer, in which models are
+    looked for. Nor is data, which has no public methods, nor any module in it.
     """
 
     def __init__(self, policy_map: PolicyMap) -> None:
@@ -91,7 +87,7 @@ class _Views:
             return node
         if nodes.holds(node, is_optimizer_state):
             return nodes.map_children(node, "", lambda child, _: self.replace(child))
-        return self.scope.outermost(node)
+        return self.scope.view(node)
 
     def restore(self, tree: T) -> T:
         replaced, rounded = self.scope.replaced, dict[str, np.dtype]()
@@ -117,8 +113,14 @@ class _Views:
             return id(node) in replaced or type(node) in self.made
 
         result = _plain(nodes.map_nodes(stored, tree, is_ours), self.made)
-        if rounded:
-            _warn_of_rounded(*next(iter(rounded.items())))
+        for path, dtype in list(rounded.items())[:1]:
+            warnings.warn(
+                f"A function under a policy map hands back arrays of its model rounded to "
+                f"{dtype_name(dtype)}, such as {path!r}: they went through an inner transformation "
+                "such as jax.jit, or were computed from rounded ones; return the model from "
+                "outside of that, or give the module that changes a rule.",
+                stacklevel=user_stacklevel("jax", "equinox"),
+            )
         return result
 
     def _dtypes(self, cls: type) -> dict[str, np.dtype]:
@@ -128,19 +130,9 @@ class _Views:
             for key, leaf in jax.tree_util.tree_leaves_with_path(stored):
                 if is_floating(leaf):
                     path = jax.tree_util.keystr(key, simple=True, separator="/")
-                    dtypes[path] = widest([leaf.dtype, dtypes.get(path, leaf.dtype)])
+                    dtype: np.dtype = leaf.dtype
+                    dtypes[path] = widest([dtype, dtypes.get(path, dtype)])
         return dtypes
-
-
-def _warn_of_rounded(path: str, dtype: np.dtype) -> None:
-    """Warns of arrays of models that a function hands back in fewer bits than they have."""
-    warnings.warn(
-        f"A function under a policy map hands back arrays of its model rounded to "
-        f"{dtype_name(dtype)}, such as {path!r}: they went through an inner transformation such as "
-        "jax.jit, or were computed from rounded ones; return the model from outside of that, or "
-        "give the module that changes a rule which computes in the stored dtype.",
-        stacklevel=user_stacklevel("jax", "equinox"),
-    )
 
 
 class _Adapter(Adapter):

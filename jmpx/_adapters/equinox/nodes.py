@@ -41,11 +41,12 @@ def map_nodes(
     """Maps nodes of a tree. A tree without such nodes stays the same object."""
     if is_node(tree):
         return func(tree)
-    if keeps_dtype(tree) or is_leaf(tree):
+    if keeps_dtype(tree) or jax.tree_util.all_leaves([tree]):
         return tree
     if isinstance(tree, _JITTED):  # it hides the module as arrays and a tree definition
-        mapped = map_nodes(func, tree.__wrapped__, is_node)
-        return tree if mapped is tree.__wrapped__ else eqx.filter_jit(mapped)
+        wrapped = tree.__wrapped__
+        mapped = map_nodes(func, wrapped, is_node)
+        return tree if mapped is wrapped else eqx.filter_jit(mapped)
     owner, name = _method(tree)
     if name is not None:  # its function is that of the class
         mapped = map_nodes(func, owner, is_node)
@@ -69,11 +70,6 @@ def _method(node: PyTree) -> tuple[PyTree, str | None]:
 def holds(tree: PyTree, test: Callable[[object], bool]) -> bool:
     """Whether a pytree has a node of a kind."""
     return any(map(test, jax.tree.leaves(tree, is_leaf=test)))
-
-
-def is_leaf(node: PyTree) -> bool:
-    """Whether a node is a leaf of pytrees."""
-    return jax.tree_util.all_leaves([node])
 
 
 def is_module(node: object) -> bool:

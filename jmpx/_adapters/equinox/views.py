@@ -9,11 +9,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from jmpx._adapters.boundaries import Method, cast_except, run_cast
+from jmpx._adapters.boundaries import Method, run_cast
 from jmpx._adapters.dtype_fields import Selected, field_in_call
 from jmpx._adapters.equinox import nodes
 from jmpx._adapters.proxies import check_view, plain_class, proxy_class, public_methods
 from jmpx._adapters.scopes import PolicyScope, inherited_policy
+from jmpx._base.casts import cast_except
 from jmpx._base.contexts import note_cast
 from jmpx._base.dtypes import as_dtype, computable
 from jmpx._base.leaves import PyTree, is_floating, is_view
@@ -74,54 +75,38 @@ def with_policies(model: T, policy_map: PolicyMapLike | None = None) -> T:
             "model itself, or make views of the modules in it one by one."
         )
     scope = EquinoxScope(policy_map)
-    view = scope.outermost(model)
+    view = scope.view(model)
     if view is not model:
         scope.pool.warn(stacklevel=2)
     return view
 
 
 class _Around(NamedTuple):
-    """What holds in the nodes around one in a model.
+    """What surrounds a node of a model."""
 
-    Args:
-        surrounding: the surrounding policy of calls of the modules in the node.
-        inner: the policy that casts the leaves in the node. It differs from `surrounding` in a
-            module that has a policy but is never called, because it is a mere container.
-        selected: what a rule makes of `dtype` fields; None without one.
-    """
+    surrounding: Policy | None = None  # of calls of the modules in the node
+    inner: Policy | None = None  # casts leaves; another one in a container that is never called
+    selected: Selected | None = None  # what a rule makes of `dtype` fields
 
-    surrounding: Policy | None = None
-    inner: Policy | None = None
-    selected: Selected | None = None
+
+_OUTSIDE = _Around()
 
 
 class EquinoxScope(PolicyScope):
-    """Makes the views of models.
-
-    Attributes:
-        made: the classes of modules in the views, and the classes in whose place they are.
-        replaced: by the identities of nodes of the views, the nodes, which are kept so that no
-            others get their identities, and the nodes of the models in whose place they are.
-    """
+    """Makes the views of models."""
 
     def __init__(self, policy_map: PolicyMapLike | None) -> None:
         super().__init__(_NAME, policy_map)
-        self.made: dict[type, type] = {}
+        self.made: dict[type, type] = {}  # proxy classes, and the classes in whose place they are
+        # By the identities of nodes of views: they, which are kept so that no others get these, and
+        # the nodes of the models in whose place they are.
         self.replaced: dict[int, tuple[PyTree, PyTree]] = {}
 
-    def outermost(self, model: T) -> T:
-        """Returns the view of a model; a view under the same policy map is the same object."""
-        around = _Around()
-        if self.policy_map is not None and nodes.holds(model, is_view):  # a part of a view
-            inherited = inherited_policy(self.policy_map.default)
-            around = _Around(inherited, inherited)
-        return self.view(model, "", around)
-
-    def view(self, node: PyTree, path: str, around: _Around) -> PyTree:
+    def view(self, node: PyTree, path: str = "", around: _Around = _OUTSIDE) -> PyTree:
         """Returns a node of the model as it is in the view: a module, a container or a leaf."""
         if nodes.keeps_dtype(node):
             return node
-        if nodes.is_leaf(node):
+        if jax.tree_util.all_leaves([node]):
             cast = None if around.inner is None else around.inner.cast_to_compute
             return node if cast is None else self.replace(node, cast(node))
         if nodes.is_module(node):
@@ -191,14 +176,9 @@ class HiddenProxy:
 def _view_class(
     cls: type, policy: Policy, is_boundary: bool, written: object, policy_map: PolicyMap | None
 ) -> type:
-    """Returns the proxy class of a class whose public methods cast by a policy.
+    """Returns the proxy class whose public methods cast, at boundaries their results, too.
 
-    Args:
-        cls: the class.
-        policy: the policy.
-        is_boundary: whether they cast at a boundary, rather than their arguments alone.
-        written: the `dtype` field of the module, if a rule has set it in the view.
-        policy_map: the policy map of the view.
+    If a rule has set the `dtype` field of the module, `written` is the field as it was.
     """
     names = public_methods(cls, eqx.Module)
     methods = {name: _casting(cls, name, policy, is_boundary) for name in names}

@@ -5,8 +5,6 @@ running statistics and caches do, stays done. So the models have to be the funct
 copies in a trace are.
 """
 
-import functools
-import types
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,16 +13,11 @@ from flax import nnx
 
 from jmpx._adapters.nnx import objects
 from jmpx._adapters.nnx.views import NnxScope, refuse_setting
-from jmpx._adapters.proxies import (
-    is_optimizer_state,
-    marking_proxy_class,
-    plain_class,
-    proxy_class,
-)
+from jmpx._adapters.proxies import is_optimizer_state, marking_proxy_class, plain_class, proxy_class
 from jmpx._base.casts import cast_like
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.made_once import made_once
-from jmpx._base.nnx_objects import is_object, objects_of
+from jmpx._base.nnx_objects import is_object, objects_of, replace_objects
 from jmpx._jaxprs.marks import Module
 from jmpx._policies.frameworks import Adapter
 from jmpx._policies.maps import PolicyMap
@@ -52,25 +45,14 @@ class _Views:
         scope = self._scope = self._scope or NnxScope("jmpx.apply_policy", self.policy_map, True)
         for model in models:
             scope.view(model)
-        for optimizer in optimizers if scope.casts else ():
-            refusing = _refusing_class(type(optimizer))
-            self.made[refusing] = type(optimizer)
-            object.__setattr__(optimizer, "__class__", refusing)
+        for optimizer in optimizers:
+            if scope.casts and type(optimizer) not in self.made:
+                refusing = _refusing_class(type(optimizer))
+                self.made[refusing] = type(optimizer)
+                object.__setattr__(optimizer, "__class__", refusing)
         self.made |= scope.made
-        return treedef.unflatten(map(self._rebound, leaves))
-
-    def _rebound(self, leaf: PyTree) -> PyTree:
-        """Returns a bound method of a module as that of its view, a partial of it likewise."""
-        if isinstance(leaf, functools.partial):
-            parts = (leaf.func, leaf.args, leaf.keywords)
-            func, args, kwargs = jax.tree.map(self._rebound, parts, is_leaf=objects.is_closed)
-            return functools.partial(func, *args, **kwargs)
-        if not isinstance(leaf, types.MethodType):
-            return leaf
-        owner, name = leaf.__self__, leaf.__func__.__name__
-        plain = self.made.get(type(owner))
-        is_own = plain is not None and getattr(plain, name, None) is leaf.__func__
-        return getattr(owner, name) if is_own else leaf
+        # Bound methods are bound again, as those of the views.
+        return treedef.unflatten([replace_objects(leaf, objects_of(leaf)) for leaf in leaves])
 
     def restore(self, tree: T) -> T:
         scope, self._scope = self._scope, None
@@ -87,21 +69,16 @@ class _Views:
             return _settable(stored(leaf), arrays) if is_variable else arrays.get(id(leaf), leaf)
 
         for value, _ in objects.objects_in([*given.values(), *_objects(tree)]):
-            if id(value) not in given:
-                self._refuse_copy(type(value))
+            if id(value) not in given and type(value) in self.made:
+                raise ValueError(
+                    f"Expected the function to return modules that it was given, got a copy of a "
+                    f"{type(value).__name__}, whose parameters are cast by policy map "
+                    f"{str(self.policy_map)!r}: return the module itself, and copy it outside."
+                )
             _make_plain(value, self.made)
             for name, attribute in list(vars(value).items()):
                 vars(value)[name] = objects.map_objects(attribute, (), stored)
         return jax.tree.map(of_result, tree, is_leaf=is_object)
-
-    def _refuse_copy(self, cls: type) -> None:
-        """Raises if an object is a copy that the function made of a view."""
-        if cls in self.made:
-            raise ValueError(
-                f"Expected the function to return modules that it was given, got a copy of a "
-                f"{self.made[cls].__name__}, whose parameters are cast by policy map "
-                f"{str(self.policy_map)!r}: return the module itself, and copy it outside."
-            )
 
 
 def _stored_arrays(scope: NnxScope) -> dict[int, jax.Array]:
@@ -126,9 +103,8 @@ def _refusing_class(cls: type) -> type:
 
     def update(*args: PyTree, **kwargs: PyTree) -> None:
         raise ValueError(
-            "Cannot update an nnx.Optimizer inside of a function under a policy map, where the "
-            "parameters are cast and updates of them would be rounded: return the gradients, and "
-            "call update after the function."
+            "Cannot update an nnx.Optimizer inside of a function under a policy map, where it "
+            "would round parameters: return the gradients, and call update after the function."
         )
 
     return proxy_class(cls, {"update": update})
@@ -146,10 +122,7 @@ def _settable(variable: nnx.Variable, arrays: dict[int, PyTree]) -> nnx.Variable
 
 
 class _Marker:
-    """Has the modules in pytrees mark their calls, for `jmpx.autocast`; see `Proxies`.
-
-    Paths begin at the outermost modules.
-    """
+    """Has modules in pytrees mark their calls, with paths from the outermost; see `Proxies`."""
 
     def __init__(self, matches: Callable[[type, str], bool]) -> None:
         self.matches = matches

@@ -1,6 +1,5 @@
 """What the objects of a model are: modules that are called, containers, parameters, optimizers."""
 
-import types
 from collections.abc import Callable
 from typing import TypeGuard
 
@@ -12,8 +11,6 @@ from jmpx._adapters.proxies import is_optimizer_state, public_methods
 from jmpx._base.leaves import PyTree
 from jmpx._base.nnx_objects import is_object, is_whole
 
-_NO_CONTAINERS = (int, float, str, type(None), type, types.FunctionType)
-
 
 def map_objects(
     tree: PyTree, parts: tuple[str, ...], func: Callable[[PyTree, str], PyTree]
@@ -22,10 +19,6 @@ def map_objects(
 
     A container whose leaves stay the same objects stays the same object.
     """
-    if isinstance(tree, _NO_CONTAINERS):
-        return tree
-    if is_object(tree):  # most are, and JAX takes long for a tree
-        return func(tree, "/".join(filter(None, parts)))
 
     def at_path(key_path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
         keys = jax.tree_util.keystr(key_path, simple=True, separator="/")
@@ -43,41 +36,32 @@ def is_called(value: object) -> TypeGuard[nnx.Module]:
 
 def is_holder(module: nnx.Module) -> bool:
     """Whether it only holds modules: without public methods, it is never called."""
-    return not any(public_methods(type(module), nnx.Module)) and not _holds_parameter(module, set())
+    return not any(public_methods(type(module), nnx.Module)) and not _holds_parameter(module)
 
 
 def has_statistics(module: nnx.Module) -> bool:
-    """Whether it keeps running statistics. They stay in float32, and would make its results so."""
+    """Whether it keeps running statistics, which stay in float32 and would make its results so."""
     return any(isinstance(value, nnx.BatchStat) for value in vars(module).values())
 
 
 def reads(module: nnx.Module) -> bool:
     """Whether its calls cast their arguments: it reads variables, or is a step of a loop."""
     is_cell = isinstance(module, nnx.RNNCellBase)
-    return is_cell or has_statistics(module) or _holds_parameter(module, set())
+    return is_cell or has_statistics(module) or _holds_parameter(module)
 
 
-def _holds_parameter(value: nnx.Pytree, seen: set[int]) -> bool:
+def _holds_parameter(value: nnx.Pytree) -> bool:
     """Whether there is a parameter in an object, other than in modules that are called."""
-    seen.add(id(value))
     nodes = filter(is_object, jax.tree.leaves(list(vars(value).values()), is_leaf=is_object))
     return any(
         isinstance(node, nnx.Param)
-        or (
-            isinstance(node, nnx.Pytree)
-            and not is_called(node)
-            and id(node) not in seen
-            and _holds_parameter(node, seen)
-        )
+        or (isinstance(node, nnx.Pytree) and not is_called(node) and _holds_parameter(node))
         for node in nodes
     )
 
 
 def notes_dtype(module: nnx.Module) -> bool:
-    """Whether it is an `nnx.Embed` without a dtype of its own, which has noted that of its table.
-
-    It would promote to that dtype.
-    """
+    """Whether it is an `nnx.Embed` that has noted the dtype of its table, as it was given none."""
     return isinstance(module, nnx.Embed) and module.dtype == module.embedding[...].dtype
 
 
@@ -114,28 +98,22 @@ def objects_in(roots: list[PyTree]) -> list[tuple[nnx.Pytree, str]]:
 def models_in(roots: list[PyTree]) -> tuple[list[nnx.Module], list[nnx.Optimizer]]:
     """Returns the models and the optimizers in objects.
 
-    The models are the outermost modules, those in a list or dict of NNX, and those in a train
-    state: a module that holds them beside an optimizer, or beside metrics if it is not callable
-    itself.
+    The models are the outermost modules, also in a list or dict of NNX, or in a train state: a
+    module that holds an optimizer, or metrics if it is not callable itself.
     """
     models: dict[int, nnx.Module] = {}
     optimizers: list[nnx.Optimizer] = []
-    seen: set[int] = set()
 
-    def visit(value: PyTree) -> None:
-        if id(value) in seen or not isinstance(value, nnx.Pytree):
-            return
-        seen.add(id(value))
-        if isinstance(value, nnx.Optimizer):
-            optimizers.append(value)
-        if is_called(value) and not _is_train_state(value):
-            models[id(value)] = value
-        elif not isinstance(value, nnx.Metric):
-            for part in _parts(value):
-                visit(part)
+    def visit(values: list[PyTree]) -> None:
+        for value in values:
+            if isinstance(value, nnx.Optimizer):
+                optimizers.append(value)
+            if is_called(value) and not _is_train_state(value):
+                models[id(value)] = value
+            elif isinstance(value, nnx.Pytree) and not isinstance(value, nnx.Metric):
+                visit(_parts(value))
 
-    for root in roots:
-        visit(root)
+    visit(roots)
     inside = {id(part) for model in models.values() for part, path in objects_in([model]) if path}
     return [model for key, model in models.items() if key not in inside], optimizers
 

@@ -11,12 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jmpx._adapters.boundaries import Method, are_same, run_cast
-from jmpx._adapters.dtype_fields import (
-    Selected,
-    field_in_call,
-    reading_policy,
-    spelled_as,
-)
+from jmpx._adapters.dtype_fields import Selected, field_in_call, reading_policy, spelled_as
 from jmpx._adapters.nnx import objects
 from jmpx._adapters.proxies import check_view, plain_class, proxy_class, public_methods
 from jmpx._adapters.scopes import PolicyScope, inherited_policy
@@ -102,45 +97,30 @@ def _copied(value: PyTree, copies: dict[int, PyTree]) -> PyTree:
 
 
 class _Around(NamedTuple):
-    """What surrounds a value of the model.
+    """What surrounds a value of the model."""
 
-    Args:
-        module: the module that reads the parameters in the value; None outside of all modules.
-        surrounding: the surrounding policy of calls of the modules in the value.
-        reading: the policy under which parameters in the value are read.
-        selected: what a rule makes of the `dtype` fields of the layers in the value.
-    """
-
-    module: Module | None = None
-    surrounding: Policy | None = None
-    reading: Policy | None = None
-    selected: Selected | None = None
+    module: Module | None = None  # reads the parameters in the value
+    surrounding: Policy | None = None  # of calls of the modules in the value
+    reading: Policy | None = None  # under which parameters in the value are read
+    selected: Selected | None = None  # what a rule makes of `dtype` fields in the value
 
 
 _OUTSIDE = _Around()
 
 
 class Cast(NamedTuple):
-    """A parameter in a view: the cast one, the stored one, and the arrays of the first at first."""
+    """A parameter in a view."""
 
     value: nnx.Param
     stored: nnx.Param
-    arrays: list[jax.Array]
+    arrays: list[jax.Array]  # of `value` at first
 
 
 class NnxScope(PolicyScope):
     """Turns models into views, in place; an object that they share is turned once.
 
-    Args:
-        name: see `PolicyScope`.
-        policy_map: see `PolicyScope`.
-        hands_back: whether the models are turned back, so that no cast parameter may be set, and
-            the open context for Linen casts in Linen's modules.
-
-    Attributes:
-        made: the proxy classes, and the classes in whose place they are.
-        casts: the parameters, by the identities of the cast ones.
-        fields: the attributes of modules whose `dtype` was set, and what it was.
+    If it `hands_back` what it has turned, no cast parameter may be set, and the context for Linen,
+    which is open then, casts in Linen's modules.
     """
 
     def __init__(
@@ -148,8 +128,9 @@ class NnxScope(PolicyScope):
     ) -> None:
         super().__init__(name, policy_map)
         self.hands_back = hands_back
-        self.made: dict[type, type] = {}
-        self.casts: dict[int, Cast] = {}
+        self.made: dict[type, type] = {}  # proxy classes, and the classes in whose place they are
+        self.casts: dict[int, Cast] = {}  # by the identities of the cast parameters
+        # The attributes of modules whose `dtype` was set, and what it was.
         self.fields: list[tuple[dict[str, PyTree], PyTree]] = []
         self._objects: dict[int, PyTree] = {}
         # Modules that share a parameter may have different policies.
@@ -259,17 +240,12 @@ def _casting(method: Method, name: str, policy: Policy, run: Callable[..., PyTre
         if _running.get() is self:
             return method(self, *args, **kwargs)  # part of the call that casts already
         is_step = isinstance(self, nnx.RNNCellBase) and name == "__call__"
+        carry, bound = args[0] if args and is_step else None, functools.partial(method, self)
         token = _running.set(self)
         try:
             with _kept_state(self):
-                return run(
-                    policy,
-                    functools.partial(method, self),
-                    args,
-                    kwargs,
-                    carry=args[0] if args and is_step else None,
-                    passes=is_object,  # a copied `nnx.Rngs` would not advance the original's count
-                )
+                # Objects pass, as a copied `nnx.Rngs` would not advance the original's count.
+                return run(policy, bound, args, kwargs, carry=carry, passes=is_object)
         finally:
             _running.reset(token)
 
