@@ -18,7 +18,6 @@ import compiled_step
 import language_model
 import mutants
 import records
-import reliability
 import storage
 import tpu_tables
 from records import Record, Row, plain, table, table_of_bars
@@ -152,7 +151,6 @@ def pages() -> dict[Path, str]:
     """Returns the text that each page should have."""
     found, tpu = records.read(records.CPU), records.read(tpu_tables.RESULTS)
     headlines = table_of_bars(row for row in bars(found) if HEADLINE.search(row.measure))
-    reliable = reliability.table(records.read(reliability.RESULTS))
     learned = language_model.table(records.read(language_model.RESULTS))
     stored = [r for r in records.read(storage.RESULTS) if records.version_of(r) == "0.10.2"]
     planted = mutants.table(records.read(mutants.RESULTS))
@@ -162,11 +160,11 @@ def pages() -> dict[Path, str]:
     tables = {
         "README.md": visited,
         "docs/cost.md": visited,
-        "docs/reliability.md": (reliable, planted),
+        "docs/reliability.md": (planted,),
         "docs/storage.md": (storage.table(stored),),
     }
     texts = {ROOT / name: replaced((ROOT / name).read_text(), *new) for name, new in tables.items()}
-    return {PAGE: replaced(page, reliable, learned), **texts}
+    return {PAGE: replaced(page, learned), **texts}
 
 
 def replaced(text: str, *tables: str) -> str:

@@ -80,10 +80,15 @@ def kahan(optimizer: Optimizer, seed: int) -> Optimizer:
     return optax.GradientTransformation(init, update)
 
 
-def rounded(rounding: Any, **options: Any) -> Way:
-    """Stores parameters as `low_precision_params` does."""
-    wrap = jmpx.optim.low_precision_params
-    return Way(lambda optimizer, seed: wrap(optimizer, rounding, seed=seed, **options))
+def rounded(rounding: Any, narrow_state: bool = False) -> Way:
+    """Stores parameters as `low_precision_params` does, and the state in bfloat16 if asked."""
+
+    def make(optimizer: Any, seed: int) -> Any:
+        if narrow_state:
+            optimizer = jmpx.optim.with_state_dtype(optimizer, jnp.bfloat16, seed=seed)
+        return jmpx.optim.low_precision_params(optimizer, rounding, seed=seed)
+
+    return Way(make)
 
 
 WAYS = {
@@ -93,10 +98,10 @@ WAYS = {
         lambda optimizer, seed: jmpx.optim.with_state_dtype(optimizer, jnp.float32)
     ),
     "bfloat16, stochastic": rounded("stochastic"),
-    "bfloat16, stochastic, bfloat16 state": rounded("stochastic", state_dtype=jnp.bfloat16),
+    "bfloat16, stochastic, bfloat16 state": rounded("stochastic", narrow_state=True),
     "bfloat16, Kahan": Way(kahan),
     "split master": rounded("split"),
-    "split master, bfloat16 state": rounded("split", state_dtype=jnp.bfloat16),
+    "split master, bfloat16 state": rounded("split", narrow_state=True),
 }
 OF_STATE = [name for name in WAYS if "state" in name]  # these differ where there is state
 OF_PARAMS = [name for name in WAYS if name not in OF_STATE]

@@ -10,7 +10,7 @@ third is autocast: the string alone says so, and the program stays the same.
 
 Parameters that are stored in 16 bits lose small updates, unless they are rounded otherwise:
 
-    python examples/haiku/train.py --mp_policy=bf16-true --mp_params_rounding=stochastic
+    python examples/haiku/train.py --mp_policy=bf16-true --params_rounding=stochastic
 
 Where nobody may edit the command, the environment sets the same: JMPX_POLICY, JMPX_LOSS_SCALE.
 `--audit` trains nothing, and prints what of the train step runs in which dtype. So does jmpx, whose
@@ -71,6 +71,12 @@ BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a batch.", 1, 143
 LEARNING_RATE = flags.DEFINE_float(
     "learning_rate", 3e-3, "Adam's first; it falls to 0 by a cosine.", lower_bound=0.0
 )
+ROUNDING = flags.DEFINE_enum(
+    "params_rounding",
+    "nearest",
+    ["nearest", "stochastic", "split"],
+    "How updates of 16-bit parameters are rounded: nearest drops the small ones.",
+)
 PLOT = flags.DEFINE_string(
     "plot", None, "The .png file to draw loss, accuracy and loss scale into."
 )
@@ -89,6 +95,14 @@ flags.register_multi_flags_validator(
         or jmpx.get_policy_map(values["mp_policy"]).way == "modules"
     ),
     "--mp_bn_policy is the policy of a module: write by=modules into --mp_policy",
+)
+flags.register_multi_flags_validator(
+    ["mp_policy", "params_rounding"],
+    lambda values: (
+        values["params_rounding"] == "nearest"
+        or values["mp_policy"].default.param_dtype == jnp.bfloat16
+    ),
+    "--params_rounding rounds 16-bit parameters: write params=bfloat16 in --mp_policy",
 )
 flags.register_validator(
     "plot",
@@ -183,7 +197,9 @@ def batches(data: Data, size: int, rng: np.random.Generator) -> Iterator[Data]:
 
 def make_optimizer(steps: int) -> optax.GradientTransformation:
     optimizer = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE.value, steps))
-    optimizer = MP.low_precision_params(optimizer, seed=SEED.value)
+    if ROUNDING.value != "nearest":
+        rounding: Any = ROUNDING.value
+        optimizer = jmpx.optim.low_precision_params(optimizer, rounding, seed=SEED.value)
     return jmpx.skip_nonfinite(optimizer)  # counts the steps that are skipped
 
 
@@ -192,7 +208,7 @@ def grad_dtype() -> Any:
 
     Of 16-bit parameters they stay float32 up to an optimizer that keeps float32 moments.
     """
-    return None if MP.params_rounding == "nearest" else jnp.float32
+    return None if ROUNDING.value == "nearest" else jnp.float32
 
 
 def make_loss(network: hk.TransformedWithState) -> Any:
@@ -237,7 +253,7 @@ def make_network() -> hk.TransformedWithState:
 def make_state(network: hk.TransformedWithState, optimizer: Any, images: Any) -> TrainState:
     init = jax.jit(jmpx.apply_policy(network.init, MP.policy_map), static_argnums=2)
     params, model_state = init(jax.random.key(SEED.value), images[:1], True)
-    if MP.params_rounding == "nearest":
+    if ROUNDING.value == "nearest":
         return TrainState(params, model_state, optimizer.init(params), MP.loss_scale())
     masters = make_masters(images)  # the optimizer begins with float32, and keeps what it needs
     params = jax.tree.map(as_stored, masters, params)

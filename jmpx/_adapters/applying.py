@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._adapters.uncast import UncastArguments, UncastLike
-from jmpx._base.contexts import casts_watched, parameters_rounded
+from jmpx._base.contexts import Context, casts_watched, entered, parameters_rounded
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_array, is_floating
 from jmpx._base.matmul import matmul_region
@@ -28,7 +28,7 @@ from jmpx._base.stateful import (
     PureFunction,
     call,
 )
-from jmpx._policies.frameworks import imported_adapters
+from jmpx._policies.frameworks import Creation, imported_adapters
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, warn_of
 from jmpx._policies.modules import call_with_proxies
@@ -65,12 +65,9 @@ def apply_policy(
 
     - `by=arguments` casts the floating arguments to the compute dtype before the call, and widens
       the floating results to the output dtype where that is wider; it narrows none.
-    - `by=modules` runs the modules of Haiku and Linen that are called under the map, as the
-      `policies` of their adapters do, and gives the function views of the modules of Equinox and
-      NNX among its arguments, as `with_policies` does. A model that is handed back has its stored
-      dtypes.
-    - `by=operations` runs the function under autocast, see `jmpx.autocast`. The first argument
-      holds the parameters.
+    - `by=modules` runs Haiku and Linen as their `policies` do, and gives the function views of the
+      modules of Equinox and NNX among its arguments, as `with_policies` does.
+    - `by=operations` runs the function, whose first argument holds the parameters, under autocast.
 
     Without `by`, the rules decide; docs/which_way.md compares the three.
 
@@ -127,31 +124,18 @@ def apply_policy(
 
 
 class Application(NamedTuple):
-    """How a function runs under a policy map.
+    """How a function runs under a policy map."""
 
-    Attributes:
-        policy_map: the policy map; None runs the function as it is.
-        func: the function, as the user gave it.
-        uncast: the arguments that are left as they are.
-        name: the function that applies the map, as the user calls it.
-        is_half: whether the policy map is still to be looked up, because the user gave none.
-        stored: the first argument as it is stored, if the one given to `run` was widened before.
-    """
-
-    policy_map: PolicyMap | None
+    policy_map: PolicyMap | None  # None runs the function as it is
     func: Function
     uncast: UncastArguments
-    name: str
-    is_half: bool = False
-    stored: PyTree = None
+    name: str  # the function that applies the map, as the user calls it
+    is_half: bool = False  # whether the policy map is still to be looked up
+    stored: PyTree = None  # the first argument, if the one given to `run` was widened before
 
     @classmethod
     def of(
-        cls,
-        policy: MixedPrecisionLike | None,
-        func: Function,
-        uncast: UncastArguments,
-        name: str,
+        cls, policy: MixedPrecisionLike | None, func: Function, uncast: UncastArguments, name: str
     ) -> "Application":
         """Checks a policy when a function is made, and warns of rules that it will not follow."""
         if isinstance(policy, MixedPrecision):
@@ -183,9 +167,9 @@ class Application(NamedTuple):
         """Has `init` create parameters in the same dtypes in each way."""
         with contextlib.ExitStack() as stack:
             if self.policy_map is not None and self.policy_map.way != "modules":
-                are_cast = self.policy_map.way == "arguments"
-                for adapter in imported_adapters():
-                    stack.enter_context(adapter.created(self.policy_map.default, are_cast))
+                value = Creation(self.policy_map.default, self.policy_map.way == "arguments")
+                for hook in filter(None, [adapter.creation for adapter in imported_adapters()]):
+                    stack.enter_context(entered(Context(_NAME, value, value, hook)))
             yield
 
     def run(self, pure: PureFunction, state: State, args: Args, kwargs: Kwargs) -> Result:

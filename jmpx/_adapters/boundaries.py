@@ -39,22 +39,13 @@ def run_cast(
     At a boundary, the result is cast to the output dtype. Any other call is of a module that reads
     parameters itself, whose products an argument in float32, such as noise, would widen.
 
-    Such a call in a loop or a branch of JAX, where results have to keep the dtype of a carry, casts
-    only arguments that are wider than the compute dtype. If there are any, each array of the result
-    is at least as wide as the widest floating argument of its shape was, or of all if none has it.
-    Elsewhere the result is as the method returns it.
+    Such a call in a loop or a branch of JAX, where results have to keep the dtype of a carry, and
+    anywhere if it `keeps`, casts only arguments that are wider than the compute dtype. If there are
+    any, each array of the result is at least as wide as the widest floating argument of its shape
+    was, or of all if none has it. Elsewhere the result is as the method returns it.
 
-    Args:
-        policy: the policy of the call.
-        method: the method.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        by: the function that has the call cast, as the user calls it.
-        is_boundary: whether the call is a boundary.
-        carry: the carry among the arguments, if the method is a step of a loop: the new one comes
-            back in its dtypes.
-        passes: whether a node of a pytree passes as it is.
-        keeps: whether a result that is no boundary's is as wide as the arguments in any place.
+    The new `carry` of a step comes back in the dtypes of the old one. Nodes that `passes` selects
+    stay as they are. `by` is the function that has the call cast, as the user calls it.
     """
     is_kept = not is_boundary and (keeps or in_loop())
     leaves = jax.tree.leaves((args, kwargs), is_leaf=passes) if is_kept else []

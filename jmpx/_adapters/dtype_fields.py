@@ -51,13 +51,7 @@ class FieldInCall(NamedTuple):
 
 
 def field_in_call(module: object, rule: Policy | None, around: Selected | None) -> FieldInCall:
-    """Returns what the `dtype` field of a layer is in a call.
-
-    Args:
-        module: the layer, its field as the user wrote it or as a call around this one handed it on.
-        rule: the policy that a rule, or else the layer's class, gives to the call.
-        around: what a rule makes of the layer around this one.
-    """
+    """Returns what the field of a layer is in a call, by a rule for it, and by one around it."""
     field = dtype_field(module)
     if rule is not None:
         dtype = np.dtype(rule.compute_dtype)
@@ -74,7 +68,7 @@ def reading_policy(policy: Policy, field: np.dtype | None) -> Policy:
     return dataclasses.replace(policy, compute_dtype=field)
 
 
-def spelled_as(written: DTypeLike, dtype: np.dtype) -> DTypeLike:
+def spelled_as(written: DTypeLike | None, dtype: np.dtype) -> DTypeLike:
     """Returns a dtype in the form of another: a name, a NumPy dtype or a scalar type of JAX."""
     if isinstance(written, str):
         return dtype.name

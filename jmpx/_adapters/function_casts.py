@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jmpx._base.casts import cast_tree
 from jmpx._base.dtypes import DTypeLike, as_dtype
 from jmpx._base.leaves import PyTree, is_floating
-from jmpx._base.matmul import as_matmul, matmul_region
+from jmpx._base.matmul import matmul_region
 from jmpx._base.nnx_objects import skip_kept
 from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
 from jmpx._jaxprs.scopes import full_precision
@@ -48,12 +48,11 @@ def cast_function(
         'float32'
     """
     inside = as_dtype(dtype)
-    outside = inside if return_dtype is None else as_dtype(return_dtype)
-    return _recast(func, inside, lambda inputs: outside)
+    return _recast(func, inside, inside if return_dtype is None else as_dtype(return_dtype))
 
 
 def force_full_precision(
-    func: Callable[P, R], return_dtype: DTypeLike | None = None, *, matmul: str | None = None
+    func: Callable[P, R], return_dtype: DTypeLike | None = None
 ) -> Callable[P, R]:
     """Makes a function run in float32, for arguments of any floating dtype.
 
@@ -65,15 +64,13 @@ def force_full_precision(
         func: any callable of pytrees.
         return_dtype: what the floating leaves of the result are cast to; None means the widest
             dtype of the floating arguments, if there are any.
-        matmul: the algorithm of the matrix products and convolutions inside; see
-            `full_precision`. None leaves it as it is.
 
     Returns:
         A function with the signature of `func`.
 
     Raises:
         TypeError: if an argument is of another type.
-        ValueError: if `return_dtype` is not a floating dtype, or the algorithm is unknown.
+        ValueError: if `return_dtype` is not a floating dtype.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -83,30 +80,21 @@ def force_full_precision(
         >>> mean(x)
         Array(100., dtype=float16)
     """
-    matmul = as_matmul(matmul)
-    if return_dtype is None:
-        return _recast(func, jnp.float32, _widest_floating, matmul)
-    outside = as_dtype(return_dtype)
-    return _recast(func, jnp.float32, lambda inputs: outside, matmul)
+    return _recast(func, jnp.float32, None if return_dtype is None else as_dtype(return_dtype))
 
 
-def _recast(
-    func: Callable[P, R],
-    inside: DTypeLike,
-    outside: Callable[[PyTree], DTypeLike | None],
-    matmul: str | None = None,
-) -> Callable[P, R]:
-    """Casts the arguments of `func` to the dtype `inside`, its result to `outside(arguments)`."""
+def _recast(func: Callable[P, R], inside: DTypeLike, outside: DTypeLike | None) -> Callable[P, R]:
+    """Casts the arguments of a function and its result; None means the widest of the arguments."""
     if not callable(func):
         raise TypeError(f"Expected a function to wrap, got {func!r}: pass the callable itself.")
 
     def recast(
         pure: PureFunction, state: list[Leaf], args: Arguments, kwargs: Keywords
     ) -> tuple[PyTree, Changes]:
-        return_dtype = outside((args[1:], kwargs))
+        return_dtype = _widest_floating((args[1:], kwargs)) if outside is None else outside
         args, kwargs = skip_kept(lambda tree: cast_tree(tree, inside))((args, kwargs))
         scope = full_precision() if inside is jnp.float32 else contextlib.nullcontext()
-        with scope, matmul_region(matmul, inside):
+        with scope, matmul_region(None, inside):
             result, updates = pure(state, *args, **kwargs)
         return result if return_dtype is None else cast_tree(result, return_dtype), updates
 

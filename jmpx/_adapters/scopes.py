@@ -5,28 +5,25 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
-import jax
-
 from jmpx._adapters.dtype_fields import FieldCensus
 from jmpx._base.contexts import Context, Hook, entered, is_held, opened, refuse_other_tasks
 from jmpx._base.matmul import matmul_of
 from jmpx._base.messages import user_stacklevel
 from jmpx._jaxprs.marks import Module
 from jmpx._policies.added_rules import in_force
+from jmpx._policies.frameworks import Creation
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike, warn_unused
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import policy_of
-from jmpx._policies.rules import Rule
 
 
 class ModuleRecord(NamedTuple):
-    """A module that a scope met, or an array of a view that has a rule of its own."""
+    """A module that a scope met."""
 
     module: Module
     boundary: Policy | None  # None if its calls do not cast
     surrounding: Policy | None  # None for the outermost call
-    rule: Rule | None = None  # of an array; None for a module
 
 
 @dataclasses.dataclass(eq=False)  # an open pool is told from another one of an equal map
@@ -36,7 +33,6 @@ class Pool:
     name: str  # the function that applies the map, as the user calls it
     policy_map: PolicyMap | None
     seen: set[Module] = dataclasses.field(default_factory=set)
-    arrays: set[str] = dataclasses.field(default_factory=set)  # the paths of those in views
     census: FieldCensus = dataclasses.field(default_factory=FieldCensus)
 
     @classmethod
@@ -48,7 +44,7 @@ class Pool:
     def warn(self, stacklevel: int) -> None:
         """Warns of rules and fields, but not in a context of `pooled`, which warns at its end."""
         if self.policy_map is not None and not is_held(self):
-            warn_unused(self.policy_map, self.seen, stacklevel + 1, arrays=self.arrays)
+            warn_unused(self.policy_map, self.seen, stacklevel + 1)
             self.census.warn(self.policy_map, self.name, stacklevel + 1)
 
 
@@ -58,14 +54,6 @@ class PolicyScope:
     Args:
         name: the function that begins the scope, as the user calls it.
         policy_map: all that `jmpx.get_policy_map` takes; None for the policies of classes alone.
-
-    Attributes:
-        pool: the pool in which the scope began; one of its own outside of all.
-        census: the parameters that `dtype` fields keep from the policy map.
-        paths: the paths of the modules that were met.
-        ruled: the paths of the floating arrays of a view that have rules of their own.
-        met: the modules with their policies, in the order of their first calls; empty outside of
-            `listening`.
     """
 
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
@@ -73,9 +61,7 @@ class PolicyScope:
         self.policy_map = _for_modules(policy_map, name)
         self.pool = Pool.open_for(name, self.policy_map)
         self.census = self.pool.census
-        self.paths: set[str] = set()
-        self.ruled: set[str] = set()
-        self.met: dict[ModuleRecord, None] = {}
+        self.met: dict[ModuleRecord, None] = {}  # in the order of first calls, in `listening`
         self.tell_listeners()
 
     def tell_listeners(self) -> None:
@@ -97,7 +83,6 @@ class PolicyScope:
         """
         refuse_other_tasks(f"cast a {cls.__name__}")
         self.pool.seen.add(Module(cls, path))
-        self.paths.add(path)
         own = self.explicit_policy(cls, path, surrounding)
         if own is None and surrounding is None and self.policy_map is not None:
             return None, self.policy_map.default
@@ -118,36 +103,12 @@ class PolicyScope:
             policy = Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
         return dataclasses.replace(policy, matmul_precision=matmul)  # inherited, as by a rule
 
-    def array_policy(self, path: str, surrounding: Policy | None) -> Policy | None:
-        """Returns the policy that a rule gives to a floating array in a view, None without one.
-
-        A glob that matches a module around the array is a rule for modules.
-        """
-        self.pool.arrays.add(path)
-        if self.policy_map is None:
-            return None
-        ends = [end for end, letter in enumerate(path) if letter == "/"]
-        around = [outer for outer in ("", *(path[:end] for end in ends)) if outer in self.paths]
-        for rule in reversed(self.policy_map.rules):
-            matches = rule.is_path and rule.matches(object, path)
-            if matches and not any(rule.matches(object, outer) for outer in around):
-                self.ruled.add(path)
-                policy = rule.resolve(self.policy_map.default, surrounding)
-                self.record_module(jax.Array, path, policy, surrounding, rule)
-                return policy
-        return None
-
     def record_module(
-        self,
-        cls: type,
-        path: str,
-        boundary: Policy | None,
-        surrounding: Policy | None,
-        rule: Rule | None = None,
+        self, cls: type, path: str, boundary: Policy | None, surrounding: Policy | None
     ) -> None:
-        """Records the policies of a module or an array, if any context of `listening` is open."""
+        """Records the policies of a module, if any context of `listening` is open."""
         if self._listeners:
-            self.met[ModuleRecord(Module(cls, path), boundary, surrounding, rule)] = None
+            self.met[ModuleRecord(Module(cls, path), boundary, surrounding)] = None
 
 
 S = TypeVar("S", bound=PolicyScope)
@@ -188,26 +149,6 @@ def pooled(policy_map: PolicyMapLike | None, name: str) -> Iterator[PolicyMap | 
     pool.warn(user_stacklevel("jax", "flax", "haiku", "equinox"))
 
 
-class _Wrapper(NamedTuple):
-    """A running call of a module that wraps one of another framework."""
-
-    policy: Policy
-    policy_map: PolicyMap | None
-
-
-def wrapping(
-    policy: Policy, policy_map: PolicyMap | None
-) -> contextlib.AbstractContextManager[None]:
-    """Hands a policy on to the modules of another framework that run under the same policy map."""
-    return entered(Context("wrapping", _Wrapper(policy, policy_map)))
-
-
-def wrapper_policy(policy_map: PolicyMap | None) -> Policy | None:
-    """Returns the policy that `wrapping` hands on to scopes of a policy map, None without one."""
-    wrappers = [each for each in opened(_Wrapper) if each.policy_map == policy_map]
-    return wrappers[-1].policy if wrappers else None
-
-
 class _Listener(list[PolicyScope]):
     """The scopes that began in a context of `listening`."""
 
@@ -219,20 +160,6 @@ def listening() -> Iterator[list[PolicyScope]]:
     # The key is new each time, so that JAX traces a jitted function again and its modules run.
     with entered(Context("listening", listener, key=object())):
         yield listener
-
-
-class Creation(NamedTuple):
-    """How `init` creates parameters where no module has a policy; see `Adapter.created`."""
-
-    policy: Policy
-    are_cast: bool
-
-
-def creating(
-    creation: Creation, framework: str, hook: Hook
-) -> contextlib.AbstractContextManager[None]:
-    """Puts a `Creation` in force in a framework while the context lasts."""
-    return entered(Context(f"jmpx.apply_policy in {framework}", creation, creation, hook))
 
 
 def creation_in_force(scopes: type[PolicyScope]) -> Creation | None:

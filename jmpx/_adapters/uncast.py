@@ -13,17 +13,11 @@ UncastLike: TypeAlias = int | str | Sequence[int | str]  # positions and names, 
 
 
 class UncastArguments(NamedTuple):
-    """The arguments that a function gets as they are, while its others are cast.
+    """The arguments that a function gets as they are, while its others are cast."""
 
-    Args:
-        given: the positions and names that the user gave.
-        positional: the names of the arguments that the function takes by position, in order.
-        named: the names of all arguments of the function.
-    """
-
-    given: tuple[int | str, ...]
-    positional: tuple[str, ...] = ()
-    named: tuple[str, ...] = ()
+    given: tuple[int | str, ...]  # by the user, positions and names
+    positional: tuple[str, ...] = ()  # the arguments that the function takes by position, in order
+    named: tuple[str, ...] = ()  # all arguments of the function
 
     @classmethod
     def of(

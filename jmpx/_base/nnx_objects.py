@@ -29,19 +29,12 @@ def module_base() -> type:
 
 def is_object(value: object) -> bool:
     """Whether `value` is an object of NNX, which has an identity and may change."""
-    flax_nnx = nnx()
-    return flax_nnx is not None and isinstance(value, (flax_nnx.Pytree, flax_nnx.Variable))
-
-
-def is_state(value: object) -> bool:
-    """Whether `value` is an `nnx.State`, a pytree whose variables belong to no object."""
-    flax_nnx = nnx()
-    return flax_nnx is not None and isinstance(value, flax_nnx.State)
+    return nnx() is not None and isinstance(value, (nnx().Pytree, nnx().Variable))
 
 
 def is_whole(value: object) -> bool:
     """Whether `value` is an object or an `nnx.State`, in which no other objects are searched."""
-    return is_object(value) or is_state(value)
+    return is_object(value) or (nnx() is not None and isinstance(value, nnx().State))
 
 
 def holds_objects(tree: PyTree) -> bool:
@@ -106,20 +99,13 @@ def skip_kept(cast: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
         hollow = treedef.unflatten([None if is_kept(leaf) else leaf for leaf in leaves])
         pairs = zip(leaves, treedef.flatten_up_to(cast(hollow)), strict=True)
         # Copies may change in a trace in which the caller's own variables may not.
-        return treedef.unflatten([_copy(leaf) if is_kept(leaf) else new for leaf, new in pairs])
+        copied = functools.partial(jax.tree.map, lambda leaf: leaf)
+        return treedef.unflatten([copied(leaf) if is_kept(leaf) else new for leaf, new in pairs])
 
     return spared
 
 
-def _copy(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf, tree)
-
-
 def is_kept(value: object) -> bool:
     """Whether `value` is a variable other than an `nnx.Param`: state, which is never cast."""
-    flax_nnx = nnx()
-    return (
-        flax_nnx is not None
-        and isinstance(value, flax_nnx.Variable)
-        and not isinstance(value, flax_nnx.Param)
-    )
+    is_variable = nnx() is not None and isinstance(value, nnx().Variable)
+    return is_variable and not isinstance(value, nnx().Param)

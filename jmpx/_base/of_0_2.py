@@ -19,7 +19,7 @@ _FILES = {
     "_dynamic_loss_scale": "_scales.dynamic",
     "_ema": "_storage.ema",
     "_first_nonfinite": "_inspect.first_nonfinite",
-    "_first_nonfinite.numbers": "_inspect.first_nonfinite.numbers",
+    "_first_nonfinite.numbers": "_inspect.first_nonfinite.report",
     "_first_nonfinite.report": "_inspect.first_nonfinite.report",
     "_gradient_results": "_steps.results",
     "_jaxpr": "_jaxprs.places",

@@ -8,13 +8,13 @@ out of the transformation as a pytree, `Changes`.
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 
-from jmpx._base.leaves import PyTree, can_replace, is_floating
+from jmpx._base.casts import cast_like
+from jmpx._base.leaves import PyTree, can_replace
 from jmpx._base.nnx_objects import (
     Object,
     has_objects,
@@ -39,16 +39,12 @@ def apply(fn: Callable[..., R], *args: PyTree, **kwargs: PyTree) -> R:
 
 
 class _Parts(NamedTuple):
-    """A split object: its structure and its state.
-
-    Of an exposed object, `params` are an argument of the transformation; else they are None.
-    """
+    """A split object. If it is exposed, `params` are an argument of the transformation."""
 
     value: Object
     graphdef: Object
-    params: PyTree
+    params: PyTree  # None if it is not exposed
     rest: PyTree
-    is_exposed: bool = False
 
     def merge(self, context: Object, params: PyTree, rest: PyTree) -> Object:
         """Returns the object made of these parts, or the one that the context has made of them."""
@@ -57,11 +53,12 @@ class _Parts(NamedTuple):
 
 def _split(context: Object, value: Object, is_exposed: bool = False) -> _Parts:
     if is_exposed and not isinstance(value, nnx().Variable):
-        graphdef, params, rest = context.split(value, nnx().Param, ...)
-    else:
-        graphdef, rest = context.split(value)
-        params, rest = (rest, None) if is_exposed else (None, rest)
-    return _Parts(value, graphdef, params, rest, is_exposed)
+        return _Parts(value, *context.split(value, nnx().Param, ...))
+    graphdef, state = context.split(value)
+    return _Parts(value, graphdef, *((state, None) if is_exposed else (None, state)))
+
+
+_ARRAY = object()  # stands for a new array in a record, which does not hold it
 
 
 class _Origin(NamedTuple):
@@ -69,8 +66,7 @@ class _Origin(NamedTuple):
 
     place: int | None  # the index of the leaf before the call that it replaces, or is, if any
     is_old: bool  # whether it is that leaf
-    is_array: bool  # whether it is a new array
-    constant: Leaf  # any other new leaf, such as a Python number
+    leaf: Leaf  # that leaf, or another one such as a Python number; `_ARRAY` for a new array
     is_random: bool  # whether it is in a random counter
 
 
@@ -86,14 +82,10 @@ class _Record:
     origins: Sequence[_Origin] = ()  # of each of their leaves
     is_rebuilt: bool = False  # whether the structure of an object, or their number, has changed
 
-    def merged(self, arrays: Sequence[Leaf]) -> Iterator[Leaf]:
-        """Yields the leaves after the call, given the new arrays."""
+    def merged(self, arrays: Sequence[Leaf]) -> list[Leaf]:
+        """Returns the leaves after the call, given the new arrays."""
         new = iter(arrays)
-        for origin in self.origins:
-            if origin.is_old:
-                yield self.leaves[origin.place or 0]
-            else:
-                yield next(new) if origin.is_array else origin.constant
+        return [next(new) if origin.leaf is _ARRAY else origin.leaf for origin in self.origins]
 
 
 @jax.tree_util.register_static
@@ -114,24 +106,23 @@ class Changes:
 
     def replaced(self) -> set[int]:
         """Returns the identities of what the objects held before the call, and hold no longer."""
-        leaves, origins = self.record.leaves, self.record.origins
-        kept = {id(leaves[o.place]) for o in origins if o.is_old and o.place is not None}
-        return {id(leaf) for leaf in leaves} - kept
+        kept = {id(origin.leaf) for origin in self.record.origins if origin.is_old}
+        return set(map(id, self.record.leaves)) - kept
 
-    def stored(self, with_random: bool = True) -> "Changes":
+    def stored(self, state: Sequence[Leaf] | None = None, with_random: bool = True) -> "Changes":
         """Returns what each new array replaces; None for a new variable.
 
         A skipped step goes back to it, except random counters, because it has drawn its numbers.
-        """
-        return self._at_places(self.record.leaves, with_random)
 
-    def _at_places(self, leaves: Sequence[Leaf], with_random: bool = True) -> "Changes":
-        places = [
-            o.place if with_random or not o.is_random else None
-            for o in self.record.origins
-            if o.is_array
-        ]
-        return Changes([None if p is None else leaves[p] for p in places], self.record)
+        Args:
+            state: a state that `advance` has returned, to take it from that.
+            with_random: whether random counters are in the result; else None is in their place.
+        """
+        record = self.record
+        leaves = record.leaves if state is None else [*[None] * record.num_params, *state]
+        new = (origin for origin in record.origins if origin.leaf is _ARRAY)
+        places = [o.place if with_random or not o.is_random else None for o in new]
+        return Changes([None if p is None else leaves[p] for p in places], record)
 
     def advance(self, state: Sequence[Leaf]) -> list[Leaf]:
         """Returns the state with the new arrays in it, for a next call.
@@ -153,10 +144,6 @@ class Changes:
                 "variables before the call, or leave microbatches out."
             )
         return new
-
-    def read(self, state: Sequence[Leaf]) -> "Changes":
-        """Returns the changes whose arrays are in a state that `advance` has returned."""
-        return self._at_places([*[None] * self.record.num_params, *state])
 
     def restore(self, result: PyTree) -> PyTree:
         """Updates the objects by the new arrays; returns the function's result."""
@@ -190,8 +177,7 @@ class PureFunction:
         self, state: Sequence[Leaf], *args: PyTree, **kwargs: PyTree
     ) -> tuple[PyTree, Changes]:
         """Calls the function; returns its result, and what has changed in its objects."""
-        with _explain_closures():
-            return self.invoke(self.fn, *args, **kwargs), Changes([], _Record())
+        return self.invoke(self.fn, *args, **kwargs), Changes([], _Record())
 
 
 def call(
@@ -266,34 +252,22 @@ class _Split(PureFunction):
     ) -> tuple[PyTree, Changes]:
         given = self.treedef.flatten_up_to((args, kwargs))
         exposed = [part for part, leaf in zip(given, self.leaves, strict=True) if is_object(leaf)]
-        copies = self._merge(state, exposed)
-        before = nnx().graphdef(tuple(copies))
-        fn, (args, kwargs) = self._insert(copies, given)
-        with _explain_closures():
-            result = self.invoke(fn, *args, **kwargs)
-        is_rebuilt = nnx().graphdef(tuple(copies)) != before
-        return self._split_again(copies, result, [*jax.tree.leaves(exposed), *state], is_rebuilt)
-
-    def _merge(self, state: Sequence[Leaf], exposed: list[PyTree]) -> list[Object]:
-        """Returns a copy of each object, merged from its parts inside of the trace."""
         rests, params = self.state_def.unflatten(state), iter(exposed)
         with nnx().merge_context(_CONTEXT, inner=True) as context:
-            return [
-                part.merge(context, next(params) if part.is_exposed else None, rest)
+            copies = [
+                part.merge(context, None if part.params is None else next(params), rest)
                 for part, rest in zip(self.splits, rests, strict=True)
             ]
-
-    def _insert(
-        self, copies: list[Object], given: list[PyTree]
-    ) -> tuple[Function, tuple[Arguments, Keywords]]:
-        """Returns the function and its arguments with copies in place of the objects."""
-        remaining = iter(copies)
+        before, remaining = nnx().graphdef(tuple(copies)), iter(copies)
         fn = replace_objects(self.fn, remaining)
         arguments = [
             replace_objects(leaf, remaining) if has_objects(leaf) else part
             for leaf, part in zip(self.leaves, given, strict=True)
         ]
-        return fn, self.treedef.unflatten(arguments)
+        args, kwargs = self.treedef.unflatten(arguments)
+        result = self.invoke(fn, *args, **kwargs)
+        is_rebuilt = nnx().graphdef(tuple(copies)) != before
+        return self._split_again(copies, result, [*jax.tree.leaves(exposed), *state], is_rebuilt)
 
     def _split_again(
         self, copies: list[Object], result: PyTree, known: list[Leaf], is_rebuilt: bool
@@ -314,12 +288,12 @@ class _Split(PureFunction):
         origins, arrays = list[_Origin](), list[jax.Array]()
         for (path, leaf), is_random in zip(leaves, _are_random(rests), strict=True):
             place = self.places.get(path)
+            original = None if place is None else self.originals[place]
             is_old = place is not None and known[place] is leaf
-            is_array = not is_old and isinstance(leaf, jax.Array)
-            constant = None if is_old or is_array else leaf
-            origins.append(_Origin(place, is_old, is_array, constant, is_random))
-            if is_array:
-                arrays.append(leaf if place is None else _as_stored(leaf, self.originals[place]))
+            if not is_old and isinstance(leaf, jax.Array):
+                arrays.append(cast_like(leaf, original))  # in the dtype in which it is stored
+                leaf = _ARRAY
+            origins.append(_Origin(place, is_old, original if is_old else leaf, is_random))
         start = self.splits, self.originals, len(known) - len(self.state)
         is_rebuilt |= len(after) != len(copies)
         record = _Record(*start, after, structure, origins, is_rebuilt)
@@ -341,38 +315,11 @@ def _refuse_ref(leaf: Leaf) -> Leaf:
     return leaf
 
 
-def _as_stored(array: jax.Array, original: Leaf) -> jax.Array:
-    """Returns new state in the dtype in which the old one was stored, if both are floating."""
-    if is_floating(array) and is_floating(original) and array.dtype != original.dtype:
-        return array.astype(original.dtype)
-    return array
-
-
-_CLOSED_OVER = (
-    "Cannot give the new state of an NNX module back, as it was made outside of the function that "
-    "is being traced and not passed to it ({}): pass the module as an argument, f(model, x), "
-    "through each of the transformations around it, as nnx.jit and nnx.grad take one."
-)
-
-
-@contextlib.contextmanager
-def _explain_closures() -> Iterator[None]:
-    """Says how to mend a function that changes a module which it closes over."""
-    try:
-        yield
-    except Exception as error:
-        errors = sys.modules.get("flax.errors")
-        if errors is None or not isinstance(error, errors.TraceContextError):
-            raise
-        raise ValueError(_CLOSED_OVER.format(str(error).partition(" (http")[0])) from error
-
-
 def _check_level(objects: list[Object]) -> None:
     """Raises unless all variables may be updated here; Flax would raise after it updated some."""
-    with _explain_closures():
-        for _, value in nnx().iter_graph(tuple(objects)):
-            if isinstance(value, nnx().Variable):
-                value.set_metadata(value.get_metadata())  # changes nothing, and checks
+    for _, value in nnx().iter_graph(tuple(objects)):
+        if isinstance(value, nnx().Variable):
+            value.set_metadata(value.get_metadata())  # changes nothing, and checks
 
 
 def parameters_of(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
@@ -383,12 +330,11 @@ def parameters_of(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
         it with the objects in place of their parameters.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_whole)
-    objects = [leaf for leaf in leaves if is_object(leaf)]
     with nnx().split_context() as context:
         parts = [_split(context, x, True).params if is_object(x) else x for x in leaves]
 
     def put_back(new: PyTree) -> PyTree:
-        _check_level(objects)
+        _check_level(list(filter(is_object, leaves)))
         updated = treedef.flatten_up_to(new)
         for index, leaf in enumerate(leaves):
             if is_object(leaf):

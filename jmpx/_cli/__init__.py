@@ -3,7 +3,7 @@
 - `main.py`: the table of commands and of their arguments, and the exit codes. A new command is a
   row in it, and a function in `commands.py`.
 - `explain.py`: what a policy string means. `models.py`: which rule each module of a model has, for
-  `--model`; `operations.py`: the same by operations; `made.py`: what is traced.
+  `--model`.
 - `tables.py`: what `explain` prints. `doctor.py`: versions, devices and settings, and what of them
   does not fit together.
 - `targets.py`: imports what a user names as `pkg.module:make`, with its flags, and turns an error

@@ -51,7 +51,7 @@ def ranges(given: argparse.Namespace) -> int:
     _print(found, given)
     if given.plot is not None:
         attempt(f"Cannot draw {given.plot!r}", lambda: found.plot(given.plot))
-        _print_note(f"wrote {given.plot}", given)
+        print(f"wrote {given.plot}", file=sys.stderr)  # which is not part of the JSON
     return 0
 
 
@@ -83,8 +83,3 @@ def _made(given: argparse.Namespace) -> Program:
 
 def _print(found: PyTree, given: argparse.Namespace) -> None:
     print(found.to_json() if given.json else found)
-
-
-def _print_note(line: str, given: argparse.Namespace) -> None:
-    """Prints a line beside a result, which is not part of its JSON."""
-    print(line, file=sys.stderr if given.json else sys.stdout)

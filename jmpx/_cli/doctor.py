@@ -90,8 +90,6 @@ def _about(device: Device) -> _Rows:
     yield "multiplies", " and ".join(formats) or "unknown for this device"
     setting = getattr(jax.config, "jax_default_matmul_precision", None)
     yield "float32 products", setting or products or "unknown for this device"
-    # As `_steps/skipping.py` has it.
-    yield "skip_by", "where" if device.platform == "tpu" else "cond"
 
 
 def _multiplied(device: Device) -> tuple[tuple[str, ...], str]:

@@ -8,9 +8,9 @@
     python -m jmpx first-nonfinite examples/haiku/train.py:make -- --mp_policy=c=f16
 
 `explain`, a word that may be left out, takes a policy or a policy map and, after a bar, a loss
-scale. `make` of `--model` returns a module of Equinox or NNX; or a pair of a Linen module, a Haiku
-transformed function or any other function, and the tuple of its arguments. It is traced in the way
-in which the map is applied, `by=`.
+scale. `make` of `--model` returns a module of Equinox or NNX; or a pair of a function, such as the
+`init` of a Linen module or a Haiku transformed function, and the tuple of its arguments. It is
+traced in the way in which the map is applied, `by=`.
 
 `audit`, `ranges` and `first-nonfinite` look at a program: a loss, which they differentiate in its
 first argument, or a training step. `make` returns a pair of it and the tuple of its arguments,

@@ -3,25 +3,32 @@
 The model is traced in the way in which the map is applied, with abstract arrays.
 """
 
-import functools
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import numpy as np
 
+from jmpx._adapters.applying import apply_policy
 from jmpx._adapters.dtype_fields import reading_policy
 from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, listening
 from jmpx._base.dtypes import dtype_name
 from jmpx._base.leaves import PyTree
 from jmpx._base.matmul import matmul_of
-from jmpx._cli.made import RETURNS, Call, call_of, is_call, trace
-from jmpx._cli.operations import by_operations
+from jmpx._base.messages import describe
 from jmpx._cli.tables import Row, table
 from jmpx._cli.targets import attempt
-from jmpx._policies.maps import PolicyMap, Rule
+from jmpx._inspect.audit.summary import scopes
+from jmpx._inspect.audit.text import scope_lines
+from jmpx._inspect.graph import Graph
+from jmpx._inspect.programs import trace_shapes, traced_program
+from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy, given_fields
 from jmpx._policies.registry import policy_of
+
+Run: TypeAlias = Callable[..., PyTree]
+Given: TypeAlias = tuple[PyTree, ...]  # what it is called with: a function, and its arguments
 
 
 def report(policy_map: PolicyMap, made: PyTree) -> list[str]:
@@ -32,51 +39,52 @@ def report(policy_map: PolicyMap, made: PyTree) -> list[str]:
         made: what the user's function returned.
 
     Raises:
-        ValueError: if it is nothing that can be traced, or without modules by modules.
+        ValueError: if it cannot be traced, or nothing in it has a policy.
     """
     if policy_map.way == "arguments":
         cast = f"all floating arguments are cast to {dtype_name(policy_map.default.compute_dtype)}"
         return ["", f"by arguments: {cast} before the call; no rules hold"]
-    call = call_of(made)
+    is_pair = type(made) is tuple and len(made) == 2 and isinstance(made[1], tuple | list)
+    # Of a model alone, adapters make a view.
+    given = (made[0], *made[1]) if is_pair else ((lambda model: None), made)
+    run = lambda fn, *args: [apply_policy(fn, policy_map)(*args)]  # noqa: E731, a list is no loss
+    tables = _by_modules if policy_map.way == "modules" else _by_operations
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if policy_map.way == "modules":
-            lines = _by_modules(call, policy_map)
-        elif is_call(call[0]):
-            trying = functools.partial(by_operations, call, policy_map)
-            lines = attempt("Tracing under autocast failed", trying)
-        else:
-            raise ValueError(
-                "Expected the function of --model to return a pair of the model and the tuple of "
-                "its arguments, because operations are found by a call: return the pair, or write "
-                "by=modules."
-            )
+        lines = list(tables(run, given, policy_map))
+    if not lines:
+        raise ValueError(
+            "Expected the function of --model to return a module of Equinox or NNX, or a pair of a "
+            f"function and the tuple of its arguments, of which something runs by {policy_map.way} "
+            f"that has a policy, got {describe(made)}: return the pair of a call, such as "
+            "transformed.init, and of all that it needs."
+        )
     texts = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
     notes = dict.fromkeys(re.sub(r" of policy map '[^']*'", "", text) for text in texts)
     return [*lines, *([""] if notes else []), *notes]
 
 
-def _by_modules(call: Call, policy_map: PolicyMap) -> list[str]:
-    """Returns what each module of the frameworks has."""
-    with listening() as scopes:
-        attempt("Tracing the model failed", functools.partial(trace, call, policy_map))
-    lines, followed = [], policy_map.applied_by("modules", "explain")
-    for scope in scopes:
-        if scope.met and scope.policy_map != followed:
+def _by_operations(run: Run, given: Given, policy_map: PolicyMap) -> Iterator[str]:
+    """Yields in which dtypes each module and each scope computes."""
+    program = attempt("Tracing the model failed", lambda: traced_program(run, given))
+    if found := scopes(Graph(program)):
+        yield from ("", "by operations, under autocast:", *scope_lines(found, is_full=True))
+
+
+def _by_modules(run: Run, given: Given, policy_map: PolicyMap) -> Iterator[str]:
+    """Yields what each module of the frameworks has."""
+    with listening() as sessions:
+        attempt("Tracing the model failed", lambda: trace_shapes(run, given, {}))
+    followed = policy_map.applied_by("modules", "explain")
+    for session in filter(lambda session: session.met, sessions):
+        if session.policy_map != followed:
             raise ValueError(
                 "Cannot tell which rules the modules have, because the function of --model runs "
-                f"them under its own {scope.name}('{scope.policy_map or ''}'), which takes "
+                f"them under its own {session.name}('{session.policy_map or ''}'), which takes "
                 "precedence: let it return the model without that."
             )
-        if scope.met:
-            rows = list(_rows(scope, followed))
-            lines += ["", f"under {scope.name}:", *table(("path", "class", "rule"), rows)]
-    if not lines:
-        raise ValueError(
-            f"Expected the function of --model to return {RETURNS}; none of the modules that jmpx "
-            "knows ran: return the whole model, or write by=operations."
-        )
-    return lines
+        rows = list(_rows(session, followed))
+        yield from ("", f"under {session.name}:", *table(("path", "class", "rule"), rows))
 
 
 def _rows(scope: PolicyScope, policy_map: PolicyMap) -> Iterator[Row]:
@@ -87,23 +95,16 @@ def _rows(scope: PolicyScope, policy_map: PolicyMap) -> Iterator[Row]:
         fields = given_fields(policy)
         if not creates:
             del fields["params"]
-        if met.rule is not None:
-            del fields["output"]  # an array is stored, and returns nothing
-        kind = met.module.cls.__name__ if met.rule is None else "array"
-        yield Row((met.module.path or "(outermost)", kind, origin), fields)
-
-
-def _rule_of(met: ModuleRecord, policy_map: PolicyMap) -> Rule | None:
-    """Returns the rule that is in force for a module or an array, None without one."""
-    return policy_map.rule_for(*met.module) if met.rule is None else met.rule
+        path, name = met.module.path or "(outermost)", met.module.cls.__name__
+        yield Row((path, name, origin), fields)
 
 
 def _origin(met: ModuleRecord, session: PolicyScope, policy_map: PolicyMap) -> tuple[str, Policy]:
     """Returns where the policy of a module is from, and what holds in it."""
-    module, boundary, surrounding, _ = met
+    module, boundary, surrounding = met
     around = policy_map.default if surrounding is None else surrounding
     policy = _known_fields(inherited_policy(around) if boundary is None else boundary)
-    field, rule = session.census.fields.get(module), _rule_of(met, policy_map)
+    field, rule = session.census.fields.get(module), policy_map.rule_for(*module)
     sets = " (sets its dtype field)" if module in session.census.changed else ""
     if rule is not None:
         return f"{rule.label}{sets}", policy

@@ -73,17 +73,9 @@ def find_exchanges(
 ) -> tuple[Callable[[list[jax.Array]], R], Source]:
     """Traces a function of parameters once, and finds what its loss reads of other devices.
 
-    The backward pass of a gather sums the gradient over the devices and gives each device the part
-    of its shard. A gather of activations, as in contrastive losses, counts as another exchange, as
-    they depend on data. Exchanges that reach aux alone, or no gradient, do not count.
-
-    Args:
-        func: the function, the first array of whose result is the loss; others may be any leaves.
-        params: the arrays to trace it with.
-        axes: the names of the mapped axes over which a gather counts.
-
-    Returns:
-        A function that does the same without another call of `func`, and the source of the loss.
+    A gather of activations, as in contrastive losses, counts as another exchange, as they depend on
+    data. Exchanges that reach aux alone, or no gradient, do not count. Returns a function that does
+    the same without another call of `func`, and the source of the loss, its first result.
     """
     traced = trace(func, (params,), {})
     inputs = [Source(frozenset([i]), frozenset([i])) for i in range(len(params))]
@@ -136,13 +128,7 @@ def _sent_along(eqn: Equation) -> frozenset[Hashable]:
 
 
 def _follow(jaxpr: Jaxpr, inputs: Sequence[Source], axes: frozenset[Hashable]) -> list[Source]:
-    """Returns the sources of a jaxpr's results, given those of its operands.
-
-    Args:
-        jaxpr: the jaxpr, closed or open.
-        inputs: the sources of its operands.
-        axes: the names of the axes over which a gather counts.
-    """
+    """Returns the sources of a jaxpr's results, given those of its operands."""
 
     def step(eqn: Equation, operands: list[Source]) -> list[Source]:
         inner = inner_of(eqn)

@@ -1,5 +1,6 @@
 """Parameters that are sharded over devices: gathered in 16 bits, their gradients summed in more."""
 
+import contextlib
 import functools
 from collections.abc import Hashable
 from typing import Any, TypeAlias, TypeVar
@@ -28,21 +29,19 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
     """Gathers sharded parameters in the compute dtype, and sums their gradients in the reduce one.
 
     Each device stores a part of every parameter and computes with the whole, as ZeRO-3 and FSDP do.
-    Forward, a floating leaf is cast to the policy's compute dtype first and gathered then, so that
-    few bytes travel. Backward, its gradient goes to the policy's reduce dtype, is summed over the
-    devices and scattered, and comes back in the dtype in which the leaf is stored.
+    Forward, a floating leaf is cast to the policy's compute dtype and then gathered. Backward, its
+    gradient goes to the policy's reduce dtype, is summed over the devices and scattered, and comes
+    back in the dtype in which the leaf is stored.
 
     As the backward pass of `jax.lax.all_gather`, this one sums: the gradient of a mean over devices
     is that sum divided by their number, which the gradient functions do. In float16, the gradients
-    are divided before the sum and multiplied after, so that a sum whose mean is finite does not
-    overflow on its way.
+    are divided before the sum and multiplied after it.
 
     Args:
         tree: any pytree, whose arrays are this device's parts. Floating leaves are cast; other
             arrays are gathered as they are. Python scalars, PRNG keys and what JAX cannot hold pass
             untouched, and so does state of NNX: each variable that is not an `nnx.Param`.
-        axis_name: the name (or names) of the mapped axis, of `jax.shard_map`, `jax.pmap` or
-            `jax.vmap`.
+        axis_name: the name (or names) of the mapped axis.
         policy: whatever `get_policy` takes. Without `reduce`, gradients are summed in float32 or in
             the wider dtype of their leaf.
         axis: the axis of its shape along which a leaf is split: an int or None, or a pytree prefix
@@ -53,10 +52,8 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
         floating ones are in the compute dtype.
 
     Raises:
-        TypeError: if an argument is of another type, or if JAX knows that a leaf with an axis is
-            equal on all devices.
         ValueError: if `axis_name` is not a mapped axis, `policy` has rules, `axis` is not a prefix
-            of the tree, or a leaf has no such axis.
+            of the tree, or a leaf has no such axis or is equal on all devices.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -88,20 +85,14 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
 
 def _axes_of(axis: PyTree, tree: PyTree) -> list[int | None]:
     """Returns the axis of each leaf of a tree, from a prefix of it."""
-    for split in jax.tree.leaves(axis):
-        if not is_int(split):
-            raise TypeError(
-                f"Expected ints and None in axis, got {describe(split)}: write the axis of a "
-                "shape along which a leaf is split, or None if each device has all of it."
-            )
-    try:
-        return for_each_leaf(axis, tree, lambda leaf: True, is_kept)
-    except ValueError:
-        raise ValueError(
-            f"Expected axis to be a prefix of the tree that is gathered, got {describe(axis)}: "
-            "write one int or None for all leaves, or a tree with one for each branch, such as "
-            "{'w': 0, 'b': None}."
-        ) from None
+    with contextlib.suppress(ValueError):
+        if all(map(is_int, jax.tree.leaves(axis))):
+            return for_each_leaf(axis, tree, lambda leaf: True, is_kept)
+    raise ValueError(
+        "Expected axis to be a prefix of the tree that is gathered, of ints and None, got "
+        f"{describe(axis)}: write one int or None for all leaves, or a tree with one for each "
+        "branch, such as {'w': 0, 'b': None}."
+    )
 
 
 def _gather_leaf(
@@ -128,17 +119,14 @@ def _gather_leaf(
 
 
 def _check_shard(name: str, leaf: Array, axis: int, equal_along: list[Hashable]) -> None:
-    got = f"{name}, {spell(leaf)},"
+    reason = f"JAX knows it to be equal over {equal_along}" if equal_along else ""
     if not -leaf.ndim <= axis < leaf.ndim:
+        reason = f"it has no axis {axis}"
+    if reason:
         raise ValueError(
-            f"Cannot gather {got} along axis {axis}, which it does not have: give the axis along "
-            "which it is split, or None if each device has all of it, as axis={'w': 0, 'b': None}."
-        )
-    if equal_along:
-        raise TypeError(
-            f"Cannot gather {got} over the mapped axis {equal_along[0]!r}, along which JAX knows "
-            "it to be equal: pass its parts, as in_specs of jax.shard_map with that axis does, or "
-            "give None for it in axis=, if each device has all of it."
+            f"Cannot gather {name}, {spell(leaf)}, because {reason}: pass its parts, by in_specs "
+            "of jax.shard_map, with the axis along which it is split, or None in axis= if each "
+            "device has all of it, as axis={'w': 0, 'b': None}."
         )
 
 

@@ -25,16 +25,9 @@ def unscaled_mean(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Returns a loss and its gradients, averaged over an axis, the gradients unscaled.
 
-    In a dtype that a policy sets, the scaled gradients are summed: there the loss scale protects
-    the sum, too, and an overflow in it reaches all devices, which skip the step together.
-
-    Args:
-        value: the unscaled loss, which is averaged in its own dtype.
-        grads: the gradients, in float32 or wider, scaled by `scale`.
-        scale: the loss scale.
-        axis_name: the name (or names) of the mapped axis; None averages nothing.
-        reduce_dtype: the dtype in which floating gradients are summed; None means their own.
-        shards: for each gradient, the axes over which its parameter is a shard.
+    `shards` has, for each gradient, the axes over which its parameter is a shard. In a dtype that a
+    policy sets, the scaled gradients are summed: there the loss scale protects the sum, too, and an
+    overflow in it reaches all devices, which skip the step together.
     """
     if axis_name is None:
         return value, scale.unscale(grads)

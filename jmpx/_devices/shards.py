@@ -30,16 +30,14 @@ class Over:
 
     It is the option `over` of `filter_value_and_grad` and `filter_grad` under `jax.shard_map`,
     `jax.pmap` and `jax.vmap`. The value is averaged in float32, the gradients in the policy's
-    reduce; unset, in float32 or the wider dtype of a parameter. They are scaled then, so that small
-    ones do not underflow, and the check sees a sum that overflows. The flag and the loss scale are
-    the same on the whole axis.
+    reduce; unset, in float32 or the wider dtype of a parameter. The flag and the loss scale are the
+    same on the whole axis.
 
     Each device may hold a copy of a parameter, or a shard of it that the function gathers, by
-    `jmpx.distributed.gather` or by `lax.all_gather`. Under `jax.shard_map` JAX knows which
-    parameters differ between devices: those that the function gathers are shards, those that only
-    their own device reads are copies, and for any other `sharded` has to tell. With
-    `check_vma=False`, and under `jax.pmap` and `jax.vmap`, JAX does not know: `sharded` has to tell
-    what a gathered parameter is, and all others are averaged unless it says otherwise.
+    `jmpx.distributed.gather` or by `lax.all_gather`. Where `jax.shard_map` tracks which arrays
+    vary, `sharded` is needed for few parameters; with `check_vma=False`, and under `jax.pmap` and
+    `jax.vmap`, it has to tell what a gathered parameter is, and all others are averaged. The page
+    on many devices has the rules.
 
     Args:
         axis_name: the name of the mapped axis, or a tuple of several.
@@ -95,12 +93,9 @@ class Parameters(NamedTuple):
         """Returns for each parameter the axes over which it is a shard: none for a replica.
 
         Where JAX tracks what varies, a parameter that is equal on all devices is a replica, because
-        the mean of its gradients is right whatever the function does with it. The mask decides on a
-        varying one. Without a mask it is a shard if the function gathers it, and a replica if the
-        loss of a device depends on that device's parameter alone; otherwise it may be either, as in
-        tensor and expert parallelism, and is refused. Where JAX tracks nothing, the mask decides.
-        The function has to gather what the mask calls a shard, and must not gather a replica,
-        unless each device picks the part that it gives from its copy.
+        the mean of its gradients is right whatever the function does with it. A varying one is what
+        the mask says; without a mask it is a shard if the function gathers it, and a replica if the
+        loss of a device depends on that device's parameter alone. Anything else is refused.
         """
         axes = axis_names(axis_name)
         tracked = tracked_axes().intersection(axes)
@@ -112,29 +107,17 @@ class Parameters(NamedTuple):
         """Refuses a gather that does not gather shards, or may not."""
         name = f"the first argument's {self.paths[min(gather.params)]}"
         reads = f"which the function reads by {gather.operation} over {_spell(gather.axes)}"
-        is_tracked = gather.axes <= tracked
-        if gather.operation.startswith("all_gather_invariant") and not is_tracked:
+        is_tracked, masked = gather.axes <= tracked, self.sharded is not None
+        of_copies = self.sharded is not None and not any(self.sharded[i] for i in gather.params)
+        sums_nothing = gather.operation.startswith("all_gather_invariant") and not is_tracked
+        in_groups = gather.in_groups and not of_copies
+        if sums_nothing or in_groups or not (masked or is_tracked):
             raise TypeError(
-                f"Cannot differentiate {name}, {reads}, because that sums no gradients where JAX "
-                "does not track which arrays vary: use jax.lax.all_gather, or jax.shard_map "
-                "without check_vma=False."
+                f"Cannot tell whether {name} is a shard, {reads}: say which parameters are shards "
+                "by sharded= of jmpx.Over, or use jax.shard_map without check_vma=False, and "
+                "gather by jax.lax.all_gather along a mesh axis, without axis_index_groups."
             )
-        if gather.in_groups and (
-            self.sharded is None or any(self.sharded[i] for i in gather.params)
-        ):
-            raise TypeError(
-                f"Cannot tell which devices have copies of {name}, {reads} in axis_index_groups: "
-                "give the groups a mesh axis of their own, and name both axes in jmpx.Over."
-            )
-        if self.sharded is not None:
-            return
-        if not is_tracked:
-            raise TypeError(
-                f"Cannot tell whether {name} is a shard, {reads}, because JAX does not track there "
-                "which arrays vary: say which parameters are shards by sharded= of jmpx.Over, or "
-                "use jax.shard_map without check_vma=False."
-            )
-        if not any(self.varying[index] & gather.axes for index in gather.params):
+        if not masked and not any(self.varying[index] & gather.axes for index in gather.params):
             raise TypeError(
                 f"Cannot gather {name}, {reads}, because it is the same on all devices: split it "
                 "by in_specs of jax.shard_map, or say sharded=False for it."
@@ -170,18 +153,13 @@ class Parameters(NamedTuple):
                 )
             return _NOTHING
         untracked = frozenset(axes) - tracked
-        if not (varying or untracked):
+        is_gathered = gathered or says == "own" or index not in loss.params - loss.hidden
+        if not (varying or untracked) or not is_gathered:
             raise TypeError(
                 f"Expected a shard, as sharded={says!r} says, but {name} is the same on all "
-                f"devices of {_spell(tracked)}: split it by in_specs of jax.shard_map, or say "
-                "sharded=False for it."
-            )
-        if says is True and index in loss.params - loss.hidden and not gathered:
-            raise TypeError(
-                f"Expected the function to gather {name} over {_spell(axes)}, as sharded=True "
-                "says, but it does not: say sharded=False if each device has a copy of it, or "
-                'sharded="own" if it is a part with which its device alone computes, such as an '
-                "expert."
+                f"devices of {_spell(axes)}, or the function does not gather it: say sharded=False "
+                'for a copy, and sharded="own" for a part with which its device alone computes, '
+                "such as an expert."
             )
         unknown = [e.axis for e in exchanges if e.axis in untracked]
         known = varying | (gathered & untracked)

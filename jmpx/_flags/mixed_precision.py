@@ -1,46 +1,26 @@
 """The flags of `jmpx.flags.define_mp_flags`, what they mean together, and what contradicts."""
 
-import functools
-import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast, get_args
+import os
+from typing import Any, cast
 
-import numpy as np
 from absl import flags
 
-from jmpx._base.dtypes import dtype_name
 from jmpx._base.leaves import PyTree
-from jmpx._base.messages import user_stacklevel
-from jmpx._flags.define import POLICY_MAP
-from jmpx._flags.kinds import (
-    BooleanFlag,
-    EnumFlag,
-    Flag,
-    Parser,
-    from_variable,
-    parsed,
-    refuse_default,
-    warn_of_variables,
-)
+from jmpx._flags.define import POLICY_MAP, Parser, define
 from jmpx._policies.maps import PolicyMap, PolicyMapLike
 from jmpx._policies.policy import Policy
-from jmpx._scales.kinds import LossScale, NoOpLossScale
+from jmpx._scales.kinds import LossScale
 from jmpx._scales.mixed_precision import MixedPrecision
 from jmpx._scales.strings import LossScaleLike, get_loss_scale
 from jmpx._steps.checks import LARGEST_COUNT, MAX_CONSECUTIVE_SKIPS
 
-if TYPE_CHECKING:
-    import optax  # pyright: ignore[reportMissingTypeStubs]
-
 # absl does not type its validators:
 # pyright: reportUnknownMemberType=false
-
-ParamsRounding: TypeAlias = Literal["nearest", "stochastic", "split"]
 
 # A flag belongs to the module that calls a function of this one, and --help lists it there.
 flags.disclaim_key_flags()
 
-_SCALE_TYPE, _SCALE_VALUE = "auto", 2.0**15  # the defaults
+_PARTS = "auto", 2.0**15  # the defaults of --mp_scale_type and --mp_scale_value
 
 
 def _scale_text(spec: LossScaleLike) -> str:
@@ -54,16 +34,6 @@ _LOSS_SCALE_OR_AUTO = Parser(
 )
 
 
-class _LossScaleFlag(Flag[str]):
-    """`--mp_loss_scale`, which is not written where its parts replace its default."""
-
-    parts: tuple[flags.Flag[Any], ...] = ()
-
-    def serialize(self) -> str:
-        is_replaced = any(flag.value != flag.default for flag in self.parts)
-        return "" if is_replaced and self.value == self.default else super().serialize()
-
-
 class MixedPrecisionFlags:
     """The flags of `define_mp_flags`. Read them after the program has parsed its flags."""
 
@@ -72,7 +42,7 @@ class MixedPrecisionFlags:
     def __init__(self, prefix: str, flag_values: flags.FlagValues) -> None:
         self._prefix, self._flag_values = prefix, flag_values
 
-    def _read(self, name: str) -> object:
+    def _read(self, name: str) -> Any:
         return getattr(self._flag_values, f"{self._prefix}_{name}")
 
     @property
@@ -90,66 +60,24 @@ class MixedPrecisionFlags:
         """Whether `--mp_skip_nonfinite` asks to skip steps whose gradients are not finite."""
         return bool(self._read("skip_nonfinite"))
 
-    @property
-    def max_consecutive_skips(self) -> int | None:
-        """How many steps in a row may be skipped; None for any number, or where none is."""
-        return (cast(int, self._read("max_skips")) or None) if self.skip_nonfinite else None
-
     def check_progress(
         self, opt_state: PyTree, loss_scale: LossScale, grads: PyTree = None
     ) -> None:
-        """Calls `jmpx.inspect.check_progress` with the limit of `--mp_max_skips`, if there is one.
+        """Calls `jmpx.inspect.check_progress` with the limit of `--mp_max_skips`.
 
-        Raises:
-            FloatingPointError: if more steps in a row were skipped than the flag allows.
-            TypeError: as `jmpx.inspect.check_progress`.
+        Without a limit, or where no step is skipped, it does nothing.
         """
-        limit = self.max_consecutive_skips
-        if limit is not None:
-            from jmpx._steps.progress import raise_if_stuck  # here, because few programs need it
+        limit = self._read("max_skips")
+        if limit and self.skip_nonfinite:
+            from jmpx._steps.progress import check_progress  # here, because few programs need it
 
-            name = f"--{self._prefix}_max_skips={limit}"
-            raise_if_stuck(opt_state, loss_scale, grads, limit, name)
-
-    @property
-    def params_rounding(self) -> ParamsRounding:
-        """How `--mp_params_rounding` rounds parameters: `nearest`, `stochastic` or `split`."""
-        return cast(ParamsRounding, self._read("params_rounding"))
-
-    def low_precision_params(
-        self, optimizer: "optax.GradientTransformation", **options: object
-    ) -> "optax.GradientTransformation":
-        """Wraps an optimizer as `--mp_params_rounding` says; with `nearest` returns it as it is.
-
-        Args:
-            optimizer: an optax gradient transformation.
-            **options: the other keyword arguments of `jmpx.optim.low_precision_params`.
-        """
-        rounding = self.params_rounding
-        if rounding == "nearest":
-            return optimizer
-        from jmpx._storage.low_precision_params import low_precision_params  # few programs need it
-
-        return low_precision_params(optimizer, rounding, **options)  # pyright: ignore[reportArgumentType]
+            check_progress(opt_state, loss_scale, grads, limit)
 
     def loss_scale(self) -> LossScale:
-        """Makes the loss scale that the flags describe.
-
-        Warns:
-            UserWarning: if the loss scale does not have a number that `--mp_scale_value` sets.
-        """
+        """Makes the loss scale that the flags describe."""
         whole, kind, value = map(self._read, ("loss_scale", "scale_type", "scale_value"))
         default = self._flag_values[f"{self._prefix}_loss_scale"].default
-        spec = _in_force(whole, kind, value, default)
-        loss_scale = get_loss_scale(spec, self.policy_map)
-        if isinstance(loss_scale, NoOpLossScale) and spec != whole and value != _SCALE_VALUE:
-            warnings.warn(
-                f"--{self._prefix}_scale_value={value} does nothing, because the loss scale is "
-                f"'none' with --{self._prefix}_policy='{self.policy_map}': leave it out, or write "
-                f"--{self._prefix}_scale_type=Dynamic.",
-                stacklevel=user_stacklevel(),
-            )
-        return loss_scale
+        return get_loss_scale(_in_force(whole, default, kind, value), self.policy_map)
 
     def mixed_precision(self) -> MixedPrecision:
         """Returns the policy map and the loss scale as one `jmpx.MixedPrecision`."""
@@ -164,27 +92,14 @@ def define_mp_flags(
 ) -> MixedPrecisionFlags:
     """Defines the flags that select a policy and a loss scale.
 
-    With the prefix `mp` they are
-
-    - `--mp_policy`: a policy or a policy map,
-    - `--mp_loss_scale`: a loss scale, such as `dynamic,init=2**15,hysteresis=2`; see
-      `jmpx.get_loss_scale`,
-    - `--mp_scale_type` and `--mp_scale_value`, as in JMP's examples, in its place: `NoOp`,
-      `Static`, `Dynamic` or `auto`, which is Dynamic if anything computes in float16, else NoOp;
-      and the scale of Static, the first one of Dynamic,
-    - `--mp_skip_nonfinite`: whether the program shall skip steps with non-finite gradients,
-    - `--mp_max_skips`: how many in a row before it ends, see `jmpx.inspect.check_progress`; 0 for
-      any,
-    - `--mp_params_rounding`: how 16-bit parameters are rounded: `nearest`, `stochastic` or `split`.
-
-    Flags that contradict each other are a usage error: `--mp_loss_scale` and one of the two in its
-    place, `--nomp_skip_nonfinite` and a limit, `--mp_params_rounding=split` and float32 parameters.
+    With the prefix `mp` they are `--mp_policy`, a policy or a policy map; `--mp_loss_scale`, such
+    as `dynamic,init=2**15`, or in its place, as in JMP's examples, `--mp_scale_type` and
+    `--mp_scale_value`; `--mp_skip_nonfinite`; and `--mp_max_skips`, after how many skips in a row
+    `check_progress` raises, 0 for never. The page "Flags and the command line" explains them.
 
     The environment variables `JMPX_POLICY` and `JMPX_LOSS_SCALE` set the defaults of `--mp_policy`
     and `--mp_loss_scale`, for any prefix, when this function runs; they take precedence over
-    `default_policy`. The command line takes precedence over them, so that `--mp_scale_type` or
-    `--mp_scale_value` replaces `JMPX_LOSS_SCALE`. An empty variable counts as unset. A wrong one is
-    a usage error when the program parses its flags.
+    `default_policy`, and the command line over them. An empty variable counts as unset.
 
     Args:
         prefix: the first word of the names of the flags.
@@ -192,12 +107,13 @@ def define_mp_flags(
         flag_values: the flag registry.
 
     Returns:
-        An object with `policy`, `policy_map`, `skip_nonfinite`, `max_consecutive_skips`,
-        `params_rounding`, `loss_scale()`, `mixed_precision()`, `low_precision_params(...)` and
-        `check_progress(...)`, which read the flags.
+        An object with `policy`, `policy_map`, `skip_nonfinite`, `loss_scale()`,
+        `mixed_precision()` and `check_progress(...)`, which read the flags. Wrong values, and
+        `--mp_loss_scale` beside a flag in its place, are usage errors of absl.
 
     Raises:
         absl.flags.DuplicateFlagError: if one of the flags exists already.
+        absl.flags.IllegalFlagValueError: if the default or a variable is wrong.
 
     Example:
         >>> from absl import flags
@@ -208,158 +124,71 @@ def define_mp_flags(
         >>> float(mp.loss_scale().loss_scale)
         1024.0
     """
-    warn_of_variables(("JMPX_POLICY", "JMPX_LOSS_SCALE"))
-    group = _Group(prefix, flag_values)
-    _define_policy(group, default_policy)
-    _define_loss_scale(group)
-    _define_skips(group)
-    _define_rounding(group)
-    return MixedPrecisionFlags(prefix, flag_values)
-
-
-class _Group(NamedTuple):
-    """The flags of one prefix, while they are defined."""
-
-    prefix: str
-    flag_values: flags.FlagValues
-
-    @property
-    def optional(self) -> str:
-        """The flag that may be None."""
-        return f"{self.prefix}_loss_scale"
-
-    def add(self, flag: flags.Flag[Any], mistake: str | None = None) -> None:
-        """Defines a flag, and refuses None, which a program may set, and a wrong variable."""
-        flags.DEFINE_flag(flag, self.flag_values)
-        if flag.name != self.optional:
-            message = "must have a value"
-            flags.register_validator(flag.name, _is_given, message, self.flag_values)
-        if mistake:
-            refuse_default(flag.name, mistake, self.flag_values)
-
-    def refuse(self, names: tuple[str, ...], mistake_of: Callable[..., str]) -> None:
-        """Registers a function that returns the mistake in the values of several flags."""
-        names = tuple(f"{self.prefix}_{name}" for name in names)
-
-        def check(values: dict[str, object]) -> bool:
-            unset = [each for each in names if values[each] is None and each != self.optional]
-            if unset:  # absl 2.0 keeps it, though a validator has refused it
-                raise flags.IllegalFlagValueError(f"--{unset[0]} must have a value")
-            mistake = mistake_of(self.prefix, *(values[name] for name in names))
-            if mistake:  # absl would begin a ValidationError with the values of all flags
-                raise flags.IllegalFlagValueError(mistake)
-            return True
-
-        flags.register_multi_flags_validator(names, check, flag_values=self.flag_values)
-
-
-def _is_given(value: object) -> bool:
-    return value is not None
-
-
-def _define_policy(group: _Group, default: PolicyMapLike) -> None:
-    start, mistake = from_variable(POLICY_MAP, "JMPX_POLICY", default)
+    default = _of_variable("JMPX_POLICY", POLICY_MAP) or default_policy
     help = (
         "In which dtypes parameters are stored, computation runs and results leave, with rules for "
         "parts of the model. The environment variable JMPX_POLICY sets the default."
     )
-    group.add(parsed(POLICY_MAP, f"{group.prefix}_policy", start, help), mistake)
-
-
-def _define_loss_scale(group: _Group) -> None:
-    prefix = group.prefix
-    default, mistake = from_variable(_LOSS_SCALE_OR_AUTO, "JMPX_LOSS_SCALE", None)
-    help = "The loss scale. The environment variable JMPX_LOSS_SCALE sets the default."
-    serializer = flags.ArgumentSerializer()
-    whole = _LossScaleFlag(_LOSS_SCALE_OR_AUTO, serializer, group.optional, default, help)
-    help = "The kind of loss scale; auto is Dynamic if the policy computes in float16, else NoOp."
-    kinds = ["auto", "NoOp", "Static", "Dynamic"]
-    kind = EnumFlag(f"{prefix}_scale_type", _SCALE_TYPE, help, kinds, case_sensitive=False)
-    help = "The loss scale of Static; the one that Dynamic begins with."
-    value = parsed(flags.FloatParser(lower_bound=0), f"{prefix}_scale_value", _SCALE_VALUE, help)
-    whole.parts = kind, value
-    group.add(whole, mistake)
-    group.add(kind)
-    group.add(value)
-    names = ("policy", "scale_type", "scale_value", "loss_scale")
-    group.refuse(names, functools.partial(_mistake_of_scale, default))
-
-
-def _mistake_of_scale(
-    default: object, prefix: str, policy_map: PolicyMap, kind: str, value: float, whole: str | None
-) -> str:
-    """Returns the mistake in the flags of the loss scale, empty if there is none."""
-    spec = _in_force(whole, kind, value, default)
-    if spec == whole and (kind, value) != (_SCALE_TYPE, _SCALE_VALUE):
-        part = f"scale_type={kind}" if kind != _SCALE_TYPE else f"scale_value={value}"
-        return (
-            f"--{prefix}_{part} contradicts --{prefix}_loss_scale={whole}, which is the whole loss "
-            "scale: give one of the two"
-        )
-    try:
-        get_loss_scale(spec, policy_map)
-    except ValueError as error:
-        return str(error) if spec == whole else f"--{prefix}_scale_value={value}: {error}"
-    return ""
-
-
-def _in_force(whole: object, kind: object, value: object, default: object) -> str:
-    """Returns the string of the loss scale in force: of the whole, unless parts replace it."""
-    is_replaced = whole == default and (kind, value) != (_SCALE_TYPE, _SCALE_VALUE)
-    if isinstance(whole, str) and not is_replaced:
-        return whole
-    return "none" if kind == "NoOp" else f"{str(kind).lower()},init={value}"
-
-
-def _define_skips(group: _Group) -> None:
+    define(POLICY_MAP, f"{prefix}_policy", default, help, flag_values)
+    _define_loss_scale(prefix, flag_values)
     help = "Whether to skip the optimizer step where gradients are not finite."
-    group.add(BooleanFlag(f"{group.prefix}_skip_nonfinite", True, help))
-    parser = flags.IntegerParser(lower_bound=0, upper_bound=LARGEST_COUNT)
+    name = f"{prefix}_skip_nonfinite"
+    define(flags.BooleanParser(), name, True, help, flag_values, boolean=True)
     help = (
         "How many steps in a row may be skipped: one more, and training has diverged and ends. 0 "
         "sets no limit."
     )
-    group.add(parsed(parser, f"{group.prefix}_max_skips", MAX_CONSECUTIVE_SKIPS, help))
-    group.refuse(("skip_nonfinite", "max_skips"), _mistake_of_skips)
+    parser = flags.IntegerParser(lower_bound=0, upper_bound=LARGEST_COUNT)
+    define(parser, f"{prefix}_max_skips", MAX_CONSECUTIVE_SKIPS, help, flag_values)
+    return MixedPrecisionFlags(prefix, flag_values)
 
 
-def _mistake_of_skips(prefix: str, skips: bool, limit: int) -> str:
-    # A flag file has the default, too, so that it cannot contradict.
-    if skips or limit in (0, MAX_CONSECUTIVE_SKIPS):
-        return ""
-    return (
-        f"--{prefix}_max_skips counts skipped steps, of which --no{prefix}_skip_nonfinite leaves "
-        "none: give one of the two"
+def _of_variable(variable: str, parser: Parser[Any]) -> Any:
+    """Returns the default that an environment variable sets, None if it is unset or empty."""
+    text = os.environ.get(variable, "")
+    if not text.strip():
+        return None
+    try:
+        return parser.parse(text)
+    except (TypeError, ValueError) as error:
+        message = f"environment variable {variable}={text}: {error}"
+        raise flags.IllegalFlagValueError(message) from None
+
+
+def _define_loss_scale(prefix: str, flag_values: flags.FlagValues) -> None:
+    whole, kind, value = (
+        f"{prefix}_{name}" for name in ("loss_scale", "scale_type", "scale_value")
     )
+    default = _of_variable("JMPX_LOSS_SCALE", _LOSS_SCALE_OR_AUTO)
+    help = "The loss scale. The environment variable JMPX_LOSS_SCALE sets the default."
+    define(_LOSS_SCALE_OR_AUTO, whole, default, help, flag_values)
+    help = "NoOp, Static, Dynamic, or auto: Dynamic if the policy computes in float16, else NoOp."
+    kinds = flags.EnumParser(["auto", "NoOp", "Static", "Dynamic"], case_sensitive=False)
+    define(kinds, kind, _PARTS[0], help, flag_values)
+    help = "The loss scale of Static; the one that Dynamic begins with."
+    define(flags.FloatParser(lower_bound=0), value, _PARTS[1], help, flag_values)
+    names = (f"{prefix}_policy", whole, kind, value)
+
+    def check(values: dict[str, Any]) -> bool:
+        policy_map, *given = (values[name] for name in names)
+        spec = _in_force(given[0], default, *given[1:])
+        parts = f"--{kind}={given[1]} --{value}={given[2]}"
+        # absl would begin a ValidationError with the values of all flags.
+        if spec == given[0] and (given[1], given[2]) != _PARTS:
+            raise flags.IllegalFlagValueError(
+                f"{parts} contradict --{whole}={spec}, the whole loss scale: give one of the two"
+            )
+        try:
+            get_loss_scale(spec, policy_map)
+        except ValueError as error:
+            raise flags.IllegalFlagValueError(f"{parts}: {error}") from None
+        return True
+
+    flags.register_multi_flags_validator(names, check, flag_values=flag_values)
 
 
-def _define_rounding(group: _Group) -> None:
-    help = (
-        "How updates of 16-bit parameters are rounded: nearest drops the small ones, stochastic "
-        "rounds by chance, right on average, and split keeps the low bits of float32 beside "
-        "bfloat16."
-    )
-    name, ways = f"{group.prefix}_params_rounding", list(get_args(ParamsRounding))
-    group.add(EnumFlag(name, "nearest", help, ways, case_sensitive=False))
-    group.refuse(("policy", "params_rounding"), _mistake_of_rounding)
-
-
-def _mistake_of_rounding(prefix: str, policy_map: PolicyMap, way: str) -> str:
-    """Returns the mistake in a rounding of the parameters of a policy map."""
-    policy, rounding = f"--{prefix}_policy", f"--{prefix}_params_rounding"
-    if way == "nearest":
-        return ""
-    stored = [policy_map.default.param_dtype, *(rule.params for rule in policy_map.rules)]
-    narrow = [dtype_name(each) for each in stored if each and np.dtype(each).itemsize < 4]
-    if not narrow:
-        return (
-            f"{rounding}={way} rounds parameters of 16 bits, of which {policy} has none: write "
-            f"params=bfloat16 in {policy}, or leave {rounding} out"
-        )
-    others = [name for name in narrow if name != "bfloat16"]
-    if way == "split" and others:
-        return (
-            f"{rounding}=split keeps the low bits of bfloat16 parameters, and {policy} has "
-            f"{others[0]} ones: write params=bfloat16 there, or {rounding}=stochastic"
-        )
-    return ""
+def _in_force(whole: str | None, default: str | None, kind: str, value: float) -> str:
+    """Returns the string of the loss scale in force: the parts go before the default of a whole."""
+    if whole is not None and (whole != default or (kind, value) == _PARTS):
+        return whole
+    return "none" if kind == "NoOp" else f"{kind.lower()},init={value}"

@@ -22,13 +22,12 @@ class Value:
     Attributes:
         aval: what JAX knows of it.
         kind: `input`, `const` (an array that the function closes over), `literal` or `computed`.
-        constant: the number or numbers of a constant or a literal; None for the other kinds.
+        constant: the number or numbers of a constant or a literal.
         index: the number of an input; -1 for the other kinds.
-        node: what computes it; None for the other kinds.
+        node: what computes it.
         readers: the nodes that read it, in the order of the program.
         is_output: whether the program returns it.
         dtype: its dtype; that of a boolean for what has none, such as a token.
-        shape: its shape.
     """
 
     aval: Aval
@@ -58,9 +57,9 @@ class Value:
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True)
 class Node:
-    """An equation, or what ties the body of a loop to the program around it.
+    """An equation, or a structural node, which ties the body of a loop to the program around it.
 
-    The latter are structural nodes: `carry` reads a first value and what the body returns next, and
+    Of these, `carry` reads a first value and what the body returns next, and
     makes what a trip of the loop starts with; `slice` makes a trip's part of an array, `stack` an
     array out of what each trip returns, `result` what the last trip hands out, `join` the result of
     whichever branch runs, `shard` and `unshard` a device's part of an array, and the array.
@@ -73,9 +72,6 @@ class Node:
         around: the equation whose jaxpr it is from, as a node; None at the top.
         times: how often it runs: the product of the lengths of the scans around it.
         in_while: whether it is inside a while loop, which runs an unknown number of times.
-        is_structure: whether it is a structural node.
-        operands: what it reads.
-        results: what it makes.
     """
 
     name: str

@@ -24,6 +24,8 @@ from jmpx._policies.added_rules import rules_added
 from jmpx._policies.maps import Rule
 from jmpx._policies.modules import call_marked
 
+_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+
 
 class _Call(NamedTuple):
     """What is traced, and how."""
@@ -216,13 +218,13 @@ def _name(fn: Callable[..., PyTree]) -> str:
 def _names(fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> list[str]:
     """Returns the names of the arrays in a function and its arguments, as `params['w']`."""
     try:
-        arguments = dict(inspect.signature(fn).bind_partial(*args).arguments)
-    except (TypeError, ValueError):  # a function of C, or one that JAX would refuse
-        arguments = {}
-    names = [name for name, value in arguments.items() if any(value is arg for arg in args)]
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # a function of C
+        parameters = ()
+    names = [each.name for each in parameters if each.kind in _POSITIONAL]
     names += [f"args[{i}]" for i in range(len(names), len(args))]
-    names = [_name(fn), *names, *kwargs]
-    trees = zip(names, [fn, *args, *kwargs.values()], strict=True)
+    # JAX flattens dictionaries, and so the keyword arguments, in the order of their keys.
+    trees = [(_name(fn), fn), *zip(names, args, strict=False), *sorted(kwargs.items())]
     return [
         name + jax.tree_util.keystr(path)
         for name, tree in trees

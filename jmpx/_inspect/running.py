@@ -4,17 +4,18 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jmpx._autocast.kinds import keep
 from jmpx._autocast.rules import lookup
+from jmpx._base.dtypes import is_dtype
 from jmpx._base.leaves import is_floating_dtype
 from jmpx._inspect.graph import Node
 from jmpx._inspect.programs import Program
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Params, operation_name
+from jmpx._scales.dynamic import DynamicLossScale
 
 
 def check_arrays(program: Program, caller: str) -> None:
@@ -24,8 +25,8 @@ def check_arrays(program: Program, caller: str) -> None:
             raise TypeError(f"Cannot look at the traced {name}: call {caller} outside of jax.jit.")
         if not isinstance(array, jax.Array | np.ndarray | np.generic):
             raise TypeError(
-                f"Expected arrays, got a shape as {name}: {caller} runs the step, so pass the "
-                "arguments of a real one, or call jmpx.inspect.audit, which takes shapes."
+                f"Expected arrays, got a shape as {name}: {caller} runs it, so pass arrays, "
+                "or call jmpx.inspect.audit, which takes shapes."
             )
 
 
@@ -36,6 +37,11 @@ def key_of(node: Node) -> tuple[int, ...]:
         key.append(id(around.eqn))
         around = around.around
     return tuple(reversed(key))
+
+
+def scale_text(scale: float) -> str:
+    """Returns the string of a dynamic loss scale that begins with this number."""
+    return str(DynamicLossScale(scale, min_loss_scale=min(scale, 1.0)))
 
 
 # Equations of these hold a jaxpr of numbers in the traced dtypes, and cannot run on others.
@@ -105,8 +111,4 @@ def _as_traced(array: Array, atom: Atom) -> Array:
 
 def is_narrow(dtype: object) -> bool:
     """Whether something is a floating dtype of 8 or 16 bits."""
-    if isinstance(dtype, type) and issubclass(dtype, np.generic):
-        dtype = np.dtype(dtype)
-    if not isinstance(dtype, np.dtype):
-        return False
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return is_dtype(dtype) and is_floating_dtype(dtype) and np.dtype(dtype).itemsize < 4

@@ -11,8 +11,9 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
+from jmpx._base.contexts import Hook
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy
 
@@ -76,15 +77,25 @@ class Proxies(Protocol):
         ...
 
 
+class Creation(NamedTuple):
+    """How `init` creates parameters where no module has a policy of its own."""
+
+    policy: Policy  # whose param dtype they get
+    are_cast: bool  # whether they are read in its compute dtype, or else as initializers say
+
+
 class Adapter:
     """What an adapter offers: by default nothing, so that a subclass overrides what it needs.
 
     Attributes:
         class_policies: the framework's own store of class policies; None for a framework without
             one, whose class policies jmpx keeps.
+        creation: hooks a `Creation` into the framework's `init`, see `contexts.Context.hook`; None
+            for a framework whose models create their own parameters.
     """
 
     class_policies: ClassPolicies | None = None
+    creation: Hook | None = None
 
     def current_policy(self) -> Policy | None:
         """Returns the policy under which the framework itself runs a method, None without one."""
@@ -117,16 +128,6 @@ class Adapter:
         searched for models, so that the paths of rules begin at each model.
         """
         return None
-
-    def created(self, policy: Policy, are_cast: bool) -> AbstractContextManager[None]:
-        """Creates parameters in the param dtype of a policy, where no module has a policy.
-
-        Args:
-            policy: the policy.
-            are_cast: whether the function reads parameters in the compute dtype, as it reads its
-                arguments; if not, it reads what its initializers return.
-        """
-        return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

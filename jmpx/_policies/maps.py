@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from jmpx._base.mappings import Found, Located, refuse_value, unknown
@@ -162,12 +162,7 @@ class PolicyMap:
 PolicyMapLike: TypeAlias = PolicyLike | PolicyMap
 
 
-def warn_unused(
-    policy_map: PolicyMap,
-    seen: Iterable[tuple[type, str]],
-    stacklevel: int,
-    arrays: Collection[str] = (),
-) -> None:
+def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stacklevel: int) -> None:
     """Warns of each rule that matched no module of an adapter, and suggests the nearest selector.
 
     Args:
@@ -175,7 +170,6 @@ def warn_unused(
         seen: the class and path of every module that asked for its policy. If there is none, only
             rules for operations are reported, because only autocast follows those.
         stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
-        arrays: the paths of the arrays that a glob may select, too.
     """
     seen = list(seen)
     for rule in policy_map.rules:
@@ -185,12 +179,9 @@ def warn_unused(
                 f"by=operations, or '{rule.selector}?' where the map is for modules, too."
             )
             warn_of(rule, policy_map, "module", end, stacklevel + 1)
-        elif seen and not (
-            any(rule.matches(cls, path) for cls, path in seen)
-            or (rule.is_path and any(rule.matches(object, path) for path in arrays))
-        ):
+        elif seen and not any(rule.matches(cls, path) for cls, path in seen):
             kind = "path" if rule.is_path else "class"
-            warn_of(rule, policy_map, kind, _near(rule, seen, arrays), stacklevel + 1)
+            warn_of(rule, policy_map, kind, _near(rule, seen), stacklevel + 1)
 
 
 def warn_of(rule: Rule, policy_map: PolicyMap, kind: str, near: str, stacklevel: int) -> None:
@@ -210,16 +201,11 @@ def warn_of(rule: Rule, policy_map: PolicyMap, kind: str, near: str, stacklevel:
         )
 
 
-def _near(rule: Rule, seen: Iterable[tuple[type, str]], arrays: Iterable[str]) -> str:
+def _near(rule: Rule, seen: Iterable[tuple[type, str]]) -> str:
     """Returns the end of a warning, which suggests the nearest class or path to a rule."""
     paths = sorted({path for _, path in seen})
     if rule.is_path:  # users may write the last name of a path alone
-        choices = {
-            name: path
-            for path in (*sorted(arrays), *paths)
-            for name in (path, path.rpartition("/")[2])
-            if name
-        }
+        choices = {name: path for path in paths for name in (path, path.rpartition("/")[2]) if name}
         return did_you_mean(rule.selector.strip("*/"), choices)
     names = {path.rpartition("/")[2] for path in paths} - {""}
     classes = {base.__name__ for cls, _ in seen for base in cls.__mro__[:-1]}

@@ -58,10 +58,7 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
 
 
 def check_number(argument: Argument, value: object, what: str, at: str = "") -> int | float:
-    """Returns a number within the range of an argument; a concrete scalar array is one, too.
-
-    Messages name the argument `what`, and the place of the value `at`.
-    """
+    """Returns a number, or that of a concrete scalar array, within the range of an argument."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"Expected {what} to be a number, got the traced {value.aval}{at}: set it outside "
@@ -81,11 +78,7 @@ def check_number(argument: Argument, value: object, what: str, at: str = "") -> 
 
 
 def as_leaf(value: object, dtype: type[np.generic], argument: Argument) -> Any:
-    """Returns a number or an array as an array of `dtype`, and any other object as it is.
-
-    The array is not weakly typed. A number becomes a NumPy array, which starts no backend and which
-    Orbax saves; Orbax refuses NumPy scalars.
-    """
+    """Returns a number or an array as a strong array of `dtype`, and any other object as it is."""
     if isinstance(value, jax.Array):
         return jnp.asarray(value, dtype)
     if is_array(value):
@@ -93,6 +86,7 @@ def as_leaf(value: object, dtype: type[np.generic], argument: Argument) -> Any:
             return np.asarray(value).astype(dtype)
     if not isinstance(value, int | float | str):
         return value
+    # A NumPy array starts no backend, and Orbax saves it; it refuses NumPy scalars.
     return np.asarray(check_number(argument, value, f"DynamicLossScale.{argument.name}"), dtype)
 
 

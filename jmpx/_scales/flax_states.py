@@ -5,19 +5,12 @@ import dataclasses
 import sys
 from typing import Any
 
-import jax
-
-from jmpx._base.leaves import ARRAYS
-
 _known: set[type] = set()
 
 
 def register_with_flax(cls: type, names: tuple[str, ...] = ()) -> None:
-    """Tells Flax which fields of a class it saves, once Flax is imported; a template has the rest.
-
-    Each instance asks for it when it is made: jmpx imports no framework, and a registration of the
-    user's own stays.
-    """
+    """Tells Flax, once it is imported, which fields of a class it saves; a template has others."""
+    # Each instance asks for it when it is made, because jmpx imports no framework.
     serialization = sys.modules.get("flax.serialization")
     if serialization is None or cls in _known:
         return
@@ -35,17 +28,13 @@ def register_with_flax(cls: type, names: tuple[str, ...] = ()) -> None:
                 "the kind that was saved."
             )
         for name, value in state.items():
-            if _is_number(getattr(template, name)) and not _is_number(value):
+            is_missing = value is None and getattr(template, name) is not None
+            if is_missing or isinstance(value, dict | list | str):
                 raise ValueError(
                     f"Expected {name} in the state of a {cls.__name__} to be a number, got "
                     f"{type(value).__name__}: the checkpoint is torn, so restore an older one."
                 )
         return dataclasses.replace(template, **state)
 
-    with contextlib.suppress(ValueError):  # Flax refuses a class that is registered.
+    with contextlib.suppress(ValueError):  # A registration of the user's own stays.
         serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
-
-
-def _is_number(value: object) -> bool:
-    """Whether a value is a number or an array, rather than a sharding or an axis."""
-    return isinstance(value, (*ARRAYS, jax.ShapeDtypeStruct, int, float))

@@ -1,16 +1,11 @@
 """The loss scales that never change, and what all three are in a train step.
 
-    loss = loss_scale.scale(loss)               # inside the differentiated function
-    grads = loss_scale.unscale(grads)           # with the scale that the backward pass used
-    grads_finite = jmpx.all_finite(grads)
-    loss_scale = loss_scale.adjust(grads_finite)
-
 All arithmetic is in float32 or float64, never in 16 bits. Every scale is between 2**-126 and
 2**126: there the reciprocal is a normal float32 number too, so that one product undoes the scale.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self, TypeVar, Union, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar, Union
 
 import jax
 import numpy as np
@@ -130,30 +125,20 @@ class StaticLossScale(Scaling):
 LossScale = Union[NoOpLossScale, StaticLossScale, DynamicLossScale]  # noqa: UP007 (as in JMP)
 
 
-@runtime_checkable
-class _Scales(Protocol):
-    """What all loss scales have, also those of other libraries, such as JMP."""
-
-    def scale(self, tree: T) -> T: ...
-    def unscale(self, tree: T) -> T: ...
-    def adjust(self, grads_finite: Flag) -> object: ...
-
-
 def is_loss_scale(value: object) -> bool:
-    """Whether a value is a loss scale, rather than a class of them."""
-    return isinstance(value, _Scales) and not isinstance(value, type)
+    """Whether a value is a loss scale, also of another library, rather than a class of them."""
+    methods = all(hasattr(value, name) for name in ("scale", "unscale", "adjust"))
+    return methods and not isinstance(value, type)
 
 
 def is_at_least_1(scaling: LossScale) -> bool:
     """Whether the scale is always at least 1, so that unscaling cannot overflow."""
-    if isinstance(scaling, DynamicLossScale) and _scales_as_made(type(scaling)):
-        return scaling.min_loss_scale >= 1
+    if isinstance(scaling, DynamicLossScale):
+        # A subclass may scale otherwise; MPX's does not.
+        names = ("scale", "unscale", "_effective_scale")
+        cls = type(scaling)
+        as_made = all(getattr(cls, name) is getattr(DynamicLossScale, name) for name in names)
+        return as_made and scaling.min_loss_scale >= 1
     if type(scaling) is StaticLossScale:
         return bool(scaling.loss_scale >= 1)
     return type(scaling) is NoOpLossScale
-
-
-def _scales_as_made(cls: type[DynamicLossScale]) -> bool:
-    """Whether a subclass scales as its base does, as MPX's does."""
-    methods = ("scale", "unscale", "_effective_scale")
-    return all(getattr(cls, name) is getattr(DynamicLossScale, name) for name in methods)

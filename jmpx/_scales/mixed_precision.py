@@ -73,13 +73,7 @@ class MixedPrecision:
         return self.policy_map.alone("the policy map ")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns dicts, lists, strings and numbers, which `get_mixed_precision` reads back.
-
-        Example:
-            >>> import jmpx
-            >>> list(jmpx.get_mixed_precision("f32; op.exp: bf16 | static=1024").to_dict())
-            ['policy', 'rules', 'loss_scale']
-        """
+        """Returns dicts, lists, strings and numbers, which `get_mixed_precision` reads back."""
         return {**self.policy_map.to_dict(), "loss_scale": self.loss_scale.to_dict()}
 
     def __str__(self) -> str:

@@ -7,15 +7,9 @@ import numpy as np
 
 
 def parse_number(text: str) -> int | float:
-    """Returns the number that `32768`, `2**15`, `0.5` or `1e4` stands for; too large ones are inf.
-
-    Nothing is evaluated: a power of two literals is the only operation, and it is a float's, so
-    that a huge one costs nothing.
-
-    Raises:
-        ValueError: if the text is anything else.
-    """
-    # Python reads -2**2 as -(2**2), and `float` takes the words nan and inf.
+    """Returns the number that `32768`, `2**15`, `0.5` or `1e4` stands for, inf if too large."""
+    # Python reads -2**2 as -(2**2), and `float` takes the words nan and inf. A power is a float's,
+    # so that a huge one costs nothing.
     if not re.fullmatch(r"[-+.\deE_]+|[\d.][-+.\deE_]*\s*\*\*\s*[-+\d]+", text.strip(), re.ASCII):
         raise ValueError(text)
     base, power, exponent = text.partition("**")

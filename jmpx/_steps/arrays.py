@@ -17,11 +17,9 @@ def split_arrays(
     is_wanted: Callable[[object], bool] = is_traceable,
     is_leaf: Callable[[object], bool] | None = None,
 ) -> tuple[list[jax.Array], Merge]:
-    """Takes the arrays out of a pytree.
+    """Takes the arrays out of a pytree; returns them, and a function that puts such a list back.
 
-    Returns:
-        The arrays, and a function `merge(arrays, others)` that puts such a list back. By default
-        the other leaves are those of the tree; for None they are None.
+    The other leaves are then those of the tree, or for `others=None` None.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
     indices = [index for index, leaf in enumerate(leaves) if is_wanted(leaf)]
@@ -68,11 +66,9 @@ def as_grad_dtype(dtype: DTypeLike | None) -> DTypeLike | None:
 
 
 def widened(params: list[jax.Array], dtype: DTypeLike | None) -> list[jax.Array]:
-    """Returns parameters in a dtype in which their gradients are not rounded below `dtype`.
-
-    A gradient has the dtype of its parameter, so that parameters are widened, which rounds nothing,
-    before the policy casts them.
-    """
+    """Returns parameters in a dtype in which their gradients are not rounded below `dtype`."""
+    # A gradient has the dtype of its parameter, so that parameters are widened, which rounds
+    # nothing, before the policy casts them.
     if dtype is None:
         return params
     check_enabled(dtype)

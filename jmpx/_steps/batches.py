@@ -59,13 +59,11 @@ class Batch:
     Example:
         >>> import jax.numpy as jnp
         >>> import jmpx
-        >>> loss_fn = lambda w, x: (jnp.mean((x @ w) ** 2), x.shape)
-        >>> grad_fn = jmpx.filter_grad(
-        ...     loss_fn, jmpx.NoOpLossScale(), True, policy="bf16", batch=jmpx.Batch(microbatches=4)
-        ... )
-        >>> result = grad_fn(jnp.ones(3), jnp.ones((8, 3)))
-        >>> result.grads, result.aux  # each part has seen two examples
-        (Array([6., 6., 6.], dtype=float32), (2, 3))
+        >>> loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
+        >>> batch = jmpx.Batch(microbatches=4)
+        >>> grad_fn = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy="bf16", batch=batch)
+        >>> grad_fn(jnp.ones(3), jnp.ones((8, 3))).grads  # each part has seen two examples
+        Array([6., 6., 6.], dtype=float32)
     """
 
     __module__ = "jmpx"
@@ -130,10 +128,7 @@ def split_batch(
     what: str,
     keywords: Mapping[str, PyTree] | None = None,
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], tuple[PyTree, ...]]]:
-    """Splits a batch into equal parts along a new first axis, in the order of its examples.
-
-    Objects of NNX, numbers, and by default PRNG keys of shape () go whole into each part, as the
-    keyword arguments do. Messages call the parts `what`.
+    """Splits a batch into equal parts, which messages call `what`, in the order of its examples.
 
     Returns:
         Arrays of shape (parts, examples in each, ...), and a function that puts the arrays of one
@@ -184,12 +179,9 @@ def _check_arrays(
 ) -> None:
     """Refuses arrays, each with the position of its argument, that do not make equal parts."""
     if not found:
-        none = "no positional argument but the first holds an array of examples"
-        if numbers is not None:
-            none = f"the arguments of argnums={numbers} hold no array"
         raise TypeError(
-            f"Cannot split a batch into {count} {what}, because {none}: pass the examples by "
-            f"position, and {_REMEDY}."
+            f"Cannot split a batch into {count} {what}, because the positional arguments of "
+            f"argnums={numbers} hold no array: pass the examples by position, and {_REMEDY}."
         )
     number, first = found[0]
     for other, leaf in found:
@@ -224,11 +216,9 @@ def _split(array: jax.Array, count: int) -> jax.Array:
 
 
 def _check_keywords(keywords: Mapping[str, PyTree], what: str) -> None:
-    """Refuses keyword arguments with arrays that have an axis, which may be one of examples.
-
-    A whole batch beside a part of it would broadcast in silence where the part is one example. The
-    length of the axis tells nothing: a table may have as many rows as a batch has examples.
-    """
+    """Refuses keyword arguments with arrays that have an axis, which may be one of examples."""
+    # A whole batch beside a part of it would broadcast in silence where the part is one example.
+    # The length of the axis tells nothing: a table may have as many rows as there are examples.
     for name, value in keywords.items():
         for leaf in jax.tree.leaves(value, is_leaf=is_whole):
             if is_traceable(leaf) and leaf.ndim:

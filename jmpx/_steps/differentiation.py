@@ -88,9 +88,8 @@ class _Call(NamedTuple):
     ) -> tuple[Backward, list[jax.Array] | None, tuple[Hashable, ...]]:
         """Returns the mean value and gradients over micro-batches and over an axis.
 
-        Returns:
-            The mean; arrays that are finite if all gradients are and cost less to check, or None;
-            and the axes along which devices still have to agree on that.
+        Beside it are arrays that are finite if all gradients are and cost less to check, or None,
+        and the axes along which devices still have to agree on that.
         """
         options, over = self.options, self.over
         shards = _Shards(self.merge(params), over)
@@ -150,7 +149,7 @@ class _Call(NamedTuple):
 
         total = accumulate(run, (state, model_state.get(args)), parts, params)
         aux, changes = total.aux
-        return total._replace(state=(changes.read(total.state[0]), total.state[1]), aux=aux)
+        return total._replace(state=(changes.stored(total.state[0]), total.state[1]), aux=aux)
 
     def run(
         self, params: list[jax.Array], state: State, args: Arguments, shards: "_Shards"
@@ -202,11 +201,9 @@ class _Shards:
         return run
 
     def disagreeing(self, grads: list[jax.Array], value: jax.Array) -> tuple[Hashable, ...]:
-        """Returns the axes along which devices share a loss, but not their gradients.
-
-        Devices also share what their losses read of each other's parameters along axes that are not
-        averaged over, as in tensor parallelism.
-        """
+        """Returns the axes along which devices share a loss, but not their gradients."""
+        # Devices also share what their losses read of each other's parameters along axes that are
+        # not averaged over, as in tensor parallelism.
         varying = frozenset[Hashable]().union(*map(varying_axes, grads))
         tracked = tracked_axes()
         others = {axis for axis in self.shared_over.difference(self.axes) if is_mapped(axis)}
@@ -219,19 +216,14 @@ def _loss_and_aux(result: PyTree, has_aux: bool) -> tuple[jax.Array, PyTree]:
     """Splits the result of the user's function, and checks that its loss is a floating scalar."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
-            "Expected the function to return (loss, aux), as has_aux=True says, got "
-            f"{_spell(result)}: return a pair, or leave has_aux out."
+            "Expected the function to return (loss, aux), as has_aux=True says, got a "
+            f"{type(result).__name__}: return a pair, or leave has_aux out."
         )
     loss, aux = result if has_aux else (result, None)
     if isinstance(loss, float) or (is_array(loss) and is_floating(loss) and loss.ndim == 0):
         return jnp.asarray(loss), aux
     raise TypeError(
-        f"Expected the function to return a floating scalar as its loss, got {_spell(loss)}: "
+        "Expected the function to return a floating scalar as its loss, got "
+        f"{spell(loss) if is_array(loss) else f'a {type(loss).__name__}'}: "
         "reduce it, for example with jnp.mean, and return anything else through has_aux=True."
     )
-
-
-def _spell(result: PyTree) -> str:
-    """Returns a result as messages name it: of a container its type, because it holds tracers."""
-    is_leaf = result is None or is_array(result) or isinstance(result, int | float | complex)
-    return spell(result) if is_leaf else f"a {type(result).__name__}"

@@ -42,10 +42,9 @@ class Groups:
     def in_auto_axes(
         self, run: Callable[..., Backward], params: list[jax.Array], *others: PyTree
     ) -> Backward:
-        """Calls a function where all axes of the mesh are `Auto`, if some are `Explicit` here.
+        """Calls a function of all that it reads where all axes of the mesh are `Auto`.
 
-        Its arguments hold all arrays that it reads. In its result, gradients are sharded as the
-        parameters are and aux over the groups; all else is whole on each device.
+        Gradients come back sharded as the parameters are, and aux over the groups.
         """
         if not self.explicit_axes:
             return run(params, *others)
@@ -68,12 +67,7 @@ class Groups:
     def run(
         self, run: Callable[[Sequence[jax.Array]], Backward], arrays: Sequence[jax.Array]
     ) -> Backward:
-        """Runs a function of one group's arrays that averages over `AXIS`, for all groups at once.
-
-        Returns:
-            The same value and gradients, aux with a leading axis of groups, and the mean of the
-            model state over groups.
-        """
+        """Runs a function of one group's arrays, which averages over `AXIS`, for all groups."""
         run_on_arrays, put_back = of_arrays(run)
 
         def one(part: Sequence[jax.Array]) -> Backward:
@@ -86,10 +80,7 @@ class Groups:
 
 
 def check_variables(new: Sequence[jax.Array], stored: Sequence[PyTree]) -> None:
-    """Refuses new variables of an NNX module that hold something of each example.
-
-    `stored` has the leaves that the arrays of one group replace, and None for new variables.
-    """
+    """Refuses new variables of an NNX module, stored as None, that hold something of examples."""
     for array, old in zip(new, stored, strict=True):
         is_alike = is_array(old) and old.shape == array.shape
         if not is_alike and _differs(array):
@@ -101,11 +92,8 @@ def check_variables(new: Sequence[jax.Array], stored: Sequence[PyTree]) -> None:
 
 
 def as_placed(new: PyTree, old: PyTree) -> PyTree:
-    """Returns new model state, whose arrays are split as those that they replace.
-
-    On a mesh with `Explicit` axes, the sharding of an array is a part of its type, which the carry
-    of a loop keeps.
-    """
+    """Returns new model state, whose arrays are split as those that they replace."""
+    # With `Explicit` axes a sharding is a part of an array's type, which the carry of a loop keeps.
 
     def place(new: PyTree, old: PyTree) -> PyTree:
         if not (is_traceable(new) and is_traceable(old)) or new.shape != old.shape:
@@ -132,10 +120,8 @@ def _mean(array: jax.Array) -> jax.Array:
 
 
 def _differs(array: jax.Array) -> bool:
-    """Whether an array may differ between groups.
-
-    Under `jax.vmap`, the maximum of an array that does not depend on the index is the same object.
-    """
+    """Whether an array may differ between groups."""
+    # Under `jax.vmap`, the maximum of what does not depend on the index is the same object.
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):

@@ -6,27 +6,22 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._base.leaves import Array, PyTree
-from jmpx._scales.kinds import LossScale, is_loss_scale
+from jmpx._scales.kinds import LossScale
 from jmpx._steps.checks import check_loss_scale
 from jmpx._steps.progress import counts_of
-from jmpx._storage.transformations import is_optimizer, name_of
-
-_COUNTS = ("total_skipped", "consecutive_skipped")
-_ARGUMENTS = "jmpx.metrics takes (opt_state, loss_scale), those that the step returns"
+from jmpx._storage.transformations import is_optimizer
 
 
 def metrics(opt_state: PyTree = None, loss_scale: LossScale | None = None) -> dict[str, jax.Array]:
     """Returns the scalars of a mixed-precision step that a logger plots.
 
     Call it at the end of the step, under `jax.jit`, and return the dict with the loss: nothing
-    waits for the device until the logger reads them, by `jax.device_get(metrics)`. It may be called
-    between steps, too. The keys depend on the arguments alone: `jmpx.NoOpLossScale()` is the
-    constant 1, so that runs in float16 and in bfloat16 share their plots.
+    waits for the device until the logger reads them, by `jax.device_get(metrics)`.
 
     Args:
         opt_state: the state of an optimizer of `skip_nonfinite`, or any pytree that holds one or
             several, as `check_progress` takes it.
-        loss_scale: the loss scale of the next step, which the gradient function returned.
+        loss_scale: the loss scale of the next step; `jmpx.NoOpLossScale()` is the constant 1.
 
     Returns:
         A dict of arrays of shape (): `"loss_scale"` in float32, `"total_skipped"`, the steps that
@@ -36,8 +31,8 @@ def metrics(opt_state: PyTree = None, loss_scale: LossScale | None = None) -> di
         the smallest scale.
 
     Raises:
-        TypeError: if the arguments are swapped, `loss_scale` is not a loss scale, `opt_state` is an
-            optimizer, or there is neither a loss scale nor a state of `skip_nonfinite`.
+        TypeError: if the arguments are swapped or of other types, or there is neither a loss scale
+            nor a state of `skip_nonfinite`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -48,30 +43,20 @@ def metrics(opt_state: PyTree = None, loss_scale: LossScale | None = None) -> di
         >>> {name: float(value) for name, value in found.items()}
         {'loss_scale': 1024.0, 'total_skipped': 0.0, 'consecutive_skipped': 0.0}
     """
-    _check(opt_state, loss_scale)
+    remedy = "jmpx.metrics takes (opt_state, loss_scale), those that the step returns"
+    if loss_scale is not None:
+        check_loss_scale(loss_scale, remedy)
     found = {} if loss_scale is None else {"loss_scale": _factor_of(loss_scale)}
-    for name in _COUNTS:
+    for name in ("total_skipped", "consecutive_skipped"):
         if counts := counts_of(opt_state, name):
             found[name] = functools.reduce(jnp.maximum, map(_largest, counts))
-    if not found:
+    if not found or is_optimizer(opt_state):
         raise TypeError(
-            "Expected a loss scale, or the state of an optimizer of jmpx.skip_nonfinite, got "
-            f"{'neither' if opt_state is None else f'a {type(opt_state).__name__} without one'}: "
-            f"{_ARGUMENTS}, and jmpx.skip_nonfinite(optax.adam(1e-3)) counts skipped steps."
+            "Expected a loss scale, or the state of an optimizer of jmpx.skip_nonfinite, got a "
+            f"{type(opt_state).__name__} without one: {remedy}, and "
+            "jmpx.skip_nonfinite(optax.adam(1e-3)) counts skipped steps."
         )
     return found
-
-
-def _check(opt_state: object, loss_scale: object) -> None:
-    """Refuses arguments that are not of their kinds, and would be left out in silence."""
-    if is_loss_scale(opt_state) or is_optimizer(opt_state):
-        kind = "loss scale" if is_loss_scale(opt_state) else "optimizer"
-        raise TypeError(
-            "Expected an optimizer state as the first argument of jmpx.metrics, got the "
-            f"{kind} {name_of(opt_state)}: {_ARGUMENTS}."
-        )
-    if loss_scale is not None:
-        check_loss_scale(loss_scale, _ARGUMENTS)
 
 
 def _factor_of(loss_scale: LossScale) -> jax.Array:

@@ -48,14 +48,10 @@ def accumulate(
     parts: Sequence[jax.Array],
     params: Sequence[jax.Array],
 ) -> Backward:
-    """Runs micro-batches one after the other, and averages their values and gradients.
+    """Runs micro-batches one after the other; returns means, the last state, and all aux.
 
-    The loop holds the function once. It adds gradients in float32, in the shapes of `params`, and
-    reduces nothing over devices. Each part, of arrays of shape (micro-batches, examples in each,
-    ...), starts from the state that the one before it left, of which only arrays change.
-
-    Returns:
-        The means, the last state, and aux with a leading axis of micro-batches.
+    Gradients are added in float32, in the shapes of `params`, and reduced over no devices. Each
+    part starts from the state that the one before it left, of which only arrays change.
     """
     arrays, merge = split_arrays(state)
     run, put_back = of_arrays(run)
@@ -91,10 +87,7 @@ def _like(param: jax.Array) -> jax.Array:
 def _settled(
     advance: Callable[[list[jax.Array]], list[jax.Array]], arrays: list[jax.Array]
 ) -> list[jax.Array]:
-    """Makes state vary along the axes along which a step makes it vary, as a loop demands.
-
-    A step is traced for it where there is state and JAX tracks what varies, and nowhere else.
-    """
+    """Makes state vary along the axes along which a step makes it vary, as a loop demands."""
     while arrays and tracked_axes():
         results = jax.make_jaxpr(advance)(arrays).out_avals
         before = [varying_axes(array) for array in arrays]

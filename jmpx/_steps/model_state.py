@@ -26,9 +26,7 @@ class ModelState:
         """Checks the position that the user gave."""
         if argnum is None:
             return cls()
-        argnum = check_whole(
-            argnum, "state_argnum", "give the position of the model state, after argument 0"
-        )
+        argnum = check_whole(argnum, "state_argnum", "give the position of the model state")
         if not has_aux:
             raise ValueError(
                 f"Cannot return the model state of state_argnum={argnum} without aux: return "
@@ -37,10 +35,7 @@ class ModelState:
         return cls(argnum)
 
     def get(self, args: Sequence[PyTree]) -> PyTree:
-        """Returns the state among the arguments of a call, as JAX's arrays; None if there is none.
-
-        It is a copy: a `State` of Equinox cannot be read after the function has set it.
-        """
+        """Returns the state among the arguments of a call, as JAX's arrays, or None."""
         if self.argnum is None:
             return None
         if self.argnum >= len(args):
@@ -48,6 +43,7 @@ class ModelState:
                 f"Cannot find the model state at argument {self.argnum}, as state_argnum says, in "
                 f"a call with {len(args)} positional arguments: pass it by position."
             )
+        # It is a copy: a `State` of Equinox cannot be read after the function has set it.
         return jax.tree.map(
             lambda leaf: jnp.asarray(leaf) if is_traceable(leaf) else leaf, args[self.argnum]
         )
@@ -101,9 +97,8 @@ def _alike(new: PyTree, old: PyTree) -> bool:
 def kept_if_finite(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Returns new model state, but the old one where the gradients are not finite.
 
-    Running averages that saw a batch which overflowed would hold infinities permanently. What
-    cannot be selected stays new: a leaf that is not an array, whose shape or dtype has changed, or
-    that has become the same on all devices.
+    What cannot be selected stays new: a leaf that is not an array, whose shape or dtype has
+    changed, or that has become the same on all devices.
     """
 
     def keep(new: PyTree, old: PyTree) -> PyTree:

@@ -13,13 +13,12 @@ from jmpx._base.trees import Flag, all_finite, as_flag
 from jmpx._steps.checks import (
     check_optimizer,
     check_skip_by,
-    check_whole,
     refuse_state,
     trained_part,
     warn_of_inner_counts,
     warn_of_views,
 )
-from jmpx._steps.skipping import SkipBy, refuse_beyond, take_or_keep
+from jmpx._steps.skipping import SkipBy, take_or_keep
 from jmpx._storage.low_precision_params import LowPrecisionParams
 from jmpx._storage.transformations import apply_update, with_extra_args
 
@@ -32,28 +31,20 @@ StateT = TypeVar("StateT")
 
 
 class SkipNonfiniteState(NamedTuple):
-    """The state of `skip_nonfinite`.
-
-    Attributes:
-        inner_state: the state of the wrapped optimizer.
-        grads_finite: whether the last step was taken: a bool array of shape ().
-        total_skipped: how many steps were skipped so far: an int32 array of shape ().
-        consecutive_skipped: how many of them in a row, up to the last step: the same.
-    """
+    """The state of `skip_nonfinite`, whose own arrays have the shape ()."""
 
     __module__ = "jmpx.types"
 
-    inner_state: PyTree
-    grads_finite: jax.Array
-    total_skipped: jax.Array
-    consecutive_skipped: jax.Array
+    inner_state: PyTree  # of the wrapped optimizer
+    grads_finite: jax.Array  # whether the last step was taken
+    total_skipped: jax.Array  # in int32
+    consecutive_skipped: jax.Array  # those in a row, up to the last step
 
 
 def skip_nonfinite(
     optimizer: "optax.GradientTransformation | optax.MultiSteps",
     *,
     skip_by: SkipBy = "where",
-    max_consecutive_skips: int | None = None,
 ) -> "optax.GradientTransformationExtraArgs":
     """Wraps an optax optimizer so that it skips steps with non-finite gradients, and counts them.
 
@@ -67,10 +58,6 @@ def skip_nonfinite(
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`.
         skip_by: "where" or "cond", as in `optimizer_update`, which takes its own instead. A
             `lax.cond` writes the updates to memory and reads them again, 8 bytes a parameter.
-        max_consecutive_skips: how many steps in a row may be skipped; a callback raises at the one
-            after them, for loops inside the program, such as a `lax.scan` over the steps. Python
-            sees a `jax.errors.JaxRuntimeError` when it next waits for the program, whose results
-            are lost. `jax.export` refuses such a program. None adds nothing to the program.
 
     Returns:
         An optax gradient transformation with a `SkipNonfiniteState`, whose `update` takes an
@@ -78,12 +65,8 @@ def skip_nonfinite(
         gradients are checked. Other extra arguments go to the wrapped optimizer.
 
     Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if `skip_by` or `max_consecutive_skips` has no such value.
-
-    See Also:
-        `jmpx.inspect.check_progress` ends loops in Python: it adds nothing to the program, and
-        raises in every process.
+        TypeError: if `optimizer` is of another type.
+        ValueError: if `skip_by` has no such value.
 
     Example:
         >>> import jax.numpy as jnp
@@ -99,10 +82,7 @@ def skip_nonfinite(
     import optax
 
     check_skip_by(skip_by)
-    inner = with_extra_args(optimizer)
-    if max_consecutive_skips is not None:
-        max_consecutive_skips = check_whole(max_consecutive_skips, "max_consecutive_skips")
-    skipping = _SkipNonfinite(inner, skip_by, max_consecutive_skips)
+    skipping = _SkipNonfinite(with_extra_args(optimizer), skip_by)
     return optax.GradientTransformationExtraArgs(skipping.init, skipping.update)
 
 
@@ -111,7 +91,6 @@ class _SkipNonfinite(NamedTuple):
 
     inner: "optax.GradientTransformationExtraArgs"
     skip_by: SkipBy
-    limit: int | None
 
     def init(self, params: "optax.Params") -> SkipNonfiniteState:
         warn_of_views(params)
@@ -138,8 +117,7 @@ class _SkipNonfinite(NamedTuple):
             return self.inner.update(updates, state.inner_state, params, **extra_args)
 
         def keep(new: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-            nothing = jax.tree.map(lambda u: jnp.full_like(u, -0.0), new[0])
-            return nothing, state.inner_state
+            return jax.tree.map(lambda u: jnp.full_like(u, -0.0), new[0]), state.inner_state
 
         new_updates, new_inner = take_or_keep(grads_finite, take, keep, self.skip_by)
         return new_updates, self.counted(state, new_inner, grads_finite)
@@ -151,14 +129,8 @@ class _SkipNonfinite(NamedTuple):
         finite = as_flag(grads_finite, "grads_finite")
         skipped = (~finite).astype(jnp.int32)
         consecutive = (state.consecutive_skipped + 1) * skipped
-        if self.limit is not None and grads_finite is not True:
-            refuse_beyond(self.limit, consecutive)
-        return SkipNonfiniteState(
-            inner_state=inner_state,
-            grads_finite=finite,
-            total_skipped=state.total_skipped + skipped,
-            consecutive_skipped=consecutive,
-        )
+        total = state.total_skipped + skipped
+        return SkipNonfiniteState(inner_state, finite, total, consecutive)
 
 
 def optimizer_update(
@@ -186,11 +158,9 @@ def optimizer_update(
         optimizer_state: its state.
         grads: gradients of the structure of `model`, as `filter_grad` returns them.
         grads_finite: whether to take the step: a scalar bool, traced or not.
-        skip_by: "cond" runs the update in a `lax.cond`, which a skipped step does not enter.
-            "where" always computes the update and then selects, which fuses with the optimizer.
-            None takes "where" on TPUs and "cond" elsewhere, by the platform that the program is
-            lowered for. A flag that is not traced, or that varies over the devices of a
-            `jax.shard_map`, always takes "where".
+        skip_by: "cond" runs the update in a `lax.cond`, which a skipped step does not enter;
+            "where" computes it and then selects, as it always is for a flag that is not traced or
+            varies over devices. None takes "where" on TPUs and "cond" elsewhere.
         **extra_args: other arguments of `optimizer.update`, such as `value=`.
 
     Returns:
@@ -230,7 +200,7 @@ def optimizer_update(
         if not counts:
             refuse_state(state)
         inner, inner_state = skipping.inner, state.inner_state
-    elif counts:  # Functions around those of `skip_nonfinite` hide its limit: it skips by itself.
+    elif counts:  # Functions around those of `skip_nonfinite` hide it: it skips by itself.
         extra_args, grads_finite = {**extra_args, "grads_finite": grads_finite}, True
     elif grads_finite is not True:
         warn_of_inner_counts(state, SkipNonfiniteState)
@@ -242,19 +212,16 @@ def optimizer_update(
         updates, new_state = inner.update(grads, inner_state, params, **extra_args)
         return jax.tree.map(apply_update, updates, params, is_leaf=is_none), new_state
 
+    kept = params, inner_state
     new_state: PyTree
-    stepped, new_state = take_or_keep(
-        grads_finite, take, lambda new: (params, inner_state), skip_by
-    )
+    stepped, new_state = take_or_keep(grads_finite, take, lambda new: kept, skip_by)
     if skipping is not None:
         new_state: PyTree = skipping.counted(state, new_state, grads_finite)
     merge = lambda new, old: old if new is None else new  # noqa: E731
     return put_back(jax.tree.map(merge, stepped, before, is_leaf=is_none)), new_state
 
 
-def _made_by(
-    cls: type[T], optimizer: "optax.GradientTransformation | optax.MultiSteps"
-) -> T | None:
+def _made_by(cls: type[T], optimizer: PyTree) -> T | None:
     """Returns the object of a class whose method is the `update` of an optimizer, if any."""
     owner = getattr(optimizer.update, "__self__", None)
     return owner if isinstance(owner, cls) else None
@@ -263,10 +230,8 @@ def _made_by(
 def _parameters_of(
     model: PyTree, optimizer_state: PyTree, grads: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Returns the pytree that the optimizer updates, and a function from it to the new model.
-
-    If the gradients are an NNX module, as `jax.grad` returns them, the model is a plain pytree.
-    """
+    """Returns the pytree that the optimizer updates, and a function from it to the new model."""
+    # If the gradients are an NNX module, as `jax.grad` returns them, the model is a plain pytree.
     if not holds_objects(model) or holds_objects(grads):
         return model, lambda new: new
     if holds_objects(optimizer_state):

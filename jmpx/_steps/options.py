@@ -69,7 +69,9 @@ class Options:
         **unknown: object,
     ) -> None:
         _refuse_unknown(unknown)
-        _check_function_and_scale(func, scaling)
+        if not callable(func):
+            raise TypeError(f"Expected a function to differentiate, got {describe(func)}.")
+        check_loss_scale(scaling, "pass for example jmpx.NoOpLossScale()")
         self.func, self.scaling, self.has_aux, self.is_mixed = func, scaling, has_aux, is_mixed
         self.over = _option("over", over, Over, 'jmpx.Over("data")')
         self.batch = _option("batch", batch, Batch, "jmpx.Batch(microbatches=8)") or Batch()
@@ -98,12 +100,14 @@ class Options:
 
 def _refuse_unknown(options: Mapping[str, object]) -> None:
     """Refuses keyword arguments that no gradient function takes."""
-    known = list(GradientOptions.__annotations__)
     for name in options:
-        accepted = f"Expected {', '.join(known)} or has_aux as an option of a gradient function"
-        if found := GRADIENT_ARGUMENTS.get(name):
-            raise TypeError(f"{accepted}, got {name}: write {found} instead.")
-        raise TypeError(f"{accepted}, got {name!r}{did_you_mean(name, known)}")
+        known = list(GradientOptions.__annotations__)
+        found = GRADIENT_ARGUMENTS.get(name)
+        end = f": write {found} instead." if found else did_you_mean(name, known)
+        raise TypeError(
+            f"Expected {', '.join(known)} or has_aux as an option of a gradient function, got "
+            f"{name}{end}"
+        )
 
 
 def _option(name: str, value: T | None, cls: type[T], example: str) -> T | None:
@@ -114,14 +118,6 @@ def _option(name: str, value: T | None, cls: type[T], example: str) -> T | None:
         f"Expected {name} to be a jmpx.{cls.__name__}, got {describe(value)}: write for example "
         f"{name}={example}."
     )
-
-
-def _check_function_and_scale(func: object, scaling: object) -> None:
-    if not callable(func):
-        raise TypeError(
-            f"Expected a function to differentiate, got {func!r}: pass the callable itself."
-        )
-    check_loss_scale(scaling, "pass for example jmpx.NoOpLossScale() or jmpx.DynamicLossScale()")
 
 
 def _check_one_mean(batch: Batch, over: Over | None) -> None:
@@ -139,9 +135,8 @@ def _warn_of_reduce(reduce_dtype: DTypeLike | None) -> None:
     if reduce_dtype is not None:
         _warn(
             f"reduce={dtype_name(reduce_dtype)} of the gradient function's policy reduces nothing "
-            "without a mean over devices: give over=jmpx.Over(...) with the axis of jax.shard_map "
-            "or jax.pmap, under jax.jit alone batch=jmpx.Batch(sharding=...) with that of the "
-            "batch, or leave reduce out."
+            "without a mean over devices: give over=jmpx.Over(...), under jax.jit alone "
+            "batch=jmpx.Batch(sharding=...), or leave reduce out."
         )
 
 

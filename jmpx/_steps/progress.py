@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.casts import at_least_float32
 from jmpx._base.leaves import Array, PyTree, is_array, is_floating, is_inexact_array, is_traceable
-from jmpx._scales.kinds import DynamicLossScale, LossScale, NoOpLossScale
-from jmpx._scales.numbers import format_number, shortest
+from jmpx._base.trees import all_finite
+from jmpx._scales.kinds import LossScale
 from jmpx._steps.checks import (
     LARGEST_COUNT,
     MAX_CONSECUTIVE_SKIPS,
@@ -20,7 +19,6 @@ from jmpx._steps.checks import (
 )
 
 Leaf: TypeAlias = Any  # an array or a Python number
-_NAMED_LEAVES = 3  # in a message
 
 
 class NonfiniteCounts(NamedTuple):
@@ -86,9 +84,8 @@ def check_progress(
     """Raises if an optimizer of `skip_nonfinite` has skipped too many steps in a row.
 
     A run that diverged would skip every step and learn nothing. Call this on the host, between
-    steps: it waits for one number of the state, and adds nothing to the compiled step. Where
-    waiting for every step is too much, call it every hundredth. Every process of a program raises
-    at the same step, where all of them have the state, as in data parallelism.
+    steps: it waits for one number of the state, and adds nothing to the compiled step. Every
+    process of a program raises at the same step, where all of them have the state.
 
     Args:
         opt_state: the state of an optimizer of `skip_nonfinite`, or any pytree that holds one or
@@ -100,14 +97,9 @@ def check_progress(
             is more than a scale of 2**24 needs to fall to 1 by halves.
 
     Raises:
-        FloatingPointError: if more steps than `max_consecutive` were skipped in a row. It tells how
-            many, the loss scale, and whether it can still fall.
-        TypeError: if an argument is of another type, or traced, as under `jax.jit`.
+        FloatingPointError: if more steps than `max_consecutive` were skipped in a row.
+        TypeError: if an argument is of another type, or the state is traced, as under `jax.jit`.
         ValueError: if `max_consecutive` is less than 1.
-
-    See Also:
-        `jmpx.skip_nonfinite(max_consecutive_skips=)` raises from inside the compiled program, for
-        loops that the program itself runs.
 
     Example:
         >>> import jax.numpy as jnp
@@ -120,53 +112,38 @@ def check_progress(
         >>> jmpx.inspect.check_progress(state, jmpx.NoOpLossScale(), grads, max_consecutive=2)
         Traceback (most recent call last):
         ...
-        FloatingPointError: Skipped 3 optimizer steps in a row, more than max_consecutive=2, without
-        a loss scale, and infinities or NaN in grads (1 NaN): lower the learning rate, or look for
-        the cause in the data and by jmpx.inspect.nonfinite(grads).
+        FloatingPointError: Skipped 3 optimizer steps in a row, more than max_consecutive=2, with
+        the loss scale 'none', and infinities or NaN in grads: lower the learning rate, return the
+        loss scale from the step if it never changed, or look for the cause in the data and by
+        jmpx.inspect.nonfinite(grads).
     """
     limit = check_whole(max_consecutive, "max_consecutive")
-    raise_if_stuck(opt_state, loss_scale, grads, limit, f"max_consecutive={limit}")
-
-
-def raise_if_stuck(
-    opt_state: PyTree, loss_scale: LossScale, grads: PyTree, limit: int, source: str
-) -> None:
-    """Does what `check_progress` does, for a limit that the error calls by `source`."""
     check_loss_scale(loss_scale, "pass the one of the step, or jmpx.NoOpLossScale()")
-    counters = counts_of(opt_state, "consecutive_skipped")
-    if not counters:
+    counts = counts_of(opt_state, "consecutive_skipped")
+    if not counts:
         raise TypeError(
             "Expected the state of an optimizer of jmpx.skip_nonfinite, got a "
             f"{type(opt_state).__name__} without one: wrap the optimizer, as "
             "jmpx.skip_nonfinite(optax.adam(1e-3)), and pass the state of the last step."
         )
-    leaves = jax.tree.leaves((counters, loss_scale, grads))
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        raise TypeError(
-            "Cannot check progress where the number of skipped steps is traced, as under jax.jit: "
-            "call jmpx.inspect.check_progress outside, between steps, or let "
-            "jmpx.skip_nonfinite(max_consecutive_skips=) raise from inside."
-        )
-    count = max(int(_read(counter).max()) for counter in counters)
+    count = max(int(np.asarray(part).max()) for count in counts for part in _parts(count))
     if count > limit:
-        where, remedy = _about(loss_scale)
         raise FloatingPointError(
-            f"Skipped {count} optimizer steps in a row, more than {source}, {where}"
-            f"{_named(grads)}: {remedy}."
+            f"Skipped {count} optimizer steps in a row, more than max_consecutive={limit}, with "
+            f"the loss scale '{loss_scale}'{_named(grads)}: lower the learning rate, return the "
+            "loss scale from the step if it never changed, or look for the cause in the data and "
+            "by jmpx.inspect.nonfinite(grads)."
         )
 
 
 def counts_of(opt_state: PyTree, name: str) -> list[Array | int]:
-    """Returns the counts of `skip_nonfinite` of this name, wherever a pytree has them.
-
-    Checkpoints and `nnx.State` have dicts in place of a `SkipNonfiniteState`.
-    """
+    """Returns the counts of `skip_nonfinite` of this name, wherever a pytree has them."""
     found: list[PyTree] = []
 
     def visit(node: object) -> bool:  # With all leaves and paths it would take longer.
         if isinstance(node, tuple):
             found.append(getattr(node, name, None))
-        elif not is_array(node) and isinstance(node, Mapping):
+        elif not is_array(node) and isinstance(node, Mapping):  # a checkpoint, an `nnx.State`
             found.append(node.get(name))
         return False
 
@@ -175,56 +152,16 @@ def counts_of(opt_state: PyTree, name: str) -> list[Array | int]:
     return [count for count in counts if is_array(count) or isinstance(count, int)]
 
 
-def _read(array: Array | int) -> np.ndarray:
-    """Returns the numbers of an array that this process holds, in one dimension."""
-    return np.concatenate([np.ravel(part) for part in _parts(array)])
-
-
 def _parts(array: Leaf) -> list[Leaf]:
     """Returns an array, or of one over several processes each part that this process holds."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return [array]
-    return list({str(shard.index): shard.data for shard in array.addressable_shards}.values())
-
-
-def _about(loss_scale: LossScale) -> tuple[str, str]:
-    """Returns what a message says of the loss scale, and the remedy."""
-    remedy = (
-        "lower the learning rate, or look for the cause in the data and by "
-        "jmpx.inspect.nonfinite(grads)"
-    )
-    if isinstance(loss_scale, NoOpLossScale):
-        return "without a loss scale", remedy
-    if not isinstance(loss_scale, DynamicLossScale):
-        return f"with the loss scale {loss_scale}", f"lower the scale, {remedy}"
-    lowest = np.float32(_read(loss_scale.loss_scale).min())
-    scale, floor = (
-        format_number(shortest(np.float32(loss_scale._clip(number))))
-        for number in (lowest, np.float32(0))
-    )
-    if scale == floor:
-        return f"with the loss scale at its floor of {floor}", remedy
-    return (
-        f"with the loss scale at {scale}, above its floor of {floor}",
-        "return the loss scale from the step, if it never changed, or begin with a smaller one",
-    )
+    return [shard.data for shard in array.addressable_shards]
 
 
 def _named(grads: PyTree) -> str:
-    """Returns what a message says of gradients: the first that are not finite, and how many more.
-
-    Each process counts what it holds, so that none waits for another.
-    """
-    if grads is None:
-        return ""
-    bad = []
-    for path, leaf in _inexact_leaves(grads).items():
-        counts = zip(*(_count(part) for part in _parts(leaf)), strict=True)
-        inf, nan = (sum(int(_read(count)[0]) for count in each) for each in counts)
-        what = [f"{number} {name}" for number, name in ((inf, "inf"), (nan, "NaN")) if number]
-        if what:
-            bad.append(f"grads{path} ({', '.join(what)})")
-    if not bad:
-        return ", while the gradients that this process holds are finite"
-    named, more = ", ".join(bad[:_NAMED_LEAVES]), len(bad) - _NAMED_LEAVES
-    return f", and infinities or NaN in {named}" + (f" and {more} more" if more > 0 else "")
+    """Returns what a message says of gradients: the first three that are not finite here."""
+    leaves = _inexact_leaves(grads).items()
+    bad = [f"grads{path}" for path, leaf in leaves if not all(map(all_finite, _parts(leaf)))]
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    return f", and infinities or NaN in {', '.join(bad[:3])}{more}" if bad else ""

@@ -43,13 +43,7 @@ class ValueAndGradients(NamedTuple, Generic[ValueT, ScalingT]):
 
 
 class Gradients(NamedTuple, Generic[ScalingT]):
-    """The result of a function that `filter_grad` made; it unpacks as a tuple does.
-
-    Attributes:
-        scaling: the loss scale of the next step.
-        grads_finite: whether all gradients are finite: a bool array of shape ().
-        grads: gradients, as of `ValueAndGradients`.
-    """
+    """The result of a function that `filter_grad` made: `ValueAndGradients` without a value."""
 
     __module__ = "jmpx.types"
 
@@ -59,14 +53,7 @@ class Gradients(NamedTuple, Generic[ScalingT]):
 
 
 class GradientsAndAux(NamedTuple, Generic[ScalingT, AuxT]):
-    """The result of a function that `filter_grad` made with `has_aux`.
-
-    Attributes:
-        scaling: the loss scale of the next step.
-        grads_finite: whether all gradients are finite: a bool array of shape ().
-        grads: gradients, as of `ValueAndGradients`.
-        aux: the second of the two values that the differentiated function returned.
-    """
+    """The result of a function that `filter_grad` made with `has_aux`: `Gradients`, and aux."""
 
     __module__ = "jmpx.types"
 

@@ -1,4 +1,4 @@
-"""A step that is taken or skipped by a flag, and the end of a run that skips too many in a row."""
+"""A step that is taken or skipped by a flag."""
 
 from collections.abc import Callable
 from typing import Literal, TypeAlias, TypeVar
@@ -89,26 +89,3 @@ def _common_shapes(
 def _type_of(leaf: PyTree) -> object:
     """Returns JAX's type of an array, with strong types for weak ones, as `lax.cond` makes them."""
     return jax.typeof(jnp.asarray(leaf, leaf.dtype)) if is_array(leaf) else None
-
-
-def refuse_beyond(limit: int, consecutive: jax.Array) -> None:
-    """Raises if more steps than `limit` were skipped in a row; from a program when it runs."""
-
-    def check(count: jax.Array) -> None:
-        if int(count) > limit:
-            raise FloatingPointError(
-                f"Skipped {int(count)} optimizer steps in a row, more than "
-                f"max_consecutive_skips={limit}, because gradients were not finite: lower the "
-                "learning rate, look for the cause in the data, and see which gradients they are "
-                "by jmpx.inspect.nonfinite(grads)."
-            )
-
-    if not isinstance(consecutive, jax.core.Tracer):
-        check(consecutive)
-        return
-    # A callback that runs at every step would make the device wait for Python. `io_callback` cannot
-    # be mapped by `jax.vmap` inside a `lax.cond`, nor be differentiated. Under `jax.vmap` the
-    # cond becomes a select and the callback always runs, so that it compares for itself, too.
-    jax.lax.cond(
-        consecutive > limit, lambda n: jax.debug.callback(check, n), lambda n: None, consecutive
-    )

@@ -43,7 +43,6 @@ def describe_precision(tree: PyTree, policy: MixedPrecisionLike | None = None) -
         if leaves have no values, as shapes have.
 
     Raises:
-        TypeError: if `policy` is of another type.
         ValueError: if the policy does not follow its grammar.
 
     Example:
@@ -79,11 +78,9 @@ def check_restored(
     not when they were saved. A leaf that was widened, such as float32 from bfloat16, looks like a
     master, but its values are rounded.
 
-    Call it right after the checkpoint was restored, or, with the shapes into which it is to be
-    restored, before anything is read.
-
     Args:
-        tree: what was restored: the tree that was described. Containers may differ.
+        tree: the tree that was described, right after it was restored, or the shapes into which it
+            is to be restored. Containers may differ.
         description: what `describe_precision` returned, as the checkpoint has it.
         allow_narrowing: whether to accept narrower dtypes, and rounded values.
         allow_widening: whether to accept wider floating dtypes. Wider integers hold what they
@@ -137,10 +134,7 @@ float32 instead of bfloat16: restore it in bfloat16 all the way, or pass allow_w
 def _changes(
     leaves: Mapping[str, PyTree], saved: Mapping[str, str], rounded: Mapping[str, str] | None
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields a key of `_CHANGES`, a path, and the words of an error for it.
-
-    Values are looked at unless `rounded` is None.
-    """
+    """Yields a key of `_CHANGES`, a path and words; looks at values unless `rounded` is None."""
     for path, leaf in leaves.items():
         got, was = _name(leaf), saved[path]
         if got == was:

@@ -12,7 +12,7 @@ from jmpx._base.leaves import PyTree, is_floating, is_inexact_array, is_traceabl
 from jmpx._base.trees import Flag, as_flag, select_tree
 
 LARGEST_COUNT = 2**31 - 1  # an int32
-_LARGEST_DECAY = 1 - 2.0**-24  # 1 less half of an epsilon of float32, in which the rest is lost
+_LARGEST_DECAY = 1 - 2.0**-24  # A smaller part of a number is lost in float32.
 
 
 class EmaState(NamedTuple):
@@ -48,10 +48,7 @@ class Ema:
         object.__setattr__(self, "decay", decay)
 
     def init(self, params: PyTree) -> EmaState:
-        """Returns the state that begins with these parameters, of any pytree.
-
-        Its arrays are copies, so that a step may donate it and the parameters.
-        """
+        """Returns the state that begins with copies of these parameters."""
         return EmaState(jax.tree.map(_begin, params), jnp.zeros((), jnp.int32))
 
     def update(
@@ -69,7 +66,6 @@ class Ema:
             The average, and the new state, which holds it.
 
         Raises:
-            TypeError: if `grads_finite` is not a scalar bool.
             ValueError: if the parameters differ from those of `init` in structure or shapes, or the
                 average is no longer in float32.
         """
@@ -82,12 +78,8 @@ class Ema:
         return new.average, new
 
     def _weight(self, count: jax.Array) -> PyTree:
-        """Returns the weight of the newest parameters, as a number or a float32.
-
-        Bias correction divides an average that began with zeros by 1 - decay**count. The same comes
-        out if the newest parameters weigh (1 - decay) / (1 - decay**count), and no second tree is
-        needed.
-        """
+        # Bias correction divides an average that began with zeros by 1 - decay**count. The same
+        # comes out if the newest parameters weigh this, and no second tree is needed.
         if not self.debias or self.decay == 0:
             return 1 - self.decay
         steps = count.astype(jnp.float32)
@@ -97,8 +89,8 @@ class Ema:
 def ema(decay: float, debias: bool = False) -> Ema:
     """Averages parameters over the steps of a training: each one moves 1 - decay of the way.
 
-    The average is float32 for parameters of 8 and 16 bits; wider parameters are averaged in their
-    own dtype. Leaves that are not floating or complex arrays are those of the newest parameters.
+    The average is float32 or wider. Leaves that are not floating or complex arrays are those of the
+    newest parameters.
 
     Args:
         decay: how much of the average a step keeps: from 0 to 1 - 2**-24.
@@ -107,9 +99,7 @@ def ema(decay: float, debias: bool = False) -> Ema:
             they weigh nothing: the average is that of the steps so far.
 
     Returns:
-        An object with `init(params)`, which returns an `EmaState`, and
-        `update(params, state, grads_finite=None)`, which returns the average and the new state.
-        Both may be called under `jax.jit` and in a `jax.lax.scan`.
+        An `Ema`, whose `init` and `update` may be called under `jax.jit` and in a `jax.lax.scan`.
 
     Raises:
         ValueError: if `decay` is out of its range.

@@ -1,20 +1,17 @@
 """Optimizers of 16-bit parameters, which small updates move: by chance, or by kept low bits."""
 
 import dataclasses
-import itertools
 import warnings
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 
-from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_array, is_floating, is_none, spell
 from jmpx._base.messages import describe, user_stacklevel
 from jmpx._storage.rounding import stochastic_round
 from jmpx._storage.split_master import merge_master, split_master
-from jmpx._storage.state_dtype import with_state_dtype
-from jmpx._storage.transformations import apply_update, check_seed, step_key, widen, with_extra_args
+from jmpx._storage.transformations import apply_update, step_key, widen, with_extra_args
 
 if TYPE_CHECKING:
     import optax
@@ -32,15 +29,6 @@ class LowPrecisionParamsState(NamedTuple):
             `jmpx.optim.merge_master(params, low)` are the float32 masters. None with "stochastic".
         count: with "stochastic", how many updates there were: an int32 array of shape (), of which
             the key of each step is made. None with "split".
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import jmpx
-        >>> optimizer = jmpx.optim.low_precision_params(optax.sgd(0.1), "split")
-        >>> state = optimizer.init({"w": jnp.array([1 + 2**-20])})
-        >>> isinstance(state, jmpx.types.LowPrecisionParamsState), state.low
-        (True, {'w': Array([8], dtype=uint16)})
     """
 
     __module__ = "jmpx.types"
@@ -54,7 +42,6 @@ def low_precision_params(
     optimizer: "optax.GradientTransformation | optax.MultiSteps",
     rounding: Rounding,
     *,
-    state_dtype: DTypeLike | None = None,
     seed: int = 0,
 ) -> "optax.GradientTransformationExtraArgs":
     """Wraps an optax optimizer so that it trains 16-bit parameters, which plain rounding stalls.
@@ -67,17 +54,14 @@ def low_precision_params(
     - "split": the state keeps the 16 bits that bfloat16 lacks, as `jmpx.optim.split_master` does,
       so that float32 masters are trained, at 4 bytes a parameter.
 
-    Put other transformations inside, as in `low_precision_params(optax.chain(...), ...)`: one that
-    comes after it changes what was rounded. `jmpx.skip_nonfinite` belongs around it.
+    Other transformations belong inside, and `jmpx.skip_nonfinite` around it.
 
     Args:
         optimizer: an optax gradient transformation, or an `optax.MultiSteps`. It gets gradients and
-            parameters in float32, and makes its state of them.
+            parameters in float32, and makes its state of them; `jmpx.optim.with_state_dtype` inside
+            keeps that in bfloat16.
         rounding: "stochastic" or "split".
-        state_dtype: the dtype of the optimizer's state between steps, as in
-            `jmpx.optim.with_state_dtype`. None leaves it to the optimizer: usually float32.
-        seed: the seed of the stochastic rounding. Devices round replicated parameters alike; under
-            `jax.shard_map`, shards draw the same numbers, each for entries of its own.
+        seed: of the stochastic rounding. Devices round replicated parameters alike.
 
     Returns:
         An optax gradient transformation, whose state is a `LowPrecisionParamsState`. `init` takes
@@ -85,17 +69,14 @@ def low_precision_params(
         bfloat16, or, with "stochastic", float16. `update` returns float32 differences for
         `optax.apply_updates`, which may miss a tiny new value by 2**-24 of the old one;
         `jmpx.optimizer_update` takes the new parameters as they are. Parameters that stayed float32
-        beside 16-bit ones are updated as usual. Other arguments are handed on.
+        beside 16-bit ones are updated as usual.
 
     Raises:
-        TypeError: if `optimizer` is not an optax gradient transformation, or `seed` is not a whole
-            number. From `update`: if the state is of another optimizer.
-        ValueError: if `rounding`, `seed` or `state_dtype` is none of those above. From `init`: if
-            "split" is given parameters that are not float32. From `update`: if no floating
-            parameter has 16 bits, or the state is of another rounding or of other parameters.
+        TypeError: if `optimizer`, or the state that `update` gets, is of another kind.
+        ValueError: if `rounding` or the dtype of the parameters is another one.
 
     Warns:
-        UserWarning: once, when `update` is given gradients of 16 bits.
+        UserWarning: when `update` is given gradients of 16 bits.
 
     Example:
         >>> import jax.numpy as jnp
@@ -121,28 +102,18 @@ def low_precision_params(
             f'Expected rounding to be "stochastic" or "split", got {describe(rounding)}: '
             '"stochastic" needs no more memory, and "split" trains as float32 does.'
         )
-    if state_dtype is not None:
-        inner = with_state_dtype(inner, state_dtype, seed=seed)
     # optax's type of states knows no None.
-    low_precision: PyTree = LowPrecisionParams(inner, rounding, check_seed(seed))
+    low_precision: PyTree = LowPrecisionParams(inner, rounding, seed)
     return optax.GradientTransformationExtraArgs(low_precision.init, low_precision.update)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LowPrecisionParams:
-    """The functions of `low_precision_params`, and its arguments.
-
-    Attributes:
-        inner: the wrapped optimizer.
-        rounding: "stochastic" or "split".
-        seed: of the rounding by chance.
-        told: holds a text once a warning was given, which is given once.
-    """
+    """The functions of `low_precision_params`, and its arguments."""
 
     inner: "optax.GradientTransformationExtraArgs"
     rounding: Rounding
     seed: int
-    told: list[str] = dataclasses.field(default_factory=list)
 
     def init(self, params: PyTree) -> LowPrecisionParamsState:
         """Returns the state for float32 parameters."""
@@ -164,120 +135,85 @@ class LowPrecisionParams:
         self, grads: PyTree, state: PyTree, params: PyTree, **extra_args: PyTree
     ) -> tuple[PyTree, LowPrecisionParamsState]:
         """Returns the new parameters themselves, and the new state."""
-        _, new, state = self._step(grads, state, params, extra_args)
-        return new, state
+        return self._step(grads, state, params, extra_args)[1:]
 
     def _step(
         self, grads: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, PyTree]
     ) -> tuple[PyTree, PyTree, LowPrecisionParamsState]:
         """Returns the inner optimizer's updates, the new parameters and the new state."""
-        _check_state(state, self.rounding)
-        _check_params(params, self.rounding)
-        self._warn_of_narrow(grads)
-        masters = _merged(params, state.low) if self.rounding == "split" else widen(params)
+        is_split = self.rounding == "split"
+        if not isinstance(state, LowPrecisionParamsState) or (state.count is None) != is_split:
+            raise TypeError(
+                "Expected a state of jmpx.optim.low_precision_params with "
+                f'rounding="{self.rounding}", got another: make one by init, of float32 parameters.'
+            )
+        _check_params(params)
+        _warn_of_narrow(grads)
+        masters = _merged(params, state.low) if is_split else widen(params)
         updates, inner_state = self.inner.update(
             widen(grads), state.inner_state, masters, **extra_args
         )
         masters = jax.tree.map(apply_update, updates, masters, is_leaf=is_none)
-        if self.rounding == "split":
+        if state.count is None:
             new, low = _split(masters, params, state.low)
             return updates, new, LowPrecisionParamsState(inner_state, low, None)
         new = _rounded(masters, params, step_key(self.seed, _STREAM, state.count))
         return updates, new, LowPrecisionParamsState(inner_state, None, state.count + 1)
-
-    def _warn_of_narrow(self, grads: PyTree) -> None:
-        if self.told:
-            return
-        for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-            if _is_narrow(leaf):
-                warnings.warn(
-                    "Got gradients of 16 bits for jmpx.optim.low_precision_params, such as "
-                    f"{spell(leaf)} at grads{jax.tree_util.keystr(path)}, which were rounded to "
-                    "the nearest: keep them in float32 up to the optimizer, by "
-                    "grad_dtype=jnp.float32 of jmpx.filter_grad.",
-                    stacklevel=user_stacklevel("jax", "optax", "flax", "equinox"),
-                )
-                self.told.append("gradients")
-                return
 
 
 def _is_narrow(leaf: object) -> bool:
     return is_array(leaf) and is_floating(leaf) and leaf.dtype.itemsize < 4
 
 
-def _check_state(state: object, rounding: Rounding) -> None:
-    if not isinstance(state, LowPrecisionParamsState):
-        raise TypeError(
-            "Expected a state of jmpx.optim.low_precision_params, got a "
-            f"{type(state).__name__}: pass what its init returned for the float32 parameters."
-        )
-    if (state.count is None) != (rounding == "split"):
-        other = "split" if state.count is None else "stochastic"
-        raise ValueError(
-            f'Expected a state of jmpx.optim.low_precision_params with rounding="{rounding}", got '
-            f'one of "{other}": make a new one by init, of float32 parameters.'
-        )
-
-
-def _check_params(params: PyTree, rounding: Rounding) -> None:
-    if params is None:
-        raise ValueError(
-            "Expected the 16-bit parameters for jmpx.optim.low_precision_params, got none: call "
-            "optimizer.update(grads, state, params)."
-        )
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    floating = [(path, leaf) for path, leaf in leaves if is_array(leaf) and is_floating(leaf)]
-    if floating and not any(_is_narrow(leaf) for _, leaf in floating):
-        path, leaf = floating[0]
-        raise ValueError(
-            "Expected parameters of 16 bits for jmpx.optim.low_precision_params, got "
-            f"{spell(leaf)} at params{jax.tree_util.keystr(path)}, and none that is narrower: cast "
-            "them after init, as jmpx.optim.split_master(params)[0] does, and apply updates by "
-            "jmpx.optimizer_update or optax.apply_updates, which keep their dtype."
-        )
-    for path, leaf in floating:
-        if rounding == "split" and _is_narrow(leaf) and leaf.dtype != jnp.bfloat16:
-            raise ValueError(
-                f'Expected bfloat16 parameters for rounding="split", got {spell(leaf)} at '
-                f'params{jax.tree_util.keystr(path)}: cast them to bfloat16, or use "stochastic".'
+def _warn_of_narrow(grads: PyTree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        if _is_narrow(leaf):
+            warnings.warn(
+                "Got gradients of 16 bits for jmpx.optim.low_precision_params, such as "
+                f"{spell(leaf)} at grads{jax.tree_util.keystr(path)}, which were rounded to the "
+                "nearest: keep them in float32 up to the optimizer, by grad_dtype=jnp.float32 of "
+                "jmpx.filter_grad.",
+                stacklevel=user_stacklevel("jax", "optax", "flax", "equinox"),
             )
+            return
+
+
+def _check_params(params: PyTree) -> None:
+    floating = [leaf for leaf in jax.tree.leaves(params) if is_array(leaf) and is_floating(leaf)]
+    if params is None or (floating and not any(map(_is_narrow, floating))):
+        got = spell(floating[0]) if floating else "none"
+        raise ValueError(
+            f"Expected parameters of 16 bits for jmpx.optim.low_precision_params, got {got}: pass "
+            "them to update, cast after init, as by jmpx.optim.split_master(params)[0], and apply "
+            "updates by jmpx.optimizer_update or optax.apply_updates, which keep their dtype."
+        )
 
 
 def _merged(params: PyTree, low: PyTree) -> PyTree:
     """Returns the float32 masters. Parameters that stayed float32 are their own."""
     kept = lambda leaf, low: low if _is_narrow(leaf) else None  # noqa: E731
-    try:
-        return merge_master(params, jax.tree.map(kept, params, low, is_leaf=is_none))
-    except (TypeError, ValueError):
-        raise ValueError(
-            "Expected parameters of the structure and shapes that init was given, got others: give "
-            "the same part of the model to both, and restore a checkpoint into init(params)."
-        ) from None
+    return merge_master(params, jax.tree.map(kept, params, low, is_leaf=is_none))
 
 
-def _split(masters: PyTree, params: PyTree, low: PyTree) -> tuple[PyTree, PyTree]:
+def _split(masters: PyTree, params: PyTree, lows: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the new parameters and their low halves; float32 parameters stay as they are."""
-    narrow = lambda leaf, master: master if _is_narrow(leaf) else None  # noqa: E731
-    halves = split_master(jax.tree.map(narrow, params, masters, is_leaf=is_none))
-    chosen = lambda leaf, half, other: half if _is_narrow(leaf) else other  # noqa: E731
-    new, low = (
-        jax.tree.map(chosen, params, half, other, is_leaf=is_none)
-        for half, other in zip(halves, (masters, low), strict=True)
-    )
-    return new, low
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_none)
+    together = zip(leaves, *map(structure.flatten_up_to, (masters, lows)), strict=True)
+    halves = [split_master(one) if _is_narrow(leaf) else (one, low) for leaf, one, low in together]
+    high, low = zip(*halves, strict=True) if halves else ((), ())
+    return structure.unflatten(high), structure.unflatten(low)
 
 
 def _rounded(masters: PyTree, params: PyTree, key: jax.Array) -> PyTree:
     """Returns the new parameters, rounded by chance, each with a key of its place."""
-    places = itertools.count()
-
-    def rounded(leaf: PyTree, master: PyTree) -> PyTree:
-        place = next(places)
-        if not _is_narrow(leaf):
-            return master
-        return stochastic_round(master, leaf.dtype, jax.random.fold_in(key, place))
-
-    return jax.tree.map(rounded, params, masters, is_leaf=is_none)
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_none)
+    pairs = enumerate(zip(leaves, structure.flatten_up_to(masters), strict=True))
+    return structure.unflatten(
+        stochastic_round(one, leaf.dtype, jax.random.fold_in(key, place))
+        if _is_narrow(leaf)
+        else one
+        for place, (leaf, one) in pairs
+    )
 
 
 def _difference(update: PyTree, new: PyTree, old: PyTree) -> PyTree:

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._base.casts import at_least_float32, cast_tree
+from jmpx._base.casts import at_least_float32
 from jmpx._base.dtypes import DTypeLike, ScalarType, as_dtype, dtype_name
-from jmpx._base.leaves import PyTree, is_array, is_floating, spell
-from jmpx._base.messages import describe
+from jmpx._base.leaves import PyTree, is_floating, spell
 
 T = TypeVar("T")
 
@@ -22,18 +21,15 @@ def stochastic_round(tree: T, dtype: DTypeLike, key: jax.Array) -> T:
     """Rounds the floating leaves of a pytree up or down by chance, so that the mean is right.
 
     A number between two neighbors of `dtype` becomes the upper one with a probability of its
-    distance from the lower one. A 16-bit parameter that is updated so moves by small updates, which
-    rounding to the nearest loses. The rounding works on bits, so that XLA cannot undo it.
+    distance from the lower one. The rounding works on bits, so that XLA cannot undo it.
 
-    Numbers that `dtype` has stay as they are: zeros with their sign, infinities and subnormal
-    numbers, too. NaN, and numbers beyond the largest of `dtype`, become what a cast makes of them.
-    Probabilities are multiples of 2**-32, which is exact except for numbers far below the smallest
-    normal one of float16 and of eight bits.
+    Numbers that `dtype` has stay as they are. NaN, and numbers beyond the largest of `dtype`,
+    become what a cast makes of them. Probabilities are multiples of 2**-32, which is exact except
+    for numbers far below the smallest normal one of float16 and of eight bits.
 
     Args:
         tree: any pytree. JAX and NumPy arrays and scalars and tracers of floating dtype are
-            rounded; other leaves pass untouched, as in `jmpx.cast_tree`, and so do leaves that are
-            in `dtype`. A `jax.ShapeDtypeStruct` changes its dtype.
+            rounded; other leaves pass untouched, and so do leaves that are in `dtype`.
         dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
         key: a key of `jax.random.key` or `jax.random.PRNGKey`. Pass another one at each step. Each
             leaf folds its place in the tree into it, and so every device rounds a replicated leaf
@@ -43,7 +39,7 @@ def stochastic_round(tree: T, dtype: DTypeLike, key: jax.Array) -> T:
         The same tree, its floating leaves as JAX arrays in `dtype`.
 
     Raises:
-        TypeError: if `key` is not one key, or `dtype` is not a dtype.
+        TypeError: if `dtype` is not a dtype.
         ValueError: if `dtype` is none of the four, or a leaf is narrower than `dtype` or wider than
             float32.
 
@@ -66,22 +62,9 @@ def stochastic_round(tree: T, dtype: DTypeLike, key: jax.Array) -> T:
             f"Cannot round stochastically to {dtype_name(dtype)}: expected "
             f"{', '.join(_ROUNDED_TO[:-1])} or {_ROUNDED_TO[-1]}; jmpx.cast_tree casts to others."
         )
-    _check_key(key)
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     return structure.unflatten(
         _round(path, leaf, dtype, key, place) for place, (path, leaf) in enumerate(leaves)
-    )
-
-
-def _check_key(key: PyTree) -> None:
-    if is_array(key):
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        if key.shape == () if typed else key.dtype == np.uint32 and key.ndim == 1:
-            return
-    got = spell(key) if is_array(key) else describe(key)
-    raise TypeError(
-        f"Expected one key for jmpx.optim.stochastic_round, got {got}: pass one of "
-        "jax.random.key(0), another at each step, as of jax.random.fold_in(key, step)."
     )
 
 
@@ -90,19 +73,12 @@ def _round(
 ) -> PyTree:
     if not is_floating(leaf) or leaf.dtype == dtype:
         return leaf
-    where = f"{leaf.dtype}{list(leaf.shape)} at tree{jax.tree_util.keystr(path)}"
-    if leaf.dtype.itemsize > 4:
+    if not np.dtype(dtype).itemsize <= leaf.dtype.itemsize <= 4:
         raise ValueError(
-            f"Cannot round {where}, which is wider than float32: cast it first, as "
-            "jmpx.cast_to_full does."
+            f"Cannot round {spell(leaf)} at tree{jax.tree_util.keystr(path)} to "
+            f"{dtype_name(dtype)}: cast it by jmpx.cast_tree, which is exact to a wider dtype, or "
+            "to float32 before."
         )
-    if leaf.dtype.itemsize < np.dtype(dtype).itemsize:
-        raise ValueError(
-            f"Cannot round {where} to {dtype_name(dtype)}, which is wider: use jmpx.cast_tree, "
-            "which is exact here."
-        )
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return cast_tree(leaf, dtype)
     return _round_array(leaf, jax.random.fold_in(key, place), dtype)
 
 
@@ -122,15 +98,10 @@ def _round_array(array: jax.Array, key: jax.Array, dtype: ScalarType) -> jax.Arr
 
 
 def _lower_neighbor(magnitude: jax.Array, narrow: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the largest number of a narrow format that is not above one of float32.
+    """Returns the bits of the next number of a narrow format at or below one of float32.
 
-    Args:
-        magnitude: the bits of float32 numbers without their sign.
-        narrow: the `jnp.finfo` of the narrow format.
-
-    Returns:
-        The bits of that number, and the distance from it to the float32 number: 2**32 is the
-        distance between it and the next one.
+    `magnitude` has the bits of numbers without their sign. The second result is the distance to
+    them, of which 2**32 is that to the next number.
     """
     wide = jnp.finfo(jnp.float32)
     stored = (magnitude >> wide.nmant).astype(jnp.int32)  # the exponent, as float32 has it

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_array, is_floating, spell
 
 T = TypeVar("T")
@@ -28,16 +27,14 @@ def split_master(tree: T) -> tuple[T, PyTree]:
     16 bits tell only 65,536 apart. Finite numbers stay finite in it, and NaN stays NaN.
 
     Args:
-        tree: any pytree whose floating leaves are float32: JAX and NumPy arrays and scalars,
-            tracers or `jax.ShapeDtypeStruct`.
+        tree: any pytree whose floating leaves are float32: JAX and NumPy arrays and scalars.
 
     Returns:
         The same tree twice: with the high halves, in bfloat16, and with the low ones, in uint16. A
         leaf that is not floating passes untouched into the first, and is None in the second.
 
     Raises:
-        ValueError: if a floating leaf is not float32: fewer bits have no low half, and more do not
-            fit in.
+        ValueError: if a floating leaf is not float32.
 
     Example:
         >>> import jax.numpy as jnp
@@ -51,7 +48,7 @@ def split_master(tree: T) -> tuple[T, PyTree]:
         True
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    halves = [_split(path, leaf) for path, leaf in leaves]
+    halves = [_split(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
     return (
         structure.unflatten(high for high, _ in halves),
         structure.unflatten(low for _, low in halves),
@@ -61,10 +58,10 @@ def split_master(tree: T) -> tuple[T, PyTree]:
 def merge_master(high: T, low: PyTree) -> T:
     """Returns the float32 parameters that `jmpx.optim.split_master` split, bit for bit.
 
-    Two kinds come back otherwise, because no 32 bits are left for them: numbers beyond the largest
-    of bfloat16, 3.39e38, lose their last bit (float32's largest keeps it), and a signaling NaN
-    whose payload is all in its low half becomes a quiet one. Where a parameter was replaced and its
-    low half was not, the result is within half a unit of bfloat16's last place of the new one.
+    But numbers beyond the largest of bfloat16, 3.39e38, lose their last bit (float32's largest
+    keeps it), and a signaling NaN whose payload is all in its low half becomes a quiet one. Where a
+    parameter was replaced and its low half was not, the result is within half a unit of bfloat16's
+    last place of the new one.
 
     Args:
         high: the tree of bfloat16 parameters.
@@ -74,8 +71,7 @@ def merge_master(high: T, low: PyTree) -> T:
         The tree of float32 parameters. Where `low` has None, the leaf of `high` passes untouched.
 
     Raises:
-        ValueError: if the trees differ in their structure or in the shape of a leaf.
-        TypeError: if a leaf is not bfloat16 in `high` and uint16 in `low`.
+        ValueError: if the trees are not the two of one split.
 
     Example:
         >>> import jax.numpy as jnp
@@ -84,49 +80,31 @@ def merge_master(high: T, low: PyTree) -> T:
         Array([0.1, inf], dtype=float32)
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(high)
-    try:
-        lows = structure.flatten_up_to(low)
-    except ValueError:
-        raise ValueError(
-            "The two trees of jmpx.optim.merge_master differ in their structure: pass both trees "
-            "of one jmpx.optim.split_master."
-        ) from None
+    lows = structure.flatten_up_to(low)
     return structure.unflatten(
-        _merge(path, leaf, low_leaf) for (path, leaf), low_leaf in zip(leaves, lows, strict=True)
+        _merge(jax.tree_util.keystr(path), leaf, low_leaf)
+        for (path, leaf), low_leaf in zip(leaves, lows, strict=True)
     )
 
 
-def _split(path: jax.tree_util.KeyPath, leaf: PyTree) -> tuple[PyTree, PyTree]:
+def _split(path: str, leaf: PyTree) -> tuple[PyTree, PyTree]:
     if not is_floating(leaf):
         return leaf, None
     if leaf.dtype != np.float32:
-        reason = "it has no 16 low bits to keep" if leaf.dtype.itemsize < 4 else "it does not fit"
         raise ValueError(
-            f"Cannot split {leaf.dtype}{list(leaf.shape)} at tree{jax.tree_util.keystr(path)}: "
-            f"{reason}; pass the float32 parameters."
+            f"Cannot split {leaf.dtype}{list(leaf.shape)} at tree{path}: pass float32 parameters."
         )
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return _with_dtype(leaf, jnp.bfloat16), _with_dtype(leaf, jnp.uint16)
     return _split_array(leaf)
 
 
-def _with_dtype(leaf: jax.ShapeDtypeStruct, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-    return leaf.update(dtype=dtype, weak_type=False)
-
-
-def _merge(path: jax.tree_util.KeyPath, high: PyTree, low: PyTree) -> PyTree:
+def _merge(path: str, high: PyTree, low: PyTree) -> PyTree:
     if low is None:
         return high
-    accepted = is_array(high) and is_array(low)
-    if not accepted or (high.dtype, low.dtype) != (jnp.bfloat16, jnp.uint16):
-        raise TypeError(
-            f"Cannot merge {spell(high)} with {spell(low)} at tree{jax.tree_util.keystr(path)}: "
-            "pass both trees of jmpx.optim.split_master, bfloat16 and uint16."
-        )
-    if high.shape != low.shape:
+    halves = is_array(high) and is_array(low) and high.shape == low.shape
+    if not halves or (high.dtype, low.dtype) != (jnp.bfloat16, jnp.uint16):
         raise ValueError(
-            f"Cannot merge {spell(high)} with {spell(low)} at tree{jax.tree_util.keystr(path)}, "
-            "whose shapes differ: pass both trees of one jmpx.optim.split_master."
+            f"Cannot merge {spell(high)} with {spell(low)} at tree{path}: pass both trees of one "
+            "jmpx.optim.split_master, bfloat16 and uint16, of the same shapes."
         )
     return _merge_arrays(high, low)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jmpx._base.casts import at_least_float32
-from jmpx._base.leaves import PyTree, is_floating, is_int
+from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.messages import describe
 from jmpx._base.nnx_objects import is_object
 
@@ -36,11 +36,7 @@ def in_place_of_optimizer(value: object, otherwise: str) -> str:
 
 
 def with_extra_args(optimizer: PyTree) -> "optax.GradientTransformationExtraArgs":
-    """Returns an optax optimizer, or an `optax.MultiSteps`, as one that takes extra arguments.
-
-    Raises:
-        TypeError: if `optimizer` is neither.
-    """
+    """Returns an optax optimizer, or an `optax.MultiSteps`, as one that takes extra arguments."""
     import optax
 
     if not is_optimizer(optimizer):
@@ -68,28 +64,6 @@ def apply_update(update: PyTree, leaf: PyTree) -> PyTree:
         return jnp.asarray(leaf + update, leaf.dtype)
 
 
-def check_seed(seed: object) -> int:
-    """Returns the seed of roundings by chance.
-
-    Raises:
-        TypeError: if it is not a whole number.
-        ValueError: if it is below 0, or does not fit in 32 bits.
-    """
-    if not is_int(seed):
-        raise TypeError(f"Expected seed to be a whole number, got {describe(seed)}: give 0.")
-    if not 0 <= seed < 2**32:
-        raise ValueError(
-            f"Expected seed to be from 0 to 2**32 - 1, got {describe(seed)}: give for example 0."
-        )
-    return int(seed)
-
-
 def step_key(seed: int, stream: int, count: jax.Array) -> jax.Array:
-    """Returns the key of one step: made of a seed, so that the state holds plain numbers alone.
-
-    Args:
-        seed: the seed.
-        stream: tells apart what is rounded in the same step.
-        count: how many steps were before.
-    """
+    """Returns the key of a step; `stream` tells apart what is rounded in the same one."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), count)

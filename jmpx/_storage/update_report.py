@@ -19,8 +19,7 @@ _INF = 0x7F800000  # the bits of float32's infinity
 class LostUpdates(NamedTuple):
     """How many entries of a parameter change, and how many of these changes round to nothing.
 
-    A field is a float32 array, because counts of large arrays, of many steps and of devices do not
-    fit in int32; they are exact up to 2**24. Its shape is (), unless reports were stacked.
+    A field is a float32 array, exact up to 2**24. Its shape is (), unless reports were stacked.
 
     Attributes:
         entries: how many changes are not 0.
@@ -42,8 +41,7 @@ class LostUpdates(NamedTuple):
 class UpdateReport:
     """What `update_report` counts: a pytree of counts, and text for `print`.
 
-    Reports of several steps may be stacked, as `jax.lax.scan` does, or added by `jax.tree.map`;
-    `print` then tells of all of them.
+    Of reports that were stacked, as `jax.lax.scan` does, or added, `print` tells the sum.
 
     Attributes:
         updates: the counts of updates by the path of the parameter, such as `"['layer']['w']"`.
@@ -56,7 +54,7 @@ class UpdateReport:
     dtypes: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
 
     def __str__(self) -> str:
-        """Returns the shares of all parameters and of the worst ones, and the remedy."""
+        """Returns the shares of all parameters and of the worst ones, and a remedy."""
         counts, dtypes = jax.device_get(self.updates), dict(self.dtypes)
         shares = {name: _shares([lost]) for name, lost in counts.items()}
         worst = sorted(shares, key=lambda name: shares[name], reverse=True)[:_NAMED_LEAVES]
@@ -79,9 +77,8 @@ def update_report(params: PyTree, updates: PyTree) -> UpdateReport:
     """Counts the updates that round to nothing in the parameters' dtype.
 
     Near 1, neighbors in bfloat16 are 0.4 to 0.8 % apart, and adding less than half of that changes
-    nothing. XLA cannot hide it in a sum of a wider dtype. It may be called under `jax.jit` and
-    `jax.lax.scan`; under `jax.shard_map` each device counts what it has, and
-    `jax.lax.psum(report, axis)` adds the reports up.
+    nothing. It may be called under `jax.jit` and `jax.lax.scan`; under `jax.shard_map` each device
+    counts what it has, and `jax.lax.psum(report, axis)` adds the reports up.
 
     Args:
         params: the parameters before the step, in the dtype in which they are stored.
@@ -93,8 +90,7 @@ def update_report(params: PyTree, updates: PyTree) -> UpdateReport:
         not finite, and changes of 0, are not counted.
 
     Raises:
-        ValueError: if the two trees differ in their structure or in the shape of a leaf, or have no
-            floating leaf in common.
+        ValueError: if the two trees do not fit, or have no floating leaf in common.
 
     Example:
         >>> import jax
@@ -119,18 +115,16 @@ def update_report(params: PyTree, updates: PyTree) -> UpdateReport:
         name = jax.tree_util.keystr(path)
         if leaf.shape != change.shape:
             raise ValueError(
-                f"The parameter {spell(leaf)} and the update {spell(change)} of "
-                f"jmpx.inspect.update_report differ in their shape at params{name}: pass what the "
-                "optimizer returns for these parameters."
+                f"Expected an update of the shape of {spell(leaf)} at params{name}, got "
+                f"{spell(change)}: pass what the optimizer returns for these parameters."
             )
         leaf = jnp.asarray(leaf)
         found[name] = _lost(leaf, change)
         dtypes.append((name, leaf.dtype.name))
     if not found:
         raise ValueError(
-            "The parameters and the updates of jmpx.inspect.update_report have no floating leaf in "
-            "common: pass the parameters that the optimizer updates, such as nnx.state(model, "
-            "nnx.Param)."
+            "Expected an update of a floating parameter for jmpx.inspect.update_report, got none: "
+            "pass the parameters that the optimizer updates, such as nnx.state(model, nnx.Param)."
         )
     return UpdateReport(found, tuple(dtypes))
 
@@ -141,8 +135,8 @@ def _lost(param: jax.Array, change: jax.Array) -> LostUpdates:
     size = jax.lax.bitcast_convert_type(change, jnp.uint32) & 0x7FFFFFFF
     changes = (size > 0) & (size < _INF) & jnp.isfinite(at_least_float32(param))
     formats = (param.dtype, jnp.bfloat16, jnp.float16)
-    lost = [_sum(changes & _rounds_to_nothing(param.astype(each), change)) for each in formats]
-    return LostUpdates(_sum(changes), *lost)
+    lost = [changes & _rounds_to_nothing(param.astype(each), change) for each in formats]
+    return LostUpdates(*map(_sum, (changes, *lost)))
 
 
 def _rounds_to_nothing(param: jax.Array, change: jax.Array) -> jax.Array:

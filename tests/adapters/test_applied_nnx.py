@@ -360,11 +360,11 @@ def test_a_map_inside_of_itself_and_inside_of_another(rng):
     for fn in inside, view:
         assert_same_bits(apply_policy(fn, RULES)(nnx.clone(model), x), expected)
     apply_policy(nnx.jit(inside), RULES)(nnx.clone(model), x)
-    with pytest.raises(ValueError, match="a Net that is a view already, made by jmpx.apply_policy"):
+    with pytest.raises(ValueError, match="a Net that is a view already, under"):
         apply_policy(apply_policy(squares, "c=f32"), RULES)(model, x)
     view = jmpx.flax.with_policies(model, RULES)
     assert jmpx.flax.with_policies(view) is view
-    with pytest.raises(ValueError, match="view already, made by jmpx.flax.with_policies"):
+    with pytest.raises(ValueError, match="view already, under"):
         jmpx.flax.with_policies(view, "c=f16")
 
 
@@ -398,13 +398,12 @@ class Both(nnx.Module):
     ("rules", "expected"),
     [
         ("", [BF16, BF16, BF16, BF16]),
-        ("; */wrapped: full", [BF16, F32, F32, BF16]),
-        ("; ToNNX: full; */Dense_0: c=bf16", [BF16, F32, BF16, BF16]),
+        ("; Dense: full; */Dense_0: c=bf16", [BF16, F32, BF16, BF16]),
         ("; Dense: full; LayerNorm: full", [BF16, F32, F32, BF16]),
     ],
 )
 def test_linen_modules_inside_of_a_model(rng, rules, expected):
-    """They get the stored parameters, and what holds around them."""
+    """They get the stored parameters, and are models of their own."""
     model, x = Both(nnx.Rngs(0)), normal(rng, 5, 3)
     nnx.bridge.lazy_init(model, x)
     graph, state = nnx.split(model)

@@ -366,15 +366,15 @@ def test_a_rule_mends_a_users_own_loop(rng):
 
 @pytest.mark.thorough
 @standard_promotion
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_attention_decodes_with_a_cache_in_any_dtype(rng, dtype):
-    """Flax makes the cache in float32 if nobody says otherwise, and writes no other dtype to it."""
+@pytest.mark.parametrize(("rule", "dtype"), [("", BF16), ("; MultiHeadAttention: full", F32)])
+def test_attention_decodes_with_a_cache_in_its_compute_dtype(rng, rule, dtype):
+    """Flax writes no other dtype to it."""
     attention = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
     attention.init_cache((2, 3, 4), dtype=dtype)
     model, x = Model(lambda m, x: m.head(m.attention(x)), attention=attention, head=linear()), []
     for _ in range(3):
         x.append(normal(rng, 2, 1, 4))
-        y = jmpx.flax.with_policies(model, MIXED)(x[-1])
+        y = jmpx.flax.with_policies(model, MIXED + rule)(x[-1])
     assert attention.cached_key is not None and attention.cached_key.dtype == dtype
     full = nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))
     expected = model.head(full(x[-1], jnp.concatenate(x, 1)))

@@ -44,7 +44,7 @@ def in_full_precision(f, matmul):
 
 
 def in_forced_full_precision(f, matmul):
-    return jmpx.force_full_precision(jax.grad(f), matmul=matmul)
+    return jmpx.full_precision(jmpx.force_full_precision(jax.grad(f)), matmul=matmul)
 
 
 ROADS = [in_gradient_function, in_full_precision, in_forced_full_precision]

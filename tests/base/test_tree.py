@@ -10,7 +10,7 @@ from helpers import enable_x64, normal
 
 import jmpx
 from jmpx._base.casts import at_least_float32
-from jmpx._base.nnx_objects import is_state
+from jmpx._base.nnx_objects import is_object, is_whole
 
 FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32]
 
@@ -365,4 +365,6 @@ def test_what_is_narrower_than_float32_is_widened_to_it(dtype):
 
 def test_a_state_of_nnx_is_told_from_its_module():
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    assert is_state(nnx.state(model)) and not is_state(model) and not is_state({"w": 1})
+    state = nnx.state(model)
+    assert is_whole(state) and not is_object(state) and is_object(model)
+    assert not is_whole({"w": 1})

@@ -31,9 +31,10 @@ import jmpx.haiku
 from jmpx.__main__ import main
 
 PATHS = {"first": "first", "inner": "block/inner", "outer": "block/outer", "head": "head"}
+KEY = jax.random.key(0)
 MADE = {
-    "haiku": (HAIKU, (X,)),
-    "linen": (LINEN, (X,)),
+    "haiku": (HAIKU.init, (KEY, X)),
+    "linen": (LINEN.init, (KEY, X)),
     "nnx": FRAMEWORKS["nnx"][1],
     "equinox": FRAMEWORKS["equinox"][1],
 }
@@ -65,7 +66,7 @@ def read(output):
         if not title.endswith(":"):
             others += [title, *lines]
             continue
-        header = lines[0].replace("runs in", "runs_in")
+        header = lines[0]
         starts = [header.index(name) for name in header.split()]
         cuts = list(zip(starts, [*starts[1:], None], strict=True))
         tables[title] = [
@@ -197,10 +198,10 @@ def statistics_of(framework):
     key, rngs = jax.random.key(0), nnx.Rngs(0)
     return {
         "haiku": lambda: (
-            hk.transform_with_state(lambda x, t: hk.BatchNorm(True, True, 0.9)(x, t)),
-            (X, True),
+            hk.transform_with_state(lambda x, t: hk.BatchNorm(True, True, 0.9)(x, t)).init,
+            (KEY, X, True),
         ),
-        "linen": lambda: (nn.BatchNorm(use_running_average=False), (X,)),
+        "linen": lambda: (nn.BatchNorm(use_running_average=False).init, (KEY, X)),
         "nnx": lambda: nnx.BatchNorm(3, rngs=rngs),
         "equinox": lambda: eqx.nn.Sequential(
             [eqx.nn.Linear(3, 3, key=key), eqx.nn.BatchNorm(3, "batch", mode="ema")]
@@ -235,7 +236,9 @@ def with_fields(framework, dtype=jnp.float32):
         def __call__(self, x):
             return self.last(self.first(x))
 
-    return {"linen": lambda: (Linen(dtype), (X,)), "nnx": lambda: NNX(nnx.Rngs(0))}[framework]
+    return {"linen": lambda: (Linen(dtype).init, (KEY, X)), "nnx": lambda: NNX(nnx.Rngs(0))}[
+        framework
+    ]
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -272,8 +275,8 @@ def huge(framework):
     size, key = 10**6, jax.random.key(0)
     x = jax.ShapeDtypeStruct((2, size), jnp.float32)
     return {
-        "haiku": lambda: (hk.transform(lambda x: hk.Linear(size)(x)), (x,)),
-        "linen": lambda: (nn.Dense(size), (x,)),
+        "haiku": lambda: (hk.transform(lambda x: hk.Linear(size)(x)).init, (KEY, x)),
+        "linen": lambda: (nn.Dense(size).init, (KEY, x)),
         "nnx": lambda: nnx.eval_shape(lambda: nnx.Linear(size, size, rngs=nnx.Rngs(0))),
         "equinox": lambda: eqx.filter_eval_shape(eqx.nn.Linear, size, size, key=key),
         "autocast": lambda: (lambda w, x: x @ w, (jax.ShapeDtypeStruct((size, size), "f4"), x)),
@@ -284,7 +287,8 @@ def huge(framework):
 def test_nothing_is_computed(framework, ask):
     way = "operations" if framework == "autocast" else "modules"
     tables, others = ask(huge(framework), f"by={way},c=bf16")  # weights of 4 terabytes
-    assert next(iter(tables.values()))[0]["compute"] == "bfloat16" and others == []
+    row = only(tables)[0]
+    assert (row.get("compute") or row["dtypes"]) in ("bfloat16", "bf16") and others == []
 
 
 def test_functions_may_run_modules_in_their_own_way(ask):
@@ -368,7 +372,7 @@ def test_a_module_that_two_policies_surround_has_two_rows(ask):
         inner = hk.Linear(3)
         return Outer(inner)(x), inner(Outer(inner)(x)), inner(x)
 
-    tables, _ = ask((hk.transform(run), (X,)), "c=bf16,o=f32; */outer_1: full")
+    tables, _ = ask((hk.transform(run).init, (KEY, X)), "c=bf16,o=f32; */outer_1: full")
     found = [(r["path"], r["rule"], r["compute"]) for r in only(tables) if r["class"] == "Linear"]
     assert found == [
         ("linear", "inherited", "bfloat16"),
@@ -389,16 +393,10 @@ def test_a_function_without_modules_shows_scopes_and_operations(ask):
     text = "by=operations,c=bf16; */router: c=f32,m=highest; op.tanh: full; */rooter: full"
     text += "; op.softmax: full"
     tables, others = ask((router, (w, X)), text)
-    scopes, operations = tables.values()
-    assert {row["scope"]: (row["rule"], row["compute"], row["matmul"]) for row in scopes} == {
-        "(outermost)": ("default", "bfloat16", ""),
-        "body": ("default", "bfloat16", ""),
-        "router": ("*/router", "float32", "highest"),
+    assert {row["scope"]: row["dtypes"] for row in only(tables)} == {
+        "body": "bf16",
+        "router": "f32",
     }
-    ran = {row["operation"]: (row["rule"], row["runs_in"]) for row in operations}
-    assert ran["tanh"] == ("op.tanh", "float32")
-    assert ran["dot_general"] == ("", "bfloat16 float32") and ran["exp"] == ("", "float32")
-    assert "convert_element_type" not in ran and all(dtypes for _, dtypes in ran.values())
     assert [line.partition(" matched ")[2] for line in others] == [
         "no scope; did you mean 'router'?",
         "no operation, as 'softmax' is a function: write rules for the primitives that it runs, "
@@ -436,23 +434,34 @@ def test_by_operations_the_modules_are_in_the_dtypes_of_their_products(framework
     policy = in_words_of(framework, policy)
     run, model, _, _ = FRAMEWORKS[framework]
     ran = products(jmpx.apply_policy(run, policy), model, X)
-    for made in ((run, (model, X)), (MADE[framework] if run is not call else (model, (X,)))):
+    for made in ((run, (model, X)), *(((model, (X,)),) if run is call else ())):
         tables, others = ask(made, policy)
-        assert list(tables) == ["by operations, under autocast:", "its operations:"]
-        rows = [{**row, "path": row["scope"]} for row in tables["by operations, under autocast:"]]
+        assert list(tables) == ["by operations, under autocast:"] and others == []
+        rows = [{**row, "path": row["scope"].partition(" ")[0]} for row in only(tables)]
         rows = by_layer(framework, rows)
-        assert {layer: {row["compute"]} for layer, row in rows.items()} == ran
-        assert [row["class"] for row in rows.values()][:3] == [
-            in_words_of(framework, "<Linear>")
-        ] * 3
-        assert others == []
+        found = {layer: jnp.dtype(long(row["dtypes"])).name for layer, row in rows.items()}
+        assert {layer: {dtype} for layer, dtype in found.items()} == ran
+        linear = in_words_of(framework, "(<Linear>)")
+        assert [row["scope"].partition(" ")[2] for row in rows.values()][:3] == [linear] * 3
+
+
+def long(dtypes):
+    """Returns the first one of short names of dtypes."""
+    return jmpx.get_policy(dtypes.partition(",")[0]).compute_dtype
 
 
 def test_rules_for_operations_alone_are_by_operations(ask):
     tables, others = ask((call, (MADE["equinox"], X)), "c=bf16; op.dot_general: f32; op.exp: f16")
-    assert list(tables) == ["by operations, under autocast:", "its operations:"]
-    ran = {row["operation"]: row["runs_in"] for row in tables["its operations:"]}
-    assert ran["dot_general"] == "float32" and len(others) == 1 and "op.exp" in others[0]
+    assert list(tables) == ["by operations, under autocast:"]
+    head = by_layer("equinox", [{**r, "path": r["scope"].split()[0]} for r in only(tables)])["head"]
+    assert head["dtypes"].startswith("f32") and len(others) == 1 and "op.exp" in others[0]
+
+
+def test_a_loss_is_not_differentiated(ask):
+    made = (lambda w, x: jnp.mean(x @ w) + 1.0, (jnp.ones((3, 3)), X))
+    tables, _ = ask(made, "by=operations,c=bf16")
+    (row,) = only(tables)
+    assert int(row["operations"]) < 8
 
 
 class Noisy(nnx.Module):
@@ -468,14 +477,12 @@ class Noisy(nnx.Module):
 def test_models_with_state_and_random_numbers_by_operations(ask):
     made = [
         statistics_of("haiku")(),
-        statistics_of("linen")(),
-        (hk.transform(lambda x: hk.dropout(hk.next_rng_key(), 0.5, x)), (X,)),
-        (nn.Dropout(0.5, deterministic=False), (X,)),
+        (hk.transform(lambda x: hk.dropout(hk.next_rng_key(), 0.5, x)).init, (KEY, X)),
         (Noisy(), (X,)),
     ]
     for each in made:
         tables, _ = ask(each, "by=operations,c=bf16")
-        assert tables["its operations:"]
+        assert only(tables)
 
 
 def test_what_by_operations_needs(capsys, monkeypatch):
@@ -483,8 +490,7 @@ def test_what_by_operations_needs(capsys, monkeypatch):
         monkeypatch.setattr(sys.modules[__name__], "make", lambda made=made: made, raising=False)
         assert main(["--model", f"{__name__}:make", "by=operations,c=bf16"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "and the tuple of its arguments, because operations are found by a call" in line
-        assert line.endswith(": return the pair, or write by=modules.")
+        assert "of which something runs by operations" in line and "the pair of a call" in line
 
 
 @pytest.mark.thorough

@@ -217,18 +217,22 @@ REFUSED = {
     "no such axis": (
         {"axis": {"w": 0, "b": 1, "n": None}},
         ValueError,
-        r"Cannot gather tree\['b'\], float32\[3\], along axis 1, which it does not have: give",
+        r"Cannot gather tree\['b'\], float32\[3\], because it has no axis 1: pass",
     ),
-    "a scalar": ({"axis": 0}, ValueError, r"Cannot gather tree\['n'\], float32\[\], along axis 0"),
-    "a negative one": ({"axis": {**AXES, "w": -3}}, ValueError, r"tree\['w'\].* along axis -3"),
+    "a scalar": (
+        {"axis": 0},
+        ValueError,
+        r"Cannot gather tree\['n'\], float32\[\], because it has no axis 0",
+    ),
+    "a negative one": ({"axis": {**AXES, "w": -3}}, ValueError, r"tree\['w'\].* no axis -3"),
     "another structure": (
         {"axis": {"w": 0, "b": 0}},
         ValueError,
-        "Expected axis to be a prefix of the tree that is gathered, got {'b': 0, 'w': 0}: write",
+        "Expected axis to be a prefix .* of ints and None, got {'b': 0, 'w': 0}: write",
     ),
     "too deep": ({"axis": {**AXES, "w": {"x": 0}}}, ValueError, "Expected axis to be a prefix"),
-    "a mask": ({"axis": {**AXES, "w": True}}, TypeError, "Expected ints and None in axis, got Tr"),
-    "a string": ({"axis": "rows"}, TypeError, "Expected ints and None in axis, got 'rows': write"),
+    "a mask": ({"axis": {**AXES, "w": True}}, ValueError, "Expected axis to be .*, got {.*True"),
+    "a string": ({"axis": "rows"}, ValueError, "Expected axis to be .*, got 'rows': write"),
 }
 
 
@@ -263,8 +267,8 @@ def test_an_array_that_jax_knows_to_be_equal_is_refused(dtype):
         return jmpx.distributed.gather({"w": w}, AXIS, "c=bf16")["w"] * 0 + 1
 
     arrays, specs = (jnp.ones(DEVICES), jnp.ones(4, dtype)), (P(AXIS), P())
-    match = rf"Cannot gather tree\['w'\], {jnp.dtype(dtype).name}\[4\], over the mapped axis 'data'"
-    with pytest.raises(TypeError, match=match + ", along which JAX knows it to be equal"):
+    match = rf"Cannot gather tree\['w'\], {jnp.dtype(dtype).name}\[4\], because JAX knows it to be"
+    with pytest.raises(ValueError, match=match + r" equal over \['data'\]: pass its parts"):
         over_shard_map(run, *arrays, in_specs=specs)
     # Where JAX does not track it, it cannot know.
     over_shard_map(run, *arrays, in_specs=specs, check_vma=False)

@@ -141,7 +141,7 @@ def test_an_invariant_gather_is_refused_where_nothing_is_tracked(mask, rng):
     params, batch = make_problem(rng)
     loss_fn = lambda params, x: square(READS["invariant"](params["full"]["w"]), x)  # noqa: E731
     with pytest.raises(
-        TypeError, match=r"\['w'\].*all_gather_invariant .*: use jax.lax.all_gather"
+        TypeError, match=r"\['w'\].*all_gather_invariant .* gather by jax.lax.all_gather"
     ):
         run = gradients(loss_fn, sharded=mask)
         over_devices(run, "shard_map without vma", params, batch)

@@ -47,7 +47,7 @@ def test_a_run_that_diverges_ends_with_one_line():
     assert result.returncode == 1 and result.stdout == ""
     line = re.split(r"[\r\n]", result.stderr.strip())[-1].strip()  # after the progress bar
     assert line.startswith(
-        "Training diverged. Skipped 3 optimizer steps in a row, more than --mp_max_skips=2, "
-        "with the loss scale at its floor of 2**99: "
+        "Training diverged. Skipped 3 optimizer steps in a row, more than max_consecutive=2, "
+        "with the loss scale 'dynamic,init=2**99,min=2**99': "
     )
     assert "Traceback" not in result.stderr

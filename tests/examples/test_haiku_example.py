@@ -47,7 +47,7 @@ def test_stochastic_rounding_trains_16_bit_parameters_where_plain_rounding_stall
     for name, arguments in {
         "float32": ["--mp_policy=float32"],
         "nearest": ["--mp_policy=bf16-true"],
-        "stochastic": ["--mp_policy=bf16-true", "--mp_params_rounding=stochastic"],
+        "stochastic": ["--mp_policy=bf16-true", "--params_rounding=stochastic"],
     }.items():
         result = run(*arguments, "--learning_rate=1e-4", xla_flags=LESS_OPTIMIZED)
         assert result.returncode == 0, result.stderr
@@ -131,8 +131,8 @@ def test_a_run_that_diverges_ends_with_one_line():
     assert result.returncode == 1 and result.stdout == ""
     line = re.split(r"[\r\n]", result.stderr.strip())[-1].strip()  # after the progress bar
     assert line.startswith(
-        "Training diverged. Skipped 3 optimizer steps in a row, more than --mp_max_skips=2, "
-        "with the loss scale static=2**100: "
+        "Training diverged. Skipped 3 optimizer steps in a row, more than max_consecutive=2, "
+        "with the loss scale 'static=2**100': "
     )
     assert "Traceback" not in result.stderr
 
@@ -140,8 +140,8 @@ def test_a_run_that_diverges_ends_with_one_line():
 @pytest.mark.thorough
 def test_a_wrong_variable_says_its_name():
     result = run(JMPX_LOSS_SCALE="static=-1")
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert "JMPX_LOSS_SCALE" in result.stderr
+    assert result.returncode == 1
+    assert "environment variable JMPX_LOSS_SCALE=static=-1: " in result.stderr.splitlines()[-1]
 
 
 BAD = [
@@ -152,7 +152,7 @@ BAD = [
     ("--mp_policy=c=bf16,m=higest", "did you mean 'highest'"),
     ("--mp_loss_scale=dynamc", "did you mean 'dynamic'"),
     ("--mp_scale_value=-1", "not a non-negative number"),
-    ("--mp_params_rounding=split", "write params=bfloat16 in --mp_policy"),
+    ("--params_rounding=split", "write params=bfloat16 in --mp_policy"),
     ("--batch_size=2000", "batch_size"),
     ("--learning_rate=-1", "learning_rate"),
     ("--plot=/no/such/directory/x.png", "directory that can be written to"),

@@ -12,7 +12,7 @@ from helpers.distributed import FOLDER, gone, is_running, pids
 PROGRAM = """
 import os, signal, sys, time
 import launch
-launch.SECONDS_FOR_OTHERS = 1
+launch.SECONDS_FOR_OTHERS = 4
 folder, *deeds = sys.argv[1:]
 if not launch.is_launched():
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # A shell's background jobs ignore SIGINT.

@@ -112,6 +112,17 @@ def test_rules_mend_dtype_fields():
     assert wide("; ".join(["c=bf16,o=f32", *rules])) == []
 
 
+def test_a_boolean_that_becomes_float32_is_an_array():
+    is_trained = jnp.asarray(True)
+
+    def loss(w, x):
+        return mean_square((x * jax.jit(lambda: is_trained.astype(F32))()) @ w)  # boolean
+
+    (finding,) = findings(loss, W, X)
+    assert (finding.name, finding.place.line) == ("promotion", line_of(__file__, "boolean"))
+    assert "meets a float32 array and goes on" in finding.message
+
+
 # Products in parents that own nothing.
 
 

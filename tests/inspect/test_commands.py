@@ -95,9 +95,9 @@ def small():
 def test_ranges_are_printed_and_drawn(capsys, tmp_path):
     plot = tmp_path / "ranges.png"
     assert run("ranges", "THIS:large", "--plot", str(plot)) == 0
-    first, *_, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("Ranges of exp_fn")
-    assert last == f"wrote {plot}" and plot.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr()
+    assert printed.out.startswith("Ranges of exp_fn")
+    assert printed.err == f"wrote {plot}\n" and plot.read_bytes().startswith(b"\x89PNG")
 
     assert run("ranges", "THIS:large", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -128,7 +128,7 @@ def test_the_first_nonfinite_is_printed(capsys):
 def test_a_run_needs_numbers(command, capsys):
     line = error_of(capsys, command, "THIS:shapes")
     assert line.startswith(f"The run of {__name__}:shapes failed: ")
-    assert "Expected arrays, got " in line and " runs the " in line
+    assert "Expected arrays, got " in line and " runs it" in line
 
 
 # The flags of a program

@@ -116,6 +116,10 @@ def small_epsilon(x, w):
     return x / (jnp.abs(x) + 1e-9)  # <-
 
 
+def epsilon_in_a_root(x, w):
+    return x * jnp.sqrt(jnp.mean(x.astype(F32)).astype(x.dtype) + 1e-8)  # <-
+
+
 def mask_times_number(x, w):
     return x - 1e9 * MASK  # <-
 
@@ -140,7 +144,7 @@ PROMOTIONS = [
 ]
 MIXED = [mixed_product, mixed_einsum, cast_product, wide_result]
 RANGES = [mask_in_where, mask_of_floats, constant_mask, filled_mask, small_epsilon]
-RANGES += [mask_times_number, inverted_mask, float_mask]
+RANGES += [epsilon_in_a_root, mask_times_number, inverted_mask, float_mask]
 LEAKS = {
     **dict.fromkeys(PROMOTIONS, "promotion"),
     float32_product: "float32-product",
@@ -263,8 +267,12 @@ def plain_bounds(x, w):
     return jnp.clip(jnp.clip(x, -1, 1), 0.01, 0.99)
 
 
+def zero_of_jax(x, w):
+    return jax.nn.softplus(x) + jax.nn.mish(x)  # which add a 0 to x
+
+
 def times_zero(x, w):
-    return x * 0 + 1e-9 * w[0].astype(x.dtype)
+    return x * 0 + x / sum([x])
 
 
 def sum_of_list(x, w):
@@ -284,6 +292,7 @@ MENDED = [
     mask_times_float16,
     scaled_argument,
     plain_bounds,
+    zero_of_jax,
     times_zero,
     sum_of_list,
 ]

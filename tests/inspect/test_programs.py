@@ -100,6 +100,13 @@ def test_any_other_function_is_looked_at_as_it_is():
 def test_inputs_have_the_names_of_arguments():
     assert traced_program(loss_fn, ({"w": W}, X)).names == ["params['w']", "x"]
     assert traced_program(loss_fn, ({"w": W},), {"x": X}).names == ["params['w']", "x"]
+
+    def unordered(params, z, a):
+        return loss_fn(params, z) + jnp.sum(a)
+
+    program = traced_program(unordered, ({"w": W},), {"z": X, "a": jnp.ones(5)})
+    shapes = {name: aval.shape for name, aval in zip(program.names, program.arrays, strict=True)}
+    assert shapes == {"params['w']": W.shape, "z": X.shape, "a": (5,)}
     named = traced_program(lambda *args: loss_fn(*args), ({"w": W}, X))
     assert named.names == ["args[0]['w']", "args[1]"]
 

@@ -270,8 +270,8 @@ def test_a_step_that_contains_its_gradient_is_run_as_it_is(rng):
         (1.0, {"head_room": 0}, 2**15),
         (2.0**-30, {}, 2**43),
         (2.0**20, {}, 2.0**-7),
-        (1.0, {"dtype": "e5m2"}, 2**13),
-        (1.0, {"dtype": "e4m3"}, 2**6),
+        (1.0, {"dtype": "float8_e5m2"}, 2**13),
+        (1.0, {"dtype": "float8_e4m3fn"}, 2**6),
         (1.0, {"dtype": "bfloat16"}, 1),
     ],
 )

@@ -86,4 +86,4 @@ def test_a_notebook_shows_the_text():
     report = dataclasses.replace(REPORT, title=evil, scopes=(Scope(evil, evil, "", 1, evil, 1),))
     shown = report._repr_html_()
     assert shown.startswith("<pre>") and shown.endswith("</pre>") and evil not in shown
-    assert html.unescape(shown[5:-6]) == report.to_text(width=100)
+    assert html.unescape(shown[5:-6]) == report.to_text()

@@ -1,21 +1,16 @@
 """Reports as text: units, order, widths, what is left out, layers that are alike."""
 
 import dataclasses
-import io
-import os
 import re
-import shutil
-import sys
 
 import pytest
 from helpers.reports import CLEAN, EXP, LEAK, REPORT, SAVED
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import jmpx
 from jmpx._base.text import bytes_text, flop_text, share_text, short_names
 from jmpx._inspect.audit.alike import alike_findings
-from jmpx._inspect.audit.data import SEVERITIES, Cast, Finding, Products, Scope
-from jmpx._inspect.audit.findings import KINDS
+from jmpx._inspect.audit.data import Cast, Scope
 from jmpx._jaxprs.places import Place
 
 
@@ -135,23 +130,8 @@ def test_a_report_of_nothing():
     assert "scope" not in str(nothing)
 
 
-def test_bars_are_as_long_as_the_shares():
-    tables = dataclasses.replace(
-        REPORT, products=(Products("a x a", 1, 1), Products("b x b", 999, 1))
-    )
-    bars = re.findall(r"(#+)(\.*)  ", str(tables))
-    assert {len(filled) + len(rest) for filled, rest in bars} == {30}
-    assert [len(filled) for filled, _ in bars[:2]] == [29, 1]  # neither all nor nothing
-
-
-def test_without_findings_the_text_says_what_was_looked_for():
-    text = " ".join(str(CLEAN).split())
-    said = re.search(r"No findings\. Looked for (.*?)\.", text)
-    assert said and "Findings:" not in text
-    names = re.split(", | and ", said[1])
-    assert names == [name for name in KINDS if name != "platform-product"]
-    on_tpu = " ".join(str(dataclasses.replace(CLEAN, platform="tpu")).split())
-    assert f"{names[-1]} and platform-product." in on_tpu
+def test_without_findings_the_text_says_so():
+    assert "\n\nNo findings.\n\n" in str(CLEAN) and "Findings:" not in str(CLEAN)
 
 
 def test_a_while_loop_is_marked():
@@ -227,80 +207,9 @@ def test_a_layer_that_differs_has_a_row_of_its_own():
     assert re.search(r"^vit/blocks_\*/mlp \(MLP\) +11 x", text, re.MULTILINE)
 
 
-words = st.text("abcdefgh_0123456789", min_size=1, max_size=30)
-paths = st.lists(words, max_size=6).map("/".join)
-sizes, counts = st.integers(0, 10**16), st.integers(0, 10**6)
-dtypes = st.sampled_from(["bfloat16", "float32", "float8_e5m2", "int32"])
-sentences = st.lists(words, min_size=1, max_size=40).map(" ".join)
-places = st.builds(Place, paths, st.integers(1, 9999), words, st.none())
-findings = st.builds(
-    Finding,
-    st.sampled_from(list(KINDS)),
-    st.sampled_from(SEVERITIES),
-    sentences,
-    st.none() | st.builds(Place, paths, st.integers(1, 9999), words, st.none() | places),
-    paths,
-    sentences,
-    st.integers(1, 10**6),
-    sizes,
-    sizes,
-)
-scopes = st.builds(
-    Scope, paths, st.just("") | words, st.sampled_from(["", REPORT.scopes[-1].policy]),
-    sizes, st.lists(dtypes).map(", ".join), sizes,
-)  # fmt: skip
-reports = st.builds(
-    dataclasses.replace,
-    st.just(REPORT),
-    products=st.lists(
-        st.builds(Products, st.builds("{} x {}".format, dtypes, dtypes), sizes, counts)
-    ).map(tuple),
-    saved=st.dictionaries(dtypes, sizes),
-    casts=st.lists(st.builds(Cast, dtypes, dtypes, counts, sizes)).map(tuple),
-    findings=st.lists(findings, max_size=12).map(tuple),
-    scopes=st.lists(scopes, max_size=20).map(tuple),
-    has_while=st.booleans(),
-    uncounted=st.lists(words, max_size=2).map(tuple),
-)
-
-
-@settings(max_examples=30, deadline=None)
-@given(reports, st.integers(60, 140), st.booleans())
-def test_no_line_is_wider_than_asked_for(report, width, is_full):
-    for line in report.to_text(width=width, all=is_full).splitlines():
-        # What is copied is never broken: a path, and the function in it.
-        copied = len(line.split(",")) <= 2 and re.fullmatch(
-            r"[a-z]* +(in |called at )?\S+( \(\w+\))?,?", line
-        )
-        assert len(line) <= width or copied or " " not in line.strip(), line
-        assert line == line.rstrip()
-
-
 def test_a_long_rule_is_not_broken():
     rule = "*/" + "/".join(f"layer{i}" for i in range(20)) + ": compute=float32, matmul=highest"
-    report = dataclasses.replace(REPORT, findings=(LEAK._replace(rule=rule),))
-    assert rule in [line.strip() for line in report.to_text(width=60).splitlines()]
-
-
-@pytest.mark.parametrize(
-    ("is_terminal", "columns", "width"),
-    [(True, 72, 72), (True, 200, 100), (True, 20, 60), (True, 0, 100), (False, 72, 100)],
-)
-def test_the_text_is_as_wide_as_the_terminal(monkeypatch, is_terminal, columns, width):
-    stdout = io.StringIO()
-    monkeypatch.setattr(stdout, "isatty", lambda: is_terminal)
-    monkeypatch.setattr(sys, "stdout", stdout)
-    size = os.terminal_size((columns, 24))
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: size)
-    shown = str(dataclasses.replace(REPORT, findings=(LEAK._replace(message="word " * 99),)))
-    monkeypatch.undo()
-    assert shown == dataclasses.replace(
-        REPORT, findings=(LEAK._replace(message="word " * 99),)
-    ).to_text(width=width)
-    assert width - 5 < max(map(len, shown.splitlines())) <= width
-
-
-@pytest.mark.parametrize("width", [59, 0, -80, True, 80.0, "80"])
-def test_bad_widths(width):
-    with pytest.raises(ValueError, match=r"^Expected width= to be a number of columns, 60 or more"):
-        REPORT.to_text(width=width)
+    finding = LEAK._replace(rule=rule, message="word " * 99)
+    lines = str(dataclasses.replace(REPORT, findings=(finding,))).splitlines()
+    assert rule in [line.strip() for line in lines]
+    assert 95 < max(len(line) for line in lines if "word" in line) <= 100

@@ -360,7 +360,7 @@ ENTRY %main (a: bf16[16], b: f32[128]) -> f32[16] {
 def test_what_the_compiler_of_tpus_writes():
     # One gather in the fusions that overlap with it, a reduce-scatter as an all-reduce and a
     # slice, asynchronous collectives, and several arrays in one collective.
-    found = read_hlo(HLO).collectives
+    _, _, found = read_hlo(HLO)
     assert sorted(found) == sorted(
         [
             Collective("all-gather", "bf16", 256, 8),

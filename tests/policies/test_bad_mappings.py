@@ -242,7 +242,7 @@ LOSS_SCALES = [
         "swap them",
     ),
     ({"type": "static"}, "Cannot make the loss scale at loss_scale.type: ", "static=1024"),
-    ({"type": "none", "init": 8}, "Unexpected 'init' at loss_scale.init: ", "takes no number"),
+    ({"type": "none", "init": 8}, "Unexpected 'init' at loss_scale.init: ", "does not take it"),
     (
         "dynamic, inti=3",
         "Unknown key 'inti' at position 9 of loss scale 'dynamic, inti=3' at loss_scale: ",

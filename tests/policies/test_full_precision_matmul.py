@@ -1,4 +1,4 @@
-"""`full_precision(matmul=)` and `force_full_precision(matmul=)`, outside of autocast."""
+"""`full_precision(matmul=)`, also around `force_full_precision`, outside of autocast."""
 
 import contextlib
 import functools
@@ -52,11 +52,11 @@ def as_function(f, matmul):
 
 
 def forced(f, matmul):
-    return jmpx.force_full_precision(f, matmul=matmul)
+    return jmpx.full_precision(jmpx.force_full_precision(f), matmul=matmul)
 
 
 def forced_to_a_dtype(f, matmul):
-    return jmpx.force_full_precision(f, jnp.float32, matmul=matmul)
+    return jmpx.full_precision(jmpx.force_full_precision(f, jnp.float32), matmul=matmul)
 
 
 FORMS = [as_context, as_decorator, as_function, forced, forced_to_a_dtype]
@@ -172,8 +172,7 @@ def test_a_scope_may_be_entered_again():
 
 def test_the_positions_of_jmp_and_mpx_stay():
     parameters = inspect.signature(jmpx.force_full_precision).parameters
-    assert list(parameters) == ["func", "return_dtype", "matmul"]
-    assert parameters["matmul"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert list(parameters) == ["func", "return_dtype"]
     parameters = inspect.signature(jmpx.full_precision).parameters
     assert list(parameters) == ["func", "matmul"]
     assert parameters["matmul"].kind is inspect.Parameter.KEYWORD_ONLY

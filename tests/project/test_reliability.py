@@ -1,19 +1,13 @@
-"""The scripts of `benchmarks/` that let jmpx fail: small runs, and that they notice a failure."""
+"""Long float16 trainings, killed and not, and that their comparisons notice a failure."""
 
 import os
 import random
 from typing import Any
 
-import float16_training
 import jax
-import kills
 import pytest
-import records
-import reliability
-import soak
-from helpers import run_python
-from kills import FORMATS, digest
-from reliability import Case
+from helpers import float16_training, kills, run_python, soak
+from helpers.kills import FORMATS, digest
 
 import jmpx
 
@@ -47,7 +41,7 @@ every_format = pytest.mark.parametrize("form", FORMATS)
 def test_a_killed_training_loses_nothing(form, seed):
     if form == "Orbax":
         pytest.importorskip("orbax.checkpoint")
-    figures, failures = kills.run(form, False, seed, kills=1, steps=150)
+    figures, failures = kills.run(form, seed)
     assert not failures
     assert figures["lines"] >= 150 and figures["kills"] == 1
 
@@ -200,59 +194,6 @@ def test_the_soak_notices_another_scale_or_skip(what, skip_by, monkeypatch):
     else:
         monkeypatch.setattr(jax, "jit", traced_each_time)
     assert soak.run("factor 2", skip_by, 4 if what == "the trace" else 20, 0)[1]
-
-
-# The runner and the table
-
-
-def test_a_case_that_fails_is_kept_and_ends_the_script(tmp_path, capsys):
-    out = tmp_path / "results.jsonl"
-    found = {"fine": [], "broken": ["It broke."]}
-
-    def case(name):
-        return Case(name, "{n} times", "it held", lambda small, seed: ({"n": seed}, found[name]))
-
-    for arguments, failed in ((["--only", "fine"], False), ([], True), (["--small"], True)):
-        with pytest.raises(SystemExit) as end:
-            reliability.main(
-                "", "tried", [*map(case, found)], [f"--out={out}", "--seed=7", *arguments]
-            )
-        assert end.value.code == failed
-        text = capsys.readouterr().out
-        assert ("FAILED: It broke." in text) == failed and "fine | 7 times | it held" in text
-    kept = [(line["case"], line["small"], line["seed"]) for line in records.read(out)]
-    assert kept == [
-        ("fine", False, 7),
-        ("broken", False, 7),
-        ("fine", True, 7),
-        ("broken", True, 7),
-    ]
-    found["broken"] = []
-    with pytest.raises(SystemExit):
-        reliability.main("", "tried", [*map(case, found)], [f"--out={out}", "--only", "broken"])
-    assert [line["failures"] for line in records.read(out)] == [[], [], [], ["It broke."]]
-
-
-def test_the_table_has_the_last_line_of_each_case_and_version():
-    def record(version, more, failures=()):
-        return {
-            "benchmark": "soak", "case": "steps", "times": "{n} steps", "outcome": "{more} MiB",
-            "figures": {"n": 20_000, "more": more}, "failures": list(failures),
-            "versions": {"jax": version},
-        }  # fmt: skip
-
-    found = [record("0.12.0", 9.0), record("0.10.2", 0.5), record("0.12.0", 1.5)]
-    table = reliability.table([*found, record("0.7.2", 99) | {"small": True}])
-    assert table.splitlines()[2:] == ["| steps | 20,000 steps | 0.5 to 1.5 MiB | 0.10.2, 0.12.0 |"]
-    failed = reliability.table([*found, record("0.10.2", 0.5, ["no"])])
-    assert "| **1 failures**: 0.5 to 1.5 MiB |" in failed
-
-
-def test_nothing_that_is_kept_failed():
-    found = records.read(reliability.RESULTS)
-    assert not any(record["failures"] for record in found)
-    cases = [case.name for script in (kills, soak) for case in script.CASES]
-    assert list(dict.fromkeys(record["case"] for record in found)) == cases
 
 
 # What a program begins with

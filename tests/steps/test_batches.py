@@ -128,8 +128,8 @@ CALLS = {
         lambda: call(X, jax.random.key(0), batch={"argnums": (1, 2)}),
         r"argument 2 .*key<fry>\[\], which has no axis",
     ),
-    "no arrays": (lambda: call("x", 3), "no positional argument but the first holds an array"),
-    "only keys": (lambda: call(None, jax.random.key(0)), "no positional argument but the first"),
+    "no arrays": (lambda: call("x", 3), "argnums=None hold no array"),
+    "only keys": (lambda: call(None, jax.random.key(0)), "argnums=None hold no array"),
     "none named": (lambda: call(X, batch={"argnums": ()}), r"argnums=\(\) hold no array"),
     "named without arrays": (lambda: call(X, 3, batch={"argnums": 2}), "argnums=.2,. hold no"),
     "out of range": (

@@ -160,13 +160,13 @@ def test_each_device_tells_its_own_and_nothing_is_sent(transform):
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ((), "got neither: jmpx.metrics takes"),
+        ((), "got a NoneType without one: jmpx.metrics takes"),
         ((optax.adam(0.1).init(PARAMS),), "got a tuple without one: jmpx.metrics takes"),
-        ((jmpx.DynamicLossScale(), state_after(1)), "got the loss scale .*: jmpx.metrics takes"),
-        ((jmpx.NoOpLossScale(),), "got the loss scale NoOp.*: jmpx.metrics takes"),
-        ((optax.adam(0.1), jmpx.NoOpLossScale()), "got the optimizer .*: jmpx.metrics takes"),
+        ((jmpx.DynamicLossScale(), state_after(1)), "a loss scale as the second .* got Skip"),
+        ((jmpx.NoOpLossScale(),), "got a NoOpLossScale without one: jmpx.metrics takes"),
+        ((optax.adam(0.1), jmpx.NoOpLossScale()), "got a Gradient.* without one: jmpx.metrics"),
         ((state_after(1), 1024.0), "a loss scale as the second .* got 1024.0: jmpx.metrics takes"),
-        ((state_after(1), jmpx.DynamicLossScale), "call it, as jmpx.DynamicLossScale()"),
+        ((state_after(1), jmpx.DynamicLossScale), "a loss scale as the second .* got <class"),
         ((None, PARAMS), "a loss scale as the second .* got {'w'"),
     ],
 )

@@ -31,7 +31,7 @@ REFUSED = [
     ({"batch_argnums": 1}, r"write batch=jmpx\.Batch\(argnums=\.\.\.\) instead"),
     ({"uncast_argnums": 1}, r"got uncast_argnums: write uncast=\.\.\. instead"),
     ({"uncast_argnames": "y"}, r"got uncast_argnames: write uncast=\.\.\. instead"),
-    ({"polcy": "bf16"}, r"got 'polcy'; did you mean 'policy'\?$"),
+    ({"polcy": "bf16"}, r"got polcy; did you mean 'policy'\?$"),
 ]
 
 

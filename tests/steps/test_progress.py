@@ -123,40 +123,6 @@ def test_the_default_limit_lets_a_scale_of_2_to_the_24_fall():
     assert "max_consecutive=50" in message(state_after(51), scaling)
 
 
-# How far the scale has fallen, and whether it can fall further, by what it does at more overflows.
-CONFIGURATIONS = {
-    "plain": dict(loss_scale=8.0),
-    "floor below 1": dict(loss_scale=1.0, min_loss_scale=2.0**-3),
-    "floor not a power of two": dict(loss_scale=1.0, min_loss_scale=0.1),
-    "floor of 0": dict(loss_scale=2.0**-123, min_loss_scale=0.0),
-    "hysteresis": dict(loss_scale=4.0, hysteresis=3),
-    "slow backoff": dict(loss_scale=1.5, backoff_factor=0.9),
-    "large factor": dict(loss_scale=100.0, factor=16),
-    "bounds that meet": dict(loss_scale=4.0, min_loss_scale=4.0, max_loss_scale=4.0),
-}
-
-
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_at_its_floor_means_that_it_can_fall_no_further(name):
-    scaling = jmpx.DynamicLossScale(**CONFIGURATIONS[name])
-    seen = set()
-    for _ in range(9):
-        later = scaling
-        for _ in range(scaling.hysteresis):
-            later = later.adjust(False)
-        can_fall = bool(later.loss_scale < scaling.loss_scale)
-        text = message(state_after(51), scaling)
-        assert ("at its floor of" in text) != can_fall
-        assert ("above its floor of" in text) == can_fall
-        assert ("never changed" in text) == can_fall
-        numbers = re.findall(r"(?:loss scale at|floor of) ([\d.*e-]+)[,:]", text)
-        floats = [float(jmpx.get_loss_scale(f"static={number}").loss_scale) for number in numbers]
-        assert floats[0] == np.float32(scaling.loss_scale)
-        seen.add(can_fall)
-        scaling = scaling.adjust(False)
-    assert seen == ({False} if name == "bounds that meet" else {True, False})
-
-
 def restored(scaling, number):
     """A scale as a checkpoint restores it: not through the constructor, which clips."""
     leaves, structure = jax.tree.flatten(scaling)
@@ -166,19 +132,12 @@ def restored(scaling, number):
 @pytest.mark.parametrize(
     ("scaling", "expected"),
     [
-        (jmpx.NoOpLossScale(), "=50, without a loss scale: lower the learning rate, or"),
-        (
-            jmpx.StaticLossScale(2.0**20),
-            "with the loss scale static=1048576: lower the scale, lower",
-        ),
-        (jmpx.DynamicLossScale(2.0**10, backoff_factor=0.8), "above its floor of 1: return the"),
-        (restored(jmpx.DynamicLossScale(), 0.125), "at its floor of 1: lower"),
-        (
-            restored(jmpx.DynamicLossScale(max_loss_scale=8), 64),
-            "at 8, above its floor of 1: return the loss scale from the step, if it never changed",
-        ),
-        (restored(jmpx.DynamicLossScale(), math.nan), "at nan, above its floor of 1: "),
-        (jmpx.DynamicLossScale(2.0**-20, min_loss_scale=2.0**-20), "at its floor of 2**-20: "),
+        (jmpx.NoOpLossScale(), "=50, with the loss scale 'none': lower the learning rate, "),
+        (jmpx.StaticLossScale(2.0**20), "with the loss scale 'static=1048576': lower"),
+        (jmpx.DynamicLossScale(2.0**10), "'dynamic,init=1024': lower the learning rate, return"),
+        (restored(jmpx.DynamicLossScale(), 0.125), "'dynamic,init=1': "),
+        (restored(jmpx.DynamicLossScale(), math.nan), "'DynamicLossScale("),
+        (jmpx.DynamicLossScale(2.0**-20, min_loss_scale=2.0**-20), "'dynamic,init=2**-20,min="),
     ],
 )
 def test_the_message_tells_the_scale(scaling, expected):
@@ -191,13 +150,13 @@ def test_the_message_names_the_first_gradients_that_are_not_finite(rng):
     }
     grads |= {"a": normal(rng, 4), "c": normal(rng, 2).at[0].set(-jnp.inf), "n": None}
     text = message(state_after(51), jmpx.NoOpLossScale(), grads)
-    named = "grads['b'] (1 inf, 1 NaN), grads['c'] (1 inf), grads['d'] (1 inf, 1 NaN) and 10 more: "
-    assert f"without a loss scale, and infinities or NaN in {named}lower" in text
+    named = "grads['b'], grads['c'], grads['d'] and 10 more: "
+    assert f"the loss scale 'none', and infinities or NaN in {named}lower" in text
     few = {"a": grads["a"], "b": [jnp.array([jnp.nan])]}
     text = message(state_after(51), jmpx.NoOpLossScale(), few)
-    assert "infinities or NaN in grads['b'][0] (1 NaN): " in text
+    assert "infinities or NaN in grads['b'][0]: " in text
     text = message(state_after(51), jmpx.NoOpLossScale(), {"a": grads["a"]})
-    assert "scale, while the gradients that this process holds are finite: lower" in text
+    assert "the loss scale 'none': lower" in text
     # Gradients that are not finite are no error by themselves.
     jmpx.inspect.check_progress(state_after(50), jmpx.NoOpLossScale(), grads)
 
@@ -255,8 +214,9 @@ def test_states_on_several_devices(spec):
     scaling = jax.tree.unflatten(jax.tree.structure(jmpx.DynamicLossScale()), leaves)
     jmpx.inspect.check_progress(state, scaling, max_consecutive=7)
     text = message(state, scaling, max_consecutive=6)
-    lowest = 4 if spec == PartitionSpec() else 2
-    expected = f"in a row, more than max_consecutive=6, with the loss scale at {lowest}, "
+    expected = "in a row, more than max_consecutive=6, with the loss scale 'dynamic,init=4': "
+    if spec != PartitionSpec():
+        expected = "max_consecutive=6, with the loss scale 'DynamicLossScale(loss_scale=Array("
     assert text.startswith("Skipped 7 ") and expected in text
 
 
@@ -276,27 +236,6 @@ def test_it_computes_nothing_on_the_device():
     assert events == []
     message(*states[1], grads, max_consecutive=3)  # it looks at gradients for the error alone
     assert events
-
-
-@pytest.mark.parametrize("skip", ["cond", "where"])
-def test_a_step_without_a_limit_lowers_as_before(skip, rng):
-    params = {"w": normal(rng, 3)}
-
-    def lowered(**options):
-        optimizer = jmpx.skip_nonfinite(optax.sgd(0.1, momentum=0.9), **options)
-
-        def step(params, state, grads):
-            finite = jmpx.all_finite(grads)
-            return jmpx.optimizer_update(params, optimizer, state, grads, finite, skip_by=skip)
-
-        text = jax.jit(step).lower(params, optimizer.init(params), params).as_text()
-        return [line for line in text.splitlines() if " = " in line or "custom_call" in line]
-
-    plain, limited = lowered(), lowered(max_consecutive_skips=3)
-    assert plain == lowered(max_consecutive_skips=None)
-    assert not any("callback" in line for line in plain)
-    assert sum("callback" in line for line in limited) == 1
-    assert len(limited) <= len(plain) + 6  # the limit, its comparison, the cond, the callback
 
 
 # check_progress: what it refuses
@@ -336,17 +275,11 @@ def test_bad_arguments(args, options, error, expected):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("traced", range(3))
-def test_it_is_refused_under_jit(traced):
-    given = [inner(99), jax.device_put(jmpx.DynamicLossScale()), {"w": jnp.ones(2)}]
-
-    def step(value):
-        jmpx.inspect.check_progress(*given[:traced], value, *given[traced + 1 :])
-
+def test_it_is_refused_under_jit():
+    check = lambda state: jmpx.inspect.check_progress(state, jmpx.NoOpLossScale())  # noqa: E731
     for transform in (jax.jit, lambda f: lambda x: jax.eval_shape(f, x)):
-        with pytest.raises(TypeError, match="Cannot check progress where .* traced") as error:
-            transform(step)(given[traced])
-        assert "\n" not in str(error.value)
+        with pytest.raises(TypeError, match="traced array"):
+            transform(check)(inner(99))
 
 
 # Several processes
@@ -403,5 +336,5 @@ def test_every_process_raises_at_the_same_step():
         told.append(json.loads(result.stdout.splitlines()[-1]))
     start = "Skipped 4 optimizer steps in a row, more than max_consecutive=3, "
     assert all(number == 3 and text.startswith(start) for number, text in told)
-    assert "while the gradients that this process holds are finite: " in told[0][1]
-    assert "infinities or NaN in grads['w'] (1 inf, 1 NaN): " in told[1][1]
+    assert "infinities" not in told[0][1]
+    assert "infinities or NaN in grads['w']: " in told[1][1]

@@ -2,7 +2,6 @@
 
 import inspect
 import operator
-import re
 
 import equinox as eqx
 import jax
@@ -81,7 +80,7 @@ def test_the_class_of_a_loss_scale_in_place_of_one(name):
         lambda: jmpx.MixedPrecision("c=f16", cls),
     ]
     for call in calls:
-        with pytest.raises(TypeError, match=rf": call it, as jmpx\.{re.escape(name)}\("):
+        with pytest.raises(TypeError, match="Expected .*loss scale.*, got <class 'jmpx"):
             call()
     with pytest.raises(TypeError, match="Expected a loss scale as the second argument, got Array"):
         jmpx.filter_grad(jnp.sum, jnp.ones(3))  # pyright: ignore[reportArgumentType, reportCallIssue]

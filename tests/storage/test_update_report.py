@@ -193,9 +193,14 @@ def test_the_text_knows_the_remedy():
 
 ONES = {"w": jnp.ones(2)}
 ERRORS = {
-    "The parameter float32[2] and the update float32[3] of jmpx.inspect.update_report differ in "
-    "their shape at params['w']": (ONES, {"w": jnp.ones(3)}),
-    "have no floating leaf in common": (ONES, {"w": None}),
+    "an update of the shape of float32[2] at params['w'], got float32[3]": (
+        ONES,
+        {"w": jnp.ones(3)},
+    ),
+    "an update of a floating parameter for jmpx.inspect.update_report, got none": (
+        ONES,
+        {"w": None},
+    ),
 }
 
 

@@ -4,12 +4,11 @@
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
 from contextlib import AbstractContextManager
-from typing import Literal, assert_type
+from typing import assert_type
 
 import equinox as eqx
 import jax
 import numpy as np
-import optax  # pyright: ignore[reportMissingTypeStubs]
 from absl import flags
 from flax import nnx
 from typed_models import ones
@@ -66,29 +65,22 @@ def test_flags() -> None:
     needed_map = jmpx.flags.DEFINE_policy_map("needed_map", None, "A.", values, required=True)
     of_dtype = jmpx.flags.DEFINE_policy("of_dtype", np.dtype("float16"), "A policy.", values)
     scale = jmpx.flags.DEFINE_loss_scale("scale", "static=8", "A scale.", values)
-    optional_scale = jmpx.flags.DEFINE_loss_scale("optional_scale", None, "A scale.", values)
     needed_scale = jmpx.flags.DEFINE_loss_scale("needed_scale", None, "A.", values, required=True)
     mp = jmpx.flags.define_mp_flags(default_policy="16-mixed", flag_values=values)
     needed_flags = ["--needed=f16", "--needed_map=c=bf16; Linear: full", "--needed_scale=dynamic"]
     values(["program", *needed_flags])
     assert_type(of_dtype, flags.FlagHolder[jmpx.Policy])
     assert_type(scale, flags.FlagHolder[jmpx.LossScale])
-    assert_type(optional_scale.value, jmpx.LossScale | None)
     assert_type(needed_scale.value, jmpx.LossScale)
     assert_type(policy, flags.FlagHolder[jmpx.Policy])
     assert_type(policy.value, jmpx.Policy)
     assert_type(policy_map.value, jmpx.PolicyMap)
-    assert_type(optional.value, jmpx.Policy | None)
-    assert_type(optional_map.value, jmpx.PolicyMap | None)
     assert_type(needed.value, jmpx.Policy)
     assert_type(needed_map.value, jmpx.PolicyMap)
     assert_type(mp, jmpx.flags.MixedPrecisionFlags)
     assert_type(mp.policy, jmpx.Policy)
     assert_type(mp.policy_map, jmpx.PolicyMap)
     assert_type(mp.skip_nonfinite, bool)
-    assert_type(mp.max_consecutive_skips, int | None)
-    assert_type(mp.params_rounding, Literal["nearest", "stochastic", "split"])
-    assert_type(mp.low_precision_params(optax.sgd(0.5)), optax.GradientTransformation)
     assert_type(mp.loss_scale(), jmpx.LossScale)
     assert_type(mp.mixed_precision(), jmpx.MixedPrecision)
     values.optional = "f16"

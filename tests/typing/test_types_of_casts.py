@@ -221,7 +221,7 @@ def test_casts_of_functions_keep_the_signature(x: jax.Array) -> None:
     def decorated(params: Params, x: jax.Array, *, scale: float = 1.0) -> dict[str, jax.Array]:
         return predict(params, x, scale=scale)
 
-    full = jmpx.force_full_precision(predict, jnp.bfloat16, matmul="highest")
+    full = jmpx.force_full_precision(predict, jnp.bfloat16)
     half = jmpx.mpx.cast_function(predict, "bf16", return_dtype=jnp.float32)
     for function in (decorated, full, half):
         assert_type(function(make_params(), x, scale=2.0), dict[str, jax.Array])

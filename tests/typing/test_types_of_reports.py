@@ -24,11 +24,11 @@ def test_audit() -> None:
     assert_type(report.products[0].flops, int)
     assert_type([finding.name for finding in report.findings], list[str])
     assert_type(report.saved, dict[str, int])
-    assert_type(report.to_text(width=80), str)
+    assert_type(report.to_text(all=True), str)
     assert_type(report.to_dict(), dict[str, Any])
     assert_type(report.to_json(), str)
     with pytest.raises(TypeError):
-        jmpx.inspect.audit(3)  # pyright: ignore[reportArgumentType]
+        jmpx.inspect.audit(3)()  # pyright: ignore[reportArgumentType]
 
 
 def test_wire() -> None:

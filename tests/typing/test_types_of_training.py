@@ -198,7 +198,8 @@ def test_a_train_step(x: jax.Array) -> None:
 
 
 def test_16_bits() -> None:
-    optimizer = jmpx.optim.low_precision_params(optax.sgd(0.5), "split", state_dtype="bf16", seed=1)
+    inner = jmpx.optim.with_state_dtype(optax.sgd(0.5), "bf16", seed=1)
+    optimizer = jmpx.optim.low_precision_params(inner, "split", seed=1)
     assert_type(optimizer, optax.GradientTransformationExtraArgs)
     params = make_params()
     optimizer_state = optimizer.init(params)
@@ -215,7 +216,7 @@ def test_16_bits() -> None:
 
 
 def test_progress(x: jax.Array) -> None:
-    optimizer = jmpx.skip_nonfinite(optax.sgd(0.5), skip_by="cond", max_consecutive_skips=9)
+    optimizer = jmpx.skip_nonfinite(optax.sgd(0.5), skip_by="cond")
     params = make_params()
     state = optimizer.init(params)
     jmpx.inspect.check_progress(state, jmpx.NoOpLossScale())

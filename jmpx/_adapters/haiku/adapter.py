@@ -11,14 +11,14 @@ import jax
 from jmpx._adapters.boundaries import Args, Kwargs, Method
 from jmpx._adapters.haiku.policies import HaikuScope, applied, interception, parameter_hooks, store
 from jmpx._adapters.proxies import is_public
-from jmpx._adapters.scopes import Creation, creating, creation_in_force
+from jmpx._adapters.scopes import creation_in_force
 from jmpx._base.contexts import is_hooked, note_cast, opened
 from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.matmul import matmul_of
 from jmpx._base.messages import user_stacklevel
 from jmpx._jaxprs.marks import in_module
-from jmpx._policies.frameworks import Adapter, ClassPolicies
+from jmpx._policies.frameworks import Adapter, ClassPolicies, Creation
 from jmpx._policies.maps import PolicyMap
 from jmpx._policies.policy import Policy
 
@@ -104,6 +104,7 @@ def _mark(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodContext)
 
 class _Adapter(Adapter):
     class_policies: ClassPolicies | None = _ClassPolicies()
+    creation = staticmethod(_creation)
 
     def current_policy(self) -> Policy | None:
         return store.current_policy()
@@ -116,9 +117,6 @@ class _Adapter(Adapter):
 
     def applied(self, policy_map: PolicyMap) -> AbstractContextManager[object]:
         return applied(policy_map)
-
-    def created(self, policy: Policy, are_cast: bool) -> AbstractContextManager[None]:
-        return creating(Creation(policy, are_cast), "Haiku", _creation)
 
 
 adapter: Adapter = _Adapter()

@@ -88,11 +88,9 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def applied(policy_map: PolicyMap) -> Iterator[None]:
+def applied(policy_map: PolicyMap) -> contextlib.AbstractContextManager["HaikuScope"]:
     """Runs Haiku modules under a policy map while the context lasts; leaves warnings to a pool."""
-    with in_policy_scope(HaikuScope, _NAME, policy_map, interception):
-        yield
+    return in_policy_scope(HaikuScope, _NAME, policy_map, interception)
 
 
 class _Call(NamedTuple):
@@ -109,20 +107,14 @@ class HaikuScope(PolicyScope):
     Inside of it, jmpx casts by the policies of classes, too, and Haiku's registry is without them
     until the end: Haiku would round a parameter before a rule reads it, and an input before a rule
     of the map overrides the policy of its class.
-
-    Attributes:
-        default: the default of the policy map.
-        calls: the calls that cast, the innermost last.
-        casts: the casts of parameters in the outermost of these calls.
-        class_policies: the policies that were taken out of Haiku's registry.
     """
 
     def __init__(self, name: str, policy_map: PolicyMap) -> None:
         super().__init__(name, policy_map)
         self.default = policy_map.default
-        self.calls: list[_Call] = []
-        self.casts = ParameterCasts()
-        self.class_policies: dict[type, Policy] = {}
+        self.calls: list[_Call] = []  # those that cast, the innermost last
+        self.casts = ParameterCasts()  # in the outermost of these calls
+        self.class_policies: dict[type, Policy] = {}  # that were taken out of Haiku's registry
 
     @property
     def policy(self) -> Policy | None:
@@ -166,12 +158,7 @@ class HaikuScope(PolicyScope):
         return self.run(module, policy, output, args, kwargs), _like(new[0], old)
 
     def run(
-        self,
-        module: hk.Module,
-        boundary: Policy | None,
-        method: Method,
-        args: Args,
-        kwargs: Kwargs,
+        self, module: hk.Module, boundary: Policy | None, method: Method, args: Args, kwargs: Kwargs
     ) -> PyTree:
         """Runs a method at a boundary, or, without a boundary policy, as one that may read."""
         policy = boundary or self.calls[-1].policy
@@ -195,7 +182,9 @@ class HaikuScope(PolicyScope):
         own, policy = self.policies_of(cls, module.module_name, self.policy)
         if own is not None or not isinstance(module, _WITH_STATISTICS):
             return policy
-        stored = [leaf.dtype for leaf in jax.tree.leaves(_stored_states()) if is_floating(leaf)]
+        stored = [
+            leaf.dtype for leaf in jax.tree.leaves(_stored_states(module)) if is_floating(leaf)
+        ]
         dtype = computable(widest(stored or [_state_dtype(self.default)]))
         return Rule(cls.__name__, compute=dtype).resolve(self.default, self.policy)
 
@@ -215,12 +204,12 @@ class HaikuScope(PolicyScope):
             stack.callback(self.calls.pop)
             yield
 
-    def keep_state(self, value: PyTree, name: str) -> PyTree:
+    def keep_state(self, value: PyTree, context: hk.SetterContext) -> PyTree:
         """Returns the new value of a state in the dtypes in which the state is stored.
 
         A first value in a 16-bit dtype of the innermost policy is widened to that of new state.
         """
-        stored = _stored_states().get(name)
+        stored = _stored_states(context.module).get(context.full_name)
         if stored is not None:
             return _like(value, stored)
         policy = self.policy or self.default
@@ -261,7 +250,8 @@ def parameter_hooks(
     return hk.custom_creator(create), hk.custom_getter(get)
 
 
-_params_dict = inspect.unwrap(hk.Module.params_dict)  # interceptors must not see the call
+_params_dict = inspect.unwrap(hk.Module.params_dict)  # interceptors must not see the calls
+_state_dict = inspect.unwrap(hk.Module.state_dict)
 
 
 def _owns_parameters(module: hk.Module) -> bool:
@@ -291,9 +281,11 @@ def _like(new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(cast_like, new, old) if is_same else new
 
 
-def _stored_states() -> Mapping[str, PyTree]:
-    """Returns the states of the running module by name, past the getters of the user."""
-    return hk.get_current_state().get(hk.current_name(), {})
+def _stored_states(module: hk.Module | None) -> Mapping[str, PyTree]:
+    """Returns the states in a module by their full names, past the getters of the user."""
+    if module is not None:
+        return _state_dict(module)
+    return {f"~/{name}": state for name, state in hk.get_current_state().get("~", {}).items()}
 
 
 def _state_dtype(policy: Policy) -> np.dtype:
@@ -318,9 +310,7 @@ def _intercept(method: Method, args: Args, kwargs: Kwargs, context: hk.MethodCon
 def _set_state(next_setter: Method, value: PyTree, context: hk.SetterContext) -> PyTree:
     """Decides last about the new value of a state, after the user's setters."""
     value, scopes = next_setter(value), opened(HaikuScope)
-    if not scopes:
-        return value
-    return scopes[-1].keep_state(value, context.full_name.removeprefix(f"{hk.current_name()}/"))
+    return scopes[-1].keep_state(value, context) if scopes else value
 
 
 # Haiku makes setters only inside of a transformed function, but they work after it.

@@ -9,14 +9,13 @@ from flax import linen as nn
 from jmpx._adapters.boundaries import Args, Kwargs, Method
 from jmpx._adapters.linen.modules import is_public_method, module_of
 from jmpx._adapters.linen.policies import LinenScope, applied
-from jmpx._adapters.scopes import Creation, creating, creation_in_force
+from jmpx._adapters.scopes import creation_in_force
 from jmpx._base.casts import cast_like
 from jmpx._base.contexts import opened
 from jmpx._base.leaves import PyTree
 from jmpx._jaxprs.marks import in_module
 from jmpx._policies.frameworks import Adapter
 from jmpx._policies.maps import PolicyMap
-from jmpx._policies.policy import Policy
 
 
 def _create(
@@ -58,18 +57,14 @@ def _mark(
         return method(*args, **kwargs)
 
 
-_creation = functools.partial(nn.intercept_methods, _create)  # one hook, for all contexts
-
-
 class _Adapter(Adapter):
+    creation = staticmethod(functools.partial(nn.intercept_methods, _create))
+
     def marked_calls(self) -> AbstractContextManager[None]:
         return nn.intercept_methods(_mark)
 
     def applied(self, policy_map: PolicyMap) -> AbstractContextManager[object]:
         return applied(policy_map)
-
-    def created(self, policy: Policy, are_cast: bool) -> AbstractContextManager[None]:
-        return creating(Creation(policy, are_cast), "Linen", _creation)
 
 
 adapter: Adapter = _Adapter()

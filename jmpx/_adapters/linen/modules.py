@@ -32,7 +32,7 @@ def is_public_method(cls: type, name: str) -> bool:
 def field_set(module: nn.Module, dtype: np.dtype | None) -> Iterator[None]:
     """Sets the `dtype` field of a module for a call; None leaves it."""
     written = vars(module).get("dtype")
-    if dtype is None or written is None or np.dtype(written) == dtype:
+    if dtype is None or (written is not None and np.dtype(written) == dtype):
         yield
         return
     object.__setattr__(module, "dtype", spelled_as(written, dtype))  # a module is frozen

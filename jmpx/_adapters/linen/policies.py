@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from flax import linen as nn
 
 from jmpx._adapters.boundaries import (
@@ -24,7 +25,6 @@ from jmpx._adapters.scopes import (
     in_policy_scope,
     inherited_policy,
     pooled,
-    wrapper_policy,
 )
 from jmpx._base.contexts import opened, refuse_other_tasks
 from jmpx._base.leaves import PyTree
@@ -111,17 +111,12 @@ class _Call(NamedTuple):
 
 
 class LinenScope(PolicyScope):
-    """A `policies` context.
-
-    Attributes:
-        calls: the running methods, the innermost last.
-        casts: the casts of parameters in the outermost of these calls.
-    """
+    """A `policies` context."""
 
     def __init__(self, name: str, policy_map: PolicyMapLike | None) -> None:
         super().__init__(name, policy_map)
-        self.calls: list[_Call] = []
-        self.casts = ParameterCasts()
+        self.calls: list[_Call] = []  # the innermost last
+        self.casts = ParameterCasts()  # in the outermost of these calls
 
     def intercept(
         self, module: nn.Module, method_name: str, method: Method, args: Args, kwargs: Kwargs
@@ -136,10 +131,12 @@ class LinenScope(PolicyScope):
         if state is not None and modules.own(module, "cache"):
             args, kwargs = jax.tree.map(at_least(state), (args, kwargs))
         is_cast, keeps = call.is_cast or casts, call.keeps or state is not None
-        lifted = modules.lifted_by(module)
+        lifted, dtype = modules.lifted_by(module), call.field.value
+        if isinstance(module, nn.OptimizedLSTMCell) and call.reading is not None:
+            dtype = np.dtype(call.reading.compute_dtype)  # it multiplies what modules inside read
         self.calls.append(call._replace(is_cast=is_cast, lifted=lifted, keeps=keeps))
         try:
-            with modules.field_set(module, call.field.value):
+            with modules.field_set(module, dtype):
                 if casts:
                     self.census.note_layer(call.module, call.field)
                     return self.run_public(call, module, method, args, kwargs, carry)
@@ -164,8 +161,6 @@ class LinenScope(PolicyScope):
         policy = call.reading if has_own else call.policy
         if policy is not None and call.boundary is not None:
             return run_cast(policy, method, args, kwargs, by=_NAME, is_boundary=True, carry=carry)
-        if policy is not None and isinstance(module, nn.OptimizedLSTMCell):
-            args = _cast_hidden(policy, args)
         if call.reading is not None and (has_own or module.is_initializing()):
             result = _run_reading(call.reading, call.keeps, module, method, args, kwargs)
         else:
@@ -179,7 +174,7 @@ class LinenScope(PolicyScope):
         outer = self.calls[-1] if self.calls else None
         if outer is not None and outer.module == called:
             return outer
-        surrounding = wrapper_policy(self.policy_map) if outer is None else outer.policy
+        surrounding = None if outer is None else outer.policy
         rule, boundary = self.policies_of(*called, surrounding)
         field = field_in_call(module, rule, None if outer is None else outer.field.selected)
         self.record_module(*called, boundary, surrounding)
@@ -253,14 +248,3 @@ def _run_reading(
         return to_compute(result) if is_cast else result
 
     return run_reading(created, tuple(inputs), {})
-
-
-def _cast_hidden(policy: Policy, args: Args) -> Args:
-    """Casts what an `OptimizedLSTMCell` multiplies itself: not the sum that its carry begins with.
-
-    It owns no parameters: modules inside of it hand them to it.
-    """
-    if len(args) != 2 or not isinstance(args[0], tuple) or len(args[0]) != 2:
-        return args  # of a subclass, or of another method
-    (cell, hidden), inputs = args
-    return (cell, policy.cast_to_compute(hidden)), policy.cast_to_compute(inputs)

@@ -1,7 +1,8 @@
 """What jmpx offers for NNX besides `with_policies`: other models while a function runs.
 
-All that a function does to a view, as `sow`, `eval`, running statistics and caches do, is done to
-the model afterwards. So the models have to be the function's own, as the copies in a trace are.
+They are changed in place and back, so that all that the function does to a model, as `sow`, `eval`,
+running statistics and caches do, stays done. So the models have to be the function's own, as the
+copies in a trace are.
 """
 
 import functools
@@ -12,9 +13,8 @@ from typing import TypeVar
 import jax
 from flax import nnx
 
-from jmpx._adapters.boundaries import are_same
 from jmpx._adapters.nnx import objects
-from jmpx._adapters.nnx.views import NnxScope, copied, refuse_setting
+from jmpx._adapters.nnx.views import NnxScope, refuse_setting
 from jmpx._adapters.proxies import (
     is_optimizer_state,
     marking_proxy_class,
@@ -24,7 +24,7 @@ from jmpx._adapters.proxies import (
 from jmpx._base.casts import cast_like
 from jmpx._base.leaves import PyTree, is_floating
 from jmpx._base.made_once import made_once
-from jmpx._base.nnx_objects import is_object, objects_of, replace_objects
+from jmpx._base.nnx_objects import is_object, objects_of
 from jmpx._jaxprs.marks import Module
 from jmpx._policies.frameworks import Adapter
 from jmpx._policies.maps import PolicyMap
@@ -33,43 +33,30 @@ T = TypeVar("T")
 
 
 class _Views:
-    """Replaces the models in pytrees by views of copies; see `Proxies`."""
+    """Turns the models in pytrees into views, and back; see `Proxies`."""
 
     def __init__(self, policy_map: PolicyMap) -> None:
         self.policy_map = policy_map
         self.made: dict[type, type] = {}
-        self._forget()
-
-    def _forget(self) -> None:
-        """Forgets all objects: another trace has others."""
-        self._scope: NnxScope | None = None
-        # By the identities of the objects: them, and their copies.
-        self._copies: dict[int, tuple[PyTree, PyTree]] = {}
-        # By the identities of the copies: the objects, and the attributes of the copies at first.
-        self._given: dict[int, tuple[PyTree, dict[str, PyTree]]] = {}
-        self._made_inside: dict[int, PyTree] = {}
+        self._scope: NnxScope | None = None  # of one trace, as another one has other objects
+        self._given: dict[int, nnx.Pytree] = {}  # by their identities
 
     def replace(self, tree: T) -> T:
         leaves, treedef = jax.tree.flatten(tree, is_leaf=objects.is_closed)
-        found = objects.Models()
-        for leaf in leaves:
-            for value in () if is_optimizer_state(leaf) else objects_of(leaf):
-                found.add(value)
-        if not found.models:
+        own = (leaf for leaf in leaves if not is_optimizer_state(leaf))
+        roots = [value for leaf in own for value in objects_of(leaf)]
+        models, optimizers = objects.models_in(roots)
+        if not models:
             return tree
-        for index, leaf in enumerate(leaves):
-            if not is_optimizer_state(leaf):
-                copies = [copied(value, self._copies) for value in objects_of(leaf)]
-                leaves[index] = replace_objects(leaf, iter(copies))
-        scope = self._scope or NnxScope("jmpx.apply_policy", self.policy_map, hands_back=True)
-        for model in found.outermost():
-            scope.view(copied(model, self._copies))
-        for optimizer in found.optimizers if scope.casts else ():
+        self._given |= {id(value): value for value, _ in objects.objects_in(roots)}
+        scope = self._scope = self._scope or NnxScope("jmpx.apply_policy", self.policy_map, True)
+        for model in models:
+            scope.view(model)
+        for optimizer in optimizers if scope.casts else ():
             refusing = _refusing_class(type(optimizer))
-            object.__setattr__(copied(optimizer, self._copies), "__class__", refusing)
-        for value, copy in self._copies.values():
-            self._given.setdefault(id(copy), (value, dict(vars(copy))))
-        self._scope, self.made = scope, self.made | scope.made
+            self.made[refusing] = type(optimizer)
+            object.__setattr__(optimizer, "__class__", refusing)
+        self.made |= scope.made
         return treedef.unflatten(map(self._rebound, leaves))
 
     def _rebound(self, leaf: PyTree) -> PyTree:
@@ -86,55 +73,26 @@ class _Views:
         return getattr(owner, name) if is_own else leaf
 
     def restore(self, tree: T) -> T:
-        if self._scope is None:
+        scope, self._scope = self._scope, None
+        given, self._given = self._given, {}
+        if scope is None:
             return tree
-        arrays: dict[int, PyTree] = {}
-        for value, stored, before in self._scope.casts.values():
-            new, old = objects.array_in(value), objects.array_in(stored)
-            if is_floating(new) and new.dtype != before[0].dtype:
-                objects.set_value(stored, cast_like(new, old))
-            arrays.update(zip(map(id, before), jax.tree.leaves(stored), strict=True))
-        for value, copy in self._copies.values():
-            self._give_back(vars(value), vars(copy), self._given[id(copy)][1])
+        arrays = _stored_arrays(scope)
 
-        def restored(leaf: PyTree) -> PyTree:
-            leaf = self._stored(leaf)
+        def stored(node: PyTree, path: str = "") -> PyTree:
+            return scope.casts[id(node)].stored if id(node) in scope.casts else node
+
+        def of_result(leaf: PyTree) -> PyTree:
             is_variable = isinstance(leaf, nnx.Variable)
-            return _settable(leaf, arrays) if is_variable else arrays.get(id(leaf), leaf)
+            return _settable(stored(leaf), arrays) if is_variable else arrays.get(id(leaf), leaf)
 
-        result = jax.tree.map(restored, tree, is_leaf=is_object)
-        self._forget()
-        return result
-
-    def _stored(self, value: PyTree, path: str = "") -> PyTree:
-        """Returns the object in place of its copy, the stored parameter in place of a cast one.
-
-        An object that the function has made stays, with such values in place of its own.
-        """
-        if id(value) in self._given:
-            return self._given[id(value)][0]
-        if self._scope is not None and id(value) in self._scope.casts:
-            return self._scope.casts[id(value)].stored
-        known = id(value) in self._copies or id(value) in self._made_inside
-        if isinstance(value, nnx.Pytree) and not known:
-            self._refuse_copy(type(value))
-            self._made_inside[id(value)] = value
+        for value, _ in objects.objects_in([*given.values(), *_objects(tree)]):
+            if id(value) not in given:
+                self._refuse_copy(type(value))
+            _make_plain(value, self.made)
             for name, attribute in list(vars(value).items()):
-                vars(value)[name] = objects.map_objects(attribute, (), self._stored)
-        return value
-
-    def _give_back(
-        self, own: dict[str, PyTree], new: dict[str, PyTree], before: dict[str, PyTree]
-    ) -> None:
-        """Gives an object the attributes that the function has set in its copy, or deleted."""
-        for name in [name for name in own if name not in new]:
-            del own[name]
-        for name, value in new.items():
-            is_kept = name in before and value is before[name]
-            if not is_kept or isinstance(value, list | dict):  # which may have changed
-                stored = objects.map_objects(value, (), self._stored)
-                if not is_kept or not are_same(own[name], stored, is_object):
-                    own[name] = stored
+                vars(value)[name] = objects.map_objects(attribute, (), stored)
+        return jax.tree.map(of_result, tree, is_leaf=is_object)
 
     def _refuse_copy(self, cls: type) -> None:
         """Raises if an object is a copy that the function made of a view."""
@@ -144,6 +102,22 @@ class _Views:
                 f"{self.made[cls].__name__}, whose parameters are cast by policy map "
                 f"{str(self.policy_map)!r}: return the module itself, and copy it outside."
             )
+
+
+def _stored_arrays(scope: NnxScope) -> dict[int, jax.Array]:
+    """Gives models back what they had; returns stored arrays, by the identities of cast ones.
+
+    A parameter that the function has set in another dtype than the compute dtype stays set.
+    """
+    arrays: dict[int, jax.Array] = {}
+    for value, parameter, before in scope.casts.values():
+        new = objects.array_in(value)
+        if is_floating(new) and new.dtype != before[0].dtype:
+            objects.set_value(parameter, cast_like(new, objects.array_in(parameter)))
+        arrays.update(zip(map(id, before), jax.tree.leaves(parameter), strict=True))
+    for attributes, written in scope.fields:
+        attributes["dtype"] = written
+    return arrays
 
 
 @made_once
@@ -185,20 +159,25 @@ class _Marker:
     def replace(self, tree: T) -> T:
         roots = _objects(tree)
         self.given += roots
-        for module, path in objects.modules_in(roots):
-            cls = type(module)
+        for value, path in objects.objects_in(roots):
+            cls = type(value)
             called = Module(plain_class(cls), path)
-            if cls not in self.made and self.matches(*called):
+            if objects.is_called(value) and cls not in self.made and self.matches(*called):
                 marked = marking_proxy_class(cls, (called,), nnx.Module)
                 self.made[marked] = cls
-                object.__setattr__(module, "__class__", marked)
+                object.__setattr__(value, "__class__", marked)
         return tree
 
     def restore(self, tree: T) -> T:
-        for module, _ in objects.modules_in([*self.given, *_objects(tree)]):
-            if type(module) in self.made:
-                object.__setattr__(module, "__class__", self.made[type(module)])
+        for value, _ in objects.objects_in([*self.given, *_objects(tree)]):
+            _make_plain(value, self.made)
         return tree
+
+
+def _make_plain(value: nnx.Pytree, made: dict[type, type]) -> None:
+    """Gives an object of a proxy class its own class back."""
+    if type(value) in made:
+        object.__setattr__(value, "__class__", made[type(value)])
 
 
 def _objects(tree: PyTree) -> list[PyTree]:

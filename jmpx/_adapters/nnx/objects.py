@@ -7,6 +7,7 @@ from typing import TypeGuard
 import jax
 from flax import nnx
 
+from jmpx._adapters.boundaries import are_same
 from jmpx._adapters.proxies import is_optimizer_state, public_methods
 from jmpx._base.leaves import PyTree
 from jmpx._base.nnx_objects import is_object, is_whole
@@ -17,7 +18,10 @@ _NO_CONTAINERS = (int, float, str, type(None), type, types.FunctionType)
 def map_objects(
     tree: PyTree, parts: tuple[str, ...], func: Callable[[PyTree, str], PyTree]
 ) -> PyTree:
-    """Maps the value of an attribute: an object of NNX, or a container of them, with its path."""
+    """Maps the value of an attribute: an object of NNX, or a container of them, with its path.
+
+    A container whose leaves stay the same objects stays the same object.
+    """
     if isinstance(tree, _NO_CONTAINERS):
         return tree
     if is_object(tree):  # most are, and JAX takes long for a tree
@@ -27,7 +31,8 @@ def map_objects(
         keys = jax.tree_util.keystr(key_path, simple=True, separator="/")
         return func(leaf, "/".join(filter(None, (*parts, keys))))
 
-    return jax.tree_util.tree_map_with_path(at_path, tree, is_leaf=is_object)
+    new = jax.tree_util.tree_map_with_path(at_path, tree, is_leaf=is_object)
+    return tree if are_same(tree, new, is_object) else new
 
 
 def is_called(value: object) -> TypeGuard[nnx.Module]:
@@ -90,58 +95,49 @@ def set_value(variable: nnx.Variable, value: jax.Array) -> None:
         variable.value = value
 
 
-def modules_in(roots: list[PyTree]) -> list[tuple[nnx.Module, str]]:
-    """Returns the modules in objects that can be called, each once, with their paths."""
+def objects_in(roots: list[PyTree]) -> list[tuple[nnx.Pytree, str]]:
+    """Returns objects and those in them, other than variables, each once, with their paths."""
     found: dict[int, tuple[PyTree, str]] = {}
 
-    def visit(value: PyTree, path: str) -> None:
-        if id(value) in found or not isinstance(value, nnx.Pytree):
-            return
-        found[id(value)] = value, path
-        for name, attribute in vars(value).items():
-            map_objects(attribute, (path, str(name)), visit)
+    def visit(value: PyTree, path: str) -> PyTree:
+        if isinstance(value, nnx.Pytree) and id(value) not in found:
+            found[id(value)] = value, path
+            for name, attribute in vars(value).items():
+                map_objects(attribute, (path, str(name)), visit)
+        return value
 
     for root in roots:
         visit(root, "")
-    return [(value, path) for value, path in found.values() if is_called(value)]
+    return list(found.values())
 
 
-class Models:
-    """The models and the optimizers in objects.
+def models_in(roots: list[PyTree]) -> tuple[list[nnx.Module], list[nnx.Optimizer]]:
+    """Returns the models and the optimizers in objects.
 
-    Attributes:
-        models: the outermost modules. Those in a list or dict of NNX count, and those in a train
-            state, a module that holds them beside an optimizer, or beside metrics if it is not
-            callable itself.
-        optimizers: the optimizers.
+    The models are the outermost modules, those in a list or dict of NNX, and those in a train
+    state: a module that holds them beside an optimizer, or beside metrics if it is not callable
+    itself.
     """
+    models: dict[int, nnx.Module] = {}
+    optimizers: list[nnx.Optimizer] = []
+    seen: set[int] = set()
 
-    def __init__(self) -> None:
-        self.models: dict[int, nnx.Module] = {}
-        self.optimizers: list[nnx.Optimizer] = []
-        self._seen: set[int] = set()
-
-    def add(self, value: PyTree) -> None:
-        """Adds an object and what it holds."""
-        if id(value) in self._seen or not isinstance(value, nnx.Pytree):
+    def visit(value: PyTree) -> None:
+        if id(value) in seen or not isinstance(value, nnx.Pytree):
             return
-        self._seen.add(id(value))
+        seen.add(id(value))
         if isinstance(value, nnx.Optimizer):
-            self.optimizers.append(value)
+            optimizers.append(value)
         if is_called(value) and not _is_train_state(value):
-            self.models[id(value)] = value
+            models[id(value)] = value
         elif not isinstance(value, nnx.Metric):
             for part in _parts(value):
-                self.add(part)
+                visit(part)
 
-    def outermost(self) -> list[nnx.Module]:
-        """Returns the models that are not parts of others."""
-        models = list(self.models.values())
-        if len(models) == 1:
-            return models
-        inside = (part for model in models for part, _ in modules_in([model]) if part is not model)
-        parts = set(map(id, inside))
-        return [model for model in models if id(model) not in parts]
+    for root in roots:
+        visit(root)
+    inside = {id(part) for model in models.values() for part, path in objects_in([model]) if path}
+    return [model for key, model in models.items() if key not in inside], optimizers
 
 
 def _parts(value: nnx.Pytree) -> list[PyTree]:

@@ -15,13 +15,7 @@ def pattern(text: str) -> str:
 
 
 def common(texts: Sequence[str], number: re.Pattern[str] = _NUMBER, differing: str = "*") -> str:
-    """Returns texts of one pattern as one text, with `*` for the numbers that differ.
-
-    Args:
-        texts: the texts.
-        number: what a number is.
-        differing: what stands for numbers that differ, of which `{0}` is the least.
-    """
+    """Returns texts of one pattern as one, with `differing` for numbers that differ."""
     columns = zip(*(number.findall(text) for text in texts), strict=True)
     ranges = [sorted(set(column), key=float) for column in columns]
     parts = iter([r[0] if len(r) == 1 else differing.format(r[0], r[-1]) for r in ranges])
@@ -38,10 +32,7 @@ def alike_groups(findings: Iterable[Finding]) -> list[list[Finding]]:
 
 
 def alike_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Returns findings with those of one line in layers that are alike as one.
-
-    Its rule selects all of these layers.
-    """
+    """Returns findings with those of layers that are alike as one, whose rule selects all."""
     return tuple(
         group[0]._replace(
             message=common([each.message for each in group], _DECIMAL, "{} to {}"),

@@ -3,14 +3,13 @@
 import functools
 from collections.abc import Callable
 
-from jmpx._base.messages import did_you_mean
 from jmpx._inspect.audit import summary
 from jmpx._inspect.audit.report import Audit
 from jmpx._inspect.audit.trying import tried
 from jmpx._inspect.graph import Graph
-from jmpx._inspect.programs import Program, traced_program
+from jmpx._inspect.programs import traced_program
 
-PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
+_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
 
 
 def audit(fn: Callable[..., object], *, platform: str | None = None) -> Callable[..., Audit]:
@@ -39,7 +38,7 @@ def audit(fn: Callable[..., object], *, platform: str | None = None) -> Callable
         `jmpx.inspect.ranges` runs the function once, to measure the magnitudes of its values.
 
     Raises:
-        TypeError: if `fn` is not callable.
+        TypeError: when called, if `fn` is not callable.
         ValueError: if the platform is unknown; when called, if `fn` is a loss whose first argument
             holds no floating array.
 
@@ -55,36 +54,25 @@ def audit(fn: Callable[..., object], *, platform: str | None = None) -> Callable
         >>> report.products[0].dtypes, report.products[0].flops
         ('bfloat16 x bfloat16', 524288)
     """
-    if not callable(fn):
-        raise TypeError(
-            f"Expected a loss or a train step to audit, got {fn!r}: write "
-            "jmpx.inspect.audit(loss_fn)(params, batch)."
-        )
-    if platform is not None and platform not in PLATFORMS:
-        near = did_you_mean(str(platform), list(PLATFORMS))
-        raise ValueError(f"Unknown platform {platform!r}: expected 'tpu', 'gpu' or 'cpu'{near}")
-    hardware = None if platform is None else PLATFORMS[platform]
+    if platform is not None and platform not in _PLATFORMS:
+        raise ValueError(f"Unknown platform {platform!r}: expected 'tpu', 'gpu' or 'cpu'.")
 
     @functools.wraps(fn, updated=(), assigned=("__name__", "__qualname__", "__module__"))
     def run(*args: object, **kwargs: object) -> Audit:
-        return report_of(traced_program(fn, args, kwargs), hardware)
+        hardware = None if platform is None else _PLATFORMS[platform]
+        graph = Graph(program := traced_program(fn, args, kwargs), hardware)
+        return Audit(
+            title=program.name,
+            is_step=not program.is_differentiated,
+            platform=hardware,
+            products=summary.products(graph),
+            other_flops=summary.other_flops(graph),
+            saved=summary.saved(graph),
+            casts=summary.casts(graph),
+            scopes=summary.scopes(graph),
+            findings=tried(graph, hardware),
+            has_while=any(node.in_while for node in graph.nodes),
+            uncounted=summary.uncounted(graph),
+        )
 
     return run
-
-
-def report_of(program: Program, platform: str | None) -> Audit:
-    """Returns the report of a program that was traced."""
-    graph = Graph(program, platform)
-    return Audit(
-        title=program.name,
-        is_step=not program.is_differentiated,
-        platform=platform,
-        products=summary.products(graph),
-        other_flops=summary.other_flops(graph),
-        saved=summary.saved(graph),
-        casts=summary.casts(graph),
-        scopes=summary.scopes(graph),
-        findings=tried(graph, platform),
-        has_while=any(node.in_while for node in graph.nodes),
-        uncounted=summary.uncounted(graph),
-    )

@@ -38,6 +38,8 @@ def search(step: Step) -> Iterator[Found]:
 
 
 def _exponential(node: Node, dtype: np.dtype) -> _Hazard:
+    if _is_derivative(node):
+        return None
     info = jnp.finfo(dtype)
     rate = math.log(2) if node.name == "exp2" else 1.0
     error = f"is off by up to {8 * rate * float(info.eps) / 2:.1%} near"
@@ -77,16 +79,18 @@ def _periodic(node: Node, dtype: np.dtype) -> _Hazard:
     return "medium", f"{text} and more"
 
 
-def _is_stable(node: Node) -> bool:
-    """Whether a node is inside of a function of `_STABLE`, or the derivative of an error function.
+def _is_derivative(node: Node) -> bool:
+    """Whether an exponential comes with the gradient of `expm1` or, as `exp(-x**2)`, of `erf`."""
+    values, functions = node.operands, ("expm1",)
+    negated = values[0].node
+    if negated is not None and negated.name == "neg":
+        squared = negated.operands[0].node
+        values, functions = squared.operands[:1] if squared else [], ("erf", "erfc")
+    return any(reader.name in functions for value in values for reader in value.readers)
 
-    The latter is `exp(-x**2)`, which comes with the gradient of an exact `gelu`.
-    """
-    negated = node.operands[0].node
-    if negated is not None and negated.name == "neg" and negated.operands[0].node is not None:
-        squared = negated.operands[0].node.operands[0]
-        if any(reader.name in ("erf", "erfc") for reader in squared.readers):
-            return True
+
+def _is_stable(node: Node) -> bool:
+    """Whether a node is inside of a function of `_STABLE`."""
     around = node.around
     while around is not None and around.eqn.params.get("name") not in _STABLE:
         around = around.around

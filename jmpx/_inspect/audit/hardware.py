@@ -11,7 +11,7 @@ from jmpx._inspect.audit.values import compute_dtype, is_low
 from jmpx._inspect.graph import Node
 from jmpx._policies.places import where
 
-_PLATFORM = Kind("platform-product", needs_platform=True)
+_PLATFORM = Kind("platform-product")
 KINDS = (_PLATFORM,)
 # In what a platform multiplies float32 by default: a TPU, and GPUs of NVIDIA since Ampere.
 MULTIPLIES_IN = {"tpu": "bfloat16", "gpu": "TF32"}

@@ -1,13 +1,12 @@
 """Findings: float32 where a step means to compute in 16 bits."""
 
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
 
 from jmpx._base.text import count_text, short_names
 from jmpx._inspect.audit.data import SEVERITIES
 from jmpx._inspect.audit.flops import flops, is_product
 from jmpx._inspect.audit.remedies import Remedies
-from jmpx._inspect.audit.step import Found, Kind, Step
+from jmpx._inspect.audit.step import Found, Key, Kind, Step
 from jmpx._inspect.audit.streams import Stream
 from jmpx._inspect.audit.values import (
     LOW,
@@ -26,7 +25,6 @@ _MIXED = Kind("mixed-product", Remedies.narrower)
 _PROMOTION = Kind("promotion", Remedies.narrower)
 _SAVED = Kind("saved-float32", Remedies.narrower)
 KINDS = (_FLOAT32, _MIXED, _PROMOTION, _SAVED)
-_Key: TypeAlias = tuple[str, Place | None]  # where a product is, the same forward and backward
 _SMALL = (0.01, 0.001)  # shares below which a leak is one step less severe
 _LARGE = 0.05  # of all bytes that are saved for the backward pass
 
@@ -63,19 +61,16 @@ class _Leaks:
         self._step, self._graph, self._streams = step, step.graph, step.streams
         self._half = half_dtype(step.graph)
         # The wide products of the backward pass, by where their forward products are.
-        self._backward: dict[_Key, list[Node]] = {}
+        self._backward: dict[Key, list[Node]] = {}
         for node in self._graph.nodes:
             if node.is_backward and is_product(node):
                 if any(value.dtype in WIDE for value in node.operands[:2]):
-                    self._backward.setdefault(self._key(node), []).append(node)
+                    self._backward.setdefault(step.key(node), []).append(node)
         # A float32 sum is right where a loss reads it, and makes this of the backward pass.
         for node in filter(is_product, self._streams.forward):
             is_told = id(node) in step.explained or self._streams.is_asked(node)
             if is_told or _is_read_by_loss(node):
-                self._backward.pop(self._key(node), None)
-
-    def _key(self, node: Node) -> _Key:
-        return self._graph.path(node), self._graph.place(node)
+                self._backward.pop(step.key(node), None)
 
     def of_streams(self) -> Iterator[Found]:
         """Yields the findings about streams that are not islands."""
@@ -117,7 +112,7 @@ class _Leaks:
     ) -> Found:  # fmt: skip
         """Returns a finding about streams, with the backward products that mirror theirs."""
         products = [product for stream in streams for product in stream.products]
-        for key in dict.fromkeys(map(self._key, products)):
+        for key in dict.fromkeys(map(self._step.key, products)):
             products += self._backward.pop(key, ())
         sizes = {
             "count": node.times if len(streams) == 1 else sum(s.node.times for s in streams),
@@ -179,8 +174,8 @@ class _Leaks:
         dtype, source = value.dtype.name, before(value, MOVES_AND_CASTS)
         if source.kind == "input":
             return f"the {dtype} argument `{self._graph.program.names[source.index]}`"
-        if _is_number(source):
-            return f"the {dtype} number {number(source):.6g} (of NumPy, or an array)"
+        if (known := number(source)) is not None:
+            return f"the {dtype} number {known:.6g} (of NumPy, or an array)"
         origin = self._streams.origin(value)
         place = None if origin is None else self._graph.place(origin)
         made = "" if place in (None, self._graph.place(node)) else f" that is made at {place}"
@@ -189,7 +184,7 @@ class _Leaks:
     def _remedy(self, node: Node, cause: Value | None) -> Sequence[str]:
         """Returns what to write against a leak, and behind it a rule that may do the same."""
         source = None if cause is None else before(cause, MOVES_AND_CASTS)
-        if source is not None and _is_number(source):
+        if source is not None and number(source) is not None:
             return ("write a Python number: math.sqrt(...) or float(...), not np.sqrt(...)",)
         if is_product(node) and self._streams.is_written(node):
             advice = f"leave out its cast to float32, so that both operands are {self._half}"
@@ -209,10 +204,6 @@ class _Leaks:
         if selector is not None and any(self._graph.program.policies.values()):
             short = short_names(self._half)
             yield f"{selector}: c={short},o={short}"
-
-
-def _is_number(value: Value) -> bool:
-    return value.kind in ("literal", "const") and value.size == 1
 
 
 def _is_read_by_loss(product: Node) -> bool:

@@ -4,6 +4,7 @@ The gradient of such a loss is a difference of probabilities. Where these are cl
 model that is nearly right, or near its teacher, the rounding of the logits is most of it.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from jmpx._inspect.audit.flops import flops, is_product, multiplied
 from jmpx._inspect.audit.remedies import Remedies
 from jmpx._inspect.audit.signs import is_at_most_zero
-from jmpx._inspect.audit.step import Found, Kind, Step
+from jmpx._inspect.audit.step import Found, Key, Kind, Step
 from jmpx._inspect.audit.values import AUTOCAST, LOW, MOVES, is_view, reaches_end
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._policies.places import modules_of, where
@@ -41,8 +42,19 @@ def search(step: Step) -> Iterator[Found]:
                 if products:
                     step.explained.update(map(id, (node, exponential, *between)))
     step.explained.update(rounded)
-    if rounded:
-        yield from _findings(step, list(rounded.values()))
+    sizes: Counter[Key] = Counter()  # of a product and those of its backward pass
+    for node in filter(is_product, step.graph.nodes if rounded else ()):
+        sizes[step.key(node)] += flops(node)
+    for product, dtype in rounded.values():
+        yield step.found(
+            _LOGITS,
+            "high",
+            product,
+            f"Logits are rounded to {dtype.name} before the softmax of a loss: its gradient is a "
+            "difference of probabilities, which may be smaller than what the rounding changes.",
+            *_remedy(step.graph, product, dtype),
+            flops=sizes.pop(step.key(product), 0),
+        )
 
 
 def _through(node: Node, names: frozenset[str]) -> Sequence[Value]:
@@ -70,11 +82,7 @@ def _exponentials(value: Value) -> list[Node]:
 
 
 def _rounded(value: Value) -> tuple[list[tuple[Node, np.dtype]], list[Node]]:
-    """Returns the products behind a value that are rounded on the way, and what is between.
-
-    Returns:
-        Each product with the 16-bit dtype that its result is rounded to, and the other nodes.
-    """
+    """Returns the products behind a value, with the dtype they are rounded to, and other nodes."""
     found: list[tuple[Node, np.dtype]] = []
     between: list[Node] = []
     pending: list[tuple[Value, np.dtype | None]] = [(value, None)]
@@ -94,24 +102,6 @@ def _rounded(value: Value) -> tuple[list[tuple[Node, np.dtype]], list[Node]]:
     return found, between
 
 
-def _findings(step: Step, products: list[tuple[Node, np.dtype]]) -> Iterator[Found]:
-    graph = step.graph
-    sizes: dict[tuple[object, ...], int] = {}  # of a product and those of its backward pass
-    for node in filter(is_product, graph.nodes):
-        key = graph.path(node), graph.place(node)
-        sizes[key] = sizes.get(key, 0) + flops(node)
-    for product, dtype in products:
-        yield step.found(
-            _LOGITS,
-            "high",
-            product,
-            f"Logits are rounded to {dtype.name} before the softmax of a loss: its gradient is a "
-            "difference of probabilities, which may be smaller than what the rounding changes.",
-            *_remedy(graph, product, dtype),
-            flops=sizes.pop((graph.path(product), graph.place(product)), 0),
-        )
-
-
 def _remedy(graph: Graph, product: Node, dtype: np.dtype) -> Iterator[str]:
     """Yields what to write so that logits stay in float32, and the rule that does the same."""
     is_low = dtype.name in multiplied(product)
@@ -120,21 +110,13 @@ def _remedy(graph: Graph, product: Node, dtype: np.dtype) -> Iterator[str]:
         policy += f",matmul={_ALGORITHMS[dtype.name]}"
     selector, module = graph.selector(product), where(product.scope).module
     is_autocast = AUTOCAST in graph.program.takers
-    is_selected = selector is not None and (
-        is_autocast if module is None else not _has_parts(graph, product)
-    )
+    # A rule for a module that holds others would be for these, too.
+    scopes = {node.scope for node in graph.nodes} if module is not None else ()
+    has_parts = any(module in modules_of(s) and where(s).module != module for s in scopes)
+    is_selected = selector is not None and (is_autocast if module is None else not has_parts)
     if is_autocast and not is_selected:
         yield f"jax.named_scope around the product, and a rule for the scope with {policy}"
-    elif is_low:
-        yield "preferred_element_type=jnp.float32 in the product, and no cast behind it"
     else:
-        yield "leave out the cast to 16 bits"
+        yield "preferred_element_type=jnp.float32 in the product, and no cast to 16 bits behind it"
     if is_selected:
         yield f"{selector}: {policy}"
-
-
-def _has_parts(graph: Graph, node: Node) -> bool:
-    """Whether the module of a node holds others, to which a rule for it would extend."""
-    module = where(node.scope).module
-    scopes = {each.scope for each in graph.nodes}
-    return any(module in modules_of(s) and where(s).module != module for s in scopes)

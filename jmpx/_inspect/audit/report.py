@@ -44,7 +44,7 @@ class Audit(AuditData):
         >>> report = jmpx.inspect.audit(loss_fn)(w, w).check("bfloat16")
         >>> report
         <Audit of loss_fn: 2.05 kFLOP of products, 100.0 % bfloat16 x bfloat16, no findings>
-        >>> print(report.to_text(width=80).splitlines()[2])
+        >>> print(report.to_text().splitlines()[2])
         Matrix products and convolutions: 2.05 kFLOP
         >>> report.to_dict()["products"]
         [{'dtypes': 'bfloat16 x bfloat16', 'flops': 2048, 'count': 2}]
@@ -59,20 +59,15 @@ class Audit(AuditData):
         return self.to_text()
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.to_text(width=100))}</pre>"
+        return f"<pre>{html.escape(self.to_text())}</pre>"
 
-    def to_text(self, *, width: int | None = None, all: bool = False) -> str:
+    def to_text(self, *, all: bool = False) -> str:
         """Returns the report as text: shares, the worst findings, the largest scopes.
 
         Args:
-            width: how many columns the text may have, 60 or more; rules and paths are not broken.
-                None means 100, or the columns of the terminal if it has fewer.
             all: whether to show every finding and every row of the tables.
-
-        Raises:
-            ValueError: if `width` is not a whole number of at least 60.
         """
-        return report_text(self, width, all)
+        return report_text(self, all)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them.

@@ -36,17 +36,10 @@ _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "rem"})
 def search(step: Step) -> Iterator[Found]:
     """Yields the findings about constants and casts."""
     for node in step.streams.forward:
-        if node.name == CAST:
-            if node.results[0].dtype == _FLOAT16 and node.operands[0].dtype in WIDE:
-                number = _beyond(node.operands[0])
-                if number is not None:
-                    yield from _constant(step, node, f"The constant {number:g} is", number)
-            if id(node) not in step.explained:
-                yield from _casts(step, node)
-        elif node.name in _ARITHMETIC and node.results[0].dtype == _FLOAT16:
-            number = _lost_literal(node)
-            if number is not None:
-                yield from _constant(step, node, "A number became", number)
+        if node.results and node.results[0].dtype == _FLOAT16:
+            yield from _constant(step, node)
+        if node.name == CAST and id(node) not in step.explained:
+            yield from _casts(step, node)
 
 
 def _found(step: Step, kind: Kind, severity: str, node: Node, text: str, advice: str) -> Found:
@@ -57,10 +50,14 @@ def _found(step: Step, kind: Kind, severity: str, node: Node, text: str, advice:
 # Constants.
 
 
-def _constant(step: Step, node: Node, what: str, number: float) -> Iterator[Found]:
+def _constant(step: Step, node: Node) -> Iterator[Found]:
     """Yields a finding about a number that is infinite or 0 in float16."""
-    if any(each.name == "is_finite" for each in node.results[0].readers):
-        return  # What asks whether it is finite replaces it, as autocast does.
+    is_cast = node.name == CAST and node.operands[0].dtype in WIDE
+    number = _beyond(node.operands[0]) if is_cast else _lost_literal(node)
+    # What asks whether a number is finite replaces it, as autocast does.
+    if number is None or any(each.name == "is_finite" for each in node.results[0].readers):
+        return
+    what = f"The constant {number:g} is" if is_cast else "A number became"
     is_large = abs(number) > 1
     became, limit = ("inf", "largest is 65504") if is_large else ("0", "smallest is 6e-8")
     text = f"{what} {'-' * (number < -1)}{became} in float16, whose {limit}."
@@ -78,12 +75,12 @@ def _beyond(value: Value, depth: int = 8) -> float | None:
     operands = node.operands if node.name in _CHOICES else []
     if node.name in MOVES_AND_CASTS:
         operands = node.operands[:1]
-    if node.name == "mul":  # a mask of ones times a number
+    is_product = node.name == "mul"
+    if is_product:  # of a mask of ones and a number
         left, right = node.operands
         operands = [one for one, other in ((left, right), (right, left)) if _is_mask(other)]
     found = (_beyond(each, depth - 1) for each in operands if each.dtype in WIDE)
-    is_mask = node.name == "mul"
-    return next((n for n in found if n is not None and (abs(n) > 1 or not is_mask)), None)
+    return next((n for n in found if n is not None and (abs(n) > 1 or not is_product)), None)
 
 
 def _is_mask(value: Value) -> bool:
@@ -107,17 +104,27 @@ def _beyond_numbers(constant: object) -> float | None:
 
 
 def _lost_literal(node: Node) -> float | None:
-    """Returns what a Python number became that met a float16 array: infinity or 0.
+    """Returns what a Python number became in a float16 array: infinity, or 0 for an epsilon.
 
-    JAX writes such a number into the program in float16. People do not write `x + 0`, while `sum`
-    writes `0 + x`.
+    JAX writes such a number into the program in float16. A first 0 is of a `sum`.
     """
-    for index, value in enumerate(node.operands[:2]):
+    for index, value in enumerate(node.operands[:2] if node.name in _ARITHMETIC else ()):
         number = number_of(value) if value.kind == "literal" else None
-        is_lost = number == 0 and index == 1 and node.name in ("add", "sub")
-        if number is not None and (np.isinf(number) or is_lost):
+        is_added = number == 0 and index == 1 and node.name == "add"
+        is_epsilon = is_added and _is_kept_from_zero(node.results[0])
+        if number is not None and (np.isinf(number) or is_epsilon):
             return number
     return None
+
+
+def _is_kept_from_zero(value: Value) -> bool:
+    """Whether a value is read as a divisor is, which an epsilon keeps away from 0."""
+    return any(
+        reader.name in ("log", "rsqrt", "sqrt")
+        or (reader.name == "div" and value is reader.operands[1])
+        or (reader.name in MOVES and _is_kept_from_zero(reader.results[0]))
+        for reader in value.readers
+    )
 
 
 # Casts.
@@ -126,7 +133,8 @@ def _lost_literal(node: Node) -> float | None:
 def _casts(step: Step, node: Node) -> Iterator[Found]:
     """Yields a finding about a cast of what another cast made."""
     (source,), (result,) = node.operands, node.results
-    earlier = _cast_before(source)
+    maker = before(source, MOVES).node
+    earlier = maker if maker is not None and maker.name == CAST else None
     first = source if earlier is None else earlier.operands[0]
     stored = source if source.dtype in LOW else first
     if result.dtype in LOW and stored.dtype in LOW and stored.dtype != result.dtype:
@@ -152,8 +160,15 @@ def _casts(step: Step, node: Node) -> Iterator[Found]:
 
 def _is_meant(graph: Graph, node: Node, earlier: Node) -> bool:
     """Whether a float32 value is rounded to 16 bits on purpose before it is cast up again."""
-    if _is_of_sum(earlier.operands[0]) or all(map(_is_sum, node.results[0].readers)):
+    summed = earlier.operands[0]
+    if summed.node is not None and summed.node.name in ("div", "mul"):  # a mean
+        summed = summed.node.operands[0]
+    sums = ("reduce_", "cum")
+    maker, readers = before(summed, MOVES).node, node.results[0].readers
+    if maker is not None and maker.name.startswith(sums):
         return True  # jnp.sum and jnp.mean add 16-bit numbers in float32, and round the result
+    if all(reader.name.startswith(sums) for reader in readers):
+        return True
     if AUTOCAST in graph.program.takers or not _is_only_widened(earlier.results[0]):
         return True  # operations of 16 bits are around it
     return not graph.policy(node) and call(earlier) == call(node)
@@ -167,21 +182,3 @@ def _is_only_widened(value: Value) -> bool:
         or (reader.name in MOVES and _is_only_widened(reader.results[0]))
         for reader in value.readers
     )
-
-
-def _is_sum(node: Node | None) -> bool:
-    return node is not None and node.name.startswith(("reduce_", "cum"))
-
-
-def _is_of_sum(value: Value) -> bool:
-    """Whether a value is a sum or a mean."""
-    node = value.node
-    if node is not None and node.name in ("div", "mul"):
-        value = node.operands[0]
-    return _is_sum(before(value, MOVES).node)
-
-
-def _cast_before(value: Value) -> Node | None:
-    """Returns the cast that made a value, which was only moved since."""
-    maker = before(value, MOVES).node
-    return maker if maker is not None and maker.name == CAST else None

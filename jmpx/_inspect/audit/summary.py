@@ -44,9 +44,8 @@ def uncounted(graph: Graph) -> tuple[str, ...]:
 def saved(graph: Graph) -> dict[str, int]:
     """Returns the bytes that the forward pass keeps for the backward pass, by dtype; most first.
 
-    Each value counts once that a forward operation computed and that a backward operation, or a
-    function that the backward pass calls, is handed. Arguments and constants are there anyway, and
-    do not count. Of a loop that holds both passes, it is what one trip keeps.
+    Arguments and constants are there anyway, and do not count. Of a loop that holds both passes, it
+    is what one trip keeps.
     """
     found: Counter[str] = Counter()
     seen: set[int] = set()
@@ -84,10 +83,7 @@ def casts(graph: Graph) -> tuple[Cast, ...]:
 
 
 def scopes(graph: Graph) -> tuple[Scope, ...]:
-    """Returns the operations by module, or by named scope, in the order of the program.
-
-    Each row has what runs directly in it, not in the modules and named scopes inside of it.
-    """
+    """Returns the operations by module or named scope, without those of scopes inside of it."""
     by_path: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if not node.is_structure:
@@ -108,11 +104,7 @@ def _scope(graph: Graph, path: str, nodes: list[Node]) -> Scope:
 
 
 def _dtypes(nodes: list[Node]) -> str:
-    """Returns the dtypes of the work of operations, or of what they make if they only move data.
-
-    The dtypes of a product are those of its operands, and a cast does no work in either of its own.
-    Those with the most work come first.
-    """
+    """Returns the dtypes of the work of operations, or of what they make if they only move data."""
     work: Counter[np.dtype] = Counter()
     made: Counter[np.dtype] = Counter()
     for node in nodes:

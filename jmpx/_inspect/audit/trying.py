@@ -41,9 +41,7 @@ def tried(graph: Graph, platform: str | None) -> tuple[Finding, ...]:
 
     A rule mends a finding if the program, traced with the rule at the end of its policy maps, has
     neither the finding nor a new one that is worse, and no fewer FLOPs of products in 16 bits, but
-    for those of the finding itself. A rule without a new finding as bad takes precedence. Layers
-    that are alike share a rule. At most 12 rules are tried, and none where no policy map is in
-    force.
+    for those of the finding itself. Layers that are alike share a rule.
     """
     found = find(graph, platform)
     findings = tuple(each.finding for each in found)

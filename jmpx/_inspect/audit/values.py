@@ -97,30 +97,15 @@ def source(value: Value) -> Value:
 
 
 def number(value: Value) -> float | None:
-    """Returns a number that is known when a program is traced, such as `1 - 0.9`; else None."""
+    """Returns a number that is known when a program is traced; else None."""
     value = source(value)
-    node = value.node
-    if node is None:
-        is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
-        is_known = is_real and value.size == 1 and value.constant is not None
-        return float(np.asarray(value.constant).reshape(())) if is_known else None
-    if node.is_structure or node.name not in ("sub", "add"):
-        return None
-    if any(source(operand).node is not None for operand in node.operands):
-        return None
-    left, right = map(number, node.operands)
-    if left is None or right is None:
-        return None
-    return left - right if node.name == "sub" else left + right
+    is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    is_known = is_real and value.size == 1 and value.constant is not None
+    return float(np.asarray(value.constant).reshape(())) if is_known else None
 
 
 def reaches_end(node: Node, avoided: frozenset[np.dtype] = frozenset()) -> bool:
-    """Whether a result reaches an end of the forward pass, such as a loss, before a product.
-
-    Args:
-        node: what computes the result.
-        avoided: dtypes that end the way to a loss.
-    """
+    """Whether a result reaches the end of the forward pass before a product or an avoided dtype."""
     pending, seen = [node], {id(node)}
     while pending:
         for value in pending.pop().results:

@@ -20,23 +20,7 @@ KINDS = (
 
 
 class Collective(NamedTuple):
-    """A collective of one array.
-
-    Attributes:
-        kind: as HLO spells it, such as `all-gather`.
-        dtype: as HLO spells it, such as `bf16`.
-        bytes: of the whole array, once.
-        group: how many devices take part.
-        times: how often it runs, more than once in a loop.
-        parameter: the input that it carries, such as `params['w']`; empty if it carries another
-            array, or a part of several inputs.
-        results: the outputs that its result becomes by elementwise operations, such as
-            `result[0]['w']`, for a gradient the parameter that it updates.
-        is_backward: whether it belongs to the backward pass.
-        in_while: whether it is in a loop whose number of trips is unknown; `times` counts one trip.
-        in_branch: whether it runs in one branch of a conditional.
-        place: the user's line that asks for it.
-    """
+    """A collective of one array, whose fields `jmpx.inspect.Collectives` describes."""
 
     kind: str
     dtype: str

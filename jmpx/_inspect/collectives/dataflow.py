@@ -6,7 +6,8 @@ that it was computed from, and which integer it is if it bounds a loop.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jmpx._inspect.collectives.data import Collective, Place
@@ -64,23 +65,23 @@ def leaves(tree: Tree) -> Iterator[Value]:
             yield from leaves(each)
 
 
-def joined(trees: Iterable[Tree]) -> Tree:
-    """Returns the knowledge of a value that is one of several, or is computed from them."""
-    first, *others = trees
-    for other in others:
-        first = _join(first, other)
-    return first
-
-
-def _join(a: Tree, b: Tree) -> Tree:
-    if a is b:
-        return a
-    if not isinstance(a, Value) and not isinstance(b, Value) and len(a) == len(b):
-        return tuple(map(_join, a, b))
-    if not (isinstance(a, Value) and isinstance(b, Value)):  # a tuple that was not followed
+def _together(join: Callable[[Value, Value], Value], a: Tree, b: Tree) -> Tree:
+    """Joins the values of two trees; nothing is known of a tuple that was not followed."""
+    if isinstance(a, Value) and isinstance(b, Value):
+        return join(a, b)
+    if isinstance(a, Value) or isinstance(b, Value) or len(a) != len(b):
         return UNKNOWN
+    return tuple(_together(join, *pair) for pair in zip(a, b, strict=True))
+
+
+def _join(a: Value, b: Value) -> Value:
+    """Returns the knowledge of a value that is one of two, or is computed from them."""
     source = a.source if b.source in (None, a.source) else b.source if a.source is None else ""
     return Value(source, a.made_of | b.made_of, a.number if a.number == b.number else None)
+
+
+def _joined(trees: Iterable[Tree]) -> Tree:
+    return functools.reduce(lambda a, b: _together(_join, a, b), trees)
 
 
 MOVES = frozenset(
@@ -164,7 +165,7 @@ class Run:
         ]
         for index in range(before, len(self.collectives)):
             self.collectives[index] = self.collectives[index]._replace(in_branch=True)
-        return joined(results)
+        return _joined(results)
 
     def _looped(self, operation: Operation, initial: Tree) -> Tree:
         """Evaluates a loop until the knowledge of its carry no longer changes."""
@@ -172,7 +173,7 @@ class Run:
         before, state = len(self.collectives), initial
         while True:
             returned = self._called(operation, body, [state])
-            after = self._carried(state, returned)
+            after = _together(self._carried, state, returned)
             if after == state:
                 break
             del self.collectives[before:]
@@ -189,12 +190,8 @@ class Run:
             )
         return state
 
-    def _carried(self, before: Tree, after: Tree) -> Tree:
+    def _carried(self, before: Value, after: Value) -> Value:
         """Joins the carry before and after a trip; a number that changes is a counter."""
-        if not (isinstance(before, Value) and isinstance(after, Value)):
-            if isinstance(before, Value) or isinstance(after, Value) or len(before) != len(after):
-                return UNKNOWN
-            return tuple(map(self._carried, before, after))
         number = before.number
         if number and number != after.number and not number.counter:
             self._counters += 1
@@ -242,7 +239,7 @@ def _computed(operation: Operation, operands: list[Tree]) -> Tree:
 
 def _combined(kind: str, operands: list[Value]) -> Value:
     """Returns the result of an operation on several arrays; of two inputs, it is neither."""
-    value = joined(operands)._replace(number=None)
+    value = _joined(operands)._replace(number=None)
     if kind == "add":
         value = value._replace(number=_sum(operands[0].number, operands[1].number))
     copies = kind in ASSEMBLES or sum(each.source is not None for each in operands) < 2
@@ -255,14 +252,8 @@ def _sum(left: Number | None, right: Number | None) -> Number | None:
     return Number(left.counter or right.counter, left.offset + right.offset)
 
 
-def run(main: Block, inputs: Iterable[str], outputs: Iterable[str] = ()) -> list[Collective]:
-    """Returns the collectives that a program runs, those of all branches of a conditional.
-
-    Args:
-        main: the program.
-        inputs: the names of its arguments.
-        outputs: the names of the arrays that it returns; if they are not known, numbers.
-    """
+def run(main: Block, inputs: Iterable[str], outputs: Iterable[str]) -> list[Collective]:
+    """Returns the collectives of a program, given the names of its arguments and results."""
     evaluation = Run()
     results = evaluation.block(main, [Value(name) for name in inputs])
     found, values, names = evaluation.collectives, list(leaves(results)), list(outputs)

@@ -7,7 +7,6 @@ one `chain_id`, and a reduce-scatter as a fusion of an all-reduce and a slice.
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from jmpx._inspect.collectives.data import KINDS, Collective, bits
 from jmpx._inspect.collectives.dataflow import Block, Operation, run
@@ -32,24 +31,12 @@ SHARDINGS = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
 SHARDY = "xla.sdy."
 
 
-class Hlo(NamedTuple):
-    """The collectives of a module of HLO."""
+def read_hlo(
+    text: str, outputs: Iterable[str] = (), devices: int | None = None
+) -> tuple[str, int, tuple[Collective, ...]]:
+    """Returns the name of a module, how many devices run it, and its collectives.
 
-    name: str  # of the program, such as `jit_step`
-    devices: int  # how many run it
-    collectives: list[Collective]  # those that it holds
-
-
-def read_hlo(text: str, outputs: Iterable[str] = (), devices: int | None = None) -> Hlo:
-    """Reads the text of a module.
-
-    Args:
-        text: what `compiled.as_text()` returns, or a file that XLA dumped.
-        outputs: the names of the arrays that it returns; without names they have numbers.
-        devices: how many run it, which the text says only after XLA's partitioner.
-
-    Raises:
-        ValueError: if the text is something else, or not whole.
+    Only after XLA's partitioner does the text say how many devices run it.
     """
     reader = _Reader(text, devices)
     for line in text.splitlines():
@@ -57,11 +44,11 @@ def read_hlo(text: str, outputs: Iterable[str] = (), devices: int | None = None)
     if not reader.entry:
         raise ValueError(
             "jmpx.inspect.collectives reads whole texts of HLO, and this one has no `ENTRY`: pass "
-            "the lowered or compiled step itself."
+            "the lowered or compiled step."
         )
     block = reader.blocks[reader.entry]
     inputs = [reader.inputs.get(str(name), "") for name in block.arguments]
-    return Hlo(reader.name, reader.devices, run(block, inputs, outputs))
+    return reader.name, reader.devices, tuple(run(block, inputs, outputs))
 
 
 class _Reader:
@@ -84,7 +71,7 @@ class _Reader:
         if found := COMPUTATION.match(line):
             self._computation = found[2]
             self.entry = found[2] if found[1] else self.entry
-            self._block(found[2])
+            self.blocks.setdefault(found[2], Block())
         elif found := OPERATION.match(line):
             root, name, types, kind = found.groups()
             operands, rest = _operands(line, found.end())
@@ -110,9 +97,6 @@ class _Reader:
             if operation.arrays or operation.blocks:
                 operation.name = attributes.get("op_name", "")
                 operation.place = self._frames.place(attributes)
-
-    def _block(self, name: str) -> Block:
-        return self.blocks.setdefault(name, Block())
 
     def _key(self, name: str) -> str:
         """Returns a name that is the only one: two computations may use the same."""
@@ -151,7 +135,9 @@ class _Reader:
         elif kind.endswith(("-done", "-update")):  # which name what `async-start` called
             return
         names = " ".join(attributes.get(key, "") for key in called)
-        operation.blocks = tuple(self._block(name) for name, _ in OPERAND.findall(names))
+        operation.blocks = tuple(
+            self.blocks.setdefault(name, Block()) for name, _ in OPERAND.findall(names)
+        )
 
     def _exchanged(
         self, kind: str, types: str, rest: str, attributes: dict[str, str]

@@ -11,7 +11,6 @@ from jmpx._inspect.collectives.data import Collective
 from jmpx._inspect.collectives.hlo import read_hlo
 from jmpx._inspect.collectives.text import lines
 
-_NONE_YET = "no collectives until XLA partitions it: give lowered.compile()"
 _MORE = "Outside of shard_map, XLA may insert more: lowered.compile() has them."
 _WIDENED = (
     "Compiled for a CPU, for which XLA widens collectives of bfloat16 to float32, and of float8 to "
@@ -31,9 +30,13 @@ class Collectives:
         program: the name of the program, such as `jit_step`.
         devices: how many run it.
         platform: the target of the compiler, such as `"tpu"`; None if it was not compiled.
-        collectives: one for each array that it exchanges, with `kind`, `dtype`, `bytes` (of the
-            whole array), `sent` (bytes that a device sends), `group` (devices that take part),
-            `times`, `parameter`, `results`, `is_backward`, `in_while`, `in_branch` and `place`.
+        collectives: one for each array that it exchanges, with `kind` and `dtype` as HLO spells
+            them, `bytes` (of the whole array), `sent` (bytes that a device sends), `group` (how
+            many devices take part), `times` (how often it runs), `parameter` (the input that it
+            carries a copy of, such as `params['w']`), `results` (the outputs that its result
+            becomes by elementwise operations), `is_backward`, `in_while` (in a loop of unknown
+            length, of which one trip is counted), `in_branch` (of a conditional) and `place` (the
+            user's line; until JAX 0.8 that of the call around it).
         notes: limits of these numbers, in sentences.
     """
 
@@ -109,7 +112,7 @@ def collectives(step: object) -> Collectives:
     """
     if isinstance(step, str):
         name, devices, found = read_hlo(step)
-        return Collectives(name, devices, None, tuple(found), _notes(found))
+        return Collectives(name, devices, None, found, _notes(found))
     for name in "lowered", "compiled":  # how Equinox and Flax NNX keep those of JAX
         kept = getattr(step, name, None)
         step = kept if isinstance(kept, jax.stages.Lowered | jax.stages.Compiled) else step
@@ -131,22 +134,15 @@ def _of_lowered(lowered: jax.stages.Lowered) -> Collectives:
     partitions, replicas = (int(str(attributes[name]).partition(" ")[0]) for name in names)
     text = hlo.get_hlo_module().to_string()
     name, devices, found = read_hlo(text, _outputs(lowered), partitions * replicas)
-    more = [] if partitions == 1 else [_MORE if found else _NONE_YET]
-    return Collectives(name, devices, None, tuple(found), _notes(found, *more))
+    return Collectives(name, devices, None, found, _notes(found, *[_MORE] * (partitions > 1)))
 
 
 def _of_compiled(compiled: jax.stages.Compiled) -> Collectives:
-    text = compiled.as_text()
-    if text is None:
-        raise ValueError(
-            "jmpx.inspect.collectives cannot read this compiled step, as it has no HLO: pass the "
-            "lowered."
-        )
-    name, devices, found = read_hlo(text, _outputs(compiled))
+    name, devices, found = read_hlo(compiled.as_text() or "", _outputs(compiled))
     platform = _platform(compiled)
     widened = platform == "cpu" and any(one.dtype in ("f32", "f16") for one in found)
     notes = _notes(found, *[_WIDENED] * widened)
-    return Collectives(name, devices, platform, tuple(found), notes)
+    return Collectives(name, devices, platform, found, notes)
 
 
 def _outputs(stage: jax.stages.Lowered | jax.stages.Compiled) -> list[str]:

@@ -16,10 +16,7 @@ def lines(title: str, found: Sequence[Collective], notes: Sequence[str]) -> Iter
     """Yields the lines of a report: a title, tables of collectives, and sentences."""
     arrays = [one for one in found if not one.is_scalar]
     scalars = [one for one in found if one.is_scalar]
-    if not found:
-        yield f"{title}: {' '.join(notes) or 'no collectives'}"
-        return
-    yield f"{title}: a device sends {_sent(found)} a step"
+    yield f"{title}: a device sends {_sent(found)} a step" if found else f"{title}: no collectives"
     if arrays:
         yield from ("", *_by_kind(arrays), "", *_largest(arrays))
     if scalars:

@@ -5,9 +5,9 @@ back to the operation that made the first one, and rules that may mend it are tr
 
 The way through it:
 
-- `api.py` is what users call; `replay.py` leads through a search, at several loss scales
-  (`scales.py`) and with rules (`remedies.py`).
-- `search.py` runs the program and notes where infinities and NaNs appear (`numbers.py`).
+- `api.py` is what users call; `replay.py` leads through a search, at several loss scales and with
+  rules (`remedies.py`).
+- `search.py` runs the program and notes where infinities and NaNs appear.
 - `flow.py` follows them backwards through the graph of the program.
 - `causes.py` says why an operation made one; `report.py` is the result, `FirstNonfinite`.
 

@@ -59,6 +59,6 @@ def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite |
         program = traced_program(fn, args, kwargs)
         check_arrays(program, "jmpx.inspect.first_nonfinite")
         with jax.debug_nans(False), jax.debug_infs(False):  # They would stop before it is named.
-            return Replay(program, (fn, args, kwargs)).find()
+            return Replay(program).find()
 
     return run

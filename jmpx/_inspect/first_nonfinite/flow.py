@@ -1,78 +1,39 @@
 """Which of the infinities and NaNs of a run reach the results: a walk from them, backwards."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from jmpx._inspect.first_nonfinite.numbers import NAN, is_inexact, worst_of
-from jmpx._inspect.first_nonfinite.search import Event, Key, Search, Seen
+from jmpx._inspect.first_nonfinite.search import NAN, Event, Key, Search, is_inexact, worst_of
 from jmpx._inspect.graph import Graph, Node, Value
 from jmpx._inspect.running import key_of
 from jmpx._jaxprs.types import Array
 from jmpx._jaxprs.watched import Site
 
-
-class _Reached(NamedTuple):
-    """What leads to some values."""
-
-    events: list[Event]
-    given: list[Value]  # arguments and constants that hold infinities or NaNs
+_KINDS = ("input", "const", "literal")  # of values that no equation computes
 
 
 class Flow:
-    """The values of a program, and what each of them held in a run of a search.
+    """The values of a program, and what each of them held when its search ran on some arrays.
 
-    Args:
-        graph: the program.
-        search: its search.
-        seen: the numbers that the run showed.
-        arrays: the inputs of that run.
+    Attributes:
+        found: the origin of the first infinity or NaN that reaches a result of the program: an
+            equation, an argument or a constant. None if all results are finite.
     """
 
-    def __init__(self, graph: Graph, search: Search, seen: Seen, arrays: Sequence[Array]) -> None:
-        self.graph, self.search, self.seen, self.arrays = graph, search, seen, arrays
+    def __init__(self, graph: Graph, search: Search, arrays: Sequence[Array]) -> None:
+        self.graph, self.search, self.arrays = graph, search, arrays
+        self.seen = search.look(arrays)
         self.keys = {id(node): key_of(node) for node in graph.nodes if not node.is_structure}
-        pairs = zip(graph.inputs, seen.inputs, strict=True)
+        pairs = zip(graph.inputs, self.seen.inputs, strict=True)
         self.known: dict[int, int] = {id(value): worst for value, worst in pairs}
         while self._spread():  # a loop carries values from its end to its beginning
             pass
-
-    def origin(self) -> Event | Value | None:
-        """Returns the origin of the first infinity or NaN that reaches a result of the program.
-
-        It is an equation, an argument or a constant. Arrays that the program checks for infinities
-        count as results, because the results of a step that was skipped are all finite.
-        """
-        events, given = self._reached(self._ends())
-        broken = [value for value in given if self._worst(value) == NAN]
-        if broken:
-            return broken[0]
-        if not events:
-            return given[0] if given else None
-        first = min(events, key=lambda event: event.order)
-        node = self.node(first.site)
-        if not first.is_made and node is not None:
-            given = self._reached(node.operands).given
-            overflowed = [value for value in given if not self._is_mask(value)]
-            if overflowed:
-                return overflowed[0]
-        return first
+        self.found = self._origin()
 
     def node(self, site: Site) -> Node | None:
         """Returns the node of a site."""
-        found = (node for node in self.graph.nodes if self._key(node) == site.key)
-        return next(found, None)
-
-    def _key(self, node: Node) -> Key:
-        """Returns the key of the site of a node; a structural node has none."""
-        return self.keys.get(id(node), ())
-
-    def _worst(self, value: Value) -> int:
-        """Returns the worst number that a value ever held."""
-        if id(value) not in self.known:
-            self.known[id(value)] = 0 if value.node is not None else worst_of(self.array(value))
-        return self.known[id(value)]
+        return next((node for node in self.graph.nodes if self._key(node) == site.key), None)
 
     def array(self, value: Value) -> Array:
         """Returns an argument or a constant."""
@@ -80,6 +41,15 @@ class Flow:
             return self.arrays[value.index]
         constant = value.constant
         return constant if hasattr(constant, "dtype") else np.asarray(constant, value.dtype)
+
+    def _key(self, node: Node) -> Key:
+        return self.keys.get(id(node), ())
+
+    def _worst(self, value: Value) -> int:
+        """Returns the worst number that a value ever held."""
+        if id(value) not in self.known:
+            self.known[id(value)] = 0 if value.node is not None else worst_of(self.array(value))
+        return self.known[id(value)]
 
     def _spread(self) -> bool:
         """Goes through the program once; returns whether a value was found to hold more."""
@@ -93,13 +63,23 @@ class Flow:
                 self.known[id(value)] = worst
         return changed
 
-    def _ends(self) -> list[Value]:
-        """Returns the results that are not finite, and the arrays that the program checks."""
+    def _origin(self) -> Event | Value | None:
+        # The results of a step that was skipped are all finite: what it checks counts, too.
         pairs = zip(self.graph.outputs, self.seen.outputs, strict=True)
         ends = [value for value, worst in pairs if worst and value.node is not None]
-        return [*ends, *(value for node in self.graph.nodes for value in _checked(node))]
+        ends += [value for node in self.graph.nodes for value in _checked(node)]
+        events, given = self._reached(ends)
+        broken = [value for value in given if self._worst(value) == NAN]
+        if broken or not events:
+            return next(iter(broken or given), None)
+        first = min(events, key=lambda event: event.order)
+        node = self.node(first.site)
+        if first.is_made or node is None:
+            return first
+        overflowed = (v for v in self._reached(node.operands)[1] if not self._is_mask(v))
+        return next(overflowed, first)
 
-    def _reached(self, ends: Sequence[Value]) -> _Reached:
+    def _reached(self, ends: Sequence[Value]) -> tuple[list[Event], list[Value]]:
         """Returns the events that lead to some values, and the arguments and constants that do."""
         waiting, met = list(ends), set[int]()
         events, given = list[Event](), list[Value]()
@@ -118,8 +98,7 @@ class Flow:
             is_turned = event is not None and not event.is_made
             nans = [each for each in node.operands if self._worst(each) == NAN]
             waiting += nans if nans and worst == NAN and not is_turned else node.operands
-        order = {"input": 0, "const": 1, "literal": 2}
-        return _Reached(events, sorted(given, key=lambda value: (order[value.kind], value.index)))
+        return events, sorted(given, key=lambda value: (_KINDS.index(value.kind), value.index))
 
     def _event(self, node: Node) -> Event | None:
         """Returns the event of a node that made an infinity or a NaN."""
@@ -146,9 +125,7 @@ def _checked(node: Node) -> Iterator[Value]:
     is_check = node.name == "is_finite" or (
         node.name == "ne" and node.operands[0] is node.operands[-1]
     )
-    if not is_check:
-        return
-    readers = [reader for result in node.results for reader in result.readers]
-    readers += [again for each in readers for result in each.results for again in result.readers]
+    readers = [each for value in node.results for each in value.readers] if is_check else []
+    readers += [again for each in readers for value in each.results for again in value.readers]
     if any(reader.name in ("reduce_and", "reduce_or") for reader in readers):
         yield node.operands[0]

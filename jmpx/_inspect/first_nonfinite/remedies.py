@@ -16,9 +16,7 @@ _AUTOCAST = "jmpx.autocast"
 def rules_for(graph: Graph, node: Node) -> list[str]:
     """Returns rules for a node and for what computed its operands, the nearest first.
 
-    Args:
-        graph: the program; there are rules only if a function in it takes a policy map.
-        node: the operation that made the infinity or the NaN.
+    There are none for a program without a function that takes a policy map.
     """
     takers, outermost = graph.program.takers, graph.outermost()
     rules = (rule for each in _before(node) for rule in _of_node(each, _AUTOCAST in takers))

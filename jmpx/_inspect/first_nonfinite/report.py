@@ -4,12 +4,61 @@ import dataclasses
 import json
 import textwrap
 from collections.abc import Mapping
+from typing import NamedTuple
 
-from jmpx._inspect.first_nonfinite.numbers import Numbers
+import numpy as np
+
 from jmpx._jaxprs.places import Place
+from jmpx._jaxprs.types import Array
 
 _WIDTH = 79
 _INDENT = 11
+
+
+class Numbers(NamedTuple):
+    """The numbers of an array.
+
+    Attributes:
+        dtype: the name of its dtype.
+        shape: its shape.
+        smallest: the smallest magnitude of its finite numbers; None if it has none.
+        largest: the largest magnitude of its finite numbers.
+        nans: how many NaNs it holds.
+        infs: how many infinities it holds.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    smallest: float | None
+    largest: float | None
+    nans: int
+    infs: int
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it holds a NaN or an infinity."""
+        return self.nans + self.infs > 0
+
+    def __str__(self) -> str:
+        """Returns for example `float16[2,3], magnitudes 0.5 to 300, 1 inf`."""
+        parts = [f"{self.dtype}[{','.join(map(str, self.shape))}]"]
+        if self.smallest is not None and self.largest is not None:
+            low, high = f"{self.smallest:.4g}", f"{self.largest:.4g}"
+            magnitudes = f"magnitudes {low} to {high}"
+            parts.append(magnitudes if low != high else f"magnitude {low}")
+        parts += [f"{self.infs} inf"] if self.infs else []
+        parts += [f"{self.nans} NaN"] if self.nans else []
+        return ", ".join(parts)
+
+
+def numbers_of(array: Array) -> Numbers:
+    """Returns the numbers of an array."""
+    x = np.asarray(array)
+    wide = x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+    finite = np.abs(wide[np.isfinite(wide)])
+    ends = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
+    nans = int(np.isnan(wide).sum())
+    return Numbers(x.dtype.name, x.shape, *ends, nans, wide.size - finite.size - nans)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,9 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmpx._base.leaves import PyTree
-from jmpx._inspect.first_nonfinite.numbers import INF, NAN, is_inexact, worst_traced
 from jmpx._jaxprs import core, watched
 from jmpx._jaxprs.moves import PLACEMENTS, RESHAPES
 from jmpx._jaxprs.types import Array, Aval, Equation, Jaxpr
@@ -20,6 +20,7 @@ HAND_ON = RESHAPES | PLACEMENTS | {"copy", "neg"}
 # XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears. What
 # runs once or twice is not worth optimizing: that would take half of the time to compile.
 _AS_WRITTEN = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+INF, NAN = 1, 2  # the worst that an array holds; 0 is neither
 MADE, TURNED = 1, 2  # out of finite numbers; NaN out of infinities
 # Of each site: the worst number; in a loop, also the kind of the first event and its trips.
 Key: TypeAlias = tuple[int, ...]
@@ -44,29 +45,49 @@ class Seen(NamedTuple):
     outputs: list[int]  # of each result of the program
 
 
+def is_inexact(x: Array | Aval) -> bool:
+    """Whether an array, or an abstract one, has a floating or complex dtype."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def worst_of(array: Array) -> int:
+    """Returns `NAN`, `INF` or 0: the worst number that an array holds."""
+    if not is_inexact(array):
+        return 0
+    x = np.asarray(array)  # jax.numpy would compile a check for each shape
+    return NAN if np.isnan(x).any() else INF if np.isinf(x).any() else 0
+
+
+def worst_traced(arrays: Sequence[Array]) -> jax.Array:
+    """Returns the worst number that any of the arrays holds, as an int32 of shape ()."""
+    lax = jax.lax
+    worst = jnp.zeros((), jnp.int32)
+    for x in filter(is_inexact, arrays):
+        for part in (lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x,):
+            # One reduction for both, which XLA computes in one pass with what makes the array.
+            infinite = lax.convert_element_type(lax.bitwise_not(lax.is_finite(part)), jnp.int32)
+            nan = lax.convert_element_type(lax.ne(part, part), jnp.int32)
+            each = lax.reduce_max(lax.add(infinite, nan), tuple(range(np.ndim(part))))
+            worst = lax.max(worst, each)
+    return worst
+
+
 def is_watched(eqn: Equation) -> bool:
     """Whether a search looks at the results of an equation."""
     return eqn.primitive.name not in HAND_ON and any(is_inexact(v.aval) for v in eqn.outvars)
 
 
-def silent(eqn: Equation, operands: list[Array]) -> list[Array]:
-    """Runs an equation, unless it has no results, such as a print."""
-    return core.bind(eqn, operands) if eqn.outvars else []
+def _silent(eqn: Equation, operands: list[Array]) -> list[Array]:
+    return core.bind(eqn, operands) if eqn.outvars else []  # a print has none
 
 
 class Search:
-    """A program that is compiled once, and searched with several inputs.
-
-    Args:
-        jaxpr: the closed jaxpr.
-        run: how an equation runs.
-        constant: returns the array to use for a constant.
-    """
+    """A program that is compiled once, and searched with several inputs: see `evaluate`."""
 
     def __init__(
         self,
         jaxpr: Jaxpr,
-        run: Run = silent,
+        run: Run = _silent,
         constant: Callable[[Array], Array] = lambda array: array,
     ) -> None:
         self._evaluate = functools.partial(watched.evaluate, jaxpr, run=run, constant=constant)
@@ -115,8 +136,9 @@ class Search:
 
         One that does not hold numbers, such as a random key, is None.
         """
-        atoms = [*event.site.equation.invars, *event.site.equation.outvars]
-        is_kept = [_is_plain(atom.aval) for atom in atoms]
+        eqn = event.site.equation
+        avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+        empty = [jnp.zeros(a.shape, a.dtype) if _is_plain(a) else None for a in avals]
 
         def watch(
             state: PyTree, site: Site, operands: list[Array], results: list[Array], trips: Trips
@@ -126,22 +148,16 @@ class Search:
             found, kept = state
             pairs = zip(trips, event.trips, strict=True)
             is_it = ~found & jnp.stack([jnp.array(True), *(a == b for a, b in pairs)]).all()
-            seen = [a for a, k in zip((*operands, *results), is_kept, strict=True) if k]
-            pairs = zip(seen, kept, strict=True)
-            chosen = [jnp.where(is_it, jnp.asarray(new, old.dtype), old) for new, old in pairs]
-            return found | is_it, chosen
+            pairs = zip((*operands, *results), kept, strict=True)
+            select = lambda new, old: jnp.where(is_it, jnp.asarray(new, old.dtype), old)  # noqa: E731
+            return found | is_it, [old if old is None else select(new, old) for new, old in pairs]
 
-        def run(*arrays: Array) -> list[Array]:
-            pairs = zip(atoms, is_kept, strict=True)
-            kept = [jnp.zeros(a.aval.shape, a.aval.dtype) for a, k in pairs if k]
-            state = jnp.array(False), kept
-            _, (_, kept) = self._evaluate(arrays, watch, state, reduce=_of_one_device)
-            return kept
+        def run(*arrays: Array) -> list[Array | None]:
+            state = jnp.array(False), empty
+            return self._evaluate(arrays, watch, state, reduce=_of_one_device)[1][1]
 
-        kept = iter(jax.jit(run, compiler_options=_AS_WRITTEN)(*arrays))
-        seen = [next(kept) if k else None for k in is_kept]
-        end = len(event.site.equation.invars)
-        return seen[:end], seen[end:]
+        kept = jax.jit(run, compiler_options=_AS_WRITTEN)(*arrays)
+        return kept[: len(eqn.invars)], kept[len(eqn.invars) :]
 
 
 def _is_plain(aval: Aval) -> bool:
@@ -152,11 +168,9 @@ def _is_plain(aval: Aval) -> bool:
 def _note(
     state: _Notes, site: Site, operands: list[Array], results: list[Array], trips: Trips
 ) -> _Notes:
-    """Notes the worst number of a site's results; in a loop, also when the site first made one.
-
-    The notes are scalars, which XLA computes together with the results: arrays of notes would take
-    several times as long to compile.
-    """
+    """Notes the worst number of a site's results; in a loop, also when the site first made one."""
+    # XLA computes scalars together with the results. Arrays of notes would take several times as
+    # long to compile.
     if not is_watched(site.equation):
         return state
     worst = worst_traced(results)
@@ -200,4 +214,4 @@ def _of_one_device(state: PyTree, axes: tuple[str, ...]) -> PyTree:
             return jax.lax.pmax(jnp.where(is_it, array, False).astype(jnp.int32), axes) > 0
         return jax.lax.psum(jnp.where(is_it, array, jnp.zeros_like(array)), axes)
 
-    return jax.lax.pmax(found.astype(jnp.int32), axes) > 0, [of_it(array) for array in kept]
+    return jax.lax.pmax(found.astype(jnp.int32), axes) > 0, jax.tree.map(of_it, kept)

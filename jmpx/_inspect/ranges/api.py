@@ -25,11 +25,9 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
     counts as activations, both times; all else in a backward pass counts as gradients, even where a
     `jax.custom_vjp` computes activations again.
 
-    A large program runs operation by operation, and its loops are compiled with their counts. On a
-    CPU, four transformer blocks take 4 times the processor's time of a plain step
-    (`benchmarks/ranges_cost.py`). The first call takes some seconds more, to compile each different
-    operation; a loop is compiled in every call, which takes two to three times as long as to
-    compile the plain step.
+    A large program runs operation by operation, and its loops are compiled with their counts, in
+    each call. On a CPU, four transformer blocks take 4 times the processor's time of a plain step
+    (`benchmarks/ranges_cost.py`).
 
     Args:
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or
@@ -67,8 +65,8 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
         check_arrays(program, "jmpx.inspect.ranges")
         plan = Plan(Graph(program))
         kinds: tuple[list[Range], list[Range]] = [], []
-        for row, counts in zip(plan.table, counted(program, plan), strict=True):
-            kinds[row.is_gradient].append(Range(row.scope, Histogram.of(counts)))
+        for (scope, is_gradient), counts in zip(plan.table, counted(program, plan), strict=True):
+            kinds[is_gradient].append(Range(scope, Histogram.of(counts)))
         title = program.name + (" and its gradient" if program.is_differentiated else "")
         return Ranges(title, tuple(kinds[0]), tuple(kinds[1]), plan.masks)
 

@@ -53,14 +53,10 @@ class _State:
 
     XLA takes long to compile counts of each single array. So while JAX traces, arrays wait until
     there are many, or until the state enters or leaves a loop, which flattens it.
-
-    Args:
-        plan: what is counted.
-        totals: the sums of the counts of each row, as `add_counts` makes them.
     """
 
     def __init__(self, plan: Plan, totals: Array) -> None:
-        self.plan, self.totals = plan, totals
+        self.plan, self.totals = plan, totals  # the latter are sums of `add_counts`, by row
         self.waiting: list[tuple[int, Array]] = []  # the positions of rows, and arrays
 
     def updated(self) -> "_State":
@@ -107,11 +103,8 @@ def _counts(
 
 
 def _joined(arrays: Sequence[Array]) -> Array:
-    """Returns the numbers of all arrays as one array, in which XLA has to write them out.
-
-    Otherwise it would compile what reads the numbers once for each array.
-    """
     joined = jnp.concatenate([jnp.reshape(array, -1) for array in arrays])
+    # Without the barrier, XLA compiles what reads the numbers once for each array.
     return lax.optimization_barrier(joined)
 
 

@@ -20,20 +20,18 @@ class Format(NamedTuple):
     numbers are, and a factor of `2**k` adds `k * 2**23`.
     """
 
-    name: str  # as tables show it
     kept: int  # the lowest key that is not rounded to zero
     normal: int  # the lowest key that is rounded to a normal number
     overflows: int  # the lowest key that is rounded to infinity, or to NaN in `float8_e4m3fn`
 
 
-def _format(name: str, dtype: DTypeLike) -> Format:
-    info = jnp.finfo(dtype)
+def _format(name: str) -> Format:
+    info = jnp.finfo(name)
     lowest, bits, largest = int(info.minexp), int(info.nmant), float(info.max)
     # Rounding is to nearest. A tie goes to the even number, whose last bit is 0.
     exponent = math.frexp(largest)[1] - 1
     last = round(largest * 2.0 ** (bits - exponent)) % 2
     return Format(
-        name,
         kept=_key(2.0 ** (lowest - bits - 1)) + 1,  # half of the smallest number is a tie with 0
         normal=_key(2.0**lowest) - (1 << MANTISSA_BITS - bits),  # a tie with the smallest normal
         overflows=_key(largest + 2.0 ** (exponent - bits - 1)) + (1 - last),
@@ -45,19 +43,15 @@ def _key(number: float) -> int:
     return ((exponent - 1) << MANTISSA_BITS) + round((2 * mantissa - 1) * 2**MANTISSA_BITS)
 
 
-_SHORT = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
-FORMATS = {name: _format(name, name) for name in ("float16", "bfloat16")}
-FORMATS |= {dtype: _format(name, dtype) for name, dtype in _SHORT.items()}
+FORMATS = {name: _format(name) for name in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")}
 
 
 def as_format(dtype: DTypeLike) -> Format:
     """Returns the format of a dtype or of its name; raises a ValueError if it is another one."""
-    name = _SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    known = FORMATS.get(dtype_name(as_dtype(name)))
+    known = FORMATS.get(dtype_name(as_dtype(dtype)))
     if known is None:
         raise ValueError(
-            "Expected one of the formats 'float16', 'bfloat16', 'e4m3' (float8_e4m3fn) and 'e5m2' "
-            f"(float8_e5m2), got {describe(dtype)}."
+            f"Expected one of the formats {', '.join(FORMATS)}, got {describe(dtype)}."
         )
     return known
 

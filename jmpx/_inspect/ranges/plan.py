@@ -1,7 +1,6 @@
 """Which equations of a program count, and for which scope."""
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,21 +18,11 @@ _OF_ONE_NUMBER = IDENTITIES | RESHAPES | {"convert_element_type", "neg"}  # up t
 _RECOMPUTED = "rematted_computation"  # what JAX calls the recomputed part of a checkpoint
 
 
-class Row(NamedTuple):
-    """A row of the table of counts: a scope, forward or backward."""
-
-    scope: str  # the path of the module, and the named scopes inside of it
-    is_gradient: bool  # whether it is the backward pass, without recomputed activations
-
-
 class Plan:
     """What is counted of a program.
 
-    Args:
-        graph: the program.
-
     Attributes:
-        table: the rows of the table of counts.
+        table: the rows of the table of counts: scopes, and whether they are of the backward pass.
         rows: the position in `table` of each equation that counts, by the key of its site.
         masks: the magnitudes beyond float16 that `jnp.where` puts into arrays.
     """
@@ -45,21 +34,18 @@ class Plan:
         self.rows = {key: self.table.index(row) for key, row in rows.items()}
 
 
-def _row(graph: Graph, node: Node) -> Row:
+def _row(graph: Graph, node: Node) -> tuple[str, bool]:
     is_recomputed = _RECOMPUTED in node.scope.split("/")
-    return Row(graph.path(node), node.is_backward and not is_recomputed)
+    return graph.path(node), node.is_backward and not is_recomputed
 
 
 def _counts(graph: Graph, node: Node) -> bool:
-    """Whether a node computes floating numbers, in a module or scope or more than one.
-
-    Single numbers outside of scopes, such as the loss, a loss scale and the numbers of an
-    optimizer, are float32 whatever the policy says.
-    """
     if node.is_structure or node.name in _MOVES:
         return False
     if not any(is_floating_dtype(value.dtype) for value in node.results):
         return False
+    # Single numbers outside of modules and scopes, such as the loss, a loss scale and the numbers
+    # of an optimizer, are float32 whatever the policy says.
     return graph.selector(node) is not None or any(value.shape for value in node.results)
 
 

@@ -12,13 +12,13 @@ from jmpx._base.text import columns, count_text, share_text
 from jmpx._inspect.ranges.data import Histogram, Range, Shares, exponent_of, merged
 from jmpx._inspect.ranges.formats import FORMATS, as_format
 from jmpx._inspect.ranges.plot import plot_histograms
+from jmpx._inspect.running import scale_text
 from jmpx._scales.arguments import HIGHEST_SCALE, LOWEST_SCALE
-from jmpx._scales.numbers import format_number
 
 _VERSION = 2  # of `to_dict`: it changes when the meaning of a key does
 _KINDS = ("activations", "gradients")
-_IN_FLOAT16 = 15  # the largest exponent in float16, through which the scale may pass
-_ROWS = 24  # how many scopes are shown, unless all are asked for
+_IN_FLOAT16 = 2.0**15  # the largest power of two in float16, through which the scale may pass
+_ROWS = 24  # how many scopes are shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,7 @@ class Ranges:
             return merged(each.histogram for each in found)
         if not any(each.is_in(scope) for each in (*self.activations, *self.gradients)):
             raise ValueError(
-                "Expected scope= to be one of the scopes that print(ranges.to_text(all=True)) "
-                f"shows, got {describe(scope)}."
+                f"Expected scope= to be one of those in to_dict(), got {describe(scope)}."
             )
         return merged(each.histogram for each in found if each.is_in(scope))
 
@@ -82,7 +81,7 @@ class Ranges:
         The shares are exact: each number is multiplied by the scale and rounded once.
 
         Args:
-            dtype: `float16`, `bfloat16`, `e4m3` (`float8_e4m3fn`) or `e5m2` (`float8_e5m2`).
+            dtype: `float16`, `bfloat16`, `float8_e4m3fn` or `float8_e5m2`.
             scale: what the numbers are multiplied by, a power of two, such as a loss scale.
             kind: `gradients` or `activations`.
             scope: a scope or a selector, see `histogram`; None for all.
@@ -121,11 +120,10 @@ class Ranges:
         found = self.histogram()
         if not found.numbers:
             raise ValueError(
-                "Expected gradients that are not all zero, got none, so that no loss scale "
-                "follows: give jmpx.inspect.ranges a loss that depends on its first argument, or a "
-                "step that contains its gradient."
+                "Expected gradients that are not all zero, got none: give jmpx.inspect.ranges a "
+                "loss that depends on its first argument, or a step that contains its gradient."
             )
-        if as_format(dtype).name == "bfloat16":
+        if as_format(dtype) is FORMATS["bfloat16"]:
             return 1.0  # it has the range of float32
         scale = 2.0 ** (found.room(dtype) - operator.index(head_room))
         return min(max(scale, LOWEST_SCALE), HIGHEST_SCALE)
@@ -150,25 +148,18 @@ class Ranges:
         histograms = {kind: self.histogram(kind, scope) for kind in _KINDS}
         plot_histograms(f"{self.title}{where}: magnitudes in float32", histograms, path, scale)
 
-    def to_text(self, *, all: bool = False) -> str:
-        """Returns the ranges as text: formats, scopes, and a loss scale for float16.
-
-        Args:
-            all: whether to show every scope, not only those of which float16 holds the least.
-        """
+    def __str__(self) -> str:
+        """Returns formats, the scopes of which float16 holds the least, and a loss scale for it."""
         scale = self.loss_scale() if self.histogram().numbers else 1.0
         scopes = {each.scope for each in (*self.activations, *self.gradients)}
         counts = f"{count_text(len(scopes), 'scope')}, {_all_numbers(self).size:,} numbers"
         blocks = [
             [f"Ranges of {self.title} in float32: {counts}"],
             _format_lines(self, scale),
-            _scope_lines(self, scale, all),
+            _scope_lines(self, scale),
             list(_advice_lines(self, scale)),
         ]
         return "\n\n".join("\n".join(lines) for lines in blocks if lines)
-
-    def __str__(self) -> str:
-        return self.to_text()
 
     def to_dict(self) -> dict[str, object]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
@@ -210,13 +201,13 @@ def _format_lines(found: Ranges, scale: float) -> list[str]:
     rows = [["", "", *Shares._fields]]
     for kind, factor in kinds:
         histogram, name = found.histogram(kind), f"{kind}{_times(factor)}"
-        for known in FORMATS.values() if histogram.numbers else ():
-            rows.append([name, known.name, *_shares(histogram, known.name, factor)])
+        for known in FORMATS if histogram.numbers else ():
+            rows.append([name, known, *_shares(histogram, known, factor)])
             name = ""
     return columns(rows, right=(2, 3, 4)) if len(rows) > 1 else []
 
 
-def _scope_lines(found: Ranges, scale: float, is_full: bool) -> list[str]:
+def _scope_lines(found: Ranges, scale: float) -> list[str]:
     """Returns a table: the range of each scope, and what float16 does not hold of it."""
     forward, backward = ({each.scope: each.histogram for each in getattr(found, k)} for k in _KINDS)
     pairs = {
@@ -228,7 +219,7 @@ def _scope_lines(found: Ranges, scale: float, is_full: bool) -> list[str]:
         shares = [h.shares("float16", f) for h, f in zip(pairs[scope], (1, scale), strict=True)]
         return max(each.overflowing for each in shares), max(each.lost for each in shares)
 
-    worst = sorted(pairs, key=badness, reverse=True)[: None if is_full else _ROWS]
+    worst = sorted(pairs, key=badness, reverse=True)[:_ROWS]
     rows = [["activations", "over", "gradients", f"lost{_times(scale)}", "over", "scope"]]
     for scope in filter(set(worst).__contains__, pairs):
         magnitudes, _, over = _cells(pairs[scope][0], 1)
@@ -237,7 +228,7 @@ def _scope_lines(found: Ranges, scale: float, is_full: bool) -> list[str]:
     lines = ["By scope, the magnitudes and what float16 does not hold:"]
     lines += columns(rows, right=(1, 3, 4))
     left_out = len(pairs) - len(worst)
-    more = f"... and {left_out} more scopes: print(ranges.to_text(all=True))"
+    more = f"... and {left_out} more scopes, which to_dict() holds"
     return [*lines, more] if left_out else lines
 
 
@@ -253,13 +244,10 @@ def _cells(histogram: Histogram, scale: float) -> list[str]:
 def _advice_lines(found: Ranges, scale: float) -> Iterator[str]:
     gradients, every = found.histogram(), _all_numbers(found)
     if gradients.numbers:
-        # A dynamic scale never falls below its minimum, which is 1 by default.
-        text = f"dynamic,init=2**{exponent_of(scale)}"
-        text += f",min={format_number(scale)}" if scale < 1 else ""
         largest = f"largest gradient 2**{max(gradients.exponents)}"
-        yield f"Loss scale for float16: {text}  ({largest})"
-        if scale > 2**_IN_FLOAT16:
-            yield f"A loss that is itself computed in float16 takes dynamic,init=2**{_IN_FLOAT16}."
+        yield f"Loss scale for float16: {scale_text(scale)}  ({largest})"
+        if scale > _IN_FLOAT16:
+            yield f"A loss that is itself computed in float16 takes {scale_text(_IN_FLOAT16)}."
     if every.masked:
         masks = ", ".join(f"{mask:.3g}" for mask in found.masks)
         yield f"Masks, counted apart: {every.masked:,} numbers such as {masks}."

@@ -1,4 +1,4 @@
-"""The small float16 training that `kills.py` kills, and whose steps `soak.py` counts."""
+"""The small float16 training that `kills.py` kills, and whose steps `soak.py` compares."""
 
 import os
 from collections.abc import Callable
