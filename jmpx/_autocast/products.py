@@ -63,10 +63,10 @@ def without_algorithm(operation: Operation) -> Params:
 def _without_algorithm(equation: Equation, regions: Regions) -> Params:
     """Keeps a dot algorithm that surrounds the call from a product."""
     # If the product had no precision, JAX would take the algorithm for the transposed products.
-    name = operation_name(equation.primitive.name)
-    is_open = name in PRODUCTS and equation.params["precision"] is None
-    is_open = is_open and is_algorithm(regions.surrounding)
-    return {"precision": (lax.Precision.DEFAULT,) * 2} if is_open else {}
+    is_product = operation_name(equation.primitive.name) in PRODUCTS
+    is_open = is_product and equation.params["precision"] is None
+    is_set = is_open and is_algorithm(regions.surrounding)
+    return {"precision": (lax.Precision.DEFAULT,) * 2} if is_set else {}
 
 
 def _params(equation: Equation, scope: str, regions: Regions, dtype: np.dtype = FLOAT32) -> Params:
