@@ -73,8 +73,11 @@ def _near(rule: PolicyRule, used: Used, modules: set[Module]) -> str:
                 f"operation, as {name!r} is a function: write rules for the primitives that it "
                 "runs, which jax.make_jaxpr shows, such as 'op.dot_general' and 'op.exp'."
             )
-        known = used.operations if name in ENTRIES else {*used.operations, *ENTRIES}
-        return f"operation{did_you_mean(name, {n: f'op.{n}' for n in sorted(known) if n != name})}"
+        # What ran is nearer to what the user means than any other primitive.
+        ran = did_you_mean(name, {n: f"op.{n}" for n in sorted(used.operations) if n != name})
+        if ran != "." or name in ENTRIES:
+            return f"operation{ran}"
+        return f"operation{did_you_mean(name, {n: f'op.{n}' for n in sorted(ENTRIES)})}"
     known = _by_name(used.scopes, modules, rule.is_path)
     near = did_you_mean(rule.selector.strip("*/"), known)
     return f"{'module or scope' if modules else 'scope'}{near}"
