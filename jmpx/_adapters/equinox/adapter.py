@@ -10,7 +10,7 @@ import numpy as np
 
 from jmpx._adapters.boundaries import widest
 from jmpx._adapters.equinox import nodes
-from jmpx._adapters.equinox.views import EquinoxScope, HiddenProxy
+from jmpx._adapters.equinox.views import EquinoxScope, proxy_mixin
 from jmpx._adapters.proxies import is_optimizer_state, marking_proxy_class, plain_class
 from jmpx._base.casts import cast_tree
 from jmpx._base.dtypes import dtype_name
@@ -45,7 +45,7 @@ class _Marker:
         built = nodes.map_children(node, path, lambda child, at: self._mark(child, at, inner))
         if not is_marked:
             return built
-        marked = marking_proxy_class(type(node), modules, eqx.Module, HiddenProxy)
+        marked = marking_proxy_class(type(node), modules, eqx.Module, proxy_mixin(type(node)))
         self.made[marked] = type(node)
         return nodes.as_instance(built, marked)
 

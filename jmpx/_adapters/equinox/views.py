@@ -165,11 +165,38 @@ class EquinoxScope(PolicyScope):
         return rule, policy
 
 
-class HiddenProxy:
+class _Proxy:
     """Hides proxy classes from the user's `__init_subclass__`."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         pass
+
+
+class _HiddenPostInit:
+    """A `__post_init__` that an instance has, as before, and its class has not."""
+
+    def __get__(self, instance: PyTree, owner: type) -> PyTree:
+        if instance is None:
+            raise AttributeError("__post_init__")
+        plain: PyTree = super(_QuietProxy, instance)
+        return plain.__post_init__
+
+
+class _QuietProxy(_Proxy):
+    """A proxy class of a class with both `__init__` and `__post_init__`.
+
+    Equinox has warned of the class, and would warn of the proxy class. Filters of warnings could
+    not tell it apart: they belong to all threads.
+    """
+
+    __post_init__ = _HiddenPostInit()
+
+
+def proxy_mixin(cls: type) -> type:
+    """Returns the base of the proxy classes of a module's class."""
+    parameters: PyTree = cls.__dataclass_params__  # pyright: ignore[reportAttributeAccessIssue]
+    has_both = hasattr(cls, "__post_init__") and not parameters.init
+    return _QuietProxy if has_both or issubclass(cls, _QuietProxy) else _Proxy
 
 
 @made_once  # so that views of one model have one tree definition, and jit's cache is hit
@@ -184,7 +211,7 @@ def _view_class(
     methods = {name: _casting(cls, name, policy, is_boundary) for name in names}
     marks = {"view": policy_map, "boundary": is_boundary, "written": written}
     marks = {f"__jmpx_{name}__": value for name, value in marks.items()}
-    return proxy_class(cls, {**methods, **marks}, HiddenProxy)
+    return proxy_class(cls, {**methods, **marks}, proxy_mixin(cls))
 
 
 def _casting(cls: type, name: str, policy: Policy, is_boundary: bool) -> Method:
