@@ -149,10 +149,10 @@ def test_a_dot_algorithm_is_put_on_float32_alone(compute, make, rng):
 
 
 def test_a_policy_without_matmul_inherits_that_of_its_surroundings(rng):
-    surrounded = jmpx.force_full_precision(
-        lambda params, x: jmpx.filter_grad(loss, NOOP, policy="c=bf16")(params, x).grads,
-        matmul="F32_F32_F32",
-    )
+    def run(params, x):
+        return jmpx.filter_grad(loss, NOOP, policy="c=bf16")(params, x).grads
+
+    surrounded = jmpx.full_precision(jmpx.force_full_precision(run), matmul="F32_F32_F32")
     jaxpr = jax.make_jaxpr(surrounded)(*make_args(rng))
     dots = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
     assert dots and all(eqn.params["precision"] in UNSET for eqn in dots)
