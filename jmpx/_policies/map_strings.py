@@ -219,9 +219,9 @@ def _parse_rule(part: Text) -> Rule:
     selector, policy = part.cut(":")
     refuse_colon(part)
     if not policy.value:
+        example = f"{selector.value}: full"
         raise ValueError(
-            f"Missing policy for {selector.value!r}{selector.at}: write for example "
-            f"'{selector.value}: full'."
+            f"Missing policy for {selector.value!r}{selector.at}: write for example {example!r}."
         )
     name, optional = _read_selector(selector)
     fields = parse_fields(policy, ("compute",), _RULE_KEYS)

@@ -276,9 +276,8 @@ def test_a_step_that_contains_its_gradient_is_run_as_it_is(rng):
     ],
 )
 def test_the_loss_scale_leaves_head_room(largest, options, scale):
-    counts = np.bincount(
-        np.asarray(counting.bins_of(counting.magnitudes(np.array([largest], np.float32))))
-    )
+    bins = counting.bins_of(counting.magnitudes(np.array([largest], np.float32)))
+    counts = np.bincount(np.asarray(bins))
     histogram = Histogram(tuple((int(i), 1) for i in np.flatnonzero(counts)))
     gradients = (Range("", histogram),)
     found = Ranges("f", gradients, gradients)

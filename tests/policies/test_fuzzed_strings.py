@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 import jmpx
 
@@ -156,6 +156,7 @@ def check_sentence(message: str, spec: Any) -> None:
     ],
 )
 @given(st.sampled_from([*PARSERS]), specs)
+@example("get_policy_map", "0\r0:")
 def test_inputs_made_by_chance_give_values_or_sentences(parser: str, spec: Any) -> None:
     check(parser, spec)
 
