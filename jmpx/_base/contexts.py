@@ -4,10 +4,12 @@ Contexts are per thread, as JAX's user contexts and the frameworks' interceptors
 generators may leave them in another order than that in which they were entered. So leaving a
 context restores nothing: the contexts that are still open say what is in force.
 
-A generator that is closed or collected in another thread than that which entered its context is an
-error: only the thread that entered can change what holds in it.
+A generator may also be closed or collected in another thread than that which entered its context.
+Only the thread that entered can change what holds in it. So that is an error, and the thread that
+entered ends the context itself before it runs a module again.
 """
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
@@ -63,6 +65,8 @@ class _State:
         hooks: the hooks that are entered, and what leaves them.
         facts: what else JAX's caches know, by topic.
         told: leaves the value that JAX's caches know.
+        late: the open contexts that another thread has left.
+        epochs: how often this thread has found such contexts.
         watches: for each open watch of casts the names of what has cast inside of it, and the dtype
             to which a cast does not count; None if all count.
     """
@@ -72,6 +76,8 @@ class _State:
         self.hooks: dict[Hook, contextlib.ExitStack] = {}
         self.facts: dict[str, Hashable] = {}
         self.told = contextlib.ExitStack()
+        self.late: collections.deque[Context] = collections.deque()
+        self.epochs = 0
         self.watches: list[tuple[dict[str, None], np.dtype | None]] = []
 
 
@@ -101,9 +107,25 @@ def _tell_jax() -> None:
     state = _thread.state
     keys = {context.name: context.key for context in state.open if context.key is not None}
     told: dict[str, Hashable] = {**state.facts, **keys}
+    if told and state.epochs:
+        told["epochs"] = state.epochs
     state.told.close()
     if told:
         state.told.enter_context(_trace_key(frozenset(told.items())))
+
+
+def catch_up() -> None:
+    """Leaves the contexts of this thread that other threads have left.
+
+    To be called before it is looked up what is in force. A trace that has begun in a context which
+    had ended is stored under the key of that context, so the keys of this thread are others now.
+    """
+    state = _thread.state
+    if state.late:
+        state.epochs += 1
+        while state.late:
+            _leave(state.late.popleft())
+        _tell_jax()
 
 
 def set_fact(topic: str, value: Hashable) -> None:
@@ -150,6 +172,7 @@ def refuse_other_tasks(action: str) -> None:
     Raises:
         ValueError: if another task is inside a context.
     """
+    catch_up()
     inside = _entered.get()
     others = [context for context in _thread.state.open if context not in inside]
     if others:
@@ -166,7 +189,8 @@ def entered(context: Context) -> Iterator[None]:
 
     Raises:
         ValueError: at entry, if another task of this thread is inside a context; at the end, if it
-            is left in another thread.
+            is left in another thread. Its own thread then leaves it when it looks up next what is
+            in force.
     """
     refuse_other_tasks(f"enter {context.name}")
     state, hook = _thread.state, context.hook
@@ -180,19 +204,22 @@ def entered(context: Context) -> Iterator[None]:
     try:
         yield
     finally:
-        if state is not _thread.state:
+        if state is _thread.state:
+            _leave(context)
+            _tell_jax()
+            if hook is not None and hook not in [other.hook for other in state.open]:
+                state.hooks.pop(hook).close()
+        else:
+            state.late.append(context)
             raise ValueError(
                 f"Cannot leave {context.name} in another thread than the one that entered it, "
-                "where its policies stay in force: close the generator that holds it in its own "
-                "thread."
+                "where compiled functions go on under its policies until a module is traced or a "
+                "context of jmpx is entered: close the generator that holds it in its own thread."
             )
-        _leave(context)
-        _tell_jax()
-        if hook is not None and hook not in [other.hook for other in state.open]:
-            state.hooks.pop(hook).close()
 
 
 def _leave(context: Context) -> None:
+    """Ends a context in its own thread; its hook may be left later, as an idle one does nothing."""
     still_open = _thread.state.open
     is_last = [other.value is context.value for other in still_open].count(True) == 1
     try:
@@ -205,6 +232,7 @@ def _leave(context: Context) -> None:
 
 def opened(kind: type[T]) -> list[T]:
     """Returns the values of a type that open contexts of this thread hold, the innermost last."""
+    catch_up()
     values = (context.value for context in _thread.state.open)
     return [value for value in values if isinstance(value, kind)]
 

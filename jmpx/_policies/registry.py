@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
-from jmpx._base.contexts import Context, entered, note_cast, opened, set_fact
+from jmpx._base.contexts import Context, catch_up, entered, note_cast, opened, set_fact
 from jmpx._base.dtypes import dtype_name
 from jmpx._base.matmul import matmul_of, matmul_region
 from jmpx._base.messages import user_stacklevel
@@ -88,6 +88,7 @@ def _attach(cls: type, policy: Policy | None, cached: Policy | None) -> None:
         cached: the policy for `_Registry.policies`. It differs where a framework's store has a
             policy that was not set by jmpx.
     """
+    catch_up()
     store = _store_of(cls)
     if store is not None and policy is None:
         store.clear(cls)
@@ -166,6 +167,7 @@ def policy_of(cls: type) -> Policy | None:
         'params=float32,compute=bfloat16,output=bfloat16'
         >>> jmpx.clear_policy(Block)
     """
+    catch_up()
     store = _store_of(cls)
     return _registry.policies.get(_key(cls)) if store is None else store.get(cls)
 
