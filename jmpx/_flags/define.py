@@ -98,7 +98,7 @@ def DEFINE_policy(
         usage error of absl. `flags.FLAGS.flags_into_string()` and flag files restore it.
 
     Raises:
-        absl.flags.IllegalFlagValueError: if `default` is none of the above.
+        IllegalFlagValueError: of absl, if `default` is none of the above.
 
     Example:
         >>> from absl import flags

@@ -112,8 +112,8 @@ def define_mp_flags(
         `--mp_loss_scale` beside a flag in its place, are usage errors of absl.
 
     Raises:
-        absl.flags.DuplicateFlagError: if one of the flags exists already.
-        absl.flags.IllegalFlagValueError: if the default or a variable is wrong.
+        DuplicateFlagError: of absl, if one of the flags exists already.
+        IllegalFlagValueError: of absl, if the default or a variable is wrong.
 
     Example:
         >>> from absl import flags
