@@ -207,6 +207,9 @@ FINE = {
     "a maximum": lambda w, x: (w * x).max(initial=-jnp.inf).astype(F32),
     "logsumexp": lambda w, x: jax.nn.logsumexp((w * x).astype(F32)),
     "a saturated tanh": lambda w, x: jnp.tanh(w * x * 60000 * 2),
+    "a comparison with another array": lambda w, x: (
+        total(w) * jnp.where(jnp.any(w * x * 60000 * 2 != x), 1.0, 2.0)
+    ),
     "a minimum in a loop": lambda w, x: total(
         jax.lax.fori_loop(0, 3, lambda i, m: jnp.minimum(m, w * x), jnp.full(3, jnp.inf, F16))
     ),

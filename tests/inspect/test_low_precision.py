@@ -95,6 +95,16 @@ def test_each_planted_hazard_is_found_once_and_its_rule_mends_it(framework):
     assert not found(NAMES, loss, *args)
 
 
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_a_power_says_what_the_dtype_loses(dtype):
+    def loss_fn(x):
+        return (x**3.3).astype(F32).mean()
+
+    (finding,) = found(("low-exp",), loss_fn, jax.ShapeDtypeStruct((4, 3), dtype))
+    assert ("overflows beyond 65504" in finding.message) == (dtype == F16)
+    assert ("loses digits" in finding.message) == (dtype == BF16)
+
+
 def transformed(transform, x):
     """A loss whose `gate` runs inside a transformation of JAX."""
     inside = {

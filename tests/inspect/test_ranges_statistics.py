@@ -123,6 +123,14 @@ def test_the_largest_scale_does_not_overflow_and_twice_it_does(dtype, rng):
             assert np.isinf(found[0]) == bool(more)
 
 
+def test_a_mask_takes_what_a_score_adds_to_it_and_no_more():
+    mask = int(np.float32(1e9).view(np.uint32))
+    for apart, is_masked in ((0, 1), (counting._NEAR, 1), (counting._NEAR + 1, 0)):
+        for bits in (mask - apart, mask + apart):
+            array = np.array([bits], np.uint32).view(np.float32)
+            assert measure(array, (1e9,)).masked == is_masked, (apart, bits - mask)
+
+
 def test_masks_are_counted_apart(rng):
     scores = rng.normal(size=100).astype(np.float32) * 10
     array = np.concatenate(

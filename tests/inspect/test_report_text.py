@@ -112,6 +112,7 @@ def test_shares_come_first_then_findings_then_scopes():
     ):
         assert shown in text
     assert text.startswith("Audit of loss_fn and its gradient\n")
+    assert "  bfloat16  87.6 %   340 MiB\n" in text  # what is saved has no number of times
 
 
 def test_a_step_is_not_called_a_gradient_and_the_platform_is_named():
