@@ -3,7 +3,7 @@
 A benchmark has points and a function that measures one. Its script measures the points that its
 file has no line of, prints their lines and keeps them in that file:
 
-    python benchmarks/growth_steps.py --again         # also what has a line
+    python benchmarks/autocast.py --again             # also what has a line
     python benchmarks/compiled_step.py --only jmpx 12 # the points that have these values
     python benchmarks/storage.py --small              # small sizes, kept nowhere
 """

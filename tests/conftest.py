@@ -63,13 +63,6 @@ def rng(request) -> np.random.Generator:
     return np.random.default_rng(list(request.node.nodeid.encode()))
 
 
-@pytest.fixture
-def seed_arguments(request) -> list[str]:
-    """The arguments with which a script of `benchmarks/` draws what it drew before, or anew."""
-    is_new = request.config.getoption("--hypothesis-profile") == "new_draws"
-    return [] if is_new else ["--seed=0"]
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """Says how to keep what a property found."""

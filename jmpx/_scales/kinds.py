@@ -5,7 +5,7 @@ All arithmetic is in float32 or float64, never in 16 bits. Every scale is betwee
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Self, TypeVar, Union
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, Union, runtime_checkable
 
 import jax
 import numpy as np
@@ -52,11 +52,6 @@ class NoOpLossScale(Scaling):
     def unscale(self, tree: T) -> T:
         """Returns `tree` itself."""
         return tree
-
-    def adjust(self, grads_finite: Flag) -> Self:
-        """Returns this loss scale, for finite gradients and for others."""
-        del grads_finite
-        return self
 
     def _numbers(self) -> dict[str, int | float]:
         return {}
@@ -116,19 +111,22 @@ class StaticLossScale(Scaling):
     def _numbers(self) -> dict[str, int | float]:
         return {"init": shortest(self.loss_scale)}
 
-    def adjust(self, grads_finite: Flag) -> Self:
-        """Returns this loss scale, for finite gradients and for others."""
-        del grads_finite
-        return self
-
 
 LossScale = Union[NoOpLossScale, StaticLossScale, DynamicLossScale]  # noqa: UP007 (as in JMP)
 
 
+@runtime_checkable
+class _Scales(Protocol):
+    """What all loss scales have, also those of other libraries, such as JMP."""
+
+    def scale(self, tree: T) -> T: ...
+    def unscale(self, tree: T) -> T: ...
+    def adjust(self, grads_finite: Flag) -> object: ...
+
+
 def is_loss_scale(value: object) -> bool:
-    """Whether a value is a loss scale, also of another library, rather than a class of them."""
-    methods = all(hasattr(value, name) for name in ("scale", "unscale", "adjust"))
-    return methods and not isinstance(value, type)
+    """Whether a value is a loss scale, rather than a class of them."""
+    return isinstance(value, _Scales) and not isinstance(value, type)
 
 
 def is_at_least_1(scaling: LossScale) -> bool:

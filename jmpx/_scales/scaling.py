@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jmpx._base.casts import at_least_float32
 from jmpx._base.leaves import is_floating, is_inexact_array
+from jmpx._base.trees import Flag
 from jmpx._scales.numbers import format_number
 
 T = TypeVar("T")
@@ -52,6 +53,11 @@ class Scaling:
             return repr(self)
         parts = [f"{key}={format_number(number)}" for key, number in numbers.items()]
         return ",".join([self._kind, *parts]).replace("static,init=", "static=")
+
+    def adjust(self, grads_finite: Flag) -> Self:
+        """Returns this loss scale, which never changes, unless a subclass says more."""
+        del grads_finite
+        return self
 
     def scale(self, tree: T) -> T:
         """Returns `tree` with its floating and complex arrays multiplied by the scale.

@@ -135,13 +135,6 @@ class LinenTied(nn.Module):
         return x @ embed.embedding.T
 
 
-class LinenLSTM(nn.Module):
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Dense(WIDTH)(nn.Embed(100, WIDTH)(tokens))
-        return nn.RNN(nn.OptimizedLSTMCell(WIDTH))(x)
-
-
 class HaikuTied(hk.Module):
     def __call__(self, tokens):
         embed = hk.Embed(100, WIDTH)

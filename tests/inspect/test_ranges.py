@@ -322,6 +322,8 @@ def test_head_room_is_a_whole_number(head_room):
     found = Ranges("f", (), (Range("", Histogram(((0, 1),))),))
     with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
         found.loss_scale(head_room)
+    with pytest.raises(ValueError, match="Expected head_room= to be at least 0, got -1"):
+        found.loss_scale(-1)
 
 
 @pytest.mark.thorough

@@ -26,8 +26,7 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
     `jax.custom_vjp` computes activations again.
 
     A large program runs operation by operation, and its loops are compiled with their counts, in
-    each call. On a CPU, four transformer blocks take 4 times the processor's time of a plain step
-    (`benchmarks/ranges_cost.py`).
+    each call.
 
     Args:
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or

@@ -107,7 +107,8 @@ class Ranges:
             dtype: the format that holds the gradients. For bfloat16 it is 1.
 
         Raises:
-            ValueError: if the format is unknown, or there are no gradients.
+            ValueError: if the format is unknown, `head_room` is negative, or there are no
+                gradients.
 
         Example:
             >>> import jax.numpy as jnp
@@ -125,7 +126,9 @@ class Ranges:
             )
         if as_format(dtype) is FORMATS["bfloat16"]:
             return 1.0  # it has the range of float32
-        scale = 2.0 ** (found.room(dtype) - operator.index(head_room))
+        if operator.index(head_room) < 0:
+            raise ValueError(f"Expected head_room= to be at least 0, got {head_room}.")
+        scale = 2.0 ** (found.room(dtype) - head_room)
         return min(max(scale, LOWEST_SCALE), HIGHEST_SCALE)
 
     def plot(
