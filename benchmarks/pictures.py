@@ -119,6 +119,8 @@ def growing() -> Any:
             look = {"marker": "o", "ms": 3, "ls": ":" if way in growth.OTHERS else "-"}
             axes.plot(*zip(*line, strict=True), label=f"{way}: {growth.slope(line):.2f}", **look)
         axes.set(xscale="log", yscale="log", xlabel=axis)
+        axes.minorticks_off()
+        axes.set_ylim(axes.get_ylim()[0], 8 * axes.get_ylim()[1])  # the legend stands above
         axes.legend(fontsize=8, frameon=False)
     each[0].set_ylabel("processor milliseconds to trace")
     title = "Time to trace, and its slope at the three largest sizes (1 is linear)"

@@ -2,6 +2,7 @@
 
 import growth
 import pytest
+import records
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
 
@@ -18,3 +19,8 @@ def test_a_slope_is_that_of_the_three_largest_sizes():
     found = [{"axis": "a", "way": "b", "size": n, "ms": 3.0 * n**2} for n in (8, 4, 2)]
     found += [{"axis": "a", "way": "b", "size": 1, "ms": 100.0}]
     assert growth.slope(growth.line(found, "a", "b")) == pytest.approx(2)
+
+
+def test_every_point_has_a_line():
+    found = records.read(growth.RESULTS)
+    assert all(any(records.is_of(line, "growth", p) for line in found) for p in growth.POINTS)
