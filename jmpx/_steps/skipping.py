@@ -7,6 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from jmpx._base.axes import varying_axes
 from jmpx._base.leaves import PyTree, is_array, is_traceable
 from jmpx._base.trees import Flag, as_flag, select_tree
 
@@ -48,7 +49,7 @@ def take_or_keep(
     return jax.lax.platform_dependent(tpu=lambda: by_where(once), default=by_cond)
 
 
-def _traced_once(take: Callable[[], T]) -> Callable[[], T]:
+def _traced_once(take: Callable[[], T]) -> jax.stages.Wrapped:
     """Returns a function that JAX traces once for all its calls; it returns None if not arrays."""
 
     @jax.jit
@@ -66,26 +67,23 @@ def _in_dtype_of(old: PyTree, new: PyTree) -> PyTree:
 
 
 def _common_shapes(
-    finite: jax.Array, take: Callable[[], PyTree], keep: Callable[[PyTree], PyTree]
+    finite: jax.Array, take: jax.stages.Wrapped, keep: Callable[[PyTree], PyTree]
 ) -> PyTree | None:
     """Returns the shapes of `take()` if it and `keep` return arrays of the same types, or None."""
-    found: list[PyTree] = []
+    traced = take.trace()
+    shapes, types = traced.out_info, list(map(_strong, traced.jaxpr.out_avals))
+    if shapes is None or not all(varying_axes(finite) <= varying_axes(each) for each in types):
+        return None
+    found: list[bool] = []
 
-    def compare() -> None:
-        new = take()
-        if new is None:
-            return
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), new)
-        old = keep(shapes)
-        trees = new, old, select_tree(finite, new, old)
-        types = [[_type_of(leaf) for leaf in jax.tree.leaves(tree)] for tree in trees]
-        if types[0] == types[1] == types[2]:
-            found.append(shapes)
+    def compare() -> None:  # in a trace of its own, because `keep` may make arrays
+        olds = jax.tree.leaves(keep(shapes))
+        found.append(all(map(is_array, olds)) and types == [_strong(jax.typeof(x)) for x in olds])
 
     jax.eval_shape(compare)
-    return found[0] if found else None
+    return shapes if found[0] else None
 
 
-def _type_of(leaf: PyTree) -> object:
+def _strong(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
     """Returns JAX's type of an array, with strong types for weak ones, as `lax.cond` makes them."""
-    return jax.typeof(jnp.asarray(leaf, leaf.dtype)) if is_array(leaf) else None
+    return aval.update(weak_type=False) if aval.weak_type else aval
