@@ -1,8 +1,9 @@
 """Runs a program, and finds in which equations infinities and NaNs first appear."""
 
+import contextvars
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,11 @@ import numpy as np
 from jmpx._base.leaves import PyTree
 from jmpx._jaxprs import core, watched
 from jmpx._jaxprs.moves import PLACEMENTS, RESHAPES
+from jmpx._jaxprs.structure import structure
 from jmpx._jaxprs.types import Array, Aval, Equation, Jaxpr
 from jmpx._jaxprs.watched import Run, Site, Trips, is_loop
 
+T = TypeVar("T")
 # The results of these hold the numbers of the operand, so that a search looks at the operand alone.
 # An identity may have several operands, as `optimization_barrier` has: it is not among them.
 HAND_ON = RESHAPES | PLACEMENTS | {"copy", "neg"}
@@ -77,48 +80,103 @@ def is_watched(eqn: Equation) -> bool:
     return eqn.primitive.name not in HAND_ON and any(is_inexact(v.aval) for v in eqn.outvars)
 
 
+def _same(array: Array) -> Array:
+    return array
+
+
 def _silent(eqn: Equation, operands: list[Array]) -> list[Array]:
     return core.bind(eqn, operands) if eqn.outvars else []  # a print has none
 
 
+class _Programs(NamedTuple):
+    """What is compiled for all searches of one structure; neither holds an array of a search."""
+
+    look: Callable[..., tuple[list[tuple[Array, ...]], list[Array], list[Array]]]
+    operands: Callable[..., list[Array | None]]
+
+
+@functools.lru_cache(maxsize=16)
+def _programs(key: Hashable) -> _Programs:
+    """Returns the programs of all searches with a key; JAX traces the one that runs at the time."""
+    jit = functools.partial(jax.jit, compiler_options=_AS_WRITTEN)
+    look = jit(lambda *args: _running.get().watch_all(*args))
+    operands = jit(lambda *args: _running.get().watch_one(*args), static_argnums=0)
+    return _Programs(look, operands)
+
+
+_running: contextvars.ContextVar["Search"] = contextvars.ContextVar("_running")
+
+
 class Search:
-    """A program that is compiled once, and searched with several inputs: see `evaluate`."""
+    """A program that is searched with several inputs: see `evaluate`.
+
+    Programs that do the same share what is compiled, so that a step that is looked at again runs at
+    once, although `jax.grad` or a lambda makes the function anew. Constants are operands.
+    """
 
     def __init__(
-        self,
-        jaxpr: Jaxpr,
-        run: Run = _silent,
-        constant: Callable[[Array], Array] = lambda array: array,
+        self, jaxpr: Jaxpr, run: Run = _silent, constant: Callable[[Array], Array] = _same
     ) -> None:
-        self._evaluate = functools.partial(watched.evaluate, jaxpr, run=run, constant=constant)
+        self.jaxpr, self.run, self.constant = jaxpr, run, constant
         self.sites = {site.key: site for site in watched.sites(jaxpr)}
         # The place of each site in the program; a loop has the place of its first site.
         self.places: dict[Key, int] = {}
         for place, key in enumerate(self.sites):
             for end in range(1, len(key) + 1):
                 self.places.setdefault(key[:end], place)
-        self._compiled = jax.jit(self._watch_all, compiler_options=_AS_WRITTEN)
+        self.watched = {k: site for k, site in self.sites.items() if is_watched(site.equation)}
+        self.consts = list(watched.constants(jaxpr))
+        self.programs = self._shared_programs()
 
-    def _watch_all(self, *arrays: Array) -> tuple[_Notes, list[Array], list[Array]]:
+    def _shared_programs(self) -> _Programs:
+        """Returns the programs of this structure; those of one that is not known are its own."""
+        if watched.is_opaque(self.jaxpr):
+            return _programs.__wrapped__(None)
+        firsts = {id(const): i for i, const in reversed(list(enumerate(self.consts)))}
+        same = tuple(firsts[id(const)] for const in self.consts)
+        try:
+            key = structure(self.jaxpr, derivatives=False), same, self.run, self.constant
+            return _programs(key)
+        except TypeError:  # a parameter has no hash
+            return _programs.__wrapped__(None)
+
+    def _evaluate(
+        self, arrays: Sequence[Array], consts: Sequence[Array], *args: Any, **options: Any
+    ) -> Any:
+        given = dict(zip(map(id, self.consts), consts, strict=True))
+        constant = lambda array: self.constant(given.get(id(array), array))  # noqa: E731
+        options |= {"run": self.run, "constant": constant}
+        return watched.evaluate(self.jaxpr, arrays, *args, **options)
+
+    def watch_all(
+        self, arrays: Sequence[Array], consts: Sequence[Array]
+    ) -> tuple[list[tuple[Array, ...]], list[Array], list[Array]]:
+        """Returns the notes of all watched sites, and the worst numbers of inputs and results."""
         zero = jnp.zeros((), jnp.int32)
         state = {
             key: (zero,) * (2 + len(site.loops) if site.loops else 1)
-            for key, site in self.sites.items()
-            if is_watched(site.equation)
+            for key, site in self.watched.items()
         }
-        results, state = self._evaluate(arrays, _note, state, reduce=_joined, by_site=True)
+        results, state = self._evaluate(arrays, consts, _note, state, reduce=_joined, by_site=True)
         inputs, outputs = ([worst_traced([x]) for x in each] for each in (arrays, results))
-        return state, inputs, outputs
+        return [state[key] for key in self.watched], inputs, outputs
+
+    def _run(self, program: Callable[..., T], *args: Any) -> T:
+        before = _running.set(self)
+        try:
+            return program(*args, self.consts)
+        finally:
+            _running.reset(before)
 
     def look(self, arrays: Sequence[Array]) -> Seen:
         """Runs the program on its inputs."""
-        rows, inputs, outputs = jax.device_get(self._compiled(*arrays))
+        rows, inputs, outputs = jax.device_get(self._run(self.programs.look, list(arrays)))
         worst, in_loops = {}, {}
-        for key, row in rows.items():
+        for (key, site), row in zip(self.watched.items(), rows, strict=True):
             worst[key], *event = map(int, row)
             if any(event[:1]):
                 kind, *trips = event
-                in_loops[key] = self.event(self.sites[key], kind == MADE, trips)
+                in_loops[key] = self.event(site, kind == MADE, trips)
         return Seen(worst, in_loops, list(map(int, inputs)), list(map(int, outputs)))
 
     def event(self, site: Site, is_made: bool, trips: Sequence[int] = ()) -> Event:
@@ -136,28 +194,33 @@ class Search:
 
         One that does not hold numbers, such as a random key, is None.
         """
-        eqn = event.site.equation
-        avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+        trips = np.asarray(event.trips, np.int32)
+        place = self.places[event.site.key]
+        kept = self._run(functools.partial(self.programs.operands, place), list(arrays), trips)
+        count = len(event.site.equation.invars)
+        return kept[:count], kept[count:]
+
+    def watch_one(
+        self, place: int, arrays: Sequence[Array], wanted: Array, consts: Sequence[Array]
+    ) -> list[Array | None]:
+        """Returns the operands and results of the site at a place, in some trips of its loops."""
+        key, site = list(self.sites.items())[place]
+        avals = [atom.aval for atom in (*site.equation.invars, *site.equation.outvars)]
         empty = [jnp.zeros(a.shape, a.dtype) if _is_plain(a) else None for a in avals]
 
         def watch(
             state: PyTree, site: Site, operands: list[Array], results: list[Array], trips: Trips
         ) -> PyTree:
-            if site.key != event.site.key:
+            if site.key != key:
                 return state
             found, kept = state
-            pairs = zip(trips, event.trips, strict=True)
-            is_it = ~found & jnp.stack([jnp.array(True), *(a == b for a, b in pairs)]).all()
+            is_it = ~found & (jnp.stack([*trips, jnp.int32(0)])[:-1] == wanted).all()
             pairs = zip((*operands, *results), kept, strict=True)
             select = lambda new, old: jnp.where(is_it, jnp.asarray(new, old.dtype), old)  # noqa: E731
             return found | is_it, [old if old is None else select(new, old) for new, old in pairs]
 
-        def run(*arrays: Array) -> list[Array | None]:
-            state = jnp.array(False), empty
-            return self._evaluate(arrays, watch, state, reduce=_of_one_device)[1][1]
-
-        kept = jax.jit(run, compiler_options=_AS_WRITTEN)(*arrays)
-        return kept[: len(eqn.invars)], kept[len(eqn.invars) :]
+        state = jnp.array(False), empty
+        return self._evaluate(arrays, consts, watch, state, reduce=_of_one_device)[1][1]
 
 
 def _is_plain(aval: Aval) -> bool:
