@@ -17,6 +17,13 @@ Params = Any  # nested dicts and lists of arrays
 SAVEABLE = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
+class Zeros(np.random.Generator):
+    """Draws zeros: what `jax.eval_shape` calls then needs neither time nor memory."""
+
+    def normal(self, *, size: Any) -> Any:
+        return jnp.zeros(size)
+
+
 @dataclasses.dataclass(frozen=True)
 class Transformer:
     """A causal transformer on sequences of vectors, which labels every position."""
@@ -31,6 +38,7 @@ class Transformer:
     scaled_low: bool = False  # scales attention scores before their island, not in it
     scanned: bool = False
     checkpointed: bool = False  # each block keeps the results of its weight products alone
+    saveable: Any = SAVEABLE  # which results that is; with None, each block keeps its input alone
     deviation: float | None = None  # of the first weights; default: 1 / sqrt(inputs)
 
     def init(self, rng: np.random.Generator) -> Params:
@@ -64,7 +72,7 @@ class Transformer:
         block = self._block
         if self.checkpointed:
             # A scan is a barrier by itself.
-            block = jax.checkpoint(block, policy=SAVEABLE, prevent_cse=not self.scanned)
+            block = jax.checkpoint(block, policy=self.saveable, prevent_cse=not self.scanned)
 
         def body(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
             return block(layer, x), None

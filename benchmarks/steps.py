@@ -36,6 +36,7 @@ import jmpx
 PyTree = Any
 Optimizer = optax.GradientTransformation
 
+PLAIN = jmpx.Batch()  # neither split nor in micro-batches
 ADAM = optax.adam(1e-3)
 START, PERIOD = 2.0**15, 2000  # of the dynamic loss scale
 LOW = ("bfloat16", "float16")
@@ -204,16 +205,17 @@ def jmpx_style(
     counting: bool = False,
     loss_fn: Callable[..., jax.Array] | None = None,
     policy: str | None = None,
+    batch: jmpx.Batch = PLAIN,
     **skip: Any,
 ) -> Step:
     optimizer = jmpx.skip_nonfinite(optimizer) if counting else optimizer
 
-    def run(state: PyTree, *batch: jax.Array) -> Any:
+    def run(state: PyTree, *arrays: jax.Array) -> Any:
         params, opt_state, scaling = state
         grad_fn = jmpx.filter_value_and_grad(
-            loss_fn or model.loss, scaling, policy=policy or f"compute={dtype}"
+            loss_fn or model.loss, scaling, policy=policy or f"compute={dtype}", batch=batch
         )
-        loss, scaling, finite, grads = grad_fn(params, *batch)
+        loss, scaling, finite, grads = grad_fn(params, *arrays)
         if scales:
             new = jmpx.optimizer_update(params, optimizer, opt_state, grads, finite, **skip)
         else:

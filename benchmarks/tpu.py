@@ -28,8 +28,8 @@ PyTree = Any
 
 
 @functools.cache
-def devices() -> list[Any]:
-    """Returns descriptions of eight TPU chips."""
+def devices(topology: str = TOPOLOGY) -> list[Any]:
+    """Returns descriptions of the TPU chips of a topology, eight by default."""
     if importlib.util.find_spec("libtpu") is None:
         print(INSTALL, file=sys.stderr)
         sys.exit(2)
@@ -38,7 +38,7 @@ def devices() -> list[Any]:
     # JAX cannot load from its cache what it compiled for a chip that is not there.
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
-    return list(topologies.get_topology_desc(TOPOLOGY, "tpu").devices)
+    return list(topologies.get_topology_desc(topology, "tpu").devices)
 
 
 def chip() -> Any:

@@ -28,6 +28,7 @@ import math
 import os
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -134,10 +135,15 @@ def hbm_bytes(hlo: str) -> float:
 
 
 def measure(small: bool = False, **fields: Any) -> records.Record:
-    """Compiles a point and returns what was found; a program that does not fit is a result, too."""
+    """Compiles a point and returns what was found."""
+    return compiled(lambda: trace(Point(**fields), tpu.devices(), small))
+
+
+def compiled(make: Callable[[], Any]) -> records.Record:
+    """Compiles what a function traces; a program that does not fit is a result, too."""
     jax.clear_caches()  # which keep the steps that were traced before
     start = time.process_time()
-    lowered = trace(Point(**fields), tpu.devices(), small).lower(lowering_platforms=("tpu",))
+    lowered = make().lower(lowering_platforms=("tpu",))
     traced, clock = time.process_time(), time.perf_counter()
     try:
         program = lowered.compile()
@@ -154,8 +160,8 @@ def measure(small: bool = False, **fields: Any) -> records.Record:
         "gb_accessed": cost["bytes accessed"] / 1e9,
         "gb_hbm": hbm_bytes(hlo) / 1e9 if fields["chips"] == "one" else None,
         **counts(hlo),
-        "collectives": table(read(hlo)) if fields["chips"] != "one" else {},
-        "trace_cpu_s": round(traced - start, 1),
+        "collectives": table(read(hlo)),
+        "trace_cpu_s": round(traced - start, 2),
         "compile_cpu_s": round(time.process_time() - traced, 1),
         "compile_s": round(time.perf_counter() - clock, 1),
         "load": round(os.getloadavg()[0], 1),

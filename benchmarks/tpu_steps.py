@@ -225,6 +225,14 @@ def make(point: Point, size: int, small: bool) -> tuple[Step, PyTree, PyTree]:
     return step, (params, jax.eval_shape(step.optimizer.init, params), scaling), batch
 
 
+def share(mesh: Mesh, leaf: Any) -> NamedSharding:
+    """Returns the sharding over the longest axis that all chips can share, as FSDP stores it."""
+    axes = [axis for axis, size in enumerate(leaf.shape) if size % mesh.size == 0]
+    longest = max(axes, key=lambda axis: leaf.shape[axis], default=None)
+    names = ["data" if axis == longest else None for axis in range(leaf.ndim)]
+    return NamedSharding(mesh, P(*names))
+
+
 def trace(point: Point, chips: list[Any], small: bool = False) -> Any:
     """Traces a step that donates its state, for the first or for all of some chips."""
     if small:
@@ -237,13 +245,7 @@ def trace(point: Point, chips: list[Any], small: bool = False) -> Any:
     else:
         mesh = Mesh(np.array(chips), ("data",))
         whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-
-        def place(leaf: Any) -> NamedSharding:  # over the longest axis that all chips can share
-            axes = [axis for axis, size in enumerate(leaf.shape) if size % mesh.size == 0]
-            longest = max(axes, key=lambda axis: leaf.shape[axis], default=None)
-            names = ["data" if axis == longest else None for axis in range(leaf.ndim)]
-            return NamedSharding(mesh, P(*names)) if point.chips == "fsdp" else whole
-
+        place = partial(share, mesh) if point.chips == "fsdp" else lambda _: whole
         places = jax.tree.map(place, state)
     state, batch = tpu.described((state, batch), (places, jax.tree.map(lambda _: rows, batch)))
     precision = "highest" if point.way.endswith("highest") else None

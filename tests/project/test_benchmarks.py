@@ -19,7 +19,7 @@ import report
 import steps
 import tpu_matmul
 from helpers import ROOT
-from models import MODELS
+from models import MODELS, Zeros
 from steps import Point
 
 import jmpx
@@ -45,13 +45,6 @@ def printed(capsys):
 def test_vit_base_has_the_papers_size():
     params = jax.eval_shape(lambda: MODELS["base"].init(Zeros(np.random.PCG64())))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 86_567_656
-
-
-class Zeros(np.random.Generator):
-    """Draws zeros."""
-
-    def normal(self, *, size):
-        return jnp.zeros(size)
 
 
 @pytest.mark.thorough

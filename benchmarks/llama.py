@@ -1,0 +1,268 @@
+"""Compiles a train step of a Llama for 64 or 256 TPU v5e, without the chips, in seven ways.
+
+    pip install -e '.[bench,tpu]'
+    python benchmarks/llama.py                         # 1B on 64 chips, what has no line yet
+    python benchmarks/llama.py --again --only 1B autocast    # one row, in a minute of a core
+    python benchmarks/llama.py --only 8B               # 8B on 256 chips
+    python benchmarks/report.py                        # the tables
+
+RMSNorm, rotary embedding, grouped-query attention, SwiGLU, a head of its own; the layers are
+scanned, and the backward pass computes each again (`jax.checkpoint`); 2,048 tokens a chip; Adam.
+Each chip stores its share of every parameter and of the optimizer's state, as FSDP does, and reads
+its share of the batch. With `save="products"` no layer is marked: its peer is `by hand, products
+saved`, where JAX's policy keeps what products of weights made. A line has
+
+- peak_mib: the most memory that a chip holds at once, by the compiler's plan, with arguments;
+- sent_mib: what a chip sends in a step, as `collectives.py` counts it; by kind and dtype, too;
+- tflop: of the products of a chip, counted on the jaxpr by `jmpx.inspect.audit`, a loop's as often
+  as it runs;
+
+and the other fields of `tpu_compile.py`, where `gflop` counts the body of the loop once.
+"""
+
+import collections
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import records
+import steps
+import tpu
+import tpu_compile
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from models import SAVEABLE, LanguageModel, Params, Zeros
+from records import Record
+from steps import Step
+from tpu_steps import CARRY, LOW, share
+
+import jmpx
+
+RESULTS = records.RESULTS / "llama.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama(LanguageModel):
+    """A decoder as Llama 3's; the defaults have 1.1 billion parameters.
+
+    With `casts`, each layer casts its own weights as it reads them, which is how MaxText does it.
+    """
+
+    layers: int = 16
+    width: int = 2048
+    heads: int = 32
+    groups: int = 8  # heads of keys and of values
+    hidden: int = 8192
+    length: int = 2048
+    scanned: bool = True
+    checkpointed: bool = True
+    saveable: Any = None  # which results of a layer the backward pass keeps; None: its input alone
+    casts: str | None = None
+    rows: NamedSharding | None = None  # of a batch
+
+    def init(self, rng: np.random.Generator) -> Params:
+        """Returns float32 parameters."""
+        layers = [self._layer(rng) for _ in range(self.layers)]
+        return {
+            "tokens": self._weight(rng, self.classes, self.width),
+            "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
+            "norm": jnp.ones(self.width),
+            "head": self._weight(rng, self.width, self.classes),
+        }
+
+    def apply(self, params: Params, text: jax.Array) -> jax.Array:
+        """Returns the scores of the next tokens, of shape (size, length, classes)."""
+        tokens, norm, head = self._cast([params[name] for name in ("tokens", "norm", "head")])
+        return self.normalized(norm, self._blocks(params, tokens[text])) @ head
+
+    def normalized(self, norm: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns RMSNorm of the last axis."""
+        x32 = self._island(x)
+        scale = jax.lax.rsqrt((x32**2).mean(axis=-1, keepdims=True) + 1e-5)
+        return (x32 * scale).astype(x.dtype) * norm
+
+    @property
+    def head_size(self) -> int:
+        """The entries of a head."""
+        return self.width // self.heads
+
+    def _cast(self, tree: Params) -> Params:
+        return steps.cast(tree, self.casts) if self.casts else tree
+
+    def _weight(self, rng: np.random.Generator, *shape: int) -> jax.Array:
+        return jnp.asarray(shape[0] ** -0.5 * rng.normal(size=shape), jnp.float32)
+
+    def _layer(self, rng: np.random.Generator) -> Params:
+        keys = self.head_size * self.groups
+        products = {
+            "q": (self.width, self.width),
+            "k": (self.width, keys),
+            "v": (self.width, keys),
+            "mix": (self.width, self.width),
+            "gate": (self.width, self.hidden),
+            "up": (self.width, self.hidden),
+            "down": (self.hidden, self.width),
+        }
+        norms = {"norm1": jnp.ones(self.width), "norm2": jnp.ones(self.width)}
+        return norms | {name: self._weight(rng, *shape) for name, shape in products.items()}
+
+    def _block(self, layer: Params, x: jax.Array) -> jax.Array:
+        layer = self._cast(layer)
+        x = x + self._attention(layer, self.normalized(layer["norm1"], x))
+        normal = self.normalized(layer["norm2"], x)
+        hidden = jax.nn.silu(normal @ layer["gate"]) * (normal @ layer["up"])
+        if self.rows is not None:  # else XLA splits its entries, and gathers 7 times as much
+            hidden = jax.lax.with_sharding_constraint(hidden, self.rows)
+        return x + hidden @ layer["down"]
+
+    def _attention(self, layer: Params, x: jax.Array) -> jax.Array:
+        """Mixes values; each head of keys and values serves several heads of queries."""
+        size, length, _ = x.shape
+        q, k, v = ((x @ layer[name]).reshape(size, length, -1, self.head_size) for name in "qkv")
+        q = self._rotated(q * self.head_size**-0.5)
+        q = q.reshape(size, length, self.groups, -1, self.head_size)
+        scores = self._island(jnp.einsum("bqgrd,bkgd->bgrqk", q, self._rotated(k)))
+        scores = jnp.where(jnp.tri(length, dtype=bool), scores, -1e9)
+        weights = jax.nn.softmax(scores).astype(x.dtype)
+        return jnp.einsum("bgrqk,bkgd->bqgrd", weights, v).reshape(x.shape) @ layer["mix"]
+
+    def _rotated(self, x: jax.Array) -> jax.Array:
+        """Turns pairs of entries by an angle that grows with the position (rotary embedding)."""
+        rates = 5e5 ** -np.linspace(0, 1, self.head_size // 2, endpoint=False, dtype=np.float32)
+        angles = (np.arange(x.shape[1], dtype=np.float32)[:, None] * rates)[:, None]
+        first, second = jnp.split(self._island(x), 2, axis=-1)
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        turned = first * cos - second * sin, first * sin + second * cos
+        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+# The ways.
+
+
+def autocast(model: Llama, **options: Any) -> Step:
+    model = dataclasses.replace(model, islands=False)
+    return steps.autocast_style(model, LOW, steps.ADAM, rules=CARRY, **options)
+
+
+def saved(model: Llama) -> Step:
+    return autocast(dataclasses.replace(model, checkpointed=False), save="products")
+
+
+def by_hand(model: Llama, **form: Any) -> Step:
+    model = dataclasses.replace(model, **form)
+    return steps.handwritten(model, "float32", steps.ADAM)  # no cast but the model's own
+
+
+def by_arguments(model: Llama, groups: bool = False) -> Step:
+    batch = jmpx.Batch(sharding=model.rows) if groups else steps.PLAIN
+    return steps.jmpx_style(model, LOW, steps.ADAM, batch=batch)
+
+
+WAYS: dict[str, Callable[[Llama], Step]] = {
+    "float32": by_hand,
+    "by hand": partial(by_hand, casts=LOW),
+    "by hand, products saved": partial(by_hand, casts=LOW, saveable=SAVEABLE),
+    "c=bf16": by_arguments,
+    "c=bf16, batch_sharding": partial(by_arguments, groups=True),
+    "autocast": autocast,
+    "autocast, save": saved,
+}
+NAMES = {  # how the table names them, in this order
+    "float32": "float32",
+    "by hand": "bfloat16 by hand, cast in the layer",
+    "c=bf16": '`policy="c=bf16"`',
+    "c=bf16, batch_sharding": "the same with `batch=jmpx.Batch(sharding=...)`",
+    "autocast": "`jmpx.autocast`, `op.scan: bf16`",
+    "by hand, products saved": "by hand, layers keep what products of weights made",
+    "autocast, save": 'autocast, `save="products"`, no layer marked',
+}
+SIZES = {  # the model, and the chips
+    "1B": (Llama(), "v5e:8x8"),
+    "8B": (Llama(32, 4096, 32, 14336, 128_256), "v5e:16x16"),
+    "small": (Llama(2, 64, 4, 128, 256, groups=2, length=32), tpu.TOPOLOGY),
+}
+
+
+def trace(way: str, model: Llama, chips: list[Any]) -> Any:
+    """Traces a step that donates its state; each chip has one sequence."""
+    mesh = Mesh(np.array(chips), ("data",))
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    step = WAYS[way](dataclasses.replace(model, rows=rows))
+    params = jax.eval_shape(lambda: model.init(Zeros(np.random.PCG64())))
+    state = params, jax.eval_shape(step.optimizer.init, params), step.scaling
+    batch = jax.eval_shape(lambda: model.batch(np.random.default_rng(0), mesh.size))
+    places = jax.tree.map(partial(share, mesh), state), jax.tree.map(lambda _: rows, batch)
+    state, batch = tpu.described((state, batch), places)
+    return steps.traced(step, state, batch, None, (jax.tree.leaves(places[0]), whole)).step
+
+
+def teraflops(traced: Any, chips: int) -> float:
+    """Returns those of the products of a chip; those of a loop count as often as it runs."""
+    arrays = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.jaxpr.in_avals)
+    report = jmpx.inspect.audit(jaxpr_as_fun(traced.jaxpr))(*arrays)
+    return sum(product.flops for product in report.products) / chips / 1e12
+
+
+def measure(size: str, chips: int, way: str, small: bool = False) -> Record:
+    """Compiles a step for the chips of a topology."""
+    model, topology = SIZES["small" if small else size]
+    found = tpu_compile.compiled(lambda: trace(way, model, tpu.devices(topology)))
+    traced = trace(way, model, tpu.devices(topology))
+    sent = sum(found.get("collectives", {}).values())
+    return found | {"sent_mib": sent, "tflop": teraflops(traced, len(tpu.devices(topology)))}
+
+
+def points(size: str) -> list[Record]:
+    chips = math.prod(map(int, SIZES[size][1].partition(":")[2].split("x")))
+    return [{"size": size, "chips": chips, "way": way} for way in WAYS]
+
+
+# The table.
+
+
+def sent(record: Record, *kinds: str) -> str:
+    """Returns the MiB of some kinds of collectives by dtype, where it is one or more."""
+    by_dtype: collections.Counter[str] = collections.Counter()
+    for name, mib in record["collectives"].items():
+        kind, dtype = name.split()
+        by_dtype[dtype] += mib if kind in kinds else 0
+    return ", ".join(f"{mib:,.0f} {dtype}" for dtype, mib in by_dtype.items() if mib >= 1)
+
+
+def table(found: list[Record], size: str = "1B") -> str:
+    """Returns a row for each way in which a Llama of a size was compiled."""
+    by_way = {record["way"]: record for record in found if record["size"] == size}
+    rows = [
+        (
+            words,
+            f"{record['peak_mib']:,.0f}",
+            sent(record, "all-gather"),
+            sent(record, "reduce-scatter", "all-reduce"),
+            sent(record, "all-to-all", "collective-permute"),
+            f"{record['tflop']:.1f}",
+            f"{record['trace_cpu_s']:.1f}",
+            f"{record['compile_cpu_s']:.0f}",
+        )
+        for way, words in NAMES.items()
+        if (record := by_way.get(way, {"status": ""}))["status"] == "ok"
+    ]
+    header = (f"Llama {size}, MiB a chip", "peak", "gathered", "summed", "exchanged")
+    return records.table((*header, "TFLOP", "s to trace", "s to compile"), rows)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    asked = sys.argv[1:] if arguments is None else arguments
+    found = [
+        point for size in ("1B", "8B") if size == "1B" or size in asked for point in points(size)
+    ]
+    records.main(__doc__, {"llama": (found, measure)}, arguments, RESULTS)
+
+
+if __name__ == "__main__":
+    main()
