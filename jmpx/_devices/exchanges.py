@@ -1,5 +1,6 @@
 """Finds how a function reads parameters of other devices: by gathers, or by other operations."""
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -68,19 +69,32 @@ class Source(NamedTuple):
     by_place: bool = False  # whether it depends on the place of its device on a mapped axis
 
 
+# What evaluates a jaxpr.
+Evaluate = Callable[[Sequence[jax.Array]], list[jax.Array]]
+
+
+def _unchanged(jaxpr: Jaxpr) -> Evaluate:
+    return functools.partial(evaluate, jaxpr)
+
+
 def find_exchanges(
-    func: Callable[[list[jax.Array]], R], params: list[jax.Array], axes: Iterable[Hashable]
+    func: Callable[[list[jax.Array]], R],
+    params: list[jax.Array],
+    axes: Iterable[Hashable],
+    change: Callable[[Jaxpr], Evaluate] = _unchanged,
 ) -> tuple[Callable[[list[jax.Array]], R], Source]:
     """Traces a function of parameters once, and finds what its loss reads of other devices.
 
     A gather of activations, as in contrastive losses, counts as another exchange, as they depend on
     data. Exchanges that reach aux alone, or no gradient, do not count. Returns a function that does
-    the same without another call of `func`, and the source of the loss, its first result.
+    the same without another call of `func`, as `change` makes it of its jaxpr, and the source of
+    the loss, its first result.
     """
     traced = trace(func, (params,), {})
     inputs = [Source(frozenset([i]), frozenset([i])) for i in range(len(params))]
     results = _follow(traced.jaxpr, inputs, frozenset(axes))
-    return lambda params: traced.rebuild(evaluate(traced.jaxpr, params)), results[0]
+    run = change(traced.jaxpr)
+    return lambda params: traced.rebuild(run(params)), results[0]
 
 
 def _join(sources: Sequence[Source]) -> Source:

@@ -13,6 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jmpx._base.casts import at_least_float32, cast_like
 from jmpx._base.leaves import PyTree, is_array, is_floating, is_none, is_traceable, spell
+from jmpx._jaxprs.rewriting import with_equations, with_jaxprs, with_values
+from jmpx._jaxprs.types import Equation, Jaxpr
 from jmpx._steps.arrays import split_arrays
 from jmpx._steps.batches import BatchSharding, axes_of
 from jmpx._steps.microbatches import Backward, of_arrays
@@ -38,6 +40,27 @@ class Groups:
         mesh = jax.sharding.get_abstract_mesh() if self.explicit_axes else self.mesh
         sharding = NamedSharding(mesh, PartitionSpec(self.axes, *others))  # pyright: ignore[reportArgumentType]
         return jax.lax.with_sharding_constraint(array, sharding)
+
+    def freed(self, jaxpr: Jaxpr) -> Jaxpr:
+        """Returns a jaxpr whose shardings do not name the axes, along which a group is whole."""
+        return with_equations(jaxpr, self._freed_equation)
+
+    def _freed_equation(self, eqn: Equation) -> Equation:
+        params = with_values(with_jaxprs(eqn.params, self.freed), _is_named, self._free)
+        return eqn if params is eqn.params else eqn.replace(params=params)
+
+    def _free(self, sharding: NamedSharding) -> NamedSharding:
+        axes = set(self.axes)
+        if axes.isdisjoint(name for entry in sharding.spec for name in _names_of(entry)):
+            return sharding
+        kept = [
+            tuple(name for name in _names_of(entry) if name not in axes) or None
+            if isinstance(entry, str | tuple)
+            else entry
+            for entry in sharding.spec
+        ]
+        spec = PartitionSpec(*kept)
+        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
     def in_auto_axes(
         self, run: Callable[..., Backward], params: list[jax.Array], *others: PyTree
@@ -83,7 +106,7 @@ def check_variables(new: Sequence[jax.Array], stored: Sequence[PyTree]) -> None:
     """Refuses new variables of an NNX module, stored as None, that hold something of examples."""
     for array, old in zip(new, stored, strict=True):
         is_alike = is_array(old) and old.shape == array.shape
-        if not is_alike and _differs(array):
+        if not is_alike and differs(array):
             raise ValueError(
                 f"Cannot average {spell(array)} in a variable of an NNX module "
                 "over the groups of the batch, because it is new or of another shape than "
@@ -106,9 +129,19 @@ def as_placed(new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(place, new, old, is_leaf=is_none)
 
 
+def _is_named(value: object) -> bool:
+    return isinstance(value, NamedSharding)
+
+
+def _names_of(entry: object) -> tuple[object, ...]:
+    """Returns the mesh axes that an entry of a specification names."""
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return tuple(name for name in names if isinstance(name, str))
+
+
 def _mean(array: jax.Array) -> jax.Array:
     """Returns the mean of an array of model state over the groups, the same bits if it is equal."""
-    if not _differs(array):
+    if not differs(array):
         return array
     if not is_floating(array):
         raise ValueError(
@@ -119,7 +152,7 @@ def _mean(array: jax.Array) -> jax.Array:
     return cast_like(jax.lax.pmean(at_least_float32(array), AXIS), array)
 
 
-def _differs(array: jax.Array) -> bool:
+def differs(array: jax.Array) -> bool:
     """Whether an array may differ between groups."""
     # Under `jax.vmap`, the maximum of what does not depend on the index is the same object.
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
