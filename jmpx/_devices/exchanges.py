@@ -1,13 +1,12 @@
 """Finds how a function reads parameters of other devices: by gathers, or by other operations."""
 
-import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
 
 from jmpx._base.axes import axis_names
-from jmpx._jaxprs.core import Atom, Equation, Jaxpr, evaluate, inner_jaxprs, is_literal, trace
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, inner_jaxprs, is_literal, trace
 from jmpx._jaxprs.inner import all_equations, inner_of, walk
 from jmpx._jaxprs.moves import EXCHANGES, PLACEMENTS
 
@@ -73,15 +72,11 @@ class Source(NamedTuple):
 Evaluate = Callable[[Sequence[jax.Array]], list[jax.Array]]
 
 
-def _unchanged(jaxpr: Jaxpr) -> Evaluate:
-    return functools.partial(evaluate, jaxpr)
-
-
 def find_exchanges(
     func: Callable[[list[jax.Array]], R],
     params: list[jax.Array],
     axes: Iterable[Hashable],
-    change: Callable[[Jaxpr], Evaluate] = _unchanged,
+    change: Callable[[Jaxpr], Evaluate],
 ) -> tuple[Callable[[list[jax.Array]], R], Source]:
     """Traces a function of parameters once, and finds what its loss reads of other devices.
 

@@ -18,7 +18,7 @@ from jmpx._devices.exchanges import Evaluate, find_exchanges
 from jmpx._devices.layer_means import with_layer_means
 from jmpx._devices.reduction import unscaled_mean
 from jmpx._devices.shards import Over, Parameters, read_mask
-from jmpx._jaxprs.types import Jaxpr
+from jmpx._jaxprs.core import Jaxpr, evaluate
 from jmpx._scales.kinds import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._steps.arrays import Merge, cast_gradients, paths_of, split_parameters, widened
 from jmpx._steps.batches import GROUPS, MICROBATCHES
@@ -127,8 +127,8 @@ class _Call(NamedTuple):
     ) -> Backward:
         """Returns the mean value and gradients over the groups, from arrays that it is given."""
         _, merge = split_parameters(args)
-        call = self._replace(merge=merge, kwargs=kwargs, over=Over(AXIS), scaling=scaling)
-        call = call._replace(groups=groups)
+        new = {"merge": merge, "kwargs": kwargs, "over": Over(AXIS), "scaling": scaling}
+        call = self._replace(**new, groups=groups)
         parts, join = self.options.split(args, groups.count, GROUPS, kwargs)
 
         def run(arrays: Sequence[jax.Array]) -> Backward:
@@ -205,14 +205,15 @@ class _Shards:
         """Returns a pass that does the same, after it has found which parameters are shards."""
         if not self.axes:
             return run
-        change = {} if self.groups is None else {"change": self.layer_means}
-        run, loss = find_exchanges(run, params, self.axes, **change)
+        run, loss = find_exchanges(run, params, self.axes, self.change)
         self.found = self.parameters.find_shards(loss, self.axes)
         self.shared_over = frozenset(exchange.axis for exchange in loss.exchanges)
         return run
 
-    def layer_means(self, jaxpr: Jaxpr) -> Evaluate:
-        """Returns what evaluates the loss of a group, with means in its loops over layers."""
+    def change(self, jaxpr: Jaxpr) -> Evaluate:
+        """Returns what evaluates a loss: that of a group, with means in its loops over layers."""
+        if self.groups is None:
+            return functools.partial(evaluate, jaxpr)
         run, self.in_loops = with_layer_means(self.groups.freed(jaxpr), AXIS, self.reduce)
         return run
 

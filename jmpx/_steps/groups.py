@@ -6,6 +6,7 @@ device becomes a group with gradients of its own, whose mean is computed in the 
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jmpx._base.casts import at_least_float32, cast_like
 from jmpx._base.leaves import PyTree, is_array, is_floating, is_none, is_traceable, spell
-from jmpx._jaxprs.rewriting import with_equations, with_jaxprs, with_values
-from jmpx._jaxprs.types import Equation, Jaxpr
+from jmpx._jaxprs.rewriting import with_equations, with_values
+from jmpx._jaxprs.types import Equation, Jaxpr, is_jaxpr
 from jmpx._steps.arrays import split_arrays
 from jmpx._steps.batches import BatchSharding, axes_of
 from jmpx._steps.microbatches import Backward, of_arrays
@@ -46,21 +47,22 @@ class Groups:
         return with_equations(jaxpr, self._freed_equation)
 
     def _freed_equation(self, eqn: Equation) -> Equation:
-        params = with_values(with_jaxprs(eqn.params, self.freed), _is_named, self._free)
+        params = with_values(eqn.params, self._free)
         return eqn if params is eqn.params else eqn.replace(params=params)
 
-    def _free(self, sharding: NamedSharding) -> NamedSharding:
-        axes = set(self.axes)
-        if axes.isdisjoint(name for entry in sharding.spec for name in _names_of(entry)):
-            return sharding
-        kept = [
-            tuple(name for name in _names_of(entry) if name not in axes) or None
-            if isinstance(entry, str | tuple)
-            else entry
-            for entry in sharding.spec
-        ]
-        spec = PartitionSpec(*kept)
-        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    def _free(self, value: Any) -> Any:
+        if is_jaxpr(value):
+            return self.freed(value)
+        if not isinstance(value, NamedSharding):
+            return value
+        spec = PartitionSpec(*map(self._free_entry, value.spec))
+        is_free = spec == value.spec
+        return value if is_free else NamedSharding(value.mesh, spec, memory_kind=value.memory_kind)
+
+    def _free_entry(self, entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            return tuple(name for name in entry if name not in self.axes)
+        return None if entry in self.axes else entry
 
     def in_auto_axes(
         self, run: Callable[..., Backward], params: list[jax.Array], *others: PyTree
@@ -99,7 +101,16 @@ class Groups:
 
         axes: list[PyTree] = [None, 0, None, None]  # Aux alone differs between groups.
         mapped = jax.vmap(one, out_axes=Backward(*axes), axis_name=AXIS, spmd_axis_name=self.axes)
-        return put_back(mapped([self.constrain(array) for array in arrays]))
+        try:
+            return put_back(mapped([self.constrain(array) for array in arrays]))
+        except ValueError as error:
+            if "spmd_axis_name" not in str(error):
+                raise
+            raise ValueError(
+                f"Cannot split an array over {self.axes}, the axes of the batch's sharding, in a "
+                "derivative rule of jax.custom_vjp or jax.custom_jvp, because each group of the "
+                "batch is on one device of them: leave them out of the shardings there."
+            ) from error
 
 
 def check_variables(new: Sequence[jax.Array], stored: Sequence[PyTree]) -> None:
@@ -127,16 +138,6 @@ def as_placed(new: PyTree, old: PyTree) -> PyTree:
         return jax.sharding.reshard(new, sharding)
 
     return jax.tree.map(place, new, old, is_leaf=is_none)
-
-
-def _is_named(value: object) -> bool:
-    return isinstance(value, NamedSharding)
-
-
-def _names_of(entry: object) -> tuple[object, ...]:
-    """Returns the mesh axes that an entry of a specification names."""
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return tuple(name for name in names if isinstance(name, str))
 
 
 def _mean(array: jax.Array) -> jax.Array:
