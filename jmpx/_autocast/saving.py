@@ -13,6 +13,8 @@ from jmpx._base.messages import describe, did_you_mean
 from jmpx._jaxprs.core import Atom, Primitive, operation_name
 from jmpx._jaxprs.types import Params
 
+SAVED = "jmpx_saved"  # what autocast itself gives that name with `checkpoint_name` is saved
+
 _Cast = tuple[np.dtype, bool]  # a key of `Value.casts`
 
 
@@ -43,6 +45,8 @@ def is_weight_product(primitive: Primitive, params: Params, operands: Sequence[A
 
 def saves_products(primitive: Primitive, *avals: Atom, **params: object) -> bool:
     """Whether the backward pass keeps the results of an operation: a policy of `jax.checkpoint`."""
+    if primitive.name == "name":
+        return params["name"] == SAVED
     return is_weight_product(primitive, params, avals)
 
 
