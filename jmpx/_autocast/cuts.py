@@ -4,13 +4,13 @@ import enum
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from jmpx._autocast.backward import variables
-from jmpx._autocast.saving import is_weight_product
+from jmpx._autocast.saving import Saving, is_weight_product
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
 
@@ -71,14 +71,27 @@ def _has_product(jaxpr: Jaxpr) -> bool:
     return _holding[jaxpr]
 
 
-def find_cuts(equations: Sequence[Equation], roles: Sequence[Role]) -> set[int]:
+def find_activations(jaxpr: Jaxpr, saving: Saving) -> set[Atom]:
+    """Returns the variables of a jaxpr that depend on a product or on a loop's carry."""
+    operands = zip(reversed(jaxpr.invars), reversed(saving.activations), strict=False)
+    found = {var for var, flag in operands if flag}
+    for equation in jaxpr.eqns:
+        if holds_product(equation) or any(var in found for var in variables(equation)):
+            found.update(equation.outvars)
+    return found
+
+
+def find_cuts(
+    equations: Sequence[Equation], roles: Sequence[Role], active: Collection[Atom], turns: int
+) -> set[int]:
     """Returns the indices of equations before which the jaxpr is best cut; see README.md.
 
     One array at most lives there. There is one such place at most between two equations that hold
-    products: the one at which the least has to be saved. Of these, `Part` takes some.
+    products: the one at which the least has to be saved. Of these, `Part` takes some. A loop saves
+    for each of its turns, and computes one turn again at a time.
     """
     holders = [i for i, role in enumerate(roles) if role in _HOLDERS]
-    lives, sizes = _lives(equations, roles)
+    lives, sizes = _lives(equations, roles, active)
     places = sorted(set(_cuts(holders, lives)))
     products = list(_sums(sizes, roles, Role.PRODUCT))
     again = list(_sums(sizes, roles, Role.ORDINARY))
@@ -89,8 +102,8 @@ def find_cuts(equations: Sequence[Equation], roles: Sequence[Role]) -> set[int]:
         ends = (*within, stop)
         part = Part(
             within,
-            [_saved_at(place, lives) for place in within],
-            [_SAVED * products[end] for end in ends],
+            [max(turns, 1) * _saved_at(place, lives) for place in within],
+            [max(turns, 1) * _SAVED * products[end] for end in ends],
             [_AGAIN * (again[end] - again[start]) for end in ends],
         )
         chosen.update(part.cuts())
@@ -153,7 +166,7 @@ class Part(NamedTuple):
         return None
 
 
-def find_head(jaxpr: Jaxpr, roles: Sequence[Role]) -> int | None:
+def find_head(jaxpr: Jaxpr, roles: Sequence[Role], active: Collection[Atom]) -> int | None:
     """Returns the index of the last product if it makes results larger than what it reads."""
     # Such are the logits of a language model. The backward pass begins with their cotangent, and
     # needs of the head only what it reads: a checkpoint around it would save nothing, and keep XLA
@@ -169,12 +182,17 @@ def find_head(jaxpr: Jaxpr, roles: Sequence[Role]) -> int | None:
     size = sum(map(_size, equation.outvars))
     if size > max(results, default=0):
         return None
-    lives, _ = _lives(jaxpr.eqns, roles)
+    lives, _ = _lives(jaxpr.eqns, roles, active)
     return head if sum(life.size for life in lives if life.is_at(head)) < size else None
 
 
-def _lives(equations: Sequence[Equation], roles: Sequence[Role]) -> tuple[list[Life], list[int]]:
-    """Returns the lives of large arrays that depend on a product, and what each equation makes."""
+def _lives(
+    equations: Sequence[Equation], roles: Sequence[Role], active: Collection[Atom]
+) -> tuple[list[Life], list[int]]:
+    """Returns the lives of large activations, and what each equation makes.
+
+    Operands of the jaxpr are none: what reads them keeps them, wherever it is cut.
+    """
     made: dict[Atom, Life] = {}
     sizes = [0] * len(equations)
     for i, (equation, role) in enumerate(zip(equations, roles, strict=True)):
@@ -182,7 +200,7 @@ def _lives(equations: Sequence[Equation], roles: Sequence[Role]) -> tuple[list[L
             continue
         read = [var for var in variables(equation) if var in made]
         made.update((var, made[var]._replace(end=i)) for var in read)
-        if read or role is not Role.ORDINARY:
+        if role is not Role.ORDINARY or any(var in active for var in equation.outvars):
             is_product = role is Role.PRODUCT and not core.holds_jaxpr(equation.params)
             made.update((var, Life(i, i, _size(var), is_product)) for var in equation.outvars)
             sizes[i] = sum(map(_size, equation.outvars))
@@ -195,8 +213,12 @@ def _size(atom: Atom) -> int:
     dtype = getattr(atom.aval, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return 0
-    sizes = (n if isinstance(n, int) else _SYMBOL for n in atom.aval.shape)
-    return math.prod(sizes) * dtype.itemsize
+    return math.prod(map(length, atom.aval.shape)) * dtype.itemsize
+
+
+def length(size: object) -> int:
+    """Returns the length of an axis or of a loop, and a guess where `jax.export` leaves it open."""
+    return size if isinstance(size, int) else _SYMBOL
 
 
 def _cuts(holders: Sequence[int], lives: Sequence[Life]) -> Iterator[int]:

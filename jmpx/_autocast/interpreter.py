@@ -77,7 +77,7 @@ class Interpreter:
         if self.saving is None or core.looks_for_nans([value.array for value in values]):
             self._that_saves(None)._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
         else:
-            for piece in find_pieces(jaxpr):
+            for piece in find_pieces(jaxpr, self.saving):
                 self._run_piece(frame, piece, self.saving)
                 for var in piece.last:
                     env.pop(var, None)
@@ -130,8 +130,7 @@ class Interpreter:
             results = checkpointed(run, values, is_read, saving)
             env.update(zip(piece.outputs, results, strict=True))
         elif piece.kind is Kind.INSIDE:
-            in_loop = saving.in_loop or equations[0].primitive.name == "scan"
-            self._that_saves(saving._replace(in_loop=in_loop))._run(frame, equations)
+            self._that_saves(piece.inside)._run(frame, equations)
         else:
             if piece.kind is Kind.LEFT:
                 self.used.left.add(place_of(equations[0]))

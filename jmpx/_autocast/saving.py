@@ -21,7 +21,9 @@ _Cast = tuple[np.dtype, bool]  # a key of `Value.casts`
 class Saving(NamedTuple):
     """What autocast saves for the backward pass: in each piece, the results of weight products."""
 
-    in_loop: bool = False  # whether the body of a scan is evaluated
+    turns: int = 0  # how often scans run what is evaluated; 0 outside of all
+    # Which of the last operands of its jaxpr depend on a product or are carried by a loop.
+    activations: tuple[bool, ...] = ()
 
 
 def get_saving(save: str | None) -> Saving | None:
@@ -88,7 +90,7 @@ def checkpointed(
         return [output.array for output in outputs] + casts
 
     # The two passes over a scan's body are in two loops: nothing can merge their equations.
-    remat = jax.checkpoint(on_arrays, policy=saves_products, prevent_cse=not saving.in_loop)
+    remat = jax.checkpoint(on_arrays, policy=saves_products, prevent_cse=not saving.turns)
     pairs = zip(values, constants, strict=True)
     given = [(v.array, *v.casts.values()) for v, constant in pairs if constant is None]
     arrays = remat(*itertools.chain.from_iterable(given))
