@@ -4,7 +4,7 @@ import enum
 import itertools
 import math
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -92,22 +92,57 @@ def find_cuts(
     """
     holders = [i for i, role in enumerate(roles) if role in _HOLDERS]
     lives, sizes = _lives(equations, roles, active)
-    places = sorted(set(_cuts(holders, lives)))
+    alive = _alive(len(equations), lives)
+    kept = [max(turns, 1) * _saved(found) for found in alive]
+    places = sorted(set(_cuts(holders, lives, alive)))
+    marks = list(map(_mark, equations))
     products = list(_sums(sizes, roles, Role.PRODUCT))
     again = list(_sums(sizes, roles, Role.ORDINARY))
     alone = [i for i in holders if roles[i] is not Role.PRODUCT]
     chosen: set[int] = set()
     for start, stop in itertools.pairwise([0, *alone, len(equations)]):
         within = [place for place in places if start < place < stop]
+        span, repeated = find_repeated(within, marks)
+        within = [p for p in within if p not in span or p in repeated or not kept[p]]
         ends = (*within, stop)
         part = Part(
             within,
-            [max(turns, 1) * _saved_at(place, lives) for place in within],
+            [kept[place] for place in within],
             [max(turns, 1) * _SAVED * products[end] for end in ends],
             [_AGAIN * (again[end] - again[start]) for end in ends],
         )
-        chosen.update(part.cuts())
+        chosen.update(part.cuts(), repeated)
     return chosen
+
+
+def find_repeated(places: Sequence[int], marks: Sequence[Hashable]) -> tuple[range, list[int]]:
+    """Returns where a block repeats, and the last place in each: pieces are alike if cut there.
+
+    There is none if half of what lies between the first and the last place is no such block, or if
+    there are fewer than three.
+    """
+    segments = [tuple(marks[start:stop]) for start, stop in itertools.pairwise(places)]
+    best = range(0), 1
+    for period in range(1, len(segments) // 3 + 1):
+        pairs = zip(segments, segments[period:], strict=False)
+        start = 0
+        for is_equal, run in itertools.groupby(a == b for a, b in pairs):
+            end = start + len(list(run))
+            if is_equal and end + period - start > max(
+                len(best[0]), len(segments) / 2, 3 * period - 1
+            ):
+                best = range(start, end + period), period
+            start = end
+    found, period = best
+    if not found:
+        return found, []
+    last = [places[i] for i in range(found.stop, found.start - 1, -period)]
+    return range(places[found.start], places[found.stop] + 1), last[::-1]
+
+
+def _mark(equation: Equation) -> Hashable:
+    """Returns what two equations have in common that may do the same."""
+    return equation.primitive, *(var.aval for var in equation.outvars)
 
 
 def _sums(sizes: Sequence[int], roles: Sequence[Role], counted: Role) -> Iterator[int]:
@@ -116,9 +151,18 @@ def _sums(sizes: Sequence[int], roles: Sequence[Role], counted: Role) -> Iterato
     return itertools.accumulate(made, initial=0)
 
 
-def _saved_at(place: int, lives: Sequence[Life]) -> int:
-    """Returns the bytes that a cut saves, and that products do not save anyway."""
-    return sum(life.size for life in lives if life.is_at(place) and not life.is_saved)
+def _alive(count: int, lives: Sequence[Life]) -> list[list[Life]]:
+    """Returns the arrays that live before each of some equations."""
+    alive: list[list[Life]] = [[] for _ in range(count + 1)]
+    for life in lives:
+        for place in range(life.start + 1, life.end + 1):
+            alive[place].append(life)
+    return alive
+
+
+def _saved(lives: Sequence[Life]) -> int:
+    """Returns the bytes that a cut saves where these live, and that products do not save anyway."""
+    return sum(life.size for life in lives if not life.is_saved)
 
 
 class Part(NamedTuple):
@@ -221,13 +265,15 @@ def length(size: object) -> int:
     return size if isinstance(size, int) else _SYMBOL
 
 
-def _cuts(holders: Sequence[int], lives: Sequence[Life]) -> Iterator[int]:
+def _cuts(
+    holders: Sequence[int], lives: Sequence[Life], alive: Sequence[Sequence[Life]]
+) -> Iterator[int]:
     """Yields the cuts between equations that hold products, given the lives that count."""
     # An array that lives through half of a long part without a cut, such as the output of an
     # encoder in the decoder or the skip connection of a U-Net, has to be saved anyway.
     parts = [list(holders[:1])]
     for before, after in itertools.pairwise(holders):
-        cut = _cheapest(before, after, lives)
+        cut = _cheapest(before, after, alive)
         if cut is not None:
             yield cut
             parts.append([])
@@ -236,15 +282,10 @@ def _cuts(holders: Sequence[int], lives: Sequence[Life]) -> Iterator[int]:
         if len(part) > _MANY:
             counting = [life for life in lives if 2 * sum(map(life.is_at, part)) < len(part)]
             if len(counting) < len(lives):
-                yield from _cuts(part, counting)
+                yield from _cuts(part, counting, _alive(len(alive) - 1, counting))
 
 
-def _cheapest(before: int, after: int, lives: Sequence[Life]) -> int | None:
+def _cheapest(before: int, after: int, alive: Sequence[Sequence[Life]]) -> int | None:
     """Returns the best cut after one equation and not after another; None if there is none."""
-    near = [life for life in lives if life.start < after and life.end > before]
-    found: list[tuple[int, int]] = []
-    for place in range(before + 1, after + 1):
-        live = [life for life in near if life.is_at(place)]
-        if len(live) <= 1:
-            found.append((_saved_at(place, live), place))
-    return min(found)[1] if found else None
+    places = [place for place in range(before + 1, after + 1) if len(alive[place]) <= 1]
+    return min(places, key=lambda place: _saved(alive[place]), default=None)
