@@ -61,6 +61,35 @@ def test_cuts(pair):
     assert pieces(lambda x, w: jnp.sin(x) + w[0, 0], *pair) == []  # without a product
 
 
+def llama(x, w):
+    """A block in which several products read the result of one norm."""
+    h = jnp.sin(x) * 2
+    x = x + jnp.tanh((h @ w) * (h @ w) * (h @ w)) @ w
+    h = jnp.sin(x) * 2
+    return x + jnp.tanh((h @ w) * (h @ w)) @ w
+
+
+def scanned(x, w, body=llama, length=6):
+    return lax.scan(lambda x, _: (body(x, w), None), x, None, length)[0]
+
+
+def test_no_cut_between_products_of_one_activation(pair):
+    """What depends on a carry, or on an operand that is an activation outside, has to be saved."""
+    jitted = jax.jit(llama)
+    assert pieces(scanned, *pair) == pieces(lambda x, w: scanned(x, w, jitted), *pair) == [4, 3]
+    assert pieces(lambda x, w: jitted(jitted(x @ w, w), w), *pair) == [1, 4, 3, 4, 3]
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_a_loop_saves_for_each_turn(pair):
+    """So a cut that keeps an array may pay in a short loop alone."""
+
+    def count(turns):
+        return pieces(lambda x, w: scanned(x, w, lambda x, w: llama(llama(x, w), w), turns), *pair)
+
+    assert [count(turns) for turns in (1, 2, 50)] == [[4, 3, 4, 3], [4, 7, 3], [4, 10]]
+
+
 @pytest.mark.usefixtures("short_pieces")
 def test_what_depends_on_no_product_is_no_activation(rng):
     """A mask, tables of angles and a cast of each parameter live all along, and hinder no cut."""
