@@ -22,6 +22,10 @@ class Saving(NamedTuple):
     """What autocast saves for the backward pass: in each piece, the results of weight products."""
 
     in_loop: bool = False  # whether the body of a scan is evaluated
+    in_piece: bool = False  # whether a piece is evaluated, under its checkpoint
+
+
+IN_PIECE = Saving(in_piece=True)
 
 
 def get_saving(save: str | None) -> Saving | None:
