@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jmpx._autocast.backward import variables
+from jmpx._autocast.residuals import keeps_residuals
 from jmpx._autocast.saving import Saving, is_weight_product
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
@@ -59,8 +60,10 @@ class Life(NamedTuple):
 
 
 def holds_product(equation: Equation) -> bool:
-    """Whether an equation is a weight product, or a jaxpr that it holds has one."""
+    """Whether an equation is a weight product or keeps residuals, or a jaxpr in it has one."""
     if is_weight_product(equation.primitive, equation.params, equation.invars):
+        return True
+    if keeps_residuals(equation):
         return True
     return any(map(_has_product, core.inner_jaxprs(equation.params)))
 
@@ -245,7 +248,8 @@ def _lives(
         read = [var for var in variables(equation) if var in made]
         made.update((var, made[var]._replace(end=i)) for var in read)
         if role is not Role.ORDINARY or any(var in active for var in equation.outvars):
-            is_product = role is Role.PRODUCT and not core.holds_jaxpr(equation.params)
+            is_one = not core.holds_jaxpr(equation.params) or keeps_residuals(equation)
+            is_product = role is Role.PRODUCT and is_one
             made.update((var, Life(i, i, _size(var), is_product)) for var in equation.outvars)
             sizes[i] = sum(map(_size, equation.outvars))
     bound = max((life.size for life in made.values()), default=0) / 100

@@ -15,8 +15,9 @@ from jmpx._autocast.binding import run_as_traced, run_overridden
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours
 from jmpx._autocast.pieces import Kind, Piece, find_pieces
 from jmpx._autocast.regions import Regions
+from jmpx._autocast.residuals import holds_residuals
 from jmpx._autocast.rules import InnerPlace, Operation, Retraced, lookup
-from jmpx._autocast.saving import OnValues, Saving, checkpointed
+from jmpx._autocast.saving import IN_PIECE, OnValues, Saving, checkpointed
 from jmpx._autocast.value import Array, Traits, Value
 from jmpx._autocast.wide import note_products
 from jmpx._jaxprs import core
@@ -66,7 +67,7 @@ class Interpreter:
         """Returns an interpreter that notes what it meets here, and saves something else."""
         interpreter = copy.copy(self)
         interpreter.saving = saving
-        if saving is None:  # a piece has none inside, and must not keep itself alive
+        if saving in (None, IN_PIECE):  # a piece has none inside, and must not keep itself alive
             interpreter._checkpoints = {}
         return interpreter
 
@@ -80,8 +81,10 @@ class Interpreter:
             env[var].data = ends.multiplied is not None and env[var].array.size > 1
 
         frame = _Frame(scope, find_neighbours(jaxpr, ends), env)
-        if self.saving is None or core.looks_for_nans([value.array for value in values]):
+        if core.looks_for_nans([value.array for value in values]):
             self._that_saves(None)._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
+        elif self.saving in (None, IN_PIECE):
+            self._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
         else:
             for piece in find_pieces(jaxpr, self.saving):
                 self._run_piece(frame, piece, self.saving)
@@ -136,11 +139,11 @@ class Interpreter:
     def _run_saved(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
         """Runs a piece under `jax.checkpoint`, as the function of one that is alike if there is."""
         around, values = scopes_around(piece), [frame.env[var] for var in piece.inputs]
-        plain, bare = self._that_saves(None), frame._replace(env={}, depth=len(around))
+        inside, bare = self._that_saves(IN_PIECE), frame._replace(env={}, depth=len(around))
 
         def run(values: Sequence[Value]) -> list[Value]:
             inner = dict(zip(piece.inputs, values, strict=True))
-            plain._run(bare._replace(env=inner), piece.equations)
+            inside._run(bare._replace(env=inner), piece.equations)
             return [inner[var] for var in piece.outputs]
 
         last = set(piece.last)
@@ -197,7 +200,8 @@ def _run(operation: Operation, depth: int) -> list[Value]:
 def _apply_rule(operation: Operation) -> list[Value]:
     """Runs an operation by the first that applies; `jmpx.full_precision` marks a fixed region."""
     entry, region = lookup(operation.equation), operation.region
-    if region.is_fixed:
+    is_everywhere = entry is not None and entry.everywhere
+    if region.is_fixed and not (is_everywhere and _keeps_residuals(operation)):
         return run_as_traced(operation, is_weak=False)
     if entry is not None and entry.everywhere:
         return entry.rule(operation)
@@ -206,3 +210,7 @@ def _apply_rule(operation: Operation) -> list[Value]:
     if region.is_full:
         return run_as_traced(operation, is_weak=region.is_weak)
     return run_as_traced(operation, is_weak=True) if entry is None else entry.rule(operation)
+
+
+def _keeps_residuals(operation: Operation) -> bool:
+    return operation.in_piece and holds_residuals(operation.equation)

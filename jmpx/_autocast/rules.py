@@ -11,6 +11,7 @@ import numpy as np
 
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours
 from jmpx._autocast.regions import Region, Regions, Used
+from jmpx._autocast.saving import IN_PIECE, Saving
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 
@@ -48,6 +49,7 @@ class Interpreter(Protocol):
     """What a rule may ask of `interpreter.Interpreter`, for the jaxprs that its equation holds."""
 
     regions: Regions
+    saving: Saving | None
 
     def fresh(self) -> "Interpreter": ...
 
@@ -110,6 +112,11 @@ class Operation(NamedTuple):
     def is_exposed(self) -> bool:
         """Whether the first result must not be rounded onto a bound."""
         return self.result in self.neighbours.exposed
+
+    @property
+    def in_piece(self) -> bool:
+        """Whether the operation runs under a checkpoint of `save="products"`."""
+        return self.interpreter.saving == IN_PIECE
 
     @property
     def ends(self) -> Ends:

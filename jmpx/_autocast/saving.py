@@ -25,6 +25,10 @@ class Saving(NamedTuple):
     turns: int = 0  # how often scans run what is evaluated; 0 outside of all
     # Which of the last operands of its jaxpr depend on a product or are carried by a loop.
     activations: tuple[bool, ...] = ()
+    in_piece: bool = False  # whether a piece is evaluated, under its checkpoint
+
+
+IN_PIECE = Saving(in_piece=True)
 
 
 def get_saving(save: str | None) -> Saving | None:
