@@ -123,6 +123,27 @@ def run_recomputed(operation: Operation, dtype: np.dtype) -> list[Value]:
     return [Value(result, operation.is_weak, operation.is_tangent) for result in results]
 
 
+def run_moved(operation: Operation, dtype: np.dtype) -> list[Value]:
+    """Runs an operation on one float32 array, which moves between devices in `dtype`.
+
+    The result is float32, rounded to `dtype`, and so is what the backward pass moves, not rounded:
+    there, cotangents of devices are summed, or those of the turns of a loop.
+    """
+    equation = operation.equation
+
+    @jax.custom_jvp
+    def run(array: Array) -> Array:
+        (moved,) = bind_arrays(equation, [lax.convert_element_type(array, dtype)])
+        return lax.convert_element_type(moved, FLOAT32)
+
+    @run.defjvp
+    def _(arrays: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+        return run(*arrays), *bind_arrays(equation, tangents)
+
+    (array,) = operation.arrays(FLOAT32)
+    return [Value(run(array), operation.is_weak, operation.is_tangent)]
+
+
 def rounded(results: Sequence[Value], operation: Operation, dtype: np.dtype) -> list[Value]:
     """Returns results of an operation; those that were float32 when traced are cast to `dtype`."""
     pairs = zip(results, operation.equation.outvars, strict=True)
