@@ -20,7 +20,7 @@ from jmpx._autocast.binding import (
     run_recomputed,
 )
 from jmpx._autocast.products import is_precise, low_dtype, without_algorithm
-from jmpx._autocast.reads import only_dtype
+from jmpx._autocast.reads import narrow_dtype
 from jmpx._autocast.rules import Operation, register
 from jmpx._autocast.value import FLOAT32, Value
 
@@ -128,9 +128,8 @@ def reduce_devices(operation: Operation) -> list[Value]:
 
 def exchange(operation: Operation) -> list[Value]:
     """Runs as `promote`; float32 numbers that only 16-bit operations read move in 16 bits."""
-    dtype = only_dtype(operation.read[0]) if operation.read else None
-    is_narrow = dtype is not None and operation.promoted == FLOAT32 == operation.result.aval.dtype
-    return run_moved(operation, dtype) if is_narrow else promote(operation)
+    dtype = narrow_dtype(operation)
+    return promote(operation) if dtype is None else run_moved(operation, dtype)
 
 
 def update(operation: Operation) -> list[Value]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jmpx._autocast.backward import PRODUCTS, is_outer
@@ -10,6 +11,7 @@ from jmpx._autocast.binding import SHAPES
 from jmpx._autocast.neighbours import Dtypes
 from jmpx._autocast.products import low_dtype
 from jmpx._autocast.regions import Regions
+from jmpx._autocast.rules import Operation, is_float32
 from jmpx._autocast.value import FLOAT32
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
@@ -22,7 +24,8 @@ _NOTHING: Dtypes = frozenset()
 # The jaxpr of these reads their operands as they are.
 _CALLS = frozenset({"call", "closed_call", "jit", "remat2"})
 # Of these, too, a result is the operand, rounded, if what it is made of was rounded: see `Numbers`.
-_PARTS = EXCHANGES | {"slice", "dynamic_slice"}
+_MOVED = EXCHANGES | {"gather"}
+_PARTS = _MOVED | {"slice", "dynamic_slice"}
 
 
 class _Place(NamedTuple):
@@ -41,11 +44,16 @@ class _Place(NamedTuple):
 def product_dtypes(jaxpr: Jaxpr, scope: str, regions: Regions) -> list[np.dtype | None]:
     """Returns for each operand the 16-bit dtype in which products read it, if nothing else does."""
     found = _reads(jaxpr, _Place(scope, regions, follows=False))
-    return [only_dtype(found.get(var, _NOTHING)) for var in jaxpr.invars]
+    return [_only_dtype(found.get(var, _NOTHING)) for var in jaxpr.invars]
 
 
-def only_dtype(dtypes: Dtypes) -> np.dtype | None:
-    """Returns the 16-bit dtype in which an array is read, if it is read in one alone."""
+def narrow_dtype(operation: Operation) -> np.dtype | None:
+    """Returns the 16-bit dtype in which a float32 result is read, if it is read in no other."""
+    is_wide = operation.promoted == FLOAT32 and is_float32(operation.result)
+    return _only_dtype(operation.read[0]) if operation.read and is_wide else None
+
+
+def _only_dtype(dtypes: Dtypes) -> np.dtype | None:
     return next(iter(dtypes)) if len(dtypes) == 1 and dtypes != _WIDE else None
 
 
@@ -54,7 +62,7 @@ def number_dtypes(
 ) -> Mapping[Atom, Dtypes]:
     """Returns the dtypes that numbers are rounded to before anything computes with them.
 
-    Nothing is found where no array moves from device to device.
+    Nothing is found where no array moves from device to device, and nothing is gathered.
 
     Args:
         jaxpr: the jaxpr.
@@ -62,7 +70,7 @@ def number_dtypes(
         regions: the regions of the policy map.
         results: the dtypes in which its first results are read outside; float32 for the others.
     """
-    if not any(operation_name(e.primitive.name) in EXCHANGES for e in all_equations(jaxpr)):
+    if not any(operation_name(e.primitive.name) in _MOVED for e in all_equations(jaxpr)):
         return {}
     return _reads(jaxpr, _Place(scope, regions, follows=True), results)
 
@@ -117,7 +125,7 @@ def _reads_of(
             results = result_dtypes(equation, found, place.scope, place.regions)
         inner = _reads(jaxpr, place, results)
         reads = [inner.get(var, _NOTHING) for var in jaxpr.invars]
-        return _reads_of_scan(equation, reads, results) if name == "scan" else reads
+        return reads if name != "scan" else _reads_of_scan(equation, reads, results)
     dtype = FLOAT32
     if name in PRODUCTS and not is_outer(equation):
         dtype = _product_dtype(equation, name, place.scope, place.regions)
@@ -138,6 +146,9 @@ def _reads_of_scan(
 def _turns(equation: Equation, results: Sequence[Dtypes], place: _Place) -> Sequence[Dtypes]:
     """Returns in which dtypes the results of a scan's body are read, in its next turn or outside."""
     jaxpr, (num_consts, num_carry) = equation.params["jaxpr"], core.scan_counts(equation)
+    override = place.regions.override("scan", place.regions.region(place.scope))
+    if override == jnp.bfloat16:  # the loop casts what it carries
+        return [*[frozenset({override})] * num_carry, *results[num_carry:]]
     carried = jaxpr.invars[num_consts : num_consts + num_carry]
     while True:
         found = _reads(jaxpr, place, results)
