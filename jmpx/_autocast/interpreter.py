@@ -14,6 +14,7 @@ from jmpx._autocast.alike import key_of, scopes_around
 from jmpx._autocast.binding import run_as_traced, run_overridden
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours
 from jmpx._autocast.pieces import Kind, Piece, find_pieces
+from jmpx._autocast.reads import number_dtypes, result_dtypes
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.residuals import holds_residuals
 from jmpx._autocast.rules import InnerPlace, Operation, Retraced, lookup
@@ -80,7 +81,8 @@ class Interpreter:
             env[var] = Value.of_constant(const)
             env[var].data = ends.multiplied is not None and env[var].array.size > 1
 
-        frame = _Frame(scope, find_neighbours(jaxpr, ends), env)
+        read = number_dtypes(jaxpr, scope, self.regions, ends.read)
+        frame = _Frame(scope, find_neighbours(jaxpr, ends)._replace(read=read), env)
         if core.looks_for_nans([value.array for value in values]):
             self._that_saves(None)._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
         elif self.saving in (None, IN_PIECE):
@@ -122,7 +124,9 @@ class Interpreter:
         region = self.regions.region(scope)
         override = self.regions.override(name, region)
         self.used.operations.add(name)
-        return Operation(equation, values, self, scope, region, override, frame.neighbours)
+        neighbours = frame.neighbours
+        read = tuple(result_dtypes(equation, neighbours.read, scope, self.regions))
+        return Operation(equation, values, self, scope, region, override, neighbours, read)
 
     def _run_piece(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
         """Runs a piece; if products in it are saved, under `jax.checkpoint`."""
