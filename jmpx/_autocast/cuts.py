@@ -5,7 +5,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
@@ -59,6 +59,9 @@ class Life(NamedTuple):
         return self.start < place <= self.end
 
 
+Lives: TypeAlias = tuple[list[Life], list[int]]  # and the bytes that each equation makes
+
+
 def holds_product(equation: Equation) -> bool:
     """Whether an equation is a weight product or keeps residuals, or a jaxpr in it has one."""
     if is_weight_product(equation.primitive, equation.params, equation.invars):
@@ -85,7 +88,7 @@ def find_activations(jaxpr: Jaxpr, saving: Saving) -> set[Atom]:
 
 
 def find_cuts(
-    equations: Sequence[Equation], roles: Sequence[Role], active: Collection[Atom], turns: int
+    equations: Sequence[Equation], roles: Sequence[Role], lives: Lives, turns: int
 ) -> set[int]:
     """Returns the indices of equations before which the jaxpr is best cut; see README.md.
 
@@ -94,10 +97,10 @@ def find_cuts(
     for each of its turns, and computes one turn again at a time.
     """
     holders = [i for i, role in enumerate(roles) if role in _HOLDERS]
-    lives, sizes = _lives(equations, roles, active)
-    alive = _alive(len(equations), lives)
+    large, sizes = lives
+    alive = _alive(len(equations), large)
     kept = [max(turns, 1) * _saved(found) for found in alive]
-    places = sorted(set(_cuts(holders, lives, alive)))
+    places = sorted(set(_cuts(holders, large, alive)))
     marks = list(map(_mark, equations))
     products = list(_sums(sizes, roles, Role.PRODUCT))
     again = list(_sums(sizes, roles, Role.ORDINARY))
@@ -213,7 +216,7 @@ class Part(NamedTuple):
         return None
 
 
-def find_head(jaxpr: Jaxpr, roles: Sequence[Role], active: Collection[Atom]) -> int | None:
+def find_head(jaxpr: Jaxpr, roles: Sequence[Role], lives: Sequence[Life]) -> int | None:
     """Returns the index of the last product if it makes results larger than what it reads."""
     # Such are the logits of a language model. The backward pass begins with their cotangent, and
     # needs of the head only what it reads: a checkpoint around it would save nothing, and keep XLA
@@ -229,13 +232,12 @@ def find_head(jaxpr: Jaxpr, roles: Sequence[Role], active: Collection[Atom]) -> 
     size = sum(map(_size, equation.outvars))
     if size > max(results, default=0):
         return None
-    lives, _ = _lives(jaxpr.eqns, roles, active)
     return head if sum(life.size for life in lives if life.is_at(head)) < size else None
 
 
-def _lives(
+def find_lives(
     equations: Sequence[Equation], roles: Sequence[Role], active: Collection[Atom]
-) -> tuple[list[Life], list[int]]:
+) -> Lives:
     """Returns the lives of large activations, and what each equation makes.
 
     Operands of the jaxpr are none: what reads them keeps them, wherever it is cut.

@@ -6,7 +6,15 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from jmpx._autocast.backward import variables
-from jmpx._autocast.cuts import Role, find_activations, find_cuts, find_head, holds_product, length
+from jmpx._autocast.cuts import (
+    Role,
+    find_activations,
+    find_cuts,
+    find_head,
+    find_lives,
+    holds_product,
+    length,
+)
 from jmpx._autocast.saving import Saving
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
@@ -73,12 +81,13 @@ def _found_groups(jaxpr: Jaxpr, saving: Saving) -> list[_Group]:
         active = find_activations(jaxpr, saving)
         within = [_inside(equation, saving, active) for equation in jaxpr.eqns]
         roles = [_role(*pair) for pair in zip(jaxpr.eqns, within, strict=True)]
-        head = find_head(jaxpr, roles, active)
+        lives = find_lives(jaxpr.eqns, roles, active)
+        head = find_head(jaxpr, roles, lives[0])
         cuts = set()
         if head is not None:  # it is in no piece, and what it reads ends the last one
             roles[head] = Role.ORDINARY
             cuts.add(head)
-        cuts |= find_cuts(jaxpr.eqns, roles, active, saving.turns)
+        cuts |= find_cuts(jaxpr.eqns, roles, lives, saving.turns)
         groups = _grouped(jaxpr.eqns, roles, cuts)
         known[saving] = [(kind, indices, within[indices[0]]) for kind, indices in groups]
     return known[saving]
