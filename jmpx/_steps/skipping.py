@@ -63,7 +63,7 @@ def _by_cond(finite: jax.Array, take: Callable[[], T], keep: Callable[[PyTree], 
 
     A trace of the step before, for its types alone, would take as long as the step itself.
     """
-    news: list[tuple[PyTree, list[object]]] = []
+    news: list[tuple[PyTree, list[jax.core.ShapedArray | None]]] = []
 
     def taken() -> T:
         new = _arrays(take())

@@ -1,7 +1,5 @@
 """Runs a program, and finds in which equations infinities and NaNs first appear."""
 
-import contextvars
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -10,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.leaves import PyTree
+from jmpx._inspect.compiled import Compiled
 from jmpx._jaxprs import core, watched
 from jmpx._jaxprs.moves import PLACEMENTS, RESHAPES
-from jmpx._jaxprs.structure import structure
 from jmpx._jaxprs.types import Array, Aval, Equation, Jaxpr
 from jmpx._jaxprs.watched import Run, Site, Trips, is_loop
 
@@ -20,14 +18,12 @@ T = TypeVar("T")
 # The results of these hold the numbers of the operand, so that a search looks at the operand alone.
 # An identity may have several operands, as `optimization_barrier` has: it is not among them.
 HAND_ON = RESHAPES | PLACEMENTS | {"copy", "neg"}
-# XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears. What
-# runs once or twice is not worth optimizing: that would take half of the time to compile.
-_AS_WRITTEN = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 INF, NAN = 1, 2  # the worst that an array holds; 0 is neither
 MADE, TURNED = 1, 2  # out of finite numbers; NaN out of infinities
 # Of each site: the worst number; in a loop, also the kind of the first event and its trips.
 Key: TypeAlias = tuple[int, ...]
 _Notes: TypeAlias = dict[Key, tuple[Array, ...]]
+Constant: TypeAlias = Callable[[Array], Array]
 
 
 class Event(NamedTuple):
@@ -88,36 +84,12 @@ def _silent(eqn: Equation, operands: list[Array]) -> list[Array]:
     return core.bind(eqn, operands) if eqn.outvars else []  # a print has none
 
 
-class _Programs(NamedTuple):
-    """What is compiled for all searches of one structure; neither holds an array of a search."""
-
-    look: Callable[..., tuple[list[tuple[Array, ...]], list[Array], list[Array]]]
-    operands: Callable[..., list[Array | None]]
-
-
-@functools.lru_cache(maxsize=16)
-def _programs(key: Hashable) -> _Programs:
-    """Returns the programs of all searches with a key; JAX traces the one that runs at the time."""
-    jit = functools.partial(jax.jit, compiler_options=_AS_WRITTEN)
-    look = jit(lambda *args: _running.get().watch_all(*args))
-    operands = jit(lambda *args: _running.get().watch_one(*args), static_argnums=0)
-    return _Programs(look, operands)
-
-
-_running: contextvars.ContextVar["Search"] = contextvars.ContextVar("_running")
-
-
 class Search:
-    """A program that is searched with several inputs: see `evaluate`.
+    """A program that is compiled once, and searched with several inputs: see `evaluate`."""
 
-    Programs that do the same share what is compiled, so that a step that is looked at again runs at
-    once, although `jax.grad` or a lambda makes the function anew. Constants are operands.
-    """
-
-    def __init__(
-        self, jaxpr: Jaxpr, run: Run = _silent, constant: Callable[[Array], Array] = _same
-    ) -> None:
+    def __init__(self, jaxpr: Jaxpr, run: Run = _silent, constant: Constant = _same) -> None:
         self.jaxpr, self.run, self.constant = jaxpr, run, constant
+        self.compiled = Compiled(jaxpr)
         self.sites = {site.key: site for site in watched.sites(jaxpr)}
         # The place of each site in the program; a loop has the place of its first site.
         self.places: dict[Key, int] = {}
@@ -125,31 +97,15 @@ class Search:
             for end in range(1, len(key) + 1):
                 self.places.setdefault(key[:end], place)
         self.watched = {k: site for k, site in self.sites.items() if is_watched(site.equation)}
-        self.consts = list(watched.constants(jaxpr))
-        self.programs = self._shared_programs()
-
-    def _shared_programs(self) -> _Programs:
-        """Returns the programs of this structure; those of one that is not known are its own."""
-        if watched.is_opaque(self.jaxpr):
-            return _programs.__wrapped__(None)
-        firsts = {id(const): i for i, const in reversed(list(enumerate(self.consts)))}
-        same = tuple(firsts[id(const)] for const in self.consts)
-        try:
-            key = structure(self.jaxpr, derivatives=False), same, self.run, self.constant
-            return _programs(key)
-        except TypeError:  # a parameter has no hash
-            return _programs.__wrapped__(None)
 
     def _evaluate(
-        self, arrays: Sequence[Array], consts: Sequence[Array], *args: Any, **options: Any
-    ) -> Any:
-        given = dict(zip(map(id, self.consts), consts, strict=True))
-        constant = lambda array: self.constant(given.get(id(array), array))  # noqa: E731
-        options |= {"run": self.run, "constant": constant}
+        self, constant: Constant, arrays: Sequence[Array], *args: Any, **options: Any
+    ) -> tuple[list[Array], Any]:
+        options |= {"run": self.run, "constant": lambda array: self.constant(constant(array))}
         return watched.evaluate(self.jaxpr, arrays, *args, **options)
 
-    def watch_all(
-        self, arrays: Sequence[Array], consts: Sequence[Array]
+    def _watch_all(
+        self, constant: Constant, arrays: Sequence[Array]
     ) -> tuple[list[tuple[Array, ...]], list[Array], list[Array]]:
         """Returns the notes of all watched sites, and the worst numbers of inputs and results."""
         zero = jnp.zeros((), jnp.int32)
@@ -157,20 +113,18 @@ class Search:
             key: (zero,) * (2 + len(site.loops) if site.loops else 1)
             for key, site in self.watched.items()
         }
-        results, state = self._evaluate(arrays, consts, _note, state, reduce=_joined, by_site=True)
+        results, state = self._evaluate(
+            constant, arrays, _note, state, reduce=_joined, by_site=True
+        )
         inputs, outputs = ([worst_traced([x]) for x in each] for each in (arrays, results))
         return [state[key] for key in self.watched], inputs, outputs
 
-    def _run(self, program: Callable[..., T], *args: Any) -> T:
-        before = _running.set(self)
-        try:
-            return program(*args, self.consts)
-        finally:
-            _running.reset(before)
+    def _compiled(self, fn: Callable[..., T], args: tuple[PyTree, ...], *depends_on: Hashable) -> T:
+        return self.compiled.run(fn, args, self.run, self.constant, *depends_on)
 
     def look(self, arrays: Sequence[Array]) -> Seen:
         """Runs the program on its inputs."""
-        rows, inputs, outputs = jax.device_get(self._run(self.programs.look, list(arrays)))
+        rows, inputs, outputs = jax.device_get(self._compiled(self._watch_all, (list(arrays),)))
         worst, in_loops = {}, {}
         for (key, site), row in zip(self.watched.items(), rows, strict=True):
             worst[key], *event = map(int, row)
@@ -194,33 +148,30 @@ class Search:
 
         One that does not hold numbers, such as a random key, is None.
         """
-        trips = np.asarray(event.trips, np.int32)
-        place = self.places[event.site.key]
-        kept = self._run(functools.partial(self.programs.operands, place), list(arrays), trips)
-        count = len(event.site.equation.invars)
-        return kept[:count], kept[count:]
-
-    def watch_one(
-        self, place: int, arrays: Sequence[Array], wanted: Array, consts: Sequence[Array]
-    ) -> list[Array | None]:
-        """Returns the operands and results of the site at a place, in some trips of its loops."""
-        key, site = list(self.sites.items())[place]
-        avals = [atom.aval for atom in (*site.equation.invars, *site.equation.outvars)]
+        key, eqn = event.site.key, event.site.equation
+        avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
         empty = [jnp.zeros(a.shape, a.dtype) if _is_plain(a) else None for a in avals]
 
-        def watch(
-            state: PyTree, site: Site, operands: list[Array], results: list[Array], trips: Trips
-        ) -> PyTree:
-            if site.key != key:
-                return state
-            found, kept = state
-            is_it = ~found & (jnp.stack([*trips, jnp.int32(0)])[:-1] == wanted).all()
-            pairs = zip((*operands, *results), kept, strict=True)
-            select = lambda new, old: jnp.where(is_it, jnp.asarray(new, old.dtype), old)  # noqa: E731
-            return found | is_it, [old if old is None else select(new, old) for new, old in pairs]
+        def run(constant: Constant, arrays: list[Array], wanted: Array) -> list[Array | None]:
+            def watch(
+                state: PyTree, site: Site, operands: list[Array], results: list[Array], trips: Trips
+            ) -> PyTree:
+                if site.key != key:
+                    return state
+                found, kept = state
+                is_it = ~found & (jnp.stack([*trips, jnp.int32(0)])[:-1] == wanted).all()
+                pairs = zip((*operands, *results), kept, strict=True)
+                select = lambda new, old: jnp.where(is_it, jnp.asarray(new, old.dtype), old)  # noqa: E731
+                return found | is_it, [
+                    old if old is None else select(new, old) for new, old in pairs
+                ]
 
-        state = jnp.array(False), empty
-        return self._evaluate(arrays, consts, watch, state, reduce=_of_one_device)[1][1]
+            state = jnp.array(False), empty
+            return self._evaluate(constant, arrays, watch, state, reduce=_of_one_device)[1][1]
+
+        wanted = np.asarray(event.trips, np.int32)
+        kept = self._compiled(run, (list(arrays), wanted), self.places[key])
+        return kept[: len(eqn.invars)], kept[len(eqn.invars) :]
 
 
 def _is_plain(aval: Aval) -> bool:
