@@ -10,8 +10,8 @@ converts; the bytes that XLA says it accesses, and those that it holds besides a
 one number of cores. Times are those of the processor (`time.process_time`), over all threads: of
 tracing, and of compiling in XLA.
 
-Instructions say little of what a step does: XLA repeats a cheap operation, such as a product with
-`1 / scale`, in every fusion that reads it, and an expensive one, such as a division, not.
+Instructions say little: XLA repeats a product with `1 / scale` in every fusion that reads it, and a
+division not.
 """
 
 import collections

@@ -108,17 +108,10 @@ OPERAND = re.compile(r"%[\w.-]+")
 FETCHES = {"copy-start", "slice-start"}  # their results name what they read, too
 
 
-def sizes(kinds: str) -> list[float]:
-    """Returns the bytes of the arrays of a type of HLO; those on the chip are negative."""
-    found = []
-    for bits, shape, layout in ARRAY.findall(kinds):
-        size = int(bits or 8) / 8 * math.prod(int(n) for n in shape.split(",") if n)
-        found.append(-size if "S(" in layout else size)
-    return found
-
-
-def in_hbm(kinds: str) -> float:
-    return sum(size for size in sizes(kinds) if size > 0)
+def sizes(kinds: str, hbm: bool = False) -> list[float]:
+    """Returns the bytes of the arrays of types of HLO: of all, or of those that are in HBM."""
+    found = (array for array in ARRAY.findall(kinds) if not (hbm and "S(" in array[2]))
+    return [int(b or 8) / 8 * math.prod(map(int, re.findall(r"\d+", n))) for b, n, _ in found]
 
 
 def hbm_bytes(hlo: str) -> float:
@@ -127,10 +120,10 @@ def hbm_bytes(hlo: str) -> float:
     for found in filter(None, map(LINE.match, unfused(hlo))):
         name, kinds[name], kind, operands = found.groups()
         if kind in FETCHES:
-            moved += min(size for size in map(abs, sizes(kinds[name])) if size > 4)
+            moved += min(size for size in sizes(kinds[name]) if size > 4)
         elif kind not in FREE and not kind.endswith("-done"):
             read = (kinds.get(operand, "") for operand in OPERAND.findall(operands))
-            moved += in_hbm(kinds[name]) + sum(map(in_hbm, read))
+            moved += sum(sizes(" ".join((kinds[name], *read)), hbm=True))
     return moved
 
 

@@ -19,8 +19,8 @@ WAYS = {  # how the tables name them, in this order
     "autocast": "jmpx.autocast",
     "autocast, save": '`jmpx.autocast(..., save="products")`',
     "autocast, save, with the loss": "the same around the loss, too",
-    "by hand, marked blocks": "bfloat16 by hand, scores scaled in float32, blocks marked",
-    "by hand, low scores, marked blocks": "bfloat16 by hand, scores scaled in bfloat16, blocks marked",
+    "by hand, marked blocks": "bfloat16 by hand, scaled in float32, blocks marked",
+    "by hand, low scores, marked blocks": "bfloat16 by hand, scaled in bfloat16, blocks marked",
     "autocast, marked blocks": "jmpx.autocast, each block marked by hand",
     "autocast, marked blocks, bfloat16 carry": "the same with `op.scan: bf16`",
     "autocast, save, bfloat16 carry": '`save="products"`, `op.scan: bf16`',
@@ -125,13 +125,10 @@ def costs(found: list[Record]) -> str:
     """Returns what the ViT needs in the ways that a user has to save memory."""
     header = (title(VIT), "peak, MiB", "GFLOP", "GB accessed", "GB from and to HBM")
     lines = groups(found).get(VIT, {})
-    rows = ((WAYS[way], peak(lines[way]), *figures(lines[way])) for way in COSTS if way in lines)
+    keys = {"peak_mib": 0, "gflop": 0, "gb_accessed": 1, "gb_hbm": 1}  # and their digits
+    cell = lambda line, key: f"{line[key]:,.{keys[key]}f}" if key in line else ""  # noqa: E731
+    rows = ((WAYS[w], *(cell(lines[w], key) for key in keys)) for w in COSTS if w in lines)
     return table(header, rows)
-
-
-def figures(record: Record) -> Iterator[str]:
-    for key, places in (("gflop", 0), ("gb_accessed", 1), ("gb_hbm", 1)):
-        yield f"{record[key]:,.{places}f}" if record.get(key) else ""
 
 
 def short(found: list[Record]) -> str:
