@@ -10,7 +10,7 @@ from jmpx._autocast.pieces import Piece
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.value import Value
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Atom, Equation
+from jmpx._jaxprs.core import Atom, Equation, Scopes
 from jmpx._jaxprs.structure import structure_of
 
 
@@ -36,7 +36,7 @@ def key_of(
     )
 
 
-def scopes_around(piece: Piece) -> Sequence[object]:
+def scopes_around(piece: Piece) -> Scopes:
     """Returns the scopes, as JAX keeps them, that are around all equations of a piece."""
     first, *stacks = (core.stack_of(equation) for equation in piece.equations)
     for stack in stacks:
