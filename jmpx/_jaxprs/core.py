@@ -23,6 +23,7 @@ from jmpx._jaxprs.types import (
     Jaxpr as Jaxpr,
     Params as Params,
     Primitive as Primitive,
+    Scopes as Scopes,
     is_jaxpr,
 )
 
@@ -194,17 +195,17 @@ def _plain_scope(stack: str) -> str:
     return "/".join(filter(None, _WRAPPED.sub("", stack).split("/")))
 
 
-def stack_of(eqn: Equation) -> tuple[object, ...]:
+def stack_of(eqn: Equation) -> Scopes:
     """Returns the scopes of an equation as JAX keeps them, in which its operations run again."""
     return unmarked_stack(eqn.source_info.name_stack).stack
 
 
 @contextlib.contextmanager
-def within_scopes(scopes: Sequence[object]) -> Iterator[None]:
+def within_scopes(scopes: Scopes) -> Iterator[None]:
     """Lets operations run in more scopes, as `stack_of` returns them."""
     from jax.extend import source_info_util as info
 
-    with info.set_name_stack(info.current_name_stack() + info.NameStack(tuple(scopes))):
+    with info.set_name_stack(info.current_name_stack() + info.NameStack(scopes)):
         yield
 
 
