@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.core
@@ -15,13 +15,16 @@ from jmpx._jaxprs.types import Params
 
 SAVED = "jmpx_saved"  # what autocast itself gives that name with `checkpoint_name` is saved
 
+OnValues: TypeAlias = Callable[[Sequence[Value]], list[Value]]
 _Cast = tuple[np.dtype, bool]  # a key of `Value.casts`
 
 
 class Saving(NamedTuple):
     """What autocast saves for the backward pass: in each piece, the results of weight products."""
 
-    in_loop: bool = False  # whether the body of a scan is evaluated
+    turns: int = 0  # how often scans run what is evaluated; 0 outside of all
+    # Which of the last operands of its jaxpr depend on a product or are carried by a loop.
+    activations: tuple[bool, ...] = ()
     in_piece: bool = False  # whether a piece is evaluated, under its checkpoint
 
 
@@ -55,17 +58,14 @@ def saves_products(primitive: Primitive, *avals: Atom, **params: object) -> bool
 
 
 def checkpointed(
-    run: Callable[[list[Value]], list[Value]],
-    values: Sequence[Value],
-    is_read: Sequence[bool],
-    saving: Saving,
-) -> list[Value]:
-    """Runs a function of values under `jax.checkpoint`.
+    run: OnValues, values: Sequence[Value], is_read: Sequence[bool], saving: Saving
+) -> OnValues:
+    """Returns a function under `jax.checkpoint`, for these values and others that are alike.
 
     Casts go in and out with the values, so that each is made once: the cotangents of one cast are
     summed in its dtype, those of two casts in the dtype of the value.
     """
-    # JAX may keep the function, which must not keep the arrays alive.
+    # The function is kept for other pieces, and must not keep the arrays alive.
     constants = [v.array if isinstance(v.array, np.ndarray) else None for v in values]
     known = [
         (v.traits, v.constant, () if c is not None else tuple(v.casts))
@@ -92,14 +92,18 @@ def checkpointed(
         return [output.array for output in outputs] + casts
 
     # The two passes over a scan's body are in two loops: nothing can merge their equations.
-    remat = jax.checkpoint(on_arrays, policy=saves_products, prevent_cse=not saving.in_loop)
-    pairs = zip(values, constants, strict=True)
-    given = [(v.array, *v.casts.values()) for v, constant in pairs if constant is None]
-    arrays = remat(*itertools.chain.from_iterable(given))
-    outputs = [_value(array, *each) for array, each in zip(arrays, results, strict=False)]
-    for (i, key), array in zip(made, arrays[len(outputs) :], strict=True):
-        (*values, *outputs)[i].casts[key] = array
-    return outputs
+    remat = jax.checkpoint(on_arrays, policy=saves_products, prevent_cse=not saving.turns)
+
+    def call(values: Sequence[Value]) -> list[Value]:
+        pairs = zip(values, constants, strict=True)
+        given = [(v.array, *v.casts.values()) for v, constant in pairs if constant is None]
+        arrays = remat(*itertools.chain.from_iterable(given))
+        outputs = [_value(array, *each) for array, each in zip(arrays, results, strict=False)]
+        for (i, key), array in zip(made, arrays[len(outputs) :], strict=True):
+            (*values, *outputs)[i].casts[key] = array
+        return outputs
+
+    return call
 
 
 def _value(array: Array, traits: Traits, constant: Array | None) -> Value:
