@@ -3,7 +3,14 @@
 import jax.numpy as jnp
 
 from jmpx._autocast.backward import is_outer
-from jmpx._autocast.binding import bind, fill_value, has_fill, run_as_traced, run_moved, run_promoted
+from jmpx._autocast.binding import (
+    bind,
+    fill_value,
+    has_fill,
+    run_as_traced,
+    run_moved,
+    run_promoted,
+)
 from jmpx._autocast.kinds import compare, full, low, power, promote, promote_finite, scale_checking
 from jmpx._autocast.products import is_precise, with_algorithms
 from jmpx._autocast.reads import narrow_dtype
