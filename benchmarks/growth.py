@@ -1,27 +1,22 @@
 """Measures how the time to trace grows with layers, leaves, rules and devices.
 
-    python benchmarks/growth.py                        # what has no line yet
     python benchmarks/growth.py --again --only layers 96    # all ways at one size
-    python benchmarks/pictures.py                      # the picture
+    python benchmarks/pictures.py                           # the picture
 
-A line has the processor seconds of one way at one size: the least of some turns, because nothing
-makes them less. Nothing is compiled. By size, these are:
+A line has the processor milliseconds of one way at one size, the least of some turns. Nothing is
+compiled. The sizes are those of
 
-- layers: transformer blocks that are written out; the gradients of a loss, and its audit.
-- leaves: parameters of two entries each; their gradients, and the skipping update by Adam.
-- rules: those of a policy map, each of which matches one of 100 modules or named scopes.
-- devices: those that share parameters and batch, as in `fsdp.py`; the step is lowered, too, and
-  its collectives are read.
-
-`slope` is that of the last three sizes where both axes are logarithmic: 1 is linear.
+- layers: blocks that are written out, in the float16 steps of `steps.py`, and their audit;
+- leaves: parameters of one entry each, in the same steps, which skip;
+- modules: of an Equinox network under `by=modules`, and under autocast;
+- rules: of a policy map, each for one of 100 such modules; and of its string, which is parsed;
+- devices: those that share parameters and batch, in the steps of `fsdp.py`, which are lowered, too.
 """
 
 import functools
-import importlib.util
 import os
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -31,183 +26,96 @@ import jax.numpy as jnp
 import numpy as np
 import records
 import steps
-from models import Transformer, Zeros
+from models import Transformer
 from records import Record
+from tpu_steps import shapes
 
 import jmpx
 
 RESULTS = records.RESULTS / "growth.jsonl"
 ROUNDS, ENOUGH = 5, 60  # turns at most, and the seconds after which there is no further one
-LOW = "c=bf16"
-MODULES = 100  # of the network under rules
 
-PyTree = Any
 Ways = dict[str, Callable[[], Any]]  # by name: what is measured
+Line = list[tuple[float, float]]  # sizes and milliseconds
 
 
-def tracing(fn: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """Returns a function that traces; it is a new one each time, which JAX's caches do not know."""
-    return lambda: jax.jit(lambda *args: fn(*args)).trace(*args)
+def traced(model: Any, implementation: str) -> Any:
+    step = steps.Point(implementation, "float16").make(model, steps.ADAM)
+    params, batch = shapes(model, 2)
+    scaling = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, step.scaling))
+    state = params, jax.eval_shape(step.optimizer.init, params), scaling
+    return steps.traced(step, state, batch, None)
 
 
-def gradients(loss_fn: Callable[..., jax.Array], policy: str) -> Callable[..., Any]:
-    return jmpx.filter_value_and_grad(loss_fn, jmpx.NoOpLossScale(), policy=policy)
-
-
-def in_bfloat16(loss_fn: Callable[..., jax.Array], cast: Callable[[PyTree], PyTree]) -> Any:
-    """Returns the gradients of a loss whose arguments are cast by hand, or by another library."""
-    return jax.value_and_grad(lambda params, *batch: loss_fn(cast(params), *cast(batch)))
-
-
-def casts() -> dict[str, Callable[[PyTree], PyTree]]:
-    by_hand = {"by hand": functools.partial(steps.cast, dtype="bfloat16")}
-    if not importlib.util.find_spec("jmp"):
-        return by_hand
-    import jmp
-
-    return by_hand | {"JMP": jmp.get_policy("compute=bfloat16").cast_to_compute}
-
-
-def shapes(model: Transformer, size: int, length: int) -> tuple[PyTree, Any, Any]:
-    """Returns those of the parameters of a model and of a batch."""
-    params = jax.eval_shape(lambda: model.init(Zeros(np.random.PCG64())))
-    batch = jax.eval_shape(lambda: model.batch(np.random.default_rng(0), size, length))
-    return params, *batch
-
-
-# Layers.
-
-
-class Block(eqx.Module):
-    """A block of the transformer as a module."""
-
-    layer: PyTree
-    model: Transformer = eqx.field(static=True)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.model._block(self.layer, x)
-
-
-class Blocks(eqx.Module):
-    """A network of modules."""
-
-    blocks: list[Block]
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for block in self.blocks:
-            x = block(x)
-        return (x.astype(jnp.float32) ** 2).mean()
+def of_steps(model: Any, names: Iterable[str]) -> Ways:
+    return {name: functools.partial(traced, model, name) for name in names}
 
 
 def layers(number: int) -> Ways:
     model = Transformer(number, width=64, hidden=128, islands=True)
-    plain = Transformer(number, width=64, hidden=128)
-    params, *batch = given = shapes(model, 2, 16)
-    network = Blocks([Block(layer, model) for layer in params["layers"]])
-    saving = gradients(plain.loss, f"{LOW},by=operations,save=products")
-    return {
-        **{name: tracing(in_bfloat16(model.loss, cast), *given) for name, cast in casts().items()},
-        "by arguments": tracing(gradients(model.loss, LOW), *given),
-        "by modules": tracing(gradients(Blocks.__call__, f"{LOW},by=modules"), network, batch[0]),
-        "autocast": tracing(gradients(plain.loss, f"{LOW},by=operations"), *given),
-        "autocast, save": tracing(saving, *given),
-        "audit": lambda: jmpx.inspect.audit(lambda *args: model.loss(*args))(*given),
-    }
+    params, batch = shapes(model, 2)
+    names = ("handwritten", "jmp", "jmpx", "autocast", "autocast_saved")
+    audit = jmpx.inspect.audit(lambda *args: model.loss(*args))
+    return {**of_steps(model, names), "audit": lambda: audit(params, *batch)}
 
 
-# Leaves.
+class Leaves(Transformer):
+    """Sums its parameters, of which there are as many as layers."""
 
+    def init(self, rng: np.random.Generator) -> Any:
+        return [jnp.zeros(1) for _ in range(self.layers)]
 
-def squares(params: PyTree) -> jax.Array:
-    return sum(leaf.astype(jnp.float32).sum() for leaf in params.values())
+    def apply(self, params: Any, x: jax.Array) -> jax.Array:
+        return sum(params) * x
 
 
 def leaves(number: int) -> Ways:
-    params = {f"w{i}": jax.ShapeDtypeStruct((2,), jnp.float32) for i in range(number)}
-    state, finite = jax.eval_shape(steps.ADAM.init, params), jax.ShapeDtypeStruct((), bool)
-    given = params, state, params, finite
-
-    def by_hand(params: PyTree, state: PyTree, grads: PyTree, finite: jax.Array) -> Any:
-        return steps.by_where(finite, new, grads, params, state)
-
-    def new(grads: PyTree, *old: PyTree) -> Any:
-        return steps.update(steps.ADAM, grads, *old)
-
-    def by_jmpx(params: PyTree, state: PyTree, grads: PyTree, finite: jax.Array) -> Any:
-        return jmpx.optimizer_update(params, steps.ADAM, state, grads, finite)
-
-    return {
-        **{name: tracing(in_bfloat16(squares, cast), params) for name, cast in casts().items()},
-        "by arguments": tracing(gradients(squares, LOW), params),
-        "autocast": tracing(gradients(squares, f"{LOW},by=operations"), params),
-        "update by hand": tracing(by_hand, *given),
-        "optimizer_update": tracing(by_jmpx, *given),
-    }
+    return of_steps(Leaves(number), ("handwritten", "jmp", "jmpx_where", "jmpx", "autocast"))
 
 
-# Rules.
+def network(number: int, policy: str) -> Callable[[], Any]:
+    """Returns a function that traces the gradients of so many modules under a policy."""
+    mlp = eqx.nn.MLP(8, 8, 8, number - 1, key=jax.random.key(0))
+    x = jnp.zeros(8)
+
+    def run() -> Any:
+        loss_fn = lambda mlp, x: mlp(x).astype(jnp.float32).sum()  # noqa: E731
+        scaling = jmpx.NoOpLossScale()
+        return eqx.filter_jit(jmpx.filter_value_and_grad(loss_fn, scaling, policy=policy)).lower(
+            mlp, x
+        )
+
+    return run
 
 
-class Scale(eqx.Module):
-    """A module of one operation."""
-
-    weight: Any
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x * self.weight
+def modules(number: int) -> Ways:
+    ways = "arguments", "modules", "operations"
+    return {f"by={way}": network(number, f"by={way},c=bf16") for way in ways}
 
 
 def rules(number: int) -> Ways:
-    x = jax.ShapeDtypeStruct((2,), jnp.float32)
-    network = Blocks([Scale(x) for _ in range(MODULES)])
-    text = "; ".join([LOW, *(f"*/blocks/{i}: full" for i in range(number))])
-
-    def parse() -> None:
-        jmpx.get_policy_map(text.replace("/blocks/", f"/{uuid.uuid4()}/"))  # one not known yet
-
-    return {
-        "parse": parse,
-        **{
-            way: tracing(
-                gradients(Blocks.__call__, text.replace(LOW, f"{LOW},by={way}")), network, x
-            )
-            for way in ("modules", "operations")
-        },
-    }
-
-
-# Devices.
+    text = "c=bf16" + "".join(f"; */layers/{i}: full" for i in range(number))
+    tags = iter(range(1000))  # a string that is not known yet
+    found: Ways = {"parse": lambda: jmpx.get_policy_map(f"{text}; */{next(tags)}: full")}
+    return found | {w: network(100, f"by={w},{text}") for w in ("modules", "operations")}
 
 
 def devices(number: int) -> Ways:
     model = Transformer(2, 256, 4, 256, classes=256, islands=True)
-    params, *batch = shapes(model, 256, 8)
-    given = fsdp.Problem(model, params, (batch[0], batch[1]), None)
-
-    def lower(way: str) -> None:
-        lowered = fsdp.prepare(way, given, jax.devices()[:number]).traced.lower()
-        if way in fsdp.UNDER_SHARD_MAP:  # under jit, JAX writes no collectives
-            jmpx.inspect.collectives(lowered)
-
-    return {words: functools.partial(lower, way) for way, words in SHARDED.items()}
+    given = fsdp.Problem(model, *shapes(model, 256), None)
+    names = [way for way in fsdp.WAYS if "micro" not in way and "r=" not in way]
+    lower = lambda way: fsdp.prepare(way, given, jax.devices()[:number]).traced.lower()  # noqa: E731
+    return {way: functools.partial(lower, way) for way in names}
 
 
-# The points.
-
-SHARDED = {  # the ways of `fsdp.py`
-    "float32": "float32",
-    "c=bf16": "by arguments",
-    "autocast": "autocast",
-    "batch_sharding, c=bf16": "batch_sharding",
-    "all_gather of bf16": "by hand, gathering",
-    "jmpx.distributed.gather, c=bf16": "gathering",
-}
 AXES: dict[str, tuple[Callable[[int], Ways], tuple[int, ...]]] = {
     "layers": (layers, (6, 12, 24, 48, 96)),
     "leaves": (leaves, (80, 400, 2_000, 6_000, 20_000)),
-    "rules": (rules, (3, 12, 25, 50, 100)),
+    "modules": (modules, (6, 12, 24, 48, 96)),
+    "rules": (rules, (6, 12, 25, 50, 100)),
     "devices": (devices, (8, 32, 64, 128, 256)),
 }
+POINTS = [{"axis": axis, "size": size} for axis, (_, sizes) in AXES.items() for size in sizes]
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -218,33 +126,29 @@ def seconds(run: Callable[[], Any]) -> float:
 
 def measure(axis: str, size: int, small: bool = False) -> list[Record]:
     """Measures all ways at one size, in turns."""
-    make, _ = AXES[axis]
-    ways, start = make(2 if small else size), time.process_time()
+    ways, start = AXES[axis][0](2 if small else size), time.process_time()
     found: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(1 if small else ROUNDS):
         for way, run in ways.items():
             found[way].append(seconds(run))
         if time.process_time() - start > ENOUGH:
             break
-    return [{"way": way, "ms": round(1000 * min(times), 2)} for way, times in found.items()]
+    return [{"way": way, "ms": round(1000 * min(times), 3)} for way, times in found.items()]
 
 
-def slope(line: list[tuple[float, float]]) -> float:
-    """Returns the slope of the last three points of a line, both axes logarithmic."""
-    sizes, times = np.log(sorted(line)[-3:]).T
+OTHERS = ("handwritten", "jmp", "float32", "all_gather of bf16")  # than jmpx
+
+
+def line(found: list[Record], axis: str, way: str) -> Line:
+    """Returns the sizes and milliseconds of a way."""
+    return sorted((r["size"], r["ms"]) for r in found if (r["axis"], r["way"]) == (axis, way))
+
+
+def slope(line: Line) -> float:
+    """Returns the slope at the three largest sizes, both axes logarithmic: 1 is linear."""
+    sizes, times = np.log(line[-3:]).T
     return float(np.polyfit(sizes, times, 1)[0])
 
-
-def lines(found: list[Record], axis: str) -> dict[str, list[tuple[float, float]]]:
-    """Returns the sizes and milliseconds of each way."""
-    by_way: dict[str, list[tuple[float, float]]] = {}
-    for record in found:
-        if record["axis"] == axis:
-            by_way.setdefault(record["way"], []).append((record["size"], record["ms"]))
-    return by_way
-
-
-POINTS = [{"axis": axis, "size": size} for axis, (_, sizes) in AXES.items() for size in sizes]
 
 if __name__ == "__main__":
     flags = os.environ.get("XLA_FLAGS", "")

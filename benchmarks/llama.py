@@ -37,10 +37,10 @@ import tpu
 import tpu_compile
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from models import SAVEABLE, LanguageModel, Params, Zeros
+from models import SAVEABLE, LanguageModel, Params, Transformer
 from records import Record
 from steps import Step
-from tpu_steps import CARRY, LOW, share
+from tpu_steps import CARRY, LOW, shapes, share
 
 import jmpx
 
@@ -68,13 +68,8 @@ class Llama(LanguageModel):
 
     def init(self, rng: np.random.Generator) -> Params:
         """Returns float32 parameters."""
-        layers = [self._layer(rng) for _ in range(self.layers)]
-        return {
-            "tokens": self._weight(rng, self.classes, self.width),
-            "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
-            "norm": jnp.ones(self.width),
-            "head": self._weight(rng, self.width, self.classes),
-        }
+        tokens = self._linear(rng, self.classes, self.width)
+        return Transformer.init(self, rng) | {"tokens": tokens}
 
     def apply(self, params: Params, text: jax.Array) -> jax.Array:
         """Returns the scores of the next tokens, of shape (size, length, classes)."""
@@ -95,22 +90,19 @@ class Llama(LanguageModel):
     def _cast(self, tree: Params) -> Params:
         return steps.cast(tree, self.casts) if self.casts else tree
 
-    def _weight(self, rng: np.random.Generator, *shape: int) -> jax.Array:
-        return jnp.asarray(shape[0] ** -0.5 * rng.normal(size=shape), jnp.float32)
+    def _norm(self) -> jax.Array:
+        return jnp.ones(self.width)
+
+    def _linear(self, rng: np.random.Generator, inputs: int, outputs: int) -> jax.Array:
+        return super()._linear(rng, inputs, outputs)["w"]
 
     def _layer(self, rng: np.random.Generator) -> Params:
-        keys = self.head_size * self.groups
-        products = {
-            "q": (self.width, self.width),
-            "k": (self.width, keys),
-            "v": (self.width, keys),
-            "mix": (self.width, self.width),
-            "gate": (self.width, self.hidden),
-            "up": (self.width, self.hidden),
-            "down": (self.hidden, self.width),
-        }
-        norms = {"norm1": jnp.ones(self.width), "norm2": jnp.ones(self.width)}
-        return norms | {name: self._weight(rng, *shape) for name, shape in products.items()}
+        width, keys = self.width, self.groups * self.head_size
+        sizes = {"q": (width, width), "k": (width, keys), "v": (width, keys), "mix": (width, width)}
+        sizes |= {name: (width, self.hidden) for name in ("gate", "up")}
+        sizes["down"] = self.hidden, width
+        products = {name: self._linear(rng, *size) for name, size in sizes.items()}
+        return products | {"norm1": self._norm(), "norm2": self._norm()}
 
     def _block(self, layer: Params, x: jax.Array) -> jax.Array:
         layer = self._cast(layer)
@@ -167,20 +159,11 @@ def by_arguments(model: Llama, groups: bool = False) -> Step:
 WAYS: dict[str, Callable[[Llama], Step]] = {
     "float32": by_hand,
     "by hand": partial(by_hand, casts=LOW),
-    "by hand, products saved": partial(by_hand, casts=LOW, saveable=SAVEABLE),
     "c=bf16": by_arguments,
     "c=bf16, batch_sharding": partial(by_arguments, groups=True),
     "autocast": autocast,
+    "by hand, products saved": partial(by_hand, casts=LOW, saveable=SAVEABLE),
     "autocast, save": saved,
-}
-NAMES = {  # how the table names them, in this order
-    "float32": "float32",
-    "by hand": "bfloat16 by hand, cast in the layer",
-    "c=bf16": '`policy="c=bf16"`',
-    "c=bf16, batch_sharding": "the same with `batch=jmpx.Batch(sharding=...)`",
-    "autocast": "`jmpx.autocast`, `op.scan: bf16`",
-    "by hand, products saved": "by hand, layers keep what products of weights made",
-    "autocast, save": 'autocast, `save="products"`, no layer marked',
 }
 SIZES = {  # the model, and the chips
     "1B": (Llama(), "v5e:8x8"),
@@ -194,9 +177,8 @@ def trace(way: str, model: Llama, chips: list[Any]) -> Any:
     mesh = Mesh(np.array(chips), ("data",))
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     step = WAYS[way](dataclasses.replace(model, rows=rows))
-    params = jax.eval_shape(lambda: model.init(Zeros(np.random.PCG64())))
+    params, batch = shapes(model, mesh.size)
     state = params, jax.eval_shape(step.optimizer.init, params), step.scaling
-    batch = jax.eval_shape(lambda: model.batch(np.random.default_rng(0), mesh.size))
     places = jax.tree.map(partial(share, mesh), state), jax.tree.map(lambda _: rows, batch)
     state, batch = tpu.described((state, batch), places)
     return steps.traced(step, state, batch, None, (jax.tree.leaves(places[0]), whole)).step
@@ -212,10 +194,11 @@ def teraflops(traced: Any, chips: int) -> float:
 def measure(size: str, chips: int, way: str, small: bool = False) -> Record:
     """Compiles a step for the chips of a topology."""
     model, topology = SIZES["small" if small else size]
-    found = tpu_compile.compiled(lambda: trace(way, model, tpu.devices(topology)))
-    traced = trace(way, model, tpu.devices(topology))
+    devices = tpu.devices(topology)
+    found = tpu_compile.compiled(lambda: trace(way, model, devices))
     sent = sum(found.get("collectives", {}).values())
-    return found | {"sent_mib": sent, "tflop": teraflops(traced, len(tpu.devices(topology)))}
+    tflop = teraflops(trace(way, model, devices), len(devices))
+    return found | {"sent_mib": sent, "tflop": tflop}
 
 
 def points(size: str) -> list[Record]:
@@ -240,7 +223,7 @@ def table(found: list[Record], size: str = "1B") -> str:
     by_way = {record["way"]: record for record in found if record["size"] == size}
     rows = [
         (
-            words,
+            way,
             f"{record['peak_mib']:,.0f}",
             sent(record, "all-gather"),
             sent(record, "reduce-scatter", "all-reduce"),
@@ -249,7 +232,7 @@ def table(found: list[Record], size: str = "1B") -> str:
             f"{record['trace_cpu_s']:.1f}",
             f"{record['compile_cpu_s']:.0f}",
         )
-        for way, words in NAMES.items()
+        for way in WAYS
         if (record := by_way.get(way, {"status": ""}))["status"] == "ok"
     ]
     header = (f"Llama {size}, MiB a chip", "peak", "gathered", "summed", "exchanged")
@@ -258,9 +241,7 @@ def table(found: list[Record], size: str = "1B") -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     asked = sys.argv[1:] if arguments is None else arguments
-    found = [
-        point for size in ("1B", "8B") if size == "1B" or size in asked for point in points(size)
-    ]
+    found = points("1B") + (points("8B") if "8B" in asked else [])
     records.main(__doc__, {"llama": (found, measure)}, arguments, RESULTS)
 
 

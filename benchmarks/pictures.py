@@ -5,6 +5,7 @@
 
 - layers.png: what a float16 train step compiles to over the number of layers (`compiled_step.py`).
 - peak_memory.png: that of train steps on a TPU v5e over the batch size (`tpu_compile.py`).
+- growth.png: the time to trace over sizes (`growth.py`), with slopes: 1 is linear.
 - storage.png: three columns of the table of `storage.py`, a dot a seed.
 
 Equal lines lie in each other: the earlier one is wider.
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import growth
 import matplotlib
 import records
 import storage
@@ -67,10 +69,10 @@ def panels(count: int, size: tuple[float, float], **options: Any) -> tuple[Any, 
 
 
 def finish(figure: Any, axes: Any, text: str, found: Iterable[Record]) -> Any:
-    """Adds the title, and below the lines' names if there are any."""
+    """Adds the title, and below the lines' names if no axes have them."""
     figure.suptitle(f"{text}, JAX {', '.join(sorted({records.version_of(r) for r in found}))}")
     handles, labels = axes.get_legend_handles_labels()
-    if labels:
+    if labels and axes.get_legend() is None:
         figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
     return figure
 
@@ -108,6 +110,21 @@ def peak_memory() -> Any:
     return finish(figure, each[0], "A train step with Adam, compiled for a TPU v5e", found)
 
 
+def growing() -> Any:
+    found = records.read(growth.RESULTS)
+    figure, each = panels(len(growth.AXES), (20, 4.6))
+    for axes, axis in zip(each, growth.AXES, strict=True):
+        for way in dict.fromkeys(record["way"] for record in found if record["axis"] == axis):
+            line = growth.line(found, axis, way)
+            look = {"marker": "o", "ms": 3, "ls": ":" if way in growth.OTHERS else "-"}
+            axes.plot(*zip(*line, strict=True), label=f"{way}: {growth.slope(line):.2f}", **look)
+        axes.set(xscale="log", yscale="log", xlabel=axis)
+        axes.legend(fontsize=8, frameon=False)
+    each[0].set_ylabel("processor milliseconds to trace")
+    title = "Time to trace, and its slope at the three largest sizes (1 is linear)"
+    return finish(figure, each[0], title, found)
+
+
 def stored() -> Any:
     """Draws the mean and deviation of what was counted up, and two losses."""
     found, of = records.read(storage.RESULTS), storage.figures
@@ -135,6 +152,7 @@ def stored() -> Any:
 PICTURES = {
     records.RESULTS / "layers.png": layers,
     records.RESULTS / "peak_memory.png": peak_memory,
+    records.RESULTS / "growth.png": growing,
     records.RESULTS.parents[1] / "docs" / "storage.png": stored,
 }
 

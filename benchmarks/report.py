@@ -16,6 +16,7 @@ from pathlib import Path
 
 import compiled_step
 import language_model
+import llama
 import mutants
 import records
 import storage
@@ -159,18 +160,19 @@ def pages() -> dict[Path, str]:
     headlines = table_of_bars(row for row in bars(found) if HEADLINE.search(row.measure))
     learned = language_model.table(records.read(language_model.RESULTS))
     stored = [r for r in records.read(storage.RESULTS) if records.version_of(r) == "0.10.2"]
+    at_scale = llama.table(records.read(llama.RESULTS))
     planted = mutants.table(records.read(mutants.RESULTS))
     peaks = tpu_tables.visited(tpu)
     page = between(MARKS, headlines, PAGE.read_text())
     page = between(tpu_tables.MARKS, tpu_tables.short(tpu), page)
     tables = {
         "README.md": (programs(found, VISITED), peaks),
-        "docs/cost.md": (programs(found), peaks, tpu_tables.costs(tpu)),
+        "docs/cost.md": (programs(found), peaks, tpu_tables.costs(tpu), at_scale),
         "docs/reliability.md": (planted,),
         "docs/storage.md": (storage.table(stored),),
     }
     texts = {ROOT / name: replaced((ROOT / name).read_text(), *new) for name, new in tables.items()}
-    return {PAGE: replaced(page, learned), **texts}
+    return {PAGE: replaced(page, learned, at_scale), **texts}
 
 
 def replaced(text: str, *tables: str) -> str:

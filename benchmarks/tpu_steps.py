@@ -19,7 +19,7 @@ import numpy as np
 import steps
 import tpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from models import LanguageModel, Transformer, ViT, cross_entropy
+from models import LanguageModel, Transformer, ViT, Zeros, cross_entropy
 from steps import Step
 
 import jmpx
@@ -204,7 +204,7 @@ def resnet_step(way: str) -> Step:
 
 def make(point: Point, size: int, small: bool) -> tuple[Step, PyTree, PyTree]:
     """Returns a step, and the shapes of its state and of its batch."""
-    rng, averages = np.random.default_rng(0), None
+    averages = None
     if point.model == "resnet":
         step, side = resnet_step(point.way), 64 if small else 224
         images = jax.ShapeDtypeStruct((size, side, side, 3), jnp.float32)
@@ -216,13 +216,18 @@ def make(point: Point, size: int, small: bool) -> tuple[Step, PyTree, PyTree]:
         if point.way.startswith("autocast"):
             model = dataclasses.replace(model, islands=False)
         step = way(model, LOW, steps.ADAM)
-        params = jax.eval_shape(lambda: model.init(rng))
-        batch = jax.eval_shape(lambda: model.batch(rng, size))
+        params, batch = shapes(model, size)
     # MPX's loss scale counts with a plain number.
     scaling = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, step.scaling))
     if averages is not None:
         scaling = (scaling, averages) if scaling else averages
     return step, (params, jax.eval_shape(step.optimizer.init, params), scaling), batch
+
+
+def shapes(model: Transformer, size: int) -> tuple[PyTree, Any]:
+    """Returns those of the parameters and of a batch, which take neither time nor memory."""
+    rng = Zeros(np.random.PCG64())
+    return jax.eval_shape(lambda: model.init(rng)), jax.eval_shape(lambda: model.batch(rng, size))
 
 
 def share(mesh: Mesh, leaf: Any) -> NamedSharding:
