@@ -150,7 +150,8 @@ def run_moved(operation: Operation, dtype: np.dtype) -> list[Value]:
     @run.defjvp
     def _(arrays: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
         fill = {"fill_value": 0} if is_gather else {}
-        return run(*arrays), *bind_arrays(equation, [tangents[0], *arrays[1:]], **fill)
+        (tangent,) = bind_arrays(equation, [tangents[0], *arrays[1:]], **fill)
+        return run(*arrays), tangent
 
     arrays = operation.arrays(FLOAT32)
     return [Value(run(*arrays), operation.is_weak, operation.is_tangent)]

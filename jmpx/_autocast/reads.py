@@ -82,7 +82,7 @@ def _turns(equation: Equation, results: list[Dtypes], place: _Place) -> list[Dty
     """Returns the dtypes in which a scan's results are read, in its next turn or outside of it."""
     jaxpr, (num_consts, num_carry) = equation.params["jaxpr"], core.scan_counts(equation)
     override = place.regions.override("scan", place.regions.region(place.scope))
-    if override == jnp.bfloat16:  # the loop casts what it carries
+    if override is not None and override == jnp.bfloat16:  # the loop casts what it carries
         return [*[frozenset({override})] * num_carry, *results[num_carry:]]
     before = None
     while results != before:

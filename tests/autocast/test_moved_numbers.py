@@ -79,6 +79,7 @@ def gradients(fn):
     return jax.jit(lambda *args: (fn(*args), jax.grad(loss, (0, 1))(*args), along(args)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("save", [None, pytest.param("products", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", [*LOW, *WIDE])
 @pytest.mark.filterwarnings("ignore:No product runs in 16 bits", "ignore:save='products' leaves")
@@ -88,6 +89,7 @@ def test_rows_that_16_bit_operations_alone_read_are_gathered_in_16_bits(rng, nam
     assert is_low == (name in LOW)
 
 
+@pytest.mark.thorough
 def test_a_carry_in_16_bits_reads_rows_in_16_bits(rng):
     args = normal(rng, 20, 4), normal(rng, 4, 4)
     cast = jmpx.autocast(embedding(in_carry), "c=bf16; op.scan: bf16")
@@ -193,6 +195,7 @@ def check_vma(request):
     return request.param
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BODIES)
 def test_shards_that_products_alone_read_travel_in_16_bits(rng, name, check_vma):
     body, forward, backward = BODIES[name]
