@@ -15,7 +15,12 @@ from jmpx._jaxprs.watched import constants, is_opaque
 R = TypeVar("R")
 # XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears. What
 # runs once or twice is not worth optimizing: that would take half of the time to compile.
-_AS_WRITTEN = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+# On CPUs it makes two or three kernels of a reduction, and a watched program has one an operation.
+_AS_WRITTEN = {
+    "xla_allow_excess_precision": False,
+    "xla_backend_optimization_level": 0,
+    "xla_disable_hlo_passes": "tree_reduction_rewriter",
+}
 # What a program traces when it runs for the first time, or in another context of JAX.
 _traced: contextvars.ContextVar[Callable[..., PyTree]] = contextvars.ContextVar("_traced")
 

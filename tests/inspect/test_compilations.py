@@ -27,7 +27,8 @@ def compilations():
         return number
 
     yield count
-    jax.monitoring.unregister_event_duration_listener(listen)
+    if hasattr(jax.monitoring, "unregister_event_duration_listener"):  # not yet in JAX 0.7
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def make_step(layers=2, constant=1.0, size=8):
