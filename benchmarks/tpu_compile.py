@@ -145,15 +145,16 @@ def compiled(make: Callable[[], Any]) -> records.Record:
             raise
         return {"status": "oom", "message": str(error).splitlines()[0][:300], **tpu.target()}
     hlo, cost, memory = program.as_text(), program.cost_analysis(), program.memory_analysis()
+    sent = table(read(hlo))
     return {
         "status": "ok",
         "peak_mib": memory.peak_memory_in_bytes / 2**20,
         "arguments_mib": memory.argument_size_in_bytes / 2**20,
         "gflop": cost["flops"] / 1e9,
         "gb_accessed": cost["bytes accessed"] / 1e9,
-        "gb_hbm": hbm_bytes(hlo) / 1e9 if fields["chips"] == "one" else None,
+        "gb_hbm": None if sent else hbm_bytes(hlo) / 1e9,
         **counts(hlo),
-        "collectives": table(read(hlo)),
+        "collectives": sent,
         "trace_cpu_s": round(traced - start, 2),
         "compile_cpu_s": round(time.process_time() - traced, 1),
         "compile_s": round(time.perf_counter() - clock, 1),

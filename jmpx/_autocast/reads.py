@@ -46,9 +46,13 @@ def product_dtypes(jaxpr: Jaxpr, scope: str, regions: Regions) -> list[np.dtype 
 
 
 def narrow_dtype(operation: Operation) -> np.dtype | None:
-    """Returns the 16-bit dtype in which a float32 result is read, if it is read in no other."""
+    """Returns the 16-bit dtype in which a float32 result is read, if it is read in no other.
+
+    Of a tangent there is none: cotangents, which its transpose sums, would be rounded.
+    """
     is_wide = operation.promoted == FLOAT32 and is_float32(operation.result)
-    return _only_dtype(operation.read[0]) if operation.read and is_wide else None
+    is_known = operation.read and is_wide and not operation.is_tangent
+    return _only_dtype(operation.read[0]) if is_known else None
 
 
 def _only_dtype(dtypes: Dtypes) -> np.dtype | None:
