@@ -1,7 +1,7 @@
 """Keys of pieces: those with equal keys are one function, which JAX traces and derives once."""
 
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 
@@ -32,7 +32,7 @@ def key_of(
                 _of_place(e, scope, regions, depth) for e in piece.equations
             )
         ),
-        tuple(_of_neighbours(neighbours, piece.equations)),
+        tuple(_of_variables((*neighbours, piece.named), piece.equations)),
     )
 
 
@@ -64,12 +64,13 @@ def _of_place(equation: Equation, scope: str, regions: Regions, depth: int) -> I
             yield from _of_place(inner, within, regions, 0)
 
 
-def _of_neighbours(neighbours: Neighbours, equations: Sequence[Equation]) -> Iterator[Hashable]:
+def _of_variables(known: Iterable[object], equations: Sequence[Equation]) -> Iterator[Hashable]:
+    """Yields what is known of the results of equations, given sets and mappings of variables."""
     atoms: list[Atom] = [var for equation in equations for var in equation.outvars]
-    for found in neighbours:
-        if found is None:
-            yield None
-        elif isinstance(found, Mapping):
+    for found in known:
+        if isinstance(found, Mapping):
             yield tuple(map(found.get, atoms))
-        else:
+        elif isinstance(found, Collection):
             yield tuple(atom in found for atom in atoms)
+        else:
+            yield found

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jmpx._autocast.backward import variables
 from jmpx._autocast.residuals import keeps_residuals
-from jmpx._autocast.saving import Saving, is_weight_product
+from jmpx._autocast.saving import Saving, is_batched_product, is_weight_product
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
 
@@ -77,14 +77,21 @@ def _has_product(jaxpr: Jaxpr) -> bool:
     return _holding[jaxpr]
 
 
-def find_activations(jaxpr: Jaxpr, saving: Saving) -> set[Atom]:
-    """Returns the variables of a jaxpr that depend on a product or on a loop's carry."""
+def find_activations(jaxpr: Jaxpr, saving: Saving) -> tuple[set[Atom], set[Atom]]:
+    """Returns the variables of a jaxpr that depend on a product or on a loop's carry.
+
+    Second, the results of products of a batch of weights, such as those of the experts in a layer:
+    one operand depends on none. They are saved, too, and products of two activations are not.
+    """
     operands = zip(reversed(jaxpr.invars), reversed(saving.activations), strict=False)
-    found = {var for var, flag in operands if flag}
+    found, batched = {var for var, flag in operands if flag}, set[Atom]()
     for equation in jaxpr.eqns:
-        if holds_product(equation) or any(var in found for var in variables(equation)):
+        is_active = [var in found for var in variables(equation)]
+        if is_batched_product(equation) and is_active.count(True) == 1:
+            batched.update(equation.outvars)
+        if holds_product(equation) or any(is_active):
             found.update(equation.outvars)
-    return found
+    return found, batched
 
 
 def find_cuts(

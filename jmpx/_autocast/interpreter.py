@@ -4,11 +4,12 @@ import contextlib
 import copy
 import itertools
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jmpx._autocast.alike import key_of, scopes_around
 from jmpx._autocast.binding import run_as_traced, run_overridden
@@ -17,7 +18,7 @@ from jmpx._autocast.pieces import Kind, Piece, find_pieces
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.residuals import holds_residuals
 from jmpx._autocast.rules import InnerPlace, Operation, Retraced, lookup
-from jmpx._autocast.saving import IN_PIECE, OnValues, Saving, checkpointed
+from jmpx._autocast.saving import IN_PIECE, SAVED, OnValues, Saving, checkpointed
 from jmpx._autocast.value import Array, Traits, Value
 from jmpx._autocast.wide import note_products
 from jmpx._jaxprs import core
@@ -38,6 +39,7 @@ class _Frame(NamedTuple):
     scope: str
     neighbours: Neighbours
     env: dict[Atom, Value]
+    named: Collection[Atom] = ()  # results that a checkpoint saves by their name
     depth: int = 0  # how many of the scopes of each equation are around its operations already
 
     def read(self, atom: Atom) -> Value:
@@ -109,6 +111,8 @@ class Interpreter:
                 raise
             for result in results:
                 result.data |= result.is_weak and any(v.data for v in operation.values)
+            if equation.outvars and equation.outvars[0] in frame.named:
+                results[0].array = checkpoint_name(results[0].array, SAVED)
             frame.env.update(zip(equation.outvars, results, strict=True))
             for var in last:
                 del frame.env[var]
@@ -139,7 +143,8 @@ class Interpreter:
     def _run_saved(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
         """Runs a piece under `jax.checkpoint`, as the function of one that is alike if there is."""
         around, values = scopes_around(piece), [frame.env[var] for var in piece.inputs]
-        inside, bare = self._that_saves(IN_PIECE), frame._replace(env={}, depth=len(around))
+        inside = self._that_saves(IN_PIECE)
+        bare = frame._replace(env={}, named=piece.named, depth=len(around))
 
         def run(values: Sequence[Value]) -> list[Value]:
             inner = dict(zip(piece.inputs, values, strict=True))

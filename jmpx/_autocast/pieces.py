@@ -46,9 +46,11 @@ class Piece(NamedTuple):
     outputs: list[Atom]  # the variables that they define, and others read
     last: list[Atom]  # the variables that nothing reads after them
     inside: Saving  # what is saved in the jaxprs of an equation that is `INSIDE`
+    named: set[Atom]  # results that are saved by the name `SAVED`
 
 
-_Group = tuple[Kind, list[int], Saving]  # indices of equations, and what is saved inside
+# Indices of equations, what is saved inside, and indices of those with named results.
+_Group = tuple[Kind, list[int], Saving, set[int]]
 # Indices, as values that refer to their key would keep it alive.
 _found: weakref.WeakKeyDictionary[Jaxpr, dict[Saving, list[_Group]]] = weakref.WeakKeyDictionary()
 
@@ -57,14 +59,15 @@ def find_pieces(jaxpr: Jaxpr, saving: Saving) -> list[Piece]:
     """Returns the pieces of a jaxpr, cut where little lives, in their order."""
     read = {atom for atom in jaxpr.outvars if not core.is_literal(atom)}
     pieces = []
-    for kind, indices, inside in reversed(_found_groups(jaxpr, saving)):
+    for kind, indices, inside, products in reversed(_found_groups(jaxpr, saving)):
         equations = [jaxpr.eqns[i] for i in indices]
         defined = {var: None for equation in equations for var in equation.outvars}
         used = {var: None for equation in equations for var in variables(equation)}
         inputs = [var for var in used if var not in defined]
         last = [var for var in (*inputs, *defined) if var not in read]
         outputs = [var for var in defined if var in read]
-        pieces.append(Piece(kind, equations, inputs, outputs, last, inside))
+        named = {jaxpr.eqns[i].outvars[0] for i in products}
+        pieces.append(Piece(kind, equations, inputs, outputs, last, inside, named))
         read.update(inputs)
     return pieces[::-1]
 
@@ -78,9 +81,11 @@ def takes_gradient(jaxpr: Jaxpr) -> bool:
 def _found_groups(jaxpr: Jaxpr, saving: Saving) -> list[_Group]:
     known = _found.setdefault(jaxpr, {})
     if saving not in known:
-        active = find_activations(jaxpr, saving)
+        active, batched = find_activations(jaxpr, saving)
         within = [_inside(equation, saving, active) for equation in jaxpr.eqns]
         roles = [_role(*pair) for pair in zip(jaxpr.eqns, within, strict=True)]
+        named = {i for i, e in enumerate(jaxpr.eqns) if batched.intersection(e.outvars)}
+        roles = [Role.PRODUCT if i in named else role for i, role in enumerate(roles)]
         lives = find_lives(jaxpr.eqns, roles, active)
         head = find_head(jaxpr, roles, lives[0])
         cuts = set()
@@ -89,7 +94,10 @@ def _found_groups(jaxpr: Jaxpr, saving: Saving) -> list[_Group]:
             cuts.add(head)
         cuts |= find_cuts(jaxpr.eqns, roles, lives, saving.turns)
         groups = _grouped(jaxpr.eqns, roles, cuts)
-        known[saving] = [(kind, indices, within[indices[0]]) for kind, indices in groups]
+        known[saving] = [
+            (kind, indices, within[indices[0]], named.intersection(indices))
+            for kind, indices in groups
+        ]
     return known[saving]
 
 

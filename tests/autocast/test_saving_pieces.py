@@ -80,6 +80,28 @@ def test_no_cut_between_products_of_one_activation(pair):
     assert pieces(lambda x, w: jitted(jitted(x @ w, w), w), *pair) == [1, 4, 3, 4, 3]
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["inline", "jit"])
+def test_products_of_experts_are_saved(rng, wrap):
+    x, w = normal(rng, 2, 4, 8), normal(rng, 8, 8)
+    weights = normal(rng, 3, 8, 16), normal(rng, 3, 16, 8)
+
+    def experts(x, up, down):
+        gates = jax.nn.softmax(x @ w[:, :3])
+        sent = jnp.einsum("bse,bsd->ebd", gates, x)
+        h = jnp.einsum("ebf,efd->ebd", jnp.tanh(jnp.einsum("ebd,edf->ebf", sent, up)), down)
+        return x + jnp.einsum("bse,ebd->bsd", gates, h)
+
+    def grad_of(**options):
+        cast = jmpx.autocast(lambda weights: wrap(experts)(x @ w, *weights), **options)
+        return jax.grad(lambda weights: jnp.square(cast(weights)).sum())
+
+    grads = plain, saving = grad_of(), grad_of(save="products")
+    products = [jax.jit(g).lower(weights).as_text().count("dot_general") for g in grads]
+    assert products[1] == products[0] + 1  # what is sent to experts is a product of activations
+    for a, b in zip(plain(weights), saving(weights), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.usefixtures("short_pieces")
 def test_a_loop_saves_for_each_turn(pair):
     """So a cut that keeps an array may pay in a short loop alone."""
