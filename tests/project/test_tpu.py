@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from typing import Any
 
 import fsdp
 import jax
@@ -145,7 +146,7 @@ def test_stacked_layers_are_reduced_inside_of_the_loop():
     peaks, sums = [], []
     for groups in (False, True):
         jitted = jax.jit(functools.partial(step, groups), out_shardings=split, donate_argnums=0)
-        program = jitted.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+        program: Any = jitted.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
         peaks.append(program.memory_analysis().peak_memory_in_bytes)
         found = jmpx.inspect.collectives(program.as_text()).collectives
         sums.append([one for one in found if one.kind in ("all-reduce", "reduce-scatter")])

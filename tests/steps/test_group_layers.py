@@ -1,5 +1,6 @@
 """Groups of examples and stacked layers: the mean of each layer is taken inside of the loop."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -16,7 +17,10 @@ from helpers.groups import assert_near, in_float64, make_mesh, over, value_and_g
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jmpx
+from jmpx._jaxprs.core import evaluate
 from jmpx._jaxprs.inner import all_equations
+from jmpx._steps import differentiation
+from jmpx._steps.groups import Groups
 
 LAYERS, SIZE, GROUPS, EXAMPLES = 3, 16, 8, 8
 
@@ -128,9 +132,9 @@ def after_the_loop(monkeypatch):
     """Has the mean wait for the whole stack, as it does where no loop reads a parameter."""
 
     def unchanged(jaxpr, axis, dtype):
-        return lambda arrays: jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arrays), []
+        return functools.partial(evaluate, jaxpr), []
 
-    monkeypatch.setattr(jmpx._steps.differentiation, "with_layer_means", unchanged)
+    monkeypatch.setattr(differentiation, "with_layer_means", unchanged)
 
 
 POLICIES = ["c=bf16", "c=f16", "c=bf16,r=bf16", "c=f16,r=f16", "by=operations,c=bf16", "c=f32"]
@@ -192,7 +196,7 @@ def test_a_constant_of_a_loop_is_averaged_after_it(rng):
 
 def by_haiku(rng):
     def net(x):
-        stack = hk.experimental.layer_stack(LAYERS)
+        stack = hk.layer_stack(LAYERS)
         return stack(lambda x: x + jnp.tanh(hk.Linear(SIZE)(x)))(x)
 
     transformed = hk.without_apply_rng(hk.transform(net))
@@ -330,7 +334,7 @@ def test_shardings_of_activations_may_name_the_axes_of_the_batch(spec, kind, jit
 
 def test_what_the_other_axes_split_stays_split():
     mesh = make_mesh(4, 2)
-    free = jmpx._steps.groups.Groups(NamedSharding(mesh, P("data")))
+    free = Groups(NamedSharding(mesh, P("data")))
     before = P(("data", "model"), P.UNCONSTRAINED, None)
 
     def fn(x):
