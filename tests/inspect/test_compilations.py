@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-
 from typing import Any
 
 import jax
