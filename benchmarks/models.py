@@ -35,6 +35,7 @@ class Transformer:
     classes: int = 64
     causal: bool = True
     islands: bool = False
+    scaled_low: bool = False  # scales attention scores before their island, not in it
     scanned: bool = False
     checkpointed: bool = False  # each block keeps the results of its weight products alone
     saveable: Any = SAVEABLE  # which results that is; with None, each block keeps its input alone
@@ -110,7 +111,9 @@ class Transformer:
     def _attention(self, layer: Params, x: jax.Array) -> jax.Array:
         qkv = affine(layer["qkv"], x).reshape(*x.shape[:2], 3, self.heads, -1)
         q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-        scores = self._island(jnp.einsum("bqhd,bkhd->bhqk", q, k)) * q.shape[-1] ** -0.5
+        scores, scale = jnp.einsum("bqhd,bkhd->bhqk", q, k), q.shape[-1] ** -0.5
+        low = self.scaled_low
+        scores = self._island(scores * scale) if low else self._island(scores) * scale
         if self.causal:
             scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -1e9)
         weights = jax.nn.softmax(scores).astype(x.dtype)

@@ -6,7 +6,8 @@ A step computes `run(state, *batch) -> state, loss` from `state = params, opt_st
 - handwritten: a dynamic loss scale, gradients that are checked as they arrive, and `where`, which
   selects what to keep; the flag is an output. Where nothing scales, nothing is skipped.
 - handwritten_cond: skips with `lax.cond`. handwritten_late: checks the gradients after they are
-  unscaled, as JMP and MPX do, and selects with `where`.
+  unscaled, as JMP and MPX do, and selects with `where`. handwritten_divide,
+  handwritten_cond_divide: divide by the scale where the others multiply by its inverse.
 - jmp, mpx: as the users of JMP and of MPX (PyPI: mixed-precision-for-JAX) write it. MPX scales and
   skips in bfloat16, too.
 - jmpx: `filter_value_and_grad` with `optimizer_update`, which skips as its platform does best: with
@@ -89,6 +90,10 @@ def unscale(grads: PyTree, scale: jax.Array) -> PyTree:
     return jax.tree.map(lambda g: g * (1 / scale), grads)
 
 
+def divide(grads: PyTree, scale: jax.Array) -> PyTree:
+    return jax.tree.map(lambda g: g / scale, grads)
+
+
 def all_finite(grads: PyTree) -> jax.Array:
     return jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
 
@@ -108,6 +113,7 @@ def handwritten(
     scales: bool = False,
     skip: Callable[..., Any] = by_where,
     late: bool = False,
+    unscale: Callable[..., PyTree] = unscale,
 ) -> Step:
     def loss_fn(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
         return model.loss(cast(params, dtype), cast(x, dtype), labels)
@@ -243,6 +249,8 @@ PEERS = ("jmp", "mpx")
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Step], tuple[str, ...]]] = {  # and their dtypes
     "handwritten": (handwritten, (*DTYPES, "bfloat16_scaled")),
     "handwritten_cond": (partial(handwritten, skip=by_cond), SCALED),
+    "handwritten_divide": (partial(handwritten, unscale=divide), SCALED),
+    "handwritten_cond_divide": (partial(handwritten, skip=by_cond, unscale=divide), SCALED),
     "handwritten_late": (partial(handwritten, late=True), SCALED),
     "jmp": (jmp_style, (*LOW, "bfloat16_scaled")),
     "mpx": (mpx_style, (*LOW, "bfloat16_scaled")),

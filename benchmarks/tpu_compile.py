@@ -11,7 +11,9 @@ A point takes a minute or two of a core, so the points are chosen: GROUPS says w
 shows. The optimizer is Adam; the state is donated. A line has
 
 - peak_mib: the most memory that a chip holds at once, by the compiler's plan, with arguments;
-- gflop, gb_accessed: the compiler's estimates, which count the body of a loop once;
+- gflop, gb_accessed: the compiler's estimates, which count the body of a loop once; gb_accessed
+  counts arrays in the memory on the chip, too, and what is fetched into it twice;
+- gb_hbm: what instructions and fetches read from the chip's HBM and write to it (one chip alone);
 - instructions, fusions, converts, copies: counted in the optimized program;
 - products: matrix products and convolutions by the dtypes of operands and result;
 - collectives: MiB that a chip sends, by kind and dtype;
@@ -22,7 +24,9 @@ A program that does not fit into the 16 GiB of a chip is a line, too (status `oo
 """
 
 import collections
+import math
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +35,7 @@ import jax
 import records
 import tpu
 from collectives import read, table
-from compiled_step import INSTRUCTION
+from compiled_step import FREE, INSTRUCTION, unfused
 from tpu_matmul import count, read_products
 from tpu_steps import Point, trace
 
@@ -39,6 +43,7 @@ RESULTS = records.RESULTS / "tpu_compile.jsonl"
 BARS = ("by hand", "autocast, save", "autocast", "float32")
 MAIN = (*BARS, "MPX")
 MARKED = ("by hand, marked blocks", "autocast, marked blocks")
+LOW_SCORES = ("by hand, low scores", "by hand, low scores, marked blocks")
 REST = ("MPX", "JMP", "module policies", "gradient functions", *MARKED, "float32, highest")
 WITH_LOSS = "autocast, save, with the loss"
 CARRIES = ("autocast, marked blocks, bfloat16 carry", "autocast, save, bfloat16 carry")
@@ -57,6 +62,9 @@ GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...], str]] = [
     ("language_model", 6, 16, "one", False, (WITH_LOSS,), "the logits in a piece, too"),
     ("resnet", 50, 32, "one", False, BARS[:2], "convolutions, and state; it compiles longest"),
     ("vit", 6, 64, "one", False, REST, "how others write it, and marks in the model"),
+    ("vit", 6, 64, "one", False, LOW_SCORES, "scores scaled in bfloat16: less is kept by hand"),
+    ("byte_model", 6, 16, "one", False, (LOW_SCORES[0], MARKED[1]), "as ViT's"),
+    ("language_model", 6, 16, "one", False, (*LOW_SCORES, MARKED[1]), "as ViT's"),
     ("vit", 2, 32, "data", False, MAIN, "in which dtypes eight chips sum their gradients"),
     ("vit", 2, 32, "fsdp", False, BARS[:3], "in which dtypes they gather weights"),
     ("language_model", 6, 16, "one", True, ("by hand", MARKED[0], "autocast, save"), "as ViT's"),
@@ -92,6 +100,33 @@ def counts(hlo: str) -> records.Record:
     }
 
 
+# What moves between a chip and its HBM. `S(1)` in a layout, as of `f32[8]{0:S(1)}`, is on the chip.
+
+LINE = re.compile(r"^ +(?:ROOT )?(%\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)")
+ARRAY = re.compile(r"[a-z]+(\d*)\w*\[([\d,]*)\]((?:\{[^}]*\})?)")
+OPERAND = re.compile(r"%[\w.-]+")
+FETCHES = {"copy-start", "slice-start"}  # their results name what they read, too
+
+
+def sizes(kinds: str, hbm: bool = False) -> list[float]:
+    """Returns the bytes of the arrays of types of HLO: of all, or of those that are in HBM."""
+    found = (array for array in ARRAY.findall(kinds) if not (hbm and "S(" in array[2]))
+    return [int(b or 8) / 8 * math.prod(map(int, re.findall(r"\d+", n))) for b, n, _ in found]
+
+
+def hbm_bytes(hlo: str) -> float:
+    """Returns the bytes that the instructions outside of fusions move between HBM and the chip."""
+    kinds, moved = {}, 0.0
+    for found in filter(None, map(LINE.match, unfused(hlo))):
+        name, kinds[name], kind, operands = found.groups()
+        if kind in FETCHES:
+            moved += min(size for size in sizes(kinds[name]) if size > 4)
+        elif kind not in FREE and not kind.endswith("-done"):
+            read = (kinds.get(operand, "") for operand in OPERAND.findall(operands))
+            moved += sum(sizes(" ".join((kinds[name], *read)), hbm=True))
+    return moved
+
+
 def measure(small: bool = False, **fields: Any) -> records.Record:
     """Compiles a point and returns what was found."""
     return compiled(lambda: trace(Point(**fields), tpu.devices(), small))
@@ -110,14 +145,16 @@ def compiled(make: Callable[[], Any]) -> records.Record:
             raise
         return {"status": "oom", "message": str(error).splitlines()[0][:300], **tpu.target()}
     hlo, cost, memory = program.as_text(), program.cost_analysis(), program.memory_analysis()
+    sent = table(read(hlo))
     return {
         "status": "ok",
         "peak_mib": memory.peak_memory_in_bytes / 2**20,
         "arguments_mib": memory.argument_size_in_bytes / 2**20,
         "gflop": cost["flops"] / 1e9,
         "gb_accessed": cost["bytes accessed"] / 1e9,
+        "gb_hbm": None if sent else hbm_bytes(hlo) / 1e9,
         **counts(hlo),
-        "collectives": table(read(hlo)),
+        "collectives": sent,
         "trace_cpu_s": round(traced - start, 2),
         "compile_cpu_s": round(time.process_time() - traced, 1),
         "compile_s": round(time.perf_counter() - clock, 1),

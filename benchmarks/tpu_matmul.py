@@ -29,6 +29,7 @@ import numpy as np
 import optax
 import records
 import tpu
+from compiled_step import COMPUTATION
 
 import jmpx
 
@@ -38,7 +39,6 @@ PyTree = Any
 # Reading what came out.
 
 RESULT = re.compile(r"^ +(?:ROOT )?(%\S+) = \(?(\w+)\[")
-COMPUTATION = re.compile(r"^(?:ENTRY )?(%\S+) \(.*\{$")
 PRODUCT = re.compile(r" (?:convolution|dot)\((%[^,)]+), (%[^,)]+)\)")
 PRECISION = re.compile(r"operand_precision=\{(\w+),(\w+)\}")
 NAME = re.compile(r'op_name="([^"]*)"')

@@ -74,28 +74,31 @@ def float32(model: Transformer, dtype: str, optimizer: steps.Optimizer) -> Step:
 
 autocast = steps.autocast_style
 CARRY = "; op.scan: bfloat16"  # the dtype in which a scan hands activations on
-TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], bool]] = {  # and whether blocks are marked
-    "float32": (float32, False),
-    "float32, highest": (float32, False),
-    "by hand": (steps.handwritten, False),
-    "by hand, marked blocks": (steps.handwritten, True),
-    "JMP": (steps.jmp_style, False),
-    "MPX": (steps.mpx_style, False),
-    "module policies": (by_modules, False),
-    "gradient functions": (steps.jmpx_style, False),
-    "autocast": (autocast, False),
-    "autocast, marked blocks": (autocast, True),
-    "autocast, save": (partial(autocast, save="products"), False),
-    "autocast, save, with the loss": (partial(autocast, save="products", with_loss=True), False),
-    "autocast, marked blocks, bfloat16 carry": (partial(autocast, rules=CARRY), True),
-    "autocast, save, bfloat16 carry": (partial(autocast, rules=CARRY, save="products"), False),
+MARKED, LOW_SCORES = {"checkpointed": True}, {"scaled_low": True}
+# Each way, and the fields of its model.
+TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], dict[str, bool]]] = {
+    "float32": (float32, {}),
+    "float32, highest": (float32, {}),
+    "by hand": (steps.handwritten, {}),
+    "by hand, low scores": (steps.handwritten, LOW_SCORES),
+    "by hand, marked blocks": (steps.handwritten, MARKED),
+    "by hand, low scores, marked blocks": (steps.handwritten, LOW_SCORES | MARKED),
+    "JMP": (steps.jmp_style, {}),
+    "MPX": (steps.mpx_style, {}),
+    "module policies": (by_modules, {}),
+    "gradient functions": (steps.jmpx_style, {}),
+    "autocast": (autocast, {}),
+    "autocast, marked blocks": (autocast, MARKED),
+    "autocast, save": (partial(autocast, save="products"), {}),
+    "autocast, save, with the loss": (partial(autocast, save="products", with_loss=True), {}),
+    "autocast, marked blocks, bfloat16 carry": (partial(autocast, rules=CARRY), MARKED),
+    "autocast, save, bfloat16 carry": (partial(autocast, rules=CARRY, save="products"), {}),
 }
 
 
 def transformer(point: Point, small: bool) -> Transformer:
     """Returns the model of a point; a small one has one layer of a tenth of the width."""
-    _, marked = TRANSFORMER_WAYS[point.way]
-    form: Any = {"scanned": point.scanned, "checkpointed": marked}
+    form: Any = {"scanned": point.scanned, **TRANSFORMER_WAYS[point.way][1]}
     width: Any = {"layers": point.layers, "width": 768, "heads": 12, "hidden": 3072}
     if small:
         width |= {"width": 128, "heads": 2, "hidden": 256}

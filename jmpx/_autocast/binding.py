@@ -123,6 +123,40 @@ def run_recomputed(operation: Operation, dtype: np.dtype) -> list[Value]:
     return [Value(result, operation.is_weak, operation.is_tangent) for result in results]
 
 
+def run_moved(operation: Operation, dtype: np.dtype) -> list[Value]:
+    """Runs an operation that picks or moves numbers of a float32 array, in `dtype`.
+
+    The result is float32, rounded to `dtype`, and so is what the backward pass moves, not rounded:
+    there, cotangents are summed, those of equal indices, of devices or of the turns of a loop.
+    """
+    equation = operation.equation
+    is_gather = operation.name == "gather"
+
+    def rounded_first(array: Array, *indices: Array) -> Array:
+        fill = fill_value(equation, dtype)
+        (moved,) = bind_arrays(equation, [lax.convert_element_type(array, dtype), *indices], **fill)
+        return lax.convert_element_type(moved, FLOAT32)
+
+    def as_traced(*arrays: Array) -> Array:
+        return bind_arrays(equation, arrays)[0]
+
+    @jax.custom_jvp
+    def run(*arrays: Array) -> Array:
+        # XLA fuses the cast of a table with the gather; that for TPUs writes the table in 16 bits,
+        # but casts before it moves rows, as the next operation casts them.
+        tpu = {"tpu": as_traced} if is_gather else {}
+        return lax.platform_dependent(*arrays, **tpu, default=rounded_first)
+
+    @run.defjvp
+    def _(arrays: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
+        fill = {"fill_value": 0} if is_gather else {}
+        (tangent,) = bind_arrays(equation, [tangents[0], *arrays[1:]], **fill)
+        return run(*arrays), tangent
+
+    arrays = operation.arrays(FLOAT32)
+    return [Value(run(*arrays), operation.is_weak, operation.is_tangent)]
+
+
 def rounded(results: Sequence[Value], operation: Operation, dtype: np.dtype) -> list[Value]:
     """Returns results of an operation; those that were float32 when traced are cast to `dtype`."""
     pairs = zip(results, operation.equation.outvars, strict=True)
@@ -136,6 +170,12 @@ def result_dtype(equation: Equation, dtype: np.dtype) -> Params:
     """Returns the parameter for a product's result dtype, changed from float32 to `dtype`."""
     key = "preferred_element_type"
     return {key: dtype} if equation.params.get(key) == FLOAT32 else {}
+
+
+def has_fill(equation: Equation, dtype: np.dtype) -> bool:
+    """Whether a gather's number for indices out of bounds, if any, is the same in `dtype`."""
+    fill = equation.params["fill_value"]
+    return fill is None or np.array_equal(np.float32(fill), np.asarray(fill, dtype), equal_nan=True)
 
 
 def fill_value(equation: Equation, dtype: np.dtype) -> Params:

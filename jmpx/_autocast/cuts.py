@@ -4,13 +4,14 @@ import enum
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
 from jmpx._autocast.backward import variables
-from jmpx._autocast.saving import is_weight_product
+from jmpx._autocast.residuals import keeps_residuals
+from jmpx._autocast.saving import Saving, is_batched_product, is_weight_product
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
 
@@ -58,9 +59,14 @@ class Life(NamedTuple):
         return self.start < place <= self.end
 
 
+Lives: TypeAlias = tuple[list[Life], list[int]]  # and the bytes that each equation makes
+
+
 def holds_product(equation: Equation) -> bool:
-    """Whether an equation is a weight product, or a jaxpr that it holds has one."""
+    """Whether an equation is a weight product or keeps residuals, or a jaxpr in it has one."""
     if is_weight_product(equation.primitive, equation.params, equation.invars):
+        return True
+    if keeps_residuals(equation):
         return True
     return any(map(_has_product, core.inner_jaxprs(equation.params)))
 
@@ -71,30 +77,85 @@ def _has_product(jaxpr: Jaxpr) -> bool:
     return _holding[jaxpr]
 
 
-def find_cuts(equations: Sequence[Equation], roles: Sequence[Role]) -> set[int]:
+def find_activations(jaxpr: Jaxpr, saving: Saving) -> tuple[set[Atom], set[Atom]]:
+    """Returns the variables of a jaxpr that depend on a product or on a loop's carry.
+
+    Second, the results of products of a batch of weights, such as those of the experts in a layer:
+    one operand depends on none. They are saved, too, and products of two activations are not.
+    """
+    operands = zip(reversed(jaxpr.invars), reversed(saving.activations), strict=False)
+    found, batched = {var for var, flag in operands if flag}, set[Atom]()
+    for equation in jaxpr.eqns:
+        is_active = [var in found for var in variables(equation)]
+        if is_batched_product(equation) and is_active.count(True) == 1:
+            batched.update(equation.outvars)
+        if holds_product(equation) or any(is_active):
+            found.update(equation.outvars)
+    return found, batched
+
+
+def find_cuts(
+    equations: Sequence[Equation], roles: Sequence[Role], lives: Lives, turns: int
+) -> set[int]:
     """Returns the indices of equations before which the jaxpr is best cut; see README.md.
 
     One array at most lives there. There is one such place at most between two equations that hold
-    products: the one at which the least has to be saved. Of these, `Part` takes some.
+    products: the one at which the least has to be saved. Of these, `Part` takes some. A loop saves
+    for each of its turns, and computes one turn again at a time.
     """
     holders = [i for i, role in enumerate(roles) if role in _HOLDERS]
-    lives, sizes = _lives(equations, roles)
-    places = sorted(set(_cuts(holders, lives)))
+    large, sizes = lives
+    alive = _alive(len(equations), large)
+    kept = [max(turns, 1) * _saved(found) for found in alive]
+    places = sorted(set(_cuts(holders, large, alive)))
+    marks = list(map(_mark, equations))
     products = list(_sums(sizes, roles, Role.PRODUCT))
     again = list(_sums(sizes, roles, Role.ORDINARY))
     alone = [i for i in holders if roles[i] is not Role.PRODUCT]
     chosen: set[int] = set()
     for start, stop in itertools.pairwise([0, *alone, len(equations)]):
         within = [place for place in places if start < place < stop]
+        span, repeated = find_repeated(within, marks)
+        within = [p for p in within if p not in span or p in repeated or not kept[p]]
         ends = (*within, stop)
         part = Part(
             within,
-            [_saved_at(place, lives) for place in within],
-            [_SAVED * products[end] for end in ends],
+            [kept[place] for place in within],
+            [max(turns, 1) * _SAVED * products[end] for end in ends],
             [_AGAIN * (again[end] - again[start]) for end in ends],
         )
-        chosen.update(part.cuts())
+        chosen.update(part.cuts(), repeated)
     return chosen
+
+
+def find_repeated(places: Sequence[int], marks: Sequence[Hashable]) -> tuple[range, list[int]]:
+    """Returns where a block repeats, and the last place in each: pieces are alike if cut there.
+
+    There is none if half of what lies between the first and the last place is no such block, or if
+    there are fewer than three.
+    """
+    segments = [tuple(marks[start:stop]) for start, stop in itertools.pairwise(places)]
+    best = range(0), 1
+    for period in range(1, len(segments) // 3 + 1):
+        pairs = zip(segments, segments[period:], strict=False)
+        start = 0
+        for is_equal, run in itertools.groupby(a == b for a, b in pairs):
+            end = start + len(list(run))
+            if is_equal and end + period - start > max(
+                len(best[0]), len(segments) / 2, 3 * period - 1
+            ):
+                best = range(start, end + period), period
+            start = end
+    found, period = best
+    if not found:
+        return found, []
+    last = [places[i] for i in range(found.stop, found.start - 1, -period)]
+    return range(places[found.start], places[found.stop] + 1), last[::-1]
+
+
+def _mark(equation: Equation) -> Hashable:
+    """Returns what two equations have in common that may do the same."""
+    return equation.primitive, *(var.aval for var in equation.outvars)
 
 
 def _sums(sizes: Sequence[int], roles: Sequence[Role], counted: Role) -> Iterator[int]:
@@ -103,9 +164,18 @@ def _sums(sizes: Sequence[int], roles: Sequence[Role], counted: Role) -> Iterato
     return itertools.accumulate(made, initial=0)
 
 
-def _saved_at(place: int, lives: Sequence[Life]) -> int:
-    """Returns the bytes that a cut saves, and that products do not save anyway."""
-    return sum(life.size for life in lives if life.is_at(place) and not life.is_saved)
+def _alive(count: int, lives: Sequence[Life]) -> list[list[Life]]:
+    """Returns the arrays that live before each of some equations."""
+    alive: list[list[Life]] = [[] for _ in range(count + 1)]
+    for life in lives:
+        for place in range(life.start + 1, life.end + 1):
+            alive[place].append(life)
+    return alive
+
+
+def _saved(lives: Sequence[Life]) -> int:
+    """Returns the bytes that a cut saves where these live, and that products do not save anyway."""
+    return sum(life.size for life in lives if not life.is_saved)
 
 
 class Part(NamedTuple):
@@ -153,7 +223,7 @@ class Part(NamedTuple):
         return None
 
 
-def find_head(jaxpr: Jaxpr, roles: Sequence[Role]) -> int | None:
+def find_head(jaxpr: Jaxpr, roles: Sequence[Role], lives: Sequence[Life]) -> int | None:
     """Returns the index of the last product if it makes results larger than what it reads."""
     # Such are the logits of a language model. The backward pass begins with their cotangent, and
     # needs of the head only what it reads: a checkpoint around it would save nothing, and keep XLA
@@ -169,12 +239,16 @@ def find_head(jaxpr: Jaxpr, roles: Sequence[Role]) -> int | None:
     size = sum(map(_size, equation.outvars))
     if size > max(results, default=0):
         return None
-    lives, _ = _lives(jaxpr.eqns, roles)
     return head if sum(life.size for life in lives if life.is_at(head)) < size else None
 
 
-def _lives(equations: Sequence[Equation], roles: Sequence[Role]) -> tuple[list[Life], list[int]]:
-    """Returns the lives of large arrays that depend on a product, and what each equation makes."""
+def find_lives(
+    equations: Sequence[Equation], roles: Sequence[Role], active: Collection[Atom]
+) -> Lives:
+    """Returns the lives of large activations, and what each equation makes.
+
+    Operands of the jaxpr are none: what reads them keeps them, wherever it is cut.
+    """
     made: dict[Atom, Life] = {}
     sizes = [0] * len(equations)
     for i, (equation, role) in enumerate(zip(equations, roles, strict=True)):
@@ -182,8 +256,9 @@ def _lives(equations: Sequence[Equation], roles: Sequence[Role]) -> tuple[list[L
             continue
         read = [var for var in variables(equation) if var in made]
         made.update((var, made[var]._replace(end=i)) for var in read)
-        if read or role is not Role.ORDINARY:
-            is_product = role is Role.PRODUCT and not core.holds_jaxpr(equation.params)
+        if role is not Role.ORDINARY or any(var in active for var in equation.outvars):
+            is_one = not core.holds_jaxpr(equation.params) or keeps_residuals(equation)
+            is_product = role is Role.PRODUCT and is_one
             made.update((var, Life(i, i, _size(var), is_product)) for var in equation.outvars)
             sizes[i] = sum(map(_size, equation.outvars))
     bound = max((life.size for life in made.values()), default=0) / 100
@@ -195,17 +270,23 @@ def _size(atom: Atom) -> int:
     dtype = getattr(atom.aval, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return 0
-    sizes = (n if isinstance(n, int) else _SYMBOL for n in atom.aval.shape)
-    return math.prod(sizes) * dtype.itemsize
+    return math.prod(map(length, atom.aval.shape)) * dtype.itemsize
 
 
-def _cuts(holders: Sequence[int], lives: Sequence[Life]) -> Iterator[int]:
+def length(size: object) -> int:
+    """Returns the length of an axis or of a loop, and a guess where `jax.export` leaves it open."""
+    return size if isinstance(size, int) else _SYMBOL
+
+
+def _cuts(
+    holders: Sequence[int], lives: Sequence[Life], alive: Sequence[Sequence[Life]]
+) -> Iterator[int]:
     """Yields the cuts between equations that hold products, given the lives that count."""
     # An array that lives through half of a long part without a cut, such as the output of an
     # encoder in the decoder or the skip connection of a U-Net, has to be saved anyway.
     parts = [list(holders[:1])]
     for before, after in itertools.pairwise(holders):
-        cut = _cheapest(before, after, lives)
+        cut = _cheapest(before, after, alive)
         if cut is not None:
             yield cut
             parts.append([])
@@ -214,15 +295,10 @@ def _cuts(holders: Sequence[int], lives: Sequence[Life]) -> Iterator[int]:
         if len(part) > _MANY:
             counting = [life for life in lives if 2 * sum(map(life.is_at, part)) < len(part)]
             if len(counting) < len(lives):
-                yield from _cuts(part, counting)
+                yield from _cuts(part, counting, _alive(len(alive) - 1, counting))
 
 
-def _cheapest(before: int, after: int, lives: Sequence[Life]) -> int | None:
+def _cheapest(before: int, after: int, alive: Sequence[Sequence[Life]]) -> int | None:
     """Returns the best cut after one equation and not after another; None if there is none."""
-    near = [life for life in lives if life.start < after and life.end > before]
-    found: list[tuple[int, int]] = []
-    for place in range(before + 1, after + 1):
-        live = [life for life in near if life.is_at(place)]
-        if len(live) <= 1:
-            found.append((_saved_at(place, live), place))
-    return min(found)[1] if found else None
+    places = [place for place in range(before + 1, after + 1) if len(alive[place]) <= 1]
+    return min(places, key=lambda place: _saved(alive[place]), default=None)

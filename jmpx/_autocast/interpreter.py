@@ -1,20 +1,25 @@
 """Evaluates a jaxpr, one equation after the other, each by the rule of its primitive."""
 
+import contextlib
 import copy
 import itertools
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
+from jmpx._autocast.alike import key_of, scopes_around
 from jmpx._autocast.binding import run_as_traced, run_overridden
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours
 from jmpx._autocast.pieces import Kind, Piece, find_pieces
+from jmpx._autocast.reads import number_dtypes, result_dtypes
 from jmpx._autocast.regions import Regions
+from jmpx._autocast.residuals import holds_residuals
 from jmpx._autocast.rules import InnerPlace, Operation, Retraced, lookup
-from jmpx._autocast.saving import Saving, checkpointed
+from jmpx._autocast.saving import IN_PIECE, SAVED, OnValues, Saving, checkpointed
 from jmpx._autocast.value import Array, Traits, Value
 from jmpx._autocast.wide import note_products
 from jmpx._jaxprs import core
@@ -35,6 +40,8 @@ class _Frame(NamedTuple):
     scope: str
     neighbours: Neighbours
     env: dict[Atom, Value]
+    named: Collection[Atom] = ()  # results that a checkpoint saves by their name
+    depth: int = 0  # how many of the scopes of each equation are around its operations already
 
     def read(self, atom: Atom) -> Value:
         """Returns the value of an operand."""
@@ -53,6 +60,7 @@ class Interpreter:
         self.saving = saving
         self.regions = Regions(policy_map, surrounding)
         self.used = self.regions.used
+        self._checkpoints: dict[Hashable, OnValues] = {}  # by the keys of pieces
 
     def fresh(self) -> "Interpreter":
         """Returns an interpreter of the same policy map that has met nothing yet."""
@@ -62,6 +70,8 @@ class Interpreter:
         """Returns an interpreter that notes what it meets here, and saves something else."""
         interpreter = copy.copy(self)
         interpreter.saving = saving
+        if saving in (None, IN_PIECE):  # a piece has none inside, and must not keep itself alive
+            interpreter._checkpoints = {}
         return interpreter
 
     def evaluate(
@@ -73,11 +83,14 @@ class Interpreter:
             env[var] = Value.of_constant(const)
             env[var].data = ends.multiplied is not None and env[var].array.size > 1
 
-        frame = _Frame(scope, find_neighbours(jaxpr, ends), env)
-        if self.saving is None or core.looks_for_nans([value.array for value in values]):
+        read = number_dtypes(jaxpr, scope, self.regions, ends.read)
+        frame = _Frame(scope, find_neighbours(jaxpr, ends)._replace(read=read), env)
+        if core.looks_for_nans([value.array for value in values]):
             self._that_saves(None)._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
+        elif self.saving in (None, IN_PIECE):
+            self._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
         else:
-            for piece in find_pieces(jaxpr):
+            for piece in find_pieces(jaxpr, self.saving):
                 self._run_piece(frame, piece, self.saving)
                 for var in piece.last:
                     env.pop(var, None)
@@ -94,12 +107,14 @@ class Interpreter:
             try:
                 operation = self._operation(equation, frame)
                 note_products(operation)
-                results = _run(operation)
+                results = _run(operation, frame.depth)
             except Exception as error:
                 note_source(error, equation)
                 raise
             for result in results:
                 result.data |= result.is_weak and any(v.data for v in operation.values)
+            if equation.outvars and equation.outvars[0] in frame.named:
+                results[0].array = checkpoint_name(results[0].array, SAVED)
             frame.env.update(zip(equation.outvars, results, strict=True))
             for var in last:
                 del frame.env[var]
@@ -113,29 +128,41 @@ class Interpreter:
         region = self.regions.region(scope)
         override = self.regions.override(name, region)
         self.used.operations.add(name)
-        return Operation(equation, values, self, scope, region, override, frame.neighbours)
+        neighbours = frame.neighbours
+        read = tuple(result_dtypes(equation, neighbours.read, scope, self.regions))
+        return Operation(equation, values, self, scope, region, override, neighbours, read)
 
     def _run_piece(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
         """Runs a piece; if products in it are saved, under `jax.checkpoint`."""
-        equations, plain, env = piece.equations, self._that_saves(None), frame.env
+        equations, plain = piece.equations, self._that_saves(None)
         if piece.kind is Kind.SAVED:
-
-            def run(values: list[Value]) -> list[Value]:
-                inner = dict(zip(piece.inputs, values, strict=True))
-                plain._run(frame._replace(env=inner), equations)
-                return [inner[var] for var in piece.outputs]
-
-            last, values = set(piece.last), [env[var] for var in piece.inputs]
-            is_read = [var not in last for var in piece.inputs]
-            results = checkpointed(run, values, is_read, saving)
-            env.update(zip(piece.outputs, results, strict=True))
+            self._run_saved(frame, piece, saving)
         elif piece.kind is Kind.INSIDE:
-            in_loop = saving.in_loop or equations[0].primitive.name == "scan"
-            self._that_saves(saving._replace(in_loop=in_loop))._run(frame, equations)
+            self._that_saves(piece.inside)._run(frame, equations)
         else:
             if piece.kind is Kind.LEFT:
                 self.used.left.add(place_of(equations[0]))
             plain._run(frame, equations)
+
+    def _run_saved(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
+        """Runs a piece under `jax.checkpoint`, as the function of one that is alike if there is."""
+        around, values = scopes_around(piece), [frame.env[var] for var in piece.inputs]
+        inside = self._that_saves(IN_PIECE)
+        bare = frame._replace(env={}, named=piece.named, depth=len(around))
+
+        def run(values: Sequence[Value]) -> list[Value]:
+            inner = dict(zip(piece.inputs, values, strict=True))
+            inside._run(bare._replace(env=inner), piece.equations)
+            return [inner[var] for var in piece.outputs]
+
+        last = set(piece.last)
+        is_read = tuple(var not in last for var in piece.inputs)
+        key = saving, is_read, key_of(piece, values, frame.scope, frame.neighbours, self.regions)
+        call = checkpointed(run, values, is_read, saving)
+        with contextlib.suppress(TypeError):  # a parameter of an equation has no hash
+            call = self._checkpoints.setdefault(key, call)
+        with core.within_scopes(around):
+            frame.env.update(zip(piece.outputs, call(values), strict=True))
 
     def retrace(self, jaxpr: Jaxpr, values: Sequence[Value], place: InnerPlace) -> Retraced:
         """Traces the evaluation of a jaxpr, once for the same operands, place and policy map.
@@ -171,18 +198,19 @@ class Interpreter:
         return Retraced(jax.make_jaxpr(on_arrays)(*avals), results, interpreter.used)
 
 
-def _run(operation: Operation) -> list[Value]:
+def _run(operation: Operation, depth: int) -> list[Value]:
     """Runs an operation in its scopes and at its line of the user's code."""
     # An autocast around this one must leave in float32 what this one runs in float32.
     scopes = [FULL_PRECISION] if operation.dtype.itemsize >= 4 else []
-    with core.at_source_of(operation.equation, *scopes):
+    with core.at_source_of(operation.equation, *scopes, depth=depth):
         return _apply_rule(operation)
 
 
 def _apply_rule(operation: Operation) -> list[Value]:
     """Runs an operation by the first that applies; `jmpx.full_precision` marks a fixed region."""
     entry, region = lookup(operation.equation), operation.region
-    if region.is_fixed:
+    is_everywhere = entry is not None and entry.everywhere
+    if region.is_fixed and not (is_everywhere and _keeps_residuals(operation)):
         return run_as_traced(operation, is_weak=False)
     if entry is not None and entry.everywhere:
         return entry.rule(operation)
@@ -191,3 +219,7 @@ def _apply_rule(operation: Operation) -> list[Value]:
     if region.is_full:
         return run_as_traced(operation, is_weak=region.is_weak)
     return run_as_traced(operation, is_weak=True) if entry is None else entry.rule(operation)
+
+
+def _keeps_residuals(operation: Operation) -> bool:
+    return operation.in_piece and holds_residuals(operation.equation)

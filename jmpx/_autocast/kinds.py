@@ -15,10 +15,12 @@ from jmpx._autocast.binding import (
     rounded,
     run_as_traced,
     run_in,
+    run_moved,
     run_promoted,
     run_recomputed,
 )
 from jmpx._autocast.products import is_precise, low_dtype, without_algorithm
+from jmpx._autocast.reads import narrow_dtype
 from jmpx._autocast.rules import Operation, register
 from jmpx._autocast.value import FLOAT32, Value
 
@@ -124,6 +126,12 @@ def reduce_devices(operation: Operation) -> list[Value]:
     return [Value(result.to(v.dtype), v.is_weak, v.tangent) for result, v in pairs]
 
 
+def exchange(operation: Operation) -> list[Value]:
+    """Runs as `promote`; float32 numbers that only 16-bit operations read move in 16 bits."""
+    dtype = narrow_dtype(operation)
+    return promote(operation) if dtype is None else run_moved(operation, dtype)
+
+
 def update(operation: Operation) -> list[Value]:
     """Runs in float32 on rounded operands, so that a maximum is one of them, and rounds it."""
     dtype = operation.promoted
@@ -166,7 +174,6 @@ KINDS = {
         broadcast_in_dim reshape transpose squeeze rev slice split tile
         unstack dynamic_slice iota copy name stop_gradient
         sharding_constraint reshard pvary pbroadcast
-        all_gather all_gather_invariant all_gather_reduced all_to_all ppermute
         empty empty2
     """,
     limit: """
@@ -180,6 +187,9 @@ KINDS = {
     """,
     power: """
         square integer_pow polynomial
+    """,
+    exchange: """
+        all_gather all_gather_invariant all_gather_reduced all_to_all ppermute
     """,
     bounded: "atan",
     saturating: """

@@ -1,7 +1,8 @@
 """Equations whose dtypes depend on the equations next to them, found by a look at the jaxpr."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -28,11 +29,16 @@ CHOOSERS = frozenset({"max", "min", "scatter_max", "scatter_min"})
 _CHOOSING = CHOOSERS | COPIES | {"gather", "eq"}
 
 
+Dtypes: TypeAlias = frozenset[np.dtype]
+
+
 class Ends(NamedTuple):
     """What becomes of the results of a jaxpr outside of it; nothing of results without a flag."""
 
     exposed: tuple[bool, ...] = ()  # which of the first results are exposed; see `exposed.py`
     multiplied: tuple[bool, ...] | None = None  # which reach a product; None: it does not matter
+    # The dtypes in which the numbers of the first results are read; see `reads.number_dtypes`.
+    read: tuple[Dtypes, ...] = ()
 
 
 NOTHING = Ends()  # nothing is known of it
@@ -48,6 +54,7 @@ class Neighbours(NamedTuple):
     choices: set[Atom]
     exposed: frozenset[Atom]  # variables that must not be rounded onto a bound; see `exposed.py`
     multiplied: frozenset[Atom] | None  # those that reach a product; None where it does not matter
+    read: Mapping[Atom, Dtypes] = MappingProxyType({})  # see `reads.number_dtypes`
 
     def ends_within(self, equation: Equation) -> Ends:
         """Returns what becomes of the results of the jaxpr that an equation holds."""

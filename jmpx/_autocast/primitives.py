@@ -3,9 +3,18 @@
 import jax.numpy as jnp
 
 from jmpx._autocast.backward import is_outer
-from jmpx._autocast.binding import bind, fill_value, run_as_traced, run_promoted
+from jmpx._autocast.binding import (
+    bind,
+    fill_value,
+    has_fill,
+    run_as_traced,
+    run_moved,
+    run_promoted,
+)
 from jmpx._autocast.kinds import compare, full, low, power, promote, promote_finite, scale_checking
 from jmpx._autocast.products import is_precise, with_algorithms
+from jmpx._autocast.reads import narrow_dtype
+from jmpx._autocast.residuals import keeps_residuals, run_keeping_residuals
 from jmpx._autocast.rules import Operation, is_float32, register
 from jmpx._autocast.value import FLOAT32, Value
 from jmpx._jaxprs.scopes import RESTORE
@@ -52,7 +61,13 @@ def eq(operation: Operation) -> list[Value]:
 
 @register("gather", cached=True, keeps_finite=True)
 def gather(operation: Operation) -> list[Value]:
-    """Runs as `promote_finite`; the number for indices out of bounds stays finite, too."""
+    """Runs as `promote_finite`; the number for indices out of bounds stays finite, too.
+
+    Rows of a table that only 16-bit operations read are gathered in 16 bits.
+    """
+    dtype = narrow_dtype(operation) if operation.is_weak else None
+    if dtype is not None and has_fill(operation.equation, dtype):
+        return run_moved(operation, dtype)
     params = fill_value(operation.equation, operation.promoted)
     return run_promoted(operation, Value.to_finite, **params)
 
@@ -66,7 +81,12 @@ def access(operation: Operation) -> list[Value]:
 @register("custom_vjp_call", everywhere=True)
 def custom_vjp_call(operation: Operation) -> list[Value]:
     """Runs a function in float32, as its backward pass is for the dtypes that were traced."""
-    return run_as_traced(operation, is_weak=True)
+    is_weak = not operation.region.is_fixed
+    if not (operation.in_piece and keeps_residuals(operation.equation)):
+        return run_as_traced(operation, is_weak)
+    arrays, params = operation.arrays(FLOAT32), with_algorithms(operation)
+    results = run_keeping_residuals(operation.equation, arrays, params)
+    return [Value(result, is_weak, operation.is_tangent) for result in results]
 
 
 @register("convert_element_type", everywhere=True)

@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours
+from jmpx._autocast.neighbours import NOTHING, Dtypes, Ends, Neighbours
 from jmpx._autocast.regions import Region, Regions, Used
+from jmpx._autocast.saving import IN_PIECE, Saving
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
 
@@ -48,6 +49,7 @@ class Interpreter(Protocol):
     """What a rule may ask of `interpreter.Interpreter`, for the jaxprs that its equation holds."""
 
     regions: Regions
+    saving: Saving | None
 
     def fresh(self) -> "Interpreter": ...
 
@@ -68,6 +70,7 @@ class Operation(NamedTuple):
     region: Region  # what the policy rules say about that scope
     override: np.dtype | None  # what a policy rule gives to the primitive; None without one
     neighbours: Neighbours  # results whose dtypes depend on the equations next to their own
+    read: tuple[Dtypes, ...] = ()  # in which its results are read; see `reads.result_dtypes`
 
     @property
     def name(self) -> str:
@@ -112,9 +115,14 @@ class Operation(NamedTuple):
         return self.result in self.neighbours.exposed
 
     @property
+    def in_piece(self) -> bool:
+        """Whether the operation runs under a checkpoint of `save="products"`."""
+        return self.interpreter.saving == IN_PIECE
+
+    @property
     def ends(self) -> Ends:
         """What becomes of the results of the jaxpr that the equation holds."""
-        return self.neighbours.ends_within(self.equation)
+        return self.neighbours.ends_within(self.equation)._replace(read=self.read)
 
     def arrays(self, dtype: np.dtype, cast: Cast = Value.to) -> list[Array]:
         """Returns the operands; the ones that were float32 when traced are in `dtype`."""

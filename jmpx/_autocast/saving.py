@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.core
@@ -10,16 +10,25 @@ import numpy as np
 
 from jmpx._autocast.value import Array, Traits, Value
 from jmpx._base.messages import describe, did_you_mean
-from jmpx._jaxprs.core import Atom, Primitive, operation_name
+from jmpx._jaxprs.core import Atom, Equation, Primitive, operation_name
 from jmpx._jaxprs.types import Params
 
+SAVED = "jmpx_saved"  # what autocast itself gives that name with `checkpoint_name` is saved
+
+OnValues: TypeAlias = Callable[[Sequence[Value]], list[Value]]
 _Cast = tuple[np.dtype, bool]  # a key of `Value.casts`
 
 
 class Saving(NamedTuple):
     """What autocast saves for the backward pass: in each piece, the results of weight products."""
 
-    in_loop: bool = False  # whether the body of a scan is evaluated
+    turns: int = 0  # how often scans run what is evaluated; 0 outside of all
+    # Which of the last operands of its jaxpr depend on a product or are carried by a loop.
+    activations: tuple[bool, ...] = ()
+    in_piece: bool = False  # whether a piece is evaluated, under its checkpoint
+
+
+IN_PIECE = Saving(in_piece=True)
 
 
 def get_saving(save: str | None) -> Saving | None:
@@ -35,29 +44,42 @@ def is_weight_product(primitive: Primitive, params: Params, operands: Sequence[A
     # A product of two activations, such as the scores of an attention, has dimensions of the batch.
     name = operation_name(primitive.name)
     if name == "dot_general":
-        (contracted, _), (batch, _) = params["dimension_numbers"]
-        shape = getattr(operands[0], "aval", operands[0]).shape
-        return not batch and any(shape[axis] != 1 for axis in contracted)
+        _, (batch, _) = params["dimension_numbers"]
+        return not batch and _sums(params, operands)
     return name in ("conv_general_dilated", "ragged_dot_general")
+
+
+def is_batched_product(equation: Equation) -> bool:
+    """Whether an equation is a matrix product with dimensions of a batch."""
+    if equation.primitive.name != "dot_general":
+        return False
+    _, (batch, _) = equation.params["dimension_numbers"]
+    return bool(batch) and _sums(equation.params, equation.invars)
+
+
+def _sums(params: Params, operands: Sequence[Atom]) -> bool:
+    """Whether a matrix product sums anything, as an outer product does not."""
+    (contracted, _), _ = params["dimension_numbers"]
+    shape = getattr(operands[0], "aval", operands[0]).shape
+    return any(shape[axis] != 1 for axis in contracted)
 
 
 def saves_products(primitive: Primitive, *avals: Atom, **params: object) -> bool:
     """Whether the backward pass keeps the results of an operation: a policy of `jax.checkpoint`."""
+    if primitive.name == "name":
+        return params["name"] == SAVED
     return is_weight_product(primitive, params, avals)
 
 
 def checkpointed(
-    run: Callable[[list[Value]], list[Value]],
-    values: Sequence[Value],
-    is_read: Sequence[bool],
-    saving: Saving,
-) -> list[Value]:
-    """Runs a function of values under `jax.checkpoint`.
+    run: OnValues, values: Sequence[Value], is_read: Sequence[bool], saving: Saving
+) -> OnValues:
+    """Returns a function under `jax.checkpoint`, for these values and others that are alike.
 
     Casts go in and out with the values, so that each is made once: the cotangents of one cast are
     summed in its dtype, those of two casts in the dtype of the value.
     """
-    # JAX may keep the function, which must not keep the arrays alive.
+    # The function is kept for other pieces, and must not keep the arrays alive.
     constants = [v.array if isinstance(v.array, np.ndarray) else None for v in values]
     known = [
         (v.traits, v.constant, () if c is not None else tuple(v.casts))
@@ -84,14 +106,18 @@ def checkpointed(
         return [output.array for output in outputs] + casts
 
     # The two passes over a scan's body are in two loops: nothing can merge their equations.
-    remat = jax.checkpoint(on_arrays, policy=saves_products, prevent_cse=not saving.in_loop)
-    pairs = zip(values, constants, strict=True)
-    given = [(v.array, *v.casts.values()) for v, constant in pairs if constant is None]
-    arrays = remat(*itertools.chain.from_iterable(given))
-    outputs = [_value(array, *each) for array, each in zip(arrays, results, strict=False)]
-    for (i, key), array in zip(made, arrays[len(outputs) :], strict=True):
-        (*values, *outputs)[i].casts[key] = array
-    return outputs
+    remat = jax.checkpoint(on_arrays, policy=saves_products, prevent_cse=not saving.turns)
+
+    def call(values: Sequence[Value]) -> list[Value]:
+        pairs = zip(values, constants, strict=True)
+        given = [(v.array, *v.casts.values()) for v, constant in pairs if constant is None]
+        arrays = remat(*itertools.chain.from_iterable(given))
+        outputs = [_value(array, *each) for array, each in zip(arrays, results, strict=False)]
+        for (i, key), array in zip(made, arrays[len(outputs) :], strict=True):
+            (*values, *outputs)[i].casts[key] = array
+        return outputs
+
+    return call
 
 
 def _value(array: Array, traits: Traits, constant: Array | None) -> Value:

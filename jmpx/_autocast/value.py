@@ -13,7 +13,7 @@ from jax import lax
 
 Array = jax.Array | np.ndarray  # a tracer, an array, or a constant of a jaxpr
 FLOAT32 = np.dtype(np.float32)
-_LOW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
+LOW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 
 class Traits(NamedTuple):
@@ -167,9 +167,9 @@ def _onto_bound(array: Array) -> frozenset[np.dtype]:
         return frozenset()
     numbers = np.asarray(array)
     with np.errstate(over="ignore", under="ignore"):
-        rounded = {dtype: numbers.astype(dtype).astype(FLOAT32) for dtype in _LOW}
+        rounded = {dtype: numbers.astype(dtype).astype(FLOAT32) for dtype in LOW}
     moved = {dtype: np.isin(r, (-1, 0, 1)) & (r != numbers) for dtype, r in rounded.items()}
-    return frozenset(dtype for dtype in _LOW if moved[dtype].any())
+    return frozenset(dtype for dtype in LOW if moved[dtype].any())
 
 
 def _cast(array: Array, dtype: np.dtype) -> Array:

@@ -142,6 +142,8 @@ def evaluated(
     if interpreter.saving is not None and takes_gradient(traced.jaxpr):
         interpreter.used.left.add(None)
         interpreter.saving = None
+    if not any(isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *traced.jaxpr.consts)):
+        interpreter.saving = None  # nothing differentiates an eager call
     results = interpreter.evaluate(traced.jaxpr, values, "", ends)
     for message in (
         *unused_rules(policy_map, interpreter.used, marks.seen),

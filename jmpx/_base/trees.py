@@ -1,7 +1,7 @@
 """Pytrees as a whole: whether all of one is finite, and a selection between two by a flag."""
 
-import functools
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -118,12 +118,21 @@ def select_tree(pred: Flag, a: T, b: T) -> T:
         >>> jmpx.select_tree(jnp.array(False), new, old)["w"]
         Array([0., 0.], dtype=float32)
     """
-    select = functools.partial(_select_leaf, pred, as_flag(pred, "pred"))
-    return jax.tree_util.tree_map_with_path(select, a, b)
+    flag, leaves = as_flag(pred, "pred"), itertools.count()
+
+    def select(x: PyTree, y: PyTree) -> PyTree:
+        index = next(leaves)  # The paths of all leaves take longer than the selection.
+        return _select_leaf(pred, flag, lambda: _path_of_leaf(a, index), x, y)
+
+    return jax.tree.map(select, a, b)
+
+
+def _path_of_leaf(tree: PyTree, index: int) -> str:
+    return jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(tree)[index][0])
 
 
 def _select_leaf(
-    pred: Flag, flag: jax.Array, path: jax.tree_util.KeyPath, a: PyTree, b: PyTree
+    pred: Flag, flag: jax.Array, path: Callable[[], str], a: PyTree, b: PyTree
 ) -> PyTree:
     if a is b or not isinstance(a, ARRAYS + NUMBERS):
         return a
@@ -131,17 +140,18 @@ def _select_leaf(
         return a  # A setting, such as a dropout rate, stays a Python number.
     if any(is_array(leaf) and not is_traceable(leaf) for leaf in (a, b)):
         return _select_outside_jax(pred, path, a, b)
-    a = jnp.asarray(a, None if is_array(a) or not is_array(b) else b.dtype)
-    b = jnp.asarray(b, None if is_array(b) else a.dtype)
+    if not (isinstance(a, jax.Array) and isinstance(b, jax.Array)):
+        a = jnp.asarray(a, None if is_array(a) or not is_array(b) else b.dtype)
+        b = jnp.asarray(b, None if is_array(b) else a.dtype)
     if a.shape != b.shape or a.dtype != b.dtype:
         raise TypeError(
             f"Cannot select between {spell(a)} and {spell(b)} at "
-            f"tree{jax.tree_util.keystr(path)}: make both trees of the same shapes and dtypes."
+            f"tree{path()}: make both trees of the same shapes and dtypes."
         )
     return jax.lax.select(flag, a, b)
 
 
-def _select_outside_jax(pred: Flag, path: jax.tree_util.KeyPath, a: PyTree, b: PyTree) -> PyTree:
+def _select_outside_jax(pred: Flag, path: Callable[[], str], a: PyTree, b: PyTree) -> PyTree:
     """Selects between two leaves if JAX cannot hold one of them, such as text or a date."""
     if not isinstance(pred, jax.core.Tracer):
         return a if pred else b
@@ -150,6 +160,6 @@ def _select_outside_jax(pred: Flag, path: jax.tree_util.KeyPath, a: PyTree, b: P
         return a
     raise TypeError(
         f"Cannot select by a traced flag between {got[0]} and {got[1]} at "
-        f"tree{jax.tree_util.keystr(path)}, which differ and which JAX cannot hold: select them "
+        f"tree{path()}, which differ and which JAX cannot hold: select them "
         "outside of jax.jit, or leave them out of the trees."
     )

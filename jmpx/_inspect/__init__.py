@@ -4,7 +4,7 @@ The way through it:
 
 - `programs.py` traces a loss, with its gradient, or a step; `graph.py` makes a flat graph of the
   program. `running.py` says which node is which equation of a program that runs, and runs
-  equations of 16 bits in float32.
+  equations of 16 bits in float32. `compiled.py` compiles it once for all programs that do the same.
 - `audit/` reads the graph, without numbers: casts, saved bytes, FLOPs by dtype, and findings.
 - `ranges/` runs the program in float32, and counts the magnitudes of its numbers.
 - `first_nonfinite/` runs the program as it is, and finds the origin of an infinity or a NaN.

@@ -11,7 +11,8 @@ The way through it:
 - `places.py` finds the line of the user's code that an equation is from.
 - `marks.py` tells autocast which module an equation belongs to; `scopes.py` names the other scopes
   that autocast reads, among them `jmpx.full_precision`.
-- `rewriting.py` changes equations and the jaxprs in their parameters.
+- `rewriting.py` changes equations and the jaxprs in their parameters; `structure.py` makes a key of
+  a jaxpr, by which programs that were traced apart are known to be the same.
 - `moves.py` lists the primitives that only move numbers; `product_flops.py` counts the FLOPs of
   products.
 

@@ -23,6 +23,7 @@ from jmpx._jaxprs.types import (
     Jaxpr as Jaxpr,
     Params as Params,
     Primitive as Primitive,
+    Scopes as Scopes,
     is_jaxpr,
 )
 
@@ -194,12 +195,29 @@ def _plain_scope(stack: str) -> str:
     return "/".join(filter(None, _WRAPPED.sub("", stack).split("/")))
 
 
+def stack_of(eqn: Equation) -> Scopes:
+    """Returns the scopes of an equation as JAX keeps them, in which its operations run again."""
+    return unmarked_stack(eqn.source_info.name_stack).stack
+
+
 @contextlib.contextmanager
-def at_source_of(eqn: Equation, *scopes: str) -> Iterator[None]:
-    """Lets operations run in the scopes of an equation, and more, at its line, in its context."""
+def within_scopes(scopes: Scopes) -> Iterator[None]:
+    """Lets operations run in more scopes, as `stack_of` returns them."""
     from jax.extend import source_info_util as info
 
-    stack = info.current_name_stack() + unmarked_stack(eqn.source_info.name_stack)
+    with info.set_name_stack(info.current_name_stack() + info.NameStack(scopes)):
+        yield
+
+
+@contextlib.contextmanager
+def at_source_of(eqn: Equation, *scopes: str, depth: int = 0) -> Iterator[None]:
+    """Lets operations run in the scopes of an equation, and more, at its line, in its context.
+
+    The first scopes of the equation, as many as `depth` says, are around the operations already.
+    """
+    from jax.extend import source_info_util as info
+
+    stack = info.current_name_stack() + info.NameStack(stack_of(eqn)[depth:])
     for scope in scopes:
         stack = stack.extend(scope)
     with info.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:

@@ -1,6 +1,7 @@
 """Changed jaxprs: the same program with other parameters or names, without running it anew."""
 
 from collections.abc import Callable
+from typing import Any
 
 from jmpx._jaxprs.types import Equation, Jaxpr, Params, is_jaxpr
 
@@ -17,13 +18,18 @@ def with_equations(jaxpr: Jaxpr, change: Callable[[Equation], Equation]) -> Jaxp
 
 def with_jaxprs(params: Params, change: Callable[[Jaxpr], Jaxpr]) -> Params:
     """Returns the parameters of an equation with changed jaxprs; the same object if none did."""
+    return with_values(params, lambda value: change(value) if is_jaxpr(value) else value)
+
+
+def with_values(params: Params, change: Callable[[Any], object]) -> Params:
+    """Returns the parameters of an equation with changed values, also in tuples, as above."""
 
     def changed(value: object) -> object:
         if isinstance(value, tuple):  # or a named one, as of custom_linear_solve
             new = list(map(changed, value))
             is_new = any(a is not b for a, b in zip(new, value, strict=True))
             return getattr(value, "_make", tuple)(new) if is_new else value
-        return change(value) if is_jaxpr(value) else value
+        return change(value)
 
     new = {key: changed(value) for key, value in params.items()}
     return new if any(new[key] is not params[key] for key in params) else params

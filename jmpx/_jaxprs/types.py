@@ -12,6 +12,7 @@ Primitive: TypeAlias = Any  # `jax.extend.core.Primitive`, which is slow to impo
 Array: TypeAlias = Any  # of JAX or NumPy, or what stands for one, such as a tracer
 Params: TypeAlias = dict[str, Any]  # the parameters of an equation
 NameStack: TypeAlias = Any
+Scopes: TypeAlias = tuple[Any, ...]  # what a name stack holds
 
 
 def is_jaxpr(value: object) -> bool:

@@ -6,6 +6,7 @@ trip.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -17,7 +18,7 @@ from jmpx._base.axes import as_whole, vary
 from jmpx._base.leaves import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr
-from jmpx._jaxprs.inner import Inner, inner_of, walk
+from jmpx._jaxprs.inner import Inner, all_equations, inner_of, walk
 
 State = TypeVar("State")
 Trips: TypeAlias = tuple[Array, ...]  # int32 of shape (): one for each loop around, outermost first
@@ -64,6 +65,38 @@ def sites(jaxpr: Jaxpr, holder: Site | None = None) -> Iterator[Site]:
             yield site
         for each in () if inner is None else inner.jaxprs:
             yield from sites(each, site)
+
+
+def _held(eqn: Equation) -> Sequence[Jaxpr]:
+    """Returns the jaxprs that an evaluation goes through in place of an equation."""
+    inner = inner_of(eqn)
+    if inner is None:
+        return ()
+    return inner.jaxprs if inner.condition is None else (*inner.jaxprs, inner.condition)
+
+
+def constants(jaxpr: Jaxpr) -> Iterator[Array]:
+    """Yields the arrays that `constant` of an evaluation gets, without literals, in their order."""
+    yield from core.consts_of(jaxpr)
+    for each in (each for eqn in jaxpr.eqns for each in _held(eqn)):
+        yield from constants(each)
+
+
+def is_opaque(jaxpr: Jaxpr) -> bool:
+    """Whether an evaluation depends on more than the structure and the constants of a jaxpr.
+
+    So do calls of Python, and the constants of what runs as it was traced, as a linear solve.
+    """
+
+    def is_closed(eqn: Equation) -> bool:
+        held = core.inner_jaxprs(eqn.params)
+        eqns = (eqn, *itertools.chain.from_iterable(map(all_equations, held)))
+        inner = (jaxpr for each in eqns for jaxpr in core.inner_jaxprs(each.params))
+        return "callback" in eqn.primitive.name or any(len(core.consts_of(each)) for each in inner)
+
+    return any(
+        any(map(is_opaque, _held(eqn))) if _held(eqn) else is_closed(eqn) for eqn in jaxpr.eqns
+    )
 
 
 def evaluate(

@@ -10,16 +10,19 @@ import jax.numpy as jnp
 
 from jmpx._adapters.applying import Application
 from jmpx._base.axes import axis_names, check_axis, is_mapped, tracked_axes, vary, varying_axes
+from jmpx._base.dtypes import DTypeLike
 from jmpx._base.leaves import PyTree, is_array, is_floating, is_inexact_array, spell
 from jmpx._base.stateful import Changes, PureFunction
 from jmpx._base.trees import all_finite
-from jmpx._devices.exchanges import find_exchanges
+from jmpx._devices.exchanges import Evaluate, find_exchanges
+from jmpx._devices.layer_means import with_layer_means
 from jmpx._devices.reduction import unscaled_mean
 from jmpx._devices.shards import Over, Parameters, read_mask
+from jmpx._jaxprs.core import Jaxpr, evaluate
 from jmpx._scales.kinds import LossScale, NoOpLossScale, is_at_least_1
 from jmpx._steps.arrays import Merge, cast_gradients, paths_of, split_parameters, widened
 from jmpx._steps.batches import GROUPS, MICROBATCHES
-from jmpx._steps.groups import AXIS, Groups, as_placed, check_variables
+from jmpx._steps.groups import AXIS, Groups, as_placed, check_variables, differs
 from jmpx._steps.microbatches import Backward, accumulate
 from jmpx._steps.model_state import kept_if_finite
 from jmpx._steps.options import Options
@@ -78,6 +81,7 @@ class _Call(NamedTuple):
     kwargs: Keywords
     over: Over | None  # may be the axis of the groups
     scaling: LossScale
+    groups: Groups | None = None
 
     @property
     def scale(self) -> LossScale:
@@ -92,7 +96,7 @@ class _Call(NamedTuple):
         and the axes along which devices still have to agree on that.
         """
         options, over = self.options, self.over
-        shards = _Shards(self.merge(params), over)
+        shards = _Shards(self.merge(params), over, self.groups, self.application.reduce_dtype)
         params = vary(params, shards.axes)
         run = self.run if options.batch.microbatches == 1 else self.accumulate
         with self.application.products():  # around all: a custom_vjp is traced backward, too
@@ -104,6 +108,7 @@ class _Call(NamedTuple):
             None if over is None else over.axis_name,
             self.application.reduce_dtype,
             shards.found,
+            shards.averaged(backward.grads),
         )
         mean = backward._replace(value=value, grads=grads)
         if over is not None:
@@ -122,7 +127,8 @@ class _Call(NamedTuple):
     ) -> Backward:
         """Returns the mean value and gradients over the groups, from arrays that it is given."""
         _, merge = split_parameters(args)
-        call = self._replace(merge=merge, kwargs=kwargs, over=Over(AXIS), scaling=scaling)
+        new = {"merge": merge, "kwargs": kwargs, "over": Over(AXIS), "scaling": scaling}
+        call = self._replace(**new, groups=groups)
         parts, join = self.options.split(args, groups.count, GROUPS, kwargs)
 
         def run(arrays: Sequence[jax.Array]) -> Backward:
@@ -178,9 +184,13 @@ class _Call(NamedTuple):
 class _Shards:
     """Which parameters are shards, as far as it is known: the first pass sets `found`."""
 
-    def __init__(self, model: PyTree, over: Over | None) -> None:
+    def __init__(
+        self, model: PyTree, over: Over | None, groups: Groups | None, reduce: DTypeLike | None
+    ) -> None:
         self.axes: tuple[Hashable, ...] = ()
         self.found: list[Axes] = []
+        self.in_loops: list[bool] = []  # whether loops average a parameter's gradient
+        self.groups, self.reduce = groups, reduce
         if over is None:
             return
         check_axis(over.axis_name)
@@ -195,10 +205,23 @@ class _Shards:
         """Returns a pass that does the same, after it has found which parameters are shards."""
         if not self.axes:
             return run
-        run, loss = find_exchanges(run, params, self.axes)
+        run, loss = find_exchanges(run, params, self.axes, self.change)
         self.found = self.parameters.find_shards(loss, self.axes)
         self.shared_over = frozenset(exchange.axis for exchange in loss.exchanges)
         return run
+
+    def change(self, jaxpr: Jaxpr) -> Evaluate:
+        """Returns what evaluates a loss: that of a group, with means in its loops over layers."""
+        if self.groups is None:
+            return functools.partial(evaluate, jaxpr)
+        run, self.in_loops = with_layer_means(self.groups.freed(jaxpr), AXIS, self.reduce)
+        return run
+
+    def averaged(self, grads: Sequence[jax.Array]) -> frozenset[int]:
+        """Returns the indices of the gradients that are means over the groups already."""
+        # A loss may read a parameter outside of the loops, too.
+        pairs = enumerate(zip(self.in_loops, grads, strict=False))
+        return frozenset(i for i, (is_mean, grad) in pairs if is_mean and not differs(grad))
 
     def disagreeing(self, grads: list[jax.Array], value: jax.Array) -> tuple[Hashable, ...]:
         """Returns the axes along which devices share a loss, but not their gradients."""

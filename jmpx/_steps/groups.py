@@ -6,6 +6,7 @@ device becomes a group with gradients of its own, whose mean is computed in the 
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jmpx._base.casts import at_least_float32, cast_like
 from jmpx._base.leaves import PyTree, is_array, is_floating, is_none, is_traceable, spell
+from jmpx._jaxprs.rewriting import with_equations, with_values
+from jmpx._jaxprs.types import Equation, Jaxpr, is_jaxpr
 from jmpx._steps.arrays import split_arrays
 from jmpx._steps.batches import BatchSharding, axes_of
 from jmpx._steps.microbatches import Backward, of_arrays
@@ -38,6 +41,28 @@ class Groups:
         mesh = jax.sharding.get_abstract_mesh() if self.explicit_axes else self.mesh
         sharding = NamedSharding(mesh, PartitionSpec(self.axes, *others))  # pyright: ignore[reportArgumentType]
         return jax.lax.with_sharding_constraint(array, sharding)
+
+    def freed(self, jaxpr: Jaxpr) -> Jaxpr:
+        """Returns a jaxpr whose shardings do not name the axes, along which a group is whole."""
+        return with_equations(jaxpr, self._freed_equation)
+
+    def _freed_equation(self, eqn: Equation) -> Equation:
+        params = with_values(eqn.params, self._free)
+        return eqn if params is eqn.params else eqn.replace(params=params)
+
+    def _free(self, value: Any) -> Any:
+        if is_jaxpr(value):
+            return self.freed(value)
+        if not isinstance(value, NamedSharding):
+            return value
+        spec = PartitionSpec(*map(self._free_entry, value.spec))
+        is_free = spec == value.spec
+        return value if is_free else NamedSharding(value.mesh, spec, memory_kind=value.memory_kind)
+
+    def _free_entry(self, entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            return tuple(name for name in entry if name not in self.axes)
+        return None if entry in self.axes else entry
 
     def in_auto_axes(
         self, run: Callable[..., Backward], params: list[jax.Array], *others: PyTree
@@ -76,14 +101,23 @@ class Groups:
 
         axes: list[PyTree] = [None, 0, None, None]  # Aux alone differs between groups.
         mapped = jax.vmap(one, out_axes=Backward(*axes), axis_name=AXIS, spmd_axis_name=self.axes)
-        return put_back(mapped([self.constrain(array) for array in arrays]))
+        try:
+            return put_back(mapped([self.constrain(array) for array in arrays]))
+        except ValueError as error:
+            if "spmd_axis_name" not in str(error):
+                raise
+            raise ValueError(
+                f"Cannot split an array over {self.axes}, the axes of the batch's sharding, in a "
+                "derivative rule of jax.custom_vjp or jax.custom_jvp, because each group of the "
+                "batch is on one device of them: leave them out of the shardings there."
+            ) from error
 
 
 def check_variables(new: Sequence[jax.Array], stored: Sequence[PyTree]) -> None:
     """Refuses new variables of an NNX module, stored as None, that hold something of examples."""
     for array, old in zip(new, stored, strict=True):
         is_alike = is_array(old) and old.shape == array.shape
-        if not is_alike and _differs(array):
+        if not is_alike and differs(array):
             raise ValueError(
                 f"Cannot average {spell(array)} in a variable of an NNX module "
                 "over the groups of the batch, because it is new or of another shape than "
@@ -108,7 +142,7 @@ def as_placed(new: PyTree, old: PyTree) -> PyTree:
 
 def _mean(array: jax.Array) -> jax.Array:
     """Returns the mean of an array of model state over the groups, the same bits if it is equal."""
-    if not _differs(array):
+    if not differs(array):
         return array
     if not is_floating(array):
         raise ValueError(
@@ -119,7 +153,7 @@ def _mean(array: jax.Array) -> jax.Array:
     return cast_like(jax.lax.pmean(at_least_float32(array), AXIS), array)
 
 
-def _differs(array: jax.Array) -> bool:
+def differs(array: jax.Array) -> bool:
     """Whether an array may differ between groups."""
     # Under `jax.vmap`, the maximum of what does not depend on the index is the same object.
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):

@@ -7,11 +7,16 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from jmpx._base.axes import varying_axes
 from jmpx._base.leaves import PyTree, is_array, is_traceable
 from jmpx._base.trees import Flag, as_flag, select_tree
 
 T = TypeVar("T")
 SkipBy: TypeAlias = Literal["cond", "where"]
+
+
+class _TypesDiffer(Exception):
+    """A `lax.cond` cannot take or skip this step: its branches would have different types."""
 
 
 def take_or_keep(
@@ -30,33 +35,65 @@ def take_or_keep(
     if grads_finite is True:
         return take()
     finite = as_flag(grads_finite, "grads_finite")
-    kept = lambda new: jax.tree.map(_in_dtype_of, keep(new), new)  # noqa: E731
 
     def by_where(take: Callable[[], T]) -> T:
         new = take()
-        return select_tree(finite, new, kept(new))
+        return select_tree(finite, new, _kept(keep, new))
 
     if skip_by == "where" or not isinstance(finite, jax.core.Tracer):
         return by_where(take)
-    once = _traced_once(take)
-    shapes = _common_shapes(finite, once, kept)
-    if shapes is None:
+    try:
+        if skip_by == "cond":
+            return _by_cond(finite, take, keep)
+
+        @jax.jit
+        def optimizer_update() -> T:  # JAX traces it once for all its calls
+            return _arrays(take())
+
+        return jax.lax.platform_dependent(
+            tpu=lambda: by_where(optimizer_update),
+            default=lambda: _by_cond(finite, optimizer_update, keep),
+        )
+    except _TypesDiffer:
         return by_where(take)
-    by_cond = lambda: jax.lax.cond(finite, once, lambda: kept(shapes))  # noqa: E731
-    if skip_by == "cond":
-        return by_cond()
-    return jax.lax.platform_dependent(tpu=lambda: by_where(once), default=by_cond)
 
 
-def _traced_once(take: Callable[[], T]) -> Callable[[], T]:
-    """Returns a function that JAX traces once for all its calls; it returns None if not arrays."""
+def _by_cond(finite: jax.Array, take: Callable[[], T], keep: Callable[[PyTree], T]) -> T:
+    """Takes or skips a step by a `lax.cond`, whose branches compare their types as JAX traces them.
 
-    @jax.jit
-    def optimizer_update() -> T | None:
-        new = take()
-        return new if all(map(is_traceable, jax.tree.leaves(new))) else None
+    A trace of the step before, for its types alone, would take as long as the step itself.
+    """
+    news: list[tuple[PyTree, list[jax.core.ShapedArray | None]]] = []
 
-    return optimizer_update
+    def taken() -> T:
+        new = _arrays(take())
+        types = list(map(_type_of, jax.tree.leaves(new)))
+        axes = varying_axes(finite)
+        if axes and not all(axes <= varying_axes(each) for each in types):
+            raise _TypesDiffer
+        news.append((jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), new), types))
+        return new
+
+    def skipped() -> T:
+        if not news:  # JAX traces the branch of True first; otherwise the types are not known
+            raise _TypesDiffer
+        old = _kept(keep, news[0][0])
+        if list(map(_type_of, jax.tree.leaves(old))) != news[0][1]:
+            raise _TypesDiffer
+        return old
+
+    return jax.lax.cond(finite, taken, skipped)
+
+
+def _arrays(new: T) -> T:
+    if not all(map(is_traceable, jax.tree.leaves(new))):
+        raise _TypesDiffer
+    return new
+
+
+def _kept(keep: Callable[[PyTree], T], new: PyTree) -> T:
+    """Returns what a skipped step keeps, in the dtypes of the new arrays."""
+    return jax.tree.map(_in_dtype_of, keep(new), new)
 
 
 def _in_dtype_of(old: PyTree, new: PyTree) -> PyTree:
@@ -65,27 +102,7 @@ def _in_dtype_of(old: PyTree, new: PyTree) -> PyTree:
     return jnp.asarray(old, new.dtype) if differ else old
 
 
-def _common_shapes(
-    finite: jax.Array, take: Callable[[], PyTree], keep: Callable[[PyTree], PyTree]
-) -> PyTree | None:
-    """Returns the shapes of `take()` if it and `keep` return arrays of the same types, or None."""
-    found: list[PyTree] = []
-
-    def compare() -> None:
-        new = take()
-        if new is None:
-            return
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), new)
-        old = keep(shapes)
-        trees = new, old, select_tree(finite, new, old)
-        types = [[_type_of(leaf) for leaf in jax.tree.leaves(tree)] for tree in trees]
-        if types[0] == types[1] == types[2]:
-            found.append(shapes)
-
-    jax.eval_shape(compare)
-    return found[0] if found else None
-
-
-def _type_of(leaf: PyTree) -> object:
+def _type_of(leaf: PyTree) -> jax.core.ShapedArray | None:
     """Returns JAX's type of an array, with strong types for weak ones, as `lax.cond` makes them."""
-    return jax.typeof(jnp.asarray(leaf, leaf.dtype)) if is_array(leaf) else None
+    aval = jax.typeof(leaf) if is_array(leaf) else None
+    return aval.update(weak_type=False) if aval is not None and aval.weak_type else aval

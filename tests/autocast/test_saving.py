@@ -18,7 +18,7 @@ from jax import export
 import jmpx
 
 # Equations that hold a jaxpr, and casts, of which each piece makes its own.
-_AROUND = {"jit", "remat2", "convert_element_type", "copy"}
+_AROUND = {"jit", "remat2", "custom_vjp_call", "convert_element_type", "copy"}
 
 
 def losses(apply, x, labels, policy):

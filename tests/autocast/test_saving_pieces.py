@@ -57,8 +57,59 @@ def test_cuts(pair):
     assert pieces(lambda x, w: blocks(x, w, 2, jax.jit), *pair) == [1, 1] * 2
     assert pieces(jax.jit(lambda x, w: blocks(x, w, 2)), *pair) == [1, 1, 2]
     assert pieces(scanned, *pair) == [1, 1, 2]
-    assert pieces(decoder, *pair) == [1, 1, 8, 6, 4, 2]
+    assert pieces(decoder, *pair) == [1, 1, 6, *[2] * 7]  # whose blocks repeat
     assert pieces(lambda x, w: jnp.sin(x) + w[0, 0], *pair) == []  # without a product
+
+
+def llama(x, w):
+    """A block in which several products read the result of one norm."""
+    h = jnp.sin(x) * 2
+    x = x + jnp.tanh((h @ w) * (h @ w) * (h @ w)) @ w
+    h = jnp.sin(x) * 2
+    return x + jnp.tanh((h @ w) * (h @ w)) @ w
+
+
+def scanned(x, w, body=llama, length=6):
+    return lax.scan(lambda x, _: (body(x, w), None), x, None, length)[0]
+
+
+def test_no_cut_between_products_of_one_activation(pair):
+    """What depends on a carry, or on an operand that is an activation outside, has to be saved."""
+    jitted = jax.jit(llama)
+    assert pieces(scanned, *pair) == pieces(lambda x, w: scanned(x, w, jitted), *pair) == [4, 3]
+    assert pieces(lambda x, w: jitted(jitted(x @ w, w), w), *pair) == [1, 4, 3, 4, 3]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["inline", "jit"])
+def test_products_of_experts_are_saved(rng, wrap):
+    x, w = normal(rng, 2, 4, 8), normal(rng, 8, 8)
+    weights = normal(rng, 3, 8, 16), normal(rng, 3, 16, 8)
+
+    def experts(x, up, down):
+        gates = jax.nn.softmax(x @ w[:, :3])
+        sent = jnp.einsum("bse,bsd->ebd", gates, x)
+        h = jnp.einsum("ebf,efd->ebd", jnp.tanh(jnp.einsum("ebd,edf->ebf", sent, up)), down)
+        return x + jnp.einsum("bse,ebd->bsd", gates, h)
+
+    def grad_of(**options):
+        cast = jmpx.autocast(lambda weights: wrap(experts)(x @ w, *weights), **options)
+        return jax.grad(lambda weights: jnp.square(cast(weights)).sum())
+
+    grads = plain, saving = grad_of(), grad_of(save="products")
+    products = [jax.jit(g).lower(weights).as_text().count("dot_general") for g in grads]
+    assert products[1] == products[0] + 1  # what is sent to experts is a product of activations
+    for a, b in zip(plain(weights), saving(weights), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_a_loop_saves_for_each_turn(pair):
+    """So a cut that keeps an array may pay in a short loop alone."""
+
+    def count(turns):
+        return pieces(lambda x, w: scanned(x, w, lambda x, w: llama(llama(x, w), w), turns), *pair)
+
+    assert [count(turns) for turns in (1, 2, 50)] == [[4, 3, 4, 3], [4, 7, 3], [4, 10]]
 
 
 @pytest.mark.usefixtures("short_pieces")
@@ -99,7 +150,8 @@ def test_the_users_checkpoints(pair):
         return blocks(blocks(x, w, 2, jax.checkpoint), w, 2)
 
     with warns_once(__file__, r"as it is \(.*test_saving_pieces.py:\d+ .*leave the checkpoint out"):
-        assert jmpx.autocast(fn, save="products")(*pair).shape == pair[0].shape
+        saving = jmpx.autocast(fn, save="products")
+        assert jax.eval_shape(saving, *pair).shape == pair[0].shape
 
 
 def test_a_gradient_inside(pair):
@@ -219,8 +271,20 @@ def test_a_head_larger_than_what_it_reads_is_in_no_piece(rng):
 @pytest.mark.usefixtures("short_pieces")
 def test_first_pieces_are_long_and_the_last_ones_short(pair):
     """When the backward pass comes to the first pieces, the products of later ones are gone."""
+    functions = jnp.tanh, jnp.sin, jnp.cos, jnp.sinh, jnp.arctan, jnp.abs, jax.nn.sigmoid
+    functions += jax.scipy.special.erf, jnp.floor, jnp.ceil, jnp.arcsinh, jnp.sign
+
+    def fn(x, w):
+        for function in functions:  # blocks that do not repeat
+            x = x + function(x @ w) @ w
+        return x
+
     # Where a product alone lives, a cut keeps nothing more.
-    assert pieces(lambda x, w: blocks(x, w, 12), *pair) == [1, 1, 10, 6, 4, 2]
+    assert pieces(fn, *pair) == [1, 1, 10, 6, 4, 2]
+
+
+def test_once_in_each_of_repeated_blocks(pair):
+    assert pieces(lambda x, w: blocks(x, w, 12), *pair) == [1, 1, *[2] * 11]
 
 
 SIZE = st.integers(0, 9)

@@ -69,7 +69,7 @@ def test_every_step_returns_what_it_takes(point):
     assert types(state) == types(map(jnp.asarray, traced.leaves))
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
     cond = point.dtype in steps.SCALED and point.implementation in (
-        *("handwritten_cond", "jmpx", "jmpx_cond", "jmpx_counting"),
+        *("handwritten_cond", "handwritten_cond_divide", "jmpx", "jmpx_cond", "jmpx_counting"),
         *("autocast", "autocast_saved"),
     )
     assert ("stablehlo.case" in traced.step.lower().as_text()) == cond
@@ -273,7 +273,7 @@ def test_the_pages_are_made_of_the_results():
     for path, text in pages.items():
         assert path.read_text() == text, path
     bars = [*report.bars(records.read(records.CPU))]
-    assert sum(map(bool, (report.HEADLINE.search(row.measure) for row in bars))) == 20
+    assert sum(map(bool, (report.HEADLINE.search(row.measure) for row in bars))) == 23
     with pytest.raises(ValueError, match="Found 0 tables with the header"):
         report.replaced("# A page", "| a | b |\n| --- | --- |")
     late = records.Row("bytes", value=1.02, bar=1.01)

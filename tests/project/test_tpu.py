@@ -1,13 +1,18 @@
 """What a TPU's compiler makes of precisions and of sharded steps, where libtpu is there."""
 
+import functools
 import importlib.util
+from typing import Any
 
 import fsdp
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import report
 import tpu
 import tpu_matmul
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from models import Transformer
 
 import jmpx
@@ -115,3 +120,36 @@ def test_sharded_weights_are_gathered_in_bfloat16_and_reduced_in_the_policys_dty
     assert 0.9 * size / 2 < sum(gathers.values()) < 2.1 * size / 2
     assert 0.9 * size < sum(sums.values()) * (2 if reduce else 1) < 1.1 * size
     assert found["peak_mib"] > 0
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_stacked_layers_are_reduced_inside_of_the_loop():
+    mesh, (layers, size) = Mesh(np.array(tpu.devices()), ("data",)), (4, 256)
+    split, rows = NamedSharding(mesh, P(None, "data")), NamedSharding(mesh, P("data"))
+
+    def step(groups, weights, x):
+        def loss(weights, x):
+            layer = jax.checkpoint(lambda h, w: (h + jax.nn.gelu(h @ w), None))
+            return (jax.lax.scan(layer, x, weights)[0].astype(jnp.float32) ** 2).mean()
+
+        batch = jmpx.Batch(sharding=rows if groups else None)
+        noop = jmpx.NoOpLossScale()
+        grads = jmpx.filter_grad(loss, noop, policy="c=bf16", batch=batch)(weights, x).grads
+        return weights - 0.1 * grads
+
+    shapes = (layers, size, size), (32768, size)
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        for shape, sharding in zip(shapes, (split, rows), strict=True)
+    ]
+    peaks, sums = [], []
+    for groups in (False, True):
+        jitted = jax.jit(functools.partial(step, groups), out_shardings=split, donate_argnums=0)
+        program: Any = jitted.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+        peaks.append(program.memory_analysis().peak_memory_in_bytes)
+        found = jmpx.inspect.collectives(program.as_text()).collectives
+        sums.append([one for one in found if one.kind in ("all-reduce", "reduce-scatter")])
+    (layer,) = [one for one in sums[1] if one.bytes > 1024]
+    assert (layer.kind, layer.dtype, layer.times) == ("reduce-scatter", "f32", layers)
+    assert layer.bytes == 4 * size**2 and peaks[1] <= peaks[0] + layer.bytes

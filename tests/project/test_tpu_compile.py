@@ -45,6 +45,30 @@ def test_the_program_is_counted():
     assert (found["converts"], found["copies"]) == (1, 1)
 
 
+def test_what_moves_between_a_chip_and_its_memory_is_counted():
+    hlo = """HloModule jit_step, is_scheduled=true
+
+%fused (p.0: f32[8,4], p.1: bf16[4]) -> f32[8,4] {
+  %p.0 = f32[8,4]{1,0:T(8,128)} parameter(0)
+  ROOT %add = f32[8,4]{1,0:T(8,128)} add(%p.0, %p.0)
+}
+
+ENTRY %main (a: f32[8,4], b: bf16[4]) -> (f32[8,4], pred[4]) {
+  %a = f32[8,4]{1,0:T(8,128)} parameter(0)
+  %b = bf16[4]{0:T(256)} parameter(1)
+  %fetch = (f32[8,4]{1,0:T(8,128)S(1)}, f32[8,4]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%a)
+  %here = f32[8,4]{1,0:T(8,128)S(1)} copy-done(%fetch)
+  %part = ((f32[8,4]{1,0}), f32[2,4]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%a), slice={[0:2], [0:4]}
+  %sum = f32[8,4]{1,0:T(8,128)} fusion(%here, /*index=1*/%b), kind=kLoop, calls=%fused
+  %is = pred[4]{0} is-finite(%b), metadata={op_name="f(x)"}
+  ROOT %both = (f32[8,4]{1,0}, pred[4]{0}) tuple(%sum, %is)
+}
+"""
+    # Fetched whole and in part; the fusion reads b alone from there, and writes; so the last one.
+    assert tpu_compile.hbm_bytes(hlo) == (128 + 32) + (8 + 128) + (8 + 4)
+    assert compiled_step.count(hlo)["kernels"] == 5
+
+
 def test_every_point_is_there_once_and_every_way_has_a_name():
     keys = [tuple(fields.values()) for fields in tpu_compile.points()]
     assert len(keys) == len(set(keys))

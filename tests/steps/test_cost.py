@@ -35,13 +35,16 @@ SAME = [
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("ours", "by_hand"), SAME)
 def test_a_float16_step_costs_what_the_hand_written_one_does(ours, by_hand):
-    ours, by_hand = counts(ours), counts(by_hand)
-    for name in ("instructions", "bytes_accessed", "temp_bytes"):
-        assert ours[name] <= 1.01 * by_hand[name], name
+    forms = [counts(form) for form in (by_hand, compiled_step.DIVIDE.get(by_hand)) if form]
+    ours, by_hand = counts(ours), forms[0]
+    for name in ("bytes_accessed", "temp_bytes"):
+        assert ours[name] <= 1.01 * min(form[name] for form in forms), name
+    # A division is no part of what reads it: there are fewer instructions, but more kernels.
+    assert ours["instructions"] <= 1.01 * by_hand["instructions"]
     assert ours["copies"] <= by_hand["copies"]
     # All flags together are converted and compared once: some operations a step, none a leaf.
     assert ours["converts"] <= by_hand["converts"] + 2
-    assert ours["entry_ops"] <= by_hand["entry_ops"] + 12
+    assert ours["kernels"] <= min(form["kernels"] for form in forms) + 12
 
 
 def test_the_default_way_to_skip_is_the_smaller_one():

@@ -19,7 +19,8 @@ def first_nonfinite(fn: Callable[..., object]) -> Callable[..., FirstNonfinite |
     each result; then it follows infinities and NaNs from the results back to their origin, through
     loops, jitted functions and the backward pass. An infinity that goes nowhere is not reported:
     exp(-inf) of a mask is 0, and `jnp.where` may drop a log(0). A rule is reported only after the
-    function ran with it in its policy maps and the infinity was gone; at most six are tried.
+    function ran with it in its policy maps and the infinity was gone; at most six are tried. What
+    is compiled is kept for a while, without arrays, for a step that does the same.
 
     `jax_debug_nans` stops at each overflow, also at those that a dynamic loss scale expects; this
     replays a step that was skipped: see `docs/nonfinite.md`.

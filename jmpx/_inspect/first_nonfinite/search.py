@@ -1,30 +1,29 @@
 """Runs a program, and finds in which equations infinities and NaNs first appear."""
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmpx._base.leaves import PyTree
+from jmpx._inspect.compiled import Compiled
 from jmpx._jaxprs import core, watched
 from jmpx._jaxprs.moves import PLACEMENTS, RESHAPES
 from jmpx._jaxprs.types import Array, Aval, Equation, Jaxpr
 from jmpx._jaxprs.watched import Run, Site, Trips, is_loop
 
+T = TypeVar("T")
 # The results of these hold the numbers of the operand, so that a search looks at the operand alone.
 # An identity may have several operands, as `optimization_barrier` has: it is not among them.
 HAND_ON = RESHAPES | PLACEMENTS | {"copy", "neg"}
-# XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears. What
-# runs once or twice is not worth optimizing: that would take half of the time to compile.
-_AS_WRITTEN = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 INF, NAN = 1, 2  # the worst that an array holds; 0 is neither
 MADE, TURNED = 1, 2  # out of finite numbers; NaN out of infinities
 # Of each site: the worst number; in a loop, also the kind of the first event and its trips.
 Key: TypeAlias = tuple[int, ...]
 _Notes: TypeAlias = dict[Key, tuple[Array, ...]]
+Constant: TypeAlias = Callable[[Array], Array]
 
 
 class Event(NamedTuple):
@@ -77,6 +76,10 @@ def is_watched(eqn: Equation) -> bool:
     return eqn.primitive.name not in HAND_ON and any(is_inexact(v.aval) for v in eqn.outvars)
 
 
+def _same(array: Array) -> Array:
+    return array
+
+
 def _silent(eqn: Equation, operands: list[Array]) -> list[Array]:
     return core.bind(eqn, operands) if eqn.outvars else []  # a print has none
 
@@ -84,41 +87,50 @@ def _silent(eqn: Equation, operands: list[Array]) -> list[Array]:
 class Search:
     """A program that is compiled once, and searched with several inputs: see `evaluate`."""
 
-    def __init__(
-        self,
-        jaxpr: Jaxpr,
-        run: Run = _silent,
-        constant: Callable[[Array], Array] = lambda array: array,
-    ) -> None:
-        self._evaluate = functools.partial(watched.evaluate, jaxpr, run=run, constant=constant)
+    def __init__(self, jaxpr: Jaxpr, run: Run = _silent, constant: Constant = _same) -> None:
+        self.jaxpr, self.run, self.constant = jaxpr, run, constant
+        self.compiled = Compiled(jaxpr)
         self.sites = {site.key: site for site in watched.sites(jaxpr)}
         # The place of each site in the program; a loop has the place of its first site.
         self.places: dict[Key, int] = {}
         for place, key in enumerate(self.sites):
             for end in range(1, len(key) + 1):
                 self.places.setdefault(key[:end], place)
-        self._compiled = jax.jit(self._watch_all, compiler_options=_AS_WRITTEN)
+        self.watched = {k: site for k, site in self.sites.items() if is_watched(site.equation)}
 
-    def _watch_all(self, *arrays: Array) -> tuple[_Notes, list[Array], list[Array]]:
+    def _evaluate(
+        self, constant: Constant, arrays: Sequence[Array], *args: Any, **options: Any
+    ) -> tuple[list[Array], Any]:
+        options |= {"run": self.run, "constant": lambda array: self.constant(constant(array))}
+        return watched.evaluate(self.jaxpr, arrays, *args, **options)
+
+    def _watch_all(
+        self, constant: Constant, arrays: Sequence[Array]
+    ) -> tuple[list[tuple[Array, ...]], list[Array], list[Array]]:
+        """Returns the notes of all watched sites, and the worst numbers of inputs and results."""
         zero = jnp.zeros((), jnp.int32)
         state = {
             key: (zero,) * (2 + len(site.loops) if site.loops else 1)
-            for key, site in self.sites.items()
-            if is_watched(site.equation)
+            for key, site in self.watched.items()
         }
-        results, state = self._evaluate(arrays, _note, state, reduce=_joined, by_site=True)
+        results, state = self._evaluate(
+            constant, arrays, _note, state, reduce=_joined, by_site=True
+        )
         inputs, outputs = ([worst_traced([x]) for x in each] for each in (arrays, results))
-        return state, inputs, outputs
+        return [state[key] for key in self.watched], inputs, outputs
+
+    def _compiled(self, fn: Callable[..., T], args: tuple[PyTree, ...], *depends_on: Hashable) -> T:
+        return self.compiled.run(fn, args, self.run, self.constant, *depends_on)
 
     def look(self, arrays: Sequence[Array]) -> Seen:
         """Runs the program on its inputs."""
-        rows, inputs, outputs = jax.device_get(self._compiled(*arrays))
+        rows, inputs, outputs = jax.device_get(self._compiled(self._watch_all, (list(arrays),)))
         worst, in_loops = {}, {}
-        for key, row in rows.items():
+        for (key, site), row in zip(self.watched.items(), rows, strict=True):
             worst[key], *event = map(int, row)
             if any(event[:1]):
                 kind, *trips = event
-                in_loops[key] = self.event(self.sites[key], kind == MADE, trips)
+                in_loops[key] = self.event(site, kind == MADE, trips)
         return Seen(worst, in_loops, list(map(int, inputs)), list(map(int, outputs)))
 
     def event(self, site: Site, is_made: bool, trips: Sequence[int] = ()) -> Event:
@@ -136,27 +148,29 @@ class Search:
 
         One that does not hold numbers, such as a random key, is None.
         """
-        eqn = event.site.equation
+        key, eqn = event.site.key, event.site.equation
         avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
         empty = [jnp.zeros(a.shape, a.dtype) if _is_plain(a) else None for a in avals]
 
-        def watch(
-            state: PyTree, site: Site, operands: list[Array], results: list[Array], trips: Trips
-        ) -> PyTree:
-            if site.key != event.site.key:
-                return state
-            found, kept = state
-            pairs = zip(trips, event.trips, strict=True)
-            is_it = ~found & jnp.stack([jnp.array(True), *(a == b for a, b in pairs)]).all()
-            pairs = zip((*operands, *results), kept, strict=True)
-            select = lambda new, old: jnp.where(is_it, jnp.asarray(new, old.dtype), old)  # noqa: E731
-            return found | is_it, [old if old is None else select(new, old) for new, old in pairs]
+        def run(constant: Constant, arrays: list[Array], wanted: Array) -> list[Array | None]:
+            def watch(
+                state: PyTree, site: Site, operands: list[Array], results: list[Array], trips: Trips
+            ) -> PyTree:
+                if site.key != key:
+                    return state
+                found, kept = state
+                is_it = ~found & (jnp.stack([*trips, jnp.int32(0)])[:-1] == wanted).all()
+                pairs = zip((*operands, *results), kept, strict=True)
+                select = lambda new, old: jnp.where(is_it, jnp.asarray(new, old.dtype), old)  # noqa: E731
+                return found | is_it, [
+                    old if old is None else select(new, old) for new, old in pairs
+                ]
 
-        def run(*arrays: Array) -> list[Array | None]:
             state = jnp.array(False), empty
-            return self._evaluate(arrays, watch, state, reduce=_of_one_device)[1][1]
+            return self._evaluate(constant, arrays, watch, state, reduce=_of_one_device)[1][1]
 
-        kept = jax.jit(run, compiler_options=_AS_WRITTEN)(*arrays)
+        wanted = np.asarray(event.trips, np.int32)
+        kept = self._compiled(run, (list(arrays), wanted), self.places[key])
         return kept[: len(eqn.invars)], kept[len(eqn.invars) :]
 
 

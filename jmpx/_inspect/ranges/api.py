@@ -25,8 +25,9 @@ def ranges(fn: Callable[..., object]) -> Callable[..., Ranges]:
     counts as activations, both times; all else in a backward pass counts as gradients, even where a
     `jax.custom_vjp` computes activations again.
 
-    A large program runs operation by operation, and its loops are compiled with their counts, in
-    each call.
+    A program is compiled once with its counts, also for later calls of a step that does the same. A
+    large one runs operation by operation, and its loops are compiled with their counts, in each
+    call.
 
     Args:
         fn: a loss, which is differentiated in its first argument: it returns a floating scalar, or

@@ -5,7 +5,7 @@ for zero.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.core
@@ -15,14 +15,15 @@ from jax import lax
 
 from jmpx._base.axes import as_whole
 from jmpx._base.leaves import is_floating_dtype
+from jmpx._inspect.compiled import Compiled
 from jmpx._inspect.programs import Program
 from jmpx._inspect.ranges.formats import BINS, CUTS, LOWEST, MANTISSA_BITS, PARTS
 from jmpx._inspect.ranges.plan import Plan
 from jmpx._inspect.running import run_widened, widened
 from jmpx._jaxprs.types import Array
-from jmpx._jaxprs.watched import Site, Trips, evaluate
+from jmpx._jaxprs.watched import Site, Trips, evaluate, sites
 
-_FEW = 150  # equations that count, of a program that is compiled as a whole
+_FEW = 900  # equations that count, of a program that is compiled as a whole
 _MOST = 1 << 24  # numbers that wait to be counted
 _ZERO, _INFINITE, _NAN, _MASKED = range(BINS, BINS + 4)  # the bins after those of numbers
 _SIZE = BINS + 4
@@ -33,18 +34,23 @@ _NEAR = 1 << 14  # a masked number is a mask plus a score that is smaller by 2**
 def counted(program: Program, plan: Plan) -> np.ndarray:
     """Runs a program once in float32, and returns the count in each bin of each row of the plan.
 
-    A small program is compiled as a whole. Any other runs one equation after the other, as JAX does
-    outside of `jax.jit`, and only its loops and branches are compiled, because XLA would take
-    minutes for all counts of a model whose layers are written out.
+    A program is compiled as a whole, unless it is large. Then one equation runs after the other, as
+    JAX does outside of `jax.jit`, and only its loops and branches are compiled: the equations of
+    layers that are written out are the same, and XLA would compile the counts of each anew.
     """
 
-    def run(arrays: list[Array]) -> _State:
+    def run(constant: Callable[[Array], Array], arrays: list[Array]) -> Array:
         state = _State(plan, jnp.zeros((len(plan.table), _SIZE, 2), jnp.uint32))
-        wide = list(map(widened, arrays))
-        return evaluate(program.jaxpr, wide, _watch, state, run=run_widened, constant=widened)[1]
+        wide, constants = list(map(widened, arrays)), lambda array: widened(constant(array))
+        ended = evaluate(program.jaxpr, wide, _watch, state, run=run_widened, constant=constants)[1]
+        return ended.updated().totals
 
-    run = jax.jit(run) if len(plan.rows) <= _FEW else run
-    return as_integers(jax.tree.leaves(run(list(program.arrays)))[0])
+    arrays = list(program.arrays)
+    if len(plan.rows) > _FEW:
+        return as_integers(run(lambda array: array, arrays))
+    rows = tuple(plan.rows.get(site.key) for site in sites(program.jaxpr))
+    compiled = Compiled(program.jaxpr)
+    return as_integers(compiled.run(run, (arrays,), "ranges", len(plan.table), rows, plan.masks))
 
 
 @jax.tree_util.register_pytree_node_class

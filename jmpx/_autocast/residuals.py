@@ -1,0 +1,82 @@
+"""Functions with a backward pass of their own, whose residuals `save="products"` keeps.
+
+A checkpoint runs the forward pass of a `jax.custom_vjp` again for the residuals that its backward
+pass reads. Of a flash attention these are the result and sums of the scores, small beside the work.
+"""
+
+import weakref
+from collections.abc import Sequence
+
+import jax
+import jax.core
+from jax.ad_checkpoint import checkpoint_name
+
+from jmpx._autocast.backward import PRODUCTS
+from jmpx._autocast.rules import is_floating, lookup
+from jmpx._autocast.saving import SAVED
+from jmpx._base.leaves import PyTree
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Array, Equation, Jaxpr, Params, operation_name
+from jmpx._jaxprs.inner import inner_of
+
+_costly: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
+
+
+def keeps_residuals(equation: Equation) -> bool:
+    """Whether a piece keeps the residuals of an equation: of a custom_vjp that holds much work."""
+    # With symbolic zeros the forward pass is told which operands vary, which a second `jax.vjp`
+    # around it does not know.
+    params = equation.params
+    is_rule = equation.primitive.name == "custom_vjp_call" and not params["symbolic_zeros"]
+    return is_rule and _is_costly_jaxpr(params["call_jaxpr"])
+
+
+def holds_residuals(equation: Equation) -> bool:
+    """Whether an equation is one that keeps residuals, or a jaxpr that it holds has one."""
+    if keeps_residuals(equation):
+        return True
+    jaxprs = core.inner_jaxprs(equation.params)
+    return any(holds_residuals(inner) for jaxpr in jaxprs for inner in jaxpr.eqns)
+
+
+def _is_costly_jaxpr(jaxpr: Jaxpr) -> bool:
+    if jaxpr not in _costly:
+        _costly[jaxpr] = any(map(_is_costly, jaxpr.eqns))
+    return _costly[jaxpr]
+
+
+def _is_costly(equation: Equation) -> bool:
+    """Whether an equation is a product or a kernel, or holds one.
+
+    A kernel is what autocast has no rule for: Pallas, a foreign function, cuDNN's attention.
+    """
+    if operation_name(equation.primitive.name) in PRODUCTS:
+        return True
+    if inner_of(equation) is None and lookup(equation) is None:
+        return any(map(is_floating, equation.outvars))
+    return any(map(_is_costly_jaxpr, core.inner_jaxprs(equation.params)))
+
+
+def run_keeping_residuals(
+    equation: Equation, arrays: Sequence[Array], params: Params
+) -> list[Array]:
+    """Runs a custom_vjp; a checkpoint around it saves its results and its residuals."""
+
+    # JAX calls the two passes later: they must not keep the arrays alive.
+    @jax.custom_vjp
+    def call(*arrays: Array) -> list[Array]:
+        return core.bind(equation, arrays, **params)
+
+    def forward(*arrays: Array) -> PyTree:
+        known = {id(array): array for array in arrays}  # what is read is computed again
+
+        def named(leaf: Array) -> Array:  # once, as a result that is a residual is saved once
+            if isinstance(leaf, jax.core.Tracer) and id(leaf) not in known:
+                known[id(leaf)] = checkpoint_name(leaf, SAVED)
+            return known.get(id(leaf), leaf)
+
+        bound = jax.vjp(lambda *arrays: core.bind(equation, arrays, **params), *arrays)
+        return jax.tree.map(named, bound)
+
+    call.defvjp(forward, lambda pullback, cotangents: pullback(cotangents))
+    return call(*arrays)

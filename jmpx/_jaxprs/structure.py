@@ -1,0 +1,83 @@
+"""What a program does, as a key: programs that were traced apart share it if they do the same."""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from jmpx._jaxprs.core import consts_of, is_literal
+from jmpx._jaxprs.inner import inner_of
+from jmpx._jaxprs.types import Atom, Equation, Jaxpr, is_jaxpr
+
+
+def structure(jaxpr: Jaxpr, *, derivatives: bool = True) -> Hashable:
+    """Returns a key of a jaxpr: equal ones compute the same, given equal operands and constants.
+
+    The primitives, their parameters and contexts, inner jaxprs, abstract values, the numbers of
+    literals and how variables connect are part of it; scopes and lines are not, and of constants
+    only the abstract values. Where one inner jaxpr runs twice, it does so in all jaxprs of the key.
+
+    Args:
+        jaxpr: the jaxpr, closed or open.
+        derivatives: whether functions with derivatives of their own differ by their rules, which
+            JAX makes anew in each trace; otherwise only by the jaxpr that they run.
+
+    Raises:
+        TypeError: by `hash` of the key, if a parameter has no hash.
+    """
+    return _Keys(derivatives).jaxpr(jaxpr)
+
+
+def structure_of(
+    equations: Sequence[Equation],
+    inputs: Sequence[Atom],
+    outputs: Sequence[Atom],
+    *,
+    derivatives: bool = True,
+) -> Hashable:
+    """Returns the key of some equations of a jaxpr, which read and return these variables."""
+    return _Keys(derivatives).equations(equations, inputs, outputs)
+
+
+class _Keys:
+    """Makes keys, and knows the inner jaxprs that it has met."""
+
+    def __init__(self, derivatives: bool) -> None:
+        self.derivatives = derivatives
+        self.met: dict[int, int] = {}
+
+    def jaxpr(self, jaxpr: Jaxpr) -> Hashable:
+        if id(jaxpr) in self.met:
+            return "again", self.met[id(jaxpr)]
+        self.met[id(jaxpr)] = len(self.met)
+        inputs = (*jaxpr.constvars, *jaxpr.invars)
+        return len(consts_of(jaxpr)), self.equations(jaxpr.eqns, inputs, jaxpr.outvars)
+
+    def equations(
+        self, equations: Sequence[Equation], inputs: Sequence[Atom], outputs: Sequence[Atom]
+    ) -> Hashable:
+        numbers: dict[Atom, int] = {}
+
+        def atom(atom: Atom) -> Hashable:
+            if is_literal(atom):  # its bytes, as NaN does not equal itself, and 0.0 equals -0.0
+                return atom.aval, np.asarray(atom.val).dtype, np.asarray(atom.val).tobytes()
+            known = atom in numbers
+            number = numbers.setdefault(atom, len(numbers))
+            return number if known else (number, atom.aval)
+
+        first = tuple(map(atom, inputs))
+        rows = tuple(
+            (eqn.primitive, eqn.ctx, *map(atom, (*eqn.invars, *eqn.outvars)), self.params(eqn))
+            for eqn in equations
+        )
+        return first, rows, tuple(map(atom, outputs))
+
+    def params(self, eqn: Equation) -> Hashable:
+        inner = None if self.derivatives else inner_of(eqn)
+        if inner is not None and inner.kind == "call":
+            return self.jaxpr(inner.jaxprs[0])
+        return tuple((name, self.value(value)) for name, value in eqn.params.items())
+
+    def value(self, value: object) -> Hashable:
+        if type(value) is tuple:
+            return tuple(map(self.value, value))
+        return self.jaxpr(value) if is_jaxpr(value) else value

@@ -1,0 +1,299 @@
+"""Functions with a backward pass of their own under `save="products"`: their forward runs once."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import F32, assert_same_bits, normal
+from helpers.jaxprs import equations, trace
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jmpx
+
+pytestmark = pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that
+
+runs = []
+
+
+def kernel(x, w):
+    """Computes tanh(x @ w) as a foreign call that notes when it runs."""
+
+    def run(x, w):
+        runs.append(x.shape)
+        return np.tanh(x @ w)
+
+    shape = jax.ShapeDtypeStruct((*x.shape[:-1], w.shape[-1]), x.dtype)
+    return jax.pure_callback(run, shape, x, w, vmap_method="sequential")
+
+
+def in_pallas(x, w):
+    def body(x, w, out):
+        out[...] = jnp.tanh(x[...] @ w[...])
+
+    shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), F32)
+    return pl.pallas_call(body, shape, interpret=True)(x, w)
+
+
+def with_backward(forward):
+    """Returns tanh(x @ w) with a backward pass whose factor, 3, tells that it runs."""
+
+    @jax.custom_vjp
+    def call(x, w):
+        return forward(x, w)
+
+    def keep(x, w):
+        result = forward(x, w)
+        return result, (x, w, result, jnp.sum(result))
+
+    def backward(kept, g):
+        x, w, result, total = kept
+        slope = 3 * g * (1 - result**2) + 0 * total
+        return slope @ w.T, x.T @ slope
+
+    call.defvjp(keep, backward)
+    return call
+
+
+counted = with_backward(kernel)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def with_integers(function, key, n, x, w):
+    return function(kernel(x, w)) * n.astype(F32), n + 1
+
+
+with_integers.defvjp(
+    lambda function, key, n, x, w: (
+        (function(y := kernel(x, w)) * n.astype(F32), n + 1),
+        (key, x, w, y),
+    ),
+    lambda function, kept, g: (
+        None,
+        None,
+        (g := g[0] * jax.random.uniform(kept[0], g[0].shape) * kept[3]) @ kept[2].T,
+        kept[1].T @ g,
+    ),
+)
+
+
+@jax.custom_vjp
+def nested(x, w):
+    return 2 * counted(x, w)
+
+
+nested.defvjp(
+    lambda x, w: (2 * (y := counted(x, w)), (x, w, y)),
+    lambda kept, g: ((g * kept[2]) @ kept[1].T, kept[0].T @ g),
+)
+
+
+def sharded(x, w):
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P("rows"), P()), "out_specs": P("rows")}
+    # The results of a callback vary over no axis.
+    return jax.shard_map(counted, mesh=mesh, **specs, check_vma=False)(x, w)
+
+
+def scanned(x, w):
+    return lax.scan(lambda h, _: (counted(jnp.sin(h @ w), w), None), x, None, 3)[0]
+
+
+def of_integers(x, w):
+    return jax.tree.leaves(with_integers(jnp.sin, jax.random.key(3), jnp.array(2), x, w))[0]
+
+
+# By names, how often the forward pass runs.
+CASES = {
+    "alone": (counted, 1),
+    "of integers and a key": (of_integers, 1),
+    "nested": (nested, 1),
+    "in jit": (jax.jit(counted), 1),
+    "in a scan": (scanned, 3),
+    "in cond": (lambda x, w: lax.cond(x[0, 0] < 9, counted, lambda x, w: x, x, w), 1),
+    "in vmap": (lambda x, w: jax.vmap(lambda x: counted(x[None], w)[0])(x), 4),
+    "in shard_map": (sharded, 1),
+    "in full precision": (jmpx.full_precision(counted), 1),
+    "in jit in full precision": (jmpx.full_precision(jax.jit(counted)), 1),
+    "twice": (lambda x, w: counted(counted(x, w), w), 2),
+}
+
+
+def grads_of(fn, save, wrap=jax.jit):
+    """Returns the gradients of a loss, in which what the function reads and returns is computed."""
+    cast = jmpx.autocast(lambda x, w: jnp.sin(fn(jnp.tanh(x @ w), w)) @ w, save=save)
+    return wrap(jax.grad(lambda x, w: (cast(x, w).astype(F32) ** 2).sum(), (0, 1)))
+
+
+def runs_of(fn, *args):
+    runs.clear()
+    results = jax.block_until_ready(fn(*args))
+    return results, len(runs)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", CASES)
+def test_the_forward_pass_runs_once(rng, name):
+    fn, times = CASES[name]
+    args = normal(rng, 4, 4), normal(rng, 4, 4) / 2
+    plain, saved = (runs_of(grads_of(fn, save), *args) for save in (None, "products"))
+    assert (plain[1], saved[1]) == (times, times)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02), *plain[:1], saved[0]
+    )
+    assert np.abs(saved[0][0]).max() > 0
+
+
+@pytest.mark.parametrize("forward", [in_pallas, kernel])
+def test_gradients_have_the_same_bits(rng, forward):
+    args = normal(rng, 4, 4), normal(rng, 4, 4) / 2
+    plain, saved = (grads_of(with_backward(forward), save) for save in (None, "products"))
+    assert_same_bits(saved(*args), plain(*args))
+
+
+def names(fn, *args):
+    """Returns how many results are saved by their names, and how many products there are."""
+    found = [eqn.primitive.name for eqn in equations(trace(fn, *args))]
+    return found.count("name"), found.count("dot_general")
+
+
+@jax.custom_vjp
+def attention(q, k, v):
+    return jax.nn.softmax(q @ k.T) @ v
+
+
+attention.defvjp(
+    lambda q, k, v: ((p := jax.nn.softmax(q @ k.T)) @ v, (q, k, v, p)),
+    lambda kept, g: (g @ kept[2].T @ kept[1], (g @ kept[2].T).T @ kept[0], kept[3].T @ g),
+)
+
+
+def test_products_of_a_function_with_a_backward_pass_run_once(rng):
+    args = normal(rng, 4, 4), normal(rng, 4, 4)
+    of = [
+        grads_of(lambda x, w: jax.vmap(attention)(*[x[None]] * 3)[0], s) for s in (None, "products")
+    ]
+    (_, plain), (saved, products) = (names(fn, *args) for fn in of)
+    assert products == plain
+    assert saved == 2  # the result and the probabilities, and no operand
+
+
+@jax.custom_vjp
+def clipped(x):
+    return jnp.clip(x, -1, 1)
+
+
+clipped.defvjp(lambda x: (jnp.clip(x, -1, 1), jnp.cos(x)), lambda kept, g: (g * kept,))
+
+
+def test_a_function_of_elements_is_computed_again(rng):
+    args = normal(rng, 4, 4), normal(rng, 4, 4)
+    assert names(grads_of(lambda x, w: clipped(x), "products"), *args)[0] == 0
+
+
+@jax.custom_vjp
+def on_variables(x, w):
+    return x @ w
+
+
+def _keep_variables(x, w):
+    assert (x.perturbed, w.perturbed) == (True, False)
+    return x.value @ w.value, w.value
+
+
+on_variables.defvjp(_keep_variables, lambda w, g: (5 * g @ w.T, None), symbolic_zeros=True)
+
+
+def test_a_function_that_asks_which_operands_vary_is_told(rng):
+    x, w = normal(rng, 4, 4), normal(rng, 4, 4)
+
+    def slope(save: Any):
+        cast = jmpx.autocast(lambda x: on_variables(x @ w, w), save=save)
+        return jax.grad(lambda x: cast(x).sum())(x)
+
+    assert_same_bits(slope("products"), slope(None))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("outer", [jax.grad, jax.jacrev])
+def test_second_derivatives(rng, outer):
+    args = normal(rng, 4, 4), normal(rng, 4, 4) / 2
+
+    def second(fn, save):
+        grads = grads_of(fn, save, wrap=lambda f: f)
+        return jax.jit(outer(lambda x, w: sum(jnp.sin(g).sum() for g in grads(x, w))))(*args)
+
+    dense = with_backward(lambda x, w: jnp.tanh(x @ w))
+    plain, saved = (second(dense, save) for save in (None, "products"))
+    np.testing.assert_allclose(saved, plain, rtol=0.05, atol=0.05)
+
+
+def test_forward_mode_is_refused_as_without(rng):
+    x, w = normal(rng, 4, 4), normal(rng, 4, 4)
+    for save in (None, "products"):
+        cast = jmpx.autocast(lambda x, save=save: counted(x @ w, w), save=save)
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(cast, (x,), (x,))
+
+
+def heads(q):
+    return jnp.transpose(q.reshape(1, 512, 2, 128), (0, 2, 1, 3))
+
+
+def flash(q, k, v):
+    from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+
+    return flash_attention(q, k, v, causal=True)
+
+
+def splash(q, k, v):
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+        splash_attention_mask as masks,
+    )
+
+    mask = masks.MultiHeadMask([masks.CausalMask((512, 512))] * 2)
+    return jax.vmap(kernels.make_splash_mha(mask, head_shards=1, q_seq_shards=1))(q, k, v)
+
+
+def cudnn(q, k, v):
+    q, k, v = (jnp.transpose(a, (0, 2, 1, 3)) for a in (q, k, v))
+    return jnp.transpose(
+        jax.nn.dot_product_attention(q, k, v, implementation="cudnn"), (0, 2, 1, 3)
+    )
+
+
+def kernels_of(attention, platform, pattern, save):
+    """Returns how many kernels a layer's gradient has, lowered for an accelerator."""
+    x, w = jax.ShapeDtypeStruct((1, 512, 256), F32), jax.ShapeDtypeStruct((256, 768), F32)
+
+    def layer(w, x):
+        q, k, v = (heads(a).astype(jnp.bfloat16) for a in jnp.split(x @ w, 3, axis=-1))
+        out = attention(q, k, v).astype(F32)
+        return jnp.transpose(out, (0, 2, 1, 3)).reshape(x.shape) @ w
+
+    cast = jmpx.autocast(layer, save=save)
+    traced = jax.jit(jax.grad(lambda w, x: cast(w, x).astype(F32).sum())).trace(w, x)
+    return len(re.findall(pattern, traced.lower(lowering_platforms=(platform,)).as_text()))
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("standard_promotion")  # the kernels mix dtypes
+@pytest.mark.parametrize("attention", [flash, splash])
+def test_flash_attention_has_three_kernels_on_a_tpu(attention):
+    counts = [kernels_of(attention, "tpu", "@tpu_custom_call", s) for s in (None, "products")]
+    assert counts == [3, 3]
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("standard_promotion")
+def test_attention_of_cudnn_runs_once(monkeypatch):
+    """JAX asks for an installed cuDNN although it only lowers."""
+    checked = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
+    monkeypatch.setattr(checked, lambda *_: 91000)
+    assert kernels_of(cudnn, "cuda", r"fmhaSoftmax\b", "products") == 1

@@ -1,0 +1,132 @@
+"""How many programs the inspections compile: one, and none for a step that is looked at again."""
+
+import gc
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import normal
+
+import jmpx
+
+COMPILE = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compilations():
+    """Counts compilations: a function that returns those since it was called last."""
+    seen = []
+    listen = lambda event, *_, **__: seen.append(1) if event == COMPILE else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+
+    def count():
+        number = len(seen)
+        seen.clear()
+        return number
+
+    yield count
+    if hasattr(jax.monitoring, "unregister_event_duration_listener"):  # not yet in JAX 0.7
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def make_step(layers=2, constant=1.0, size=8):
+    """A step with a constant, which is made anew in each call."""
+    array = jnp.full(size, constant)
+
+    def loss_fn(params, x):
+        for w in params:
+            x = jax.nn.relu(jnp.tanh(x @ w) * array)
+        x, _ = jax.lax.scan(lambda x, _: (x * array, None), x, None, length=2)
+        return jnp.mean(x**2)
+
+    return jax.value_and_grad(loss_fn), array
+
+
+def arguments(rng, layers=2, size=8):
+    return [normal(rng, size, size) for _ in range(layers)], normal(rng, 4, size)
+
+
+def test_a_step_that_is_made_anew_is_not_compiled_again(rng, compilations):
+    params, x = jax.block_until_ready(arguments(rng))
+    look: Any = lambda x: jmpx.inspect.first_nonfinite(make_step()[0])(params, x)  # noqa: E731
+    jax.block_until_ready(make_step())
+    bad = x.at[1, 2].set(jnp.inf)
+    compilations()
+    assert look(x) is None and compilations() == 1
+    assert look(x) is None and look(bad).given == "x" and compilations() == 0
+
+
+def test_an_operation_that_is_found_again_is_not_compiled_again(rng, compilations):
+    ones = jnp.ones(3)
+    make = lambda: lambda x: jnp.log(x * ones).sum()  # noqa: E731
+    x = jnp.array([1.0, 0.0, 2.0])
+    for few in (3, 0):
+        fn = make()
+        compilations()
+        found = jmpx.inspect.first_nonfinite(fn)(x)
+        assert compilations() <= few and found is not None
+        assert found.operation == "log" and found.operands[0].smallest == 0
+
+
+def test_new_constants_are_read(rng):
+    params, x = arguments(rng)
+    for constant, found in (
+        (1.0, None),
+        (np.nan, "a constant"),
+        (2.0, None),
+        (np.inf, "a constant"),
+    ):
+        step, _ = make_step(constant=constant)
+        result = jmpx.inspect.first_nonfinite(step)(params, x)
+        assert (result and result.given) == found
+
+
+def test_ranges_read_new_constants_and_arguments(rng, compilations):
+    x = jnp.arange(1.0, 5.0)
+    for scale, few in ((1.0, 9), (8.0, 0), (64.0, 0)):
+        array = jax.block_until_ready(jnp.full(4, scale))
+        compilations()
+        found = jmpx.inspect.ranges(lambda x: jax.nn.relu(x * array).sum())(x)  # noqa: B023
+        assert compilations() <= few
+        assert max(found.histogram("activations").exponents) >= np.log2(scale) + 2
+
+
+@pytest.mark.parametrize("inspect", [jmpx.inspect.first_nonfinite, jmpx.inspect.ranges])
+def test_no_array_of_a_step_stays_alive(inspect, rng):
+    params, x = arguments(rng)
+    step, array = make_step()
+    alive = [weakref.ref(each) for each in (array, x, *params)]
+    inspect(step)(params, x)
+    del step, array, params, x
+    gc.collect()
+    assert not any(each() is not None for each in alive)
+
+
+def test_a_call_of_python_is_that_of_the_step(rng):
+    x = jnp.ones(3)
+    for number in (1.0, np.inf):
+        call = lambda x: np.float32(number) * x  # noqa: B023, E731
+
+        def fn(x):
+            return jax.pure_callback(call, x, x).sum()  # noqa: B023
+
+        assert (jmpx.inspect.first_nonfinite(lambda x: [fn(x)])(x) is None) == (number == 1)
+
+
+def test_ranges_compile_a_step_of_two_layers_as_one_program(rng, compilations):
+    params, x = jax.block_until_ready(arguments(rng))
+    step, _ = jax.block_until_ready(make_step())
+    compilations()
+    jmpx.inspect.ranges(step)(params, x)
+    assert compilations() <= 2
+
+
+def test_an_audit_compiles_nothing(rng, compilations):
+    params, x = jax.block_until_ready(arguments(rng))
+    step, _ = jax.block_until_ready(make_step())
+    compilations()
+    jmpx.inspect.audit(step)(params, x)
+    assert compilations() == 0
