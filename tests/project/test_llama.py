@@ -51,7 +51,7 @@ def test_attention_equals_that_of_numpy_in_float64(rng):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("way", [way for way in llama.WAYS if "sharding" not in way])
+@pytest.mark.parametrize("way", llama.WAYS)
 def test_a_step_returns_what_it_takes_and_multiplies_in_its_dtype(way):
     traced = llama.trace(way, SMALL, jax.devices())
     (leaves, *_), _ = traced.in_avals
