@@ -15,23 +15,24 @@ from jmpx._jaxprs.structure import structure_of
 
 
 def key_of(
-    piece: Piece, values: Sequence[Value], scope: str, neighbours: Neighbours, regions: Regions
+    piece: Piece,
+    values: Sequence[Value],
+    scope: str,
+    depth: int,
+    neighbours: Neighbours,
+    regions: Regions,
 ) -> Hashable:
     """Returns a key of a piece: equal ones compute the same, in the same dtypes, at the same lines.
 
-    Scopes that are around the whole piece, as a layer's name is, count only for what the policy map
-    says of them. The key has no hash where a parameter of an equation has none. What it names by
-    `id` lives as long as the piece.
+    The first scopes of each equation, as many as `depth` says, are around the whole piece, as a
+    layer's name is: they count only for what the policy map says of them. The key has no hash where
+    a parameter of an equation has none. What it names by `id` lives as long as the piece.
     """
-    depth = len(scopes_around(piece))
+    places = (_of_place(equation, scope, regions, depth) for equation in piece.equations)
     return (
         structure_of(piece.equations, piece.inputs, piece.outputs),
         tuple(map(_of_value, values)),
-        tuple(
-            itertools.chain.from_iterable(
-                _of_place(e, scope, regions, depth) for e in piece.equations
-            )
-        ),
+        tuple(itertools.chain.from_iterable(places)),
         tuple(_of_variables((*neighbours, piece.named), piece.equations)),
     )
 

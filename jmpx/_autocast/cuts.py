@@ -64,9 +64,8 @@ Lives: TypeAlias = tuple[list[Life], list[int]]  # and the bytes that each equat
 
 def holds_product(equation: Equation) -> bool:
     """Whether an equation is a weight product or keeps residuals, or a jaxpr in it has one."""
-    if is_weight_product(equation.primitive, equation.params, equation.invars):
-        return True
-    if keeps_residuals(equation):
+    is_product = is_weight_product(equation.primitive, equation.params, equation.invars)
+    if is_product or keeps_residuals(equation):
         return True
     return any(map(_has_product, core.inner_jaxprs(equation.params)))
 

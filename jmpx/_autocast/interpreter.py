@@ -157,7 +157,8 @@ class Interpreter:
 
         last = set(piece.last)
         is_read = tuple(var not in last for var in piece.inputs)
-        key = saving, is_read, key_of(piece, values, frame.scope, frame.neighbours, self.regions)
+        place = frame.scope, len(around), frame.neighbours, self.regions
+        key = saving, is_read, key_of(piece, values, *place)
         call = checkpointed(run, values, is_read, saving)
         with contextlib.suppress(TypeError):  # a parameter of an equation has no hash
             call = self._checkpoints.setdefault(key, call)

@@ -15,7 +15,8 @@ from jmpx._jaxprs.watched import constants, is_opaque
 R = TypeVar("R")
 # XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears. What
 # runs once or twice is not worth optimizing: that would take half of the time to compile.
-# On CPUs it makes two or three kernels of a reduction, and a watched program has one an operation.
+# The pass that is disabled makes two or three kernels of each reduction on a CPU, and a watched
+# program has a reduction for each operation.
 _AS_WRITTEN = {
     "xla_allow_excess_precision": False,
     "xla_backend_optimization_level": 0,

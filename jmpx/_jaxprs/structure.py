@@ -28,14 +28,10 @@ def structure(jaxpr: Jaxpr, *, derivatives: bool = True) -> Hashable:
 
 
 def structure_of(
-    equations: Sequence[Equation],
-    inputs: Sequence[Atom],
-    outputs: Sequence[Atom],
-    *,
-    derivatives: bool = True,
+    equations: Sequence[Equation], inputs: Sequence[Atom], outputs: Sequence[Atom]
 ) -> Hashable:
     """Returns the key of some equations of a jaxpr, which read and return these variables."""
-    return _Keys(derivatives).equations(equations, inputs, outputs)
+    return _Keys(derivatives=True).equations(equations, inputs, outputs)
 
 
 class _Keys:
