@@ -160,7 +160,7 @@ def optimizer_update(
         grads_finite: whether to take the step: a scalar bool, traced or not.
         skip_by: "cond" runs the update in a `lax.cond`, which a skipped step does not enter;
             "where" computes it and then selects, as it always is for a flag that is not traced or
-            varies over devices. None takes "where" on TPUs and "cond" elsewhere.
+            varies over devices. None takes "cond" on CPUs and "where" elsewhere.
         **extra_args: other arguments of `optimizer.update`, such as `value=`.
 
     Returns:

@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias, TypeVar
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax import lax
 
 from jmpx._base.axes import varying_axes
 from jmpx._base.leaves import PyTree, is_array, is_traceable
@@ -29,33 +30,40 @@ def take_or_keep(
     flag varies over the devices of a `jax.shard_map`. Some optimizers widen their state at the
     first step: a skipped step widens it, too.
 
-    Where `skip_by` is None, both ways are in the jaxpr, with one trace of `take`, and JAX lowers
-    the one of the platform that the program is compiled for.
+    Where `skip_by` is None, a `lax.cond` selects inside of the branch that takes the step, and the
+    platform that the program is compiled for makes one of the two flags a constant: that of the
+    selection on a CPU, and that of the `lax.cond` on any other, whose compilers then remove it.
     """
     if grads_finite is True:
         return take()
     finite = as_flag(grads_finite, "grads_finite")
 
-    def by_where(take: Callable[[], T]) -> T:
+    def by_where(flag: jax.Array = finite) -> T:
         new = take()
-        return select_tree(finite, new, _kept(keep, new))
+        return select_tree(flag, new, _kept(keep, new))
 
     if skip_by == "where" or not isinstance(finite, jax.core.Tracer):
-        return by_where(take)
+        return by_where()
     try:
         if skip_by == "cond":
             return _by_cond(finite, take, keep)
-
-        @jax.jit
-        def optimizer_update() -> T:  # JAX traces it once for all its calls
-            return _arrays(take())
-
-        return jax.lax.platform_dependent(
-            tpu=lambda: by_where(optimizer_update),
-            default=lambda: _by_cond(finite, optimizer_update, keep),
+        enters = lax.platform_dependent(finite, cpu=_as_it_is, default=_always)
+        return _by_cond(
+            enters,
+            lambda: by_where(lax.platform_dependent(finite, cpu=_always, default=_as_it_is)),
+            keep,
         )
     except _TypesDiffer:
-        return by_where(take)
+        return by_where()
+
+
+def _as_it_is(flag: jax.Array) -> jax.Array:
+    return flag
+
+
+def _always(flag: jax.Array) -> jax.Array:
+    """Returns True, of the type that the flag has in a `jax.shard_map`; compilers fold it."""
+    return flag | True
 
 
 def _by_cond(finite: jax.Array, take: Callable[[], T], keep: Callable[[PyTree], T]) -> T:
@@ -82,7 +90,7 @@ def _by_cond(finite: jax.Array, take: Callable[[], T], keep: Callable[[PyTree], 
             raise _TypesDiffer
         return old
 
-    return jax.lax.cond(finite, taken, skipped)
+    return lax.cond(finite, taken, skipped)
 
 
 def _arrays(new: T) -> T:
