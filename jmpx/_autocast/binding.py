@@ -30,6 +30,10 @@ _FOLDED = {
 # Results of these hold each number of their operand once, if the sizes are equal. Other identities
 # and placements say something of an array, which its casts need not share.
 SHAPES = RESHAPES | {"copy"}
+# XLA fuses the cast of a table with the gather of its rows; that for TPUs reads the table and writes
+# it in 16 bits, 6 bytes a number, which is the faster way if each row is gathered this many times:
+# it reads and writes 4 bytes for each number that it gathers, where float32 rows take 6.
+_ROWS_A_TABLE = 3
 
 
 def bind(
@@ -131,6 +135,7 @@ def run_moved(operation: Operation, dtype: np.dtype) -> list[Value]:
     """
     equation = operation.equation
     is_gather = operation.name == "gather"
+    table, rows = equation.invars[0].aval, equation.outvars[0].aval
 
     def rounded_first(array: Array, *indices: Array) -> Array:
         fill = fill_value(equation, dtype)
@@ -142,9 +147,7 @@ def run_moved(operation: Operation, dtype: np.dtype) -> list[Value]:
 
     @jax.custom_jvp
     def run(*arrays: Array) -> Array:
-        # XLA fuses the cast of a table with the gather; that for TPUs writes the table in 16 bits,
-        # but casts before it moves rows, as the next operation casts them.
-        tpu = {"tpu": as_traced} if is_gather else {}
+        tpu = {"tpu": as_traced} if is_gather and rows.size < _ROWS_A_TABLE * table.size else {}
         return lax.platform_dependent(*arrays, **tpu, default=rounded_first)
 
     @run.defjvp

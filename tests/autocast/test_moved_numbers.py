@@ -1,6 +1,7 @@
 """Rows and shards that 16-bit operations alone read: they move in 16 bits, gradients in float32."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +97,15 @@ def test_a_carry_in_16_bits_reads_rows_in_16_bits(rng):
     assert "bfloat16" in moved(cast, *args)
     outside = jmpx.autocast(in_carry, "c=bf16; op.scan: bf16")
     assert_same_bits(gradients(cast)(*args), gradients(lambda t, w: outside(t[TOKENS], w))(*args))
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(59, "f32"), (60, "bf16")])
+def test_a_tpu_casts_a_table_that_it_reads_often_enough(rng, rows, dtype):
+    tokens = rng.integers(20, size=rows)
+    cast = jax.jit(jmpx.autocast(lambda table, w: table[tokens] @ w, "c=bf16"))
+    traced = cast.trace(normal(rng, 20, 4), normal(rng, 4, 4))
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert re.findall(r"stablehlo.gather.*: \(tensor<20x4x(\w+)>", text) == [dtype]
 
 
 @pytest.mark.thorough
