@@ -30,9 +30,9 @@ _FOLDED = {
 # Results of these hold each number of their operand once, if the sizes are equal. Other identities
 # and placements say something of an array, which its casts need not share.
 SHAPES = RESHAPES | {"copy"}
-# XLA fuses the cast of a table with the gather of its rows; that for TPUs reads the table and writes
-# it in 16 bits, 6 bytes a number, which is the faster way if each row is gathered this many times:
-# it reads and writes 4 bytes for each number that it gathers, where float32 rows take 6.
+# XLA fuses the cast of a table with the gather of its rows; that for TPUs writes the table in 16
+# bits, which takes 6 bytes a number. Rows in 16 bits are read and written in 4 bytes a number, and
+# float32 ones in 6, so the cast is worth it where a row is gathered this many times.
 _ROWS_A_TABLE = 3
 
 
