@@ -1,7 +1,7 @@
 """Keys of pieces: those with equal keys are one function, which JAX traces and derives once."""
 
 import itertools
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import jax
 
@@ -10,7 +10,7 @@ from jmpx._autocast.pieces import Piece
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.value import Value
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Atom, Equation, Scopes
+from jmpx._jaxprs.core import Equation, Scopes
 from jmpx._jaxprs.structure import structure_of
 
 
@@ -33,7 +33,8 @@ def key_of(
         structure_of(piece.equations, piece.inputs, piece.outputs),
         tuple(map(_of_value, values)),
         tuple(itertools.chain.from_iterable(places)),
-        tuple(_of_variables((*neighbours, piece.named), piece.equations)),
+        neighbours.said_of(piece.results),
+        tuple(var in piece.named for var in piece.results),
     )
 
 
@@ -63,15 +64,3 @@ def _of_place(equation: Equation, scope: str, regions: Regions, depth: int) -> I
         yield tuple(map(id, core.consts_of(jaxpr)))
         for inner in jaxpr.eqns:
             yield from _of_place(inner, within, regions, 0)
-
-
-def _of_variables(known: Iterable[object], equations: Sequence[Equation]) -> Iterator[Hashable]:
-    """Yields what is known of the results of equations, given sets and mappings of variables."""
-    atoms: list[Atom] = [var for equation in equations for var in equation.outvars]
-    for found in known:
-        if isinstance(found, Mapping):
-            yield tuple(map(found.get, atoms))
-        elif isinstance(found, Collection):
-            yield tuple(atom in found for atom in atoms)
-        else:
-            yield found

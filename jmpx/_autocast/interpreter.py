@@ -13,8 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jmpx._autocast.alike import key_of, scopes_around
 from jmpx._autocast.binding import run_as_traced, run_overridden
+from jmpx._autocast.cuts import Role
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours
-from jmpx._autocast.pieces import Kind, Piece, find_pieces
+from jmpx._autocast.pieces import Piece, find_pieces
 from jmpx._autocast.reads import number_dtypes, result_dtypes
 from jmpx._autocast.regions import Regions
 from jmpx._autocast.residuals import holds_residuals
@@ -85,10 +86,10 @@ class Interpreter:
 
         read = number_dtypes(jaxpr, scope, self.regions, ends.read)
         frame = _Frame(scope, find_neighbours(jaxpr, ends)._replace(read=read), env)
-        if core.looks_for_nans([value.array for value in values]):
-            self._that_saves(None)._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
-        elif self.saving in (None, IN_PIECE):
-            self._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
+        is_plain = core.looks_for_nans([value.array for value in values])
+        if is_plain or self.saving in (None, IN_PIECE):
+            one_by_one = self._that_saves(None) if is_plain else self
+            one_by_one._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
         else:
             for piece in find_pieces(jaxpr, self.saving):
                 self._run_piece(frame, piece, self.saving)
@@ -134,15 +135,13 @@ class Interpreter:
 
     def _run_piece(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
         """Runs a piece; if products in it are saved, under `jax.checkpoint`."""
-        equations, plain = piece.equations, self._that_saves(None)
-        if piece.kind is Kind.SAVED:
+        if piece.role is Role.PRODUCT:
             self._run_saved(frame, piece, saving)
-        elif piece.kind is Kind.INSIDE:
-            self._that_saves(piece.inside)._run(frame, equations)
-        else:
-            if piece.kind is Kind.LEFT:
-                self.used.left.add(place_of(equations[0]))
-            plain._run(frame, equations)
+            return
+        if piece.role is Role.LEFT:
+            self.used.left.add(place_of(piece.equations[0]))
+        inside = piece.inside if piece.role is Role.INSIDE else None
+        self._that_saves(inside)._run(frame, piece.equations)
 
     def _run_saved(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
         """Runs a piece under `jax.checkpoint`, as the function of one that is alike if there is."""

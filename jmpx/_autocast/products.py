@@ -3,8 +3,7 @@
 Products in 16 bits get none: they multiply in their own dtype, and a dot algorithm would change it.
 """
 
-import weakref
-from collections.abc import Hashable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,15 +16,11 @@ from jmpx._autocast.value import FLOAT32
 from jmpx._base.matmul import is_algorithm
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
+from jmpx._jaxprs.inner import once_per_jaxpr
 from jmpx._jaxprs.rewriting import with_equations, with_jaxprs
 from jmpx._jaxprs.types import Params
 
 _WORDS_FOR = frozenset({FLOAT32, np.dtype(np.complex64)})  # which is a pair of float32 numbers
-
-# jaxpr -> (scope, policy map) -> the same jaxpr, the products in it with their algorithms, and what
-# was met there. None stands for the key itself, as a value that refers to its key keeps it alive.
-_Known = dict[Hashable, tuple[Jaxpr | None, Used]]
-_rewritten: weakref.WeakKeyDictionary[Jaxpr, _Known] = weakref.WeakKeyDictionary()
 
 
 def is_precise(equation: Equation) -> bool:
@@ -100,17 +95,19 @@ def _precision(equation: Equation, scope: str, regions: Regions, dtype: np.dtype
 
 def _rewrite(jaxpr: Jaxpr, scope: str, regions: Regions) -> Jaxpr:
     """Returns a jaxpr, the products in it with their algorithms; the same object if none has."""
-    known = _rewritten.setdefault(jaxpr, {})
-    key = scope, regions.policy_map, regions.surrounding
-    if key not in known:
-        inner = Regions(regions.policy_map, regions.surrounding)
-
-        def change(equation: Equation) -> Equation:
-            params = _params(equation, core.scope_within(scope, equation), inner)
-            return equation.replace(params={**equation.params, **params}) if params else equation
-
-        new = with_equations(jaxpr, change)
-        known[key] = None if new is jaxpr else new, inner.used
-    new, used = known[key]
+    new, used = _rewritten(jaxpr, scope, regions.policy_map, regions.surrounding)
     regions.used.add(used)
     return jaxpr if new is None else new
+
+
+@once_per_jaxpr
+def _rewritten(jaxpr: Jaxpr, scope: str, *of_regions: Any) -> tuple[Jaxpr | None, Used]:
+    """Returns a jaxpr with algorithms, None if it is the same, and what was met in it."""
+    regions = Regions(*of_regions)
+
+    def change(equation: Equation) -> Equation:
+        params = _params(equation, core.scope_within(scope, equation), regions)
+        return equation.replace(params={**equation.params, **params}) if params else equation
+
+    new = with_equations(jaxpr, change)
+    return None if new is jaxpr else new, regions.used

@@ -4,7 +4,6 @@ A checkpoint runs the forward pass of a `jax.custom_vjp` again for the residuals
 pass reads. Of a flash attention these are the result and sums of the scores, small beside the work.
 """
 
-import weakref
 from collections.abc import Sequence
 
 import jax
@@ -17,9 +16,7 @@ from jmpx._autocast.saving import SAVED
 from jmpx._base.leaves import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Equation, Jaxpr, Params, operation_name
-from jmpx._jaxprs.inner import inner_of
-
-_costly: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
+from jmpx._jaxprs.inner import inner_of, once_per_jaxpr
 
 
 def keeps_residuals(equation: Equation) -> bool:
@@ -39,10 +36,9 @@ def holds_residuals(equation: Equation) -> bool:
     return any(holds_residuals(inner) for jaxpr in jaxprs for inner in jaxpr.eqns)
 
 
+@once_per_jaxpr
 def _is_costly_jaxpr(jaxpr: Jaxpr) -> bool:
-    if jaxpr not in _costly:
-        _costly[jaxpr] = any(map(_is_costly, jaxpr.eqns))
-    return _costly[jaxpr]
+    return any(map(_is_costly, jaxpr.eqns))
 
 
 def _is_costly(equation: Equation) -> bool:

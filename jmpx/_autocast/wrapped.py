@@ -13,7 +13,6 @@ import numpy as np
 
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends
-from jmpx._autocast.pieces import takes_gradient
 from jmpx._autocast.saving import Saving
 from jmpx._autocast.unused import unused_rules, unused_saving
 from jmpx._autocast.value import Array, Value
@@ -36,6 +35,7 @@ from jmpx._base.stateful import (
     call,
 )
 from jmpx._jaxprs import core
+from jmpx._jaxprs.inner import has_backward
 from jmpx._jaxprs.scopes import RESTORE
 from jmpx._policies.added_rules import in_force
 from jmpx._policies.maps import PolicyMap
@@ -139,7 +139,7 @@ def evaluated(
     values = _values(changes.replaced(), traced.arrays, ((state, *args), kwargs), is_parameter)
     is_exposed = (True,) * len(traced.jaxpr.out_avals)  # a loss outside may take the logarithm
     ends = Ends(is_exposed, None if is_parameter is None else ())
-    if interpreter.saving is not None and takes_gradient(traced.jaxpr):
+    if interpreter.saving is not None and has_backward(traced.jaxpr):
         interpreter.used.left.add(None)
         interpreter.saving = None
     if not any(isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *traced.jaxpr.consts)):

@@ -4,8 +4,10 @@ A call, a branch, a loop and a map over shards hand their operands to the jaxprs
 hand out what these return, each in its own way. `inner_of` says how, for all versions of JAX.
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -121,3 +123,30 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
     for eqn in jaxpr.eqns:
         yield eqn
         yield from itertools.chain.from_iterable(map(all_equations, inner_jaxprs(eqn.params)))
+
+
+def is_backward(eqn: Equation) -> bool:
+    """Whether an equation is of the backward pass of a gradient, by the names of its scopes."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def has_backward(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr holds the backward pass of a gradient."""
+    return any(map(is_backward, all_equations(jaxpr)))
+
+
+def once_per_jaxpr(fn: Callable[..., V]) -> Callable[..., V]:
+    """Keeps what a function finds of a jaxpr, by its other arguments, as long as the jaxpr lives.
+
+    The result must not refer to the jaxpr, which it would keep alive.
+    """
+    found = weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, V]]()
+
+    @functools.wraps(fn)
+    def kept(jaxpr: Jaxpr, *args: Hashable) -> V:
+        known = found.setdefault(jaxpr, {})
+        if args not in known:
+            known[args] = fn(jaxpr, *args)
+        return known[args]
+
+    return kept
