@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, Params, operation_name
 from jmpx._jaxprs.inner import Inner, inner_of, once_per_jaxpr
 
 CONVOLUTION = "conv_general_dilated"
@@ -84,11 +84,14 @@ def _inputs(search: Search, jaxpr: Jaxpr, results: Flags) -> Flags:
 
 def is_outer(equation: Equation) -> bool:
     """Whether a matrix product sums nothing, as an outer product does."""
-    if operation_name(equation.primitive.name) != "dot_general":
-        return False
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    shape = equation.invars[0].aval.shape
-    return all(shape[axis] == 1 for axis in contracted)
+    return equation.primitive.name == "dot_general" and not sums(equation.params, equation.invars)
+
+
+def sums(params: Params, operands: Sequence[Atom]) -> bool:
+    """Whether a matrix product of some operands, or of their abstract values, sums anything."""
+    (contracted, _), _ = params["dimension_numbers"]
+    shape = getattr(operands[0], "aval", operands[0]).shape
+    return any(shape[axis] != 1 for axis in contracted)
 
 
 def multiplied(jaxpr: Jaxpr) -> Step:

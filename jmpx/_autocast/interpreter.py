@@ -3,9 +3,8 @@
 import contextlib
 import copy
 import itertools
-import weakref
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,14 +24,11 @@ from jmpx._autocast.value import Array, Traits, Value
 from jmpx._autocast.wide import note_products
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
+from jmpx._jaxprs.inner import once_per_jaxpr
 from jmpx._jaxprs.marks import is_marking
 from jmpx._jaxprs.places import note_source, place_of
 from jmpx._jaxprs.scopes import FULL_PRECISION
 from jmpx._policies.maps import PolicyMap
-
-# jaxpr -> (traits of operands, scope, policy map ...) -> the jaxpr in other dtypes. A function that
-# was jitted once has one jaxpr; retraced once, it is compiled once.
-_retraced: weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, Retraced]] = weakref.WeakKeyDictionary()
 
 
 class _Frame(NamedTuple):
@@ -170,32 +166,36 @@ class Interpreter:
         Of the operands, only their traits count.
         """
         traits = tuple(value.traits for value in values)
-        around = self.policy_map, self.regions.surrounding, self.saving, is_marking()
-        known, key = _retraced.setdefault(jaxpr, {}), (traits, place, around)
-        if key not in known:
-            known[key] = self._retrace(jaxpr, traits, place)
-        self.used.add(known[key].used)
-        return known[key]
+        around = self.policy_map, self.regions.surrounding, self.saving
+        retraced = _retraced(jaxpr, traits, place, is_marking(), *around)
+        self.used.add(retraced.used)
+        return retraced
 
-    def _retrace(self, jaxpr: Jaxpr, traits: Sequence[Traits], place: InnerPlace) -> Retraced:
-        interpreter, num_uncast = self.fresh(), place.num_uncast
-        results: list[Traits] = []
 
-        def on_arrays(*arrays: Array) -> list[Array]:
-            inputs = [Value.of(array, each) for array, each in zip(arrays, traits, strict=True)]
-            for i in range(num_uncast):
-                inputs[i] = Value.of(inputs[i].to(traits[i].dtype), traits[i])
-            outputs = interpreter.evaluate(jaxpr, inputs, place.scope, place.ends)
-            for i, dtype in enumerate(place.result_dtypes):
-                outputs[i] = Value.of(outputs[i].to_finite(dtype), outputs[i].traits)
-            results[:] = [output.traits for output in outputs]
-            return [output.array for output in outputs]
+# A function that was jitted once has one jaxpr; retraced once, it is compiled once.
+@once_per_jaxpr
+def _retraced(
+    jaxpr: Jaxpr, traits: Sequence[Traits], place: InnerPlace, has_marks: bool, *around: Any
+) -> Retraced:
+    del has_marks  # JAX's traces differ by it
+    interpreter, num_uncast = Interpreter(*around), place.num_uncast
+    results: list[Traits] = []
 
-        avals = [
-            var.aval if i < num_uncast else core.with_dtype(var.aval, each.dtype)
-            for i, (var, each) in enumerate(zip(jaxpr.invars, traits, strict=True))
-        ]
-        return Retraced(jax.make_jaxpr(on_arrays)(*avals), results, interpreter.used)
+    def on_arrays(*arrays: Array) -> list[Array]:
+        inputs = [Value.of(array, each) for array, each in zip(arrays, traits, strict=True)]
+        for i in range(num_uncast):
+            inputs[i] = Value.of(inputs[i].to(traits[i].dtype), traits[i])
+        outputs = interpreter.evaluate(jaxpr, inputs, place.scope, place.ends)
+        for i, dtype in enumerate(place.result_dtypes):
+            outputs[i] = Value.of(outputs[i].to_finite(dtype), outputs[i].traits)
+        results[:] = [output.traits for output in outputs]
+        return [output.array for output in outputs]
+
+    avals = [
+        var.aval if i < num_uncast else core.with_dtype(var.aval, each.dtype)
+        for i, (var, each) in enumerate(zip(jaxpr.invars, traits, strict=True))
+    ]
+    return Retraced(jax.make_jaxpr(on_arrays)(*avals), results, interpreter.used)
 
 
 def _run(operation: Operation, depth: int) -> list[Value]:
@@ -209,17 +209,14 @@ def _run(operation: Operation, depth: int) -> list[Value]:
 def _apply_rule(operation: Operation) -> list[Value]:
     """Runs an operation by the first that applies; `jmpx.full_precision` marks a fixed region."""
     entry, region = lookup(operation.equation), operation.region
-    is_everywhere = entry is not None and entry.everywhere
-    if region.is_fixed and not (is_everywhere and _keeps_residuals(operation)):
-        return run_as_traced(operation, is_weak=False)
     if entry is not None and entry.everywhere:
-        return entry.rule(operation)
+        is_saved = operation.in_piece and region.is_fixed and holds_residuals(operation.equation)
+        if is_saved or not region.is_fixed:
+            return entry.rule(operation)
+    if region.is_fixed:
+        return run_as_traced(operation, is_weak=False)
     if operation.override is not None:
         return run_overridden(operation, operation.override)
     if region.is_full:
         return run_as_traced(operation, is_weak=region.is_weak)
     return run_as_traced(operation, is_weak=True) if entry is None else entry.rule(operation)
-
-
-def _keeps_residuals(operation: Operation) -> bool:
-    return operation.in_piece and holds_residuals(operation.equation)

@@ -50,13 +50,8 @@ def with_algorithms(operation: Operation, dtype: np.dtype = FLOAT32) -> Params:
     return _params(operation.equation, operation.scope, regions, dtype)
 
 
-def without_algorithm(operation: Operation) -> Params:
-    """Returns parameters for an operation that runs in 16 bits: as those of `with_algorithms`."""
-    return _without_algorithm(operation.equation, operation.interpreter.regions)
-
-
-def _without_algorithm(equation: Equation, regions: Regions) -> Params:
-    """Keeps a dot algorithm that surrounds the call from a product."""
+def without_algorithm(equation: Equation, regions: Regions) -> Params:
+    """Returns parameters that keep a dot algorithm around the call from a product in 16 bits."""
     # If the product had no precision, JAX would take the algorithm for the transposed products.
     is_product = operation_name(equation.primitive.name) in PRODUCTS
     is_open = is_product and equation.params["precision"] is None
@@ -83,7 +78,7 @@ def _precision(equation: Equation, scope: str, regions: Regions, dtype: np.dtype
     # The derivative of a product of 16 bits that is summed in float32 has a factor in float32.
     takes_part = is_word and (dtypes | {params["preferred_element_type"]}) & _WORDS_FOR
     if not takes_part and dtypes != {FLOAT32}:
-        return _without_algorithm(equation, regions) if dtypes else {}
+        return without_algorithm(equation, regions) if dtypes else {}
     regions.note(algorithm)
     if params["precision"] is not None:  # what the user wrote takes precedence
         return {}

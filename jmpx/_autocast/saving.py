@@ -8,6 +8,7 @@ import jax
 import jax.core
 import numpy as np
 
+from jmpx._autocast.backward import PRODUCTS, is_outer, sums
 from jmpx._autocast.value import Array, Traits, Value
 from jmpx._base.messages import describe, did_you_mean
 from jmpx._jaxprs.core import Atom, Equation, Primitive, operation_name
@@ -44,24 +45,19 @@ def is_weight_product(primitive: Primitive, params: Params, operands: Sequence[A
     # A product of two activations, such as the scores of an attention, has dimensions of the batch.
     name = operation_name(primitive.name)
     if name == "dot_general":
-        _, (batch, _) = params["dimension_numbers"]
-        return not batch and _sums(params, operands)
-    return name in ("conv_general_dilated", "ragged_dot_general")
+        return not _batch(params) and sums(params, operands)
+    return name in PRODUCTS
 
 
 def is_batched_product(equation: Equation) -> bool:
     """Whether an equation is a matrix product with dimensions of a batch."""
-    if equation.primitive.name != "dot_general":
-        return False
-    _, (batch, _) = equation.params["dimension_numbers"]
-    return bool(batch) and _sums(equation.params, equation.invars)
+    is_product = equation.primitive.name == "dot_general" and not is_outer(equation)
+    return is_product and bool(_batch(equation.params))
 
 
-def _sums(params: Params, operands: Sequence[Atom]) -> bool:
-    """Whether a matrix product sums anything, as an outer product does not."""
-    (contracted, _), _ = params["dimension_numbers"]
-    shape = getattr(operands[0], "aval", operands[0]).shape
-    return any(shape[axis] != 1 for axis in contracted)
+def _batch(params: Params) -> Sequence[int]:
+    """Returns the dimensions of the batch of a matrix product, on its left."""
+    return params["dimension_numbers"][1][0]
 
 
 def saves_products(primitive: Primitive, *avals: Atom, **params: object) -> bool:
