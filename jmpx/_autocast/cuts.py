@@ -13,7 +13,7 @@ from jmpx._autocast.residuals import keeps_residuals
 from jmpx._autocast.saving import Saving, is_batched_product, is_weight_product
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
-from jmpx._jaxprs.inner import once_per_jaxpr
+from jmpx._jaxprs.inner import holds
 
 # A part with more products than this has more than one block of a model, as a decoder has, in
 # which the encoder's output lives all along.
@@ -64,15 +64,12 @@ Lives: TypeAlias = tuple[list[Life], list[int]]  # and the bytes that each equat
 
 def holds_product(equation: Equation) -> bool:
     """Whether an equation is a weight product or keeps residuals, or a jaxpr in it has one."""
+    return holds(equation, _is_saved)
+
+
+def _is_saved(equation: Equation) -> bool:
     is_product = is_weight_product(equation.primitive, equation.params, equation.invars)
-    if is_product or keeps_residuals(equation):
-        return True
-    return any(map(_has_product, core.inner_jaxprs(equation.params)))
-
-
-@once_per_jaxpr
-def _has_product(jaxpr: Jaxpr) -> bool:
-    return any(map(holds_product, jaxpr.eqns))
+    return is_product or keeps_residuals(equation)
 
 
 def find_activations(jaxpr: Jaxpr, saving: Saving) -> tuple[set[Atom], set[int]]:
@@ -101,7 +98,8 @@ def find_cuts(
     alive = _alive(len(equations), large)
     kept = [max(turns, 1) * _saved(found) for found in alive]
     places = sorted(set(_cuts(holders, large, alive)))
-    marks = list(map(_mark, equations))
+    # What two equations have in common that may do the same.
+    marks = [(each.primitive, *(var.aval for var in each.outvars)) for each in equations]
     products = list(_sums(sizes, roles, Role.PRODUCT))
     again = list(_sums(sizes, roles, Role.ORDINARY))
     alone = [i for i in holders if roles[i] is not Role.PRODUCT]
@@ -144,11 +142,6 @@ def find_repeated(places: Sequence[int], marks: Sequence[Hashable]) -> tuple[ran
         return found, []
     last = [places[i] for i in range(found.stop, found.start - 1, -period)]
     return range(places[found.start], places[found.stop] + 1), last[::-1]
-
-
-def _mark(equation: Equation) -> Hashable:
-    """Returns what two equations have in common that may do the same."""
-    return equation.primitive, *(var.aval for var in equation.outvars)
 
 
 def _sums(sizes: Sequence[int], roles: Sequence[Role], counted: Role) -> Iterator[int]:

@@ -10,21 +10,20 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jmpx._autocast.alike import key_of, scopes_around
 from jmpx._autocast.binding import run_as_traced, run_overridden
 from jmpx._autocast.cuts import Role
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours
-from jmpx._autocast.pieces import Piece, find_pieces
+from jmpx._autocast.pieces import Piece, find_pieces, key_of, scopes_around
 from jmpx._autocast.reads import number_dtypes, result_dtypes
 from jmpx._autocast.regions import Regions
-from jmpx._autocast.residuals import holds_residuals
+from jmpx._autocast.residuals import keeps_residuals
 from jmpx._autocast.rules import InnerPlace, Operation, Retraced, lookup
 from jmpx._autocast.saving import IN_PIECE, SAVED, OnValues, Saving, checkpointed
 from jmpx._autocast.value import Array, Traits, Value
-from jmpx._autocast.wide import note_products
+from jmpx._autocast.warned import note_products
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
-from jmpx._jaxprs.inner import once_per_jaxpr
+from jmpx._jaxprs.inner import holds, once_per_jaxpr
 from jmpx._jaxprs.marks import is_marking
 from jmpx._jaxprs.places import note_source, place_of
 from jmpx._jaxprs.scopes import FULL_PRECISION
@@ -210,7 +209,9 @@ def _apply_rule(operation: Operation) -> list[Value]:
     """Runs an operation by the first that applies; `jmpx.full_precision` marks a fixed region."""
     entry, region = lookup(operation.equation), operation.region
     if entry is not None and entry.everywhere:
-        is_saved = operation.in_piece and region.is_fixed and holds_residuals(operation.equation)
+        is_saved = (
+            operation.in_piece and region.is_fixed and holds(operation.equation, keeps_residuals)
+        )
         if is_saved or not region.is_fixed:
             return entry.rule(operation)
     if region.is_fixed:

@@ -1,8 +1,13 @@
-"""The pieces of a jaxpr that run under one `jax.checkpoint` each."""
+"""The pieces of a jaxpr that run under one `jax.checkpoint` each, and keys of them.
+
+Pieces with equal keys are one function, which JAX traces and derives once.
+"""
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
+
+import jax
 
 from jmpx._autocast.backward import variables
 from jmpx._autocast.cuts import (
@@ -15,10 +20,14 @@ from jmpx._autocast.cuts import (
     holds_product,
     length,
 )
+from jmpx._autocast.neighbours import Neighbours
+from jmpx._autocast.regions import Regions
 from jmpx._autocast.saving import Saving
+from jmpx._autocast.value import Value
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Atom, Equation, Jaxpr
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, Scopes
 from jmpx._jaxprs.inner import once_per_jaxpr
+from jmpx._jaxprs.structure import structure_of
 
 # Their jaxprs are cut as the one around them is.
 _CUT_INSIDE = frozenset({"jit", "call", "closed_call", "cond", "shard_map", "scan"})
@@ -38,11 +47,6 @@ class Piece(NamedTuple):
     last: list[Atom]  # the variables that nothing reads after them
     inside: Saving  # what is saved in the jaxprs of an equation that is `INSIDE`
     named: set[Atom]  # results that are saved by the name `SAVED`
-
-    @property
-    def results(self) -> list[Atom]:
-        """The results of all its equations."""
-        return [var for equation in self.equations for var in equation.outvars]
 
 
 def find_pieces(jaxpr: Jaxpr, saving: Saving) -> list[Piece]:
@@ -133,3 +137,56 @@ def _together(indices: Sequence[int], roles: Sequence[Role]) -> Iterator[tuple[R
         yield Role.PRODUCT if any(roles[i] is Role.PRODUCT for i in now) else Role.ORDINARY, now
     if later:
         yield Role.LATER, later
+
+
+def key_of(
+    piece: Piece,
+    values: Sequence[Value],
+    scope: str,
+    depth: int,
+    neighbours: Neighbours,
+    regions: Regions,
+) -> Hashable:
+    """Returns a key of a piece: equal ones compute the same, in the same dtypes, at the same lines.
+
+    The first scopes of each equation, as many as `depth` says, are around the whole piece, as a
+    layer's name is: they count only for what the policy map says of them. The key has no hash where
+    a parameter of an equation has none. What it names by `id` lives as long as the piece.
+    """
+    results = [var for equation in piece.equations for var in equation.outvars]
+    places = (_of_place(equation, scope, regions, depth) for equation in piece.equations)
+    return (
+        structure_of(piece.equations, piece.inputs, piece.outputs),
+        tuple(map(_of_value, values)),
+        tuple(itertools.chain.from_iterable(places)),
+        neighbours.said_of(results),
+        tuple(var in piece.named for var in results),
+    )
+
+
+def scopes_around(piece: Piece) -> Scopes:
+    """Returns the scopes, as JAX keeps them, that are around all equations of a piece."""
+    first, *stacks = (core.stack_of(equation) for equation in piece.equations)
+    for stack in stacks:
+        if stack[: len(first)] != first:
+            pairs = zip(first, stack, strict=False)
+            first = tuple(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return first
+
+
+def _of_value(value: Value) -> Hashable:
+    constants = id(value.constant), None if isinstance(value.array, jax.Array) else id(value.array)
+    avals = tuple(map(jax.typeof, (value.array, *value.casts.values())))
+    return value.traits, constants, avals, tuple(value.casts)
+
+
+def _of_place(equation: Equation, scope: str, regions: Regions, depth: int) -> Iterator[Hashable]:
+    """Yields what the scopes and the lines of an equation, and of those that it holds, say."""
+    within = core.scope_within(scope, equation)
+    region = regions.region(within)
+    yield core.stack_of(equation)[depth:], equation.source_info.traceback
+    yield region, regions.override(core.operation_name(equation.primitive.name), region)
+    for jaxpr in core.inner_jaxprs(equation.params):
+        yield tuple(map(id, core.consts_of(jaxpr)))
+        for inner in jaxpr.eqns:
+            yield from _of_place(inner, within, regions, 0)

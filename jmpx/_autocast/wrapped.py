@@ -14,9 +14,8 @@ import numpy as np
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends
 from jmpx._autocast.saving import Saving
-from jmpx._autocast.unused import unused_rules, unused_saving
 from jmpx._autocast.value import Array, Value
-from jmpx._autocast.wide import wide_products
+from jmpx._autocast.warned import warnings_of
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
 from jmpx._base.dtypes import DTypeLike, check_computes
 from jmpx._base.leaves import PyTree, is_floating, is_traceable
@@ -145,11 +144,7 @@ def evaluated(
     if not any(isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *traced.jaxpr.consts)):
         interpreter.saving = None  # nothing differentiates an eager call
     results = interpreter.evaluate(traced.jaxpr, values, "", ends)
-    for message in (
-        *unused_rules(policy_map, interpreter.used, marks.seen),
-        *wide_products(policy_map, interpreter.used),
-        *unused_saving(interpreter.used),
-    ):
+    for message in warnings_of(policy_map, interpreter.used, marks.seen):
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     num_changes = len(changes.arrays)
     outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes

@@ -77,13 +77,12 @@ def _branches(eqn: Equation, platform: str | None) -> Sequence[Jaxpr]:
 
 def _is_call(jaxpr: Jaxpr, eqn: Equation) -> bool:
     """Whether operands and results of a jaxpr and of its equation have the same shapes."""
-    inner, outer = (*jaxpr.invars, None, *jaxpr.outvars), (*eqn.invars, None, *eqn.outvars)
-    return list(map(_shape, inner)) == list(map(_shape, outer))
+    is_same = _shapes(jaxpr.invars) == _shapes(eqn.invars)
+    return is_same and _shapes(jaxpr.outvars) == _shapes(eqn.outvars)
 
 
-def _shape(atom: Atom | None) -> tuple[int, ...] | None:
-    """Returns the shape of an operand or a result; None if it has none, as a token."""
-    return getattr(atom.aval, "shape", None) if atom is not None else None
+def _shapes(atoms: Sequence[Atom]) -> list[tuple[int, ...] | None]:
+    return [getattr(atom.aval, "shape", None) for atom in atoms]  # a token has none
 
 
 def walk(
@@ -132,7 +131,7 @@ def is_backward(eqn: Equation) -> bool:
 
 def has_backward(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr holds the backward pass of a gradient."""
-    return any(map(is_backward, all_equations(jaxpr)))
+    return any_holds(jaxpr, is_backward)
 
 
 def once_per_jaxpr(fn: Callable[..., V]) -> Callable[..., V]:
@@ -150,3 +149,14 @@ def once_per_jaxpr(fn: Callable[..., V]) -> Callable[..., V]:
         return known[args]
 
     return kept
+
+
+def holds(eqn: Equation, test: Callable[[Equation], bool]) -> bool:
+    """Whether an equation passes a test, or one in the jaxprs that it holds does."""
+    return test(eqn) or any(any_holds(jaxpr, test) for jaxpr in inner_jaxprs(eqn.params))
+
+
+@once_per_jaxpr
+def any_holds(jaxpr: Jaxpr, test: Callable[[Equation], bool]) -> bool:
+    """Whether `holds` is true of an equation of a jaxpr."""
+    return any(holds(eqn, test) for eqn in jaxpr.eqns)
