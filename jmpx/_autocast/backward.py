@@ -4,13 +4,12 @@ A path goes through the jaxprs that equations hold, operand by operand, and a lo
 all of its turns.
 """
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
-from jmpx._jaxprs.inner import Inner, inner_of
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, Params, operation_name
+from jmpx._jaxprs.inner import Inner, inner_of, once_per_jaxpr
 
 CONVOLUTION = "conv_general_dilated"
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", CONVOLUTION})
@@ -21,23 +20,13 @@ Step: TypeAlias = Callable[[Equation, Collection[Atom]], Flags]
 # Returns the step for the equations of a jaxpr.
 Search: TypeAlias = Callable[[Jaxpr], Step]
 
-# jaxpr -> (search, which of its results reach it outside) -> all its variables that reach it.
-_found: weakref.WeakKeyDictionary[Jaxpr, dict[tuple[Search, Flags], frozenset[Atom]]]
-_found = weakref.WeakKeyDictionary()
 
-
-def find(search: Search, jaxpr: Jaxpr, results: Sequence[bool] = ()) -> frozenset[Atom]:
+@once_per_jaxpr
+def find(jaxpr: Jaxpr, search: Search, results: Flags) -> frozenset[Atom]:
     """Returns the variables of a jaxpr that reach what a search looks for.
 
     The flags say which of its first results reach it outside; the others do not.
     """
-    known, key = _found.setdefault(jaxpr, {}), (search, tuple(results))
-    if key not in known:
-        known[key] = frozenset(_find(search, jaxpr, key[1]))
-    return known[key]
-
-
-def _find(search: Search, jaxpr: Jaxpr, results: Flags) -> set[Atom]:
     step, found = search(jaxpr), set[Atom]()
 
     def add(atoms: Sequence[Atom], flags: Flags) -> None:
@@ -51,7 +40,7 @@ def _find(search: Search, jaxpr: Jaxpr, results: Flags) -> set[Atom]:
             add(equation.invars, step(equation, found))
         else:
             add(equation.invars, _through(search, equation, inner, found))
-    return found
+    return frozenset(found)
 
 
 def variables(equation: Equation) -> list[Atom]:
@@ -89,17 +78,20 @@ def within(search: Search, equation: Equation, found: Collection[Atom]) -> Flags
 
 
 def _inputs(search: Search, jaxpr: Jaxpr, results: Flags) -> Flags:
-    found = find(search, jaxpr, results)
+    found = find(jaxpr, search, results)
     return tuple(var in found for var in jaxpr.invars)
 
 
 def is_outer(equation: Equation) -> bool:
     """Whether a matrix product sums nothing, as an outer product does."""
-    if operation_name(equation.primitive.name) != "dot_general":
-        return False
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    shape = equation.invars[0].aval.shape
-    return all(shape[axis] == 1 for axis in contracted)
+    return equation.primitive.name == "dot_general" and not sums(equation.params, equation.invars)
+
+
+def sums(params: Params, operands: Sequence[Atom]) -> bool:
+    """Whether a matrix product of some operands, or of their abstract values, sums anything."""
+    (contracted, _), _ = params["dimension_numbers"]
+    shape = getattr(operands[0], "aval", operands[0]).shape
+    return any(shape[axis] != 1 for axis in contracted)
 
 
 def multiplied(jaxpr: Jaxpr) -> Step:
@@ -113,5 +105,5 @@ def _multiplied(equation: Equation, found: Collection[Atom]) -> Flags:
     if operation_name(equation.primitive.name) in PRODUCTS:
         is_read |= not is_outer(equation)
     else:
-        is_read |= any(find(multiplied, j) for j in core.inner_jaxprs(equation.params))
+        is_read |= any(find(j, multiplied, ()) for j in core.inner_jaxprs(equation.params))
     return (is_read,) * len(equation.invars)

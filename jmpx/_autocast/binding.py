@@ -86,11 +86,6 @@ def run_in(
     return bind(operation, operation.arrays(dtype, cast), is_weak, **params)
 
 
-def run_promoted(operation: Operation, cast: Cast = Value.to, **params: object) -> list[Value]:
-    """Runs an operation in the widest dtype of its operands."""
-    return run_in(operation.promoted, operation, operation.is_weak, cast, **params)
-
-
 def run_as_traced(operation: Operation, is_weak: bool) -> list[Value]:
     """Runs an operation as it was traced, and float32 products in the algorithm of the policy."""
     return run_in(FLOAT32, operation, is_weak, **with_algorithms(operation))
@@ -103,7 +98,9 @@ def run_overridden(operation: Operation, dtype: np.dtype) -> list[Value]:
         return rounded(run_as_traced(operation, is_weak=False), operation, dtype)
     entry = lookup(equation)
     cast = Value.to_finite if entry is not None and entry.keeps_finite else Value.to
-    algorithm = (with_algorithms if dtype == FLOAT32 else without_algorithm)(operation)
+    regions = operation.interpreter.regions
+    is_wide = dtype == FLOAT32
+    algorithm = with_algorithms(operation) if is_wide else without_algorithm(equation, regions)
     params = result_dtype(equation, dtype) | fill_value(equation, dtype) | algorithm
     return run_in(dtype, operation, False, cast, **params)
 

@@ -176,8 +176,9 @@ def custom_jvp(operation: Operation) -> list[Value]:
         results = [output.to_finite(result.dtype) for output, result in pairs]
         new = dict(zip(_inexact(equation.outvars), outputs[len(results) :], strict=True))
         if symbolic_zeros:  # a tangent to which none of those given contributes is zero
-            depends = core.depends(rule.jaxpr, rule.jaxpr.invars[len(traits) :])[len(results) :]
-            new = {i: new[i] for i, is_new in zip(new, depends, strict=True) if is_new}
+            found = core.reached(rule, rule.jaxpr.invars[len(traits) :])
+            pairs = zip(new, rule.jaxpr.outvars[len(results) :], strict=True)
+            new = {i: new[i] for i, atom in pairs if not core.is_literal(atom) and atom in found}
         return results, [
             new[i].to(result.dtype) if i in new else zero_from_primal(result, symbolic_zeros)
             for i, result in enumerate(results)

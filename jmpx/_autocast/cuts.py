@@ -3,7 +3,6 @@
 import enum
 import itertools
 import math
-import weakref
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -14,6 +13,7 @@ from jmpx._autocast.residuals import keeps_residuals
 from jmpx._autocast.saving import Saving, is_batched_product, is_weight_product
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
+from jmpx._jaxprs.inner import holds
 
 # A part with more products than this has more than one block of a model, as a decoder has, in
 # which the encoder's output lives all along.
@@ -30,20 +30,20 @@ _SYMBOL = 128
 # What a product takes in 16 bits, over what it takes in float32, in which it was traced.
 _SAVED = 1 / 2
 
-_holding: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
-
 
 class Role(enum.Enum):
-    """What an equation is to the pieces of a jaxpr."""
+    """What an equation is to the pieces of a jaxpr, and what a piece of such equations is."""
 
     ORDINARY = "it joins the equations next to it"
-    PRODUCT = "so does it, and makes their piece worth a checkpoint"
+    PRODUCT = "so does it, and their piece is checkpointed"
     INSIDE = "it holds jaxprs that are cut themselves"
-    ALONE = "it is in no piece"
+    ALONE = "it is as without pieces"
+    LEFT = "so is it, because the user checkpointed it, or it has effects"
     LATER = "it has an effect and no results, and runs after its piece"
 
 
-_HOLDERS = frozenset({Role.PRODUCT, Role.INSIDE, Role.ALONE})  # equations that may hold products
+SINGLE = frozenset({Role.INSIDE, Role.ALONE, Role.LEFT})  # each is a piece
+_HOLDERS = SINGLE | {Role.PRODUCT}  # equations that may hold products
 
 
 class Life(NamedTuple):
@@ -64,33 +64,24 @@ Lives: TypeAlias = tuple[list[Life], list[int]]  # and the bytes that each equat
 
 def holds_product(equation: Equation) -> bool:
     """Whether an equation is a weight product or keeps residuals, or a jaxpr in it has one."""
+    return holds(equation, _is_saved)
+
+
+def _is_saved(equation: Equation) -> bool:
     is_product = is_weight_product(equation.primitive, equation.params, equation.invars)
-    if is_product or keeps_residuals(equation):
-        return True
-    return any(map(_has_product, core.inner_jaxprs(equation.params)))
+    return is_product or keeps_residuals(equation)
 
 
-def _has_product(jaxpr: Jaxpr) -> bool:
-    if jaxpr not in _holding:
-        _holding[jaxpr] = any(map(holds_product, jaxpr.eqns))
-    return _holding[jaxpr]
-
-
-def find_activations(jaxpr: Jaxpr, saving: Saving) -> tuple[set[Atom], set[Atom]]:
+def find_activations(jaxpr: Jaxpr, saving: Saving) -> tuple[set[Atom], set[int]]:
     """Returns the variables of a jaxpr that depend on a product or on a loop's carry.
 
-    Second, the results of products of a batch of weights, such as those of the experts in a layer:
+    Second, the indices of products of a batch of weights, such as those of the experts in a layer:
     one operand depends on none. They are saved, too, and products of two activations are not.
     """
     operands = zip(reversed(jaxpr.invars), reversed(saving.activations), strict=False)
-    found, batched = {var for var, flag in operands if flag}, set[Atom]()
-    for equation in jaxpr.eqns:
-        is_active = [var in found for var in variables(equation)]
-        if is_batched_product(equation) and is_active.count(True) == 1:
-            batched.update(equation.outvars)
-        if holds_product(equation) or any(is_active):
-            found.update(equation.outvars)
-    return found, batched
+    found = core.reached(jaxpr, [var for var, flag in operands if flag], holds_product)
+    batched = ((i, eqn) for i, eqn in enumerate(jaxpr.eqns) if is_batched_product(eqn))
+    return found, {i for i, eqn in batched if [v in found for v in variables(eqn)].count(True) == 1}
 
 
 def find_cuts(
@@ -107,7 +98,8 @@ def find_cuts(
     alive = _alive(len(equations), large)
     kept = [max(turns, 1) * _saved(found) for found in alive]
     places = sorted(set(_cuts(holders, large, alive)))
-    marks = list(map(_mark, equations))
+    # What two equations have in common that may do the same.
+    marks = [(each.primitive, *(var.aval for var in each.outvars)) for each in equations]
     products = list(_sums(sizes, roles, Role.PRODUCT))
     again = list(_sums(sizes, roles, Role.ORDINARY))
     alone = [i for i in holders if roles[i] is not Role.PRODUCT]
@@ -150,11 +142,6 @@ def find_repeated(places: Sequence[int], marks: Sequence[Hashable]) -> tuple[ran
         return found, []
     last = [places[i] for i in range(found.stop, found.start - 1, -period)]
     return range(places[found.start], places[found.stop] + 1), last[::-1]
-
-
-def _mark(equation: Equation) -> Hashable:
-    """Returns what two equations have in common that may do the same."""
-    return equation.primitive, *(var.aval for var in equation.outvars)
 
 
 def _sums(sizes: Sequence[int], roles: Sequence[Role], counted: Role) -> Iterator[int]:

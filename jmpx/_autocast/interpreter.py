@@ -3,35 +3,31 @@
 import contextlib
 import copy
 import itertools
-import weakref
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jmpx._autocast.alike import key_of, scopes_around
 from jmpx._autocast.binding import run_as_traced, run_overridden
+from jmpx._autocast.cuts import Role
 from jmpx._autocast.neighbours import NOTHING, Ends, Neighbours, find_neighbours
-from jmpx._autocast.pieces import Kind, Piece, find_pieces
+from jmpx._autocast.pieces import Piece, find_pieces, key_of, scopes_around
 from jmpx._autocast.reads import number_dtypes, result_dtypes
 from jmpx._autocast.regions import Regions
-from jmpx._autocast.residuals import holds_residuals
+from jmpx._autocast.residuals import keeps_residuals
 from jmpx._autocast.rules import InnerPlace, Operation, Retraced, lookup
 from jmpx._autocast.saving import IN_PIECE, SAVED, OnValues, Saving, checkpointed
 from jmpx._autocast.value import Array, Traits, Value
-from jmpx._autocast.wide import note_products
+from jmpx._autocast.warned import note_products
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
+from jmpx._jaxprs.inner import holds, once_per_jaxpr
 from jmpx._jaxprs.marks import is_marking
 from jmpx._jaxprs.places import note_source, place_of
 from jmpx._jaxprs.scopes import FULL_PRECISION
 from jmpx._policies.maps import PolicyMap
-
-# jaxpr -> (traits of operands, scope, policy map ...) -> the jaxpr in other dtypes. A function that
-# was jitted once has one jaxpr; retraced once, it is compiled once.
-_retraced: weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, Retraced]] = weakref.WeakKeyDictionary()
 
 
 class _Frame(NamedTuple):
@@ -85,10 +81,10 @@ class Interpreter:
 
         read = number_dtypes(jaxpr, scope, self.regions, ends.read)
         frame = _Frame(scope, find_neighbours(jaxpr, ends)._replace(read=read), env)
-        if core.looks_for_nans([value.array for value in values]):
-            self._that_saves(None)._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
-        elif self.saving in (None, IN_PIECE):
-            self._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
+        is_plain = core.looks_for_nans([value.array for value in values])
+        if is_plain or self.saving in (None, IN_PIECE):
+            one_by_one = self._that_saves(None) if is_plain else self
+            one_by_one._run(frame, jaxpr.eqns, core.last_uses(jaxpr))
         else:
             for piece in find_pieces(jaxpr, self.saving):
                 self._run_piece(frame, piece, self.saving)
@@ -134,15 +130,13 @@ class Interpreter:
 
     def _run_piece(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
         """Runs a piece; if products in it are saved, under `jax.checkpoint`."""
-        equations, plain = piece.equations, self._that_saves(None)
-        if piece.kind is Kind.SAVED:
+        if piece.role is Role.PRODUCT:
             self._run_saved(frame, piece, saving)
-        elif piece.kind is Kind.INSIDE:
-            self._that_saves(piece.inside)._run(frame, equations)
-        else:
-            if piece.kind is Kind.LEFT:
-                self.used.left.add(place_of(equations[0]))
-            plain._run(frame, equations)
+            return
+        if piece.role is Role.LEFT:
+            self.used.left.add(place_of(piece.equations[0]))
+        inside = piece.inside if piece.role is Role.INSIDE else None
+        self._that_saves(inside)._run(frame, piece.equations)
 
     def _run_saved(self, frame: _Frame, piece: Piece, saving: Saving) -> None:
         """Runs a piece under `jax.checkpoint`, as the function of one that is alike if there is."""
@@ -171,32 +165,36 @@ class Interpreter:
         Of the operands, only their traits count.
         """
         traits = tuple(value.traits for value in values)
-        around = self.policy_map, self.regions.surrounding, self.saving, is_marking()
-        known, key = _retraced.setdefault(jaxpr, {}), (traits, place, around)
-        if key not in known:
-            known[key] = self._retrace(jaxpr, traits, place)
-        self.used.add(known[key].used)
-        return known[key]
+        around = self.policy_map, self.regions.surrounding, self.saving
+        retraced = _retraced(jaxpr, traits, place, is_marking(), *around)
+        self.used.add(retraced.used)
+        return retraced
 
-    def _retrace(self, jaxpr: Jaxpr, traits: Sequence[Traits], place: InnerPlace) -> Retraced:
-        interpreter, num_uncast = self.fresh(), place.num_uncast
-        results: list[Traits] = []
 
-        def on_arrays(*arrays: Array) -> list[Array]:
-            inputs = [Value.of(array, each) for array, each in zip(arrays, traits, strict=True)]
-            for i in range(num_uncast):
-                inputs[i] = Value.of(inputs[i].to(traits[i].dtype), traits[i])
-            outputs = interpreter.evaluate(jaxpr, inputs, place.scope, place.ends)
-            for i, dtype in enumerate(place.result_dtypes):
-                outputs[i] = Value.of(outputs[i].to_finite(dtype), outputs[i].traits)
-            results[:] = [output.traits for output in outputs]
-            return [output.array for output in outputs]
+# A function that was jitted once has one jaxpr; retraced once, it is compiled once.
+@once_per_jaxpr
+def _retraced(
+    jaxpr: Jaxpr, traits: Sequence[Traits], place: InnerPlace, has_marks: bool, *around: Any
+) -> Retraced:
+    del has_marks  # JAX's traces differ by it
+    interpreter, num_uncast = Interpreter(*around), place.num_uncast
+    results: list[Traits] = []
 
-        avals = [
-            var.aval if i < num_uncast else core.with_dtype(var.aval, each.dtype)
-            for i, (var, each) in enumerate(zip(jaxpr.invars, traits, strict=True))
-        ]
-        return Retraced(jax.make_jaxpr(on_arrays)(*avals), results, interpreter.used)
+    def on_arrays(*arrays: Array) -> list[Array]:
+        inputs = [Value.of(array, each) for array, each in zip(arrays, traits, strict=True)]
+        for i in range(num_uncast):
+            inputs[i] = Value.of(inputs[i].to(traits[i].dtype), traits[i])
+        outputs = interpreter.evaluate(jaxpr, inputs, place.scope, place.ends)
+        for i, dtype in enumerate(place.result_dtypes):
+            outputs[i] = Value.of(outputs[i].to_finite(dtype), outputs[i].traits)
+        results[:] = [output.traits for output in outputs]
+        return [output.array for output in outputs]
+
+    avals = [
+        var.aval if i < num_uncast else core.with_dtype(var.aval, each.dtype)
+        for i, (var, each) in enumerate(zip(jaxpr.invars, traits, strict=True))
+    ]
+    return Retraced(jax.make_jaxpr(on_arrays)(*avals), results, interpreter.used)
 
 
 def _run(operation: Operation, depth: int) -> list[Value]:
@@ -210,17 +208,16 @@ def _run(operation: Operation, depth: int) -> list[Value]:
 def _apply_rule(operation: Operation) -> list[Value]:
     """Runs an operation by the first that applies; `jmpx.full_precision` marks a fixed region."""
     entry, region = lookup(operation.equation), operation.region
-    is_everywhere = entry is not None and entry.everywhere
-    if region.is_fixed and not (is_everywhere and _keeps_residuals(operation)):
-        return run_as_traced(operation, is_weak=False)
     if entry is not None and entry.everywhere:
-        return entry.rule(operation)
+        is_saved = (
+            operation.in_piece and region.is_fixed and holds(operation.equation, keeps_residuals)
+        )
+        if is_saved or not region.is_fixed:
+            return entry.rule(operation)
+    if region.is_fixed:
+        return run_as_traced(operation, is_weak=False)
     if operation.override is not None:
         return run_overridden(operation, operation.override)
     if region.is_full:
         return run_as_traced(operation, is_weak=region.is_weak)
     return run_as_traced(operation, is_weak=True) if entry is None else entry.rule(operation)
-
-
-def _keeps_residuals(operation: Operation) -> bool:
-    return operation.in_piece and holds_residuals(operation.equation)

@@ -16,12 +16,11 @@ from jmpx._autocast.binding import (
     run_as_traced,
     run_in,
     run_moved,
-    run_promoted,
     run_recomputed,
 )
 from jmpx._autocast.products import is_precise, low_dtype, without_algorithm
 from jmpx._autocast.reads import narrow_dtype
-from jmpx._autocast.rules import Operation, register
+from jmpx._autocast.rules import Cast, Operation, register
 from jmpx._autocast.value import FLOAT32, Value
 
 
@@ -32,7 +31,8 @@ def low(operation: Operation) -> list[Value]:
     dtype = low_dtype(operation.equation, operation.region.dtype)
     if dtype == FLOAT32:
         return full(operation)
-    params = result_dtype(operation.equation, dtype) | without_algorithm(operation)
+    algorithm = without_algorithm(operation.equation, operation.interpreter.regions)
+    params = result_dtype(operation.equation, dtype) | algorithm
     return run_in(dtype, operation, is_weak=False, **params)
 
 
@@ -46,9 +46,9 @@ def keep(operation: Operation) -> list[Value]:
     return full(operation)
 
 
-def promote(operation: Operation) -> list[Value]:
+def promote(operation: Operation, cast: Cast = Value.to, **params: object) -> list[Value]:
     """Runs in the widest dtype of its operands; weak ones take the dtype of the others."""
-    return run_promoted(operation)
+    return run_in(operation.promoted, operation, operation.is_weak, cast, **params)
 
 
 def limit(operation: Operation) -> list[Value]:
@@ -66,7 +66,7 @@ def promote_finite(operation: Operation) -> list[Value]:
     """Runs as `promote`, finite numbers stay finite; as `limit` if the result is exposed."""
     if operation.is_exposed and _moves_bound(operation):
         return full(operation)
-    return run_promoted(operation, Value.to_finite)
+    return promote(operation, Value.to_finite)
 
 
 def compare(operation: Operation) -> list[Value]:

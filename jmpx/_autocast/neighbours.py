@@ -1,6 +1,6 @@
 """Equations whose dtypes depend on the equations next to them, found by a look at the jaxpr."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -63,6 +63,12 @@ class Neighbours(NamedTuple):
             return Ends(is_exposed)
         return Ends(is_exposed, within(multiplied, equation, self.multiplied))
 
+    def said_of(self, atoms: Sequence[Atom]) -> Hashable:
+        """Returns what is known of some results."""
+        known = (found or () for found in self[:-1])
+        flags = (tuple(atom in found for atom in atoms) for found in known)
+        return tuple(flags), tuple(map(self.read.get, atoms))
+
     def is_last(self, equation: Equation) -> bool:
         """Whether an equation other than a call reaches no product."""
         if self.multiplied is None or any(var in self.multiplied for var in equation.outvars):
@@ -77,8 +83,8 @@ def find_neighbours(jaxpr: Jaxpr, ends: Ends) -> Neighbours:
     """Returns the results of a jaxpr whose dtypes depend on the equations next to their own."""
     named = [(operation_name(eqn.primitive.name), eqn) for eqn in jaxpr.eqns]
     found = _statistics(named), _slopes(named), _choices(named)
-    paths = None if ends.multiplied is None else find(multiplied, jaxpr, ends.multiplied)
-    return Neighbours(*found, find(exposed, jaxpr, ends.exposed), paths)
+    paths = None if ends.multiplied is None else find(jaxpr, multiplied, ends.multiplied)
+    return Neighbours(*found, find(jaxpr, exposed, ends.exposed), paths)
 
 
 def _statistics(named: _Named) -> set[Atom]:

@@ -1,12 +1,17 @@
-"""The pieces of a jaxpr that run under one `jax.checkpoint` each."""
+"""The pieces of a jaxpr that run under one `jax.checkpoint` each, and keys of them.
 
-import enum
-import weakref
-from collections.abc import Collection, Iterator, Sequence
+Pieces with equal keys are one function, which JAX traces and derives once.
+"""
+
+import itertools
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
+
+import jax
 
 from jmpx._autocast.backward import variables
 from jmpx._autocast.cuts import (
+    SINGLE,
     Role,
     find_activations,
     find_cuts,
@@ -15,10 +20,14 @@ from jmpx._autocast.cuts import (
     holds_product,
     length,
 )
+from jmpx._autocast.neighbours import Neighbours
+from jmpx._autocast.regions import Regions
 from jmpx._autocast.saving import Saving
+from jmpx._autocast.value import Value
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
-from jmpx._jaxprs.inner import all_equations
+from jmpx._jaxprs.core import Atom, Equation, Jaxpr, Scopes
+from jmpx._jaxprs.inner import once_per_jaxpr
+from jmpx._jaxprs.structure import structure_of
 
 # Their jaxprs are cut as the one around them is.
 _CUT_INSIDE = frozenset({"jit", "call", "closed_call", "cond", "shard_map", "scan"})
@@ -28,19 +37,10 @@ _NOT_DIFFERENTIATED = "while"
 _HARMLESS = frozenset({"NamedAxisEffect"})
 
 
-class Kind(enum.Enum):
-    """What becomes of a piece."""
-
-    SAVED = "it is checkpointed"
-    INSIDE = "it is one equation, whose jaxprs have pieces"
-    LEFT = "it is one equation, which the user checkpointed, or which has effects"
-    PLAIN = "it is as without pieces"
-
-
 class Piece(NamedTuple):
     """Equations that run together."""
 
-    kind: Kind
+    role: Role  # of all its equations; `PRODUCT` has it checkpointed
     equations: list[Equation]  # in their order
     inputs: list[Atom]  # the variables that they read, and others define
     outputs: list[Atom]  # the variables that they define, and others read
@@ -49,17 +49,11 @@ class Piece(NamedTuple):
     named: set[Atom]  # results that are saved by the name `SAVED`
 
 
-# Indices of equations, what is saved inside, and indices of those with named results.
-_Group = tuple[Kind, list[int], Saving, set[int]]
-# Indices, as values that refer to their key would keep it alive.
-_found: weakref.WeakKeyDictionary[Jaxpr, dict[Saving, list[_Group]]] = weakref.WeakKeyDictionary()
-
-
 def find_pieces(jaxpr: Jaxpr, saving: Saving) -> list[Piece]:
     """Returns the pieces of a jaxpr, cut where little lives, in their order."""
     read = {atom for atom in jaxpr.outvars if not core.is_literal(atom)}
     pieces = []
-    for kind, indices, inside, products in reversed(_found_groups(jaxpr, saving)):
+    for role, indices, inside, products in reversed(_found_groups(jaxpr, saving)):
         equations = [jaxpr.eqns[i] for i in indices]
         defined = {var: None for equation in equations for var in equation.outvars}
         used = {var: None for equation in equations for var in variables(equation)}
@@ -67,38 +61,27 @@ def find_pieces(jaxpr: Jaxpr, saving: Saving) -> list[Piece]:
         last = [var for var in (*inputs, *defined) if var not in read]
         outputs = [var for var in defined if var in read]
         named = {jaxpr.eqns[i].outvars[0] for i in products}
-        pieces.append(Piece(kind, equations, inputs, outputs, last, inside, named))
+        pieces.append(Piece(role, equations, inputs, outputs, last, inside, named))
         read.update(inputs)
     return pieces[::-1]
 
 
-def takes_gradient(jaxpr: Jaxpr) -> bool:
-    """Whether a backward pass is part of a jaxpr."""
-    stacks = (equation.source_info.name_stack for equation in all_equations(jaxpr))
-    return any("transpose(" in str(stack) for stack in stacks)
-
-
-def _found_groups(jaxpr: Jaxpr, saving: Saving) -> list[_Group]:
-    known = _found.setdefault(jaxpr, {})
-    if saving not in known:
-        active, batched = find_activations(jaxpr, saving)
-        within = [_inside(equation, saving, active) for equation in jaxpr.eqns]
-        roles = [_role(*pair) for pair in zip(jaxpr.eqns, within, strict=True)]
-        named = {i for i, e in enumerate(jaxpr.eqns) if batched.intersection(e.outvars)}
-        roles = [Role.PRODUCT if i in named else role for i, role in enumerate(roles)]
-        lives = find_lives(jaxpr.eqns, roles, active)
-        head = find_head(jaxpr, roles, lives[0])
-        cuts = set()
-        if head is not None:  # it is in no piece, and what it reads ends the last one
-            roles[head] = Role.ORDINARY
-            cuts.add(head)
-        cuts |= find_cuts(jaxpr.eqns, roles, lives, saving.turns)
-        groups = _grouped(jaxpr.eqns, roles, cuts)
-        known[saving] = [
-            (kind, indices, within[indices[0]], named.intersection(indices))
-            for kind, indices in groups
-        ]
-    return known[saving]
+@once_per_jaxpr
+def _found_groups(jaxpr: Jaxpr, saving: Saving) -> list[tuple[Role, list[int], Saving, set[int]]]:
+    """Returns of each piece the indices, what is saved inside, and those with named results."""
+    active, named = find_activations(jaxpr, saving)
+    within = [_inside(equation, saving, active) for equation in jaxpr.eqns]
+    pairs = enumerate(zip(jaxpr.eqns, within, strict=True))
+    roles = [Role.PRODUCT if i in named else _role(*pair) for i, pair in pairs]
+    lives = find_lives(jaxpr.eqns, roles, active)
+    head = find_head(jaxpr, roles, lives[0])
+    cuts = set()
+    if head is not None:  # it is in no piece, and what it reads ends the last one
+        roles[head] = Role.ORDINARY
+        cuts.add(head)
+    cuts |= find_cuts(jaxpr.eqns, roles, lives, saving.turns)
+    groups = _grouped(roles, cuts)
+    return [(role, group, within[group[0]], named.intersection(group)) for role, group in groups]
 
 
 def _inside(equation: Equation, saving: Saving, active: Collection[Atom]) -> Saving:
@@ -115,54 +98,95 @@ def _inside(equation: Equation, saving: Saving, active: Collection[Atom]) -> Sav
 
 def _has_pieces(jaxpr: Jaxpr, saving: Saving) -> bool:
     """Whether a jaxpr has more than one piece, or one that cannot join the equations around it."""
-    kinds = [kind for kind, *_ in _found_groups(jaxpr, saving) if kind is not Kind.PLAIN]
-    return kinds not in ([], [Kind.SAVED])
+    roles = [role for role, *_ in _found_groups(jaxpr, saving)]
+    return Role.INSIDE in roles or Role.LEFT in roles or roles.count(Role.PRODUCT) > 1
 
 
 def _role(equation: Equation, inside: Saving) -> Role:
-    name = operation_name(equation.primitive.name)
-    if any(type(effect).__name__ not in _HARMLESS for effect in equation.effects):
-        if not equation.outvars:
-            return Role.LATER
-        return Role.INSIDE if name in _CUT_INSIDE else Role.ALONE
-    if not holds_product(equation):
+    name, is_holder = equation.primitive.name, holds_product(equation)
+    has_effect = any(type(effect).__name__ not in _HARMLESS for effect in equation.effects)
+    if has_effect and not equation.outvars:
+        return Role.LATER
+    if not (has_effect or is_holder):
         return Role.ORDINARY
     if name in _CUT_INSIDE:
         jaxprs = core.inner_jaxprs(equation.params)
-        is_cut = name == "scan" or any(_has_pieces(jaxpr, inside) for jaxpr in jaxprs)
+        is_cut = has_effect or name == "scan" or any(_has_pieces(each, inside) for each in jaxprs)
         return Role.INSIDE if is_cut else Role.PRODUCT
-    return Role.ALONE if name in (_NOT_DIFFERENTIATED, _CHECKPOINT) else Role.PRODUCT
+    if name == _NOT_DIFFERENTIATED or not is_holder:
+        return Role.ALONE
+    return Role.LEFT if has_effect or name == _CHECKPOINT else Role.PRODUCT
 
 
-def _kind_alone(equation: Equation, role: Role) -> Kind:
-    if role is Role.INSIDE:
-        return Kind.INSIDE
-    is_lost = equation.primitive.name != _NOT_DIFFERENTIATED and holds_product(equation)
-    return Kind.LEFT if is_lost else Kind.PLAIN
-
-
-def _grouped(
-    equations: Sequence[Equation], roles: Sequence[Role], cuts: Collection[int]
-) -> Iterator[tuple[Kind, list[int]]]:
+def _grouped(roles: Sequence[Role], cuts: Collection[int]) -> Iterator[tuple[Role, list[int]]]:
     """Yields groups of the equations between cuts, and those that are alone."""
-    indices: list[int] = []
-    for i, role in enumerate(roles):
-        is_alone = role in (Role.INSIDE, Role.ALONE)
-        if is_alone or i in cuts:
-            yield from _together(indices, roles)
-            indices = []
-        if is_alone:
-            yield _kind_alone(equations[i], role), [i]
+    alone = [i for i, role in enumerate(roles) if role in SINGLE]
+    ends = sorted({0, *cuts, *alone, *(i + 1 for i in alone), len(roles)})
+    for start, end in itertools.pairwise(ends):
+        if roles[start] in SINGLE:
+            yield roles[start], [start]
         else:
-            indices.append(i)
-    yield from _together(indices, roles)
+            yield from _together(range(start, end), roles)
 
 
-def _together(indices: Sequence[int], roles: Sequence[Role]) -> Iterator[tuple[Kind, list[int]]]:
+def _together(indices: Sequence[int], roles: Sequence[Role]) -> Iterator[tuple[Role, list[int]]]:
     """Yields the groups that equations make: one, and what has effects in it after it."""
     now = [i for i in indices if roles[i] is not Role.LATER]
     later = [i for i in indices if roles[i] is Role.LATER]
     if now:
-        yield Kind.SAVED if any(roles[i] is Role.PRODUCT for i in now) else Kind.PLAIN, now
+        yield Role.PRODUCT if any(roles[i] is Role.PRODUCT for i in now) else Role.ORDINARY, now
     if later:
-        yield Kind.PLAIN, later
+        yield Role.LATER, later
+
+
+def key_of(
+    piece: Piece,
+    values: Sequence[Value],
+    scope: str,
+    depth: int,
+    neighbours: Neighbours,
+    regions: Regions,
+) -> Hashable:
+    """Returns a key of a piece: equal ones compute the same, in the same dtypes, at the same lines.
+
+    The first scopes of each equation, as many as `depth` says, are around the whole piece, as a
+    layer's name is: they count only for what the policy map says of them. The key has no hash where
+    a parameter of an equation has none. What it names by `id` lives as long as the piece.
+    """
+    results = [var for equation in piece.equations for var in equation.outvars]
+    places = (_of_place(equation, scope, regions, depth) for equation in piece.equations)
+    return (
+        structure_of(piece.equations, piece.inputs, piece.outputs),
+        tuple(map(_of_value, values)),
+        tuple(itertools.chain.from_iterable(places)),
+        neighbours.said_of(results),
+        tuple(var in piece.named for var in results),
+    )
+
+
+def scopes_around(piece: Piece) -> Scopes:
+    """Returns the scopes, as JAX keeps them, that are around all equations of a piece."""
+    first, *stacks = (core.stack_of(equation) for equation in piece.equations)
+    for stack in stacks:
+        if stack[: len(first)] != first:
+            pairs = zip(first, stack, strict=False)
+            first = tuple(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return first
+
+
+def _of_value(value: Value) -> Hashable:
+    constants = id(value.constant), None if isinstance(value.array, jax.Array) else id(value.array)
+    avals = tuple(map(jax.typeof, (value.array, *value.casts.values())))
+    return value.traits, constants, avals, tuple(value.casts)
+
+
+def _of_place(equation: Equation, scope: str, regions: Regions, depth: int) -> Iterator[Hashable]:
+    """Yields what the scopes and the lines of an equation, and of those that it holds, say."""
+    within = core.scope_within(scope, equation)
+    region = regions.region(within)
+    yield core.stack_of(equation)[depth:], equation.source_info.traceback
+    yield region, regions.override(core.operation_name(equation.primitive.name), region)
+    for jaxpr in core.inner_jaxprs(equation.params):
+        yield tuple(map(id, core.consts_of(jaxpr)))
+        for inner in jaxpr.eqns:
+            yield from _of_place(inner, within, regions, 0)

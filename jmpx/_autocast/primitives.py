@@ -3,14 +3,7 @@
 import jax.numpy as jnp
 
 from jmpx._autocast.backward import is_outer
-from jmpx._autocast.binding import (
-    bind,
-    fill_value,
-    has_fill,
-    run_as_traced,
-    run_moved,
-    run_promoted,
-)
+from jmpx._autocast.binding import bind, fill_value, has_fill, run_as_traced, run_moved
 from jmpx._autocast.kinds import compare, full, low, power, promote, promote_finite, scale_checking
 from jmpx._autocast.products import is_precise, with_algorithms
 from jmpx._autocast.reads import narrow_dtype
@@ -27,7 +20,7 @@ def dot_general(operation: Operation) -> list[Value]:
     The angles of a rotary embedding are one: positions times frequencies.
     """
     if is_outer(operation.equation) and not is_precise(operation.equation):
-        return run_promoted(operation, **with_algorithms(operation, operation.promoted))
+        return promote(operation, **with_algorithms(operation, operation.promoted))
     return low(operation)
 
 
@@ -69,7 +62,7 @@ def gather(operation: Operation) -> list[Value]:
     if dtype is not None and has_fill(operation.equation, dtype):
         return run_moved(operation, dtype)
     params = fill_value(operation.equation, operation.promoted)
-    return run_promoted(operation, Value.to_finite, **params)
+    return promote(operation, Value.to_finite, **params)
 
 
 @register("get", "swap")

@@ -3,8 +3,7 @@
 Products in 16 bits get none: they multiply in their own dtype, and a dot algorithm would change it.
 """
 
-import weakref
-from collections.abc import Hashable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,15 +16,11 @@ from jmpx._autocast.value import FLOAT32
 from jmpx._base.matmul import is_algorithm
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
+from jmpx._jaxprs.inner import once_per_jaxpr
 from jmpx._jaxprs.rewriting import with_equations, with_jaxprs
 from jmpx._jaxprs.types import Params
 
 _WORDS_FOR = frozenset({FLOAT32, np.dtype(np.complex64)})  # which is a pair of float32 numbers
-
-# jaxpr -> (scope, policy map) -> the same jaxpr, the products in it with their algorithms, and what
-# was met there. None stands for the key itself, as a value that refers to its key keeps it alive.
-_Known = dict[Hashable, tuple[Jaxpr | None, Used]]
-_rewritten: weakref.WeakKeyDictionary[Jaxpr, _Known] = weakref.WeakKeyDictionary()
 
 
 def is_precise(equation: Equation) -> bool:
@@ -55,13 +50,8 @@ def with_algorithms(operation: Operation, dtype: np.dtype = FLOAT32) -> Params:
     return _params(operation.equation, operation.scope, regions, dtype)
 
 
-def without_algorithm(operation: Operation) -> Params:
-    """Returns parameters for an operation that runs in 16 bits: as those of `with_algorithms`."""
-    return _without_algorithm(operation.equation, operation.interpreter.regions)
-
-
-def _without_algorithm(equation: Equation, regions: Regions) -> Params:
-    """Keeps a dot algorithm that surrounds the call from a product."""
+def without_algorithm(equation: Equation, regions: Regions) -> Params:
+    """Returns parameters that keep a dot algorithm around the call from a product in 16 bits."""
     # If the product had no precision, JAX would take the algorithm for the transposed products.
     is_product = operation_name(equation.primitive.name) in PRODUCTS
     is_open = is_product and equation.params["precision"] is None
@@ -88,7 +78,7 @@ def _precision(equation: Equation, scope: str, regions: Regions, dtype: np.dtype
     # The derivative of a product of 16 bits that is summed in float32 has a factor in float32.
     takes_part = is_word and (dtypes | {params["preferred_element_type"]}) & _WORDS_FOR
     if not takes_part and dtypes != {FLOAT32}:
-        return _without_algorithm(equation, regions) if dtypes else {}
+        return without_algorithm(equation, regions) if dtypes else {}
     regions.note(algorithm)
     if params["precision"] is not None:  # what the user wrote takes precedence
         return {}
@@ -100,17 +90,19 @@ def _precision(equation: Equation, scope: str, regions: Regions, dtype: np.dtype
 
 def _rewrite(jaxpr: Jaxpr, scope: str, regions: Regions) -> Jaxpr:
     """Returns a jaxpr, the products in it with their algorithms; the same object if none has."""
-    known = _rewritten.setdefault(jaxpr, {})
-    key = scope, regions.policy_map, regions.surrounding
-    if key not in known:
-        inner = Regions(regions.policy_map, regions.surrounding)
-
-        def change(equation: Equation) -> Equation:
-            params = _params(equation, core.scope_within(scope, equation), inner)
-            return equation.replace(params={**equation.params, **params}) if params else equation
-
-        new = with_equations(jaxpr, change)
-        known[key] = None if new is jaxpr else new, inner.used
-    new, used = known[key]
+    new, used = _rewritten(jaxpr, scope, regions.policy_map, regions.surrounding)
     regions.used.add(used)
     return jaxpr if new is None else new
+
+
+@once_per_jaxpr
+def _rewritten(jaxpr: Jaxpr, scope: str, *of_regions: Any) -> tuple[Jaxpr | None, Used]:
+    """Returns a jaxpr with algorithms, None if it is the same, and what was met in it."""
+    regions = Regions(*of_regions)
+
+    def change(equation: Equation) -> Equation:
+        params = _params(equation, core.scope_within(scope, equation), regions)
+        return equation.replace(params={**equation.params, **params}) if params else equation
+
+    new = with_equations(jaxpr, change)
+    return None if new is jaxpr else new, regions.used

@@ -28,7 +28,7 @@ class Used:
         self.operations = set[str]()  # names of primitives
         self.algorithms = set[Algorithm]()  # of float32 products, even if they have one already
         self.left = set[Place | None]()  # by `save=`, None for all
-        self.products = set[bool]()  # whether those run in 16 bits that should; see `wide.py`
+        self.products = set[bool]()  # whether those run in 16 bits that should; see `warned.py`
         self.wide = set[Equation]()  # whose products should have 16 bits, and cannot
 
     def add(self, inner: "Used") -> None:

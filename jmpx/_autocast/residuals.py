@@ -4,7 +4,6 @@ A checkpoint runs the forward pass of a `jax.custom_vjp` again for the residuals
 pass reads. Of a flash attention these are the result and sums of the scores, small beside the work.
 """
 
-import weakref
 from collections.abc import Sequence
 
 import jax
@@ -16,10 +15,8 @@ from jmpx._autocast.rules import is_floating, lookup
 from jmpx._autocast.saving import SAVED
 from jmpx._base.leaves import PyTree
 from jmpx._jaxprs import core
-from jmpx._jaxprs.core import Array, Equation, Jaxpr, Params, operation_name
-from jmpx._jaxprs.inner import inner_of
-
-_costly: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
+from jmpx._jaxprs.core import Array, Equation, Params, operation_name
+from jmpx._jaxprs.inner import any_holds, inner_of
 
 
 def keeps_residuals(equation: Equation) -> bool:
@@ -28,33 +25,17 @@ def keeps_residuals(equation: Equation) -> bool:
     # around it does not know.
     params = equation.params
     is_rule = equation.primitive.name == "custom_vjp_call" and not params["symbolic_zeros"]
-    return is_rule and _is_costly_jaxpr(params["call_jaxpr"])
-
-
-def holds_residuals(equation: Equation) -> bool:
-    """Whether an equation is one that keeps residuals, or a jaxpr that it holds has one."""
-    if keeps_residuals(equation):
-        return True
-    jaxprs = core.inner_jaxprs(equation.params)
-    return any(holds_residuals(inner) for jaxpr in jaxprs for inner in jaxpr.eqns)
-
-
-def _is_costly_jaxpr(jaxpr: Jaxpr) -> bool:
-    if jaxpr not in _costly:
-        _costly[jaxpr] = any(map(_is_costly, jaxpr.eqns))
-    return _costly[jaxpr]
+    return is_rule and any_holds(params["call_jaxpr"], _is_costly)
 
 
 def _is_costly(equation: Equation) -> bool:
-    """Whether an equation is a product or a kernel, or holds one.
+    """Whether an equation is a product or a kernel.
 
     A kernel is what autocast has no rule for: Pallas, a foreign function, cuDNN's attention.
     """
-    if operation_name(equation.primitive.name) in PRODUCTS:
-        return True
-    if inner_of(equation) is None and lookup(equation) is None:
-        return any(map(is_floating, equation.outvars))
-    return any(map(_is_costly_jaxpr, core.inner_jaxprs(equation.params)))
+    is_kernel = inner_of(equation) is None and lookup(equation) is None
+    is_kernel &= any(map(is_floating, equation.outvars))
+    return is_kernel or operation_name(equation.primitive.name) in PRODUCTS
 
 
 def run_keeping_residuals(

@@ -1,14 +1,15 @@
 """What autocast saves for the backward pass, and `jax.checkpoint` around pieces of a function."""
 
-import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.core
 import numpy as np
 
+from jmpx._autocast.backward import PRODUCTS, is_outer, sums
 from jmpx._autocast.value import Array, Traits, Value
+from jmpx._base.leaves import PyTree
 from jmpx._base.messages import describe, did_you_mean
 from jmpx._jaxprs.core import Atom, Equation, Primitive, operation_name
 from jmpx._jaxprs.types import Params
@@ -17,6 +18,7 @@ SAVED = "jmpx_saved"  # what autocast itself gives that name with `checkpoint_na
 
 OnValues: TypeAlias = Callable[[Sequence[Value]], list[Value]]
 _Cast = tuple[np.dtype, bool]  # a key of `Value.casts`
+_Known = tuple[Traits, Array | None, tuple[_Cast, ...]]  # the traits, the constant and the casts
 
 
 class Saving(NamedTuple):
@@ -44,24 +46,19 @@ def is_weight_product(primitive: Primitive, params: Params, operands: Sequence[A
     # A product of two activations, such as the scores of an attention, has dimensions of the batch.
     name = operation_name(primitive.name)
     if name == "dot_general":
-        _, (batch, _) = params["dimension_numbers"]
-        return not batch and _sums(params, operands)
-    return name in ("conv_general_dilated", "ragged_dot_general")
+        return not _batch(params) and sums(params, operands)
+    return name in PRODUCTS
 
 
 def is_batched_product(equation: Equation) -> bool:
     """Whether an equation is a matrix product with dimensions of a batch."""
-    if equation.primitive.name != "dot_general":
-        return False
-    _, (batch, _) = equation.params["dimension_numbers"]
-    return bool(batch) and _sums(equation.params, equation.invars)
+    is_product = equation.primitive.name == "dot_general" and not is_outer(equation)
+    return is_product and bool(_batch(equation.params))
 
 
-def _sums(params: Params, operands: Sequence[Atom]) -> bool:
-    """Whether a matrix product sums anything, as an outer product does not."""
-    (contracted, _), _ = params["dimension_numbers"]
-    shape = getattr(operands[0], "aval", operands[0]).shape
-    return any(shape[axis] != 1 for axis in contracted)
+def _batch(params: Params) -> Sequence[int]:
+    """Returns the dimensions of the batch of a matrix product, on its left."""
+    return params["dimension_numbers"][1][0]
 
 
 def saves_products(primitive: Primitive, *avals: Atom, **params: object) -> bool:
@@ -80,47 +77,46 @@ def checkpointed(
     summed in its dtype, those of two casts in the dtype of the value.
     """
     # The function is kept for other pieces, and must not keep the arrays alive.
-    constants = [v.array if isinstance(v.array, np.ndarray) else None for v in values]
+    constants: list[Any] = [v.array if isinstance(v.array, np.ndarray) else None for v in values]
     known = [
-        (v.traits, v.constant, () if c is not None else tuple(v.casts))
-        for v, c in zip(values, constants, strict=True)
+        (v.traits, v.constant, () if constant is not None else tuple(v.casts))
+        for v, constant in zip(values, constants, strict=True)
     ]
-    results: list[tuple[Traits, Array | None]] = []
-    made: list[tuple[int, _Cast]] = []  # of operands, then of results
+    gives_casts = [flag and c is None for flag, c in zip(is_read, constants, strict=True)]
+    results: list[_Known] = []
+    made: list[list[_Cast]] = []  # of each operand
 
-    def on_arrays(*arrays: Array) -> list[Array]:
-        given, operands = iter(arrays), []
-        for constant, (traits, number, casts) in zip(constants, known, strict=True):
-            operands.append(_value(next(given) if constant is None else constant, traits, number))
-            operands[-1].casts.update((key, next(given)) for key in casts)
+    def on_arrays(given: Sequence[Sequence[Array]]) -> PyTree:
+        arrays = [each or (c,) for each, c in zip(given, constants, strict=True)]
+        operands = list(map(_value, arrays, known))
         outputs = run(list(operands))
-        results[:] = [(output.traits, output.constant) for output in outputs]
+        results[:] = [(v.traits, v.constant, tuple(v.casts)) for v in outputs]
+        triples = zip(operands, known, gives_casts, strict=True)
         made[:] = [
-            (i, key)
-            for i, value in enumerate((*operands, *outputs))
-            if i >= len(operands) or (is_read[i] and constants[i] is None)
-            for key in value.casts
-            if i >= len(operands) or key not in known[i][2]
+            [key for key in v.casts if gives and key not in casts]
+            for v, (*_, casts), gives in triples
         ]
-        casts = [(*operands, *outputs)[i].casts[key] for i, key in made]
-        return [output.array for output in outputs] + casts
+        new = [[v.casts[key] for key in keys] for v, keys in zip(operands, made, strict=True)]
+        return [(v.array, *v.casts.values()) for v in outputs], new
 
     # The two passes over a scan's body are in two loops: nothing can merge their equations.
     remat = jax.checkpoint(on_arrays, policy=saves_products, prevent_cse=not saving.turns)
 
     def call(values: Sequence[Value]) -> list[Value]:
         pairs = zip(values, constants, strict=True)
-        given = [(v.array, *v.casts.values()) for v, constant in pairs if constant is None]
-        arrays = remat(*itertools.chain.from_iterable(given))
-        outputs = [_value(array, *each) for array, each in zip(arrays, results, strict=False)]
-        for (i, key), array in zip(made, arrays[len(outputs) :], strict=True):
-            (*values, *outputs)[i].casts[key] = array
-        return outputs
+        given = [(v.array, *v.casts.values()) if c is None else () for v, c in pairs]
+        outputs, new = remat(given)
+        for value, keys, each in zip(values, made, new, strict=True):
+            value.casts.update(zip(keys, each, strict=True))
+        return list(map(_value, outputs, results))
 
     return call
 
 
-def _value(array: Array, traits: Traits, constant: Array | None) -> Value:
-    value = Value.of(array, traits)
+def _value(arrays: Sequence[Array], known: _Known) -> Value:
+    """Returns the value of an array and its casts."""
+    traits, constant, casts = known
+    value = Value.of(arrays[0], traits)
     value.constant = constant
+    value.casts.update(zip(casts, arrays[1:], strict=True))
     return value

@@ -94,9 +94,7 @@ class Value:
         """Returns the value where it reaches no product: data is not weak there."""
         if not self.data:
             return self
-        value = Value.of(self.array, self.traits._replace(is_weak=False, data=False))
-        value.casts, value.constant = self.casts, self.constant
-        return value
+        return dataclasses.replace(self, is_weak=False, data=False, source=None)
 
     def to(self, dtype: np.dtype) -> Array:
         """Returns the array in `dtype`; each cast is made once, however many equations read it."""

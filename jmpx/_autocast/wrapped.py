@@ -13,11 +13,9 @@ import numpy as np
 
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends
-from jmpx._autocast.pieces import takes_gradient
 from jmpx._autocast.saving import Saving
-from jmpx._autocast.unused import unused_rules, unused_saving
 from jmpx._autocast.value import Array, Value
-from jmpx._autocast.wide import wide_products
+from jmpx._autocast.warned import warnings_of
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
 from jmpx._base.dtypes import DTypeLike, check_computes
 from jmpx._base.leaves import PyTree, is_floating, is_traceable
@@ -36,6 +34,7 @@ from jmpx._base.stateful import (
     call,
 )
 from jmpx._jaxprs import core
+from jmpx._jaxprs.inner import has_backward
 from jmpx._jaxprs.scopes import RESTORE
 from jmpx._policies.added_rules import in_force
 from jmpx._policies.maps import PolicyMap
@@ -139,17 +138,13 @@ def evaluated(
     values = _values(changes.replaced(), traced.arrays, ((state, *args), kwargs), is_parameter)
     is_exposed = (True,) * len(traced.jaxpr.out_avals)  # a loss outside may take the logarithm
     ends = Ends(is_exposed, None if is_parameter is None else ())
-    if interpreter.saving is not None and takes_gradient(traced.jaxpr):
+    if interpreter.saving is not None and has_backward(traced.jaxpr):
         interpreter.used.left.add(None)
         interpreter.saving = None
     if not any(isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *traced.jaxpr.consts)):
         interpreter.saving = None  # nothing differentiates an eager call
     results = interpreter.evaluate(traced.jaxpr, values, "", ends)
-    for message in (
-        *unused_rules(policy_map, interpreter.used, marks.seen),
-        *wide_products(policy_map, interpreter.used),
-        *unused_saving(interpreter.used),
-    ):
+    for message in warnings_of(policy_map, interpreter.used, marks.seen):
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     num_changes = len(changes.arrays)
     outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes

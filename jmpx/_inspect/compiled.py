@@ -40,7 +40,7 @@ class Compiled:
         same = tuple(first.setdefault(id(const), i) for i, const in enumerate(self.consts))
         # A constant other than an array, such as a reference, stays in the jaxpr.
         is_alone = is_opaque(jaxpr) or not all(isinstance(c, ARRAYS) for c in self.consts)
-        self.key = None if is_alone else _hashed((structure(jaxpr, derivatives=False), same))
+        self.key = None if is_alone else _hashed((structure(jaxpr), same))
 
     def run(self, fn: Callable[..., R], arguments: tuple[PyTree, ...], *depends_on: Hashable) -> R:
         """Returns `fn(constant, *arguments)`, compiled.

@@ -18,7 +18,7 @@ from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, l
 from jmpx._base.leaves import PyTree, is_floating, is_traceable
 from jmpx._base.stateful import split
 from jmpx._jaxprs import core
-from jmpx._jaxprs.inner import all_equations
+from jmpx._jaxprs.inner import has_backward
 from jmpx._jaxprs.types import Array, Jaxpr
 from jmpx._policies.added_rules import rules_added
 from jmpx._policies.maps import Rule
@@ -134,7 +134,7 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
         traced.arrays,
         _names(*args, **kwargs),
         is_differentiated=is_loss,
-        has_backward=is_loss or _has_backward(traced.jaxpr),
+        has_backward=is_loss or has_backward(traced.jaxpr),
         policies=dict(map(_policy_of, met)),
         chosen=frozenset(chosen),
         takers=frozenset(takers),
@@ -148,7 +148,7 @@ def _traced(
     """Traces a function, with its gradient if it is a loss; returns whether it is one."""
     if is_loss is None:
         traced = trace_shapes(run, args, kwargs)
-        if not _returns_loss(traced) or _has_backward(traced.jaxpr):
+        if not _returns_loss(traced) or has_backward(traced.jaxpr):
             return traced, False
     elif not is_loss:
         return trace_shapes(run, args, kwargs), False
@@ -203,12 +203,6 @@ def _trace_gradient(fn: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> 
         return jax.value_and_grad(loss, has_aux=True)([given[i] for i in indices])
 
     return trace_shapes(gradient, args, kwargs)
-
-
-def _has_backward(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr holds the backward pass of a gradient, by the names of JAX's scopes."""
-    stacks = (str(eqn.source_info.name_stack) for eqn in all_equations(jaxpr))
-    return any("transpose(" in stack for stack in stacks)
 
 
 def _name(fn: Callable[..., PyTree]) -> str:

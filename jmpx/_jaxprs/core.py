@@ -164,13 +164,17 @@ def last_uses(jaxpr: Jaxpr) -> list[list[Atom]]:
     return uses[::-1]
 
 
-def depends(jaxpr: Jaxpr, operands: Sequence[Atom]) -> list[bool]:
-    """Returns for each result of a jaxpr whether one of these operands contributes to it."""
+def reached(
+    jaxpr: Jaxpr,
+    operands: Sequence[Atom],
+    begins: Callable[[Equation], bool] = lambda equation: False,
+) -> set[Atom]:
+    """Returns the variables to which these operands contribute, or equations where it begins."""
     found = set(operands)
     for eqn in jaxpr.eqns:
-        if any(atom in found for atom in eqn.invars if not is_literal(atom)):
+        if begins(eqn) or any(atom in found for atom in eqn.invars if not is_literal(atom)):
             found.update(eqn.outvars)
-    return [not is_literal(atom) and atom in found for atom in jaxpr.outvars]
+    return found
 
 
 _WRAPPED = re.compile(r"[\w.]+\(|\)")

@@ -4,8 +4,10 @@ A call, a branch, a loop and a map over shards hand their operands to the jaxprs
 hand out what these return, each in its own way. `inner_of` says how, for all versions of JAX.
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -75,13 +77,12 @@ def _branches(eqn: Equation, platform: str | None) -> Sequence[Jaxpr]:
 
 def _is_call(jaxpr: Jaxpr, eqn: Equation) -> bool:
     """Whether operands and results of a jaxpr and of its equation have the same shapes."""
-    inner, outer = (*jaxpr.invars, None, *jaxpr.outvars), (*eqn.invars, None, *eqn.outvars)
-    return list(map(_shape, inner)) == list(map(_shape, outer))
+    is_same = _shapes(jaxpr.invars) == _shapes(eqn.invars)
+    return is_same and _shapes(jaxpr.outvars) == _shapes(eqn.outvars)
 
 
-def _shape(atom: Atom | None) -> tuple[int, ...] | None:
-    """Returns the shape of an operand or a result; None if it has none, as a token."""
-    return getattr(atom.aval, "shape", None) if atom is not None else None
+def _shapes(atoms: Sequence[Atom]) -> list[tuple[int, ...] | None]:
+    return [getattr(atom.aval, "shape", None) for atom in atoms]  # a token has none
 
 
 def walk(
@@ -121,3 +122,41 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
     for eqn in jaxpr.eqns:
         yield eqn
         yield from itertools.chain.from_iterable(map(all_equations, inner_jaxprs(eqn.params)))
+
+
+def is_backward(eqn: Equation) -> bool:
+    """Whether an equation is of the backward pass of a gradient, by the names of its scopes."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def has_backward(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr holds the backward pass of a gradient."""
+    return any_holds(jaxpr, is_backward)
+
+
+def once_per_jaxpr(fn: Callable[..., V]) -> Callable[..., V]:
+    """Keeps what a function finds of a jaxpr, by its other arguments, as long as the jaxpr lives.
+
+    The result must not refer to the jaxpr, which it would keep alive.
+    """
+    found = weakref.WeakKeyDictionary[Jaxpr, dict[Hashable, V]]()
+
+    @functools.wraps(fn)
+    def kept(jaxpr: Jaxpr, *args: Hashable) -> V:
+        known = found.setdefault(jaxpr, {})
+        if args not in known:
+            known[args] = fn(jaxpr, *args)
+        return known[args]
+
+    return kept
+
+
+def holds(eqn: Equation, test: Callable[[Equation], bool]) -> bool:
+    """Whether an equation passes a test, or one in the jaxprs that it holds does."""
+    return test(eqn) or any(any_holds(jaxpr, test) for jaxpr in inner_jaxprs(eqn.params))
+
+
+@once_per_jaxpr
+def any_holds(jaxpr: Jaxpr, test: Callable[[Equation], bool]) -> bool:
+    """Whether `holds` is true of an equation of a jaxpr."""
+    return any(holds(eqn, test) for eqn in jaxpr.eqns)

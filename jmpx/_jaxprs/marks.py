@@ -97,7 +97,5 @@ def is_own_name(module: Module, name: str) -> bool:
 
 def unmarked_stack(stack: NameStack) -> NameStack:
     """Returns a name stack without marks, unless an outer autocast traces and reads them."""
-    is_marked = any(scope.name.startswith(_MARK) for scope in stack.stack)
-    if _thread.is_marking or not is_marked:
-        return stack
-    return type(stack)(tuple(scope for scope in stack.stack if not scope.name.startswith(_MARK)))
+    unmarked = tuple(scope for scope in stack.stack if not scope.name.startswith(_MARK))
+    return stack if _thread.is_marking else type(stack)(unmarked)

@@ -9,28 +9,26 @@ from jmpx._jaxprs.inner import inner_of
 from jmpx._jaxprs.types import Atom, Equation, Jaxpr, is_jaxpr
 
 
-def structure(jaxpr: Jaxpr, *, derivatives: bool = True) -> Hashable:
+def structure(jaxpr: Jaxpr) -> Hashable:
     """Returns a key of a jaxpr: equal ones compute the same, given equal operands and constants.
 
     The primitives, their parameters and contexts, inner jaxprs, abstract values, the numbers of
     literals and how variables connect are part of it; scopes and lines are not, and of constants
     only the abstract values. Where one inner jaxpr runs twice, it does so in all jaxprs of the key.
 
-    Args:
-        jaxpr: the jaxpr, closed or open.
-        derivatives: whether functions with derivatives of their own differ by their rules, which
-            JAX makes anew in each trace; otherwise only by the jaxpr that they run.
+    Functions with derivatives of their own differ only by the jaxpr that they run: JAX makes the
+    rules anew in each trace.
 
     Raises:
         TypeError: by `hash` of the key, if a parameter has no hash.
     """
-    return _Keys(derivatives).jaxpr(jaxpr)
+    return _Keys(derivatives=False).jaxpr(jaxpr)
 
 
 def structure_of(
     equations: Sequence[Equation], inputs: Sequence[Atom], outputs: Sequence[Atom]
 ) -> Hashable:
-    """Returns the key of some equations of a jaxpr, which read and return these variables."""
+    """Returns the key of equations that read and return these variables; rules differ in it."""
     return _Keys(derivatives=True).equations(equations, inputs, outputs)
 
 

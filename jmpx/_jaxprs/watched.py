@@ -18,7 +18,7 @@ from jmpx._base.axes import as_whole, vary
 from jmpx._base.leaves import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr
-from jmpx._jaxprs.inner import Inner, all_equations, inner_of, walk
+from jmpx._jaxprs.inner import Inner, all_equations, inner_of, is_backward, walk
 
 State = TypeVar("State")
 Trips: TypeAlias = tuple[Array, ...]  # int32 of shape (): one for each loop around, outermost first
@@ -47,9 +47,9 @@ class Site(NamedTuple):
 
     def inside(self, eqn: Equation) -> "Site":
         """Returns the site of an equation in a jaxpr that this one runs."""
-        is_backward = self.is_backward or "transpose(" in str(eqn.source_info.name_stack)
+        backward = self.is_backward or is_backward(eqn)
         around = self.around if self.equation is None else (*self.around, self.equation)
-        return Site(eqn, core.scope_within(self.scope, eqn), is_backward, around)
+        return Site(eqn, core.scope_within(self.scope, eqn), backward, around)
 
 
 def is_loop(eqn: Equation) -> bool:

@@ -41,10 +41,7 @@ from jmpx._policies.strings import (
 # The keys of the sections of a map's mapping, of a rule, and of a rule's mapping.
 _SECTIONS = {name: name for name in ("policy", "rules")}
 _RULE_KEYS = {key: name for key, name in KEYS.items() if name != "reduce"}
-_RULE_MAPPING_KEYS = {
-    **{name: name for name in ("select", "policy")},
-    **_RULE_KEYS,
-}
+_RULE_MAPPING_KEYS = {"select": "select", "policy": "policy", **_RULE_KEYS}
 _RULE_EXAMPLE = "'LayerNorm: full' or {'select': 'LayerNorm', 'compute': 'float32'}"
 
 

@@ -1,6 +1,7 @@
 """Rules of policy maps: the modules that they match, and the fields of a policy that they set."""
 
 import dataclasses
+import functools
 import re
 
 from jmpx._base.dtypes import DTypeLike, as_dtype
@@ -135,30 +136,20 @@ def is_selector(name: str) -> bool:
 
 
 def _matches_path(glob: str, path: str) -> bool:
-    pieces = glob.split("*")
     whole = f"/{path}/"
-    return any(_matches(pieces, text) for text in (path, whole, whole[1:], whole[:-1]))
+    return any(map(_pattern(glob).fullmatch, (path, whole, whole[1:], whole[:-1])))
 
 
-def _matches(pieces: list[str], text: str) -> bool:
-    """Tells whether `text` consists of the pieces of a glob in order, with any text between them.
+@functools.lru_cache(maxsize=4096)
+def _pattern(glob: str) -> re.Pattern[str]:
+    """Returns the regular expression of a glob.
 
     Each inner piece is taken at its first occurrence, which leaves the most text for the pieces
-    after it. So there is no backtracking, which makes a regular expression slow.
+    after it. So its group is atomic: there is no backtracking, which would make it slow.
     """
-    first, *rest = pieces
-    if not rest:
-        return text == first
-    *middle, last = rest
-    start, end = len(first), len(text) - len(last)
-    if start > end or not (text.startswith(first) and text.endswith(last)):
-        return False
-    for piece in middle:
-        found = text.find(piece, start, end)
-        if found < 0:
-            return False
-        start = found + len(piece)
-    return True
+    first, *rest = map(re.escape, glob.split("*"))
+    middle = "".join(f"(?>.*?{piece})" for piece in rest[:-1])
+    return re.compile(first + middle + "".join(f".*{piece}" for piece in rest[-1:]), re.DOTALL)
 
 
 def _matches_class(selector: str, cls: type) -> bool:

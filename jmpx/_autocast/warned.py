@@ -1,0 +1,169 @@
+"""What autocast warns of: rules and options without effect, and products that stay in float32.
+
+JAX traces the backward pass that a user wrote for `jax.custom_vjp` only when it differentiates, and
+in the dtypes of the forward pass: autocast cannot evaluate it in others. The same holds for a
+function with a partitioning of its own, and for a kernel.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._autocast.backward import PRODUCTS, is_outer
+from jmpx._autocast.products import is_precise, low_dtype
+from jmpx._autocast.regions import Regions, Used
+from jmpx._autocast.rules import ENTRIES, Operation, is_float32, lookup
+from jmpx._autocast.value import FLOAT32
+from jmpx._base.messages import did_you_mean
+from jmpx._jaxprs import core
+from jmpx._jaxprs.core import Equation, operation_name
+from jmpx._jaxprs.marks import Module, module_of, without_marks
+from jmpx._jaxprs.places import place_of
+from jmpx._policies.maps import PolicyMap, Rule as PolicyRule
+
+_FUNCTIONS = (jax.nn, jnp, jax.lax)  # whose functions users take for operations
+
+
+def warnings_of(policy_map: PolicyMap, used: Used, modules: Iterable[Module]) -> Iterator[str]:
+    """Yields what to warn of after an evaluation; the modules are those that the arguments hold."""
+    yield from _unused_rules(policy_map, used, modules)
+    yield from _wide_products(policy_map, used)
+    yield from _unused_saving(used)
+
+
+def note_products(operation: Operation) -> None:
+    """Notes how an operation runs that is a product or holds some, if the policy says 16 bits."""
+    equation, dtype = operation.equation, operation.dtype
+    if dtype.itemsize > 2 or operation.region.is_fixed:
+        return
+    used = operation.interpreter.regions.used
+    if operation.name in PRODUCTS:
+        is_low = _is_low(equation, dtype)
+        if is_low is not None:
+            used.products.add(is_low or operation.override is not None)
+    elif operation.name == "custom_vjp_call" or lookup(equation) is None:
+        regions = operation.interpreter.fresh().regions  # a rule that matches inside has no effect
+        if _has_wide_product(equation, operation.scope, regions):
+            used.wide.add(equation)
+
+
+def _is_low(equation: Equation, dtype: np.dtype) -> bool | None:
+    """Whether a product runs in 16 bits; None for one without floats, and for an outer product."""
+    dtypes = {atom.aval.dtype for atom in equation.invars}
+    sizes = [d.itemsize for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+    if not sizes or is_outer(equation):
+        return None
+    return max(sizes) <= 2 or low_dtype(equation, dtype) != FLOAT32
+
+
+def _has_wide_product(equation: Equation, scope: str, regions: Regions) -> bool:
+    """Whether a product in the jaxprs of an equation runs in float32 instead of 16 bits."""
+    for inner in (inner for jaxpr in core.inner_jaxprs(equation.params) for inner in jaxpr.eqns):
+        within = core.scope_within(scope, inner)
+        if _is_wide_product(inner) and not regions.region(within).is_full:
+            return True
+        if _has_wide_product(inner, within, regions):
+            return True
+    return False
+
+
+def _is_wide_product(equation: Equation) -> bool:
+    is_product = operation_name(equation.primitive.name) in PRODUCTS
+    is_wide = is_product and all(map(is_float32, equation.invars[:2]))
+    return is_wide and not is_precise(equation) and not is_outer(equation)
+
+
+def _wide_products(policy_map: PolicyMap, used: Used) -> Iterator[str]:
+    """Yields what to say of functions that stay float32, or if no product runs in 16 bits."""
+    if used.wide:
+        found = sorted({f"{e.primitive.name} at {place_of(e) or 'a library'}" for e in used.wide})
+        yield (
+            f"JAX cannot trace {' and '.join(found)} again in 16 bits, so autocast leaves float32 "
+            "there: cast the operands before the call, as in `q.astype(jnp.bfloat16)`, or mark it "
+            "with jmpx.full_precision where float32 is meant."
+        )
+    elif used.products == {False}:
+        yield (
+            f"No product runs in 16 bits under autocast with policy map {str(policy_map)!r}: leave "
+            "out `precision=` and jax.default_matmul_precision where 16 bits are meant; operands "
+            "of another dtype, such as float64, keep it."
+        )
+
+
+def _unused_rules(policy_map: PolicyMap, used: Used, modules: Iterable[Module]) -> Iterator[str]:
+    """Yields what to say of each policy rule that met nothing, or changes nothing."""
+    called = (module_of(scope) for scope in used.scopes)
+    modules = {*modules, *(module for module in called if module)}
+    ranks = {algorithm.rank for algorithm in used.algorithms}
+    for rank, rule in enumerate(policy_map.rules):
+        if rule.optional:
+            continue
+        the_rule = f"rule {str(rule)!r} of policy map {str(policy_map)!r}"
+        if rule not in used.rules:
+            if not any(rule.matches(*module) for module in modules):
+                yield f"The {the_rule} matched no {_near(rule, used, modules)}"
+            continue
+        if _is_without_dtype(rule):
+            yield (
+                f"The {the_rule} has no effect, because an operation of that name holds others or "
+                "keeps its dtypes: write rules for those inside, such as 'op.dot_general', or cast "
+                "the operands before the call."
+            )
+        if rule.matmul is not None and rank not in ranks:
+            yield (
+                f"The matmul of the {the_rule} has no effect, because no float32 product gets it: "
+                "leave it out, or write compute=float32 beside it."
+            )
+
+
+def _is_without_dtype(rule: PolicyRule) -> bool:
+    """Whether a policy rule gives 16 bits to a primitive that runs in no dtype of its own."""
+    name = rule.selector.removeprefix("op.")
+    if not rule.is_operation or rule.compute is None or np.dtype(rule.compute).itemsize > 2:
+        return False
+    return name not in ("scan", "while") and name in ENTRIES and ENTRIES[name].everywhere
+
+
+def _unused_saving(used: Used) -> Iterator[str]:
+    """Yields what to say where `save=` left something as it was."""
+    if used.left:
+        places = ", ".join(sorted(str(place) for place in used.left if place is not None))
+        yield (
+            f"save='products' leaves a part of the function as it is{places and f' ({places})'}, "
+            "because it is under jax.checkpoint, has effects such as a callback, or takes a "
+            "gradient itself: leave the checkpoint out, move the effects out of it, or run what is "
+            "differentiated under autocast, as in jax.grad(jmpx.autocast(f))."
+        )
+
+
+def _near(rule: PolicyRule, used: Used, modules: set[Module]) -> str:
+    """Returns the end of a warning: what a rule did not match, and what is near to it."""
+    if rule.is_operation:
+        name = rule.selector.removeprefix("op.")
+        if name not in ENTRIES and any(hasattr(module, name) for module in _FUNCTIONS):
+            return (
+                f"operation, as {name!r} is a function: write rules for the primitives that it "
+                "runs, which jax.make_jaxpr shows, such as 'op.dot_general' and 'op.exp'."
+            )
+        # What ran is nearer to what the user means than any other primitive.
+        ran = did_you_mean(name, {n: f"op.{n}" for n in sorted(used.operations) if n != name})
+        if ran != "." or name in ENTRIES:
+            return f"operation{ran}"
+        return f"operation{did_you_mean(name, {n: f'op.{n}' for n in sorted(ENTRIES)})}"
+    known = _by_name(used.scopes, modules, rule.is_path)
+    near = did_you_mean(rule.selector.strip("*/"), known)
+    return f"{'module or scope' if modules else 'scope'}{near}"
+
+
+def _by_name(scopes: Iterable[str], modules: Iterable[Module], is_glob: bool) -> dict[str, str]:
+    """Returns selectors that would match something, by the names that a user may write for them."""
+    paths = {without_marks(scope) for scope in scopes} - {""}
+    if is_glob:
+        paths |= {module.path for module in modules}
+        classes = set[str]()
+    else:
+        classes = {base.__name__ for module in modules for base in module.cls.__mro__[:-1]}
+    last = {path.rpartition("/")[2]: path for path in sorted(paths)}
+    return {name: name for name in (*sorted(classes), *sorted(paths))} | last
