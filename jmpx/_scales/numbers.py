@@ -14,7 +14,8 @@ def parse_number(text: str) -> int | float:
         raise ValueError(text)
     base, power, exponent = text.partition("**")
     if not power:
-        return int(text) if text.strip().isdigit() else plain_number(float(text))
+        is_whole = re.fullmatch(r"[-+]?\d+", text.strip(), re.ASCII)
+        return int(text) if is_whole else plain_number(float(text))
     try:
         return plain_number(float(base) ** int(exponent))
     except (OverflowError, ZeroDivisionError):

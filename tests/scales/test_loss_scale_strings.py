@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from helpers.training import LARGEST_SCALE, LEAST_SCALE
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 import jmpx
 from jmpx._scales.arguments import DYNAMIC
@@ -109,6 +109,7 @@ def test_strings_and_mappings_round_trip(loss_scale):
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**127), 2**127))
+@example(-(2**53) - 1)
 def test_every_number_is_written_exactly(number):
     assert parse_number(format_number(number)) == number
 
