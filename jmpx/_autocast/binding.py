@@ -48,7 +48,10 @@ def bind(
         with np.errstate(all="ignore"):
             outputs[0].note_constant(_FOLDED[name](*(value.constant for value in values)))
     if name in SHAPES and len(values) == 1:
-        _note_source(outputs[0], values[0], equation, params)
+        result, (source,) = outputs[0], values
+        # A weak result that is an operand in another shape shares its casts.
+        if result.is_weak and source.is_weak and result.array.size == source.array.size:
+            result.source = source, lambda array: bind_arrays(equation, [array], **params)[0]
     if name in COPIES or name in ELEMENTWISE:
         outputs[0].uniform |= all(value.uniform for value in values)
         wide = [value for value in values if value.dtype == FLOAT32 and not value.is_weak]
@@ -61,12 +64,6 @@ def bind(
 
 def _is_known_number(value: Value) -> bool:
     return value.constant is not None and value.dtype == FLOAT32 and value.array.size == 1
-
-
-def _note_source(result: Value, source: Value, equation: Equation, params: Params) -> None:
-    """Notes that a weak result is an operand in another shape, so that the two share casts."""
-    if result.is_weak and source.is_weak and result.array.size == source.array.size:
-        result.source = source, lambda array: bind_arrays(equation, [array], **params)[0]
 
 
 def bind_arrays(equation: Equation, arrays: Sequence[Array], **params: object) -> list[Array]:

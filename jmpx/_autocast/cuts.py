@@ -100,8 +100,11 @@ def find_cuts(
     places = sorted(set(_cuts(holders, large, alive)))
     # What two equations have in common that may do the same.
     marks = [(each.primitive, *(var.aval for var in each.outvars)) for each in equations]
-    products = list(_sums(sizes, roles, Role.PRODUCT))
-    again = list(_sums(sizes, roles, Role.ORDINARY))
+    made = list(zip(sizes, roles, strict=True))
+    products, again = (  # the bytes that these make before each equation, and in all
+        list(itertools.accumulate((size * (role is each) for size, role in made), initial=0))
+        for each in (Role.PRODUCT, Role.ORDINARY)
+    )
     alone = [i for i in holders if roles[i] is not Role.PRODUCT]
     chosen: set[int] = set()
     for start, stop in itertools.pairwise([0, *alone, len(equations)]):
@@ -142,12 +145,6 @@ def find_repeated(places: Sequence[int], marks: Sequence[Hashable]) -> tuple[ran
         return found, []
     last = [places[i] for i in range(found.stop, found.start - 1, -period)]
     return range(places[found.start], places[found.stop] + 1), last[::-1]
-
-
-def _sums(sizes: Sequence[int], roles: Sequence[Role], counted: Role) -> Iterator[int]:
-    """Returns the bytes that equations of a role make before each equation, and in all."""
-    made = (size * (role is counted) for size, role in zip(sizes, roles, strict=True))
-    return itertools.accumulate(made, initial=0)
 
 
 def _alive(count: int, lives: Sequence[Life]) -> list[list[Life]]:

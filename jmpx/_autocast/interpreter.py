@@ -80,7 +80,7 @@ class Interpreter:
             env[var].data = ends.multiplied is not None and env[var].array.size > 1
 
         read = number_dtypes(jaxpr, scope, self.regions, ends.read)
-        frame = _Frame(scope, find_neighbours(jaxpr, ends)._replace(read=read), env)
+        frame = _Frame(scope, find_neighbours(jaxpr, ends, read), env)
         is_plain = core.looks_for_nans([value.array for value in values])
         if is_plain or self.saving in (None, IN_PIECE):
             one_by_one = self._that_saves(None) if is_plain else self

@@ -35,10 +35,11 @@ from jmpx._base.stateful import (
 )
 from jmpx._jaxprs import core
 from jmpx._jaxprs.inner import has_backward
+from jmpx._jaxprs.marks import Module
 from jmpx._jaxprs.scopes import RESTORE
 from jmpx._policies.added_rules import in_force
 from jmpx._policies.maps import PolicyMap
-from jmpx._policies.modules import Marks
+from jmpx._policies.modules import marking_calls
 
 Output: TypeAlias = DTypeLike | None  # also "traced"; see `jmpx.autocast`
 
@@ -126,8 +127,8 @@ def evaluated(
             check_computes(dtype)
     note_cast(by)
     interpreter = Interpreter(policy_map, region_setting(), save)
-    marks = Marks(policy_map)
-    pure.invoke = marks.call
+    seen = set[Module]()
+    pure.invoke = marking_calls(policy_map, seen)
     # The trace shows which precisions the user's own code sets: a setting of jmpx around the call
     # is for products that run in float32.
     is_set = interpreter.regions.surrounding is not None
@@ -144,7 +145,7 @@ def evaluated(
     if not any(isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *traced.jaxpr.consts)):
         interpreter.saving = None  # nothing differentiates an eager call
     results = interpreter.evaluate(traced.jaxpr, values, "", ends)
-    for message in warnings_of(policy_map, interpreter.used, marks.seen):
+    for message in warnings_of(policy_map, interpreter.used, seen):
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     num_changes = len(changes.arrays)
     outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes

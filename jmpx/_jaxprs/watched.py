@@ -193,7 +193,7 @@ class _Watcher:
             return (state, trip + 1, results[: len(carry)]), results[len(carry) :]
 
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        (state, _, carry), ys = jax.lax.scan(body, (state, _first_trip(), carry), xs, **options)
+        (state, _, carry), ys = jax.lax.scan(body, (state, jnp.int32(0), carry), xs, **options)
         return [*carry, *ys], state
 
     def while_loop(
@@ -212,7 +212,7 @@ class _Watcher:
             results, state = self.evaluate(inner.jaxprs[0], arrays, state, (*trips, trip), site)
             return state, trip + 1, results
 
-        state, _, carry = jax.lax.while_loop(condition, body, (state, _first_trip(), carry))
+        state, _, carry = jax.lax.while_loop(condition, body, (state, jnp.int32(0), carry))
         return carry, state
 
     def cond(
@@ -254,10 +254,6 @@ class _Watcher:
             check_vma=params["check_vma"],
         )
         return mapped(state, trips, *operands)
-
-
-def _first_trip() -> jax.Array:
-    return jnp.zeros((), jnp.int32)
 
 
 _RULES = {
