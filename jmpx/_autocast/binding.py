@@ -87,7 +87,7 @@ def run_as_traced(operation: Operation, is_weak: bool) -> list[Value]:
 def run_overridden(operation: Operation, dtype: np.dtype) -> list[Value]:
     """Runs an operation in the dtype that a policy rule gives to its primitive."""
     equation = operation.equation
-    if core.holds_jaxpr(equation.params):  # a function of float32 scalars, as of `lax.reduce`
+    if core.inner_jaxprs(equation.params):  # a function of float32 scalars, as of `lax.reduce`
         return rounded(run_as_traced(operation, is_weak=False), operation, dtype)
     entry = lookup(equation)
     cast = Value.to_finite if entry is not None and entry.keeps_finite else Value.to

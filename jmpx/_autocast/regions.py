@@ -136,12 +136,11 @@ class Regions:
 def matches_scope(rule: PolicyRule, scope: str) -> bool:
     """Whether a policy rule is about the last name of a scope, which may mark a module."""
     module = module_of(scope)
-    return rule.matches_scope(seen_scope(scope)) if module is None else rule.matches(*module)
-
-
-def seen_scope(scope: str) -> str:
-    """Returns a scope without the names that jmpx enters, as a user may write it in a rule."""
-    return "/".join(name for name in without_marks(scope).split("/") if name != FULL_PRECISION)
+    if module is not None:
+        return rule.matches(*module)
+    # Users write a scope in a rule without the names that jmpx enters.
+    names = (name for name in without_marks(scope).split("/") if name != FULL_PRECISION)
+    return rule.matches_scope("/".join(names))
 
 
 def _is_one_module(outer: str, scope: str) -> bool:

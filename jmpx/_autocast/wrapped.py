@@ -34,7 +34,7 @@ from jmpx._base.stateful import (
     call,
 )
 from jmpx._jaxprs import core
-from jmpx._jaxprs.inner import has_backward
+from jmpx._jaxprs.inner import any_holds, is_backward
 from jmpx._jaxprs.marks import Module
 from jmpx._jaxprs.scopes import RESTORE
 from jmpx._policies.added_rules import in_force
@@ -141,7 +141,7 @@ def evaluated(
     values = _values(changes.replaced(), traced.arrays, ((state, *args), kwargs), is_parameter)
     is_exposed = (True,) * len(traced.jaxpr.out_avals)  # a loss outside may take the logarithm
     ends = Ends(is_exposed, None if is_parameter is None else ())
-    if interpreter.saving is not None and has_backward(traced.jaxpr):
+    if interpreter.saving is not None and any_holds(traced.jaxpr, is_backward):
         interpreter.used.left.add(None)
         interpreter.saving = None
     if not any(isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *traced.jaxpr.consts)):
