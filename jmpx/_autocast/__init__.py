@@ -7,5 +7,4 @@ says how to add a rule. The table in `kinds.py` is the design. This room imports
 
 # These fill the registry of rules.
 from jmpx._autocast import control_flow, kinds, primitives  # noqa: F401
-from jmpx._autocast.api import autocast as autocast
-from jmpx._autocast.wrapped import Autocast as Autocast
+from jmpx._autocast.wrapped import Autocast as Autocast, autocast as autocast

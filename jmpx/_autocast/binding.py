@@ -52,7 +52,10 @@ def bind(
         with np.errstate(all="ignore"):
             outputs[0].note_constant(_FOLDED[name](*(value.constant for value in values)))
     if name in SHAPES and len(values) == 1:
-        _note_source(outputs[0], values[0], equation, params)
+        result, (source,) = outputs[0], values
+        # A weak result that is an operand in another shape shares its casts.
+        if result.is_weak and source.is_weak and result.array.size == source.array.size:
+            result.source = source, lambda array: bind_arrays(equation, [array], **params)[0]
     if name in COPIES or name in ELEMENTWISE:
         outputs[0].uniform |= all(value.uniform for value in values)
         wide = [value for value in values if value.dtype == FLOAT32 and not value.is_weak]
@@ -65,12 +68,6 @@ def bind(
 
 def _is_known_number(value: Value) -> bool:
     return value.constant is not None and value.dtype == FLOAT32 and value.array.size == 1
-
-
-def _note_source(result: Value, source: Value, equation: Equation, params: Params) -> None:
-    """Notes that a weak result is an operand in another shape, so that the two share casts."""
-    if result.is_weak and source.is_weak and result.array.size == source.array.size:
-        result.source = source, lambda array: bind_arrays(equation, [array], **params)[0]
 
 
 def bind_arrays(equation: Equation, arrays: Sequence[Array], **params: object) -> list[Array]:
@@ -94,7 +91,7 @@ def run_as_traced(operation: Operation, is_weak: bool) -> list[Value]:
 def run_overridden(operation: Operation, dtype: np.dtype) -> list[Value]:
     """Runs an operation in the dtype that a policy rule gives to its primitive."""
     equation = operation.equation
-    if core.holds_jaxpr(equation.params):  # a function of float32 scalars, as of `lax.reduce`
+    if core.inner_jaxprs(equation.params):  # a function of float32 scalars, as of `lax.reduce`
         return rounded(run_as_traced(operation, is_weak=False), operation, dtype)
     entry = lookup(equation)
     cast = Value.to_finite if entry is not None and entry.keeps_finite else Value.to

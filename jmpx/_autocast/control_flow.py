@@ -39,11 +39,7 @@ def function_call(operation: Operation) -> list[Value]:
 def _rebind(operation: Operation, results: Sequence[Traits], **params: object) -> list[Value]:
     """Runs an operation with retraced jaxprs, given the traits of its results."""
     arrays = [value.array for value in operation.values]
-    return _values(bind_arrays(operation.equation, arrays, **params), results)
-
-
-def _values(arrays: Sequence[Array], traits: Sequence[Traits]) -> list[Value]:
-    return [Value.of(*pair) for pair in zip(arrays, traits, strict=True)]
+    return list(map(Value.of, bind_arrays(operation.equation, arrays, **params), results))
 
 
 def _carry(operation: Operation, start: int, end: int | None = None) -> list[Value]:
@@ -131,7 +127,7 @@ def shard_map(operation: Operation) -> list[Value]:
     results: list[Traits] = []
 
     def body(*arrays: Array) -> list[Array]:
-        inputs = _values(arrays, [value.traits for value in values])
+        inputs = list(map(Value.of, arrays, [value.traits for value in values]))
         interpreter = operation.interpreter
         outputs = interpreter.evaluate(params["jaxpr"], inputs, operation.scope, ends)
         # Uniform on each device is not uniform: the number may differ from device to device.
@@ -146,7 +142,7 @@ def shard_map(operation: Operation) -> list[Value]:
         axis_names=core.manual_axes(operation.equation),
         check_vma=params["check_vma"],
     )
-    return _values(mapped(*(value.array for value in values)), results)
+    return list(map(Value.of, mapped(*(value.array for value in values)), results))
 
 
 @register("custom_jvp_call", everywhere=True)
@@ -169,7 +165,7 @@ def custom_jvp(operation: Operation) -> list[Value]:
         varied = [i for i, tangent in enumerate(tangents) if _has_tangent(tangent)]
         with marked_calls(interpreter.regions.policy_map.rules):
             rule = _trace_rule(equation, varied)
-        inputs = _values(primals, traits)
+        inputs = list(map(Value.of, primals, traits))
         inputs += [Value(tangents[i], traits[i].is_weak, tangent=True) for i in varied]
         outputs = interpreter.evaluate(rule, inputs, scope, ends)
         pairs = zip(outputs, retraced.results, strict=False)
@@ -185,7 +181,7 @@ def custom_jvp(operation: Operation) -> list[Value]:
         ]
 
     call.defjvp(jvp, symbolic_zeros=symbolic_zeros)
-    return _values(call(*(value.array for value in values)), retraced.results)
+    return list(map(Value.of, call(*(value.array for value in values)), retraced.results))
 
 
 def _trace_rule(equation: Equation, varied: Sequence[int]) -> Jaxpr:

@@ -100,8 +100,11 @@ def find_cuts(
     places = sorted(set(_cuts(holders, large, alive)))
     # What two equations have in common that may do the same.
     marks = [(each.primitive, *(var.aval for var in each.outvars)) for each in equations]
-    products = list(_sums(sizes, roles, Role.PRODUCT))
-    again = list(_sums(sizes, roles, Role.ORDINARY))
+    made = list(zip(sizes, roles, strict=True))
+    products, again = (  # the bytes that these make before each equation, and in all
+        list(itertools.accumulate((size * (role is each) for size, role in made), initial=0))
+        for each in (Role.PRODUCT, Role.ORDINARY)
+    )
     alone = [i for i in holders if roles[i] is not Role.PRODUCT]
     chosen: set[int] = set()
     for start, stop in itertools.pairwise([0, *alone, len(equations)]):
@@ -142,12 +145,6 @@ def find_repeated(places: Sequence[int], marks: Sequence[Hashable]) -> tuple[ran
         return found, []
     last = [places[i] for i in range(found.stop, found.start - 1, -period)]
     return range(places[found.start], places[found.stop] + 1), last[::-1]
-
-
-def _sums(sizes: Sequence[int], roles: Sequence[Role], counted: Role) -> Iterator[int]:
-    """Returns the bytes that equations of a role make before each equation, and in all."""
-    made = (size * (role is counted) for size, role in zip(sizes, roles, strict=True))
-    return itertools.accumulate(made, initial=0)
 
 
 def _alive(count: int, lives: Sequence[Life]) -> list[list[Life]]:
@@ -218,7 +215,7 @@ def find_head(jaxpr: Jaxpr, roles: Sequence[Role], lives: Sequence[Life]) -> int
     if head is None or roles[head] is not Role.PRODUCT:
         return None
     equation = jaxpr.eqns[head]
-    if core.holds_jaxpr(equation.params):
+    if core.inner_jaxprs(equation.params):
         return None
     made = {var for later in jaxpr.eqns[head:] for var in later.outvars}
     results = [_size(var) for var in jaxpr.outvars if not core.is_literal(var) and var in made]
@@ -243,7 +240,7 @@ def find_lives(
         read = [var for var in variables(equation) if var in made]
         made.update((var, made[var]._replace(end=i)) for var in read)
         if role is not Role.ORDINARY or any(var in active for var in equation.outvars):
-            is_one = not core.holds_jaxpr(equation.params) or keeps_residuals(equation)
+            is_one = not core.inner_jaxprs(equation.params) or keeps_residuals(equation)
             is_product = role is Role.PRODUCT and is_one
             made.update((var, Life(i, i, _size(var), is_product)) for var in equation.outvars)
             sizes[i] = sum(map(_size, equation.outvars))
@@ -272,9 +269,9 @@ def _cuts(
     # encoder in the decoder or the skip connection of a U-Net, has to be saved anyway.
     parts = [list(holders[:1])]
     for before, after in itertools.pairwise(holders):
-        cut = _cheapest(before, after, alive)
-        if cut is not None:
-            yield cut
+        places = [place for place in range(before + 1, after + 1) if len(alive[place]) <= 1]
+        if places:
+            yield min(places, key=lambda place: _saved(alive[place]))
             parts.append([])
         parts[-1].append(after)
     for part in parts:
@@ -282,9 +279,3 @@ def _cuts(
             counting = [life for life in lives if 2 * sum(map(life.is_at, part)) < len(part)]
             if len(counting) < len(lives):
                 yield from _cuts(part, counting, _alive(len(alive) - 1, counting))
-
-
-def _cheapest(before: int, after: int, alive: Sequence[Sequence[Life]]) -> int | None:
-    """Returns the best cut after one equation and not after another; None if there is none."""
-    places = [place for place in range(before + 1, after + 1) if len(alive[place]) <= 1]
-    return min(places, key=lambda place: _saved(alive[place]), default=None)

@@ -52,7 +52,6 @@ class Interpreter:
     def __init__(
         self, policy_map: PolicyMap, surrounding: str | None = None, saving: Saving | None = None
     ) -> None:
-        self.policy_map = policy_map
         self.saving = saving
         self.regions = Regions(policy_map, surrounding)
         self.used = self.regions.used
@@ -60,7 +59,7 @@ class Interpreter:
 
     def fresh(self) -> "Interpreter":
         """Returns an interpreter of the same policy map that has met nothing yet."""
-        return Interpreter(self.policy_map, self.regions.surrounding, self.saving)
+        return Interpreter(self.regions.policy_map, self.regions.surrounding, self.saving)
 
     def _that_saves(self, saving: Saving | None) -> "Interpreter":
         """Returns an interpreter that notes what it meets here, and saves something else."""
@@ -80,7 +79,7 @@ class Interpreter:
             env[var].data = ends.multiplied is not None and env[var].array.size > 1
 
         read = number_dtypes(jaxpr, scope, self.regions, ends.read)
-        frame = _Frame(scope, find_neighbours(jaxpr, ends)._replace(read=read), env)
+        frame = _Frame(scope, find_neighbours(jaxpr, ends, read), env)
         is_plain = core.looks_for_nans([value.array for value in values])
         if is_plain or self.saving in (None, IN_PIECE):
             one_by_one = self._that_saves(None) if is_plain else self
@@ -165,7 +164,7 @@ class Interpreter:
         Of the operands, only their traits count.
         """
         traits = tuple(value.traits for value in values)
-        around = self.policy_map, self.regions.surrounding, self.saving
+        around = self.regions.policy_map, self.regions.surrounding, self.saving
         retraced = _retraced(jaxpr, traits, place, is_marking(), *around)
         self.used.add(retraced.used)
         return retraced

@@ -1,7 +1,6 @@
 """Equations whose dtypes depend on the equations next to them, found by a look at the jaxpr."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -54,7 +53,7 @@ class Neighbours(NamedTuple):
     choices: set[Atom]
     exposed: frozenset[Atom]  # variables that must not be rounded onto a bound; see `exposed.py`
     multiplied: frozenset[Atom] | None  # those that reach a product; None where it does not matter
-    read: Mapping[Atom, Dtypes] = MappingProxyType({})  # see `reads.number_dtypes`
+    read: Mapping[Atom, Dtypes]  # see `reads.number_dtypes`
 
     def ends_within(self, equation: Equation) -> Ends:
         """Returns what becomes of the results of the jaxpr that an equation holds."""
@@ -79,12 +78,12 @@ class Neighbours(NamedTuple):
 _Named = Sequence[tuple[str, Equation]]
 
 
-def find_neighbours(jaxpr: Jaxpr, ends: Ends) -> Neighbours:
+def find_neighbours(jaxpr: Jaxpr, ends: Ends, read: Mapping[Atom, Dtypes]) -> Neighbours:
     """Returns the results of a jaxpr whose dtypes depend on the equations next to their own."""
     named = [(operation_name(eqn.primitive.name), eqn) for eqn in jaxpr.eqns]
     found = _statistics(named), _slopes(named), _choices(named)
     paths = None if ends.multiplied is None else find(jaxpr, multiplied, ends.multiplied)
-    return Neighbours(*found, find(jaxpr, exposed, ends.exposed), paths)
+    return Neighbours(*found, find(jaxpr, exposed, ends.exposed), paths, read)
 
 
 def _statistics(named: _Named) -> set[Atom]:

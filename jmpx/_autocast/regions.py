@@ -71,7 +71,11 @@ class Regions:
         self.used = Used()  # what was met so far
         names = (policy_map.default.matmul_precision, *(rule.matmul for rule in policy_map.rules))
         self.give_algorithms = any(name is not None for name in (surrounding, *names))
-        self._regions: dict[str, Region] = {}
+        ranked = (policy_map.default.matmul_precision, -1), (surrounding, -2)
+        algorithms = (Algorithm(name, rank) for name, rank in ranked if name is not None)
+        dtype = np.dtype(policy_map.default.compute_dtype)
+        outermost = Region(dtype, -1, is_weak=True, algorithm=next(algorithms, None))
+        self._regions = {"": outermost}  # by scopes
         self._overrides: dict[str, list[tuple[int, PolicyRule]]] = {}
         for rank, rule in enumerate(policy_map.rules):
             if rule.is_operation and (rule.compute is not None or rule.matmul is not None):
@@ -87,8 +91,6 @@ class Regions:
 
     def _region(self, scope: str) -> Region:
         outer, _, name = scope.rpartition("/")
-        if not scope:
-            return self._outermost()
         region = self.region(outer)
         if name == FULL_PRECISION:
             return Region(FLOAT32, -1, False, is_fixed=True, algorithm=region.algorithm)
@@ -105,15 +107,6 @@ class Regions:
                 if not region.is_fixed or rule.matmul is not None:
                     self.used.rules.add(rule)
         return region
-
-    def _outermost(self) -> Region:
-        default = self.policy_map.default
-        algorithm = None
-        if default.matmul_precision is not None:
-            algorithm = Algorithm(default.matmul_precision, -1)
-        elif self.surrounding is not None:
-            algorithm = Algorithm(self.surrounding, -2)
-        return Region(np.dtype(default.compute_dtype), -1, is_weak=True, algorithm=algorithm)
 
     def note(self, algorithm: Algorithm) -> None:
         """Notes the algorithm of a product, and the policy rule that gives it."""
@@ -143,12 +136,11 @@ class Regions:
 def matches_scope(rule: PolicyRule, scope: str) -> bool:
     """Whether a policy rule is about the last name of a scope, which may mark a module."""
     module = module_of(scope)
-    return rule.matches_scope(seen_scope(scope)) if module is None else rule.matches(*module)
-
-
-def seen_scope(scope: str) -> str:
-    """Returns a scope without the names that jmpx enters, as a user may write it in a rule."""
-    return "/".join(name for name in without_marks(scope).split("/") if name != FULL_PRECISION)
+    if module is not None:
+        return rule.matches(*module)
+    # Users write a scope in a rule without the names that jmpx enters.
+    names = (name for name in without_marks(scope).split("/") if name != FULL_PRECISION)
+    return rule.matches_scope("/".join(names))
 
 
 def _is_one_module(outer: str, scope: str) -> bool:

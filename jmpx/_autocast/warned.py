@@ -62,9 +62,8 @@ def _has_wide_product(equation: Equation, scope: str, regions: Regions) -> bool:
     """Whether a product in the jaxprs of an equation runs in float32 instead of 16 bits."""
     for inner in (inner for jaxpr in core.inner_jaxprs(equation.params) for inner in jaxpr.eqns):
         within = core.scope_within(scope, inner)
-        if _is_wide_product(inner) and not regions.region(within).is_full:
-            return True
-        if _has_wide_product(inner, within, regions):
+        is_wide = _is_wide_product(inner) and not regions.region(within).is_full
+        if is_wide or _has_wide_product(inner, within, regions):
             return True
     return False
 

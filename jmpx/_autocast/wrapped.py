@@ -1,11 +1,11 @@
-"""What `autocast` returns: a callable that traces the user's, and evaluates the jaxpr."""
+"""`autocast`, and what it returns: a callable that traces the user's, and evaluates the jaxpr."""
 
 import contextlib
 import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.core
@@ -13,11 +13,11 @@ import numpy as np
 
 from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends
-from jmpx._autocast.saving import Saving
+from jmpx._autocast.saving import Saving, get_saving
 from jmpx._autocast.value import Array, Value
 from jmpx._autocast.warned import warnings_of
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
-from jmpx._base.dtypes import DTypeLike, check_computes
+from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, is_dtype
 from jmpx._base.leaves import PyTree, is_floating, is_traceable
 from jmpx._base.made_once import made_once
 from jmpx._base.matmul import region_setting
@@ -34,12 +34,15 @@ from jmpx._base.stateful import (
     call,
 )
 from jmpx._jaxprs import core
-from jmpx._jaxprs.inner import has_backward
+from jmpx._jaxprs.inner import any_holds, is_backward
+from jmpx._jaxprs.marks import Module
 from jmpx._jaxprs.scopes import RESTORE
 from jmpx._policies.added_rules import in_force
-from jmpx._policies.maps import PolicyMap
-from jmpx._policies.modules import Marks
+from jmpx._policies.map_strings import get_policy_map
+from jmpx._policies.maps import PolicyMap, PolicyMapLike
+from jmpx._policies.modules import marking_calls
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 Output: TypeAlias = DTypeLike | None  # also "traced"; see `jmpx.autocast`
 
 core.import_extend()  # now, because the first call is often inside of a trace
@@ -126,8 +129,8 @@ def evaluated(
             check_computes(dtype)
     note_cast(by)
     interpreter = Interpreter(policy_map, region_setting(), save)
-    marks = Marks(policy_map)
-    pure.invoke = marks.call
+    seen = set[Module]()
+    pure.invoke = marking_calls(policy_map, seen)
     # The trace shows which precisions the user's own code sets: a setting of jmpx around the call
     # is for products that run in float32.
     is_set = interpreter.regions.surrounding is not None
@@ -138,13 +141,13 @@ def evaluated(
     values = _values(changes.replaced(), traced.arrays, ((state, *args), kwargs), is_parameter)
     is_exposed = (True,) * len(traced.jaxpr.out_avals)  # a loss outside may take the logarithm
     ends = Ends(is_exposed, None if is_parameter is None else ())
-    if interpreter.saving is not None and has_backward(traced.jaxpr):
+    if interpreter.saving is not None and any_holds(traced.jaxpr, is_backward):
         interpreter.used.left.add(None)
         interpreter.saving = None
     if not any(isinstance(a, jax.core.Tracer) for a in (*traced.arrays, *traced.jaxpr.consts)):
         interpreter.saving = None  # nothing differentiates an eager call
     results = interpreter.evaluate(traced.jaxpr, values, "", ends)
-    for message in warnings_of(policy_map, interpreter.used, marks.seen):
+    for message in warnings_of(policy_map, interpreter.used, seen):
         warnings.warn(message, stacklevel=user_stacklevel("jax", "flax", "haiku", "equinox"))
     num_changes = len(changes.arrays)
     outputs = [output] * (len(results) - num_changes) + ["traced"] * num_changes
@@ -220,3 +223,88 @@ def applied(fn: Function, *fields: Any) -> Function:
         return wrapped(*args, **kwargs)
 
     return wrapper
+
+
+class _Options(TypedDict, total=False):
+    """The options of `autocast`."""
+
+    output: DTypeLike | None
+    save: Literal["products"] | None
+
+
+@overload
+def autocast(
+    fn: _Function, policy: PolicyMapLike = ..., **options: Unpack[_Options]
+) -> _Function: ...
+
+
+@overload
+def autocast(
+    fn: None = None, policy: PolicyMapLike = ..., **options: Unpack[_Options]
+) -> Callable[[_Function], _Function]: ...
+
+
+def autocast(
+    fn: Callable[..., Any] | None = None,
+    policy: PolicyMapLike = "compute=bf16",
+    *,
+    output: DTypeLike | None = "traced",
+    save: Literal["products"] | None = None,
+) -> Callable[..., Any]:
+    """Makes a function run in mixed precision, operation by operation, as `torch.autocast` does.
+
+    Matrix products and convolutions that were traced in float32 run in the compute dtype, what
+    needs range or digits in float32, and all else in the widest dtype of its operands, for which
+    inputs, parameters and constants do not count beside the results of products. It all happens
+    while JAX traces: put `jax.jit` around the train step. See docs/autocast.md.
+
+    Apply it to the model, `transformed.apply` or `module.apply`, and compute the loss from the
+    float32 output; for a whole loss, write `by=operations` in the policy of `apply_policy` or of a
+    gradient function. Inside of autocast of the same policies, this is a plain call.
+
+    Args:
+        fn: any callable of pytrees, modules of Equinox and NNX included; None to decorate with
+            arguments.
+        policy: a policy map, or anything else that `get_policy_map` takes; only its compute dtypes
+            and its algorithms of products (`matmul`) count. Selectors are classes and paths of
+            modules, scopes of `jax.named_scope`, and operations (`op.exp`).
+        output: "traced" gives results the dtypes that they have without autocast, None leaves them
+            as they come, and a dtype casts the floating ones.
+        save: what the backward pass keeps: None leaves that to JAX; "products" keeps what weight
+            products and convolutions made, and computes the rest again.
+
+    Returns:
+        A function with the signature of `fn`; a `jmpx.types.Autocast` that holds `fn` if it is
+        itself a pytree, such as a module.
+
+    Raises:
+        TypeError: if an argument is of a wrong type.
+        ValueError: if an argument has no such value, or, when called, if `fn` changes an NNX module
+            that it closes over, or a compute dtype has 8 bits.
+
+    Warns:
+        UserWarning: when called, of rules, algorithms and `save` without effect, and of products
+            that stay in float32 although the policy gives them 16 bits.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmpx
+        >>> @jmpx.autocast(policy="compute=bf16; op.tanh: f32", output=None)
+        ... def f(w, b, x):
+        ...     h = x @ w + b
+        ...     return h, jnp.tanh(h), jnp.exp(h)
+        >>> [y.dtype.name for y in f(jnp.ones((3, 2)), jnp.ones(2), jnp.ones((4, 3)))]
+        ['bfloat16', 'float32', 'float32']
+    """
+    if fn is None:
+        return functools.partial(autocast, policy=policy, output=output, save=save)
+    if not callable(fn) or is_dtype(fn):
+        raise TypeError(
+            f"Expected a function to run under autocast, got {fn!r}: write jmpx.autocast(f, policy)"
+            " or decorate the function with @jmpx.autocast(policy=...)."
+        )
+    policy_map = get_policy_map(policy)
+    saving = get_saving(save or policy_map.save)
+    if output is not None and output != "traced":
+        output = as_dtype(output)
+    return applied(fn, policy_map.applied_by("operations", "jmpx.autocast"), output, saving)

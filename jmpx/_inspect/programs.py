@@ -18,7 +18,7 @@ from jmpx._adapters.scopes import ModuleRecord, PolicyScope, inherited_policy, l
 from jmpx._base.leaves import PyTree, is_floating, is_traceable
 from jmpx._base.stateful import split
 from jmpx._jaxprs import core
-from jmpx._jaxprs.inner import has_backward
+from jmpx._jaxprs.inner import any_holds, is_backward
 from jmpx._jaxprs.types import Array, Jaxpr
 from jmpx._policies.added_rules import rules_added
 from jmpx._policies.maps import Rule
@@ -134,7 +134,7 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
         traced.arrays,
         _names(*args, **kwargs),
         is_differentiated=is_loss,
-        has_backward=is_loss or has_backward(traced.jaxpr),
+        has_backward=is_loss or any_holds(traced.jaxpr, is_backward),
         policies=dict(map(_policy_of, met)),
         chosen=frozenset(chosen),
         takers=frozenset(takers),
@@ -148,7 +148,7 @@ def _traced(
     """Traces a function, with its gradient if it is a loss; returns whether it is one."""
     if is_loss is None:
         traced = trace_shapes(run, args, kwargs)
-        if not _returns_loss(traced) or has_backward(traced.jaxpr):
+        if not _returns_loss(traced) or any_holds(traced.jaxpr, is_backward):
             return traced, False
     elif not is_loss:
         return trace_shapes(run, args, kwargs), False

@@ -83,7 +83,7 @@ def run_widened(eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     if name in _SCATTERS:
         return [_scatter(name, eqn, operands)]
     entry = lookup(eqn)
-    if entry is None or entry.rule is keep or _has_algorithm(eqn) or core.holds_jaxpr(eqn.params):
+    if entry is None or entry.rule is keep or _has_algorithm(eqn) or core.inner_jaxprs(eqn.params):
         pairs = zip(operands, eqn.invars, strict=True)
         return list(map(widened, core.bind(eqn, [_as_traced(*pair) for pair in pairs])))
     params: Params = {

@@ -138,14 +138,9 @@ def consts_of(jaxpr: Jaxpr) -> Sequence[Array]:
 
 
 def inner_jaxprs(params: Params) -> list[Jaxpr]:
-    """Returns the jaxprs among the parameters of an equation."""
+    """Returns the jaxprs among the parameters of an equation, also in tuples."""
     values = (v if isinstance(v, tuple) else (v,) for v in params.values())
     return [jaxpr for value in values for jaxpr in value if is_jaxpr(jaxpr)]
-
-
-def holds_jaxpr(params: Params) -> bool:
-    """Whether a parameter of an equation is a jaxpr, or a tuple that holds one."""
-    return bool(inner_jaxprs(params))
 
 
 def evaluate(jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
@@ -249,7 +244,7 @@ def bind(
     """
     params = {**eqn.params, **params}
     run = functools.partial(_bind, eqn.primitive, params)
-    if cached and not eqn.effects and not holds_jaxpr(params):
+    if cached and not eqn.effects and not inner_jaxprs(params):
         with contextlib.suppress(TypeError):  # a parameter has no hash
             run = _jitted(eqn.primitive, tuple(params.items()))
     results = run(*operands)

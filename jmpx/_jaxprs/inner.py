@@ -129,11 +129,6 @@ def is_backward(eqn: Equation) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
-def has_backward(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr holds the backward pass of a gradient."""
-    return any_holds(jaxpr, is_backward)
-
-
 def once_per_jaxpr(fn: Callable[..., V]) -> Callable[..., V]:
     """Keeps what a function finds of a jaxpr, by its other arguments, as long as the jaxpr lives.
 

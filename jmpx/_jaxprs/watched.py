@@ -6,7 +6,6 @@ trip.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -18,7 +17,7 @@ from jmpx._base.axes import as_whole, vary
 from jmpx._base.leaves import PyTree
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr
-from jmpx._jaxprs.inner import Inner, all_equations, inner_of, is_backward, walk
+from jmpx._jaxprs.inner import Inner, holds, inner_of, is_backward, walk
 
 State = TypeVar("State")
 Trips: TypeAlias = tuple[Array, ...]  # int32 of shape (): one for each loop around, outermost first
@@ -87,16 +86,16 @@ def is_opaque(jaxpr: Jaxpr) -> bool:
 
     So do calls of Python, and the constants of what runs as it was traced, as a linear solve.
     """
-
-    def is_closed(eqn: Equation) -> bool:
-        held = core.inner_jaxprs(eqn.params)
-        eqns = (eqn, *itertools.chain.from_iterable(map(all_equations, held)))
-        inner = (jaxpr for each in eqns for jaxpr in core.inner_jaxprs(each.params))
-        return "callback" in eqn.primitive.name or any(len(core.consts_of(each)) for each in inner)
-
     return any(
-        any(map(is_opaque, _held(eqn))) if _held(eqn) else is_closed(eqn) for eqn in jaxpr.eqns
+        any(map(is_opaque, _held(eqn)))
+        if _held(eqn)
+        else "callback" in eqn.primitive.name or holds(eqn, _has_constants)
+        for eqn in jaxpr.eqns
     )
+
+
+def _has_constants(eqn: Equation) -> bool:
+    return any(len(core.consts_of(jaxpr)) for jaxpr in core.inner_jaxprs(eqn.params))
 
 
 def evaluate(
@@ -193,7 +192,7 @@ class _Watcher:
             return (state, trip + 1, results[: len(carry)]), results[len(carry) :]
 
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        (state, _, carry), ys = jax.lax.scan(body, (state, _first_trip(), carry), xs, **options)
+        (state, _, carry), ys = jax.lax.scan(body, (state, jnp.int32(0), carry), xs, **options)
         return [*carry, *ys], state
 
     def while_loop(
@@ -212,7 +211,7 @@ class _Watcher:
             results, state = self.evaluate(inner.jaxprs[0], arrays, state, (*trips, trip), site)
             return state, trip + 1, results
 
-        state, _, carry = jax.lax.while_loop(condition, body, (state, _first_trip(), carry))
+        state, _, carry = jax.lax.while_loop(condition, body, (state, jnp.int32(0), carry))
         return carry, state
 
     def cond(
@@ -254,10 +253,6 @@ class _Watcher:
             check_vma=params["check_vma"],
         )
         return mapped(state, trips, *operands)
-
-
-def _first_trip() -> jax.Array:
-    return jnp.zeros((), jnp.int32)
 
 
 _RULES = {

@@ -37,9 +37,7 @@ def rules_added(rules: Sequence[Rule]) -> Iterator[set[str]]:
 def in_force(policy_map: PolicyMap, by: str) -> PolicyMap:
     """Returns the policy map that a function follows: the one that it was given, or a longer one.
 
-    Args:
-        policy_map: the policy map that the user gave, or one that another function follows.
-        by: the function, as the user calls it.
+    `by` is the function as the user calls it.
     """
     rules: tuple[Rule, ...] = ()
     for added in opened(_Added):

@@ -112,8 +112,7 @@ class Adapter:
     def marker(self, matches: Callable[[type, str], bool]) -> Proxies | None:
         """Returns what has modules in pytrees mark their calls; None if they cannot be found.
 
-        Args:
-            matches: whether the calls of a module of this class and path are to be marked.
+        The calls of a module are marked if its class and path match.
         """
         return None
 
@@ -134,9 +133,7 @@ class Adapter:
 def required_package(package: str, framework: str) -> Iterator[None]:
     """Says how to install a framework whose import fails; put it around the import.
 
-    Args:
-        package: the package that is imported, which is also the name of the adapter and the extra.
-        framework: the framework's name.
+    The package that is imported is also the name of the adapter and of the extra.
     """
     try:
         yield

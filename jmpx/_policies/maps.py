@@ -165,11 +165,8 @@ PolicyMapLike: TypeAlias = PolicyLike | PolicyMap
 def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stacklevel: int) -> None:
     """Warns of each rule that matched no module of an adapter, and suggests the nearest selector.
 
-    Args:
-        policy_map: the policy map.
-        seen: the class and path of every module that asked for its policy. If there is none, only
-            rules for operations are reported, because only autocast follows those.
-        stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
+    `seen` has the class and path of every module that asked for its policy. If there is none, only
+    rules for operations are reported, because only autocast follows those.
     """
     seen = list(seen)
     for rule in policy_map.rules:
@@ -185,14 +182,10 @@ def warn_unused(policy_map: PolicyMap, seen: Iterable[tuple[type, str]], stackle
 
 
 def warn_of(rule: Rule, policy_map: PolicyMap, kind: str, near: str, stacklevel: int) -> None:
-    """Warns that a rule matched nothing, unless the rule is optional.
+    """Warns that a rule of a policy map matched nothing, unless the rule is optional.
 
-    Args:
-        rule: the rule.
-        policy_map: the policy map of the rule.
-        kind: what the rule could have matched, such as "class" or "path".
-        near: the end of the message, which suggests another selector.
-        stacklevel: the `stacklevel` that the caller would give to `warnings.warn`.
+    `kind` is what it could have matched, such as "class", and `near` the end of the message, which
+    suggests another selector; `stacklevel` is that which the caller would give to `warnings.warn`.
     """
     if not rule.optional:
         warnings.warn(

@@ -38,31 +38,21 @@ def _all_marked() -> Iterator[None]:
         yield
 
 
-class Marks:
-    """The modules that the class names and globs of a policy map could match in a function's call.
+def marking_calls(policy_map: PolicyMap, seen: set[Module]) -> Callable[..., PyTree]:
+    """Returns what calls a function for autocast to trace, in which the modules mark their calls.
 
-    Args:
-        policy_map: the policy map.
-
-    Attributes:
-        rules: the rules for modules.
-        seen: the modules that were found.
+    `seen` gets the modules that the class names and globs of the policy map could match.
     """
+    rules = [rule for rule in policy_map.rules if not rule.is_operation]
 
-    def __init__(self, policy_map: PolicyMap) -> None:
-        self.rules = [rule for rule in policy_map.rules if not rule.is_operation]
-        self.seen: set[Module] = set()
+    def matches(cls: type, path: str) -> bool:
+        seen.add(Module(cls, path))
+        return any(rule.matches(cls, path) for rule in rules)
 
-    def matches(self, cls: type, path: str) -> bool:
-        """Tells whether a rule matches a module, and notes the module."""
-        self.seen.add(Module(cls, path))
-        return any(rule.matches(cls, path) for rule in self.rules)
+    def call(fn: Callable[..., R], *args: PyTree, **kwargs: PyTree) -> R:
+        return call_marked(matches, fn, args, kwargs) if rules else fn(*args, **kwargs)
 
-    def call(self, fn: Callable[..., R], *args: PyTree, **kwargs: PyTree) -> R:
-        """Calls a function, for autocast to trace; modules that a rule matches mark their calls."""
-        if not self.rules:
-            return fn(*args, **kwargs)
-        return call_marked(self.matches, fn, args, kwargs)
+    return call
 
 
 def call_marked(
@@ -73,12 +63,8 @@ def call_marked(
 ) -> R:
     """Calls a function, which is traced, so that modules mark their calls.
 
-    Args:
-        matches: whether the calls of a module of this class and path are to be marked, of those
-            that are found in the function and its arguments. The others are marked in any case.
-        fn: the function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
+    Of the modules that are found in the function and its arguments, those of which the class and
+    the path match mark their calls. The others do in any case.
     """
     made = (adapter.marker(matches) for adapter in imported_adapters())
     markers = [marker for marker in made if marker is not None]
@@ -93,14 +79,9 @@ def call_with_proxies(
     kwargs: dict[str, PyTree],
     exempt: Callable[..., PyTree] = lambda change, *arguments: change(arguments),
 ) -> R:
-    """Calls a function with proxies in place of the modules in it and its arguments.
+    """Calls a function with proxies, of each framework, in place of the modules in it.
 
-    Args:
-        proxies: what makes the proxies, of each framework.
-        fn: the function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        exempt: changes `args` and `kwargs`, but leaves some of them as they are.
+    `exempt` changes its arguments, `args` and `kwargs`, but leaves some of them as they are.
     """
     if fn is apply:
         fn, args = args[0], args[1:]
@@ -122,12 +103,7 @@ def call_with_proxies(
 
 
 def _note_classes(error: ValueError, classes: Iterable[type]) -> None:
-    """Adds a note to JAX's error of two trees that differ in the class of a module.
-
-    Args:
-        error: the error.
-        classes: the classes of the modules in whose place proxies are.
-    """
+    """Adds a note to JAX's error of two trees that differ in the class of a replaced module."""
     text = str(error)
     if not text.startswith(_DIFFERENT_TREES):
         return

@@ -82,11 +82,8 @@ def _to_policy(policy: PolicyLike) -> Policy:
 def _attach(cls: type, policy: Policy | None, cached: Policy | None) -> None:
     """Attaches a policy to a class, or detaches it where the policy is None.
 
-    Args:
-        cls: the class.
-        policy: the policy for the framework's own store.
-        cached: the policy for `_Registry.policies`. It differs where a framework's store has a
-            policy that was not set by jmpx.
+    A framework's own store gets `policy`, and `_Registry.policies` gets `cached`. The two differ
+    where a framework's store has a policy that was not set by jmpx.
     """
     catch_up()
     store = _store_of(cls)
@@ -237,9 +234,7 @@ def push_policy(cls: type, policy: PolicyLike) -> Iterator[None]:
 def running(policy: Policy | None, by: str) -> Iterator[None]:
     """Makes a policy, or None, the one that `current_policy` returns while a method runs.
 
-    Args:
-        policy: the policy.
-        by: the function of the adapter that casts, as the user calls it.
+    `by` is the function of the adapter that casts, as the user calls it.
     """
     if policy is not None:
         note_cast(by, policy.compute_dtype)

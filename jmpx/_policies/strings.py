@@ -142,10 +142,7 @@ float8_*; did you mean 'bfloat16'?
 def read_fields(found: Found, bare: tuple[str, ...], keys: dict[str, str]) -> dict[str, Field]:
     """Reads the fields of a policy from any value that `get_policy` takes.
 
-    Args:
-        found: the value.
-        bare: the fields that a dtype without a key sets.
-        keys: the accepted keys, and the fields that they set.
+    A dtype without a key sets the fields in `bare`; `keys` are accepted, and set their fields.
     """
     value = found.value
     if isinstance(value, str):
