@@ -70,11 +70,11 @@ def words_any():
 
 
 # Each measure with the most that any file, function or the library may have. The library is to have
-# 23,650 lines again: whoever makes it lighter lowers its number here, and nobody raises it.
+# 23,640 lines again: whoever makes it lighter lowers its number here, and nobody raises it.
 MEASURES = [
     (lengths_of_files, 400),
     (lengths_of_functions, 60),
-    (all_lines, 24_247),
+    (all_lines, 24_059),
     (words_any, 300),
 ]
 
