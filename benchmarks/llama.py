@@ -37,10 +37,10 @@ import tpu
 import tpu_compile
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from model_steps import CARRY, LOW, shapes, share
 from models import SAVEABLE, LanguageModel, Params, Transformer
 from records import Record
 from steps import Step
-from tpu_steps import CARRY, LOW, shapes, share
 
 import jmpx
 
