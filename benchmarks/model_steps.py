@@ -253,15 +253,16 @@ def trace(point: Point, chips: list[Any], small: bool = False) -> Any:
         point = point._replace(layers=2, batch=2)
     size = point.batch * (1 if point.chips == "one" else len(chips))
     step, state, batch = make(point, size, small)
+    leaves, structure = jax.tree.flatten(state)  # JMP's loss scale cannot hold a sharding
     if point.chips == "one":
         rows = whole = jax.sharding.SingleDeviceSharding(chips[0])
-        places = jax.tree.map(lambda _: whole, state)
+        places = [whole for _ in leaves]
     else:
         mesh = Mesh(np.array(chips), ("data",))
         whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
         place = partial(share, mesh) if point.chips == "fsdp" else lambda _: whole
-        places = jax.tree.map(place, state)
-    state, batch = tpu.described((state, batch), (places, jax.tree.map(lambda _: rows, batch)))
+        places = [*map(place, leaves)]
+    leaves, batch = tpu.described((leaves, batch), (places, jax.tree.map(lambda _: rows, batch)))
     precision = "highest" if point.way.endswith("highest") else None
-    outputs = jax.tree.leaves(places), whole
+    state, outputs = structure.unflatten(leaves), (places, whole)
     return steps.traced(step, state, batch, precision, outputs).step
