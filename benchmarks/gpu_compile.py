@@ -103,9 +103,7 @@ BENCHMARKS: records.Benchmarks = {
 }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    records.main(__doc__, BENCHMARKS, arguments, RESULTS)
-
+main = functools.partial(records.main, __doc__, BENCHMARKS, out=RESULTS)
 
 if __name__ == "__main__":
     main()
