@@ -15,9 +15,11 @@ division not.
 """
 
 import collections
+import math
+import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -41,6 +43,9 @@ INSTRUCTION = re.compile(r"^  +(?:ROOT )?\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", re.M
 COMPUTATION = re.compile(r"^(?:ENTRY )?(%\S+) \(.*\{$")
 FUSED = re.compile(r"(?:calls|to_apply)=(%[^,\s]+)")
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"}
+LINE = re.compile(r"^ +(?:ROOT )?(%\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)")
+ARRAY = re.compile(r"[a-z]+(\d*)\w*\[([\d,]*)\]((?:\{[^}]*\})?)")
+OPERAND = re.compile(r"%[\w.-]+")
 DOT = re.compile(r"stablehlo\.dot_general .*: \(tensor<(\S*)>, tensor<(\S*)>\) ->")
 CALL = re.compile(r"call @([\w.]+)\(")
 FUNCTION = re.compile(r"^  func\.func \w+ @([\w.]+)\(", re.MULTILINE)
@@ -66,6 +71,27 @@ def count(hlo: str) -> dict[str, int]:
         "kernels": sum(name not in FREE for name in run),
         "copies": names.count("copy"),
         "converts": names.count("convert"),
+    }
+
+
+def sizes(kinds: str, hbm: bool = False) -> list[float]:
+    """Returns the bytes of the arrays of types of HLO: of all, or of those in a TPU's HBM."""
+    found = (array for array in ARRAY.findall(kinds) if not (hbm and "S(" in array[2]))
+    return [int(b or 8) / 8 * math.prod(map(int, re.findall(r"\d+", n))) for b, n, _ in found]
+
+
+def clocked(make: Callable[[], Any], platform: str, **options: Any) -> tuple[Any, records.Record]:
+    """Compiles what a function traces for a platform; returns also how long it took."""
+    jax.clear_caches()  # which keep the steps that were traced before
+    start = time.process_time()
+    lowered = make().lower(lowering_platforms=(platform,))
+    traced, clock = time.process_time(), time.perf_counter()
+    program = lowered.compile(compiler_options=options)
+    return program, {
+        "trace_cpu_s": round(traced - start, 2),
+        "compile_cpu_s": round(time.process_time() - traced, 1),
+        "compile_s": round(time.perf_counter() - clock, 1),
+        "load": round(os.getloadavg()[0], 1),
     }
 
 

@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 import records
 import steps
+from model_steps import shapes
 from models import Transformer
 from records import Record
-from tpu_steps import shapes
 
 import jmpx
 

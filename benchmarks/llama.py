@@ -37,10 +37,10 @@ import tpu
 import tpu_compile
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from models import SAVEABLE, LanguageModel, Params, Transformer, wide
+from model_steps import CARRY, LOW, shapes, share
+from models import SAVEABLE, LanguageModel, Params, Transformer, cross_entropy
 from records import Record
 from steps import Step
-from tpu_steps import CARRY, LOW, shapes, share
 
 import jmpx
 
@@ -83,15 +83,7 @@ class Llama(LanguageModel):
         return (x32 * scale).astype(x.dtype) * norm
 
     def loss(self, params: Params, text: jax.Array, labels: jax.Array) -> jax.Array:
-        """Returns the mean cross-entropy, in float32.
-
-        It selects the scores of labels, as MaxText does: where a chip has one sequence, the TPU's
-        compiler scatters the cotangents of scores that were gathered, into float32 of their size.
-        """
-        scores = wide(self.apply(params, text))
-        is_label = labels[..., None] == jnp.arange(self.classes)
-        chosen = jnp.where(is_label, scores, 0).sum(axis=-1)
-        return jnp.mean(jax.nn.logsumexp(scores, axis=-1) - chosen)
+        return cross_entropy(self.apply(params, text), labels, by_mask=True)
 
     @property
     def head_size(self) -> int:

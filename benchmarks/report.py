@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import compiled_step
+import gpu_tables
 import language_model
 import llama
 import mutants
@@ -162,17 +163,23 @@ def pages() -> dict[Path, str]:
     stored = [r for r in records.read(storage.RESULTS) if records.version_of(r) == "0.10.2"]
     at_scale = llama.table(records.read(llama.RESULTS))
     planted = mutants.table(records.read(mutants.RESULTS))
-    peaks = tpu_tables.visited(tpu)
+    peaks, gpu = tpu_tables.visited(tpu), records.read(gpu_tables.RESULTS)
     page = between(MARKS, headlines, PAGE.read_text())
     page = between(tpu_tables.MARKS, tpu_tables.short(tpu), page)
     tables = {
         "README.md": (programs(found, VISITED), peaks),
-        "docs/cost.md": (programs(found), peaks, tpu_tables.costs(tpu), at_scale),
+        "docs/cost.md": (
+            programs(found),
+            peaks,
+            tpu_tables.costs(tpu),
+            at_scale,
+            gpu_tables.short(gpu),
+        ),
         "docs/reliability.md": (planted,),
         "docs/storage.md": (storage.table(stored),),
     }
     texts = {ROOT / name: replaced((ROOT / name).read_text(), *new) for name, new in tables.items()}
-    return {PAGE: replaced(page, learned, at_scale), **texts}
+    return {PAGE: replaced(page, learned, at_scale, gpu_tables.costs(gpu)), **texts}
 
 
 def replaced(text: str, *tables: str) -> str:

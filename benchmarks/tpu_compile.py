@@ -24,10 +24,6 @@ A program that does not fit into the 16 GiB of a chip is a line, too (status `oo
 """
 
 import collections
-import math
-import os
-import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,9 +31,9 @@ import jax
 import records
 import tpu
 from collectives import read, table
-from compiled_step import FREE, INSTRUCTION, unfused
+from compiled_step import FREE, INSTRUCTION, LINE, OPERAND, clocked, sizes, unfused
+from model_steps import Point, trace
 from tpu_matmul import count, read_products
-from tpu_steps import Point, trace
 
 RESULTS = records.RESULTS / "tpu_compile.jsonl"
 BARS = ("by hand", "autocast, save", "autocast", "float32")
@@ -102,16 +98,7 @@ def counts(hlo: str) -> records.Record:
 
 # What moves between a chip and its HBM. `S(1)` in a layout, as of `f32[8]{0:S(1)}`, is on the chip.
 
-LINE = re.compile(r"^ +(?:ROOT )?(%\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)")
-ARRAY = re.compile(r"[a-z]+(\d*)\w*\[([\d,]*)\]((?:\{[^}]*\})?)")
-OPERAND = re.compile(r"%[\w.-]+")
 FETCHES = {"copy-start", "slice-start"}  # their results name what they read, too
-
-
-def sizes(kinds: str, hbm: bool = False) -> list[float]:
-    """Returns the bytes of the arrays of types of HLO: of all, or of those that are in HBM."""
-    found = (array for array in ARRAY.findall(kinds) if not (hbm and "S(" in array[2]))
-    return [int(b or 8) / 8 * math.prod(map(int, re.findall(r"\d+", n))) for b, n, _ in found]
 
 
 def hbm_bytes(hlo: str) -> float:
@@ -134,12 +121,8 @@ def measure(small: bool = False, **fields: Any) -> records.Record:
 
 def compiled(make: Callable[[], Any]) -> records.Record:
     """Compiles what a function traces; a program that does not fit is a result, too."""
-    jax.clear_caches()  # which keep the steps that were traced before
-    start = time.process_time()
-    lowered = make().lower(lowering_platforms=("tpu",))
-    traced, clock = time.process_time(), time.perf_counter()
     try:
-        program = lowered.compile()
+        program, spent = clocked(make, "tpu")
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -155,10 +138,7 @@ def compiled(make: Callable[[], Any]) -> records.Record:
         "gb_hbm": None if sent else hbm_bytes(hlo) / 1e9,
         **counts(hlo),
         "collectives": sent,
-        "trace_cpu_s": round(traced - start, 2),
-        "compile_cpu_s": round(time.process_time() - traced, 1),
-        "compile_s": round(time.perf_counter() - clock, 1),
-        "load": round(os.getloadavg()[0], 1),
+        **spent,
         **tpu.target(),
     }
 

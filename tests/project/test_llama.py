@@ -6,10 +6,10 @@ import compiled_step
 import jax
 import jax.numpy as jnp
 import llama
+import model_steps
 import numpy as np
 import pytest
 import records
-import tpu_steps
 from test_tpu import needs_libtpu
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
@@ -18,7 +18,7 @@ SMALL, _ = llama.SIZES["small"]
 
 def test_the_models_have_as_many_parameters_as_their_names_say():
     for size, number in {"1B": 1_104_218_112, "8B": 8_030_261_248}.items():
-        params, _ = tpu_steps.shapes(llama.SIZES[size][0], 1)
+        params, _ = model_steps.shapes(llama.SIZES[size][0], 1)
         assert sum(leaf.size for leaf in jax.tree.leaves(params)) == number
 
 

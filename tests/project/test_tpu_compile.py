@@ -6,14 +6,14 @@ import json
 import compiled_step
 import jax
 import jax.numpy as jnp
+import model_steps
 import pytest
 import steps
 import tpu
 import tpu_compile
-import tpu_steps
 import tpu_tables
+from model_steps import Point
 from test_tpu import HLO, needs_libtpu
-from tpu_steps import Point
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
 DTYPES = {"float32": "f32", "float32, highest": "f32"}
@@ -73,9 +73,9 @@ def test_every_point_is_there_once_and_every_way_has_a_name():
     keys = [tuple(fields.values()) for fields in tpu_compile.points()]
     assert len(keys) == len(set(keys))
     ways = {fields["way"] for fields in tpu_compile.points()}
-    assert ways <= {*tpu_steps.TRANSFORMER_WAYS} and ways <= {*tpu_tables.WAYS}
+    assert ways <= {*model_steps.TRANSFORMER_WAYS} and ways <= {*tpu_tables.WAYS}
     assert {f["way"] for f in tpu_compile.points() if f["model"] == "resnet"} <= {
-        *tpu_steps.RESNET_WAYS
+        *model_steps.RESNET_WAYS
     }
     there = {(*(f[key] for key in tpu_tables.GROUP), f["way"]) for f in tpu_compile.points()}
     for group, _, *pair, _ in tpu_tables.BARS:
@@ -83,13 +83,13 @@ def test_every_point_is_there_once_and_every_way_has_a_name():
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("way", tpu_steps.TRANSFORMER_WAYS)
+@pytest.mark.parametrize("way", model_steps.TRANSFORMER_WAYS)
 def test_a_step_returns_what_it_takes_and_multiplies_in_its_dtype(way):
     if way.lower() in steps.PEERS:
         pytest.importorskip(way.lower())
     scanned = "carry" in way  # the rule of the others would match nothing
     model = "language_model" if scanned else "vit"
-    traced = tpu_steps.trace(Point(model, way, 2, 2, scanned), jax.devices(), small=True)
+    traced = model_steps.trace(Point(model, way, 2, 2, scanned), jax.devices(), small=True)
     (leaves, *_), _ = traced.in_avals
     types = lambda arrays: [(x.shape, x.dtype) for x in arrays]  # noqa: E731
     state, loss = traced.out_info

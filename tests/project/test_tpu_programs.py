@@ -36,10 +36,10 @@ WIDTH = 128  # of the model of the adapters
 @functools.cache
 def step(way):
     """Returns a train step of one layer, compiled for one chip."""
-    import tpu_steps  # which imports JMP and MPX
+    import model_steps  # which imports JMP and MPX
 
-    point = tpu_steps.Point("vit", way, layers=1, batch=32)
-    lowered = tpu_steps.trace(point, tpu.devices()).lower(lowering_platforms=("tpu",))
+    point = model_steps.Point("vit", way, layers=1, batch=32)
+    lowered = model_steps.trace(point, tpu.devices()).lower(lowering_platforms=("tpu",))
     return lowered.compile()
 
 

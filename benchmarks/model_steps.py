@@ -1,4 +1,4 @@
-"""The train steps that `tpu_compile.py` compiles: which model, in which way, on how many chips.
+"""The train steps that `tpu_compile.py` and `gpu_compile.py` compile: which model, way, chips.
 
 Transformers take the steps of `steps.py`. The ResNet is Haiku's, which keeps the averages of its
 BatchNorms as state, so its steps are here. In those by hand and of MPX, BatchNorm is a float32
@@ -25,7 +25,7 @@ from steps import Step
 import jmpx
 
 PyTree = Any
-LOW = "bfloat16"  # TPUs of this kind have no float16
+LOW = "bfloat16"  # a TPU v5e has no float16
 
 
 class Point(NamedTuple):
@@ -37,6 +37,7 @@ class Point(NamedTuple):
     batch: int
     scanned: bool = False
     chips: str = "one"  # or eight: "data" splits the batch, "fsdp" the state, too
+    dtype: str = LOW  # of transformers; float16 has a dynamic loss scale
 
 
 # Transformers.
@@ -75,18 +76,24 @@ def float32(model: Transformer, dtype: str, optimizer: steps.Optimizer) -> Step:
 autocast = steps.autocast_style
 CARRY = "; op.scan: bfloat16"  # the dtype in which a scan hands activations on
 MARKED, LOW_SCORES = {"checkpointed": True}, {"scaled_low": True}
+ALL_DOTS = MARKED | {"saveable": jax.checkpoint_policies.dots_saveable}
+skipping = lambda by: partial(steps.jmpx_style, skip_by=by)  # noqa: E731
 # Each way, and the fields of its model.
-TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], dict[str, bool]]] = {
+TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], dict[str, Any]]] = {
     "float32": (float32, {}),
     "float32, highest": (float32, {}),
     "by hand": (steps.handwritten, {}),
     "by hand, low scores": (steps.handwritten, LOW_SCORES),
+    "by hand, cond": (partial(steps.handwritten, skip=steps.by_cond), {}),
     "by hand, marked blocks": (steps.handwritten, MARKED),
+    "by hand, marked blocks, all dots": (steps.handwritten, ALL_DOTS),
     "by hand, low scores, marked blocks": (steps.handwritten, LOW_SCORES | MARKED),
     "JMP": (steps.jmp_style, {}),
     "MPX": (steps.mpx_style, {}),
     "module policies": (by_modules, {}),
     "gradient functions": (steps.jmpx_style, {}),
+    "gradient functions, where": (skipping("where"), {}),
+    "gradient functions, cond": (skipping("cond"), {}),
     "autocast": (autocast, {}),
     "autocast, marked blocks": (autocast, MARKED),
     "autocast, save": (partial(autocast, save="products"), {}),
@@ -104,7 +111,8 @@ def transformer(point: Point, small: bool) -> Transformer:
         width |= {"width": 128, "heads": 2, "hidden": 256}
     if point.model == "vit":
         return ViT(**form, **width, classes=1000, image=32 if small else 224, patch=16)
-    sizes: Any = {"classes": 256} if small or point.model == "byte_model" else {}
+    sizes: Any = {} if point.model == "language_model" and not small else {"classes": 256}
+    sizes |= {"length": 1024} if point.model == "long_byte_model" else {}
     sizes |= {"length": 64} if small else {}
     return LanguageModel(**form, **width, **sizes)
 
@@ -215,7 +223,8 @@ def make(point: Point, size: int, small: bool) -> tuple[Step, PyTree, PyTree]:
         model = transformer(point, small)
         if point.way.startswith("autocast"):
             model = dataclasses.replace(model, islands=False)
-        step = way(model, LOW, steps.ADAM)
+        scales: Any = {"scales": True} if point.dtype == "float16" else {}
+        step = way(model, point.dtype, steps.ADAM, **scales)
         params, batch = shapes(model, size)
     # MPX's loss scale counts with a plain number.
     scaling = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, step.scaling))
@@ -244,15 +253,16 @@ def trace(point: Point, chips: list[Any], small: bool = False) -> Any:
         point = point._replace(layers=2, batch=2)
     size = point.batch * (1 if point.chips == "one" else len(chips))
     step, state, batch = make(point, size, small)
+    leaves, structure = jax.tree.flatten(state)  # JMP's loss scale cannot hold a sharding
     if point.chips == "one":
         rows = whole = jax.sharding.SingleDeviceSharding(chips[0])
-        places = jax.tree.map(lambda _: whole, state)
+        places = [whole for _ in leaves]
     else:
         mesh = Mesh(np.array(chips), ("data",))
         whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
         place = partial(share, mesh) if point.chips == "fsdp" else lambda _: whole
-        places = jax.tree.map(place, state)
-    state, batch = tpu.described((state, batch), (places, jax.tree.map(lambda _: rows, batch)))
+        places = [*map(place, leaves)]
+    leaves, batch = tpu.described((leaves, batch), (places, jax.tree.map(lambda _: rows, batch)))
     precision = "highest" if point.way.endswith("highest") else None
-    outputs = jax.tree.leaves(places), whole
+    state, outputs = structure.unflatten(leaves), (places, whole)
     return steps.traced(step, state, batch, precision, outputs).step

@@ -1,0 +1,109 @@
+"""Compiles train steps for NVIDIA's H100 and A100, without a GPU, and records what they need.
+
+    pip install --no-deps --target=DIR $(python benchmarks/gpu.py)     # once, 573 MB
+    PYTHONPATH=DIR JAX_PLATFORMS=cpu python benchmarks/gpu_compile.py  # the points that are missing
+    PYTHONPATH=DIR JAX_PLATFORMS=cpu python benchmarks/gpu_compile.py --only float16
+
+The folder is apart from the environment, in which JAX would look for a driver. A point takes some
+ten seconds of a core. The optimizer is Adam; the state is donated. A line has the fields of
+`tpu_compile.py` that this compiler knows, and
+
+- kernels: what runs by itself, the body of a loop once for each of its turns;
+- estimate_ms: XLA's estimate for an H100, for ratios at most (`gpu_program.py` says of what), and
+  not_estimated: what is not in it.
+
+Autotuning and Triton's products are off, so fusions differ from those of a real run.
+"""
+
+import functools
+from typing import Any
+
+import fsdp
+import gpu
+import jax
+import jax.numpy as jnp
+import records
+from collectives import read, table
+from compiled_step import clocked
+from gpu_program import Program
+from model_steps import Point, trace
+from tpu_compile import MARKED, counts
+
+RESULTS = records.RESULTS / "gpu_compile.jsonl"
+ALL_DOTS = "by hand, marked blocks, all dots"
+PEERS = ("JMP", "MPX", "gradient functions")
+FEW = ("float32", "by hand", MARKED[0], "autocast, save")
+MAIN = (*FEW, "by hand, low scores", "autocast", ALL_DOTS)
+SKIPS = ("by hand", "by hand, cond", *(f"gradient functions, {by}" for by in ("where", "cond")))
+
+# Chip, model, layers, batch, whether scanned, dtype, ways, and what these points show.
+GROUPS: list[tuple[str, str, int, int, bool, str, tuple[str, ...], str]] = [
+    ("H100", "vit", 4, 64, False, "bfloat16", (*MAIN, *PEERS), "memory against time"),
+    ("H100", "vit", 4, 64, False, "float16", (*SKIPS, *PEERS), "what scaling and skipping add"),
+    ("H100", "vit", 2, 2, False, "float16", (*SKIPS, PEERS[-1]), "where the state dominates"),
+    ("H100", "vit", 12, 64, True, "bfloat16", FEW, "a scan keeps what its body saves"),
+    ("H100", "long_byte_model", 4, 16, False, "bfloat16", MAIN, "attention over 1,024 tokens"),
+    ("A100", "vit", 4, 64, False, "bfloat16", (*FEW, "autocast"), "without estimates"),
+]
+KEY = ("chip", "model", "layers", "batch", "scanned", "dtype")
+
+
+def points() -> list[records.Record]:
+    """Returns the fields of the points of train steps."""
+    found = ((*group, way) for *group, ways, _ in GROUPS for way in ways)
+    return [dict(zip((*KEY, "way"), values, strict=True)) for values in found]
+
+
+def compiled(make: Any, chip: str) -> records.Record:
+    """Compiles what a function traces, and returns what was found."""
+    program, spent = clocked(make, "cuda", **gpu.OPTIONS[chip])
+    hlo, memory = program.as_text(), program.memory_analysis()
+    found, sent = Program(hlo), table(read(hlo))
+    milliseconds, untimed = found.estimate()
+    guess = {"estimate_ms": milliseconds, "not_estimated": untimed} if chip == "H100" else {}
+    return {
+        "status": "ok",
+        "peak_mib": memory.peak_memory_in_bytes / 2**20,
+        "arguments_mib": memory.argument_size_in_bytes / 2**20,
+        **guess,
+        "kernels": sum(times for _, times in found.kernels()),
+        **counts(hlo),
+        "products": found.products(),
+        "collectives": sent,
+        **spent,
+        **gpu.compiler(chip),
+    }
+
+
+def measure(chip: str, small: bool = False, **fields: Any) -> records.Record:
+    return compiled(lambda: trace(Point(**fields), gpu.devices(chip), small), chip)
+
+
+def measure_fsdp(way: str, small: bool = False) -> records.Record:
+    """Compiles a step that eight H100 share, which is small in any case."""
+    eight = gpu.devices("H100", fsdp.DEVICES)
+    return compiled(lambda: fsdp.prepare(way, fsdp.problem(), eight).traced, "H100")
+
+
+def measure_product(dtypes: list[str], small: bool = False) -> records.Record:
+    """Compiles a product of two dtypes, which returns bfloat16."""
+    on, size = jax.sharding.SingleDeviceSharding(gpu.devices()[0]), 256 if small else 4096
+    arrays = [jax.ShapeDtypeStruct((size, size), dtype, sharding=on) for dtype in dtypes]
+    product = functools.partial(jax.lax.dot, preferred_element_type=jnp.bfloat16)
+    found = compiled(lambda: jax.jit(product).trace(*arrays), "H100")
+    return found | ({"estimate_ms": None} if E4M3 in dtypes else {})  # XLA's is not possible
+
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+PAIRS = (["bfloat16"] * 2, [E4M3] * 2, [E4M3, E5M2])
+BENCHMARKS: records.Benchmarks = {
+    "gpu_compile": (points(), measure),
+    "gpu_fsdp": ([{"way": way} for way in fsdp.WAYS], measure_fsdp),
+    "gpu_products": ([{"dtypes": pair} for pair in PAIRS], measure_product),
+}
+
+
+main = functools.partial(records.main, __doc__, BENCHMARKS, out=RESULTS)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The benchmark of what the compiler of NVIDIA's GPUs makes of train steps; it needs no GPU."""
+
+import importlib.util
+import json
+
+import gpu
+import gpu_compile
+import gpu_tables
+import jax
+import model_steps
+import pytest
+import records
+from gpu_program import Program
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
+MISSING = gpu.missing()
+needs_compiler = pytest.mark.skipif(MISSING != "", reason=MISSING)
+HLO = """HloModule jit_step, is_scheduled=true
+
+%fused (p.0: f32[8,4]) -> bf16[8,4] {
+  %p.0 = f32[8,4]{1,0} parameter(0)
+  ROOT %convert = bf16[8,4]{1,0} convert(%p.0)
+}
+
+%body (p.1: (s32[], bf16[8,8])) -> (s32[], bf16[8,8]) {
+  %p.1 = (s32[], bf16[8,8]{1,0}) parameter(0)
+  %w.1 = bf16[8,8]{1,0} get-tuple-element(%p.1), index=1
+  %gemm.1 = (f16[8,8]{1,0}, s8[64]{0}) custom-call(%w.1, %w.1), \
+custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":\
+{"precision_config":{"operand_precision":["DEFAULT","DEFAULT"]}},\
+"reification_cost":[{"exec_time_us":16.0,"name":"sol"}]}
+  ROOT %both.1 = (s32[], bf16[8,8]{1,0}) tuple(%w.1, %w.1)
+}
+
+%skip (p.2: f32[8]) -> f32[8] {
+  ROOT %p.2 = f32[8]{0} parameter(0)
+}
+
+%update (p.3: f32[8]) -> f32[8] {
+  %p.3 = f32[8]{0} parameter(0)
+  %copy.3 = f32[8]{0} copy(%p.3)
+  ROOT %copy.4 = f32[8]{0} copy(%copy.3)
+}
+
+ENTRY %main (a: f32[8,4]) -> f32[8,8] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %low = bf16[8,4]{1,0} fusion(%a), kind=kLoop, calls=%fused, \
+backend_config={"reification_cost":[{"exec_time_us":9.0,"name":""},{"exec_time_us":3.0,"name":"sol"}]}
+  %loop = (s32[], bf16[8,8]{1,0}) while(%low), condition=%skip, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
+  %kept = f32[8]{0} conditional(%a, %a, %a), branch_computations={%skip, %update}
+  %sum = f32[8]{0} all-reduce(%kept), to_apply=%skip
+  %attention = (bf16[8,4]{1,0}, u8[0]{0}) custom-call(%low, %low), \
+custom_call_target="__cudnn$fmhaSoftmax", backend_config={}
+  ROOT %gemm = f32[8,8]{1,0} custom-call(%a, %a), custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"precision_config":{"operand_precision":\
+["HIGHEST","HIGHEST"]}},"reification_cost":[{"exec_time_us":7.0,"name":"sol"}]}
+}
+"""
+
+
+def test_what_runs_is_read_from_the_program():
+    program = Program(HLO)
+    assert program.products() == {
+        "__cudnn$fmhaSoftmax bf16 x bf16 -> bf16": 1,
+        "bf16 x bf16 -> f16": 5,
+        "f32 x f32 -> f32, highest": 1,
+    }
+    assert sum(times for _, times in program.kernels()) == 1 + 5 + 2 + 1 + 1 + 1
+
+
+def test_a_step_is_estimated_as_the_sum_of_what_runs():
+    milliseconds, untimed = Program(HLO).estimate()
+    # A float16 product's 16 us are eight times bfloat16's, as which it counts; copies, their bytes.
+    copies = 2 * 2 * 32 / gpu.BANDWIDTH * 1e6
+    assert milliseconds == pytest.approx((3 + 5 * 2 + 7 + copies) / 1e3)
+    assert untimed == {"all-reduce": 1, "__cudnn$fmhaSoftmax": 1}
+
+
+def test_every_point_is_there_once_can_be_made_and_has_a_line(capsys):
+    keys = [tuple(fields.values()) for fields in gpu_compile.points()]
+    assert len(keys) == len(set(keys))
+    assert {fields["way"] for fields in gpu_compile.points()} <= {*model_steps.TRANSFORMER_WAYS}
+    gpu_compile.main(["--list"])
+    listed = capsys.readouterr().out.splitlines()
+    assert {line.partition("\t")[0] for line in listed} == {"there  "}
+
+
+@pytest.mark.parametrize(
+    ("versions", "told"), [(gpu.VERSIONS, gpu.OTHER_JAX), ((jax.__version__,), gpu.INSTALL)]
+)
+def test_without_the_compiler_a_line_says_what_to_do(versions, told, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "VERSIONS", versions if told == gpu.INSTALL else ())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    gpu.devices.cache_clear()
+    with pytest.raises(SystemExit, match="2"):
+        gpu.devices()
+    assert capsys.readouterr().err == f"{told}\n"
+
+
+def test_the_tables_compare_what_was_measured():
+    assert "| 1.000 |" in gpu_tables.costs(records.read(gpu_compile.RESULTS))
+
+
+# Compiled.
+
+TINY = [("float32", "bfloat16", "f32"), ("autocast, save", "bfloat16", "bf16")]
+TINY += [("gradient functions", "float16", "f16")]
+
+
+@pytest.mark.slow  # a compiler of its own
+@needs_compiler
+@pytest.mark.parametrize(("way", "dtype", "multiplied"), TINY)
+def test_a_step_multiplies_in_its_dtype(way, dtype, multiplied, tmp_path):
+    out = tmp_path / "lines.jsonl"
+    only = ["--only", "H100", "vit", "64", "4", "False", way, dtype]
+    gpu_compile.main([f"--out={out}", "--small", *only])
+    (found,) = [json.loads(text) for text in out.read_text().splitlines()]
+    assert found["status"] == "ok" and found["peak_mib"] > 0 and found["estimate_ms"] > 0
+    assert found["products"]
+    assert all(name.startswith(f"{multiplied} x {multiplied}") for name in found["products"])
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("chip", gpu.CHIPS)
+def test_float8_is_multiplied_as_float8_by_an_h100_alone(chip):
+    on = jax.sharding.SingleDeviceSharding(gpu.devices(chip)[0])
+    x = jax.ShapeDtypeStruct((256, 256), "float8_e4m3fn", sharding=on)
+    product = jax.jit(lambda x: jax.lax.dot(x, x, preferred_element_type="bfloat16"))
+    (found,) = gpu_compile.compiled(lambda: product.trace(x), chip)["products"]
+    assert found.startswith("f8e4m3fn x f8e4m3fn" if chip == "H100" else "bf16 x bf16")
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_the_default_compiles_to_what_where_compiles_to():
+    def measure(way):
+        point = {"model": "vit", "layers": 1, "batch": 2, "scanned": False, "dtype": "float16"}
+        found = gpu_compile.measure("H100", small=True, way=way, **point)
+        return {key: value for key, value in found.items() if "_cpu_s" not in key} | {
+            "compile_s": 0,
+            "load": 0,
+        }
+
+    ways = "gradient functions", "gradient functions, where", "gradient functions, cond"
+    default, where, cond = map(measure, ways)
+    assert default == where
+    assert default["estimate_ms"] < cond["estimate_ms"]
