@@ -27,13 +27,13 @@ from collectives import read, table
 from compiled_step import clocked
 from gpu_program import Program
 from model_steps import Point, trace
-from tpu_compile import MARKED, counts
+from tpu_compile import CARRIES, MARKED, counts
 
 RESULTS = records.RESULTS / "gpu_compile.jsonl"
 ALL_DOTS = "by hand, marked blocks, all dots"
 PEERS = ("JMP", "MPX", "gradient functions")
 FEW = ("float32", "by hand", MARKED[0], "autocast, save")
-MAIN = (*FEW, "by hand, low scores", "autocast", ALL_DOTS)
+MAIN = (*FEW, "autocast, save attention", "autocast", *MARKED[1:], "by hand, low scores", ALL_DOTS)
 SKIPS = ("by hand", "by hand, cond", *(f"gradient functions, {by}" for by in ("where", "cond")))
 
 # Chip, model, layers, batch, whether scanned, dtype, ways, and what these points show.
@@ -41,9 +41,9 @@ GROUPS: list[tuple[str, str, int, int, bool, str, tuple[str, ...], str]] = [
     ("H100", "vit", 4, 64, False, "bfloat16", (*MAIN, *PEERS), "memory against time"),
     ("H100", "vit", 4, 64, False, "float16", (*SKIPS, *PEERS), "what scaling and skipping add"),
     ("H100", "vit", 2, 2, False, "float16", (*SKIPS, PEERS[-1]), "where the state dominates"),
-    ("H100", "vit", 12, 64, True, "bfloat16", FEW, "a scan keeps what its body saves"),
+    ("H100", "vit", 12, 64, True, "bfloat16", (*MAIN, *CARRIES), "what a scan keeps"),
     ("H100", "long_byte_model", 4, 16, False, "bfloat16", MAIN, "attention over 1,024 tokens"),
-    ("A100", "vit", 4, 64, False, "bfloat16", (*FEW, "autocast"), "without estimates"),
+    ("A100", "vit", 4, 64, False, "bfloat16", MAIN[:6], "without estimates"),
 ]
 KEY = ("chip", "model", "layers", "batch", "scanned", "dtype")
 

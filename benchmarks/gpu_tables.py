@@ -1,5 +1,7 @@
 """Tables of what `gpu_compile.py` found; `report.py` writes them into the pages."""
 
+from typing import Any
+
 from gpu_compile import KEY, RESULTS as RESULTS
 from records import Record, table
 from tpu_tables import WAYS
@@ -15,26 +17,46 @@ NAMES = WAYS | {
 }
 MODELS = {"vit": "ViT of width 768", "long_byte_model": "language model of 1,024 tokens"}
 NUMBERS = "peak, MiB", "over by hand", "estimate, ms", "over by hand", "kernels", "compile, s"
+VISITED = ("float32", "by hand", "MPX", "autocast")
+VISITED += ("by hand, marked blocks", "autocast, save")
+VISITED += ("by hand, marked blocks, all dots", "autocast, save attention")
+SHOWN = {
+    "ViT": ("H100", "vit", 4, 64, False, "bfloat16"),
+    "language model": ("H100", "long_byte_model", 4, 16, False, "bfloat16"),
+}
 
 
-def costs(found: list[Record], title: str = "GPU compiler", only: str = "") -> str:
-    """Returns what each step needs, and its ratios to the step by hand; those of some groups."""
-    steps = [line for line in found if line["benchmark"] == "gpu_compile" and only in group(line)]
+def costs(found: list[Record]) -> str:
+    """Returns what each step needs, and its ratios to the step by hand."""
+    steps = [line for line in found if line["benchmark"] == "gpu_compile"]
     by_hand = {group(line): line for line in steps if line["way"] == "by hand"}
-    rows = [(group(one), NAMES[one["way"]], *cells(one, by_hand[group(one)])) for one in steps]
-    return table((title, "the step", *NUMBERS), rows)
+    rows = (
+        (title(*group(one)), NAMES[one["way"]], *cells(one, by_hand[group(one)])) for one in steps
+    )
+    return table(("GPU compiler", "the step", *NUMBERS), rows)
 
 
 def short(found: list[Record]) -> str:
-    """Returns the steps in bfloat16 of the ViT that is written out, for visitors."""
-    return costs(found, "NVIDIA's compiler", "H100, ViT of width 768, 4 layers, batch 64, bfloat16")
+    """Returns memory against time of the steps in bfloat16 that are written out, for visitors."""
+    lines = {(*group(one), one["way"]): one for one in found if one["benchmark"] == "gpu_compile"}
+    header = [f"{name}, {number}" for name in SHOWN for number in ("MiB", "peak", "time")]
+    rows = []
+    for way in VISITED:
+        row = [NAMES[way]]
+        for shown in SHOWN.values():
+            one, by_hand = lines.get((*shown, way)), lines[*shown, "by hand"]
+            row += [cells(one, by_hand)[i] for i in (0, 1, 3)] if one else [""] * 3
+        rows.append(row)
+    return table(("NVIDIA H100", *header), rows)
 
 
-def group(line: Record) -> str:
-    chip, model, layers, batch, scanned, dtype = (line[key] for key in KEY)
-    return (
-        f"{chip}, {MODELS[model]}, {layers} layers{', scanned' * scanned}, batch {batch}, {dtype}"
-    )
+def group(line: Record) -> tuple[Any, ...]:
+    return tuple(line[key] for key in KEY)
+
+
+def title(chip: str, model: str, layers: int, batch: int, scanned: bool, dtype: str) -> str:
+    depth = f"{layers} layers{', scanned' * scanned}"
+    return f"{chip}, {MODELS[model]}, {depth}, batch {batch}, {dtype}"
 
 
 def cells(line: Record, by_hand: Record) -> tuple[str, ...]:

@@ -97,6 +97,7 @@ TRANSFORMER_WAYS: dict[str, tuple[Callable[..., Step], dict[str, Any]]] = {
     "autocast": (autocast, {}),
     "autocast, marked blocks": (autocast, MARKED),
     "autocast, save": (partial(autocast, save="products"), {}),
+    "autocast, save attention": (partial(autocast, save="products+attention"), {}),
     "autocast, save, with the loss": (partial(autocast, save="products", with_loss=True), {}),
     "autocast, marked blocks, bfloat16 carry": (partial(autocast, rules=CARRY), MARKED),
     "autocast, save, bfloat16 carry": (partial(autocast, rules=CARRY, save="products"), {}),

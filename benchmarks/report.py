@@ -164,16 +164,18 @@ def pages() -> dict[Path, str]:
     at_scale = llama.table(records.read(llama.RESULTS))
     planted = mutants.table(records.read(mutants.RESULTS))
     peaks, gpu = tpu_tables.visited(tpu), records.read(gpu_tables.RESULTS)
+    on_gpu = gpu_tables.short(gpu)
     page = between(MARKS, headlines, PAGE.read_text())
     page = between(tpu_tables.MARKS, tpu_tables.short(tpu), page)
     tables = {
-        "README.md": (programs(found, VISITED), peaks),
+        "README.md": (programs(found, VISITED), peaks, on_gpu),
+        "docs/autocast.md": (on_gpu,),
         "docs/cost.md": (
             programs(found),
             peaks,
             tpu_tables.costs(tpu),
             at_scale,
-            gpu_tables.short(gpu),
+            on_gpu,
         ),
         "docs/reliability.md": (planted,),
         "docs/storage.md": (storage.table(stored),),

@@ -58,6 +58,7 @@ GROUPS: list[tuple[str, int, int, str, bool, tuple[str, ...], str]] = [
     ("language_model", 6, 16, "one", False, (WITH_LOSS,), "the logits in a piece, too"),
     ("resnet", 50, 32, "one", False, BARS[:2], "convolutions, and state; it compiles longest"),
     ("vit", 6, 64, "one", False, REST, "how others write it, and marks in the model"),
+    ("vit", 6, 64, "one", False, ("autocast, save attention",), "memory against time"),
     ("vit", 6, 64, "one", False, LOW_SCORES, "scores scaled in bfloat16: less is kept by hand"),
     ("byte_model", 6, 16, "one", False, (LOW_SCORES[0], MARKED[1]), "as ViT's"),
     ("language_model", 6, 16, "one", False, (*LOW_SCORES, MARKED[1]), "as ViT's"),

@@ -18,6 +18,7 @@ WAYS = {  # how the tables name them, in this order
     "gradient functions": "jmpx, gradient functions",
     "autocast": "jmpx.autocast",
     "autocast, save": '`jmpx.autocast(..., save="products")`',
+    "autocast, save attention": '`jmpx.autocast(..., save="products+attention")`',
     "autocast, save, with the loss": "the same around the loss, too",
     "by hand, marked blocks": "bfloat16 by hand, scaled in float32, blocks marked",
     "by hand, low scores, marked blocks": "bfloat16 by hand, scaled in bfloat16, blocks marked",
@@ -30,6 +31,7 @@ LOW_SCORES = "by hand, low scores"
 OURS = ("autocast", "autocast, marked blocks", "autocast, save")
 VISITED = ("float32", "by hand", LOW_SCORES, "MPX", *OURS)
 COSTS = ("by hand", LOW_SCORES, "by hand, marked blocks", f"{LOW_SCORES}, marked blocks", *OURS)
+COSTS += ("autocast, save attention",)
 MODELS = {
     "vit": "ViT of width 768",
     "language_model": "language model, 32,000 tokens",

@@ -76,12 +76,15 @@ def find_activations(jaxpr: Jaxpr, saving: Saving) -> tuple[set[Atom], set[int]]
     """Returns the variables of a jaxpr that depend on a product or on a loop's carry.
 
     Second, the indices of products of a batch of weights, such as those of the experts in a layer:
-    one operand depends on none. They are saved, too, and products of two activations are not.
+    one operand depends on none. They are saved, too; products of two activations are not, unless
+    those of attention are.
     """
     operands = zip(reversed(jaxpr.invars), reversed(saving.activations), strict=False)
     found = core.reached(jaxpr, [var for var, flag in operands if flag], holds_product)
     batched = ((i, eqn) for i, eqn in enumerate(jaxpr.eqns) if is_batched_product(eqn))
-    return found, {i for i, eqn in batched if [v in found for v in variables(eqn)].count(True) == 1}
+    numbers = (1, 2) if saving.attention else (1,)
+    active = ((i, sum(v in found for v in variables(eqn))) for i, eqn in batched)
+    return found, {i for i, number in active if number in numbers}
 
 
 def find_cuts(

@@ -22,11 +22,11 @@ from jmpx._autocast.cuts import (
 )
 from jmpx._autocast.neighbours import Neighbours
 from jmpx._autocast.regions import Regions
-from jmpx._autocast.saving import Saving
+from jmpx._autocast.saving import Saving, is_batched_product
 from jmpx._autocast.value import Value
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, Scopes
-from jmpx._jaxprs.inner import once_per_jaxpr
+from jmpx._jaxprs.inner import holds, once_per_jaxpr
 from jmpx._jaxprs.structure import structure_of
 
 # Their jaxprs are cut as the one around them is.
@@ -93,7 +93,8 @@ def _inside(equation: Equation, saving: Saving, active: Collection[Atom]) -> Sav
         return saving._replace(activations=tuple(flags))
     consts, carry = core.scan_counts(equation)
     flags[consts : consts + carry] = [True] * carry
-    return Saving(max(saving.turns, 1) * length(equation.params["length"]), tuple(flags))
+    turns = max(saving.turns, 1) * length(equation.params["length"])
+    return saving._replace(turns=turns, activations=tuple(flags))
 
 
 def _has_pieces(jaxpr: Jaxpr, saving: Saving) -> bool:
@@ -104,6 +105,7 @@ def _has_pieces(jaxpr: Jaxpr, saving: Saving) -> bool:
 
 def _role(equation: Equation, inside: Saving) -> Role:
     name, is_holder = equation.primitive.name, holds_product(equation)
+    is_holder |= inside.attention and holds(equation, is_batched_product)
     has_effect = any(type(effect).__name__ not in _HARMLESS for effect in equation.effects)
     if has_effect and not equation.outvars:
         return Role.LATER

@@ -13,6 +13,7 @@ from jmpx._base.leaves import PyTree
 from jmpx._base.messages import describe, did_you_mean
 from jmpx._jaxprs.core import Atom, Equation, Primitive, operation_name
 from jmpx._jaxprs.types import Params
+from jmpx._policies.maps import HOW
 
 SAVED = "jmpx_saved"  # what autocast itself gives that name with `checkpoint_name` is saved
 
@@ -24,6 +25,7 @@ _Known = tuple[Traits, Array | None, tuple[_Cast, ...]]  # the traits, the const
 class Saving(NamedTuple):
     """What autocast saves for the backward pass: in each piece, the results of weight products."""
 
+    attention: bool = False  # whether the products of two activations are saved, too
     turns: int = 0  # how often scans run what is evaluated; 0 outside of all
     # Which of the last operands of its jaxpr depend on a product or are carried by a loop.
     activations: tuple[bool, ...] = ()
@@ -35,10 +37,13 @@ IN_PIECE = Saving(in_piece=True)
 
 def get_saving(save: str | None) -> Saving | None:
     """Returns what the argument of `autocast` with that name means, and refuses others."""
-    if save not in (None, "products"):
-        near = did_you_mean(save, ["products"]) if isinstance(save, str) else "."
-        raise ValueError(f"Expected None or 'products' as save=, got {describe(save)}{near}")
-    return None if save is None else Saving()
+    if save is None:
+        return None
+    if save not in HOW["save"]:
+        near = did_you_mean(save, [*HOW["save"]]) if isinstance(save, str) else "."
+        words = " or ".join(map(repr, HOW["save"]))
+        raise ValueError(f"Expected None, {words} as save=, got {describe(save)}{near}")
+    return Saving(attention=save == "products+attention")
 
 
 def is_weight_product(primitive: Primitive, params: Params, operands: Sequence[Atom]) -> bool:
@@ -66,6 +71,12 @@ def saves_products(primitive: Primitive, *avals: Atom, **params: object) -> bool
     if primitive.name == "name":
         return params["name"] == SAVED
     return is_weight_product(primitive, params, avals)
+
+
+def _saves_all_products(primitive: Primitive, *avals: Atom, **params: Any) -> bool:
+    """The same, of the products of two activations, too."""
+    is_product = primitive.name == "dot_general" and sums(params, avals)
+    return is_product or saves_products(primitive, *avals, **params)
 
 
 def checkpointed(
@@ -100,7 +111,8 @@ def checkpointed(
         return [(v.array, *v.casts.values()) for v in outputs], new
 
     # The two passes over a scan's body are in two loops: nothing can merge their equations.
-    remat = jax.checkpoint(on_arrays, policy=saves_products, prevent_cse=not saving.turns)
+    policy = _saves_all_products if saving.attention else saves_products
+    remat = jax.checkpoint(on_arrays, policy=policy, prevent_cse=not saving.turns)
 
     def call(values: Sequence[Value]) -> list[Value]:
         pairs = zip(values, constants, strict=True)

@@ -229,7 +229,7 @@ class _Options(TypedDict, total=False):
     """The options of `autocast`."""
 
     output: DTypeLike | None
-    save: Literal["products"] | None
+    save: Literal["products", "products+attention"] | None
 
 
 @overload
@@ -249,7 +249,7 @@ def autocast(
     policy: PolicyMapLike = "compute=bf16",
     *,
     output: DTypeLike | None = "traced",
-    save: Literal["products"] | None = None,
+    save: Literal["products", "products+attention"] | None = None,
 ) -> Callable[..., Any]:
     """Makes a function run in mixed precision, operation by operation, as `torch.autocast` does.
 
@@ -271,7 +271,8 @@ def autocast(
         output: "traced" gives results the dtypes that they have without autocast, None leaves them
             as they come, and a dtype casts the floating ones.
         save: what the backward pass keeps: None leaves that to JAX; "products" keeps what weight
-            products and convolutions made, and computes the rest again.
+            products and convolutions made, and computes the rest again; "products+attention" keeps
+            products of two activations, too, which takes more memory and less time.
 
     Returns:
         A function with the signature of `fn`; a `jmpx.types.Autocast` that holds `fn` if it is

@@ -51,8 +51,9 @@ def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
     The parts are separated by semicolons. The part without a selector is the default, the policy of
     the outermost call as a whole; left out, it is float32. It may also say how `jmpx.apply_policy`
     and the gradient functions apply the map: `by=arguments`, `by=modules` or `by=operations`, and
-    `save=products` beside the last, which saves memory. Without `by`, rules for classes or paths
-    mean modules, rules for operations alone mean operations, and no rules mean arguments.
+    `save=products` or `save=products+attention` beside the last, which save memory. Without `by`,
+    rules for classes or paths mean modules, rules for operations alone mean operations, and no
+    rules mean arguments.
 
     Every other part is a rule, `selector: policy`. A selector is a class name, such as `BatchNorm`
     or, more precisely, `haiku.BatchNorm`, which also matches subclasses; a glob of paths, which

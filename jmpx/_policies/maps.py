@@ -13,7 +13,7 @@ from jmpx._policies.rules import Rule
 # What the default part of a policy map may say besides its policy, and the words for it.
 HOW: dict[str, tuple[str, ...]] = {
     "by": ("arguments", "modules", "operations"),
-    "save": ("products",),
+    "save": ("products", "products+attention"),
 }
 
 
@@ -45,7 +45,8 @@ class PolicyMap:
         rules: the rules. If several match a call, the last one of them applies.
         by: how `jmpx.apply_policy` and the gradient functions apply the map: "arguments",
             "modules" or "operations"; None leaves it to the rules, see `way`.
-        save: "products" saves memory where the map is applied by operations, see `jmpx.autocast`.
+        save: "products" or "products+attention" saves memory where the map is applied by
+            operations, see `jmpx.autocast`.
 
     Raises:
         ValueError: if `by` or `save` is unknown, or `save` stands beside another way than

@@ -21,13 +21,13 @@ import jmpx
 _AROUND = {"jit", "remat2", "custom_vjp_call", "convert_element_type", "copy"}
 
 
-def losses(apply, x, labels, policy):
+def losses(apply, x, labels, policy, save: Any = "products"):
     """Returns a loss without `save=` and one with it."""
 
     def loss_of(apply):
         return lambda params: benchmark.cross_entropy(apply(params, x), labels)
 
-    casts = jmpx.autocast(apply, policy), jmpx.autocast(apply, policy, save="products")
+    casts = jmpx.autocast(apply, policy), jmpx.autocast(apply, policy, save=save)
     return [loss_of(cast) for cast in casts]
 
 
@@ -49,12 +49,13 @@ EXACT = {"xla_allow_excess_precision": False}
 
 
 @pytest.mark.filterwarnings("ignore:JAX cannot trace")  # other tests are about that
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("save", ["products", "products+attention"])
 @pytest.mark.parametrize("name", MODELS)
-def test_nothing_changes(rng, name):
+def test_nothing_changes(rng, name, save):
     """Only under XLA's optimizations do gradients differ, by the order of float32 sums."""
     apply, params, x, labels = MODELS[name](rng)
-    plain, saving = losses(apply, x, labels, rng.choice(list(LOW_DTYPES)))
+    plain, saving = losses(apply, x, labels, rng.choice(list(LOW_DTYPES)), save)
     assert any(eqn.primitive.name == "remat2" for eqn in equations_of(saving, params))
     assert dtypes_of_operations(saving, params) == dtypes_of_operations(plain, params)
     grads = [jax.jit(jax.grad(f), compiler_options=EXACT)(params) for f in (plain, saving)]

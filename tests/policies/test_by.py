@@ -44,6 +44,14 @@ def test_a_whole_map_comes_back_from_its_string():
     assert jmpx.get_policy_map(str(policy_map)) == policy_map
 
 
+@pytest.mark.parametrize("word", ["products", "products+attention"])
+def test_what_is_saved_comes_back_from_its_string(word):
+    policy_map = jmpx.get_policy_map(f"by=operations,c=bf16,save={word}")
+    assert policy_map.save == word and f",save={word}" in str(policy_map)
+    assert jmpx.get_policy_map(str(policy_map)) == policy_map
+    assert jmpx.get_mixed_precision(f"{policy_map} | dynamic").policy_map == policy_map
+
+
 MAPPINGS = [
     {"policy": "c=bf16", "by": "modules"},
     {"policy": "by=modules,c=bf16"},

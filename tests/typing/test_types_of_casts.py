@@ -161,6 +161,7 @@ def test_autocast_keeps_the_signature(x: jax.Array) -> None:
     called = jmpx.autocast(predict, jmpx.get_policy_map("c=bf16"), output=jnp.float32)
     assert_type(saving(make_params(), x, scale=2.0), dict[str, jax.Array])
     assert_type(jmpx.autocast(predict, save="products")(make_params(), x), dict[str, jax.Array])
+    jmpx.autocast(predict, save="products+attention")
     with pytest.raises(ValueError):
         jmpx.autocast(predict, save="all")  # pyright: ignore[reportArgumentType, reportCallIssue]
     assert_type(plain(make_params(), x, scale=2.0), dict[str, jax.Array])
