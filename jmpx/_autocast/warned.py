@@ -5,6 +5,7 @@ in the dtypes of the forward pass: autocast cannot evaluate it in others. The sa
 function with a partitioning of its own, and for a kernel.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -31,6 +32,20 @@ def warnings_of(policy_map: PolicyMap, used: Used, modules: Iterable[Module]) ->
     yield from _unused_rules(policy_map, used, modules)
     yield from _wide_products(policy_map, used)
     yield from _unused_saving(used)
+
+
+@contextlib.contextmanager
+def attention_explained() -> Iterator[None]:
+    """Adds the remedy to JAX's error of an attention by cuDNN, which refuses to trace float32."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "must be fp16" in str(error):
+            error.add_note(
+                "Autocast changes dtypes after JAX has traced this: cast q, k and v before "
+                "jax.nn.dot_product_attention, as in `q.astype(jnp.bfloat16)`."
+            )
+        raise
 
 
 def note_products(operation: Operation) -> None:

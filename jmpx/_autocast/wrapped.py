@@ -15,7 +15,7 @@ from jmpx._autocast.interpreter import Interpreter
 from jmpx._autocast.neighbours import Ends
 from jmpx._autocast.saving import Saving, get_saving
 from jmpx._autocast.value import Array, Value
-from jmpx._autocast.warned import warnings_of
+from jmpx._autocast.warned import attention_explained, warnings_of
 from jmpx._base.contexts import AUTOCAST, fact, fact_set, note_cast
 from jmpx._base.dtypes import DTypeLike, as_dtype, check_computes, is_dtype
 from jmpx._base.leaves import PyTree, is_floating, is_traceable
@@ -135,7 +135,7 @@ def evaluated(
     # is for products that run in float32.
     is_set = interpreter.regions.surrounding is not None
     products = jax.default_matmul_precision(None) if is_set else contextlib.nullcontext()
-    with fact_set(AUTOCAST, key), products:
+    with fact_set(AUTOCAST, key), products, attention_explained():
         traced = core.trace(pure, (state, *args), kwargs)
     _, changes = traced.rebuild(traced.jaxpr.out_avals)
     values = _values(changes.replaced(), traced.arrays, ((state, *args), kwargs), is_parameter)

@@ -2,15 +2,20 @@
 
 import importlib.util
 import json
+from functools import partial
 
 import gpu
 import gpu_compile
 import gpu_tables
+import haiku as hk
 import jax
+import jax.numpy as jnp
 import model_steps
 import pytest
 import records
 from gpu_program import Program
+
+import jmpx
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
 MISSING = gpu.missing()
@@ -147,3 +152,89 @@ def test_the_default_compiles_to_what_where_compiles_to():
     default, where, cond = map(measure, ways)
     assert default == where
     assert default["estimate_ms"] < cond["estimate_ms"]
+
+
+# cuDNN's attention, on the compiler.
+
+
+def attention(w, x, dtype=None, **options):
+    q, k, v = ((x @ w[i]).reshape(*x.shape[:2], 4, 64) for i in range(3))
+    q, k, v = (each.astype(dtype or each.dtype) for each in (q, k, v))
+    attended = jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)
+    return attended.reshape(x.shape).astype(x.dtype) @ w[3]
+
+
+def masked(w, x):
+    bias, mask = jnp.zeros((1, 4, 256, 256), LOW), jnp.ones((1, 1, 256, 256), bool)
+    return attention(w, x, LOW, bias=bias, mask=mask)
+
+
+def in_haiku(policy, w, x):
+    class Attention(hk.Module):
+        def __call__(self, x):
+            return attention(hk.get_parameter("w", (4, 256, 256), init=jnp.zeros), x)
+
+    net = hk.transform(lambda x: Attention()(x))
+    return jmpx.apply_policy(net.apply, policy)({"attention": {"w": w}}, None, x)
+
+
+LOW = jnp.bfloat16
+CAST, CAUSAL = partial(attention, dtype=LOW), partial(attention, dtype=LOW, is_causal=True)
+FUSED = {
+    "arguments": jmpx.apply_policy(attention, "by=arguments,c=bf16"),
+    "modules": partial(in_haiku, "by=modules,c=bf16,o=f32"),
+    "operations": jmpx.apply_policy(CAST, "by=operations,c=bf16"),
+    "autocast": jmpx.autocast(CAUSAL, "c=bf16"),
+    "save": jmpx.autocast(CAUSAL, "c=bf16", save="products"),
+    "save, with attention": jmpx.autocast(CAUSAL, "c=bf16", save="products+attention"),
+    "mask and bias": jmpx.autocast(masked, "c=bf16", save="products"),
+}
+
+
+@pytest.fixture
+def with_cudnn(monkeypatch):
+    """Has JAX find a cuDNN of a certain version; the compiler needs none."""
+    versions = importlib.import_module("jax_cuda12_plugin._versions")
+    monkeypatch.setattr(versions, "cudnn_get_version", lambda: 91000)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.usefixtures("with_cudnn")
+@pytest.mark.parametrize("name", FUSED)
+def test_an_attention_is_one_kernel_forward_and_one_backward(name):
+    def grads(w, x):
+        return jax.grad(lambda w: jnp.square(FUSED[name](w, x).astype(jnp.float32)).sum())(w)
+
+    on = jax.sharding.SingleDeviceSharding(gpu.devices()[0])
+    w, x = (jax.ShapeDtypeStruct((n, 256, 256), "float32", sharding=on) for n in (4, 2))
+    products = gpu_compile.compiled(lambda: jax.jit(grads).trace(w, x), "H100")["products"]
+    kernels = {key.split()[0]: n for key, n in products.items() if key.startswith("__cudnn")}
+    assert list(kernels.values()) == [1, 1] and [k.endswith("Backward") for k in kernels] == [0, 1]
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.usefixtures("with_cudnn")
+def test_an_attention_in_float32_is_refused_with_the_edit():
+    w, x = (jax.ShapeDtypeStruct((n, 256, 256), "float32") for n in (4, 2))
+    with pytest.raises(NotImplementedError, match="float32") as error:
+        jax.eval_shape(jmpx.autocast(attention, "c=bf16"), w, x)
+    assert any("q.astype(jnp.bfloat16)" in note for note in error.value.__notes__)
+
+
+# How an H100 and an A100 multiply float32.
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("chip", gpu.CHIPS)
+@pytest.mark.parametrize("matmul", ["", ",m=highest"])
+def test_float32_is_multiplied_in_tf32_unless_the_policy_says_highest(matmul, chip):
+    on = jax.sharding.SingleDeviceSharding(gpu.devices(chip)[0])
+    x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=on)
+    product = jax.jit(jmpx.apply_policy(lambda x: x @ x, f"c=f32{matmul}"))
+    (found,) = gpu_compile.compiled(lambda: product.trace(x), chip)["products"]
+    assert found == "f32 x f32 -> f32" + (", highest" if matmul else "")
+    audited = jmpx.inspect.audit(lambda x: jnp.sum(product(x)), platform="cuda")(x)
+    assert ["TF32" in finding.message for finding in audited.findings] == [True] * (not matmul)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from jmpx._inspect.audit import (
     accumulation,
+    attention,
     exponentials,
     hardware,
     leaks,
@@ -19,7 +20,7 @@ from jmpx._inspect.audit.step import Found, Kind, Step
 from jmpx._inspect.graph import Graph
 
 # The first to run explains operations to the others.
-_SEARCHES = (logits, leaks, rounding, exponentials, sums, accumulation, hardware)
+_SEARCHES = (logits, leaks, rounding, exponentials, sums, accumulation, hardware, attention)
 KINDS: dict[str, Kind] = {kind.name: kind for each in _SEARCHES for kind in each.KINDS}
 
 
