@@ -1,9 +1,12 @@
 """The benchmark of what the compiler of NVIDIA's GPUs makes of train steps; it needs no GPU."""
 
+import collections
 import importlib.util
 import json
 from functools import partial
 
+import collectives
+import fsdp
 import gpu
 import gpu_compile
 import gpu_tables
@@ -238,3 +241,24 @@ def test_float32_is_multiplied_in_tf32_unless_the_policy_says_highest(matmul, ch
     assert found == "f32 x f32 -> f32" + (", highest" if matmul else "")
     audited = jmpx.inspect.audit(lambda x: jnp.sum(product(x)), platform="cuda")(x)
     assert ["TF32" in finding.message for finding in audited.findings] == [True] * (not matmul)
+
+
+# Collectives, which eight GPUs begin and end apart.
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("way", ["c=bf16", "batch_sharding, c=bf16"])
+def test_what_gpus_send_is_read_as_the_benchmark_reads_it(way):
+    step = fsdp.prepare(way, fsdp.problem(), gpu.devices("H100", fsdp.DEVICES)).traced
+    program = step.lower(lowering_platforms=("cuda",)).compile(gpu.OPTIONS["H100"])
+    report = jmpx.inspect.collectives(program)
+    assert (report.platform, report.devices) == ("gpu", fsdp.DEVICES)
+    sent = collections.Counter()
+    for one in report.collectives:
+        sent[f"{one.kind} {one.dtype}"] += one.sent / 2**20
+    counted = collectives.table(collectives.read(program.as_text()))
+    assert {kind: sent[kind] for kind in counted} == pytest.approx(counted, rel=1e-3)
+    sums = "f32" if "batch" in way else "bf16"
+    assert sent[f"reduce-scatter {sums}"] > 1 and sent["all-gather bf16"] > 1
+    assert sent["all-gather f32"] == 0

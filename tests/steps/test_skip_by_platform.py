@@ -266,6 +266,9 @@ def test_an_audit_counts_the_update_once_and_the_selection(platform, counting, r
     found, ways = report(), {way: report(skip_by=way) for way in ("cond", "where")}
     assert parts(found) == parts(ways["where"]) == parts(ways["cond"])
     assert found.other_flops == ways["where"].other_flops + 2  # the two flags
+    (scope,) = found.scopes
+    assert (scope._replace(operations=scope.operations - 2),) == ways["where"].scopes
+    assert scope.operations > ways["cond"].scopes[0].operations
 
 
 @pytest.mark.parametrize("platform", [None, "cpu", "gpu", "tpu"])
@@ -298,6 +301,12 @@ def test_an_infinity_is_found_as_in_a_cond(jit, rng):
         return step(params, state, grads, finite, **skip)
 
     run = jax.jit if jit else lambda f: f
+    ranges = [
+        str(jmpx.inspect.ranges(run(partial(train, **skip)))(params, state, x))
+        for skip in ({}, {"skip_by": "where"})
+    ]
+    assert ranges[0] == ranges[1]  # with the selection, which a `lax.cond` has not
+    assert jmpx.inspect.first_nonfinite(run(train))(params, state, x) is None
     bad = {**params, "w": params["w"].at[0, 0].set(jnp.inf)}
     found = jmpx.inspect.first_nonfinite(run(train))(bad, state, x)
     assert str(found) == str(
