@@ -74,11 +74,13 @@ def test_nothing_changes(rng, name, save):
 @pytest.mark.thorough
 @pytest.mark.parametrize("save", ["products", "products+attention"])
 @pytest.mark.parametrize("name", REORDERED)
-def test_eagerly_the_bits_are_the_same(rng, name, save):
+def test_operation_by_operation_the_bits_are_the_same(rng, name, save):
     """So what differs in the compiled programs of these models is XLA's alone."""
     apply, params, x, labels = MODELS[name](rng)
     plain, saving = losses(apply, x, labels, rng.choice(list(LOW_DTYPES)), save)
-    assert_same_bits(jax.grad(saving)(params), jax.grad(plain)(params))
+    with jax.disable_jit():  # JAX 0.12 compiles a checkpoint as a whole, also in an eager call
+        grads = [jax.grad(loss)(params) for loss in (saving, plain)]
+    assert_same_bits(*grads)
 
 
 def attention(x, w, up, down):
