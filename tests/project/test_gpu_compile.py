@@ -254,7 +254,7 @@ def test_what_gpus_send_is_read_as_the_benchmark_reads_it(way):
     program = step.lower(lowering_platforms=("cuda",)).compile(gpu.OPTIONS["H100"])
     report = jmpx.inspect.collectives(program)
     assert (report.platform, report.devices) == ("gpu", fsdp.DEVICES)
-    sent = collections.Counter()
+    sent = collections.defaultdict[str, float](float)
     for one in report.collectives:
         sent[f"{one.kind} {one.dtype}"] += one.sent / 2**20
     counted = collectives.table(collectives.read(program.as_text()))
