@@ -169,7 +169,6 @@ def pages() -> dict[Path, str]:
     page = between(tpu_tables.MARKS, tpu_tables.short(tpu), page)
     tables = {
         "README.md": (programs(found, VISITED), peaks, on_gpu),
-        "docs/autocast.md": (on_gpu,),
         "docs/cost.md": (
             programs(found),
             peaks,

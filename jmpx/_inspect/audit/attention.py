@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from jmpx._autocast.saving import is_batched_product
 from jmpx._base.text import bytes_text
 from jmpx._inspect.audit.flops import is_product
 from jmpx._inspect.audit.step import Found, Kind, Step
@@ -26,10 +27,8 @@ def search(step: Step) -> Iterator[Found]:
 
 def _is_low_batched(node: Node) -> bool:
     """Whether a node is a matrix product with dimensions of a batch, of operands in 16 bits."""
-    is_matrix = node.name == "dot_general" and not node.is_structure
-    if not (is_matrix and all(map(is_low, node.operands[:2]))):
-        return False
-    return len(node.eqn.params["dimension_numbers"][1][0]) > 0
+    is_batched = not node.is_structure and is_batched_product(node.eqn)
+    return is_batched and all(map(is_low, node.operands[:2]))
 
 
 def _meets_softmax(node: Node) -> bool:
