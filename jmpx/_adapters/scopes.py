@@ -7,15 +7,16 @@ from typing import NamedTuple, TypeVar
 
 from jmpx._adapters.dtype_fields import FieldCensus
 from jmpx._base.contexts import Context, Hook, entered, is_held, opened, refuse_other_tasks
-from jmpx._base.matmul import matmul_of
+from jmpx._base.matmul import SUMMED_IN_FLOAT32, matmul_of
 from jmpx._base.messages import user_stacklevel
 from jmpx._jaxprs.marks import Module
 from jmpx._policies.added_rules import in_force
-from jmpx._policies.frameworks import Creation
+from jmpx._policies.frameworks import Creation, is_convolution
 from jmpx._policies.map_strings import get_policy_map
 from jmpx._policies.maps import PolicyMap, PolicyMapLike, warn_unused
 from jmpx._policies.policy import Policy
 from jmpx._policies.registry import policy_of
+from jmpx._policies.rules import Rule
 
 
 class ModuleRecord(NamedTuple):
@@ -92,6 +93,7 @@ class PolicyScope:
         """Returns the policy that a rule or else the class gives to a module, None without one."""
         default = None if self.policy_map is None else self.policy_map.default
         rule = None if self.policy_map is None else self.policy_map.rule_for(cls, path)
+        self._refuse_convolution(cls, path, rule, surrounding)
         if rule is not None and default is not None:
             return rule.resolve(default, surrounding)
         policy = policy_of(cls)
@@ -102,6 +104,16 @@ class PolicyScope:
             # One of JMP, which Haiku's registry may hold.
             policy = Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
         return dataclasses.replace(policy, matmul_precision=matmul)  # inherited, as by a rule
+
+    def _refuse_convolution(
+        self, cls: type, path: str, rule: Rule | None, surrounding: Policy | None
+    ) -> None:
+        """Refuses a convolution that a rule with `product` selects, itself or by what holds it."""
+        rules = () if self.policy_map is None else self.policy_map.rules
+        if rule is None and matmul_of(surrounding) in SUMMED_IN_FLOAT32.values():
+            rule = next((each for each in rules if each.product is not None), None)
+        if rule is not None and rule.product is not None and is_convolution(cls):
+            raise rule.refuse_convolution(f"{cls.__name__} at {path!r}")
 
     def record_module(
         self, cls: type, path: str, boundary: Policy | None, surrounding: Policy | None

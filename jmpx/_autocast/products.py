@@ -17,6 +17,7 @@ from jmpx._base.matmul import is_algorithm
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Equation, Jaxpr, operation_name
 from jmpx._jaxprs.inner import once_per_jaxpr
+from jmpx._jaxprs.places import place_of
 from jmpx._jaxprs.rewriting import with_equations, with_jaxprs
 from jmpx._jaxprs.types import Params
 
@@ -72,6 +73,9 @@ def _precision(equation: Equation, scope: str, regions: Regions, dtype: np.dtype
     algorithm = regions.algorithm(name, regions.region(scope))
     if algorithm is None:
         return {}
+    rule = regions.rule_of(algorithm)
+    if name == CONVOLUTION and rule is not None and rule.product is not None:
+        raise rule.refuse_convolution(f"conv_general_dilated at {place_of(equation) or 'a library'}")
     dtypes = {atom.aval.dtype for atom in equation.invars}
     dtypes = {d if d != FLOAT32 else dtype for d in dtypes if jnp.issubdtype(d, jnp.inexact)}
     is_word = not is_algorithm(algorithm.name)

@@ -69,8 +69,9 @@ class Regions:
         # The algorithm that jmpx has set around the call; the default of the policy map goes first.
         self.surrounding = surrounding
         self.used = Used()  # what was met so far
-        names = (policy_map.default.matmul_precision, *(rule.matmul for rule in policy_map.rules))
-        self.give_algorithms = any(name is not None for name in (surrounding, *names))
+        given = (rule.product or rule.matmul for rule in policy_map.rules)
+        names = (surrounding, policy_map.default.matmul_precision, *given)
+        self.give_algorithms = any(name is not None for name in names)
         ranked = (policy_map.default.matmul_precision, -1), (surrounding, -2)
         algorithms = (Algorithm(name, rank) for name, rank in ranked if name is not None)
         dtype = np.dtype(policy_map.default.compute_dtype)
@@ -98,21 +99,27 @@ class Regions:
         if _is_one_module(outer, scope):  # a rule may match the mark or the name: the last one wins
             level.append(outer)
             region = self.region(outer.rpartition("/")[0])
-        around = region.algorithm
+        around, dtypes = region.algorithm, (region.dtype, self.policy_map.default.compute_dtype)
         for rank, rule in enumerate(self.policy_map.rules):
             if region.is_fixed and not self.give_algorithms:
                 break  # no rule can change it
             if any(matches_scope(rule, each) for each in level):
-                region = region.changed(rule, rank, around)
-                if not region.is_fixed or rule.matmul is not None:
+                spelled_out = rule.spelled_out(*dtypes)
+                region = region.changed(spelled_out, rank, around)
+                if not region.is_fixed or spelled_out.matmul is not None:
                     self.used.rules.add(rule)
         return region
 
     def note(self, algorithm: Algorithm) -> None:
         """Notes the algorithm of a product, and the policy rule that gives it."""
         self.used.algorithms.add(algorithm)
-        if algorithm.rank >= 0:
-            self.used.rules.add(self.policy_map.rules[algorithm.rank])
+        rule = self.rule_of(algorithm)
+        if rule is not None:
+            self.used.rules.add(rule)
+
+    def rule_of(self, algorithm: Algorithm) -> PolicyRule | None:
+        """Returns the policy rule that gives an algorithm, None for the default or the call."""
+        return self.policy_map.rules[algorithm.rank] if algorithm.rank >= 0 else None
 
     def override(self, name: str, region: Region) -> np.dtype | None:
         """Returns the dtype of a policy rule for a primitive, if no later rule is for its scope."""

@@ -130,6 +130,12 @@ def _unused_rules(policy_map: PolicyMap, used: Used, modules: Iterable[Module]) 
                 f"The matmul of the {the_rule} has no effect, because no float32 product gets it: "
                 "leave it out, or write compute=float32 beside it."
             )
+        if rule.product is not None and rank not in ranks:
+            yield (
+                f"The product of the {the_rule} has no effect, because no matrix product of "
+                "float32 arrays without a precision= of its own runs there: write compute=float32 "
+                "instead, or select the module or scope of the product."
+            )
 
 
 def _is_without_dtype(rule: PolicyRule) -> bool:

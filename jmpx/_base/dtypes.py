@@ -168,3 +168,12 @@ def check_reduces(dtype: DTypeLike, place: str = "") -> None:
             f"Cannot reduce in {dtype_name(dtype)}{place}, where sums over devices would be NaN: "
             "write reduce=float32, reduce=bfloat16 or reduce=float16."
         )
+
+
+def check_product(dtype: DTypeLike, place: str = "") -> None:
+    """Refuses all dtypes but float32 as that which products of 16-bit operands hand out."""
+    if dtype_name(dtype) != "float32":
+        raise ValueError(
+            f"Cannot hand out {dtype_name(dtype)} from products{place}: those of 16-bit operands "
+            "are summed in float32, so write product=float32, or compute= for another dtype."
+        )

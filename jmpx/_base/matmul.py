@@ -21,6 +21,10 @@ _WORDS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
 _ALGORITHMS = tuple(name for name in lax.DotAlgorithmPreset.__members__ if name != "DEFAULT")
 
 
+# The dot algorithms that multiply operands of 16 bits and hand out float32, by these dtypes.
+SUMMED_IN_FLOAT32 = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
+
+
 def matmul_names() -> list[str]:
     """Returns the names of the words and of the dot algorithms, as JAX spells them."""
     return [*_WORDS, *_ALGORITHMS]

@@ -160,6 +160,14 @@ def adapters_of(cls: type) -> Iterator[Adapter]:
         yield importlib.import_module(_ADAPTERS[package]).adapter
 
 
+@functools.lru_cache(maxsize=4096)
+def is_convolution(cls: type) -> bool:
+    """Whether a class descends from a convolution of a framework, which its name tells."""
+    packages = {name.partition(".")[0] for name in _ADAPTERS}
+    own = (base for base in cls.__mro__ if base.__module__.partition(".")[0] in packages)
+    return any(base.__name__.lstrip("_").startswith("Conv") for base in own)
+
+
 @functools.lru_cache(maxsize=4096)  # asked at each call of each module
 def _packages_of(cls: type, packages: tuple[str, ...]) -> list[str]:
     modules = [f"{base.__module__}." for base in cls.__mro__]

@@ -20,7 +20,7 @@ from jmpx._base.mappings import (
 )
 from jmpx._base.messages import did_you_mean
 from jmpx._policies.maps import HOW, PolicyMap, PolicyMapLike
-from jmpx._policies.policy import ATTRIBUTES, Policy
+from jmpx._policies.policy import Policy
 from jmpx._policies.rules import Rule, is_selector
 from jmpx._policies.strings import (
     DTYPES,
@@ -40,7 +40,7 @@ from jmpx._policies.strings import (
 
 # The keys of the sections of a map's mapping, of a rule, and of a rule's mapping.
 _SECTIONS = {name: name for name in ("policy", "rules")}
-_RULE_KEYS = {key: name for key, name in KEYS.items() if name != "reduce"}
+_RULE_KEYS = {key: name for key, name in KEYS.items() if name != "reduce"} | {"product": "product"}
 _RULE_MAPPING_KEYS = {"select": "select", "policy": "policy", **_RULE_KEYS}
 _RULE_EXAMPLE = "'LayerNorm: full' or {'select': 'LayerNorm', 'compute': 'float32'}"
 
@@ -60,7 +60,8 @@ def get_policy_map(policy_map: PolicyMapLike) -> PolicyMap:
     contains `/` or `*`; or an operation, such as `op.exp`. If several rules match, the last one
     applies. A question mark at the end of a selector (`BatchNorm?: full`) makes the rule optional:
     no warning is given if it matches nothing. A rule sets only the fields that it names, and a
-    dtype without a key sets compute; `jmpx.types.Rule` says how the others are inherited.
+    dtype without a key sets compute; `jmpx.types.Rule` says how the others are inherited. Rules for
+    modules and scopes may say `product=float32`: see there.
 
     A mapping, of any kind that `get_policy` takes, has the default under `policy` and the list of
     rules under `rules`; `by` and `save` stand beside these. The keys of a rule are `select` and
@@ -236,7 +237,7 @@ def _rule_of(entries: list[Entry], found: Found) -> Rule:
     if "select" not in given:
         raise ValueError(f"Missing key 'select'{found.at}: write {_RULE_EXAMPLE}.")
     name, optional = _read_selector(given["select"])
-    own = {key: each for key, each in given.items() if key in ATTRIBUTES}
+    own = {key: each for key, each in given.items() if key not in ("select", "policy")}
     fields = {key: read_field(key, each) for key, each in own.items()}
     if "policy" in given and own:
         raise ValueError(

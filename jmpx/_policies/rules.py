@@ -4,12 +4,14 @@ import dataclasses
 import functools
 import re
 
-from jmpx._base.dtypes import DTypeLike, as_dtype
-from jmpx._base.matmul import as_matmul, matmul_of
+import jax.numpy as jnp
+
+from jmpx._base.dtypes import DTypeLike, as_dtype, check_product, dtype_name
+from jmpx._base.matmul import SUMMED_IN_FLOAT32, as_matmul, matmul_of
 from jmpx._policies.policy import Policy, written
 
 # The fields that a rule may set.
-_FIELDS = ("params", "compute", "output", "matmul")
+_FIELDS = ("params", "compute", "output", "matmul", "product")
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -29,10 +31,14 @@ class Rule:
             mark at the end of the selector makes a rule optional: `BatchNorm?: full`.
         matmul: the algorithm of float32 matrix products; None inherits that of the surrounding
             call. See `Policy`.
+        product: float32 for matrix products that multiply in the 16-bit dtype of what is around, or
+            in `compute` where it is given, and hand out float32, forward and backward; all else in
+            the part is float32, as are its inputs and results. None for products as the others say.
 
     Raises:
         TypeError: if a field is neither None nor a dtype, or `matmul` is not a name.
-        ValueError: if a dtype is unknown or not floating, or the algorithm is unknown.
+        ValueError: if a dtype is unknown or not floating, or the algorithm is unknown; or if
+            `product` is not float32, is for an operation, or stands beside what contradicts it.
     """
 
     __module__ = "jmpx.types"
@@ -44,12 +50,30 @@ class Rule:
     optional: bool = False
     _: dataclasses.KW_ONLY
     matmul: str | None = None
+    product: DTypeLike | None = None
 
     def __post_init__(self) -> None:
-        for key in ("params", "compute", "output"):
+        for key in ("params", "compute", "output", "product"):
             dtype = getattr(self, key)
             object.__setattr__(self, key, None if dtype is None else as_dtype(dtype))
         object.__setattr__(self, "matmul", as_matmul(self.matmul))
+        if self.product is not None:
+            check_product(self.product)
+            self._check_beside_product()
+
+    def _check_beside_product(self) -> None:
+        """Refuses what cannot hold beside `product`."""
+        remedy = ""
+        if self.is_operation:
+            remedy = "select the module or scope around the operation, at whose edges float32 ends"
+        elif self.compute is not None and dtype_name(self.compute) not in SUMMED_IN_FLOAT32:
+            remedy = "compute is the dtype of the operands, so write bfloat16, float16 or nothing"
+        elif self.output not in (None, jnp.float32):
+            remedy = "it returns float32, so leave output out"
+        elif self.matmul is not None:
+            remedy = "it is an algorithm of products itself, so leave matmul out"
+        if remedy:
+            raise ValueError(f"Cannot follow product=float32 in rule {str(self)!r}: {remedy}.")
 
     @property
     def label(self) -> str:
@@ -102,11 +126,42 @@ class Rule:
         around = default if surrounding is None else surrounding
         compute = around.compute_dtype
         output = default.output_dtype if surrounding is None else compute
+        rule = self.spelled_out(compute, default.compute_dtype)
         return Policy(
-            default.param_dtype if self.params is None else self.params,
-            compute if self.compute is None else self.compute,
-            output if self.output is None else self.output,
-            matmul_precision=matmul_of(around) if self.matmul is None else self.matmul,
+            default.param_dtype if rule.params is None else rule.params,
+            compute if rule.compute is None else rule.compute,
+            output if rule.output is None else rule.output,
+            matmul_precision=matmul_of(around) if rule.matmul is None else rule.matmul,
+        )
+
+    def spelled_out(self, *around: DTypeLike) -> "Rule":
+        """Returns the rule that says by compute, output and matmul what `product` means.
+
+        Args:
+            around: the compute dtypes around what the rule selects, the innermost first.
+
+        Raises:
+            ValueError: if none of them, nor that of the rule, has 16 bits.
+        """
+        if self.product is None:
+            return self
+        given = [dtype_name(dtype) for dtype in (self.compute, *around) if dtype is not None]
+        algorithms = [SUMMED_IN_FLOAT32[name] for name in given if name in SUMMED_IN_FLOAT32]
+        if not algorithms:
+            raise ValueError(
+                f"Cannot follow rule {str(self)!r} where the compute dtype is {given[0]}: its "
+                "operands have the 16 bits of what is around, so write compute=bfloat16 in the "
+                "policy or beside product, or leave the rule out."
+            )
+        wide = {"compute": jnp.float32, "output": jnp.float32}
+        return dataclasses.replace(self, **wide, matmul=algorithms[0], product=None)
+
+    def refuse_convolution(self, name: str) -> ValueError:
+        """Returns the error of a rule with `product` that selects a convolution."""
+        return ValueError(
+            f"Cannot follow rule {str(self)!r} in {name}: it is for matrix products, as GPUs turn "
+            "the operands of a convolution that hands out float32 into float32 themselves, so "
+            "select the layers after it, or add a rule for it with compute=float32."
         )
 
     def to_dict(self) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from jmpx._base.dtypes import (
     ScalarType,
     as_dtype,
+    check_product,
     check_reduces,
     describe_dtypes,
     dtype_names,
@@ -78,6 +79,10 @@ _NO_REDUCE = (
     "gradients are summed over devices in one dtype, so give it in the default policy, the one "
     "without a selector"
 )
+_NO_PRODUCT = (
+    "products that hand out float32 belong to a part of a model, so give the key in a rule for a "
+    "module or a scope, as '*/head: product=float32'"
+)
 # Keys that users write where they cannot stand, and the remedies.
 ELSEWHERE = {
     "rules": _NO_RULES,
@@ -85,6 +90,7 @@ ELSEWHERE = {
     "policy": "write the keys of the policy themselves, as {'compute': 'bfloat16'}",
     **dict.fromkeys(HOW, _NO_HOW),
     **dict.fromkeys(("r", "reduce"), _NO_REDUCE),
+    "product": _NO_PRODUCT,
 }
 
 
@@ -231,6 +237,8 @@ def read_field(name: str, found: Found) -> Field:
     dtype = _read_dtype(found)
     if name == "reduce":
         check_reduces(dtype, found.at)
+    if name == "product":
+        check_product(dtype, found.at)
     return dtype
 
 

@@ -9,7 +9,7 @@ from helpers import ROOT, start_python
 from helpers.examples import answer
 
 # Keeps the logits in float32; the product multiplies in bfloat16.
-HEAD = "compute=float32,output=float32,matmul=BF16_BF16_F32"
+HEAD = "product=float32"
 # A script, its flags, the share of products that is to be in bfloat16.
 EXAMPLES = {
     "haiku/train.py": ([f"--mp_policy=c=bf16,o=f32; */linear: {HEAD}"], 1.0),

@@ -49,8 +49,8 @@ def transformer(cls, dtype, **options):
 
 # Keeps the logits in float32, whose products multiply in 16 bits.
 HEADS = {
-    "bf16": "*/head: compute=float32,output=float32,matmul=BF16_BF16_F32",
-    "f16": "*/head: compute=float32,output=float32,matmul=F16_F16_F32",
+    "bf16": "*/head: product=float32",
+    "f16": "*/head: product=float32",
     "f32": "*/head: full",
 }
 

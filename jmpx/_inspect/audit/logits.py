@@ -19,7 +19,6 @@ from jmpx._policies.places import modules_of, where
 
 _LOGITS = Kind("rounded-logits", Remedies.wider)
 KINDS = (_LOGITS,)
-_ALGORITHMS = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
 # Between a product and the softmax: biases, temperatures, masks and soft-caps.
 _BETWEEN = frozenset("add sub mul div neg tanh max min clamp select_n concatenate pad".split())
 # Between an exponential and the logarithm of a loss: `log(sum(exp))` or `log(softmax + 1e-6)`.
@@ -105,9 +104,8 @@ def _rounded(value: Value) -> tuple[list[tuple[Node, np.dtype]], list[Node]]:
 def _remedy(graph: Graph, product: Node, dtype: np.dtype) -> Iterator[str]:
     """Yields what to write so that logits stay in float32, and the rule that does the same."""
     is_low = dtype.name in multiplied(product)
-    policy = "compute=float32,output=float32"
-    if product.name == "dot_general" and is_low:  # JAX ignores the algorithm of a convolution
-        policy += f",matmul={_ALGORITHMS[dtype.name]}"
+    is_matrix_product = product.name == "dot_general" and is_low
+    policy = "product=float32" if is_matrix_product else "compute=float32,output=float32"
     selector, module = graph.selector(product), where(product.scope).module
     is_autocast = AUTOCAST in graph.program.takers
     # A rule for a module that holds others would be for these, too.
