@@ -75,7 +75,9 @@ def _precision(equation: Equation, scope: str, regions: Regions, dtype: np.dtype
         return {}
     rule = regions.rule_of(algorithm)
     if name == CONVOLUTION and rule is not None and rule.product is not None:
-        raise rule.refuse_convolution(f"conv_general_dilated at {place_of(equation) or 'a library'}")
+        raise rule.refuse_convolution(
+            f"conv_general_dilated at {place_of(equation) or 'a library'}"
+        )
     dtypes = {atom.aval.dtype for atom in equation.invars}
     dtypes = {d if d != FLOAT32 else dtype for d in dtypes if jnp.issubdtype(d, jnp.inexact)}
     is_word = not is_algorithm(algorithm.name)

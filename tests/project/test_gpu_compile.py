@@ -17,6 +17,7 @@ import model_steps
 import pytest
 import records
 from gpu_program import Program
+from helpers import heads
 
 import jmpx
 
@@ -262,3 +263,18 @@ def test_what_gpus_send_is_read_as_the_benchmark_reads_it(way):
     sums = "f32" if "batch" in way else "bf16"
     assert sent[f"reduce-scatter {sums}"] > 1 and sent["all-gather bf16"] > 1
     assert sent["all-gather f32"] == 0
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_head_that_hands_out_float32_multiplies_in_bfloat16():
+    """None of its operands is converted to float32, and the logits are not rounded."""
+    on = jax.sharding.SingleDeviceSharding(gpu.devices()[0])
+    rounded, kept, full = (
+        gpu_compile.compiled(lambda policy=policy: heads.traced(policy, on), "H100")
+        for policy in (heads.ROUNDED, heads.KEPT, f"{heads.ROUNDED}; head: c=f32,o=f32")
+    )
+    assert {*rounded["products"]} == {"bf16 x bf16 -> bf16"}
+    assert {*kept["products"]} == {"bf16 x bf16 -> bf16", "bf16 x bf16 -> f32"}
+    assert kept["products"]["bf16 x bf16 -> f32"] == full["products"]["f32 x f32 -> f32"] == 3
+    assert kept["estimate_ms"] < 1.05 * rounded["estimate_ms"] < 1.2 * full["estimate_ms"]

@@ -7,6 +7,7 @@ parameters than in activations, where precision says less of its memory.
 import collections
 import functools
 import importlib.util
+import re
 
 import collectives
 import fsdp
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import tpu
 from compiled_step import INSTRUCTION
-from helpers import by_hand
+from helpers import by_hand, heads
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from models import ViT
 from tpu_matmul import read_products
@@ -113,3 +114,23 @@ def test_chips_sum_gradients_in_the_dtype_of_the_policy(reduce, dtype):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[0])) / 2**20
     expected = 2 * 7 / 8 * size / (2 if reduce else 1)  # to each other chip, and back
     assert 0.9 * expected < sent[f"all-reduce {dtype}"] < 1.1 * expected
+
+
+def test_a_head_that_hands_out_float32_multiplies_in_bfloat16():
+    """Its logits are not rounded, and the step costs next to nothing more.
+
+    A TPU rounds the float32 operands of a product of default precision itself, as it reads them.
+    """
+
+    def compiled(policy):
+        program = heads.traced(policy, tpu.chip()).lower(lowering_platforms=("tpu",))
+        hlo = program.compile().as_text()
+        products = [p for p in read_products(hlo) if "head" in p.scope]
+        return products, sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', hlo)))
+
+    products, cycles = compiled(heads.ROUNDED)
+    assert {*map(str, products)} == {"bf16 x bf16 -> bf16"}
+    kept, kept_cycles = compiled(heads.KEPT)
+    assert {p.dtypes.rpartition("-> ")[2] for p in kept} == {"f32"}
+    assert {p.precision for p in kept} == {"default"} and len(kept) == len(products)
+    assert kept_cycles < 1.08 * cycles
