@@ -9,6 +9,7 @@ if TYPE_CHECKING:
         Collectives as Collectives,
         collectives as collectives,
     )
+    from jmpx._inspect.emulate import emulate as emulate
     from jmpx._inspect.first_nonfinite import (
         FirstNonfinite as FirstNonfinite,
         first_nonfinite as first_nonfinite,
@@ -40,6 +41,7 @@ else:
             "_inspect.audit.api": "audit",
             "_inspect.audit.report": "Audit",
             "_storage.contracts": "check_restored describe_precision",
+            "_inspect.emulate": "emulate",
             "_inspect.first_nonfinite": "FirstNonfinite first_nonfinite",
             "_steps.progress": "NonfiniteCounts check_progress nonfinite",
             "_inspect.ranges.api": "ranges",

@@ -143,9 +143,12 @@ def inner_jaxprs(params: Params) -> list[Jaxpr]:
     return [jaxpr for value in values for jaxpr in value if is_jaxpr(jaxpr)]
 
 
-def evaluate(jaxpr: Jaxpr, arrays: Sequence[Array]) -> list[Array]:
-    """Runs a closed jaxpr, with the custom derivatives in it."""
-    return jax.core.eval_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), consts_of(jaxpr), *arrays)
+def evaluate(
+    jaxpr: Jaxpr, arrays: Sequence[Array], consts: Sequence[Array] | None = None
+) -> list[Array]:
+    """Runs a closed jaxpr, with the custom derivatives in it, on its constants or on others."""
+    consts = consts_of(jaxpr) if consts is None else consts
+    return jax.core.eval_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), consts, *arrays)
 
 
 def last_uses(jaxpr: Jaxpr) -> list[list[Atom]]:

@@ -1,0 +1,196 @@
+"""`emulate`: a function whose 16-bit results are rounded where the program writes them.
+
+Compilers may keep more digits than a program says: XLA leaves out a cast to bfloat16 whose result is
+cast back, and rounds neither between the operations of a fusion, nor what a product hands to one.
+Here each equation runs as it was traced, and its 16-bit results pass through a rounding in float32,
+which no compiler leaves out.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
+from jmpx._base.leaves import PyTree
+from jmpx._base.matmul import SUMMED_IN_FLOAT32
+from jmpx._base.stateful import Arguments, Changes, Keywords, Leaf, PureFunction, apply, call
+from jmpx._jaxprs import core, moves, watched
+from jmpx._jaxprs.core import Array, Equation, Jaxpr, operation_name
+
+_Function = TypeVar("_Function", bound=Callable[..., PyTree])
+FORMATS = ("bfloat16", "float16")
+# The dtypes to which dot algorithms round operands of float32.
+_OPERANDS = {algorithm: np.dtype(name) for name, algorithm in SUMMED_IN_FLOAT32.items()}
+_TF32 = "TF32_TF32_F32"  # it multiplies in ten bits and the exponents of float32
+# Results that hold numbers of 16-bit operands, or round them to others that 16 bits hold.
+_EXACT = (
+    *(moves.IDENTITIES | moves.PLACEMENTS | moves.RESHAPES | moves.PICKS | moves.JOINS),
+    *moves.EXCHANGES,
+    *"select_n neg abs sign max min clamp floor ceil round sort reduce_max reduce_min".split(),
+)
+
+
+def rounded(array: Array) -> Array:
+    """Returns an array of 16 bits, rounded for certain; other arrays as they are.
+
+    It is rounded in float32: on a 16-bit array, compilers for GPUs leave out a reduction of the
+    precision. That of float16 flushes subnormal numbers, so that these are rounded to whole
+    multiples of the smallest one.
+    """
+    dtype = array.dtype
+    if dtype not in map(np.dtype, FORMATS):
+        return array
+    wide = lax.convert_element_type(array, np.float32)
+    info = jnp.finfo(dtype)
+    low = lax.reduce_precision(wide, info.nexp, info.nmant)
+    if dtype == np.float16:
+        units = lax.round(wide * 2.0**24, lax.RoundingMethod.TO_NEAREST_EVEN)
+        low = jnp.where(jnp.abs(wide) < 2.0**-14, units * 2.0**-24, low)
+    return lax.convert_element_type(low, dtype)
+
+
+def _operand(array: Array, dtype: np.dtype | None) -> Array:
+    """Returns an operand of a product in a dtype, as float32; None stands for TF32."""
+    wide = lax.convert_element_type(array, np.float32)
+    if dtype is None:
+        return lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=10)
+    low = rounded(lax.convert_element_type(wide, dtype))
+    return lax.convert_element_type(low, np.float32)
+
+
+class _Rounding:
+    """Runs programs, and rounds the results of their equations to some formats."""
+
+    def __init__(self, formats: Sequence[str]) -> None:
+        self.dtypes = tuple(map(np.dtype, formats))
+
+    def run(self, fn: Callable[..., PyTree], args: PyTree) -> PyTree:
+        """Runs a function as it is written; its derivative is that of the function, so run."""
+        traced = core.trace(fn, args, {})
+        jaxpr, consts = traced.jaxpr, core.consts_of(traced.jaxpr)
+        indices = [i for i, const in enumerate(consts) if isinstance(const, jax.core.Tracer)]
+        count = len(indices)
+
+        def given(arrays: Sequence[Array]) -> list[Array]:
+            """Returns the constants of the jaxpr, of which the first arrays are some."""
+            known = dict(zip(indices, arrays[:count], strict=True))
+            return [known.get(i, const) for i, const in enumerate(consts)]
+
+        def as_traced(*arrays: Array) -> list[Array]:
+            return core.evaluate(jaxpr, arrays[count:], given(arrays))
+
+        @jax.custom_vjp
+        def call(*arrays: Array) -> list[Array]:
+            return self.evaluate(jaxpr, given(arrays), arrays[count:])
+
+        # Differentiated first and rounded then, so that the backward pass is the program's own,
+        # with the rules of custom functions; these two functions are differentiated likewise.
+        def forward(*arrays: Array) -> PyTree:
+            return self.run(functools.partial(jax.vjp, as_traced), arrays)
+
+        def backward(pullback: Callable[..., PyTree], cotangents: PyTree) -> PyTree:
+            return self.run(lambda pullback, given: pullback(given), (pullback, cotangents))
+
+        call.defvjp(forward, backward)
+        return traced.rebuild(call(*(consts[i] for i in indices), *traced.arrays))
+
+    def evaluate(
+        self, jaxpr: Jaxpr, consts: Sequence[Array], arrays: Sequence[Array]
+    ) -> list[Array]:
+        """Runs a jaxpr with these constants; what goes in is rounded, too."""
+        replaced = {id(old): new for old, new in zip(core.consts_of(jaxpr), consts, strict=True)}
+        results, _ = watched.evaluate(
+            jaxpr,
+            [*map(self.rounded, arrays)],
+            watch=lambda state, *seen: state,
+            state=(),
+            run=self.equation,
+            constant=lambda array: replaced.get(id(array), array),
+            reduce=lambda state, axes: state,
+        )
+        return results
+
+    def rounded(self, array: Array) -> Array:
+        return rounded(array) if getattr(array, "dtype", None) in self.dtypes else array
+
+    def equation(self, eqn: Equation, operands: list[Array]) -> list[Array]:
+        """Runs an equation that stands for itself."""
+        algorithm = getattr(eqn.params.get("precision"), "name", "")
+        to = _OPERANDS.get(algorithm)
+        if algorithm == _TF32 or to in self.dtypes:
+            # The product itself is then one of float32, which all chips know.
+            operands = [_operand(array, to) for array in operands]
+            return core.bind(eqn, operands, precision=(lax.Precision.HIGHEST,) * 2)
+        results = core.bind(eqn, operands)
+        is_exact = operation_name(eqn.primitive.name) in _EXACT
+        return results if is_exact else [*map(self.rounded, results)]
+
+
+def emulate(func: _Function, formats: Sequence[DTypeLike] = FORMATS) -> _Function:
+    """Makes a function round each result of 16 bits where the program writes it.
+
+    A compiler may leave such roundings out, and XLA does on CPUs, GPUs and TPUs, each in places of
+    its own: `xla_allow_excess_precision=False` forbids it, and does not prevent it everywhere. What
+    a function of 16 bits returns then depends on what is fused, and a measurement on one chip does
+    not say what another one does. Here the rounding is part of the program: of all operations,
+    forward and backward, in loops, branches, jitted functions and those with derivatives of their
+    own, whose rules are kept. The operands of products with a dot algorithm
+    (`matmul=BF16_BF16_F32`, `product=f32`) are rounded, too.
+
+    A result of 16 bits equals that of `jax.disable_jit()` to the bit if no float32 value feeds it
+    that a compiler may compute in another order: a sum, or a product and a sum in one. Else it
+    differs in the last bit of few numbers. Use it to measure; it is slower than what it emulates.
+
+    Args:
+        func: a function of pytrees, such as a loss, a train step or the application of a model. It
+            may be differentiated in reverse; forward mode is JAX's error of `jax.custom_vjp`.
+        formats: the dtypes that are rounded, of bfloat16 and float16.
+
+    Returns:
+        A function with the signature, results and dtypes of `func`. Put `jax.jit` around it.
+
+    Raises:
+        TypeError: if `func` is not callable, or a format is no dtype.
+        ValueError: if a format is not of 16 bits.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmpx
+        >>> def f(x):
+        ...     return (x * x).astype(jnp.float32) * 2
+        >>> x = jnp.asarray(1.0078125, jnp.bfloat16)  # 1 + 2**-7
+        >>> float(f(x)), float(jax.jit(jmpx.inspect.emulate(f))(x))  # not 2.031...: rounded
+        (2.03125, 2.03125)
+    """
+    if not callable(func):
+        raise TypeError(f"Expected a function to emulate, got {func!r}: pass the function itself.")
+    if isinstance(formats, str):
+        raise TypeError(f"Expected a list of formats, got {formats!r}: write [{formats!r}].")
+    names = [dtype_name(as_dtype(each)) for each in formats]
+    for name in names:
+        if name not in FORMATS:
+            raise ValueError(
+                f"Cannot round to {name} where a program writes it: give formats of 16 bits, "
+                "bfloat16 or float16."
+            )
+    rounding = _Rounding(names)
+
+    def transform(
+        pure: PureFunction, state: list[Leaf], args: Arguments, kwargs: Keywords
+    ) -> tuple[PyTree, Changes]:
+        def run(state: list[Leaf], args: Arguments, kwargs: Keywords) -> tuple[PyTree, Changes]:
+            return pure(state, *args, **kwargs)
+
+        return rounding.run(run, (state, args, kwargs))
+
+    @functools.wraps(func, updated=())
+    def emulated(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        return call(transform, apply, (func, *args), kwargs)
+
+    return emulated  # pyright: ignore[reportReturnType]

@@ -1,0 +1,53 @@
+"""A plain Python model of a program: its operations one by one, each in a computation of its own."""
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from jmpx._jaxprs import core
+from jmpx._jaxprs.inner import inner_of
+
+
+def one_by_one(f, *args):
+    """Returns what the operations of a function give, loops and branches by Python's own."""
+    jaxpr, shapes = jax.make_jaxpr(lambda *args: f(*args), return_shape=True)(*args)
+    results = run(jaxpr, jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def run(jaxpr, arrays):
+    env = dict(zip(jaxpr.invars, arrays, strict=True))
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    env.update(zip(inner.constvars, core.consts_of(jaxpr), strict=True))
+
+    def read(atom):
+        return jnp.asarray(atom.val, atom.aval.dtype) if core.is_literal(atom) else env[atom]
+
+    for eqn in inner.eqns:
+        env.update(zip(eqn.outvars, step(eqn, [*map(read, eqn.invars)]), strict=True))
+    return [*map(read, inner.outvars)]
+
+
+def step(eqn, operands):
+    inner = inner_of(eqn)
+    if inner is None:
+        return core.bind(eqn, operands)
+    if inner.kind == "call":
+        return run(inner.jaxprs[0], operands)
+    if inner.kind == "cond":
+        index, *operands = operands
+        return run(eqn.params["branches"][int(index)], operands)
+    consts, carry, xs = inner.split(operands)
+    if inner.kind == "while":
+        while run(inner.condition, [*operands[: inner.first], *carry])[0]:
+            carry = run(inner.jaxprs[0], [*consts, *carry])
+        return carry
+    assert inner.kind == "scan"
+    stacked = []
+    turns = range(eqn.params["length"])
+    for i in reversed(turns) if eqn.params["reverse"] else turns:
+        results = run(inner.jaxprs[0], [*consts, *carry, *(x[i] for x in xs)])
+        carry = results[: len(carry)]
+        stacked.append(results[len(carry) :])
+    stacked = stacked[::-1] if eqn.params["reverse"] else stacked
+    return [*carry, *(jnp.stack(ys) for ys in zip(*stacked, strict=True))]
