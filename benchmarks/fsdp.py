@@ -9,7 +9,8 @@ parameter and of the optimizer's state, and reads an eighth of the batch. A line
 device sends in a step, by kind and dtype, as `collectives.py` counts them; losses and flags, which
 are scalars, are counted apart. `gradient_error` is the norm of the gradients' difference from
 float64's, relative to float64's norm, and `error_one_device` that of the same step on one device.
-Both are computed on CPUs that round where the program says so, but sum over devices in float32.
+Both are computed on CPUs, rounded where the program says so (`jmpx.inspect.emulate`); but sums over
+devices are in float32 there.
 `peak_mib` is what the compiler of TPUs plans for one device.
 """
 
@@ -33,7 +34,6 @@ import jmpx
 DEVICES = 8
 MODEL = Transformer(layers=4, width=128, hidden=512, classes=496, islands=True)
 OPTIMIZER = optax.adamw(1e-3)
-ROUNDS = {"xla_allow_excess_precision": False}  # as the program says, instead of keeping digits
 ROWS, WHOLE = P("data"), P()  # shardings
 
 PyTree = Any
@@ -160,7 +160,7 @@ class Prepared(NamedTuple):
     shardings: tuple[PyTree, ...]
 
 
-def prepare(way: str, given: Problem, devices: list[Any]) -> Prepared:
+def prepare(way: str, given: Problem, devices: list[Any], emulated: bool = False) -> Prepared:
     """Traces a step, which returns its gradients, too, for CPUs or for those of `tpu.devices`."""
     mesh = Mesh(np.array(devices), ("data",))
     whole, rows = NamedSharding(mesh, WHOLE), NamedSharding(mesh, ROWS)
@@ -173,7 +173,8 @@ def prepare(way: str, given: Problem, devices: list[Any]) -> Prepared:
     arguments = (given.params, OPTIMIZER.init(given.params), *given.batch)
     shardings = jax.tree.map(lambda array: rows if array.ndim else whole, arguments)
     params, state, *_ = shardings
-    jitted = jax.jit(step, out_shardings=(params, state, whole, params))
+    run = jmpx.inspect.emulate(step) if emulated else step
+    jitted = jax.jit(run, out_shardings=(params, state, whole, params))
     return Prepared(jitted.trace(*tpu.described(arguments, shardings)), arguments, shardings)
 
 
@@ -196,12 +197,10 @@ def measure(way: str, compiler: str, given: Problem, devices: list[Any]) -> reco
         peak = program.memory_analysis().peak_memory_in_bytes
         more = {"peak_mib": peak / 2**20, **tpu.target()}
     else:
-        text, program = collectives.partitioned(prepared.traced.lower(), **ROUNDS)
+        text, _ = collectives.partitioned(prepared.traced.lower())
         found = collectives.read(text)
-        alone = prepare(way, given, devices[:1])
-        program_alone = alone.traced.lower().compile(compiler_options=ROUNDS)
-        more["gradient_error"] = gradient_error(program, prepared, given)
-        more["error_one_device"] = gradient_error(program_alone, alone, given)
+        more["gradient_error"] = gradient_error(way, given, devices)
+        more["error_one_device"] = gradient_error(way, given, devices[:1])
     return {
         "sent_mib": collectives.mib(found),
         "by_kind": collectives.table(found),
@@ -210,8 +209,10 @@ def measure(way: str, compiler: str, given: Problem, devices: list[Any]) -> reco
     }
 
 
-def gradient_error(program: Any, prepared: Prepared, given: Problem) -> float:
-    """Returns the error of the gradients of a compiled step, relative to the norm of float64's."""
+def gradient_error(way: str, given: Problem, devices: list[Any]) -> float:
+    """Returns the error of the gradients of a step, relative to the norm of float64's."""
+    prepared = prepare(way, given, devices, emulated=True)
+    program = prepared.traced.lower().compile()
     found = program(*jax.device_put(prepared.arguments, prepared.shardings))[-1]
     found = jax.tree.map(lambda x: np.asarray(x, np.float64), found)
     difference = jax.tree.map(np.subtract, found, given.float64_gradients)

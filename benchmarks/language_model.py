@@ -15,9 +15,9 @@ initial parameter is changed in its last bit: any other rounding may change the 
 "bfloat16 throughout" stores the parameters in bfloat16, too, where small updates are lost: it must
 come out worse.
 
-XLA must not keep more digits than the program says (`xla_allow_excess_precision`), because
-otherwise a CPU leaves out most roundings to 16 bits. A CPU rounds the operands and the result of a
-matrix product to 16 bits and sums in float32, as GPUs and TPUs do.
+Each result of 16 bits is rounded where the program writes it (`jmpx.inspect.emulate`), because a
+CPU leaves out most of these roundings. A product reads operands of 16 bits and sums in float32, as
+GPUs and TPUs do.
 """
 
 import functools
@@ -193,15 +193,16 @@ def train(precision: Precision, size: Size, text: Text, seed: int) -> Record:
     loss_fn = make_loss(precision, size.heads)
     rate = optax.warmup_cosine_decay_schedule(0, 3e-3, size.steps // 10, size.steps)
     optimizer = jmpx.skip_nonfinite(optax.adam(rate))
-    exactly = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
 
-    @exactly
+    @jax.jit
+    @jmpx.inspect.emulate
     def step(params: PyTree, opt_state: Any, loss_scale: Any, text: jax.Array) -> Any:
         grad_fn = jmpx.filter_value_and_grad(loss_fn, loss_scale, policy=policy)
         _, loss_scale, finite, grads = grad_fn(params, text)
         return *jmpx.optimizer_update(params, optimizer, opt_state, grads, finite), loss_scale
 
-    @exactly
+    @jax.jit
+    @jmpx.inspect.emulate
     def validate(params: PyTree, text: jax.Array) -> jax.Array:
         return jax.lax.map(functools.partial(loss_fn, policy.cast_to_compute(params)), text).mean()
 

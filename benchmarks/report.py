@@ -20,6 +20,7 @@ import language_model
 import llama
 import mutants
 import records
+import roundings
 import storage
 import tpu_tables
 from records import Record, Row, plain, table, table_of_bars
@@ -177,6 +178,7 @@ def pages() -> dict[Path, str]:
             on_gpu,
         ),
         "docs/reliability.md": (planted,),
+        "docs/roundings.md": (roundings.table(records.read(roundings.RESULTS)),),
         "docs/storage.md": (storage.table(stored),),
     }
     texts = {ROOT / name: replaced((ROOT / name).read_text(), *new) for name, new in tables.items()}

@@ -7,7 +7,7 @@ CHAPTERS = {
     "First steps": ["start", "which_way", "train_step", "notebooks/first_steps", "how_it_works"],
     "What to write": ["policies", "loss_scaling", "autocast", "casts", "flags"],
     "Frameworks": ["haiku", "equinox", "flax_linen", "flax_nnx", "plain_jax"],
-    "Look at a program": ["audit", "nonfinite", "errors", "matmul", "collectives"],
+    "Look at a program": ["audit", "nonfinite", "errors", "matmul", "roundings", "collectives"],
     "Larger runs": ["sharding", "storage", "checkpoints", "recipes"],
     "Coming from": ["coming_from_jmp", "coming_from_torch", "coming_from_others", "from_0.2"],
     "More": [],

@@ -39,9 +39,9 @@ _EXACT = (
 def rounded(array: Array) -> Array:
     """Returns an array of 16 bits, rounded for certain; other arrays as they are.
 
-    It is rounded in float32: on a 16-bit array, compilers for GPUs leave out a reduction of the
-    precision. That of float16 flushes subnormal numbers, so that these are rounded to whole
-    multiples of the smallest one.
+    It is rounded in float32: a reduction of the precision of a 16-bit array changes nothing, and
+    compilers may leave it out. That of float16 flushes subnormal numbers, so that these are rounded
+    to whole multiples of the smallest one.
     """
     dtype = array.dtype
     if dtype not in map(np.dtype, FORMATS):
