@@ -9,6 +9,8 @@ if TYPE_CHECKING:
         Collectives as Collectives,
         collectives as collectives,
     )
+    from jmpx._inspect.compare.api import compare as compare
+    from jmpx._inspect.compare.report import Comparison as Comparison
     from jmpx._inspect.emulate import emulate as emulate
     from jmpx._inspect.first_nonfinite import (
         FirstNonfinite as FirstNonfinite,
@@ -41,6 +43,8 @@ else:
             "_inspect.audit.api": "audit",
             "_inspect.audit.report": "Audit",
             "_storage.contracts": "check_restored describe_precision",
+            "_inspect.compare.api": "compare",
+            "_inspect.compare.report": "Comparison",
             "_inspect.emulate": "emulate",
             "_inspect.first_nonfinite": "FirstNonfinite first_nonfinite",
             "_steps.progress": "NonfiniteCounts check_progress nonfinite",

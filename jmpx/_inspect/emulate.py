@@ -1,9 +1,9 @@
 """`emulate`: a function whose 16-bit results are rounded where the program writes them.
 
-Compilers may keep more digits than a program says: XLA leaves out a cast to bfloat16 whose result is
-cast back, and rounds neither between the operations of a fusion, nor what a product hands to one.
-Here each equation runs as it was traced, and its 16-bit results pass through a rounding in float32,
-which no compiler leaves out.
+Compilers may keep more digits than a program says: XLA leaves out a cast to bfloat16 whose result
+is cast back, and rounds neither between the operations of a fusion, nor what a product hands to
+one. Here each equation runs as it was traced, and its 16-bit results pass through a rounding in
+float32, which no compiler leaves out.
 """
 
 import functools
@@ -64,7 +64,7 @@ def _operand(array: Array, dtype: np.dtype | None) -> Array:
     return lax.convert_element_type(low, np.float32)
 
 
-class _Rounding:
+class Rounding:
     """Runs programs, and rounds the results of their equations to some formats."""
 
     def __init__(self, formats: Sequence[str]) -> None:
@@ -179,7 +179,7 @@ def emulate(func: _Function, formats: Sequence[DTypeLike] = FORMATS) -> _Functio
                 f"Cannot round to {name} where a program writes it: give formats of 16 bits, "
                 "bfloat16 or float16."
             )
-    rounding = _Rounding(names)
+    rounding = Rounding(names)
 
     def transform(
         pure: PureFunction, state: list[Leaf], args: Arguments, kwargs: Keywords

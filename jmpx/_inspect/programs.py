@@ -80,6 +80,7 @@ def traced_program(
     fn: Callable[..., PyTree],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree] | None = None,
+    with_gradient: bool = True,
 ) -> Program:
     """Traces a function, and its gradient if it is a loss. No array is computed.
 
@@ -89,6 +90,7 @@ def traced_program(
             is looked at as it is.
         args: its arguments: pytrees with arrays or `jax.ShapeDtypeStruct`s, modules among them.
         kwargs: its keyword arguments.
+        with_gradient: whether a loss is differentiated.
 
     Raises:
         TypeError: if `fn` is not callable.
@@ -99,14 +101,14 @@ def traced_program(
             f"Expected a loss or a train step to look at, got {fn!r}: pass the function itself, "
             "and its arguments to the function that is returned."
         )
-    call = _Call(fn, args, kwargs or {})
+    call, is_loss = _Call(fn, args, kwargs or {}), None if with_gradient else False
     try:
-        return _traced_program(call)
+        return _traced_program(call, is_loss)
     except (TypeError, ValueError):
         # A module in an argument that marks its calls is of another class, so that the function
         # cannot join it with a part of the module that it closes over, as by `eqx.combine`.
         pass
-    return _traced_program(call._replace(marks_objects=False))
+    return _traced_program(call._replace(marks_objects=False), is_loss)
 
 
 def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:

@@ -1,0 +1,141 @@
+"""The comparison as users call it: `jmpx.inspect.compare(reference, candidate)(*args)`."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jmpx._base.leaves import PyTree
+from jmpx._inspect.compare.outputs import RESULT, Output, outputs_of
+from jmpx._inspect.compare.pairs import Pair, paired, relative_error
+from jmpx._inspect.compare.report import (
+    Compared,
+    Comparison,
+    LogProbabilities,
+    Unpaired,
+    check_band,
+)
+from jmpx._inspect.programs import Program, traced_program
+from jmpx._inspect.running import check_arrays
+
+_SUMS_TO_ONE = 1e-3
+
+
+def compare(
+    reference: Callable[..., PyTree], candidate: Callable[..., PyTree], *, band: float = 0.01
+) -> Callable[..., Comparison]:
+    """Runs two functions of one model, and tells where and how far their numbers are apart.
+
+    Such as a full pass and a sampler with a cache, of which reinforcement learning takes the
+    log-probabilities to be the same; a model in float32 and under a policy; or two commits. What
+    leaves each module and each `jax.named_scope` is compared, and what the functions return, as it
+    is written: results of 16 bits are rounded where the program says so, see
+    `jmpx.inspect.emulate`.
+
+    Outputs of scopes with one path are taken to be the same if they agree in float32: with axes of
+    one left out, in any order of the others, the turns of a scan or of a loop of Python stacked. So
+    a sampler may go through tokens one by one. What agrees with nothing is listed. Numbers that
+    masks put into arrays, such as -1e30, do not count. Of a while loop, outputs are not kept.
+
+    Args:
+        reference: the function whose numbers are taken as right.
+        candidate: the other one. Both are called with the same arguments.
+        band: the relative error up to which outputs count as equal: beyond it, the report marks
+            them, and names the first.
+
+    Returns:
+        A function of the arguments of both, which are arrays, that returns a
+        `jmpx.inspect.Comparison`.
+
+    Raises:
+        TypeError: when called, if one of them is not callable, or an argument is a shape or traced.
+        ValueError: if `band` is no relative error; when called, if a result of the reference is not
+            finite, or no output of one function agrees with one of the other.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmpx
+        >>> def all_at_once(w, x):
+        ...     with jax.named_scope("layer"):
+        ...         return jnp.tanh(x @ w)
+        >>> def one_by_one(w, x):
+        ...     return jax.lax.scan(lambda _, row: (None, all_at_once(w, row)), None, x)[1]
+        >>> w, x = jax.random.normal(jax.random.key(0), (2, 16, 16))
+        >>> in_half = jmpx.apply_policy(one_by_one, "by=operations,c=bf16")
+        >>> report = jmpx.inspect.compare(all_at_once, in_half)(w, x)
+        >>> [(row.scope, 0.0005 < row.error < 0.01) for row in report.rows]
+        [('layer', True), ('result', True)]
+        >>> report.check(at_most=0.01).first(at_most=1e-6).scope
+        'layer'
+    """
+    limit = check_band(band)
+
+    def call(*args: PyTree, **kwargs: PyTree) -> Comparison:
+        programs = [
+            traced_program(fn, args, kwargs, with_gradient=False) for fn in (reference, candidate)
+        ]
+        for program in programs:
+            check_arrays(program, "jmpx.inspect.compare")
+        names = [program.name for program in programs]
+        outputs = [*map(outputs_of, programs)]
+        _check_finite(names[0], outputs[0])
+        found = paired(*outputs)
+        if not found.pairs:
+            raise ValueError(
+                f"No output of {names[1]} agrees in float32 with one of {names[0]}: compare two "
+                "functions of one model and the same arguments, whose modules or scopes have the "
+                "same names."
+            )
+        return Comparison(
+            " and ".join(names),
+            limit,
+            tuple(map(_compared, found.pairs)),
+            (
+                *(_unpaired(each, "reference") for each in found.only_reference),
+                *(_unpaired(each, "candidate") for each in found.only_candidate),
+            ),
+            _log_probabilities([pair for pair in found.pairs if pair.reference.scope == RESULT]),
+        )
+
+    return call
+
+
+def _check_finite(name: str, outputs: Sequence[Output]) -> None:
+    for each in outputs:
+        if each.scope == RESULT and np.isnan(each.wide).any():
+            raise ValueError(
+                f"Expected the results of {name} to be finite in float32, got NaN: "
+                "jmpx.inspect.first_nonfinite finds the operation that makes it."
+            )
+
+
+def _compared(pair: Pair) -> Compared:
+    one, other = pair
+    return Compared(
+        one.scope,
+        one.is_backward,
+        (one.dtype, other.dtype),
+        one.written.size,
+        relative_error(one.written, other.written),
+        relative_error(one.wide, other.wide),
+        other.place,
+    )
+
+
+def _unpaired(output: Output, of: str) -> Unpaired:
+    return Unpaired(output.scope, output.wide.shape, of, output.place)
+
+
+def _log_probabilities(results: Sequence[Pair]) -> LogProbabilities | None:
+    """Returns how far log-probabilities are apart: of the first results that are at most 0."""
+    for one, other in results:
+        if not one.wide.size or np.max(one.wide) > 0 or np.min(one.wide) == np.max(one.wide):
+            continue
+        old, new = (each.written.astype(np.float64) for each in (one, other))
+        is_finite = np.isfinite(old) & np.isfinite(new)
+        d = np.where(is_finite, new - np.where(is_finite, old, 0), 0)
+        p = np.exp(old)
+        is_distribution = old.ndim > 0 and bool(np.all(abs(p.sum(-1) - 1) < _SUMS_TO_ONE))
+        kl = np.mean(-(p * d).sum(-1)) if is_distribution else np.mean(np.expm1(d) - d)
+        rms = float(np.sqrt(np.mean(d**2)))
+        return LogProbabilities(d.size, rms, float(np.abs(d).max()), float(kl), is_distribution)
+    return None

@@ -1,0 +1,222 @@
+"""What a comparison found: frozen data, which prints itself."""
+
+import dataclasses
+import html
+import json
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+from jmpx._base.messages import describe
+from jmpx._base.text import columns, count_text, short_names
+from jmpx._jaxprs.places import Place
+
+_VERSION = 1  # of `to_dict`: it changes when the meaning of a key does
+_ROWS = 40  # how many are shown
+_FEW = 8  # of those without a pair
+
+
+class Compared(NamedTuple):
+    """What leaves a scope of both functions.
+
+    `error` is the norm of the difference, relative to that of the reference.
+    """
+
+    scope: str
+    is_backward: bool
+    dtypes: tuple[str, str]  # of the reference and of the candidate
+    size: int
+    error: float
+    in_float32: float  # the error of both in float32: what rounding to 32 bits and its order make
+    place: Place | None  # the line of the candidate
+
+
+class Unpaired(NamedTuple):
+    """What leaves a scope of one function, and agrees in float32 with nothing of the other."""
+
+    scope: str
+    shape: tuple[int, ...]
+    of: str  # "reference" or "candidate"
+    place: Place | None
+
+
+class LogProbabilities(NamedTuple):
+    """How far log-probabilities that both functions return are apart.
+
+    `kl` is the divergence of the candidate from the reference: of whole distributions over the last
+    axis, its mean; of the log-probabilities of single choices, which the reference is taken to have
+    drawn, its estimate `k3`, the mean of `exp(d) - 1 - d` of the differences d.
+    """
+
+    size: int
+    rms: float
+    largest: float
+    kl: float
+    is_distribution: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `jmpx.inspect.compare` found: how far two functions of one model are apart, by scope.
+
+    Attributes:
+        title: the names of the functions.
+        band: the relative error up to which two outputs are taken as equal.
+        rows: the outputs of modules and scopes that both functions have, in the order of the
+            reference, and what they return, as the scope `result`.
+        unpaired: outputs that agree in float32 with none of the other function, those of the
+            reference first: such as scores before a mask, or what one of them computes alone.
+        log_probabilities: those among the results, which are at most 0; None without any.
+    """
+
+    __module__ = "jmpx.inspect"
+
+    title: str
+    band: float
+    rows: tuple[Compared, ...]
+    unpaired: tuple[Unpaired, ...] = ()
+    log_probabilities: LogProbabilities | None = None
+
+    def first(self, at_most: float | None = None) -> Compared | None:
+        """Returns the first output whose error leaves the band, or `at_most`; None without one."""
+        limit = self.band if at_most is None else at_most
+        return next((row for row in self.rows if not row.error <= limit), None)
+
+    def check(self, at_most: float | None = None, *, kl: float | None = None) -> Self:
+        """Raises if outputs are too far apart: for tests.
+
+        Args:
+            at_most: the largest relative error of any output; None means the band.
+            kl: the largest divergence of log-probabilities; None leaves it unchecked.
+
+        Returns:
+            The comparison itself.
+
+        Raises:
+            AssertionError: if the check fails, also under `python -O`: it names the first output,
+                its line and its error.
+            ValueError: if `kl` is given and the functions return no log-probabilities.
+        """
+        found = self.first(at_most)
+        if found is not None:
+            limit = self.band if at_most is None else at_most
+            raise AssertionError(
+                f"{self.title} differ by {_text(found.error)} in {_where(found)}, expected at most "
+                f"{limit:g}.\n\n{self}"
+            )
+        if kl is not None and self.log_probabilities is None:
+            raise ValueError(
+                f"Expected results that are log-probabilities, to compare with {kl=}, got none: "
+                "return them, or leave kl= out."
+            )
+        if kl is not None and self.log_probabilities and not self.log_probabilities.kl <= kl:
+            raise AssertionError(
+                f"The log-probabilities of {self.title} have a KL of "
+                f"{_text(self.log_probabilities.kl)}, expected at most {kl:g}.\n\n{self}"
+            )
+        return self
+
+    def __str__(self) -> str:
+        """Returns the errors by scope, the first one outside of the band, and what has no pair."""
+        return "\n\n".join("\n".join(lines) for lines in _blocks(self) if lines)
+
+    def to_dict(self) -> dict[str, object]:
+        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
+        return {"version": _VERSION, **_plain(dataclasses.asdict(self))}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns `to_dict()` as JSON.
+
+        Args:
+            indent: as in `json.dumps`; None puts all into one line.
+        """
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def to_html(self) -> str:
+        """Returns what `print` shows, as a table of HTML with its head and its end."""
+        head, _, *end = _blocks(self)
+        cells = [[html.escape(cell) for cell in row] for row in _cells(self.rows, self.band)]
+        rows = [f"<tr><th>{'</th><th>'.join(cells[0])}</th></tr>"]
+        rows += [f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells[1:]]
+        texts = [
+            f"<pre>{html.escape(chr(10).join(lines))}</pre>" for lines in (head, *end) if lines
+        ]
+        return "\n".join([texts[0], "<table>", *rows, "</table>", *texts[1:]])
+
+
+def _blocks(found: Comparison) -> list[list[str]]:
+    counts = f"{count_text(len(found.rows), 'output')} of both, {len(found.unpaired)} of one alone"
+    first, lines = found.first(), []
+    if first is not None:
+        lines = [f"First beyond {found.band:g}: {_where(first)}, {_text(first.error)}"]
+    rows = found.rows
+    left_out = len(rows) - _ROWS
+    table = columns(_cells(rows[:_ROWS], found.band), right=(2, 3))
+    table += [f"... and {left_out} more, which to_dict() holds"] if left_out > 0 else []
+    return [
+        [f"Comparison of {found.title}: {counts}"],
+        table,
+        lines,
+        _log_lines(found.log_probabilities),
+        _unpaired_lines(found.unpaired),
+    ]
+
+
+def _cells(rows: Sequence[Compared], band: float) -> list[list[str]]:
+    """Returns the rows of the table of outputs, its header first."""
+    table = [["scope", "dtypes", "error", "in float32", ""]]
+    for row in rows:
+        name = f"{row.scope}, backward" if row.is_backward else row.scope
+        dtypes = " / ".join(map(short_names, dict.fromkeys(row.dtypes)))
+        mark = "" if row.error <= band else "<"
+        table.append([name, dtypes, _text(row.error), _text(row.in_float32), mark])
+    return table
+
+
+def _log_lines(found: LogProbabilities | None) -> list[str]:
+    if found is None:
+        return []
+    name = "KL" if found.is_distribution else "KL (k3)"
+    numbers = {"rms": found.rms, "largest": found.largest, name: found.kl}
+    text = ", ".join(f"{key} {_text(number)}" for key, number in numbers.items())
+    return [f"Log-probabilities, {found.size:,} numbers: {text}"]
+
+
+def _unpaired_lines(found: Sequence[Unpaired]) -> list[str]:
+    if not found:
+        return []
+    rows = [[one.scope, one.of, str(list(one.shape)), str(one.place or "")] for one in found]
+    more = f"... and {len(rows) - _FEW} more" if len(rows) > _FEW else ""
+    lines = ["Without a pair that agrees in float32:", *columns(rows[:_FEW])]
+    return [*lines, more] if more else lines
+
+
+def _where(row: Compared) -> str:
+    return f"{row.scope}{f', {row.place}' if row.place else ''}"
+
+
+def _text(number: float) -> str:
+    return "0" if number == 0 else f"{number:.1e}" if math.isfinite(number) else str(number)
+
+
+def _plain(value: object) -> dict[str, object]:
+    """Returns named tuples as dicts, and tuples as lists."""
+
+    def plain(value: object) -> object:
+        if hasattr(value, "_asdict"):
+            value = value._asdict()  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(value, dict):
+            return {key: plain(each) for key, each in value.items()}
+        return list(map(plain, value)) if isinstance(value, tuple) else value
+
+    return plain(value)  # pyright: ignore[reportReturnType]
+
+
+def check_band(band: object) -> float:
+    """Returns a band; refuses what is no relative error."""
+    if not isinstance(band, int | float) or not 0 <= band < math.inf:
+        raise ValueError(
+            f"Expected band= to be a relative error of at least 0, such as 0.01, got "
+            f"{describe(band)}."
+        )
+    return float(band)
