@@ -1,4 +1,4 @@
-"""A plain Python model of a program: its operations one by one, each in a computation of its own."""
+"""A plain Python model of a program: its operations one by one, each compiled by itself."""
 
 import jax
 import jax.core

@@ -23,7 +23,7 @@ LOW = [BF16, F16]
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_it_rounds_as_a_cast_does(dtype, rng):
-    """Of numbers of all sizes: halves between two neighbours, subnormal ones, those that overflow."""
+    """Of numbers of all sizes: halves between two neighbours, subnormal ones, overflowing ones."""
     below = np.arange(2**16, dtype=np.uint16).view(dtype).astype(np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
         halves = (below + np.nextafter(below.astype(dtype), np.array(np.inf, dtype))) / 2

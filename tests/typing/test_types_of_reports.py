@@ -52,3 +52,14 @@ def test_first_nonfinite() -> None:
     found = jmpx.inspect.first_nonfinite(loss_fn)(make_params(), ones(4, 2))
     assert_type(found, jmpx.inspect.FirstNonfinite | None)
     assert found is None
+
+
+def test_compare() -> None:
+    emulated = jmpx.inspect.emulate(loss_fn)
+    assert_type(emulated(make_params(), ones(4, 2)), jax.Array)
+    found = jmpx.inspect.compare(loss_fn, emulated, band=0.1)(make_params(), ones(4, 2))
+    assert_type(found, jmpx.inspect.Comparison)
+    assert_type(found.check(at_most=0.1), jmpx.inspect.Comparison)
+    assert_type([row.error for row in found.rows], list[float])
+    assert_type(found.to_dict(), dict[str, object])
+    assert_type(found.to_html(), str)

@@ -14,7 +14,7 @@ from jmpx._inspect.compare.report import (
     Unpaired,
     check_band,
 )
-from jmpx._inspect.programs import Program, traced_program
+from jmpx._inspect.programs import traced_program
 from jmpx._inspect.running import check_arrays
 
 _SUMS_TO_ONE = 1e-3
@@ -101,9 +101,10 @@ def compare(
 
 def _check_finite(name: str, outputs: Sequence[Output]) -> None:
     for each in outputs:
-        if each.scope == RESULT and np.isnan(each.wide).any():
+        # The log-probability of what cannot be chosen is -inf.
+        if each.scope == RESULT and not (each.wide < np.inf).all():
             raise ValueError(
-                f"Expected the results of {name} to be finite in float32, got NaN: "
+                f"Expected the results of {name} to be finite in float32, got NaN or infinity: "
                 "jmpx.inspect.first_nonfinite finds the operation that makes it."
             )
 

@@ -63,10 +63,11 @@ def outputs_of(program: Program) -> list[Output]:
 
 def _leaving(graph: Graph) -> Iterator[_Kept]:
     """Yields the floating results of nodes that are read, or returned, outside of their scopes."""
+    paths = {graph.path(node) for node in graph.nodes}  # others are containers, such as a list
     for node in graph.nodes:
         if node.is_structure or node.in_while:
             continue
-        around = _around(graph.path(node))
+        around = [path for path in _around(graph.path(node)) if path in paths]
         for index, value in enumerate(node.results):
             if not around or not is_floating_dtype(value.dtype):
                 continue

@@ -27,7 +27,7 @@ class Pair(NamedTuple):
 
 
 class Paired(NamedTuple):
-    """The pairs, in the order of the reference, and the outputs that have none, in program order."""
+    """The pairs, in the order of the reference, and the outputs that have none."""
 
     pairs: list[Pair]
     only_reference: list[Output]
@@ -103,7 +103,7 @@ def _pair(reference: Output, candidate: Output) -> Pair | None:
 
 
 def relative_error(reference: np.ndarray, candidate: np.ndarray) -> float:
-    """Returns the norm of the difference over that of the reference; fills of masks do not count."""
+    """Returns the norm of the difference over the reference's; fills of masks do not count."""
     counts = ~(_is_fill(reference) & _is_fill(candidate))
     one, other = (np.where(counts, x, 0).astype(np.float64) for x in (reference, candidate))
     with np.errstate(invalid="ignore"):
