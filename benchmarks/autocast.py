@@ -62,8 +62,8 @@ def residual_bytes(loss_fn: Loss, params: PyTree) -> int:
 
 
 def gradients(loss_fn: Loss, params: PyTree) -> np.ndarray:
-    """Returns the gradients of all parameters as one float64 vector."""
-    grads = jax.jit(jax.grad(loss_fn))(params)
+    """Returns the gradients of all parameters as one float64 vector, rounded as written."""
+    grads = jax.jit(jmpx.inspect.emulate(jax.grad(loss_fn)))(params)
     return np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(grads)])
 
 

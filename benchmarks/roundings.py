@@ -98,7 +98,8 @@ def measure(case: str, chip: str, dtype: str, small: bool = False) -> records.Re
     platform = "tpu" if chip == "TPU v5e" else "cuda"
     more = gpu.UNTUNED if platform == "cuda" else {}
     lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,))
-    found = roundings(lowered.compile(options | more).as_text(), case.endswith(EMULATED))
+    hlo: Any = lowered.compile(options | more).as_text()
+    found = roundings(hlo, case.endswith(EMULATED))
     versions = tpu.target() if platform == "tpu" else gpu.compiler(chip)
     return {"found": found, "kept": found >= written, **versions}
 

@@ -261,7 +261,8 @@ def main(argv: list[str]) -> None:
     for name, policy in POLICIES.items():
         ways = (jmpx.apply_policy(fn, policy) for fn in (full_pass, with_cache))
         report = jmpx.inspect.compare(*ways)(model, texts)
-        print(f"{name}: KL before training {report.log_probabilities.kl:.1e}")
+        if report.log_probabilities is not None:
+            print(f"{name}: KL before training {report.log_probabilities.kl:.1e}")
     found = collections.defaultdict(list)
     with tqdm(
         total=len(POLICIES) * SEEDS.value * STEPS.value, unit="step", leave=False

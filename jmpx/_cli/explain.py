@@ -56,6 +56,7 @@ def _map_lines(policy_map: PolicyMap) -> list[str]:
 
 def _fields_of(rule: Rule, default: Policy) -> dict[str, str]:
     """Returns what holds where a rule matches, with a star where it is inherited from a call."""
+    rule = rule.spelled_out(default.compute_dtype)
     fields = given_fields(rule.resolve(default, default))
     inherited = {key for key in ("compute", "output", "matmul") if getattr(rule, key) is None}
     if rule.is_operation:  # it has no more than the rule says

@@ -5,12 +5,14 @@ The way through it:
 - `programs.py` traces a loss, with its gradient, or a step; `graph.py` makes a flat graph of the
   program. `running.py` says which node is which equation of a program that runs, and runs
   equations of 16 bits in float32. `compiled.py` compiles it once for all programs that do the same.
+- `emulate.py` makes a function round its 16-bit results where it writes them.
+- `compare/` runs two functions of one model so, and says where their numbers part.
 - `audit/` reads the graph, without numbers: casts, saved bytes, FLOPs by dtype, and findings.
 - `ranges/` runs the program in float32, and counts the magnitudes of its numbers.
 - `first_nonfinite/` runs the program as it is, and finds the origin of an infinity or a NaN.
 - `collectives/` reads a lowered or compiled program, and lists what its devices exchange.
 
-Each of the four has half a page of its own, and opens with `api.py` or `report.py`. None of them
+Each of the five has half a page of its own, and opens with `api.py` or `report.py`. None of them
 imports another. The room imports from all rooms below it, most of all `_jaxprs` and `_policies`; of
 `_adapters` it reads the policies under which modules ran.
 """

@@ -2,6 +2,7 @@
 
 import html
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax import lax
 import jmpx
 from jmpx._inspect.compare.pairs import relative_error
 
-compare = jmpx.inspect.compare
+compare: Any = jmpx.inspect.compare  # also called with wrong arguments
 WIDTH, LAYERS = 8, 2
 
 

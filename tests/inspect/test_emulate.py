@@ -1,5 +1,7 @@
 """`emulate`: results of 16 bits are rounded where the program writes them, on any compiler."""
 
+from typing import Any
+
 import equinox as eqx
 import haiku as hk
 import jax
@@ -416,7 +418,7 @@ def test_modules_of_each_framework(rng):
     found = jax.jit(jax.grad(loss(emulate)))(model)
     assert_close(found, one_by_one(jax.grad(loss(lambda model: model)), model))
 
-    net = nnx.Linear(16, 16, dtype=BF16, param_dtype=BF16, rngs=nnx.Rngs(0))
+    net: Any = nnx.Linear(16, 16, dtype=BF16, param_dtype=BF16, rngs=nnx.Rngs(0))
     count = nnx.BatchStat(jnp.zeros((), BF16))
     net.count = count
 
@@ -436,7 +438,7 @@ def test_modules_of_each_framework(rng):
 
 
 def pure(graph, state, x, f):
-    net = nnx.merge(graph, state)
+    net: Any = nnx.merge(graph, state)
     return f(net, x), net.count[...]
 
 

@@ -8,6 +8,7 @@ import collections
 import functools
 import importlib.util
 import re
+from typing import Any
 
 import collectives
 import fsdp
@@ -124,7 +125,7 @@ def test_a_head_that_hands_out_float32_multiplies_in_bfloat16():
 
     def compiled(policy):
         program = heads.traced(policy, tpu.chip()).lower(lowering_platforms=("tpu",))
-        hlo = program.compile().as_text()
+        hlo: Any = program.compile().as_text()
         products = [p for p in read_products(hlo) if "head" in p.scope]
         return products, sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', hlo)))
 
