@@ -259,7 +259,7 @@ def forward(f):
 PASSES = pytest.mark.parametrize("of", [forward, gradient_of])
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(12)
 @PASSES
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("f", ELEMENTWISE, ids=lambda f: f.__name__)
@@ -291,7 +291,7 @@ def assert_close(found, expected):
     assert off <= max(1, size / 1e4)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @PASSES
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("f", SUMMED, ids=lambda f: f.__name__)
