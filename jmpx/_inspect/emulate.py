@@ -144,8 +144,9 @@ def emulate(func: _Function, formats: Sequence[DTypeLike] = FORMATS) -> _Functio
     (`matmul=BF16_BF16_F32`, `product=f32`) are rounded, too.
 
     A result of 16 bits equals that of `jax.disable_jit()` to the bit if no float32 value feeds it
-    that a compiler may compute in another order: a sum, or a product and a sum in one. Else it
-    differs in the last bit of few numbers. Use it to measure; it is slower than what it emulates.
+    that a compiler may compute in another order: a sum, or a product and a sum in one. Else few
+    numbers differ in their last bit, and what reads them by as much. Use it to measure: it is
+    slower than what it emulates.
 
     Args:
         func: a function of pytrees, such as a loss, a train step or the application of a model. It

@@ -90,8 +90,8 @@ def compare(
             limit,
             tuple(map(_compared, found.pairs)),
             (
-                *(_unpaired(each, "reference") for each in found.only_reference),
-                *(_unpaired(each, "candidate") for each in found.only_candidate),
+                *_unpaired(found.only_reference, "reference"),
+                *_unpaired(found.only_candidate, "candidate"),
             ),
             _log_probabilities([pair for pair in found.pairs if pair.reference.scope == RESULT]),
         )
@@ -122,8 +122,12 @@ def _compared(pair: Pair) -> Compared:
     )
 
 
-def _unpaired(output: Output, of: str) -> Unpaired:
-    return Unpaired(output.scope, output.wide.shape, of, output.place)
+def _unpaired(outputs: Sequence[Output], of: str) -> list[Unpaired]:
+    """Returns what has no pair; what leaves several scopes at once, as of the innermost."""
+    first: dict[int, Output] = {}
+    for each in outputs:
+        first.setdefault(id(each.wide), each)
+    return [Unpaired(one.scope, one.wide.shape, of, one.place) for one in first.values()]
 
 
 def _log_probabilities(results: Sequence[Pair]) -> LogProbabilities | None:
