@@ -117,7 +117,10 @@ class Rounding:
         return results
 
     def rounded(self, array: Array) -> Array:
-        return rounded(array) if getattr(array, "dtype", None) in self.dtypes else array
+        """Returns an array, rounded if it has one of the formats; a reference as it is."""
+        is_reference = hasattr(getattr(array, "aval", None), "inner_aval")
+        is_low = not is_reference and getattr(array, "dtype", None) in self.dtypes
+        return rounded(array) if is_low else array
 
     def equation(self, eqn: Equation, operands: list[Array]) -> list[Array]:
         """Runs an equation that stands for itself."""
@@ -126,8 +129,9 @@ class Rounding:
         if algorithm == _TF32 or to in self.dtypes:
             # The product itself is then one of float32, which all chips know.
             operands = [_operand(array, to) for array in operands]
-            return core.bind(eqn, operands, precision=(lax.Precision.HIGHEST,) * 2)
-        results = core.bind(eqn, operands)
+            results = core.bind(eqn, operands, precision=(lax.Precision.HIGHEST,) * 2)
+        else:
+            results = core.bind(eqn, operands)
         is_exact = operation_name(eqn.primitive.name) in _EXACT
         return results if is_exact else [*map(self.rounded, results)]
 

@@ -306,6 +306,27 @@ def test_with_sums_few_numbers_differ_by_one_unit(f, dtype, of, rng):
 # What it composes with.
 
 
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="JAX 0.7 calls it by another name")
+def test_what_is_read_from_a_reference_is_rounded(rng):
+    def f(x):
+        ref = jax.new_ref(x)
+        ref[...] = ref[...] * x
+        return (ref[...] * x).astype(F32)
+
+    x = jnp.asarray(rng.normal(size=512), BF16)
+    assert_same_bits(jax.jit(emulate(f))(x), (x * x * x).astype(F32))
+
+
+def test_prints_and_callbacks_stay(capfd):
+    def f(x):
+        jax.debug.print("seen {}", x[0])
+        return jax.pure_callback(lambda x: 2 * np.asarray(x), x, x * x)
+
+    assert_same_bits(jax.jit(emulate(f))(jnp.ones(3, BF16)), jnp.full(3, 2, BF16))
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "seen 1.0\n"
+
+
 @pytest.mark.parametrize("dtype", LOW)
 def test_under_transformations(dtype, rng):
     args = given(rng, dtype)
