@@ -38,6 +38,7 @@ SPELLED = {
         "c={low}; */block: full; */inner: c=f32,o=f32,m={algorithm}"
     ),
     "full; */head: c={low},product=f32": "full; */head: c=f32,o=f32,m={algorithm}",
+    "c={other}; */head: c={low},product=f32": "c={other}; */head: c=f32,o=f32,m={algorithm}",
     # One inside of the other.
     "c={low}; */block: product=f32; */inner: product=f32; */outer: c={low}": (
         "c={low}; */block: c=f32,o=f32,m={algorithm}; */inner: c=f32,o=f32,m={algorithm}; "
@@ -47,8 +48,9 @@ SPELLED = {
 
 
 def of(framework, words, low):
-    algorithm = SUMMED_IN_FLOAT32[low]
-    return in_words_of(framework, words.format(low=low, algorithm=algorithm))
+    (other,) = {*SUMMED_IN_FLOAT32} - {low}
+    words = words.format(low=low, other=other, algorithm=SUMMED_IN_FLOAT32[low])
+    return in_words_of(framework, words)
 
 
 def program(framework, policy_map):
@@ -105,6 +107,16 @@ def test_scopes_do_what_the_three_keys_say(low, save):
         return  # JAX has no F16_F16_F32 on a CPU
     products = sorted((*each.dtypes, each.how) for each in products_of(*by_key))
     assert products == [("bf16", "DEFAULT")] * 2 + [("f32", "bf16 f32 x1")] * 2  # logits are unused
+
+
+def test_the_16_bits_of_a_scope_are_those_around_it():
+    def nested(w, x):
+        with jax.named_scope("net"), jax.named_scope("head"):
+            return x @ w
+
+    w, x = (jax.ShapeDtypeStruct(shape, F32) for shape in ((3, 4), (2, 3)))
+    run = jmpx.apply_policy(nested, "by=operations,full; net: c=f16; head: product=f32")
+    assert "precision=F16_F16_F32" in str(trace(run, w, x))
 
 
 def test_what_leaves_is_not_rounded(rng):
@@ -194,6 +206,22 @@ def test_a_convolution_is_refused(run, selector):
     with pytest.raises(ValueError, match="product=float32' in .*: it is for matrix products, as"):
         run(f"c=bf16; {selector}: product=f32")
     run(f"c=bf16; {selector}: full")
+
+
+@pytest.mark.parametrize(
+    ("run", "holder"),
+    [
+        (haiku_conv, "Net"),
+        (linen_conv, "LinenConv"),
+        (nnx_conv, "NNXConv"),
+        (equinox_conv, "EquinoxConv"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_convolution_inside_of_what_a_rule_selects_is_refused(run, holder):
+    with pytest.raises(ValueError, match="product=float32' in .*: it is for matrix products, as"):
+        run(f"c=bf16; {holder}: product=f32")
+    run(f"c=bf16; {holder}: c=f32,m=BF16_BF16_F32")
 
 
 @pytest.mark.parametrize("run", CONVOLUTIONS, ids=lambda run: run.__name__)

@@ -169,6 +169,18 @@ def test_axes_are_told_apart_by_their_numbers(rng):
     assert [(row.scope, row.error) for row in report.rows] == [("a", 0), ("result", 0)]
 
 
+def test_the_turns_of_nested_scans_are_stacked(rng):
+    x = rng.normal(size=(2, 3, 4)).astype(np.float32)
+
+    def layer(row):
+        with jax.named_scope("layer"):
+            return jnp.sin(row)
+
+    found = compare(layer, lambda x: lax.map(lambda y: lax.map(layer, y), x))(x)
+    assert [(row.scope, row.size) for row in found.rows] == [("layer", 24), ("result", 24)]
+    assert found.check(at_most=1e-6).unpaired == ()
+
+
 def test_fills_of_masks_do_not_count(rng):
     x = rng.normal(size=(8, 8)).astype(np.float32)
 
