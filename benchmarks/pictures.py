@@ -5,6 +5,7 @@
 
 - layers.png: what a float16 train step compiles to over the number of layers (`compiled_step.py`).
 - peak_memory.png: that of train steps on a TPU v5e over the batch size (`tpu_compile.py`).
+- gpu_steps.png: memory against estimated time of train steps on an H100 (`gpu_compile.py`).
 - growth.png: the time to trace over sizes (`growth.py`), with slopes: 1 is linear.
 - storage.png: three columns of the table of `storage.py`, a dot a seed.
 
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import gpu_tables
 import growth
 import matplotlib
 import records
@@ -51,6 +53,21 @@ MODELS = {
     "language_model": "Language model, 6 layers, 512 tokens",
     "resnet": "Haiku's ResNet-50",
 }
+GPU_WAYS = {
+    "float32": WAYS["float32"],
+    "by hand": WAYS["by hand"],
+    "autocast": WAYS["autocast"],
+    "by hand, marked blocks": (
+        "blocks marked: dots_with_no_batch_dims",
+        {"color": "#000000", "marker": "<"},
+    ),
+    "by hand, marked blocks, all dots": (
+        "blocks marked: dots_saveable",
+        {"color": "#000000", "marker": ">"},
+    ),
+    "autocast, save": ("save=products", WAYS["autocast, save"][1]),
+    "autocast, save attention": ("save=products+attention", {"color": "#009E73", "marker": "P"}),
+}
 STORED = {
     "float32": "#000000",
     "bfloat16": "#D55E00",
@@ -68,12 +85,12 @@ def panels(count: int, size: tuple[float, float], **options: Any) -> tuple[Any, 
     return figure, found
 
 
-def finish(figure: Any, axes: Any, text: str, found: Iterable[Record]) -> Any:
+def finish(figure: Any, axes: Any, text: str, found: Iterable[Record], ncols: int = 6) -> Any:
     """Adds the title, and below the lines' names if no axes have them."""
     figure.suptitle(f"{text}, JAX {', '.join(sorted({records.version_of(r) for r in found}))}")
     handles, labels = axes.get_legend_handles_labels()
     if labels and axes.get_legend() is None:
-        figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=ncols, frameon=False)
     return figure
 
 
@@ -108,6 +125,22 @@ def peak_memory() -> Any:
         axes.set(title=title, xlabel="batch size", ylim=0)
     each[0].set_ylabel("peak memory (GiB)")
     return finish(figure, each[0], "A train step with Adam, compiled for a TPU v5e", found)
+
+
+def gpu_steps() -> Any:
+    """Draws the steps of the GPU's table: to the left is less memory, below is less time."""
+    found = [r for r in records.read(gpu_tables.RESULTS) if r["benchmark"] == "gpu_compile"]
+    figure, both = panels(len(gpu_tables.SHOWN), (9, 4.6))
+    for axes, (model, group) in zip(both, gpu_tables.SHOWN.items(), strict=True):
+        lines = {r["way"]: r for r in found if gpu_tables.group(r) == group}
+        for way, (words, look) in GPU_WAYS.items():
+            ratios = [
+                lines[way][key] / lines["by hand"][key] for key in ("peak_mib", "estimate_ms")
+            ]
+            axes.plot(*ratios, label=words, linestyle="", **look | {"ms": 8})
+        axes.set(title=model, xlabel="peak memory, over by hand", xlim=0, ylim=0.9)
+    both[0].set_ylabel("XLA's estimate of time, over by hand")
+    return finish(figure, both[0], "A train step in bfloat16, compiled for an H100", found, ncols=3)
 
 
 def growing() -> Any:
@@ -154,6 +187,7 @@ def stored() -> Any:
 PICTURES = {
     records.RESULTS / "layers.png": layers,
     records.RESULTS / "peak_memory.png": peak_memory,
+    records.RESULTS / "gpu_steps.png": gpu_steps,
     records.RESULTS / "growth.png": growing,
     records.RESULTS.parents[1] / "docs" / "storage.png": stored,
 }
