@@ -113,7 +113,7 @@ class PolicyScope:
         if rule is None and matmul_of(surrounding) in SUMMED_IN_FLOAT32.values():
             rule = next((each for each in rules if each.product is not None), None)
         if rule is not None and rule.product is not None and is_convolution(cls):
-            raise rule.refuse_convolution(f"{cls.__name__} at {path!r}")
+            raise rule.convolution_error(f"{cls.__name__} at {path!r}")
 
     def record_module(
         self, cls: type, path: str, boundary: Policy | None, surrounding: Policy | None

@@ -70,14 +70,16 @@ def _params(equation: Equation, scope: str, regions: Regions, dtype: np.dtype = 
 
 def _precision(equation: Equation, scope: str, regions: Regions, dtype: np.dtype) -> Params:
     name, params = operation_name(equation.primitive.name), equation.params
-    algorithm = regions.algorithm(name, regions.region(scope))
+    region = regions.region(scope)
+    algorithm = regions.algorithm(name, region)
     if algorithm is None:
         return {}
     rule = regions.rule_of(algorithm)
     if name == CONVOLUTION and rule is not None and rule.product is not None:
-        raise rule.refuse_convolution(
-            f"conv_general_dilated at {place_of(equation) or 'a library'}"
-        )
+        if algorithm.rank != region.rank:  # another rule is for the convolution
+            return {}
+        place = place_of(equation) or "a library"
+        raise rule.convolution_error(f"conv_general_dilated at {place}")
     dtypes = {atom.aval.dtype for atom in equation.invars}
     dtypes = {d if d != FLOAT32 else dtype for d in dtypes if jnp.issubdtype(d, jnp.inexact)}
     is_word = not is_algorithm(algorithm.name)

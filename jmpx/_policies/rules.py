@@ -156,7 +156,7 @@ class Rule:
         wide = {"compute": jnp.float32, "output": jnp.float32}
         return dataclasses.replace(self, **wide, matmul=algorithms[0], product=None)
 
-    def refuse_convolution(self, name: str) -> ValueError:
+    def convolution_error(self, name: str) -> ValueError:
         """Returns the error of a rule with `product` that selects a convolution."""
         return ValueError(
             f"Cannot follow rule {str(self)!r} in {name}: it is for matrix products, as GPUs turn "

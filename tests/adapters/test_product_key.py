@@ -227,9 +227,10 @@ def test_a_convolution_inside_of_what_a_rule_selects_is_refused(run, holder):
 @pytest.mark.parametrize("run", CONVOLUTIONS, ids=lambda run: run.__name__)
 def test_a_convolution_inside_may_have_a_rule_of_its_own(run):
     is_scope = run is autocast_conv  # in which nothing else multiplies
-    warns = pytest.warns(UserWarning, match="has no effect")
-    with warns if is_scope else contextlib.nullcontext():
-        run("c=bf16; *: product=f32; */head: c=f32,m=default")
+    for rule in "c=f32", "c=f32,m=default":
+        warns = pytest.warns(UserWarning, match="has no effect")
+        with warns if is_scope else contextlib.nullcontext():
+            run(f"c=bf16; *: product=f32; */head: {rule}")
 
 
 @pytest.mark.parametrize(

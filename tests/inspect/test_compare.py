@@ -213,6 +213,26 @@ def test_chosen_log_probabilities_have_the_estimate_k3(rng):
     assert found.kl == pytest.approx(np.mean(np.expm1(d) - d), rel=1e-2)
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_what_one_function_cannot_choose_is_infinitely_far(is_whole):
+    """In 16 bits; what neither can choose is no difference."""
+
+    def exact(x):
+        found = jax.nn.log_softmax(x)
+        return found if is_whole else found[:, :2]
+
+    def cut(x):
+        is_held = x.astype(BF16).astype(F32) == x
+        return jnp.where(is_held if is_whole else is_held[:, :2], exact(x), -jnp.inf)
+
+    for second, kl in ((1.0, 0), (1.001, np.inf)):
+        scores = np.array([[0.5, second, -np.inf], [2.0, 0.0, 1.0]], np.float32)
+        report = compare(exact, cut)(scores)
+        found = report.log_probabilities
+        assert (found.kl, found.rms, found.is_distribution) == (kl, kl, is_whole)
+        json.loads(report.to_json(), parse_constant=pytest.fail)  # no NaN or Infinity
+
+
 def report_of(rng, band=0.01):
     params, x = given(rng)
     return compare(full, jmpx.apply_policy(scanned, "by=operations,c=bf16,o=f32"), band=band)(

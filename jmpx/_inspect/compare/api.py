@@ -49,7 +49,8 @@ def compare(
     Raises:
         TypeError: when called, if one of them is not callable, or an argument is a shape or traced.
         ValueError: if `band` is no relative error; when called, if a result of the reference is not
-            finite, or no output of one function agrees with one of the other.
+            finite, no output of one function agrees with one of the other, or a program holds a
+            `jax.shard_map`, where each device has numbers of its own.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -136,11 +137,11 @@ def _log_probabilities(results: Sequence[Pair]) -> LogProbabilities | None:
         if not one.wide.size or np.max(one.wide) > 0 or np.min(one.wide) == np.max(one.wide):
             continue
         old, new = (each.written.astype(np.float64) for each in (one, other))
-        is_finite = np.isfinite(old) & np.isfinite(new)
-        d = np.where(is_finite, new - np.where(is_finite, old, 0), 0)
-        p = np.exp(old)
-        is_distribution = old.ndim > 0 and bool(np.all(abs(p.sum(-1) - 1) < _SUMS_TO_ONE))
-        kl = np.mean(-(p * d).sum(-1)) if is_distribution else np.mean(np.expm1(d) - d)
+        with np.errstate(invalid="ignore"):  # both are -inf where nothing can be chosen
+            d = np.where(old == new, 0, new - old)
+            p, k3 = np.exp(old), np.where(d == np.inf, np.inf, np.expm1(d) - d)
+            is_distribution = old.ndim > 0 and bool(np.all(abs(p.sum(-1) - 1) < _SUMS_TO_ONE))
+            kl = np.mean(-np.where(p > 0, p * d, 0).sum(-1)) if is_distribution else np.mean(k3)
         rms = float(np.sqrt(np.mean(d**2)))
         return LogProbabilities(d.size, rms, float(np.abs(d).max()), float(kl), is_distribution)
     return None

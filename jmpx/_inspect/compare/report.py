@@ -200,13 +200,15 @@ def _text(number: float) -> str:
 
 
 def _plain(value: object) -> dict[str, object]:
-    """Returns named tuples as dicts, and tuples as lists."""
+    """Returns named tuples as dicts, tuples as lists, and what JSON has no number for as text."""
 
     def plain(value: object) -> object:
         if hasattr(value, "_asdict"):
             value = value._asdict()  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(value, dict):
             return {key: plain(each) for key, each in value.items()}
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
         return list(map(plain, value)) if isinstance(value, tuple) else value
 
     return plain(value)  # pyright: ignore[reportReturnType]
