@@ -169,6 +169,22 @@ def test_axes_are_told_apart_by_their_numbers(rng):
     assert [(row.scope, row.error) for row in report.rows] == [("a", 0), ("result", 0)]
 
 
+def test_constants_that_were_traced_in_16_bits_agree(rng):
+    """And what is nearly the same is not taken for it."""
+    x = rng.normal(size=(16, 16)).astype(np.float32)
+
+    def f(x):
+        with jax.named_scope("block"):
+            h = jnp.tanh(x @ x)
+            other = h * 1.01 + 0.001
+        return h + 0.3 * h, other * 0.1
+
+    rows = compare(f, lambda x: f(x.astype(BF16)))(x).rows
+    assert [row.scope for row in rows] == ["block", "block", "result", "result"]
+    assert all(row.error < 0.05 and row.in_float32 < 4e-3 for row in rows)
+    assert max(row.in_float32 for row in rows) > 2e-4
+
+
 def test_the_turns_of_nested_scans_are_stacked(rng):
     x = rng.normal(size=(2, 3, 4)).astype(np.float32)
 

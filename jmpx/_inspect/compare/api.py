@@ -111,14 +111,14 @@ def _check_finite(name: str, outputs: Sequence[Output]) -> None:
 
 
 def _compared(pair: Pair) -> Compared:
-    one, other = pair
+    one, other, in_float32 = pair
     return Compared(
         one.scope,
         one.is_backward,
         (one.dtype, other.dtype),
         one.written.size,
         relative_error(one.written, other.written),
-        relative_error(one.wide, other.wide),
+        in_float32,
         other.place,
     )
 
@@ -133,7 +133,7 @@ def _unpaired(outputs: Sequence[Output], of: str) -> list[Unpaired]:
 
 def _log_probabilities(results: Sequence[Pair]) -> LogProbabilities | None:
     """Returns how far log-probabilities are apart: of the first results that are at most 0."""
-    for one, other in results:
+    for one, other, _ in results:
         if not one.wide.size or np.max(one.wide) > 0 or np.min(one.wide) == np.max(one.wide):
             continue
         old, new = (each.written.astype(np.float64) for each in (one, other))

@@ -27,7 +27,7 @@ class Compared(NamedTuple):
     dtypes: tuple[str, str]  # of the reference and of the candidate
     size: int
     error: float
-    in_float32: float  # the error of both in float32: what rounding to 32 bits and its order make
+    in_float32: float  # the error of both in float32: of its rounding, and of constants in 16 bits
     place: Place | None  # the line of the candidate
 
 
