@@ -41,6 +41,7 @@ PLOT = flags.DEFINE_string("plot", None, "A picture to write, such as reinforce.
 TOKENS, LENGTH = 16, 8  # different tokens; tokens in a prompt, and in an answer
 PROMPTS, ANSWERS = 8, 8  # in a step; and to each prompt
 CLIP = 0.2
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
 FLOOR = 1e-10  # the smallest divergence in the picture: that of float32 is less
 
 
@@ -201,7 +202,7 @@ def loss_fn(model: Transformer, given: Answers) -> tuple[jax.Array, jax.Array]:
     return -gains.mean(), jnp.mean(jnp.expm1(d) - d)
 
 
-def make_step(policy: jmpx.PolicyMap, optimizer: optax.GradientTransformation) -> Any:
+def make_step(policy: jmpx.PolicyMap) -> Any:
     """Returns a step: it samples answers, rewards them and trains on them."""
     sampler = jmpx.apply_policy(sample, policy)
 
@@ -217,20 +218,17 @@ def make_step(policy: jmpx.PolicyMap, optimizer: optax.GradientTransformation) -
         given = Answers(texts, scores, advantages)
         gradient = jmpx.filter_value_and_grad(loss_fn, scaling, has_aux=True, policy=policy)
         (_, kl), scaling, finite, grads = gradient(model, given)
-        model, state = jmpx.optimizer_update(model, optimizer, state, grads, finite)
+        model, state = jmpx.optimizer_update(model, OPTIMIZER, state, grads, finite)
         return model, state, scaling, (rewards.mean(), kl)
 
     return step
 
 
-def train(policy: str, seed: int, progress: tqdm) -> np.ndarray:
+def train(step: Any, scaling: jmpx.LossScale, seed: int, progress: tqdm) -> np.ndarray:
     """Returns the rewards and divergences [steps, 2] of one run."""
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
     model_key, key = jax.random.split(jax.random.key(seed))
     model = Transformer(model_key)
-    state = optimizer.init(eqx.filter(model, eqx.is_array))
-    mp = jmpx.get_mixed_precision(policy)  # with a dynamic loss scale for float16
-    scaling, step, found = mp.loss_scale, make_step(mp.policy_map, optimizer), []
+    state, found = OPTIMIZER.init(eqx.filter(model, eqx.is_array)), []
     for number in range(STEPS.value):
         model, state, scaling, seen = step(model, state, scaling, jax.random.fold_in(key, number))
         found.append([float(each) for each in seen])
@@ -268,8 +266,10 @@ def main(argv: list[str]) -> None:
         total=len(POLICIES) * SEEDS.value * STEPS.value, unit="step", leave=False
     ) as progress:
         for name, policy in POLICIES.items():
+            mp = jmpx.get_mixed_precision(policy)  # with a dynamic loss scale for float16
+            step = make_step(mp.policy_map)
             for seed in range(SEEDS.value):
-                found[name].append(train(policy, seed, progress))
+                found[name].append(train(step, mp.loss_scale, seed, progress))
             last = [run[-10:].mean(axis=0) for run in found[name]]
             rewards = ", ".join(f"{reward:.3f}" for reward, _ in last)
             progress.write(f"{name}: rewards {rewards}, KL {np.mean([kl for _, kl in last]):.1e}")
