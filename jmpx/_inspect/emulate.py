@@ -36,16 +36,13 @@ _EXACT = _MOVES | frozenset(
 
 
 def rounded(array: Array) -> Array:
-    """Returns an array of 16 bits, rounded for certain; other arrays as they are.
+    """Returns an array of one of the formats, rounded for certain.
 
     It is rounded in float32: a reduction of the precision of a 16-bit array changes nothing, and
     compilers may leave it out. That of float16 flushes subnormal numbers, so that these are rounded
     to whole multiples of the smallest one.
     """
-    dtype = array.dtype
-    if dtype not in map(np.dtype, FORMATS):
-        return array
-    wide = lax.convert_element_type(array, np.float32)
+    dtype, wide = array.dtype, lax.convert_element_type(array, np.float32)
     info = jnp.finfo(dtype)
     low = lax.reduce_precision(wide, info.nexp, info.nmant)
     if dtype == np.float16:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from helpers import enable_x64
-from helpers.four_frameworks import BATCH, FRAMEWORKS, WIDTHS, X, in_words_of
+from helpers.four_frameworks import BATCH, FRAMEWORKS, WIDTHS, gradients, in_words_of
 from helpers.products import default_precision, products_of
 
 import jmpx
@@ -72,19 +72,6 @@ def layers_of(f, *args):
     assert {name: len(products) for name, products in found.items()} == dict.fromkeys(WIDTHS, 3)
     assert all(len(set(products)) == 1 for products in found.values()), found
     return ", ".join(found[name][0] for name in WIDTHS)
-
-
-def gradients(apply, model):
-    """Returns a function that differentiates by parameters and inputs, and its arguments."""
-    if isinstance(model, nnx.Module):
-        graph, model = nnx.split(model)
-        merged = apply
-        apply = lambda state, x: merged(nnx.merge(graph, state), x)  # noqa: E731
-
-    def loss(model, x):
-        return (apply(model, x).astype(jnp.float32) ** 2).sum()
-
-    return jax.value_and_grad(loss, (0, 1)), model, X
 
 
 @pytest.mark.sampled(5)

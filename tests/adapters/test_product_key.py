@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import BF16, F16, F32
-from helpers.four_frameworks import FRAMEWORKS, X, in_words_of
+from helpers.four_frameworks import FRAMEWORKS, gradients, in_words_of
 from helpers.jaxprs import trace
 from helpers.products import products_of
 
@@ -56,16 +56,7 @@ def of(framework, words, low):
 def program(framework, policy_map):
     """The text of the jaxpr of a gradient in the parameters and the inputs."""
     _, model, adapter, _ = FRAMEWORKS[framework]
-    apply = adapter(policy_map)
-    if isinstance(model, nnx.Module):
-        graph, model = nnx.split(model)
-        merged = apply
-        apply = lambda state, x: merged(nnx.merge(graph, state), x)  # noqa: E731
-
-    def loss(model, x):
-        return (apply(model, x).astype(jnp.float32) ** 2).sum()
-
-    text = str(trace(jax.value_and_grad(loss, (0, 1)), model, X))
+    text = str(trace(*gradients(adapter(policy_map), model)))
     return re.sub(r"0x[0-9a-f]+", "", text)  # of Python's objects
 
 
