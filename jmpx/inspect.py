@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jmpx._inspect.audit.api import audit as audit
     from jmpx._inspect.audit.report import Audit as Audit
+    from jmpx._inspect.blame.api import blame as blame
+    from jmpx._inspect.blame.report import Blame as Blame
     from jmpx._inspect.collectives.report import (
         Collectives as Collectives,
         collectives as collectives,
@@ -42,6 +44,8 @@ else:
         {
             "_inspect.audit.api": "audit",
             "_inspect.audit.report": "Audit",
+            "_inspect.blame.api": "blame",
+            "_inspect.blame.report": "Blame",
             "_storage.contracts": "check_restored describe_precision",
             "_inspect.compare.api": "compare",
             "_inspect.compare.report": "Comparison",

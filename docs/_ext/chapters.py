@@ -14,6 +14,7 @@ CHAPTERS = {
         "matmul",
         "roundings",
         "compare",
+        "blame",
         "collectives",
     ],
     "Larger runs": ["sharding", "storage", "checkpoints", "recipes"],

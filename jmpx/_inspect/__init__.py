@@ -7,12 +7,13 @@ The way through it:
   equations of 16 bits in float32. `compiled.py` compiles it once for all programs that do the same.
 - `emulate.py` makes a function round its 16-bit results where it writes them.
 - `compare/` runs two functions of one model so, and says where their numbers part.
+- `blame/` runs a function so, and in float32, and gives each rounding its share of the difference.
 - `audit/` reads the graph, without numbers: casts, saved bytes, FLOPs by dtype, and findings.
 - `ranges/` runs the program in float32, and counts the magnitudes of its numbers.
 - `first_nonfinite/` runs the program as it is, and finds the origin of an infinity or a NaN.
 - `collectives/` reads a lowered or compiled program, and lists what its devices exchange.
 
-Each of the five has half a page of its own, and opens with `api.py` or `report.py`. None of them
+Each of the six has half a page of its own, and opens with `api.py` or `report.py`. None of them
 imports another. The room imports from all rooms below it, most of all `_jaxprs` and `_policies`; of
 `_adapters` it reads the policies under which modules ran.
 """

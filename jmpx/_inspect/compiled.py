@@ -13,15 +13,15 @@ from jmpx._jaxprs.types import Array, Jaxpr
 from jmpx._jaxprs.watched import constants, is_opaque
 
 R = TypeVar("R")
-# XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears. What
-# runs once or twice is not worth optimizing: that would take half of the time to compile.
+# XLA may otherwise compute chains of 16-bit operations in float32, and an overflow disappears.
 # The pass that is disabled makes two or three kernels of each reduction on a CPU, and a watched
 # program has a reduction for each operation.
 _AS_WRITTEN = {
     "xla_allow_excess_precision": False,
-    "xla_backend_optimization_level": 0,
     "xla_disable_hlo_passes": "tree_reduction_rewriter",
 }
+# What runs once or twice is not worth optimizing: that would take half of the time to compile.
+_ONCE = _AS_WRITTEN | {"xla_backend_optimization_level": 0}
 # What a program traces when it runs for the first time, or in another context of JAX.
 _traced: contextvars.ContextVar[Callable[..., PyTree]] = contextvars.ContextVar("_traced")
 
@@ -31,9 +31,14 @@ class Compiled:
 
     So what was compiled for a step is found again if `jax.grad` or a lambda makes the step anew. It
     is kept for the structures that were used last, and holds no array of them.
+
+    Args:
+        jaxpr: the jaxpr.
+        runs_often: whether the functions are optimized, because they run more than once or twice.
     """
 
-    def __init__(self, jaxpr: Jaxpr) -> None:
+    def __init__(self, jaxpr: Jaxpr, runs_often: bool = False) -> None:
+        self.runs_often = runs_often
         self.consts = list(constants(jaxpr))
         self.own: dict[Hashable, Callable[..., PyTree]] = {}
         first: dict[int, int] = {}
@@ -56,9 +61,9 @@ class Compiled:
             return fn(lambda array: given.get(id(array), array), *arguments)
 
         if self.key is None:
-            program = self.own.setdefault(depends_on, _new_program())
+            program = self.own.setdefault(depends_on, _new_program(self.runs_often))
         else:
-            program = _program((self.key, depends_on))
+            program = _program((self.key, depends_on), self.runs_often)
         before = _traced.set(traced)
         try:
             return program(arguments, self.consts)
@@ -66,14 +71,15 @@ class Compiled:
             _traced.reset(before)
 
 
-def _new_program() -> Callable[..., PyTree]:
-    return jax.jit(lambda *args: _traced.get()(*args), compiler_options=_AS_WRITTEN)
+def _new_program(runs_often: bool) -> Callable[..., PyTree]:
+    options = _AS_WRITTEN if runs_often else _ONCE
+    return jax.jit(lambda *args: _traced.get()(*args), compiler_options=options)
 
 
 @functools.lru_cache(maxsize=16)
-def _program(key: Hashable) -> Callable[..., PyTree]:
+def _program(key: Hashable, runs_often: bool) -> Callable[..., PyTree]:
     """Returns the function of a structure, which refers to no jaxpr of it."""
-    return _new_program()
+    return _new_program(runs_often)
 
 
 def _hashed(key: Hashable) -> Hashable | None:

@@ -26,7 +26,7 @@ from jmpx._jaxprs.core import Array, Equation, Jaxpr, operation_name
 _Function = TypeVar("_Function", bound=Callable[..., PyTree])
 FORMATS = ("bfloat16", "float16")
 # The dtypes to which dot algorithms round operands of float32.
-_OPERANDS = {algorithm: np.dtype(name) for name, algorithm in SUMMED_IN_FLOAT32.items()}
+OPERANDS = {algorithm: np.dtype(name) for name, algorithm in SUMMED_IN_FLOAT32.items()}
 _TF32 = "TF32_TF32_F32"  # it multiplies in ten bits and the exponents of float32
 # Results that hold numbers of 16-bit operands, or round them to others that 16 bits hold.
 _MOVES = moves.IDENTITIES | moves.PLACEMENTS | moves.RESHAPES | moves.PICKS | moves.JOINS
@@ -42,13 +42,18 @@ def rounded(array: Array) -> Array:
     compilers may leave it out. That of float16 flushes subnormal numbers, so that these are rounded
     to whole multiples of the smallest one.
     """
-    dtype, wide = array.dtype, lax.convert_element_type(array, np.float32)
+    wide = lax.convert_element_type(array, np.float32)
+    return lax.convert_element_type(rounded_to(wide, array.dtype), array.dtype)
+
+
+def rounded_to(wide: Array, dtype: np.dtype) -> Array:
+    """Returns an array of float32, rounded to the numbers of one of the formats."""
     info = jnp.finfo(dtype)
     low = lax.reduce_precision(wide, info.nexp, info.nmant)
     if dtype == np.float16:
         units = lax.round(wide * 2.0**24, lax.RoundingMethod.TO_NEAREST_EVEN)
         low = jnp.where(jnp.abs(wide) < 2.0**-14, units * 2.0**-24, low)
-    return lax.convert_element_type(low, dtype)
+    return low
 
 
 def _operand(array: Array, dtype: np.dtype | None) -> Array:
@@ -56,8 +61,7 @@ def _operand(array: Array, dtype: np.dtype | None) -> Array:
     wide = lax.convert_element_type(array, np.float32)
     if dtype is None:
         return lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=10)
-    low = rounded(lax.convert_element_type(wide, dtype))
-    return lax.convert_element_type(low, np.float32)
+    return rounded_to(wide, dtype)
 
 
 class Rounding:
@@ -120,16 +124,25 @@ class Rounding:
 
     def equation(self, eqn: Equation, operands: list[Array]) -> list[Array]:
         """Runs an equation that stands for itself."""
-        algorithm = getattr(eqn.params.get("precision"), "name", "")
-        to = _OPERANDS.get(algorithm)
+        algorithm = algorithm_of(eqn)
+        to = OPERANDS.get(algorithm)
         if algorithm == _TF32 or to in self.dtypes:
             # The product itself is then one of float32, which all chips know.
             operands = [_operand(array, to) for array in operands]
             results = core.bind(eqn, operands, precision=(lax.Precision.HIGHEST,) * 2)
         else:
             results = core.bind(eqn, operands)
-        is_exact = operation_name(eqn.primitive.name) in _EXACT
-        return results if is_exact else [*map(self.rounded, results)]
+        return results if is_exact(eqn) else [*map(self.rounded, results)]
+
+
+def algorithm_of(eqn: Equation) -> str:
+    """Returns the name of the algorithm that a product names; empty if it names none."""
+    return getattr(eqn.params.get("precision"), "name", "")
+
+
+def is_exact(eqn: Equation) -> bool:
+    """Whether the results of an equation of 16-bit operands are 16-bit numbers by themselves."""
+    return operation_name(eqn.primitive.name) in _EXACT
 
 
 def emulate(func: _Function, formats: Sequence[DTypeLike] = FORMATS) -> _Function:

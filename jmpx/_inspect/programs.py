@@ -52,6 +52,7 @@ class Program:
         chosen: the paths of the modules among them that have their policy by a rule or their class.
         takers: the public functions that took a policy map, which further rules can be added to.
         call: the function, and how it was traced.
+        gradients: how many of the results, the last ones, are gradients of a loss.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Program:
     chosen: frozenset[str]
     takers: frozenset[str]
     call: _Call
+    gradients: int = 0
 
     def with_rules(self, *rules: Rule) -> "Program":
         """Traces the program again, with rules at the end of its policy maps.
@@ -141,6 +143,7 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
         chosen=frozenset(chosen),
         takers=frozenset(takers),
         call=call,
+        gradients=len(_differentiated(args[1])) if is_loss else 0,
     )
 
 
@@ -184,7 +187,7 @@ def _trace_gradient(fn: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> 
     `args` has the loss itself before its arguments.
     """
     leaves, treedef = jax.tree.flatten(args[1:2])
-    indices = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
+    indices = _differentiated(*args[1:2])
     if not indices:
         raise ValueError(
             "Expected a loss to differentiate in its first argument, got one without a floating "
@@ -205,6 +208,11 @@ def _trace_gradient(fn: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> 
         return jax.value_and_grad(loss, has_aux=True)([given[i] for i in indices])
 
     return trace_shapes(gradient, args, kwargs)
+
+
+def _differentiated(*first: PyTree) -> list[int]:
+    """Returns which leaves of the first argument of a loss are differentiated."""
+    return [i for i, leaf in enumerate(jax.tree.leaves(first)) if is_floating(leaf)]
 
 
 def _name(fn: Callable[..., PyTree]) -> str:

@@ -24,6 +24,8 @@ Trips: TypeAlias = tuple[Array, ...]  # int32 of shape (): one for each loop aro
 # What runs an equation that stands for itself.
 Run: TypeAlias = Callable[[Equation, list[Array]], list[Array]]
 _Results: TypeAlias = tuple[list[Array], PyTree]  # results, and the state after them
+# What runs an equation that stands for itself at its site: `(state, site, operands, trips)`.
+Step: TypeAlias = Callable[..., _Results]
 
 
 class Site(NamedTuple):
@@ -109,6 +111,7 @@ def evaluate(
     constant: Callable[[Array], Array] = lambda array: array,
     reduce: Callable[[State, tuple[str, ...]], State] | None = None,
     by_site: bool = False,
+    step: Step | None = None,
 ) -> tuple[list[Array], State]:
     """Runs a jaxpr, and has a watcher see each equation; returns the results and the last state.
 
@@ -129,8 +132,10 @@ def evaluate(
         by_site: whether the state is a dict by the keys of sites, and `watch` changes the value of
             its site alone. Then a loop carries no more than the values of the sites in it, which
             compiles much sooner.
+        step: `step(state, site, operands, trips)` returns the results of an equation that stands
+            for no jaxpr, and the new state, in place of `run` and `watch`.
     """
-    watcher = _Watcher(watch, run, constant, reduce, by_site)
+    watcher = _Watcher(watch, run, constant, reduce, by_site, step)
     with np.errstate(all="ignore"):  # JAX casts literals by NumPy, -1e9 to float16 for one
         return watcher.evaluate(jaxpr, arrays, state, (), Site(None, scope))
 
@@ -144,6 +149,7 @@ class _Watcher:
     constant: Callable[[Array], Array]
     reduce: Callable[..., PyTree] | None
     by_site: bool
+    instead: Step | None
 
     def evaluate(
         self, jaxpr: Jaxpr, arrays: Sequence[Array], state: PyTree, trips: Trips, holder: Site
@@ -166,6 +172,8 @@ class _Watcher:
     def step(self, site: Site, operands: list[Array], state: PyTree, trips: Trips) -> _Results:
         """Runs an equation, or the jaxprs that it stands for."""
         inner = inner_of(site.equation)
+        if inner is None and self.instead is not None:
+            return self.instead(state, site, operands, trips)
         if inner is None:
             results = self.run(site.equation, operands)
             seen = ([*map(as_whole, arrays)] for arrays in (operands, results))
@@ -199,7 +207,9 @@ class _Watcher:
         self, site: Site, inner: Inner, operands: list[Array], state: PyTree, trips: Trips
     ) -> _Results:
         consts, carry, _ = inner.split(operands)
-        unwatched = dataclasses.replace(self, watch=lambda state, *_: state, reduce=None)
+        unwatched = dataclasses.replace(
+            self, watch=lambda state, *_: state, reduce=None, instead=None
+        )
 
         def condition(carried: PyTree) -> Array:
             arrays = [*operands[: inner.first], *carried[2]]

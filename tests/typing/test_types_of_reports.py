@@ -54,6 +54,17 @@ def test_first_nonfinite() -> None:
     assert found is None
 
 
+def test_blame(tmp_path: Path) -> None:
+    found = jmpx.inspect.blame(loss_fn, "c=bf16")((make_params(), ones(4, 2)))
+    assert_type(found, jmpx.inspect.Blame)
+    assert_type(found.check(at_most=0.1), jmpx.inspect.Blame)
+    assert_type(found.rows[0].share, float)
+    assert_type(found.explained, float)
+    assert_type(found.diff(found), str)
+    assert_type(found.to_json(), str)
+    found.plot(tmp_path / "blame.png")
+
+
 def test_compare() -> None:
     emulated = jmpx.inspect.emulate(loss_fn)
     assert_type(emulated(make_params(), ones(4, 2)), jax.Array)

@@ -1,0 +1,175 @@
+"""The shares of groups of roundings: of first order, or measured by runs with masks."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmpx._inspect.blame.points import Key, Points, Slot
+from jmpx._inspect.compiled import Compiled
+from jmpx._jaxprs.core import Array
+
+_FEW = 64  # numbers in the results, of which one random direction says too little
+_DIRECTIONS = 8
+_LEAST = 0.01  # the share from which a group is worth a run of its own
+_SIGNS = np.array([-1, 1], np.float32)
+MOST = 24  # groups that are measured by such runs
+
+
+class Batch(NamedTuple):
+    """The inputs of one run, and the results that it should have."""
+
+    arrays: Sequence[Array]
+    exact: list[Array]  # the results in float32
+
+
+class Shares(NamedTuple):
+    """What groups cost.
+
+    Attributes:
+        squared: the mean over batches of the squared error, relative to that of the results.
+        parts: what each group has of it.
+        sites: what each site has of it, by first order.
+        direct: the groups that were measured: the mean of what the error is where a group alone
+            rounds, and of how much smaller it is where the group alone does not.
+        reason: why none is of first order; empty if some are.
+    """
+
+    squared: float
+    parts: np.ndarray
+    sites: np.ndarray
+    direct: frozenset[int]
+    reason: str = ""
+
+
+class Runs:
+    """The compiled runs of a program, on batches.
+
+    Args:
+        points: the points of the program.
+        outputs: the indices of the results whose error counts.
+        batches: the inputs, and what they should give.
+        compiled: the compiled functions of the program.
+    """
+
+    def __init__(
+        self, points: Points, outputs: Sequence[int], batches: Sequence[Batch], compiled: Compiled
+    ) -> None:
+        self.points, self.outputs = points, tuple(outputs)
+        self.batches, self.compiled = batches, compiled
+
+    def squared(self, mask: np.ndarray) -> float:
+        """Returns the mean squared relative error where the sites of a mask round."""
+
+        def run(
+            constant: Callable[[Array], Array], arrays: list[Array], mask: Array
+        ) -> list[Array]:
+            results, _ = self.points.rounded(constant, arrays, mask)
+            return [results[index] for index in self.outputs]
+
+        found = []
+        for batch in self.batches:
+            results = self.compiled.run(run, (list(batch.arrays), mask), "blame", self.outputs)
+            found.append(_relative(results, batch.exact))
+        return float(np.mean(found))
+
+    def first_order(self, seed: int) -> tuple[np.ndarray, np.ndarray, float]:
+        """Returns what each site costs in each run, squared and signed, and the squared error.
+
+        Returns:
+            Two arrays of float64 of shape (runs, sites), relative to the norm of the results, and
+            the mean squared relative error.
+        """
+
+        def run(
+            constant: Callable[[Array], Array], arrays: list[Array], direction: list[Array]
+        ) -> tuple[list[Array], list[Array]]:
+            rounded, errors = self.points.rounded(constant, arrays)
+            slots = {name: jnp.zeros(2, jnp.float32) for name in errors}
+
+            def charged(slots: dict[Key, Slot]) -> list[Array]:
+                results = self.points.charged(constant, arrays, errors, slots)
+                return [results[index] for index in self.outputs]
+
+            wide, pull = jax.vjp(charged, slots)
+            pairs = zip(direction, wide, strict=True)
+            (costs,) = pull([signs.astype(x.dtype) for signs, x in pairs])
+            none = jnp.zeros(2, jnp.float32)
+            return [rounded[i] for i in self.outputs], [costs.get(k, none) for k in self.points.at]
+
+        squares, sums, total = list[np.ndarray](), list[np.ndarray](), list[float]()
+        few = sum(array.size for array in self.batches[0].exact) < _FEW
+        for number, batch in enumerate(self.batches):
+            norm = _norm(batch.exact)
+            for turn in range(_DIRECTIONS if few else 1):
+                rng = np.random.default_rng((seed, number, turn))
+                signs = [rng.choice(_SIGNS, size=x.shape) for x in batch.exact]
+                arguments = (list(batch.arrays), signs)
+                results, costs = self.compiled.run(run, arguments, "first order", self.outputs)
+                both = np.asarray(costs, np.float64)
+                squares.append(both[:, 0] / norm**2)
+                sums.append(both[:, 1] / norm)
+            total.append(_relative(results, batch.exact))
+        return np.stack(squares), np.stack(sums), float(np.mean(total))
+
+
+def shares(
+    runs: Runs, groups: Sequence[Sequence[int]], seed: int, done: Callable[[], object]
+) -> Shares:
+    """Returns the shares of groups of sites, which are numbers of `Points.order`.
+
+    `done` is called after each measurement.
+    """
+    count, squares, sums, reason = len(runs.points.order), None, None, ""
+    everywhere = np.ones(count, bool)
+    if runs.points.has_while:
+        reason = "a while loop rounds, and has no derivative"
+    else:
+        try:
+            squares, sums, squared = runs.first_order(seed)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+    if squares is None or sums is None:
+        squared, sites = runs.squared(everywhere), np.zeros(count)
+        parts, suspects = np.zeros(len(groups)), list(range(len(groups)))
+    else:
+        sites = squares.mean(0)
+        parts = np.array([sites[list(group)].sum() for group in groups])
+        signed = np.array([(sums[:, list(group)].sum(1) ** 2).mean() for group in groups])
+        suspects = _coherent(parts, signed, len(sums))
+    if not math.isfinite(squared):
+        return Shares(squared, parts, sites, frozenset(), reason)
+    for number in suspects[:MOST]:
+        alone = ~everywhere
+        alone[list(groups[number])] = True
+        parts[number] = max(squared - runs.squared(~alone) + runs.squared(alone), 0.0) / 2
+        done()
+    return Shares(squared, parts, sites, frozenset(suspects[:MOST]), reason)
+
+
+def _coherent(parts: np.ndarray, signed: np.ndarray, runs: int) -> list[int]:
+    """Returns the groups whose roundings do not add up as independent ones, the largest first.
+
+    `signed` has the mean of as many squares as there are runs: of one, of normal numbers.
+    """
+    most = 1 + 4 * math.sqrt(2 / runs)
+    ratios = signed / np.where(parts > 0, parts, 1)
+    sizes = np.maximum(parts, signed)
+    odd = (ratios > most) | ((ratios < 0.2) & (runs >= 8))
+    worth = odd & (sizes > _LEAST * sizes.sum())
+    return [int(i) for i in np.argsort(-sizes) if worth[i]]
+
+
+def _norm(arrays: Sequence[Array]) -> float:
+    return math.sqrt(sum(float(np.sum(np.asarray(x, np.float64) ** 2)) for x in arrays))
+
+
+def _relative(results: Sequence[Array], exact: Sequence[Array]) -> float:
+    """Returns the squared error of results, relative to the square of their norm."""
+    pairs = zip(results, exact, strict=True)
+    error = _norm([np.asarray(x, np.float64) - np.asarray(y, np.float64) for x, y in pairs])
+    norm = _norm(exact)
+    return (error / norm) ** 2 if norm else math.inf if error else 0.0
