@@ -14,6 +14,7 @@ The way through it:
 - `collectives/` reads a lowered or compiled program, and lists what its devices exchange.
 
 Each of the six has half a page of its own, and opens with `api.py` or `report.py`. None of them
-imports another. The room imports from all rooms below it, most of all `_jaxprs` and `_policies`; of
-`_adapters` it reads the policies under which modules ran.
+imports another, but for `blame`, which asks `first_nonfinite` for what is not finite. The room
+imports from all rooms below it, most of all `_jaxprs` and `_policies`; of `_adapters` it reads the
+policies under which modules ran, and `blame` puts a function under one.
 """

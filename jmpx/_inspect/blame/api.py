@@ -11,6 +11,7 @@ from jmpx._inspect.blame.points import Points, size_of
 from jmpx._inspect.blame.report import Blame, Blamed
 from jmpx._inspect.blame.shares import MOST, Batch, Runs, Shares, shares
 from jmpx._inspect.compiled import Compiled
+from jmpx._inspect.first_nonfinite.api import first_nonfinite
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.running import check_arrays, key_of
@@ -70,12 +71,12 @@ def blame(
         ...     with jax.named_scope("encoder"):
         ...         h = jnp.tanh(x @ w)
         ...     with jax.named_scope("distance"):  # a difference of large numbers
-        ...         h = (h + 100) - 100
+        ...         h = (h @ w + 64) - 64
         ...     return jnp.mean(h.astype(jnp.float32) ** 2)
         >>> keys = jax.random.split(jax.random.key(0), 8)
         >>> batches = [tuple(jax.random.normal(key, (2, 16, 16))) for key in keys]
         >>> report = jmpx.inspect.blame(loss_fn, "by=operations,c=bf16")(*batches)
-        >>> report.rows[0].name, report.rows[0].share > 0.9, report.rows[0].rule
+        >>> report.rows[0].name, report.rows[0].share > 0.5, report.rows[0].rule
         ('distance', True, '*/distance: full')
     """
     if by is not None and by not in WAYS:
@@ -92,7 +93,9 @@ def blame(
         bar = _Bar(len(groups))
         found = shares(runs, list(groups.values()), seed, bar.step)
         bar.close()
-        _check_finite(program.name, found)
+        if not np.isfinite(found.squared):
+            applied = apply_policy(func, policy) if policy is not None else func
+            raise ValueError(_nonfinite(applied, batches[0], "16 bits"))
         rows = _rows(graph, runs.points, groups, found)
         size = sum(array.size for array in runs.batches[0].exact)
         kind = "gradients" if program.is_differentiated else "results"
@@ -138,10 +141,7 @@ def blamed_runs(
         results = compiled.run(wide, (list(each.arrays),), "float32")
         kept = [np.asarray(results[index]) for index in outputs]
         if not all(np.isfinite(array).all() for array in kept):
-            raise ValueError(
-                f"Expected results that are finite in float32, got NaN or infinity from "
-                f"{_name(func)}: jmpx.inspect.first_nonfinite finds the operation that makes it."
-            )
+            raise ValueError(_nonfinite(func, batches[len(found)], "float32"))
         found.append(Batch(each.arrays, kept))
     return program, Runs(points, outputs, found, Compiled(program.jaxpr, runs_often=True))
 
@@ -163,12 +163,16 @@ def _check_batches(batches: Sequence[object]) -> None:
             )
 
 
-def _check_finite(name: str, found: Shares) -> None:
-    if not np.isfinite(found.squared):
-        raise ValueError(
-            f"Expected finite results of {name} in 16 bits, got NaN or infinity: "
-            "jmpx.inspect.first_nonfinite finds the operation that makes it."
-        )
+def _nonfinite(func: Callable[..., PyTree], batch: tuple[PyTree, ...], where: str) -> str:
+    """Returns the sentence about results that are not finite, with the operation that made them."""
+    first = first_nonfinite(func)(*batch)
+    by = (
+        "" if first is None else f", first by {first.operation} at {first.place or 'no known line'}"
+    )
+    return (
+        f"Expected results of {_name(func)} that are finite in {where}, got NaN or infinity{by}: "
+        "print jmpx.inspect.first_nonfinite(...) for where it came from."
+    )
 
 
 def _outputs(program: Program) -> list[int]:
