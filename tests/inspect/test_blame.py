@@ -201,6 +201,19 @@ def test_a_planted_layer_ranks_first(rng, framework, dtype, plant):
     assert report.rows[0].rule.endswith("plant: full"), report
 
 
+def test_kinks_of_a_gradient_are_measured(rng):
+    def kinked(params, x):
+        for index, w in enumerate(params):
+            with jax.named_scope(f"layer{index}"):
+                x = jax.nn.relu(x @ w) * 2
+        return x
+
+    report = jmpx.inspect.blame(loss_of(kinked), POLICY)(*drawn(rng))
+    assert all(row.is_measured for row in report.rows)
+    assert "kinks of relu" in str(report)
+    assert 0.5 < report.explained < 1.5
+
+
 def test_turns_of_a_scan_are_one_line(rng):
     report = jmpx.inspect.blame(scanned, POLICY)(*drawn(rng, scanned))
     assert {"product", "sum"} <= {row.name for row in report.rows}

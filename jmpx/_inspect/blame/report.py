@@ -44,7 +44,8 @@ class Blame:
         batches: over how many batches.
         rows: modules, scopes or lines, the one with the largest share first.
         is_scalar: whether the error is of one number, near whose optimum it is not first order.
-        reason: why all rows were measured, one by one; empty if they are of first order.
+        reason: why all rows, or the first ones, were measured, one by one; empty if they are of
+            first order.
     """
 
     __module__ = "jmpx.inspect"
@@ -168,8 +169,8 @@ def _notes(found: Blame) -> list[str]:
     lines = [f"The shares explain {100 * found.explained:.0f} % of the squared error."]
     if found.error and not low <= found.explained <= high:
         lines.append(
-            "Not first order: roundings depend on each other, or the function bends between the "
-            "two runs. Trust the order of the rows, not their numbers."
+            "They do not add up, because roundings depend on each other: trust the order of the "
+            "rows, not their numbers."
         )
     if found.is_scalar:
         lines.append(

@@ -16,7 +16,8 @@ _FEW = 64  # numbers in the results, of which one random direction says too litt
 _DIRECTIONS = 8
 _LEAST = 0.01  # the share from which a group is worth a run of its own
 _SIGNS = np.array([-1, 1], np.float32)
-MOST = 24  # groups that are measured by such runs
+_ADDS_UP = (0.75, 1.25)  # beyond it, first order does not tell what makes the error
+MOST = 32  # groups that are measured by such runs
 
 
 class Batch(NamedTuple):
@@ -35,7 +36,7 @@ class Shares(NamedTuple):
         sites: what each site has of it, by first order.
         direct: the groups that were measured: the mean of what the error is where a group alone
             rounds, and of how much smaller it is where the group alone does not.
-        reason: why none is of first order; empty if some are.
+        reason: why groups were measured whose estimates agree; empty if there are none.
     """
 
     squared: float
@@ -142,12 +143,23 @@ def shares(
         suspects = _coherent(parts, signed, len(sums))
     if not math.isfinite(squared):
         return Shares(squared, parts, sites, frozenset(), reason)
-    for number in suspects[:MOST]:
-        alone = ~everywhere
-        alone[list(groups[number])] = True
-        parts[number] = max(squared - runs.squared(~alone) + runs.squared(alone), 0.0) / 2
-        done()
-    return Shares(squared, parts, sites, frozenset(suspects[:MOST]), reason)
+    measured = list[int]()
+
+    def measure(numbers: Sequence[int]) -> None:
+        for number in numbers[: MOST - len(measured)]:
+            alone = ~everywhere
+            alone[list(groups[number])] = True
+            parts[number] = max(squared - runs.squared(~alone) + runs.squared(alone), 0.0) / 2
+            measured.append(number)
+            done()
+
+    measure(suspects)
+    low, high = _ADDS_UP
+    if not reason and not low * squared <= parts.sum() <= high * squared:
+        reason = "the shares of first order do not add up, as with the kinks of relu in a gradient"
+        others = [int(number) for number in np.argsort(-parts) if number not in measured]
+        measure(others)
+    return Shares(squared, parts, sites, frozenset(measured), reason)
 
 
 def _coherent(parts: np.ndarray, signed: np.ndarray, runs: int) -> list[int]:
