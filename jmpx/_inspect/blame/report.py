@@ -166,8 +166,10 @@ def _cells(rows: Sequence[Blamed]) -> list[list[str]]:
 
 def _notes(found: Blame) -> list[str]:
     low, high = _EXPLAINED
+    if not found.error:
+        return ["The results are those of float32."]
     lines = [f"The shares explain {100 * found.explained:.0f} % of the squared error."]
-    if found.error and not low <= found.explained <= high:
+    if not low <= found.explained <= high:
         lines.append(
             "They do not add up, because roundings depend on each other: trust the order of the "
             "rows, not their numbers."

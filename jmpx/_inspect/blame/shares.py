@@ -104,7 +104,7 @@ class Runs:
         squares, sums, total = list[np.ndarray](), list[np.ndarray](), list[float]()
         few = sum(array.size for array in self.batches[0].exact) < _FEW
         for number, batch in enumerate(self.batches):
-            norm = _norm(batch.exact)
+            norm = _norm(batch.exact) or 1.0
             for turn in range(_DIRECTIONS if few else 1):
                 rng = np.random.default_rng((seed, number, turn))
                 signs = [rng.choice(_SIGNS, size=x.shape) for x in batch.exact]
