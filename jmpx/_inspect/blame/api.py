@@ -9,7 +9,7 @@ from jmpx._base.leaves import PyTree, is_floating_dtype
 from jmpx._base.messages import describe
 from jmpx._inspect.blame.points import Points, size_of
 from jmpx._inspect.blame.report import Blame, Blamed
-from jmpx._inspect.blame.shares import MOST, Batch, Runs, Shares, shares
+from jmpx._inspect.blame.shares import MOST, Batch, Measure, Runs, Shares, relative, shares
 from jmpx._inspect.compiled import Compiled
 from jmpx._inspect.first_nonfinite.api import first_nonfinite
 from jmpx._inspect.graph import Graph, Node
@@ -85,7 +85,6 @@ def blame(
         raise ValueError(f"Expected of= to be 'gradients' or 'results', got {describe(of)}.")
 
     def call(*batches: tuple[PyTree, ...]) -> Blame:
-        _check_batches(batches)
         program, runs = blamed_runs(func, policy, batches, with_gradient=of == "gradients")
         graph = Graph(program)
         names = group_names(graph, runs.points, by)
@@ -112,38 +111,55 @@ def blamed_runs(
     with_gradient: bool = True,
 ) -> tuple[Program, Runs]:
     """Traces a function under a policy; returns its program and its runs on the batches."""
+    _check_batches(batches)
     applied = func if policy is None else apply_policy(func, policy)
-    programs = [traced_program(applied, batch, with_gradient=with_gradient) for batch in batches]
-    program = programs[0]
-    for number, each in enumerate(programs):
+    program = traced_program(applied, batches[0], None, with_gradient)
+    # A constant that was traced in 16 bits is rounded in both runs of one program.
+    exact = program if policy is None else traced_program(func, batches[0], None, with_gradient)
+    runs = runs_of(program, exact_batches(func, exact, batches, with_gradient))
+    if not runs.points.at:
+        what = "" if policy is None else f" under {str(policy)!r}"
+        raise ValueError(
+            f"Found no rounding to blame: {_name(func)}{what} computes nothing in 16 bits; give a "
+            "policy such as 'c=bf16'."
+        )
+    return program, runs
+
+
+def runs_of(program: Program, batches: Sequence[Batch], measure: Measure = relative) -> Runs:
+    """Returns the runs of a program on batches, which have the results of float32."""
+    compiled = Compiled(program.jaxpr, runs_often=True)
+    return Runs(Points(program.jaxpr), _outputs(program), batches, compiled, measure)
+
+
+def exact_batches(
+    func: Callable[..., PyTree],
+    program: Program,
+    batches: Sequence[tuple[PyTree, ...]],
+    with_gradient: bool,
+) -> list[Batch]:
+    """Returns the arrays of batches, and what a function that was traced for them has in float32."""
+    points, outputs = Points(program.jaxpr), _outputs(program)
+    compiled = Compiled(program.jaxpr, runs_often=True)
+
+    def wide(constant: Callable[[Array], Array], arrays: list[Array]) -> list[Array]:
+        return points.charged(constant, arrays, {}, {})
+
+    found = list[Batch]()
+    for number, batch in enumerate(batches):
+        each = traced_program(func, batch, None, with_gradient) if number else program
         check_arrays(each, "jmpx.inspect.blame")
         if each.jaxpr.in_avals != program.jaxpr.in_avals:
             raise ValueError(
                 f"Expected batches of the shapes and dtypes of the first one, got others in batch "
                 f"{number}: cut them to one size."
             )
-    points, outputs = Points(program.jaxpr), _outputs(program)
-    if not points.at:
-        what = "" if policy is None else f" under {str(policy)!r}"
-        raise ValueError(
-            f"Found no rounding to blame: {_name(func)}{what} computes nothing in 16 bits; give a "
-            "policy such as 'c=bf16'."
-        )
-    # A constant that was traced in 16 bits is rounded in both runs of one program.
-    exact = program if policy is None else traced_program(func, batches[0], None, with_gradient)
-    in_float32, compiled = Points(exact.jaxpr), Compiled(exact.jaxpr, runs_often=True)
-
-    def wide(constant: Callable[[Array], Array], arrays: list[Array]) -> list[Array]:
-        return in_float32.charged(constant, arrays, {}, {})
-
-    found = list[Batch]()
-    for each in programs:
         results = compiled.run(wide, (list(each.arrays),), "float32")
         kept = [np.asarray(results[index]) for index in outputs]
         if not all(np.isfinite(array).all() for array in kept):
-            raise ValueError(_nonfinite(func, batches[len(found)], "float32"))
+            raise ValueError(_nonfinite(func, batch, "float32"))
         found.append(Batch(each.arrays, kept))
-    return program, Runs(points, outputs, found, Compiled(program.jaxpr, runs_often=True))
+    return found
 
 
 def _name(func: object) -> str:
@@ -190,7 +206,7 @@ def _outputs(program: Program) -> list[int]:
 
 def group_names(graph: Graph, points: Points, by: str | None) -> list[str]:
     """Returns the name of the group of each site, in the order of the points."""
-    nodes = _nodes(graph, points)
+    nodes = nodes_of(graph, points)
     if by == "modules":
         modules = [where(node.scope).module for node in nodes]
         return [_NOWHERE if m is None else m.path or m.cls.__name__ for m in modules]
@@ -201,7 +217,8 @@ def group_names(graph: Graph, points: Points, by: str | None) -> list[str]:
     return [str(graph.place(node) or node.name) for node in nodes]
 
 
-def _nodes(graph: Graph, points: Points) -> list[Node]:
+def nodes_of(graph: Graph, points: Points) -> list[Node]:
+    """Returns the node of each site, in the order of the points."""
     by_key = {key_of(node): node for node in graph.nodes if not node.is_structure}
     return [by_key[key] for key in points.order]
 
@@ -209,7 +226,7 @@ def _nodes(graph: Graph, points: Points) -> list[Node]:
 def _rows(
     graph: Graph, points: Points, groups: dict[str, list[int]], found: Shares
 ) -> list[Blamed]:
-    nodes, sizes = _nodes(graph, points), [size_of(each) for each in points.at.values()]
+    nodes, sizes = nodes_of(graph, points), [size_of(each) for each in points.at.values()]
     rows = []
     for number, (name, sites) in enumerate(groups.items()):
         worst = nodes[max(sites, key=lambda site: (found.sites[site], sizes[site]))]

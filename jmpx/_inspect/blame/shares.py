@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ _LEAST = 0.01  # the share from which a group is worth a run of its own
 _SIGNS = np.array([-1, 1], np.float32)
 _ADDS_UP = (0.75, 1.25)  # beyond it, first order does not tell what makes the error
 MOST = 32  # groups that are measured by such runs
+
+Measure: TypeAlias = Callable[[list[Array], list[Array]], float]  # of results and exact ones
 
 
 class Batch(NamedTuple):
@@ -54,16 +56,27 @@ class Runs:
         outputs: the indices of the results whose error counts.
         batches: the inputs, and what they should give.
         compiled: the compiled functions of the program.
+        measure: the error of results, given those of float32, too.
     """
 
     def __init__(
-        self, points: Points, outputs: Sequence[int], batches: Sequence[Batch], compiled: Compiled
+        self,
+        points: Points,
+        outputs: Sequence[int],
+        batches: Sequence[Batch],
+        compiled: Compiled,
+        measure: Measure,
     ) -> None:
         self.points, self.outputs = points, tuple(outputs)
         self.batches, self.compiled = batches, compiled
+        self.measure = measure
 
     def squared(self, mask: np.ndarray) -> float:
-        """Returns the mean squared relative error where the sites of a mask round."""
+        """Returns the mean squared error where the sites of a mask round."""
+        return float(np.mean(self.squares(mask)))
+
+    def squares(self, mask: np.ndarray) -> np.ndarray:
+        """Returns the squared error of each batch where the sites of a mask round."""
 
         def run(
             constant: Callable[[Array], Array], arrays: list[Array], mask: Array
@@ -74,8 +87,8 @@ class Runs:
         found = []
         for batch in self.batches:
             results = self.compiled.run(run, (list(batch.arrays), mask), "blame", self.outputs)
-            found.append(_relative(results, batch.exact))
-        return float(np.mean(found))
+            found.append(self.measure(results, batch.exact) ** 2)
+        return np.array(found)
 
     def first_order(self, seed: int) -> tuple[np.ndarray, np.ndarray, float]:
         """Returns what each site costs in each run, squared and signed, and the squared error.
@@ -113,7 +126,7 @@ class Runs:
                 both = np.asarray(costs, np.float64)
                 squares.append(both[:, 0] / norm**2)
                 sums.append(both[:, 1] / norm)
-            total.append(_relative(results, batch.exact))
+            total.append(relative(results, batch.exact) ** 2)
         return np.stack(squares), np.stack(sums), float(np.mean(total))
 
 
@@ -179,9 +192,9 @@ def _norm(arrays: Sequence[Array]) -> float:
     return math.sqrt(sum(float(np.sum(np.asarray(x, np.float64) ** 2)) for x in arrays))
 
 
-def _relative(results: Sequence[Array], exact: Sequence[Array]) -> float:
-    """Returns the squared error of results, relative to the square of their norm."""
+def relative(results: Sequence[Array], exact: Sequence[Array]) -> float:
+    """Returns the norm of the error of results, relative to their own."""
     pairs = zip(results, exact, strict=True)
     error = _norm([np.asarray(x, np.float64) - np.asarray(y, np.float64) for x, y in pairs])
     norm = _norm(exact)
-    return (error / norm) ** 2 if norm else math.inf if error else 0.0
+    return error / norm if norm else math.inf if error else 0.0
