@@ -97,7 +97,7 @@ class Chip:
                 return {"platform": self.platform, "topology_name": f"{self.name}:{layout}"}
         raise ValueError(
             f"Expected at most as many chips as {self.layouts[-1]} of {self.name}, got {count}: "
-            "make the mesh smaller, as what one chip needs hardly depends on it."
+            "make the mesh smaller, or take another chip."
         )
 
     def target(self) -> str:
@@ -145,4 +145,5 @@ def missing(chip: Chip) -> str:
     compilers = ["libtpu"] if is_tpu else ["jax_cuda12_plugin", "jax_cuda13_plugin"]
     if any(map(find_spec, compilers)) and find_spec("flatbuffers"):
         return ""
-    return f"The compiler of {chip.name} is missing: pip install 'jmpx[{'tpu' if is_tpu else 'cuda'}]'."
+    extra = "tpu" if is_tpu else "cuda"
+    return f"The compiler of {chip.name} is missing: pip install 'jmpx[{extra}]'."
