@@ -7,6 +7,8 @@ if TYPE_CHECKING:
     from jmpx._inspect.audit.report import Audit as Audit
     from jmpx._inspect.blame.api import blame as blame
     from jmpx._inspect.blame.report import Blame as Blame
+    from jmpx._inspect.choose.api import choose as choose
+    from jmpx._inspect.choose.report import Choice as Choice
     from jmpx._inspect.collectives.report import (
         Collectives as Collectives,
         collectives as collectives,
@@ -48,6 +50,8 @@ else:
             "_inspect.audit.report": "Audit",
             "_inspect.blame.api": "blame",
             "_inspect.blame.report": "Blame",
+            "_inspect.choose.api": "choose",
+            "_inspect.choose.report": "Choice",
             "_storage.contracts": "check_restored describe_precision",
             "_inspect.compare.api": "compare",
             "_inspect.compare.report": "Comparison",

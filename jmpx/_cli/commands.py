@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from jmpx._base.leaves import PyTree
+from jmpx._base.messages import describe
 from jmpx._cli.targets import attempt, load
 
 Program: TypeAlias = tuple[Callable[..., PyTree], tuple[PyTree, ...]]
@@ -66,6 +67,33 @@ def first_nonfinite(given: argparse.Namespace) -> int:
         return 1
     print("null" if given.json else "no operation makes an inf or NaN")
     return 0
+
+
+def choose(given: argparse.Namespace) -> int:
+    """Prints policy strings that hold a bound on the error, with what they cost."""
+    from jmpx._inspect.choose.api import choose
+
+    func, batches, make_step = _losses(given.target, load(given.target, given.flags))
+    run = choose(func, given.policy, error=given.error, make_step=make_step, chip=given.chip)
+    found = attempt(f"The run of {given.target} failed", lambda: run(*batches))
+    _print(found, given)
+    if given.plot is not None:
+        attempt(f"Cannot draw {given.plot!r}", lambda: found.plot(given.plot))
+        print(f"wrote {given.plot}", file=sys.stderr)
+    return 0 if found.chosen else 1
+
+
+def _losses(target: str, made: PyTree) -> tuple[Callable[..., PyTree], PyTree, PyTree]:
+    """Returns the loss, its batches, and the function that makes a train step or None."""
+    if type(made) is tuple and len(made) in (2, 3) and callable(made[0]):
+        func, batches, make_step = (*made, None)[:3]
+        if isinstance(batches, list) and (make_step is None or callable(make_step)):
+            return func, batches, make_step
+    raise ValueError(
+        f"Expected {target} to return a loss, the list of its batches and maybe a function that "
+        f"makes a step of a policy, got {describe(made)}: write `return loss_fn, [(params, x), "
+        "(params, x2)], make_step`."
+    )
 
 
 def _made(given: argparse.Namespace) -> Program:

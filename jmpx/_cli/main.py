@@ -5,6 +5,7 @@
     python -m jmpx explain --model pkg.module:make "c=bf16,o=f32; BatchNorm: full | dynamic"
     python -m jmpx audit pkg.module:make --platform tpu
     python -m jmpx ranges pkg.module:make --plot ranges.png
+    python -m jmpx choose pkg.module:make --error 0.01 --chip v5e
     python -m jmpx first-nonfinite examples/haiku/train.py:make -- --mp_policy=c=f16
 
 `explain`, a word that may be left out, takes a policy or a policy map and, after a bar, a loss
@@ -38,6 +39,7 @@ class _Command(NamedTuple):
     arguments: dict[str, dict[str, Any]]
 
 
+_JSON = {"action": "store_true", "help": "print JSON"}
 _TARGET: dict[str, dict[str, Any]] = {
     "target": {
         "metavar": "MODULE:FUNCTION",
@@ -45,7 +47,7 @@ _TARGET: dict[str, dict[str, Any]] = {
         "the tuple of its arguments; the module may be the path of a .py file, whose flags follow "
         "after --",
     },
-    "--json": {"action": "store_true", "help": "print JSON"},
+    "--json": _JSON,
 }
 _COMMANDS = {
     "explain": _Command(
@@ -86,6 +88,26 @@ _COMMANDS = {
         "the first operation of a program that makes an inf or NaN",
         commands.first_nonfinite,
         _TARGET,
+    ),
+    "choose": _Command(
+        "the policy string with the fewest parts in float32 that holds a bound on the error",
+        commands.choose,
+        {
+            "target": {
+                "metavar": "MODULE:FUNCTION",
+                "help": "a function without arguments that returns a loss, the list of its "
+                "batches, each the tuple of its arguments, and maybe a function of a policy that "
+                "returns a train step and the shapes of its arguments",
+            },
+            "--error": {"type": float, "required": True, "help": "the bound, such as 0.01"},
+            "--policy": {
+                "default": "by=operations,c=bf16",
+                "help": "the policy to which rules are added, %(default)s if it is left out",
+            },
+            "--chip": {"help": "the chip whose memory counts: v5e, v5p, v6e, h100 or a100"},
+            "--plot": {"metavar": "PATH", "help": "draw the errors against the memory"},
+            "--json": _JSON,
+        },
     ),
     "doctor": _Command(
         "versions, the device and settings, and what of them does not fit together",

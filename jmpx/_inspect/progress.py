@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], object]]:
-    """Yields what counts one more of a total; it shows a bar where there is tqdm and one waits."""
+def progress(what: str, total: int | None) -> Iterator[Callable[[], object]]:
+    """Yields what counts one more of a total, which may be unknown.
+
+    It shows a bar where there is tqdm and one waits.
+    """
     try:
         from tqdm import tqdm
     except ImportError:

@@ -138,7 +138,7 @@ def exact_batches(
     batches: Sequence[tuple[PyTree, ...]],
     with_gradient: bool,
 ) -> list[Batch]:
-    """Returns the arrays of batches, and what a function that was traced for them has in float32."""
+    """Returns the arrays of batches, and the results that a function has of them in float32."""
     points, outputs = Points(program.jaxpr), _outputs(program)
     compiled = Compiled(program.jaxpr, runs_often=True)
 

@@ -1,0 +1,195 @@
+"""The choice as users ask for it: `jmpx.inspect.choose(loss, policy, error=0.01)(*batches)`."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jmpx._adapters.applying import apply_policy
+from jmpx._base.leaves import PyTree
+from jmpx._base.messages import describe
+from jmpx._inspect.blame.api import blamed_runs, nodes_of, runs_of
+from jmpx._inspect.blame.shares import Measure, Runs, relative, shares
+from jmpx._inspect.choose.islands import find_islands
+from jmpx._inspect.choose.report import Choice, Tried, front
+from jmpx._inspect.choose.search import Search
+from jmpx._inspect.graph import Graph
+from jmpx._inspect.plan.api import plan
+from jmpx._inspect.plan.report import Planned
+from jmpx._inspect.programs import Program, traced_program
+from jmpx._inspect.progress import progress
+from jmpx._jaxprs import core
+from jmpx._policies.map_strings import get_policy_map
+from jmpx._policies.maps import PolicyMap, PolicyMapLike
+
+_SETS = 4  # strings from no rule to all: with float32, and what follows them, at most eight
+
+
+def choose(
+    func: Callable[..., PyTree],
+    policy: PolicyMapLike = "by=operations,c=bf16",
+    *,
+    error: float,
+    make_step: Callable[[str], tuple[Callable[..., PyTree], tuple[PyTree, ...]]] | None = None,
+    chip: str | None = None,
+    of: str = "gradients",
+    metric: Measure | None = None,
+    seed: int = 0,
+) -> Callable[..., Choice]:
+    """Finds the policy string with the fewest parts in float32 that holds a bound on the error.
+
+    Modules and scopes are ordered by what their roundings cost (see `jmpx.inspect.blame`), then the
+    operations outside of them; sets of them are tried in one compiled program, to which a mask says
+    what rounds. A part is taken if it lowers the error by more than batches differ by chance. At
+    most eight strings are then run as written, and compiled: no number in the report is an
+    estimate.
+
+    Args:
+        func: a loss, or another function, as `jmpx.inspect.blame` takes it.
+        policy: the policy string or map to which rules are added: by modules or by operations.
+        error: the bound on the error: the root mean square over batches, relative to the norm of
+            the gradients in float32; or of `metric`.
+        make_step: as for `jmpx.inspect.plan`: the step whose memory counts. None is the gradient
+            of `func` on one of the batches, without an optimizer.
+        chip: the chip for whose memory the strings are compiled, as for `jmpx.inspect.plan`; None
+            counts what the trace tells.
+        of: `"gradients"`, or `"results"` for the value of a loss, as for `jmpx.inspect.blame`.
+        metric: a function of two lists of arrays, the gradients or results with roundings and those
+            of float32, that returns the error: 0 if there is none.
+        seed: as for `jmpx.inspect.blame`. The same seed gives the same choice.
+
+    Returns:
+        A function of batches, each the tuple of the arguments of `func`, that returns a
+        `jmpx.inspect.Choice`. Take about 8, small ones of one size.
+
+    Raises:
+        TypeError: as `jmpx.inspect.blame` and `jmpx.inspect.plan`.
+        ValueError: as these; if the error is not positive, or `policy` is applied by arguments,
+            where no rule holds; when called, if float32 itself misses the bound.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import jmpx
+        >>> def loss_fn(w, x):
+        ...     with jax.named_scope("encoder"):
+        ...         h = jnp.tanh(x @ w)
+        ...     with jax.named_scope("distance"):  # a difference of large numbers
+        ...         h = (h @ w + 64) - 64
+        ...     return jnp.mean(h.astype(jnp.float32) ** 2)
+        >>> keys = jax.random.split(jax.random.key(0), 8)
+        >>> batches = [tuple(jax.random.normal(key, (2, 16, 16))) for key in keys]
+        >>> choice = jmpx.inspect.choose(loss_fn, error=0.01)(*batches)
+        >>> choice.policy
+        'by=operations,c=bf16; */distance: full'
+    """
+    base = get_policy_map(policy)
+    if not error > 0:
+        raise ValueError(f"Expected error= to be a positive number, got {describe(error)}.")
+    if base.way == "arguments":
+        raise ValueError(
+            f"Cannot add rules to policy {str(policy)!r}, which is applied by arguments: write "
+            "by=modules or by=operations."
+        )
+
+    given = policy.strip().rstrip(";") if isinstance(policy, str) else str(base)
+
+    def call(*batches: tuple[PyTree, ...]) -> Choice:
+        program, runs = blamed_runs(func, base, batches, with_gradient=of == "gradients")
+        measured = Runs(runs.points, runs.outputs, runs.batches, runs.compiled, metric or relative)
+
+        def traced(text: str) -> Program:
+            return traced_program(
+                apply_policy(func, text), batches[0], None, program.is_differentiated
+            )
+
+        def gradient(policy: PolicyMapLike) -> tuple[Callable[..., PyTree], PyTree]:
+            jaxpr = traced(str(policy)).jaxpr
+            shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
+            step = lambda *arrays: core.evaluate(jaxpr, arrays)  # noqa: E731
+            step.__name__ = program.name
+            return step, tuple(shapes)
+
+        errors = _Errors(traced, measured)
+        with progress("sets of rules tried", None) as done:
+            search = _search(program, runs, base, measured, seed, done)
+            _try_strings(errors, search, base, given, error)
+        planned = plan(make_step or gradient, [*errors.found], chip=chip)
+        what = "metric" if metric else "gradients" if program.is_differentiated else "results"
+        rows = [
+            Tried(row.policy, errors.found[row.policy], memory_of(row), row.fits)
+            for row in planned.rows
+            if not row.error
+        ]
+        failed = [f"{row.policy}: {row.error}" for row in planned.rows if row.error]
+        where = chip if chip and any(row.peak for row in planned.rows) else ""
+        title = f"the {what} of {program.name}"
+        notes = (*failed, *(() if where else planned.notes))
+        return Choice(title, error, len(batches), where, front(rows), notes)
+
+    return call
+
+
+def memory_of(row: Planned) -> int:
+    """Returns the bytes that a chip holds at once, or that the trace keeps."""
+    return row.peak or sum(row.saved.values())
+
+
+class _Errors:
+    """The errors of strings, each run as it is written, once."""
+
+    def __init__(self, traced: Callable[[str], Program], runs: Runs) -> None:
+        self.traced, self.runs = traced, runs
+        self.found: dict[str, float] = {}
+
+    def of(self, text: str) -> float:
+        """Returns the root mean square of the error under a policy string."""
+        if text not in self.found:
+            runs = runs_of(self.traced(text), self.runs.batches, self.runs.measure)
+            everywhere = np.ones(len(runs.points.order), bool)
+            self.found[text] = math.sqrt(runs.squared(everywhere)) if runs.points.at else 0.0
+        return self.found[text]
+
+
+def _search(
+    program: Program,
+    runs: Runs,
+    base: PolicyMap,
+    measured: Runs,
+    seed: int,
+    done: Callable[[], object],
+) -> Search:
+    graph = Graph(program)
+    islands = find_islands(graph, nodes_of(graph, runs.points), base)
+    parts = shares(runs, [island.own for island in islands], seed, done).parts
+    return Search(measured, islands, parts, done)
+
+
+def _try_strings(
+    errors: _Errors, search: Search, base: PolicyMap, given: str, bound: float
+) -> None:
+    """Measures float32, the string without a rule, with a few, and with all that are needed."""
+    wide = f"by={base.way},f32"
+    if errors.of(wide) > bound:
+        raise ValueError(
+            f"Expected an error= that float32 can hold, got {bound:g}, where float32 itself is off "
+            f"by {errors.of(wide):.1e}: give a larger one."
+        )
+    chosen = search.find(bound)
+    selectors = [search.islands[number].selector for number in chosen]
+    for count in sorted({*np.linspace(0, len(selectors), _SETS, dtype=int).tolist()}):
+        errors.of(_with_rules(given, selectors[:count], "full"))
+    written = _with_rules(given, selectors, "full")
+    if errors.of(written) > bound >= search.error(chosen):  # The policy is worse than its mask.
+        chosen = search.find(bound * bound / errors.of(written))
+        selectors = [search.islands[number].selector for number in chosen]
+        written = _with_rules(given, selectors, "full")
+    if errors.of(written) > bound and base.way == "modules":
+        written = _with_rules(given, selectors, "c=f32,o=f32")
+    if errors.of(written) <= bound and base.way == "operations" and base.save is None:
+        default, *rules = written.split(";", 1)
+        errors.of(";".join([f"{default},save=products", *rules]))
+
+
+def _with_rules(given: str, selectors: Sequence[str], policy: str) -> str:
+    return "; ".join([given, *(f"{selector}: {policy}" for selector in selectors)])

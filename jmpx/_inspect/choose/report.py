@@ -1,0 +1,139 @@
+"""What a choice found: frozen data, which prints itself."""
+
+import dataclasses
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jmpx._base.text import bytes_text, columns
+from jmpx._inspect.tables import html_text
+
+_VERSION = 1  # of `to_dict`: it changes when the meaning of a key does
+
+
+class Tried(NamedTuple):
+    """A policy string, the error that was measured under it, and what it costs."""
+
+    policy: str
+    error: float
+    memory: int  # bytes: the peak on the chip, or what the trace keeps for the backward pass
+    fits: bool | None = None  # on the chip; None where it was not compiled
+
+
+def front(rows: Sequence[Tried]) -> tuple[Tried, ...]:
+    """Returns the rows that no other one beats in both memory and error, the smallest first."""
+    kept = list[Tried]()
+    for row in sorted(rows, key=lambda row: (row.memory, row.error, len(row.policy))):
+        if all(row.error < each.error for each in kept):
+            kept.append(row)
+    return tuple(kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What `jmpx.inspect.choose` found: policy strings on the front of error against memory.
+
+    Attributes:
+        title: whose error it is.
+        bound: the bound on the error.
+        batches: over how many batches the error was measured.
+        chip: the chip whose peak memory was planned; empty for the bytes that the trace keeps for
+            the backward pass.
+        rows: the strings, the one with the least memory first. Each has a smaller error than all
+            before it.
+        notes: strings that could not be compiled, and limits of these numbers, in sentences.
+    """
+
+    __module__ = "jmpx.inspect"
+
+    title: str
+    bound: float
+    batches: int
+    chip: str
+    rows: tuple[Tried, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> Tried | None:
+        """The row with the least memory of those that hold the bound and fit; None without one."""
+        rows = (row for row in self.rows if row.error <= self.bound and row.fits is not False)
+        return next(rows, None)
+
+    @property
+    def policy(self) -> str:
+        """The policy string of the chosen row.
+
+        Raises:
+            ValueError: if no string holds the bound on this chip.
+        """
+        if self.chosen is None:
+            raise ValueError(
+                f"Expected a policy that holds an error of {self.bound:g} and fits on "
+                f"{self.chip}, found none: allow a larger error, or make the step smaller."
+            )
+        return self.chosen.policy
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the error of each string against the memory that it needs. It needs matplotlib.
+
+        Args:
+            path: the file to write, whose ending is its format, such as `.png`, `.svg` or `.pdf`.
+
+        Raises:
+            ImportError: if there is no matplotlib.
+            ValueError: if matplotlib knows no such format.
+        """
+        from jmpx._inspect.choose.plot import plot_front
+
+        plot_front(f"Error of {self.title}", self.rows, self.chosen, self.bound, _what(self), path)
+
+    def __str__(self) -> str:
+        """Returns a table of the strings, the chosen one marked, and the flag that runs it."""
+        blocks = [[_title(self)], columns(_cells(self), right=(1, 2)), _ends(self)]
+        return "\n\n".join("\n".join(lines) for lines in blocks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
+        rows = [row._asdict() for row in self.rows]
+        chosen = None if self.chosen is None else self.chosen.policy
+        fields = {"rows": rows, "notes": list(self.notes), "policy": chosen}
+        return {"version": _VERSION, **dataclasses.asdict(self), **fields}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns `to_dict()` as JSON.
+
+        Args:
+            indent: as in `json.dumps`; None puts all into one line.
+        """
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def to_html(self) -> str:
+        """Returns what `print` shows, as a table of HTML with its head and its end."""
+        return html_text([_title(self)], _cells(self), _ends(self))
+
+
+def _title(found: Choice) -> str:
+    return f"Error of {found.title}, over {found.batches} batches, at most {found.bound:g}"
+
+
+def _what(found: Choice) -> str:
+    return f"peak on {found.chip}" if found.chip else "saved for the backward pass"
+
+
+def _cells(found: Choice) -> list[list[str]]:
+    """Returns the rows of the table, its header first."""
+    cells = [["", "error", _what(found), ""]]
+    for row in found.rows:
+        mark = "<- chosen" if row is found.chosen else "does not fit" if row.fits is False else ""
+        error = "0" if row.error == 0 else f"{row.error:.1e}"
+        cells.append([row.policy, error, bytes_text(row.memory), mark])
+    return cells
+
+
+def _ends(found: Choice) -> list[str]:
+    chosen = found.chosen
+    if chosen is None:
+        return ["No string holds the bound and fits.", *found.notes]
+    return [f"--mp_policy={shlex.quote(chosen.policy)}", *found.notes]

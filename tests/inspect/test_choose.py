@@ -1,0 +1,91 @@
+"""`choose`: its sets of islands against brute force, and its strings against runs as written."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmpx
+from jmpx._inspect.blame.api import blamed_runs, nodes_of
+from jmpx._inspect.blame.shares import shares
+from jmpx._inspect.choose.islands import find_islands
+from jmpx._inspect.choose.search import Search
+from jmpx._inspect.graph import Graph
+
+POLICY = "by=operations,c=bf16"
+WIDTH = 12
+
+
+def dense(w, x):
+    return jnp.tanh(x @ w)
+
+
+def residual(w, x):
+    return (x + jax.nn.gelu(x @ w)) / 2
+
+
+def mixed(w, x):
+    return jax.nn.softmax(x @ w) * 4 - x / 2
+
+
+def cancelled(w, x):
+    return jnp.tanh(((x @ w) + 30) - 30)
+
+
+def by_moments(w, x):
+    x = x @ w + 4
+    return (x - 4) / jnp.sqrt(1 + (x * x).mean(-1, keepdims=True) - x.mean(-1, keepdims=True) ** 2)
+
+
+def squares(w, x):
+    return jnp.tanh(((x + 8) ** 2 - x * x - 64) / 16 @ w)
+
+
+def near_one(w, x):
+    return jnp.tanh(20 * jnp.log(1 + 0.02 * jnp.exp((x @ w) / 4)))
+
+
+PLANTS = [cancelled, by_moments, squares, near_one]
+BENIGN = [dense, residual, mixed]
+
+
+def model_of(seed, layers=6, plants=2):
+    """A loss of layers in scopes, of which some lose digits; and batches of its arguments."""
+    rng = np.random.default_rng(seed)
+    kinds = [BENIGN[i] for i in rng.integers(len(BENIGN), size=layers)]
+    for place in rng.choice(layers, size=plants, replace=False):
+        kinds[place] = PLANTS[rng.integers(len(PLANTS))]
+
+    def loss_fn(params, x):
+        for letter, kind, w in zip("abcdefghij", kinds, params, strict=False):
+            with jax.named_scope(f"{kind.__name__}_{letter}"):
+                x = kind(w, x)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    params = [jnp.asarray(rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32) for _ in kinds]
+    data = [jnp.asarray(rng.normal(size=(16, WIDTH)), jnp.float32) for _ in range(6)]
+    return loss_fn, [(params, x) for x in data]
+
+
+def searched(loss_fn, batches, policy=POLICY):
+    program, runs = blamed_runs(loss_fn, policy, batches)
+    graph = Graph(program)
+    islands = find_islands(graph, nodes_of(graph, runs.points), jmpx.get_policy_map(policy))
+    parts = shares(runs, [island.own for island in islands], 0, lambda: None).parts
+    return Search(runs, islands, parts, lambda: None)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_as_few_islands_as_brute_force(seed):
+    search = searched(*model_of(seed))
+    everything = range(len(search.islands))
+    sets = [s for n in everything for s in itertools.combinations(everything, n + 1)]
+    errors = {s: search.error(s) for s in [(), *sets]}
+    first, floor = errors[()], errors[tuple(everything)]
+    for part in (0.8, 0.5, 0.3, 0.15, 0.05):
+        bound = max(part * first, 1.1 * floor)
+        found = search.find(bound)
+        assert search.error(found) <= bound
+        assert len(found) == min(len(s) for s, error in errors.items() if error <= bound)
