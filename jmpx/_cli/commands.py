@@ -83,7 +83,7 @@ def choose(given: argparse.Namespace) -> int:
     return 0 if found.chosen else 1
 
 
-def _losses(target: str, made: PyTree) -> tuple[Callable[..., PyTree], PyTree, PyTree]:
+def _losses(target: str, made: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """Returns the loss, its batches, and the function that makes a train step or None."""
     if type(made) is tuple and len(made) in (2, 3) and callable(made[0]):
         func, batches, make_step = (*made, None)[:3]

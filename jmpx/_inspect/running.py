@@ -54,17 +54,20 @@ _SCATTERS: dict[str, Callable[..., Array]] = {
 }
 
 
-def widened(array: Array) -> Array:
-    """Returns an array in float32 if it has a floating dtype of 16 or 8 bits."""
-    if not is_narrow(getattr(array, "dtype", None)):
+_FLOAT32 = np.dtype(np.float32)
+
+
+def widened(array: Array, wide: np.dtype = _FLOAT32) -> Array:
+    """Returns an array in a wide dtype if its floating dtype has fewer bits."""
+    if not is_narrow(getattr(array, "dtype", None), wide):
         return array
     if isinstance(array, np.ndarray | np.generic):
-        return np.asarray(array, np.float32)
-    return lax.convert_element_type(array, np.float32)
+        return np.asarray(array, wide)
+    return lax.convert_element_type(array, wide)
 
 
-def run_widened(eqn: Equation, operands: Sequence[Array]) -> list[Array]:
-    """Runs an equation that was traced in 16 or 8 bits in float32, on wide operands.
+def run_widened(eqn: Equation, operands: Sequence[Array], wide: np.dtype = _FLOAT32) -> list[Array]:
+    """Runs an equation that was traced in fewer bits in a wide dtype, on wide operands.
 
     If its result depends on the dtype, such as that of a bitcast, or its primitive is unknown, it
     runs as it was traced, and the results are widened. An equation without results, such as a
@@ -73,22 +76,21 @@ def run_widened(eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     if not eqn.outvars:
         return []
     atoms = (*eqn.invars, *eqn.outvars)
-    if not any(is_narrow(getattr(atom.aval, "dtype", None)) for atom in atoms):
+    if not any(is_narrow(getattr(atom.aval, "dtype", None), wide) for atom in atoms):
         return core.bind(eqn, operands)
     name = operation_name(eqn.primitive.name)
-    if name == "convert_element_type" and is_narrow(eqn.params["new_dtype"]):
+    if name == "convert_element_type" and is_narrow(eqn.params["new_dtype"], wide):
         dtype = operands[0].dtype
-        is_wide = is_floating_dtype(dtype) and dtype.itemsize >= 4  # float64 stays float64
-        return [operands[0] if is_wide else lax.convert_element_type(operands[0], np.float32)]
+        is_wide = is_floating_dtype(dtype) and not is_narrow(dtype, wide)  # float64 stays float64
+        return [operands[0] if is_wide else lax.convert_element_type(operands[0], wide)]
     if name in _SCATTERS:
         return [_scatter(name, eqn, operands)]
     entry = lookup(eqn)
     if entry is None or entry.rule is keep or _has_algorithm(eqn) or core.inner_jaxprs(eqn.params):
         pairs = zip(operands, eqn.invars, strict=True)
-        return list(map(widened, core.bind(eqn, [_as_traced(*pair) for pair in pairs])))
-    params: Params = {
-        key: np.dtype(np.float32) for key, dtype in eqn.params.items() if is_narrow(dtype)
-    }
+        results = core.bind(eqn, [_as_traced(*pair, wide) for pair in pairs])
+        return [widened(array, wide) for array in results]
+    params: Params = {key: wide for key, dtype in eqn.params.items() if is_narrow(dtype, wide)}
     return core.bind(eqn, operands, **params)
 
 
@@ -104,11 +106,13 @@ def _has_algorithm(eqn: Equation) -> bool:
     return any(part is not None and not isinstance(part, lax.Precision) for part in parts)
 
 
-def _as_traced(array: Array, atom: Atom) -> Array:
-    is_low = is_narrow(getattr(atom.aval, "dtype", None))
+def _as_traced(array: Array, atom: Atom, wide: np.dtype) -> Array:
+    is_low = is_narrow(getattr(atom.aval, "dtype", None), wide)
     return lax.convert_element_type(array, atom.aval.dtype) if is_low else array
 
 
-def is_narrow(dtype: object) -> bool:
-    """Whether something is a floating dtype of 8 or 16 bits."""
-    return is_dtype(dtype) and is_floating_dtype(dtype) and np.dtype(dtype).itemsize < 4
+def is_narrow(dtype: object, wide: np.dtype = _FLOAT32) -> bool:
+    """Whether something is a floating dtype of fewer bits than a wide one."""
+    if not is_dtype(dtype) or not is_floating_dtype(dtype):
+        return False
+    return np.dtype(dtype).itemsize < wide.itemsize

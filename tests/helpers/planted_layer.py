@@ -1,5 +1,6 @@
 """One model in four frameworks, with a layer in its middle that a test gives it."""
 
+import contextlib
 from typing import Any
 
 import equinox as eqx
@@ -84,7 +85,7 @@ def _haiku(layer, x, policy):
     params = jax.eval_shape(transformed.init, jax.random.key(0), x)
 
     def loss(params, x):
-        with jmpx.haiku.policies(policy):
+        with jmpx.haiku.policies(policy) if policy else contextlib.nullcontext():
             return jnp.mean(transformed.apply(params, x))
 
     return loss, params
@@ -95,7 +96,7 @@ def _linen(layer, x, policy):
     params = jax.eval_shape(net.init, jax.random.key(0), x)
 
     def loss(params, x):
-        with jmpx.flax.policies(policy):
+        with jmpx.flax.policies(policy) if policy else contextlib.nullcontext():
             return jnp.mean(jnp.asarray(net.apply(params, x)))
 
     return loss, params
@@ -103,7 +104,7 @@ def _linen(layer, x, policy):
 
 def _nnx(layer, x, policy):
     def loss(net, x):
-        return jnp.mean(jmpx.flax.with_policies(net, policy)(x))
+        return jnp.mean((jmpx.flax.with_policies(net, policy) if policy else net)(x))
 
     return loss, NNXNet(layer)
 
@@ -112,7 +113,7 @@ def _equinox(layer, x, policy):
     first, head = (eqx.nn.Linear(WIDTH, n, key=jax.random.key(n)) for n in (WIDTH, 1))
 
     def loss(net, x):
-        return jnp.mean(jmpx.equinox.with_policies(net, policy)(x))
+        return jnp.mean((jmpx.equinox.with_policies(net, policy) if policy else net)(x))
 
     return loss, EquinoxNet(first, EquinoxPlant(layer), head)
 
@@ -127,7 +128,7 @@ def planted(framework, layer, policy, rows=2):
     Args:
         framework: the framework of the model.
         layer: a function of an array [rows, WIDTH], which returns another one.
-        policy: the policy map under which the model runs.
+        policy: the policy map under which the model runs; None for none.
         rows: how many rows the array has.
     """
     x = jnp.ones((rows, WIDTH))

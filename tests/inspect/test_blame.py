@@ -125,7 +125,7 @@ def test_a_sum_of_one_number_is_measured_and_its_errors_add_up():
     assert "one number" in str(report).lower()
     # The local errors of the rounded run sum to the error of the result.
     _, runs = blamed_runs(total, None, [(x,)])
-    _, errors = runs.points.rounded(lambda array: array, runs.batches[0].arrays)
+    _, errors = runs.points.rounded(lambda array: array, runs.batches[0].arrays, keep=True)
     ((local,),) = errors.values()
     assert local.shape == (1000, 1)
     assert np.isclose(np.asarray(local, np.float64).sum(), written - exact, rtol=0.01)

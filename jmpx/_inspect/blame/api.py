@@ -82,8 +82,7 @@ def blame(
     """
     if by is not None and by not in WAYS:
         raise ValueError(f"Expected by= to be one of {', '.join(WAYS)}, got {describe(by)}.")
-    if of not in _KINDS:
-        raise ValueError(f"Expected of= to be 'gradients' or 'results', got {describe(of)}.")
+    check_kind(of)
 
     def call(*batches: tuple[PyTree, ...]) -> Blame:
         program, runs = blamed_runs(func, policy, batches, with_gradient=of == "gradients")
@@ -104,6 +103,12 @@ def blame(
     return call
 
 
+def check_kind(of: object) -> None:
+    """Refuses an `of=` that is none of the words."""
+    if of not in _KINDS:
+        raise ValueError(f"Expected of= to be 'gradients' or 'results', got {describe(of)}.")
+
+
 def blamed_runs(
     func: Callable[..., PyTree],
     policy: MixedPrecisionLike | None,
@@ -118,17 +123,23 @@ def blamed_runs(
     exact = program if policy is None else traced_program(func, batches[0], None, with_gradient)
     runs = runs_of(program, exact_batches(func, exact, batches, with_gradient))
     if not runs.points.at:
-        what = "" if policy is None else f" under {str(policy)!r}"
+        under = "" if policy is None else f" under {str(policy)!r}"
+        fewer = "16 bits" if runs.points.wide == np.float32 else "less than float64"
         raise ValueError(
-            f"Found no rounding to blame: {_name(func)}{what} computes nothing in 16 bits; give a "
+            f"Found no rounding to blame: {_name(func)}{under} computes nothing in {fewer}; give a "
             "policy such as 'c=bf16'."
         )
     return program, runs
 
 
-def runs_of(program: Program, batches: Sequence[Batch], measure: Measure = relative) -> Runs:
+def runs_of(
+    program: Program,
+    batches: Sequence[Batch],
+    measure: Measure = relative,
+    runs_often: bool = True,
+) -> Runs:
     """Returns the runs of a program on batches, which have the results of float32."""
-    compiled = Compiled(program.jaxpr, runs_often=True)
+    compiled = Compiled(program.jaxpr, runs_often)
     return Runs(Points(program.jaxpr), _outputs(program), batches, compiled, measure)
 
 
@@ -140,7 +151,7 @@ def exact_batches(
 ) -> list[Batch]:
     """Returns the arrays of batches, and the results that a function has of them in float32."""
     points, outputs = Points(program.jaxpr), _outputs(program)
-    compiled = Compiled(program.jaxpr, runs_often=True)
+    compiled = Compiled(program.jaxpr)
 
     def wide(constant: Callable[[Array], Array], arrays: list[Array]) -> list[Array]:
         return points.charged(constant, arrays, {}, {})

@@ -39,14 +39,17 @@ class Points:
     Attributes:
         at: the points of each site that has some.
         order: the number of each site in a mask.
+        wide: the dtype in which the program runs between its roundings.
         has_while: whether a point is in a while loop, of which nothing is differentiated.
     """
 
     def __init__(self, jaxpr: Jaxpr) -> None:
         self.jaxpr = jaxpr
+        # With float64 enabled, float32 is a dtype that rounds.
+        self.wide = np.dtype(np.float64 if jax.config.read("jax_enable_x64") else np.float32)
         self.at: dict[Key, list[Point]] = {}
         for site in watched.sites(jaxpr):
-            if points := list(_points(site)):
+            if points := list(_points(site, self.wide)):
                 self.at[site.key] = points
         self.order = {key: number for number, key in enumerate(self.at)}
         self.has_while = any(
@@ -54,7 +57,11 @@ class Points:
         )
 
     def rounded(
-        self, constant: Callable[[Array], Array], arrays: Sequence[Array], mask: Array | None = None
+        self,
+        constant: Callable[[Array], Array],
+        arrays: Sequence[Array],
+        mask: Array | None = None,
+        keep: bool = False,
     ) -> tuple[list[Array], Errors]:
         """Runs the program with its roundings; returns its results and the errors at points.
 
@@ -62,14 +69,15 @@ class Points:
             constant: returns the array to use for a constant.
             arrays: the inputs.
             mask: booleans, one for each number in `order`: whether the points of a site round.
-                With None all do, and the errors are kept.
+                With None all do.
+            keep: whether to keep the errors of all points.
         """
 
         def at(site: Site, point: Point, array: Array, kept: list[Array], trips: Trips) -> Array:
             low = rounded_to(array, point.dtype)
             if mask is not None:
                 return jnp.where(mask[self.order[site.key]], low, array)
-            if point.is_kept:
+            if keep and point.is_kept:
                 error = jnp.where(jnp.isfinite(low), low - array, 0).astype(jnp.bfloat16)
                 kept.append(error)
             return low
@@ -84,7 +92,7 @@ class Points:
             return results, {**state, site.key: new} if new else state
 
         empty: Errors = {}
-        for key, points in self.at.items() if mask is None else ():
+        for key, points in self.at.items() if keep else ():
             if kept := [p for p in points if p.is_kept]:
                 empty[key] = [jnp.zeros((*p.lengths, *p.shape), jnp.bfloat16) for p in kept]
         return self._evaluate(constant, arrays, step, empty)
@@ -121,11 +129,16 @@ class Points:
             if point.is_operand:
                 operands = list(operands)
                 operands[point.index] = at(point, operands[point.index])
-        results = list(_run_wide(eqn, operands))
+        results = self._run_wide(eqn, operands)
         for point in points:
             if not point.is_operand:
                 results[point.index] = at(point, results[point.index])
         return results
+
+    def _run_wide(self, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
+        if OPERANDS.get(algorithm_of(eqn)) is not None:
+            return core.bind(eqn, operands, precision=(jax.lax.Precision.HIGHEST,) * 2)
+        return run_widened(eqn, operands, self.wide)
 
     def _evaluate(
         self,
@@ -136,46 +149,41 @@ class Points:
     ) -> tuple[list[Array], PyTree]:
         return watched.evaluate(
             self.jaxpr,
-            [*map(widened, arrays)],
+            [widened(array, self.wide) for array in arrays],
             watch=lambda state, *seen: state,
             state=state,
-            run=_run_wide,
-            constant=lambda array: widened(constant(array)),
+            run=self._run_wide,
+            constant=lambda array: widened(constant(array), self.wide),
             by_site=True,
             step=step,  # pyright: ignore[reportArgumentType]
         )
 
 
-def _points(site: Site) -> Iterator[Point]:
+def _points(site: Site, wide: np.dtype) -> Iterator[Point]:
     eqn = site.equation
     lengths = tuple(each.params.get("length", 0) for each in site.loops)
     is_kept = all(each.primitive.name == "scan" for each in site.loops)
     to = OPERANDS.get(algorithm_of(eqn))
     if operation_name(eqn.primitive.name) in PRODUCTS:
         for index, atom in enumerate(eqn.invars[:2]):
-            dtype = to or _low(atom.aval)
+            dtype = to or _low(atom.aval, wide)
             if dtype is not None:  # What a rounded part hands to one in 16 bits is rounded already.
                 yield Point(
                     True, index, dtype, lengths, atom.aval.shape, is_kept and to is not None
                 )
     for index, var in enumerate(eqn.outvars):
-        dtype = _low(var.aval)
+        dtype = _low(var.aval, wide)
         if dtype is not None and not is_exact(eqn):
             yield Point(False, index, dtype, lengths, var.aval.shape, is_kept)
 
 
-def _low(aval: core.Aval) -> np.dtype | None:
-    """Returns the dtype of an abstract value of one of the formats, else None."""
+def _low(aval: core.Aval, wide: np.dtype) -> np.dtype | None:
+    """Returns the dtype of an abstract value if it rounds, else None."""
     if hasattr(aval, "inner_aval"):  # a reference
         return None
     dtype = getattr(aval, "dtype", None)
-    return dtype if getattr(dtype, "name", "") in FORMATS else None
-
-
-def _run_wide(eqn: Equation, operands: Sequence[Array]) -> list[Array]:
-    if OPERANDS.get(algorithm_of(eqn)) is not None:
-        return core.bind(eqn, operands, precision=(jax.lax.Precision.HIGHEST,) * 2)
-    return run_widened(eqn, operands)
+    formats = FORMATS if wide == np.float32 else (*FORMATS, "float32")
+    return dtype if getattr(dtype, "name", "") in formats else None
 
 
 @jax.custom_vjp
@@ -197,7 +205,7 @@ def _backward(
     # The float32 run may not be differentiable where the rounded one stands, as a root of zero.
     cotangent = jnp.where(jnp.isfinite(cotangent), cotangent, 0)
     costs = cotangent * (errors[trips] if trips else errors).astype(cotangent.dtype)
-    slot = jnp.stack([jnp.sum(costs**2), jnp.sum(costs)])
+    slot = jnp.stack([jnp.sum(costs**2), jnp.sum(costs)]).astype(jnp.float32)
     return cotangent, slot, None, tuple(None for _ in trips)
 
 

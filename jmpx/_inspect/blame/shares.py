@@ -75,18 +75,19 @@ class Runs:
         """Returns the mean squared error where the sites of a mask round."""
         return float(np.mean(self.squares(mask)))
 
-    def squares(self, mask: np.ndarray) -> np.ndarray:
-        """Returns the squared error of each batch where the sites of a mask round."""
+    def squares(self, mask: np.ndarray | None = None) -> np.ndarray:
+        """Returns the squared error of each batch where the sites of a mask round, or all."""
 
         def run(
-            constant: Callable[[Array], Array], arrays: list[Array], mask: Array
+            constant: Callable[[Array], Array], arrays: list[Array], mask: Array | None
         ) -> list[Array]:
             results, _ = self.points.rounded(constant, arrays, mask)
             return [results[index] for index in self.outputs]
 
         found = []
         for batch in self.batches:
-            results = self.compiled.run(run, (list(batch.arrays), mask), "blame", self.outputs)
+            arguments = (list(batch.arrays), mask)
+            results = self.compiled.run(run, arguments, "blame", mask is None, self.outputs)
             found.append(self.measure(results, batch.exact) ** 2)
         return np.array(found)
 
@@ -101,7 +102,7 @@ class Runs:
         def run(
             constant: Callable[[Array], Array], arrays: list[Array], direction: list[Array]
         ) -> tuple[list[Array], list[Array]]:
-            rounded, errors = self.points.rounded(constant, arrays)
+            rounded, errors = self.points.rounded(constant, arrays, keep=True)
             slots = {name: jnp.zeros(2, jnp.float32) for name in errors}
 
             def charged(slots: dict[Key, Slot]) -> list[Array]:

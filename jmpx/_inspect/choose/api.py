@@ -9,13 +9,14 @@ import numpy as np
 from jmpx._adapters.applying import apply_policy
 from jmpx._base.leaves import PyTree
 from jmpx._base.messages import describe
-from jmpx._inspect.blame.api import blamed_runs, nodes_of, runs_of
+from jmpx._inspect.blame.api import blamed_runs, check_kind, nodes_of, runs_of
 from jmpx._inspect.blame.shares import Measure, Runs, relative, shares
 from jmpx._inspect.choose.islands import find_islands
 from jmpx._inspect.choose.report import Choice, Tried, front
 from jmpx._inspect.choose.search import Search
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.plan.api import plan
+from jmpx._inspect.plan.chips import get_chip
 from jmpx._inspect.plan.report import Planned
 from jmpx._inspect.programs import Program, traced_program
 from jmpx._inspect.progress import progress
@@ -84,6 +85,9 @@ def choose(
         'by=operations,c=bf16; */distance: full'
     """
     base = get_policy_map(policy)
+    check_kind(of)
+    if chip is not None:
+        get_chip(chip)
     if not error > 0:
         raise ValueError(f"Expected error= to be a positive number, got {describe(error)}.")
     if base.way == "arguments":
@@ -112,7 +116,7 @@ def choose(
 
         errors = _Errors(traced, measured)
         with progress("sets of rules tried", None) as done:
-            search = _search(program, runs, base, measured, seed, done)
+            search = lambda: _search(program, runs, base, measured, seed, done)  # noqa: E731
             _try_strings(errors, search, base, given, error)
         planned = plan(make_step or gradient, [*errors.found], chip=chip)
         what = "metric" if metric else "gradients" if program.is_differentiated else "results"
@@ -145,9 +149,8 @@ class _Errors:
     def of(self, text: str) -> float:
         """Returns the root mean square of the error under a policy string."""
         if text not in self.found:
-            runs = runs_of(self.traced(text), self.runs.batches, self.runs.measure)
-            everywhere = np.ones(len(runs.points.order), bool)
-            self.found[text] = math.sqrt(runs.squared(everywhere)) if runs.points.at else 0.0
+            runs = runs_of(self.traced(text), self.runs.batches, self.runs.measure, False)
+            self.found[text] = math.sqrt(runs.squares().mean()) if runs.points.at else 0.0
         return self.found[text]
 
 
@@ -166,7 +169,11 @@ def _search(
 
 
 def _try_strings(
-    errors: _Errors, search: Search, base: PolicyMap, given: str, bound: float
+    errors: _Errors,
+    new_search: Callable[[], Search],
+    base: PolicyMap,
+    given: str,
+    bound: float,
 ) -> None:
     """Measures float32, the string without a rule, with a few, and with all that are needed."""
     wide = f"by={base.way},f32"
@@ -175,20 +182,27 @@ def _try_strings(
             f"Expected an error= that float32 can hold, got {bound:g}, where float32 itself is off "
             f"by {errors.of(wide):.1e}: give a larger one."
         )
-    chosen = search.find(bound)
-    selectors = [search.islands[number].selector for number in chosen]
-    for count in sorted({*np.linspace(0, len(selectors), _SETS, dtype=int).tolist()}):
-        errors.of(_with_rules(given, selectors[:count], "full"))
-    written = _with_rules(given, selectors, "full")
-    if errors.of(written) > bound >= search.error(chosen):  # The policy is worse than its mask.
-        chosen = search.find(bound * bound / errors.of(written))
-        selectors = [search.islands[number].selector for number in chosen]
-        written = _with_rules(given, selectors, "full")
-    if errors.of(written) > bound and base.way == "modules":
-        written = _with_rules(given, selectors, "c=f32,o=f32")
+    written = given
+    if errors.of(given) > bound:
+        written = _searched(errors, new_search(), base, given, bound)
     if errors.of(written) <= bound and base.way == "operations" and base.save is None:
         default, *rules = written.split(";", 1)
         errors.of(";".join([f"{default},save=products", *rules]))
+
+
+def _searched(errors: _Errors, search: Search, base: PolicyMap, given: str, bound: float) -> str:
+    """Measures strings with some rules and with all that a bound needs; returns the last one."""
+    selectors = search.selectors(search.find(bound))
+    for count in sorted({*np.linspace(0, len(selectors), _SETS, dtype=int).tolist()}):
+        errors.of(_with_rules(given, selectors[:count], "full"))
+    written = _with_rules(given, selectors, "full")
+    if errors.of(written) > bound:  # The policy is worse than its mask.
+        selectors = search.selectors(search.find(bound * bound / errors.of(written)))
+        written = _with_rules(given, selectors, "full")
+    if errors.of(written) > bound and base.way == "modules":
+        written = _with_rules(given, selectors, "c=f32,o=f32")
+    errors.of(written)
+    return written
 
 
 def _with_rules(given: str, selectors: Sequence[str], policy: str) -> str:

@@ -2,16 +2,23 @@
 
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from jmpx._inspect.choose.report import Tried
+_COLORS = {False: "#0072B2", True: "#D55E00"}  # Okabe and Ito's
 
-_COLORS = {"tried": "#0072B2", "chosen": "#D55E00"}  # Okabe and Ito's
+
+class Dot(NamedTuple):
+    """A policy string as it is drawn."""
+
+    policy: str
+    error: float
+    memory: int  # bytes
+    is_chosen: bool
 
 
 def plot_front(
     title: str,
-    rows: Sequence[Tried],
-    chosen: Tried | None,
+    rows: Sequence[Dot],
     bound: float,
     what: str,
     path: str | os.PathLike[str],
@@ -28,11 +35,11 @@ def plot_front(
         axes.axhline(floor, color="grey", lw=0.8)
         axes.text(0.005, floor, "no error", **at_left)
     for row in rows:
-        kind = "chosen" if row is chosen else "tried"
+        color = _COLORS[row.is_chosen]
         point = row.memory / 2**20, row.error or floor
-        axes.plot(*point, "o", color=_COLORS[kind], markersize=9 if row is chosen else 6)
+        axes.plot(*point, "o", color=color, markersize=9 if row.is_chosen else 6)
         note = {"fontsize": 7, "xytext": (6, 6), "textcoords": "offset points"}
-        axes.annotate(_lines(row), point, color=_COLORS[kind], **note)
+        axes.annotate(_lines(row), point, color=color, **note)
     axes.axhline(bound, color="black", lw=0.8, ls="--")
     axes.text(0.005, bound, "the bound", **at_left)
     axes.set_yscale("log")
@@ -44,7 +51,7 @@ def plot_front(
     figure.savefig(path)
 
 
-def _lines(row: Tried) -> str:
+def _lines(row: Dot) -> str:
     """Returns a policy string with a line for each of its parts."""
     parts = row.policy.split("; ")
     return "\n".join([*parts[:6], *([f"and {len(parts) - 6} more"] if len(parts) > 6 else [])])

@@ -85,9 +85,10 @@ class Choice:
             ImportError: if there is no matplotlib.
             ValueError: if matplotlib knows no such format.
         """
-        from jmpx._inspect.choose.plot import plot_front
+        from jmpx._inspect.choose.plot import Dot, plot_front
 
-        plot_front(f"Error of {self.title}", self.rows, self.chosen, self.bound, _what(self), path)
+        dots = [Dot(row.policy, row.error, row.memory, row is self.chosen) for row in self.rows]
+        plot_front(f"Error of {self.title}", dots, self.bound, _what(self), path)
 
     def __str__(self) -> str:
         """Returns a table of the strings, the chosen one marked, and the flag that runs it."""

@@ -19,7 +19,7 @@ class Search:
     Args:
         runs: the runs of the program.
         islands: the islands, operations last.
-        shares: what each has of the squared error, by first order or by its own runs.
+        shares: shape (islands,): what each has of the squared error.
         done: called after each set that is tried.
     """
 
@@ -27,7 +27,7 @@ class Search:
         self,
         runs: Runs,
         islands: Sequence[Island],
-        shares: Sequence[float],
+        shares: np.ndarray,
         done: Callable[[], object],
     ) -> None:
         self.runs, self.islands, self.done = runs, islands, done
@@ -49,6 +49,10 @@ class Search:
     def error(self, chosen: Iterable[int]) -> float:
         """Returns the root mean square of the error where all but the chosen islands round."""
         return math.sqrt(float(np.mean(self.squares(chosen))))
+
+    def selectors(self, chosen: Iterable[int]) -> list[str]:
+        """Returns the selectors of islands."""
+        return [self.islands[number].selector for number in chosen]
 
     def find(self, bound: float) -> tuple[int, ...]:
         """Returns islands that hold a bound, the one that takes most of the error away first.
