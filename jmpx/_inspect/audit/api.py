@@ -66,7 +66,6 @@ def audit(fn: Callable[..., object], *, platform: str | None = None) -> Callable
             is_step=not program.is_differentiated,
             platform=hardware,
             products=summary.products(graph),
-            other_flops=summary.other_flops(graph),
             saved=summary.saved(graph),
             casts=summary.casts(graph),
             scopes=summary.scopes(graph),

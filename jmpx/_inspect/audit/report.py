@@ -13,7 +13,7 @@ from jmpx._inspect.audit.data import AuditData, Cast, Finding, Products, Scope
 from jmpx._inspect.audit.text import report_text, summary_line
 from jmpx._jaxprs.places import Place
 
-_VERSION = 3  # of the keys of `Audit.to_dict` and of what they mean
+_VERSION = 4  # of the keys of `Audit.to_dict` and of what they mean
 
 
 class Audit(AuditData):
@@ -27,13 +27,12 @@ class Audit(AuditData):
             its gradient; False for a loss, which the audit differentiated in its first argument.
         platform: the platform that was asked about, such as `"tpu"`; None if none was.
         products: the matrix products and convolutions by operand dtypes.
-        other_flops: the floating-point operations of everything else.
         saved: the bytes that are kept for the backward pass, by dtype.
         casts: the casts by source and target.
         scopes: the operations by module or named scope.
         findings: what leaked, or needs more range or precision; the worst ones first.
         has_while: whether the program has a while loop, which is counted for one trip.
-        uncounted: the names of operations whose FLOPs are not known, such as `"pallas_call"`.
+        uncounted: the names of operations whose products are not known, such as `"pallas_call"`.
 
     Example:
         >>> import jax
