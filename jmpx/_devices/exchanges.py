@@ -8,7 +8,7 @@ import jax
 from jmpx._base.axes import axis_names
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, inner_jaxprs, is_literal, trace
 from jmpx._jaxprs.inner import all_equations, inner_of, walk
-from jmpx._jaxprs.moves import EXCHANGES, PLACEMENTS
+from jmpx._jaxprs.moves import EXCHANGES, HIDING, PLACEMENTS
 
 R = TypeVar("R")
 S = TypeVar("S")
@@ -20,9 +20,6 @@ _GATHERS = EXCHANGES | {"pgather"}
 # Primitives that name axes, and send nothing along them. `jax.lax.pbroadcast` does send.
 _CASTS = ("preduced", "reduced_vary_cast", "vary_unreduced_cast")
 _SEND_NOTHING = (*(PLACEMENTS - {"pbroadcast"}), *_CASTS)
-
-# Primitives whose computation is hidden.
-_HIDING = ("pure_callback", "io_callback", "ffi_call", "pallas_call", "custom_partitioning")
 
 # The operands of which the result holds elements; the others are indices and masks, through which
 # no gradient passes.
@@ -173,7 +170,7 @@ def _operation(eqn: Equation, operands: list[Source], axes: frozenset[Hashable])
         in_groups = eqn.params.get("axis_index_groups") is not None
         gather = Gather(source.origin, name, over, in_groups, source.by_place)
         source = source._replace(gathers=source.gathers | {gather})
-    if name.startswith(_HIDING) or (along and inner_jaxprs(eqn.params)):
+    if name.startswith(HIDING) or (along and inner_jaxprs(eqn.params)):
         source = source._replace(hidden=source.hidden | source.params)
     if along and source.params:
         new = {Exchange(param, name, axis) for param in source.params for axis in along}

@@ -13,8 +13,7 @@ The way through it:
   that autocast reads, among them `jmpx.full_precision`.
 - `rewriting.py` changes equations and the jaxprs in their parameters; `structure.py` makes a key of
   a jaxpr, by which programs that were traced apart are known to be the same.
-- `moves.py` lists the primitives that only move numbers; `product_flops.py` counts the FLOPs of
-  products.
+- `moves.py` lists the primitives that only move numbers, and those that hide what they compute.
 
 It imports only `_base`.
 """

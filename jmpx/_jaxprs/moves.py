@@ -1,4 +1,4 @@
-"""Primitives that only move numbers, in groups.
+"""Primitives that only move numbers, in groups, and those that hide what they compute.
 
 Whoever follows numbers through a program names the groups that matter to it, and says why it leaves
 out a group or a primitive of one.
@@ -22,3 +22,6 @@ EXCHANGES = frozenset(
 )
 # Results that hold the numbers of the operand, rounded.
 ROUNDINGS = frozenset("convert_element_type reduce_precision".split())
+
+# The beginnings of the names of primitives that compute what no jaxpr shows, or that of a kernel.
+HIDING = ("pure_callback", "io_callback", "ffi_call", "pallas_call", "custom_partitioning")

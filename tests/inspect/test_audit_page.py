@@ -67,7 +67,7 @@ def parts(text):
     Their backward passes keep other values, and have other operations outside of products.
     """
     lines = text.splitlines()
-    (rest,) = (i for i, line in enumerate(lines) if line.startswith("Everything else"))
+    (rest,) = (i for i, line in enumerate(lines) if line.startswith("Saved for"))
     (found,) = (i for i, line in enumerate(lines) if re.match("Findings:|No findings", line))
     (table,) = (i for i, line in enumerate(lines) if line.startswith("scope "))
     masked = {masked_words(line) for line in (*lines[rest:found], *lines[table:])}

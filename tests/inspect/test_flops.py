@@ -1,19 +1,14 @@
-"""FLOPs: equal to counts by hand, and to what XLA counts."""
+"""FLOPs of products: equal to counts by hand, and to what XLA counts."""
 
-import itertools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.flops import flops, name_of, operations, shape_of, xla_flops
+from helpers.flops import flops, shape_of, xla_flops
 from hypothesis import assume, given, settings, strategies as st
 from jax import lax
-
-from jmpx._inspect.audit.flops import is_counted
-
-# Products.
 
 sizes = st.integers(1, 5)
 
@@ -26,7 +21,7 @@ def test_a_matrix_product_multiplies_each_combination_of_indices_once(data):
     lhs, rhs = data.draw(st.permutations("abcde")), data.draw(st.permutations("abcdf"))
     spec = f"{''.join(lhs)},{''.join(rhs)}->abef"
     operands = (shape_of(*(letters[name] for name in names)) for names in (lhs, rhs))
-    total = flops(lambda x, y: jnp.einsum(spec, x, y), *operands)[1]
+    total = flops(lambda x, y: jnp.einsum(spec, x, y), *operands)
     assert total == 2 * math.prod(letters.values())
 
 
@@ -64,10 +59,8 @@ def convolutions(draw):
 @given(convolutions())
 def test_a_convolution_counts_the_taps_that_xla_counts(case):
     x, kernel, params = case
-    found = flops(lambda x, k: lax.conv_general_dilated(x, k, **params), x, kernel)
-    assert (
-        found == (xla_flops(lambda x, k: lax.conv_general_dilated(x, k, **params), x, kernel),) * 2
-    )
+    convolve = lambda x, k: lax.conv_general_dilated(x, k, **params)  # noqa: E731
+    assert flops(convolve, x, kernel) == xla_flops(convolve, x, kernel)
 
 
 def test_a_convolution_of_ones_sums_as_many_products_as_are_counted():
@@ -76,20 +69,20 @@ def test_a_convolution_of_ones_sums_as_many_products_as_are_counted():
     def convolve(x, kernel):
         return lax.conv_general_dilated(x, kernel, (2, 1), "SAME", rhs_dilation=(1, 2))
 
-    assert flops(convolve, x, kernel)[1] == 2 * float(convolve(x, kernel).sum())
+    assert flops(convolve, x, kernel) == 2 * float(convolve(x, kernel).sum())
 
 
 def test_a_convolution_without_axes_and_an_empty_one():
     def convolve(x, kernel):
         return lax.conv_general_dilated(x, kernel, (), ())
 
-    assert flops(convolve, shape_of(3, 4), shape_of(5, 4))[1] == 2 * 3 * 4 * 5
-    assert flops(convolve, shape_of(0, 4), shape_of(5, 4))[1] == 0
+    assert flops(convolve, shape_of(3, 4), shape_of(5, 4)) == 2 * 3 * 4 * 5
+    assert flops(convolve, shape_of(0, 4), shape_of(5, 4)) == 0
 
     def of_padding(x, kernel):
         return lax.conv_general_dilated(x, kernel, (1,), [(3, 3)])
 
-    assert flops(of_padding, shape_of(1, 1, 0), shape_of(1, 1, 2))[1] == 0
+    assert flops(of_padding, shape_of(1, 1, 0), shape_of(1, 1, 2)) == 0
 
 
 def test_axes_as_long_as_sound_take_no_time():
@@ -100,7 +93,7 @@ def test_axes_as_long_as_sound_take_no_time():
 
     n, k = 500_000, 16
     pairs = sum(n - max(0, 7 - tap) - max(0, tap - 7) for tap in range(k))
-    assert flops(jax.grad(loss), shape_of(1, 1, k), shape_of(1, 1, n))[1] == 2 * 2 * pairs
+    assert flops(jax.grad(loss), shape_of(1, 1, k), shape_of(1, 1, n)) == 2 * 2 * pairs
 
 
 @pytest.mark.parametrize(
@@ -117,76 +110,4 @@ def test_ragged_products_multiply_no_zeros(contracted, lhs_ragged, rhs_group, lh
         return lax.ragged_dot_general(x, y, sizes, numbers)
 
     groups = shape_of(4, dtype=jnp.int32)
-    assert flops(product, shape_of(*lhs), shape_of(*rhs), groups)[1] == 2 * 6 * 3 * 5
-
-
-# Work on elements.
-
-N = 64
-FLOATS, INTS, BOOLS = (shape_of(4, N // 4, dtype=d) for d in (jnp.float32, jnp.int32, jnp.bool_))
-WINDOW = ((2, 3), (1, 2), "VALID")  # and its strides and padding
-UNARY = """
-    abs neg sign floor ceil round is_finite square exp exp2 log log1p expm1 tanh logistic sin cos
-    tan atan erf sqrt rsqrt cbrt reciprocal
-"""
-BINARY = "add sub mul div rem max min pow atan2 eq ne lt le gt ge"
-ON_INTS = "bitwise_and bitwise_or bitwise_xor shift_left shift_right_logical add mul div rem"
-OTHERS = {
-    "casts": (lambda x: x.astype(jnp.bfloat16), FLOATS),
-    "casts_to_booleans": (lambda x: x.astype(bool), FLOATS),
-    "rounds": (lambda x: lax.reduce_precision(x, 8, 7), FLOATS),
-    "powers": (lambda x: [lax.integer_pow(x, y) for y in (-7, -2, 2, 3, 6, 9)], FLOATS),
-    "selects": (lax.select, BOOLS, FLOATS, FLOATS),
-    "not": (jnp.logical_not, BOOLS),
-    "clamps": (lambda x: lax.clamp(0.0, x, 1.0), FLOATS),
-    "sums": (lambda x: (x.sum(), x.sum(0), x.max(1), x.prod(), (x > 0).all(1)), FLOATS),
-    "arguments": (lambda x: (x.argmax(), x.argmin(1)), FLOATS),
-    "reduces": (lambda x: lax.reduce(x, 0.0, lambda a, b: (a + b) * a, (0,)), FLOATS),
-    "sorts": (lambda x: jnp.sort(x.ravel()), FLOATS),
-    "moves": (lambda x: jnp.concatenate([x.T.reshape(x.shape), x[:2], x[::-1]]), FLOATS),
-    "maxima_of_windows": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, *WINDOW), FLOATS),
-    "sums_of_windows": (lambda x: lax.reduce_window(x, 0.0, lax.add, *WINDOW), FLOATS),
-    "gradient_of_windows": (
-        jax.value_and_grad(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, *WINDOW).sum()),
-        FLOATS,
-    ),
-    "scatters": (lambda x, i: x.at[i[0]].add(1.0, mode="promise_in_bounds"), FLOATS, INTS),
-    "gathers": (lambda x, i: x.at[i[0]].get(mode="promise_in_bounds"), FLOATS, INTS),
-    "transforms": (jnp.fft.fft, FLOATS),
-}
-CASES = {
-    **{name: (getattr(lax, name), FLOATS) for name in UNARY.split()},
-    **{name: (getattr(lax, name), FLOATS, FLOATS) for name in BINARY.split()},
-    **{f"int_{name}": (getattr(lax, name), INTS, INTS) for name in ON_INTS.split()},
-    **OTHERS,
-}
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("case", CASES)
-def test_xla_counts_the_same_for_work_on_elements(case):
-    f, *args = CASES[case]
-    names = set(map(name_of, operations(f, *args)))
-    assert set(itertools.filterfalse(is_counted, names)) <= {"jit", "pjit"}
-    assert flops(f, *args)[0] == xla_flops(f, *args)
-
-
-def test_a_cumulative_sum_adds_each_element_once():
-    """On a CPU, XLA sums each prefix anew, and counts that."""
-    assert flops(lambda x: jnp.cumsum(x, axis=1), shape_of(4, 16)) == (4 * 15, 0)
-    assert xla_flops(lambda x: jnp.cumsum(x, axis=1), shape_of(4, 16)) > 4 * 16**2 / 2
-
-
-@pytest.mark.parametrize("name", "sinh acosh atanh erfc erf_inv lgamma nextafter".split())
-def test_what_xla_writes_out_counts_none(name):
-    operands = [FLOATS] * (1 + (name == "nextafter"))
-    assert flops(getattr(lax, name), *operands) == (0, 0)
-    assert is_counted(name)
-
-
-def test_what_is_unknown_is_not_counted():
-    def f(x):
-        return jax.pure_callback(np.sin, x, x) + jnp.linalg.eigh(x)[0]
-
-    names = set(map(name_of, operations(f, shape_of(4, 4))))
-    assert {"pure_callback", "eigh"} <= set(itertools.filterfalse(is_counted, names))
+    assert flops(product, shape_of(*lhs), shape_of(*rhs), groups) == 2 * 6 * 3 * 5

@@ -1,4 +1,4 @@
-"""FLOPs of the gradients of four models: products as counted by hand, all work as by XLA."""
+"""FLOPs of the products in the gradients of four models: as counted by hand, most of XLA's."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -145,15 +145,13 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # Haiku divides floa
     "model",
     [linen_block, equinox_transformer, vit, pytest.param(resnet, marks=pytest.mark.slow)],
 )
-def test_products_equal_a_count_by_hand_and_all_work_is_what_xla_counts(model):
+def test_products_equal_a_count_by_hand_and_are_most_of_what_xla_counts(model):
     loss, args, products = model()
-    total, found = flops(jax.grad(loss), *args)
-    assert found == products
-    assert total == pytest.approx(xla_flops(jax.grad(loss), *args), rel=0.003)
-    assert total > products
+    assert flops(jax.grad(loss), *args) == products
+    assert 0.8 < products / xla_flops(jax.grad(loss), *args) < 1
 
 
 @pytest.mark.thorough
 def test_a_resnet_forward_equals_a_count_by_hand():
     loss, args, _ = resnet(64)
-    assert flops(loss, *args)[1] == resnet_products(2, 64)[0]
+    assert flops(loss, *args) == resnet_products(2, 64)[0]

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import normal
-from helpers.flops import shape_of, xla_flops
+from helpers.flops import shape_of
 from helpers.four_frameworks import BATCH, FRAMEWORKS, WIDTHS, X
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
-from models import Transformer, ViT
+from models import Transformer
 
 import jmpx
 from jmpx._inspect.audit import summary
@@ -34,7 +34,7 @@ def arguments(model, rng, *size):
     return jax.eval_shape(lambda: (model.init(rng), *model.batch(rng, *size)))
 
 
-# Products, and all other work.
+# Products.
 
 
 def test_products_by_dtypes_most_flops_first():
@@ -60,18 +60,16 @@ def test_loops_run_as_often_as_their_lengths_say():
     def fn(x, w):
         return lax.scan(table, x, w)
 
-    graph = graph_of(fn, W, shape_of(3, 5, N, N))
-    assert summary.products(graph) == (Products("float32 x float32", 15 * PRODUCT, 15),)
-    assert summary.other_flops(graph) == 3 * N * (N - 1)
+    found = summary.products(graph_of(fn, W, shape_of(3, 5, N, N)))
+    assert found == (Products("float32 x float32", 15 * PRODUCT, 15),)
 
 
 def test_a_while_loop_counts_for_one_trip():
     def fn(x, w):
         return lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ w, x)
 
-    graph = graph_of(fn, W, W)
-    assert summary.products(graph) == (Products("float32 x float32", PRODUCT, 1),)
-    assert summary.other_flops(graph) == 1  # the comparison
+    found = summary.products(graph_of(fn, W, W))
+    assert found == (Products("float32 x float32", PRODUCT, 1),)
 
 
 def test_every_branch_counts():
@@ -91,28 +89,16 @@ def test_a_scanned_model_multiplies_as_often_as_one_that_is_written_out(rng):
     found = []
     for scanned in (False, True):
         model = Transformer(layers=3, width=16, hidden=32, heads=2, scanned=scanned)
-        graph = graph_of(model.loss, *arguments(model, rng, 2, 8))
-        found.append((summary.products(graph), summary.other_flops(graph)))
-    (products, others), (scanned_products, scanned_others) = found
-    assert products == scanned_products
-    # JAX builds some constants in each block, or once for all of them.
-    assert scanned_others == pytest.approx(others, rel=0.1)
+        found.append(summary.products(graph_of(model.loss, *arguments(model, rng, 2, 8))))
+    assert found[0] == found[1]
 
 
-def test_products_and_other_work_are_what_xla_counts(rng):
-    model = ViT(layers=1, width=64, hidden=256, heads=2, image=16)
-    args = arguments(model, rng, 4)
-    graph = graph_of(model.loss, *args)
-    found = sum(row.flops for row in summary.products(graph)) + summary.other_flops(graph)
-    assert found == pytest.approx(xla_flops(jax.value_and_grad(model.loss), *args), rel=0.003)
-
-
-def test_operations_of_unknown_cost_are_named(rng):
+def test_operations_whose_products_are_unknown_are_named(rng):
     def fn(x):
         return jnp.linalg.eigh(x)[1] @ jax.pure_callback(np.sin, x, jnp.exp(x)), jnp.cumsum(x)
 
     graph = graph_of(fn, W)
-    assert summary.uncounted(graph) == ("eigh", "pure_callback")
+    assert summary.uncounted(graph) == ("pure_callback",)
     assert summary.products(graph)[0].flops == PRODUCT
     model = Transformer(layers=1, width=16, hidden=32, heads=2)
     for loss in (model.loss, jmpx.autocast(model.loss)):

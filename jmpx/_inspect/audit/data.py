@@ -91,7 +91,6 @@ class AuditData:
     is_step: bool
     platform: str | None
     products: tuple[Products, ...]
-    other_flops: int
     saved: dict[str, int]
     casts: tuple[Cast, ...]
     scopes: tuple[Scope, ...]

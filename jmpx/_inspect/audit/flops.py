@@ -1,61 +1,30 @@
-"""FLOPs of operations, from shapes alone, by the rules of XLA's cost analysis.
+"""FLOPs of products, from shapes alone: two for each multiplication with its addition.
 
-A product takes two for each multiplication with its addition, and a convolution multiplies only
-what is not padding. Work on elements takes one for each element of the result, of integers,
-comparisons and casts too. Two things take none: functions such as exp, tanh, sqrt and erfc, which
-XLA counts apart, or writes out, and what only moves data or makes random bits.
-
-Where XLA counts how the CPU's program works around what it cannot do, the operation itself counts
-here: a `cumsum` takes one addition for each element, and a `ragged_dot` multiplies no zeros.
+A convolution multiplies only what is not padding.
 """
 
 import functools
 import math
 from collections.abc import Callable
 
-from jmpx._autocast.products import PRODUCTS
-from jmpx._inspect.graph import Node
-from jmpx._jaxprs.core import Equation, operation_name
-from jmpx._jaxprs.moves import EXCHANGES, IDENTITIES, JOINS, PICKS, PLACEMENTS, RESHAPES
-from jmpx._jaxprs.product_flops import PRODUCT_FLOPS
+import numpy as np
 
-# FLOPs for each element of the result -> operations.
-_BY_FLOPS = {
-    0: """
-        exp expm1 log log1p tanh sin cos tan atan atan2 pow sqrt rsqrt cbrt erf cosh acos asin
-        sinh asinh acosh atanh erfc erf_inv lgamma digamma nextafter bessel_i0e bessel_i1e
-        scatter iota bitcast_convert_type empty empty2 create_token reduce_scatter axis_index
-        layout_constraint after_all debug_callback debug_print new_ref freeze get swap
-        random_bits random_clone random_fold_in random_seed random_split random_wrap random_unwrap
-        random_gamma rng_bit_generator rng_uniform threefry2x32
-    """,
-    1: """
-        add add_any sub mul div rem neg sign abs floor ceil round max min clamp square exp2
-        and or xor not shift_left shift_right_logical shift_right_arithmetic population_count clz
-        eq eq_to ne lt lt_to le le_to gt ge is_finite select_n convert_element_type
-        reduce_precision real imag complex conj mulhi log2
-        psum psum_invariant pmax pmin addupdate
-    """,
-    2: "one_minus_square",
-    3: "logistic",
-}
-_MOVES = IDENTITIES | PLACEMENTS | RESHAPES | PICKS | JOINS | EXCHANGES
-_PER_ELEMENT = dict.fromkeys(_MOVES, 0) | {
-    name: flops for flops, names in _BY_FLOPS.items() for name in names.split()
-}
+from jmpx._inspect.graph import Node
+from jmpx._jaxprs.types import Equation
 
 
 def flops(node: Node) -> int:
-    """Returns the FLOPs of all runs of a node: as many as the lengths of the scans around it say.
+    """Returns the FLOPs of all runs of a product, and 0 of any other node.
 
-    In a while loop they are those of one trip, and in a `shard_map` those of one device.
+    It runs as often as the lengths of the scans around it say. In a while loop its FLOPs are those
+    of one trip, and in a `shard_map` those of one device.
     """
-    return 0 if node.is_structure else node.times * flops_of(node.eqn, node.name)
+    return node.times * _FLOPS[node.name](node.eqn) if is_product(node) else 0
 
 
 def is_product(node: Node) -> bool:
     """Whether a node is a matrix product or a convolution."""
-    return node.name in PRODUCTS
+    return node.name in _FLOPS
 
 
 _ALGORITHMS = {"BF16_BF16_": "bfloat16", "F16_F16_": "float16"}  # by how their names start
@@ -72,100 +41,59 @@ def multiplied(node: Node) -> list[str]:
     return [value.dtype.name for value in node.operands[:2]]
 
 
-def flops_of(eqn: Equation, name: str = "") -> int:
-    """Returns the FLOPs of one run of an equation; 0 if `is_counted` is false.
+def _dot(eqn: Equation) -> int:
+    lhs, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    contracted = eqn.params["dimension_numbers"][0][0]
+    return 2 * math.prod(result) * math.prod(lhs[axis] for axis in contracted)
 
-    Args:
-        eqn: the equation.
-        name: the name of its operation, if that is known.
+
+def _ragged_dot(eqn: Equation) -> int:
+    """Each row of the left operand meets the columns of one group alone."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    others = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    lhs, rhs = (var.aval.shape for var in eqn.invars[:2])
+    columns = math.prod(size for axis, size in enumerate(rhs) if axis not in others)
+    return 2 * math.prod(lhs) * columns
+
+
+def _convolution(eqn: Equation) -> int:
+    lhs, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    rhs, params = eqn.invars[1].aval.shape, eqn.params
+    lhs_axes, rhs_axes, out_axes = params["dimension_numbers"]
+    # Groups need no look: the kernel has the inputs of one group, the result the batch of one.
+    count = result[out_axes[0]] * result[out_axes[1]] * rhs[rhs_axes[1]]
+    steps = (params["window_strides"], params["lhs_dilation"], params["rhs_dilation"])
+    sizes = zip(lhs_axes[2:], rhs_axes[2:], out_axes[2:], params["padding"], *steps, strict=True)
+    for lhs_axis, rhs_axis, out_axis, padding, stride, lhs_dilation, rhs_dilation in sizes:
+        count *= _taps(
+            (lhs[lhs_axis], lhs_dilation),
+            (rhs[rhs_axis], rhs_dilation),
+            (result[out_axis], stride),
+            padding[0],
+        )
+    return 2 * count
+
+
+@functools.lru_cache(maxsize=4096)
+def _taps(
+    inputs: tuple[int, int], kernel: tuple[int, int], outputs: tuple[int, int], padding: int
+) -> int:
+    """Returns how often one axis of a kernel meets a number of an input, not padding or a hole.
+
+    Each axis has a size and the distance of its elements. The padding may be negative.
     """
-    name = name or operation_name(eqn.primitive.name)
-    per_element = _PER_ELEMENT.get(name)
-    if per_element == 0:
-        return 0
-    if per_element is None:
-        count = _COUNTS.get(name)
-        return count(eqn) if count else 0
-    return per_element * sum(math.prod(var.aval.shape) for var in eqn.outvars)
+    dilation, last = inputs[1], (inputs[0] - 1) * inputs[1]
+    (few, far), (many, step) = sorted((kernel, outputs))
+    # Output o and tap k meet input place o * stride + k * distance - padding.
+    places = step * np.arange(many) - padding
+    each = (places + far * tap for tap in range(few))
+    is_met = ((at >= 0) & (at <= last) & (at % dilation == 0) for at in each)
+    return int(sum(map(np.count_nonzero, is_met)))
 
 
-def is_counted(name: str) -> bool:
-    """Whether the FLOPs of an operation are known, as those of a kernel of Pallas are not."""
-    return name in _PER_ELEMENT or name in _COUNTS
-
-
-def _in(eqn: Equation) -> int:
-    return math.prod(eqn.invars[0].aval.shape)
-
-
-def _out(eqn: Equation) -> int:
-    return math.prod(eqn.outvars[0].aval.shape)
-
-
-# Sums over elements, windows and axes.
-
-
-def _by_function(eqn: Equation) -> int:
-    """Returns the FLOPs of the function that an equation reduces with; 1 if it is an addition."""
-    return sum(map(flops_of, eqn.params["jaxpr"].eqns)) if "jaxpr" in eqn.params else 1
-
-
-def _reduction(eqn: Equation, flops: int | None = None) -> int:
-    return (_by_function(eqn) if flops is None else flops) * (_in(eqn) - _out(eqn))
-
-
-def _window_reduction(eqn: Equation) -> int:
-    return _by_function(eqn) * (math.prod(eqn.params["window_dimensions"]) - 1) * _out(eqn)
-
-
-def _scattered_windows(eqn: Equation) -> int:
-    """For each element: comparisons find the place in its window, an addition puts it there."""
-    return _in(eqn) * math.prod(eqn.params["window_dimensions"])
-
-
-def _cumulative(eqn: Equation) -> int:
-    length = eqn.invars[0].aval.shape[eqn.params["axis"]]
-    return _in(eqn) - _in(eqn) // max(1, length)
-
-
-def _sort(eqn: Equation) -> int:
-    length = eqn.invars[0].aval.shape[eqn.params["dimension"]]
-    return _in(eqn) * math.ceil(math.log2(max(1, length)))
-
-
-def _scatter(eqn: Equation) -> int:
-    return math.prod(eqn.invars[2].aval.shape)
-
-
-def _integer_power(eqn: Equation) -> int:
-    """By squaring; a negative power also divides."""
-    power = eqn.params["y"]
-    multiplications = abs(power).bit_length() + abs(power).bit_count() - 2 if power else 0
-    return (multiplications + (power < 0)) * _out(eqn)
-
-
-def _fft(eqn: Equation) -> int:
-    return 8 * _in(eqn) * sum(length.bit_length() - 1 for length in eqn.params["fft_lengths"])
-
-
-_COUNTS: dict[str, Callable[[Equation], int]] = {
-    **PRODUCT_FLOPS,
-    **dict.fromkeys(
-        ("reduce_" + name for name in ("sum", "prod", "max", "min", "and", "or", "xor")), _reduction
-    ),
-    "argmax": functools.partial(_reduction, flops=9),
-    "argmin": functools.partial(_reduction, flops=9),
-    "reduce": _reduction,
-    **dict.fromkeys(("reduce_window_" + name for name in ("sum", "max", "min")), _window_reduction),
-    "reduce_window": _window_reduction,
-    "select_and_scatter_add": _scattered_windows,
-    "select_and_scatter": _scattered_windows,
-    "select_and_gather_add": _window_reduction,
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), _cumulative),
-    "sort": _sort,
-    "top_k": _in,
-    **dict.fromkeys(("scatter_" + name for name in ("add", "sub", "mul", "max", "min")), _scatter),
-    "polynomial": lambda eqn: 2 * (len(eqn.invars) - 2) * _out(eqn),  # since JAX 0.11
-    "integer_pow": _integer_power,
-    "fft": _fft,
+_FLOPS: dict[str, Callable[[Equation], int]] = {
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _convolution,
 }

@@ -1,22 +1,20 @@
 """The report of an audit: frozen data, which prints and checks itself."""
 
-import dataclasses
 import html
-import json
-from collections.abc import Iterable
-from typing import Any, Self
+import math
+from collections.abc import Iterable, Iterator
+from typing import Self
 
-from jmpx._base.dtypes import DTypeLike
-from jmpx._base.leaves import is_int
-from jmpx._inspect.audit.check import check_report
-from jmpx._inspect.audit.data import AuditData, Cast, Finding, Products, Scope
-from jmpx._inspect.audit.text import report_text, summary_line
-from jmpx._jaxprs.places import Place
+from jmpx._base.dtypes import DTypeLike, as_dtype, dtype_name
+from jmpx._base.messages import describe
+from jmpx._base.text import share_text
+from jmpx._inspect.audit.alike import alike_findings
+from jmpx._inspect.audit.data import SEVERITIES, AuditData
+from jmpx._inspect.audit.text import finding_text, report_text, severities, summary_line
+from jmpx._inspect.reports import Report
 
-_VERSION = 3  # of the keys of `Audit.to_dict` and of what they mean
 
-
-class Audit(AuditData):
+class Audit(AuditData, Report):
     """What `jmpx.inspect.audit` says of a program.
 
     `print(report)` shows it, so does a notebook, and `report.check` makes a test of it.
@@ -27,17 +25,15 @@ class Audit(AuditData):
             its gradient; False for a loss, which the audit differentiated in its first argument.
         platform: the platform that was asked about, such as `"tpu"`; None if none was.
         products: the matrix products and convolutions by operand dtypes.
-        other_flops: the floating-point operations of everything else.
         saved: the bytes that are kept for the backward pass, by dtype.
         casts: the casts by source and target.
         scopes: the operations by module or named scope.
         findings: what leaked, or needs more range or precision; the worst ones first.
         has_while: whether the program has a while loop, which is counted for one trip.
-        uncounted: the names of operations whose FLOPs are not known, such as `"pallas_call"`.
+        uncounted: the names of operations whose products are not known, such as `"pallas_call"`.
 
     Example:
-        >>> import jax
-        >>> import jmpx
+        >>> import jax, jmpx
         >>> def loss_fn(w, x):
         ...     return (x @ w).max()
         >>> w = jax.ShapeDtypeStruct((8, 8), "bfloat16")
@@ -51,6 +47,7 @@ class Audit(AuditData):
     """
 
     __module__ = "jmpx.inspect"
+    _version = 4
 
     def __repr__(self) -> str:
         return f"<{summary_line(self)}>"
@@ -68,18 +65,6 @@ class Audit(AuditData):
             all: whether to show every finding and every row of the tables.
         """
         return report_text(self, all)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them.
-
-        The keys are names of attributes, and `"version"`, which changes when their meaning does.
-        """
-        fields = [field.name for field in dataclasses.fields(self)]
-        return {"version": _VERSION, **{name: _plain(getattr(self, name)) for name in fields}}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """Returns `to_dict()` as JSON, in one line if `indent` is None."""
-        return json.dumps(self.to_dict(), indent=indent)
 
     def check(
         self,
@@ -108,15 +93,45 @@ class Audit(AuditData):
             TypeError: if `compute` is not a dtype.
             ValueError: if an argument is not one that is described here.
         """
-        check_report(self, compute, at_least, allow, severity)
+        if severity not in SEVERITIES:
+            raise ValueError(
+                f"Unknown severity {describe(severity)}: expected the lowest one that fails, "
+                f"{', '.join(map(repr, SEVERITIES))}."
+            )
+        names = {allow} if isinstance(allow, str) else {*allow}
+        failing = SEVERITIES[: SEVERITIES.index(severity) + 1]
+        problems = list(_too_few(self, compute, at_least))
+        left = [f for f in self.findings if f.name not in names and f.severity in failing]
+        if left:
+            findings = alike_findings(left)
+            problems.append(f"Findings: {severities(findings)}.")
+            problems += map(finding_text, findings)
+            rest = tuple(dict.fromkeys(finding.name for finding in findings))
+            problems.append(f"Mend what is not intended, and allow the rest by name: allow={rest}.")
+        if problems:
+            raise AssertionError(f"The audit of {self.title} failed.\n\n" + "\n\n".join(problems))
         return self
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, Finding | Products | Cast | Scope | Place):
-        return _plain(value._asdict())
-    if isinstance(value, tuple):
-        return list(map(_plain, value))
-    return int(value) if is_int(value) else value  # `json.dumps` takes no numbers of NumPy
+def _too_few(report: AuditData, compute: DTypeLike | None, at_least: float | None) -> Iterator[str]:
+    """Yields what is wrong with the share of products in a dtype, if anything is."""
+    if at_least is not None and (compute is None or not 0 <= at_least <= 1):
+        raise ValueError(
+            f"Expected at_least= to be a share from 0 to 1, and compute= the dtype that it is a "
+            f"share of, got {at_least=} and {compute=}: write compute='bfloat16', at_least=0.95."
+        )
+    if compute is None:
+        return
+    at_least = 0.95 if at_least is None else at_least
+    name = dtype_name(as_dtype(compute, " at compute="))
+    whole = sum(each.flops for each in report.products)
+    part = sum(each.flops for each in report.products if each.dtypes == f"{name} x {name}")
+    if not whole and at_least:
+        yield f"It has no matrix products or convolutions, so none in {name}."
+    elif part < at_least * whole:
+        percent = math.floor(10_000 * part / whole) / 100  # never rounded up to what was expected
+        shares = [f"  {each.dtypes}: {share_text(each.flops, whole)}" for each in report.products]
+        yield (
+            f"{percent:g} % of the FLOPs of matrix products and convolutions are {name}, expected "
+            f"at least {100 * at_least:g} %:\n" + "\n".join(shares)
+        )

@@ -7,12 +7,14 @@ import numpy as np
 
 from jmpx._base.leaves import is_floating_dtype
 from jmpx._inspect.audit.data import Cast, Products, Scope
-from jmpx._inspect.audit.flops import flops, is_counted, is_product, multiplied
-from jmpx._inspect.audit.values import CAST
+from jmpx._inspect.audit.flops import flops, is_product, multiplied
+from jmpx._inspect.audit.values import CAST, MOVES
 from jmpx._inspect.graph import Graph, Node
+from jmpx._jaxprs.moves import EXCHANGES, HIDING, JOINS
 from jmpx._policies.places import where
 
 _LEAST_SHARE = 0.005  # of the work of a scope, for a dtype to be named
+_NO_WORK = MOVES | JOINS | EXCHANGES
 
 
 def products(graph: Graph) -> tuple[Products, ...]:
@@ -30,15 +32,9 @@ def products(graph: Graph) -> tuple[Products, ...]:
     return tuple(Products(dtypes, part, count[dtypes]) for dtypes, part in total.most_common())
 
 
-def other_flops(graph: Graph) -> int:
-    """Returns the FLOPs of all other operations, every branch of a `cond` included."""
-    return sum(flops(node) for node in graph.nodes if not is_product(node))
-
-
 def uncounted(graph: Graph) -> tuple[str, ...]:
-    """Returns the names of operations whose FLOPs are unknown, such as `pallas_call`."""
-    names = (node.name for node in graph.nodes if not node.is_structure)
-    return tuple(dict.fromkeys(name for name in names if not is_counted(name)))
+    """Returns the names of operations whose products are unknown, such as `pallas_call`."""
+    return tuple(dict.fromkeys(n.name for n in graph.nodes if n.name.startswith(HIDING)))
 
 
 def saved(graph: Graph) -> dict[str, int]:
@@ -109,10 +105,11 @@ def _dtypes(nodes: list[Node]) -> str:
     made: Counter[np.dtype] = Counter()
     for node in nodes:
         if node.name != CAST:
-            values, total = node.operands[:2] if is_product(node) else node.results[:1], flops(node)
+            values = node.operands[:2] if is_product(node) else node.results[:1]
+            size = node.times * sum(value.size for value in node.results)
             for dtype in filter(is_floating_dtype, {value.dtype for value in values}):
-                work[dtype] += total
-                made[dtype] += node.times * sum(value.size for value in node.results)
+                work[dtype] += flops(node) or size * (node.name not in _NO_WORK)
+                made[dtype] += size
     parts = work if work.total() else made
     least = max(_LEAST_SHARE * parts.total(), 1)
     return ", ".join(dtype.name for dtype, part in parts.most_common() if part >= least)

@@ -66,7 +66,6 @@ def _share_lines(report: AuditData, is_full: bool) -> Iterator[str]:
     saved = [(dtype, nbytes, 0) for dtype, nbytes in report.saved.items()]
     casts = [(f"{c.source} -> {c.target}", c.nbytes, c.count) for c in report.casts]
     yield from _shares("Matrix products and convolutions", products, flop_text, is_full)
-    yield f"Everything else: {flop_text(report.other_flops)}"
     yield from _shares("Saved for the backward pass", saved, bytes_text, is_full)
     yield from _shares("Written by casts", casts, bytes_text, is_full)
 
@@ -91,7 +90,7 @@ def _notes(report: AuditData) -> Iterator[str]:
     if report.has_while:
         yield "In a while loop, operations are counted for one trip: how many it makes is unknown."
     if report.uncounted:
-        yield f"Not counted: {', '.join(report.uncounted)}, whose FLOPs are unknown."
+        yield f"Not counted: {', '.join(report.uncounted)}, whose products are unknown."
 
 
 # Findings

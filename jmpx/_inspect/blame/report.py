@@ -1,17 +1,15 @@
 """What a blame found: frozen data, which prints itself."""
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from jmpx._base.text import columns, share_text
-from jmpx._inspect.tables import html_text
+from jmpx._inspect.reports import Parts, TableReport
 from jmpx._jaxprs.places import Place
 
-_VERSION = 1  # of `to_dict`: it changes when the meaning of a key does
 _ROWS = 20  # how many are shown
 _EXPLAINED = (0.5, 2.0)  # where the shares of all groups are less or more, they do not add up
 
@@ -34,7 +32,7 @@ class Blamed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Blame:
+class Blame(TableReport):
     """What `jmpx.inspect.blame` found: which roundings make the error of a function.
 
     Attributes:
@@ -49,6 +47,8 @@ class Blame:
     """
 
     __module__ = "jmpx.inspect"
+    _right = (1, 2)
+    _most = _ROWS
 
     title: str
     error: float
@@ -117,35 +117,10 @@ class Blame:
         bars = [Bar(row.name, row.share, row.is_measured) for row in self.rows]
         plot_shares(f"{self.title}: {_text(self.error)}", bars, path)
 
-    def __str__(self) -> str:
-        """Returns the error, the largest shares, and how far they add up to all of it."""
-        return "\n\n".join("\n".join(lines) for lines in _blocks(self) if lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
-        rows = [row._asdict() | {"place": str(row.place or "")} for row in self.rows]
-        return {"version": _VERSION, **dataclasses.asdict(self), "rows": rows}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """Returns `to_dict()` as JSON.
-
-        Args:
-            indent: as in `json.dumps`; None puts all into one line.
-        """
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def to_html(self) -> str:
-        """Returns what `print` shows, as a table of HTML with its head and its end."""
-        head, _, end = _blocks(self)
-        return html_text(head, _cells(self.rows), end)
-
-
-def _blocks(found: Blame) -> list[list[str]]:
-    left_out = len(found.rows) - _ROWS
-    table = columns(_cells(found.rows[:_ROWS]), right=(1, 2))
-    table += [f"... and {left_out} more, which to_dict() holds"] if left_out > 0 else []
-    over = "" if found.batches == 1 else f", over {found.batches} batches"
-    return [[f"Error of {found.title}: {_text(found.error)}{over}"], table, [*_notes(found)]]
+    def _parts(self) -> Parts:
+        over = "" if self.batches == 1 else f", over {self.batches} batches"
+        head = f"Error of {self.title}: {_text(self.error)}{over}"
+        return Parts(head, _cells(self.rows), [_notes(self)])
 
 
 def _cells(rows: Sequence[Blamed]) -> list[list[str]]:

@@ -1,16 +1,13 @@
 """What a choice found: frozen data, which prints itself."""
 
 import dataclasses
-import json
 import os
 import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jmpx._base.text import bytes_text, columns
-from jmpx._inspect.tables import html_text
-
-_VERSION = 1  # of `to_dict`: it changes when the meaning of a key does
+from jmpx._base.text import bytes_text
+from jmpx._inspect.reports import Parts, TableReport
 
 
 class Tried(NamedTuple):
@@ -32,7 +29,7 @@ def front(rows: Sequence[Tried]) -> tuple[Tried, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(TableReport):
     """What `jmpx.inspect.choose` found: policy strings on the front of error against memory.
 
     Attributes:
@@ -47,6 +44,7 @@ class Choice:
     """
 
     __module__ = "jmpx.inspect"
+    _right = (1, 2)
 
     title: str
     bound: float
@@ -90,33 +88,16 @@ class Choice:
         dots = [Dot(row.policy, row.error, row.memory, row is self.chosen) for row in self.rows]
         plot_front(f"Error of {self.title}", dots, self.bound, _what(self), path)
 
-    def __str__(self) -> str:
-        """Returns a table of the strings, the chosen one marked, and the flag that runs it."""
-        blocks = [[_title(self)], columns(_cells(self), right=(1, 2)), _ends(self)]
-        return "\n\n".join("\n".join(lines) for lines in blocks)
-
     def to_dict(self) -> dict[str, Any]:
-        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
-        rows = [row._asdict() for row in self.rows]
-        chosen = None if self.chosen is None else self.chosen.policy
-        fields = {"rows": rows, "notes": list(self.notes), "policy": chosen}
-        return {"version": _VERSION, **dataclasses.asdict(self), **fields}
+        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them.
 
-    def to_json(self, indent: int | None = 2) -> str:
-        """Returns `to_dict()` as JSON.
-
-        Args:
-            indent: as in `json.dumps`; None puts all into one line.
+        The keys are names of attributes, the policy of the chosen row, and `"version"`.
         """
-        return json.dumps(self.to_dict(), indent=indent)
+        return {**super().to_dict(), "policy": self.chosen and self.chosen.policy}
 
-    def to_html(self) -> str:
-        """Returns what `print` shows, as a table of HTML with its head and its end."""
-        return html_text([_title(self)], _cells(self), _ends(self))
-
-
-def _title(found: Choice) -> str:
-    return f"Error of {found.title}, over {found.batches} batches, at most {found.bound:g}"
+    def _parts(self) -> Parts:
+        head = f"Error of {self.title}, over {self.batches} batches, at most {self.bound:g}"
+        return Parts(head, _cells(self), [_ends(self)])
 
 
 def _what(found: Choice) -> str:

@@ -1,19 +1,16 @@
 """What a comparison found: frozen data, which prints itself."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from jmpx._base.messages import describe
 from jmpx._base.text import columns, count_text, short_names
-from jmpx._inspect.tables import html_text
+from jmpx._inspect.reports import Parts, TableReport
 from jmpx._jaxprs.places import Place
 
-_VERSION = 1  # of `to_dict`: it changes when the meaning of a key does
-_ROWS = 40  # how many are shown
-_FEW = 8  # of those without a pair
+_FEW = 8  # outputs without a pair that are shown
 
 
 class Compared(NamedTuple):
@@ -56,7 +53,7 @@ class LogProbabilities(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(TableReport):
     """What `jmpx.inspect.compare` found: how far two functions of one model are apart, by scope.
 
     Attributes:
@@ -70,6 +67,7 @@ class Comparison:
     """
 
     __module__ = "jmpx.inspect"
+    _right = (2, 3)
 
     title: str
     band: float
@@ -116,44 +114,18 @@ class Comparison:
             )
         return self
 
-    def __str__(self) -> str:
-        """Returns the errors by scope, the first one outside of the band, and what has no pair."""
-        return "\n\n".join("\n".join(lines) for lines in _blocks(self) if lines)
-
-    def to_dict(self) -> dict[str, object]:
-        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
-        return {"version": _VERSION, **_plain(dataclasses.asdict(self))}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """Returns `to_dict()` as JSON.
-
-        Args:
-            indent: as in `json.dumps`; None puts all into one line.
-        """
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def to_html(self) -> str:
-        """Returns what `print` shows, as a table of HTML with its head and its end."""
-        head, _, *ends = _blocks(self)
-        return html_text(head, _cells(self.rows, self.band), *ends)
-
-
-def _blocks(found: Comparison) -> list[list[str]]:
-    counts = f"{count_text(len(found.rows), 'output')} of both, {len(found.unpaired)} of one alone"
-    first, lines = found.first(), []
-    if first is not None:
-        lines = [f"First beyond {found.band:g}: {_where(first)}, {_text(first.error)}"]
-    rows = found.rows
-    left_out = len(rows) - _ROWS
-    table = columns(_cells(rows[:_ROWS], found.band), right=(2, 3))
-    table += [f"... and {left_out} more, which to_dict() holds"] if left_out > 0 else []
-    return [
-        [f"Comparison of {found.title}: {counts}"],
-        table,
-        lines,
-        _log_lines(found.log_probabilities),
-        _unpaired_lines(found.unpaired),
-    ]
+    def _parts(self) -> Parts:
+        counts = (
+            f"{count_text(len(self.rows), 'output')} of both, {len(self.unpaired)} of one alone"
+        )
+        first, lines = self.first(), []
+        if first is not None:
+            lines = [f"First beyond {self.band:g}: {_where(first)}, {_text(first.error)}"]
+        return Parts(
+            f"Comparison of {self.title}: {counts}",
+            _cells(self.rows, self.band),
+            [lines, _log_lines(self.log_probabilities), _unpaired_lines(self.unpaired)],
+        )
 
 
 def _cells(rows: Sequence[Compared], band: float) -> list[list[str]]:
@@ -191,21 +163,6 @@ def _where(row: Compared) -> str:
 
 def _text(number: float) -> str:
     return "0" if number == 0 else f"{number:.1e}" if math.isfinite(number) else str(number)
-
-
-def _plain(value: object) -> dict[str, object]:
-    """Returns named tuples as dicts, tuples as lists, and what JSON has no number for as text."""
-
-    def plain(value: object) -> object:
-        if hasattr(value, "_asdict"):
-            value = value._asdict()  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(value, dict):
-            return {key: plain(each) for key, each in value.items()}
-        if isinstance(value, float) and not math.isfinite(value):
-            return str(value)
-        return list(map(plain, value)) if isinstance(value, tuple) else value
-
-    return plain(value)  # pyright: ignore[reportReturnType]
 
 
 def check_band(band: object) -> float:
