@@ -137,7 +137,7 @@ def _planned(name: str, program: Program, chip: Chip | None, compiles: bool) -> 
     platform = None if chip is None else "tpu" if chip.platform == "tpu" else "gpu"
     graph = Graph(program, platform)
     products, saved = summary.products(graph), summary.saved(graph)
-    row = Planned(name, products=products, other_flops=summary.other_flops(graph), saved=saved)
+    row = Planned(name, products=products, saved=saved)
     if chip is None or not compiles:
         return row
     try:

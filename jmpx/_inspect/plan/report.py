@@ -16,7 +16,7 @@ _VERSION = 1  # of `to_dict`: it changes when the meaning of a key does
 class Planned(NamedTuple):
     """What a policy costs. What is not known is None, or empty.
 
-    The trace tells of the products, other FLOPs and saved bytes of the whole program; the compiler
+    The trace tells of the products and saved bytes of the whole program; the compiler
     of the rest, for one chip.
     """
 
@@ -25,7 +25,6 @@ class Planned(NamedTuple):
     peak: int | None = None  # bytes that the chip holds at once, the arguments included
     fits: bool | None = None
     products: tuple[Products, ...] = ()  # by the dtypes of their operands
-    other_flops: int = 0
     saved: dict[str, int] = {}  # bytes that are kept for the backward pass, by dtype
     accessed: float | None = None  # bytes of memory; the body of a loop counts once
     sent: dict[str, float] = {}  # bytes, by the kind of collective and its dtype
@@ -121,7 +120,7 @@ def _cells(rows: Sequence[Planned]) -> list[list[str]]:
                 row.policy,
                 bytes_text(row.peak) if row.peak else "",
                 {True: "yes", False: "no", None: ""}[row.fits],
-                flop_text(flops + row.other_flops) if flops + row.other_flops else "",
+                flop_text(flops) if flops else "",
                 ", ".join(kinds),
                 bytes_text(saved) if saved else "",
                 bytes_text(round(row.accessed)) if row.accessed else "",
