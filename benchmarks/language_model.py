@@ -171,6 +171,13 @@ def predict(params: PyTree, text: jax.Array, heads: int) -> jax.Array:
     return normalize(params["norm"], x) @ params["head"]
 
 
+def make_losses() -> tuple[Callable[..., jax.Array], list[tuple[Any, ...]]]:
+    """Makes the loss and batches of its arguments, for `python -m jmpx choose`."""
+    text, size = read_text(), SIZE._replace(batch=4)
+    params, data = init(size, text.characters, 0), batches(text.train, size, 0)
+    return make_loss(Precision(), size.heads), [(params, jnp.asarray(next(data))) for _ in range(8)]
+
+
 # A run.
 
 

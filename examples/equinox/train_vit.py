@@ -294,6 +294,22 @@ def make_arrays() -> tuple[Callable[..., Any], tuple[TrainState, datasets.Data]]
     return step, (state, batch)
 
 
+def make_losses() -> tuple[Any, list[tuple[Any, ...]], Any]:
+    """Makes the loss, batches of its arguments, and steps, for `python -m jmpx choose`."""
+    optimizer, image_shape = make_step_optimizer(1), datasets.shape_of(DATASET.value)
+    state = jax.eval_shape(functools.partial(make_state, optimizer, image_shape))
+    images: Any = jax.ShapeDtypeStruct((BATCH_SIZE.value, *image_shape), jnp.uint8)
+    labels: Any = jax.ShapeDtypeStruct((BATCH_SIZE.value,), jnp.int32)
+
+    def step_of(policy: Any) -> tuple[Any, tuple[Any, ...]]:
+        step = make_step_of_device(policy, optimizer, MP.skip_nonfinite, 1, axis_name=None)
+        return jax.jit(step, donate_argnums=0), (state, datasets.Data(images, labels))
+
+    train_data, _ = datasets.load(DATASET.value, DATA_DIR.value)
+    data, model = batches(train_data, 16, np.random.default_rng(SEED.value)), make_model(image_shape)
+    return loss_fn, [(model, prepared(next(data))) for _ in range(8)], step_of
+
+
 def check_batch_size(images: int) -> None:
     """Ends the program if the batches do not fit the data or the devices."""
     if BATCH_SIZE.value > images:

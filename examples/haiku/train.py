@@ -292,6 +292,16 @@ def make_arrays() -> tuple[Any, tuple[TrainState, Data]]:
     return make_step(network, optimizer), (make_state(network, optimizer, batch.images), batch)
 
 
+def make_losses() -> tuple[Any, list[tuple[Any, ...]]]:
+    """Makes the loss and batches of its arguments, for `python -m jmpx choose`."""
+    network = hk.transform_with_state(run_network)
+    train_data, _ = load_digits()
+    data = batches(train_data, 16, np.random.default_rng(SEED.value))
+    init = jax.jit(network.init, static_argnums=2)
+    params, model_state = init(jax.random.key(SEED.value), train_data.images[:1], True)
+    return make_loss(network), [(params, model_state, next(data)) for _ in range(8)]
+
+
 def make_accuracy(network: hk.TransformedWithState) -> Any:
     apply = jmpx.apply_policy(network.apply, MP.policy_map, uncast=1)
 

@@ -15,10 +15,9 @@ from helpers.planted_layer import FRAMEWORKS, planted
 import jmpx
 from jmpx.__main__ import main
 from jmpx._inspect.blame.api import blamed_runs, nodes_of
-from jmpx._inspect.blame.shares import shares
-from jmpx._inspect.choose.islands import find_islands
+from jmpx._inspect.choose.api import _search
+from jmpx._inspect.choose.islands import Sites
 from jmpx._inspect.choose.report import Choice, Tried, front
-from jmpx._inspect.choose.search import Search
 from jmpx._inspect.graph import Graph
 
 POLICY = "by=operations,c=bf16"
@@ -78,18 +77,16 @@ def model_of(seed, layers=6, plants=2):
 
 def searched(loss_fn, batches, policy=POLICY):
     program, runs = blamed_runs(loss_fn, policy, batches)
-    graph = Graph(program)
-    islands = find_islands(graph, nodes_of(graph, runs.points), jmpx.get_policy_map(policy))
-    parts = shares(runs, [island.own for island in islands], 0, lambda: None).parts
-    return Search(runs, islands, parts, lambda: None)
+    return _search(program, runs, jmpx.get_policy_map(policy), runs, 0, lambda: None)
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(10))
 def test_as_few_islands_as_brute_force(seed):
     search = searched(*model_of(seed))
-    everything = range(len(search.islands))
-    sets = [s for n in everything for s in itertools.combinations(everything, n + 1)]
+    everything = [i for i, island in enumerate(search.islands) if not island.is_operation]
+    assert len(everything) >= 5
+    sets = [s for n in range(len(everything)) for s in itertools.combinations(everything, n + 1)]
     errors = {s: search.error(s) for s in [(), *sets]}
     first, floor = errors[()], errors[tuple(everything)]
     for part in (0.8, 0.5, 0.3, 0.15, 0.05):
@@ -220,10 +217,46 @@ def test_many_layers_that_are_alike_are_one_island(rng):
     program, runs = blamed_runs(loss_fn, POLICY, batches)
     graph = Graph(program)
     nodes = nodes_of(graph, runs.points)
-    layers, *others = find_islands(graph, nodes, jmpx.get_policy_map(POLICY))
+    layers, *others = Sites(graph, nodes, jmpx.get_policy_map(POLICY)).islands()
     assert layers.selector == "*/layer*"
     assert layers.sites.sum() == len(layers.own) > 100
     assert all(island.is_operation for island in others)
+
+
+def test_rules_for_all_of_what_is_alike_are_one_rule(rng):
+    def loss_fn(params, x):
+        for index, w in enumerate(params):
+            with jax.named_scope(f"block{index}"):
+                with jax.named_scope("norm"):
+                    x = x - x.mean()
+                with jax.named_scope("mlp"):
+                    x = jnp.tanh(x @ w)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    params = [jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) / 3 for _ in range(3)]
+    batches = [(params, jnp.asarray(rng.normal(size=(8, 8)), jnp.float32))]
+    program, runs = blamed_runs(loss_fn, POLICY, batches)
+    graph = Graph(program)
+    sites = Sites(graph, nodes_of(graph, runs.points), jmpx.get_policy_map(POLICY))
+    mlps = ["block0/mlp", "block1/mlp", "block2/mlp"]
+    assert sites.shortened(["op.add", *mlps, "op.exp"]) == ["op.add", "block*/mlp", "op.exp"]
+    assert sites.shortened(mlps[:2]) == mlps[:2]
+    assert sites.shortened(["block0/norm", *mlps[1:]]) == ["block0/norm", *mlps[1:]]
+
+
+def test_an_island_is_not_a_part_of_which_others_make_the_error(rng):
+    def loss_fn(w, x):
+        with jax.named_scope("block"):
+            x = x + 0.1
+            with jax.named_scope("distance"):
+                x = (x @ w + 64) - 64
+            with jax.named_scope("mlp"):
+                x = jnp.tanh(x @ w)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    selectors = [island.selector for island in searched(loss_fn, drawn(rng)).islands]
+    assert {"block/distance", "block/mlp"} <= set(selectors)
+    assert "*/block" not in selectors
 
 
 def test_the_report(rng, tmp_path):

@@ -11,7 +11,7 @@ from jmpx._base.leaves import PyTree
 from jmpx._base.messages import describe
 from jmpx._inspect.blame.api import blamed_runs, check_kind, nodes_of, runs_of
 from jmpx._inspect.blame.shares import Measure, Runs, relative, shares
-from jmpx._inspect.choose.islands import find_islands
+from jmpx._inspect.choose.islands import Sites, worthwhile
 from jmpx._inspect.choose.report import Choice, Tried, front
 from jmpx._inspect.choose.search import Search
 from jmpx._inspect.graph import Graph
@@ -163,9 +163,12 @@ def _search(
     done: Callable[[], object],
 ) -> Search:
     graph = Graph(program)
-    islands = find_islands(graph, nodes_of(graph, runs.points), base)
-    parts = shares(runs, [island.own for island in islands], seed, done).parts
-    return Search(measured, islands, parts, done)
+    sites = Sites(graph, nodes_of(graph, runs.points), base)
+    islands = sites.islands()
+    found = shares(runs, [island.own for island in islands], seed, done)
+    parts = dict(zip(islands, found.parts, strict=True))
+    kept = worthwhile(islands, found.sites)
+    return Search(measured, sites, kept, [float(parts[island]) for island in kept], done)
 
 
 def _try_strings(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 import numpy as np
 
 from jmpx._inspect.blame.shares import Runs
-from jmpx._inspect.choose.islands import Island
+from jmpx._inspect.choose.islands import Island, Sites
 
 _TRIED = 8  # islands of the largest shares, of which the best one is taken
 _MARGIN = 0.02  # of the squared error that an island takes away at least
@@ -18,19 +18,21 @@ class Search:
 
     Args:
         runs: the runs of the program.
-        islands: the islands, operations last.
-        shares: shape (islands,): what each has of the squared error.
+        sites: its sites.
+        islands: the islands among them that are tried.
+        shares: what each has of the squared error.
         done: called after each set that is tried.
     """
 
     def __init__(
         self,
         runs: Runs,
+        sites: Sites,
         islands: Sequence[Island],
-        shares: np.ndarray,
+        shares: Sequence[float],
         done: Callable[[], object],
     ) -> None:
-        self.runs, self.islands, self.done = runs, islands, done
+        self.runs, self.sites, self.islands, self.done = runs, sites, islands, done
         is_last = [island.is_operation for island in islands]
         self.order = sorted(range(len(islands)), key=lambda i: (is_last[i], -shares[i]))
         self._known: dict[frozenset[int], np.ndarray] = {}
@@ -51,8 +53,8 @@ class Search:
         return math.sqrt(float(np.mean(self.squares(chosen))))
 
     def selectors(self, chosen: Iterable[int]) -> list[str]:
-        """Returns the selectors of islands."""
-        return [self.islands[number].selector for number in chosen]
+        """Returns selectors of islands, as few as select the same."""
+        return self.sites.shortened([self.islands[number].selector for number in chosen])
 
     def find(self, bound: float) -> tuple[int, ...]:
         """Returns islands that hold a bound, the one that takes most of the error away first.
