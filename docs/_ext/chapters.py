@@ -15,6 +15,8 @@ CHAPTERS = {
         "roundings",
         "compare",
         "blame",
+        "plan",
+        "choose",
         "collectives",
     ],
     "Larger runs": ["sharding", "storage", "checkpoints", "recipes"],

@@ -9,13 +9,17 @@ The way through it:
 - `emulate.py` makes a function round its 16-bit results where it writes them.
 - `compare/` runs two functions of one model so, and says where their numbers part.
 - `blame/` runs a function so, and in float32, and gives each rounding its share of the difference.
+- `plan/` compiles a step for chips that are not there, and tells what each policy costs.
+- `choose/` searches the parts that need float32, by blame and plan.
 - `audit/` reads the graph, without numbers: casts, saved bytes, FLOPs by dtype, and findings.
 - `ranges/` runs the program in float32, and counts the magnitudes of its numbers.
 - `first_nonfinite/` runs the program as it is, and finds the origin of an infinity or a NaN.
 - `collectives/` reads a lowered or compiled program, and lists what its devices exchange.
 
-Each of the six has half a page of its own, and opens with `api.py` or `report.py`. None of them
-imports another, but for `blame`, which asks `first_nonfinite` for what is not finite. The room
-imports from all rooms below it, most of all `_jaxprs` and `_policies`; of `_adapters` it reads the
-policies under which modules ran, and `blame` puts a function under one.
+Each of them has half a page of its own, and opens with `api.py` or `report.py`. They do not import
+each other, but for `blame`, which asks `first_nonfinite` for what is not finite, `plan`, which reads
+the audit's counts and collectives, and `choose`, which stands on both. `reports.py` and
+`progress.py` are for all. The room imports from all rooms below it, most of all `_jaxprs` and
+`_policies`; of `_adapters` it reads the policies under which modules ran, and `blame` puts a function
+under one.
 """

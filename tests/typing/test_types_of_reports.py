@@ -65,6 +65,16 @@ def test_blame(tmp_path: Path) -> None:
     found.plot(tmp_path / "blame.png")
 
 
+def test_choose(tmp_path: Path) -> None:
+    policy = "by=operations,c=bf16"
+    found = jmpx.inspect.choose(loss_fn, policy, error=0.5)((make_params(), ones(4, 2)))
+    assert_type(found, jmpx.inspect.Choice)
+    assert_type(found.policy, str)
+    assert_type([row.error for row in found.rows], list[float])
+    assert_type(found.to_dict(), dict[str, object])
+    found.plot(tmp_path / "choice.png")
+
+
 def test_compare() -> None:
     emulated = jmpx.inspect.emulate(loss_fn)
     assert_type(emulated(make_params(), ones(4, 2)), jax.Array)
