@@ -105,9 +105,9 @@ def _names(policies: object) -> list[str]:
         raise ValueError(
             f"Expected policies as a list, such as ['c=f32', 'c=bf16'], got {describe(policies)}."
         )
-    parsed = [get_mixed_precision(policy) for policy in policies]
-    both = zip(policies, parsed, strict=True)
-    return [given if isinstance(given, str) else short_names(str(p)) for given, p in both]
+    for policy in policies:
+        get_mixed_precision(policy)
+    return [each if isinstance(each, str) else short_names(str(each)) for each in policies]
 
 
 def _made(make_step: Callable[[Any], Any], policy: object) -> Any:

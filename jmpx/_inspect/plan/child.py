@@ -24,9 +24,8 @@ _NEEDED = re.compile(r"([\d.]+)([KMGT])\)? (?:exceeds|of) ")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def compiled(request: dict[str, Any], serialized: bytes) -> dict[str, Any]:
+def compiled(request: dict[str, Any], exported: jax.export.Exported) -> dict[str, Any]:
     """Returns what a compiler says of a program: its memory, bytes, collectives and seconds."""
-    exported = jax.export.deserialize(bytearray(serialized))
     devices = topologies.get_topology_desc(**request["topology"]).devices[: exported.nr_devices]
     arguments = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
@@ -80,5 +79,6 @@ def _axes(axes: Any) -> Any:
 
 
 if __name__ == "__main__":
-    head, body = json.loads(sys.stdin.buffer.readline()), sys.stdin.buffer.read()
-    print(json.dumps(compiled(head, body)))
+    head = json.loads(sys.stdin.buffer.readline())
+    program = jax.export.deserialize(bytearray(sys.stdin.buffer.read()))
+    print(json.dumps(compiled(head, program)))

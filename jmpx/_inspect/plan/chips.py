@@ -84,7 +84,7 @@ class Chip:
         """The compiler's options."""
         # Without a GPU nothing is timed: Triton's products would take the first legal tiling.
         untuned = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-        return {} if self.platform == "tpu" else untuned
+        return untuned if self.platform == "cuda" else {}
 
     def topology(self, count: int = 1) -> dict[str, str]:
         """Returns the arguments of `get_topology_desc` for that many chips, or for a few more."""

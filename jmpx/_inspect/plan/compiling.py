@@ -19,7 +19,8 @@ from jmpx._base.leaves import PyTree
 from jmpx._inspect.plan.chips import Chip
 from jmpx._inspect.programs import Program
 from jmpx._jaxprs import core
-from jmpx._jaxprs.types import Array
+from jmpx._jaxprs.inner import any_holds
+from jmpx._jaxprs.types import Array, Equation
 
 _VERSIONS = (
     "jmpx jax jaxlib libtpu jax-cuda12-plugin jax-cuda13-plugin nvidia-cuda-nvcc-cu12".split()
@@ -42,6 +43,10 @@ def _given(program: Program, name: str) -> list[list[object]]:
     return list(found.values())
 
 
+def _calls_python(eqn: Equation) -> bool:
+    return "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print"
+
+
 def _shardings(program: Program) -> list[NamedSharding | None]:
     """Returns the shardings of the arguments: their own, or those of the jitted step."""
     both = zip(program.arrays, _given(program, "in_shardings"), strict=True)
@@ -60,6 +65,8 @@ def compiled(program: Program, chip: Chip) -> dict[str, Any]:
     def step(*arrays: Array) -> PyTree:
         return core.evaluate(program.jaxpr, arrays)
 
+    if any_holds(program.jaxpr, _calls_python):
+        return {"error": "It calls Python, as jax.debug.print does, which no file can hold."}
     platform, jitted = chip.platform, jax.jit(step, donate_argnums=donated)
     text = jitted.trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
     mesh = next((each.mesh for each in shardings if each is not None), None)
@@ -78,13 +85,13 @@ def compiled(program: Program, chip: Chip) -> dict[str, Any]:
     export = jax.export.export(jitted, platforms=(platform,), disabled_checks=[*kernels])
     exported = export(*shapes)
     request["topology"] = chip.topology(exported.nr_devices)
-    found = _asked(request, exported.serialize(), chip)
+    found = _asked(request, exported, chip)
     if "chips" in found:
         _write(path, json.dumps(found))
     return found
 
 
-def _asked(request: dict[str, Any], serialized: bytes, chip: Chip) -> dict[str, Any]:
+def _asked(request: dict[str, Any], exported: jax.export.Exported, chip: Chip) -> dict[str, Any]:
     """Returns what the other process prints; without `chips` if it died."""
     settings = chip.settings | {
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # which holds nothing for chips that are not there
@@ -93,7 +100,7 @@ def _asked(request: dict[str, Any], serialized: bytes, chip: Chip) -> dict[str, 
     }
     result = subprocess.run(
         [sys.executable, "-m", "jmpx._inspect.plan.child"],
-        input=json.dumps(request).encode() + b"\n" + bytes(serialized),
+        input=json.dumps(request).encode() + b"\n" + bytes(exported.serialize()),
         capture_output=True,
         env=os.environ | settings,
     )

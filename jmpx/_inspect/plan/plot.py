@@ -23,7 +23,7 @@ def plot_peaks(
     colors = [_FITS if size <= memory / 2**30 else _DOES_NOT for size in sizes]
     bars = axes.barh(range(len(shown)), sizes, color=colors)
     labels = [f"{size:.3g}" if size else "not compiled" for size in sizes]
-    axes.bar_label(bars, labels, padding=3, fontsize=8)
+    axes.bar_label(bars, labels, padding=3, fontsize=8, bbox={"color": "white", "pad": 1})
     if max(sizes) > memory / 2**31:  # else it would make the bars short
         axes.axvline(memory / 2**30, color="black", lw=1)
     axes.set_yticks(range(len(shown)), [name[-60:] for name, _ in shown], fontsize=8)

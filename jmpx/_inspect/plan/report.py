@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jmpx._base.text import bytes_text, columns, flop_text, share_text, short_names
@@ -11,6 +11,8 @@ from jmpx._inspect.audit.data import Products
 from jmpx._inspect.tables import html_text
 
 _VERSION = 1  # of `to_dict`: it changes when the meaning of a key does
+
+_PARTS = 3  # how many shares are shown
 
 
 class Planned(NamedTuple):
@@ -76,7 +78,7 @@ class Plan:
 
     def __str__(self) -> str:
         """Returns a table with a row for each policy, errors and notes."""
-        blocks = [[_title(self)], columns(_cells(self.rows), right=(1,)), _ends(self)]
+        blocks = [[_title(self)], columns(_cells(self.rows), right=(1, 3)), _ends(self)]
         return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,26 +113,38 @@ def _title(found: Plan) -> str:
 
 def _cells(rows: Sequence[Planned]) -> list[list[str]]:
     """Returns the rows of the table, its header first; what no policy has is left out."""
-    table = [["", "peak", "fits", "FLOP", "products", "saved", "accessed", "sent", "compiled"]]
+    names = "peak,fits,FLOP,products,saved,accessed,sent,collectives,compiled"
+    table = [["", *names.split(",")]]
     for row in rows:
-        flops = sum(each.flops for each in row.products)
-        kinds = [f"{_dtypes(p.dtypes)} {share_text(p.flops, flops)}" for p in row.products]
-        saved, sent = sum(row.saved.values()), sum(row.sent.values())
+        products = {_dtypes(each.dtypes): each.flops for each in row.products}
+        flops = sum(products.values()) + row.other_flops
         table.append(
             [
                 row.policy,
-                bytes_text(row.peak) if row.peak else "",
+                _bytes(row.peak),
                 {True: "yes", False: "no", None: ""}[row.fits],
-                flop_text(flops + row.other_flops) if flops + row.other_flops else "",
-                ", ".join(kinds),
-                bytes_text(saved) if saved else "",
-                bytes_text(round(row.accessed)) if row.accessed else "",
-                bytes_text(round(sent)) if sent else "",
-                f"{row.seconds:.0f} s" if row.seconds else "",
+                flop_text(flops) if flops else "",
+                _shares(products),
+                _bytes(sum(row.saved.values())),
+                _bytes(row.accessed),
+                _bytes(sum(row.sent.values())),
+                _shares(row.sent),
+                f"{row.seconds:.0f} s" if row.seconds is not None else "",
             ]
         )
     kept = [not n or any(row[n] for row in table[1:]) for n in range(len(table[0]))]
     return [[cell for cell, keeps in zip(row, kept, strict=True) if keeps] for row in table]
+
+
+def _bytes(number: float | None) -> str:
+    return bytes_text(round(number)) if number else ""
+
+
+def _shares(parts: Mapping[str, float]) -> str:
+    """Returns the largest parts and their shares, such as `bf16 98.2 %, f32 1.8 %`."""
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:_PARTS]
+    whole = sum(parts.values())
+    return ", ".join(f"{name} {share_text(part, whole)}" for name, part in largest)
 
 
 def _dtypes(dtypes: str) -> str:
