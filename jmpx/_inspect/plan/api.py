@@ -9,7 +9,7 @@ from jmpx._base.text import short_names
 from jmpx._inspect.audit import summary
 from jmpx._inspect.graph import Graph
 from jmpx._inspect.plan.chips import Chip, get_chip, missing
-from jmpx._inspect.plan.compiling import compiled, donations, versions
+from jmpx._inspect.plan.compiling import compiled, placed, versions
 from jmpx._inspect.plan.report import Plan, Planned
 from jmpx._inspect.programs import Program, traced_step
 from jmpx._inspect.progress import progress
@@ -154,7 +154,7 @@ def _line(error: Exception) -> str:
 
 def _notes(chip: Chip, programs: Sequence[Program]) -> list[str]:
     notes = []
-    if not any(map(donations, programs)):
+    if not any(placed(program)[0] for program in programs):
         notes.append(
             "No argument is donated, so that the old state is held beside the new one: jit the "
             "step with donate_argnums."

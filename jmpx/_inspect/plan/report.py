@@ -11,25 +11,26 @@ from jmpx._inspect.audit.data import Products
 from jmpx._inspect.tables import html_text
 
 _VERSION = 1  # of `to_dict`: it changes when the meaning of a key does
-
 _PARTS = 3  # how many shares are shown
+_COLUMNS = "peak fits FLOP products saved accessed sent collectives compiled".split()
+_FITS, _DOES_NOT = "#0072B2", "#D55E00"  # Okabe and Ito's, which the colour-blind can tell apart
 
 
 class Planned(NamedTuple):
-    """What a policy costs. What is not known is None, or empty.
+    """What a policy costs: None, or empty, where that is not known.
 
-    The trace tells of the products, other FLOPs and saved bytes of the whole program; the compiler
-    of the rest, for one chip.
+    Products, other FLOPs and saved bytes are those of the whole program, as it was traced; the rest
+    is what the compiler says of one chip.
     """
 
     policy: str
     chips: int = 1
-    peak: int | None = None  # bytes that the chip holds at once, the arguments included
+    peak: int | None = None  # bytes that the chip holds at once, with the arguments
     fits: bool | None = None
     products: tuple[Products, ...] = ()  # by the dtypes of their operands
     other_flops: int = 0
     saved: dict[str, int] = {}  # bytes that are kept for the backward pass, by dtype
-    accessed: float | None = None  # bytes of memory; the body of a loop counts once
+    accessed: float | None = None  # bytes; the body of a loop counts once
     sent: dict[str, float] = {}  # bytes, by the kind of collective and its dtype
     seconds: float | None = None  # that the compiler took
     error: str = ""
@@ -58,9 +59,7 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the peak memory of each policy as a bar, and that of the chip as a line.
-
-        It needs matplotlib.
+        """Draws the peak memory of each policy as a bar, and the chip's as a line, by matplotlib.
 
         Args:
             path: the file to write, whose ending is its format, such as `.png`, `.svg` or `.pdf`.
@@ -69,12 +68,24 @@ class Plan:
             ImportError: if there is no matplotlib.
             ValueError: if nothing was compiled, or matplotlib knows no such format.
         """
-        from jmpx._inspect.plan.plot import plot_peaks
+        from matplotlib.figure import Figure  # here, because only pictures need it
 
-        peaks = [(row.policy, row.peak) for row in self.rows]
-        if self.memory is None or not any(peak for _, peak in peaks):
-            raise ValueError("Expected a plan that was compiled, got none: give plan(chip=).")
-        plot_peaks(_title(self), peaks, self.memory, path)
+        sizes, most = [(row.peak or 0) / 2**30 for row in self.rows], (self.memory or 0) / 2**30
+        if not any(sizes):
+            raise ValueError("Expected a plan that was compiled, got none: give plan(chip=...).")
+        figure = Figure(figsize=(8, 1.5 + 0.35 * len(sizes)), dpi=150, layout="constrained")
+        axes, places = figure.add_subplot(), range(len(sizes))
+        bars = axes.barh(places, sizes, color=[_FITS if s <= most else _DOES_NOT for s in sizes])
+        labels = [f"{size:.3g}" if size else "not compiled" for size in sizes]
+        axes.bar_label(bars, labels, padding=3, fontsize=8, bbox={"color": "white", "pad": 1})
+        if max(sizes) > most / 2:  # else the line would make the bars short
+            axes.axvline(most, color="black", lw=1)
+        axes.set_yticks(places, [row.policy[-60:] for row in self.rows], fontsize=8)
+        axes.set_xlabel(f"peak memory (GiB); {self.chip} has {most:.4g}")
+        axes.set_title(_title(self), fontsize=9)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        figure.savefig(path)
 
     def __str__(self) -> str:
         """Returns a table with a row for each policy, errors and notes."""
@@ -84,18 +95,12 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
         rows = [
-            row._asdict() | {"products": [each._asdict() for each in row.products]}
-            for row in self.rows
+            row._asdict() | {"products": [p._asdict() for p in row.products]} for row in self.rows
         ]
-        fields = {"rows": rows, "notes": list(self.notes)}
-        return {"version": _VERSION, **dataclasses.asdict(self), **fields}
+        return {"version": _VERSION, **vars(self), "rows": rows, "notes": [*self.notes]}
 
     def to_json(self, indent: int | None = 2) -> str:
-        """Returns `to_dict()` as JSON.
-
-        Args:
-            indent: as in `json.dumps`; None puts all into one line.
-        """
+        """Returns `to_dict()` as JSON, in one line if `indent` is None."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def to_html(self) -> str:
@@ -104,20 +109,21 @@ class Plan:
 
 
 def _title(found: Plan) -> str:
-    chips = max((row.chips for row in found.rows), default=1)
     if found.chip is None:
         return f"Plan of {found.step}: counts of the trace"
+    chips = max(row.chips for row in found.rows)
     many = f"{chips} x {found.chip}" if chips > 1 else found.chip
     return f"Plan of {found.step} on {many}, {bytes_text(found.memory or 0)} ({found.compiler})"
 
 
 def _cells(rows: Sequence[Planned]) -> list[list[str]]:
-    """Returns the rows of the table, its header first; what no policy has is left out."""
-    names = "peak,fits,FLOP,products,saved,accessed,sent,collectives,compiled"
-    table = [["", *names.split(",")]]
+    """Returns the rows of the table, its header first, without columns that are empty."""
+    table = [["", *_COLUMNS]]
     for row in rows:
-        products = {_dtypes(each.dtypes): each.flops for each in row.products}
-        flops = sum(products.values()) + row.other_flops
+        # `bf16` for `bfloat16 x bfloat16`, and `bf16 x f32` for a mixture.
+        names = [dict.fromkeys(short_names(each.dtypes).split(" x ")) for each in row.products]
+        flops = sum(each.flops for each in row.products) + row.other_flops
+        products = {" x ".join(n): p.flops for n, p in zip(names, row.products, strict=True)}
         table.append(
             [
                 row.policy,
@@ -129,11 +135,11 @@ def _cells(rows: Sequence[Planned]) -> list[list[str]]:
                 _bytes(row.accessed),
                 _bytes(sum(row.sent.values())),
                 _shares(row.sent),
-                f"{row.seconds:.0f} s" if row.seconds is not None else "",
+                "" if row.seconds is None else f"{row.seconds:.0f} s",
             ]
         )
-    kept = [not n or any(row[n] for row in table[1:]) for n in range(len(table[0]))]
-    return [[cell for cell, keeps in zip(row, kept, strict=True) if keeps] for row in table]
+    kept = [n for n in range(len(table[0])) if n == 0 or any(row[n] for row in table[1:])]
+    return [[row[n] for n in kept] for row in table]
 
 
 def _bytes(number: float | None) -> str:
@@ -142,14 +148,8 @@ def _bytes(number: float | None) -> str:
 
 def _shares(parts: Mapping[str, float]) -> str:
     """Returns the largest parts and their shares, such as `bf16 98.2 %, f32 1.8 %`."""
-    largest = sorted(parts.items(), key=lambda part: -part[1])[:_PARTS]
-    whole = sum(parts.values())
-    return ", ".join(f"{name} {share_text(part, whole)}" for name, part in largest)
-
-
-def _dtypes(dtypes: str) -> str:
-    """Returns `bf16` for `bfloat16 x bfloat16`, and `bf16 x f32` for a mixture."""
-    return " x ".join(dict.fromkeys(short_names(dtypes).split(" x ")))
+    largest, whole = sorted(parts, key=lambda name: -parts[name])[:_PARTS], sum(parts.values())
+    return ", ".join(f"{name} {share_text(parts[name], whole)}" for name in largest)
 
 
 def _ends(found: Plan) -> list[str]:
