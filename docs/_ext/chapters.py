@@ -15,6 +15,7 @@ CHAPTERS = {
         "roundings",
         "compare",
         "blame",
+        "plan",
         "collectives",
     ],
     "Larger runs": ["sharding", "storage", "checkpoints", "recipes"],

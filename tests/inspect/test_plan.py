@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -170,7 +171,7 @@ def test_peaks_are_those_of_a_direct_compilation(asked, policy):
         (): lambda policy: (step, shapes()),
         (0, 1): make_step,
     }
-    peaks = {donated: plan(way, [policy]).rows[0].peak for donated, way in ways.items()}
+    peaks = {donated: plan(way, [policy]).rows[0].peak or 0 for donated, way in ways.items()}
     assert peaks == {donated: peak(compiled(step, shapes(), donated)) for donated in ways}
     assert peaks[0, 1] < peaks[()]
     assert plan(with_equinox, [policy]).rows[0].peak == peaks[0, 1]
@@ -223,7 +224,8 @@ def test_objects_of_nnx_are_arguments_with_a_state(asked):
 
     (row,) = plan(make_step).rows
     # The state and the moments of the model, old and new, and the input.
-    assert row.error == "" and row.peak > 4 * (2 * (4 + 2 * 2) * N + BATCH * N)
+    assert row.error == "" and row.peak
+    assert row.peak > 4 * (2 * (4 + 2 * 2) * N + BATCH * N)
 
 
 def test_what_is_static_goes_in_as_it_is(asked):
@@ -368,10 +370,11 @@ def test_the_compiler_runs_in_a_process_that_may_die(monkeypatch, tmp_path):
     script.write_text(SCRIPT.format(python=sys.executable))
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    settings = compiling._asked({"dies": False}, Serialized(), CHIPS["v5e"])
+    program: Any = Serialized()
+    settings = compiling._asked({"dies": False}, program, CHIPS["v5e"])
     assert settings.pop("PYTHONPATH").split(":") == [each for each in sys.path if each]
     assert [*settings.values()] == ["cpu", "0", "false"]
-    found = compiling._asked({"dies": True}, Serialized(), CHIPS["v5e"])
+    found = compiling._asked({"dies": True}, program, CHIPS["v5e"])
     assert found == {"error": "The compiler ended with status -9: I0000 a note"}
 
 
@@ -399,7 +402,7 @@ def test_the_report(asked, tmp_path):
     head, table, *_ = str(report).split("\n\n")
     assert head.startswith("Plan of step on cpu, 1.00 TiB (jax")
     names, *rows = table.splitlines()
-    assert names.split() == ["peak", "fits", "FLOP", "products", "saved", "accessed", "compiled"]
+    assert names.split() == ["peak", "fits", "FLOP", "products", "accessed", "compiled"]
     assert [row.split("  ")[0] for row in rows] == [row.policy for row in report.rows]
     assert "f32 100.0 %" in rows[0] and "bf16 100.0 %" in rows[1]
     data = json.loads(report.to_json())
@@ -436,8 +439,8 @@ BAD = [
     (make_step("c=f32"), ["c=f32"], None, TypeError, "make_step to be a function"),
     (lambda policy: jnp.sin, ["c=f32"], None, TypeError, "return a step and the tuple"),
     (lambda policy: (jnp.sin, X), ["c=f32"], None, TypeError, "return step, "),
-    (lambda policy: (jnp.sin, (TABLE,)), ["c=f32"], None, ValueError, "argument .*jax.eval_shape"),
-    (lambda policy: (lambda x: x @ TABLE, (X,)), ["c=f32"], None, ValueError, "a constant of"),
+    (lambda policy: (jnp.sin, (TABLE,)), ["c=f32"], None, ValueError, "got or closed over .*jax.eval_shape"),
+    (lambda policy: (lambda x: x @ TABLE, (X,)), ["c=f32"], None, ValueError, "closed over"),
 ]
 
 

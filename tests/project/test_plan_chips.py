@@ -51,7 +51,7 @@ def loss_fn(params, x):
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
-def make_step(policy, rows=None, whole=None, width=512, batch=4096):
+def make_step(policy, rows=None, whole=None, width=256, batch=1024):
     """A step of a model of four layers, which donates its state."""
 
     def step(params, state, x):
@@ -81,7 +81,7 @@ def assert_alike(row, program):
 
 @pytest.mark.parametrize("chip", WITH_COMPILER)
 def test_one_chip(chip, devices):
-    report = jmpx.inspect.plan(make_step, POLICIES[::2], chip=chip)
+    report = jmpx.inspect.plan(make_step, POLICIES[1:2], chip=chip)
     on = jax.sharding.SingleDeviceSharding(devices(chip)[0])
     for row in report.rows:
         assert_alike(row, directly(chip, *make_step(row.policy, on, on)))
@@ -97,7 +97,7 @@ def test_chips_of_a_mesh_that_is_not_there(chip, devices):
         )
 
     mesh = AbstractMesh((8,), ("data",))
-    report = jmpx.inspect.plan(functools.partial(sharded, mesh=mesh), POLICIES[:2], chip=chip)
+    report = jmpx.inspect.plan(functools.partial(sharded, mesh=mesh), POLICIES[2:], chip=chip)
     real = Mesh(devices(chip, 8), "data")
     for row in report.rows:
         assert_alike(row, directly(chip, *sharded(row.policy, real)))
@@ -108,7 +108,7 @@ def test_chips_of_a_mesh_that_is_not_there(chip, devices):
 def test_what_does_not_fit_is_a_row(chip):
     make = functools.partial(make_step, width=8192, batch=2**22)
     (row,) = jmpx.inspect.plan(make, ["c=f32"], chip=chip).rows
-    assert row.fits is False and row.peak > CHIPS[chip].memory
+    assert row.fits is False and (row.peak or 0) > CHIPS[chip].memory
 
 
 @pytest.mark.parametrize("chip", WITH_COMPILER[::3])

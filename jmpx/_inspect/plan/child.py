@@ -40,9 +40,10 @@ def compiled(request: dict[str, Any], exported: jax.export.Exported) -> dict[str
     sent = collections.Counter[str]()
     for one in collectives(program).collectives:
         sent[f"{one.kind} {one.dtype}"] += one.sent  # pyright: ignore[reportArgumentType]
+    memory: Any = program.memory_analysis()
     return found | {
         "fits": True,
-        "peak": program.memory_analysis().peak_memory_in_bytes,
+        "peak": memory.peak_memory_in_bytes,
         "accessed": (program.cost_analysis() or {}).get("bytes accessed"),
         "sent": sent,
         "seconds": time.perf_counter() - start,

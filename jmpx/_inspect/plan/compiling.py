@@ -77,7 +77,8 @@ def _calls_python(eqn: Equation) -> bool:
 def _asked(request: dict[str, Any], exported: jax.export.Exported, chip: Chip) -> dict[str, Any]:
     """Returns what the other process prints; without `chips` if it died."""
     config: Any = jax.config  # Any, because JAX does not annotate its settings
-    settings = chip.settings | {
+    settings = {
+        **chip.settings,
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # which holds nothing for chips that are not there
         "JAX_ENABLE_X64": str(config.jax_enable_x64),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

@@ -118,7 +118,7 @@ def _title(found: Plan) -> str:
 
 def _cells(rows: Sequence[Planned]) -> list[list[str]]:
     """Returns the rows of the table, its header first, without columns that are empty."""
-    table = [["", *_COLUMNS]]
+    table, is_compiled = [["", *_COLUMNS]], any(row.peak for row in rows)
     for row in rows:
         # `bf16` for `bfloat16 x bfloat16`, and `bf16 x f32` for a mixture.
         names = [dict.fromkeys(short_names(each.dtypes).split(" x ")) for each in row.products]
@@ -131,7 +131,7 @@ def _cells(rows: Sequence[Planned]) -> list[list[str]]:
                 {True: "yes", False: "no", None: ""}[row.fits],
                 flop_text(flops) if flops else "",
                 _shares(products),
-                _bytes(sum(row.saved.values())),
+                "" if is_compiled else _bytes(sum(row.saved.values())),  # as JAX sees it, not XLA
                 _bytes(row.accessed),
                 _bytes(sum(row.sent.values())),
                 _shares(row.sent),
