@@ -139,9 +139,8 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
             result, changes = pure(state, *args)
             return result, changes.arrays
 
-        if call.with_state:
-            run, args = run_on, (state, *args)
-        traced, is_loss = _traced(run, args, kwargs, is_loss)
+        given = (run_on, (state, *args)) if call.with_state else (run, args)
+        traced, is_loss = _traced(*given, kwargs, is_loss)
         met = [met for session in sessions for met in session.met]
         chosen = {each.module.path for s in sessions for each in s.met if _is_chosen(s, each)}
     return Program(

@@ -4,6 +4,7 @@ It reads a line of JSON, which `compiling.py` writes, and an exported program fr
 input, and prints what the compiler says as a line of JSON.
 """
 
+import collections
 import json
 import re
 import sys
@@ -24,28 +25,25 @@ _NEEDED = re.compile(r"([\d.]+)([KMGT])\)? (?:exceeds|of) ")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def compiled(request: dict[str, Any], serialized: bytes) -> dict[str, Any]:
+def compiled(request: dict[str, Any], exported: jax.export.Exported) -> dict[str, Any]:
     """Returns what a compiler says of a program: its memory, bytes, collectives and seconds."""
-    exported = jax.export.deserialize(bytearray(serialized))
     devices = topologies.get_topology_desc(**request["topology"]).devices[: exported.nr_devices]
-    arguments = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-        for aval, sharding in zip(exported.in_avals, _shardings(request, devices), strict=True)
-    ]
+    both = zip(exported.in_avals, _shardings(request, devices), strict=True)
+    arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x, sharding in both]
     traced = jax.jit(exported.call, donate_argnums=request["donated"]).trace(*arguments)
     lowered, start = traced.lower(lowering_platforms=exported.platforms), time.perf_counter()
+    found: dict[str, Any] = {"chips": len(devices)}
     try:
         program = lowered.compile(compiler_options=request["options"])
     except jax.errors.JaxRuntimeError as error:
-        return {"chips": len(devices), **_refused(str(error))}
-    sent = dict[str, float]()
+        return found | _refused(" ".join(str(error).split()))
+    sent = collections.Counter[str]()
     for one in collectives(program).collectives:
-        kind = f"{one.kind} {one.dtype}"
-        sent[kind] = sent.get(kind, 0.0) + one.sent
-    return {
-        "chips": len(devices),
+        sent[f"{one.kind} {one.dtype}"] += one.sent  # pyright: ignore[reportArgumentType]
+    memory: Any = program.memory_analysis()
+    return found | {
         "fits": True,
-        "peak": program.memory_analysis().peak_memory_in_bytes,
+        "peak": memory.peak_memory_in_bytes,
         "accessed": (program.cost_analysis() or {}).get("bytes accessed"),
         "sent": sent,
         "seconds": time.perf_counter() - start,
@@ -54,31 +52,24 @@ def compiled(request: dict[str, Any], serialized: bytes) -> dict[str, Any]:
 
 def _refused(text: str) -> dict[str, Any]:
     """Returns why a compiler refuses a program, and what it needs where that is too much."""
-    error = {"error": " ".join(text.split())[:300]}
     if "RESOURCE_EXHAUSTED" not in text:
-        return error
-    found = _NEEDED.search(text)
-    return error | {"fits": False, "peak": found and int(float(found[1]) * _UNITS[found[2]])}
+        return {"error": text[:300]}
+    needed = _NEEDED.search(text)
+    peak = needed and int(float(needed[1]) * _UNITS[needed[2]])
+    return {"error": text[:300], "fits": False, "peak": peak}
 
 
 def _shardings(request: dict[str, Any], devices: Sequence[Any]) -> list[NamedSharding | None]:
-    """Returns the shardings of the arguments; of all on all devices where none has one."""
-    if request["mesh"] is None:
-        whole = NamedSharding(Mesh(np.array(devices), ("all",)), PartitionSpec())
-        return [whole for _ in request["specs"]]
-    names, sizes, types = request["mesh"]
-    kinds = tuple(AxisType[each] for each in types)
-    mesh = Mesh(np.array(devices).reshape(sizes), names, axis_types=kinds)
-    return [
-        None if spec is None else NamedSharding(mesh, PartitionSpec(*map(_axes, spec)))
-        for spec in request["specs"]
-    ]
-
-
-def _axes(axes: Any) -> Any:
-    return tuple(axes) if isinstance(axes, list) else axes
+    """Returns the shardings of the arguments: where none has one, all are on all devices."""
+    names, sizes, kinds = request["mesh"] or (["all"], [len(devices)], ["Auto"])
+    mesh = Mesh(np.array(devices).reshape(sizes), names, tuple(AxisType[kind] for kind in kinds))
+    specs = request["specs"] if request["mesh"] else [[]] * len(request["specs"])
+    axes = lambda each: tuple(each) if isinstance(each, list) else each  # noqa: E731
+    named = lambda spec: NamedSharding(mesh, PartitionSpec(*map(axes, spec)))  # noqa: E731
+    return [None if spec is None else named(spec) for spec in specs]
 
 
 if __name__ == "__main__":
-    head, body = json.loads(sys.stdin.buffer.readline()), sys.stdin.buffer.read()
-    print(json.dumps(compiled(head, body)))
+    head = json.loads(sys.stdin.buffer.readline())
+    program = jax.export.deserialize(bytearray(sys.stdin.buffer.read()))
+    print(json.dumps(compiled(head, program)))
