@@ -1,6 +1,7 @@
 """`plan`: counts of the trace, and what a compiler says, here that of CPUs in place of a chip's."""
 
 import json
+import os
 import sys
 import types
 from typing import Any
@@ -355,7 +356,7 @@ class Serialized:
 SCRIPT = """#!{python}
 import json, os, sys
 head, body = sys.stdin.buffer.read().split(b"\\n", 1)
-assert sys.argv[1:3] == ["-m", "jmpx._inspect.plan.child"] and body == b"program"
+assert sys.argv[1:4] == ["-P", "-m", "jmpx._inspect.plan.child"] and body == b"program"
 if json.loads(head)["dies"]:
     print("I0000 a note", file=sys.stderr)
     os.kill(os.getpid(), 9)
@@ -372,7 +373,7 @@ def test_the_compiler_runs_in_a_process_that_may_die(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(script))
     program: Any = Serialized()
     settings = compiling._asked({"dies": False}, program, CHIPS["v5e"])
-    assert settings.pop("PYTHONPATH").split(":") == [each for each in sys.path if each]
+    assert settings.pop("PYTHONPATH").split(":") == [each or os.getcwd() for each in sys.path]
     assert [*settings.values()] == ["cpu", "0", "false"]
     found = compiling._asked({"dies": True}, program, CHIPS["v5e"])
     assert found == {"error": "The compiler ended with status -9: I0000 a note"}
@@ -439,7 +440,13 @@ BAD = [
     (make_step("c=f32"), ["c=f32"], None, TypeError, "make_step to be a function"),
     (lambda policy: jnp.sin, ["c=f32"], None, TypeError, "return a step and the tuple"),
     (lambda policy: (jnp.sin, X), ["c=f32"], None, TypeError, "return step, "),
-    (lambda policy: (jnp.sin, (TABLE,)), ["c=f32"], None, ValueError, "got or closed over .*jax.eval_shape"),
+    (
+        lambda policy: (jnp.sin, (TABLE,)),
+        ["c=f32"],
+        None,
+        ValueError,
+        "got or closed over .*jax.eval_shape",
+    ),
     (lambda policy: (lambda x: x @ TABLE, (X,)), ["c=f32"], None, ValueError, "closed over"),
 ]
 

@@ -81,10 +81,10 @@ def _asked(request: dict[str, Any], exported: jax.export.Exported, chip: Chip) -
         **chip.settings,
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # which holds nothing for chips that are not there
         "JAX_ENABLE_X64": str(config.jax_enable_x64),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path),
     }
     result = subprocess.run(
-        [sys.executable, "-m", "jmpx._inspect.plan.child"],
+        [sys.executable, "-P", "-m", "jmpx._inspect.plan.child"],
         input=json.dumps(request).encode() + b"\n" + bytes(exported.serialize()),
         capture_output=True,
         env=os.environ | settings,
