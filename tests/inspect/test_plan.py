@@ -243,6 +243,10 @@ def test_keys_and_loss_scales_are_no_arrays_to_refuse(asked):
 
     arguments = (jax.random.key(0), jmpx.DynamicLossScale(), SHAPE((8,), "float32"))
     assert plan(lambda policy: (step, arguments)).rows[0].error == ""
+    whole = NamedSharding(AbstractMesh((8,), ("data",)), P())
+    jitted = jax.jit(step, in_shardings=whole)
+    (row,) = plan(lambda policy: (jitted, arguments)).rows
+    assert (row.chips, row.error) == (8, "")
 
 
 def test_64_bits(asked):

@@ -28,15 +28,18 @@ _KERNEL = re.compile(r'custom_call @"?([\w.$-]+)')
 def placed(program: Program) -> tuple[list[int], list[NamedSharding | None]]:
     """Returns which arguments a step donates, as it is jitted, and the shardings of all."""
     inputs = {var: n for n, var in enumerate(program.jaxpr.jaxpr.invars)}
-    donated, shardings = set[int](), [getattr(each, "sharding", None) for each in program.arrays]
+    donated, shardings = set[int](), [_named(getattr(x, "sharding", None)) for x in program.arrays]
     for eqn in program.jaxpr.eqns:
         of_jit = (eqn.params.get(name, ()) for name in ("donated_invars", "in_shardings"))
         for atom, is_donated, sharding in zip(eqn.invars, *of_jit, strict=False):
             if not core.is_literal(atom) and atom in inputs:
                 donated |= {inputs[atom]} if is_donated else set()
-                shardings[inputs[atom]] = shardings[inputs[atom]] or sharding
-    named = [each if isinstance(each, NamedSharding) else None for each in shardings]
-    return sorted(donated), named
+                shardings[inputs[atom]] = shardings[inputs[atom]] or _named(sharding)
+    return sorted(donated), shardings
+
+
+def _named(sharding: object) -> NamedSharding | None:
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def compiled(program: Program, chip: Chip) -> dict[str, Any]:
