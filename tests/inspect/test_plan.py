@@ -1,6 +1,7 @@
 """`plan`: counts of the trace, and what a compiler says, here that of CPUs in place of a chip's."""
 
 import json
+import os
 import sys
 import types
 from typing import Any
@@ -241,6 +242,10 @@ def test_keys_and_loss_scales_are_no_arrays_to_refuse(asked):
 
     arguments = (jax.random.key(0), jmpx.DynamicLossScale(), SHAPE((8,), "float32"))
     assert plan(lambda policy: (step, arguments)).rows[0].error == ""
+    whole = NamedSharding(AbstractMesh((8,), ("data",)), P())
+    jitted = jax.jit(step, in_shardings=whole)
+    (row,) = plan(lambda policy: (jitted, arguments)).rows
+    assert (row.chips, row.error) == (8, "")
 
 
 def test_64_bits(asked):
@@ -354,7 +359,7 @@ class Serialized:
 SCRIPT = """#!{python}
 import json, os, sys
 head, body = sys.stdin.buffer.read().split(b"\\n", 1)
-assert sys.argv[1:3] == ["-m", "jmpx._inspect.plan.child"] and body == b"program"
+assert sys.argv[1:4] == ["-P", "-m", "jmpx._inspect.plan.child"] and body == b"program"
 if json.loads(head)["dies"]:
     print("I0000 a note", file=sys.stderr)
     os.kill(os.getpid(), 9)
@@ -371,7 +376,7 @@ def test_the_compiler_runs_in_a_process_that_may_die(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(script))
     program: Any = Serialized()
     settings = compiling._asked({"dies": False}, program, CHIPS["v5e"])
-    assert settings.pop("PYTHONPATH").split(":") == [each for each in sys.path if each]
+    assert settings.pop("PYTHONPATH").split(":") == [each or os.getcwd() for each in sys.path]
     assert [*settings.values()] == ["cpu", "0", "false"]
     found = compiling._asked({"dies": True}, program, CHIPS["v5e"])
     assert found == {"error": "The compiler ended with status -9: I0000 a note"}

@@ -45,7 +45,7 @@ _A100 = """
 """
 # Without a GPU nothing is timed: Triton's products would take the first tiling that is legal.
 _UNTUNED = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-GPU_VERSIONS = ("0.10.2",)  # of JAX: others cannot compile for a GPU that is not there, or may not
+GPU_VERSIONS = ("0.10.2",)  # of JAX: others fail without the GPU, or were not tried
 
 
 @dataclasses.dataclass(frozen=True)

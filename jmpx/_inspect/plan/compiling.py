@@ -28,15 +28,18 @@ _KERNEL = re.compile(r'custom_call @"?([\w.$-]+)')
 def placed(program: Program) -> tuple[list[int], list[NamedSharding | None]]:
     """Returns which arguments a step donates, as it is jitted, and the shardings of all."""
     inputs = {var: n for n, var in enumerate(program.jaxpr.jaxpr.invars)}
-    donated, shardings = set[int](), [getattr(each, "sharding", None) for each in program.arrays]
+    donated, shardings = set[int](), [_named(getattr(x, "sharding", None)) for x in program.arrays]
     for eqn in program.jaxpr.eqns:
         of_jit = (eqn.params.get(name, ()) for name in ("donated_invars", "in_shardings"))
         for atom, is_donated, sharding in zip(eqn.invars, *of_jit, strict=False):
             if not core.is_literal(atom) and atom in inputs:
                 donated |= {inputs[atom]} if is_donated else set()
-                shardings[inputs[atom]] = shardings[inputs[atom]] or sharding
-    named = [each if isinstance(each, NamedSharding) else None for each in shardings]
-    return sorted(donated), named
+                shardings[inputs[atom]] = shardings[inputs[atom]] or _named(sharding)
+    return sorted(donated), shardings
+
+
+def _named(sharding: object) -> NamedSharding | None:
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def compiled(program: Program, chip: Chip) -> dict[str, Any]:
@@ -81,10 +84,10 @@ def _asked(request: dict[str, Any], exported: jax.export.Exported, chip: Chip) -
         **chip.settings,
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # which holds nothing for chips that are not there
         "JAX_ENABLE_X64": str(config.jax_enable_x64),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path),
     }
     result = subprocess.run(
-        [sys.executable, "-m", "jmpx._inspect.plan.child"],
+        [sys.executable, "-P", "-m", "jmpx._inspect.plan.child"],
         input=json.dumps(request).encode() + b"\n" + bytes(exported.serialize()),
         capture_output=True,
         env=os.environ | settings,
