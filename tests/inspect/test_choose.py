@@ -89,3 +89,22 @@ def test_as_few_islands_as_brute_force(seed):
         found = search.find(bound)
         assert search.error(found) <= bound
         assert len(found) == min(len(s) for s, error in errors.items() if error <= bound)
+
+
+def test_float32_is_chosen_only_if_no_string_with_16_bits_holds_the_bound(rng):
+    @jax.checkpoint
+    def block(x, w):
+        return jnp.tanh(x @ w), None
+
+    def loss_fn(params, x):
+        x, _ = jax.lax.scan(block, x, params)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    params = jnp.asarray(rng.normal(size=(4, 16, 16)) / 4, jnp.float32)
+    batches = [(params, jnp.asarray(rng.normal(size=(2, 16)), jnp.float32)) for _ in range(3)]
+    choice = jmpx.inspect.choose(loss_fn, POLICY, error=0.1)(*batches)
+    first, *_, last = choice.rows
+    assert last.policy == "by=operations,f32"
+    assert last.memory <= first.memory  # The carry, which is all that is kept, is in float32.
+    assert first is choice.chosen
+    assert 0 < first.error <= 0.1

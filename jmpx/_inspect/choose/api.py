@@ -1,6 +1,7 @@
 """The choice as users ask for it: `jmpx.inspect.choose(loss, policy, error=0.01)(*batches)`."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 
 import jax
@@ -99,9 +100,12 @@ def choose(
         measured = Runs(runs.points, runs.outputs, runs.batches, runs.compiled, metric or relative)
 
         def traced(text: str) -> Program:
-            return traced_program(
-                apply_policy(func, text), batches[0], None, program.is_differentiated
-            )
+            applied = apply_policy(func, text)
+            with warnings.catch_warnings():
+                # The trace under `base` has given each warning; a string that is tried is not the
+                # user's, such as one with `save=products` for a function under `jax.checkpoint`.
+                warnings.simplefilter("ignore")
+                return traced_program(applied, batches[0], None, program.is_differentiated)
 
         def gradient(policy: PolicyMapLike) -> tuple[Callable[..., PyTree], PyTree]:
             jaxpr = traced(str(policy)).jaxpr
@@ -125,7 +129,11 @@ def choose(
         where = chip if chip and any(row.peak for row in planned.rows) else ""
         title = f"the {what} of {program.name}"
         notes = (*failed, *(() if where else planned.notes))
-        return Choice(title, error, len(batches), where, front(rows), notes)
+        wide = [row for row in rows if row.policy == _wide(base)]
+        # float32 beats no string: of small batches it may need the least memory, because it keeps
+        # no copies of parameters in 16 bits.
+        kept = front([row for row in rows if row not in wide])
+        return Choice(title, error, len(batches), where, (*kept, *wide), notes)
 
     return call
 
@@ -169,7 +177,7 @@ def _try_strings(
     errors: _Errors, search: Search, base: PolicyMap, given: str, bound: float
 ) -> None:
     """Measures float32, the string without a rule, with a few, and with all that are needed."""
-    wide = f"by={base.way},f32"
+    wide = _wide(base)
     if errors.of(wide) > bound:
         raise ValueError(
             f"Expected an error= that float32 can hold, got {bound:g}, where float32 itself is off "
@@ -189,6 +197,10 @@ def _try_strings(
     if errors.of(written) <= bound and base.way == "operations" and base.save is None:
         default, *rules = written.split(";", 1)
         errors.of(";".join([f"{default},save=products", *rules]))
+
+
+def _wide(base: PolicyMap) -> str:
+    return f"by={base.way},f32"
 
 
 def _with_rules(given: str, selectors: Sequence[str], policy: str) -> str:

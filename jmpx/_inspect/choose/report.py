@@ -41,8 +41,8 @@ class Choice:
         batches: over how many batches the error was measured.
         chip: the chip whose peak memory was planned; empty for the bytes that the trace keeps for
             the backward pass.
-        rows: the strings, the one with the least memory first. Each has a smaller error than all
-            before it.
+        rows: the strings, the one with the least memory first, and float32 as the last one. Each
+            has a smaller error than all before it.
         notes: strings that could not be compiled, and limits of these numbers, in sentences.
     """
 
@@ -57,7 +57,7 @@ class Choice:
 
     @property
     def chosen(self) -> Tried | None:
-        """The row with the least memory of those that hold the bound and fit; None without one."""
+        """The first row that holds the bound and fits: float32 if no other does, None if none."""
         rows = (row for row in self.rows if row.error <= self.bound and row.fits is not False)
         return next(rows, None)
 
