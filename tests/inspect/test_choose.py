@@ -129,6 +129,8 @@ def test_the_strings_have_the_errors_and_the_memory_of_their_own_runs(rng):
     errors = [row.error for row in choice.rows]
     assert errors == sorted(errors, reverse=True)
     assert [*memory] == sorted(memory)
+    assert 0 < choice.rows[0].low < 1  # the products of the distance are in float32
+    assert choice.rows[-1].low == 0
 
 
 def test_a_bound_that_the_policy_holds_needs_no_rule(rng):
@@ -280,7 +282,7 @@ def test_what_no_rule_can_hold_is_float32(rng):
 
 
 def test_a_chip_that_is_too_small():
-    rows = (Tried("c=bf16", 0.1, 10, True), Tried("c=f32", 0.0, 20, False))
+    rows = (Tried("c=bf16", 0.1, 10, 1.0, True), Tried("c=f32", 0.0, 20, 0.0, False))
     choice = Choice("the gradients of f", 0.01, 8, "v5e", rows)
     assert choice.chosen is None
     assert "does not fit" in str(choice)
@@ -289,7 +291,8 @@ def test_a_chip_that_is_too_small():
 
 
 def test_the_front():
-    rows = [Tried("a", 0.1, 10), Tried("b", 0.2, 5), Tried("c", 0.3, 7), Tried("bb", 0.2, 5)]
+    numbers = {"a": (0.1, 10), "b": (0.2, 5), "c": (0.3, 7), "bb": (0.2, 5)}
+    rows = [Tried(name, *two, low=1.0) for name, two in numbers.items()]
     assert [row.policy for row in front(rows)] == ["b", "a"]
 
 
@@ -368,3 +371,22 @@ def test_wrong_commands(program, capsys, arguments, match):
     with contextlib.suppress(SystemExit):
         assert main(["choose", f"{program}:{arguments[0]}", *arguments[1:]]) == 2
     assert match in capsys.readouterr().err
+
+
+def test_float32_is_chosen_only_if_no_string_with_16_bits_holds_the_bound(rng):
+    @jax.checkpoint
+    def block(x, w):
+        return jnp.tanh(x @ w), None
+
+    def loss_fn(params, x):
+        x, _ = jax.lax.scan(block, x, params)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    params = jnp.asarray(rng.normal(size=(4, 16, 16)) / 4, jnp.float32)
+    batches = [(params, jnp.asarray(rng.normal(size=(2, 16)), jnp.float32)) for _ in range(3)]
+    choice = jmpx.inspect.choose(loss_fn, POLICY, error=0.1)(*batches)
+    first, *_, last = choice.rows
+    assert last.policy == "by=operations,f32"
+    assert last.memory <= first.memory  # The carry, which is all that is kept, is in float32.
+    assert first is choice.chosen
+    assert 0 < first.error <= 0.1

@@ -1,6 +1,7 @@
 """The choice as users ask for it: `jmpx.inspect.choose(loss, policy, error=0.01)(*batches)`."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 
 import jax
@@ -103,9 +104,12 @@ def choose(
         measured = Runs(runs.points, runs.outputs, runs.batches, runs.compiled, metric or relative)
 
         def traced(text: str) -> Program:
-            return traced_program(
-                apply_policy(func, text), batches[0], None, program.is_differentiated
-            )
+            applied = apply_policy(func, text)
+            with warnings.catch_warnings():
+                # The trace under `base` has given each warning; a string that is tried is not the
+                # user's, such as one with `save=products` for a function under `jax.checkpoint`.
+                warnings.simplefilter("ignore")
+                return traced_program(applied, batches[0], None, program.is_differentiated)
 
         def gradient(policy: PolicyMapLike) -> tuple[Callable[..., PyTree], PyTree]:
             jaxpr = traced(str(policy)).jaxpr
@@ -121,7 +125,7 @@ def choose(
         planned = plan(make_step or gradient, [*errors.found], chip=chip)
         what = "metric" if metric else "gradients" if program.is_differentiated else "results"
         rows = [
-            Tried(row.policy, errors.found[row.policy], memory_of(row), row.fits)
+            Tried(row.policy, errors.found[row.policy], _memory(row), _low(row), row.fits)
             for row in planned.rows
             if not row.error
         ]
@@ -129,14 +133,25 @@ def choose(
         where = chip if chip and any(row.peak for row in planned.rows) else ""
         title = f"the {what} of {program.name}"
         notes = (*failed, *(() if where else planned.notes))
-        return Choice(title, error, len(batches), where, front(rows), notes)
+        wide = [row for row in rows if row.policy == _wide(base)]
+        # float32 beats no string: of small batches it may need the least memory, because it keeps
+        # no copies of parameters in 16 bits.
+        kept = front([row for row in rows if row not in wide])
+        return Choice(title, error, len(batches), where, (*kept, *wide), notes)
 
     return call
 
 
-def memory_of(row: Planned) -> int:
+def _memory(row: Planned) -> int:
     """Returns the bytes that a chip holds at once, or that the trace keeps."""
     return row.peak or sum(row.saved.values())
+
+
+def _low(row: Planned) -> float:
+    """Returns the share of FLOPs of matrix products whose operands have 16 bits."""
+    flops = {each.dtypes: each.flops for each in row.products}
+    low = sum(flops[name] for name in flops if "float32" not in name and "float64" not in name)
+    return low / sum(flops.values()) if flops else 0.0
 
 
 class _Errors:
@@ -179,7 +194,7 @@ def _try_strings(
     bound: float,
 ) -> None:
     """Measures float32, the string without a rule, with a few, and with all that are needed."""
-    wide = f"by={base.way},f32"
+    wide = _wide(base)
     if errors.of(wide) > bound:
         raise ValueError(
             f"Expected an error= that float32 can hold, got {bound:g}, where float32 itself is off "
@@ -206,6 +221,10 @@ def _searched(errors: _Errors, search: Search, base: PolicyMap, given: str, boun
         written = _with_rules(given, selectors, "c=f32,o=f32")
     errors.of(written)
     return written
+
+
+def _wide(base: PolicyMap) -> str:
+    return f"by={base.way},f32"
 
 
 def _with_rules(given: str, selectors: Sequence[str], policy: str) -> str:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jmpx._base.text import bytes_text
+from jmpx._base.text import bytes_text, share_text
 from jmpx._inspect.reports import Parts, TableReport
 
 
@@ -16,6 +16,7 @@ class Tried(NamedTuple):
     policy: str
     error: float
     memory: int  # bytes: the peak on the chip, or what the trace keeps for the backward pass
+    low: float  # the share of the FLOPs of matrix products that run in 16 bits
     fits: bool | None = None  # on the chip; None where it was not compiled
 
 
@@ -38,13 +39,13 @@ class Choice(TableReport):
         batches: over how many batches the error was measured.
         chip: the chip whose peak memory was planned; empty for the bytes that the trace keeps for
             the backward pass.
-        rows: the strings, the one with the least memory first. Each has a smaller error than all
-            before it.
+        rows: the strings, the one with the least memory first, and float32 as the last one. Each
+            has a smaller error than all before it.
         notes: strings that could not be compiled, and limits of these numbers, in sentences.
     """
 
     __module__ = "jmpx.inspect"
-    _right = (1, 2)
+    _right = (1, 2, 3)
 
     title: str
     bound: float
@@ -55,7 +56,7 @@ class Choice(TableReport):
 
     @property
     def chosen(self) -> Tried | None:
-        """The row with the least memory of those that hold the bound and fit; None without one."""
+        """The first row that holds the bound and fits: float32 if no other does, None if none."""
         rows = (row for row in self.rows if row.error <= self.bound and row.fits is not False)
         return next(rows, None)
 
@@ -106,11 +107,11 @@ def _what(found: Choice) -> str:
 
 def _cells(found: Choice) -> list[list[str]]:
     """Returns the rows of the table, its header first."""
-    cells = [["", "error", _what(found), ""]]
+    cells = [["", "error", _what(found), "products in 16 bits", ""]]
     for row in found.rows:
         mark = "<- chosen" if row is found.chosen else "does not fit" if row.fits is False else ""
         error = "0" if row.error == 0 else f"{row.error:.1e}"
-        cells.append([row.policy, error, bytes_text(row.memory), mark])
+        cells.append([row.policy, error, bytes_text(row.memory), share_text(row.low, 1), mark])
     return cells
 
 
