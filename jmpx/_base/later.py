@@ -24,7 +24,7 @@ def later(
         if name in rooms:
             return importlib.import_module(f"{module}.{name}")
         if name not in places:
-            return _elsewhere(module, name)
+            raise _missing(module, name)
         file = importlib.import_module(f"jmpx.{places[name]}")
         names.update((each, getattr(file, each)) for each in files[places[name]].split())
         return names[name]
@@ -43,18 +43,12 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def _elsewhere(module: str, name: str) -> Any:
-    """Returns what a retired name stands for.
+def _missing(module: str, name: str) -> AttributeError:
+    """Returns the error for a name that a module does not have: it says what to write, if known."""
+    from jmpx._base.moved import message  # here, because few programs need it
 
-    Raises:
-        AttributeError: if the name is not retired. It says what to write, if that is known.
-    """
-    from jmpx._base import moved  # here, because few programs need it
-
-    if f"{module}.{name}" in moved.RETIRED:
-        return moved.retired(f"{module}.{name}")
-    if message := moved.message(module, name):
-        raise AttributeError(message)
+    if text := message(module, name):
+        return AttributeError(text)
     # Python adds a name that is near.
-    message = f"module {module!r} has no attribute {name!r}"
-    raise AttributeError(message, name=name, obj=sys.modules[module])
+    text = f"module {module!r} has no attribute {name!r}"
+    return AttributeError(text, name=name, obj=sys.modules[module])

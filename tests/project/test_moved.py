@@ -94,21 +94,3 @@ def test_the_page_lists_each_name_and_argument():
     missing += [name for name in options.split() if f"`{name}=" not in first]
     assert not missing
     check_names("\n".join(re.sub(r"[(].*?[)]`", "`", row.split("|")[2]) for row in rows))
-
-
-def test_a_retired_name_works_and_warns_at_the_line_that_uses_it(monkeypatch):
-    retired = {
-        "jmpx.old_ema": ("jmpx.optim.ema", "2.0"),
-        "jmpx.optim.old": ("jmpx.cast_tree", "3.1"),
-    }
-    monkeypatch.setattr(moved, "RETIRED", retired)
-    text = (
-        r"^jmpx.old_ema is now jmpx.optim.ema: write that instead, because jmpx 2.0 drops the old "
-    )
-    with pytest.warns(DeprecationWarning, match=text) as caught:
-        assert getattr(jmpx, "old_ema") is jmpx.optim.ema  # noqa: B009
-        from jmpx import old_ema  # pyright: ignore[reportAttributeAccessIssue]
-    assert {warning.filename for warning in caught} == {__file__}
-    with pytest.warns(DeprecationWarning, match="^jmpx.optim.old is now jmpx.cast_tree: .* 3.1"):
-        assert getattr(jmpx.optim, "old") is jmpx.cast_tree  # noqa: B009
-    assert old_ema is jmpx.optim.ema and not {*retired} & {*dir(jmpx), *dir(jmpx.optim)}
