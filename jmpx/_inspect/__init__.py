@@ -5,6 +5,7 @@ The way through it:
 - `programs.py` traces a loss, with its gradient, or a step; `graph.py` makes a flat graph of the
   program. `running.py` says which node is which equation of a program that runs, and runs
   equations of 16 bits in float32. `compiled.py` compiles it once for all programs that do the same.
+- `reports.py` makes data for JSON of all reports.
 - `emulate.py` makes a function round its 16-bit results where it writes them.
 - `compare/` runs two functions of one model so, and says where their numbers part.
 - `blame/` runs a function so, and in float32, and gives each rounding its share of the difference.

@@ -1,22 +1,17 @@
 """The report of an audit: frozen data, which prints and checks itself."""
 
-import dataclasses
 import html
-import json
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Self
 
 from jmpx._base.dtypes import DTypeLike
-from jmpx._base.leaves import is_int
 from jmpx._inspect.audit.check import check_report
-from jmpx._inspect.audit.data import AuditData, Cast, Finding, Products, Scope
+from jmpx._inspect.audit.data import AuditData
 from jmpx._inspect.audit.text import report_text, summary_line
-from jmpx._jaxprs.places import Place
-
-_VERSION = 4  # of the keys of `Audit.to_dict` and of what they mean
+from jmpx._inspect.reports import Report
 
 
-class Audit(AuditData):
+class Audit(AuditData, Report):
     """What `jmpx.inspect.audit` says of a program.
 
     `print(report)` shows it, so does a notebook, and `report.check` makes a test of it.
@@ -50,6 +45,7 @@ class Audit(AuditData):
     """
 
     __module__ = "jmpx.inspect"
+    _version = 4
 
     def __repr__(self) -> str:
         return f"<{summary_line(self)}>"
@@ -67,18 +63,6 @@ class Audit(AuditData):
             all: whether to show every finding and every row of the tables.
         """
         return report_text(self, all)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them.
-
-        The keys are names of attributes, and `"version"`, which changes when their meaning does.
-        """
-        fields = [field.name for field in dataclasses.fields(self)]
-        return {"version": _VERSION, **{name: _plain(getattr(self, name)) for name in fields}}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """Returns `to_dict()` as JSON, in one line if `indent` is None."""
-        return json.dumps(self.to_dict(), indent=indent)
 
     def check(
         self,
@@ -109,13 +93,3 @@ class Audit(AuditData):
         """
         check_report(self, compute, at_least, allow, severity)
         return self
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, Finding | Products | Cast | Scope | Place):
-        return _plain(value._asdict())
-    if isinstance(value, tuple):
-        return list(map(_plain, value))
-    return int(value) if is_int(value) else value  # `json.dumps` takes no numbers of NumPy

@@ -11,6 +11,6 @@ The way through it:
   collectives to outputs, through calls, branches and loops.
 - `data.py` says what a collective is, and how many bytes it sends.
 
-The names of operations are those of HLO, not the primitives of JAX. It imports only `_base` and
-`_jaxprs/places.py`.
+The names of operations are those of HLO, not the primitives of JAX. It imports only `_base`,
+`_jaxprs/places.py` and `reports.py`.
 """

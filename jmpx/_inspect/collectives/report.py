@@ -1,7 +1,6 @@
 """What a step sends between devices: `jmpx.inspect.collectives`."""
 
 import dataclasses
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax
 from jmpx._inspect.collectives.data import Collective
 from jmpx._inspect.collectives.hlo import read_hlo
 from jmpx._inspect.collectives.text import lines
+from jmpx._inspect.reports import Report, plain
 
 _MORE = "Outside of shard_map, XLA may insert more: lowered.compile() has them."
 _WIDENED = (
@@ -23,7 +23,7 @@ _IN_BRANCH = "All branches of conditionals are counted."
 
 
 @dataclasses.dataclass(frozen=True)
-class Collectives:
+class Collectives(Report):
     """What a step sends between devices; `print` shows it as a table.
 
     Attributes:
@@ -62,15 +62,8 @@ class Collectives:
     def to_dict(self) -> dict[str, object]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
         fields = {"program": self.program, "devices": self.devices, "platform": self.platform}
-        rows: list[dict[str, object]] = []
-        for one in self.collectives:
-            place = None if one.place is None else one.place._asdict()
-            rows.append(one._asdict() | {"sent": one.sent, "place": place})
+        rows = [plain(one) | {"sent": one.sent} for one in self.collectives]
         return fields | {"sent": self.sent, "collectives": rows, "notes": list(self.notes)}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """Returns `to_dict()` as JSON, with the `indent` of `json.dumps`."""
-        return json.dumps(self.to_dict(), indent=indent)
 
 
 Wire = Collectives  # its name in the pickles of 0.2

@@ -2,16 +2,15 @@
 
 import dataclasses
 import html
-import json
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from jmpx._base.messages import describe
 from jmpx._base.text import columns, count_text, short_names
+from jmpx._inspect.reports import Report
 from jmpx._jaxprs.places import Place
 
-_VERSION = 1  # of `to_dict`: it changes when the meaning of a key does
 _ROWS = 40  # how many are shown
 _FEW = 8  # of those without a pair
 
@@ -56,7 +55,7 @@ class LogProbabilities(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(Report):
     """What `jmpx.inspect.compare` found: how far two functions of one model are apart, by scope.
 
     Attributes:
@@ -119,18 +118,6 @@ class Comparison:
     def __str__(self) -> str:
         """Returns the errors by scope, the first one outside of the band, and what has no pair."""
         return "\n\n".join("\n".join(lines) for lines in _blocks(self) if lines)
-
-    def to_dict(self) -> dict[str, object]:
-        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
-        return {"version": _VERSION, **_plain(dataclasses.asdict(self))}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """Returns `to_dict()` as JSON.
-
-        Args:
-            indent: as in `json.dumps`; None puts all into one line.
-        """
-        return json.dumps(self.to_dict(), indent=indent)
 
     def to_html(self) -> str:
         """Returns what `print` shows, as a table of HTML with its head and its end."""
@@ -197,21 +184,6 @@ def _where(row: Compared) -> str:
 
 def _text(number: float) -> str:
     return "0" if number == 0 else f"{number:.1e}" if math.isfinite(number) else str(number)
-
-
-def _plain(value: object) -> dict[str, object]:
-    """Returns named tuples as dicts, tuples as lists, and what JSON has no number for as text."""
-
-    def plain(value: object) -> object:
-        if hasattr(value, "_asdict"):
-            value = value._asdict()  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(value, dict):
-            return {key: plain(each) for key, each in value.items()}
-        if isinstance(value, float) and not math.isfinite(value):
-            return str(value)
-        return list(map(plain, value)) if isinstance(value, tuple) else value
-
-    return plain(value)  # pyright: ignore[reportReturnType]
 
 
 def check_band(band: object) -> float:

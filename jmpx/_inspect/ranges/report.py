@@ -1,7 +1,6 @@
 """The ranges of a program: frozen data, which prints and draws itself."""
 
 import dataclasses
-import json
 import operator
 import os
 from collections.abc import Iterator
@@ -12,17 +11,17 @@ from jmpx._base.text import columns, count_text, share_text
 from jmpx._inspect.ranges.data import Histogram, Range, Shares, exponent_of, merged
 from jmpx._inspect.ranges.formats import FORMATS, as_format
 from jmpx._inspect.ranges.plot import plot_histograms
+from jmpx._inspect.reports import Report
 from jmpx._inspect.running import scale_text
 from jmpx._scales.arguments import HIGHEST_SCALE, LOWEST_SCALE
 
-_VERSION = 2  # of `to_dict`: it changes when the meaning of a key does
 _KINDS = ("activations", "gradients")
 _IN_FLOAT16 = 2.0**15  # the largest power of two in float16, through which the scale may pass
 _ROWS = 24  # how many scopes are shown
 
 
 @dataclasses.dataclass(frozen=True)
-class Ranges:
+class Ranges(Report):
     """What `jmpx.inspect.ranges` found: the magnitudes of activations and gradients, by scope.
 
     `print(ranges)` shows them, and `jmpx.inspect.ranges` says which numbers count. Numbers of
@@ -39,6 +38,7 @@ class Ranges:
     """
 
     __module__ = "jmpx.inspect"
+    _version = 2
 
     title: str
     activations: tuple[Range, ...]
@@ -167,15 +167,7 @@ class Ranges:
     def to_dict(self) -> dict[str, object]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
         kinds = {kind: list(map(_range_dict, getattr(self, kind))) for kind in _KINDS}
-        return {"version": _VERSION, "title": self.title, "masks": list(self.masks), **kinds}
-
-    def to_json(self, indent: int | None = 2) -> str:
-        """Returns `to_dict()` as JSON.
-
-        Args:
-            indent: as in `json.dumps`; None puts all into one line.
-        """
-        return json.dumps(self.to_dict(), indent=indent)
+        return {"version": self._version, "title": self.title, "masks": list(self.masks), **kinds}
 
 
 def _range_dict(each: Range) -> dict[str, object]:
