@@ -13,8 +13,7 @@ The way through it:
 - `remedies.py` proposes rules of policy maps for a finding, and `trying.py` traces the program
   under each, so that only rules that mend are printed.
 - `summary.py` counts products, saved values, casts and scopes; `flops.py` the FLOPs of products.
-- `text.py` prints a report, `alike.py` joins layers that differ in their numbers alone, `check.py`
-  makes a report fail a test.
+- `text.py` prints a report, `alike.py` joins layers that differ in their numbers alone.
 
 It imports `_autocast` for the table of products, `_policies` for rules and scopes, `_jaxprs` and
 `_base`, and from `_inspect` the graph and its program.
