@@ -91,8 +91,7 @@ def apply_policy(
             inside casts arguments again, or if arrays of a model come back rounded.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax, jax.numpy as jnp, jmpx
         >>> def f(w, x):
         ...     return jax.nn.softmax(x @ w)
         >>> w, x = jnp.ones((3, 2)), jnp.ones((4, 3))

@@ -41,8 +41,7 @@ def cast_function(
         ValueError: if a dtype is not a floating one.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> f = jmpx.mpx.cast_function(lambda x: {"y": 2 * x}, jnp.bfloat16, jnp.float32)
         >>> f(jnp.ones(3))["y"].dtype.name
         'float32'
@@ -73,8 +72,7 @@ def force_full_precision(
         ValueError: if `return_dtype` is not a floating dtype.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax, jax.numpy as jnp, jmpx
         >>> x = jnp.full(4096, 100, jnp.float16)  # sums to 409600, beyond float16
         >>> mean = jmpx.force_full_precision(lambda x: x.sum() / x.size)
         >>> mean(x)

@@ -63,8 +63,7 @@ class Autocast:
     attributes that are set on it are set on the object.
 
     Example:
-        >>> import equinox as eqx, jax
-        >>> import jmpx
+        >>> import equinox as eqx, jax, jmpx
         >>> layer = jmpx.autocast(eqx.nn.Linear(3, 2, key=jax.random.key(0)))
         >>> isinstance(layer, jmpx.types.Autocast), layer.weight.shape
         (True, (2, 3))
@@ -288,8 +287,7 @@ def autocast(
             that stay in float32 although the policy gives them 16 bits.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax, jax.numpy as jnp, jmpx
         >>> @jmpx.autocast(policy="compute=bf16; op.tanh: f32", output=None)
         ... def f(w, b, x):
         ...     h = x @ w + b

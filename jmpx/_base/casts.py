@@ -56,8 +56,7 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
             disabled.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> tree = jmpx.cast_tree({"w": jnp.ones(2), "step": jnp.arange(2)}, jnp.bfloat16)
         >>> tree["w"].dtype.name, tree["step"].dtype.name
         ('bfloat16', 'int32')
@@ -93,8 +92,7 @@ def cast_to_full(tree: T) -> T:
         The same tree, its floating leaves in float32.
 
     Example:
-        >>> import numpy as np
-        >>> import jmpx
+        >>> import numpy as np, jmpx
         >>> jmpx.cast_to_full(np.ones(2, np.float16)).dtype.name
         'float32'
     """
@@ -111,8 +109,7 @@ def cast_to_half(tree: T) -> T:
         The same tree, its floating leaves in bfloat16 on TPU, in float16 elsewhere.
 
     Example:
-        >>> import numpy as np
-        >>> import jmpx
+        >>> import numpy as np, jmpx
         >>> jmpx.cast_to_half(np.ones(2, np.float32)).dtype == jmpx.half_dtype()
         True
     """

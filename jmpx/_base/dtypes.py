@@ -71,8 +71,7 @@ def half_dtype() -> ScalarType:
         `jnp.bfloat16` on TPU, `jnp.float16` everywhere else.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> jmpx.half_dtype() in (jnp.float16, jnp.bfloat16)
         True
     """

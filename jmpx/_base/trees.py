@@ -39,8 +39,7 @@ def all_finite(tree: PyTree, axis_name: AxisName | None = None) -> jax.Array:
         A bool array of shape (). It is True for a tree with nothing to check.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> jmpx.all_finite({"a": jnp.ones(3), "n": 1, "f": print})
         Array(True, dtype=bool)
         >>> jmpx.all_finite([jnp.ones(3), jnp.array([0, jnp.nan])])
@@ -112,8 +111,7 @@ def select_tree(pred: Flag, a: T, b: T) -> T:
             `pred` is traced and two arrays differ that JAX cannot hold.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> new, old = {"w": jnp.ones(2), "act": print}, {"w": jnp.zeros(2), "act": print}
         >>> jmpx.select_tree(jnp.array(False), new, old)["w"]
         Array([0., 0.], dtype=float32)

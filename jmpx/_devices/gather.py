@@ -56,8 +56,7 @@ def gather(tree: T, axis_name: AxisName, policy: PolicyLike, *, axis: PyTree = 0
             of the tree, or a leaf has no such axis or is equal on all devices.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax, jax.numpy as jnp, jmpx
         >>> shards = jnp.arange(8.0).reshape(4, 2)  # of a parameter of shape (8,), for 4 devices
         >>> def loss(w):
         ...     whole = jmpx.distributed.gather(w, "data", "c=bf16")

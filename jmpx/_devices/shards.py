@@ -49,8 +49,7 @@ class Over:
         TypeError: if `axis_name` is None, or a leaf of `sharded` neither a bool nor "own".
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax, jax.numpy as jnp, jmpx
         >>> def loss_fn(w, x):
         ...     return jnp.mean((x @ w) ** 2)
         >>> noop = jmpx.NoOpLossScale()

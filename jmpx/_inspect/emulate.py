@@ -174,8 +174,7 @@ def emulate(func: _Function, formats: Sequence[DTypeLike] = FORMATS) -> _Functio
         ValueError: if a format is not of 16 bits.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax, jax.numpy as jnp, jmpx
         >>> def f(x):
         ...     return (x * x).astype(jnp.float32) * 2
         >>> x = jnp.asarray(1.0078125, jnp.bfloat16)  # 1 + 2**-7

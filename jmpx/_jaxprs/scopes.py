@@ -54,8 +54,7 @@ def full_precision(func: Callable[P, R] | None = None, *, matmul: str | None = N
         ValueError: if the algorithm is unknown.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax, jax.numpy as jnp, jmpx
         >>> @jmpx.autocast
         ... def f(x):
         ...     with jmpx.full_precision(matmul="highest"):

@@ -42,8 +42,7 @@ class Policy:
             `reduce_dtype` has 8 bits.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> policy = jmpx.Policy("float32", jnp.bfloat16, jnp.float32)
         >>> policy.compute_dtype is jnp.bfloat16
         True

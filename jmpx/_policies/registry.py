@@ -119,8 +119,7 @@ def set_policy(cls: type, policy: PolicyLike) -> None:
             `matmul` for a Haiku class outside of jmpx's contexts.
 
     Example:
-        >>> import haiku as hk
-        >>> import jmpx
+        >>> import haiku as hk, jmpx
         >>> jmpx.set_policy(hk.Linear, "c=bf16,o=f32")
         >>> hk.mixed_precision.get_policy(hk.Linear) == jmpx.get_policy("c=bf16,o=f32")
         True
@@ -138,8 +137,7 @@ def clear_policy(cls: type) -> None:
         TypeError: if `cls` is not a class.
 
     Example:
-        >>> import haiku as hk
-        >>> import jmpx
+        >>> import haiku as hk, jmpx
         >>> jmpx.set_policy(hk.Linear, "bf16")
         >>> jmpx.clear_policy(hk.Linear)
         >>> jmpx.policy_of(hk.Linear) is None
@@ -212,8 +210,7 @@ def push_policy(cls: type, policy: PolicyLike) -> Iterator[None]:
         UserWarning: if the policy sets `reduce`, which a class policy has no use for.
 
     Example:
-        >>> import haiku as hk
-        >>> import jmpx
+        >>> import haiku as hk, jmpx
         >>> with jmpx.push_policy(hk.Linear, "c=bf16"):
         ...     str(jmpx.policy_of(hk.Linear))
         'params=float32,compute=bfloat16,output=bfloat16'
@@ -288,8 +285,7 @@ def current_policy() -> Policy | None:
     call for which the function was traced.
 
     Example:
-        >>> import haiku as hk, jax, jax.numpy as jnp
-        >>> import jmpx
+        >>> import haiku as hk, jax, jax.numpy as jnp, jmpx
         >>> class Block(hk.Module):
         ...     def __call__(self, x):
         ...         print(jmpx.current_policy())

@@ -120,8 +120,7 @@ def get_policy(policy: PolicyLike) -> Policy:
             scale. The message gives the position in the string, or the path in the mapping.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> str(jmpx.get_policy("c=bf16, o=f32"))
         'params=float32,compute=bfloat16,output=float32'
         >>> jmpx.get_policy("bf16-mixed") == jmpx.get_policy({"compute": "bf16", "output": "f32"})

@@ -74,8 +74,7 @@ class StaticLossScale(Scaling):
         ValueError: if it is out of its range, or 0 when `scale` or `unscale` is called.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> jmpx.StaticLossScale(2**15).scale(jnp.float16(4))  # more than float16 can hold
         Array(131072., dtype=float32)
     """

@@ -57,8 +57,7 @@ class Batch:
         ValueError: if an argument has no such value.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> batch = jmpx.Batch(microbatches=4)
         >>> grad_fn = jmpx.filter_grad(loss_fn, jmpx.NoOpLossScale(), policy="bf16", batch=batch)

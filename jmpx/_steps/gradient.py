@@ -66,8 +66,7 @@ def filter_value_and_grad(
         UserWarning: if a part of the policy has no effect, rounds twice, or needs a loss scale.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> def loss_fn(params, x):
         ...     return jnp.mean((x @ params["w"]) ** 2)
         >>> params, x, scaling = {"w": jnp.ones(3)}, jnp.ones((2, 3)), jmpx.DynamicLossScale(2**12)

@@ -35,9 +35,7 @@ def metrics(opt_state: PyTree = None, loss_scale: LossScale | None = None) -> di
             nor a state of `skip_nonfinite`.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import jmpx
+        >>> import jax.numpy as jnp, optax, jmpx
         >>> state = jmpx.skip_nonfinite(optax.sgd(0.1)).init(jnp.ones(2))
         >>> found = jmpx.metrics(state, jmpx.DynamicLossScale(1024.0))
         >>> {name: float(value) for name, value in found.items()}

@@ -69,9 +69,7 @@ def skip_nonfinite(
         ValueError: if `skip_by` has no such value.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import jmpx
+        >>> import jax.numpy as jnp, optax, jmpx
         >>> optimizer = jmpx.skip_nonfinite(optax.sgd(0.5))
         >>> params = {"w": jnp.ones(2)}
         >>> state = optimizer.init(params)
@@ -177,9 +175,7 @@ def optimizer_update(
             inside other transformations, where it does not count what this function skips.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import jmpx
+        >>> import jax.numpy as jnp, optax, jmpx
         >>> model, optimizer, grads = {"w": jnp.ones(2)}, optax.sgd(0.5), {"w": jnp.ones(2)}
         >>> state = optimizer.init(model)
         >>> model, state = jmpx.optimizer_update(model, optimizer, state, grads, jnp.array(True))

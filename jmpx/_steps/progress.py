@@ -43,8 +43,7 @@ def nonfinite(tree: PyTree) -> dict[str, NonfiniteCounts]:
         whose parts are infinite and NaN is counted twice.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> counts = jmpx.inspect.nonfinite({"w": jnp.array([jnp.inf, jnp.nan, jnp.nan])})
         >>> {path: (int(inf), int(nan)) for path, (inf, nan) in counts.items()}
         {"['w']": (1, 2)}
@@ -102,9 +101,7 @@ def check_progress(
         ValueError: if `max_consecutive` is less than 1.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import jmpx
+        >>> import jax.numpy as jnp, optax, jmpx
         >>> optimizer, params = jmpx.skip_nonfinite(optax.sgd(0.1)), jnp.ones(2)
         >>> grads, state = jnp.array([1.0, jnp.nan]), optimizer.init(params)
         >>> for _ in range(3):

@@ -26,8 +26,7 @@ class ValueAndGradients(NamedTuple, Generic[ValueT, ScalingT]):
             what cannot be differentiated; for an NNX module, an `nnx.State` of its parameters.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> grad_fn = jmpx.filter_value_and_grad(jnp.sum, jmpx.NoOpLossScale(), policy="c=bf16")
         >>> result = grad_fn(jnp.ones(2))
         >>> result.value, result.grads

@@ -46,8 +46,7 @@ def describe_precision(tree: PyTree, policy: MixedPrecisionLike | None = None) -
         ValueError: if the policy does not follow its grammar.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> params = {"w": jnp.array([0.1, 0.2]), "b": jnp.zeros(2)}
         >>> jmpx.inspect.describe_precision(params, "c=bf16,o=f32")
         {'policy': 'params=float32,compute=bfloat16,output=float32', 'dtypes': {'b': 'float32', \
@@ -91,8 +90,7 @@ def check_restored(
         ValueError: if the precision is another one, or the tree has other leaves.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> saved = jmpx.inspect.describe_precision({"w": jnp.ones(2, jnp.bfloat16)})
         >>> jmpx.inspect.check_restored({"w": jnp.ones(2, jnp.bfloat16)}, saved)
         >>> jmpx.inspect.check_restored({"w": jnp.ones(2)}, saved)

@@ -105,8 +105,7 @@ def ema(decay: float, debias: bool = False) -> Ema:
         ValueError: if `decay` is out of its range.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> average = jmpx.optim.ema(0.5)
         >>> state = average.init({"w": jnp.zeros(2, jnp.bfloat16)})
         >>> params = {"w": jnp.ones(2, jnp.bfloat16)}

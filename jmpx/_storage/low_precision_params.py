@@ -79,9 +79,7 @@ def low_precision_params(
         UserWarning: when `update` is given gradients of 16 bits.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import jmpx
+        >>> import jax.numpy as jnp, optax, jmpx
         >>> params = {"w": jnp.ones(2)}
         >>> optimizer = jmpx.optim.low_precision_params(optax.sgd(2**-10), "split")
         >>> state = optimizer.init(params)

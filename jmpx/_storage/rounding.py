@@ -44,9 +44,7 @@ def stochastic_round(tree: T, dtype: DTypeLike, key: jax.Array) -> T:
             float32.
 
     Example:
-        >>> import jax
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax, jax.numpy as jnp, jmpx
         >>> params = {"w": jnp.full(10_000, 1 + 2**-10), "step": 3}
         >>> rounded = jmpx.optim.stochastic_round(params, jnp.bfloat16, jax.random.key(0))
         >>> rounded["w"].dtype.name, rounded["step"]

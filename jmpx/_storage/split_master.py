@@ -37,8 +37,7 @@ def split_master(tree: T) -> tuple[T, PyTree]:
         ValueError: if a floating leaf is not float32.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> high, low = jmpx.optim.split_master({"w": jnp.array([1 + 2**-20]), "step": 3})
         >>> high
         {'step': 3, 'w': Array([1], dtype=bfloat16)}
@@ -74,8 +73,7 @@ def merge_master(high: T, low: PyTree) -> T:
         ValueError: if the trees are not the two of one split.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax.numpy as jnp, jmpx
         >>> jmpx.optim.merge_master(*jmpx.optim.split_master(jnp.array([0.1, jnp.inf])))
         Array([0.1, inf], dtype=float32)
     """

@@ -58,9 +58,7 @@ def with_state_dtype(
         ValueError: if `dtype` is none of those above.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import jmpx
+        >>> import jax.numpy as jnp, optax, jmpx
         >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
         >>> optimizer = jmpx.optim.with_state_dtype(optax.sgd(0.1, momentum=0.9), jnp.float32)
         >>> state = optimizer.init(params)

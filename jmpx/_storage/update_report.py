@@ -93,9 +93,7 @@ def update_report(params: PyTree, updates: PyTree) -> UpdateReport:
         ValueError: if the two trees do not fit, or have no floating leaf in common.
 
     Example:
-        >>> import jax
-        >>> import jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax, jax.numpy as jnp, jmpx
         >>> params = {"norm": jnp.ones(8, jnp.bfloat16), "w": jnp.full((4, 4), 0.01)}
         >>> updates = jax.tree.map(lambda p: jnp.full(p.shape, -1e-3), params)
         >>> print(jax.jit(jmpx.inspect.update_report)(params, updates))

@@ -74,8 +74,7 @@ def policies(policy_map: PolicyMapLike) -> Iterator[None]:
         UserWarning: at the end, of each rule that matched no module.
 
     Example:
-        >>> import haiku as hk, jax, jax.numpy as jnp
-        >>> import jmpx.haiku
+        >>> import haiku as hk, jax, jax.numpy as jnp, jmpx.haiku
         >>> network = hk.transform(lambda x: hk.nets.MLP([8, 2])(x))
         >>> with jmpx.haiku.policies("c=bf16,o=f32; */linear_1: full"):
         ...     params = network.init(jax.random.key(0), jnp.ones((4, 3)))

@@ -66,8 +66,7 @@ def policies(policy_map: PolicyMapLike | None = None) -> Iterator[None]:
             parameters from the map's compute dtype.
 
     Example:
-        >>> import flax.linen as nn, jax, jax.numpy as jnp
-        >>> import jmpx.flax
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, jmpx.flax
         >>> model, x = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)]), jnp.ones((4, 3))
         >>> with jmpx.flax.policies("c=bf16; */layers_2: full"):
         ...     params = model.init(jax.random.key(0), x)

@@ -61,8 +61,7 @@ def with_policies(module: M, policy_map: PolicyMapLike | None = None) -> M:
 
     Example:
         >>> from flax import nnx
-        >>> import jax.numpy as jnp
-        >>> import jmpx.flax
+        >>> import jax.numpy as jnp, jmpx.flax
         >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
         >>> def loss_fn(model, x):
         ...     view = jmpx.flax.with_policies(model, "c=bf16,o=f32")

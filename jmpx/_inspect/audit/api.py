@@ -43,8 +43,7 @@ def audit(fn: Callable[..., object], *, platform: str | None = None) -> Callable
             holds no floating array.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax, jax.numpy as jnp, jmpx
         >>> def loss_fn(params, x):
         ...     h = x.astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)
         ...     return jnp.mean((h.astype(jnp.float32) @ params["head"]) ** 2)  # a leak

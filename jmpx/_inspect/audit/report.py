@@ -33,8 +33,7 @@ class Audit(AuditData, Report):
         uncounted: the names of operations whose products are not known, such as `"pallas_call"`.
 
     Example:
-        >>> import jax
-        >>> import jmpx
+        >>> import jax, jmpx
         >>> def loss_fn(w, x):
         ...     return (x @ w).max()
         >>> w = jax.ShapeDtypeStruct((8, 8), "bfloat16")

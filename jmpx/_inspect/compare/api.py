@@ -53,8 +53,7 @@ def compare(
             `jax.shard_map`, where each device has numbers of its own.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> import jmpx
+        >>> import jax, jax.numpy as jnp, jmpx
         >>> def all_at_once(w, x):
         ...     with jax.named_scope("layer"):
         ...         return jnp.tanh(x @ w)

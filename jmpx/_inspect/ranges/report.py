@@ -111,8 +111,7 @@ class Ranges(Report):
                 gradients.
 
         Example:
-            >>> import jax.numpy as jnp
-            >>> import jmpx
+            >>> import jax.numpy as jnp, jmpx
             >>> loss_fn = lambda w, x: jnp.mean((x @ w) ** 2)
             >>> found = jmpx.inspect.ranges(loss_fn)(jnp.ones(4), jnp.eye(4))
             >>> str(jmpx.DynamicLossScale(found.loss_scale()))
