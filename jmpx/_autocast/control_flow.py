@@ -14,12 +14,13 @@ from jmpx._autocast.rules import InnerPlace, Operation, is_float32, register
 from jmpx._autocast.value import FLOAT32, Array, Traits, Value, join
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr
+from jmpx._jaxprs.inner import CALLS
 from jmpx._policies.modules import marked_calls
 
 Tangent: TypeAlias = Any  # an array or a symbolic zero
 
 
-@register("call", "closed_call", "jit", "remat2", everywhere=True)
+@register(*CALLS, everywhere=True)
 def function_call(operation: Operation) -> list[Value]:
     """Retraces the function of a call, such as a jitted one or a checkpoint."""
     params, values = operation.equation.params, operation.values

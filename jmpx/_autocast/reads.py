@@ -15,14 +15,12 @@ from jmpx._autocast.rules import Operation, is_float32
 from jmpx._autocast.value import FLOAT32, LOW
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Atom, Equation, Jaxpr, operation_name
-from jmpx._jaxprs.inner import all_equations
+from jmpx._jaxprs.inner import CALLS, all_equations
 from jmpx._jaxprs.moves import EXCHANGES
 
 _WIDE: Dtypes = frozenset({FLOAT32})  # stands for any dtype but those of 16 bits
 _NOTHING: Dtypes = frozenset()
 
-# The jaxpr of these reads their operands as they are.
-_CALLS = frozenset({"call", "closed_call", "jit", "remat2"})
 _MOVES = EXCHANGES | {"gather"}  # what is rounded before them need not be sent as float32
 _PARTS = _MOVES | {"slice", "dynamic_slice"}
 
@@ -123,7 +121,7 @@ def _reads_of(
     equation: Equation, name: str, place: _Place, found: Mapping[Atom, Dtypes]
 ) -> Sequence[Dtypes]:
     """Returns the dtypes in which the first operands are read; the others are in float32."""
-    if name in _CALLS or name == "scan":
+    if name in CALLS or name == "scan":
         (jaxpr,) = core.inner_jaxprs(equation.params)
         results = result_dtypes(equation, found, *place[:2]) if place.follows else ()
         inner = _reads(jaxpr, place, results)

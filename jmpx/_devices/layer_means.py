@@ -18,12 +18,10 @@ from jmpx._devices.exchanges import Evaluate
 from jmpx._devices.reduction import mean_in
 from jmpx._jaxprs import core
 from jmpx._jaxprs.core import Array, Atom, Equation, Jaxpr
-from jmpx._jaxprs.inner import walk
+from jmpx._jaxprs.inner import CALLS, walk
 from jmpx._jaxprs.moves import RESHAPES, ROUNDINGS
 from jmpx._jaxprs.types import Params
 
-# Primitives whose one jaxpr reads their operands as they are.
-_CALLS = frozenset({"call", "closed_call", "jit", "remat2"})
 # Primitives that may come before the loop: their results hold each number of their operands once.
 _MOVES = RESHAPES | {"copy", "slice", "split", "concatenate", "stack"}
 
@@ -161,6 +159,6 @@ def _sliced(eqn: Equation) -> list[bool]:
     if eqn.primitive.name == "scan":
         first = sum(core.scan_counts(eqn))
         return [i >= first for i in range(len(eqn.invars))]
-    if eqn.primitive.name in _CALLS:
+    if eqn.primitive.name in CALLS:
         return _read_by_loops(*core.inner_jaxprs(eqn.params))
     return [False] * len(eqn.invars)
