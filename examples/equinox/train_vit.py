@@ -11,11 +11,10 @@ read from the archive that its authors publish for Python; you download it into 
 
 Each batch is split over all devices that JAX finds. One string sets four precisions: that of the
 parameters, of computation (`c`), of products in float32 (`m`), and that in which gradients are
-summed over the devices (`r`); `python -m jmpx` shows which part has which:
+summed over the devices (`r`):
 
     python examples/equinox/train_vit.py --mp_loss_scale=dynamic,period=500 \
         "--mp_policy=c=f16,o=f32,r=bf16; LayerNorm: full; Softmax: full; */head: c=f32,m=highest"
-    python -m jmpx explain --model examples.equinox.vit:make "c=bf16,o=f32; LayerNorm: full"
 
 `--audit` trains nothing, and prints what of the train step runs in which dtype. So does jmpx, whose
 other commands look at the same step, `ranges` and `first-nonfinite` at `train_vit.py:make_arrays`:

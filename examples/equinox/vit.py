@@ -114,10 +114,3 @@ def patches(image: jax.Array, size: int) -> jax.Array:
     count = side // size
     grid = image.reshape(count, size, count, size, channels).swapaxes(1, 2)
     return grid.reshape(count * count, size * size * channels)
-
-
-def make() -> VisionTransformer:
-    """Makes the model of the digits, for `python -m jmpx --model examples.equinox.vit:make`."""
-    return VisionTransformer(
-        (8, 8, 1), 10, patch=2, width=64, depth=4, heads=4, key=jax.random.key(0)
-    )

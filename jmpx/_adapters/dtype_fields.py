@@ -81,14 +81,11 @@ class FieldCensus:
     def __init__(self) -> None:
         self.sizes: dict[Module, dict[Hashable, int]] = {}  # of the parameters that each reads
         self.fields: dict[Module, np.dtype] = {}  # those that no rule set
-        self.changed: set[Module] = set()  # those whose fields a rule set to another dtype
 
     def note_layer(self, module: Module, field: FieldInCall) -> None:
         """Notes a module that was met, and its field."""
         if field.value is not None and not field.is_ruled:
             self.fields[module] = field.value
-        elif field.selected is not None and field.value not in (None, field.selected.written):
-            self.changed.add(module)
 
     def note_parameter(self, module: Module, name: Hashable, stored: PyTree) -> None:
         """Notes a parameter, any pytree, that a module reads itself."""

@@ -2,10 +2,8 @@
 
 - `main.py`: the table of commands and of their arguments, and the exit codes. A new command is a
   row in it, and a function in `commands.py`.
-- `explain.py`: what a policy string means. `models.py`: which rule each module of a model has, for
-  `--model`.
-- `tables.py`: what `explain` prints. `doctor.py`: versions, devices and settings, and what of them
-  does not fit together.
+- `explain.py`: what a policy string means. `doctor.py`: versions, devices and settings, and what of
+  them does not fit together.
 - `targets.py`: imports what a user names as `pkg.module:make`, with its flags, and turns an error
   of the user's code into one line.
 

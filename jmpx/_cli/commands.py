@@ -18,10 +18,10 @@ _RETURNS = "a pair of a function and the tuple of its arguments, which may be sh
 
 
 def explain(given: argparse.Namespace) -> int:
-    """Prints what a policy string means, and which rule each module of a model has."""
+    """Prints what a policy string means."""
     from jmpx._cli.explain import explain  # here, as below: a command needs one of them
 
-    print(*explain(given.precision, given.model, given.flags), sep="\n")
+    print(*explain(given.precision), sep="\n")
     return 0
 
 

@@ -1,51 +1,35 @@
-"""What `python -m jmpx explain` prints: what a policy string means, and for which modules."""
+"""What `python -m jmpx explain` prints: what a policy string means."""
 
-from collections.abc import Sequence
-
-from jmpx._cli.tables import Row, table
+from jmpx._base.text import columns
 from jmpx._policies.maps import PolicyMap
-from jmpx._policies.policy import Policy, given_fields
+from jmpx._policies.policy import ATTRIBUTES, Policy, given_fields
 from jmpx._policies.rules import Rule
 from jmpx._scales.kinds import LossScale, NoOpLossScale
 from jmpx._scales.mixed_precision import get_mixed_precision
 
 
-def explain(precision: str, model: str | None, flags: Sequence[str]) -> list[str]:
-    """Returns the lines that tell what a policy string means.
-
-    Args:
-        precision: the policy string.
-        model: the function that makes a model, such as `"pkg.module:make"`, if the lines are to
-            tell which rule each of its modules has.
-        flags: the flags of the program that makes the model.
-
-    Raises:
-        ValueError: if the string is wrong, or the model cannot be made or traced.
-    """
+def explain(precision: str) -> list[str]:
+    """Returns the lines that tell what a policy string means; a ValueError if it is wrong."""
     mixed = get_mixed_precision(precision)
     policy_map = mixed.policy_map
     saves = f", save={policy_map.save}" if policy_map.save else ""
     why = "by= says so" if policy_map.by else "write by=... to choose"
-    lines = [
+    return [
         *_map_lines(policy_map),
         f"applied by: {policy_map.way}{saves} ({why})",
         _loss_scale_line(precision, mixed.loss_scale),
     ]
-    if model is not None:
-        from jmpx._cli.models import report  # here, because it needs most of jmpx
-        from jmpx._cli.targets import load
-
-        lines += report(policy_map, load(model, flags))
-    return lines
 
 
 def _map_lines(policy_map: PolicyMap) -> list[str]:
     """Returns a table of what each rule of a policy map sets or inherits."""
     default, rules = policy_map.default, policy_map.rules
-    rows = [Row(("default",), given_fields(default))]
-    rows += [Row((rule.label,), _fields_of(rule, default)) for rule in rules]
-    lines = table(("",), rows)
-    if any("*" in value for row in rows for value in row.fields.values()):
+    rows = [("default", given_fields(default))]
+    rows += [(rule.label, _fields_of(rule, default)) for rule in rules]
+    shown = [key for key in ATTRIBUTES if any(fields.get(key) for _, fields in rows)]
+    cells = [[label, *(fields.get(key, "") for key in shown)] for label, fields in rows]
+    lines = columns([["", *shown], *cells])
+    if any("*" in value for _, fields in rows for value in fields.values()):
         lines.append(
             "* the compute dtype, or matmul, of what surrounds the call: here, of the default"
         )

@@ -2,15 +2,12 @@
 
     python -m jmpx doctor
     python -m jmpx explain "c=bf16,o=f32; BatchNorm: full; */router: c=f32,m=highest"
-    python -m jmpx explain --model pkg.module:make "c=bf16,o=f32; BatchNorm: full | dynamic"
     python -m jmpx audit pkg.module:make --platform tpu
     python -m jmpx ranges pkg.module:make --plot ranges.png
     python -m jmpx first-nonfinite examples/haiku/train.py:make -- --mp_policy=c=f16
 
 `explain`, a word that may be left out, takes a policy or a policy map and, after a bar, a loss
-scale. `make` of `--model` returns a module of Equinox or NNX; or a pair of a function, such as the
-`init` of a Linen module or a Haiku transformed function, and the tuple of its arguments. It is
-traced in the way in which the map is applied, `by=`.
+scale. Under which policy each module of a model ran, `audit` tells.
 
 `audit`, `ranges` and `first-nonfinite` look at a program: a loss, which they differentiate in its
 first argument, or a training step. `make` returns a pair of it and the tuple of its arguments,
@@ -49,18 +46,13 @@ _TARGET: dict[str, dict[str, Any]] = {
 }
 _COMMANDS = {
     "explain": _Command(
-        "what a policy string means, and which of its rules each module of a model has",
+        "what a policy string means",
         commands.explain,
         {
             "precision": {
                 "metavar": "POLICY",
                 "help": "a policy or a policy map and, after a bar (|), a loss scale",
-            },
-            "--model": {
-                "metavar": "MODULE:FUNCTION",
-                "help": "a function without arguments that returns a module of Equinox or NNX, or "
-                "a pair of what is traced and the tuple of its arguments",
-            },
+            }
         },
     ),
     "audit": _Command(

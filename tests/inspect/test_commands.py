@@ -192,23 +192,6 @@ def test_what_follows_two_dashes_are_flags_of_the_program(text, flag, target, pr
     assert flops_of(capsys, target, "--json", "--", f"--{flag}=300") > 50 * small
 
 
-def test_the_flags_of_a_program_may_make_the_model(program, capsys):
-    program(
-        """
-import equinox as eqx
-from absl import flags
-DEPTH = flags.DEFINE_integer("model_depth", 1, "The depth.")
-
-def make():
-    return eqx.nn.MLP(3, 2, 4, DEPTH.value, key=jax.random.key(0))
-"""
-    )
-    arguments = ("explain", "--model", "program.py:make", "c=bf16; */0: full")
-    for flag, layers in (((), 2), (("--", "--model_depth=5"), 6)):
-        assert run(*arguments, *flag) == 0
-        assert capsys.readouterr().out.count(" Linear ") == layers
-
-
 def test_flags_of_libraries_are_not_those_of_the_program(program, capsys):
     program(ARGPARSE + "import optax\nfrom absl import logging\n")
     assert flops_of(capsys, "program.py:make", "--json", "--", "--size=5") > 0
@@ -305,7 +288,7 @@ def test_wrong_arguments_are_one_line(arguments, capsys):
 
 HELP = {
     (): ["explain", "audit", "ranges", "first-nonfinite", "doctor", "--version", "exit code"],
-    ("explain",): ["--model", "POLICY"],
+    ("explain",): ["POLICY"],
     ("doctor",): ["versions"],
     ("audit",): ["--platform {cpu,cuda,gpu,tpu}", "--json", "--"],
     ("ranges",): ["--plot PATH", "--json"],

@@ -10,7 +10,7 @@ HEAVY = (
     "jmpx._steps.checks jmpx._jaxprs.core jmpx._steps.options "
     "jmpx._steps.results jmpx._devices.reduction jmpx._base.stateful jmpx._base.nnx_objects "
     "jmpx._adapters.function_casts jmpx._scales.mixed_precision "
-    "jmpx._scales.strings jmpx._cli.models jmpx._steps.progress "
+    "jmpx._scales.strings jmpx._steps.progress "
     "jmpx._steps.skipping jmpx._devices.gather jmpx._base.axes jmpx._inspect.audit "
     "jmpx._inspect.ranges jmpx._inspect.first_nonfinite jmpx._inspect.programs "
     "jmpx._inspect.collectives.report jmpx._cli.explain jmpx._cli.commands jmpx._cli.targets "
