@@ -81,7 +81,8 @@ def run_widened(eqn: Equation, operands: Sequence[Array]) -> list[Array]:
         is_wide = is_floating_dtype(dtype) and dtype.itemsize >= 4  # float64 stays float64
         return [operands[0] if is_wide else lax.convert_element_type(operands[0], np.float32)]
     if name in _SCATTERS:
-        return [_scatter(name, eqn, operands)]
+        keys = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+        return [_SCATTERS[name](*operands, **{key: eqn.params[key] for key in keys})]
     entry = lookup(eqn)
     if entry is None or entry.rule is keep or _has_algorithm(eqn) or core.inner_jaxprs(eqn.params):
         pairs = zip(operands, eqn.invars, strict=True)
@@ -90,11 +91,6 @@ def run_widened(eqn: Equation, operands: Sequence[Array]) -> list[Array]:
         key: np.dtype(np.float32) for key, dtype in eqn.params.items() if is_narrow(dtype)
     }
     return core.bind(eqn, operands, **params)
-
-
-def _scatter(name: str, eqn: Equation, operands: Sequence[Array]) -> Array:
-    keys = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-    return _SCATTERS[name](*operands, **{key: eqn.params[key] for key in keys})
 
 
 def _has_algorithm(eqn: Equation) -> bool:

@@ -74,7 +74,9 @@ def _by_cond(finite: jax.Array, take: Callable[[], T], keep: Callable[[PyTree], 
     news: list[tuple[PyTree, list[jax.core.ShapedArray | None]]] = []
 
     def taken() -> T:
-        new = _arrays(take())
+        new = take()
+        if not all(map(is_traceable, jax.tree.leaves(new))):
+            raise _TypesDiffer
         types = list(map(_type_of, jax.tree.leaves(new)))
         axes = varying_axes(finite)
         if axes and not all(axes <= varying_axes(each) for each in types):
@@ -91,12 +93,6 @@ def _by_cond(finite: jax.Array, take: Callable[[], T], keep: Callable[[PyTree], 
         return old
 
     return lax.cond(finite, taken, skipped)
-
-
-def _arrays(new: T) -> T:
-    if not all(map(is_traceable, jax.tree.leaves(new))):
-        raise _TypesDiffer
-    return new
 
 
 def _kept(keep: Callable[[PyTree], T], new: PyTree) -> T:

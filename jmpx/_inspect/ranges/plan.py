@@ -29,14 +29,13 @@ class Plan:
 
     def __init__(self, graph: Graph) -> None:
         self.masks = _masks(graph)
-        rows = {key_of(n): _row(graph, n) for n in graph.nodes if _counts(graph, n)}
+        rows = {
+            key_of(n): (graph.path(n), n.is_backward and _RECOMPUTED not in n.scope.split("/"))
+            for n in graph.nodes
+            if _counts(graph, n)
+        }
         self.table = list(dict.fromkeys(rows.values()))
         self.rows = {key: self.table.index(row) for key, row in rows.items()}
-
-
-def _row(graph: Graph, node: Node) -> tuple[str, bool]:
-    is_recomputed = _RECOMPUTED in node.scope.split("/")
-    return graph.path(node), node.is_backward and not is_recomputed
 
 
 def _counts(graph: Graph, node: Node) -> bool:
