@@ -58,26 +58,17 @@ AUTOCAST = "autocast traces"  # the topic of what autocast traces for: its polic
 
 
 class _State:
-    """What is in force in one thread.
-
-    Attributes:
-        open: the open contexts, the innermost last.
-        hooks: the hooks that are entered, and what leaves them.
-        facts: what else JAX's caches know, by topic.
-        told: leaves the value that JAX's caches know.
-        late: the open contexts that another thread has left.
-        epochs: how often this thread has found such contexts.
-        watches: for each open watch of casts the names of what has cast inside of it, and the dtype
-            to which a cast does not count; None if all count.
-    """
+    """What is in force in one thread."""
 
     def __init__(self) -> None:
-        self.open: list[Context] = []
-        self.hooks: dict[Hook, contextlib.ExitStack] = {}
-        self.facts: dict[str, Hashable] = {}
-        self.told = contextlib.ExitStack()
-        self.late: collections.deque[Context] = collections.deque()
-        self.epochs = 0
+        self.open: list[Context] = []  # the innermost last
+        self.hooks: dict[Hook, contextlib.ExitStack] = {}  # that are entered, and what leaves them
+        self.facts: dict[str, Hashable] = {}  # what else JAX's caches know, by topic
+        self.told = contextlib.ExitStack()  # leaves the value that JAX's caches know
+        self.late: collections.deque[Context] = collections.deque()  # left by another thread
+        self.epochs = 0  # how often this thread has found such contexts
+        # For each open watch of casts the names of what has cast inside of it, and the dtype to
+        # which a cast does not count; None if all count.
         self.watches: list[tuple[dict[str, None], np.dtype | None]] = []
 
 
@@ -163,14 +154,8 @@ def refuse_other_tasks(action: str) -> None:
 
     A thread has one cache key and one list of interceptors for all its tasks. If two tasks held
     contexts at once, or one traced a module while another held a context, modules would get casts
-    of another task, and JAX's caches would keep them. Context variables tell tasks apart
-    in every event loop; a task that is started inside a context is inside it, too.
-
-    Args:
-        action: what is refused, for the message.
-
-    Raises:
-        ValueError: if another task is inside a context.
+    of another task, and JAX's caches would keep them. Context variables tell tasks apart in every
+    event loop; a task that is started inside a context is inside it, too.
     """
     catch_up()
     inside = _entered.get()
@@ -253,10 +238,7 @@ def parameters_rounded(dtype: np.dtype | None) -> Iterator[dict[str, None]]:
 
     A cast to the dtype of the parameters changes nothing; every other one would widen rounded
     values. The dtype is part of the key of JAX's caches: a function that was jitted and traced
-    elsewhere is traced anew, so that its casts are noticed.
-
-    Args:
-        dtype: the dtype to which they were rounded; None if they were not, and nothing is noted.
+    elsewhere is traced anew, so that its casts are noticed. Without a dtype, nothing is noted.
 
     Yields:
         The names of what casts inside to another dtype, in order. Of nested functions the outermost
@@ -286,14 +268,10 @@ _seen = weakref.WeakKeyDictionary[Hashable, dict[Hashable, dict[str, None]]]()
 
 @contextlib.contextmanager
 def casts_watched(code: Hashable, policy_map: Hashable) -> Iterator[dict[str, None]]:
-    """Notes what casts while a function runs under a policy map.
+    """Notes what casts while a function, known by its code or its type, runs under a policy map.
 
     Both are part of the key of JAX's caches, so that a function that was jitted and traced
     elsewhere is traced anew, once.
-
-    Args:
-        code: the code of the function, or its type.
-        policy_map: the policy map.
 
     Yields:
         The names of what has cast in this call and in earlier ones: in a later call, a jitted

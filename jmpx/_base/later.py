@@ -12,10 +12,8 @@ def later(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], tuple[str, ...]]:
     """Makes the `__getattr__`, `__dir__` and `__all__` of a module whose names are imported later.
 
-    Args:
-        module: the name of the module.
-        files: the public names that each file of `jmpx` defines, with spaces between them.
-        rooms: the public modules inside of this one, with the packages that they need.
+    `files` has the public names that each file of `jmpx` defines, with spaces between them, `rooms`
+    the public modules inside of this one, with the packages that they need.
     """
     names = vars(sys.modules[module])
     places = {name: file for file, found in files.items() for name in found.split()}

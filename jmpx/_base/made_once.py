@@ -13,9 +13,6 @@ def made_once(make: Callable[..., R]) -> Callable[..., R]:
     `functools.cache` makes one for each thread that asks at once. Two classes of one name would be
     nodes of two types to JAX: pytrees that should match would not, and functions would be traced
     again. There is no lock, because making a class runs the user's code.
-
-    Args:
-        make: makes the object from hashable positional arguments.
     """
     made: dict[tuple[object, ...], R] = {}
 

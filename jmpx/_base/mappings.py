@@ -34,17 +34,11 @@ class Located(NamedTuple, Generic[T_co]):
 
 
 class Text(NamedTuple):
-    """A part of a user's string.
-
-    Attributes:
-        text: the part.
-        start: its index in the whole string.
-        whole: the whole string as messages quote it: `policy 'c=bf16,o=f32'`.
-    """
+    """A part of a user's string."""
 
     text: str
-    start: int
-    whole: str
+    start: int  # its index in the whole string
+    whole: str  # the whole string as messages quote it: `policy 'c=bf16,o=f32'`
 
     @property
     def value(self) -> str:
@@ -87,13 +81,7 @@ class Text(NamedTuple):
 
 
 def whole_text(text: str, what: str, at: str = "") -> Text:
-    """Returns a user's whole string, without the semicolon that may end it.
-
-    Args:
-        text: the string.
-        what: what it is, such as "policy".
-        at: its place in a mapping, see `Located.at`.
-    """
+    """Returns a user's whole string, such as a "policy", without the semicolon that may end it."""
     return Text(text.rstrip().removesuffix(";"), 0, f"{what} {text!r}{at}")
 
 
@@ -151,13 +139,8 @@ def by_name(
 ) -> dict[str, Found]:
     """Returns values by the names that their keys stand for; case and space do not count.
 
-    Args:
-        entries: the keys and the values.
-        names: the accepted keys, and the names that they stand for.
-        elsewhere: keys that users write in the wrong place, and the remedy for each.
-
-    Raises:
-        ValueError: if a key is not accepted, or two keys stand for one name.
+    A ValueError refuses two keys for one name and a key that is none of `names`, and tells the
+    remedy for one that users write in the wrong place, of `elsewhere`.
     """
     found: dict[str, Found] = {}
     for key, value in entries:
@@ -174,13 +157,9 @@ def by_name(
 
 
 def unknown(what: str, found: Found, expected: str, near: Iterable[str] = ()) -> ValueError:
-    """Returns the error for a word that is not accepted.
+    """Returns the error for a word that is not accepted as a `what`, such as "dtype".
 
-    Args:
-        what: what the word should be, such as "dtype".
-        found: the word.
-        expected: the accepted words, as the message lists them.
-        near: the words of which the message suggests the nearest.
+    It lists the words that are expected, and suggests the nearest of those that are `near`.
     """
     word = str(found.value).strip()
     got = f"Unknown {what} {word!r}" if word else f"Missing {what}"
@@ -189,13 +168,7 @@ def unknown(what: str, found: Found, expected: str, near: Iterable[str] = ()) ->
 
 
 def refuse_value(what: str, found: Found, remedy: str) -> TypeError:
-    """Returns the error for a value of a type that is not accepted.
-
-    Args:
-        what: what is expected, such as "a policy".
-        found: the value.
-        remedy: the end of the sentence.
-    """
+    """Returns the error for a value of another type than `what` is; a remedy ends its sentence."""
     if found.at and found.value is None:
         remedy += ", or leave it out"
     elif isinstance(found.value, bool):

@@ -55,12 +55,9 @@ def short_names(text: str) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), gap: str = "  ") -> list[str]:
-    """Returns the lines of a table, whose columns are as wide as their widest cells.
+    """Returns the lines of a table, with a gap between columns as wide as their widest cells.
 
-    Args:
-        rows: the cells, as many in each row.
-        right: the columns that are aligned to the right; the others are to the left.
-        gap: what stands between two columns.
+    The columns of the indices in `right` are aligned to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [">" if index in right else "<" for index in range(len(widths))]

@@ -17,16 +17,10 @@ _LONGEST = 500  # of an error that becomes one line: some of JAX's have a senten
 
 
 def load(target: str, flags: Sequence[str]) -> PyTree:
-    """Returns what the function that a target names returns.
+    """Returns what the function that a target names returns; a ValueError says why it cannot.
 
-    Args:
-        target: a module, which may be the path of a script, and, after a colon, a function in it
-            that takes no arguments.
-        flags: the flags of its program: `sys.argv` holds them from here on, and absl, if the
-            program has flags of it, parses them.
-
-    Raises:
-        ValueError: if it cannot be imported, or fails. One sentence says so.
+    `sys.argv` holds the flags of its program from here on, and absl, if that has flags of it,
+    parses them.
     """
     name, _, attribute = target.rpartition(":")
     if not name or not attribute:

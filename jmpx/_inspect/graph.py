@@ -17,27 +17,16 @@ from jmpx._policies.places import modules_of, selector, where
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True)
 class Value:
-    """What an equation reads or computes.
-
-    Attributes:
-        aval: what JAX knows of it.
-        kind: `input`, `const` (an array that the function closes over), `literal` or `computed`.
-        constant: the number or numbers of a constant or a literal.
-        index: the number of an input; -1 for the other kinds.
-        node: what computes it.
-        readers: the nodes that read it, in the order of the program.
-        is_output: whether the program returns it.
-        dtype: its dtype; that of a boolean for what has none, such as a token.
-    """
+    """What an equation reads or computes."""
 
     aval: Aval
-    kind: str
-    constant: Array | None = None
-    index: int = -1
-    node: "Node | None" = None
-    readers: "list[Node]" = dataclasses.field(default_factory=list)
+    kind: str  # `input`, `const` (an array that the function closes over), `literal` or `computed`
+    constant: Array | None = None  # the number or numbers of a constant or a literal
+    index: int = -1  # the number of an input
+    node: "Node | None" = None  # what computes it
+    readers: "list[Node]" = dataclasses.field(default_factory=list)  # in the program's order
     is_output: bool = False
-    dtype: np.dtype = dataclasses.field(init=False)
+    dtype: np.dtype = dataclasses.field(init=False)  # a boolean's for a token, which has none
     shape: tuple[int, ...] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,28 +48,19 @@ class Value:
 class Node:
     """An equation, or a structural node, which ties the body of a loop to the program around it.
 
-    Of these, `carry` reads a first value and what the body returns next, and
-    makes what a trip of the loop starts with; `slice` makes a trip's part of an array, `stack` an
-    array out of what each trip returns, `result` what the last trip hands out, `join` the result of
-    whichever branch runs, `shard` and `unshard` a device's part of an array, and the array.
-
-    Attributes:
-        name: the name of the primitive, as policy rules spell it, or of the structural node.
-        eqn: the equation; of a structural node, the one that holds the inner jaxpr.
-        scope: its scopes, marks of modules among them.
-        is_backward: whether it belongs to a backward pass.
-        around: the equation whose jaxpr it is from, as a node; None at the top.
-        times: how often it runs: the product of the lengths of the scans around it.
-        in_while: whether it is inside a while loop, which runs an unknown number of times.
+    Of these, `carry` reads a first value and what the body returns next, and makes what a trip of
+    the loop starts with; `slice` makes a trip's part of an array, `stack` an array out of what each
+    trip returns, `result` what the last trip hands out, `join` the result of whichever branch runs,
+    `shard` and `unshard` a device's part of an array, and the array.
     """
 
-    name: str
-    eqn: Equation
-    scope: str
+    name: str  # of the primitive, as policy rules spell it, or of the structural node
+    eqn: Equation  # of a structural node, the one that holds the inner jaxpr
+    scope: str  # its scopes, marks of modules among them
     is_backward: bool
-    around: "Node | None"
-    times: int = 1
-    in_while: bool = False
+    around: "Node | None"  # the equation whose jaxpr it is from; None at the top
+    times: int = 1  # how often it runs: the product of the lengths of the scans around it
+    in_while: bool = False  # it runs an unknown number of times
     is_structure: bool = False
     operands: list[Value] = dataclasses.field(default_factory=list)
     results: list[Value] = dataclasses.field(default_factory=list)
@@ -97,19 +77,11 @@ class Node:
 
 
 class Graph:
-    """A program as nodes and values.
+    """A program as nodes and values, with the values of its arguments and of its results.
 
-    Args:
-        program: the program.
-        platform: such as "tpu": of a `lax.platform_dependent`, the branch of this platform is in
-            the graph, and no other; None for the platform of this machine.
-
-    Attributes:
-        program: the program.
-        nodes: all nodes in the order of the program; a `carry` stands before the body that reads
-            it, and all others behind what they read.
-        inputs: the program's arguments.
-        outputs: its results.
+    The nodes are in the order of the program; a `carry` stands before the body that reads it, and
+    all others behind what they read. Of a `lax.platform_dependent`, the branch of the platform is
+    in the graph, and no other; None stands for that of this machine.
     """
 
     def __init__(self, program: Program, platform: str | None = None) -> None:

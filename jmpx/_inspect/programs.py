@@ -40,33 +40,19 @@ class _Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A function as what JAX runs of it.
-
-    Attributes:
-        name: the name of the function.
-        jaxpr: the closed jaxpr, in whose scopes modules have marks.
-        arrays: the arrays among the arguments, in the order of the jaxpr's inputs, or their shapes.
-        names: the names of these inputs, such as `params['w']`.
-        is_differentiated: whether it is a loss, with the gradient in its first argument.
-        has_backward: whether it holds a backward pass.
-        policies: the policies of the modules that an adapter ran, by the modules' paths.
-        chosen: the paths of the modules among them that have their policy by a rule or their class.
-        takers: the public functions that took a policy map, which further rules can be added to.
-        call: the function, and how it was traced.
-        gradients: how many of the results, the last ones, are gradients of a loss.
-    """
+    """A function as what JAX runs of it."""
 
     name: str
-    jaxpr: Jaxpr
-    arrays: Sequence[Array]
-    names: Sequence[str]
-    is_differentiated: bool
-    has_backward: bool
-    policies: dict[str, str]
-    chosen: frozenset[str]
-    takers: frozenset[str]
-    call: _Call
-    gradients: int = 0
+    jaxpr: Jaxpr  # a closed one, in whose scopes modules have marks
+    arrays: Sequence[Array]  # among the arguments, as the jaxpr's inputs, or their shapes
+    names: Sequence[str]  # of these inputs, such as `params['w']`
+    is_differentiated: bool  # whether it is a loss, with the gradient in its first argument
+    has_backward: bool  # whether it holds a backward pass
+    policies: dict[str, str]  # of the modules that an adapter ran, by the modules' paths
+    chosen: frozenset[str]  # the paths of those that have their policy by a rule or their class
+    takers: frozenset[str]  # the public functions that took a policy map, for further rules
+    call: _Call  # the function, and how it was traced
+    gradients: int = 0  # how many of the results, the last ones, are gradients of a loss
 
     def with_rules(self, *rules: Rule) -> "Program":
         """Traces the program again, with rules at the end of its policy maps.
@@ -85,19 +71,10 @@ def traced_program(
     kwargs: dict[str, PyTree] | None = None,
     with_gradient: bool = True,
 ) -> Program:
-    """Traces a function, and its gradient if it is a loss. No array is computed.
+    """Traces a function on arrays or their shapes, by default with its gradient if it is a loss.
 
-    Args:
-        fn: a loss: it returns a floating scalar, or a tuple whose first element is one, and
-            computes no gradient. Or a step that computes its gradients itself. Any other function
-            is looked at as it is.
-        args: its arguments: pytrees with arrays or `jax.ShapeDtypeStruct`s, modules among them.
-        kwargs: its keyword arguments.
-        with_gradient: whether a loss is differentiated.
-
-    Raises:
-        TypeError: if `fn` is not callable.
-        ValueError: if `fn` is a loss without a floating array in its first argument.
+    Any other function is looked at as it is. A TypeError refuses what is not callable, a ValueError
+    a loss without a floating array in its first argument.
     """
     if not callable(fn):
         raise TypeError(

@@ -21,13 +21,8 @@ class _Added(NamedTuple):
 def rules_added(rules: Sequence[Rule]) -> Iterator[set[str]]:
     """Adds rules to the end of each policy map that is taken while the context lasts.
 
-    The rules are part of the key of JAX's caches, so that jitted functions are traced anew.
-
-    Args:
-        rules: the rules; without any, it is only noted who takes a map.
-
-    Yields:
-        The functions that took a policy map, as the user calls them, such as `jmpx.autocast`.
+    The rules are part of the key of JAX's caches, so that jitted functions are traced anew. What
+    the context yields is which functions took a policy map, such as `jmpx.autocast`.
     """
     added = _Added(tuple(rules), set())
     with entered(Context("rules_added", added, key=added.rules)):

@@ -15,20 +15,12 @@ _NOT_IN_SELECTORS = re.compile(r"[\s=,:;|?]")
 
 
 class Where(NamedTuple):
-    """What a scope means to a user.
+    """What a scope means to a user."""
 
-    Attributes:
-        path: the path of the innermost module, and the named scopes inside of it.
-        module: the innermost module; None outside of modules.
-        names: the named scopes inside of the module, joined by slashes.
-        is_full: whether it is in `jmpx.full_precision`, or autocast computes in float32 there by
-            a policy rule.
-    """
-
-    path: str
-    module: Module | None
-    names: str
-    is_full: bool
+    path: str  # of the innermost module, and the named scopes inside of it
+    module: Module | None  # the innermost one; None outside of modules
+    names: str  # the named scopes inside of the module, joined by slashes
+    is_full: bool  # in `jmpx.full_precision`, or where autocast computes in float32 by a rule
 
 
 @functools.lru_cache(maxsize=4096)

@@ -32,19 +32,13 @@ _FREE_BODIES = frozenset({"checkpoint / remat", "shard_map", "pmap"})
 
 
 class _Registry(threading.local):
-    """What is set in one thread.
-
-    Attributes:
-        policies: the policies that were attached here, also those that a framework's own store
-            keeps, for JAX's caches to compare.
-        running: the policies of the methods that run, the innermost last.
-        bodies: how many bodies were being traced when the outermost of them began.
-    """
+    """What is set in one thread."""
 
     def __init__(self) -> None:
+        # What was attached here, also what a framework's own store keeps: JAX's caches compare it.
         self.policies: dict[_Key, Policy] = {}
-        self.running: list[Policy | None] = []
-        self.bodies = 0
+        self.running: list[Policy | None] = []  # of the methods that run, the innermost last
+        self.bodies = 0  # how many were being traced when the outermost of these methods began
 
 
 _registry = _Registry()

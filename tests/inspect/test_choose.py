@@ -139,9 +139,18 @@ def test_a_bound_that_the_policy_holds_needs_no_rule(rng):
 
 
 def test_rules_that_were_given_stay(rng):
+    def loss_fn(w, x):
+        with jax.named_scope("encoder"):
+            h = jnp.tanh(x @ w)
+        with jax.named_scope("distance"):
+            h = (h @ w + 64) - 64
+        with jax.named_scope("head"):
+            h = jnp.sin(h @ w / 16)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
     given = f"{POLICY}; */encoder: full;"
-    choice = jmpx.inspect.choose(loss_of_scopes, given, error=1e-3)(*drawn(rng))
-    assert "*/encoder: full; */distance: full" in choice.policy
+    choice = jmpx.inspect.choose(loss_fn, given, error=0.03)(*drawn(rng))
+    assert choice.policy.endswith("; */encoder: full; */distance: full")
 
 
 def test_the_same_seed_gives_the_same_choice(rng):
@@ -152,11 +161,11 @@ def test_the_same_seed_gives_the_same_choice(rng):
 
 def test_operations_are_islands_where_there_are_no_scopes(rng):
     def loss_fn(w, x):
-        h = jnp.sin(x @ w) * 3
-        return jnp.mean(((h @ w + 100) - 100).astype(jnp.float32) ** 2)
+        h = x @ w
+        return jnp.mean((1e4 * (jnp.sqrt(1 + 1e-4 * h * h) - 1)).astype(jnp.float32) ** 2)
 
     choice = jmpx.inspect.choose(loss_fn, POLICY, error=0.02)(*drawn(rng))
-    assert "op.add: full" in choice.policy or "op.sub: full" in choice.policy
+    assert choice.policy.endswith(("; op.add: full", "; op.mul: full"))
     assert choice.chosen
     assert choice.chosen.error <= 0.02
 

@@ -134,9 +134,10 @@ def choose(
         title = f"the {what} of {program.name}"
         notes = (*failed, *(() if where else planned.notes))
         wide = [row for row in rows if row.policy == _wide(base)]
-        # float32 beats no string: of small batches it may need the least memory, because it keeps
-        # no copies of parameters in 16 bits.
-        kept = front([row for row in rows if row not in wide])
+        # Rules for all products are float32 in many words. That one beats no string: of small
+        # batches it may need the least memory, as it keeps no copies of parameters in 16 bits.
+        products = any(row.low for row in rows)
+        kept = front([row for row in rows if row not in wide and (row.low or not products)])
         return Choice(title, error, len(batches), where, (*kept, *wide), notes)
 
     return call

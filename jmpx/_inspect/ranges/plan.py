@@ -19,21 +19,16 @@ _RECOMPUTED = "rematted_computation"  # what JAX calls the recomputed part of a 
 
 
 class Plan:
-    """What is counted of a program.
-
-    Attributes:
-        table: the rows of the table of counts: scopes, and whether they are of the backward pass.
-        rows: the position in `table` of each equation that counts, by the key of its site.
-        masks: the magnitudes beyond float16 that `jnp.where` puts into arrays.
-    """
+    """What is counted of a program."""
 
     def __init__(self, graph: Graph) -> None:
-        self.masks = _masks(graph)
+        self.masks = _masks(graph)  # magnitudes beyond float16 that `jnp.where` puts into arrays
         rows = {
             key_of(n): (graph.path(n), n.is_backward and _RECOMPUTED not in n.scope.split("/"))
             for n in graph.nodes
             if _counts(graph, n)
         }
+        # The rows of the table of counts: scopes, and whether they are of the backward pass.
         self.table = list(dict.fromkeys(rows.values()))
         self.rows = {key: self.table.index(row) for key, row in rows.items()}
 
