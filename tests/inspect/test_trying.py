@@ -37,6 +37,10 @@ def mean(x):
     return x - jnp.mean(x, 0, keepdims=True, dtype=x.dtype)
 
 
+def norm(x):
+    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+
+
 def positions(x):
     x = x + jnp.asarray(np.sin(np.arange(len(x)))[:, None], F32)
     return x @ x.T @ x  # a layer would cast what it reads
@@ -47,8 +51,10 @@ def attention(x):
 
 
 HALF = "c=bf16,o=f32"
+HEAD = "*/head: c=f32,o=f32"
 # layer -> the policy map without a rule that would mend it
 LAYERS = dict.fromkeys((softmax, long_sum, mean, positions, attention), HALF)
+LAYERS[norm] = f"c=f16,o=f32; */plant: full; {HEAD}"
 
 
 def within_framework(framework, layer):
@@ -111,17 +117,13 @@ def tied_head():
     return make, "c=bf16,o=f32; LayerNorm: c=f32,o=f32"
 
 
-class Soft(hk.Module):
-    def __call__(self, x):
-        return softmax(x)
-
-
 class Deep(hk.Module):
-    """Layers that are alike, each with a softmax of its own."""
+    """Layers that are alike, each with a norm before a float32 layer."""
 
     def __call__(self, x):
         for i in range(3):
-            x = Soft(name=f"soft_{i}")(hk.Linear(4, name=f"low_{i}")(x))
+            x = hk.LayerNorm(-1, True, True, name=f"norm_{i}")(hk.Linear(4, name=f"low_{i}")(x))
+            x = hk.Linear(4, name=f"wide_{i}")(x)
         return x
 
 
@@ -136,7 +138,7 @@ def layers_alike():
 
         return loss, (params, jnp.ones((2, 4)))
 
-    return make, "by=modules,c=bf16,o=f32"
+    return make, "c=bf16,o=f32; LayerNorm: full; */wide_*: full"
 
 
 def two_maps():
@@ -163,6 +165,7 @@ PROGRAMS = {
     **{f"autocast-{layer.__name__}": under_autocast(layer) for layer in LAYERS},
     "autocast-scan": scan_under_autocast(),
     "gradient-softmax": within_gradient_function(softmax),
+    "gradient-norm": within_gradient_function(norm),
     "tied-head": tied_head(),
     "layers-alike": layers_alike(),
     "two-maps": two_maps(),
@@ -178,12 +181,14 @@ EXPECTED = {
             ("softmax", "low-exp", "*/plant: full"),
             ("long_sum", "low-sum", "*/plant: full"),
             ("mean", "low-sum", "*/plant: full"),
+            ("norm", "cast-to-and-fro", "*/plant: c=f32,o=f32"),
             ("attention", "low-exp", f"{IN_CODE} exp"),
             ("positions", "promotion", "cast it where it is made, with .astype(x.dtype)"),
         )
     },
     "autocast-scan": ("promotion", "op.scan: bf16"),
     "gradient-softmax": ("low-exp", "*/plant: full"),
+    "gradient-norm": ("cast-to-and-fro", "*/plant: c=f32,o=f32"),
 }
 
 
@@ -231,10 +236,15 @@ def test_the_rule_is_the_most_precise_one(program):
     assert EXPECTED[program] in {(each.name, each.rule) for each in report.findings}
 
 
+def test_a_rule_for_an_outermost_call_is_no_leak():
+    """Without a module around the layers, each is an outermost call, and nothing is rounded."""
+    assert not audited(*PROGRAMS["haiku-norm"]).findings
+
+
 def test_layers_that_are_alike_share_a_rule():
     report = audited(*PROGRAMS["layers-alike"])
     (rule,) = {each.rule for each in report.findings}
-    assert len(report.findings) == 3 and rule == "deep/soft_*: full"
+    assert len(report.findings) == 3 and rule == "deep/norm_*: c=f32,o=f32"
     assert rule in str(report)
 
 
@@ -270,19 +280,20 @@ def test_a_rule_is_traced_once(monkeypatch):
     report = audited(counted(make, calls), policy)
     assert alike == len(calls) + 1
     assert {each.rule for each in report.findings} == {
-        "x.astype(jnp.float32) before exp; rules for it were not tried, after 0 others"
+        "read the float32 value, or leave out the cast back; rules for it were not tried, after 0 "
+        "others"
     }
 
 
 def test_a_jitted_step_is_traced_anew_under_the_rule():
-    make, policy = PROGRAMS["linen-softmax"]
+    make, policy = PROGRAMS["linen-norm"]
 
     def jitted(policy):
         loss, args = make(policy)
         return jax.jit(jax.value_and_grad(loss)), args
 
     (finding,) = audited(jitted, policy).findings
-    assert finding.rule == "*/plant: full"
+    assert finding.rule == "*/plant: c=f32,o=f32"
     with jax.checking_leaks():
         assert not audited(jitted, f"{policy}; {finding.rule}").findings
 
@@ -298,3 +309,26 @@ def test_a_rule_under_which_a_program_cannot_be_traced_is_not_printed():
 
     (finding,) = audited(make, "c=bf16; op.exp: bf16").findings
     assert finding.rule == "no rule mends it: x.astype(jnp.float32) before exp"
+
+
+def test_the_first_program_of_the_readme():
+    """A norm in float32 before a head in float32 returns float32."""
+
+    class Network(hk.Module):
+        def __call__(self, x):
+            h = hk.LayerNorm(-1, True, True)(jax.nn.relu(hk.Linear(32)(x)))
+            return hk.Linear(1, name="head")(h)
+
+    net, x = hk.transform(lambda x: Network()(x)), jnp.ones((64, 3))
+
+    def make(policy):
+        def loss(params, x):
+            with jmpx.haiku.policies(policy):
+                return jnp.mean(net.apply(params, None, x) ** 2)
+
+        return loss, (jax.eval_shape(net.init, jax.random.key(0), x), x)
+
+    policy = f"{HALF}; LayerNorm: full; {HEAD}"
+    (finding,) = audited(make, policy).findings
+    assert finding.rule == "network/layer_norm: c=f32,o=f32"
+    assert not audited(make, f"{policy}; {finding.rule}").findings

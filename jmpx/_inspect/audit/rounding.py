@@ -1,4 +1,4 @@
-"""Findings: numbers that float16 cannot hold, and what is rounded twice."""
+"""Findings: numbers that float16 cannot hold, and casts that lose digits."""
 
 from collections.abc import Iterator
 
@@ -7,20 +7,23 @@ import numpy as np
 from jmpx._inspect.audit.remedies import Remedies
 from jmpx._inspect.audit.step import Found, Kind, Step
 from jmpx._inspect.audit.values import (
+    AUTOCAST,
     CAST,
     LOW,
     MOVES,
     MOVES_AND_CASTS,
     WIDE,
     before,
+    call,
     number as number_of,
     source as unmoved,
 )
-from jmpx._inspect.graph import Node, Value
+from jmpx._inspect.graph import Graph, Node, Value
 
 _CONSTANT = Kind("constant-range", Remedies.wider)
+_TO_AND_FRO = Kind("cast-to-and-fro", Remedies.wider_makers)
 _TWICE = Kind("double-rounding", Remedies.wider_makers)
-KINDS = (_CONSTANT, _TWICE)
+KINDS = (_CONSTANT, _TO_AND_FRO, _TWICE)
 
 _FLOAT16 = np.dtype(np.float16)
 _LARGEST, _SMALLEST = 65504.0, 2.0**-24  # of float16
@@ -128,11 +131,12 @@ def _is_kept_from_zero(value: Value) -> bool:
 
 
 def _casts(step: Step, node: Node) -> Iterator[Found]:
-    """Yields a finding about a cast to 16 bits of what has other 16 bits, or had."""
+    """Yields a finding about a cast of what another cast made."""
     (source,), (result,) = node.operands, node.results
     maker = before(source, MOVES).node
-    is_cast_up = source.dtype in WIDE and maker is not None and maker.name == CAST
-    stored = maker.operands[0] if maker is not None and is_cast_up else source
+    earlier = maker if maker is not None and maker.name == CAST else None
+    first = source if earlier is None else earlier.operands[0]
+    stored = source if source.dtype in LOW else first
     if result.dtype in LOW and stored.dtype in LOW and stored.dtype != result.dtype:
         origin = before(stored, MOVES)
         is_argument = origin.kind == "input"
@@ -140,3 +144,41 @@ def _casts(step: Step, node: Node) -> Iterator[Found]:
         text = f"A {stored.dtype.name} {name} is cast to {result.dtype.name}: it is rounded twice."
         advice = "cast once, from float32, or use one 16-bit dtype"
         yield _found(step, _TWICE, "medium", node, text, advice)
+    elif (
+        earlier is not None
+        and first.dtype in WIDE
+        and source.dtype in LOW
+        and result.dtype in WIDE
+        and not step.streams.is_of_leak(result)
+        and not _is_meant(step.graph, node, earlier)
+    ):
+        names = " to ".join(value.dtype.name for value in (first, source, result))
+        text = f"A value is cast from {names}, with nothing between: its digits are lost."
+        advice = f"read the {first.dtype.name} value, or leave out the cast back"
+        yield _found(step, _TO_AND_FRO, "medium", node, text, advice)
+
+
+def _is_meant(graph: Graph, node: Node, earlier: Node) -> bool:
+    """Whether a float32 value is rounded to 16 bits on purpose before it is cast up again."""
+    summed = earlier.operands[0]
+    if summed.node is not None and summed.node.name in ("div", "mul"):  # a mean
+        summed = summed.node.operands[0]
+    sums = ("reduce_", "cum")
+    maker, readers = before(summed, MOVES).node, node.results[0].readers
+    if maker is not None and maker.name.startswith(sums):
+        return True  # jnp.sum and jnp.mean add 16-bit numbers in float32, and round the result
+    if all(reader.name.startswith(sums) for reader in readers):
+        return True
+    if AUTOCAST in graph.program.takers or not _is_only_widened(earlier.results[0]):
+        return True  # operations of 16 bits are around it
+    return not graph.policy(node) and call(earlier) == call(node)
+
+
+def _is_only_widened(value: Value) -> bool:
+    """Whether all operations of the forward pass that read a 16-bit value read it cast up."""
+    return all(
+        reader.is_backward
+        or (reader.name == CAST and reader.results[0].dtype in WIDE)
+        or (reader.name in MOVES and _is_only_widened(reader.results[0]))
+        for reader in value.readers
+    )

@@ -178,6 +178,11 @@ class Streams:
                 part.merge_into(stream)
         return stream
 
+    def is_of_leak(self, value: Value) -> bool:
+        """Whether a value belongs to a stream that a finding is about."""
+        stream = self._of[id(value)].whole if id(value) in self._of else None
+        return self.is_half and stream is not None and bool(stream.products or stream.widened)
+
     def origin(self, value: Value | None) -> Node | None:
         """Returns what made the first wide value that a value is computed from, if anything did."""
         node = None if value is None or not _is_computed(value) else value.node
