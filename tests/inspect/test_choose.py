@@ -16,7 +16,7 @@ import jmpx
 from jmpx.__main__ import main
 from jmpx._inspect.blame.api import blamed_runs, nodes_of
 from jmpx._inspect.choose.api import _search
-from jmpx._inspect.choose.islands import Sites
+from jmpx._inspect.choose.islands import Sites, pattern
 from jmpx._inspect.choose.report import Choice, Tried, front
 from jmpx._inspect.graph import Graph
 
@@ -252,6 +252,7 @@ def test_rules_for_all_of_what_is_alike_are_one_rule(rng):
     mlps = ["block0/mlp", "block1/mlp", "block2/mlp"]
     assert sites.shortened(["op.add", *mlps, "op.exp"]) == ["op.add", "block*/mlp", "op.exp"]
     assert sites.shortened(mlps[:2]) == mlps[:2]
+    assert pattern("net/conv2_d_1/block0/w2v") == "net/conv2_d_*/block*/w2v"
     assert sites.shortened(["block0/norm", *mlps[1:]]) == ["block0/norm", *mlps[1:]]
 
 
@@ -274,7 +275,8 @@ def test_the_report(rng, tmp_path):
     choice = jmpx.inspect.choose(loss_of_scopes, POLICY, error=0.015)(*drawn(rng))
     text = str(choice)
     assert "over 6 batches, at most 0.015" in text
-    assert sum("<- chosen" in line for line in text.splitlines()) == 1
+    (chosen,) = (line for line in text.splitlines() if line.startswith("chosen "))
+    assert chosen.endswith(f" {choice.policy}")
     assert f"--mp_policy='{choice.policy}'" in text
     assert json.loads(choice.to_json())["policy"] == choice.policy
     assert choice.to_html().count("<tr>") == len(choice.rows) + 1

@@ -1,12 +1,12 @@
 """The parts of a program that one rule of a policy map puts into float32."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jmpx._autocast.regions import matches_scope
-from jmpx._inspect.audit.alike import pattern
 from jmpx._inspect.graph import Graph, Node
 from jmpx._jaxprs.marks import module_of
 from jmpx._policies.maps import PolicyMap
@@ -132,6 +132,11 @@ def _alike(scope: str) -> str | None:
     """Returns the selector of a scope and of those whose paths differ in numbers alone."""
     select = selector(scope)
     return select and pattern(select)
+
+
+def pattern(path: str) -> str:
+    """Returns a path with `*` for the number at the end of each name: `conv2_d_1` has one."""
+    return re.sub(r"\d+(?=/|$)", "*", path)
 
 
 def _broad(scope: str) -> str | None:

@@ -106,12 +106,13 @@ def _what(found: Choice) -> str:
 
 
 def _cells(found: Choice) -> list[list[str]]:
-    """Returns the rows of the table, its header first."""
-    cells = [["", "error", _what(found), "products in 16 bits", ""]]
+    """Returns the rows of the table, its header first; the policy last, as it may be long."""
+    cells = [["", "error", _what(found), "products in 16 bits", "policy"]]
     for row in found.rows:
-        mark = "<- chosen" if row is found.chosen else "does not fit" if row.fits is False else ""
+        mark = "chosen" if row is found.chosen else "does not fit" if row.fits is False else ""
         error = "0" if row.error == 0 else f"{row.error:.1e}"
-        cells.append([row.policy, error, bytes_text(row.memory), share_text(row.low, 1), mark])
+        numbers = [error, bytes_text(row.memory), share_text(row.low, 1)]
+        cells.append([mark, *numbers, row.policy])
     return cells
 
 
