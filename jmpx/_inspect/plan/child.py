@@ -72,4 +72,8 @@ def _shardings(request: dict[str, Any], devices: Sequence[Any]) -> list[NamedSha
 if __name__ == "__main__":
     head = json.loads(sys.stdin.buffer.readline())
     program = jax.export.deserialize(bytearray(sys.stdin.buffer.read()))
-    print(json.dumps(compiled(head, program)))
+    try:
+        answer = compiled(head, program)
+    except Exception as failure:
+        answer = {"error": f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"}
+    print(json.dumps(answer))
