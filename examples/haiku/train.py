@@ -19,6 +19,13 @@ other commands look at the same step:
     python examples/haiku/train.py --mp_policy=c=bf16 --audit
     python -m jmpx audit examples/haiku/train.py:make -- --mp_policy=c=bf16
 
+Which parts of it need float32, jmpx finds out. Its gradients at the start are 14 % off in bfloat16
+and 4.8 % in float16, because the kinks of `relu` jump: `by=operations,c=f16,save=products` is
+better here, at 216 of 929 KiB that are kept for the backward pass.
+
+    python -m jmpx choose examples/haiku/train.py:make_losses --error 0.05 \
+        --policy by=operations,c=f16
+
 The 1,797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded.
 """
 
