@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         FirstNonfinite as FirstNonfinite,
         first_nonfinite as first_nonfinite,
     )
+    from jmpx._inspect.products.report import Products as Products, products as products
     from jmpx._inspect.ranges.api import ranges as ranges
     from jmpx._inspect.ranges.report import Ranges as Ranges
     from jmpx._steps.progress import (
@@ -56,5 +57,6 @@ else:
             "_inspect.ranges.report": "Ranges",
             "_storage.update_report": "LostUpdates UpdateReport update_report",
             "_inspect.collectives.report": "Collectives collectives",
+            "_inspect.products.report": "Products products",
         },
     )

@@ -16,6 +16,7 @@ CHAPTERS = {
         "compare",
         "blame",
         "collectives",
+        "products",
     ],
     "Larger runs": ["sharding", "storage", "checkpoints", "recipes"],
     "Coming from": ["coming_from_jmp", "coming_from_torch", "coming_from_others", "from_0.2"],

@@ -11,9 +11,10 @@ The way through it:
 - `audit/` reads the graph, without numbers: casts, saved bytes, FLOPs by dtype, and findings.
 - `ranges/` runs the program in float32, and counts the magnitudes of its numbers.
 - `first_nonfinite/` runs the program as it is, and finds the origin of an infinity or a NaN.
-- `collectives/` reads a lowered or compiled program, and lists what its devices exchange.
+- `collectives/` lists what the devices of a lowered or compiled program exchange, `products/` what
+  it multiplies; `hlo/` reads such programs for both.
 
-Each of the six has half a page of its own, and opens with `api.py` or `report.py`. None of them
+Each of the seven has half a page of its own, and opens with `api.py` or `report.py`. None of them
 imports another, but for `blame`, which asks `first_nonfinite` for what is not finite. The room
 imports from all rooms below it, most of all `_jaxprs` and `_policies`; of `_adapters` it reads the
 policies under which modules ran, and `blame` puts a function under one.

@@ -95,13 +95,14 @@ def traced_program(
         with_gradient: whether a loss is differentiated.
 
     Raises:
-        TypeError: if `fn` is not callable.
+        TypeError: if `fn` is not callable, or compiled.
         ValueError: if `fn` is a loss without a floating array in its first argument.
     """
-    if not callable(fn):
+    if not callable(fn) or isinstance(fn, jax.stages.Compiled):
         raise TypeError(
             f"Expected a loss or a train step to look at, got {fn!r}: pass the function itself, "
-            "and its arguments to the function that is returned."
+            "and its arguments to the function that is returned; jmpx.inspect.products reads steps "
+            "that are lowered or compiled."
         )
     call, is_loss = _Call(fn, args, kwargs or {}), None if with_gradient else False
     try:
