@@ -30,13 +30,13 @@ class ProgramReport:
 
     def to_dict(self) -> dict[str, object]:
         """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
-        fields: dict[str, object] = {"program": self.program, "devices": self.devices, "platform": self.platform}
+        fields: dict[str, object] = {"program": self.program, "devices": self.devices}
         rows, amount = list[object](), self._amount
         for one in getattr(self, self._found):
             place = None if one.place is None else one.place._asdict()
             rows.append(one._asdict() | {amount: getattr(one, amount), "place": place})
         found = {amount: getattr(self, amount), self._found: rows}
-        return fields | found | {"notes": list(self.notes)}
+        return fields | {"platform": self.platform} | found | {"notes": list(self.notes)}
 
     def to_json(self, indent: int | None = 2) -> str:
         """Returns `to_dict()` as JSON, with the `indent` of `json.dumps`."""
