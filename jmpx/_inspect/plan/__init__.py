@@ -1,0 +1,1 @@
+"""`plan`: what each policy costs on a chip, before the chip is rented."""
