@@ -19,7 +19,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +27,9 @@ import records
 import steps
 from models import ViT
 from steps import Point
+
+import jmpx
+from jmpx._inspect.hlo.module import Instruction, Module
 
 # Each step of jmpx, and the step by hand that skips in the same way.
 FLOAT16 = {
@@ -39,38 +42,28 @@ BFLOAT16 = {"jmpx": "handwritten", "jmpx_jmp_style": "handwritten"}
 DIVIDE = {name: f"{name}_divide" for name in ("handwritten", "handwritten_cond")}
 GROWTH = ("handwritten", "jmpx_where", "jmpx", "mpx", "jmp")  # over the number of layers
 
-INSTRUCTION = re.compile(r"^  +(?:ROOT )?\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", re.MULTILINE)
-COMPUTATION = re.compile(r"^(?:ENTRY )?(%\S+) \(.*\{$")
-FUSED = re.compile(r"(?:calls|to_apply)=(%[^,\s]+)")
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"}
-LINE = re.compile(r"^ +(?:ROOT )?(%\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)")
 ARRAY = re.compile(r"[a-z]+(\d*)\w*\[([\d,]*)\]((?:\{[^}]*\})?)")
-OPERAND = re.compile(r"%[\w.-]+")
-DOT = re.compile(r"stablehlo\.dot_general .*: \(tensor<(\S*)>, tensor<(\S*)>\) ->")
-CALL = re.compile(r"call @([\w.]+)\(")
-FUNCTION = re.compile(r"^  func\.func \w+ @([\w.]+)\(", re.MULTILINE)
 
 
-def unfused(hlo: str) -> Iterator[str]:
-    """Yields the lines of an HLO module that are no part of a fusion: those that run one by one."""
-    fused, skips = {*FUSED.findall(hlo)}, False
-    for line in hlo.splitlines():
-        if found := COMPUTATION.match(line):
-            skips = found[1] in fused
-        elif not skips:
-            yield line
+def unfused(module: Module) -> list[Instruction]:
+    """Returns what is no part of a fusion: the instructions that run one by one."""
+    every = module.instructions.values()
+    fusions = (one for one in every if one.kind not in ("while", "conditional"))
+    fused = {name for one in fusions for name in one.called}
+    return [one for one in every if one.computation not in fused]
 
 
 def count(hlo: str) -> dict[str, int]:
     """Counts the instructions of an HLO module, given as text."""
-    names, run = INSTRUCTION.findall(hlo), INSTRUCTION.findall("\n".join(unfused(hlo)))
-    entry = hlo[hlo.index("\nENTRY ") :]
+    module = Module(hlo)
+    kinds = collections.Counter(one.kind for one in module.instructions.values())
     return {
-        "instructions": len(names),
-        "entry_ops": len(INSTRUCTION.findall(entry[: entry.index("\n}")])),
-        "kernels": sum(name not in FREE for name in run),
-        "copies": names.count("copy"),
-        "converts": names.count("convert"),
+        "instructions": kinds.total(),
+        "entry_ops": len(module.computations[module.entry]),
+        "kernels": sum(one.kind not in FREE for one in unfused(module)),
+        "copies": kinds["copy"],
+        "converts": kinds["convert"],
     }
 
 
@@ -104,24 +97,14 @@ def counts(compiled: Any) -> dict[str, int]:
     }
 
 
-def count_dots(text: str) -> dict[str, int]:
-    """Counts the products of StableHLO by the dtypes of their operands, such as `f16 x f16`.
+def count_dots(lowered: Any) -> dict[str, int]:
+    """Counts the products of a lowered step by the dtypes of their operands, such as `f16 x f16`.
 
-    Those of a function count as often as it is called. What is lowered for CUDA, which needs no
-    GPU, shows the dtypes that a GPU multiplies in; XLA computes 16-bit products of CPUs in float32.
+    Those of a loop count once. What is lowered for CUDA, which needs no GPU, shows the dtypes that
+    a GPU multiplies in; XLA computes 16-bit products of CPUs in float32.
     """
-    pieces = FUNCTION.split(text)[1:]
-    bodies = dict(zip(pieces[::2], pieces[1::2], strict=True))
-    found: dict[str, collections.Counter[str]] = {}
-
-    def of(name: str) -> collections.Counter[str]:
-        if name not in found:
-            dots, calls = DOT.findall(bodies[name]), CALL.findall(bodies[name])
-            dtypes = [" x ".join(tensor.rpartition("x")[2] for tensor in dot) for dot in dots]
-            found[name] = sum(map(of, calls), collections.Counter(dtypes))
-        return found[name]
-
-    return dict(sorted(of("main").items()))
+    found = jmpx.inspect.products(lowered).products
+    return dict(sorted(collections.Counter(" x ".join(one.operands) for one in found).items()))
 
 
 def measure(

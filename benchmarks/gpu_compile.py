@@ -15,6 +15,7 @@ ten seconds of a core. The optimizer is Adam; the state is donated. A line has t
 Autotuning and Triton's products are off, so fusions differ from those of a real run.
 """
 
+import collections
 import functools
 from typing import Any
 
@@ -28,6 +29,8 @@ from compiled_step import clocked
 from gpu_program import Program
 from model_steps import Point, trace
 from tpu_compile import CARRIES, MARKED, counts
+
+import jmpx
 
 RESULTS = records.RESULTS / "gpu_compile.jsonl"
 ALL_DOTS = "by hand, marked blocks, all dots"
@@ -68,11 +71,20 @@ def compiled(make: Any, chip: str) -> records.Record:
         **guess,
         "kernels": sum(times for _, times in found.kernels()),
         **counts(hlo),
-        "products": found.products(),
+        "products": products(hlo),
         "collectives": sent,
         **spent,
         **gpu.compiler(chip),
     }
+
+
+def products(hlo: str) -> dict[str, int]:
+    """Counts the products by their dtypes; those of cuDNN's attention have its name, too."""
+    found = collections.Counter[str]()
+    for one in jmpx.inspect.products(hlo).products:
+        name = f"{one.kernel} {one.dtypes}" if one.kind == "attention" else one.dtypes
+        found[name] += one.times
+    return dict(sorted(found.items()))
 
 
 def measure(chip: str, small: bool = False, **fields: Any) -> records.Record:
@@ -87,7 +99,7 @@ def measure_fsdp(way: str, small: bool = False) -> records.Record:
 
 def measure_product(dtypes: list[str], small: bool = False) -> records.Record:
     """Compiles a product of two dtypes, which returns bfloat16."""
-    on, size = jax.sharding.SingleDeviceSharding(gpu.devices()[0]), 256 if small else 4096
+    on, size = gpu.on(), 256 if small else 4096
     arrays = [jax.ShapeDtypeStruct((size, size), dtype, sharding=on) for dtype in dtypes]
     product = functools.partial(jax.lax.dot, preferred_element_type=jnp.bfloat16)
     found = compiled(lambda: jax.jit(product).trace(*arrays), "H100")

@@ -139,6 +139,15 @@ def test_the_algorithm_of_a_product_is_told(algorithm):
     assert counts == {f"f32 x f32 -> f32{', ' * bool(algorithm)}{algorithm.lower()}": 1}
 
 
+def test_products_of_a_function_count_as_often_as_it_is_called():
+    @jax.jit
+    def twice(x):
+        return x @ x @ x.astype(jnp.bfloat16)
+
+    report = read(lambda x: twice(twice(x)) @ x, f32(4, 4))
+    assert report.counts() == {"f32 x f32 -> f32": 5}
+
+
 def test_products_in_loops_and_branches_count_as_often_as_they_run():
     def fn(x, n):
         x = lax.fori_loop(0, 5, lambda i, x: x @ x, x)

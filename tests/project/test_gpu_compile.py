@@ -1,7 +1,7 @@
 """The benchmark of what the compiler of NVIDIA's GPUs makes of train steps; it needs no GPU."""
 
 import collections
-import importlib.util
+import importlib
 import json
 from functools import partial
 
@@ -20,9 +20,11 @@ from gpu_program import Program
 from helpers import heads
 
 import jmpx
+from jmpx._inspect.plan import chips
+from jmpx._inspect.plan.chips import CHIPS, missing
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
-MISSING = gpu.missing()
+MISSING = missing(CHIPS["h100"])
 needs_compiler = pytest.mark.skipif(MISSING != "", reason=MISSING)
 HLO = """HloModule jit_step, is_scheduled=true
 
@@ -60,7 +62,8 @@ backend_config={"known_trip_count":{"n":"5"}}
   %kept = f32[8]{0} conditional(%a, %a, %a), branch_computations={%skip, %update}
   %sum = f32[8]{0} all-reduce(%kept), to_apply=%skip
   %attention = (bf16[8,4]{1,0}, u8[0]{0}) custom-call(%low, %low), \
-custom_call_target="__cudnn$fmhaSoftmax", backend_config={}
+custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config":\
+{"intermediate_tensor_shape":{"dimensions":["8","8"]}}}
   ROOT %gemm = f32[8,8]{1,0} custom-call(%a, %a), custom_call_target="__cublas$lt$matmul", \
 backend_config={"gemm_backend_config":{"precision_config":{"operand_precision":\
 ["HIGHEST","HIGHEST"]}},"reification_cost":[{"exec_time_us":7.0,"name":"sol"}]}
@@ -69,13 +72,12 @@ backend_config={"gemm_backend_config":{"precision_config":{"operand_precision":\
 
 
 def test_what_runs_is_read_from_the_program():
-    program = Program(HLO)
-    assert program.products() == {
+    assert gpu_compile.products(HLO) == {
         "__cudnn$fmhaSoftmax bf16 x bf16 -> bf16": 1,
         "bf16 x bf16 -> f16": 5,
         "f32 x f32 -> f32, highest": 1,
     }
-    assert sum(times for _, times in program.kernels()) == 1 + 5 + 2 + 1 + 1 + 1
+    assert sum(times for _, times in Program(HLO).kernels()) == 1 + 5 + 2 + 1 + 1 + 1
 
 
 def test_a_step_is_estimated_as_the_sum_of_what_runs():
@@ -95,16 +97,16 @@ def test_every_point_is_there_once_can_be_made_and_has_a_line(capsys):
     assert {line.partition("\t")[0] for line in listed} == {"there  "}
 
 
-@pytest.mark.parametrize(
-    ("versions", "told"), [(gpu.VERSIONS, gpu.OTHER_JAX), ((jax.__version__,), gpu.INSTALL)]
-)
-def test_without_the_compiler_a_line_says_what_to_do(versions, told, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "VERSIONS", versions if told == gpu.INSTALL else ())
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize("versions", [(), (jax.__version__,)])
+def test_without_the_compiler_a_line_says_what_to_do(versions, monkeypatch, capsys):
+    monkeypatch.setattr(chips, "GPU_VERSIONS", versions)
+    monkeypatch.setattr(chips, "find_spec", lambda name: None)
     gpu.devices.cache_clear()
     with pytest.raises(SystemExit, match="2"):
         gpu.devices()
-    assert capsys.readouterr().err == f"{told}\n"
+    told = "is missing: pip install" if versions else f"JAX {jax.__version__} cannot compile"
+    printed = capsys.readouterr().err
+    assert told in printed and printed.count("\n") == 1
 
 
 def test_the_tables_compare_what_was_measured():
@@ -132,9 +134,9 @@ def test_a_step_multiplies_in_its_dtype(way, dtype, multiplied, tmp_path):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("chip", gpu.CHIPS)
+@pytest.mark.parametrize("chip", gpu.OPTIONS)
 def test_float8_is_multiplied_as_float8_by_an_h100_alone(chip):
-    on = jax.sharding.SingleDeviceSharding(gpu.devices(chip)[0])
+    on = gpu.on(chip)
     x = jax.ShapeDtypeStruct((256, 256), "float8_e4m3fn", sharding=on)
     product = jax.jit(lambda x: jax.lax.dot(x, x, preferred_element_type="bfloat16"))
     (found,) = gpu_compile.compiled(lambda: product.trace(x), chip)["products"]
@@ -210,7 +212,7 @@ def test_an_attention_is_one_kernel_forward_and_one_backward(name):
     def grads(w, x):
         return jax.grad(lambda w: jnp.square(FUSED[name](w, x).astype(jnp.float32)).sum())(w)
 
-    on = jax.sharding.SingleDeviceSharding(gpu.devices()[0])
+    on = gpu.on()
     w, x = (jax.ShapeDtypeStruct((n, 256, 256), "float32", sharding=on) for n in (4, 2))
     products = gpu_compile.compiled(lambda: jax.jit(grads).trace(w, x), "H100")["products"]
     kernels = {key.split()[0]: n for key, n in products.items() if key.startswith("__cudnn")}
@@ -232,10 +234,10 @@ def test_an_attention_in_float32_is_refused_with_the_edit():
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("chip", gpu.CHIPS)
+@pytest.mark.parametrize("chip", gpu.OPTIONS)
 @pytest.mark.parametrize("matmul", ["", ",m=highest"])
 def test_float32_is_multiplied_in_tf32_unless_the_policy_says_highest(matmul, chip):
-    on = jax.sharding.SingleDeviceSharding(gpu.devices(chip)[0])
+    on = gpu.on(chip)
     x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=on)
     product = jax.jit(jmpx.apply_policy(lambda x: x @ x, f"c=f32{matmul}"))
     (found,) = gpu_compile.compiled(lambda: product.trace(x), chip)["products"]
@@ -269,7 +271,7 @@ def test_what_gpus_send_is_read_as_the_benchmark_reads_it(way):
 @needs_compiler
 def test_a_head_that_hands_out_float32_multiplies_in_bfloat16():
     """None of its operands is converted to float32, and the logits are not rounded."""
-    on = jax.sharding.SingleDeviceSharding(gpu.devices()[0])
+    on = gpu.on()
     rounded, kept, full = (
         gpu_compile.compiled(lambda policy=policy: heads.traced(policy, on), "H100")
         for policy in (heads.ROUNDED, heads.KEPT, f"{heads.ROUNDED}; head: c=f32,o=f32")

@@ -47,9 +47,11 @@ _A100 = """
   memory_bandwidth: 2039040000000  l2_cache_size: 41943040
   shared_memory_per_core: 167936  shared_memory_per_block_optin: 166912
 """
-# Of JAX: others cannot compile for a GPU that is not there, or were not tried.
+# Of JAX: others cannot compile for a GPU that is not there, or were not tried. 0.9.2 compiles, if the
+# target has only the fields that it knows, but gives as peak of memory the arguments alone.
 GPU_VERSIONS = ("0.10.2",)
 GPU_PACKAGES = "jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0} nvidia-cuda-nvcc-cu12==12.9.86"
+GPU_PACKAGES += " flatbuffers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,4 +147,5 @@ def missing(chip: Chip) -> str:
     compilers = ["libtpu"] if is_tpu else ["jax_cuda12_plugin", "jax_cuda13_plugin"]
     if any(map(find_spec, compilers)) and find_spec("flatbuffers"):
         return ""
-    return f"The compiler of {chip.name} is missing: pip install 'jmpx[{'tpu' if is_tpu else 'cuda'}]'."
+    extra = "tpu" if is_tpu else "cuda"
+    return f"The compiler of {chip.name} is missing: pip install 'jmpx[{extra}]'."
