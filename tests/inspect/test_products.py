@@ -239,6 +239,27 @@ def test_products_of_cublas_cudnn_and_triton_are_read():
     assert found[0].place is not None and found[0].place[:2] == ("/home/me/net.py", 7)
 
 
+def test_kernels_that_cannot_be_read_are_told():
+    hlo = HLO.replace("__cudnn$fmhaSoftmaxBackward", "tpu_custom_call")
+    hlo = hlo.replace("__cudnn$convForward", "__gpu$xla.gpu.triton")
+    report = jmpx.inspect.products(hlo)
+    assert [one for one in report.products if one.kernel in ("", "tpu_custom_call")] == []
+    told = "2 calls of kernels (__gpu$xla.gpu.triton, tpu_custom_call) cannot be read"
+    assert len(report.products) == 6 and report.notes[0].startswith(told)
+
+
+def test_kernels_of_pallas_are_told():
+    from jax.experimental import pallas as pl
+
+    def kernel(x, out):
+        out[...] = x[...] * 2
+
+    call = pl.pallas_call(kernel, out_shape=f32(128, 128))
+    report = read(lambda x: call(x) @ x, f32(128, 128), platform="tpu")
+    assert report.counts() == {"f32 x f32 -> f32": 1}
+    assert report.notes[0].startswith("1 call of kernels (tpu_custom_call)")
+
+
 def test_a_product_of_a_tpu_counts_no_holes():
     """A batched product of a TPU is a convolution whose kernel meets one part of its input."""
     hlo = """HloModule jit_step, is_scheduled=true

@@ -26,6 +26,7 @@ from jmpx._inspect.plan.chips import CHIPS, missing
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
 MISSING = missing(CHIPS["h100"])
 needs_compiler = pytest.mark.skipif(MISSING != "", reason=MISSING)
+LOW = jnp.bfloat16
 HLO = """HloModule jit_step, is_scheduled=true
 
 %fused (p.0: f32[8,4]) -> bf16[8,4] {
@@ -160,6 +161,50 @@ def test_the_default_compiles_to_what_where_compiles_to():
     assert default["estimate_ms"] < cond["estimate_ms"]
 
 
+# What `jmpx.inspect.products` reads.
+
+
+def loss_fn(params, x):
+    def layer(h, w):
+        scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", h, h))
+        return jnp.tanh(jnp.einsum("bqk,bkd->bqd", scores, h @ w.astype(h.dtype))), None
+
+    h, _ = jax.lax.scan(layer, x.astype(LOW), params["layers"])
+    return jnp.sum((h.astype(jnp.float32) @ params["head"]) ** 2)
+
+
+SHORT = {"bfloat16": "bf16", "float32": "f32"}
+
+
+def compiled_loss(chip, **options):
+    on = gpu.on(chip)
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on)  # noqa: E731
+    params, x = {"layers": f32(3, 256, 256), "head": f32(256, 128)}, f32(4, 128, 256)
+    lowered = jax.jit(jax.grad(loss_fn)).trace(params, x).lower(lowering_platforms=("cuda",))
+    audited = jmpx.inspect.audit(loss_fn)(params, x).products
+    return lowered, lowered.compile({**gpu.OPTIONS[chip], **options}), audited
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("chip", gpu.OPTIONS)
+@pytest.mark.parametrize("kernel", ["__cublas$lt$matmul", "__triton_nested_gemm_fusion"])
+def test_a_compiled_step_has_the_products_that_the_audit_counts(chip, kernel):
+    triton = "triton" in kernel
+    lowered, compiled, audited = compiled_loss(chip, xla_gpu_enable_triton_gemm=triton)
+    report = jmpx.inspect.products(compiled)
+    assert report.platform == "gpu" and report.notes == ()
+    for products in (report, jmpx.inspect.products(lowered)):
+        flops = collections.Counter[str]()
+        for one in products.products:
+            flops[one.operands[0]] += one.flops
+        assert flops == {SHORT[each.dtypes.split()[0]]: each.flops for each in audited}
+    assert {one.kernel for one in report.products} == {kernel}
+    heads = [one for one in report.products if one.operands == ("f32", "f32")]
+    assert len(heads) == 3 and all(one.place.function == "loss_fn" for one in heads)
+    assert sum(one.times for one in report.products) == 3 * 9 + 3
+
+
 # cuDNN's attention, on the compiler.
 
 
@@ -184,7 +229,6 @@ def in_haiku(policy, w, x):
     return jmpx.apply_policy(net.apply, policy)({"attention": {"w": w}}, None, x)
 
 
-LOW = jnp.bfloat16
 CAST, CAUSAL = partial(attention, dtype=LOW), partial(attention, dtype=LOW, is_causal=True)
 FUSED = {
     "arguments": jmpx.apply_policy(attention, "by=arguments,c=bf16"),

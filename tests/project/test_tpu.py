@@ -89,6 +89,30 @@ def test_a_float32_product_takes_one_pass_unless_its_precision_asks_for_more():
 
 @pytest.mark.slow
 @needs_libtpu
+def test_a_compiled_step_has_the_products_that_the_audit_counts():
+    def loss_fn(params, x):
+        def layer(h, w):
+            values = h @ w.astype(h.dtype)
+            scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", h, values))
+            return jnp.tanh(jnp.einsum("bqk,bkd->bqd", scores, values)), None
+
+        h, _ = jax.lax.scan(layer, x.astype(jnp.bfloat16), params["layers"])
+        return jnp.sum((h.astype(jnp.float32) @ params["head"]) ** 2)
+
+    params = {"layers": jnp.ones((3, 256, 256)), "head": jnp.ones((256, 128))}
+    program = tpu.compiled(jax.grad(loss_fn), (params, x := jnp.ones((4, 128, 256))))
+    report = jmpx.inspect.products(program)
+    audited = jmpx.inspect.audit(loss_fn)(params, x).products
+    # The scores meet the values in the compiler's own kernel, once in each of the layers.
+    (note,) = report.notes
+    assert note.startswith("3 calls of kernels (tpu_custom_call) cannot be read")
+    inside = 3 * 2 * 4 * 128 * 128 * 256
+    assert report.flops == sum(each.flops for each in audited) - inside
+    assert report.platform == "tpu" and {one.kind for one in report.products} == {"convolution"}
+
+
+@pytest.mark.slow
+@needs_libtpu
 @pytest.mark.parametrize(("reduce", "dtype"), [("", "f32"), (",r=bf16", "bf16")])
 def test_gradients_are_summed_in_the_dtype_of_the_policy(reduce, dtype):
     found = tpu_matmul.measure_reduction(f"c=bf16,o=f32{reduce}", 256)

@@ -47,8 +47,8 @@ _A100 = """
   memory_bandwidth: 2039040000000  l2_cache_size: 41943040
   shared_memory_per_core: 167936  shared_memory_per_block_optin: 166912
 """
-# Of JAX: others cannot compile for a GPU that is not there, or were not tried. 0.9.2 compiles, if the
-# target has only the fields that it knows, but gives as peak of memory the arguments alone.
+# Of JAX: others cannot compile for a GPU that is not there, or were not tried. 0.9.2 does, for a
+# target of the fields that it knows alone, but what it gives as peak of memory is the arguments.
 GPU_VERSIONS = ("0.10.2",)
 GPU_PACKAGES = "jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0} nvidia-cuda-nvcc-cu12==12.9.86"
 GPU_PACKAGES += " flatbuffers"

@@ -9,11 +9,13 @@ from jmpx._inspect.products.data import Product
 from jmpx._jaxprs.product_flops import taps
 
 KINDS = ("dot", "ragged-dot", "scaled-dot", "convolution")
+KERNEL = "kernel"  # of Pallas, or one that a compiler wrote
 CALLS = {  # what custom calls are, by how the names of their targets start
     "__cublas$gemm": "dot",
     "__cublas$lt$": "dot",
     "__cudnn$conv": "convolution",
     "__cudnn$fmha": "attention",
+    **dict.fromkeys(("tpu_custom_call", "__gpu$xla.gpu.triton", "triton", "mosaic"), KERNEL),
 }
 _PRECISION = re.compile(r'operand_precision(?:":\[|=\{)([\w",]+)')
 _ALGORITHM = re.compile(r'\balgorithm(?:":"ALG_|=dot_)(\w+)')
@@ -42,15 +44,15 @@ def finder(module: Module) -> Callable[[Instruction], list[Product] | None]:
     def find(one: Instruction) -> list[Product] | None:
         if not (kind := kind_of(one)):
             return None
-        arrays = [operand[0] for operand in module.operands(one)[:2]]
+        arrays = [operand[0] for operand in module.operands(one)[:2] if operand]
         return [
             Product(
                 kind,
                 tuple(dtype for dtype, _ in arrays),
-                one.arrays[0][0],
+                one.arrays[0][0] if one.arrays else "",
                 _algorithm(one.rest),
                 one.target or kernels.get(one.computation, ""),
-                _flops(kind, one, *(shape for _, shape in arrays)),
+                0 if kind == KERNEL else _flops(kind, one, *(shape for _, shape in arrays)),
                 scope=one.scope,
             )
         ]

@@ -4,11 +4,11 @@ import collections
 import dataclasses
 from collections.abc import Iterator
 
-from jmpx._base.text import flop_text
+from jmpx._base.text import count_text, flop_text
 from jmpx._inspect.hlo.programs import ProgramReport, read
 from jmpx._inspect.hlo.tables import Tables, end_of, wrapped
 from jmpx._inspect.products.data import Product
-from jmpx._inspect.products.hlo import finder
+from jmpx._inspect.products.hlo import KERNEL, finder
 
 _WIDENED = (
     "Compiled for a CPU, for which XLA multiplies in float32 what a program multiplies in 16 bits: "
@@ -66,8 +66,8 @@ def products(step: object) -> Products:
     """Returns which products a step multiplies: in which dtypes, by which kernels, how many FLOPs.
 
     Nothing runs. A lowered step shows the products that the program asks for, on any platform that
-    it is lowered for; a compiled step those of the machine's own program. What is inside of a
-    kernel of Pallas or Triton is not seen.
+    it is lowered for; a compiled step those of the machine's own program. What is inside of
+    kernels, of Pallas or of a compiler's own, cannot be read, and a note says how many there are.
 
     Args:
         step: the result of `jax.jit(f).lower(...)`, or of its `.compile()`, also of Equinox and
@@ -96,6 +96,14 @@ def products(step: object) -> Products:
     """
     name, devices, platform, found, limits, _ = read(step, finder, "products")
     widened = platform == "cpu" and any(one.result == "f32" for one in found)
+    if kernels := [one for one in found if one.kind == KERNEL]:
+        many = count_text(sum(one.times for one in kernels), "call")
+        names = ", ".join(sorted({one.kernel for one in kernels}))
+        limits = (
+            f"{many} of kernels ({names}) cannot be read: their products are missing.",
+            *limits,
+        )
+    found = tuple(one for one in found if one.kind != KERNEL)
     return Products(name, devices, platform, found, (*[_WIDENED] * widened, *limits))
 
 
