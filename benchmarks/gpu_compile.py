@@ -15,7 +15,6 @@ ten seconds of a core. The optimizer is Adam; the state is donated. A line has t
 Autotuning and Triton's products are off, so fusions differ from those of a real run.
 """
 
-import collections
 import functools
 from typing import Any
 
@@ -71,20 +70,11 @@ def compiled(make: Any, chip: str) -> records.Record:
         **guess,
         "kernels": sum(times for _, times in found.kernels()),
         **counts(hlo),
-        "products": products(hlo),
+        "products": jmpx.inspect.products(hlo).counts(),
         "collectives": sent,
         **spent,
         **gpu.compiler(chip),
     }
-
-
-def products(hlo: str) -> dict[str, int]:
-    """Counts the products by their dtypes; those of cuDNN's attention have its name, too."""
-    found = collections.Counter[str]()
-    for one in jmpx.inspect.products(hlo).products:
-        name = f"{one.kernel} {one.dtypes}" if one.kind == "attention" else one.dtypes
-        found[name] += one.times
-    return dict(sorted(found.items()))
 
 
 def measure(chip: str, small: bool = False, **fields: Any) -> records.Record:

@@ -24,6 +24,7 @@ A program that does not fit into the 16 GiB of a chip is a line, too (status `oo
 """
 
 import collections
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -146,8 +147,7 @@ def compiled(make: Callable[[], Any]) -> records.Record:
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    records.main(__doc__, {"tpu_compile": (points(), measure)}, arguments, RESULTS)
+main = functools.partial(records.main, __doc__, {"tpu_compile": (points(), measure)}, out=RESULTS)
 
 
 if __name__ == "__main__":

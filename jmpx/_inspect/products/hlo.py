@@ -18,7 +18,7 @@ CALLS = {  # what custom calls are, by how the names of their targets start
     **dict.fromkeys(("tpu_custom_call", "__gpu$xla.gpu.triton", "triton", "mosaic"), KERNEL),
 }
 _PRECISION = re.compile(r'operand_precision(?:":\[|=\{)([\w",]+)')
-_ALGORITHM = re.compile(r'\balgorithm(?:":"ALG_|=dot_)(\w+)')
+_ALGORITHM = re.compile(r'\balgorithm(?:":"ALG_(?:DOT_)?|=dot_)(\w+)')
 _FUSION = re.compile(r'"kind":"(__\w+)"')
 
 Shape = tuple[int, ...]
@@ -78,7 +78,7 @@ def _flops(kind: str, one: Instruction, lhs: Shape, rhs: Shape) -> int:
         swaps = "BackwardFilter" in one.target
         return _convolution(one, lhs, result, rhs) if swaps else _convolution(one, lhs, rhs, result)
     if kind == "attention":  # what is masked counts; backward, a product is made again
-        keys = _integers(_SCORES.findall(one.rest)[0])[-1]
+        keys = _integers((_SCORES.findall(one.rest) or ["0"])[0])[-1]
         return (5 if "Backward" in one.target else 2) * 2 * math.prod(lhs) * keys
     joined = {axis for axes in _JOINED.findall(one.rest) for axis in _integers(axes)}
     columns = math.prod(size for axis, size in enumerate(rhs) if axis not in joined)
