@@ -11,8 +11,9 @@ import jax
 import records
 import tpu
 
-from jmpx._inspect.plan.chips import CHIPS, GPU_PACKAGES, GPU_VERSIONS, missing
+from jmpx._inspect.plan.chips import CHIPS, GPU_VERSIONS, missing
 
+PACKAGES = "jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0} nvidia-cuda-nvcc-cu12==12.9.86 flatbuffers"
 BANDWIDTH = 3.352e12  # bytes a second, of an H100
 ESTIMATED = {"xla_gpu_collect_cost_model_stats": True}  # XLA has no measured products of an A100
 UNTUNED = dict(CHIPS["h100"].options)
@@ -38,4 +39,4 @@ def compiler(chip: str) -> records.Record:
 if __name__ == "__main__":
     if jax.__version__ not in GPU_VERSIONS:
         sys.exit(missing(CHIPS["h100"]))
-    print(GPU_PACKAGES.format(jax.__version__))
+    print(PACKAGES.format(jax.__version__))

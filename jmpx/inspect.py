@@ -18,6 +18,8 @@ if TYPE_CHECKING:
         FirstNonfinite as FirstNonfinite,
         first_nonfinite as first_nonfinite,
     )
+    from jmpx._inspect.plan.api import plan as plan
+    from jmpx._inspect.plan.report import Plan as Plan
     from jmpx._inspect.products.report import Products as Products, products as products
     from jmpx._inspect.ranges.api import ranges as ranges
     from jmpx._inspect.ranges.report import Ranges as Ranges
@@ -53,6 +55,8 @@ else:
             "_inspect.emulate": "emulate",
             "_inspect.first_nonfinite": "FirstNonfinite first_nonfinite",
             "_steps.progress": "NonfiniteCounts check_progress nonfinite",
+            "_inspect.plan.api": "plan",
+            "_inspect.plan.report": "Plan",
             "_inspect.ranges.api": "ranges",
             "_inspect.ranges.report": "Ranges",
             "_storage.update_report": "LostUpdates UpdateReport update_report",

@@ -15,6 +15,7 @@ CHAPTERS = {
         "roundings",
         "compare",
         "blame",
+        "plan",
         "collectives",
         "products",
     ],

@@ -5,17 +5,20 @@ The way through it:
 - `programs.py` traces a loss, with its gradient, or a step; `graph.py` makes a flat graph of the
   program. `running.py` says which node is which equation of a program that runs, and runs
   equations of 16 bits in float32. `compiled.py` compiles it once for all programs that do the same.
+- `tables.py` and `progress.py` are what reports share: a table of HTML, and a progress bar.
 - `emulate.py` makes a function round its 16-bit results where it writes them.
 - `compare/` runs two functions of one model so, and says where their numbers part.
 - `blame/` runs a function so, and in float32, and gives each rounding its share of the difference.
+- `plan/` compiles a step under several policies, for chips that are not there.
 - `audit/` reads the graph, without numbers: casts, saved bytes, FLOPs by dtype, and findings.
 - `ranges/` runs the program in float32, and counts the magnitudes of its numbers.
 - `first_nonfinite/` runs the program as it is, and finds the origin of an infinity or a NaN.
 - `collectives/` lists what the devices of a lowered or compiled program exchange, `products/` what
   it multiplies; `hlo/` reads such programs for both.
 
-Each of the seven has half a page of its own, and opens with `api.py` or `report.py`. None of them
-imports another, but for `blame`, which asks `first_nonfinite` for what is not finite. The room
-imports from all rooms below it, most of all `_jaxprs` and `_policies`; of `_adapters` it reads the
-policies under which modules ran, and `blame` puts a function under one.
+Each of these packages has half a page of its own, and opens with `api.py` or `report.py`. None of them
+imports another, but for `blame`, which asks `first_nonfinite` for what is not finite, and `plan`,
+which counts as `audit` and reads what devices send by `collectives`. The room imports from all
+rooms below it, most of all `_jaxprs` and `_policies`; of `_adapters` it reads the policies under
+which modules ran, and `blame` puts a function under one.
 """

@@ -35,6 +35,7 @@ class _Call(NamedTuple):
     kwargs: dict[str, PyTree]  # its keyword arguments
     marks_objects: bool = True  # whether modules in the arguments mark their calls
     rules: tuple[Rule, ...] = ()  # the rules that are added to each policy map
+    with_state: bool = False  # whether the state of NNX objects goes in, and the new one out
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,6 +115,11 @@ def traced_program(
     return _traced_program(call._replace(marks_objects=False), is_loss)
 
 
+def traced_step(step: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Program:
+    """Traces a step as it is: the state of NNX objects goes in before its arguments, and out."""
+    return _traced_program(_Call(step, args, {}, marks_objects=False, with_state=True), False)
+
+
 def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
     """Traces a function, with its gradient if it is a loss; None is to find out."""
 
@@ -128,9 +134,14 @@ def _traced_program(call: _Call, is_loss: bool | None = None) -> Program:
     ):
 
         def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            return pure(state, *args, **kwargs)[0]  # without the new state of NNX objects
+            return pure(state, *args, **kwargs)[0]
 
-        traced, is_loss = _traced(run, args, kwargs, is_loss)
+        def run_on(state: list[PyTree], *args: PyTree) -> PyTree:
+            result, changes = pure(state, *args)
+            return result, changes.arrays
+
+        given = (run_on, (state, *args)) if call.with_state else (run, args)
+        traced, is_loss = _traced(*given, kwargs, is_loss)
         met = [met for session in sessions for met in session.met]
         chosen = {each.module.path for s in sessions for each in s.met if _is_chosen(s, each)}
     return Program(

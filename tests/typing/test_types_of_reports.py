@@ -3,10 +3,12 @@
 # An ignored error must be there: it is what this file asserts.
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, assert_type
 
 import jax
+import jax.numpy as jnp
 import pytest
 from typed_models import Params, make_params, ones, predict
 
@@ -66,6 +68,17 @@ def test_blame(tmp_path: Path) -> None:
     assert_type(found.diff(found), str)
     assert_type(found.to_json(), str)
     found.plot(tmp_path / "blame.png")
+
+
+def make_step(policy: str) -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
+    return jnp.sin, (jax.ShapeDtypeStruct((8,), jnp.float32),)
+
+
+def test_plan() -> None:
+    found = jmpx.inspect.plan(make_step, ["c=f32", "c=bf16"])
+    assert_type(found, jmpx.inspect.Plan)
+    assert_type([row.peak for row in found.rows], list[int | None])
+    assert_type(found.to_json(), str)
 
 
 def test_compare() -> None:

@@ -14,6 +14,7 @@ from jmpx._inspect.compiled import Compiled
 from jmpx._inspect.first_nonfinite.api import first_nonfinite
 from jmpx._inspect.graph import Graph, Node
 from jmpx._inspect.programs import Program, traced_program
+from jmpx._inspect.progress import progress
 from jmpx._inspect.running import check_arrays, key_of
 from jmpx._jaxprs.core import Array
 from jmpx._policies.places import where
@@ -90,9 +91,8 @@ def blame(
         graph = Graph(program)
         names = group_names(graph, runs.points, by)
         groups = {name: [n for n, each in enumerate(names) if each == name] for name in names}
-        bar = _Bar(len(groups))
-        found = shares(runs, list(groups.values()), seed, bar.step)
-        bar.close()
+        with progress("groups measured", min(len(groups), MOST)) as done:
+            found = shares(runs, list(groups.values()), seed, done)
         if not np.isfinite(found.squared):
             applied = apply_policy(func, policy) if policy is not None else func
             raise ValueError(_nonfinite(applied, batches[0], "16 bits"))
@@ -228,25 +228,3 @@ def _rows(
             )
         )
     return sorted(rows, key=lambda row: -row.share)
-
-
-class _Bar:
-    """A progress bar over the groups that are measured, where there is tqdm and one waits."""
-
-    def __init__(self, groups: int) -> None:
-        self.total, self.bar = min(groups, MOST), None
-
-    def step(self) -> None:
-        """Shows one more measurement."""
-        if self.bar is None:
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                return
-            self.bar = tqdm(desc="groups measured", total=self.total, leave=False, delay=2)
-        self.bar.update()
-
-    def close(self) -> None:
-        """Takes the bar away."""
-        if self.bar is not None:
-            self.bar.close()

@@ -1,7 +1,6 @@
 """What a blame found: frozen data, which prints itself."""
 
 import dataclasses
-import html
 import json
 import math
 import os
@@ -9,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from jmpx._base.text import columns, share_text
+from jmpx._inspect.tables import html_text
 from jmpx._jaxprs.places import Place
 
 _VERSION = 1  # of `to_dict`: it changes when the meaning of a key does
@@ -137,11 +137,7 @@ class Blame:
     def to_html(self) -> str:
         """Returns what `print` shows, as a table of HTML with its head and its end."""
         head, _, end = _blocks(self)
-        cells = [[html.escape(cell) for cell in row] for row in _cells(self.rows)]
-        rows = [f"<tr><th>{'</th><th>'.join(cells[0])}</th></tr>"]
-        rows += [f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells[1:]]
-        texts = [f"<pre>{html.escape(chr(10).join(lines))}</pre>" for lines in (head, end)]
-        return "\n".join([texts[0], "<table>", *rows, "</table>", texts[1]])
+        return html_text(head, _cells(self.rows), end)
 
 
 def _blocks(found: Blame) -> list[list[str]]:

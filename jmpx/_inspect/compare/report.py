@@ -1,7 +1,6 @@
 """What a comparison found: frozen data, which prints itself."""
 
 import dataclasses
-import html
 import json
 import math
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from typing import NamedTuple, Self
 
 from jmpx._base.messages import describe
 from jmpx._base.text import columns, count_text, short_names
+from jmpx._inspect.tables import html_text
 from jmpx._jaxprs.places import Place
 
 _VERSION = 1  # of `to_dict`: it changes when the meaning of a key does
@@ -134,14 +134,8 @@ class Comparison:
 
     def to_html(self) -> str:
         """Returns what `print` shows, as a table of HTML with its head and its end."""
-        head, _, *end = _blocks(self)
-        cells = [[html.escape(cell) for cell in row] for row in _cells(self.rows, self.band)]
-        rows = [f"<tr><th>{'</th><th>'.join(cells[0])}</th></tr>"]
-        rows += [f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells[1:]]
-        texts = [
-            f"<pre>{html.escape(chr(10).join(lines))}</pre>" for lines in (head, *end) if lines
-        ]
-        return "\n".join([texts[0], "<table>", *rows, "</table>", *texts[1:]])
+        head, _, *ends = _blocks(self)
+        return html_text(head, _cells(self.rows, self.band), *ends)
 
 
 def _blocks(found: Comparison) -> list[list[str]]:

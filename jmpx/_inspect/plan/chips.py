@@ -1,6 +1,6 @@
 """The chips whose compilers need no chip, and what each compiler wants to be told.
 
-The benchmarks take `CHIPS`, `Chip.settings`, `Chip.topology` and `Chip.options` from here, too.
+The benchmarks take `CHIPS`, and of a chip `settings`, `options` and `topology`, from here, too.
 """
 
 import dataclasses
@@ -22,8 +22,6 @@ _TPU_SETTINGS = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
 }
-_2D = ("2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
 # What each GPU has, as XLA wants to be told where it cannot ask a driver.
 _COMMON = """
   threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
@@ -36,57 +34,43 @@ _COMMON = """
 """
 _H100 = """
   cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
-  memory_bandwidth: 3352320000000  l2_cache_size: 52428800
-  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
+  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98  memory_bandwidth: 3352320000000
+  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448  l2_cache_size: 52428800
   device_interconnect_info { active_links: 18 }
 """
 _A100 = """
   cuda_compute_capability { major: 8 feature_extension: NONE }
-  core_count: 108  fpus_per_core: 64  clock_rate_ghz: 1.41
-  memory_bandwidth: 2039040000000  l2_cache_size: 41943040
-  shared_memory_per_core: 167936  shared_memory_per_block_optin: 166912
+  core_count: 108  fpus_per_core: 64  clock_rate_ghz: 1.41  memory_bandwidth: 2039040000000
+  shared_memory_per_core: 167936  shared_memory_per_block_optin: 166912  l2_cache_size: 41943040
 """
-# Of JAX: others cannot compile for a GPU that is not there, or were not tried. 0.9.2 does, for a
-# target of the fields that it knows alone, but what it gives as peak of memory is the arguments.
+# Without a GPU nothing is timed: Triton's products would take the first tiling that is legal.
+_UNTUNED = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+# Of JAX. Others fail without the GPU, or were not tried; 0.9.2 compiles for a target of the fields
+# that it knows, but gives as peak of memory the arguments alone.
 GPU_VERSIONS = ("0.10.2",)
-GPU_PACKAGES = "jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0} nvidia-cuda-nvcc-cu12==12.9.86"
-GPU_PACKAGES += " flatbuffers"
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A chip that a compiler knows without having one.
+    """A chip that a compiler knows without having one."""
 
-    Attributes:
-        name: as users write it.
-        platform: as JAX names it, `"tpu"` or `"cuda"`.
-        device: the name of the device.
-        memory: the bytes that a program may take: of a TPU as its compiler says, of a GPU all.
-        layouts: of a TPU, the topologies that are tried, the smallest first.
-        hardware: of a GPU, what it has.
-    """
-
-    name: str
-    platform: str
-    device: str
-    memory: int
-    layouts: tuple[str, ...] = ()
-    hardware: str = ""
+    name: str  # as users write it
+    platform: str  # as JAX names it, `"tpu"` or `"cuda"`
+    device: str  # its full name
+    memory: int  # the bytes that a program may take: of a TPU as its compiler says, of a GPU all
+    layouts: str = ""  # of TPUs, the smallest first
+    hardware: str = ""  # of a GPU
 
     @property
     def settings(self) -> Mapping[str, str]:
         """The environment variables that the compiler wants before JAX is imported."""
-        # Else JAX asks the driver of a GPU.
-        cpu = {"JAX_PLATFORMS": "cpu"}
+        cpu = {"JAX_PLATFORMS": "cpu"}  # else JAX asks the driver of a GPU
         return cpu | _TPU_SETTINGS if self.platform == "tpu" else cpu
 
     @property
     def options(self) -> Mapping[str, Any]:
         """The compiler's options."""
-        # Without a GPU nothing is timed: Triton's products would take the first legal tiling.
-        untuned = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-        return {} if self.platform == "tpu" else untuned
+        return _UNTUNED if self.platform == "cuda" else {}
 
     def topology(self, count: int = 1) -> dict[str, str]:
         """Returns the arguments of `get_topology_desc` for that many chips, or for a few more."""
@@ -94,35 +78,33 @@ class Chip:
             machines, each = (1, count) if count <= 8 else (math.ceil(count / 8), 8)
             layout = {"topology": f"1x{machines}x{each}", "target_config": self.target()}
             return {"platform": self.platform, **layout}
-        for layout in self.layouts:
+        for layout in self.layouts.split():
             if math.prod(map(int, layout.split("x"))) >= count:
                 return {"platform": self.platform, "topology_name": f"{self.name}:{layout}"}
         raise ValueError(
-            f"Expected at most as many chips as {self.layouts[-1]} of {self.name}, got {count}: "
-            "make the mesh smaller, as what one chip needs hardly depends on it."
+            f"Expected at most as many chips as {layout} of {self.name}, got {count}: make the "
+            "mesh smaller, or take another chip."
         )
 
     def target(self) -> str:
         """Returns a GPU as XLA reads it."""
         return (
             f'gpu_device_info {{ {_COMMON} {self.hardware} name: "{self.device}" '
-            f'device_memory_size: {self.memory} }} platform_name: "CUDA" '
-            f"dnn_version_info {{ major: 9 minor: 10 patch: 0 }} "
-            f'device_description_str: "{self.device}"'
+            f'device_memory_size: {self.memory} }} platform_name: "CUDA" dnn_version_info '
+            f'{{ major: 9 minor: 10 patch: 0 }} device_description_str: "{self.device}"'
         )
 
 
-_GIB = 2**30
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip("v5e", "tpu", "TPU v5 lite", int(15.75 * _GIB), _2D),
-        Chip("v5p", "tpu", "TPU v5", int(95.74 * _GIB), _3D),
-        Chip("v6e", "tpu", "TPU v6 lite", int(31.25 * _GIB), _2D),
-        Chip("h100", "cuda", "NVIDIA H100 80GB HBM3", 84942979072, hardware=_H100),
-        Chip("a100", "cuda", "NVIDIA A100-SXM4-80GB", 85100068864, hardware=_A100),
-    )
-}
+_2D = "2x4 4x4 4x8 8x8 8x16 16x16"
+_3D = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16"
+_CHIPS = (
+    Chip("v5e", "tpu", "TPU v5 lite", int(15.75 * 2**30), _2D),
+    Chip("v5p", "tpu", "TPU v5", int(95.74 * 2**30), _3D),
+    Chip("v6e", "tpu", "TPU v6 lite", int(31.25 * 2**30), _2D),
+    Chip("h100", "cuda", "NVIDIA H100 80GB HBM3", 84942979072, hardware=_H100),
+    Chip("a100", "cuda", "NVIDIA A100-SXM4-80GB", 85100068864, hardware=_A100),
+)
+CHIPS = {chip.name: chip for chip in _CHIPS}
 
 
 def get_chip(name: object) -> Chip:
@@ -138,14 +120,13 @@ def get_chip(name: object) -> Chip:
 
 def missing(chip: Chip) -> str:
     """Returns the sentence that says why there is no compiler, with the remedy; "" with one."""
-    is_tpu = chip.platform == "tpu"
-    if not is_tpu and jax.__version__ not in GPU_VERSIONS:
+    is_gpu = chip.platform == "cuda"
+    if is_gpu and jax.__version__ not in GPU_VERSIONS:
         return (
             f"JAX {jax.__version__} cannot compile for an {chip.name} that is not there: use JAX "
             f"{' or '.join(GPU_VERSIONS)}."
         )
-    compilers = ["libtpu"] if is_tpu else ["jax_cuda12_plugin", "jax_cuda13_plugin"]
-    if any(map(find_spec, compilers)) and find_spec("flatbuffers"):
+    compilers, extra = (("jax_cuda12_plugin",), "cuda") if is_gpu else (("libtpu",), "tpu")
+    if all(map(find_spec, (*compilers, "flatbuffers"))):
         return ""
-    extra = "tpu" if is_tpu else "cuda"
     return f"The compiler of {chip.name} is missing: pip install 'jmpx[{extra}]'."

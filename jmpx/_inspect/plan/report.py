@@ -1,0 +1,156 @@
+"""What a plan found: frozen data, which prints itself."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jmpx._base.text import bytes_text, columns, flop_text, share_text, short_names
+from jmpx._inspect.audit.data import Products
+from jmpx._inspect.tables import html_text
+
+_VERSION = 1  # of `to_dict`: it changes when the meaning of a key does
+_PARTS = 3  # how many shares are shown
+_COLUMNS = "peak fits FLOP products saved accessed sent collectives compiled".split()
+_FITS, _DOES_NOT = "#0072B2", "#D55E00"  # Okabe and Ito's, which the colour-blind can tell apart
+
+
+class Planned(NamedTuple):
+    """What a policy costs: None, or empty, where that is not known.
+
+    Products, other FLOPs and saved bytes are those of the whole program, as it was traced; the rest
+    is what the compiler says of one chip.
+    """
+
+    policy: str
+    chips: int = 1
+    peak: int | None = None  # bytes that the chip holds at once, with the arguments
+    fits: bool | None = None
+    products: tuple[Products, ...] = ()  # by the dtypes of their operands
+    other_flops: int = 0
+    saved: dict[str, int] = {}  # bytes that are kept for the backward pass, by dtype
+    accessed: float | None = None  # bytes; the body of a loop counts once
+    sent: dict[str, float] = {}  # bytes, by the kind of collective and its dtype
+    seconds: float | None = None  # that the compiler took
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `jmpx.inspect.plan` found: what a step costs under each policy.
+
+    Attributes:
+        step: the name of the step.
+        chip: the name of the chip; None for the counts of the trace alone.
+        memory: the bytes that a program may take on the chip.
+        compiler: the versions of JAX and of the compiler.
+        rows: one for each policy, in the order in which they were given.
+        notes: limits of these numbers, in sentences.
+    """
+
+    __module__ = "jmpx.inspect"
+
+    step: str
+    chip: str | None
+    memory: int | None
+    compiler: str
+    rows: tuple[Planned, ...]
+    notes: tuple[str, ...] = ()
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the peak memory of each policy as a bar, and the chip's as a line, by matplotlib.
+
+        Args:
+            path: the file to write, whose ending is its format, such as `.png`, `.svg` or `.pdf`.
+
+        Raises:
+            ImportError: if there is no matplotlib.
+            ValueError: if nothing was compiled, or matplotlib knows no such format.
+        """
+        from matplotlib.figure import Figure  # here, because only pictures need it
+
+        sizes, most = [(row.peak or 0) / 2**30 for row in self.rows], (self.memory or 0) / 2**30
+        if not any(sizes):
+            raise ValueError("Expected a plan that was compiled, got none: give plan(chip=...).")
+        figure = Figure(figsize=(8, 1.5 + 0.35 * len(sizes)), dpi=150, layout="constrained")
+        axes, places = figure.add_subplot(), range(len(sizes))
+        bars = axes.barh(places, sizes, color=[_FITS if s <= most else _DOES_NOT for s in sizes])
+        labels = [f"{size:.3g}" if size else "not compiled" for size in sizes]
+        axes.bar_label(bars, labels, padding=3, fontsize=8, bbox={"color": "white", "pad": 1})
+        if max(sizes) > most / 2:  # else the line would make the bars short
+            axes.axvline(most, color="black", lw=1)
+        axes.set_yticks(places, [row.policy[-60:] for row in self.rows], fontsize=8)
+        axes.set_xlabel(f"peak memory (GiB); {self.chip} has {most:.4g}")
+        axes.set_title(_title(self), fontsize=9)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        figure.savefig(path)
+
+    def __str__(self) -> str:
+        """Returns a table with a row for each policy, errors and notes."""
+        blocks = [[_title(self)], columns(_cells(self.rows), right=(1, 3)), _ends(self)]
+        return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
+        rows = [
+            row._asdict() | {"products": [p._asdict() for p in row.products]} for row in self.rows
+        ]
+        return {"version": _VERSION, **vars(self), "rows": rows, "notes": [*self.notes]}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns `to_dict()` as JSON, in one line if `indent` is None."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def to_html(self) -> str:
+        """Returns what `print` shows, as a table of HTML with its head and its end."""
+        return html_text([_title(self)], _cells(self.rows), _ends(self))
+
+
+def _title(found: Plan) -> str:
+    if found.chip is None:
+        return f"Plan of {found.step}: counts of the trace"
+    chips = max(row.chips for row in found.rows)
+    many = f"{chips} x {found.chip}" if chips > 1 else found.chip
+    return f"Plan of {found.step} on {many}, {bytes_text(found.memory or 0)} ({found.compiler})"
+
+
+def _cells(rows: Sequence[Planned]) -> list[list[str]]:
+    """Returns the rows of the table, its header first, without columns that are empty."""
+    table, is_compiled = [["", *_COLUMNS]], any(row.peak for row in rows)
+    for row in rows:
+        # `bf16` for `bfloat16 x bfloat16`, and `bf16 x f32` for a mixture.
+        names = [dict.fromkeys(short_names(each.dtypes).split(" x ")) for each in row.products]
+        flops = sum(each.flops for each in row.products) + row.other_flops
+        products = {" x ".join(n): p.flops for n, p in zip(names, row.products, strict=True)}
+        table.append(
+            [
+                row.policy,
+                _bytes(row.peak),
+                {True: "yes", False: "no", None: ""}[row.fits],
+                flop_text(flops) if flops else "",
+                _shares(products),
+                "" if is_compiled else _bytes(sum(row.saved.values())),  # as JAX sees it, not XLA
+                _bytes(row.accessed),
+                _bytes(sum(row.sent.values())),
+                _shares(row.sent),
+                "" if row.seconds is None else f"{row.seconds:.0f} s",
+            ]
+        )
+    kept = [n for n in range(len(table[0])) if n == 0 or any(row[n] for row in table[1:])]
+    return [[row[n] for n in kept] for row in table]
+
+
+def _bytes(number: float | None) -> str:
+    return bytes_text(round(number)) if number else ""
+
+
+def _shares(parts: Mapping[str, float]) -> str:
+    """Returns the largest parts and their shares, such as `bf16 98.2 %, f32 1.8 %`."""
+    largest, whole = sorted(parts, key=lambda name: -parts[name])[:_PARTS], sum(parts.values())
+    return ", ".join(f"{name} {share_text(parts[name], whole)}" for name in largest)
+
+
+def _ends(found: Plan) -> list[str]:
+    return [f"{row.policy}: {row.error}" for row in found.rows if row.error] + [*found.notes]

@@ -1,0 +1,465 @@
+"""`plan`: counts of the trace, and what a compiler says, here that of CPUs in place of a chip's."""
+
+import json
+import os
+import sys
+import types
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.export
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from helpers import enable_x64
+from jax.experimental import topologies
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+import jmpx
+from jmpx._inspect.plan import api, child, chips, compiling
+from jmpx._inspect.plan.chips import CHIPS, Chip
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
+N, BATCH = 64, 256
+SHAPE = jax.ShapeDtypeStruct
+POLICIES = ["c=f32", "c=bf16,o=f32"]
+ADAM = optax.adam(1e-3)
+CPU = Chip("cpu", "cpu", "cpu", 2**40, layouts="2x4")
+
+
+def loss_fn(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def step_under(policy):
+    def step(params, state, x):
+        grads = jax.grad(jmpx.apply_policy(loss_fn, policy))(params, x)
+        updates, state = ADAM.update(grads, state)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def shapes():
+    params = [SHAPE((N, N), jnp.float32)] * 2
+    return params, jax.eval_shape(ADAM.init, params), SHAPE((BATCH, N), jnp.float32)
+
+
+def make_step(policy):
+    return jax.jit(step_under(policy), donate_argnums=(0, 1)), shapes()
+
+
+def plan(make_step, policies=POLICIES[1:], chip: str | None = "cpu"):
+    return jmpx.inspect.plan(make_step, policies, chip=chip)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """The folder in which results are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "jmpx" / "plan"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Has this process compile for its CPUs, as another one does for chips; has the requests."""
+    requests = []
+
+    def compiled(request, exported, chip):
+        requests.append(request)
+        return json.loads(json.dumps(child.compiled(json.loads(json.dumps(request)), exported)))
+
+    devices = types.SimpleNamespace(devices=jax.devices())
+    monkeypatch.setattr(topologies, "get_topology_desc", lambda **names: devices)
+    monkeypatch.setattr(api, "missing", lambda chip: "")
+    monkeypatch.setattr(compiling, "_asked", compiled)
+    monkeypatch.setitem(CHIPS, "cpu", CPU)
+    return requests
+
+
+# Counts of the trace.
+
+
+def test_the_trace_tells_flops_by_dtype_and_saved_bytes():
+    report = plan(make_step, POLICIES, chip=None)
+    flops = 2 * BATCH * N * N * 5  # the first layer has no gradient of its input
+    for row, dtype, size in zip(report.rows, ("float32", "bfloat16"), (4, 2), strict=True):
+        (products,) = row.products
+        assert (products.dtypes, products.flops) == (f"{dtype} x {dtype}", flops)
+        assert row.saved[dtype] >= BATCH * N * size
+        assert (row.peak, row.fits, row.error) == (None, None, "")
+    assert report.rows[0].other_flops > 0
+    assert [row.policy for row in report.rows] == POLICIES
+    assert str(report).startswith("Plan of step: counts of the trace\n\n")
+
+
+def test_without_a_compiler_a_sentence_names_the_extra_and_the_trace_is_counted(monkeypatch):
+    monkeypatch.setattr(chips, "find_spec", lambda name: None)
+    monkeypatch.setattr(chips, "GPU_VERSIONS", (jax.__version__,))
+    for chip, extra in {"v6e": "tpu", "A100": "cuda"}.items():
+        report = plan(make_step, POLICIES, chip)
+        assert f"pip install 'jmpx[{extra}]'" in report.notes[0]
+        assert str(report).count("pip install") == 1
+        assert all(row.products and row.peak is None for row in report.rows)
+
+
+def test_another_jax_cannot_compile_for_gpus(monkeypatch):
+    monkeypatch.setattr(chips, "GPU_VERSIONS", ("0.1.2",))
+    assert "use JAX 0.1.2" in plan(make_step, chip="h100").notes[0]
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+def test_topologies_have_as_many_chips_or_more(chip):
+    for count in (1, 8, 12, 256):
+        place = chip.topology(count)
+        layout = place["topology" if chip.platform == "cuda" else "topology_name"]
+        sizes = map(int, layout.rpartition(":")[2].split("x"))
+        assert jnp.prod(jnp.array(list(sizes))) >= count
+        assert chip.platform != "cuda" or chip.device in place["target_config"]
+
+
+# What the compiler says.
+
+
+def with_equinox(policy):
+    def step(x, params, state):
+        return step_under(policy)(params, state, x)
+
+    params, state, x = shapes()
+    return eqx.filter_jit(donate="all-except-first")(step), (x, params, state)
+
+
+def with_shardings_of_jit(policy):
+    mesh = AbstractMesh((2, 4), ("data", "model"))
+    rows, whole = NamedSharding(mesh, P(("data", "model"))), NamedSharding(mesh, P())
+    jitted = jax.jit(step_under(policy), donate_argnums=(0, 1), in_shardings=(whole, whole, rows))
+    return jitted, shapes()
+
+
+def with_shardings_of_arguments(mesh):
+    rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+
+    def make_step(policy):
+        placed = lambda tree, sharding: jax.tree.map(  # noqa: E731
+            lambda x: SHAPE(x.shape, x.dtype, sharding=sharding), tree
+        )
+        params, state, x = shapes()
+        step, _ = make_step_of_one(policy)
+        return step, (*placed((params, state), whole), placed(x, rows))
+
+    return make_step
+
+
+make_step_of_one = make_step
+
+
+def compiled(step, arguments, donated=()):
+    return jax.jit(step, donate_argnums=donated).lower(*arguments).compile()
+
+
+def peak(program):
+    return program.memory_analysis().peak_memory_in_bytes
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_peaks_are_those_of_a_direct_compilation(asked, policy):
+    step = step_under(policy)
+    ways = {
+        (): lambda policy: (step, shapes()),
+        (0, 1): make_step,
+    }
+    peaks = {donated: plan(way, [policy]).rows[0].peak or 0 for donated, way in ways.items()}
+    assert peaks == {donated: peak(compiled(step, shapes(), donated)) for donated in ways}
+    assert peaks[0, 1] < peaks[()]
+    assert plan(with_equinox, [policy]).rows[0].peak == peaks[0, 1]
+
+
+# JAX 0.7.2 wants an explicit mesh in the context, too.
+KINDS = [AxisType.Auto, AxisType.Explicit][: 1 + (jax.__version_info__ >= (0, 10))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shardings_say_how_many_chips_and_what_they_send(asked, kind):
+    mesh = Mesh(jax.devices(), "data", axis_types=(kind,))
+    made = with_shardings_of_arguments(mesh)
+    step, arguments = made(POLICIES[1])
+    program = compiled(step, arguments, (0, 1))
+    sent = jmpx.inspect.collectives(program).sent
+    assert sent > 0
+    makers = [made, with_shardings_of_arguments(mesh.abstract_mesh)]
+    makers += [with_shardings_of_jit] if kind == AxisType.Auto else []
+    for make in makers:
+        report = plan(make)
+        (row,) = report.rows
+        assert row.error == ""
+        assert (row.chips, row.peak, sum(row.sent.values())) == (8, peak(program), sent)
+        assert "on 8 x cpu" in str(report)
+
+
+def test_arguments_of_a_shard_map_without_shardings_are_on_all_chips(asked):
+    mesh = Mesh(jax.devices(), "data")
+
+    def step(w, x):
+        total = lambda w, x: jax.lax.psum(x @ w, "data")  # noqa: E731
+        return jax.shard_map(total, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(w, x)
+
+    (row,) = plan(lambda policy: (step, (SHAPE((N, N), "float32"), SHAPE((64, N), "float32")))).rows
+    assert (row.chips, row.error) == (8, "") and row.sent
+
+
+def test_objects_of_nnx_are_arguments_with_a_state(asked):
+    def make_step(policy):
+        def make():
+            model = nnx.BatchNorm(N, rngs=nnx.Rngs(0))
+            return model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+
+        def step(model, optimizer, x):
+            grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+            optimizer.update(model, grads)
+
+        return nnx.jit(step), (*nnx.eval_shape(make), SHAPE((BATCH, N), "float32"))
+
+    (row,) = plan(make_step).rows
+    # The state and the moments of the model, old and new, and the input.
+    assert row.error == "" and row.peak
+    assert row.peak > 4 * (2 * (4 + 2 * 2) * N + BATCH * N)
+
+
+def test_what_is_static_goes_in_as_it_is(asked):
+    step = jax.jit(lambda x, n, scale: x * n * scale, static_argnums=1, donate_argnums=0)
+    x = SHAPE((BATCH, N), "float32")
+    report = plan(lambda policy: (step, (x, 3, 0.5)))
+    assert report.rows[0].peak == 4 * BATCH * N and report.notes == ()
+
+
+def test_keys_and_loss_scales_are_no_arrays_to_refuse(asked):
+    def step(key, scale, x):
+        grad = scale.scale(x.sum()) + jax.random.normal(key)
+        return grad, scale.adjust(jnp.isfinite(grad))
+
+    arguments = (jax.random.key(0), jmpx.DynamicLossScale(), SHAPE((8,), "float32"))
+    assert plan(lambda policy: (step, arguments)).rows[0].error == ""
+
+
+def test_64_bits(asked):
+    with enable_x64():
+        (row,) = plan(lambda policy: (jnp.sin, (SHAPE((1024,), "float64"),))).rows
+    assert (row.error, row.peak) == ("", 2 * 8 * 1024)
+
+
+# What was compiled is kept.
+
+
+def test_a_program_is_compiled_once(asked, cache, monkeypatch):
+    first = plan(make_step, POLICIES)
+    assert len(asked) == 2
+    assert plan(make_step, POLICIES) == first
+    assert len(asked) == 2
+    plan(make_step, ["c=f16"])
+    assert len(asked) == 3
+    monkeypatch.setattr(compiling, "_version", lambda package: "another")
+    assert plan(make_step, POLICIES).rows[0].peak == first.rows[0].peak
+    assert len(asked) == 5
+    files = [*cache.iterdir()]
+    assert [file.suffix for file in files] == [".json"] * 5
+    for file in files:
+        file.write_text(file.read_text()[:9])  # as if a disk was full
+    assert plan(make_step, POLICIES).rows[0].peak == first.rows[0].peak
+    assert len(asked) == 7
+
+
+def test_donation_and_lines_of_code(asked):
+    plan(make_step)
+    plan(lambda policy: (jax.jit(step_under(policy)), shapes()))
+    assert len(asked) == 2
+    source = "def step(x):\n    return x * 2"
+    for code in (source, "\n\n" + source):
+        names = {}
+        exec(code, names)
+        plan(lambda policy, names=names: (names["step"], (SHAPE((8,), "float32"),)))
+    assert len(asked) == 3
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(asked, cache):
+    cache.parent.parent.mkdir()
+    cache.parent.write_text("a file")
+    assert plan(make_step).rows[0].error == ""
+
+
+# What fails is a row.
+
+
+def refusing(policy):
+    def step(x):
+        if "f16" in policy and "bf16" not in policy:
+            raise NotImplementedError("no float16 here")
+        return x * 2
+
+    return step, (SHAPE((8,), "float32"),)
+
+
+def test_a_policy_that_cannot_be_traced_is_a_row(asked):
+    report = plan(refusing, ["c=f16", "c=bf16"])
+    assert [row.error for row in report.rows] == ["NotImplementedError: no float16 here", ""]
+    assert "c=f16: NotImplementedError: no float16 here" in str(report)
+    with pytest.raises(NotImplementedError, match="no float16"):
+        plan(refusing, ["c=f16"])
+
+
+def test_a_step_that_calls_python_is_a_row(asked):
+    def step(x):
+        jax.debug.print("{}", x[0])
+        return x
+
+    (row,) = plan(lambda policy: (step, (SHAPE((8,), "float32"),))).rows
+    assert "calls Python" in row.error
+
+
+OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO
+temporaries (19.50G) exceeds available HBM (15.75G). """
+OTHER_WORDS = "RESOURCE_EXHAUSTED: Ran out of memory. Used 512.5M of 15.75G hbm. Exceeded by 8M."
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "fits"),
+    [(OUT_OF_MEMORY, 19.5 * 2**30, False), (OTHER_WORDS, 512.5 * 2**20, False)]
+    + [("RESOURCE_EXHAUSTED: no registers", None, False), ("INTERNAL: oh", None, None)],
+)
+def test_what_a_compiler_refuses_is_a_row(asked, monkeypatch, text, size, fits):
+    def refuse(self, compiler_options=None):
+        raise jax.errors.JaxRuntimeError(text)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    report = plan(make_step)
+    (row,) = report.rows
+    assert (row.peak, row.fits) == (size, fits)
+    assert row.error in text.replace("\n", " ") and row.error in str(report)
+
+
+def test_a_gpu_takes_what_does_not_fit_and_the_row_says_so(asked, monkeypatch):
+    monkeypatch.setitem(CHIPS, "cpu", Chip("cpu", "cpu", "cpu", 1000, "2x4"))
+    assert plan(make_step).rows[0].fits is False
+    assert "  no  " in str(plan(make_step))
+
+
+class Serialized:
+    """A program that `jax.export` has written."""
+
+    def serialize(self):
+        return bytearray(b"program")
+
+
+SCRIPT = """#!{python}
+import json, os, sys
+head, body = sys.stdin.buffer.read().split(b"\\n", 1)
+assert sys.argv[1:4] == ["-P", "-m", "jmpx._inspect.plan.child"] and body == b"program"
+if json.loads(head)["dies"]:
+    print("I0000 a note", file=sys.stderr)
+    os.kill(os.getpid(), 9)
+names = "JAX_PLATFORMS", "TPU_WORKER_ID", "JAX_ENABLE_COMPILATION_CACHE", "PYTHONPATH"
+print("a note of the compiler")
+print(json.dumps({{name: os.environ.get(name) for name in names}}))
+"""
+
+
+def test_the_compiler_runs_in_a_process_that_may_die(monkeypatch, tmp_path):
+    script = tmp_path / "python"
+    script.write_text(SCRIPT.format(python=sys.executable))
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    program: Any = Serialized()
+    settings = compiling._asked({"dies": False}, program, CHIPS["v5e"])
+    assert settings.pop("PYTHONPATH").split(":") == [each or os.getcwd() for each in sys.path]
+    assert [*settings.values()] == ["cpu", "0", "false"]
+    found = compiling._asked({"dies": True}, program, CHIPS["v5e"])
+    assert found == {"error": "The compiler ended with status -9: I0000 a note"}
+
+
+def test_a_process_that_died_is_asked_again(asked, monkeypatch):
+    answers = [{"error": "The compiler ended with status -9: "}, {"chips": 1, "peak": 5, "fits": 1}]
+    monkeypatch.setattr(compiling, "_asked", lambda *_: answers.pop(0))
+    assert [plan(make_step).rows[0].peak for _ in range(3)] == [None, 5, 5]
+
+
+def test_the_real_process_says_why_there_is_no_compiler():
+    pytest.importorskip("flatbuffers")
+    exported = jax.export.export(jax.jit(jnp.sin))(SHAPE((8,), "float32"))
+    request = {"topology": {"platform": "nothing"}}
+    found = compiling._asked(request, exported, CHIPS["h100"])
+    assert found["error"].startswith("The compiler ended with status 1: ")
+
+
+# The report.
+
+
+def test_the_report(asked, tmp_path):
+    policies = ["c=f32", jmpx.get_policy_map("c=bf16; op.tanh: f32"), jmpx.get_policy("c=f16")]
+    report = plan(make_step, policies)
+    assert [row.policy for row in report.rows] == ["c=f32", "c=bf16; op.tanh: c=f32", "c=f16"]
+    head, table, *_ = str(report).split("\n\n")
+    assert head.startswith("Plan of step on cpu, 1.00 TiB (jax")
+    names, *rows = table.splitlines()
+    assert names.split() == ["peak", "fits", "FLOP", "products", "accessed", "compiled"]
+    assert [row.split("  ")[0] for row in rows] == [row.policy for row in report.rows]
+    assert "f32 100.0 %" in rows[0] and "bf16 100.0 %" in rows[1]
+    data = json.loads(report.to_json())
+    assert data["rows"][1]["products"][0]["dtypes"] == "bfloat16 x bfloat16"
+    assert data == json.loads(json.dumps(report.to_dict()))
+    assert report.to_html().count("<tr>") == 4 and "&lt;" not in report.to_html()
+    report.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match="give plan"):
+        plan(make_step, chip=None).plot(tmp_path / "none.png")
+
+
+def test_a_step_that_donates_nothing_is_told_so(asked):
+    assert "donate_argnums" in plan(lambda p: (step_under(p), shapes())).notes[0]
+    assert plan(make_step).notes == ()
+
+
+def test_the_bar_needs_no_tqdm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert plan(make_step, chip=None).rows[0].products
+
+
+# Bad input.
+
+TABLE = jnp.ones((2048, 2048))
+X = SHAPE((8, 2048), "float32")
+BAD = [
+    (make_step, ["c=f32"], "h10", ValueError, "one of v5e, .*did you mean 'h100'"),
+    (make_step, ["c=f32"], 8, ValueError, "one of v5e, .*got 8"),
+    (make_step, [], None, ValueError, "policies as a list"),
+    (make_step, "c=bf16", None, ValueError, "policies as a list"),
+    (make_step, ["c=f33"], None, ValueError, "f33"),
+    (make_step, [3], None, TypeError, "3"),
+    (make_step("c=f32"), ["c=f32"], None, TypeError, "make_step to be a function"),
+    (lambda policy: jnp.sin, ["c=f32"], None, TypeError, "return a step and the tuple"),
+    (lambda policy: (jnp.sin, X), ["c=f32"], None, TypeError, "return step, "),
+    (
+        lambda policy: (jnp.sin, (TABLE,)),
+        ["c=f32"],
+        None,
+        ValueError,
+        "got or closed over .*jax.eval_shape",
+    ),
+    (lambda policy: (lambda x: x @ TABLE, (X,)), ["c=f32"], None, ValueError, "closed over"),
+]
+
+
+@pytest.mark.parametrize(("make_step", "policies", "chip", "kind", "match"), BAD)
+def test_bad_input(make_step, policies, chip, kind, match):
+    with pytest.raises(kind, match=match) as error:
+        plan(make_step, policies, chip)
+    assert "\n" not in str(error.value)
+
+
+def test_too_many_chips(asked):
+    whole = NamedSharding(AbstractMesh((4096,), ("data",)), P())
+    x = SHAPE((8, 8), "float32", sharding=whole)
+    (row,) = plan(lambda policy: (jnp.sin, (x,))).rows
+    assert "make the mesh smaller" in row.error

@@ -1,0 +1,125 @@
+"""`plan` on the compilers of chips: it says what a compilation in this process says."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import model_steps
+import optax
+import pytest
+from collectives import compiling
+from jax.experimental import topologies
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
+
+import jmpx
+from jmpx._inspect.plan.chips import CHIPS, missing
+
+pytestmark = [
+    pytest.mark.slow,  # some seconds for each chip
+    pytest.mark.usefixtures("standard_promotion"),  # as in a user's program
+]
+WITH_COMPILER = [
+    pytest.param(name, marks=pytest.mark.skipif(missing(chip) != "", reason=missing(chip)))
+    for name, chip in CHIPS.items()
+]
+SHAPE = jax.ShapeDtypeStruct
+ADAM = optax.adam(1e-3)
+POLICIES = ["c=f32", "c=bf16,o=f32", "by=operations,c=bf16,save=products"]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """Makes the chips of a name in this process."""
+
+    def chips(name, count=1):
+        for variable, value in CHIPS[name].settings.items():
+            monkeypatch.setenv(variable, value)
+        return topologies.get_topology_desc(**CHIPS[name].topology(count)).devices[:count]
+
+    with compiling():
+        yield chips
+
+
+def loss_fn(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def make_step(policy, rows=None, whole=None, width=256, batch=1024):
+    """A step of a model of four layers, which donates its state."""
+
+    def step(params, state, x):
+        grads = jax.grad(jmpx.apply_policy(loss_fn, policy))(params, x)
+        updates, state = ADAM.update(grads, state)
+        return optax.apply_updates(params, updates), state
+
+    params = [SHAPE((width, width), jnp.float32)] * 4
+    state = params, jax.eval_shape(ADAM.init, params)
+    on = lambda x: SHAPE(x.shape, x.dtype, sharding=whole if x.ndim else None)  # noqa: E731
+    x = SHAPE((batch, width), jnp.float32, sharding=rows)
+    return jax.jit(step, donate_argnums=(0, 1)), (*jax.tree.map(on, state), x)
+
+
+def directly(chip, step, arguments):
+    lowered = step.trace(*arguments).lower(lowering_platforms=(CHIPS[chip].platform,))
+    return lowered.compile(compiler_options=CHIPS[chip].options)
+
+
+def assert_alike(row, program):
+    assert row.error == ""
+    assert row.peak == program.memory_analysis().peak_memory_in_bytes
+    cost = program.cost_analysis()
+    assert row.accessed == (cost["bytes accessed"] if cost else None)
+    assert sum(row.sent.values()) == jmpx.inspect.collectives(program).sent
+
+
+@pytest.mark.parametrize("chip", WITH_COMPILER)
+def test_one_chip(chip, devices):
+    report = jmpx.inspect.plan(make_step, POLICIES[1:2], chip=chip)
+    on = jax.sharding.SingleDeviceSharding(devices(chip)[0])
+    for row in report.rows:
+        assert_alike(row, directly(chip, *make_step(row.policy, on, on)))
+        assert row.fits and row.chips == 1
+    assert f"on {chip}, " in str(report)
+
+
+@pytest.mark.parametrize("chip", WITH_COMPILER)
+def test_chips_of_a_mesh_that_is_not_there(chip, devices):
+    def sharded(policy, mesh):
+        return make_step(
+            policy, NamedSharding(mesh, P("data")), NamedSharding(mesh, P(None, "data"))
+        )
+
+    mesh = AbstractMesh((8,), ("data",))
+    report = jmpx.inspect.plan(functools.partial(sharded, mesh=mesh), POLICIES[2:], chip=chip)
+    real = Mesh(devices(chip, 8), "data")
+    for row in report.rows:
+        assert_alike(row, directly(chip, *sharded(row.policy, real)))
+        assert row.chips == 8 and row.sent
+
+
+@pytest.mark.parametrize("chip", WITH_COMPILER)
+def test_what_does_not_fit_is_a_row(chip):
+    make = functools.partial(make_step, width=8192, batch=2**22)
+    (row,) = jmpx.inspect.plan(make, ["c=f32"], chip=chip).rows
+    assert row.fits is False and (row.peak or 0) > CHIPS[chip].memory
+
+
+@pytest.mark.parametrize("chip", WITH_COMPILER[::3])
+def test_a_train_step_of_a_vision_transformer(chip, devices):
+    point = model_steps.Point("vit", "autocast, save", layers=2, batch=2)
+
+    def make_step(policy):
+        step, state, batch = model_steps.make(point, 2, small=True)
+        return jax.jit(step.run, donate_argnums=0), (state, *batch)
+
+    (row,) = jmpx.inspect.plan(make_step, ["c=bf16"], chip=chip).rows
+    traced = model_steps.trace(point, devices(chip), small=True)
+    lowered = traced.lower(lowering_platforms=(CHIPS[chip].platform,))
+    assert_alike(row, lowered.compile(compiler_options=CHIPS[chip].options))
