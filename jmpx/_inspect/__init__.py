@@ -19,6 +19,6 @@ The way through it:
 Each of these packages has half a page of its own, and opens with `api.py` or `report.py`. None of
 them imports another, but for `blame`, which asks `first_nonfinite` for what is not finite, and
 `plan`, which counts as `audit` and reads what devices send by `collectives`. The room imports from
-all rooms below it, most of all `_jaxprs` and `_policies`; of `_adapters` it reads the policies under
-which modules ran, and `blame` puts a function under one.
+all rooms below it, most of all `_jaxprs` and `_policies`; of `_adapters` it reads the policies
+under which modules ran, and `blame` puts a function under one.
 """
