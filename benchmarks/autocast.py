@@ -70,7 +70,7 @@ def gradients(loss_fn: Loss, params: PyTree) -> np.ndarray:
 def dot_operands(loss_fn: Loss, params: PyTree) -> dict[str, int]:
     """Returns how many matrix products have which operands, as lowered for CUDA."""
     step = jax.jit(jax.value_and_grad(loss_fn)).trace(params)
-    return count_dots(step.lower(lowering_platforms=("cuda",)).as_text())
+    return count_dots(step.lower(lowering_platforms=("cuda",)))
 
 
 def trace_seconds(loss_fn: Loss, params: PyTree) -> float:

@@ -1,6 +1,7 @@
 """Counts what a train step compiles to.
 
     python benchmarks/compiled_step.py --again --only jmpx float16 12
+    python benchmarks/compiled_step.py --again --only tpu_overhead    # for a TPU v5e, without one
 
 The model is a vision transformer (`models.py`), the optimizer Adam, the step one of `steps.py`; the
 state is donated. A line counts the instructions of the optimized HLO; the operations of its entry
@@ -9,6 +10,9 @@ converts; the bytes that XLA says it accesses, and those that it holds besides a
 (`temp_bytes`). All of these are the same on every machine with one backend, one version of JAX and
 one number of cores. Times are those of the processor (`time.process_time`), over all threads: of
 tracing, and of compiling in XLA.
+
+`tpu_overhead` is what scaling, checking and skipping add: the same in bfloat16, in which a v5e
+computes, with the dynamic loss scale that float16 needs. `plain` does none of the three.
 
 Instructions say little: XLA repeats a product with `1 / scale` in every fusion that reads it, and a
 division not.
@@ -19,14 +23,18 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import records
 import steps
+import tpu
 from models import ViT
 from steps import Point
+
+import jmpx
+from jmpx._inspect.hlo.module import Instruction, Module
 
 # Each step of jmpx, and the step by hand that skips in the same way.
 FLOAT16 = {
@@ -39,38 +47,28 @@ BFLOAT16 = {"jmpx": "handwritten", "jmpx_jmp_style": "handwritten"}
 DIVIDE = {name: f"{name}_divide" for name in ("handwritten", "handwritten_cond")}
 GROWTH = ("handwritten", "jmpx_where", "jmpx", "mpx", "jmp")  # over the number of layers
 
-INSTRUCTION = re.compile(r"^  +(?:ROOT )?\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", re.MULTILINE)
-COMPUTATION = re.compile(r"^(?:ENTRY )?(%\S+) \(.*\{$")
-FUSED = re.compile(r"(?:calls|to_apply)=(%[^,\s]+)")
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"}
-LINE = re.compile(r"^ +(?:ROOT )?(%\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)")
 ARRAY = re.compile(r"[a-z]+(\d*)\w*\[([\d,]*)\]((?:\{[^}]*\})?)")
-OPERAND = re.compile(r"%[\w.-]+")
-DOT = re.compile(r"stablehlo\.dot_general .*: \(tensor<(\S*)>, tensor<(\S*)>\) ->")
-CALL = re.compile(r"call @([\w.]+)\(")
-FUNCTION = re.compile(r"^  func\.func \w+ @([\w.]+)\(", re.MULTILINE)
 
 
-def unfused(hlo: str) -> Iterator[str]:
-    """Yields the lines of an HLO module that are no part of a fusion: those that run one by one."""
-    fused, skips = {*FUSED.findall(hlo)}, False
-    for line in hlo.splitlines():
-        if found := COMPUTATION.match(line):
-            skips = found[1] in fused
-        elif not skips:
-            yield line
+def unfused(module: Module) -> list[Instruction]:
+    """Returns what is no part of a fusion: the instructions that run one by one."""
+    every = module.instructions.values()
+    fusions = (one for one in every if one.kind not in ("while", "conditional"))
+    fused = {name for one in fusions for name in one.called}
+    return [one for one in every if one.computation not in fused]
 
 
 def count(hlo: str) -> dict[str, int]:
     """Counts the instructions of an HLO module, given as text."""
-    names, run = INSTRUCTION.findall(hlo), INSTRUCTION.findall("\n".join(unfused(hlo)))
-    entry = hlo[hlo.index("\nENTRY ") :]
+    module = Module(hlo)
+    kinds = collections.Counter(one.kind for one in module.instructions.values())
     return {
-        "instructions": len(names),
-        "entry_ops": len(INSTRUCTION.findall(entry[: entry.index("\n}")])),
-        "kernels": sum(name not in FREE for name in run),
-        "copies": names.count("copy"),
-        "converts": names.count("convert"),
+        "instructions": kinds.total(),
+        "entry_ops": len(module.computations[module.entry]),
+        "kernels": sum(one.kind not in FREE for one in unfused(module)),
+        "copies": kinds["copy"],
+        "converts": kinds["convert"],
     }
 
 
@@ -89,7 +87,7 @@ def clocked(make: Callable[[], Any], platform: str, **options: Any) -> tuple[Any
     program = lowered.compile(compiler_options=options)
     return program, {
         "trace_cpu_s": round(traced - start, 2),
-        "compile_cpu_s": round(time.process_time() - traced, 1),
+        "compile_cpu_s": round(time.process_time() - traced, 2),
         "compile_s": round(time.perf_counter() - clock, 1),
         "load": round(os.getloadavg()[0], 1),
     }
@@ -104,24 +102,14 @@ def counts(compiled: Any) -> dict[str, int]:
     }
 
 
-def count_dots(text: str) -> dict[str, int]:
-    """Counts the products of StableHLO by the dtypes of their operands, such as `f16 x f16`.
+def count_dots(lowered: Any) -> dict[str, int]:
+    """Counts the products of a lowered step by the dtypes of their operands, such as `f16 x f16`.
 
-    Those of a function count as often as it is called. What is lowered for CUDA, which needs no
-    GPU, shows the dtypes that a GPU multiplies in; XLA computes 16-bit products of CPUs in float32.
+    Those of a loop count once. What is lowered for CUDA, which needs no GPU, shows the dtypes that
+    a GPU multiplies in; XLA computes 16-bit products of CPUs in float32.
     """
-    pieces = FUNCTION.split(text)[1:]
-    bodies = dict(zip(pieces[::2], pieces[1::2], strict=True))
-    found: dict[str, collections.Counter[str]] = {}
-
-    def of(name: str) -> collections.Counter[str]:
-        if name not in found:
-            dots, calls = DOT.findall(bodies[name]), CALL.findall(bodies[name])
-            dtypes = [" x ".join(tensor.rpartition("x")[2] for tensor in dot) for dot in dots]
-            found[name] = sum(map(of, calls), collections.Counter(dtypes))
-        return found[name]
-
-    return dict(sorted(of("main").items()))
+    found = jmpx.inspect.products(lowered).products
+    return dict(sorted(collections.Counter(" x ".join(one.operands) for one in found).items()))
 
 
 def measure(
@@ -129,13 +117,32 @@ def measure(
 ) -> records.Record:
     """Compiles one step and returns its counts and times."""
     model = ViT(1, 16, 2, 32, image=8) if small else ViT(layers)
-    jax.clear_caches()  # which keep the steps that were traced before
-    start = time.process_time()
-    lowered = steps.trace(Point(implementation, dtype), model, batch).step.lower()
-    traced = time.process_time()
-    compiled = lowered.compile()
-    seconds = {"trace_cpu_s": traced - start, "compile_cpu_s": time.process_time() - traced}
-    return counts(compiled) | {name: round(value, 2) for name, value in seconds.items()}
+    point = Point(implementation, dtype)
+    compiled, spent = clocked(lambda: steps.trace(point, model, batch).step, "cpu")
+    return counts(compiled) | spent
+
+
+SCALED = "bfloat16_scaled"
+OVERHEAD = {
+    "plain": Point("handwritten", "bfloat16"),
+    "handwritten where": Point("handwritten", SCALED),
+    "handwritten cond": Point("handwritten_cond", SCALED),
+    "jmpx": Point("jmpx", SCALED),
+    "jmpx where": Point("jmpx_where", SCALED),
+    "jmpx cond": Point("jmpx_cond", SCALED),
+    "jmp": Point("jmp", SCALED),
+    "mpx": Point("mpx", SCALED),
+}
+
+
+def measure_overhead(way: str, layers: int, batch: int, **_: Any) -> records.Record:
+    """Compiles one step for a TPU, and returns its counts and its peak of memory."""
+    trace = lambda: steps.trace(OVERHEAD[way], ViT(layers), batch, sharding=tpu.chip())  # noqa: E731
+    compiled, spent = clocked(lambda: trace().step, "tpu")
+    hlo, memory = compiled.as_text(), compiled.memory_analysis()
+    more = {f"{kind}s": hlo.count(f" {kind}(") for kind in ("fusion", "conditional")}
+    more |= {"peak_bytes": memory.peak_memory_in_bytes, "compile_cpu_s": spent["compile_cpu_s"]}
+    return {**counts(compiled), **more, **tpu.target()}
 
 
 CHOSEN = [
@@ -146,7 +153,11 @@ CHOSEN = [
     *((name, "bfloat16", 12) for name in ("jmp", "mpx", "handwritten", *BFLOAT16)),
 ]
 POINTS = [{"implementation": i, "dtype": d, "layers": n, "batch": 8} for i, d, n in CHOSEN]
-BENCHMARKS: records.Benchmarks = {"compiled_step": (POINTS, measure)}
+WIDE = [{"way": way, "dtype": "bfloat16", "layers": 12, "batch": 64} for way in OVERHEAD]
+BENCHMARKS: records.Benchmarks = {
+    "compiled_step": (POINTS, measure),
+    "tpu_overhead": (WIDE, measure_overhead),
+}
 
 if __name__ == "__main__":
     records.main(__doc__, BENCHMARKS)

@@ -29,6 +29,8 @@ from gpu_program import Program
 from model_steps import Point, trace
 from tpu_compile import CARRIES, MARKED, counts
 
+import jmpx
+
 RESULTS = records.RESULTS / "gpu_compile.jsonl"
 ALL_DOTS = "by hand, marked blocks, all dots"
 PEERS = ("JMP", "MPX", "gradient functions")
@@ -68,7 +70,7 @@ def compiled(make: Any, chip: str) -> records.Record:
         **guess,
         "kernels": sum(times for _, times in found.kernels()),
         **counts(hlo),
-        "products": found.products(),
+        "products": jmpx.inspect.products(hlo).counts(),
         "collectives": sent,
         **spent,
         **gpu.compiler(chip),
@@ -87,7 +89,7 @@ def measure_fsdp(way: str, small: bool = False) -> records.Record:
 
 def measure_product(dtypes: list[str], small: bool = False) -> records.Record:
     """Compiles a product of two dtypes, which returns bfloat16."""
-    on, size = jax.sharding.SingleDeviceSharding(gpu.devices()[0]), 256 if small else 4096
+    on, size = gpu.on(), 256 if small else 4096
     arrays = [jax.ShapeDtypeStruct((size, size), dtype, sharding=on) for dtype in dtypes]
     product = functools.partial(jax.lax.dot, preferred_element_type=jnp.bfloat16)
     found = compiled(lambda: jax.jit(product).trace(*arrays), "H100")

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import records
 import steps
-from model_steps import shapes
+from model_steps import abstract, shapes
 from models import Transformer
 from records import Record
 
@@ -42,10 +42,7 @@ Line = list[tuple[float, float]]  # sizes and milliseconds
 
 def traced(model: Any, implementation: str) -> Any:
     step = steps.Point(implementation, "float16").make(model, steps.ADAM)
-    params, batch = shapes(model, 2)
-    scaling = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, step.scaling))
-    state = params, jax.eval_shape(step.optimizer.init, params), scaling
-    return steps.traced(step, state, batch, None)
+    return steps.traced(step, *abstract(step, model, 2), None)
 
 
 def of_steps(model: Any, names: Iterable[str]) -> Ways:

@@ -157,6 +157,7 @@ def cast_by_hand(params: PyTree) -> PyTree:
     return hk.data_structures.map(keep, params)
 
 
+SAVED = jmpx.autocast(NETWORK.apply, save="products")
 # How the network is applied, in which context, and whether its arguments are cast by hand.
 RESNET_WAYS: dict[str, tuple[Callable[..., Any], Callable[[], Any], bool]] = {
     "float32": (NETWORK.apply, contextlib.nullcontext, False),
@@ -164,11 +165,7 @@ RESNET_WAYS: dict[str, tuple[Callable[..., Any], Callable[[], Any], bool]] = {
     "JMP": (NETWORK.apply, with_jmp, False),
     "MPX": (NETWORK.apply, with_islands, False),
     "autocast": (jmpx.autocast(NETWORK.apply), contextlib.nullcontext, False),
-    "autocast, save": (
-        jmpx.autocast(NETWORK.apply, save="products"),
-        contextlib.nullcontext,
-        False,
-    ),
+    "autocast, save": (SAVED, contextlib.nullcontext, False),
 }
 
 
@@ -213,25 +210,28 @@ def resnet_step(way: str) -> Step:
 
 def make(point: Point, size: int, small: bool) -> tuple[Step, PyTree, PyTree]:
     """Returns a step, and the shapes of its state and of its batch."""
-    averages = None
     if point.model == "resnet":
         step, side = resnet_step(point.way), 64 if small else 224
         images = jax.ShapeDtypeStruct((size, side, side, 3), jnp.float32)
-        batch = images, jax.ShapeDtypeStruct((size,), jnp.int32)
         params, averages = jax.eval_shape(NETWORK.init, jax.random.key(0), images)
-    else:
-        way, _ = TRANSFORMER_WAYS[point.way]
-        model = transformer(point, small)
-        if point.way.startswith("autocast"):
-            model = dataclasses.replace(model, islands=False)
-        scales: Any = {"scales": True} if point.dtype == "float16" else {}
-        step = way(model, point.dtype, steps.ADAM, **scales)
-        params, batch = shapes(model, size)
+        scaling = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, step.scaling))
+        scaling = (scaling, averages) if scaling else averages
+        state = params, jax.eval_shape(step.optimizer.init, params), scaling
+        return step, state, (images, jax.ShapeDtypeStruct((size,), jnp.int32))
+    model = transformer(point, small)
+    if point.way.startswith("autocast"):
+        model = dataclasses.replace(model, islands=False)
+    scales: Any = {"scales": True} if point.dtype == "float16" else {}
+    step = TRANSFORMER_WAYS[point.way][0](model, point.dtype, steps.ADAM, **scales)
+    return step, *abstract(step, model, size)
+
+
+def abstract(step: Step, model: Transformer, size: int) -> tuple[PyTree, Any]:
+    """Returns the shapes of the state that a step begins with, and of a batch."""
+    params, batch = shapes(model, size)
     # MPX's loss scale counts with a plain number.
     scaling = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, step.scaling))
-    if averages is not None:
-        scaling = (scaling, averages) if scaling else averages
-    return step, (params, jax.eval_shape(step.optimizer.init, params), scaling), batch
+    return (params, jax.eval_shape(step.optimizer.init, params), scaling), batch
 
 
 def shapes(model: Transformer, size: int) -> tuple[PyTree, Any]:

@@ -29,6 +29,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
+BLACK = {"color": "#000000"}
 STEPS = {
     "jmp": ("JMP", {"color": "#E69F00", "lw": 5, "marker": "s", "ms": 9}),
     "mpx": ("MPX", {"color": "#A03C00", "lw": 1.8, "marker": "v", "ms": 6}),
@@ -57,14 +58,8 @@ GPU_WAYS = {
     "float32": WAYS["float32"],
     "by hand": WAYS["by hand"],
     "autocast": WAYS["autocast"],
-    "by hand, marked blocks": (
-        "blocks marked: dots_with_no_batch_dims",
-        {"color": "#000000", "marker": "<"},
-    ),
-    "by hand, marked blocks, all dots": (
-        "blocks marked: dots_saveable",
-        {"color": "#000000", "marker": ">"},
-    ),
+    "by hand, marked blocks": ("blocks marked: dots_with_no_batch_dims", BLACK | {"marker": "<"}),
+    "by hand, marked blocks, all dots": ("blocks marked: dots_saveable", BLACK | {"marker": ">"}),
     "autocast, save": ("save=products", WAYS["autocast, save"][1]),
     "autocast, save attention": ("save=products+attention", {"color": "#009E73", "marker": "P"}),
 }
@@ -134,9 +129,8 @@ def gpu_steps() -> Any:
     for axes, (model, group) in zip(both, gpu_tables.SHOWN.items(), strict=True):
         lines = {r["way"]: r for r in found if gpu_tables.group(r) == group}
         for way, (words, look) in GPU_WAYS.items():
-            ratios = [
-                lines[way][key] / lines["by hand"][key] for key in ("peak_mib", "estimate_ms")
-            ]
+            keys = "peak_mib", "estimate_ms"
+            ratios = [lines[way][key] / lines["by hand"][key] for key in keys]
             axes.plot(*ratios, label=words, linestyle="", **look | {"ms": 8})
         axes.set(title=model, xlabel="peak memory, over by hand", xlim=0, ylim=0.9)
     both[0].set_ylabel("XLA's estimate of time, over by hand")

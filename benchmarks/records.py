@@ -34,16 +34,6 @@ PACKAGES = {name: name for name in ("jax", "jaxlib", "optax", "jmp")}
 PACKAGES["mpx"] = "mixed-precision-for-JAX"
 
 
-def parser(doc: str | None, out: Path) -> argparse.ArgumentParser:
-    """Returns a parser with the options of every script; its help is the script's docstring."""
-    raw = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(description=doc, formatter_class=raw)
-    made.add_argument("--only", nargs="+", default=[], metavar="VALUE", help="what a point has")
-    made.add_argument("--small", action="store_true", help="small sizes, to try the script")
-    made.add_argument("--out", type=Path, default=out, help="the file of the lines")
-    return made
-
-
 def main(
     doc: str | None,
     benchmarks: Benchmarks,
@@ -54,14 +44,18 @@ def main(
     """Measures the points that have no line yet, and keeps the line of each as soon as it is there.
 
     Args:
-        doc: the script's docstring.
+        doc: the script's docstring, which is its help.
         benchmarks: for each name the points, and the function that takes the values of a point and
             returns the figures of its line or lines. With `--small` it gets `small=True`, too.
         arguments: of the command line.
         out: the default of `--out`.
         by_version: whether lines of several versions of JAX are kept beside each other.
     """
-    made = parser(doc, out)
+    raw = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    made.add_argument("--only", nargs="+", default=[], metavar="VALUE", help="what a point has")
+    made.add_argument("--small", action="store_true", help="small sizes, to try the script")
+    made.add_argument("--out", type=Path, default=out, help="the file of the lines")
     made.add_argument("--again", action="store_true", help="measure also what has a line")
     made.add_argument("--list", action="store_true", help="print the points, measure none")
     args = made.parse_args(arguments)

@@ -165,18 +165,11 @@ def pages() -> dict[Path, str]:
     at_scale = llama.table(records.read(llama.RESULTS))
     planted = mutants.table(records.read(mutants.RESULTS))
     peaks, gpu = tpu_tables.visited(tpu), records.read(gpu_tables.RESULTS)
-    on_gpu = gpu_tables.short(gpu)
-    page = between(MARKS, headlines, PAGE.read_text())
+    on_gpu, page = gpu_tables.short(gpu), between(MARKS, headlines, PAGE.read_text())
     page = between(tpu_tables.MARKS, tpu_tables.short(tpu), page)
     tables = {
         "README.md": (programs(found, VISITED), peaks, on_gpu),
-        "docs/cost.md": (
-            programs(found),
-            peaks,
-            tpu_tables.costs(tpu),
-            at_scale,
-            on_gpu,
-        ),
+        "docs/cost.md": (programs(found), peaks, tpu_tables.costs(tpu), at_scale, on_gpu),
         "docs/reliability.md": (planted,),
         "docs/roundings.md": (roundings.table(records.read(roundings.RESULTS)),),
         "docs/storage.md": (storage.table(stored),),

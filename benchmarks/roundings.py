@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import records
 import tpu
-from compiled_step import LINE
 from jax import lax
 
 import jmpx
+from jmpx._inspect.hlo.module import Module
 
 RESULTS = records.RESULTS / "roundings.jsonl"
 FLAG = {"xla_allow_excess_precision": False}
@@ -93,7 +93,7 @@ def measure(case: str, chip: str, dtype: str, small: bool = False) -> records.Re
     function, written, options = CASES[case]
     if chip == "CPU":
         return {"kept": runs_as_written(function, dtype, options)}
-    on = tpu.chip() if chip == "TPU v5e" else jax.sharding.SingleDeviceSharding(gpu.devices()[0])
+    on = tpu.chip() if chip == "TPU v5e" else gpu.on()
     shapes = [jax.ShapeDtypeStruct((SIZE, SIZE), dtype, sharding=on)] * 2
     platform = "tpu" if chip == "TPU v5e" else "cuda"
     more = gpu.UNTUNED if platform == "cuda" else {}
@@ -116,11 +116,14 @@ def runs_as_written(function: Function, dtype: str, options: dict[str, Any]) -> 
 
 def roundings(hlo: str, reductions: bool) -> int:
     """Counts the instructions that round to 16 bits, or only reductions of the precision."""
-    found = (match for line in hlo.splitlines() if (match := LINE.match(line)))
     return sum(
-        kind == "reduce-precision"
-        or (not reductions and types.lstrip("(").startswith(LOW) and bool(ROUNDING.match(kind)))
-        for _, types, kind, _ in (match.groups() for match in found)
+        one.kind == "reduce-precision"
+        or (
+            not reductions
+            and one.types.lstrip("(").startswith(LOW)
+            and bool(ROUNDING.match(one.kind))
+        )
+        for one in Module(hlo).instructions.values()
     )
 
 

@@ -153,11 +153,7 @@ def handwritten(
 
 
 def jmp_style(
-    model: Transformer,
-    dtype: str,
-    optimizer: Optimizer,
-    scales: bool = False,
-    library: str = "jmp",
+    model: Transformer, dtype: str, optimizer: Optimizer, scales: bool = False, library: str = "jmp"
 ) -> Step:
     jmp = importlib.import_module(library)
     policy = jmp.get_policy(f"params=float32,compute={dtype},output=float32")

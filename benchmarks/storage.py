@@ -92,9 +92,7 @@ def rounded(rounding: Any, narrow_state: bool = False) -> Way:
 WAYS = {
     "float32": Way(lambda optimizer, seed: optimizer, jnp.float32),
     "bfloat16": Way(nearest, grad_dtype=None),
-    "bfloat16, float32 state": Way(
-        lambda optimizer, seed: jmpx.optim.with_state_dtype(optimizer, jnp.float32)
-    ),
+    "bfloat16, float32 state": Way(lambda adam, _: jmpx.optim.with_state_dtype(adam, jnp.float32)),
     "bfloat16, stochastic": rounded("stochastic"),
     "bfloat16, stochastic, bfloat16 state": rounded("stochastic", narrow_state=True),
     "bfloat16, Kahan": Way(kahan),
@@ -258,9 +256,8 @@ def table(found: list[Record]) -> str:
 RESULTS = records.RESULTS / "storage.jsonl"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    records.main(__doc__, {"storage": (POINTS, measure)}, arguments, RESULTS, by_version=True)
-
+BENCHMARKS: records.Benchmarks = {"storage": (POINTS, measure)}
+main = functools.partial(records.main, __doc__, BENCHMARKS, out=RESULTS, by_version=True)
 
 if __name__ == "__main__":
     main()

@@ -1,7 +1,6 @@
 """The compiler of a TPU v5e, which libtpu brings and which needs no TPU."""
 
 import functools
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -12,33 +11,31 @@ import records
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
-TOPOLOGY = "v5e:2x4"
-INSTALL = "The compiler of TPUs is missing: pip install -e '.[bench,tpu]'"
-# Without these, libtpu asks the network which Google machine this is, and one process alone can
-# load it.
-SETTINGS = {
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-}
+from jmpx._inspect.plan.chips import CHIPS, missing
 
+TOPOLOGY = "v5e:2x4"
 PyTree = Any
+
+
+def absent(chip: str, count: int = 1, **where: str) -> list[Any]:
+    """Returns descriptions of chips that are not there; `where` says what their number does not."""
+    if why := missing(CHIPS[chip]):
+        print(why, file=sys.stderr)
+        sys.exit(2)
+    for name, value in CHIPS[chip].settings.items():
+        os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", "cpu")  # else the plugin of GPUs asks the driver
+    # JAX cannot load from its cache what it compiled for a chip that is not there.
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    where = CHIPS[chip].topology(count) | where
+    return list(topologies.get_topology_desc(**where).devices)
 
 
 @functools.cache
 def devices(topology: str = TOPOLOGY) -> list[Any]:
     """Returns descriptions of the TPU chips of a topology, eight by default."""
-    if importlib.util.find_spec("libtpu") is None:
-        print(INSTALL, file=sys.stderr)
-        sys.exit(2)
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
-    # JAX cannot load from its cache what it compiled for a chip that is not there.
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    return list(topologies.get_topology_desc(topology, "tpu").devices)
+    return absent("v5e", topology_name=topology)
 
 
 def chip() -> Any:

@@ -24,6 +24,7 @@ A program that does not fit into the 16 GiB of a chip is a line, too (status `oo
 """
 
 import collections
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +32,12 @@ import jax
 import records
 import tpu
 from collectives import read, table
-from compiled_step import FREE, INSTRUCTION, LINE, OPERAND, clocked, sizes, unfused
+from compiled_step import FREE, clocked, sizes, unfused
 from model_steps import Point, trace
-from tpu_matmul import count, read_products
+from tpu_matmul import count
+
+import jmpx
+from jmpx._inspect.hlo.module import Module
 
 RESULTS = records.RESULTS / "tpu_compile.jsonl"
 BARS = ("by hand", "autocast, save", "autocast", "float32")
@@ -87,13 +91,13 @@ def points() -> list[records.Record]:
 
 def counts(hlo: str) -> records.Record:
     """Counts what an optimized program holds, given as text."""
-    names = collections.Counter(INSTRUCTION.findall(hlo))
+    names = collections.Counter(one.kind for one in Module(hlo).instructions.values())
     return {
         "instructions": names.total(),
         "fusions": names["fusion"],
         "converts": names["convert"],
         "copies": names["copy"] + names["copy-start"],
-        "products": count(list(read_products(hlo))),
+        "products": count(jmpx.inspect.products(hlo).products),
     }
 
 
@@ -104,14 +108,13 @@ FETCHES = {"copy-start", "slice-start"}  # their results name what they read, to
 
 def hbm_bytes(hlo: str) -> float:
     """Returns the bytes that the instructions outside of fusions move between HBM and the chip."""
-    kinds, moved = {}, 0.0
-    for found in filter(None, map(LINE.match, unfused(hlo))):
-        name, kinds[name], kind, operands = found.groups()
-        if kind in FETCHES:
-            moved += min(size for size in sizes(kinds[name]) if size > 4)
-        elif kind not in FREE and not kind.endswith("-done"):
-            read = (kinds.get(operand, "") for operand in OPERAND.findall(operands))
-            moved += sum(sizes(" ".join((kinds[name], *read)), hbm=True))
+    module, moved = Module(hlo), 0.0
+    for one in unfused(module):
+        if one.kind in FETCHES:
+            moved += min(size for size in sizes(one.types) if size > 4)
+        elif one.kind not in FREE and not one.kind.endswith("-done"):
+            read = (module.instructions[key].types for key, _ in one.inputs)
+            moved += sum(sizes(" ".join((one.types, *read)), hbm=True))
     return moved
 
 
@@ -144,8 +147,7 @@ def compiled(make: Callable[[], Any]) -> records.Record:
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    records.main(__doc__, {"tpu_compile": (points(), measure)}, arguments, RESULTS)
+main = functools.partial(records.main, __doc__, {"tpu_compile": (points(), measure)}, out=RESULTS)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ mixes, written in Haiku, and count the router's products, forward and backward, 
 import collections
 import contextlib
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import haiku as hk
 import jax
@@ -29,62 +29,32 @@ import numpy as np
 import optax
 import records
 import tpu
-from compiled_step import COMPUTATION
 
 import jmpx
+from jmpx._inspect.hlo.module import Module
+from jmpx._inspect.products.hlo import kind_of
 
 PyTree = Any
 
 
 # Reading what came out.
 
-RESULT = re.compile(r"^ +(?:ROOT )?(%\S+) = \(?(\w+)\[")
-PRODUCT = re.compile(r" (?:convolution|dot)\((%[^,)]+), (%[^,)]+)\)")
-PRECISION = re.compile(r"operand_precision=\{(\w+),(\w+)\}")
-NAME = re.compile(r'op_name="([^"]*)"')
-FUSION = re.compile(r' fusion\(.*calls=(%[^,\s]+).*"estimated_cycles":"(\d+)"')
+CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 ALL_REDUCE = re.compile(r" = \(?(\w+)\[([\d,]+)\]\S* all-reduce(?:-start)?\(")
+Products = Sequence[Any]  # of `jmpx.inspect.Products`
 
 
-class Product(NamedTuple):
-    """A matrix product or convolution of optimized HLO."""
-
-    dtypes: str  # of its operands and its result
-    precision: str
-    scope: str  # the name that JAX gave the operation
-    computation: str  # the fusion that it is in
-
-    def __str__(self) -> str:
-        return self.dtypes if self.precision == "default" else f"{self.dtypes}, {self.precision}"
+def count(products: Products) -> dict[str, int]:
+    """Counts products by their dtypes; those of a loop count once."""
+    return dict(sorted(collections.Counter(one.dtypes for one in products).items()))
 
 
-def read_products(hlo: str) -> Iterator[Product]:
-    """Yields the products of an HLO module, given as text, also those inside fusions."""
-    lines = hlo.splitlines()
-    types = {found[1]: found[2] for line in lines if (found := RESULT.match(line))}
-    computation = ""
-    for line in lines:
-        if found := COMPUTATION.match(line):
-            computation = found[1]
-        if found := PRODUCT.search(line):
-            result, words, name = (p.search(line) for p in (RESULT, PRECISION, NAME))
-            yield Product(
-                f"{types[found[1]]} x {types[found[2]]} -> {result[2] if result else '?'}",
-                ", ".join(sorted({*words.groups()})) if words else "default",
-                name[1] if name else "",
-                computation,
-            )
-
-
-def count(products: list[Product]) -> dict[str, int]:
-    return dict(sorted(collections.Counter(map(str, products)).items()))
-
-
-def cycles(hlo: str, products: list[Product]) -> int:
+def cycles(hlo: str, products: Products) -> int:
     """Returns the estimated cycles of the fusions that contain these products."""
-    inside = {product.computation for product in products}
-    fusions = [found for line in hlo.splitlines() if (found := FUSION.search(line))]
-    return sum(int(found[2]) for found in fusions if found[1] in inside)
+    every, scopes = Module(hlo).instructions.values(), {product.scope for product in products}
+    inside = {one.computation for one in every if kind_of(one) and one.scope in scopes}
+    fusions = [one for one in every if one.kind == "fusion" and inside & {*one.called}]
+    return sum(int(found[1]) for one in fusions if (found := CYCLES.search(one.rest)))
 
 
 def without_precision(hlo: str) -> str:
@@ -145,7 +115,7 @@ def measure_step(
     params = jax.eval_shape(network.init, jax.random.key(0), x)
     program = tpu.compiled(step, (params, x, labels))
     hlo = program.as_text()
-    products = list(read_products(hlo))
+    products = jmpx.inspect.products(hlo).products
     routers = [product for product in products if "/router/" in product.scope]
     rest = [product for product in products if product not in routers]
     return {
@@ -180,7 +150,7 @@ def measure_product(
     except jax.errors.JaxRuntimeError as error:
         return {"status": str(error).splitlines()[0], **tpu.target()}
     hlo, unset = program.as_text(), compile_product(dtype, "unset", size).as_text()
-    products = list(read_products(hlo))
+    products = jmpx.inspect.products(hlo).products
     return {
         "status": "ok",
         "products": count(products),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from jmpx._inspect.plan.api import plan as plan
     from jmpx._inspect.plan.report import Plan as Plan
+    from jmpx._inspect.products.report import Products as Products, products as products
     from jmpx._inspect.ranges.api import ranges as ranges
     from jmpx._inspect.ranges.report import Ranges as Ranges
     from jmpx._steps.progress import (
@@ -64,5 +65,6 @@ else:
             "_inspect.ranges.report": "Ranges",
             "_storage.update_report": "LostUpdates UpdateReport update_report",
             "_inspect.collectives.report": "Collectives collectives",
+            "_inspect.products.report": "Products products",
         },
     )

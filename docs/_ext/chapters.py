@@ -18,6 +18,7 @@ CHAPTERS = {
         "plan",
         "choose",
         "collectives",
+        "products",
     ],
     "Larger runs": ["sharding", "storage", "checkpoints", "recipes"],
     "Coming from": ["coming_from_jmp", "coming_from_torch", "coming_from_others", "from_0.2"],

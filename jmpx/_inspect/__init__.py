@@ -14,7 +14,8 @@ The way through it:
 - `audit/` reads the graph, without numbers: casts, saved bytes, FLOPs by dtype, and findings.
 - `ranges/` runs the program in float32, and counts the magnitudes of its numbers.
 - `first_nonfinite/` runs the program as it is, and finds the origin of an infinity or a NaN.
-- `collectives/` reads a lowered or compiled program, and lists what its devices exchange.
+- `collectives/` lists what the devices of a lowered or compiled program exchange, `products/` what
+  it multiplies; `hlo/` reads such programs for both.
 
 Each of them has half a page of its own, and opens with `api.py` or `report.py`. They do not import
 each other, but for `blame`, which asks `first_nonfinite` for what is not finite; `plan`, which

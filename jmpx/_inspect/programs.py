@@ -73,13 +73,14 @@ def traced_program(
 ) -> Program:
     """Traces a function on arrays or their shapes, by default with its gradient if it is a loss.
 
-    Any other function is looked at as it is. A TypeError refuses what is not callable, a ValueError
+    Any other function is looked at as it is. A TypeError refuses what is not callable or is compiled, a ValueError
     a loss without a floating array in its first argument.
     """
-    if not callable(fn):
+    if not callable(fn) or isinstance(fn, jax.stages.Compiled):
         raise TypeError(
             f"Expected a loss or a train step to look at, got {fn!r}: pass the function itself, "
-            "and its arguments to the function that is returned."
+            "and its arguments to the function that is returned; jmpx.inspect.products reads steps "
+            "that are lowered or compiled."
         )
     call, is_loss = _Call(fn, args, kwargs or {}), None if with_gradient else False
     try:

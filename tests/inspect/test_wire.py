@@ -320,10 +320,11 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("look", [jmpx.inspect.collectives, jmpx.inspect.products])
 @pytest.mark.parametrize("make, error, match", WRONG.values(), ids=WRONG)
-def test_a_wrong_argument_is_refused_in_one_sentence(make, error, match):
+def test_a_wrong_argument_is_refused_in_one_sentence(make, error, match, look):
     with pytest.raises(error, match=match) as caught:
-        jmpx.inspect.collectives(make())
+        look(make())
     text = str(caught.value)
     assert "\n" not in text and text.endswith(".") and ": pass" in text
 

@@ -12,7 +12,6 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jmpx
 from jmpx._inspect.collectives.data import Collective
-from jmpx._inspect.collectives.hlo import read_hlo
 
 ROWS = P("data")
 
@@ -360,7 +359,7 @@ ENTRY %main (a: bf16[16], b: f32[128]) -> f32[16] {
 def test_what_the_compiler_of_tpus_writes():
     # One gather in the fusions that overlap with it, a reduce-scatter as an all-reduce and a
     # slice, asynchronous collectives, and several arrays in one collective.
-    _, _, found = read_hlo(HLO)
+    found = jmpx.inspect.collectives(HLO).collectives
     assert sorted(found) == sorted(
         [
             Collective("all-gather", "bf16", 256, 8),

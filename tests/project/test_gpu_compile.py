@@ -1,7 +1,7 @@
 """The benchmark of what the compiler of NVIDIA's GPUs makes of train steps; it needs no GPU."""
 
 import collections
-import importlib.util
+import importlib
 import json
 from functools import partial
 
@@ -20,10 +20,13 @@ from gpu_program import Program
 from helpers import heads
 
 import jmpx
+from jmpx._inspect.plan import chips
+from jmpx._inspect.plan.chips import CHIPS, missing
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
-MISSING = gpu.missing()
+MISSING = missing(CHIPS["h100"])
 needs_compiler = pytest.mark.skipif(MISSING != "", reason=MISSING)
+LOW = jnp.bfloat16
 HLO = """HloModule jit_step, is_scheduled=true
 
 %fused (p.0: f32[8,4]) -> bf16[8,4] {
@@ -60,7 +63,8 @@ backend_config={"known_trip_count":{"n":"5"}}
   %kept = f32[8]{0} conditional(%a, %a, %a), branch_computations={%skip, %update}
   %sum = f32[8]{0} all-reduce(%kept), to_apply=%skip
   %attention = (bf16[8,4]{1,0}, u8[0]{0}) custom-call(%low, %low), \
-custom_call_target="__cudnn$fmhaSoftmax", backend_config={}
+custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config":\
+{"intermediate_tensor_shape":{"dimensions":["8","8"]}}}
   ROOT %gemm = f32[8,8]{1,0} custom-call(%a, %a), custom_call_target="__cublas$lt$matmul", \
 backend_config={"gemm_backend_config":{"precision_config":{"operand_precision":\
 ["HIGHEST","HIGHEST"]}},"reification_cost":[{"exec_time_us":7.0,"name":"sol"}]}
@@ -69,13 +73,12 @@ backend_config={"gemm_backend_config":{"precision_config":{"operand_precision":\
 
 
 def test_what_runs_is_read_from_the_program():
-    program = Program(HLO)
-    assert program.products() == {
-        "__cudnn$fmhaSoftmax bf16 x bf16 -> bf16": 1,
+    assert jmpx.inspect.products(HLO).counts() == {
+        "bf16 x bf16 -> bf16": 1,
         "bf16 x bf16 -> f16": 5,
         "f32 x f32 -> f32, highest": 1,
     }
-    assert sum(times for _, times in program.kernels()) == 1 + 5 + 2 + 1 + 1 + 1
+    assert sum(times for _, times in Program(HLO).kernels()) == 1 + 5 + 2 + 1 + 1 + 1
 
 
 def test_a_step_is_estimated_as_the_sum_of_what_runs():
@@ -95,16 +98,16 @@ def test_every_point_is_there_once_can_be_made_and_has_a_line(capsys):
     assert {line.partition("\t")[0] for line in listed} == {"there  "}
 
 
-@pytest.mark.parametrize(
-    ("versions", "told"), [(gpu.VERSIONS, gpu.OTHER_JAX), ((jax.__version__,), gpu.INSTALL)]
-)
-def test_without_the_compiler_a_line_says_what_to_do(versions, told, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "VERSIONS", versions if told == gpu.INSTALL else ())
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize("versions", [(), (jax.__version__,)])
+def test_without_the_compiler_a_line_says_what_to_do(versions, monkeypatch, capsys):
+    monkeypatch.setattr(chips, "GPU_VERSIONS", versions)
+    monkeypatch.setattr(chips, "find_spec", lambda name: None)
     gpu.devices.cache_clear()
     with pytest.raises(SystemExit, match="2"):
         gpu.devices()
-    assert capsys.readouterr().err == f"{told}\n"
+    told = "is missing: pip install" if versions else f"JAX {jax.__version__} cannot compile"
+    printed = capsys.readouterr().err
+    assert told in printed and printed.count("\n") == 1
 
 
 def test_the_tables_compare_what_was_measured():
@@ -132,9 +135,9 @@ def test_a_step_multiplies_in_its_dtype(way, dtype, multiplied, tmp_path):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("chip", gpu.CHIPS)
+@pytest.mark.parametrize("chip", gpu.OPTIONS)
 def test_float8_is_multiplied_as_float8_by_an_h100_alone(chip):
-    on = jax.sharding.SingleDeviceSharding(gpu.devices(chip)[0])
+    on = gpu.on(chip)
     x = jax.ShapeDtypeStruct((256, 256), "float8_e4m3fn", sharding=on)
     product = jax.jit(lambda x: jax.lax.dot(x, x, preferred_element_type="bfloat16"))
     (found,) = gpu_compile.compiled(lambda: product.trace(x), chip)["products"]
@@ -156,6 +159,50 @@ def test_the_default_compiles_to_what_where_compiles_to():
     default, where, cond = map(measure, ways)
     assert default == where
     assert default["estimate_ms"] < cond["estimate_ms"]
+
+
+# What `jmpx.inspect.products` reads.
+
+
+def loss_fn(params, x):
+    def layer(h, w):
+        scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", h, h))
+        return jnp.tanh(jnp.einsum("bqk,bkd->bqd", scores, h @ w.astype(h.dtype))), None
+
+    h, _ = jax.lax.scan(layer, x.astype(LOW), params["layers"])
+    return jnp.sum((h.astype(jnp.float32) @ params["head"]) ** 2)
+
+
+SHORT = {"bfloat16": "bf16", "float32": "f32"}
+
+
+def compiled_loss(chip, **options):
+    on = gpu.on(chip)
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on)  # noqa: E731
+    params, x = {"layers": f32(3, 256, 256), "head": f32(256, 128)}, f32(4, 128, 256)
+    lowered = jax.jit(jax.grad(loss_fn)).trace(params, x).lower(lowering_platforms=("cuda",))
+    audited = jmpx.inspect.audit(loss_fn)(params, x).products
+    return lowered, lowered.compile({**gpu.OPTIONS[chip], **options}), audited
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("chip", gpu.OPTIONS)
+@pytest.mark.parametrize("kernel", ["__cublas$lt$matmul", "__triton_nested_gemm_fusion"])
+def test_a_compiled_step_has_the_products_that_the_audit_counts(chip, kernel):
+    triton = "triton" in kernel
+    lowered, compiled, audited = compiled_loss(chip, xla_gpu_enable_triton_gemm=triton)
+    report = jmpx.inspect.products(compiled)
+    assert report.platform == "gpu" and report.notes == ()
+    for products in (report, jmpx.inspect.products(lowered)):
+        flops = collections.Counter[str]()
+        for one in products.products:
+            flops[one.operands[0]] += one.flops
+        assert flops == {SHORT[each.dtypes.split()[0]]: each.flops for each in audited}
+    assert {one.kernel for one in report.products} == {kernel}
+    heads = [one for one in report.products if one.operands == ("f32", "f32")]
+    assert len(heads) == 3 and {one.place and one.place.function for one in heads} == {"loss_fn"}
+    assert sum(one.times for one in report.products) == 3 * 9 + 3
 
 
 # cuDNN's attention, on the compiler.
@@ -182,7 +229,6 @@ def in_haiku(policy, w, x):
     return jmpx.apply_policy(net.apply, policy)({"attention": {"w": w}}, None, x)
 
 
-LOW = jnp.bfloat16
 CAST, CAUSAL = partial(attention, dtype=LOW), partial(attention, dtype=LOW, is_causal=True)
 FUSED = {
     "arguments": jmpx.apply_policy(attention, "by=arguments,c=bf16"),
@@ -210,11 +256,15 @@ def test_an_attention_is_one_kernel_forward_and_one_backward(name):
     def grads(w, x):
         return jax.grad(lambda w: jnp.square(FUSED[name](w, x).astype(jnp.float32)).sum())(w)
 
-    on = jax.sharding.SingleDeviceSharding(gpu.devices()[0])
+    on = gpu.on()
     w, x = (jax.ShapeDtypeStruct((n, 256, 256), "float32", sharding=on) for n in (4, 2))
-    products = gpu_compile.compiled(lambda: jax.jit(grads).trace(w, x), "H100")["products"]
-    kernels = {key.split()[0]: n for key, n in products.items() if key.startswith("__cudnn")}
-    assert list(kernels.values()) == [1, 1] and [k.endswith("Backward") for k in kernels] == [0, 1]
+    lowered = jax.jit(grads).trace(w, x).lower(lowering_platforms=("cuda",))
+    for step in lowered, lowered.compile(gpu.OPTIONS["H100"]):
+        found = [one for one in jmpx.inspect.products(step).products if one.kind == "attention"]
+        assert [(one.kernel.endswith("Backward"), one.times) for one in found] == [
+            (False, 1),
+            (True, 1),
+        ]
 
 
 @pytest.mark.slow
@@ -232,10 +282,10 @@ def test_an_attention_in_float32_is_refused_with_the_edit():
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("chip", gpu.CHIPS)
+@pytest.mark.parametrize("chip", gpu.OPTIONS)
 @pytest.mark.parametrize("matmul", ["", ",m=highest"])
 def test_float32_is_multiplied_in_tf32_unless_the_policy_says_highest(matmul, chip):
-    on = jax.sharding.SingleDeviceSharding(gpu.devices(chip)[0])
+    on = gpu.on(chip)
     x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=on)
     product = jax.jit(jmpx.apply_policy(lambda x: x @ x, f"c=f32{matmul}"))
     (found,) = gpu_compile.compiled(lambda: product.trace(x), chip)["products"]
@@ -269,7 +319,7 @@ def test_what_gpus_send_is_read_as_the_benchmark_reads_it(way):
 @needs_compiler
 def test_a_head_that_hands_out_float32_multiplies_in_bfloat16():
     """None of its operands is converted to float32, and the logits are not rounded."""
-    on = jax.sharding.SingleDeviceSharding(gpu.devices()[0])
+    on = gpu.on()
     rounded, kept, full = (
         gpu_compile.compiled(lambda policy=policy: heads.traced(policy, on), "H100")
         for policy in (heads.ROUNDED, heads.KEPT, f"{heads.ROUNDED}; head: c=f32,o=f32")

@@ -1,16 +1,15 @@
 """The benchmark of roundings: those of an emulated function are there, on every compiler."""
 
-import importlib.util
-
-import gpu
 import pytest
 import records
 import roundings
 
+from jmpx._inspect.plan.chips import CHIPS, missing
+
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
 HLO = """HloModule jit_f
 
-%fused (p: f32[4]) -> f32[4] {
+ENTRY %fused (p: f32[4]) -> f32[4] {
   %p = f32[4]{0} parameter(0)
   %low = bf16[4]{0} convert(%p)
   %wide = f32[4]{0} convert(%low)
@@ -33,13 +32,13 @@ def test_every_point_has_a_line():
     assert all(line["kept"] for line in lines if line["case"].endswith(roundings.EMULATED))
 
 
-CHIPS = {"CPU": True, "TPU v5e": importlib.util.find_spec("libtpu"), "H100": not gpu.missing()}
+MISSING = {"CPU": "", "TPU v5e": missing(CHIPS["v5e"]), "H100": missing(CHIPS["h100"])}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("chip", "dtype"), roundings.CHIPS)
 @pytest.mark.parametrize("case", [c for c in roundings.CASES if c.endswith(roundings.EMULATED)])
 def test_an_emulated_function_is_rounded_as_it_is_written(case, chip, dtype):
-    if not CHIPS[chip]:
-        pytest.skip(f"without the compiler of a {chip}")
+    if MISSING[chip]:
+        pytest.skip(MISSING[chip])
     assert roundings.measure(case, chip, dtype)["kept"]

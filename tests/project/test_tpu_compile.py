@@ -1,6 +1,5 @@
 """The benchmark of what a TPU's compiler makes of train steps; the compiler itself runs apart."""
 
-import importlib.util
 import json
 
 import compiled_step
@@ -14,6 +13,9 @@ import tpu_compile
 import tpu_tables
 from model_steps import Point
 from test_tpu import HLO, needs_libtpu
+
+from jmpx._inspect.plan import chips
+from jmpx._inspect.plan.chips import CHIPS, missing
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
 DTYPES = {"float32": "f32", "float32, highest": "f32"}
@@ -95,7 +97,7 @@ def test_a_step_returns_what_it_takes_and_multiplies_in_its_dtype(way):
     state, loss = traced.out_info
     assert types(state) == types(leaves)
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
-    dots = compiled_step.count_dots(traced.lower(lowering_platforms=("cuda",)).as_text())
+    dots = compiled_step.count_dots(traced.lower(lowering_platforms=("cuda",)))
     dtype = DTYPES.get(way, "bf16")
     assert [*dots] == [f"{dtype} x {dtype}"]
 
@@ -116,11 +118,11 @@ def test_every_point_has_a_line(tmp_path, capsys):
 
 
 def test_without_the_compiler_a_line_says_what_to_install(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(chips, "find_spec", lambda name: None)
     tpu.devices.cache_clear()
     with pytest.raises(SystemExit, match="2"):
         tpu_compile.main([f"--out={tmp_path / 'none'}"])
-    assert capsys.readouterr().err == f"{tpu.INSTALL}\n"
+    assert capsys.readouterr().err == f"{missing(CHIPS['v5e'])}\n"
 
 
 def test_bars_and_tables():

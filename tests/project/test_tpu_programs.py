@@ -17,13 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tpu
-from compiled_step import INSTRUCTION
 from helpers import by_hand, heads
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from models import ViT
-from tpu_matmul import read_products
 
 import jmpx
+from jmpx._inspect.hlo.module import Module
 
 MISSING = [name for name in ("libtpu", "jmp", "mpx") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -49,13 +48,14 @@ def peak(way):
     return step(way).memory_analysis().peak_memory_in_bytes
 
 
-def dtypes_of_products(hlo):
-    return {product.dtypes.partition(" -> ")[0] for product in read_products(hlo)}
+def dtypes_of_products(program):
+    return {" x ".join(one.operands) for one in jmpx.inspect.products(program).products}
 
 
 def costs(program):
     """Returns what each cast costs. A prefetch (`copy-start`) moves an array, and copies none."""
-    names = collections.Counter(INSTRUCTION.findall(program.as_text()))
+    every = Module(program.as_text()).instructions.values()
+    names = collections.Counter(one.kind for one in every)
     accessed = program.cost_analysis()["bytes accessed"]
     return {"converts": names["convert"], "copies": names["copy"], "bytes": accessed}
 
@@ -73,11 +73,11 @@ def test_peak_memory_falls_from_float32_to_autocast_that_saves_products():
 
 @pytest.mark.parametrize("way", ["by hand", "autocast", "autocast, save"])
 def test_products_read_bfloat16(way):
-    assert dtypes_of_products(step(way).as_text()) == LOW
+    assert dtypes_of_products(step(way)) == LOW
 
 
 def test_products_of_float32_are_not_all_in_bfloat16():
-    assert dtypes_of_products(step("float32").as_text()) > LOW
+    assert dtypes_of_products(step("float32")) > LOW
 
 
 def test_autocast_has_no_more_casts_and_copies_than_casts_by_hand():
@@ -92,7 +92,7 @@ def test_a_module_policy_has_no_more_casts_and_copies_than_casts_by_hand():
         tpu.compiled(jax.value_and_grad(loss_fn), (params, x))
         for loss_fn in (by_hand.loss_with(with_policy), by_hand.loss_by_hand(hand))
     )
-    assert dtypes_of_products(found.as_text()) == LOW
+    assert dtypes_of_products(found) == LOW
     assert_no_more(costs(found), costs(expected))
 
 
@@ -126,12 +126,12 @@ def test_a_head_that_hands_out_float32_multiplies_in_bfloat16():
     def compiled(policy):
         program = heads.traced(policy, tpu.chip()).lower(lowering_platforms=("tpu",))
         hlo: Any = program.compile().as_text()
-        products = [p for p in read_products(hlo) if "head" in p.scope]
+        products = [p for p in jmpx.inspect.products(hlo).products if "head" in p.scope]
         return products, sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', hlo)))
 
     products, cycles = compiled(heads.ROUNDED)
-    assert {*map(str, products)} == {"bf16 x bf16 -> bf16"}
+    assert {p.dtypes for p in products} == {"bf16 x bf16 -> bf16"}
     kept, kept_cycles = compiled(heads.KEPT)
-    assert {p.dtypes.rpartition("-> ")[2] for p in kept} == {"f32"}
-    assert {p.precision for p in kept} == {"default"} and len(kept) == len(products)
+    assert {(p.result, p.algorithm) for p in kept} == {("f32", "")}
+    assert len(kept) == len(products)
     assert kept_cycles < 1.08 * cycles

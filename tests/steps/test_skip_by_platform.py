@@ -7,13 +7,14 @@ import importlib.util
 import re
 from functools import partial
 
+import compiled_step
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tpu_overhead
+import steps
 from compiled_step import count
 from helpers import assert_same_bits, lenient, normal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -328,7 +329,8 @@ needs_libtpu = pytest.mark.skipif(
 def test_a_tpu_compiles_what_it_compiles_for_where():
     names = "jmpx", "jmpx where", "jmpx cond", "handwritten where"
     found, where, cond, by_hand = (
-        tpu_overhead.measure(name, layers=1, batch=8) | {"compile_cpu_s": 0} for name in names
+        compiled_step.measure_overhead(name, layers=1, batch=8) | {"compile_cpu_s": 0}
+        for name in names
     )
     assert found == where != cond and found["conditionals"] == 0
     assert cond["bytes_accessed"] > 1.02 * found["bytes_accessed"]
@@ -339,9 +341,9 @@ def test_a_tpu_compiles_what_it_compiles_for_where():
 @pytest.mark.sampled(3)
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("way", ["plain", "handwritten cond", "jmpx", "jmp"])
-def test_every_step_of_the_benchmark_can_be_lowered(way, monkeypatch):
-    monkeypatch.setattr(tpu_overhead, "ViT", lambda layers: MODELS["tiny"])
-    text = tpu_overhead.lowered(way, 1, 2).as_text()
+def test_every_step_of_the_benchmark_can_be_lowered(way):
+    step = steps.trace(compiled_step.OVERHEAD[way], MODELS["tiny"], 2).step
+    text = step.lower(lowering_platforms=("tpu",)).as_text()
     checks = (
         text.count("stablehlo.is_finite") >= 20
     )  # the softmax has one, the tiny model 20 arrays

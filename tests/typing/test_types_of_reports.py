@@ -40,6 +40,9 @@ def test_wire() -> None:
     assert_type(found, jmpx.inspect.Collectives)
     assert_type(found.sent, float)
     assert_type(found.to_json(), str)
+    multiplied = jmpx.inspect.products(step.lower(make_params(), ones(4, 2)))
+    assert_type(multiplied, jmpx.inspect.Products)
+    assert_type(multiplied.counts(), dict[str, int])
 
 
 def test_ranges(tmp_path: Path) -> None:

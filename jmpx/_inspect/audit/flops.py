@@ -66,7 +66,7 @@ def _convolution(eqn: Equation) -> int:
     steps = (params["window_strides"], params["lhs_dilation"], params["rhs_dilation"])
     sizes = zip(lhs_axes[2:], rhs_axes[2:], out_axes[2:], params["padding"], *steps, strict=True)
     for lhs_axis, rhs_axis, out_axis, padding, stride, lhs_dilation, rhs_dilation in sizes:
-        count *= _taps(
+        count *= taps(
             (lhs[lhs_axis], lhs_dilation),
             (rhs[rhs_axis], rhs_dilation),
             (result[out_axis], stride),
@@ -76,7 +76,7 @@ def _convolution(eqn: Equation) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _taps(
+def taps(
     inputs: tuple[int, int], kernel: tuple[int, int], outputs: tuple[int, int], padding: int
 ) -> int:
     """Returns how often one axis of a kernel meets a number of an input, not padding or a hole.

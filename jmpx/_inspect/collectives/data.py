@@ -9,6 +9,7 @@ In a ring of n devices, each of them sends
 """
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jmpx._jaxprs.places import Place
@@ -33,6 +34,10 @@ class Collective(NamedTuple):
     in_while: bool = False
     in_branch: bool = False
     place: Place | None = None
+
+    def at(self, sources: Sequence[str], is_backward: bool, place: Place | None) -> "Collective":
+        """Returns it with the input that its operand is a copy of, and where it is."""
+        return self._replace(parameter=sources[0], is_backward=is_backward, place=place)
 
     @property
     def sent(self) -> float:

@@ -1,15 +1,11 @@
 """What a step sends between devices: `jmpx.inspect.collectives`."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
-
-import jax
 
 from jmpx._inspect.collectives.data import Collective
-from jmpx._inspect.collectives.hlo import read_hlo
+from jmpx._inspect.collectives.hlo import Finder
 from jmpx._inspect.collectives.text import lines
-from jmpx._inspect.reports import Report, plain
+from jmpx._inspect.hlo.programs import ProgramReport, read
 
 _MORE = "Outside of shard_map, XLA may insert more: lowered.compile() has them."
 _WIDENED = (
@@ -18,12 +14,10 @@ _WIDENED = (
     "jmpx.inspect.collectives(lowered) shows those of the program; under jit, give it the text "
     "that XLA writes after its partitioner, as docs/collectives.md shows."
 )
-_IN_WHILE = "A + after the times marks a while loop of unknown length: one trip is counted."
-_IN_BRANCH = "All branches of conditionals are counted."
 
 
 @dataclasses.dataclass(frozen=True)
-class Collectives(Report):
+class Collectives(ProgramReport):
     """What a step sends between devices; `print` shows it as a table.
 
     Attributes:
@@ -47,6 +41,7 @@ class Collectives(Report):
     platform: str | None
     collectives: tuple[Collective, ...]
     notes: tuple[str, ...] = ()
+    _found, _amount = "collectives", "sent"
 
     @property
     def sent(self) -> float:
@@ -55,15 +50,7 @@ class Collectives(Report):
 
     def __str__(self) -> str:
         """Returns tables: bytes by kind and dtype, and the largest arrays."""
-        title = f"{self.program} on {self.devices} device{'s' * (self.devices != 1)}"
-        title += f", compiled for {self.platform}" if self.platform else ""
-        return "\n".join(lines(title, self.collectives, self.notes))
-
-    def to_dict(self) -> dict[str, object]:
-        """Returns dicts, lists, strings and numbers, as `json.dumps` takes them."""
-        fields = {"program": self.program, "devices": self.devices, "platform": self.platform}
-        rows = [plain(one) | {"sent": one.sent} for one in self.collectives]
-        return fields | {"sent": self.sent, "collectives": rows, "notes": list(self.notes)}
+        return "\n".join(lines(self._title, self.collectives, self.notes))
 
 
 Wire = Collectives  # its name in the pickles of 0.2
@@ -103,59 +90,9 @@ def collectives(step: object) -> Collectives:
         all-gather bf16 512 params['w']
         reduce-scatter bf16 512 ("result['w']",)
     """
-    if isinstance(step, str):
-        name, devices, found = read_hlo(step)
-        return Collectives(name, devices, None, found, _notes(found))
-    for name in "lowered", "compiled":  # how Equinox and Flax NNX keep those of JAX
-        kept = getattr(step, name, None)
-        step = kept if isinstance(kept, jax.stages.Lowered | jax.stages.Compiled) else step
-    if isinstance(step, jax.stages.Lowered):
-        return _of_lowered(step)
-    if isinstance(step, jax.stages.Compiled):
-        return _of_compiled(step)
-    raise TypeError(
-        "jmpx.inspect.collectives takes a lowered or compiled step, and got a "
-        f"{type(step).__name__}: pass jax.jit(step).lower(*args), or what its compile() returns."
+    name, devices, platform, found, limits, is_partitioned = read(
+        step, lambda module: Finder(module.devices), "collectives"
     )
-
-
-def _of_lowered(lowered: jax.stages.Lowered) -> Collectives:
-    stablehlo: Any = lowered.compiler_ir("stablehlo")  # JAX does not annotate what these are
-    hlo: Any = lowered.compiler_ir("hlo")
-    attributes = stablehlo.operation.attributes
-    names = "mhlo.num_partitions", "mhlo.num_replicas"
-    partitions, replicas = (int(str(attributes[name]).partition(" ")[0]) for name in names)
-    text = hlo.get_hlo_module().to_string()
-    name, devices, found = read_hlo(text, _outputs(lowered), partitions * replicas)
-    return Collectives(name, devices, None, found, _notes(found, *[_MORE] * (partitions > 1)))
-
-
-def _of_compiled(compiled: jax.stages.Compiled) -> Collectives:
-    name, devices, found = read_hlo(compiled.as_text() or "", _outputs(compiled))
-    platform = _platform(compiled)
     widened = platform == "cpu" and any(one.dtype in ("f32", "f16") for one in found)
-    notes = _notes(found, *[_WIDENED] * widened)
-    return Collectives(name, devices, platform, found, notes)
-
-
-def _outputs(stage: jax.stages.Lowered | jax.stages.Compiled) -> list[str]:
-    """Returns the names of the results."""
-    try:
-        paths, _ = jax.tree_util.tree_flatten_with_path(stage.out_info)
-    except (AttributeError, KeyError):  # of `jax.pmap` until JAX 0.9
-        return []
-    return [f"result{jax.tree_util.keystr(path)}" for path, _ in paths]
-
-
-def _platform(compiled: jax.stages.Compiled) -> str | None:
-    """Returns the platform that a program was compiled for, which may be absent here."""
-    client = getattr(compiled.runtime_executable(), "client", None)
-    if client is not None:
-        return client.platform
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    return next((device.platform for each in shardings for device in each.device_set), None)
-
-
-def _notes(found: Iterable[Collective], *first: str) -> tuple[str, ...]:
-    in_while = [_IN_WHILE] * any(one.in_while for one in found)
-    return (*first, *in_while, *[_IN_BRANCH] * any(one.in_branch for one in found))
+    limits = (*[_WIDENED] * widened, *[_MORE] * (not is_partitioned), *limits)
+    return Collectives(name, devices, platform, found, limits)

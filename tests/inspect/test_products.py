@@ -1,0 +1,325 @@
+"""`jmpx.inspect.products`: which products a lowered or compiled program multiplies."""
+
+import json
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+
+import jmpx
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # as in a user's program
+HAS_FRAMES = jax.__version_info__ >= (0, 9)  # older programs name a line alone, of the call
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def lowered(fn, *args, platform="cuda") -> Any:
+    return jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,))
+
+
+def read(fn, *args, platform="cuda"):
+    return jmpx.inspect.products(lowered(fn, *args, platform=platform))
+
+
+# What JAX lowers for a platform, without its compiler.
+
+
+def loss_fn(params, x):
+    def layer(h, w):
+        return jnp.tanh(h @ w.astype(h.dtype)), None
+
+    h, _ = lax.scan(layer, x.astype(jnp.bfloat16), params["layers"])
+    return jnp.sum((h.astype(jnp.float32) @ params["head"]) ** 2)  # the head's line
+
+
+PARAMS, X = {"layers": f32(3, 16, 16), "head": f32(16, 24)}, f32(8, 16)
+LAYERS, HEADS = 9 * 2 * 8 * 16 * 16, 3 * 2 * 8 * 16 * 24  # FLOPs
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_a_lowered_step_has_the_products_of_the_program(platform):
+    report = read(jax.grad(loss_fn), PARAMS, X, platform=platform)
+    assert (report.program, report.devices, report.platform) == ("jit_loss_fn", 1, None)
+    assert report.counts() == {"bf16 x bf16 -> bf16": 9, "f32 x f32 -> f32": 3}
+    assert report.flops == LAYERS + HEADS and report.notes == ()
+    assert {(one.kind, one.kernel, one.algorithm) for one in report.products} == {("dot", "", "")}
+    assert sorted((one.is_backward, one.parameters, one.results) for one in report.products) == [
+        (False, ("params['head']",), ()),
+        (False, ("params['layers']",), ()),
+        (True, (), ("result['head']",)),
+        (True, (), ("result['layers']",)),
+        (True, ("params['head']",), ()),
+        (True, ("params['layers']",), ()),
+    ]
+
+
+def test_the_place_of_a_product_is_the_users():
+    report = read(jax.grad(loss_fn), PARAMS, X)
+    heads = [one for one in report.products if one.result == "f32"]
+    line = loss_fn.__code__.co_firstlineno + 5
+    for one in heads:
+        assert one.place is not None and one.place.file.endswith("test_products.py")
+        assert one.place.line == line and one.scope.endswith("dot_general")
+        assert not HAS_FRAMES or one.place.function == "loss_fn"
+
+
+def test_a_step_compiled_for_a_cpu_has_the_flops_of_the_program_and_a_note():
+    report = jmpx.inspect.products(jax.jit(jax.grad(loss_fn)).lower(PARAMS, X).compile())
+    assert report.platform == "cpu" and report.flops == LAYERS + HEADS
+    assert sum(report.counts().values()) == 12
+    (note,) = report.notes
+    assert note.startswith("Compiled for a CPU") and note in str(report).replace("\n", " ")
+
+
+def convolved(x, w, **options):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, dimension_numbers=numbers, **options)
+
+
+CONVOLUTIONS = {
+    "same": ((2, 9, 7, 6), (3, 3, 6, 4), {"window_strides": (1, 1), "padding": "SAME"}),
+    "strides": ((2, 9, 7, 6), (3, 2, 6, 4), {"window_strides": (2, 3), "padding": "VALID"}),
+    "cut": ((2, 9, 7, 6), (3, 3, 6, 4), {"window_strides": (1, 2), "padding": [(-1, 2), (0, -2)]}),
+    "input with holes": (
+        *((2, 5, 4, 6), (3, 3, 6, 4)),
+        {"window_strides": (1, 1), "padding": [(2, 1), (0, 3)], "lhs_dilation": (2, 3)},
+    ),
+    "kernel with holes": (
+        *((2, 9, 8, 6), (3, 2, 6, 4)),
+        {"window_strides": (1, 1), "padding": "VALID", "rhs_dilation": (2, 3)},
+    ),
+    "groups": (
+        *((2, 9, 7, 6), (3, 3, 2, 12)),
+        {"window_strides": (2, 2), "padding": "SAME", "feature_group_count": 3},
+    ),
+}
+REST = {
+    "batched": (lambda x, y: jnp.einsum("bqd,bkd->bqk", x, y), f32(3, 5, 7), f32(3, 4, 7)),
+    "two axes": (lambda x, y: jnp.tensordot(x, y, 2), f32(3, 5, 7), f32(5, 7, 4)),
+    "vectors": (jnp.vdot, f32(9), f32(9)),
+}
+
+
+@pytest.mark.parametrize("name", [*CONVOLUTIONS, *REST])
+def test_flops_are_those_of_the_audit(name):
+    if name in REST:
+        fn, *args = REST[name]
+    else:
+        x, w, options = CONVOLUTIONS[name]
+        fn, args = lambda x, w: convolved(x, w, **options), (f32(*x), f32(*w))
+    loss = lambda *args: jnp.sum(fn(*args) ** 2)  # noqa: E731
+    grads = jax.grad(loss, argnums=(0, 1))
+    audited = sum(each.flops for each in jmpx.inspect.audit(grads)(*args).products)
+    assert read(grads, *args).flops == audited > 0
+    assert {one.kind for one in read(loss, *args).products} == {
+        "dot" if name in REST else "convolution"
+    }
+
+
+def test_a_ragged_product_multiplies_no_zeros():
+    sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
+    fn = lambda x, w, sizes: lax.ragged_dot(x, w, sizes)  # noqa: E731
+    report = read(fn, f32(12, 5), f32(3, 5, 7), sizes, platform="tpu")
+    (one,) = report.products
+    assert (one.kind, one.dtypes) == ("ragged-dot", "f32 x f32 -> f32")
+    assert one.flops == 2 * 12 * 5 * 7 and one.parameters == ("x", "w")
+
+
+@pytest.mark.parametrize("algorithm", ["", "highest", "BF16_BF16_F32_X3"])
+def test_the_algorithm_of_a_product_is_told(algorithm):
+    fn = lambda x, y: lax.dot(x, y, precision=algorithm or None)  # noqa: E731
+    counts = read(fn, f32(4, 4), f32(4, 4)).counts()
+    assert counts == {f"f32 x f32 -> f32{', ' * bool(algorithm)}{algorithm.lower()}": 1}
+
+
+def test_products_of_a_function_count_as_often_as_it_is_called():
+    @jax.jit
+    def twice(x):
+        return x @ x @ x.astype(jnp.bfloat16)
+
+    report = read(lambda x: twice(twice(x)) @ x, f32(4, 4))
+    assert report.counts() == {"f32 x f32 -> f32": 5}
+
+
+def test_products_in_loops_and_branches_count_as_often_as_they_run():
+    def fn(x, n):
+        x = lax.fori_loop(0, 5, lambda i, x: x @ x, x)
+        x = lax.while_loop(lambda x: x[0, 0] < 1, lambda x: lax.fori_loop(0, 2, body, x), x)
+        return lax.cond(n > 0, lambda x: x @ x, lambda x: x, x)
+
+    def body(i, x):
+        return x @ x
+
+    report = read(fn, f32(4, 4), jax.ShapeDtypeStruct((), jnp.int32))
+    found = {(one.times, one.in_while, one.in_branch) for one in report.products}
+    assert found == {(5, False, False), (2, True, False), (1, False, True)}
+    assert len(report.notes) == 2 and "  2+  " in str(report)
+
+
+# What compilers make of it.
+
+HLO = """HloModule jit_step, is_scheduled=true, num_partitions=1
+
+%gemm (p.0: bf16[2,8,64], p.1: f32[2,64,32]) -> f32[2,8,32] {
+  %p.0 = bf16[2,8,64]{2,1,0} parameter(0)
+  %p.1 = f32[2,64,32]{2,1,0} parameter(1)
+  %low = bf16[2,64,32]{2,1,0} convert(%p.1)
+  ROOT %dot.1 = f32[2,8,32]{2,1,0} dot(%p.0, %low), lhs_batch_dims={0}, \
+lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}, \
+metadata={op_name="jit(step)/net/dot_general" source_file="/home/me/net.py" source_line=7}
+}
+
+ENTRY %main (a: bf16[2,8,64], b: f32[2,64,32]) -> f32[2,8,32] {
+  %a = bf16[2,8,64]{2,1,0} parameter(0), metadata={op_name="params[\\'a\\']"}
+  %b = f32[2,64,32]{2,1,0} parameter(1), metadata={op_name="params[\\'b\\']"}
+  %q = f16[4,128,2,64]{3,2,1,0} constant({...})
+  %k = f16[4,256,2,64]{3,2,1,0} constant({...})
+  %image = f16[2,16,16,8]{3,2,1,0} constant({...})
+  %kernel = f16[32,3,3,8]{3,2,1,0} constant({...})
+  %made = f16[2,8,8,32]{3,2,1,0} constant({...})
+  %eight = f8e4m3fn[16,32]{1,0} constant({...})
+  %other = f8e5m2[32,8]{1,0} constant({...})
+  %triton = f32[2,8,32]{2,1,0} fusion(%a, %b), kind=kCustom, calls=%gemm, \
+backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}
+  %low = (bf16[16,8]{1,0}, s8[64]{0}) custom-call(%eight, %other), \
+custom_call_target="__cublas$lt$matmul$f8", backend_config={"gemm_backend_config":\
+{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],\
+"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},"precision_config":\
+{"operand_precision":["DEFAULT","DEFAULT"],"algorithm":"ALG_UNSET"}}}
+  %full = (f32[2,32,32]{2,1,0}, s8[64]{0}) custom-call(%b, %b), \
+custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":\
+{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"],\
+"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]},"precision_config":\
+{"operand_precision":["HIGHEST","HIGHEST"],"algorithm":"ALG_UNSET"}}}
+  %forward = (f16[4,128,2,64]{3,2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), \
+custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": \
+{"intermediate_tensor_shape": {"element_type": "F16", "dimensions": ["4", "2", "128", "256"]}}}
+  %backward = (f16[4,128,2,64]{3,2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), \
+custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config": \
+{"intermediate_tensor_shape": {"element_type": "F16", "dimensions": ["4", "2", "128", "256"]}}}
+  %conv = (f16[2,8,8,32]{3,2,1,0}, u8[0]{0}) custom-call(%image, %kernel), \
+window={size=3x3 stride=2x2 pad=1_0x1_0}, dim_labels=b01f_o01i->b01f, \
+custom_call_target="__cudnn$convForward"
+  %inputs = (f16[2,16,16,8]{3,2,1,0}, u8[0]{0}) custom-call(%made, %kernel), \
+window={size=3x3 stride=2x2 pad=1_0x1_0}, dim_labels=b01f_o01i->b01f, \
+custom_call_target="__cudnn$convBackwardInput"
+  %weights = (f16[32,3,3,8]{3,2,1,0}, u8[0]{0}) custom-call(%image, %made), \
+window={size=3x3 stride=2x2 pad=1_0x1_0}, dim_labels=b01f_o01i->b01f, \
+custom_call_target="__cudnn$convBackwardFilter"
+  %solved = f32[8,8]{1,0} custom-call(%b), custom_call_target="__cublas$triangularSolve"
+  ROOT %copy = f32[2,8,32]{2,1,0} copy(%triton)
+}
+"""
+TAPS = (8 * 3 - 1) ** 2  # the first of each row and column meets one line of padding
+SCORES = 2 * 4 * 128 * 2 * 64 * 256
+
+
+def test_products_of_cublas_cudnn_and_triton_are_read():
+    found = jmpx.inspect.products(HLO).products
+    half = "f16 x f16 -> f16"
+    assert [(one.kernel, one.kind, one.dtypes, one.flops) for one in found] == [
+        ("__triton_gemm", "dot", "bf16 x bf16 -> f32", 2 * 2 * 8 * 64 * 32),
+        ("__cublas$lt$matmul$f8", "dot", "f8e4m3fn x f8e5m2 -> bf16", 2 * 16 * 32 * 8),
+        ("__cublas$gemm", "dot", "f32 x f32 -> f32, highest", 2 * 2 * 64 * 32 * 32),
+        ("__cudnn$fmhaSoftmax", "attention", half, 2 * SCORES),
+        ("__cudnn$fmhaSoftmaxBackward", "attention", half, 5 * SCORES),
+        ("__cudnn$convForward", "convolution", half, 2 * 2 * 8 * 32 * TAPS),
+        ("__cudnn$convBackwardInput", "convolution", half, 2 * 2 * 8 * 32 * TAPS),
+        ("__cudnn$convBackwardFilter", "convolution", half, 2 * 2 * 8 * 32 * TAPS),
+    ]
+    assert found[0].parameters == ("params['a']", "params['b']")
+    assert found[0].scope == "jit(step)/net/dot_general" and found[0].results == ("output 0",)
+    assert found[0].place is not None and found[0].place[:2] == ("/home/me/net.py", 7)
+
+
+def test_kernels_that_cannot_be_read_are_told():
+    hlo = HLO.replace("__cudnn$fmhaSoftmaxBackward", "tpu_custom_call")
+    hlo = hlo.replace("__cudnn$convForward", "__gpu$xla.gpu.triton")
+    report = jmpx.inspect.products(hlo)
+    assert [one for one in report.products if one.kernel in ("", "tpu_custom_call")] == []
+    told = "2 calls of kernels (__gpu$xla.gpu.triton, tpu_custom_call) cannot be read"
+    assert len(report.products) == 6 and report.notes[0].startswith(told)
+
+
+def test_kernels_of_pallas_are_told():
+    from jax.experimental import pallas as pl
+
+    def kernel(x, out):
+        out[...] = x[...] * 2
+
+    call = pl.pallas_call(kernel, out_shape=f32(128, 128))
+    report = read(lambda x: call(x) @ x, f32(128, 128), platform="tpu")
+    assert report.counts() == {"f32 x f32 -> f32": 1}
+    assert report.notes[0].startswith("1 call of kernels (tpu_custom_call)")
+
+
+def test_a_product_of_a_tpu_counts_no_holes():
+    """A batched product of a TPU is a convolution whose kernel meets one part of its input."""
+    hlo = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (a: bf16[3,16,32], b: bf16[3,32,8]) -> bf16[3,16,8] {
+  %a = bf16[3,16,32]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %b = bf16[3,32,8]{2,1,0:T(8,128)(2,1)S(1)} parameter(1)
+  ROOT %c = bf16[3,16,8]{2,1,0:T(8,128)(2,1)} convolution(%a, %b), \
+window={size=3 stride=2 pad=0_0 lhs_dilate=3}, dim_labels=0bf_0io->0bf
+}
+"""
+    (one,) = jmpx.inspect.products(hlo).products
+    assert one.dtypes == "bf16 x bf16 -> bf16" and one.flops == 3 * 2 * 16 * 32 * 8
+
+
+# The report.
+
+
+def test_text_has_shares_by_dtypes_then_the_largest_products():
+    report = read(jax.grad(loss_fn), PARAMS, X)
+    title, _, *rows = str(report).splitlines()
+    assert title == "jit_loss_fn on 1 device: 12 products, 55.3 kFLOP"
+    assert [row.split() for row in rows[1:3]] == [
+        ["66.7", "%", "36.9", "kFLOP", "dot", *"bf16 x bf16 -> bf16".split(), "9"],
+        ["33.3", "%", "18.4", "kFLOP", "dot", *"f32 x f32 -> f32".split(), "3"],
+    ]
+    first = "24.6 kFLOP dot bf16 x bf16 -> bf16 6 params['layers']"
+    assert rows[5].split()[:10] == first.split()
+    assert rows[5].split()[10].startswith("test_products.py:")
+
+
+def test_what_has_no_products_says_so():
+    report = read(lambda x: x + 1, f32(4))
+    assert str(report) == "jit__lambda on 1 device: no products" and report.counts() == {}
+
+
+def test_json_has_every_field():
+    report = read(jax.grad(loss_fn), PARAMS, X)
+    found = json.loads(report.to_json())
+    assert (found["program"], found["devices"], found["platform"]) == ("jit_loss_fn", 1, None)
+    assert found["flops"] == report.flops == sum(row["flops"] for row in found["products"])
+    for row, one in zip(found["products"], report.products, strict=True):
+        assert {*row} == {*one._fields, "flops"} and row["operands"] == [*one.operands]
+        assert one.place is not None and row["place"]["line"] == one.place.line
+
+
+def test_steps_of_equinox_and_nnx_are_read():
+    product = lambda x: x @ x  # noqa: E731
+    x = jnp.ones((4, 4))
+    steps = eqx.filter_jit(product).lower(x), nnx.jit(product).lower(x)
+    for step in steps:
+        assert jmpx.inspect.products(step).counts() == {"f32 x f32 -> f32": 1}
+        assert sum(jmpx.inspect.products(step.compile()).counts().values()) == 1
+
+
+@pytest.mark.parametrize("stage", ["lowered", "compiled"])
+def test_what_traces_functions_names_what_reads_programs(stage):
+    step = lowered(loss_fn, PARAMS, X, platform="cpu")
+    step = step.compile() if stage == "compiled" else step
+    for look in (jmpx.inspect.audit, jmpx.inspect.ranges, jmpx.inspect.first_nonfinite):
+        with pytest.raises(TypeError, match="jmpx.inspect.products reads steps") as error:
+            look(step)(PARAMS, X)
+        assert "\n" not in str(error.value)
