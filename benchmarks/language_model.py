@@ -20,7 +20,6 @@ CPU leaves out most of these roundings. A product reads operands of 16 bits and 
 GPUs and TPUs do.
 
 For gradients within 1 % of float32's, jmpx chooses `by=operations,c=bf16,save=products` (0.4 %):
-
     python -m jmpx choose benchmarks/language_model.py:make_losses --error 0.01
 """
 

@@ -73,8 +73,8 @@ def traced_program(
 ) -> Program:
     """Traces a function on arrays or their shapes, by default with its gradient if it is a loss.
 
-    Any other function is looked at as it is. A TypeError refuses what is not callable, or compiled, a
-    ValueError a loss without a floating array in its first argument.
+    Any other function is looked at as it is. A TypeError refuses what is not callable, or compiled,
+    a ValueError a loss without a floating array in its first argument.
     """
     if not callable(fn) or isinstance(fn, jax.stages.Compiled):
         raise TypeError(
