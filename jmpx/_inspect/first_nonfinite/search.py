@@ -68,41 +68,18 @@ def _worst_traced(magnitudes: Sequence[Array]) -> jax.Array:
     return functools.reduce(jax.lax.max, each, jnp.int32(0))
 
 
-def _largest(arrays: Sequence[Array]) -> list[list[Array]]:
-    """Returns the largest magnitudes in each array: NaN if it holds one, and none of integers."""
-    # XLA makes one kernel of a reduction, also of one that has several operands.
-    groups: dict[Hashable, list[tuple[int, Array]]] = {}
-    for i, array in enumerate(arrays):
-        for part in _magnitudes(array):
-            groups.setdefault((part.shape, part.dtype), []).append((i, part))
-    largest: list[list[Array]] = [[] for _ in arrays]
-    for group in groups.values():
-        indices, parts = zip(*group, strict=True)
-        if axes := tuple(range(parts[0].ndim)):
-            parts = jax.lax.reduce(
-                parts, (np.zeros((), parts[0].dtype),) * len(parts), _maxima, axes
-            )
-        for i, x in zip(indices, parts, strict=True):
-            largest[i].append(x)
-    return largest
+def _magnitudes(x: Array) -> list[Array]:
+    """Returns the magnitudes of the numbers in an array in float32, finite ones of 64 bits as 0."""
+    if not is_inexact(x):
+        return []
+    parts = (jax.lax.real(x), jax.lax.imag(x)) if jnp.iscomplexobj(x) else (x,)
+    if jnp.finfo(x.dtype).bits > 32:
+        parts = [jnp.where(jnp.isfinite(part), 0, part) for part in parts]
+    return [jax.lax.abs(jax.lax.convert_element_type(part, jnp.float32)) for part in parts]
 
 
 def _maxima(before: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
     return tuple(map(jax.lax.max, before, new))
-
-
-def _magnitudes(x: Array) -> list[Array]:
-    """Returns the magnitudes of the numbers in an array, in 32 bits or more."""
-    if not is_inexact(x):
-        return []
-    parts = (jax.lax.real(x), jax.lax.imag(x)) if jnp.iscomplexobj(x) else (x,)
-    return [jax.lax.abs(jax.lax.convert_element_type(part, _dtype_of([x]))) for part in parts]
-
-
-def _dtype_of(arrays: Sequence[Array | Aval]) -> np.dtype:
-    """Returns a dtype that holds all magnitudes in some arrays."""
-    is_large = any(is_inexact(x) and jnp.finfo(x.dtype).bits > 32 for x in arrays)
-    return np.dtype(np.float64 if is_large else np.float32)
 
 
 def is_watched(eqn: Equation) -> bool:
@@ -144,9 +121,8 @@ class Search:
         """Returns the notes of watched sites, and the largest magnitudes of inputs and results."""
         state: dict[Key, _Level] = {(): _Level({})}
         for key, site in self.watched.items():
-            zero = np.zeros((), _dtype_of([var.aval for var in site.equation.outvars]))
             event = (np.int32(0),) * (1 + len(site.loops) if site.loops else 0)
-            state.setdefault(_level_of(site), _Level({})).notes[key] = zero, *event
+            state.setdefault(_level_of(site), _Level({})).notes[key] = np.float32(0), *event
 
         def watch(state: dict[Key, _Level], site: Site, *seen: Any) -> dict[Key, _Level]:
             if site.key in self.watched:
@@ -257,12 +233,22 @@ class _Level:
         return self.notes
 
     def largest(self, arrays: Sequence[Array]) -> list[list[Array]]:
-        """Returns what `_largest` does, which looks at each array once."""
-        new = {id(x): x for x in arrays if id(x) not in self.known}
-        self.known.update(
-            zip(new, zip(new.values(), _largest([*new.values()]), strict=True), strict=True)
-        )
-        return [self.known[id(x)][1] for x in arrays]
+        """Returns the largest magnitudes in each array: NaN if it holds one; none of integers."""
+        # XLA makes one kernel of a reduction, also of one that has several operands.
+        groups: dict[tuple[int, ...], list[tuple[list[Array], Array]]] = {}
+        for array in arrays:
+            if id(array) not in self.known:
+                self.known[id(array)] = array, []
+                for part in _magnitudes(array):
+                    groups.setdefault(part.shape, []).append((self.known[id(array)][1], part))
+        for shape, group in groups.items():
+            found, parts = zip(*group, strict=True)
+            if shape:
+                zeros = (np.float32(0),) * len(parts)
+                parts = jax.lax.reduce(parts, zeros, _maxima, tuple(range(len(shape))))
+            for largest, part in zip(found, parts, strict=True):
+                largest.append(part)
+        return [self.known[id(array)][1] for array in arrays]
 
     def tree_flatten(self) -> tuple[tuple[_Note, ...], tuple[Key, ...]]:
         notes = self.noted()
@@ -275,14 +261,10 @@ class _Level:
 
 def _noted(note: _Note, operands: list[Array], results: list[Array], trips: Trips) -> _Note:
     """Returns the note of a site, given the largest magnitudes of its operands and results."""
-    largest_before, *event = note
-    dtype = largest_before.dtype
-    largest = functools.reduce(
-        jax.lax.max, [jax.lax.convert_element_type(x, dtype) for x in results]
-    )
+    largest = functools.reduce(jax.lax.max, results)
     if not trips:
         return (largest,)
-    kind_before, *trips_before = event
+    largest_before, kind_before, *trips_before = note
     worst, before = _worst_traced(results), _worst_traced(operands)
     is_made, is_turned = (worst > 0) & (before == 0), (worst == NAN) & (before == INF)
     kind = jnp.where(is_made, MADE, jnp.where(is_turned, TURNED, 0)).astype(jnp.int32)
@@ -317,7 +299,7 @@ def _joined(state: dict[Key, _Level], axes: tuple[str, ...]) -> dict[Key, _Level
 def _of_one_device(state: PyTree, axes: tuple[str, ...]) -> PyTree:
     """Returns the operands of the first device on which the equation made the event."""
     found, kept = state
-    is_bad = _worst_traced([x for each in _largest(kept) for x in each]) > 0
+    is_bad = _worst_traced([*itertools.chain(*_Level({}).largest(kept))]) > 0
     late = jnp.iinfo(jnp.int32).max
     rank = jnp.where(found & is_bad, jax.lax.axis_index(axes).astype(jnp.int32), late)
     is_it = (rank == jax.lax.pmin(rank, axes)) & (rank < late)
