@@ -139,8 +139,8 @@ def consts_of(jaxpr: Jaxpr) -> Sequence[Array]:
 
 def inner_jaxprs(params: Params) -> list[Jaxpr]:
     """Returns the jaxprs among the parameters of an equation, also in tuples."""
-    values = (v if isinstance(v, tuple) else (v,) for v in params.values())
-    return [jaxpr for value in values for jaxpr in value if is_jaxpr(jaxpr)]
+    values = params.values()  # Traces call this often: a generator inside would take longer.
+    return [j for v in values for j in (v if isinstance(v, tuple) else (v,)) if is_jaxpr(j)]
 
 
 def evaluate(

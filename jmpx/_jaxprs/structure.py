@@ -74,4 +74,6 @@ class _Keys:
     def value(self, value: object) -> Hashable:
         if type(value) is tuple:
             return tuple(map(self.value, value))
+        if isinstance(value, np.generic):
+            return value.dtype, value.tobytes()
         return self.jaxpr(value) if is_jaxpr(value) else value

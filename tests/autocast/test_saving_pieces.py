@@ -96,11 +96,13 @@ def test_products_of_experts_are_saved(rng, wrap):
         cast = jmpx.autocast(lambda weights: wrap(experts)(x @ w, *weights), **options)
         return jax.grad(lambda weights: jnp.square(cast(weights)).sum())
 
-    grads = plain, saving = grad_of(), grad_of(save="products")
-    products = [jax.jit(g).lower(weights).as_text().count("dot_general") for g in grads]
-    assert products[1] == products[0] + 1  # what is sent to experts is a product of activations
-    for a, b in zip(plain(weights), saving(weights), strict=True):
-        np.testing.assert_array_equal(a, b)
+    grads = [grad_of(save=save) for save in (None, "products", "products+attention")]
+    plain, *saving = (jax.jit(g).lower(weights).as_text().count("dot_general") for g in grads)
+    assert saving == [plain + 1, plain]  # what is sent to experts is a product of activations
+    results = [grad(weights) for grad in grads]
+    for expected, *found in zip(*results, strict=True):
+        for each in found:
+            np.testing.assert_array_equal(each, expected)
 
 
 def attention(x, w, wrap=lambda f: f):

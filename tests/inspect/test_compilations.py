@@ -11,6 +11,9 @@ import pytest
 from helpers import normal
 
 import jmpx
+from jmpx._inspect.first_nonfinite.search import Search
+from jmpx._inspect.programs import traced_program
+from jmpx._jaxprs.inner import all_equations
 
 COMPILE = "/jax/core/compile/backend_compile_duration"
 
@@ -57,6 +60,35 @@ def test_a_step_that_is_made_anew_is_not_compiled_again(rng, compilations):
     compilations()
     assert look(x) is None and compilations() == 1
     assert look(x) is None and look(bad).given == "x" and compilations() == 0
+
+
+def test_a_step_that_fills_rows_with_nan_is_not_compiled_again(rng, compilations):
+    w, x = normal(rng, 4, 5), normal(rng, 4, 4)
+    labels = jax.block_until_ready(jnp.array([[0], [3], [1], [2]]))
+    compilations()
+    for few in (1, 0):
+        loss_fn = jmpx.autocast(
+            lambda w: jnp.take_along_axis(x @ w, labels, axis=1).astype(jnp.float32).sum(), "c=f16"
+        )
+        assert jmpx.inspect.first_nonfinite(loss_fn)(w) is None
+        assert compilations() <= few
+
+
+@pytest.mark.parametrize(("layers", "most"), [(1, 4), (6, 14)])
+def test_one_reduction_looks_at_all_between_two_products(layers, most, rng):
+    def fn(params, x):
+        for w in params:
+            x = x @ w
+            for _ in range(10):
+                x = jnp.tanh(x) * 2
+        return x
+
+    jaxpr = traced_program(fn, arguments(rng, layers)).jaxpr
+    search = Search(jaxpr)
+    watch = jax.make_jaxpr(lambda arrays: search._watch_all(lambda x: x, arrays))
+    found = watch([*map(jnp.zeros_like, jaxpr.in_avals)])
+    reductions = [e for e in all_equations(found.jaxpr) if e.primitive.name.startswith("reduce")]
+    assert len(search.watched) == 21 * layers and 1 <= len(reductions) <= most
 
 
 def test_an_operation_that_is_found_again_is_not_compiled_again(rng, compilations):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import F16, F32, normal
+from helpers import F16, F32, enable_x64, normal
 from helpers.nonfinite import HALF, find, line_of, marked_line, total
 from jax.sharding import PartitionSpec as P
 
@@ -296,3 +296,29 @@ def test_inside_of_shard_map(rng):
     assert found.operation == "exp" and line_of(found) == marked_line(body)
     assert found.operands[0].largest == 12 and found.operands[0].shape == (2,)
     assert jmpx.inspect.first_nonfinite(loss)(jnp.ones((), F16), x / 2) is None
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_nan_of_one_device_is_found(bad):
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "d")
+
+    def body(x):
+        return jax.lax.psum(jax.lax.scan(lambda sum, y: (sum + jnp.log(y), None), 0.0, x)[0], "d")
+
+    x = np.array([1, 2, 3, 4], np.float32)
+    x[2 * bad + 1] = -1
+    fn = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False)
+    found = jmpx.inspect.first_nonfinite(lambda x: [fn(x)])(x)
+    assert (found.operation, found.kind) == ("log", "NaN")
+    assert found.operands[0].largest == 1 and [trip for trip, _ in found.trips] == [1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [("float64", 700), ("complex128", 700), ("complex64", 80), ("bfloat16", 80)]
+)
+def test_numbers_of_any_width_are_finite_up_to_their_own_largest(dtype, most):
+    with enable_x64():
+        look = jmpx.inspect.first_nonfinite(lambda x: [jnp.exp(x)])
+        assert look(jnp.array([1, most], dtype)) is None
+        found = look(jnp.array([1, 1.2 * most], dtype))
+        assert (found.operation, found.kind) == ("exp", "inf")

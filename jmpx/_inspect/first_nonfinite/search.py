@@ -1,5 +1,7 @@
 """Runs a program, and finds in which equations infinities and NaNs first appear."""
 
+import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -7,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmpx._autocast.products import PRODUCTS
 from jmpx._base.leaves import PyTree
 from jmpx._inspect.compiled import Compiled
 from jmpx._jaxprs import core, watched
+from jmpx._jaxprs.core import operation_name
 from jmpx._jaxprs.moves import PLACEMENTS, RESHAPES
 from jmpx._jaxprs.types import Array, Aval, Equation, Jaxpr
 from jmpx._jaxprs.watched import Run, Site, Trips, is_loop
@@ -20,9 +24,10 @@ T = TypeVar("T")
 HAND_ON = RESHAPES | PLACEMENTS | {"copy", "neg"}
 INF, NAN = 1, 2  # the worst that an array holds; 0 is neither
 MADE, TURNED = 1, 2  # out of finite numbers; NaN out of infinities
-# Of each site: the worst number; in a loop, also the kind of the first event and its trips.
+_MANY = 64  # equations whose results wait to be looked at
 Key: TypeAlias = tuple[int, ...]
-_Notes: TypeAlias = dict[Key, tuple[Array, ...]]
+# Of each site: the largest magnitude; in a loop, also the kind of the first event and its trips.
+_Note: TypeAlias = tuple[Array, ...]
 Constant: TypeAlias = Callable[[Array], Array]
 
 
@@ -57,18 +62,24 @@ def worst_of(array: Array) -> int:
     return NAN if np.isnan(x).any() else INF if np.isinf(x).any() else 0
 
 
-def worst_traced(arrays: Sequence[Array]) -> jax.Array:
-    """Returns the worst number that any of the arrays holds, as an int32 of shape ()."""
-    lax = jax.lax
-    worst = jnp.zeros((), jnp.int32)
-    for x in filter(is_inexact, arrays):
-        for part in (lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x,):
-            # One reduction for both, which XLA computes in one pass with what makes the array.
-            infinite = lax.convert_element_type(lax.bitwise_not(lax.is_finite(part)), jnp.int32)
-            nan = lax.convert_element_type(lax.ne(part, part), jnp.int32)
-            each = lax.reduce_max(lax.add(infinite, nan), tuple(range(np.ndim(part))))
-            worst = lax.max(worst, each)
-    return worst
+def _worst_traced(magnitudes: Sequence[Array]) -> jax.Array:
+    """Returns the worst of some numbers, as an int32 of shape ()."""
+    each = (jnp.int32(~jnp.isfinite(x)) + jnp.int32(jnp.isnan(x)) for x in magnitudes)
+    return functools.reduce(jax.lax.max, each, jnp.int32(0))
+
+
+def _magnitudes(x: Array) -> list[Array]:
+    """Returns the magnitudes of the numbers in an array in float32, finite ones of 64 bits as 0."""
+    if not is_inexact(x):
+        return []
+    parts = (jax.lax.real(x), jax.lax.imag(x)) if jnp.iscomplexobj(x) else (x,)
+    if jnp.finfo(x.dtype).bits > 32:
+        parts = [jnp.where(jnp.isfinite(part), 0, part) for part in parts]
+    return [jax.lax.abs(jax.lax.convert_element_type(part, jnp.float32)) for part in parts]
+
+
+def _maxima(before: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(map(jax.lax.max, before, new))
 
 
 def is_watched(eqn: Equation) -> bool:
@@ -106,18 +117,23 @@ class Search:
 
     def _watch_all(
         self, constant: Constant, arrays: Sequence[Array]
-    ) -> tuple[list[tuple[Array, ...]], list[Array], list[Array]]:
-        """Returns the notes of all watched sites, and the worst numbers of inputs and results."""
-        zero = jnp.zeros((), jnp.int32)
-        state = {
-            key: (zero,) * (2 + len(site.loops) if site.loops else 1)
-            for key, site in self.watched.items()
-        }
-        results, state = self._evaluate(
-            constant, arrays, _note, state, reduce=_joined, by_site=True
-        )
-        inputs, outputs = ([worst_traced([x]) for x in each] for each in (arrays, results))
-        return [state[key] for key in self.watched], inputs, outputs
+    ) -> tuple[list[_Note], list[list[Array]], list[list[Array]]]:
+        """Returns the notes of watched sites, and the largest magnitudes of inputs and results."""
+        state: dict[Key, _Level] = {(): _Level({})}
+        for key, site in self.watched.items():
+            event = (np.int32(0),) * (1 + len(site.loops) if site.loops else 0)
+            state.setdefault(_level_of(site), _Level({})).notes[key] = np.float32(0), *event
+
+        def watch(state: dict[Key, _Level], site: Site, *seen: Any) -> dict[Key, _Level]:
+            if site.key in self.watched:
+                state[_level_of(site)].see(site, *seen)
+            return state
+
+        options = {"reduce": _joined, "by_site": True}
+        results, state = self._evaluate(constant, arrays, watch, state, **options)
+        notes = dict(itertools.chain(*(level.noted().items() for level in state.values())))
+        inputs, outputs = (state[()].largest(each) for each in (arrays, results))
+        return [notes[key] for key in self.watched], inputs, outputs
 
     def _compiled(self, fn: Callable[..., T], args: tuple[PyTree, ...], *depends_on: Hashable) -> T:
         return self.compiled.run(fn, args, self.run, self.constant, *depends_on)
@@ -127,11 +143,13 @@ class Search:
         rows, inputs, outputs = jax.device_get(self._compiled(self._watch_all, (list(arrays),)))
         worst, in_loops = {}, {}
         for (key, site), row in zip(self.watched.items(), rows, strict=True):
-            worst[key], *event = map(int, row)
+            largest, *event = row
+            worst[key] = worst_of(largest)
             if any(event[:1]):
-                kind, *trips = event
+                kind, *trips = map(int, event)
                 in_loops[key] = self.event(site, kind == MADE, trips)
-        return Seen(worst, in_loops, list(map(int, inputs)), list(map(int, outputs)))
+        ends = ([max(map(worst_of, x), default=0) for x in each] for each in (inputs, outputs))
+        return Seen(worst, in_loops, *ends)
 
     def event(self, site: Site, is_made: bool, trips: Sequence[int] = ()) -> Event:
         """Returns an event of a site, in its place in the order in which equations run."""
@@ -179,46 +197,109 @@ def _is_plain(aval: Aval) -> bool:
     return hasattr(aval, "shape") and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
-def _note(
-    state: _Notes, site: Site, operands: list[Array], results: list[Array], trips: Trips
-) -> _Notes:
-    """Notes the worst number of a site's results; in a loop, also when the site first made one."""
-    # XLA computes scalars together with the results. Arrays of notes would take several times as
-    # long to compile.
-    if not is_watched(site.equation):
-        return state
-    worst = worst_traced(results)
+def _level_of(site: Site) -> Key:
+    """Returns the key of the innermost loop, branch or map around a site."""
+    holders = ("cond", "scan", "shard_map", "while")
+    ends = [i + 1 for i, eqn in enumerate(site.around) if eqn.primitive.name in holders]
+    return site.key[: max(ends, default=0)]
+
+
+@jax.tree_util.register_pytree_node_class
+class _Level:
+    """The notes of sites that run together, and what waits to be noted.
+
+    XLA would take long to compile a reduction for each array. So while JAX traces, arrays wait
+    until a product comes, which is a kernel of its own, or the level ends, which flattens it.
+    """
+
+    def __init__(self, notes: dict[Key, _Note]) -> None:
+        self.notes = notes
+        self.waiting: list[tuple[Site, list[Array], list[Array], Trips]] = []
+        self.known: dict[int, tuple[Array, list[Array]]] = {}  # arrays, and what is largest in them
+
+    def see(self, site: Site, operands: list[Array], results: list[Array], trips: Trips) -> None:
+        """Has the results of an equation wait, and in a loop its operands."""
+        if operation_name(site.equation.primitive.name) in PRODUCTS or len(self.waiting) > _MANY:
+            self.noted()
+        self.waiting.append((site, operands if trips else [], results, trips))
+
+    def noted(self) -> dict[Key, _Note]:
+        """Returns the notes, with all that waited."""
+        waiting, self.waiting = self.waiting, []
+        self.largest([x for _, *both, _ in waiting for x in itertools.chain(*both)])
+        for site, operands, results, trips in waiting:
+            before, now = ([*itertools.chain(*self.largest(x))] for x in (operands, results))
+            self.notes[site.key] = _noted(self.notes[site.key], before, now, trips)
+        return self.notes
+
+    def largest(self, arrays: Sequence[Array]) -> list[list[Array]]:
+        """Returns the largest magnitudes in each array: NaN if it holds one; none of integers."""
+        # XLA makes one kernel of a reduction, also of one that has several operands.
+        groups: dict[tuple[int, ...], list[tuple[list[Array], Array]]] = {}
+        for array in arrays:
+            if id(array) not in self.known:
+                self.known[id(array)] = array, []
+                for part in _magnitudes(array):
+                    groups.setdefault(part.shape, []).append((self.known[id(array)][1], part))
+        for shape, group in groups.items():
+            found, parts = zip(*group, strict=True)
+            if shape:
+                zeros = (np.float32(0),) * len(parts)
+                parts = jax.lax.reduce(parts, zeros, _maxima, tuple(range(len(shape))))
+            for largest, part in zip(found, parts, strict=True):
+                largest.append(part)
+        return [self.known[id(array)][1] for array in arrays]
+
+    def tree_flatten(self) -> tuple[tuple[_Note, ...], tuple[Key, ...]]:
+        notes = self.noted()
+        return tuple(notes.values()), tuple(notes)
+
+    @classmethod
+    def tree_unflatten(cls, keys: tuple[Key, ...], notes: Sequence[_Note]) -> "_Level":
+        return cls(dict(zip(keys, notes, strict=True)))
+
+
+def _noted(note: _Note, operands: list[Array], results: list[Array], trips: Trips) -> _Note:
+    """Returns the note of a site, given the largest magnitudes of its operands and results."""
+    largest = functools.reduce(jax.lax.max, results)
     if not trips:
-        return state | {site.key: (worst,)}
-    worst_before, kind_before, *trips_before = state[site.key]
-    before = worst_traced(operands)
+        return (largest,)
+    largest_before, kind_before, *trips_before = note
+    worst, before = _worst_traced(results), _worst_traced(operands)
     is_made, is_turned = (worst > 0) & (before == 0), (worst == NAN) & (before == INF)
     kind = jnp.where(is_made, MADE, jnp.where(is_turned, TURNED, 0)).astype(jnp.int32)
     is_first = (kind > 0) & (kind_before == 0)
     pairs = zip((kind, *trips), (kind_before, *trips_before), strict=True)
     event = [jax.lax.select(is_first, new, old) for new, old in pairs]
-    return state | {site.key: (jax.lax.max(worst_before, worst), *event)}
+    return (jax.lax.max(largest_before, largest), *event)
 
 
-def _joined(state: _Notes, axes: tuple[str, ...]) -> _Notes:
-    """Joins the notes of all devices: the worst number, and the first event of a site."""
+def _joined(state: dict[Key, _Level], axes: tuple[str, ...]) -> dict[Key, _Level]:
+    """Joins the notes of all devices: the largest magnitude, and the first event of a site."""
     late = jnp.iinfo(jnp.int32).max
 
-    def joined(worst: jax.Array, *event: jax.Array) -> tuple[jax.Array, ...]:
+    def joined(largest: jax.Array, *event: jax.Array) -> _Note:
         # The devices run the same trips; those of the first event are compared one by one.
         is_first = event[0] > 0 if event else False
         for trip in event[1:]:
             is_first &= trip == jax.lax.pmin(jnp.where(is_first, trip, late), axes)
         firsts = (jnp.where(is_first, part, 0) for part in event)
-        return tuple(jax.lax.pmax(part, axes) for part in (worst, *firsts))
+        # A maximum over devices may drop NaNs.
+        is_nan = jax.lax.pmax(jnp.int32(jnp.isnan(largest)), axes) > 0
+        numbers = jax.lax.pmax(jnp.where(jnp.isnan(largest), 0, largest), axes)
+        largest = jnp.where(is_nan, jnp.nan, numbers)
+        return (largest, *(jax.lax.pmax(part, axes) for part in firsts))
 
-    return {key: joined(*row) for key, row in state.items()}
+    return {
+        key: _Level({site: joined(*note) for site, note in level.noted().items()})
+        for key, level in state.items()
+    }
 
 
 def _of_one_device(state: PyTree, axes: tuple[str, ...]) -> PyTree:
     """Returns the operands of the first device on which the equation made the event."""
     found, kept = state
-    is_bad = worst_traced(kept) > 0
+    is_bad = _worst_traced([*itertools.chain(*_Level({}).largest(kept))]) > 0
     late = jnp.iinfo(jnp.int32).max
     rank = jnp.where(found & is_bad, jax.lax.axis_index(axes).astype(jnp.int32), late)
     is_it = (rank == jax.lax.pmin(rank, axes)) & (rank < late)

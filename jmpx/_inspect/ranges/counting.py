@@ -23,7 +23,7 @@ from jmpx._inspect.running import run_widened, widened
 from jmpx._jaxprs.types import Array
 from jmpx._jaxprs.watched import Site, Trips, evaluate, sites
 
-_FEW = 900  # equations that count, of a program that is compiled as a whole
+_FEW = 2000  # equations that count, of a program that compiles sooner as a whole
 _MOST = 1 << 24  # numbers that wait to be counted
 _ZERO, _INFINITE, _NAN, _MASKED = range(BINS, BINS + 4)  # the bins after those of numbers
 _SIZE = BINS + 4
