@@ -401,3 +401,20 @@ def test_float32_is_chosen_only_if_no_string_with_16_bits_holds_the_bound(rng):
     assert last.memory <= first.memory  # The carry, which is all that is kept, is in float32.
     assert first is choice.chosen
     assert 0 < first.error <= 0.1
+
+
+def test_of_two_parts_that_hold_the_bound_the_one_with_fewer_products_is_chosen(rng):
+    def loss_fn(w, x):
+        with jax.named_scope("mlp"):
+            x = ((x @ w + 48) - 48) * 0.37
+        with jax.named_scope("shift"):
+            x = (x + 8) - 8
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    draws = jnp.asarray(rng.normal(size=(6, 2, WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32)
+    search = searched(loss_fn, [tuple(arrays) for arrays in draws])
+    selectors = [island.selector for island in search.islands]
+    mlp, shift = selectors.index("*/mlp"), selectors.index("*/shift")
+    bound = 1.001 * search.error([shift])
+    assert search.error([mlp]) < search.error([shift]) < 0.98 * search.error([])
+    assert search.find(bound) == (shift,)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 
 import numpy as np
 
+from jmpx._inspect.blame.points import size_of
 from jmpx._inspect.blame.shares import Runs
 from jmpx._inspect.choose.islands import Island, Sites
 
@@ -35,6 +36,7 @@ class Search:
         self.runs, self.sites, self.islands, self.done = runs, sites, islands, done
         is_last = [island.is_operation for island in islands]
         self.order = sorted(range(len(islands)), key=lambda i: (is_last[i], -shares[i]))
+        self.costs = _costs(runs, islands)
         self._known: dict[frozenset[int], np.ndarray] = {}
 
     def squares(self, chosen: Iterable[int]) -> np.ndarray:
@@ -83,11 +85,19 @@ class Search:
             tried = (places or left)[:_TRIED]  # operations once no module or scope is left
             if not tried:
                 return chosen
-            chosen.append(min(tried, key=lambda i: self.error([*chosen, i])))
+            chosen.append(min(tried, key=lambda i: self._merit(chosen, i, bound)))
         for number in sorted(chosen, key=lambda i: self.error(set(chosen) - {i})):
             if self.error(set(chosen) - {number}) <= bound:
                 chosen.remove(number)
         return chosen
+
+    def _merit(self, chosen: Sequence[int], number: int, bound: float) -> tuple[float, ...]:
+        """Returns what is least for the next island: the cheapest that holds the bound goes first.
+
+        Where none does, it is the one that takes most of the error away.
+        """
+        error = self.error([*chosen, number])
+        return (0, *self.costs[number]) if error <= bound else (1, error)
 
     def _earns(self, number: int, chosen: Sequence[int]) -> bool:
         """Whether an island of a set lowers the error by a margin, and by more than by chance."""
@@ -95,3 +105,11 @@ class Search:
         gains = np.log(np.maximum(before, _TINY) / np.maximum(after, _TINY))
         noise = gains.std(ddof=1) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
         return bool(gains.mean() > max(_MARGIN, noise))
+
+
+def _costs(runs: Runs, islands: Sequence[Island]) -> list[tuple[int, int]]:
+    """Returns how many operands of products, and numbers in all, islands put into float32."""
+    sites = runs.points.at.values()
+    operands = np.array([size_of([p for p in points if p.is_operand]) for points in sites])
+    numbers = np.array([size_of(points) for points in sites])
+    return [(int(operands[i.sites].sum()), int(numbers[i.sites].sum())) for i in islands]
